@@ -1,0 +1,68 @@
+# Everything runs from a bare clone with Python >= 3.11, pip and make. `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BENCH_VENV := .venv-bench
+BIN := $(VENV)/bin
+# One line a group: the extras that it installs.
+EXTRAS_cli := cli
+EXTRAS_test := cli,test
+EXTRAS_lint := cli,test,lint
+EXTRAS_docs := docs
+EXTRAS_bench := cli,bench
+PINS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Two installs into one environment at a time would break it.
+.NOTPARALLEL:
+.PHONY: help demo test test-slow lint format bench docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.stamp-cli ## smooth a series from end to end; figures and tables go to demo/
+	$(BIN)/retrodict demo --out demo
+
+test: $(VENV)/.stamp-test ## run the fast tests
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.stamp-test ## run the slow and the statistical tests
+	$(BIN)/python -m pytest -m "slow or statistical" --timeout 3600
+
+lint: $(VENV)/.stamp-lint ## check style, format and types; change nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+format: $(VENV)/.stamp-lint ## mend what can be mended of style and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(BENCH_VENV)/.stamp-bench ## time retrodict and its peers, in an environment of their own
+	$(BENCH_VENV)/bin/python benchmarks/run.py
+
+docs: $(VENV)/.stamp-docs ## build the documentation into docs/_build/html
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+clean: ## remove environments, caches and what was built
+	rm -rf $(VENV) $(BENCH_VENV) docs/_build demo build dist
+	rm -rf .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@if [ -d benchmarks ]; then find benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +; fi
+
+# An environment is made once; a group is installed again only when its pins change.
+$(VENV)/.stamp-venv $(BENCH_VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "retrodict needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	         "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(@D)
+	@touch $@
+
+$(VENV)/.stamp-%: $(PINS) | $(VENV)/.stamp-venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS_$*)]'
+	@touch $@
+
+$(BENCH_VENV)/.stamp-%: $(PINS) | $(BENCH_VENV)/.stamp-venv
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS_$*)]'
+	@touch $@

@@ -1,0 +1,75 @@
+"""What every conditional law offers: a density and a draw given the state and the input."""
+
+from abc import abstractmethod
+from typing import Any, Protocol, runtime_checkable
+
+import equinox as eqx
+from jaxtyping import Array, Float
+
+from retrodict._types import PRNGKey, Scalar
+
+
+@runtime_checkable
+class Distribution(Protocol):
+    """Anything with a density and a draw: `Gaussian`, or a distribution of numpyro."""
+
+    def log_prob(self, value: Any) -> Any:
+        """The log density at `value`."""
+        ...
+
+    def sample(self, key: Any, sample_shape: tuple[int, ...] = ()) -> Any:
+        """A draw."""
+        ...
+
+
+class AbstractKernel(eqx.Module):
+    """A conditional law x, u ↦ distribution: a transition, an emission or a backward kernel."""
+
+    takes_input: eqx.AbstractVar[bool]
+
+    @abstractmethod
+    def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Distribution:
+        """The conditional law given the state x and, if the kernel takes one, the input u."""
+
+    @abstractmethod
+    def log_prob(
+        self,
+        x: Float[Array, "state"],
+        value: Float[Array, "out"],
+        u: Float[Array, "input"] | None = None,
+        mask: Array | None = None,
+    ) -> Scalar:
+        """The log density of `value` given x and u, of its observed entries alone under a mask."""
+
+    @abstractmethod
+    def sample(
+        self, key: PRNGKey, x: Float[Array, "state"], u: Float[Array, "input"] | None = None
+    ) -> Float[Array, "out"]:
+        """A draw given x and u."""
+
+
+class AbstractGaussianKernel(AbstractKernel):
+    """A kernel whose conditional law is `Gaussian`, masked entry by entry."""
+
+    @abstractmethod
+    def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Any:
+        """The Gaussian conditional law given x and u."""
+
+    def log_prob(
+        self,
+        x: Float[Array, "state"],
+        value: Float[Array, "out"],
+        u: Float[Array, "input"] | None = None,
+        mask: Array | None = None,
+    ) -> Scalar:
+        """log N(value; m(x, u), s sᵀ), or its marginal over the entries where `mask` is true."""
+        law = self.law(x, u)
+        if mask is None:
+            return law.log_prob(value)
+        return law.masked_log_prob(value, mask.astype(value.dtype))
+
+    def sample(
+        self, key: PRNGKey, x: Float[Array, "state"], u: Float[Array, "input"] | None = None
+    ) -> Float[Array, "out"]:
+        """A draw m(x, u) + s ε."""
+        return self.law(x, u).sample(key)

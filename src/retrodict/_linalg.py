@@ -1,0 +1,182 @@
+"""Linear algebra of small matrices, spelled so that XLA fuses it inside a scan.
+
+A call to LAPACK inside a scan costs more than the arithmetic of a matrix with a handful of rows, and
+stops XLA from fusing what stands around it. Up to `UNROLLED` rows the loops over rows and over
+inner dimensions are therefore unrolled in Python, over whole rows and not over entries: one entry at
+a time gives more, not fewer, fused loops. Beyond it the same functions call LAPACK. The threshold
+was measured: see `docs/decisions/0002-gaussian-numerics.md`.
+
+Everything is written for one matrix; callers `vmap`. Divisions by a pivot that is exactly zero give
+zero, so that semidefinite matrices pass.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy.linalg import solve_triangular as lapack_solve_triangular
+from jaxtyping import Array, Float
+
+UNROLLED = 6
+"""The largest number of rows for which loops are unrolled."""
+
+
+def sum_of(terms: Sequence[Array]) -> Array:
+    """Adds arrays of one shape: Python's `sum` would start from an integer zero."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def matmul(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Array, "r c"]:
+    """The product a b, never in less than the full precision of its type."""
+    inner = a.shape[1]
+    if inner > UNROLLED or inner == 0:
+        return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    return sum_of([a[:, k, None] * b[None, k, :] for k in range(inner)])
+
+
+def matvec(a: Float[Array, "r k"], x: Float[Array, "k"]) -> Float[Array, "r"]:
+    """The product a x."""
+    inner = a.shape[1]
+    if inner > UNROLLED or inner == 0:
+        return jnp.matmul(a, x, precision=lax.Precision.HIGHEST)
+    return sum_of([a[:, k] * x[k] for k in range(inner)])
+
+
+def outer_gram(a: Float[Array, "r k"]) -> Float[Array, "r r"]:
+    """The product a aᵀ."""
+    return matmul(a, a.T)
+
+
+def safe_reciprocal(x: Array) -> Array:
+    """1/x, and 0 where x is 0, with a gradient that is finite there too."""
+    nonzero = x != 0
+    return jnp.where(nonzero, 1.0 / jnp.where(nonzero, x, 1.0), 0.0)
+
+
+def safe_sqrt(x: Array) -> Array:
+    """The square root of max(x, 0), with gradient 0 where x is not positive."""
+    positive = x > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1.0)), 0.0)
+
+
+def cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
+    """The lower factor l of a symmetric positive-definite a = l lᵀ.
+
+    Only the lower triangle of `a` is read. A pivot that is not positive gives a column of zeros in
+    the unrolled form and NaN in LAPACK's: callers that accept user input check it first.
+    """
+    d = a.shape[0]
+    if d > UNROLLED:
+        return jnp.tril(lax.linalg.cholesky(a, symmetrize_input=False))
+    columns = []
+    for j in range(d):
+        below = a[j:, j]
+        for column in columns:
+            below = below - column[j:] * column[j]
+        pivot = safe_sqrt(below[0])
+        column = below * safe_reciprocal(pivot)
+        columns.append(jnp.concatenate([jnp.zeros(j, a.dtype), column]))
+    return jnp.stack(columns, axis=1)
+
+
+def solve_triangular(
+    l: Float[Array, "d d"],  # noqa: E741
+    b: Float[Array, "d ..."],
+    *,
+    transpose: bool = False,
+) -> Float[Array, "d ..."]:
+    """Solves l x = b, or lᵀ x = b, for a lower-triangular l and a vector or matrix b."""
+    d = l.shape[0]
+    if d > UNROLLED:
+        return lapack_solve_triangular(l, b, lower=True, trans=1 if transpose else 0)
+    a = l.T if transpose else l
+    order = range(d - 1, -1, -1) if transpose else range(d)
+    rows: dict[int, Array] = {}
+    for i in order:
+        rest = b[i]
+        for k, row in rows.items():
+            rest = rest - a[i, k] * row
+        rows[i] = rest * safe_reciprocal(a[i, i])
+    return jnp.stack([rows[i] for i in range(d)])
+
+
+def weighted_gram_schmidt(
+    w: Float[Array, "r c"], weights: Sequence[Array | None]
+) -> tuple[Float[Array, "r r"], Float[Array, "r"]]:
+    """Unit-lower l and diagonal d with l diag(d) lᵀ = w diag(weights) wᵀ.
+
+    Modified Gram–Schmidt over the rows of `w` in the inner product of `weights` (Thornton's
+    propagation of a factored covariance). No difference of squares is formed, so that small
+    eigenvalues survive beside large ones in float32, and no square root is taken.
+
+    Args:
+        w: the rows to orthogonalise.
+        weights: one nonnegative scalar a column, or `None` for a column that rides along without
+            counting.
+
+    Returns:
+        The unit-lower factor and the nonnegative diagonal.
+    """
+    rows, columns = w.shape
+    if rows > UNROLLED * 2:
+        return _factor_by_qr(w, weights)
+    counted = [k for k in range(columns) if weights[k] is not None]
+    pivots = []
+    for i in range(rows):
+        products = sum_of([w[:, k] * (w[0, k] * weights[k]) for k in counted])
+        # One array for the products and the reciprocal of the pivot makes one loop of them.
+        pivot = jnp.concatenate([products, safe_reciprocal(products[:1])])
+        pivots.append(pivot)
+        if i < rows - 1:
+            w = w[1:] - (pivot[1:-1] * pivot[-1])[:, None] * w[0][None, :]
+    zeros, one = (lambda i: jnp.zeros(i, w.dtype)), jnp.ones(1, w.dtype)
+    unit_lower = jnp.stack(
+        [jnp.concatenate([zeros(i), one, p[1:-1] * p[-1]]) for i, p in enumerate(pivots)], axis=1
+    )
+    return unit_lower, jnp.concatenate([p[:1] for p in pivots])
+
+
+def _factor_by_qr(
+    w: Float[Array, "r c"], weights: Sequence[Array | None]
+) -> tuple[Float[Array, "r r"], Float[Array, "r"]]:
+    counted = jnp.asarray([k for k, weight in enumerate(weights) if weight is not None])
+    scales = safe_sqrt(jnp.stack([weight for weight in weights if weight is not None]))
+    return unit_lower_and_diagonal(tria_by_qr(w[:, counted] * scales[None, :]))
+
+
+def tria_by_qr(w: Float[Array, "r c"]) -> Float[Array, "r r"]:
+    """The lower factor of w wᵀ with a nonnegative diagonal, by LAPACK's Householder reflections."""
+    upper = jnp.linalg.qr(w.T, mode="r")
+    upper = jnp.concatenate([upper, jnp.zeros((w.shape[0] - upper.shape[0], w.shape[0]), w.dtype)])
+    signs = jnp.where(jnp.diagonal(upper) < 0, -1.0, 1.0).astype(w.dtype)
+    return jnp.tril(upper.T * signs[None, :])
+
+
+def tria(w: Float[Array, "r c"]) -> Float[Array, "r r"]:
+    """The lower-triangular factor s, with a nonnegative diagonal, of s sᵀ = w wᵀ."""
+    if w.shape[0] > UNROLLED * 2:
+        return tria_by_qr(w)
+    one = jnp.ones((), w.dtype)
+    unit_lower, diagonal = weighted_gram_schmidt(w, [one] * w.shape[1])
+    return unit_lower * safe_sqrt(diagonal)[None, :]
+
+
+def unit_lower_and_diagonal(
+    scale: Float[Array, "d d"],
+) -> tuple[Float[Array, "d d"], Float[Array, "d"]]:
+    """Splits a lower factor s into unit-lower l and diagonal d, with l diag(d) lᵀ = s sᵀ.
+
+    A pivot of zero above entries that are not (a semidefinite factor that is not in echelon form)
+    is replaced by rounding error times the largest entry, which keeps the product to rounding.
+    """
+    pivots = jnp.diagonal(scale)
+    largest = jnp.max(jnp.abs(scale))
+    floor = jnp.finfo(scale.dtype).eps * jnp.where(largest > 0, largest, 1.0)
+    column_is_zero = jnp.all(scale == 0, axis=0)
+    divisors = jnp.where(pivots == 0, floor, pivots)
+    eye = jnp.eye(scale.shape[0], dtype=scale.dtype)
+    strictly_lower = jnp.tril(scale, -1) / divisors[None, :]
+    return strictly_lower + eye, jnp.where(column_is_zero, 0.0, divisors**2)

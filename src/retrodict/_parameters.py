@@ -1,0 +1,120 @@
+"""Parameters that stay in their domain while they are learned.
+
+A parameter stores an unconstrained array, which an optimiser may move anywhere, and computes the
+constrained value from it. Models and kernels hold parameters where they would hold arrays; every
+verb calls `unwrap` once, at its entry, and works on plain arrays from there.
+"""
+
+from abc import abstractmethod
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+T = TypeVar("T")
+
+
+class AbstractParameter(eqx.Module):
+    """Something that stands for `value` in a pytree, and is replaced by it in `unwrap`."""
+
+    @property
+    @abstractmethod
+    def value(self) -> Any:
+        """What the parameter stands for."""
+
+
+class Positive(AbstractParameter):
+    """A positive array, softplus of an unconstrained one.
+
+    Example:
+        >>> import retrodict as rd
+        >>> rd.Positive(0.5).value.item()
+        0.5
+
+    Args:
+        value: the positive value to start from, of any shape.
+    """
+
+    raw: Float[Array, "..."]
+
+    def __init__(self, value: Any):
+        value = jnp.asarray(value, jnp.result_type(float))
+        _refuse_unless_positive(value, "Positive", "a value")
+        self.raw = _inverse_softplus(value)
+
+    @property
+    def value(self) -> Float[Array, "..."]:
+        """The positive array."""
+        return jax.nn.softplus(self.raw)
+
+
+class PositiveTril(AbstractParameter):
+    """A lower-triangular matrix with a positive diagonal: the Cholesky factor of a covariance.
+
+    Args:
+        value: the factor to start from, of shape `(d, d)`; what stands above its diagonal is ignored.
+    """
+
+    raw: Float[Array, "d d"]
+
+    def __init__(self, value: Any):
+        value = jnp.asarray(value, jnp.result_type(float))
+        if value.ndim != 2 or value.shape[0] != value.shape[1]:
+            raise ValueError(f"PositiveTril expects a square matrix, got shape {value.shape}.")
+        diagonal = jnp.diagonal(value)
+        _refuse_unless_positive(diagonal, "PositiveTril", "a diagonal")
+        self.raw = jnp.tril(value, -1) + jnp.diag(_inverse_softplus(diagonal))
+
+    @property
+    def value(self) -> Float[Array, "d d"]:
+        """The lower-triangular factor."""
+        return jnp.tril(self.raw, -1) + jnp.diag(jax.nn.softplus(jnp.diagonal(self.raw)))
+
+
+class Frozen(AbstractParameter):
+    """A pytree that is not learned: gradients through it are zero.
+
+    Args:
+        tree: an array, or any pytree of them, such as a kernel.
+    """
+
+    tree: PyTree
+
+    @property
+    def value(self) -> PyTree:
+        """The pytree itself, with gradients stopped."""
+        return jax.tree.map(
+            lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf,
+            unwrap(self.tree),
+        )
+
+
+def unwrap(tree: T) -> T:
+    """Replaces every parameter in a pytree by its value.
+
+    Args:
+        tree: a model, a kernel, a family, or any pytree.
+
+    Returns:
+        The same pytree with plain arrays where it had parameters.
+    """
+    return jax.tree.map(
+        lambda leaf: leaf.value if isinstance(leaf, AbstractParameter) else leaf,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, AbstractParameter),
+    )
+
+
+def _refuse_unless_positive(value: Array, owner: str, what: str) -> None:
+    if isinstance(value, jax.core.Tracer):
+        return
+    if not bool(np.all(np.isfinite(value)) and np.all(np.asarray(value) > 0)):
+        raise ValueError(f"{owner} expects {what} that is positive and finite, got {value}.")
+
+
+def _inverse_softplus(value: Array) -> Array:
+    # log(exp(v) - 1) = v + log(1 - exp(-v)), which neither overflows nor cancels.
+    return value + jnp.log(-jnp.expm1(-value))

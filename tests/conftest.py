@@ -1,0 +1,43 @@
+"""What every test shares: precision, strict promotion, keys and the hypothesis profile.
+
+The shape annotations of `retrodict` are executed while the tests run: see `--jaxtyping-packages` in
+pyproject.toml.
+"""
+
+from collections.abc import Iterator
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import pytest
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The same examples on every run, and no deadline: the first example of a test pays for compilation.
+hypothesis.settings.register_profile(
+    "retrodict", deadline=None, derandomize=True, max_examples=20, print_blob=True
+)
+hypothesis.settings.load_profile("retrodict")
+
+
+@pytest.fixture
+def key() -> jax.Array:
+    return jax.random.key(0)
+
+
+@pytest.fixture
+def x32() -> Iterator[None]:
+    """Runs one test as most users run JAX: 64-bit types off, every array float32."""
+    with jax.enable_x64(False):
+        yield
+
+
+@pytest.fixture(params=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> Iterator[jnp.dtype]:
+    """Runs a test once in each precision, with `jax_enable_x64` on for the first alone.
+
+    Arrays made before the test (by a fixture of wider scope) keep the precision that they have.
+    """
+    with jax.enable_x64(request.param == "float64"):
+        yield jnp.dtype(request.param)
