@@ -21,11 +21,13 @@ ROOT = "retrodict"
 # itself; rooms that share a layer do not know each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_types",),
-    ("_mask",),
     ("_validate",),
+    ("_mask",),
     ("_parameters",),
     ("_linalg",),
+    ("_prefix",),
     ("_gaussian",),
+    ("_factored",),
     ("_kernel",),
     ("_model",),
     ("_chain",),

@@ -1,9 +1,13 @@
 """Smoothing and learning in nonlinear state-space models with backward-factorised posteriors."""
 
+from retrodict._chain import AbstractBackwardChain as AbstractBackwardChain
+from retrodict._chain import LinearGaussianChain as LinearGaussianChain
 from retrodict._gaussian import Diagonal as Diagonal
 from retrodict._gaussian import Gaussian as Gaussian
 from retrodict._gaussian import NaturalGaussian as NaturalGaussian
 from retrodict._gaussian import kl_divergence as kl_divergence
+from retrodict._kalman import KalmanPosterior as KalmanPosterior
+from retrodict._kalman import kalman_smoother as kalman_smoother
 from retrodict._kernel import AbstractGaussianKernel as AbstractGaussianKernel
 from retrodict._kernel import AbstractKernel as AbstractKernel
 from retrodict._kernel import AbstractLinearGaussianKernel as AbstractLinearGaussianKernel

@@ -163,9 +163,7 @@ class Gaussian(eqx.Module):
         """log N(x; m, s sᵀ)."""
         law = unwrap(self)
         residual = scale_solve(law.scale_tril, x - law.mean)
-        return (
-            -0.5 * (jnp.sum(residual**2) + law.dim * LOG_2PI) - scale_log_det(law.scale_tril)
-        )
+        return -0.5 * (jnp.sum(residual**2) + law.dim * LOG_2PI) - scale_log_det(law.scale_tril)
 
     def masked_log_prob(self, x: Float[Array, "d"], mask: Float[Array, "d"]) -> Scalar:
         """The log density of the marginal law of the coordinates where `mask` is 1."""

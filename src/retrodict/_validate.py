@@ -22,7 +22,9 @@ def as_real_array(value: Any, name: str) -> Array:
     try:
         array = value if isinstance(value, jax.Array) else jnp.asarray(np.asarray(value))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an array of numbers, got {type(value).__name__}.") from error
+        raise TypeError(
+            f"{name} must be an array of numbers, got {type(value).__name__}."
+        ) from error
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(
             f"{name} must be real, got dtype {array.dtype}. Stack real and imaginary parts as two"

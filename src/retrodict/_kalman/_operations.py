@@ -1,0 +1,344 @@
+"""Exact inference in linear-Gaussian models on plain arrays: filter, backward kernels, score.
+
+Observations are whitened first: noise of unit covariance, so that an entry that was not seen is a
+row of zeros, and nothing below this line knows of masks.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from retrodict import _linalg as linalg
+from retrodict._factored import (
+    Factored,
+    Innovations,
+    condition,
+    condition_columns,
+    propagate,
+    reverse,
+)
+from retrodict._gaussian import LOG_2PI, Scale, masked_scale, scale_log_det, scale_solve
+from retrodict._prefix import affine_suffix_scan
+from retrodict._types import Scalar
+
+
+class Prior(NamedTuple):
+    """The law N(mean, scale scaleᵀ) of x_0."""
+
+    mean: Float[Array, "state"]
+    scale: Float[Array, "state noise"]
+
+
+class Transition(NamedTuple):
+    """x_k = weight x_{k-1} + bias + scale ε; each with or without a leading axis `time-1`."""
+
+    weight: Float[Array, "*time state state"]
+    bias: Float[Array, "*time state"]
+    scale: Float[Array, "*time state noise"]
+
+
+class Whitened(NamedTuple):
+    """value_k = design x_k + ε with standard normal ε; the design with or without a time axis."""
+
+    design: Float[Array, "*time whitened state"]
+    value: Float[Array, "time whitened"]
+
+
+def whiten(
+    weight: Float[Array, "obs state"],
+    scale: Scale,
+    residual: Float[Array, "obs"],
+    mask: Bool[Array, "obs"] | None,
+) -> tuple[Float[Array, "whitened state"], Float[Array, "whitened"], Scalar]:
+    """Turns y − b = w x + s ε into observations with unit noise.
+
+    With more than d + 1 entries, rotating them into the span of [s⁻¹w, s⁻¹(y − b)] leaves d + 1 that
+    say the same (Jungbacker and Koopman 2015). The rotation is a constant to differentiation: the
+    posterior depends on it only through products in which it cancels.
+
+    Returns:
+        The design, the values, and what the change of variables adds to the log density.
+    """
+    count = jnp.asarray(residual.shape[0], residual.dtype)
+    if mask is not None:
+        seen = mask.astype(residual.dtype)
+        count = jnp.sum(seen)
+        scale = masked_scale(scale, seen)
+        weight, residual = weight * seen[:, None], residual * seen
+    design, value = scale_solve(scale, weight), scale_solve(scale, residual)
+    constant = -0.5 * LOG_2PI * count - scale_log_det(scale)
+    if design.shape[0] > design.shape[1] + 1:
+        basis = lax.stop_gradient(_row_basis(jnp.concatenate([design, value[:, None]], axis=1).T))
+        design, value = linalg.matmul(basis, design), linalg.matvec(basis, value)
+    return design, value, constant
+
+
+def _row_basis(rows: Float[Array, "r c"]) -> Float[Array, "r c"]:
+    """Orthonormal rows with the span of the given ones; dependent rows become zero."""
+    basis: list[Array] = []
+    tiny = jnp.finfo(rows.dtype).eps
+    for row in rows:
+        size = jnp.sqrt(jnp.sum(row**2))
+        for _ in range(2):  # twice is enough for orthogonality to rounding
+            for other in basis:
+                row = row - other * jnp.sum(other * row)
+        left = jnp.sqrt(jnp.sum(row**2))
+        keep = left > 10 * rows.shape[1] * tiny * size
+        basis.append(jnp.where(keep, row / jnp.where(keep, left, 1.0), 0.0))
+    return jnp.stack(basis)
+
+
+def step(
+    law: Factored,
+    weight: Float[Array, "state state"],
+    bias: Float[Array, "state"],
+    scale: Float[Array, "state noise"],
+    design: Float[Array, "whitened state"],
+    value: Float[Array, "whitened"],
+) -> tuple[Factored, Innovations]:
+    """The filtering law at one time from that at the time before."""
+    return condition(propagate(law, weight, bias, scale), design, value)
+
+
+def filter_laws(
+    prior: Prior, transition: Transition, data: Whitened, exists: Bool[Array, "time"] | None
+) -> tuple[Factored, Scalar]:
+    """The filtering laws of all times, and the log density of the whitened values."""
+    design_varies = data.design.ndim == 3
+    fixed, varying = _split(transition)
+    first_design = data.design[0] if design_varies else data.design
+    first, innovations = condition(Factored.from_scale(*prior), first_design, data.value[0])
+
+    def move(law: Factored, row: tuple) -> tuple[Factored, tuple[Factored, Innovations]]:
+        moving, design, value, real = row
+        design = design if design_varies else data.design
+        after, found = step(law, *_join(fixed, moving), design, value)
+        if real is not None:
+            after = jax.tree.map(lambda new, old: jnp.where(real, new, old), after, law)
+        return after, (after, found)
+
+    rows = (
+        varying,
+        data.design[1:] if design_varies else None,
+        data.value[1:],
+        None if exists is None else exists[1:],
+    )
+    _, (laws, later) = lax.scan(move, first, rows)
+    laws, innovations = jax.tree.map(
+        lambda start, rest: jnp.concatenate([start[None], rest]),
+        (first, innovations),
+        (laws, later),
+    )
+    return laws, innovations.log_prob()
+
+
+def with_closed_form_score(
+    run: Callable[..., tuple[Factored, Scalar]], *, parallel: bool
+) -> Callable[..., tuple[Factored, Scalar]]:
+    """A filter whose log density is differentiated by `score`.
+
+    If the laws are differentiated as well, the derivative of the filter itself is taken.
+    """
+    zero = jax.custom_derivatives.SymbolicZero
+
+    def is_zero(leaf: object) -> bool:
+        return isinstance(leaf, zero)
+
+    @jax.custom_vjp
+    def filtered(prior: Prior, transition: Transition, data: Whitened, exists: Array | None):
+        return run(prior, transition, data, exists)
+
+    def forward(*primals):
+        arguments = jax.tree.map(lambda primal: primal.value, primals)
+        laws, log_prob = run(*arguments)
+        return (laws, log_prob), (arguments, laws)
+
+    def backward(residuals, cotangents):
+        (prior, transition, data, exists), laws = residuals
+        laws_bar, log_prob_bar = cotangents
+        if all(is_zero(leaf) for leaf in jax.tree.leaves(laws_bar, is_leaf=is_zero)):
+            scores = score(prior, transition, data, exists, laws, parallel=parallel)
+            if is_zero(log_prob_bar):
+                log_prob_bar = jnp.zeros((), data.value.dtype)
+            return (*jax.tree.map(lambda leaf: leaf * log_prob_bar, scores), None)
+        dense = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if is_zero(leaf) else leaf,
+            cotangents,
+            is_leaf=is_zero,
+        )
+        _, pull = jax.vjp(lambda *arrays: run(*arrays, exists), prior, transition, data)
+        return (*pull(dense), None)
+
+    filtered.defvjp(forward, backward, symbolic_zeros=True)
+    return filtered
+
+
+def score(
+    prior: Prior,
+    transition: Transition,
+    data: Whitened,
+    exists: Bool[Array, "time"] | None,
+    laws: Factored,
+    *,
+    parallel: bool = False,
+) -> tuple[Prior, Transition, Whitened]:
+    """The gradient of the log density in every argument, from one backward pass.
+
+    With r_k and N_k the derivative and the curvature of the log density of y_{k:} in the predicted
+    mean at time k (r_k = j_k + Ψ_kᵀ r_{k+1}, N_k = J_k + Ψ_kᵀ N_{k+1} Ψ_k, where Ψ_k takes a
+    predicted mean to the next one), the derivative in a predicted covariance is ½ (r rᵀ − N). The
+    chain rule through w m + b and w P wᵀ + s sᵀ gives the rest (Koopman and Shephard 1992). No
+    inverse of a state covariance is needed, so that singular noise and singular priors are fine.
+    """
+    weight, bias, scale = over_time(transition, data.value.shape[0] - 1)
+    design = repeat_over_time(data.design, 3, data.value.shape[0])
+    d = laws.dim
+    if exists is not None:
+        real = exists[1:, None, None]
+        weight = jnp.where(real, weight, jnp.eye(d, dtype=weight.dtype))
+        scale = jnp.where(real, scale, 0.0)
+        bias = jnp.where(exists[1:, None], bias, 0.0)
+    before = jax.tree.map(lambda leaf: leaf[:-1], laws)
+    predicted = jax.tree.map(
+        lambda start, rest: jnp.concatenate([start[None], rest]),
+        Factored.from_scale(*prior),
+        jax.vmap(propagate)(before, weight, bias, scale),
+    )
+    _, slope, curvature, carry = jax.vmap(carry_information)(predicted, design, data.value)
+    product, apply = jax.vmap(linalg.matmul), jax.vmap(linalg.matvec)
+    onward = jnp.concatenate([product(weight, carry[:-1]), jnp.zeros((1, d, d), weight.dtype)])
+
+    adjoint = jnp.swapaxes(onward, -1, -2)
+    solve = affine_suffix_scan if parallel else _affine_suffix_loop
+    r, big_n = solve(adjoint, slope, curvature)
+    outer = r[:, :, None] * r[:, None, :] - big_n
+
+    covariance = jax.vmap(lambda s: linalg.outer_gram(s))(laws.scale_tril)
+    weight_bar = r[1:, :, None] * before.mean[:, None, :] + product(
+        outer[1:], product(weight, covariance[:-1])
+    )
+    transition_bar = Transition(weight_bar, r[1:], product(outer[1:], scale))
+    if exists is not None:
+        transition_bar = jax.tree.map(
+            lambda leaf: jnp.where(exists[1:].reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0.0),
+            transition_bar,
+        )
+    # The smoothed moments, from the filtering law and what comes after it.
+    end = jnp.zeros((1, d), weight.dtype), jnp.zeros((1, d, d), weight.dtype)
+    transposed = jnp.swapaxes(weight, -1, -2)
+    r_after = jnp.concatenate([apply(transposed, r[1:]), end[0]])
+    n_after = jnp.concatenate([product(transposed, product(big_n[1:], weight)), end[1]])
+    mean = laws.mean + apply(covariance, r_after)
+    spread = covariance - product(covariance, product(n_after, covariance))
+    misfit = data.value - apply(design, mean)
+    design_bar = misfit[:, :, None] * mean[:, None, :] - product(design, spread)
+    return (
+        Prior(r[0], linalg.matmul(outer[0], prior.scale)),
+        Transition(
+            *(_reduce(bar, leaf) for bar, leaf in zip(transition_bar, transition, strict=True))
+        ),
+        Whitened(_reduce(design_bar, data.design), -misfit),
+    )
+
+
+def _affine_suffix_loop(
+    weights: Float[Array, "time d d"],
+    biases: Float[Array, "time d"],
+    covariances: Float[Array, "time d d"],
+) -> tuple[Float[Array, "time d"], Float[Array, "time d d"]]:
+    """What `affine_suffix_scan` computes, one step after another."""
+
+    def back(state: tuple[Array, Array], row: tuple[Array, Array, Array]):
+        (mean, spread), (weight, bias, covariance) = state, row
+        spread = linalg.matmul(linalg.matmul(weight, spread), weight.T) + covariance
+        state = (linalg.matvec(weight, mean) + bias, spread)
+        return state, state
+
+    start = (jnp.zeros_like(biases[0]), jnp.zeros_like(covariances[0]))
+    return lax.scan(back, start, (weights, biases, covariances), reverse=True)[1]
+
+
+def carry_information(
+    law: Factored, design: Float[Array, "whitened state"], value: Float[Array, "whitened"]
+) -> tuple[
+    Factored, Float[Array, "state"], Float[Array, "state state"], Float[Array, "state state"]
+]:
+    """Conditions a law, and tells what the observation said of the state before it.
+
+    All of it comes out of the scalar updates with the identity carried beside the mean: sums of
+    squares, where the textbook's formulas subtract.
+
+    Returns:
+        The conditional law; Hᵀ S⁻¹ (y − H m), Hᵀ S⁻¹ H and I − K H, where S is the covariance of the
+        innovation and K the gain.
+    """
+    d, dtype = law.dim, law.columns.dtype
+    columns = jnp.concatenate([law.columns, jnp.eye(d, dtype=dtype)], axis=1)
+    offsets = jnp.concatenate([value[:, None], jnp.zeros((value.shape[0], d), dtype)], axis=1)
+    columns, diagonal, rows, variances = condition_columns(columns, law.diagonal, design, offsets)
+    seen, gains = rows[:, d + 1 :], -rows[:, d]
+    weighted = seen * variances[:, None]
+    return (
+        Factored(columns[:, : d + 1], diagonal),
+        linalg.matvec(weighted.T, gains),
+        linalg.matmul(weighted.T, seen),
+        columns[:, d + 1 :],
+    )
+
+
+def backward_kernels(
+    laws: Factored, transition: Transition, exists: Bool[Array, "time"] | None
+) -> tuple[Float[Array, "time-1 d d"], Float[Array, "time-1 d"], Float[Array, "time-1 d d"]]:
+    """Gains, offsets and scales of all backward kernels at once, from the filtering laws."""
+    before = jax.tree.map(lambda leaf: leaf[:-1], laws)
+    axes = tuple(
+        0 if leaf.ndim > rank else None for leaf, rank in zip(transition, _RANKS, strict=True)
+    )
+    gains, offsets, scales = jax.vmap(reverse, in_axes=(0, *axes))(before, *transition)
+    if exists is not None:
+        real = exists[1:, None, None]
+        gains = jnp.where(real, gains, jnp.eye(laws.dim, dtype=gains.dtype))
+        offsets = jnp.where(exists[1:, None], offsets, 0.0)
+        scales = jnp.where(real, scales, 0.0)
+    return gains, offsets, scales
+
+
+_RANKS = (2, 1, 2)
+"""The ranks of a transition's weight, bias and scale at one time."""
+
+
+def _split(transition: Transition) -> tuple[tuple, tuple]:
+    """The leaves that are the same at all times, and those that are not."""
+    varies = [leaf.ndim > rank for leaf, rank in zip(transition, _RANKS, strict=True)]
+    fixed = tuple(None if v else leaf for v, leaf in zip(varies, transition, strict=True))
+    varying = tuple(leaf if v else None for v, leaf in zip(varies, transition, strict=True))
+    return fixed, varying
+
+
+def _join(fixed: tuple, moving: tuple) -> tuple[Array, Array, Array]:
+    weight, bias, scale = (m if f is None else f for f, m in zip(fixed, moving, strict=True))
+    return weight, bias, scale
+
+
+def over_time(transition: Transition, steps: int) -> Transition:
+    """The transition with a time axis on each of its arrays."""
+    return Transition(
+        *(
+            repeat_over_time(leaf, rank + 1, steps)
+            for leaf, rank in zip(transition, _RANKS, strict=True)
+        )
+    )
+
+
+def repeat_over_time(array: Array, rank: int, count: int) -> Array:
+    """The array itself if it has this rank, else as many copies of it along a new first axis."""
+    return array if array.ndim == rank else jnp.broadcast_to(array, (count, *array.shape))
+
+
+def _reduce(bar: Array, leaf: Array) -> Array:
+    """Sums over time the derivative of what is the same at all times."""
+    return bar if bar.ndim == leaf.ndim else jnp.sum(bar, axis=0)
