@@ -1,11 +1,16 @@
 """Configuration of the Sphinx documentation."""
 
-from importlib.metadata import version as installed_version
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text("utf-8"))
 
 project = "retrodict"
 author = "The retrodict developers"
 copyright = author
-release = version = installed_version("retrodict")
+release = version = PROJECT["project"]["version"]
 
 extensions = [
     "myst_parser",
@@ -15,14 +20,53 @@ extensions = [
 ]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
+# Single backticks in docstrings are code, as in Markdown.
+default_role = "code"
 
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
-autodoc_typehints_format = "short"
+autodoc_typehints = "none"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 html_theme = "furo"
 html_title = "retrodict"
+
+
+def plain_formulas(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Lets formulas in docstrings stand as they are written.
+
+    An indented paragraph after an empty line is a displayed formula, kept literally; elsewhere |x|
+    is not to be read as a substitution.
+    """
+    result: list[str] = []
+    displayed, before = False, ""
+    for line in lines:
+        indented = line.startswith("    ")
+        after_gap = bool(result) and not result[-1].strip()
+        if indented and after_gap and before and not before.startswith(" "):
+            displayed = True
+            result += ["::", ""]
+        elif line.strip() and not indented:
+            displayed = False
+        result.append(line if displayed or _is_code(line) else _escape_bars(line))
+        before = line if line.strip() else before
+    lines[:] = result
+
+
+def _is_code(line: str) -> bool:
+    return line.lstrip().startswith((">>>", "..."))
+
+
+def _escape_bars(line: str) -> str:
+    parts = re.split(r"(`[^`]*`)", line)
+    return "".join(part if part.startswith("`") else part.replace("|", r"\|") for part in parts)
+
+
+def setup(app: Any) -> None:
+    """Registers what is done to docstrings, before napoleon reads them."""
+    app.connect("autodoc-process-docstring", plain_formulas, priority=400)

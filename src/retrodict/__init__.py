@@ -6,6 +6,9 @@ from retrodict._gaussian import Diagonal as Diagonal
 from retrodict._gaussian import Gaussian as Gaussian
 from retrodict._gaussian import NaturalGaussian as NaturalGaussian
 from retrodict._gaussian import kl_divergence as kl_divergence
+from retrodict._grid import Grid as Grid
+from retrodict._grid import GridPosterior as GridPosterior
+from retrodict._grid import grid_smoother as grid_smoother
 from retrodict._kalman import KalmanPosterior as KalmanPosterior
 from retrodict._kalman import kalman_smoother as kalman_smoother
 from retrodict._kernel import AbstractGaussianKernel as AbstractGaussianKernel

@@ -28,8 +28,6 @@ from retrodict._validate import check_count, check_key
 class AbstractBackwardChain(eqx.Module):
     """A law of paths that can be sampled backward in time and whose density is known."""
 
-    length: eqx.AbstractVar[Int[Array, ""] | None]
-
     @property
     @abstractmethod
     def num_times(self) -> int:
@@ -57,8 +55,8 @@ class LinearGaussianChain(AbstractBackwardChain):
     """A chain with Gaussian filtering laws and linear-Gaussian backward kernels.
 
     The kernel in row k-1 is q_{k-1|k}(x_k, ·) = N(G_k x_k + c_k, s_k s_kᵀ): `kernels.weight` holds
-    the gains G, `kernels.bias` the offsets c and `kernels.scale_tril` the scales s. Every expectation
-    of a path's first two moments is then closed form.
+    the gains G, `kernels.bias` the offsets c and `kernels.scale_tril` the scales s. Every
+    expectation of a path's first two moments is then closed form.
 
     Rows from `length` on do not exist. Their laws repeat the terminal one and their kernels are the
     identity, so that a sampled path stays where it ended, and their densities count as zero.
@@ -206,7 +204,7 @@ class LinearGaussianChain(AbstractBackwardChain):
         return jnp.swapaxes(jnp.concatenate([rest, last[None]]), 0, 1)
 
     def log_prob(self, xs: Any) -> Scalar:
-        """log q(x_{0:n-1}) of one path of shape `(time, state)`."""
+        """The log density log q(x_{0:n-1}) of one path of shape `(time, state)`."""
         path = prepare_path(xs, self.state_dim, self.num_times)
         if self.length is not None:
             path = jnp.where((jnp.arange(self.num_times) < self.length)[:, None], path, 0.0)
@@ -270,7 +268,7 @@ class LinearGaussianChain(AbstractBackwardChain):
         shape = jnp.shape(self.laws.mean)
         if len(shape) != 2:
             raise ValueError(
-                f"This chain holds a batch of series: its means have shape {shape}, where one series"
-                " has (time, state). Call its methods under jax.vmap, for example"
+                f"This chain holds a batch of series: its means have shape {shape}, where one"
+                " series has (time, state). Call its methods under jax.vmap, for example"
                 " jax.vmap(lambda chain: chain.marginals())(chains)."
             )

@@ -5,9 +5,9 @@ eigenvalues beside large ones, pass through D = 0 (noise without a density) and 
 prior scale of 1e10: conditioning multiplies the entries of D by ratios, and never subtracts from
 them. That is what makes float32 safe here.
 
-L and the mean m travel as one array `[L | m]`. Conditioning on y_i = h x + noise then is one formula
-for all columns, and a step of a scan compiles to few loops, each of which costs more to start than
-to run when the state has a handful of coordinates.
+L and the mean m travel as one array `[L | m]`. Conditioning on y_i = h x + noise then is one
+formula for all columns, and a step of a scan compiles to few loops, each of which costs more to
+start than to run when the state has a handful of coordinates.
 """
 
 import equinox as eqx
@@ -119,13 +119,13 @@ def condition_columns(
     """Conditions on scalar observations, and carries any number of columns along.
 
     `columns` is [L | X] with d columns of L and q columns X, each of which moves as a mean does:
-    X ← X − k (h X − o) with the gain k of observation h and its row o of `offsets`. With X = [m | I]
-    and offsets [y | 0] the result holds the conditional mean and I − K H.
+    X ← X − k (h X − o) with the gain k of observation h and its row o of `offsets`. With
+    X = [m | I] and offsets [y | 0] the result holds the conditional mean and I − K H.
 
     For one observation with f = h L and α_j = 1 + Σ_{l>j} f_l² D_l, column j of L becomes
     L_j − (f_j/α_j) Σ_{l>j} L_l D_l f_l, D_j becomes D_j α_j / (α_j + f_j² D_j), and a column of X
-    follows the same formula with the sum over all l. The rows h L, h X − o are kept below [L | X] in
-    one array, so that they are up to date when their turn comes.
+    follows the same formula with the sum over all l. The rows h L, h X − o are kept below [L | X]
+    in one array, so that they are up to date when their turn comes.
 
     Returns:
         The columns and diagonal after conditioning; for each observation its row [h L | h X − o] at
@@ -171,7 +171,7 @@ def _condition_columns_by_qr(
     offsets: Float[Array, "p q"],
 ) -> tuple[Float[Array, "d c"], Float[Array, "d_plus_1"], Float[Array, "p c"], Float[Array, "p"]]:
     """All observations at once, by triangularising [[I, H S], [0, S]]; for larger states."""
-    (d, width), p, dtype = columns.shape, design.shape[0], columns.dtype
+    d, p, dtype = columns.shape[0], design.shape[0], columns.dtype
     scale = columns[:, :d] * linalg.safe_sqrt(diagonal[:d])[None, :]
     top = jnp.concatenate([jnp.eye(p, dtype=dtype), linalg.matmul(design, scale)], axis=1)
     bottom = jnp.concatenate([jnp.zeros((d, p), dtype), scale], axis=1)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from retrodict import _linalg as linalg
 from retrodict._parameters import AbstractParameter, unwrap
 from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import is_concrete
 
 LOG_2PI = float(np.log(2 * np.pi))
 
@@ -82,7 +83,7 @@ def scale_diagonal(scale: Scale) -> Float[Array, "d"]:
 
 
 def scale_log_det(scale: Scale) -> Scalar:
-    """log |det s|, half the log-determinant of the covariance."""
+    """The value log |det s|, half the log-determinant of the covariance."""
     return jnp.sum(jnp.log(jnp.abs(scale_diagonal(scale))))
 
 
@@ -149,8 +150,8 @@ class Gaussian(eqx.Module):
         if isinstance(self.scale_tril, Diagonal):
             eye = jnp.eye(self.scale_tril.std.shape[-1], dtype=self.scale_tril.std.dtype)
             return eye * (self.scale_tril.std**2)[..., None, :]
-        scale = jnp.tril(self.scale_tril)
-        return jnp.matmul(scale, jnp.swapaxes(scale, -1, -2), precision=jax.lax.Precision.HIGHEST)
+        gram = jnp.vectorize(linalg.outer_gram, signature="(d,d)->(d,d)")
+        return gram(jnp.tril(self.scale_tril))
 
     @property
     def std(self) -> Float[Array, "*batch d"]:
@@ -160,7 +161,7 @@ class Gaussian(eqx.Module):
         return jnp.linalg.norm(jnp.tril(self.scale_tril), axis=-1)
 
     def log_prob(self, x: Float[Array, "d"]) -> Scalar:
-        """log N(x; m, s sᵀ)."""
+        """The log density log N(x; m, s sᵀ)."""
         law = unwrap(self)
         residual = scale_solve(law.scale_tril, x - law.mean)
         return -0.5 * (jnp.sum(residual**2) + law.dim * LOG_2PI) - scale_log_det(law.scale_tril)
@@ -249,8 +250,8 @@ def expected_log_density(
     """E log N(z; w x + b, s sᵀ) when (x, z) is jointly Gaussian.
 
     With residual r = z − w x − b, the value is −½ (E ‖s⁻¹r‖² + e log 2π) − log |det s|, and
-    E ‖s⁻¹r‖² is a squared mean plus the squared entries of s⁻¹ [−w, I] times the joint factor: a sum
-    of squares, so that nothing cancels.
+    E ‖s⁻¹r‖² is a squared mean plus the squared entries of s⁻¹ [−w, I] times the joint factor: a
+    sum of squares, so that nothing cancels.
 
     Args:
         joint: the law of the stacked vector (x, z), of dimension d + e.
@@ -291,7 +292,7 @@ def factor_of_covariance(owner: str, covariance: Any) -> Float[Array, "d d"]:
     covariance = jnp.asarray(covariance)
     if covariance.ndim != 2 or covariance.shape[0] != covariance.shape[1]:
         raise ValueError(f"{owner} expects a square covariance, got shape {covariance.shape}.")
-    if not isinstance(covariance, jax.core.Tracer):
+    if is_concrete(covariance):
         values = np.asarray(covariance)
         if not np.allclose(values, values.T, rtol=1e-5, atol=1e-8 * np.abs(values).max(initial=0)):
             raise ValueError(f"{owner} expects a symmetric covariance, got\n{values}.")

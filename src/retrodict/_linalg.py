@@ -1,10 +1,10 @@
 """Linear algebra of small matrices, spelled so that XLA fuses it inside a scan.
 
-A call to LAPACK inside a scan costs more than the arithmetic of a matrix with a handful of rows, and
-stops XLA from fusing what stands around it. Up to `UNROLLED` rows the loops over rows and over
-inner dimensions are therefore unrolled in Python, over whole rows and not over entries: one entry at
-a time gives more, not fewer, fused loops. Beyond it the same functions call LAPACK. The threshold
-was measured: see `docs/decisions/0002-gaussian-numerics.md`.
+A call to LAPACK inside a scan costs more than the arithmetic of a matrix with a handful of rows,
+and stops XLA from fusing what stands around it. Up to `UNROLLED` rows the loops over rows and over
+inner dimensions are therefore unrolled in Python, over whole rows and not over entries: one entry
+at a time gives more, not fewer, fused loops. Beyond it the same functions call LAPACK. The
+threshold was measured: see `docs/decisions/0002-gaussian-numerics.md`.
 
 Everything is written for one matrix; callers `vmap`. Divisions by a pivot that is exactly zero give
 zero, so that semidefinite matrices pass.
@@ -132,13 +132,13 @@ def weighted_gram_schmidt(
     Returns:
         The unit-lower factor and the nonnegative diagonal.
     """
-    rows, columns = w.shape
+    rows = w.shape[0]
     if rows > UNROLLED * 2:
         return _factor_by_qr(w, weights)
-    counted = [k for k in range(columns) if weights[k] is not None]
+    counted = [(k, weight) for k, weight in enumerate(weights) if weight is not None]
     pivots = []
     for i in range(rows):
-        products = sum_of([w[:, k] * (w[0, k] * weights[k]) for k in counted])
+        products = sum_of([w[:, k] * (w[0, k] * weight) for k, weight in counted])
         # One array for the products and the reciprocal of the pivot makes one loop of them.
         pivot = fence(jnp.concatenate([products, safe_reciprocal(products[:1])]))
         pivots.append(pivot)

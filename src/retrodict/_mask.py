@@ -1,7 +1,7 @@
 """One series as the verbs see it: observations, what was seen of them, inputs and length.
 
-Every verb that takes `ys` calls `prepare_series` first. A NaN becomes a masked entry with a harmless
-fill before any arithmetic, because `where(isnan(y), 0, f(y))` has a NaN gradient.
+Every verb that takes `ys` calls `prepare_series` first. A NaN becomes a masked entry with a
+harmless fill before any arithmetic, because `where(isnan(y), 0, f(y))` has a NaN gradient.
 """
 
 from typing import Any, Literal

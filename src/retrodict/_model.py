@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from retrodict._kernel import AbstractKernel, Distribution
-from retrodict._mask import prepare_inputs, prepare_length, prepare_series
+from retrodict._mask import Series, prepare_inputs, prepare_series
 from retrodict._parameters import AbstractParameter, unwrap
 from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import as_real_array, check_count, check_finite, check_key, check_rows
+from retrodict._validate import as_real_array, check_count, check_key, check_rows
 
 
 class StateSpaceModel(eqx.Module):
@@ -36,8 +36,8 @@ class StateSpaceModel(eqx.Module):
     """
 
     prior: Any
-    transition: AbstractKernel | AbstractParameter
-    emission: AbstractKernel | AbstractParameter
+    transition: Any
+    emission: Any
 
     def __check_init__(self) -> None:
         for name in ("transition", "emission"):
@@ -106,7 +106,7 @@ class StateSpaceModel(eqx.Module):
         inputs: Any = None,
         length: Any = None,
     ) -> Scalar:
-        """log p(x_{0:n-1}, y_{0:n-1}), of the entries of y that were seen.
+        """The joint density log p(x_{0:n-1}, y_{0:n-1}), of the entries of y that were seen.
 
         Args:
             xs: a path, of shape `(time, state)`.
@@ -116,9 +116,7 @@ class StateSpaceModel(eqx.Module):
             length: how many rows exist; the rest contributes exactly zero.
         """
         model = unwrap(self)
-        series = prepare_series(
-            ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input
-        )
+        series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
         xs = prepare_path(xs, model.state_dim, series.num_times)
         exists = series.exists()
         if exists is not None:
@@ -136,6 +134,26 @@ class StateSpaceModel(eqx.Module):
             transition = jnp.where(exists[1:], transition, 0.0)
         initial = jnp.sum(jnp.asarray(model.prior.log_prob(xs[0])))
         return initial + jnp.sum(emission) + jnp.sum(transition)
+
+
+def prepare_data(
+    model: StateSpaceModel, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
+) -> Series:
+    """Checks one series against an unwrapped model: its inputs, and the width of its rows."""
+    series = prepare_series(
+        ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input
+    )
+    dtype = series.ys.dtype
+    x = jax.ShapeDtypeStruct(_state_shape(model), dtype)
+    u = None if series.inputs is None else jax.ShapeDtypeStruct(series.inputs.shape[1:], dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    width = jax.eval_shape(lambda k, x, u: _read(model.emission, "sample", k, x, u=u), key, x, u)
+    if width.shape != series.ys.shape[1:]:
+        raise ValueError(
+            f"The model's emission has shape {width.shape}, so that ys must have"
+            f" {width.shape[0]} columns, got {series.ys.shape[1]}."
+        )
+    return series
 
 
 def prepare_path(xs: Any, state_dim: int, num_times: int) -> Float[Array, "time state"]:
@@ -159,7 +177,7 @@ def _state_shape(model: StateSpaceModel) -> tuple[int, ...]:
 
 
 def _check_dimensions(model: StateSpaceModel) -> None:
-    """Refuses a transition that does not fit the prior; kernels that take inputs are not known yet."""
+    """Refuses kernels that do not fit the prior; those that take inputs are not known yet."""
     if any(
         not eqx.is_array(leaf) and not callable(leaf) and not isinstance(leaf, (int, float, bool))
         for leaf in jax.tree.leaves(model)

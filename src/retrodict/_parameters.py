@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._validate import is_concrete
+
 T = TypeVar("T")
 
 
@@ -55,7 +57,7 @@ class PositiveTril(AbstractParameter):
     """A lower-triangular matrix with a positive diagonal: the Cholesky factor of a covariance.
 
     Args:
-        value: the factor to start from, of shape `(d, d)`; what stands above its diagonal is ignored.
+        value: the factor to start from, of shape `(d, d)`; what is above its diagonal is ignored.
     """
 
     raw: Float[Array, "d d"]
@@ -109,9 +111,9 @@ def unwrap(tree: T) -> T:
 
 
 def _refuse_unless_positive(value: Array, owner: str, what: str) -> None:
-    if isinstance(value, jax.core.Tracer):
-        return
-    if not bool(np.all(np.isfinite(value)) and np.all(np.asarray(value) > 0)):
+    if is_concrete(value) and not bool(
+        np.all(np.isfinite(value)) and np.all(np.asarray(value) > 0)
+    ):
         raise ValueError(f"{owner} expects {what} that is positive and finite, got {value}.")
 
 

@@ -1,8 +1,8 @@
 """Prefix sums under an associative operator, compiled quickly.
 
-`jax.lax.associative_scan` traces its operator 2 log₂ n times; with the operators of this library, a
-few small factorisations each, it then compiles for minutes. Here the operator is traced three times,
-whatever n is.
+`jax.lax.associative_scan` traces its operator 2 log₂ n times; with the operators of this library,
+a few small factorisations each, it then compiles for long. Here the operator is traced three
+times, whatever n is.
 """
 
 from collections.abc import Callable

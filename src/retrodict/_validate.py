@@ -1,7 +1,7 @@
 """Checks of what users pass in: what was expected, what came, and what to do.
 
-Shapes and types are checked on every call. Values are checked where they are known, which is outside
-of `jax.jit`, and once: never inside a scan.
+Shapes and types are checked on every call. Values are checked where they are known, which is
+outside of `jax.jit`, and once: never inside a scan.
 """
 
 from typing import Any
@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 
 def is_concrete(value: Any) -> bool:
     """Whether the value is known now, rather than traced by a transformation."""
-    return not isinstance(value, jax.core.Tracer)
+    return not isinstance(value, Tracer)
 
 
 def as_real_array(value: Any, name: str) -> Array:

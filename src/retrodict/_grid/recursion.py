@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from retrodict._grid.mesh import Grid
-from retrodict._grid.transition import Kind, operators
+from retrodict._grid.transition import Kind, map_rows, operators
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel
 
-POINTS_AT_ONCE = 2**14
-"""At how many points a prior or an emission is evaluated together."""
+NUMBERS_A_POINT = 256
+"""How many numbers an emission may need at a point, a hidden layer for one; sets block sizes."""
 
 
 class Passes(eqx.Module):
@@ -24,16 +24,16 @@ class Passes(eqx.Module):
         filter_weights: probabilities of x_k at the points given y_{0:k}.
         weights: probabilities of x_k at the points given the whole series.
         increments: log p(y_k | y_{0:k-1}), zero where there is no row.
-        escaping: for k ≥ 1, how far the rows of the transition into k fall short of 1 on average over
-            the smoothing law at k-1; for k = 0, the share of p(x_0 | y_0) found outside of the box.
-        excess: for k ≥ 1, by how much the rows of the transition into k exceed 1, on the same average.
+        escaping: how far the rows of the transition into k ≥ 1 fall short of 1, on average over the
+            smoothing law at k-1, in row k-1.
+        excess: by how much they exceed 1, on the same average.
     """
 
     filter_weights: Float[Array, "time point"]
     weights: Float[Array, "time point"]
     increments: Float[Array, "time"]
-    escaping: Float[Array, "time"]
-    excess: Float[Array, "time"]
+    escaping: Float[Array, "pair"]
+    excess: Float[Array, "pair"]
 
 
 def smooth(model: StateSpaceModel, series: Series, grid: Grid, kind: Kind) -> Passes:
@@ -47,12 +47,14 @@ def smooth(model: StateSpaceModel, series: Series, grid: Grid, kind: Kind) -> Pa
 
         s_{k-1}(i) = f_{k-1}(i) Σ_j m(x_i, x_j) s_k(j) / p_k(j),
 
-    which is the backward kernel f_{k-1}(i) m(x_i, x_j) / p_k(j) applied to s_k. Every column of that
-    kernel sums to 1 on any grid, so that no mass is lost on the way back.
+    which is the backward kernel f_{k-1}(i) m(x_i, x_j) / p_k(j) applied to s_k. Every column of
+    that kernel sums to 1 on any grid, so that no mass is lost on the way back.
     """
-    move = operators(model.transition, grid, kind)
+    transition: Any = model.transition
+    move = operators(transition, grid, kind)
     filter_weights, predicted, increments = _forward(model, series, grid, move)
-    exists = jnp.ones(series.num_times, bool) if series.exists() is None else series.exists()
+    exists = series.exists()
+    exists = jnp.ones(series.num_times, bool) if exists is None else exists
 
     def back(smoothed: Array, step: Any) -> tuple[Array, tuple[Array, Array, Array]]:
         before, density, u, real = step
@@ -68,19 +70,18 @@ def smooth(model: StateSpaceModel, series: Series, grid: Grid, kind: Kind) -> Pa
     _, (weights, escaping, excess) = jax.lax.scan(
         back, filter_weights[-1], (filter_weights[:-1], predicted, later, exists[1:]), reverse=True
     )
-    outside = _mass_outside(model, series, grid)
     return Passes(
         filter_weights=filter_weights,
         weights=jnp.concatenate([weights, filter_weights[-1:]]),
         increments=increments,
-        escaping=jnp.concatenate([outside[None], escaping]),
-        excess=jnp.concatenate([jnp.zeros_like(outside)[None], excess]),
+        escaping=escaping,
+        excess=excess,
     )
 
 
 def _forward(
     model: StateSpaceModel, series: Series, grid: Grid, move: Callable
-) -> tuple[Float[Array, "time point"], Float[Array, "time-1 point"], Float[Array, "time"]]:
+) -> tuple[Float[Array, "time point"], Float[Array, "pair point"], Float[Array, "time"]]:
     points, log_quadrature = grid.points, grid.log_quadrature
 
     def update(log_predicted: Array, row: Any) -> tuple[Array, Array]:
@@ -124,20 +125,16 @@ def _log_prior(model: StateSpaceModel, points: Array) -> Float[Array, "point"]:
 def _log_emission(
     model: StateSpaceModel, points: Array, y: Array, mask: Array | None, u: Array | None
 ) -> Float[Array, "point"]:
-    emission = model.emission
+    emission: Any = model.emission
     u = u if emission.takes_input else None
     return _at_points(lambda x: emission.log_prob(x, y, u=u, mask=mask), points)
 
 
 def _at_points(fn: Callable[[Array], Array], points: Array) -> Float[Array, "point"]:
-    if points.shape[0] <= POINTS_AT_ONCE:
-        values = jax.vmap(fn)(points)
-    else:
-        values = jax.lax.map(fn, points, batch_size=POINTS_AT_ONCE)
-    return values.astype(points.dtype)
+    return map_rows(fn, points, NUMBERS_A_POINT).astype(points.dtype)
 
 
-def _mass_outside(model: StateSpaceModel, series: Series, grid: Grid) -> Float[Array, ""]:
+def mass_outside(model: StateSpaceModel, series: Series, grid: Grid) -> Float[Array, ""]:
     """The share of p(x_0 | y_0) that a box three times as wide finds outside of the grid's own."""
     wide, outside = grid.surroundings()
     mask = None if series.mask is None else series.mask[0]
@@ -161,7 +158,7 @@ def moments(
         weighted = law[:, None] * centred
         return mean, jnp.matmul(weighted.T, centred, precision=jax.lax.Precision.HIGHEST)
 
-    return jax.lax.map(of_one, weights)
+    return map_rows(of_one, weights, 3 * points.size)
 
 
 def resolution(weights: Float[Array, "time point"], grid: Grid) -> Float[Array, "time"]:
@@ -171,15 +168,11 @@ def resolution(weights: Float[Array, "time point"], grid: Grid) -> Float[Array, 
     c = Σ_j s_j s_{j+1} / Σ_j s_j² = exp(-h² / 4σ²), so that σ / h = ½ (-log c)^(-1/2). Unlike the
     standard deviation, the overlap sees that two peaks far apart are each too narrow.
     """
-
-    def of_one(law: Array) -> Array:
-        table = law.reshape(grid.num_points)
-        overlaps = []
-        for axis in range(grid.dim):
-            moved = jnp.moveaxis(table, axis, 0)
-            overlaps.append(jnp.sum(moved[1:] * moved[:-1]))
-        ratio = jnp.min(jnp.stack(overlaps)) / jnp.sum(table**2)
-        tiny = jnp.finfo(law.dtype).tiny
-        return 0.5 / jnp.sqrt(-jnp.log(jnp.clip(ratio, tiny, 1.0 - jnp.finfo(law.dtype).eps)))
-
-    return jax.lax.map(of_one, weights)
+    table = weights.reshape(-1, *grid.num_points)
+    overlaps = []
+    for axis in range(grid.dim):
+        moved = jnp.moveaxis(table, axis + 1, 1).reshape(table.shape[0], grid.num_points[axis], -1)
+        overlaps.append(jnp.sum(moved[:, 1:] * moved[:, :-1], axis=(1, 2)))
+    ratio = jnp.min(jnp.stack(overlaps), axis=0) / jnp.sum(weights**2, axis=1)
+    limits = jnp.finfo(weights.dtype)
+    return 0.5 / jnp.sqrt(-jnp.log(jnp.clip(ratio, limits.tiny, 1.0 - limits.eps)))

@@ -5,16 +5,16 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from retrodict._grid.diagnosis import diagnose, estimate_errors, judge
+from retrodict._grid.diagnosis import Summary, diagnose, estimate_errors, judge
 from retrodict._grid.mesh import Grid
 from retrodict._grid.posterior import GridPosterior, Held
-from retrodict._grid.recursion import moments, smooth
+from retrodict._grid.recursion import mass_outside, smooth
 from retrodict._grid.transition import Kind, kind_of, refuse_without_density
-from retrodict._mask import Series, prepare_series
-from retrodict._model import StateSpaceModel
+from retrodict._mask import Series
+from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._parameters import unwrap
+from retrodict._types import Scalar
 from retrodict._validate import is_concrete
 
 
@@ -33,11 +33,14 @@ def grid_smoother(
 
     The integrals of the filtering and smoothing recursions,
 
-        p(x_k | y_{0:k}) ∝ g(x_k, y_k) ∫ m(x_{k-1}, x_k) p(x_{k-1} | y_{0:k-1}) dx_{k-1},
-        p(x_{k-1} | y) = p(x_{k-1} | y_{0:k-1}) ∫ m(x_{k-1}, x_k) p(x_k | y) / p(x_k | y_{0:k-1}) dx_k,
+        p(x_k | y_{0:k-1}) = ∫ m(x_{k-1}, x_k) p(x_{k-1} | y_{0:k-1}) dx_{k-1},
+        p(x_k | y_{0:k}) ∝ g(x_k, y_k) p(x_k | y_{0:k-1}),
+        p(x_{k-1} | y) = p(x_{k-1} | y_{0:k-1})
+            ∫ m(x_{k-1}, x_k) p(x_k | y) / p(x_k | y_{0:k-1}) dx_k
 
-    are taken by the trapezoidal rule, whose error decreases faster than any power of the spacing for
-    smooth densities: a spacing of half the smallest standard deviation gives six digits and more.
+    are taken by the trapezoidal rule, whose error decreases faster than any power of the spacing
+    for smooth densities: a spacing below the smallest standard deviation, of the posterior and of
+    the transition, gives six digits and more.
     Transitions are applied in blocks, so that memory stays a few hundred MiB whatever the grid. In
     two dimensions a transition with independent coordinates (a `Diagonal` scale, or a distribution
     whose `log_prob` has shape `(state,)`) is applied as a matrix product, many times faster.
@@ -50,11 +53,11 @@ def grid_smoother(
         >>> import jax, jax.numpy as jnp, retrodict as rd
         >>> model = rd.StateSpaceModel(
         ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), 0.5 * jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
         ...     emission=rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.3 * jnp.ones(1))),
         ... )
         >>> _, ys = model.simulate(jax.random.key(0), num_times=10)
-        >>> oracle = rd.grid_smoother(model, ys, rd.Grid([-8.0], [8.0], 200))
+        >>> oracle = rd.grid_smoother(model, ys, rd.Grid([-12.0], [12.0], 200))
         >>> oracle.mean.shape, oracle.covariance.shape, oracle.log_evidence.shape
         ((10, 1), (10, 1, 1), ())
 
@@ -78,15 +81,13 @@ def grid_smoother(
     if not isinstance(grid, Grid):
         raise TypeError(f"grid_smoother expects a Grid, got {type(grid).__name__}.")
     _check_dimension(model, grid)
-    series = prepare_series(
-        ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input
-    )
+    series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
+    transition: Any = model.transition
     u = None if series.inputs is None else series.inputs[0]
-    centre = 0.5 * (grid.lower + grid.upper)
-    _check_observations(model, series, centre, u)
-    refuse_without_density(model.transition, centre, u)
-    kinds = tuple(kind_of(model.transition, mesh, u) for mesh in (grid, grid.coarser()))
-    posterior = _run(model, series, grid, kinds, tolerance)
+    refuse_without_density(transition, 0.5 * (grid.lower + grid.upper), u)
+    kinds = (kind_of(transition, grid, u), kind_of(transition, grid.coarser(), u))
+    # An array, so that another tolerance does not compile anew.
+    posterior = _run(model, series, grid, kinds, jnp.asarray(tolerance, jnp.result_type(float)))
     if throw and is_concrete(posterior.status):
         posterior.check()
     return posterior
@@ -94,31 +95,32 @@ def grid_smoother(
 
 @eqx.filter_jit
 def _run(
-    model: StateSpaceModel, series: Series, grid: Grid, kinds: tuple[Kind, Kind], tolerance: float
+    model: StateSpaceModel, series: Series, grid: Grid, kinds: tuple[Kind, Kind], tolerance: Scalar
 ) -> GridPosterior:
     grid = _in_common_precision(model, series, grid)
     rough_grid = grid.coarser()
     passes = smooth(model, series, grid, kinds[0])
-    rough = smooth(model, series, rough_grid, kinds[1])
-    found = diagnose(passes, grid)
+    fine = Summary(passes, grid)
+    rough = Summary(smooth(model, series, rough_grid, kinds[1]), rough_grid)
+    found = diagnose(passes, grid, mass_outside(model, series, grid))
     status, time = judge(passes.increments, found, tolerance)
-    mean, covariance = moments(passes.weights, grid.points)
     return GridPosterior(
         grid=grid,
         weights=passes.weights,
         filter_weights=passes.filter_weights,
-        mean=mean,
-        covariance=covariance,
+        mean=fine.mean,
+        covariance=fine.covariance,
+        log_evidence=jnp.sum(passes.increments),
         log_evidence_increments=passes.increments,
-        error=estimate_errors(passes, found, grid, rough, rough_grid),
+        error=estimate_errors(fine, rough, found.boundary_mass, grid),
         diagnostics=found,
         status=status,
         status_time=time,
         inputs=series.inputs,
         length=series.length,
         transition=Held(model.transition),
+        tolerance=tolerance,
         kind=kinds[0],
-        tolerance=float(tolerance),
     )
 
 
@@ -137,17 +139,6 @@ def _check_dimension(model: StateSpaceModel, grid: Grid) -> None:
         )
     if grid.dim != model.state_dim:
         raise ValueError(
-            f"The model has a state of dimension {model.state_dim}, so that the grid must have lower"
-            f" and upper of shape ({model.state_dim},), got ({grid.dim},)."
-        )
-
-
-def _check_observations(model: StateSpaceModel, series: Series, x: Array, u: Array | None) -> None:
-    emission = model.emission
-    given = (u,) if emission.takes_input else ()
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    (width,) = jax.eval_shape(emission.sample, key, x, *given).shape
-    if series.ys.shape[1] != width:
-        raise ValueError(
-            f"ys must have shape (time, {width}) to match the emission, got {series.ys.shape}."
+            f"The model has a state of dimension {model.state_dim}, so that the grid must have"
+            f" lower and upper of shape ({model.state_dim},), got ({grid.dim},)."
         )

@@ -56,9 +56,9 @@ def whiten(
 ) -> tuple[Float[Array, "whitened state"], Float[Array, "whitened"], Scalar]:
     """Turns y − b = w x + s ε into observations with unit noise.
 
-    With more than d + 1 entries, rotating them into the span of [s⁻¹w, s⁻¹(y − b)] leaves d + 1 that
-    say the same (Jungbacker and Koopman 2015). The rotation is a constant to differentiation: the
-    posterior depends on it only through products in which it cancels.
+    With more than d + 1 entries, rotating them into the span of [s⁻¹w, s⁻¹(y − b)] leaves d + 1
+    that say the same (Jungbacker and Koopman 2015). The rotation is a constant to differentiation:
+    the posterior depends on it only through products in which it cancels.
 
     Returns:
         The design, the values, and what the change of variables adds to the log density.
@@ -208,13 +208,15 @@ def score(
         Factored.from_scale(*prior),
         jax.vmap(propagate)(before, weight, bias, scale),
     )
-    _, slope, curvature, carry = jax.vmap(carry_information)(predicted, design, data.value)
+    reading = jax.vmap(read)(predicted, design, data.value)
     product, apply = jax.vmap(linalg.matmul), jax.vmap(linalg.matvec)
-    onward = jnp.concatenate([product(weight, carry[:-1]), jnp.zeros((1, d, d), weight.dtype)])
+    onward = jnp.concatenate(
+        [product(weight, reading.carry[:-1]), jnp.zeros((1, d, d), weight.dtype)]
+    )
 
     adjoint = jnp.swapaxes(onward, -1, -2)
     solve = affine_suffix_scan if parallel else _affine_suffix_loop
-    r, big_n = solve(adjoint, slope, curvature)
+    r, big_n = solve(adjoint, reading.slope, reading.curvature)
     outer = r[:, :, None] * r[:, None, :] - big_n
 
     covariance = jax.vmap(lambda s: linalg.outer_gram(s))(laws.scale_tril)
@@ -233,9 +235,11 @@ def score(
     r_after = jnp.concatenate([apply(transposed, r[1:]), end[0]])
     n_after = jnp.concatenate([product(transposed, product(big_n[1:], weight)), end[1]])
     mean = laws.mean + apply(covariance, r_after)
-    spread = covariance - product(covariance, product(n_after, covariance))
-    misfit = data.value - apply(design, mean)
-    design_bar = misfit[:, :, None] * mean[:, None, :] - product(design, spread)
+    # With unit noise H P = Kᵀ after conditioning: H times the smoothed covariance, unsubtracted.
+    gain = jnp.swapaxes(reading.gain, -1, -2)
+    misfit = reading.residual - apply(gain, r_after)
+    seen = gain - product(gain, product(n_after, covariance))
+    design_bar = misfit[:, :, None] * mean[:, None, :] - seen
     return (
         Prior(r[0], linalg.matmul(outer[0], prior.scale)),
         Transition(
@@ -262,43 +266,83 @@ def _affine_suffix_loop(
     return lax.scan(back, start, (weights, biases, covariances), reverse=True)[1]
 
 
-def carry_information(
+class Reading(NamedTuple):
+    """What an observation with design H said of a state of law N(m, P).
+
+    Here S = H P Hᵀ + I is the covariance of the innovation v = y − H m, and K = P Hᵀ S⁻¹.
+
+    Attributes:
+        law: the conditional law.
+        slope: Hᵀ S⁻¹ v.
+        curvature: Hᵀ S⁻¹ H.
+        carry: I − K H.
+        gain: K.
+        residual: S⁻¹ v, which is y − H m at the conditional mean.
+    """
+
+    law: Factored
+    slope: Float[Array, "*time state"]
+    curvature: Float[Array, "*time state state"]
+    carry: Float[Array, "*time state state"]
+    gain: Float[Array, "*time state whitened"]
+    residual: Float[Array, "*time whitened"]
+
+
+def read(
     law: Factored, design: Float[Array, "whitened state"], value: Float[Array, "whitened"]
-) -> tuple[
-    Factored, Float[Array, "state"], Float[Array, "state state"], Float[Array, "state state"]
-]:
-    """Conditions a law, and tells what the observation said of the state before it.
+) -> Reading:
+    """Conditions a law, and keeps what the observation said.
 
-    All of it comes out of the scalar updates with the identity carried beside the mean: sums of
-    squares, where the textbook's formulas subtract.
-
-    Returns:
-        The conditional law; Hᵀ S⁻¹ (y − H m), Hᵀ S⁻¹ H and I − K H, where S is the covariance of the
-        innovation and K the gain.
+    The identity in the state and in the observation are carried beside the mean through the scalar
+    updates. Everything comes out as sums of squares or as differences of innovations, where the
+    textbook's formulas subtract covariances, or observations from their fit.
     """
     d, dtype = law.dim, law.columns.dtype
-    columns = jnp.concatenate([law.columns, jnp.eye(d, dtype=dtype)], axis=1)
-    offsets = jnp.concatenate([value[:, None], jnp.zeros((value.shape[0], d), dtype)], axis=1)
+    p = value.shape[0]
+    columns = jnp.concatenate(
+        [law.columns, jnp.eye(d, dtype=dtype), jnp.zeros((d, p), dtype)], axis=1
+    )
+    offsets = jnp.concatenate(
+        [value[:, None], jnp.zeros((p, d), dtype), jnp.eye(p, dtype=dtype)], axis=1
+    )
     columns, diagonal, rows, variances = condition_columns(columns, law.diagonal, design, offsets)
-    seen, gains = rows[:, d + 1 :], -rows[:, d]
+    # Decorrelating the innovations takes v, H and I to these rows, over their variances.
+    gains, seen, roots = -rows[:, d], rows[:, d + 1 : 2 * d + 1], -rows[:, 2 * d + 1 :]
     weighted = seen * variances[:, None]
-    return (
+    return Reading(
         Factored(columns[:, : d + 1], diagonal),
         linalg.matvec(weighted.T, gains),
         linalg.matmul(weighted.T, seen),
-        columns[:, d + 1 :],
+        columns[:, d + 1 : 2 * d + 1],
+        columns[:, 2 * d + 1 :],
+        linalg.matvec((roots * variances[:, None]).T, gains),
     )
 
 
 def backward_kernels(
-    laws: Factored, transition: Transition, exists: Bool[Array, "time"] | None
-) -> tuple[Float[Array, "time-1 d d"], Float[Array, "time-1 d"], Float[Array, "time-1 d d"]]:
-    """Gains, offsets and scales of all backward kernels at once, from the filtering laws."""
+    laws: Factored,
+    transition: Transition,
+    exists: Bool[Array, "time"] | None,
+    *,
+    parallel: bool = False,
+) -> tuple[Float[Array, "steps d d"], Float[Array, "steps d"], Float[Array, "steps d d"]]:
+    """Gains, offsets and scales of all backward kernels, from the filtering laws.
+
+    They do not depend on each other. On a CPU they are computed in chunks that stay in its cache;
+    in parallel, all at once.
+    """
     before = jax.tree.map(lambda leaf: leaf[:-1], laws)
-    axes = tuple(
-        0 if leaf.ndim > rank else None for leaf, rank in zip(transition, _RANKS, strict=True)
-    )
-    gains, offsets, scales = jax.vmap(reverse, in_axes=(0, *axes))(before, *transition)
+    fixed, varying = _split(transition)
+
+    def kernel(row: tuple[Factored, tuple]) -> tuple[Array, Array, Array]:
+        law, moving = row
+        return reverse(law, *_join(fixed, moving))
+
+    rows = (before, varying)
+    if parallel:
+        gains, offsets, scales = jax.vmap(kernel)(rows)
+    else:
+        gains, offsets, scales = lax.map(kernel, rows, batch_size=CHUNK)
     if exists is not None:
         real = exists[1:, None, None]
         gains = jnp.where(real, gains, jnp.eye(laws.dim, dtype=gains.dtype))
@@ -306,6 +350,9 @@ def backward_kernels(
         scales = jnp.where(real, scales, 0.0)
     return gains, offsets, scales
 
+
+CHUNK = 32
+"""How many backward kernels are computed together."""
 
 _RANKS = (2, 1, 2)
 """The ranks of a transition's weight, bias and scale at one time."""

@@ -17,8 +17,8 @@ from retrodict._kalman._operations import (
     Prior,
     Transition,
     Whitened,
-    carry_information,
     over_time,
+    read,
     repeat_over_time,
     step,
 )
@@ -39,9 +39,9 @@ class Element(NamedTuple):
 def combine(first: Element, second: Element) -> Element:
     """The element of two neighbouring stretches of time.
 
-    (I + C_1 J_2)⁻¹ is taken as a constant and then refined by one Newton step, X (2I − (I + C J) X):
-    the step restores what rounding lost, and its derivative is that of the inverse also where C_1 is
-    singular and its Cholesky factor has none.
+    (I + C_1 J_2)⁻¹ is taken as a constant and then refined by one Newton step,
+    X (2I − (I + C J) X): the step restores what rounding lost, and its derivative is that of the
+    inverse also where C_1 is singular and its Cholesky factor has none.
     """
     d = first.bias.shape[0]
     eye = jnp.eye(d, dtype=first.bias.dtype)
@@ -65,7 +65,7 @@ def combine(first: Element, second: Element) -> Element:
 def _inverse_of_one_plus(
     covariance: Float[Array, "d d"], curvature: Float[Array, "d d"]
 ) -> Float[Array, "d d"]:
-    """(I + C J)⁻¹ = I − S (I + SᵀJS)⁻¹ SᵀJ with C = S Sᵀ: a system that is at least the identity."""
+    """(I + C J)⁻¹ = I − S (I + SᵀJS)⁻¹ SᵀJ with C = S Sᵀ: a system of at least the identity."""
     eye = jnp.eye(covariance.shape[0], dtype=covariance.dtype)
     scale = linalg.cholesky(covariance)
     half = linalg.matmul(scale.T, curvature)
@@ -129,15 +129,13 @@ def _element(
     value: Float[Array, "whitened"],
 ) -> Element:
     """The element of one time step: the noise's law conditioned on the observation."""
-    law, slope, curvature, carried = carry_information(
-        Factored.from_scale(bias, scale), design, value
-    )
+    reading = read(Factored.from_scale(bias, scale), design, value)
     return Element(
-        linalg.matmul(carried, weight),
-        law.mean,
-        linalg.outer_gram(law.scale_tril),
-        linalg.matvec(weight.T, slope),
-        linalg.matmul(weight.T, linalg.matmul(curvature, weight)),
+        linalg.matmul(reading.carry, weight),
+        reading.law.mean,
+        linalg.outer_gram(reading.law.scale_tril),
+        linalg.matvec(weight.T, reading.slope),
+        linalg.matmul(weight.T, linalg.matmul(reading.curvature, weight)),
     )
 
 

@@ -21,8 +21,8 @@ from retrodict._kalman._operations import (
 )
 from retrodict._kalman._parallel import filter_laws_in_parallel
 from retrodict._kernel import AbstractLinearGaussianKernel, LinearGaussianKernel
-from retrodict._mask import Series, prepare_series
-from retrodict._model import StateSpaceModel
+from retrodict._mask import Series
+from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._types import Scalar
 from retrodict._validate import check_finite, is_concrete
@@ -86,9 +86,7 @@ def kalman_smoother(
     """
     model = unwrap(model)
     _check_linear_gaussian(model)
-    series = prepare_series(
-        ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input
-    )
+    series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
     _check_values(model)
     return _smooth(model, series, parallel)
 
@@ -102,28 +100,24 @@ def _smooth(model: StateSpaceModel, series: Series, parallel: bool) -> KalmanPos
     laws, log_prob = with_closed_form_score(run, parallel=parallel)(
         prior, transition, data, series.exists()
     )
-    kernels = backward_kernels(laws, transition, series.exists())
+    kernels = backward_kernels(laws, transition, series.exists(), parallel=parallel)
     chain = LinearGaussianChain.from_arrays(laws.mean, laws.scale_tril, *kernels, series.length)
     return KalmanPosterior(chain, log_prob + constant)
 
 
 def _transition_arrays(kernel: AbstractLinearGaussianKernel, series: Series) -> Transition:
     """The transition's parameters: with a time axis only where they follow the input."""
-    if not kernel.takes_input:
-        fixed = kernel.at(None)
-        return Transition(fixed.weight, fixed.bias, dense_scale(fixed.scale_tril))
-    moving = jax.vmap(_dense_at(kernel))(series.inputs[1:])
-    if isinstance(kernel, LinearGaussianKernel):
-        return Transition(kernel.weight, moving.bias, dense_scale(kernel.scale_tril))
-    return moving
 
-
-def _dense_at(kernel: AbstractLinearGaussianKernel):
-    def at(u: Array) -> Transition:
+    def at(u: Array | None) -> Transition:
         fixed = kernel.at(u)
         return Transition(fixed.weight, fixed.bias, dense_scale(fixed.scale_tril))
 
-    return at
+    if not kernel.takes_input:
+        return at(None)
+    moving = jax.vmap(at)(jnp.asarray(series.inputs)[1:])
+    if isinstance(kernel, LinearGaussianKernel):
+        return Transition(kernel.weight, moving.bias, dense_scale(kernel.scale_tril))
+    return moving
 
 
 def _whitened_data(kernel: AbstractLinearGaussianKernel, series: Series) -> tuple[Whitened, Scalar]:
@@ -132,9 +126,12 @@ def _whitened_data(kernel: AbstractLinearGaussianKernel, series: Series) -> tupl
     def one(kernel: LinearGaussianKernel, y: Array, mask: Array | None):
         return whiten(kernel.weight, kernel.scale_tril, y - kernel.bias, mask)
 
-    wide = series.ys.shape[1]
-    state = series_state_dim(kernel, series)
-    if isinstance(kernel, LinearGaussianKernel) and series.mask is None and wide <= state + 1:
+    # A row with more than d + 1 entries is rotated into a basis of its own.
+    if (
+        isinstance(kernel, LinearGaussianKernel)
+        and series.mask is None
+        and series.ys.shape[1] <= kernel.weight.shape[1] + 1
+    ):
         shift = jnp.zeros_like(series.ys)
         if kernel.input_weight is not None:
             shift = jax.vmap(lambda u: kernel.at(u).bias - kernel.bias)(series.inputs)
@@ -151,12 +148,6 @@ def _whitened_data(kernel: AbstractLinearGaussianKernel, series: Series) -> tupl
         rows = jax.vmap(lambda y, m: one(kernel.at(None), y, m))
         design, value, constants = rows(series.ys, series.mask)
     return Whitened(design, value), jnp.sum(constants)
-
-
-def series_state_dim(kernel: AbstractLinearGaussianKernel, series: Series) -> int:
-    """The dimension of the state that the emission reads."""
-    u = None if series.inputs is None else series.inputs[0]
-    return jax.eval_shape(lambda u: kernel.at(u).weight, u).shape[1]
 
 
 def _check_linear_gaussian(model: StateSpaceModel) -> None:

@@ -1,7 +1,7 @@
 """What every conditional law offers: a density and a draw given the state and the input."""
 
 from abc import abstractmethod
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import equinox as eqx
 from jaxtyping import Array, Float
@@ -25,7 +25,15 @@ class Distribution(Protocol):
 class AbstractKernel(eqx.Module):
     """A conditional law x, u ↦ distribution: a transition, an emission or a backward kernel."""
 
-    takes_input: eqx.AbstractVar[bool]
+    if TYPE_CHECKING:
+
+        @property
+        def takes_input(self) -> bool:
+            """Whether the kernel reads an input."""
+            ...
+    else:
+        # A type checker would take an abstract variable for an argument of the constructor.
+        takes_input: eqx.AbstractVar[bool]
 
     @abstractmethod
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Distribution:
@@ -62,7 +70,7 @@ class AbstractGaussianKernel(AbstractKernel):
         u: Float[Array, "input"] | None = None,
         mask: Array | None = None,
     ) -> Scalar:
-        """log N(value; m(x, u), s sᵀ), or its marginal over the entries where `mask` is true."""
+        """The density log N(value; m(x, u), s sᵀ), of the entries where `mask` is true."""
         law = self.law(x, u)
         if mask is None:
             return law.log_prob(value)

@@ -29,7 +29,7 @@ class DistributionKernel(AbstractKernel):
     """
 
     fn: Callable[..., Any]
-    takes_input: bool = eqx.field(static=True, default=False)
+    takes_input: bool = eqx.field(static=True, default=False)  # pyright: ignore
 
     def __check_init__(self) -> None:
         if not callable(self.fn):
@@ -81,7 +81,7 @@ class DistributionKernel(AbstractKernel):
 
 def _feasible(law: Distribution, value: Float[Array, "out"]) -> Array:
     """Some point of the support: numpyro's own if the law names one, else zero."""
-    support = getattr(law, "support", None)
-    if hasattr(support, "feasible_like"):
-        return jnp.asarray(support.feasible_like(value)).astype(value.dtype)
+    feasible_like = getattr(getattr(law, "support", None), "feasible_like", None)
+    if feasible_like is not None:
+        return jnp.asarray(feasible_like(value)).astype(value.dtype)
     return jnp.zeros_like(value)

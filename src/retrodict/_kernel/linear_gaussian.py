@@ -111,7 +111,7 @@ class VaryingLinearGaussianKernel(AbstractLinearGaussianKernel):
     """
 
     fn: Callable[[Any], tuple[Any, Any, Scale]]
-    takes_input: bool = eqx.field(static=True, default=True, init=False)
+    takes_input: bool = eqx.field(static=True, default=True, init=False)  # pyright: ignore
 
     def at(self, u: Float[Array, "input"] | None) -> LinearGaussianKernel:
         """The kernel with the parameters fn(u)."""

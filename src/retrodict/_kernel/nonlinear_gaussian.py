@@ -28,7 +28,7 @@ class NonlinearGaussianKernel(AbstractGaussianKernel):
 
     fn: Callable[..., Any]
     scale_tril: Scale
-    takes_input: bool = eqx.field(static=True, default=False)
+    takes_input: bool = eqx.field(static=True, default=False)  # pyright: ignore
 
     def __check_init__(self) -> None:
         if not callable(self.fn):

@@ -1,0 +1,205 @@
+"""The suites of `make bench`: which tasks run against which, and the table each one prints."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from measure import Record, Task
+from race import AGREEMENT, Effort, Entrant, race
+from report import Table, milliseconds, times
+
+# Lets XLA compile a small loop as one kernel instead of a sequence of them. It is a compiler option
+# that a user may set, not what the library does by itself, so that it has rows of its own.
+LOOP_FLAG = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000"
+FLAGGED = "retrodict, with the XLA flag"
+ONE_CORE = "--xla_cpu_multi_thread_eigen=false"
+COLUMNS = ["", "best ms", "median ms", "of retrodict", "target", "compile s", "difference"]
+AGREE = (
+    f"Answers agree to {AGREEMENT:g} before anything is timed; 'difference' is from retrodict's."
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a suite found: raw records for JSON, and tables to print."""
+
+    records: list[Record]
+    tables: list[Table]
+
+
+def smoother(quick: bool) -> Outcome:
+    """Filter and smoother, against three peers."""
+    targets = {(1, 1): (10.0, 20.0, 20.0), (3, 4): (2.0, 3.0, 6.0), (10, 10): (None,) * 3}
+    sizes = list(targets)[:2] if quick else list(targets)
+    outcome = Outcome([], [])
+    for d, m in sizes:
+        base = Task("retrodict", "smoother", d, m, num_times=2000)
+        peers = zip(("statsmodels", "dynamax", "cuthbert"), targets[d, m], strict=True)
+        entrants = [
+            Entrant("retrodict", base),
+            *(Entrant(name, replace(base, library=name), target) for name, target in peers),
+            Entrant(FLAGGED, replace(base, xla_flags=LOOP_FLAG)),
+        ]
+        _add_race(outcome, f"filter and smoother, d={d}, m={m}, n=2000", entrants, quick)
+    return outcome
+
+
+def gradient(quick: bool) -> Outcome:
+    """The gradient of the log-evidence in all parameters."""
+    outcome = Outcome([], [])
+    for d, m in ((1, 1), (3, 4)):
+        base = Task("retrodict", "gradient", d, m, num_times=2000)
+        entrants = [
+            Entrant("retrodict", base),
+            Entrant("dynamax", replace(base, library="dynamax"), 3.0),
+            Entrant(FLAGGED, replace(base, xla_flags=LOOP_FLAG)),
+        ]
+        title = f"gradient of the log-evidence, d={d}, m={m}, n=2000"
+        _add_race(outcome, title, entrants, quick)
+    return outcome
+
+
+def variants(quick: bool) -> Outcome:
+    """What missing entries cost, and the parallel form where it is not meant for."""
+    base = Task("retrodict", "smoother", 3, 4, num_times=2000)
+    masked = replace(base, missing=0.1)
+    entrants = [
+        Entrant("retrodict, nothing missing", base),
+        Entrant("10% missing", masked, compared=False),
+        Entrant(
+            "10% missing, with the XLA flag", replace(masked, xla_flags=LOOP_FLAG), None, False
+        ),
+        Entrant("parallel=True", replace(base, parallel=True)),
+    ]
+    outcome = Outcome([], [])
+    _add_race(outcome, "masks and the parallel form, d=3, m=4, n=2000", entrants, quick)
+    return outcome
+
+
+def batch(quick: bool) -> Outcome:
+    """Many series at once, by vmap."""
+    count = 64
+    base = Task("retrodict", "smoother", 3, 4, num_times=500, num_series=count)
+    entrants = [
+        Entrant("retrodict", base),
+        Entrant("dynamax", replace(base, library="dynamax")),
+        Entrant(FLAGGED, replace(base, xla_flags=LOOP_FLAG)),
+    ]
+    title = f"{count} series by vmap, d=3, m=4, n=500"
+    records = race(title, entrants, Effort(2, 5) if quick else Effort(3, 10))
+    table = _race_table(title, records)
+    table.columns.insert(1, "ms a series")
+    for row, record in zip(table.rows, records, strict=True):
+        row.insert(1, milliseconds(record.best_s and record.best_s / count))
+    return Outcome(records, [table])
+
+
+def compilation(quick: bool) -> Outcome:
+    """Compile time beside run time, by dimension."""
+    effort = Effort(1, 5 if quick else 10)
+    dims = (1, 3, 8) if quick else (1, 2, 3, 5, 8, 10, 16)
+    records, rows = [], []
+    for d in dims:
+        row = [str(d)]
+        for what in ("smoother", "gradient"):
+            task = Task("retrodict", what, d, d, num_times=2000)
+            (record,) = race(f"{what}, d=m={d}", [Entrant("retrodict", task)], effort)
+            records.append(record)
+            row += [_seconds(record.compile_s), record.failure or milliseconds(record.best_s)]
+        rows.append(row)
+    columns = ["d=m", "smoother compile s", "run ms", "gradient compile s", "run ms"]
+    return Outcome(records, [Table("tracing and compiling, n=2000", columns, rows)])
+
+
+def scaling(quick: bool) -> Outcome:
+    """Time and memory by length, on one core."""
+    lengths = (10**3, 10**4, 10**5) if quick else (10**3, 10**4, 10**5, 10**6)
+    records, rows = [], []
+    for n in lengths:
+        task = Task("retrodict", "smoother", 3, 4, n, cores=1, xla_flags=ONE_CORE, memory=True)
+        effort = Effort(1, 3 if n >= 10**6 else 10)
+        (record,) = race(f"one core, n={n:,}", [Entrant("retrodict", task)], effort)
+        records.append(record)
+        rows.append(_scaling_row(record))
+    table = Table(
+        "length of the series on one core, d=3, m=4",
+        ["n", "best ms", "ns a step", "resident MB", "bytes a step", "XLA's bytes a step"],
+        rows,
+        [
+            "Resident: the peak above that of a run at n=16, data and results included;"
+            " below n=100,000 it is mostly the second compilation.",
+            "XLA's: arguments, results and temporaries, as its buffer assignment counts them.",
+            *_exponents(records),
+        ],
+    )
+    return Outcome(records, [table])
+
+
+SUITES: dict[str, Callable[[bool], Outcome]] = {
+    "smoother": smoother,
+    "gradient": gradient,
+    "variants": variants,
+    "batch": batch,
+    "compilation": compilation,
+    "scaling": scaling,
+}
+
+
+def _add_race(outcome: Outcome, title: str, entrants: list[Entrant], quick: bool) -> None:
+    records = race(title, entrants, Effort(2, 10) if quick else Effort(3, 30))
+    outcome.records.extend(records)
+    outcome.tables.append(_race_table(title, records))
+
+
+def _race_table(title: str, records: list[Record]) -> Table:
+    rows = []
+    for record in records:
+        if record.failure:
+            rows.append([record.label, record.failure, *[""] * 5])
+            continue
+        rows.append(
+            [
+                record.label,
+                milliseconds(record.best_s),
+                milliseconds(record.median_s),
+                times(record.ratio),
+                times(record.target, "≥ "),
+                _seconds(record.compile_s),
+                "–" if record.difference is None else f"{record.difference:.0e}",
+            ]
+        )
+    return Table(title, list(COLUMNS), rows, [AGREE])
+
+
+def _scaling_row(record: Record) -> list[str]:
+    n, best, facts = record.task.num_times, record.best_s, record.facts
+    if best is None:
+        return [f"{n:,}", record.failure or "–", *[""] * 4]
+    return [
+        f"{n:,}",
+        milliseconds(best),
+        f"{1e9 * best / n:.0f}",
+        f"{facts['resident_bytes'] / 1e6:.0f}",
+        f"{facts['resident_bytes'] / n:.0f}",
+        f"{facts['xla_bytes'] / n:.0f}",
+    ]
+
+
+def _exponents(records: list[Record]) -> list[str]:
+    """The slopes of time and memory over the last factor of ten; 1 is linear."""
+    last = [record for record in records if record.best_s is not None][-2:]
+    if len(last) < 2:
+        return []
+    short, long = last
+    decades = math.log(long.task.num_times / short.task.num_times)
+    assert short.best_s is not None and long.best_s is not None
+    time = math.log(long.best_s / short.best_s) / decades
+    memory = math.log(long.facts["resident_bytes"] / short.facts["resident_bytes"]) / decades
+    return [
+        f"From n={short.task.num_times:,} to {long.task.num_times:,}, time grows as n^{time:.2f}"
+        f" and resident memory as n^{memory:.2f}."
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"

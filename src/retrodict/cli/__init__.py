@@ -1,0 +1,29 @@
+"""The command line: parse, call, print. `main` is what the console script calls."""
+
+import sys
+from collections.abc import Sequence
+
+EXTRAS = {"matplotlib", "rich", "typer"}
+"""What the command line needs beyond the library: the extra `cli`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits: 0 if all went well, 2 after a mistake of the user.
+
+    Args:
+        arguments: what stands after the program's name; those of the process if left out.
+    """
+    try:
+        # Here and not above, so that this module can be imported without the extras.
+        from retrodict.cli._app import run
+
+        code = run(sys.argv[1:] if arguments is None else arguments)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        sys.stderr.write(
+            f"retrodict: error: the command line needs {missing}; install retrodict[cli]\n"
+        )
+        code = 1
+    sys.exit(code)

@@ -1,0 +1,146 @@
+"""One line for each thing that every generic test runs over.
+
+A new kernel is added to `KERNELS`, and the contract tests of `test_kernels.py` run on it.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+
+import retrodict as rd
+
+INPUT_DIM = 2
+"""The number of inputs of the kernels here that take them."""
+
+
+class KernelCase(NamedTuple):
+    """A kernel and what the generic tests must know of it.
+
+    Attributes:
+        make: builds the kernel in the precision that is on when it is called.
+        state_dim: the dimension of what it is given.
+        out_dim: the dimension of what it is a law of.
+        takes_input: whether it reads inputs, `INPUT_DIM` of them.
+        support: where its density lives.
+        masked_by: whether a mask leaves out entries, or whole rows.
+    """
+
+    make: Callable[[], rd.AbstractKernel]
+    state_dim: int
+    out_dim: int
+    takes_input: bool
+    support: Literal["real", "positive", "counts"] = "real"
+    masked_by: Literal["entry", "row"] = "entry"
+
+
+def tril(dim: int) -> jax.Array:
+    """A well-conditioned lower factor that is not diagonal."""
+    return 0.7 * jnp.eye(dim) + 0.3 * jnp.tril(jnp.cos(jnp.ones((dim, dim)).cumsum(0)), -1)
+
+
+def weight(out_dim: int, state_dim: int) -> jax.Array:
+    """A matrix without symmetry, of entries between -0.8 and 0.8."""
+    return 0.8 * jnp.sin(1.0 + jnp.arange(out_dim * state_dim)).reshape(out_dim, state_dim)
+
+
+def _linear(state_dim: int, out_dim: int) -> rd.LinearGaussianKernel:
+    return rd.LinearGaussianKernel(
+        weight(out_dim, state_dim), weight(out_dim, 1)[:, 0], tril(out_dim)
+    )
+
+
+def _linear_diagonal() -> rd.LinearGaussianKernel:
+    return rd.LinearGaussianKernel(weight(2, 2), jnp.ones(2), rd.Diagonal(jnp.array([0.5, 1.5])))
+
+
+def _linear_input() -> rd.LinearGaussianKernel:
+    return rd.LinearGaussianKernel(weight(2, 2), jnp.ones(2), tril(2), weight(2, INPUT_DIM))
+
+
+def _linear_parameters() -> rd.LinearGaussianKernel:
+    return rd.LinearGaussianKernel(
+        weight(2, 2),
+        rd.Frozen(jnp.ones(2)),
+        rd.PositiveTril(tril(2)),
+        rd.Frozen(weight(2, INPUT_DIM)),
+    )
+
+
+def _varying() -> rd.VaryingLinearGaussianKernel:
+    def parameters(u: jax.Array):
+        return jnp.cos(u)[:, None] * weight(2, 2), u, rd.Diagonal(rd.Positive(0.5 + u**2))
+
+    return rd.VaryingLinearGaussianKernel(parameters)
+
+
+def _nonlinear() -> rd.NonlinearGaussianKernel:
+    return rd.NonlinearGaussianKernel(
+        lambda x: jnp.sin(x[:1]) * x[1:], rd.Diagonal(0.5 * jnp.ones(1))
+    )
+
+
+def _nonlinear_input() -> rd.NonlinearGaussianKernel:
+    return rd.NonlinearGaussianKernel(
+        lambda x, u: jnp.tanh(x) + u, rd.PositiveTril(tril(INPUT_DIM)), takes_input=True
+    )
+
+
+def _network() -> rd.NonlinearGaussianKernel:
+    network = eqx.nn.MLP(2, 3, width_size=4, depth=1, activation=jnp.tanh, key=jax.random.key(0))
+    return rd.NonlinearGaussianKernel(network, rd.Diagonal(rd.Positive(jnp.ones(3))))
+
+
+def _distribution_input() -> rd.DistributionKernel:
+    return rd.DistributionKernel(
+        lambda x, u: dist.Normal(jnp.sin(x) + u, 0.5 + u**2), takes_input=True
+    )
+
+
+def _normal_mixture(x: jax.Array) -> dist.Distribution:
+    weights = dist.Categorical(probs=jnp.array([[0.3, 0.7]]))
+    centres = jnp.stack([x - 2.0, x + 1.0], axis=-1)
+    return dist.MixtureSameFamily(weights, dist.Normal(centres, jnp.array([[0.5, 1.0]])))
+
+
+def _multivariate_normal(x: jax.Array) -> dist.Distribution:
+    return dist.MultivariateNormal(jnp.sin(x), scale_tril=tril(2))
+
+
+_of = rd.DistributionKernel
+
+KERNELS: dict[str, KernelCase] = {
+    "linear_gaussian": KernelCase(lambda: _linear(2, 3), 2, 3, False),
+    "linear_gaussian_scalar": KernelCase(lambda: _linear(2, 1), 2, 1, False),
+    "linear_gaussian_large": KernelCase(lambda: _linear(8, 13), 8, 13, False),
+    "linear_gaussian_diagonal": KernelCase(_linear_diagonal, 2, 2, False),
+    "linear_gaussian_input": KernelCase(_linear_input, 2, 2, True),
+    "linear_gaussian_parameters": KernelCase(_linear_parameters, 2, 2, True),
+    "varying_linear_gaussian": KernelCase(_varying, 2, 2, True),
+    "nonlinear_gaussian": KernelCase(_nonlinear, 2, 1, False),
+    "nonlinear_gaussian_input": KernelCase(_nonlinear_input, 2, 2, True),
+    "nonlinear_gaussian_network": KernelCase(_network, 2, 3, False),
+    "gaussian": KernelCase(
+        lambda: _of(lambda x: rd.Gaussian(x, tril(2))), 2, 2, False, "real", "row"
+    ),
+    "normal_input": KernelCase(_distribution_input, 2, 2, True),
+    "multivariate_normal": KernelCase(
+        lambda: _of(_multivariate_normal), 2, 2, False, "real", "row"
+    ),
+    "normal_mixture": KernelCase(lambda: _of(_normal_mixture), 1, 1, False),
+    "student_t": KernelCase(lambda: _of(lambda x: dist.StudentT(5.0, x, 0.7)), 1, 1, False),
+    "log_normal": KernelCase(
+        lambda: _of(lambda x: dist.LogNormal(x, 0.4)), 1, 1, False, "positive"
+    ),
+    "poisson": KernelCase(lambda: _of(lambda x: dist.Poisson(jnp.exp(x))), 2, 2, False, "counts"),
+    "binomial": KernelCase(
+        lambda: _of(lambda x: dist.Binomial(10, logits=x)), 1, 1, False, "counts"
+    ),
+    "negative_binomial": KernelCase(
+        lambda: _of(lambda x: dist.NegativeBinomial2(jnp.exp(x), 3.0)), 1, 1, False, "counts"
+    ),
+}
+"""Every kind of kernel, and the distributions that must fit in a `DistributionKernel`."""

@@ -1,0 +1,417 @@
+"""Misuse is refused at the call, in words that say what was expected and what came.
+
+These tests see what users see: the shape annotations, which the other tests execute, are switched
+off here, so that a message comes from a check of the library or not at all.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+import retrodict as rd
+
+
+@pytest.fixture(autouse=True)
+def without_annotations() -> Iterator[None]:
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def linear(out: int, state: int, inputs: int | None = None) -> rd.LinearGaussianKernel:
+    return rd.LinearGaussianKernel(
+        jnp.full((out, state), 0.5),
+        jnp.zeros(out),
+        jnp.eye(out),
+        None if inputs is None else jnp.ones((out, inputs)),
+    )
+
+
+PRIOR = rd.Gaussian(jnp.zeros(2), jnp.eye(2))
+MODEL = rd.StateSpaceModel(PRIOR, linear(2, 2), linear(3, 2))
+DRIVEN = rd.StateSpaceModel(PRIOR, linear(2, 2, 1), linear(3, 2, 1))
+N = 4
+XS, YS, US = np.zeros((N, 2)), np.zeros((N, 3)), np.zeros((N, 1))
+
+
+def smooth(ys: Any, *, model: rd.StateSpaceModel = MODEL, **options: Any) -> Any:
+    return rd.kalman_smoother(model, ys, **options)
+
+
+def joint(ys: Any, *, model: rd.StateSpaceModel = MODEL, **options: Any) -> Any:
+    return model.log_joint(XS, ys, **options)
+
+
+VERBS = pytest.mark.parametrize("verb", [smooth, joint])
+
+
+def refused(kind: type[Exception], *phrases: str) -> Any:
+    """An error whose message has all the phrases, in this order."""
+    return pytest.raises(kind, match="(?s)" + ".*".join(re.escape(phrase) for phrase in phrases))
+
+
+# --- series ----------------------------------------------------------------------------------------
+
+
+@VERBS
+@pytest.mark.parametrize(
+    ("ys", "kind", "phrases"),
+    [
+        (np.zeros(4), ValueError, ("ys must have shape (time, obs)", "(4,)", "ys[:, None]")),
+        (np.zeros((2, 4, 3)), ValueError, ("one series", "(2, 4, 3)", "jax.vmap")),
+        (np.float64(1.0), ValueError, ("(time, obs)", "got ()")),
+        (np.zeros((0, 3)), ValueError, ("at least one row", "(0, 3)", "empty")),
+        (np.zeros((4, 3)) * 1j, TypeError, ("ys must be real", "complex128", "imaginary")),
+        (np.full((4, 3), None), TypeError, ("ys must be an array of numbers",)),
+        (np.full((4, 3), "a"), TypeError, ("ys must be an array of numbers",)),
+        ("a string", TypeError, ("ys must be an array of numbers", "str")),
+        (None, TypeError, ("ys must be an array of numbers", "NoneType")),
+        ([[1.0, 2.0, 3.0], [4.0]], TypeError, ("ys must be an array of numbers", "list")),
+    ],
+    ids=["1d", "3d", "0d", "empty", "complex", "object", "strings", "string", "none", "ragged"],
+)
+def test_ys_that_are_no_series(verb: Callable, ys: Any, kind: type[Exception], phrases: tuple):
+    with refused(kind, *phrases):
+        verb(ys)
+
+
+@VERBS
+@pytest.mark.parametrize("bad", [np.inf, -np.inf])
+def test_infinite_observations_are_located(verb: Callable, bad: float):
+    ys = YS.copy()
+    ys[2, 1] = bad
+    with refused(ValueError, "ys must be finite", f"got {bad} at index (2, 1)", "missing"):
+        verb(ys)
+
+
+@VERBS
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_ys_of_another_width_than_the_emission(verb: Callable, width: int):
+    """One column in particular, which would broadcast."""
+    with refused(ValueError, "emission", "3 columns", f"got {width}"):
+        verb(np.zeros((N, width)))
+
+
+@VERBS
+def test_masks(verb: Callable):
+    with refused(ValueError, "mask must have the shape of ys, (4, 3)", "got (4, 2)"):
+        verb(YS, mask=np.ones((N, 2), bool))
+    with refused(ValueError, "mask must have the shape of ys, (4, 3)", "got (4,)"):
+        verb(YS, mask=np.ones(N, bool))
+    for dtype in (float, int):
+        with refused(TypeError, "mask must be boolean, true where an entry was seen", "dtype"):
+            verb(YS, mask=np.ones((N, 3), dtype))
+
+
+@VERBS
+def test_inputs(verb: Callable):
+    with refused(ValueError, "inputs of shape (4, input) are needed", "got None"):
+        verb(YS, model=DRIVEN)
+    with refused(ValueError, "inputs were given, but no kernel", "takes_input=True"):
+        verb(YS, inputs=US)
+    with refused(ValueError, "one row a time step, 4 rows", "got 3"):
+        verb(YS, model=DRIVEN, inputs=US[:3])
+    with refused(ValueError, "inputs must have shape (time, input)", "(4,)", "inputs[:, None]"):
+        verb(YS, model=DRIVEN, inputs=US[:, 0])
+    holes = US.copy()
+    holes[3, 0] = np.nan
+    with refused(ValueError, "inputs must be finite", "nan at index (3, 0)"):
+        verb(YS, model=DRIVEN, inputs=holes)
+
+
+@VERBS
+@pytest.mark.parametrize("width", [2, 5])
+def test_inputs_of_another_width_than_the_kernel_reads(verb: Callable, width: int):
+    with refused(ValueError, "input", "1", f"{width}"):
+        verb(YS, model=DRIVEN, inputs=np.zeros((N, width)))
+
+
+@VERBS
+@pytest.mark.parametrize("length", [0, -1, N + 1])
+def test_lengths_out_of_range(verb: Callable, length: int):
+    with refused(ValueError, "length must lie between 1 and 4 rows", f"got {length}"):
+        verb(YS, length=length)
+
+
+@VERBS
+@pytest.mark.parametrize("length", [2.0, True, np.array([2, 3])])
+def test_lengths_that_are_no_integer(verb: Callable, length: Any):
+    with refused(TypeError, "length must be one integer", "got shape"):
+        verb(YS, length=length)
+
+
+@pytest.mark.parametrize(
+    ("shape", "phrases"),
+    [
+        ((N, 1), ("(time, state) = (4, 2)", "got (4, 1)")),
+        ((3, 2), ("(time, state) = (4, 2)", "got (3, 2)")),
+        ((N,), ("(time, state)", "(4,)")),
+        ((2, N, 2), ("one series", "(2, 4, 2)", "jax.vmap")),
+    ],
+)
+def test_paths_of_the_wrong_shape(shape: tuple[int, ...], phrases: tuple[str, ...]):
+    with refused(ValueError, "xs must have shape", *phrases):
+        MODEL.log_joint(np.zeros(shape), YS)
+    chain = rd.kalman_smoother(MODEL, YS).chain
+    with refused(ValueError, "xs must have shape", *phrases):
+        chain.log_prob(np.zeros(shape))
+
+
+# --- laws, kernels and models ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "phrases"),
+    [
+        (lambda: rd.Gaussian(jnp.zeros(2), jnp.eye(3)), ("(2, 2)", "got (3, 3)", "Diagonal")),
+        (lambda: rd.Gaussian(jnp.zeros(2), jnp.ones((2, 3))), ("(2, 2)", "got (2, 3)")),
+        (lambda: rd.Gaussian(jnp.zeros(2), jnp.ones(2)), ("(2, 2)", "got (2,)", "Diagonal(std)")),
+        (lambda: rd.Gaussian(jnp.zeros((3, 2)), jnp.eye(2)), ("mean of shape (d,)", "jax.vmap")),
+        (
+            lambda: rd.Gaussian(jnp.zeros(2), rd.Diagonal(jnp.ones(3))),
+            ("Diagonal scale of shape (2,)", "got (3,)"),
+        ),
+        (lambda: rd.Diagonal(jnp.eye(2)), ("vector of standard deviations", "(2, 2)")),
+        (
+            lambda: rd.Gaussian(jnp.zeros(2), rd.PositiveTril(jnp.eye(3))),
+            ("(2, 2)", "got (3, 3)"),
+        ),
+    ],
+)
+def test_gaussians_whose_parts_do_not_fit(make: Callable, phrases: tuple[str, ...]):
+    with refused(ValueError, *phrases):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "phrases"),
+    [
+        ({"weight": jnp.ones(2)}, ("weight of shape (out, state)", "got (2,)")),
+        ({"bias": jnp.zeros(3)}, ("bias of shape (2,)", "got (3,)")),
+        ({"scale_tril": jnp.eye(3)}, ("scale_tril of shape (2, 2)", "got (3, 3)")),
+        ({"scale_tril": jnp.ones((2, 1))}, ("scale_tril of shape (2, 2)", "got (2, 1)")),
+        ({"scale_tril": rd.Diagonal(jnp.ones(3))}, ("Diagonal scale of shape (2,)", "(3,)")),
+        ({"input_weight": jnp.ones((3, 1))}, ("input_weight of shape (2, input)", "(3, 1)")),
+        ({"input_weight": jnp.ones(2)}, ("input_weight of shape (2, input)", "got (2,)")),
+    ],
+)
+def test_linear_kernels_whose_parts_do_not_fit(change: dict, phrases: tuple[str, ...]):
+    parts = {"weight": jnp.eye(2), "bias": jnp.zeros(2), "scale_tril": jnp.eye(2)}
+    with refused(ValueError, "LinearGaussianKernel expects", *phrases):
+        rd.LinearGaussianKernel(**(parts | change))
+
+
+def test_kernels_of_something_else_than_a_function():
+    with refused(TypeError, "function of the state", "LinearGaussianKernel"):
+        rd.NonlinearGaussianKernel(jnp.eye(2), jnp.eye(2))  # pyright: ignore
+    with refused(TypeError, "function x -> distribution"):
+        rd.DistributionKernel(jnp.eye(2))  # pyright: ignore
+
+
+def test_a_nonlinear_kernel_with_a_scale_that_is_not_square():
+    with refused(ValueError, "scale_tril", "(2, 3)"):
+        rd.NonlinearGaussianKernel(lambda x: x, jnp.ones((2, 3))).law(jnp.zeros(2))
+
+
+FROM_COVARIANCE = pytest.mark.parametrize(
+    "make",
+    [
+        lambda c: rd.Gaussian.from_covariance(jnp.zeros(2), c),
+        lambda c: rd.LinearGaussianKernel.from_covariance(jnp.eye(2), jnp.zeros(2), c),
+    ],
+    ids=["gaussian", "kernel"],
+)
+
+
+@FROM_COVARIANCE
+@pytest.mark.parametrize(
+    ("covariance", "phrases"),
+    [
+        (np.ones((2, 3)), ("square covariance", "(2, 3)")),
+        (np.ones(2), ("square covariance", "(2,)")),
+        (np.array([[1.0, 2.0], [2.0, 1.0]]), ("positive-definite covariance", "2.", "singular")),
+        (np.diag([1.0, 0.0]), ("positive-definite covariance", "scale_tril")),
+        (np.array([[1.0, 0.2], [0.3, 1.0]]), ("symmetric covariance", "0.3")),
+        (np.diag([1.0, np.nan]), ("covariance", "nan")),
+        (np.diag([1.0, np.inf]), ("positive-definite covariance", "inf")),
+    ],
+)
+def test_covariances_that_are_none(make: Callable, covariance: np.ndarray, phrases: tuple):
+    with refused(ValueError, "from_covariance expects", *phrases):
+        make(jnp.asarray(covariance))
+
+
+@pytest.mark.parametrize(
+    ("transition", "emission", "phrases"),
+    [
+        (linear(3, 2), linear(3, 2), ("transition must return shape (2,)", "got (3,)")),
+        (linear(2, 3), linear(3, 2), ("prior over 2 coordinates", "transition")),
+        (linear(2, 1), linear(3, 2), ("prior over 2 coordinates", "transition")),
+        (linear(2, 8), linear(3, 2), ("prior over 2 coordinates", "transition")),
+        (linear(2, 2), linear(3, 1), ("prior over 2 coordinates", "emission")),
+        (linear(2, 2), linear(3, 4), ("prior over 2 coordinates", "emission")),
+        (linear(2, 2), linear(3, 8), ("prior over 2 coordinates", "emission")),
+        (
+            linear(2, 2),
+            rd.NonlinearGaussianKernel(lambda x: x[:1], jnp.eye(2)),
+            ("must return shape (2,)", "got (1,)"),
+        ),
+        (
+            linear(2, 2),
+            rd.DistributionKernel(lambda x: x),
+            ("emission", "log_prob and sample"),
+        ),
+    ],
+)
+def test_models_whose_parts_do_not_fit(transition: Any, emission: Any, phrases: tuple[str, ...]):
+    with refused(ValueError, *phrases):
+        rd.StateSpaceModel(PRIOR, transition, emission)
+
+
+def test_models_of_the_wrong_parts():
+    with refused(TypeError, "kernel as its transition", "NonlinearGaussianKernel"):
+        rd.StateSpaceModel(PRIOR, jnp.tanh, linear(3, 2))  # pyright: ignore
+    with refused(TypeError, "kernel as its emission"):
+        rd.StateSpaceModel(PRIOR, linear(2, 2), PRIOR)  # pyright: ignore
+    with refused(TypeError, "prior with log_prob and sample", "int"):
+        rd.StateSpaceModel(3, linear(2, 2), linear(3, 2))
+
+
+# --- kalman_smoother -------------------------------------------------------------------------------
+
+
+def test_a_nonlinear_model_is_shown_another_way():
+    nonlinear = rd.NonlinearGaussianKernel(jnp.tanh, jnp.eye(2))
+    with refused(TypeError, "linear-Gaussian emission", "NonlinearGaussian", "grid_smoother"):
+        rd.kalman_smoother(rd.StateSpaceModel(PRIOR, linear(2, 2), nonlinear), np.zeros((N, 2)))
+    with refused(TypeError, "linear-Gaussian transition", "NonlinearGaussian", "grid_smoother"):
+        rd.kalman_smoother(rd.StateSpaceModel(PRIOR, nonlinear, linear(3, 2)), YS)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("part", ["prior", "transition", "emission"])
+def test_parameters_that_are_not_finite(part: str, bad: float):
+    parts = {"prior": PRIOR, "transition": linear(2, 2), "emission": linear(3, 2)}
+    name = "mean" if part == "prior" else "bias"
+    vector = getattr(parts[part], name).at[1].set(bad)
+    parts[part] = {
+        "prior": lambda: rd.Gaussian(vector, jnp.eye(2)),
+        "transition": lambda: rd.LinearGaussianKernel(jnp.eye(2), vector, jnp.eye(2)),
+        "emission": lambda: rd.LinearGaussianKernel(jnp.ones((3, 2)), vector, jnp.eye(3)),
+    }[part]()
+    with refused(ValueError, f"The {part}'s parameters must be finite", f"{bad} at index (1,)"):
+        rd.kalman_smoother(rd.StateSpaceModel(**parts), YS)
+
+
+@pytest.mark.parametrize("pivot", [0.0, -1.0])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_an_emission_scale_that_is_not_positive(pivot: float, diagonal: bool):
+    stds = jnp.array([1.0, pivot, 1.0])
+    scale = rd.Diagonal(stds) if diagonal else jnp.diag(stds)
+    emission = rd.LinearGaussianKernel(jnp.ones((3, 2)), jnp.zeros(3), scale)
+    with refused(ValueError, "emission scale with a positive diagonal", f"{pivot:g}", "density"):
+        rd.kalman_smoother(rd.StateSpaceModel(PRIOR, linear(2, 2), emission), YS)
+
+
+def test_a_series_without_any_observation_gives_the_prior():
+    """Not misuse but an answer: evidence of nothing is 0, and the law is that of the model."""
+    exact = rd.kalman_smoother(MODEL, np.full((N, 3), np.nan))
+    assert exact.log_evidence == 0
+    marginals = exact.chain.marginals()
+    covariance = np.eye(2)
+    for k in range(N):
+        np.testing.assert_allclose(marginals.mean[k], 0.0, atol=1e-12)
+        np.testing.assert_allclose(marginals.covariance[k], covariance, atol=1e-12)
+        weight = np.full((2, 2), 0.5)
+        covariance = weight @ covariance @ weight.T + np.eye(2)
+
+
+# --- keys and counts -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chain() -> rd.LinearGaussianChain:
+    return rd.kalman_smoother(MODEL, YS).chain
+
+
+@pytest.mark.parametrize(
+    ("bad", "phrases"),
+    [
+        (lambda: jnp.zeros(2, jnp.uint32), ("dtype uint32", "jax.random.wrap_key_data")),
+        (lambda: jax.random.split(jax.random.key(0), 3), ("keys of shape (3,)", "jax.vmap")),
+        (lambda: 0, ("got int",)),
+        (lambda: None, ("got NoneType",)),
+    ],
+    ids=["raw", "many", "int", "none"],
+)
+def test_what_is_not_one_typed_key(
+    bad: Callable, phrases: tuple[str, ...], chain: rd.LinearGaussianChain
+):
+    with refused(TypeError, "simulate expects one typed key", "jax.random.key(0)", *phrases):
+        MODEL.simulate(bad(), 3)
+    with refused(TypeError, "sample expects one typed key", "jax.random.key(0)", *phrases):
+        chain.sample(bad(), 3)
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "phrase"),
+    [
+        (0, ValueError, "at least 1, got 0"),
+        (-1, ValueError, "at least 1, got -1"),
+        (2.5, TypeError, "must be a Python integer, known when the program is traced, got float"),
+        (True, TypeError, "must be a Python integer, known when the program is traced, got bool"),
+        (np.arange(2), TypeError, "must be a Python integer"),
+    ],
+)
+def test_what_is_no_count(
+    count: Any,
+    kind: type[Exception],
+    phrase: str,
+    key: jax.Array,
+    chain: rd.LinearGaussianChain,
+):
+    with refused(kind, "num_times", phrase):
+        MODEL.simulate(key, count)
+    with refused(kind, "num_samples", phrase):
+        chain.sample(key, count)
+    with refused(kind, "num_times", phrase):
+        chain.prefix(count)
+
+
+def test_a_traced_count(key: jax.Array):
+    with refused(TypeError, "num_times must be a Python integer, known when", "Tracer"):
+        jax.jit(lambda n: MODEL.simulate(key, n))(3)
+
+
+# --- chains ----------------------------------------------------------------------------------------
+
+
+def test_a_prefix_longer_than_the_chain(chain: rd.LinearGaussianChain):
+    with refused(ValueError, "The chain has 4 rows", "prefix(5)"):
+        chain.prefix(5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda chain: chain.num_times,
+        lambda chain: chain.terminal,
+        lambda chain: chain.marginals(),
+        lambda chain: chain.marginals(parallel=True),
+        lambda chain: chain.pairwise(),
+        lambda chain: chain.entropy(),
+        lambda chain: chain.log_prob(XS),
+        lambda chain: chain.prefix(2),
+        lambda chain: chain.sample(jax.random.key(0), 2),
+    ],
+)
+def test_methods_of_a_batch_of_chains_point_to_vmap(call: Callable, chain: rd.LinearGaussianChain):
+    batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), chain)
+    with refused(ValueError, "batch of series", "(2, 4, 2)", "jax.vmap"):
+        call(batch)

@@ -1,0 +1,38 @@
+"""The examples in docstrings run, and print what they say."""
+
+import doctest
+import importlib
+import pkgutil
+from types import ModuleType
+
+import pytest
+
+import retrodict as rd
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(rd.__path__, prefix="retrodict.")
+    return ["retrodict", *(module.name for module in found)]
+
+
+def examples(module: ModuleType) -> list[doctest.DocTest]:
+    found = doctest.DocTestFinder(exclude_empty=True).find(module)
+    return [test for test in found if test.examples]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples_run(name: str):
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
+    output: list[str] = []
+    for test in examples(module):
+        runner.run(test, out=output.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(output)
+
+
+def test_examples_are_found():
+    # Decorated classes and functions hide from doctest, and a test that sees nothing passes.
+    names = {test.name for test in examples(importlib.import_module("retrodict._model"))}
+    assert names == {"retrodict._model.StateSpaceModel"}
+    names = {test.name for test in examples(importlib.import_module("retrodict._gaussian"))}
+    assert "retrodict._gaussian.kl_divergence" in names

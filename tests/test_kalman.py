@@ -1,0 +1,269 @@
+"""Exact smoothing against one big joint Gaussian, against statsmodels, and against itself."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import joint_gaussian
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+from linear_models import random_mask, random_model
+
+import retrodict as rd
+
+SHAPES = [(1, 1), (2, 3), (3, 5), (5, 2)]
+NUM_TIMES = 50
+
+
+@eqx.filter_jit
+def smooth_both_ways(model, ys, mask, inputs, length, key):
+    """One compilation a shape for everything that is compared with the oracle."""
+    results = []
+    for parallel in (False, True):
+        exact = rd.kalman_smoother(
+            model, ys, parallel=parallel, mask=mask, inputs=inputs, length=length
+        )
+        marginals = exact.chain.marginals(parallel=parallel)
+        results.append((exact.log_evidence, marginals.mean, marginals.covariance))
+    paths = exact.chain.sample(key, 3)
+    gaps = jax.vmap(
+        lambda xs: (
+            model.log_joint(xs, ys, mask=mask, inputs=inputs, length=length)
+            - exact.chain.log_prob(xs)
+            - exact.log_evidence
+        )
+    )(paths)
+    return results, exact.chain.pairwise().covariance, gaps
+
+
+@pytest.mark.parametrize(("state", "obs"), SHAPES)
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**20), length=st.integers(1, NUM_TIMES), seen=st.floats(0.0, 1.0))
+def test_matches_the_joint_gaussian(state, obs, seed, length, seen):
+    rng = np.random.default_rng(seed)
+    model = random_model(rng, state, obs, num_inputs=2)
+    inputs = rng.normal(size=(NUM_TIMES, 2))
+    _, ys = model.simulate(jax.random.key(seed), NUM_TIMES, inputs=inputs)
+    ys = np.array(ys)
+    mask = random_mask(rng, NUM_TIMES, obs, seen)
+    ys[~mask] = np.nan
+    mask[length:] = False
+    results, pairwise, gaps = smooth_both_ways(
+        model, jnp.asarray(ys), jnp.asarray(mask), jnp.asarray(inputs), length, jax.random.key(1)
+    )
+    arrays = joint_gaussian.arrays_of(model, length, inputs)
+    oracle = joint_gaussian.condition(arrays, np.nan_to_num(ys[:length]), mask[:length])
+    for log_evidence, mean, covariance in results:
+        assert log_evidence == pytest.approx(oracle.log_evidence, abs=1e-10 * NUM_TIMES, rel=1e-10)
+        np.testing.assert_allclose(mean[:length], oracle.mean, rtol=1e-10, atol=1e-10)
+        for k in range(length):
+            np.testing.assert_allclose(covariance[k], oracle.block(k, k), rtol=1e-10, atol=1e-10)
+    for k in range(1, length):
+        np.testing.assert_allclose(pairwise[k - 1], oracle.pair(k), rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(gaps, 0.0, atol=1e-9)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(("state", "obs"), [(2, 1), (8, 3)])
+def test_semidefinite_noise_and_prior(parallel, state, obs):
+    rng = np.random.default_rng(3)
+    model = random_model(rng, state, obs, singular=True)
+    known = jnp.zeros((state, state)).at[-1, -1].set(1.0)
+    model = eqx.tree_at(lambda m: m.prior.scale_tril, model, known)
+    _, ys = model.simulate(jax.random.key(0), 6)
+    exact = rd.kalman_smoother(model, ys, parallel=parallel)
+    oracle = joint_gaussian.condition(
+        joint_gaussian.arrays_of(model, 6, None), np.asarray(ys), np.ones(ys.shape, bool)
+    )
+    marginals = exact.chain.marginals(parallel=parallel)
+    np.testing.assert_allclose(marginals.mean, oracle.mean, atol=1e-9)
+    for k in range(6):
+        np.testing.assert_allclose(marginals.covariance[k], oracle.block(k, k), atol=1e-9)
+    assert exact.log_evidence == pytest.approx(oracle.log_evidence, abs=1e-9)
+
+
+@pytest.mark.parametrize("prior_scale", [1e3, 1e6, 1e9])
+def test_diffuse_priors_lose_nothing(prior_scale):
+    # With three observations of a 2-state the posterior under a prior of scale s differs from the
+    # limit by O(s^-2): two scales a factor 10 apart must agree to that order, or to rounding.
+    rng = np.random.default_rng(1)
+    model = random_model(rng, 2, 2)
+    _, ys = model.simulate(jax.random.key(2), 8)
+    means = []
+    for scale in (prior_scale, 10 * prior_scale):
+        wide = eqx.tree_at(lambda m: m.prior.scale_tril, model, scale * jnp.eye(2))
+        chain = rd.kalman_smoother(wide, ys).chain
+        means.append(chain.marginals())
+    tolerance = max(20.0 / prior_scale**2, 1e-11)
+    np.testing.assert_allclose(means[0].mean, means[1].mean, atol=tolerance)
+    np.testing.assert_allclose(means[0].covariance, means[1].covariance, atol=tolerance)
+
+
+def test_matches_statsmodels():
+    from statsmodels.tsa.statespace.kalman_smoother import KalmanSmoother
+
+    rng = np.random.default_rng(5)
+    model = random_model(rng, 3, 4)
+    _, ys = model.simulate(jax.random.key(5), 200)
+    ys = np.array(ys)
+    ys[~random_mask(rng, 200, 4, 0.8)] = np.nan
+    arrays = joint_gaussian.arrays_of(model, 2, None)
+    peer = KalmanSmoother(k_endog=4, k_states=3, k_posdef=3)
+    peer.bind(ys.copy())
+    peer["transition"], peer["state_intercept"] = arrays.weights[0], arrays.biases[0][:, None]
+    peer["design"], peer["obs_intercept"] = arrays.designs[0], arrays.shifts[0][:, None]
+    peer["selection"], peer["state_cov"] = np.eye(3), arrays.noises[0]
+    peer["obs_cov"] = arrays.errors[0]
+    peer.initialize_known(arrays.mean, arrays.covariance)
+    result = peer.smooth()
+    exact = rd.kalman_smoother(model, ys)
+    marginals = exact.chain.marginals()
+    np.testing.assert_allclose(marginals.mean, result.smoothed_state.T, atol=1e-10)
+    np.testing.assert_allclose(
+        marginals.covariance, np.moveaxis(result.smoothed_state_cov, -1, 0), atol=1e-10
+    )
+    np.testing.assert_allclose(exact.chain.laws.mean, result.filtered_state.T, atol=1e-10)
+    assert float(exact.log_evidence) == pytest.approx(result.llf, abs=1e-9)
+
+
+def test_varying_kernels_and_the_alignment_of_inputs():
+    def move(u):
+        return jnp.array([[jnp.cos(u[0]), 0.1], [0.0, 0.9]]), u[:2], rd.Diagonal(0.5 + u[:2] ** 2)
+
+    def see(u):
+        return jnp.array([[1.0, u[1]]]), u[:1], jnp.array([[1.0 + u[0] ** 2]])
+
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.ones(2), jnp.eye(2)),
+        transition=rd.VaryingLinearGaussianKernel(move),
+        emission=rd.VaryingLinearGaussianKernel(see),
+    )
+    inputs = np.random.default_rng(0).normal(size=(7, 2))
+    _, ys = model.simulate(jax.random.key(0), 7, inputs=inputs)
+    oracle = joint_gaussian.condition(
+        joint_gaussian.arrays_of(model, 7, inputs), np.asarray(ys), np.ones((7, 1), bool)
+    )
+    for parallel in (False, True):
+        exact = rd.kalman_smoother(model, ys, inputs=inputs, parallel=parallel)
+        np.testing.assert_allclose(exact.chain.marginals().mean, oracle.mean, atol=1e-10)
+        assert float(exact.log_evidence) == pytest.approx(oracle.log_evidence, abs=1e-10)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_padding_changes_nothing_and_a_missing_row_is_not_padding(parallel):
+    rng = np.random.default_rng(7)
+    model = random_model(rng, 2, 2)
+    _, ys = model.simulate(jax.random.key(7), 9)
+    full = rd.kalman_smoother(model, ys[:6], parallel=parallel)
+    padding = jnp.full((3, 2), jnp.nan)
+    padded = rd.kalman_smoother(
+        model, jnp.concatenate([ys[:6], padding]), length=6, parallel=parallel
+    )
+    assert float(padded.log_evidence) == pytest.approx(float(full.log_evidence), abs=1e-12)
+    ours, theirs = padded.chain.marginals(), full.chain.marginals()
+    np.testing.assert_allclose(ours.mean[:6], theirs.mean, atol=1e-12)
+    np.testing.assert_allclose(ours.covariance[:6], theirs.covariance, atol=1e-12)
+    np.testing.assert_allclose(padded.chain.entropy(), full.chain.entropy(), atol=1e-12)
+    np.testing.assert_allclose(padded.chain.terminal.mean, full.chain.terminal.mean, atol=1e-12)
+    xs = full.chain.sample(jax.random.key(0), 1)[0]
+    longer = jnp.concatenate([xs, jnp.full((3, 2), jnp.nan)])
+    np.testing.assert_allclose(padded.chain.log_prob(longer), full.chain.log_prob(xs), atol=1e-12)
+    missing = rd.kalman_smoother(model, jnp.concatenate([ys[:6], padding]), parallel=parallel)
+    assert float(missing.log_evidence) == pytest.approx(float(full.log_evidence), abs=1e-12)
+    assert not np.allclose(missing.chain.terminal.covariance, full.chain.terminal.covariance)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_all_rows_missing_gives_the_prior(parallel):
+    model = random_model(np.random.default_rng(0), 2, 1)
+    exact = rd.kalman_smoother(model, jnp.full((4, 1), jnp.nan), parallel=parallel)
+    oracle = joint_gaussian.condition(
+        joint_gaussian.arrays_of(model, 4, None), np.zeros((4, 1)), np.zeros((4, 1), bool)
+    )
+    assert float(exact.log_evidence) == 0.0
+    marginals = exact.chain.marginals()
+    np.testing.assert_allclose(marginals.mean, oracle.mean, atol=1e-12)
+    np.testing.assert_allclose(marginals.covariance[3], oracle.block(3, 3), atol=1e-12)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_gradients_of_the_evidence_in_every_parameter(parallel):
+    rng = np.random.default_rng(11)
+    model = random_model(rng, 2, 4, num_inputs=1)
+    inputs = jnp.asarray(rng.normal(size=(5, 1)))
+    _, ys = model.simulate(jax.random.key(1), 5, inputs=inputs)
+    ys = ys.at[1].set(jnp.nan).at[3, 0].set(jnp.nan)
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def log_evidence(arrays, ys):
+        return rd.kalman_smoother(
+            eqx.combine(arrays, static), ys, inputs=inputs, parallel=parallel, length=4
+        ).log_evidence
+
+    check_grads(jax.jit(log_evidence), (arrays, ys), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+    grads = jax.grad(log_evidence, argnums=1)(arrays, ys)
+    assert np.all(np.isfinite(grads)) and np.all(grads[1] == 0.0)
+
+
+def test_the_closed_form_score_with_singular_noise_is_that_of_the_joint_gaussian():
+    # Derivatives of square roots do not exist here; those of covariances do.
+    model = random_model(np.random.default_rng(2), 3, 1, singular=True)
+    model = eqx.tree_at(lambda m: m.prior.scale_tril, model, jnp.zeros((3, 3)).at[1, 1].set(1.0))
+    _, ys = model.simulate(jax.random.key(3), 4)
+
+    def at(step):
+        scale = model.transition.scale_tril + step * jnp.tril(jnp.ones((3, 3)))
+        return eqx.tree_at(lambda m: m.transition.scale_tril, model, scale)
+
+    def oracle(step):
+        arrays = joint_gaussian.arrays_of(at(step), 4, None)
+        return joint_gaussian.condition(arrays, np.asarray(ys), np.ones((4, 1), bool)).log_evidence
+
+    slope = jax.grad(lambda step: rd.kalman_smoother(at(step), ys).log_evidence)(0.0)
+    assert float(slope) == pytest.approx((oracle(1e-5) - oracle(-1e-5)) / 2e-5, rel=1e-6)
+
+
+def test_gradients_of_smoothed_moments():
+    rng = np.random.default_rng(4)
+    model = random_model(rng, 2, 2)
+    _, ys = model.simulate(jax.random.key(1), 4)
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    @jax.jit
+    def moments(arrays):
+        exact = rd.kalman_smoother(eqx.combine(arrays, static), ys, mask=True)
+        marginals = exact.chain.marginals()
+        return exact.log_evidence, marginals.mean, marginals.covariance
+
+    check_grads(moments, (arrays,), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+def test_the_evidence_score_is_the_same_beside_the_chain():
+    # Once the laws are differentiated too, the derivative of the scan replaces the closed form.
+    model = random_model(np.random.default_rng(9), 2, 1)
+    _, ys = model.simulate(jax.random.key(1), 6)
+    alone = eqx.filter_grad(lambda m: rd.kalman_smoother(m, ys).log_evidence)(model)
+
+    def beside(m):
+        exact = rd.kalman_smoother(m, ys)
+        return exact.log_evidence + 0.0 * jnp.sum(exact.chain.laws.mean)
+
+    for a, b in zip(
+        jax.tree.leaves(alone), jax.tree.leaves(eqx.filter_grad(beside)(model)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-11)
+
+
+def test_batches_and_a_single_row():
+    model = random_model(np.random.default_rng(0), 2, 2)
+    keys = jax.random.split(jax.random.key(0), 3)
+    ys = jax.vmap(lambda key: model.simulate(key, 5)[1])(keys)
+    lengths = jnp.array([5, 1, 3])
+    batch = jax.vmap(lambda y, length: rd.kalman_smoother(model, y, length=length))(ys, lengths)
+    for y, length, evidence in zip(ys, [5, 1, 3], batch.log_evidence, strict=True):
+        alone = rd.kalman_smoother(model, y[:length])
+        assert float(alone.log_evidence) == pytest.approx(float(evidence), abs=1e-12)
+    with pytest.raises(ValueError, match="vmap"):
+        batch.chain.marginals()

@@ -1,0 +1,349 @@
+"""Small linear algebra against numpy, on both sides of the thresholds where loops are unrolled.
+
+Everything is compiled once for each size and precision, and run on a batch of two: a regular
+problem and a semidefinite one.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from retrodict import _linalg as linalg
+
+SIZES = (1, 2, 3, 5, 6, 7, 13)
+CASES = pytest.mark.parametrize(
+    ("d", "dtype"),
+    [*((d, "float64") for d in SIZES), *((d, "float32") for d in (2, 6, 7, 13))],
+    indirect=["dtype"],
+)
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5}
+REGULAR, SEMIDEFINITE = 0, 1
+
+
+class Problem(NamedTuple):
+    lower: np.ndarray  # a lower factor, with junk above its diagonal
+    covariance: np.ndarray  # its product, with junk above its diagonal
+    vector: np.ndarray
+    matrix: np.ndarray
+    wide: np.ndarray  # more columns than rows
+    narrow: np.ndarray  # two columns
+    weights: np.ndarray
+
+
+def regular_factor(rng: np.random.Generator, d: int) -> np.ndarray:
+    """A lower factor whose condition number stays below a hundred or so."""
+    return np.tril(0.3 * rng.normal(size=(d, d)), -1) + np.diag(rng.uniform(0.7, 1.5, d))
+
+
+def problem(d: int, kind: int) -> Problem:
+    rng = np.random.default_rng(d)
+    lower = regular_factor(rng, d)
+    vector, matrix = rng.normal(size=d), rng.normal(size=(d, 4))
+    wide, narrow = rng.normal(size=(d, d + 2)), rng.normal(size=(d, 2))
+    weights = rng.uniform(0.1, 3.0, d + 2)
+    if kind == SEMIDEFINITE:
+        lower[0] = 0.0  # a coordinate without noise
+        wide[0] = narrow[0] = 0.0
+        weights[d + 1] = 0.0
+        if d > 2:
+            wide[2] = 2.0 * wide[1]  # two rows that are multiples of each other
+    junk = np.triu(np.full((d, d), 7.0), 1)
+    return Problem(lower + junk, lower @ lower.T + junk, vector, matrix, wide, narrow, weights)
+
+
+class Solution(NamedTuple):
+    cholesky: jax.Array
+    solves: tuple[jax.Array, jax.Array]
+    transposed_solves: tuple[jax.Array, jax.Array]
+    products: tuple[jax.Array, jax.Array, jax.Array]
+    tria: tuple[jax.Array, jax.Array]
+    gram_schmidt: tuple[jax.Array, jax.Array]
+    split: tuple[jax.Array, jax.Array]
+
+
+@jax.jit
+@jax.vmap
+def solve_all(p: Problem) -> Solution:
+    solve = linalg.solve_triangular
+    return Solution(
+        linalg.cholesky(p.covariance),
+        (solve(p.lower, p.vector), solve(p.lower, p.matrix)),
+        (solve(p.lower, p.vector, transpose=True), solve(p.lower, p.matrix, transpose=True)),
+        (
+            linalg.matmul(p.matrix.T, p.wide),
+            linalg.matvec(p.matrix.T, p.vector),
+            linalg.outer_gram(p.matrix.T),
+        ),
+        (linalg.tria(p.wide), linalg.tria(p.narrow)),
+        linalg.weighted_gram_schmidt(p.wide, list(p.weights)),
+        linalg.unit_lower_and_diagonal(jnp.tril(p.lower)),
+    )
+
+
+@functools.cache
+def solved(d: int, dtype: str, kind: int) -> tuple[Problem, Solution]:
+    """The problem as it was rounded, in double precision, and what came out."""
+    problems = [problem(d, REGULAR), problem(d, SEMIDEFINITE)]
+    batch = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves), dtype), *problems)
+    solutions = solve_all(batch)
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(solutions))
+    return (
+        jax.tree.map(lambda leaf: np.asarray(leaf[kind], float), batch),
+        jax.tree.map(lambda leaf: np.asarray(leaf[kind], float), solutions),
+    )
+
+
+def assert_close(got: np.ndarray, expected: np.ndarray, dtype: np.dtype) -> None:
+    scale = max(float(np.max(np.abs(expected), initial=0.0)), 1.0)
+    tolerance = TOLERANCE[np.dtype(dtype).name]
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * scale)
+
+
+def assert_lower(a: np.ndarray) -> None:
+    np.testing.assert_array_equal(a, np.tril(a))
+
+
+def test_sizes_stand_on_both_sides_of_the_thresholds():
+    assert {linalg.UNROLLED, linalg.UNROLLED + 1, 2 * linalg.UNROLLED + 1} <= set(SIZES)
+
+
+@CASES
+def test_regular_problems(d: int, dtype: np.dtype):
+    p, got = solved(d, dtype.name, REGULAR)
+    lower = np.tril(p.lower)
+    covariance = np.tril(p.covariance) + np.tril(p.covariance, -1).T
+    assert_lower(got.cholesky)
+    assert_close(got.cholesky, np.linalg.cholesky(covariance), dtype)
+    for b, x, y in zip((p.vector, p.matrix), got.solves, got.transposed_solves, strict=True):
+        assert_close(x, np.linalg.solve(lower, b), dtype)
+        assert_close(y, np.linalg.solve(lower.T, b), dtype)
+    product, image, gram = got.products
+    assert_close(product, p.matrix.T @ p.wide, dtype)
+    assert_close(image, p.matrix.T @ p.vector, dtype)
+    assert_close(gram, p.matrix.T @ p.matrix, dtype)
+
+    assert_close(got.tria[0], np.linalg.cholesky(p.wide @ p.wide.T), dtype)
+    root = np.linalg.cholesky((p.wide * p.weights) @ p.wide.T)
+    unit_lower, diagonal = got.gram_schmidt
+    assert_close(diagonal, np.diagonal(root) ** 2, dtype)
+    assert_close(unit_lower, root / np.diagonal(root), dtype)
+
+    unit_lower, diagonal = got.split
+    assert_close(diagonal, np.diagonal(lower) ** 2, dtype)
+    assert_close(unit_lower, lower / np.diagonal(lower), dtype)
+
+
+@pytest.mark.parametrize("kind", [REGULAR, SEMIDEFINITE])
+@CASES
+def test_factors_reproduce_products_of_any_rank(d: int, kind: int, dtype: np.dtype):
+    """Zero rows, dependent rows, more rows than columns: no NaN, and the right product."""
+    p, got = solved(d, dtype.name, kind)
+    for w, root in zip((p.wide, p.narrow), got.tria, strict=True):
+        assert_lower(root)
+        assert np.all(np.diagonal(root) >= 0)
+        assert_close(root @ root.T, w @ w.T, dtype)
+    lower = np.tril(p.lower)
+    products = ((p.wide * p.weights) @ p.wide.T, lower @ lower.T)
+    for (unit_lower, diagonal), product in zip(
+        (got.gram_schmidt, got.split), products, strict=True
+    ):
+        assert_lower(unit_lower)
+        np.testing.assert_array_equal(np.diagonal(unit_lower), 1.0)
+        assert np.all(diagonal >= 0)
+        assert_close((unit_lower * diagonal) @ unit_lower.T, product, dtype)
+
+
+@CASES
+def test_cholesky_of_a_semidefinite_matrix(d: int, dtype: np.dtype):
+    p, got = solved(d, dtype.name, SEMIDEFINITE)
+    assert np.all(np.isfinite(got.cholesky))
+    covariance = np.tril(p.covariance) + np.tril(p.covariance, -1).T
+    assert_close(got.cholesky @ got.cholesky.T, covariance, dtype)
+
+
+def test_a_column_without_a_weight_rides_along_without_counting():
+    w = np.random.default_rng(0).normal(size=(13, 15))
+    kept = [k for k in range(15) if k != 4]
+
+    @jax.jit
+    def factors(w: jax.Array):
+        weights = [None if k == 4 else jnp.ones(()) for k in range(15)]
+        return linalg.weighted_gram_schmidt(w[:2], weights), linalg.weighted_gram_schmidt(
+            w, weights
+        )
+
+    for lower, diagonal in factors(jnp.asarray(w)):
+        counted = w[: len(diagonal), kept]
+        product = (np.asarray(lower) * np.asarray(diagonal)) @ np.asarray(lower).T
+        np.testing.assert_allclose(product, counted @ counted.T, atol=1e-12)
+
+
+def test_a_zero_pivot_above_entries_that_are_not_keeps_the_product():
+    scale = np.array([[0.0, 0.0, 0.0], [2.0, 0.0, 0.0], [1.0, 3.0, 0.0]])
+    lower, diagonal = map(np.asarray, linalg.unit_lower_and_diagonal(jnp.asarray(scale)))
+    assert diagonal[2] == 0
+    np.testing.assert_allclose((lower * diagonal) @ lower.T, scale @ scale.T, atol=1e-13)
+
+
+def test_solving_with_a_zero_pivot_gives_zero_there():
+    lower = jnp.asarray(np.array([[2.0, 0, 0], [0, 0, 0], [1.0, 0, 4.0]]))
+    x = linalg.solve_triangular(lower, jnp.asarray(np.array([2.0, 0.0, 9.0])))
+    np.testing.assert_array_equal(x, [1.0, 0.0, 2.0])
+
+
+def test_safe_functions_at_zero_have_finite_gradients():
+    zero = jnp.zeros(())
+    for function in (linalg.safe_reciprocal, linalg.safe_sqrt):
+        value, slope = jax.value_and_grad(function)(zero)
+        assert value == 0 and slope == 0
+    assert linalg.safe_sqrt(-jnp.ones(())) == 0
+    assert linalg.safe_reciprocal(jnp.asarray(-4.0)) == -0.25
+
+
+@pytest.mark.usefixtures("x32")
+def test_gram_schmidt_keeps_a_small_eigenvalue_that_the_product_loses():
+    """Nearly parallel rows in float32: one eigenvalue about 1, the other 1e-12 of it."""
+    w = np.array([[1.0, 3e-6], [1.0 + 1e-6, -1e-6]], np.float32)
+    exact = np.linalg.cholesky(w.astype(float) @ w.T.astype(float))
+    pivots = np.diagonal(exact) ** 2
+    assert 1e-12 < pivots[1] / pivots[0] < 3e-11
+
+    lower, diagonal = linalg.weighted_gram_schmidt(jnp.asarray(w), [jnp.ones(())] * 2)
+    assert lower.dtype == diagonal.dtype == jnp.float32
+    np.testing.assert_allclose(diagonal, pivots, rtol=1e-2)
+    np.testing.assert_allclose(linalg.tria(jnp.asarray(w))[1, 1], exact[1, 1], rtol=1e-2)
+
+    formed = np.asarray(linalg.cholesky(linalg.outer_gram(jnp.asarray(w))), float)
+    assert abs(formed[1, 1] ** 2 - pivots[1]) > 0.9 * pivots[1]
+
+
+# --- any values ------------------------------------------------------------------------------------
+
+ENTRIES = st.floats(-10, 10, width=32).map(lambda x: x if abs(x) > 1e-3 else 0.0)
+
+tria = jax.jit(linalg.tria)
+cholesky = jax.jit(linalg.cholesky)
+solve_triangular = jax.jit(linalg.solve_triangular)
+
+
+@jax.jit
+def gram_schmidt(w: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return linalg.weighted_gram_schmidt(w, list(weights))
+
+
+@given(w=hnp.arrays(np.float64, (3, 5), elements=ENTRIES))
+def test_tria_reproduces_the_product_of_anything(w: np.ndarray):
+    root = np.asarray(tria(jnp.asarray(w)))
+    assert np.all(np.isfinite(root)) and np.all(np.diagonal(root) >= 0)
+    np.testing.assert_allclose(root @ root.T, w @ w.T, atol=1e-11 * (1 + np.abs(w).max()) ** 2)
+
+
+@given(
+    w=hnp.arrays(np.float64, (4, 3), elements=ENTRIES),
+    weights=hnp.arrays(np.float64, 3, elements=st.sampled_from([0.0, 1e-6, 0.5, 1.0, 1e6])),
+)
+def test_gram_schmidt_reproduces_the_weighted_product_of_anything(
+    w: np.ndarray, weights: np.ndarray
+):
+    lower, diagonal = map(np.asarray, gram_schmidt(jnp.asarray(w), jnp.asarray(weights)))
+    assert np.all(np.isfinite(lower)) and np.all(diagonal >= 0)
+    scale = (1 + np.abs(w).max()) ** 2 * (1 + weights.max())
+    np.testing.assert_allclose(
+        (lower * diagonal) @ lower.T, (w * weights) @ w.T, atol=1e-11 * scale
+    )
+
+
+@pytest.mark.parametrize("d", [3, 7])
+@given(data=st.data())
+def test_cholesky_and_solves_of_anything(d: int, data: st.DataObject):
+    a = data.draw(hnp.arrays(np.float64, (d, d), elements=ENTRIES))
+    covariance = a @ a.T + np.eye(d)
+    lower = np.asarray(cholesky(jnp.asarray(covariance)))
+    np.testing.assert_allclose(lower, np.linalg.cholesky(covariance), rtol=1e-8, atol=1e-8)
+    x = np.asarray(solve_triangular(jnp.asarray(lower), jnp.asarray(a)))
+    np.testing.assert_allclose(lower @ x, a, atol=1e-9)
+
+
+# --- derivatives -----------------------------------------------------------------------------------
+
+
+def check_derivatives(function: Callable[..., object], *args: np.ndarray) -> None:
+    """Forward and reverse derivatives along a random direction against central differences.
+
+    The arguments have a leading batch axis and the function is mapped over it, so that the rules
+    for batching run as well. One program, where `jax.test_util.check_grads` compiles four.
+    """
+    rng = np.random.default_rng(0)
+    point = tuple(jnp.asarray(arg) for arg in args)
+    direction = tuple(jnp.asarray(rng.normal(size=arg.shape)) for arg in args)
+
+    def loss(point: tuple[jax.Array, ...]) -> jax.Array:
+        leaves = jax.tree.leaves(jax.vmap(function)(*point))
+        return linalg.sum_of([jnp.sum(jnp.sin(leaf + 0.3)) for leaf in leaves])
+
+    @jax.jit
+    def derivatives(point, direction):
+        def along(t: jax.Array) -> jax.Array:
+            return loss(jax.tree.map(lambda a, v: a + t * v, point, direction))
+
+        _, forward = jax.jvp(along, (jnp.zeros(()),), (jnp.ones(()),))
+        slopes = jax.tree.map(lambda g, v: jnp.sum(g * v), jax.grad(loss)(point), direction)
+        steps = jax.lax.map(along, jnp.array([-1e-5, 1e-5]))
+        return forward, linalg.sum_of(slopes), (steps[1] - steps[0]) / 2e-5
+
+    forward, backward, difference = derivatives(point, direction)
+    np.testing.assert_allclose(forward, difference, rtol=1e-6)
+    np.testing.assert_allclose(backward, forward, rtol=1e-10)
+
+
+def batch_of_factors(d: int) -> np.ndarray:
+    rng = np.random.default_rng(d)
+    return np.stack([regular_factor(rng, d) for _ in range(2)])
+
+
+@pytest.mark.parametrize("d", [3, 7])
+def test_derivatives_of_factors_and_solves(d: int):
+    lower = batch_of_factors(d)
+
+    def both(lower: jax.Array, b: jax.Array):
+        solve = linalg.solve_triangular
+        covariance = jnp.matmul(lower, lower.T) + jnp.eye(d)
+        return (
+            linalg.cholesky(covariance),
+            solve(lower, b),
+            solve(lower, b[:, 0], transpose=True),
+            linalg.unit_lower_and_diagonal(lower),
+            linalg.matvec(linalg.matmul(lower, lower), b[:, 1]),
+        )
+
+    check_derivatives(both, lower, np.random.default_rng(1).normal(size=(2, d, 2)))
+
+
+@pytest.mark.parametrize("d", [2, 13])
+def test_derivatives_of_orthogonalisation(d: int):
+    rng = np.random.default_rng(d)
+
+    def both(w: jax.Array, weights: jax.Array):
+        return linalg.tria(w), linalg.weighted_gram_schmidt(w, list(weights))
+
+    check_derivatives(both, rng.normal(size=(2, d, d + 2)), rng.uniform(0.5, 2, (2, d + 2)))
+
+
+@pytest.mark.parametrize("d", [3, 13])
+def test_gradients_are_finite_where_rows_depend_on_each_other(d: int):
+    w = problem(d, SEMIDEFINITE).wide
+
+    @jax.jit
+    @jax.grad
+    def gradient(w: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(linalg.outer_gram(linalg.tria(w))))
+
+    assert np.all(np.isfinite(gradient(jnp.asarray(w))))

@@ -1,0 +1,107 @@
+"""Prefix sums under an operator that does not commute, against a plain loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from retrodict._prefix import BLOCK, affine_suffix_scan, prefix_scan
+
+LENGTHS = (1, 2, 15, 16, 17, 100)
+
+
+@jax.jit
+def scan_products(elements: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Products of matrices from the start and, later element first, from the end."""
+    return (
+        prefix_scan(jnp.matmul, elements, jnp.eye(2)),
+        prefix_scan(jnp.matmul, elements, jnp.eye(2), reverse=True),
+    )
+
+
+def matrices(n: int) -> np.ndarray:
+    """Matrices near a rotation, so that long products neither vanish nor overflow."""
+    rng = np.random.default_rng(n)
+    angles = rng.uniform(0, 2 * np.pi, n)
+    rotations = np.array([[np.cos(angles), -np.sin(angles)], [np.sin(angles), np.cos(angles)]])
+    return np.moveaxis(rotations, 2, 0) @ (np.eye(2) + 0.1 * rng.normal(size=(n, 2, 2)))
+
+
+def products_by_loop(elements: np.ndarray) -> np.ndarray:
+    total, totals = np.eye(2), []
+    for element in elements:
+        total = total @ element
+        totals.append(total)
+    return np.array(totals)
+
+
+def test_lengths_stand_on_both_sides_of_a_block():
+    assert {BLOCK - 1, BLOCK, BLOCK + 1} <= set(LENGTHS)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_products_against_a_loop(n: int):
+    elements = matrices(n)
+    forward, backward = scan_products(jnp.asarray(elements))
+    np.testing.assert_allclose(forward, products_by_loop(elements), atol=1e-10)
+    np.testing.assert_allclose(backward, products_by_loop(elements[::-1])[::-1], atol=1e-10)
+
+
+def test_under_vmap_and_gradients_against_finite_differences():
+    batch = np.stack([matrices(17), matrices(17)[::-1]])
+    mapped = jax.jit(jax.vmap(scan_products))
+    for elements, forward in zip(batch, mapped(jnp.asarray(batch))[0], strict=True):
+        np.testing.assert_allclose(forward, products_by_loop(elements), atol=1e-10)
+    check_grads(mapped, (jnp.asarray(batch),), order=1, modes=["rev"], rtol=1e-4)
+
+
+def test_elements_may_be_pytrees():
+    """Affine maps x -> a x + b composed in order, with how many of them counted beside."""
+    n = 37
+    rng = np.random.default_rng(0)
+    a, b = rng.uniform(-1, 1, n), rng.normal(size=n)
+
+    def then(first: dict, second: dict) -> dict:
+        return {
+            "a": second["a"] * first["a"],
+            "b": second["a"] * first["b"] + second["b"],
+            "count": first["count"] + second["count"],
+        }
+
+    neutral = {"a": jnp.ones(()), "b": jnp.zeros(()), "count": jnp.zeros((), int)}
+    elements = {"a": jnp.asarray(a), "b": jnp.asarray(b), "count": jnp.ones(n, int)}
+    got = jax.jit(lambda elements: prefix_scan(then, elements, neutral))(elements)
+    x, expected = 0.0, []
+    for k in range(n):
+        x = a[k] * x + b[k]
+        expected.append(x)
+    np.testing.assert_allclose(got["b"], expected, atol=1e-12)
+    np.testing.assert_array_equal(got["count"], np.arange(1, n + 1))
+
+
+suffixes = jax.jit(affine_suffix_scan)
+
+
+@pytest.mark.parametrize("n", [1, 2, 17, 100])
+def test_affine_suffix_scan_against_a_loop(n: int):
+    rng = np.random.default_rng(n)
+    weights, biases = 0.6 * rng.normal(size=(n, 2, 2)), rng.normal(size=(n, 2))
+    roots = rng.normal(size=(n, 2, 2))
+    covariances = roots @ np.swapaxes(roots, 1, 2)
+    mean, spread = np.zeros(2), np.zeros((2, 2))
+    means, spreads = np.empty((n, 2)), np.empty((n, 2, 2))
+    for k in range(n - 1, -1, -1):
+        mean = weights[k] @ mean + biases[k]
+        spread = weights[k] @ spread @ weights[k].T + covariances[k]
+        means[k], spreads[k] = mean, spread
+    got = suffixes(*(jnp.asarray(a) for a in (weights, biases, covariances)))
+    np.testing.assert_allclose(got[0], means, atol=1e-11 * np.abs(means).max())
+    np.testing.assert_allclose(got[1], spreads, atol=1e-11 * np.abs(spreads).max())
+
+
+@pytest.mark.usefixtures("x32")
+def test_float32_stays_float32():
+    shapes = ((17, 2, 2), (17, 2), (17, 2, 2))
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    assert [leaf.dtype for leaf in jax.eval_shape(affine_suffix_scan, *arrays)] == [jnp.float32] * 2

@@ -1,0 +1,75 @@
+"""The code that the README and the documentation print runs, and prints what they say."""
+
+import ast
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", "docs/tutorial.md", "docs/extending.md"]
+FENCE = re.compile(r"^```(?P<language>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """Fenced text of a page, and the line on which it begins."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page: str) -> list[Block]:
+    return [
+        Block(m["language"].strip(), m["text"], page.count("\n", 0, m.start("text")))
+        for m in FENCE.finditer(page)
+    ]
+
+
+def run_page(page: str, name: str) -> int:
+    """Runs the Python blocks in one namespace; a `text` block right after one is its output."""
+    found = blocks(page)
+    namespace: dict[str, object] = {"__name__": "__page__"}
+    count = 0
+    for block, after in zip(found, [*found[1:], None], strict=True):
+        if block.language != "python":
+            continue
+        count += 1
+        printed = io.StringIO()
+        # Empty lines in front, so that a traceback names the line of the page.
+        code = compile("\n" * block.line + block.text, name, "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, namespace)
+        if after is not None and after.language == "text":
+            assert printed.getvalue() == after.text, f"{name}, line {after.line + 1}"
+    return count
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_runs_as_printed(name: str):
+    path = REPOSITORY / name
+    assert run_page(path.read_text(encoding="utf-8"), name) > 0
+
+
+def test_blocks_share_a_namespace_and_others_are_skipped():
+    page = "```python\nx = 1\n```\n```sh\nmake\n```\n```python\nprint(x)\n```\n```text\n1\n```\n"
+    assert run_page(page, "page") == 2
+
+
+def test_an_output_that_differs_is_found():
+    with pytest.raises(AssertionError, match="page, line 5"):
+        run_page("```python\nprint(1)\n```\n```text\n2\n```\n", "page")
+
+
+def exported() -> set[str]:
+    tree = ast.parse((REPOSITORY / "src/retrodict/__init__.py").read_text(encoding="utf-8"))
+    return {a.name for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
+
+
+def test_the_api_page_lists_what_is_exported():
+    page = (REPOSITORY / "docs/api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\.\. auto\w+:: retrodict\.(\w+)$", page, re.MULTILINE)
+    assert sorted(listed) == sorted(exported())
