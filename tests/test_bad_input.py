@@ -56,7 +56,7 @@ def refused(kind: type[Exception], *phrases: str) -> Any:
     return pytest.raises(kind, match="(?s)" + ".*".join(re.escape(phrase) for phrase in phrases))
 
 
-# --- series ----------------------------------------------------------------------------------------
+# --- series ---------------------------------------------------------------------------------------
 
 
 @VERBS
@@ -163,7 +163,7 @@ def test_paths_of_the_wrong_shape(shape: tuple[int, ...], phrases: tuple[str, ..
         chain.log_prob(np.zeros(shape))
 
 
-# --- laws, kernels and models ----------------------------------------------------------------------
+# --- laws, kernels and models ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_models_of_the_wrong_parts():
         rd.StateSpaceModel(3, linear(2, 2), linear(3, 2))
 
 
-# --- kalman_smoother -------------------------------------------------------------------------------
+# --- kalman_smoother ------------------------------------------------------------------------------
 
 
 def test_a_nonlinear_model_is_shown_another_way():
@@ -332,7 +332,7 @@ def test_a_series_without_any_observation_gives_the_prior():
         covariance = weight @ covariance @ weight.T + np.eye(2)
 
 
-# --- keys and counts -------------------------------------------------------------------------------
+# --- keys and counts ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +389,7 @@ def test_a_traced_count(key: jax.Array):
         jax.jit(lambda n: MODEL.simulate(key, n))(3)
 
 
-# --- chains ----------------------------------------------------------------------------------------
+# --- chains ---------------------------------------------------------------------------------------
 
 
 def test_a_prefix_longer_than_the_chain(chain: rd.LinearGaussianChain):

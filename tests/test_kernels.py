@@ -72,7 +72,7 @@ def outputs(name: str) -> Outputs:
     return run(KERNELS[name].make(), state_of(name), value_of(name), input_of(name))
 
 
-# --- every kernel ----------------------------------------------------------------------------------
+# --- every kernel ---------------------------------------------------------------------------------
 
 
 @EVERY
@@ -176,7 +176,7 @@ def test_draws_follow_a_density_of_mass_one(name: str):
     assert 0.2 < cumulative[np.searchsorted(points, np.median(draws))] < 0.9
 
 
-# --- inputs ----------------------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 @WITH_INPUT
@@ -237,7 +237,7 @@ def test_a_varying_kernel_refuses_a_function_that_returns_something_else():
         kernel.at(jnp.zeros(2))
 
 
-# --- nonlinear means -------------------------------------------------------------------------------
+# --- nonlinear means ------------------------------------------------------------------------------
 
 
 def test_a_network_is_learned_with_its_scale():
@@ -278,7 +278,7 @@ def test_a_function_of_the_wrong_dimension_is_refused():
         kernel.law(jnp.zeros(2))
 
 
-# --- distributions ---------------------------------------------------------------------------------
+# --- distributions --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_a_factor_that_is_not_square_is_refused():
         rd.PositiveTril(np.ones((2, 3)))
 
 
-# --- in models -------------------------------------------------------------------------------------
+# --- in models ------------------------------------------------------------------------------------
 
 
 def make_model() -> rd.StateSpaceModel:
@@ -118,8 +118,9 @@ def test_unwrap_replaces_all_parameters_once_and_for_all():
     assert not any(is_parameter(leaf) for leaf in leaves)
     assert same(rd.unwrap(once), once)
     nested = rd.Frozen(rd.Frozen({"a": rd.Positive(2.0), "b": jnp.ones(3, int)}))
-    np.testing.assert_allclose(rd.unwrap(nested)["a"], 2.0)
-    assert rd.unwrap(nested)["b"].dtype == int
+    values: Any = rd.unwrap(nested)
+    np.testing.assert_allclose(values["a"], 2.0)
+    assert values["b"].dtype == int
 
 
 def test_frozen_gets_no_gradient_and_the_rest_does():

@@ -138,18 +138,7 @@ class LinearGaussianChain(AbstractBackwardChain):
             A `Gaussian` with a leading time axis: `.mean`, `.scale_tril`, `.covariance`, `.std`.
         """
         self._check_single()
-        if parallel:
-            return self._marginals_in_parallel()
-        terminal = jax.tree.map(lambda leaf: leaf[-1], self.laws)
-        last = Factored.from_scale(terminal.mean, terminal.scale_tril)
-
-        def back(law: Factored, kernel: LinearGaussianKernel) -> tuple[Factored, Factored]:
-            law = propagate(law, kernel.weight, kernel.bias, kernel.scale_tril)
-            return law, law
-
-        _, laws = lax.scan(back, last, self.kernels, reverse=True)
-        laws = jax.tree.map(lambda rest, end: jnp.concatenate([rest, end[None]]), laws, last)
-        return jax.vmap(Gaussian)(laws.mean, laws.scale_tril)
+        return _marginals_in_parallel(self) if parallel else _marginals(self)
 
     def pairwise(self) -> Gaussian:
         """The joint laws of (x_{k-1}, x_k), k = 1..n-1, as stacked vectors of dimension 2d.
@@ -157,23 +146,8 @@ class LinearGaussianChain(AbstractBackwardChain):
         Returns:
             A `Gaussian` with a leading axis `time-1`; row k-1 holds the pair (x_{k-1}, x_k).
         """
-        marginals = self.marginals()
-        d = self.state_dim
-
-        def joint(gain: Array, scale: Array, mean: Array, after: Array, spread: Array) -> Gaussian:
-            past = jnp.concatenate([linalg.matmul(gain, spread), scale], axis=1)
-            present = jnp.concatenate([spread, jnp.zeros((d, d), spread.dtype)], axis=1)
-            return Gaussian(
-                jnp.concatenate([mean, after]), linalg.tria(jnp.concatenate([past, present]))
-            )
-
-        return jax.vmap(joint)(
-            self.kernels.weight,
-            self.kernels.scale_tril,
-            marginals.mean[:-1],
-            marginals.mean[1:],
-            marginals.scale_tril[1:],
-        )
+        self._check_single()
+        return _pairwise(self)
 
     def sample(self, key: PRNGKey, num_samples: int) -> Float[Array, "sample time state"]:
         """Draws paths: the terminal state, then one kernel after another.
@@ -184,43 +158,18 @@ class LinearGaussianChain(AbstractBackwardChain):
         """
         check_key(key, "LinearGaussianChain.sample")
         num_samples = check_count(num_samples, "num_samples")
-        n, d = self.num_times, self.state_dim
-        noise = jax.random.normal(key, (n, num_samples, d), self.laws.mean.dtype)
-        terminal = self.terminal
-        last = jax.vmap(lambda e: terminal.mean + linalg.matvec(terminal.scale_tril, e))(noise[-1])
-
-        def back(xs: Array, step: tuple[LinearGaussianKernel, Array]) -> tuple[Array, Array]:
-            kernel, e = step
-            xs = jax.vmap(
-                lambda x, e: (
-                    linalg.matvec(kernel.weight, x)
-                    + kernel.bias
-                    + linalg.matvec(kernel.scale_tril, e)
-                )
-            )(xs, e)
-            return xs, xs
-
-        _, rest = lax.scan(back, last, (self.kernels, noise[:-1]), reverse=True)
-        return jnp.swapaxes(jnp.concatenate([rest, last[None]]), 0, 1)
+        self._check_single()
+        return _sample(self, key, num_samples)
 
     def log_prob(self, xs: Any) -> Scalar:
         """The log density log q(x_{0:n-1}) of one path of shape `(time, state)`."""
         path = prepare_path(xs, self.state_dim, self.num_times)
-        if self.length is not None:
-            path = jnp.where((jnp.arange(self.num_times) < self.length)[:, None], path, 0.0)
-        terminal, end = self.terminal, self._end()
-        kernels, exists = self._finite_kernels()
-        steps = jax.vmap(lambda kernel, before, after: kernel.log_prob(after, before))(
-            kernels, path[:-1], path[1:]
-        )
-        return terminal.log_prob(path[end]) + jnp.sum(jnp.where(exists, steps, 0.0))
+        return _log_prob(self, path)
 
     def entropy(self) -> Scalar:
         """−E log q, which for linear-Gaussian kernels is the sum of their entropies."""
-        kernels, exists = self._finite_kernels()
-        pivots = jnp.diagonal(kernels.scale_tril, axis1=-2, axis2=-1)
-        steps = 0.5 * self.state_dim * (1.0 + LOG_2PI) + jnp.sum(jnp.log(pivots), axis=-1)
-        return self.terminal.entropy() + jnp.sum(jnp.where(exists, steps, 0.0))
+        self._check_single()
+        return _entropy(self)
 
     def prefix(self, num_times: int) -> "LinearGaussianChain":
         """The chain of the first rows: the law of their states given their data alone.
@@ -239,31 +188,6 @@ class LinearGaussianChain(AbstractBackwardChain):
             None if self.length is None else jnp.minimum(self.length, count),
         )
 
-    def _marginals_in_parallel(self) -> Gaussian:
-        """Marginals by composing all backward kernels, the terminal law as a constant map."""
-        terminal, kernels = self.terminal, self.kernels
-        zero = jnp.zeros((1, self.state_dim, self.state_dim), terminal.mean.dtype)
-        spreads = jax.vmap(linalg.outer_gram)(kernels.scale_tril)
-        means, covariances = affine_suffix_scan(
-            jnp.concatenate([kernels.weight, zero]),
-            jnp.concatenate([kernels.bias, terminal.mean[None]]),
-            jnp.concatenate([spreads, terminal.covariance[None]]),
-        )
-        return jax.vmap(Gaussian)(means, jax.vmap(linalg.cholesky)(covariances))
-
-    def _finite_kernels(self) -> tuple[LinearGaussianKernel, Array]:
-        """Kernels whose densities are finite, and which of them are between rows that exist."""
-        n, d = self.num_times, self.state_dim
-        if self.length is None:
-            return self.kernels, jnp.ones(n - 1, bool)
-        exists = jnp.arange(1, n) < self.length
-        eye = jnp.eye(d, dtype=self.kernels.scale_tril.dtype)
-        scales = jnp.where(exists[:, None, None], self.kernels.scale_tril, eye)
-        return eqx.tree_at(lambda k: k.scale_tril, self.kernels, scales), exists
-
-    def _end(self) -> Array:
-        return jnp.asarray(self.num_times - 1) if self.length is None else self.length - 1
-
     def _check_single(self) -> None:
         shape = jnp.shape(self.laws.mean)
         if len(shape) != 2:
@@ -272,3 +196,108 @@ class LinearGaussianChain(AbstractBackwardChain):
                 " series has (time, state). Call its methods under jax.vmap, for example"
                 " jax.vmap(lambda chain: chain.marginals())(chains)."
             )
+
+
+# Compiled once a shape, whoever calls: a scan that is run outside of `jax.jit` compiles each time.
+
+
+@eqx.filter_jit
+def _marginals(chain: LinearGaussianChain) -> Gaussian:
+    terminal = chain.terminal
+    last = Factored.from_scale(terminal.mean, terminal.scale_tril)
+
+    def back(law: Factored, kernel: LinearGaussianKernel) -> tuple[Factored, Factored]:
+        law = propagate(law, kernel.weight, kernel.bias, kernel.scale_tril)
+        return law, law
+
+    _, laws = lax.scan(back, last, chain.kernels, reverse=True)
+    laws = jax.tree.map(lambda rest, end: jnp.concatenate([rest, end[None]]), laws, last)
+    return jax.vmap(Gaussian)(laws.mean, laws.scale_tril)
+
+
+@eqx.filter_jit
+def _marginals_in_parallel(chain: LinearGaussianChain) -> Gaussian:
+    """Marginals by composing all backward kernels, the terminal law as a constant map."""
+    terminal, kernels = chain.terminal, chain.kernels
+    zero = jnp.zeros((1, chain.state_dim, chain.state_dim), terminal.mean.dtype)
+    spreads = jax.vmap(linalg.outer_gram)(kernels.scale_tril)
+    means, covariances = affine_suffix_scan(
+        jnp.concatenate([kernels.weight, zero]),
+        jnp.concatenate([kernels.bias, terminal.mean[None]]),
+        jnp.concatenate([spreads, terminal.covariance[None]]),
+    )
+    return jax.vmap(Gaussian)(means, jax.vmap(linalg.semidefinite_cholesky)(covariances))
+
+
+@eqx.filter_jit
+def _pairwise(chain: LinearGaussianChain) -> Gaussian:
+    marginals, d = _marginals(chain), chain.state_dim
+
+    def joint(gain: Array, scale: Array, mean: Array, after: Array, spread: Array) -> Gaussian:
+        past = jnp.concatenate([linalg.matmul(gain, spread), scale], axis=1)
+        present = jnp.concatenate([spread, jnp.zeros((d, d), spread.dtype)], axis=1)
+        return Gaussian(
+            jnp.concatenate([mean, after]), linalg.tria(jnp.concatenate([past, present]))
+        )
+
+    return jax.vmap(joint)(
+        chain.kernels.weight,
+        chain.kernels.scale_tril,
+        marginals.mean[:-1],
+        marginals.mean[1:],
+        marginals.scale_tril[1:],
+    )
+
+
+@eqx.filter_jit
+def _sample(
+    chain: LinearGaussianChain, key: PRNGKey, num_samples: int
+) -> Float[Array, "sample time state"]:
+    shape = (chain.num_times, num_samples, chain.state_dim)
+    noise = jax.random.normal(key, shape, chain.laws.mean.dtype)
+    terminal = chain.terminal
+    last = jax.vmap(lambda e: terminal.mean + linalg.matvec(terminal.scale_tril, e))(noise[-1])
+
+    def move(kernel: LinearGaussianKernel, x: Array, e: Array) -> Array:
+        mean = linalg.matvec(kernel.weight, x) + kernel.bias
+        return mean + linalg.matvec(kernel.scale_tril, e)
+
+    def back(xs: Array, step: tuple[LinearGaussianKernel, Array]) -> tuple[Array, Array]:
+        kernel, e = step
+        xs = jax.vmap(move, in_axes=(None, 0, 0))(kernel, xs, e)
+        return xs, xs
+
+    _, rest = lax.scan(back, last, (chain.kernels, noise[:-1]), reverse=True)
+    return jnp.swapaxes(jnp.concatenate([rest, last[None]]), 0, 1)
+
+
+@eqx.filter_jit
+def _log_prob(chain: LinearGaussianChain, path: Float[Array, "time state"]) -> Scalar:
+    n, end = chain.num_times, -1
+    if chain.length is not None:
+        path = jnp.where((jnp.arange(n) < chain.length)[:, None], path, 0.0)
+        end = chain.length - 1
+    kernels, exists = _finite_kernels(chain)
+    steps = jax.vmap(lambda kernel, before, after: kernel.log_prob(after, before))(
+        kernels, path[:-1], path[1:]
+    )
+    return chain.terminal.log_prob(path[end]) + jnp.sum(jnp.where(exists, steps, 0.0))
+
+
+@eqx.filter_jit
+def _entropy(chain: LinearGaussianChain) -> Scalar:
+    kernels, exists = _finite_kernels(chain)
+    pivots = jnp.diagonal(kernels.scale_tril, axis1=-2, axis2=-1)
+    steps = 0.5 * chain.state_dim * (1.0 + LOG_2PI) + jnp.sum(jnp.log(pivots), axis=-1)
+    return chain.terminal.entropy() + jnp.sum(jnp.where(exists, steps, 0.0))
+
+
+def _finite_kernels(chain: LinearGaussianChain) -> tuple[LinearGaussianKernel, Array]:
+    """Kernels whose densities are finite, and which of them are between rows that exist."""
+    n, d = chain.num_times, chain.state_dim
+    if chain.length is None:
+        return chain.kernels, jnp.ones(n - 1, bool)
+    exists = jnp.arange(1, n) < chain.length
+    eye = jnp.eye(d, dtype=chain.kernels.scale_tril.dtype)
+    scales = jnp.where(exists[:, None, None], chain.kernels.scale_tril, eye)
+    return eqx.tree_at(lambda k: k.scale_tril, chain.kernels, scales), exists

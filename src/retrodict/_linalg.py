@@ -94,6 +94,19 @@ def cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
     return jnp.stack(columns, axis=1)
 
 
+def semidefinite_cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
+    """A lower factor of a symmetric positive-semidefinite matrix, to rounding.
+
+    Where LAPACK is called, which takes no singular matrix, rounding error of the size of the matrix
+    is added to its diagonal first.
+    """
+    d = a.shape[0]
+    if d <= UNROLLED:
+        return cholesky(a)
+    rounding = 10 * d * jnp.finfo(a.dtype).eps * jnp.max(jnp.diagonal(a))
+    return cholesky(a + jnp.where(rounding > 0, rounding, 1.0) * jnp.eye(d, dtype=a.dtype))
+
+
 def solve_triangular(
     l: Float[Array, "d d"],  # noqa: E741
     b: Float[Array, "d ..."],

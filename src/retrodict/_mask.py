@@ -71,7 +71,8 @@ def prepare_series(
         observed = jnp.broadcast_to(exists, ys.shape) if observed is None else observed & exists
     if observed is not None:
         ys = jnp.where(observed, ys, 0.0)
-    return Series(ys, observed, prepare_inputs(inputs, ys.shape[0], takes_input), count)
+    us = prepare_inputs(inputs, ys.shape[0], takes_input, count)
+    return Series(ys, observed, us, count)
 
 
 def prepare_length(length: Any, num_times: int) -> Int[Array, ""] | None:
@@ -89,9 +90,13 @@ def prepare_length(length: Any, num_times: int) -> Int[Array, ""] | None:
 
 
 def prepare_inputs(
-    inputs: Any, num_times: int, takes_input: bool
+    inputs: Any, num_times: int, takes_input: bool, length: Int[Array, ""] | None = None
 ) -> Float[Array, "time input"] | None:
-    """The inputs as an array, refused unless there is one row a time step and a kernel reads it."""
+    """The inputs as an array, refused unless there is one row a time step and a kernel reads it.
+
+    Rows from `length` on may hold anything; they are replaced by the first row, at which the kernels
+    are sure to be defined.
+    """
     if inputs is None:
         if takes_input:
             raise ValueError(
@@ -110,6 +115,8 @@ def prepare_inputs(
         raise ValueError(
             f"inputs must have one row a time step, {num_times} rows, got {array.shape[0]}."
         )
+    if length is not None:
+        array = jnp.where((jnp.arange(num_times) < length)[:, None], array, array[0])
     check_finite(array, "inputs")
     return array
 

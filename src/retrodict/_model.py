@@ -82,20 +82,7 @@ class StateSpaceModel(eqx.Module):
         num_times = check_count(num_times, "num_times")
         model = unwrap(self)
         us = prepare_inputs(inputs, num_times, model.takes_input)
-        prior_key, path_key, emission_key = jax.random.split(key, 3)
-        x_0 = jnp.asarray(model.prior.sample(prior_key))
-
-        def move(x: Array, step: tuple[Array, Array | None]) -> tuple[Array, Array]:
-            step_key, u = step
-            x = _read(model.transition, "sample", step_key, x, u=u)
-            return x, x
-
-        later = None if us is None else us[1:]
-        _, xs = jax.lax.scan(move, x_0, (jax.random.split(path_key, num_times - 1), later))
-        xs = jnp.concatenate([x_0[None], xs])
-        keys = jax.random.split(emission_key, num_times)
-        ys = jax.vmap(lambda k, x, u: _read(model.emission, "sample", k, x, u=u))(keys, xs, us)
-        return xs, ys
+        return _simulate(model, key, num_times, us)
 
     def log_joint(
         self,
@@ -118,22 +105,47 @@ class StateSpaceModel(eqx.Module):
         model = unwrap(self)
         series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
         xs = prepare_path(xs, model.state_dim, series.num_times)
-        exists = series.exists()
-        if exists is not None:
-            # Padding may hold anything, NaN included; repeating x_0 keeps densities finite.
-            xs = jnp.where(exists[:, None], xs, xs[0])
-        emission = jax.vmap(
-            lambda x, y, u, m: _read(model.emission, "log_prob", x, y, u=u, mask=m)
-        )(xs, series.ys, series.inputs, series.mask)
-        later = None if series.inputs is None else series.inputs[1:]
-        transition = jax.vmap(
-            lambda before, after, u: _read(model.transition, "log_prob", before, after, u=u)
-        )(xs[:-1], xs[1:], later)
-        if exists is not None:
-            emission = jnp.where(exists, emission, 0.0)
-            transition = jnp.where(exists[1:], transition, 0.0)
-        initial = jnp.sum(jnp.asarray(model.prior.log_prob(xs[0])))
-        return initial + jnp.sum(emission) + jnp.sum(transition)
+        return _log_joint(model, xs, series)
+
+
+@eqx.filter_jit
+def _simulate(
+    model: StateSpaceModel, key: PRNGKey, num_times: int, us: Float[Array, "time input"] | None
+) -> tuple[Float[Array, "time state"], Float[Array, "time obs"]]:
+    prior_key, path_key, emission_key = jax.random.split(key, 3)
+    x_0 = jnp.asarray(model.prior.sample(prior_key))
+
+    def move(x: Array, step: tuple[Array, Array | None]) -> tuple[Array, Array]:
+        step_key, u = step
+        x = _read(model.transition, "sample", step_key, x, u=u)
+        return x, x
+
+    later = None if us is None else us[1:]
+    _, xs = jax.lax.scan(move, x_0, (jax.random.split(path_key, num_times - 1), later))
+    xs = jnp.concatenate([x_0[None], xs])
+    keys = jax.random.split(emission_key, num_times)
+    ys = jax.vmap(lambda k, x, u: _read(model.emission, "sample", k, x, u=u))(keys, xs, us)
+    return xs, ys
+
+
+@eqx.filter_jit
+def _log_joint(model: StateSpaceModel, xs: Float[Array, "time state"], series: Series) -> Scalar:
+    exists = series.exists()
+    if exists is not None:
+        # Padding may hold anything, NaN included; repeating x_0 keeps densities finite.
+        xs = jnp.where(exists[:, None], xs, xs[0])
+    emission = jax.vmap(lambda x, y, u, m: _read(model.emission, "log_prob", x, y, u=u, mask=m))(
+        xs, series.ys, series.inputs, series.mask
+    )
+    later = None if series.inputs is None else series.inputs[1:]
+    transition = jax.vmap(
+        lambda before, after, u: _read(model.transition, "log_prob", before, after, u=u)
+    )(xs[:-1], xs[1:], later)
+    if exists is not None:
+        emission = jnp.where(exists, emission, 0.0)
+        transition = jnp.where(exists[1:], transition, 0.0)
+    initial = jnp.sum(jnp.asarray(model.prior.log_prob(xs[0])))
+    return initial + jnp.sum(emission) + jnp.sum(transition)
 
 
 def prepare_data(

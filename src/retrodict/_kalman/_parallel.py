@@ -67,7 +67,7 @@ def _inverse_of_one_plus(
 ) -> Float[Array, "d d"]:
     """(I + C J)⁻¹ = I − S (I + SᵀJS)⁻¹ SᵀJ with C = S Sᵀ: a system of at least the identity."""
     eye = jnp.eye(covariance.shape[0], dtype=covariance.dtype)
-    scale = linalg.cholesky(covariance)
+    scale = linalg.semidefinite_cholesky(covariance)
     half = linalg.matmul(scale.T, curvature)
     root = linalg.cholesky(eye + linalg.matmul(half, scale))
     solved = linalg.solve_triangular(root, linalg.solve_triangular(root, half), transpose=True)
@@ -105,7 +105,7 @@ def filter_laws_in_parallel(
     elements = jax.tree.map(lambda head, tail: jnp.concatenate([head[None], tail]), start, elements)
     summed = prefix_scan(combine, elements, _standing_still(first.dim, bias.dtype))
     before = jax.vmap(
-        lambda mean, covariance: Factored.from_scale(mean, linalg.cholesky(covariance))
+        lambda mean, covariance: Factored.from_scale(mean, linalg.semidefinite_cholesky(covariance))
     )(summed.bias[:-1], summed.covariance[:-1])
     after, later = jax.vmap(step)(before, weight, bias, scale, design[1:], data.value[1:])
     laws, innovations = jax.tree.map(
