@@ -1,8 +1,8 @@
 """How far the smoother in float32 is from itself in float64, over sixteen orders of R/Q.
 
-Both see the same numbers: parameters and series are rounded to float32 first. Prints, for each model
-and ratio, the largest error of a smoothed mean in posterior standard deviations, how far float32
-rounds a mean of that size, and the largest relative error of a standard deviation.
+Both see the same numbers: parameters and series are rounded to float32 first. Prints, for each
+model and ratio, the largest error of a smoothed mean in posterior standard deviations, how far
+float32 rounds a mean of that size, and the largest relative error of a standard deviation.
 
     python benchmarks/float32.py [--num-times 100000] [--parallel]
 """
@@ -13,9 +13,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from report import Table
 
 import retrodict as rd
+from report import Table
 
 jax.config.update("jax_enable_x64", True)
 

@@ -1,7 +1,8 @@
 """The oracle of exact smoothing: one joint Gaussian over all states and observations, in numpy.
 
-Nothing recursive: the state path is a linear map of the prior draw and of all noises, its covariance
-one matrix, and smoothing is one conditioning of that matrix. It shares no code with the library.
+Nothing recursive: the state path is a linear map of the prior draw and of all noises, its
+covariance one matrix, and smoothing is one conditioning of that matrix. It shares no code with the
+library.
 """
 
 from typing import NamedTuple

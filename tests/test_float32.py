@@ -1,8 +1,8 @@
 """The sequential smoother in float32 against itself in float64, over sixteen orders of R/Q.
 
-Both see the same numbers: series and parameters are rounded to float32 first. A mean can be no better
-than float32 stores it, so that the bound is 0.02 posterior standard deviations or four units of that
-rounding, whichever is larger.
+Both see the same numbers: series and parameters are rounded to float32 first. A mean can be no
+better than float32 stores it, so that the bound is 0.02 posterior standard deviations or four units
+of that rounding, whichever is larger.
 """
 
 import equinox as eqx
@@ -82,9 +82,9 @@ def compare(name: str, log_ratio: float, num_times: int, parallel: bool = False)
     """Errors in means over their bound and in standard deviations, and the float32 factors."""
     parameters, series = case(name, log_ratio, num_times)
     results = [
-        [np.asarray(a, np.float64) for a in smooth(build(parameters, t), jnp.asarray(series, t), parallel)]
+        [np.float64(a) for a in smooth(build(parameters, t), jnp.asarray(series, t), parallel)]
         for t in (jnp.float32, jnp.float64)
-    ]  # fmt: skip
+    ]
     (mean, scale, evidence), (exact_mean, exact_scale, exact_evidence) = results
     std, exact_std = np.linalg.norm(scale, axis=-1), np.linalg.norm(exact_scale, axis=-1)
     rounding = np.finfo(np.float32).eps / 2 * np.max(np.abs(exact_mean), axis=0) / exact_std

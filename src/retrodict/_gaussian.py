@@ -142,23 +142,24 @@ class Gaussian(eqx.Module):
     @property
     def dim(self) -> int:
         """The dimension d."""
-        return jnp.shape(self.mean)[-1]
+        return jnp.shape(unwrap(self.mean))[-1]
 
     @property
     def covariance(self) -> Float[Array, "*batch d d"]:
         """The covariance s sᵀ; a batch of laws gives a batch of covariances."""
-        if isinstance(self.scale_tril, Diagonal):
-            eye = jnp.eye(self.scale_tril.std.shape[-1], dtype=self.scale_tril.std.dtype)
-            return eye * (self.scale_tril.std**2)[..., None, :]
+        scale = unwrap(self.scale_tril)
+        if isinstance(scale, Diagonal):
+            return jnp.vectorize(jnp.diag, signature="(d)->(d,d)")(scale.std**2)
         gram = jnp.vectorize(linalg.outer_gram, signature="(d,d)->(d,d)")
-        return gram(jnp.tril(self.scale_tril))
+        return gram(jnp.tril(scale))
 
     @property
     def std(self) -> Float[Array, "*batch d"]:
         """The standard deviation of each coordinate."""
-        if isinstance(self.scale_tril, Diagonal):
-            return jnp.abs(self.scale_tril.std)
-        return jnp.linalg.norm(jnp.tril(self.scale_tril), axis=-1)
+        scale = unwrap(self.scale_tril)
+        if isinstance(scale, Diagonal):
+            return jnp.abs(scale.std)
+        return jnp.linalg.norm(jnp.tril(scale), axis=-1)
 
     def log_prob(self, x: Float[Array, "d"]) -> Scalar:
         """The log density log N(x; m, s sᵀ)."""
@@ -168,8 +169,9 @@ class Gaussian(eqx.Module):
 
     def masked_log_prob(self, x: Float[Array, "d"], mask: Float[Array, "d"]) -> Scalar:
         """The log density of the marginal law of the coordinates where `mask` is 1."""
-        scale = masked_scale(self.scale_tril, mask)
-        residual = scale_solve(scale, jnp.where(mask > 0, x - self.mean, 0.0))
+        law = unwrap(self)
+        scale = masked_scale(law.scale_tril, mask)
+        residual = scale_solve(scale, jnp.where(mask > 0, x - law.mean, 0.0))
         return -0.5 * (jnp.sum(residual**2) + jnp.sum(mask) * LOG_2PI) - scale_log_det(scale)
 
     def sample(self, key: PRNGKey, sample_shape: tuple[int, ...] = ()) -> Float[Array, "*shape d"]:
@@ -294,9 +296,13 @@ def factor_of_covariance(owner: str, covariance: Any) -> Float[Array, "d d"]:
         raise ValueError(f"{owner} expects a square covariance, got shape {covariance.shape}.")
     if is_concrete(covariance):
         values = np.asarray(covariance)
+        if not np.all(np.isfinite(values)):
+            raise ValueError(
+                f"{owner} expects a positive-definite covariance of finite values, got\n{values}."
+            )
         if not np.allclose(values, values.T, rtol=1e-5, atol=1e-8 * np.abs(values).max(initial=0)):
             raise ValueError(f"{owner} expects a symmetric covariance, got\n{values}.")
-        if not np.all(np.isfinite(values)) or np.linalg.eigvalsh(values)[0] <= 0:
+        if np.linalg.eigvalsh(values)[0] <= 0:
             raise ValueError(
                 f"{owner} expects a positive-definite covariance, got\n{values}.\nFor singular"
                 " noise give a scale_tril whose columns span its support."

@@ -43,7 +43,7 @@ def fence(tree: T) -> T:
 
 def matmul(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Array, "r c"]:
     """The product a b, never in less than the full precision of its type."""
-    inner = a.shape[1]
+    inner = _inner(a, b)
     if inner > UNROLLED or inner == 0:
         return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
     return sum_of([a[:, k, None] * b[None, k, :] for k in range(inner)])
@@ -51,10 +51,17 @@ def matmul(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Array, "r c"
 
 def matvec(a: Float[Array, "r k"], x: Float[Array, "k"]) -> Float[Array, "r"]:
     """The product a x."""
-    inner = a.shape[1]
+    inner = _inner(a, x)
     if inner > UNROLLED or inner == 0:
         return jnp.matmul(a, x, precision=lax.Precision.HIGHEST)
     return sum_of([a[:, k] * x[k] for k in range(inner)])
+
+
+def _inner(a: Array, b: Array) -> int:
+    """The inner dimension of a product; unrolled sums would read past it without a word."""
+    if a.shape[1] != b.shape[0]:
+        raise TypeError(f"a matrix of shape {a.shape} does not multiply shape {b.shape}.")
+    return a.shape[1]
 
 
 def outer_gram(a: Float[Array, "r k"]) -> Float[Array, "r r"]:

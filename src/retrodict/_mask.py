@@ -63,7 +63,6 @@ def prepare_series(
     """
     ys = as_real_array(ys, "ys")
     check_rows(ys, "ys", "obs", "jax.vmap(lambda ys: verb(model, ys))(ys_batch)")
-    check_finite(ys, "ys", allow_nan=True)
     observed = _observed(ys, mask)
     count = prepare_length(length, ys.shape[0])
     if count is not None:
@@ -71,6 +70,7 @@ def prepare_series(
         observed = jnp.broadcast_to(exists, ys.shape) if observed is None else observed & exists
     if observed is not None:
         ys = jnp.where(observed, ys, 0.0)
+    check_finite(ys, "ys", allow_nan=True)
     us = prepare_inputs(inputs, ys.shape[0], takes_input, count)
     return Series(ys, observed, us, count)
 
@@ -94,8 +94,8 @@ def prepare_inputs(
 ) -> Float[Array, "time input"] | None:
     """The inputs as an array, refused unless there is one row a time step and a kernel reads it.
 
-    Rows from `length` on may hold anything; they are replaced by the first row, at which the kernels
-    are sure to be defined.
+    Rows from `length` on may hold anything; they are replaced by the first row, at which the
+    kernels are sure to be defined.
     """
     if inputs is None:
         if takes_input:

@@ -159,6 +159,7 @@ def prepare_data(
     x = jax.ShapeDtypeStruct(_state_shape(model), dtype)
     u = None if series.inputs is None else jax.ShapeDtypeStruct(series.inputs.shape[1:], dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
+    jax.eval_shape(lambda k, x, u: _read(model.transition, "sample", k, x, u=u), key, x, u)
     width = jax.eval_shape(lambda k, x, u: _read(model.emission, "sample", k, x, u=u), key, x, u)
     if width.shape != series.ys.shape[1:]:
         raise ValueError(

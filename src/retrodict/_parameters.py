@@ -50,7 +50,7 @@ class Positive(AbstractParameter):
     @property
     def value(self) -> Float[Array, "..."]:
         """The positive array."""
-        return jax.nn.softplus(self.raw)
+        return _positive(self.raw)
 
 
 class PositiveTril(AbstractParameter):
@@ -73,7 +73,7 @@ class PositiveTril(AbstractParameter):
     @property
     def value(self) -> Float[Array, "d d"]:
         """The lower-triangular factor."""
-        return jnp.tril(self.raw, -1) + jnp.diag(jax.nn.softplus(jnp.diagonal(self.raw)))
+        return jnp.tril(self.raw, -1) + jnp.diag(_positive(jnp.diagonal(self.raw)))
 
 
 class Frozen(AbstractParameter):
@@ -115,6 +115,11 @@ def _refuse_unless_positive(value: Array, owner: str, what: str) -> None:
         np.all(np.isfinite(value)) and np.all(np.asarray(value) > 0)
     ):
         raise ValueError(f"{owner} expects {what} that is positive and finite, got {value}.")
+
+
+def _positive(raw: Array) -> Array:
+    # Softplus underflows to zero far to the left; the smallest normal number keeps it positive.
+    return jax.nn.softplus(raw) + jnp.finfo(raw.dtype).tiny
 
 
 def _inverse_softplus(value: Array) -> Array:

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import equinox as eqx
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from retrodict._types import PRNGKey, Scalar
@@ -20,6 +21,13 @@ class Distribution(Protocol):
     def sample(self, key: Any, sample_shape: tuple[int, ...] = ()) -> Any:
         """A draw."""
         ...
+
+
+def given(u: Float[Array, "input"] | None) -> Float[Array, "input"]:
+    """The input, refused if there is none."""
+    if u is None:
+        raise ValueError("This kernel takes an input, and none was given: pass inputs or u.")
+    return jnp.asarray(u)
 
 
 class AbstractKernel(eqx.Module):

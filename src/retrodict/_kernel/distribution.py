@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from retrodict._kernel._base import AbstractKernel, Distribution
+from retrodict._kernel._base import AbstractKernel, Distribution, given
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey, Scalar
 
@@ -41,7 +41,7 @@ class DistributionKernel(AbstractKernel):
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Distribution:
         """The distribution fn(x, u)."""
         kernel = unwrap(self)
-        law = kernel.fn(x, u) if self.takes_input else kernel.fn(x)
+        law = kernel.fn(x, given(u)) if self.takes_input else kernel.fn(x)
         if not isinstance(law, Distribution):
             raise TypeError(
                 "DistributionKernel expects fn to return an object with log_prob and sample, got"

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from retrodict import _linalg as linalg
 from retrodict._gaussian import Gaussian, Scale, check_scale, factor_of_covariance, shape_of
-from retrodict._kernel._base import AbstractGaussianKernel
+from retrodict._kernel._base import AbstractGaussianKernel, given
 from retrodict._parameters import unwrap
 
 
@@ -84,7 +83,13 @@ class LinearGaussianKernel(AbstractLinearGaussianKernel):
         kernel = unwrap(self)
         if kernel.input_weight is None:
             return kernel
-        shift = linalg.matvec(kernel.input_weight, _given(u))
+        u = given(u)
+        if u.shape != kernel.input_weight.shape[1:]:
+            raise ValueError(
+                f"LinearGaussianKernel has an input_weight of shape {kernel.input_weight.shape}, so"
+                f" that an input must have shape {kernel.input_weight.shape[1:]}, got {u.shape}."
+            )
+        shift = linalg.matvec(kernel.input_weight, u)
         return LinearGaussianKernel(kernel.weight, kernel.bias + shift, kernel.scale_tril)
 
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Gaussian:
@@ -115,7 +120,7 @@ class VaryingLinearGaussianKernel(AbstractLinearGaussianKernel):
 
     def at(self, u: Float[Array, "input"] | None) -> LinearGaussianKernel:
         """The kernel with the parameters fn(u)."""
-        parameters = unwrap(self).fn(_given(u))
+        parameters = unwrap(self).fn(given(u))
         if not isinstance(parameters, tuple) or len(parameters) != 3:
             raise ValueError(
                 "VaryingLinearGaussianKernel expects fn(u) to return (weight, bias, scale_tril),"
@@ -126,9 +131,3 @@ class VaryingLinearGaussianKernel(AbstractLinearGaussianKernel):
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Gaussian:
         """N(w(u) x + b(u), s(u) s(u)ᵀ)."""
         return self.at(u).law(x)
-
-
-def _given(u: Float[Array, "input"] | None) -> Float[Array, "input"]:
-    if u is None:
-        raise ValueError("This kernel takes an input, and none was given: pass inputs or u.")
-    return jnp.asarray(u)

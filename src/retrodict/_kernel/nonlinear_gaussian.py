@@ -6,8 +6,8 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from retrodict._gaussian import Gaussian, Scale, scale_dim
-from retrodict._kernel._base import AbstractGaussianKernel
+from retrodict._gaussian import Gaussian, Scale, check_scale, scale_dim
+from retrodict._kernel._base import AbstractGaussianKernel, given
 from retrodict._parameters import unwrap
 
 
@@ -37,10 +37,14 @@ class NonlinearGaussianKernel(AbstractGaussianKernel):
                 f" {type(self.fn).__name__}. For a matrix use LinearGaussianKernel."
             )
 
+        dim = scale_dim(self.scale_tril)
+        if dim is not None:
+            check_scale("NonlinearGaussianKernel", self.scale_tril, dim)
+
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Gaussian:
         """N(f(x, u), s sᵀ)."""
         kernel = unwrap(self)
-        mean = kernel.fn(x, u) if self.takes_input else kernel.fn(x)
+        mean = kernel.fn(x, given(u)) if self.takes_input else kernel.fn(x)
         dim = scale_dim(kernel.scale_tril)
         if getattr(mean, "shape", None) != (dim,):
             raise ValueError(
