@@ -210,7 +210,8 @@ def _marginals(chain: LinearGaussianChain) -> Gaussian:
         law = propagate(law, kernel.weight, kernel.bias, kernel.scale_tril)
         return law, law
 
-    _, laws = lax.scan(back, last, chain.kernels, reverse=True)
+    unroll = linalg.steps_a_loop(chain.state_dim)
+    _, laws = lax.scan(back, last, chain.kernels, reverse=True, unroll=unroll)
     laws = jax.tree.map(lambda rest, end: jnp.concatenate([rest, end[None]]), laws, last)
     return jax.vmap(Gaussian)(laws.mean, laws.scale_tril)
 

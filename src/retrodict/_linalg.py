@@ -24,6 +24,15 @@ UNROLLED = 6
 """The largest number of rows for which loops are unrolled."""
 
 
+def steps_a_loop(d: int) -> int:
+    """How many steps of a scan over d-dimensional laws to put into one iteration of its loop.
+
+    An iteration costs several fusions by itself. With d = 1 XLA compiles the whole loop as one
+    kernel, but only as long as its body is small; for larger d the steps take long to compile.
+    """
+    return 8 if 2 <= d <= 3 else 1
+
+
 def sum_of(terms: Sequence[Array]) -> Array:
     """Adds arrays of one shape: Python's `sum` would start from an integer zero."""
     total = terms[0]

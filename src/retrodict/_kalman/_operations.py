@@ -127,7 +127,7 @@ def filter_laws(
         data.value[1:],
         None if exists is None else exists[1:],
     )
-    _, (laws, later) = lax.scan(move, first, rows)
+    _, (laws, later) = lax.scan(move, first, rows, unroll=linalg.steps_a_loop(first.dim))
     laws, innovations = jax.tree.map(
         lambda start, rest: jnp.concatenate([start[None], rest]),
         (first, innovations),

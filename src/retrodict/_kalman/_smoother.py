@@ -71,8 +71,9 @@ def kalman_smoother(
     Args:
         model: a model with a `Gaussian` prior and linear-Gaussian kernels.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        parallel: whether to run in O(log n) depth, for long series on accelerators. In float32 it
-            is less accurate than the sequential form when noise levels differ by many orders.
+        parallel: whether to run in O(log n) depth, for long series on accelerators. It forms
+            covariances: in float32 it needs noise levels within four orders of each other and a
+            state whose variance stays bounded, where the sequential form needs neither.
         mask: true where an entry was seen; `True` alone promises that everything was.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
         length: how many rows exist; the rest is padding.
