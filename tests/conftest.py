@@ -4,7 +4,14 @@ The shape annotations of `retrodict` are executed while the tests run: see `--ja
 pyproject.toml.
 """
 
+import os
 from collections.abc import Iterator
+
+# Compilation takes most of the suite's time, and these programs run for milliseconds: LLVM need not
+# try hard. To be set before JAX is imported.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 
 import hypothesis
 import jax
