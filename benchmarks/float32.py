@@ -62,7 +62,7 @@ def smooth(weight, noise, design, error, prior, ys, parallel):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="The smoother in float32 against float64.")
     parser.add_argument("--num-times", type=int, default=100_000)
     parser.add_argument("--parallel", action="store_true")
     options = parser.parse_args()
@@ -71,11 +71,15 @@ def main() -> None:
         error, q = min(1.0, ratio**0.5), min(1.0, ratio**-0.5)
         for name, (weight, noise, design) in models().items():
             ys = simulate(weight, q * noise, design, error, options.num_times)
-            arrays = (weight, q * noise, design, error * np.eye(len(design)), max(q, error) * np.eye(3), ys)  # fmt: skip  # noqa: E501
+            spread, prior_scale = error * np.eye(len(design)), max(q, error) * np.eye(3)
+            arrays = (weight, q * noise, design, spread, prior_scale, ys)
             answers = []
             for dtype in (jnp.float32, jnp.float64):
-                given = (jnp.asarray(np.float32(array), dtype) for array in arrays)
-                answers.append([np.float64(a) for a in smooth(*given, options.parallel)])
+                w, q_scale, h, r_scale, prior, y = (
+                    jnp.asarray(np.float32(array), dtype) for array in arrays
+                )
+                found = smooth(w, q_scale, h, r_scale, prior, y, options.parallel)
+                answers.append([np.float64(a) for a in found])
             (mean, scale), (exact, exact_scale) = answers
             std, exact_std = np.linalg.norm(scale, axis=-1), np.linalg.norm(exact_scale, axis=-1)
             rounding = np.finfo(np.float32).eps / 2 * np.abs(exact).max() / exact_std.min()

@@ -70,7 +70,7 @@ def run(spelling: str, dim: int) -> tuple[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="What the spelling of code costs.")
     parser.add_argument("--dims", type=int, nargs="+", default=[2, 3, 4, 5, 6, 8])
     options = parser.parse_args()
     spellings = ("unrolled", "unrolled, no fences", "LAPACK")

@@ -51,7 +51,8 @@ def case(name: str, log_ratio: float, num_times: int) -> tuple[dict[str, np.ndar
         "weight": weight, "noise": q * noise, "design": design, "error": r * np.eye(obs),
         "prior": max(q, r) * np.eye(3),
     }  # fmt: skip
-    return {key: np.float32(value) for key, value in parameters.items()}, np.float32(ys)
+    rounded = {key: value.astype(np.float32) for key, value in parameters.items()}
+    return rounded, ys.astype(np.float32)
 
 
 def build(parameters: dict[str, np.ndarray], dtype: jnp.dtype) -> rd.StateSpaceModel:

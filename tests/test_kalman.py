@@ -1,5 +1,7 @@
 """Exact smoothing: singular noise, diffuse priors, padding, gradients, and a peer."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -65,7 +67,7 @@ def test_matches_statsmodels():
     peer["selection"], peer["state_cov"] = np.eye(3), arrays.noises[0]
     peer["obs_cov"] = arrays.errors[0]
     peer.initialize_known(arrays.mean, arrays.covariance)
-    result = peer.smooth()
+    result: Any = peer.smooth()
     exact = rd.kalman_smoother(model, ys)
     marginals = exact.chain.marginals()
     np.testing.assert_allclose(marginals.mean, result.smoothed_state.T, atol=1e-10)
