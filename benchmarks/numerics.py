@@ -14,6 +14,7 @@ import time
 from report import Table
 
 TIMEOUT = 180.0
+SPELLINGS = ("unrolled", "unrolled, no fences", "LAPACK")
 
 
 def measure(spelling: str, dim: int, answers: multiprocessing.Queue) -> None:
@@ -72,8 +73,9 @@ def run(spelling: str, dim: int) -> tuple[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the spelling of code costs.")
     parser.add_argument("--dims", type=int, nargs="+", default=[2, 3, 4, 5, 6, 8])
+    parser.add_argument("--spellings", nargs="+", default=SPELLINGS, choices=SPELLINGS)
     options = parser.parse_args()
-    spellings = ("unrolled", "unrolled, no fences", "LAPACK")
+    spellings = options.spellings
     rows = []
     for dim in options.dims:
         cells = [f"{dim}"]

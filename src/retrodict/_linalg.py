@@ -3,8 +3,8 @@
 A call to LAPACK inside a scan costs more than the arithmetic of a matrix with a handful of rows,
 and stops XLA from fusing what stands around it. Up to `UNROLLED` rows the loops over rows and over
 inner dimensions are therefore unrolled in Python, over whole rows and not over entries: one entry
-at a time gives more, not fewer, fused loops. Beyond it the same functions call LAPACK. The
-threshold was measured: see `docs/decisions/0002-gaussian-numerics.md`.
+at a time gives more, not fewer, fused loops. Beyond it the same functions call LAPACK:
+`benchmarks/numerics.py` prints what either costs by dimension.
 
 Everything is written for one matrix; callers `vmap`. Divisions by a pivot that is exactly zero give
 zero, so that semidefinite matrices pass.
