@@ -37,9 +37,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_expectation",),
     ("_elbo",),
     ("_bounds",),
+    ("_checkpoint",),
     ("_train",),
     ("_fit",),
-    ("_checkpoint",),
     ("models",),
     ("data",),
     ("experiments",),
@@ -48,7 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # The one edge between rooms of a layer: families reuse the Kalman operations on plain arrays.
-EXCEPTIONS = [("_family", "_kalman._operations")]
+EXCEPTIONS = [("_family", "_kalman._operations"), ("_family", "_kalman._parallel")]
 
 # Rooms that stand on the public API, with what else of the library each may name.
 OUTSIDE = {
@@ -56,8 +56,10 @@ OUTSIDE = {
     "cli": {"models", "data", "experiments"},
 }
 
-# The training loop is agnostic of state-space models: it knows the vocabulary and nothing more.
-KNOWS_ONLY = {"_train": {"_types", "_validate", "_parameters"}}
+# Checkpoints and the training loop are agnostic of state-space models: they know the vocabulary,
+# and the loop knows checkpoints.
+VOCABULARY = {"_types", "_validate", "_parameters"}
+KNOWS_ONLY = {"_checkpoint": VOCABULARY, "_train": VOCABULARY | {"_checkpoint"}}
 
 UNWANTED_PACKAGES = {
     "beartype": "annotations are executed by the tests alone",
@@ -279,6 +281,7 @@ def write_tree(folder: Path, files: Mapping[str, str]) -> Path:
         ("_grid.py", "from retrodict._kalman import k", "do not know each other"),
         ("_family/kalman.py", "from retrodict._kalman import k", "do not know each other"),
         ("_train.py", "from retrodict._model import M", "_train knows only"),
+        ("_checkpoint/file.py", "from retrodict._model import M", "_checkpoint knows only"),
         ("cli/__init__.py", "from retrodict._chain import C", "uses the public API alone"),
         ("experiments/linear.py", "import retrodict._elbo", "uses the public API alone"),
         ("experiments/linear.py", "from retrodict import cli", "uses the public API alone"),

@@ -203,6 +203,8 @@ class LinearGaussianChain(AbstractBackwardChain):
 
 @eqx.filter_jit
 def _marginals(chain: LinearGaussianChain) -> Gaussian:
+    if chain.state_dim > linalg.UNROLLED:
+        return _marginals_by_covariance(chain)
     terminal = chain.terminal
     last = Factored.from_scale(terminal.mean, terminal.scale_tril)
 
@@ -214,6 +216,32 @@ def _marginals(chain: LinearGaussianChain) -> Gaussian:
     _, laws = lax.scan(back, last, chain.kernels, reverse=True, unroll=unroll)
     laws = jax.tree.map(lambda rest, end: jnp.concatenate([rest, end[None]]), laws, last)
     return jax.vmap(Gaussian)(laws.mean, laws.scale_tril)
+
+
+def _marginals_by_covariance(chain: LinearGaussianChain) -> Gaussian:
+    """Marginals of larger states: covariances in the scan, all factorisations after it.
+
+    A sum of two Gram matrices stays positive semidefinite to rounding, and one call to LAPACK for
+    all times costs far less than a triangularisation in every step.
+    """
+    terminal, kernels = chain.terminal, chain.kernels
+    spreads = jax.vmap(linalg.outer_gram)(kernels.scale_tril)
+
+    def back(law: tuple[Array, Array], step: tuple) -> tuple[tuple, tuple]:
+        mean, covariance = law
+        gain, offset, spread = step
+        moved = linalg.matmul(linalg.matmul(gain, covariance), gain.T) + spread
+        law = (linalg.matvec(gain, mean) + offset, moved)
+        return law, law
+
+    last = (terminal.mean, terminal.covariance)
+    steps = (kernels.weight, kernels.bias, spreads)
+    _, (means, covariances) = lax.scan(back, last, steps, reverse=True)
+    scales = jax.vmap(linalg.semidefinite_cholesky)(covariances)
+    return jax.vmap(Gaussian)(
+        jnp.concatenate([means, terminal.mean[None]]),
+        jnp.concatenate([scales, terminal.scale_tril[None]]),
+    )
 
 
 @eqx.filter_jit

@@ -1,0 +1,8 @@
+"""Saving and loading, one file an object."""
+
+from retrodict._checkpoint.errors import CheckpointError as CheckpointError
+from retrodict._checkpoint.file import Checkpoint as Checkpoint
+from retrodict._checkpoint.file import load as load
+from retrodict._checkpoint.file import read_checkpoint as read_checkpoint
+from retrodict._checkpoint.file import save as save
+from retrodict._checkpoint.file import write_checkpoint as write_checkpoint

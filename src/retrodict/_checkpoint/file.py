@@ -1,0 +1,294 @@
+"""Files from which any object of the library can be rebuilt: arrays, and a manifest in JSON.
+
+A file is an uncompressed zip archive of `manifest.json` and one `.npy` for each array. The manifest
+holds the tree of the object: classes and functions by name, static values, and references to the
+arrays. The archive's comment is the SHA-256 of everything before it, so that no byte can change
+unnoticed.
+"""
+
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import secrets
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from retrodict._checkpoint.errors import CheckpointError, DamagedError
+from retrodict._checkpoint.names import last_name, root_name
+from retrodict._checkpoint.reader import ABSENT, Reader
+from retrodict._checkpoint.writer import Writer
+
+FORMAT = "retrodict checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+DIGEST_LENGTH = 64  # hexadecimal digits of SHA-256
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+
+class Checkpoint(NamedTuple):
+    """What `read_checkpoint` found.
+
+    Attributes:
+        tree: the object.
+        metadata: what was given when it was written.
+        from_previous: whether the newest file was missing or damaged and the one before it is used.
+    """
+
+    tree: Any
+    metadata: Any
+    from_previous: bool
+
+
+def save(path: PathLike, obj: Any, *, metadata: Any = None) -> None:
+    """Saves a model, a family, a chain, or any pytree, to one file.
+
+    The file appears whole or not at all: whatever interrupts the call, a file that was there before
+    stays. Equal objects give equal files. Functions and classes are stored by name, if JAX,
+    equinox, optax, numpy, numpyro or this library define them. Of others, such as a lambda, the
+    file only says where they stand, and `load` has to be given them again.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, retrodict as rd
+        >>> law = rd.Gaussian(jnp.array([0.5]), jnp.eye(1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     rd.save(f"{folder}/law.rd", law)
+        ...     rd.load(f"{folder}/law.rd").mean.tolist()
+        [0.5]
+
+    Args:
+        path: where to write; `.rd` is the usual suffix, and the folder must exist.
+        obj: equinox modules, dicts, lists, tuples, named tuples, arrays, keys, numbers, strings and
+            functions, nested as you like; states of optax are such.
+        metadata: anything that JSON can hold, stored as `metadata` in the file's `manifest.json`.
+
+    Raises:
+        TypeError: if something in `obj` cannot be stored; the message says where it stands.
+    """
+    _write(Path(path), _pack(obj, metadata), keep_previous=False)
+
+
+def load(path: PathLike, *, like: Any = None) -> Any:
+    """Loads what `save` has written, bit by bit as it was.
+
+    No constructor is called, and nothing in a file can make it run code of its own: classes and
+    functions are looked up in JAX, equinox, optax, numpy, numpyro and this library alone.
+
+    Args:
+        path: the file.
+        like: an object of the same structure, from which functions and classes are taken that the
+            file could not name, such as a lambda. Its classes, shapes and dtypes must be those of
+            the file; its values do not matter.
+
+    Returns:
+        The object. Arrays of JAX and of numpy come back as such; whether a JAX array was weakly
+        typed is forgotten.
+
+    Raises:
+        CheckpointError: if the file was cut short, edited or is none of ours, if it was written by
+            a later version, if it needs `like` or does not fit it, or if it holds 64-bit arrays
+            and JAX has them turned off.
+        FileNotFoundError: if there is no such file.
+    """
+    path = Path(path)
+    return _rebuild(path, _open(path), like)
+
+
+def write_checkpoint(path: PathLike, tree: Any, metadata: Any = None) -> None:
+    """Saves as `save` does, and keeps the file that was there as `<path>.previous`.
+
+    A damaged file does not become the previous one, so that once a good file exists, one exists at
+    every moment thereafter.
+    """
+    _write(Path(path), _pack(tree, metadata), keep_previous=True)
+
+
+def read_checkpoint(path: PathLike, like: Any = None) -> Checkpoint:
+    """Loads what `write_checkpoint` wrote last, or before that if the newest file is unusable.
+
+    A file that does not fit `like`, or that a later version wrote, is an error and no reason to go
+    back to an older one.
+    """
+    path = Path(path)
+    previous = _previous(path)
+    try:
+        used, contents = path, _open(path)
+    except (DamagedError, FileNotFoundError):
+        if not previous.exists():
+            raise
+        used, contents = previous, _open(previous)
+    tree = _rebuild(used, contents, like)
+    return Checkpoint(tree, contents.manifest["metadata"], used is previous)
+
+
+class _Contents(NamedTuple):
+    """A file that was found to be what was written."""
+
+    manifest: dict[str, Any]
+    archive: zipfile.ZipFile
+
+
+def _pack(obj: Any, metadata: Any) -> bytes | memoryview:
+    """The bytes of the file."""
+    writer = Writer()
+    tree = writer.encode(obj, root_name(type(obj).__name__))
+    try:
+        # As it will be read: the keys of dicts, for instance, become strings.
+        metadata = json.loads(json.dumps(metadata, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metadata must be something that JSON can hold: {error}.") from error
+    content = {"tree": tree, "arrays": writer.arrays, "metadata": metadata}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "numpy", "retrodict")}
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "versions": versions,
+        "content_sha256": _content_digest(content),
+        **content,
+    }
+    text = json.dumps(manifest, indent=1, allow_nan=False)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        _add(archive, MANIFEST, text.encode())
+        for index, data in enumerate(writer.members):
+            _add(archive, _member_name(index), data)
+        archive.comment = b"0" * DIGEST_LENGTH
+    view = buffer.getbuffer()
+    view[-DIGEST_LENGTH:] = _sha256(view[:-DIGEST_LENGTH]).encode()
+    return view
+
+
+def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    # The same time, system and mode everywhere: equal objects are equal files.
+    info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+    info.create_system, info.external_attr = 3, 0o644 << 16
+    archive.writestr(info, data)
+
+
+def _write(path: Path, data: bytes | memoryview, *, keep_previous: bool) -> None:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"The folder {path.parent} of {path.name} does not exist.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if keep_previous and path.exists() and _is_intact(path.read_bytes()):
+            os.replace(path, _previous(path))
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":
+        # A new name is durable once its folder is; Windows has no such call.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _open(path: Path) -> _Contents:
+    """The manifest and the archive, checked byte by byte."""
+    data = path.read_bytes()
+    if not data.startswith(b"PK\3\4"):
+        what = "is no checkpoint of retrodict" if data else "is empty"
+        raise DamagedError(f"{path} {what}.")
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        manifest = json.loads(_read_member(archive, MANIFEST))
+        ours, version = manifest["format"] == FORMAT, int(manifest["version"])
+    except Exception as error:  # zipfile alone raises a dozen types on damaged files
+        raise DamagedError(
+            f"{path} was cut short, is damaged, or is no checkpoint of retrodict ({error})."
+        ) from error
+    if not ours:
+        raise DamagedError(f"{path} is no checkpoint of retrodict.")
+    if version > VERSION:
+        writer = manifest.get("versions", {}).get("retrodict", "a later version")
+        raise CheckpointError(
+            f"{path} has format {version}, written by retrodict {writer}; this version reads"
+            f" formats up to {VERSION}. Upgrade retrodict to load it."
+        )
+    _check_hashes(path, data, manifest, archive)
+    return _Contents(manifest, archive)
+
+
+def _check_hashes(
+    path: Path, data: bytes, manifest: dict[str, Any], archive: zipfile.ZipFile
+) -> None:
+    """Refuses a file that is not what was written, and says what has changed where it can."""
+    try:
+        if manifest["content_sha256"] != _content_digest(manifest):
+            raise DamagedError(f"The manifest of {path} was edited or is damaged.")
+        for index, entry in enumerate(manifest["arrays"]):
+            name = _member_name(index)
+            if entry["sha256"] != _member_digest(archive, name):
+                raise DamagedError(
+                    f"The array {entry['path']} of {path} ({name}) was edited or is damaged."
+                )
+    except DamagedError:
+        raise
+    except Exception as error:
+        raise DamagedError(f"{path} was cut short or is damaged ({error}).") from error
+    if not _is_intact(data):
+        raise DamagedError(f"{path} was cut short, edited or is damaged.")
+
+
+def _rebuild(path: Path, contents: _Contents, like: Any) -> Any:
+    tree = contents.manifest["tree"]
+    name = tree.get("class", "") if isinstance(tree, dict) else ""
+    root = root_name(last_name(str(name)))
+    reader = Reader(
+        path,
+        root,
+        contents.manifest["arrays"],
+        lambda index: _read_member(contents.archive, _member_name(index)),
+    )
+    try:
+        return reader.decode(tree, ABSENT if like is None else like, root)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the hashes are right, and yet it is nothing that we have written
+        raise CheckpointError(f"The manifest of {path} makes no sense: {error!r}.") from error
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(path.name + ".previous")
+
+
+def _member_name(index: int) -> str:
+    return f"arrays/{index}.npy"
+
+
+def _read_member(archive: zipfile.ZipFile, name: str) -> bytes:
+    info = archive.getinfo(name)
+    if info.compress_type != zipfile.ZIP_STORED:
+        # We never compress, and what is compressed may be of any size once it is read.
+        raise zipfile.BadZipFile(f"{name} is compressed")
+    return archive.read(info)
+
+
+def _member_digest(archive: zipfile.ZipFile, name: str) -> str | None:
+    try:
+        return _sha256(_read_member(archive, name))
+    except Exception:  # whatever zipfile finds wrong with it
+        return None
+
+
+def _sha256(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _content_digest(content: dict[str, Any]) -> str:
+    kept = {key: content[key] for key in ("tree", "arrays", "metadata")}
+    return _sha256(json.dumps(kept, sort_keys=True, allow_nan=False).encode())
+
+
+def _is_intact(data: bytes) -> bool:
+    view = memoryview(data)
+    return bytes(view[-DIGEST_LENGTH:]) == _sha256(view[:-DIGEST_LENGTH]).encode()

@@ -1,0 +1,286 @@
+"""The evidence lower bound of a chain under a model, for a whole series or along a stream."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
+from retrodict._estimator import (
+    AbstractEstimator,
+    BackwardSampling,
+    ClosedForm,
+    Quadrature,
+    Recursive,
+    RecursiveState,
+    existing_rows,
+    fill_padding,
+)
+from retrodict._expectation import Estimate, average, check_chain, check_estimator, estimate
+from retrodict._functional import LogJoint, Observations, observations
+from retrodict._gaussian import Gaussian, scale_diagonal
+from retrodict._kernel import (
+    LinearGaussianKernel,
+    NonlinearGaussianKernel,
+)
+from retrodict._mask import Series
+from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._parameters import unwrap
+from retrodict._types import Scalar
+from retrodict._validate import is_concrete
+
+DEFAULT_ORDER = 20
+"""The order of the quadrature that is used if no estimator is named."""
+
+
+def elbo(
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    ys: Any,
+    *,
+    estimator: AbstractEstimator | None = None,
+    key: Any = None,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+    with_standard_error: bool = False,
+) -> Any:
+    """The evidence lower bound E_q[log p(x, y) − log q(x)], in nats for the whole series.
+
+    It equals the log-evidence if and only if the chain is the exact posterior; under
+    `BackwardSampling` every single path then gives the log-evidence. By quadrature it is an
+    approximation of the bound and not a bound.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ... )
+        >>> xs, ys = model.simulate(jax.random.key(0), num_times=5)
+        >>> exact = rd.kalman_smoother(model, ys)
+        >>> bool(jnp.isclose(rd.elbo(model, exact.chain, ys), exact.log_evidence, rtol=1e-4))
+        True
+
+    Args:
+        model: the model p.
+        chain: the law q of paths.
+        ys: observations, of shape `(time, obs)`; NaN where missing.
+        estimator: how the expectation is taken. By default `ClosedForm()` for a linear-Gaussian
+            model and `Quadrature(20)` for others with one or two state dimensions.
+        key: a typed key, for estimators that draw.
+        mask: true where an entry was seen; `True` alone promises that everything was.
+        inputs: inputs of shape `(time, input)`, if a kernel takes them.
+        length: how many rows exist; that of the chain if it is left out.
+        with_standard_error: whether to return the standard error as well.
+
+    Returns:
+        The bound, or the pair (bound, standard error).
+
+    Raises:
+        ValueError: if model, chain and series do not fit, a key is missing, or a scale of the model
+            is singular, so that there is no density to take the logarithm of.
+        TypeError: if a term has no closed form and the estimator needs one.
+    """
+    check_chain(chain, "elbo")
+    model = unwrap(model)
+    _check_model(model, chain)
+    estimator = _default_estimator(model) if estimator is None else estimator
+    check_estimator(estimator, key, with_standard_error, "elbo")
+    length = _common_length(chain, length)
+    series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
+    if series.num_times != chain.num_times:
+        raise ValueError(
+            f"ys must have one row a row of the chain, {chain.num_times}, got {series.num_times}."
+        )
+    found = _jitted_estimate(model, chain, series, estimator, key)
+    return tuple(found) if with_standard_error else found.value
+
+
+def elbo_of_series(
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    series: Series,
+    estimator: AbstractEstimator,
+    key: Any,
+) -> Scalar:
+    """The bound from arguments that were checked, to be called inside `jax.jit`.
+
+    Args:
+        model: an unwrapped model.
+        chain: a chain with as many rows as the series; its length is what counts.
+        series: a prepared series.
+        estimator: how the expectation is taken.
+        key: a typed key, or `None` if the estimator does not draw.
+    """
+    return _estimate(model, chain, series, estimator, key).value
+
+
+def _estimate(
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    series: Series,
+    estimator: AbstractEstimator,
+    key: Any,
+) -> Estimate:
+    data = Observations(series.ys, series.mask, series.inputs)
+    functional = LogJoint(model)
+    if isinstance(estimator, BackwardSampling):
+        return _over_paths(chain, functional, data, estimator, key)
+    found = estimate(chain, functional, data, estimator, key)
+    if not isinstance(chain, LinearGaussianChain):
+        raise TypeError(
+            f"The entropy of {type(chain).__name__} has no closed form. Use"
+            " BackwardSampling(num_samples) with a key."
+        )
+    return Estimate(found.value + chain.entropy(), found.standard_error)
+
+
+_jitted_estimate = eqx.filter_jit(_estimate)
+
+
+def _over_paths(
+    chain: AbstractBackwardChain,
+    functional: LogJoint,
+    data: Observations,
+    estimator: BackwardSampling,
+    key: Any,
+) -> Estimate:
+    """The mean of log p − log q over paths: what both vary by cancels path by path."""
+    data, terms = fill_padding(data, existing_rows(chain)), functional.terms()
+
+    def replicate(path: Float[Array, "time state"]) -> Scalar:
+        return estimator.evaluate(terms, chain, path, data) - chain.log_prob(path)
+
+    return average(estimator, replicate, estimator.draw(terms, chain, key))
+
+
+class RunningElboState(eqx.Module):
+    """What a `RunningElbo` carries from one time to the next, of a size that does not grow.
+
+    Attributes:
+        joint: the expected log joint density so far, as a function of the last state.
+        entropy: the entropy of the backward kernels so far.
+        terminal_entropy: the entropy of the last filtering law.
+    """
+
+    joint: RecursiveState
+    entropy: Scalar
+    terminal_entropy: Scalar
+
+
+class RunningElbo(eqx.Module):
+    """The evidence lower bound of a growing series, for linear-Gaussian models and chains.
+
+    After each step `value` is what `elbo` gives for the chain and the series up to that time.
+
+    Args:
+        model: a linear-Gaussian model.
+    """
+
+    model: StateSpaceModel
+
+    def init(
+        self, law: Gaussian, y: Any, *, mask: Any = None, inputs: Any = None
+    ) -> RunningElboState:
+        """Starts with the first observation.
+
+        Args:
+            law: the filtering law q_0.
+            y: the observation at time 0; NaN where missing.
+            mask: true where an entry was seen.
+            inputs: the input at time 0, of shape `(input,)`.
+        """
+        row = self._row(y, mask, inputs)
+        joint = Recursive().init(LogJoint(self.model), law, row)
+        return RunningElboState(joint, jnp.zeros((), joint.mean.dtype), law.entropy())
+
+    def update(
+        self,
+        state: RunningElboState,
+        law: Gaussian,
+        kernel: LinearGaussianKernel,
+        y: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+    ) -> RunningElboState:
+        """Goes on by one observation.
+
+        Args:
+            state: the state at time k-1.
+            law: the filtering law q_k.
+            kernel: the backward kernel q_{k-1|k}.
+            y: the observation at time k; NaN where missing.
+            mask: true where an entry was seen.
+            inputs: the input at time k, of shape `(input,)`.
+        """
+        row = self._row(y, mask, inputs)
+        joint = Recursive().update(LogJoint(self.model), state.joint, law, kernel, row)
+        of_kernel = Gaussian(kernel.bias, kernel.scale_tril).entropy()
+        return RunningElboState(joint, state.entropy + of_kernel, law.entropy())
+
+    def value(self, state: RunningElboState) -> Scalar:
+        """The bound for the series so far, in nats."""
+        return Recursive().value(state.joint) + state.entropy + state.terminal_entropy
+
+    def _row(self, y: Any, mask: Any, inputs: Any) -> Observations:
+        def as_rows(row: Any) -> Any:
+            return row if row is None or isinstance(row, bool) else jnp.asarray(row)[None]
+
+        data = observations(self.model, as_rows(y), mask=as_rows(mask), inputs=as_rows(inputs))
+        return jax.tree.map(lambda leaf: leaf[0], data)
+
+
+def _default_estimator(model: StateSpaceModel) -> AbstractEstimator:
+    if all(term.quadratic for term in LogJoint(model).terms()):
+        return ClosedForm()
+    if model.state_dim <= 2:
+        return Quadrature(DEFAULT_ORDER)
+    raise ValueError(
+        f"A nonlinear model with {model.state_dim} state dimensions has no default estimator. Pass"
+        " estimator=RaoBlackwellised(num_samples) or BackwardSampling(num_samples) and a key."
+    )
+
+
+def _common_length(chain: AbstractBackwardChain, length: Any) -> Any:
+    """The length of the series, that of the chain; refused if the two are known to differ."""
+    own = getattr(chain, "length", None)
+    if length is None:
+        return own
+    if own is None:
+        if is_concrete(length) and int(length) == chain.num_times:
+            return None
+        raise ValueError(
+            f"length was given, but the chain has {chain.num_times} rows and no padding. Infer it"
+            " with the same length, or take chain.prefix(length)."
+        )
+    if is_concrete(own) and is_concrete(length) and int(own) != int(length):
+        raise ValueError(f"length is {int(length)}, and the chain has length {int(own)}.")
+    return own
+
+
+def _check_model(model: StateSpaceModel, chain: AbstractBackwardChain) -> None:
+    """Refuses a model that does not fit the chain or has no density, where that is known."""
+    if not isinstance(model, StateSpaceModel):
+        raise TypeError(f"elbo expects a StateSpaceModel, got {type(model).__name__}.")
+    if model.state_dim != chain.state_dim:
+        raise ValueError(
+            f"The model has {model.state_dim} state dimensions, and the chain {chain.state_dim}."
+        )
+    gaussian = (Gaussian, LinearGaussianKernel, NonlinearGaussianKernel)
+    for name in ("prior", "transition", "emission"):
+        part = getattr(model, name)
+        if not isinstance(part, gaussian):
+            continue
+        pivots: Array = scale_diagonal(part.scale_tril)
+        if is_concrete(pivots) and np.any(np.asarray(pivots) == 0):
+            raise ValueError(
+                f"elbo expects a {name} with a density, got a singular scale with diagonal"
+                f" {np.asarray(pivots)}. Give every coordinate some noise, if small; for exact"
+                " smoothing with singular noise use kalman_smoother."
+            )

@@ -1,0 +1,262 @@
+"""Expectations of additive functionals under backward chains."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
+from retrodict._estimator import (
+    AbstractEstimator,
+    BackwardSampling,
+    ClosedForm,
+    existing_rows,
+    fill_padding,
+)
+from retrodict._functional import AbstractFunctional, LogJoint, Observations, Score
+from retrodict._validate import check_key
+
+_EXACT = ClosedForm()
+
+
+class Estimate(NamedTuple):
+    """A value and its standard error, zero where the value is exact and NaN where unknown."""
+
+    value: PyTree
+    standard_error: PyTree
+
+
+class Marginals(eqx.Module):
+    """Moments of the states given the whole series.
+
+    Attributes:
+        mean: of shape `(time, state)`.
+        covariance: of shape `(time, state, state)`.
+        mean_standard_error: of the shape of `mean`; zero if it is exact.
+        covariance_standard_error: of the shape of `covariance`; zero if it is exact.
+    """
+
+    mean: Float[Array, "time state"]
+    covariance: Float[Array, "time state state"]
+    mean_standard_error: Float[Array, "time state"]
+    covariance_standard_error: Float[Array, "time state state"]
+
+
+def expectation(
+    chain: AbstractBackwardChain,
+    functional: AbstractFunctional,
+    data: PyTree = None,
+    *,
+    estimator: AbstractEstimator = _EXACT,
+    key: Any = None,
+    with_standard_error: bool = False,
+) -> PyTree:
+    """The expectation E_q[h_0(x_0, data_0) + Σ_{k≥1} h_k(x_{k-1}, x_k, data_k)] under a chain.
+
+    Rows from the length of the chain on contribute exactly zero. Derivatives in the functional's
+    parameters, the data and the chain are exact for what is computed: draws are reparameterised.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> chain = rd.LinearGaussianChain.from_arrays(
+        ...     jnp.ones((2, 1)), jnp.ones((2, 1, 1)), jnp.ones((1, 1, 1)), jnp.zeros((1, 1)),
+        ...     jnp.ones((1, 1, 1)),
+        ... )
+        >>> rd.expectation(chain, rd.StateSum()).tolist()
+        [2.0]
+
+    Args:
+        chain: the law of paths.
+        functional: what to take the expectation of.
+        data: a pytree with one row a time step, which the functional reads; `observations(...)` for
+            `LogJoint` and `Score`.
+        estimator: how the expectation is taken.
+        key: a typed key, for estimators that draw.
+        with_standard_error: whether to return the standard error as well: zero for exact
+            estimators, NaN for a single sample.
+
+    Returns:
+        The value, a pytree of arrays as the functional has it, or the pair (value, standard error).
+
+    Raises:
+        TypeError: if a term has no closed form and the estimator needs one.
+        ValueError: if the data has the wrong number of rows, a key is missing, or a standard error
+            is asked of quadrature, whose error is not known.
+    """
+    check_chain(chain, "expectation")
+    check_estimator(estimator, key, with_standard_error, "expectation")
+    if not isinstance(functional, AbstractFunctional):
+        raise TypeError(
+            "expectation expects a functional, such as StateSum() or AdditiveFunctional(fn), got"
+            f" {type(functional).__name__}."
+        )
+    data = _check_data(chain, functional, data)
+    found = _estimate(chain, functional, data, estimator, key)
+    return (found.value, found.standard_error) if with_standard_error else found.value
+
+
+def marginals(
+    chain: AbstractBackwardChain, *, estimator: AbstractEstimator = _EXACT, key: Any = None
+) -> Marginals:
+    """The means and covariances of the states, with their standard errors.
+
+    `BackwardSampling` takes any chain. Other estimators read the moments of a linear-Gaussian chain
+    off in closed form, since they draw nothing that is quadratic.
+
+    Args:
+        chain: the law of paths.
+        estimator: how the moments are taken.
+        key: a typed key, for `BackwardSampling`.
+    """
+    check_chain(chain, "marginals")
+    if isinstance(estimator, BackwardSampling):
+        _check_key(estimator, key, "marginals")
+        return _sampled_marginals(chain.sample(key, estimator.num_samples))
+    _refuse_unless_estimator(estimator, "marginals")
+    if not isinstance(chain, LinearGaussianChain):
+        raise TypeError(
+            f"The moments of {type(chain).__name__} have no closed form. Pass"
+            " estimator=BackwardSampling(num_samples) and a key."
+        )
+    laws = chain.marginals()
+    covariance = laws.covariance
+    return Marginals(laws.mean, covariance, jnp.zeros_like(laws.mean), jnp.zeros_like(covariance))
+
+
+def estimate(
+    chain: AbstractBackwardChain,
+    functional: AbstractFunctional,
+    data: PyTree,
+    estimator: AbstractEstimator,
+    key: Any,
+) -> Estimate:
+    """The estimate from arguments that were checked, to be called inside `jax.jit`.
+
+    The expectation of a score is the gradient of the expected log joint density with the chain held
+    fixed, which costs one backward pass and no Hessian of a gradient.
+    """
+    data = fill_padding(data, existing_rows(chain))
+    view = estimator.view(chain)
+    integrated = LogJoint(functional.model) if isinstance(functional, Score) else functional
+
+    def evaluate(functional: AbstractFunctional, noise: Any) -> PyTree:
+        return estimator.evaluate(functional.terms(), view, noise, data)
+
+    def replicate(noise: Any) -> PyTree:
+        if isinstance(functional, Score):
+            slope = eqx.filter_grad(lambda model: evaluate(LogJoint(model), noise))
+            return slope(functional.model)
+        return evaluate(functional, noise)
+
+    return average(estimator, replicate, estimator.draw(integrated.terms(), view, key))
+
+
+def average(estimator: AbstractEstimator, replicate: Any, noise: Any) -> Estimate:
+    """The mean of the replicates of an estimator, and its standard error.
+
+    Args:
+        estimator: says how many replicates there are.
+        replicate: the value of one, from its row of noise.
+        noise: what `estimator.draw` returned.
+    """
+    count = estimator.num_replicates
+    if count is None:
+        value = replicate(noise)
+        fill = 0.0 if estimator.error == "none" else jnp.nan
+        return Estimate(value, jax.tree.map(lambda leaf: jnp.full_like(leaf, fill), value))
+    values = jax.vmap(replicate, axis_size=count)(noise)
+    return Estimate(
+        jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), values),
+        jax.tree.map(_standard_error, values),
+    )
+
+
+def check_chain(chain: Any, owner: str) -> None:
+    """Refuses what is no backward chain."""
+    if not isinstance(chain, AbstractBackwardChain):
+        hint = " Pass its .chain." if hasattr(chain, "chain") else ""
+        raise TypeError(f"{owner} expects a backward chain, got {type(chain).__name__}.{hint}")
+
+
+def check_estimator(estimator: Any, key: Any, with_standard_error: bool, owner: str) -> None:
+    """Refuses what is no estimator, a missing key, and a standard error that nobody knows."""
+    _refuse_unless_estimator(estimator, owner)
+    _check_key(estimator, key, owner)
+    if with_standard_error and estimator.error == "unknown":
+        raise ValueError(
+            f"The error of {type(estimator).__name__} is not known. For a standard error use"
+            " BackwardSampling(num_samples) or RaoBlackwellised(num_samples) with a key."
+        )
+
+
+def _refuse_unless_estimator(estimator: Any, owner: str) -> None:
+    if not isinstance(estimator, AbstractEstimator):
+        got = estimator if isinstance(estimator, type) else type(estimator)
+        raise TypeError(
+            f"{owner} expects an estimator, such as ClosedForm() or BackwardSampling(100), got"
+            f" {got.__name__}."
+        )
+
+
+def _check_key(estimator: AbstractEstimator, key: Any, owner: str) -> None:
+    if estimator.num_replicates is None:
+        return
+    if key is None:
+        raise ValueError(
+            f"{type(estimator).__name__} draws: {owner} needs a key, as from jax.random.key(0)."
+        )
+    check_key(key, owner)
+
+
+def _check_data(
+    chain: AbstractBackwardChain, functional: AbstractFunctional, data: PyTree
+) -> PyTree:
+    n = chain.num_times
+    if isinstance(functional, (LogJoint, Score)):
+        name = type(functional).__name__
+        if not isinstance(data, Observations):
+            raise TypeError(
+                f"{name} reads observations: pass data=observations(model, ys), got"
+                f" {type(data).__name__}."
+            )
+        if functional.model.state_dim != chain.state_dim:
+            raise ValueError(
+                f"{name} has a model with {functional.model.state_dim} state dimensions, and the"
+                f" chain has {chain.state_dim}."
+            )
+    data = jax.tree.map(jnp.asarray, data)
+    for leaf in jax.tree.leaves(data):
+        if leaf.ndim == 0 or leaf.shape[0] != n:
+            raise ValueError(
+                f"data must have one row a time step, {n} rows as the chain, got an array of shape"
+                f" {leaf.shape}."
+            )
+    return data
+
+
+# Compiled once a shape and a functional, whoever calls.
+_estimate = eqx.filter_jit(estimate)
+
+
+@eqx.filter_jit
+def _sampled_marginals(paths: Float[Array, "sample time state"]) -> Marginals:
+    mean = jnp.mean(paths, axis=0)
+    centred = paths - mean[None]
+    products = centred[..., :, None] * centred[..., None, :]
+    count = paths.shape[0]
+    return Marginals(
+        mean,
+        jnp.sum(products, axis=0) / (count - 1 if count > 1 else jnp.nan),
+        _standard_error(paths),
+        _standard_error(products),
+    )
+
+
+def _standard_error(values: Float[Array, "sample *value"]) -> Float[Array, "*value"]:
+    """The sample standard deviation over √sample; NaN for a single sample, which has none."""
+    count = values.shape[0]
+    if count == 1:
+        return jnp.full_like(values[0], jnp.nan)
+    return jnp.std(values, axis=0, ddof=1) / jnp.sqrt(jnp.asarray(count, values.dtype))

@@ -1,0 +1,370 @@
+"""What every amortised family offers: a map from observations to a backward chain.
+
+A family is written as `init` and `step`, so that the same code smooths a stored series, a batch of
+them and a live stream. A step has two halves. `advance` is what must happen one row after another;
+`read` turns two neighbouring states into the factors q_k and q_{k-1|k} and is evaluated for all
+rows at once when the series is stored.
+"""
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
+from retrodict._gaussian import Gaussian
+from retrodict._kernel import LinearGaussianKernel
+from retrodict._mask import Series, prepare_series
+from retrodict._model import StateSpaceModel
+from retrodict._parameters import unwrap
+from retrodict._types import PRNGKey
+from retrodict._validate import as_real_array, check_finite
+
+
+class Row(NamedTuple):
+    """What a family sees at one time.
+
+    Attributes:
+        y: the observation, zero where nothing was seen.
+        seen: true where an entry was seen; `None` if every entry was.
+        u: the input, or `None`.
+    """
+
+    y: Float[Array, "*time obs"]
+    seen: Bool[Array, "*time obs"] | None
+    u: Float[Array, "*time input"] | None
+
+
+class Factor(eqx.Module):
+    """What one step adds to a chain.
+
+    Attributes:
+        law: the filtering law q_k.
+        kernel: the backward kernel q_{k-1|k}; at the first step it has no meaning.
+    """
+
+    law: Gaussian
+    kernel: LinearGaussianKernel
+
+
+class AbstractFamily(eqx.Module):
+    """An amortised variational family: y_{0:n-1} ↦ q_{n-1}(x_{n-1}) ∏ q_{k-1|k}(x_k, x_{k-1})."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def state_dim(self) -> int:
+            """The dimension of the state."""
+            ...
+
+        @property
+        def obs_dim(self) -> int:
+            """The dimension of an observation."""
+            ...
+
+        @property
+        def input_dim(self) -> int:
+            """The dimension of an input; 0 if the family takes none."""
+            ...
+    else:
+        state_dim: eqx.AbstractVar[int]
+        obs_dim: eqx.AbstractVar[int]
+        input_dim: eqx.AbstractVar[int]
+
+    @abstractmethod
+    def prepare(
+        self,
+        model: StateSpaceModel,
+        ys: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+    ) -> "AbstractFamily":
+        """The family in the units of these data, started near the model's prior chain.
+
+        Args:
+            model: the model whose posterior is sought.
+            ys: observations, of shape `(time, obs)` or `(batch, time, obs)`.
+            mask: true where an entry was seen.
+            inputs: inputs, of shape `(time, input)` or `(batch, time, input)`.
+            length: how many rows exist, one integer or one a series.
+        """
+
+    @abstractmethod
+    def redraw(self, key: PRNGKey) -> "AbstractFamily":
+        """The same family with fresh random weights, for another start."""
+
+    @abstractmethod
+    def init(self) -> Any:
+        """The state before anything was seen."""
+
+    @abstractmethod
+    def step(self, state: Any, y: Any, *, mask: Any = None, u: Any = None) -> tuple[Any, Factor]:
+        """Reads one row.
+
+        Args:
+            state: what `init` or the previous step returned.
+            y: the observation, of shape `(obs,)`; NaN where an entry is missing.
+            mask: true where an entry was seen.
+            u: the input, of shape `(input,)`, if the family takes one.
+
+        Returns:
+            The next state, and the factors q_k and q_{k-1|k}.
+        """
+
+    @abstractmethod
+    def infer(
+        self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
+    ) -> AbstractBackwardChain:
+        """The chain of a whole series.
+
+        Args:
+            ys: observations, of shape `(time, obs)`; NaN where missing.
+            mask: true where an entry was seen.
+            inputs: inputs of shape `(time, input)`, if the family takes them.
+            length: how many rows exist; the rest is padding.
+        """
+
+
+class AbstractLinearGaussianFamily(AbstractFamily):
+    """A family whose chains are `LinearGaussianChain`s."""
+
+    @abstractmethod
+    def embed(self, row: Row) -> Any:
+        """What can be computed from one row alone, before any recurrence."""
+
+    @abstractmethod
+    def advance(self, state: Any, embedded: Any) -> Any:
+        """The next state; the only part that runs one row after another."""
+
+    @abstractmethod
+    def advance_in_parallel(self, embedded: Any, exists: Bool[Array, "time"] | None) -> Any:
+        """The states after every row in O(log n) depth, or an error if there is no such form.
+
+        Args:
+            embedded: what `embed` gave for each row, with a leading time axis.
+            exists: which of the rows exist.
+        """
+
+    @abstractmethod
+    def read(self, before: Any, after: Any, embedded: Any) -> Factor:
+        """The factors q_k and q_{k-1|k}, from the states before and after row k."""
+
+    def step(self, state: Any, y: Any, *, mask: Any = None, u: Any = None) -> tuple[Any, Factor]:
+        """Reads one row: the next state, and the factors q_k and q_{k-1|k}."""
+        row = prepare_row(self, y, mask=mask, u=u)
+        return _step(self, state, row)
+
+    def infer(
+        self,
+        ys: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+        parallel: bool = False,
+    ) -> LinearGaussianChain:
+        """The chain of a whole series: a scan of `step`.
+
+        Args:
+            ys: observations, of shape `(time, obs)`; NaN where missing.
+            mask: true where an entry was seen; `True` alone promises that everything was.
+            inputs: inputs of shape `(time, input)`, if the family takes them.
+            length: how many rows exist; the rest is padding.
+            parallel: whether to run in O(log n) depth, for families that are associative.
+        """
+        series = prepare_for(self, ys, mask=mask, inputs=inputs, length=length)
+        return _infer(self, series, parallel)
+
+
+@eqx.filter_jit
+def _step(family: AbstractLinearGaussianFamily, state: Any, row: Row) -> tuple[Any, Factor]:
+    family = unwrap(family)
+    embedded = family.embed(row)
+    after = family.advance(state, embedded)
+    return after, family.read(state, after, embedded)
+
+
+@eqx.filter_jit
+def _infer(
+    family: AbstractLinearGaussianFamily, series: Series, parallel: bool
+) -> LinearGaussianChain:
+    return infer_series(unwrap(family), series, parallel=parallel)
+
+
+def infer_series(
+    family: AbstractLinearGaussianFamily, series: Series, *, parallel: bool = False
+) -> LinearGaussianChain:
+    """The chain of a prepared series, to be called inside `jax.jit`.
+
+    Args:
+        family: an unwrapped family.
+        series: a series that fits it.
+        parallel: whether to run in O(log n) depth.
+    """
+    read, _ = factors(family, family.init(), rows_of(series), series.exists(), parallel=parallel)
+    kernels = jax.tree.map(lambda leaf: leaf[1:], read.kernel)
+    return LinearGaussianChain(read.law, kernels, series.length)
+
+
+def factors(
+    family: AbstractLinearGaussianFamily,
+    state: Any,
+    rows: Row,
+    exists: Bool[Array, "time"] | None,
+    *,
+    parallel: bool = False,
+) -> tuple[Factor, Any]:
+    """The factors of all rows (the first kernel leads back before them), and the last state.
+
+    Args:
+        family: an unwrapped family.
+        state: the state before the first of the rows; that of `init` if `parallel`.
+        rows: the rows, with a leading time axis.
+        exists: which of them exist; from the first that does not, the state stays as it is.
+        parallel: whether to run in O(log n) depth.
+    """
+    embedded = jax.vmap(family.embed)(rows)
+    if parallel:
+        afters = family.advance_in_parallel(embedded, exists)
+    else:
+        afters = _advance_one_by_one(family, state, embedded, exists)
+    befores = jax.tree.map(
+        lambda start, rest: jnp.concatenate([start[None], rest[:-1]]), state, afters
+    )
+    read = jax.vmap(family.read)(befores, afters, embedded)
+    if exists is not None:
+        kernels = _stay_where_nothing_exists(read.kernel, exists)
+        read = Factor(read.law, kernels)
+    return read, jax.tree.map(lambda leaf: leaf[-1], afters)
+
+
+def _advance_one_by_one(
+    family: AbstractLinearGaussianFamily,
+    state: Any,
+    embedded: Any,
+    exists: Bool[Array, "time"] | None,
+) -> Any:
+    def move(before: Any, at: tuple) -> tuple[Any, Any]:
+        row, real = at
+        after = family.advance(before, row)
+        if real is not None:
+            after = jax.tree.map(lambda new, old: jnp.where(real, new, old), after, before)
+        return after, after
+
+    return lax.scan(move, state, (embedded, exists))[1]
+
+
+def advance_over(family: AbstractLinearGaussianFamily, rows: Row, stop: Any) -> Any:
+    """The state after the first `stop` rows, without keeping what came before it.
+
+    Args:
+        family: an unwrapped family.
+        rows: the rows, with a leading time axis.
+        stop: how many of them to read.
+    """
+
+    def move(k: Array, state: Any) -> Any:
+        return family.advance(state, family.embed(jax.tree.map(lambda leaf: leaf[k], rows)))
+
+    return lax.fori_loop(0, stop, move, family.init())
+
+
+def _stay_where_nothing_exists(
+    kernels: LinearGaussianKernel, exists: Bool[Array, "time"]
+) -> LinearGaussianKernel:
+    """Identity kernels at padded rows, as `LinearGaussianChain` has them."""
+    eye = jnp.eye(kernels.bias.shape[-1], dtype=kernels.bias.dtype)
+    weights = jnp.where(exists[:, None, None], kernels.weight, eye)
+    biases = jnp.where(exists[:, None], kernels.bias, 0.0)
+    scales = jnp.where(exists[:, None, None], kernels.scale_tril, 0.0)
+    return jax.vmap(LinearGaussianKernel)(weights, biases, scales)
+
+
+def rows_of(series: Series) -> Row:
+    """The rows of a prepared series."""
+    return Row(series.ys, series.mask, series.inputs)
+
+
+def prepare_for(family: AbstractFamily, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
+    """Checks one series against a family's dimensions."""
+    series = prepare_series(
+        ys, mask=mask, inputs=inputs, length=length, takes_input=family.input_dim > 0
+    )
+    _check_width(family, "ys", series.ys.shape[1], family.obs_dim, "obs_dim")
+    if series.inputs is not None:
+        _check_width(family, "inputs", series.inputs.shape[1], family.input_dim, "input_dim")
+    return series
+
+
+def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, u: Any) -> Row:
+    """Checks one row against a family's dimensions, and turns NaN into a mask."""
+    y = as_real_array(y, "y")
+    if y.ndim != 1:
+        raise ValueError(f"step expects one observation of shape (obs,), got shape {y.shape}.")
+    _check_width(family, "y", y.shape[0], family.obs_dim, "obs_dim")
+    if mask is True:
+        seen = jnp.ones(y.shape, bool)
+    else:
+        seen = ~jnp.isnan(y)
+        if mask is not None:
+            given = jnp.asarray(mask)
+            if given.shape != y.shape or given.dtype != jnp.bool_:
+                raise ValueError(
+                    f"mask must be boolean of the shape of y, {y.shape}, got shape {given.shape} of"
+                    f" dtype {given.dtype}."
+                )
+            seen = seen & given
+    y = jnp.where(seen, y, 0.0)
+    check_finite(y, "y")
+    if family.input_dim == 0:
+        if u is not None:
+            raise ValueError(
+                f"u was given, but this {type(family).__name__} was built with input_dim=0."
+            )
+        return Row(y, seen, None)
+    if u is None:
+        raise ValueError(
+            f"This {type(family).__name__} has input_dim={family.input_dim}: step needs u."
+        )
+    u = as_real_array(u, "u")
+    if u.shape != (family.input_dim,):
+        raise ValueError(f"u must have shape ({family.input_dim},), got {u.shape}.")
+    check_finite(u, "u")
+    return Row(y, seen, u)
+
+
+def check_fits(family: AbstractFamily, model: StateSpaceModel) -> None:
+    """Refuses a model of another state dimension."""
+    if model.state_dim != family.state_dim:
+        raise ValueError(
+            f"This {type(family).__name__} has state_dim={family.state_dim}, and the model has"
+            f" {model.state_dim} states. Build the family with state_dim={model.state_dim}."
+        )
+    if model.takes_input != (family.input_dim > 0):
+        raise ValueError(
+            f"This {type(family).__name__} has input_dim={family.input_dim}, and the model takes"
+            f" {'inputs' if model.takes_input else 'no inputs'}. Build the family with the"
+            " input_dim of the model's inputs."
+        )
+
+
+def refuse_parallel(family: AbstractFamily) -> NoReturn:
+    """Says that a family has no parallel form."""
+    raise ValueError(
+        f"{type(family).__name__} has no parallel form: what it reads of a row depends on the rows"
+        " before it. Use parallel=False, or ConjugateFamily."
+    )
+
+
+def _check_width(family: AbstractFamily, name: str, got: int, expected: int, argument: str) -> None:
+    if got != expected:
+        raise ValueError(
+            f"This {type(family).__name__} was built with {argument}={expected}, so that {name}"
+            f" must have {expected} columns, got {got}."
+        )

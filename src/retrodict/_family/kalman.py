@@ -1,0 +1,176 @@
+"""The Kalman family: λ is a linear-Gaussian model, and its exact posterior is the chain."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from retrodict._family._base import AbstractLinearGaussianFamily, Factor, Row, check_fits
+from retrodict._family._recursions import (
+    GaussianState,
+    before_anything,
+    condition,
+    filtered_in_parallel,
+    predicted,
+    reverse,
+)
+from retrodict._gaussian import Diagonal, Gaussian, Scale, dense_scale
+from retrodict._kalman._operations import whiten
+from retrodict._kernel import AbstractLinearGaussianKernel, LinearGaussianKernel
+from retrodict._model import StateSpaceModel
+from retrodict._parameters import AbstractParameter, Positive, PositiveTril, unwrap
+from retrodict._types import PRNGKey
+from retrodict._validate import check_count
+
+
+class Evidence(NamedTuple):
+    """One row as conditioning needs it: value = design x + ε, and the transition into the row."""
+
+    transition: LinearGaussianKernel
+    design: Float[Array, "*time whitened state"]
+    value: Float[Array, "*time whitened"]
+
+
+class KalmanFamily(AbstractLinearGaussianFamily):
+    """The posteriors of a linear-Gaussian model λ, by its Kalman filter and backward kernels.
+
+    λ is a copy of the model it is made from, never tied to another model: `fit` moves the one and
+    not the other. Its scales are held as positive parameters; wrap a part in `Frozen` to keep it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ... )
+        >>> family = rd.KalmanFamily(model)
+        >>> family.infer(jnp.ones((5, 1))).marginals().mean.shape
+        (5, 1)
+
+    Args:
+        model: the linear-Gaussian model to start from; every scale must have a density.
+        input_dim: the dimension of the inputs, needed only if it cannot be read off an
+            `input_weight`.
+    """
+
+    model: StateSpaceModel
+    state_dim: int = eqx.field(static=True)  # pyright: ignore
+    obs_dim: int = eqx.field(static=True)  # pyright: ignore
+    input_dim: int = eqx.field(static=True)  # pyright: ignore
+
+    def __init__(self, model: StateSpaceModel, *, input_dim: int | None = None):
+        if not isinstance(model, StateSpaceModel):
+            raise TypeError(f"KalmanFamily expects a StateSpaceModel, got {type(model).__name__}.")
+        plain = unwrap(model)
+        linear = AbstractLinearGaussianKernel
+        if not (
+            isinstance(plain.prior, Gaussian)
+            and isinstance(plain.transition, linear)
+            and isinstance(plain.emission, linear)
+        ):
+            raise TypeError(
+                "KalmanFamily expects a linear-Gaussian model with a Gaussian prior. For other"
+                " models use GatedFamily or RecurrentFamily."
+            )
+        self.model = StateSpaceModel(
+            _learnable(model.prior), _learnable(model.transition), _learnable(model.emission)
+        )
+        self.state_dim = plain.state_dim
+        self.input_dim = _input_dim(plain, input_dim)
+        u = jnp.zeros(self.input_dim) if self.input_dim else None
+        self.obs_dim = jax.eval_shape(
+            lambda: plain.emission.at(u if plain.emission.takes_input else None).bias
+        ).shape[0]
+
+    def prepare(
+        self,
+        model: StateSpaceModel,
+        ys: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+    ) -> "KalmanFamily":
+        """The family itself: λ is where it was put, in original units."""
+        check_fits(self, model)
+        return self
+
+    def redraw(self, key: PRNGKey) -> "KalmanFamily":
+        """The family itself: it has no random weights."""
+        return self
+
+    def init(self) -> GaussianState:
+        """The prior of λ."""
+        prior = unwrap(self.model.prior)
+        return before_anything(Gaussian(prior.mean, dense_scale(prior.scale_tril)))
+
+    def embed(self, row: Row) -> Evidence:
+        """The row with unit noise, and the transition into it."""
+        model = self.model
+        kernel = model.transition.at(row.u if model.transition.takes_input else None)
+        emission = model.emission.at(row.u if model.emission.takes_input else None)
+        design, value, _ = whiten(
+            emission.weight, emission.scale_tril, row.y - emission.bias, row.seen
+        )
+        scale = dense_scale(kernel.scale_tril)
+        return Evidence(LinearGaussianKernel(kernel.weight, kernel.bias, scale), design, value)
+
+    def advance(self, state: GaussianState, embedded: Evidence) -> GaussianState:
+        """Predicts, and conditions on the row."""
+        law = predicted(state, embedded.transition)
+        return GaussianState(*condition(*law, embedded.design, embedded.value), state.count + 1)
+
+    def advance_in_parallel(
+        self, embedded: Evidence, exists: Bool[Array, "time"] | None
+    ) -> GaussianState:
+        """All filtering laws by an associative scan."""
+        return filtered_in_parallel(
+            self.init(), embedded.transition, embedded.design, embedded.value, exists
+        )
+
+    def read(self, before: GaussianState, after: GaussianState, embedded: Evidence) -> Factor:
+        """The filtering law, and the transition of λ reversed under the law before it."""
+        kernel = embedded.transition
+        back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
+        return Factor(Gaussian(after.mean, after.scale), LinearGaussianKernel(*back))
+
+
+def _learnable(part: Any) -> Any:
+    """The same part with scales that stay in their domain while they are learned."""
+    if not isinstance(part, (Gaussian, LinearGaussianKernel)):
+        return part
+    return eqx.tree_at(lambda p: p.scale_tril, part, _learnable_scale(part.scale_tril))
+
+
+def _learnable_scale(scale: Scale) -> Scale:
+    if isinstance(scale, AbstractParameter):
+        return scale
+    if isinstance(scale, Diagonal):
+        std = scale.std
+        return scale if isinstance(std, AbstractParameter) else Diagonal(Positive(jnp.abs(std)))
+    # The signs of a factor's columns are free.
+    signs = jnp.where(jnp.diagonal(scale) < 0, -1.0, 1.0).astype(scale.dtype)
+    return PositiveTril(scale * signs[None, :])
+
+
+def _input_dim(model: StateSpaceModel, given: int | None) -> int:
+    """The dimension of the inputs, read off an `input_weight` where there is one."""
+    known = None
+    for kernel in (model.transition, model.emission):
+        if isinstance(kernel, LinearGaussianKernel) and kernel.input_weight is not None:
+            known = kernel.input_weight.shape[1]
+    if given is not None:
+        given = check_count(given, "input_dim")
+        if known is not None and known != given or not model.takes_input:
+            raise ValueError(
+                f"input_dim={given} was given, and the model takes {known or 0} inputs."
+            )
+        return given
+    if known is None and model.takes_input:
+        raise ValueError(
+            "KalmanFamily cannot read the number of inputs off this model: pass input_dim."
+        )
+    return known or 0

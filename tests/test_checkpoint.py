@@ -1,0 +1,624 @@
+"""Files give back what was saved, bit by bit, or say why they cannot."""
+
+import functools
+import hashlib
+import io
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import optax
+import pytest
+
+import retrodict as rd
+from retrodict._checkpoint import read_checkpoint, write_checkpoint
+
+RNG = np.random.default_rng(0)
+
+
+def make_model(fn: Any = jnp.tanh) -> rd.StateSpaceModel:
+    return rd.StateSpaceModel(
+        prior=rd.Frozen(rd.Gaussian(jnp.zeros(2), rd.PositiveTril(jnp.eye(2)))),
+        transition=rd.LinearGaussianKernel(
+            0.5 * jnp.eye(2), rd.Frozen(jnp.ones(2)), rd.PositiveTril(0.3 * jnp.eye(2))
+        ),
+        emission=rd.NonlinearGaussianKernel(fn, rd.Diagonal(rd.Positive(jnp.array([0.7, 2.0])))),
+    )
+
+
+def make_network(activation: Callable[..., Any] = jax.nn.relu) -> eqx.nn.MLP:
+    return eqx.nn.MLP(2, 2, 3, 2, activation=activation, key=jax.random.key(1))
+
+
+@functools.cache
+def make_chain() -> rd.LinearGaussianChain:
+    kernel = rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1))
+    model = rd.StateSpaceModel(rd.Gaussian(jnp.zeros(1), jnp.eye(1)), kernel, kernel)
+    return rd.kalman_smoother(model, RNG.normal(size=(4, 1)), length=3).chain
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class UserKernel(eqx.Module):
+    weight: Any
+    name: str = eqx.field(static=True, default="mine")  # pyright: ignore
+
+
+def reload(tmp_path: Path, obj: Any, like: Any = None) -> Any:
+    rd.save(tmp_path / "object.rd", obj)
+    return rd.load(tmp_path / "object.rd", like=like)
+
+
+def sorted_fields(module: eqx.Module) -> dict[str, Any]:
+    return dict(sorted(vars(module).items()))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in every type, static field and bit; NaN equals NaN, and -0.0 is not 0.0."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        return a.dtype == b.dtype and same(jax.random.key_data(a), jax.random.key_data(b))
+    if isinstance(a, (jax.Array, np.ndarray, np.generic)):
+        x, y = np.asarray(a), np.asarray(b)
+        return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+    if isinstance(a, eqx.Module):
+        return same(sorted_fields(a), sorted_fields(b))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, functools.partial):
+        return a.func is b.func and same((a.args, a.keywords), (b.args, b.keywords))
+    if isinstance(a, complex):
+        return same((a.real, a.imag), (b.real, b.imag))
+    if isinstance(a, float):
+        return a.hex() == b.hex()
+    return a is b or bool(a == b)
+
+
+# --- round trips ----------------------------------------------------------------------------------
+
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "model with parameters": make_model,
+    "model with a network": lambda: make_model(make_network()),
+    "network, tanh": lambda: make_network(jnp.tanh),
+    "network, learned activations": lambda: make_network(eqx.nn.PReLU(0.1)),
+    "recurrent cell": lambda: eqx.nn.GRUCell(2, 3, key=jax.random.key(0)),
+    "layers": lambda: eqx.nn.Sequential(
+        [eqx.nn.LayerNorm(2), eqx.nn.Lambda(jax.nn.softplus), eqx.nn.Dropout(0.3)]
+    ),
+    "chain": make_chain,
+    "numpyro prior": lambda: rd.StateSpaceModel(
+        dist.MultivariateNormal(jnp.zeros(2), scale_tril=jnp.eye(2)),
+        make_model().transition,
+        make_model().emission,
+    ),
+    "optimiser": lambda: optax.adam(1e-3).init(eqx.filter(make_model(), eqx.is_inexact_array)),
+    "chained optimiser": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_schedule(optax.cosine_decay_schedule(0.1, 10)),
+        optax.masked(optax.sgd(0.1, momentum=0.9), {"a": True, "b": False}),
+    ).init({"a": jnp.ones(2), "b": jnp.ones(3)}),
+    "keys": lambda: (
+        jax.random.key(7),
+        jax.random.split(jax.random.key(0, impl="rbg"), 3),
+        jax.random.PRNGKey(0),
+    ),
+    "scalars": lambda: [
+        *(None, True, 0, -(2**70), "é\ud800\n", 0.1, -0.0, 5e-324, 1e22, 1.0),
+        *(float("inf"), float("-inf"), float("nan"), 1 - 2j, complex("-inf+nanj")),
+    ],
+    "containers": lambda: {
+        "list": [(1, [2, ()]), []],
+        "dict": {3: "a", ("b", 1): {}, None: {"class": 1, "array": 0}},
+    },
+    "arrays": lambda: [
+        *(jnp.arange(6).reshape(2, 3), jnp.zeros((0, 2)), jnp.array(True), jnp.array(1 + 2j)),
+        *(jnp.array([1, 2], jnp.bfloat16), jnp.array(0.5, jnp.float8_e4m3fn), jnp.float16(3)),
+        *(np.arange(3, dtype=">i4"), np.array(["a", "bc"]), np.array(1.0), np.float32(2)),
+        *(np.array([np.nan, -0.0]), np.datetime64("2020-01-01"), np.asfortranarray(np.eye(2))),
+    ],
+    "dtypes": lambda: [np.dtype("float32"), jnp.dtype("bfloat16"), np.dtype(">f8"), jnp.float32],
+    "functions": lambda: [
+        *(jnp.tanh, jax.nn.relu, jax.nn.gelu, jnp.add, jnp.linalg.norm, jax.lax.tanh, np.exp),
+        *(jax.scipy.special.gammaln, jax.nn.sigmoid, optax.adam, eqx.is_array, dist.Normal),
+        *(rd.unwrap, rd.Gaussian.sample, np.float64, jax.jit),
+    ],
+    "partials": lambda: (
+        functools.partial(jnp.add, jnp.ones(2)),
+        functools.partial(jax.nn.leaky_relu, negative_slope=0.2),
+        jax.tree_util.Partial(jnp.multiply, 2.0),
+    ),
+    "enum": lambda: jax.lax.Precision.HIGHEST,
+    "bound method": lambda: rd.Gaussian(jnp.zeros(1), jnp.eye(1)).sample,
+    "mapped function": lambda: eqx.filter_vmap(jnp.tanh),
+    "nothing": lambda: None,
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_come_back_bit_by_bit(name: str, tmp_path: Path):
+    obj = OBJECTS[name]()
+    loaded = reload(tmp_path, obj)
+    if name in ("numpyro prior", "bound method", "mapped function"):
+        # These have no equality of their own; what they hold has.
+        assert jax.tree.structure(loaded) == jax.tree.structure(obj)
+        assert same(jax.tree.leaves(loaded), jax.tree.leaves(obj))
+    else:
+        assert same(loaded, obj)
+    rd.save(tmp_path / "again.rd", loaded)
+    assert (tmp_path / "again.rd").read_bytes() == (tmp_path / "object.rd").read_bytes()
+    assert type(reload(tmp_path, obj, like=obj)) is type(obj)
+
+
+def test_what_is_loaded_can_be_used(tmp_path: Path, key: jax.Array):
+    model = make_model(make_network())
+    loaded = reload(tmp_path, model)
+    xs, ys = np.ones((3, 2)), np.zeros((3, 2))
+    assert same(loaded.log_joint(xs, ys), model.log_joint(xs, ys))
+    chain = make_chain()
+    assert same(reload(tmp_path, chain).sample(key, 2), chain.sample(key, 2))
+    array = reload(tmp_path, np.zeros(2))
+    array[0] = 1.0  # numpy arrays are writable
+
+
+def test_a_file_made_by_another_process_is_the_same(tmp_path: Path):
+    code = "import sys, jax.numpy as jnp, retrodict as rd; rd.save(sys.argv[1], [jnp.tanh, 1.5])"
+    subprocess.run([sys.executable, "-c", code, tmp_path / "theirs.rd"], check=True)
+    rd.save(tmp_path / "ours.rd", [jnp.tanh, 1.5])
+    assert (tmp_path / "ours.rd").read_bytes() == (tmp_path / "theirs.rd").read_bytes()
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    with zipfile.ZipFile(path) as archive:
+        return json.loads(archive.read("manifest.json"))
+
+
+def test_the_manifest_can_be_read_without_the_library(tmp_path: Path):
+    path = tmp_path / "model.rd"
+    rd.save(path, make_model(), metadata={"note": "é", "steps": {10: 1, 2: [1.5, None]}})
+    manifest = manifest_of(path)
+    assert manifest["metadata"] == {"note": "é", "steps": {"10": 1, "2": [1.5, None]}}
+    assert manifest["versions"]["jax"] == jax.__version__
+    assert manifest["tree"]["class"] == "retrodict:StateSpaceModel"
+    emission = manifest["tree"]["fields"]["emission"]["fields"]
+    assert emission["fn"] == {"name": "jax.numpy:tanh"}
+    entry = manifest["arrays"][emission["scale_tril"]["fields"]["std"]["fields"]["raw"]["array"]]
+    assert entry["path"] == "model.emission.scale_tril.std.raw"
+    assert (entry["shape"], entry["dtype"]) == ([2], "float64")
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        first = np.load(io.BytesIO(archive.read("arrays/0.npy")), allow_pickle=False)
+    np.testing.assert_array_equal(first, [0.0, 0.0])
+    rd.load(path)
+
+
+@pytest.mark.parametrize("bad", [{1, 2}, float("nan"), np.ones(2)])
+def test_metadata_that_json_cannot_hold_is_refused(bad: Any, tmp_path: Path):
+    with pytest.raises(TypeError, match="metadata must be something that JSON can hold"):
+        rd.save(tmp_path / "a.rd", 1, metadata=bad)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "bad, path",
+    [
+        ({"a": [object()]}, r"tree\['a'\]\[0\] is of type builtins.object"),
+        (np.array([None]), r"has dtype object"),
+        (np.ma.masked_array([1.0]), r"MaskedArray"),
+        (UserKernel({1}), r"kernel.weight is of type builtins.set"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(bad: Any, path: str, tmp_path: Path):
+    with pytest.raises(TypeError, match=path):
+        rd.save(tmp_path / "a.rd", bad)
+
+
+def test_nothing_is_saved_inside_of_a_transformation(tmp_path: Path):
+    with pytest.raises(TypeError, match="save outside of it"):
+        jax.jit(lambda x: rd.save(tmp_path / "a.rd", x))(1.0)
+
+
+# --- functions without a name, and `like` ---------------------------------------------------------
+
+
+def test_a_lambda_is_taken_from_like(tmp_path: Path):
+    def build(scale: float) -> rd.StateSpaceModel:
+        emission = rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(scale * x)))
+        model = make_model()
+        return rd.StateSpaceModel(model.prior, model.transition, emission)
+
+    path = tmp_path / "model.rd"
+    rd.save(path, build(1.0))
+    with pytest.raises(rd.CheckpointError, match=r"model\.emission\.fn.*load\(path, like=model\)"):
+        rd.load(path)
+    like = build(2.0)
+    like = eqx.tree_at(lambda m: m.transition.weight, like, jnp.zeros((2, 2)))
+    loaded = rd.load(path, like=like)
+    assert loaded.emission.fn is like.emission.fn
+    np.testing.assert_array_equal(loaded.transition.weight, 0.5 * np.eye(2))
+
+
+def test_like_may_be_shapes_alone(tmp_path: Path):
+    like = eqx.filter_eval_shape(make_model, lambda x: x)
+    assert same(reload(tmp_path, make_model(), like=like), make_model())
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x,
+        make_model,
+        eqx.filter_jit(lambda x: x),
+        functools.partial(lambda a, x: a * x, 2.0),
+        jax.jit(lambda x: x),
+        eqx.nn.Lambda(lambda x: x),
+    ],
+)
+def test_functions_of_users_are_taken_from_like(fn: Any, tmp_path: Path):
+    with pytest.raises(rd.CheckpointError, match=r"tree\['f'\].*like=tree"):
+        reload(tmp_path, {"f": fn})
+    loaded = rd.load(tmp_path / "object.rd", like={"f": fn})
+    assert same(jax.tree.leaves(loaded), jax.tree.leaves({"f": fn}))
+    with pytest.raises(rd.CheckpointError, match=r"tree\['f'\].* differs"):
+        rd.load(tmp_path / "object.rd", like={"f": 1.0})
+
+
+def test_classes_of_users_are_taken_from_like(tmp_path: Path):
+    kernel = UserKernel(jnp.ones(2), name="other")
+    with pytest.raises(rd.CheckpointError, match=r"unknown class .*test_checkpoint:UserKernel"):
+        reload(tmp_path, kernel)
+    loaded = rd.load(tmp_path / "object.rd", like=UserKernel(jnp.zeros(2)))
+    assert same(loaded, kernel)
+    point = Point(1, [jnp.ones(1)])
+    assert same(reload(tmp_path, point, like=Point(2, [jnp.zeros(1)])), point)
+
+
+def family_of(width: int) -> Any:
+    params = eqx.filter(eqx.nn.MLP(2, 1, width, 1, key=jax.random.key(0)), eqx.is_array)
+    return optax.adam(1e-2).init(params)
+
+
+@pytest.mark.parametrize(
+    "pair, message",
+    [
+        (
+            lambda: (family_of(4), family_of(5)),
+            r"\[0\]\.mu\.layers\[0\]\.weight.*\(4, 2\).*\(5, 2\)",
+        ),
+        (lambda: (family_of(4), optax.sgd(0.1).init(jnp.ones(1))), r"\[0\].*ScaleByAdamState"),
+        (lambda: (make_model(), make_model(make_network())), r"model\.emission\.fn.*numpy:tanh"),
+        (lambda: (make_network(), make_model()), r"mlp differs.*equinox.nn:MLP.*StateSpaceModel"),
+        (lambda: (jnp.ones(2), jnp.ones(2, jnp.float32)), r"dtype float64.*dtype float32"),
+        (lambda: (jax.random.key(0), jax.random.key(0, impl="rbg")), r"key<fry>.*key<rbg>"),
+        (lambda: ([1, 2], [1]), r"length 2.*length 1"),
+        (lambda: ((1,), [1]), r"a tuple of length 1.*a list"),
+        (lambda: ({"a": 1}, {"b": 1}), r"keys \['a'\].*keys \['b'\]"),
+        (lambda: ([None], [jnp.ones(1)]), r"tree\[0\] differs.*None.*\(1,\)"),
+        (lambda: ([True], [1]), r"True.* 1"),
+        (lambda: (Point(1, 2), UserKernel(1)), r"Point.*UserKernel"),
+        (lambda: ([functools.partial(jnp.add, 1)], [jnp.add]), r"partial"),
+        (lambda: ([np.dtype("int8")], [2]), r"int8"),
+    ],
+)
+def test_what_differs_from_like_is_named(
+    pair: Callable[[], tuple[Any, Any]], message: str, tmp_path: Path
+):
+    obj, like = pair()
+    with pytest.raises(rd.CheckpointError, match=message):
+        reload(tmp_path, obj, like=like)
+    assert same(reload(tmp_path, obj, like=obj), obj)
+
+
+# --- precision ------------------------------------------------------------------------------------
+
+
+def test_doubles_are_not_rounded_in_silence(tmp_path: Path):
+    doubles, singles = jnp.ones(2), jnp.ones(2, jnp.float32)
+    rd.save(tmp_path / "doubles.rd", {"x": doubles})
+    rd.save(tmp_path / "rest.rd", [singles, np.ones(2), 0.1, jax.random.key(0)])
+    with jax.enable_x64(False):
+        with pytest.raises(rd.CheckpointError, match=r"tree\['x'\].*float64.*jax_enable_x64"):
+            rd.load(tmp_path / "doubles.rd")
+        loaded = rd.load(tmp_path / "rest.rd")
+    assert same(loaded, [singles, np.ones(2), 0.1, jax.random.key(0)])
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["replace", "fsync"])
+@pytest.mark.parametrize("write", [rd.save, write_checkpoint])
+def test_a_save_that_fails_changes_nothing(
+    write: Callable[..., None], call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "a.rd"
+    write(path, "old")
+
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fail)
+        with pytest.raises(OSError, match="the disk is full"):
+            write(path, "new")
+    assert os.listdir(tmp_path) == ["a.rd"]
+    assert rd.load(path) == "old"
+
+
+def test_paths(tmp_path: Path):
+    rd.save(str(tmp_path / "any.suffix"), 1)
+    assert rd.load(str(tmp_path / "any.suffix")) == 1
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        rd.save(tmp_path / "nowhere" / "a.rd", 1)
+    with pytest.raises(FileNotFoundError):
+        rd.load(tmp_path / "missing.rd")
+    (tmp_path / "plain").touch()
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "any.suffix")]
+    assert modes[0] == modes[1]
+
+
+def test_a_good_file_exists_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A process may be killed between any two operations on files."""
+    path, replace, seen = tmp_path / "a.rd", os.replace, []
+    write_checkpoint(path, 0)
+    assert read_checkpoint(path) == (0, None, False)
+
+    def watched(*args: Any) -> None:
+        seen.append(read_checkpoint(path).tree)
+        replace(*args)
+        seen.append(read_checkpoint(path).tree)
+
+    monkeypatch.setattr(os, "replace", watched)
+    write_checkpoint(path, 1, {"step": 1})
+    write_checkpoint(path, 2, {"step": 2})
+    assert seen == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert read_checkpoint(path) == (2, {"step": 2}, False)
+    assert sorted(os.listdir(tmp_path)) == ["a.rd", "a.rd.previous"]
+
+
+def test_a_damaged_file_falls_back_and_never_becomes_the_previous_one(tmp_path: Path):
+    path = tmp_path / "a.rd"
+    write_checkpoint(path, 1)
+    write_checkpoint(path, 2)
+    for damaged in (b"", b"\0" * 1000, path.read_bytes()[:-1]):
+        path.write_bytes(damaged)
+        assert read_checkpoint(path) == (1, None, True)
+    write_checkpoint(path, 3)
+    assert read_checkpoint(path) == (3, None, False)
+    path.unlink()
+    assert read_checkpoint(path) == (1, None, True)
+    with pytest.raises(rd.CheckpointError, match="differs"):
+        read_checkpoint(path, like="text")
+    (tmp_path / "a.rd.previous").unlink()
+    with pytest.raises(FileNotFoundError):
+        read_checkpoint(path)
+
+
+# --- damaged files --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "model.rd"
+    rd.save(path, make_model(), metadata={"a": 1})
+    return path
+
+
+def test_a_file_that_was_cut_short_is_refused(saved: Path):
+    data = saved.read_bytes()
+    points = [*np.linspace(0, len(data) - 1, 30).astype(int), 1, 4, len(data) - 64, len(data) - 22]
+    for point in points:
+        saved.write_bytes(data[:point])
+        with pytest.raises(rd.CheckpointError, match=r"cut short|empty|no checkpoint"):
+            rd.load(saved)
+    saved.write_bytes(data + b"\0")
+    with pytest.raises(rd.CheckpointError):
+        rd.load(saved)
+
+
+def test_no_byte_changes_unnoticed(saved: Path):
+    data = saved.read_bytes()
+    ends = [*range(40), *range(len(data) - 200, len(data))]
+    for position in [*np.linspace(0, len(data) - 1, 150).astype(int), *ends]:
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << int(RNG.integers(8))
+        saved.write_bytes(flipped)
+        with pytest.raises(rd.CheckpointError):
+            rd.load(saved)
+    saved.write_bytes(data)
+    assert same(rd.load(saved), make_model())
+
+
+def rewrite(path: Path, edit: Callable[[dict[str, Any], dict[str, bytes]], None], **hashes: bool):
+    """Edits a file; with `content` and `whole` it recomputes those hashes as an attacker would."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    manifest = json.loads(members.pop("manifest.json"))
+    edit(manifest, members)
+    if hashes.get("content"):
+        kept = {key: manifest[key] for key in ("tree", "arrays", "metadata")}
+        text = json.dumps(kept, sort_keys=True).encode()
+        manifest["content_sha256"] = hashlib.sha256(text).hexdigest()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", hashes.get("compress", False) * zipfile.ZIP_DEFLATED) as out:
+        out.writestr("manifest.json", json.dumps(manifest))
+        for name, member in members.items():
+            out.writestr(name, member)
+        out.comment = b"0" * 64
+    data = buffer.getvalue()
+    if hashes.get("whole"):
+        data = data[:-64] + hashlib.sha256(data[:-64]).hexdigest().encode()
+    path.write_bytes(data)
+
+
+def edit_array(_: dict[str, Any], members: dict[str, bytes]) -> None:
+    members["arrays/2.npy"] = members["arrays/2.npy"][:-1] + b"\x01"
+
+
+def edit_version(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
+    manifest["version"] = 99
+
+
+def edit_static(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
+    manifest["tree"]["fields"]["emission"]["fields"]["takes_input"] = True
+
+
+def edit_nothing(*_: Any) -> None:
+    pass
+
+
+def drop_array(_: dict[str, Any], members: dict[str, bytes]) -> None:
+    del members["arrays/2.npy"]
+
+
+def edit_shape(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
+    manifest["arrays"][2]["shape"] = [4, 1]
+
+
+def edit_field(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
+    manifest["tree"]["fields"]["more"] = 1
+
+
+def edit_tag(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
+    manifest["tree"]["fields"]["prior"] = {"run": "os:system"}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    "edit, content, message",
+    [
+        (edit_array, False, r"The array model\.transition\.weight .*arrays/2\.npy.* was edited"),
+        (drop_array, False, r"The array model\.transition\.weight"),
+        (edit_static, False, r"The manifest .* was edited"),
+        (edit_version, False, r"format 99, written by retrodict .* Upgrade retrodict"),
+    ],
+)
+def test_edits_are_found(edit: Any, content: bool, message: str, whole: bool, saved: Path):
+    rewrite(saved, edit, content=content, whole=whole)
+    with pytest.raises(rd.CheckpointError, match=message):
+        rd.load(saved)
+
+
+def test_edits_with_their_hashes_are_checked_for_sense(saved: Path):
+    original = saved.read_bytes()
+    cases = {
+        edit_shape: r"model\.transition\.weight .*should be an array of shape \(4, 1\)",
+        edit_field: r"fields \['emission', 'more', .*saved by another version",
+        edit_tag: r"makes no sense",
+    }
+    for edit, message in cases.items():
+        saved.write_bytes(original)
+        rewrite(saved, edit, content=True, whole=True)
+        with pytest.raises(rd.CheckpointError, match=message):
+            rd.load(saved)
+    saved.write_bytes(original)
+    rewrite(saved, edit_nothing, content=True, whole=True)
+    assert same(rd.load(saved), make_model())  # the edits above are what was refused
+    rewrite(saved, edit_nothing, content=True, whole=True, compress=True)
+    with pytest.raises(rd.CheckpointError, match="compressed"):
+        rd.load(saved)
+
+
+@pytest.mark.parametrize("data", [b"text", b"PK\3\4", b"PK\5\6" + b"\0" * 18])
+def test_other_files_are_refused(data: bytes, tmp_path: Path):
+    (tmp_path / "a.rd").write_bytes(data)
+    with pytest.raises(rd.CheckpointError, match="no checkpoint of retrodict"):
+        rd.load(tmp_path / "a.rd")
+    np.savez(tmp_path / "b.npz", a=np.ones(2))
+    with pytest.raises(rd.CheckpointError, match="no checkpoint of retrodict"):
+        rd.load(tmp_path / "b.npz")
+
+
+# --- what a file may name -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loading(tmp_path: Path) -> Iterator[Callable[[Any], Any]]:
+    def load(tree: Any) -> Any:
+        path = tmp_path / "crafted.rd"
+        rd.save(path, 1)
+        rewrite(path, lambda m, _: m.update(tree=tree), content=True, whole=True)
+        return rd.load(path)
+
+    yield load
+    shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "builtins:eval",
+        "subprocess:Popen",
+        "retrodict.cli.__main__:main",
+        "retrodict._checkpoint.file:os.system",
+        "retrodict._checkpoint.file:os",
+        "jax.numpy:__builtins__",
+        "numpy:load",
+        "numpy.testing:measure",
+        "jax.numpy:tanh.__class__",
+        "retrodict:Gaussian.__subclasses__",
+        "retrodict:Gaussian.__init__.__globals__",
+        "equinox:no_such_name",
+        "numpyro.nowhere:f",
+        "jax.",
+        "",
+    ],
+)
+def test_only_known_packages_are_named(name: str, loading: Callable[[Any], Any]):
+    for node in (
+        {"name": name},
+        {"class": name, "fields": {}},
+        {"enum": [name, "A"]},
+        {"partial": ["functools", {"name": name}, {"tuple": ["true"]}, {"dict": []}]},
+    ):
+        with pytest.raises(rd.CheckpointError, match=r"refused|unknown class"):
+            loading(node)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"class": "retrodict:unwrap", "fields": {}},
+        {"class": "jax:Array", "fields": {}},
+        {"class": "retrodict:AbstractKernel", "fields": {}},
+        {"enum": ["jax.numpy:tanh", "A"]},
+        {"enum": ["jax.lax:Precision", "NONE"]},
+        {"array": 0},
+        {"dict": [[{"list": []}, 1]]},
+        {"tuple": [1], "list": [2]},
+        [1],
+    ],
+)
+def test_nonsense_is_refused(node: Any, loading: Callable[[Any], Any]):
+    with pytest.raises(rd.CheckpointError):
+        loading(node)
+
+
+def test_no_constructor_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rd.save(tmp_path / "a.rd", make_model())
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("a constructor was called")
+
+    monkeypatch.setattr(rd.StateSpaceModel, "__check_init__", fail)
+    monkeypatch.setattr(rd.Positive, "__init__", fail)
+    loaded = rd.load(tmp_path / "a.rd")
+    np.testing.assert_allclose(loaded.emission.scale_tril.std.value, [0.7, 2.0])
