@@ -1,10 +1,11 @@
 """One line for each thing that every generic test runs over.
 
-A new kernel is added to `KERNELS`, and the contract tests of `test_kernels.py` run on it.
+A new kernel is added to `KERNELS`, and the contract tests of `test_kernels.py` run on it; a new
+family to `FAMILIES`, for those of `test_family.py`.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -144,3 +145,36 @@ KERNELS: dict[str, KernelCase] = {
     ),
 }
 """Every kind of kernel, and the distributions that must fit in a `DistributionKernel`."""
+
+
+class FamilyCase(NamedTuple):
+    """A family and what the generic tests must know of it.
+
+    Attributes:
+        make: builds it from a linear-Gaussian model with this many states, observations and inputs.
+        parallel: whether `infer` has a parallel form.
+        has_network: whether it has random weights, and starts from the prior chain of the model
+            that `prepare` is given.
+    """
+
+    make: Callable[[rd.StateSpaceModel, int, int, int], rd.AbstractLinearGaussianFamily]
+    parallel: bool = False
+    has_network: bool = True
+
+
+def _network_family(kind: Any, **options: Any) -> Callable[..., rd.AbstractLinearGaussianFamily]:
+    def make(model: rd.StateSpaceModel, state_dim: int, obs_dim: int, input_dim: int) -> Any:
+        return kind(jax.random.key(0), state_dim, obs_dim, input_dim=input_dim, **options)
+
+    return make
+
+
+FAMILIES: dict[str, FamilyCase] = {
+    "kalman": FamilyCase(lambda model, *_: rd.KalmanFamily(model), True, False),
+    "conjugate": FamilyCase(_network_family(rd.ConjugateFamily), True),
+    "gated_scale": FamilyCase(_network_family(rd.GatedFamily, gate="scale")),
+    "gated_natural": FamilyCase(_network_family(rd.GatedFamily, gate="natural")),
+    "recurrent_free": FamilyCase(_network_family(rd.RecurrentFamily)),
+    "recurrent_tied": FamilyCase(_network_family(rd.RecurrentFamily, tied=True)),
+}
+"""Every amortised family, in each of its variants."""

@@ -25,6 +25,12 @@ from retrodict._family import Factor as Factor
 from retrodict._family import GatedFamily as GatedFamily
 from retrodict._family import KalmanFamily as KalmanFamily
 from retrodict._family import RecurrentFamily as RecurrentFamily
+from retrodict._fit import EMResult as EMResult
+from retrodict._fit import EvidenceResult as EvidenceResult
+from retrodict._fit import FitResult as FitResult
+from retrodict._fit import em as em
+from retrodict._fit import fit as fit
+from retrodict._fit import fit_evidence as fit_evidence
 from retrodict._functional import AbstractFunctional as AbstractFunctional
 from retrodict._functional import AdditiveFunctional as AdditiveFunctional
 from retrodict._functional import InitialTerm as InitialTerm

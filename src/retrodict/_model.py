@@ -7,9 +7,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from retrodict._kernel import AbstractKernel, Distribution
+from retrodict._gaussian import Diagonal, Gaussian
+from retrodict._kernel import (
+    AbstractKernel,
+    Distribution,
+    LinearGaussianKernel,
+    NonlinearGaussianKernel,
+)
 from retrodict._mask import Series, prepare_inputs, prepare_series
-from retrodict._parameters import AbstractParameter, unwrap
+from retrodict._parameters import AbstractParameter, Positive, PositiveTril, unwrap
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import as_real_array, check_count, check_key, check_rows
 
@@ -167,6 +173,37 @@ def prepare_data(
             f" {width.shape[0]} columns, got {series.ys.shape[1]}."
         )
     return series
+
+
+def learnable(model: StateSpaceModel) -> StateSpaceModel:
+    """The model with its Gaussian scales as parameters that stay positive while they are learned.
+
+    What is a parameter already, `Frozen` ones included, is left as it is.
+    """
+    parts = (model.prior, model.transition, model.emission)
+    return StateSpaceModel(*(_learnable_part(part) for part in parts))
+
+
+def _learnable_part(part: Any) -> Any:
+    if not isinstance(part, (Gaussian, LinearGaussianKernel, NonlinearGaussianKernel)):
+        return part
+    return eqx.tree_at(
+        lambda p: p.scale_tril,
+        part,
+        _learnable_scale(part.scale_tril),
+        is_leaf=lambda leaf: leaf is part.scale_tril,
+    )
+
+
+def _learnable_scale(scale: Any) -> Any:
+    if isinstance(scale, AbstractParameter):
+        return scale
+    if isinstance(scale, Diagonal):
+        std = scale.std
+        return scale if isinstance(std, AbstractParameter) else Diagonal(Positive(jnp.abs(std)))
+    # The signs of a factor's columns are free.
+    signs = jnp.where(jnp.diagonal(scale) < 0, -1.0, 1.0).astype(scale.dtype)
+    return PositiveTril(scale * signs[None, :])
 
 
 def prepare_path(xs: Any, state_dim: int, num_times: int) -> Float[Array, "time state"]:

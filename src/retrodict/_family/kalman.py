@@ -16,11 +16,11 @@ from retrodict._family._recursions import (
     predicted,
     reverse,
 )
-from retrodict._gaussian import Diagonal, Gaussian, Scale, dense_scale
+from retrodict._gaussian import Gaussian, dense_scale
 from retrodict._kalman._operations import whiten
 from retrodict._kernel import AbstractLinearGaussianKernel, LinearGaussianKernel
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import AbstractParameter, Positive, PositiveTril, unwrap
+from retrodict._model import StateSpaceModel, learnable
+from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
 
@@ -75,9 +75,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
                 "KalmanFamily expects a linear-Gaussian model with a Gaussian prior. For other"
                 " models use GatedFamily or RecurrentFamily."
             )
-        self.model = StateSpaceModel(
-            _learnable(model.prior), _learnable(model.transition), _learnable(model.emission)
-        )
+        self.model = learnable(model)
         self.state_dim = plain.state_dim
         self.input_dim = _input_dim(plain, input_dim)
         u = jnp.zeros(self.input_dim) if self.input_dim else None
@@ -136,24 +134,6 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         kernel = embedded.transition
         back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
         return Factor(Gaussian(after.mean, after.scale), LinearGaussianKernel(*back))
-
-
-def _learnable(part: Any) -> Any:
-    """The same part with scales that stay in their domain while they are learned."""
-    if not isinstance(part, (Gaussian, LinearGaussianKernel)):
-        return part
-    return eqx.tree_at(lambda p: p.scale_tril, part, _learnable_scale(part.scale_tril))
-
-
-def _learnable_scale(scale: Scale) -> Scale:
-    if isinstance(scale, AbstractParameter):
-        return scale
-    if isinstance(scale, Diagonal):
-        std = scale.std
-        return scale if isinstance(std, AbstractParameter) else Diagonal(Positive(jnp.abs(std)))
-    # The signs of a factor's columns are free.
-    signs = jnp.where(jnp.diagonal(scale) < 0, -1.0, 1.0).astype(scale.dtype)
-    return PositiveTril(scale * signs[None, :])
 
 
 def _input_dim(model: StateSpaceModel, given: int | None) -> int:

@@ -86,14 +86,15 @@ def kalman_smoother(
         ValueError: if shapes do not fit, or a scale of the emission is singular.
     """
     model = unwrap(model)
-    _check_linear_gaussian(model)
+    check_linear_gaussian(model)
     series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
     _check_values(model)
-    return _smooth(model, series, parallel)
+    return smooth_series(model, series, parallel)
 
 
 @eqx.filter_jit
-def _smooth(model: StateSpaceModel, series: Series, parallel: bool) -> KalmanPosterior:
+def smooth_series(model: StateSpaceModel, series: Series, parallel: bool) -> KalmanPosterior:
+    """The posterior from an unwrapped model and a series that were checked."""
     prior = Prior(model.prior.mean, dense_scale(model.prior.scale_tril))
     transition = _transition_arrays(model.transition, series)
     data, constant = _whitened_data(model.emission, series)
@@ -151,7 +152,8 @@ def _whitened_data(kernel: AbstractLinearGaussianKernel, series: Series) -> tupl
     return Whitened(design, value), jnp.sum(constants)
 
 
-def _check_linear_gaussian(model: StateSpaceModel) -> None:
+def check_linear_gaussian(model: StateSpaceModel) -> None:
+    """Refuses a model that is not linear Gaussian."""
     if not isinstance(model.prior, Gaussian):
         raise TypeError(
             f"kalman_smoother expects a Gaussian prior, got {type(model.prior).__name__}."

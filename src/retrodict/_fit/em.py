@@ -1,0 +1,258 @@
+"""Expectation-maximisation with a closed-form M-step."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from retrodict import _linalg as linalg
+from retrodict._chain import LinearGaussianChain
+from retrodict._family import AbstractFamily, infer_series
+from retrodict._fit.batch import prepare_batch
+from retrodict._fit.variational import fit
+from retrodict._gaussian import Diagonal, Gaussian
+from retrodict._kalman import check_linear_gaussian, smooth_series
+from retrodict._kernel import LinearGaussianKernel
+from retrodict._mask import Series
+from retrodict._model import StateSpaceModel, learnable
+from retrodict._parameters import Frozen, unwrap
+from retrodict._types import PRNGKey
+from retrodict._validate import check_count, check_key
+
+
+class EMResult(eqx.Module):
+    """What `em` found.
+
+    Attributes:
+        model: the model after the last M-step.
+        family: the family of the last E-step; `None` if it was exact.
+        history: before each M-step the log-evidence, or its lower bound by the family, of all
+            series in nats a time step.
+        status: `"converged"` if the last gain was below the tolerance, else `"finished"`.
+    """
+
+    model: StateSpaceModel
+    family: AbstractFamily | None
+    history: Float[np.ndarray, "iteration"]
+    status: str = eqx.field(static=True)
+
+
+def em(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    ys: Any,
+    *,
+    family: AbstractFamily | None = None,
+    num_iterations: int = 50,
+    steps_per_iteration: int = 500,
+    tolerance: float = 1e-7,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+) -> EMResult:
+    """Alternates E-steps and closed-form M-steps.
+
+    The E-step is exact for a linear-Gaussian model, and the evidence then never falls. With a family
+    it is variational: the family is fitted for some steps, and its chains take the posterior's
+    place. The M-step solves the normal equations of every part that is linear Gaussian; other
+    parts, and what is wrapped in `Frozen`, stay as they are.
+
+    Args:
+        key: a typed key.
+        model: the model to start from.
+        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
+        family: a family, for models that are not linear Gaussian.
+        num_iterations: how many E-steps and M-steps, at most.
+        steps_per_iteration: how many steps the family is fitted for in one E-step.
+        tolerance: the gain, in nats a time step, below which exact EM stops.
+        mask: true where an entry was seen, of the shape of `ys`.
+        inputs: inputs, of shape `(batch, time, input)`.
+        length: how many rows exist, one integer a series or one for all.
+    """
+    check_key(key, "em")
+    num_iterations = check_count(num_iterations, "num_iterations")
+    if family is None:
+        check_linear_gaussian(unwrap(model))
+    batch = prepare_batch(
+        ys,
+        mask=mask,
+        inputs=inputs,
+        length=length,
+        takes_input=unwrap(model).takes_input,
+        owner="em",
+    )
+    rows, history, status = _num_rows(batch), [], "finished"
+    for iteration in range(num_iterations):
+        if family is None:
+            exact = _posteriors(unwrap(model), batch)
+            chains = exact.chain
+            history.append(float(jnp.sum(exact.log_evidence)) / rows)
+            if iteration and history[-1] - history[-2] < tolerance:
+                status = "converged"
+                break
+        else:
+            found = fit(
+                jax.random.fold_in(key, iteration),
+                family,
+                model,
+                ys,
+                mask=mask,
+                inputs=inputs,
+                length=length,
+                num_steps=steps_per_iteration,
+                prepare=iteration == 0,
+                progress=False,
+            )
+            family = found.family
+            history.append(float(np.max(found.held_out)))
+            chains = _chains(unwrap(family), batch)
+        model = maximise(model, chains, batch)
+    return EMResult(model, family, np.asarray(history), status)
+
+
+@eqx.filter_jit
+def _posteriors(model: StateSpaceModel, batch: Series) -> Any:
+    return jax.vmap(lambda series: smooth_series(model, series, False))(batch)
+
+
+@eqx.filter_jit
+def _chains(family: Any, batch: Series) -> LinearGaussianChain:
+    return jax.vmap(lambda series: infer_series(family, series))(batch)
+
+
+def maximise(model: StateSpaceModel, chains: LinearGaussianChain, batch: Series) -> StateSpaceModel:
+    """The M-step: the model that maximises E_q[log p(x, y)] over its linear-Gaussian parts.
+
+    Args:
+        model: the current model; parts without a closed form are taken from it.
+        chains: the posteriors of the series, with a leading axis `batch`.
+        batch: the series themselves.
+    """
+    prior, transition, emission = model.prior, model.transition, model.emission
+    if isinstance(prior, Gaussian) and not _is_frozen(prior, "prior"):
+        prior = _new_prior(prior, chains)
+    if isinstance(transition, LinearGaussianKernel) and not _is_frozen(transition, "transition"):
+        transition = _new_transition(transition, chains, batch)
+    if isinstance(emission, LinearGaussianKernel) and not _is_frozen(emission, "emission"):
+        emission = _new_emission(emission, chains, batch)
+    return learnable(StateSpaceModel(prior, transition, emission))
+
+
+def _is_frozen(part: Any, name: str) -> bool:
+    """Whether all of a part is frozen; refused if only some of it is."""
+    leaves = jax.tree.leaves(part, is_leaf=lambda leaf: isinstance(leaf, Frozen))
+    frozen = [isinstance(leaf, Frozen) for leaf in leaves]
+    if any(frozen) and not all(frozen):
+        raise ValueError(
+            f"The {name} is frozen in part, for which the M-step has no closed form. Freeze all of"
+            " it or none, or learn the model with fit or fit_evidence."
+        )
+    return bool(frozen) and all(frozen)
+
+
+@eqx.filter_jit
+def _new_prior(prior: Gaussian, chains: LinearGaussianChain) -> Gaussian:
+    first = jax.vmap(lambda chain: jax.tree.map(lambda leaf: leaf[0], chain.marginals()))(chains)
+    mean = jnp.mean(first.mean, axis=0)
+    shifts = first.mean - mean[None]
+    covariance = jnp.mean(first.covariance, axis=0)
+    covariance = covariance + linalg.matmul(shifts.T, shifts) / shifts.shape[0]
+    return Gaussian(mean, _scale_like(prior.scale_tril, covariance))
+
+
+@eqx.filter_jit
+def _new_transition(
+    kernel: LinearGaussianKernel, chains: LinearGaussianChain, batch: Series
+) -> LinearGaussianKernel:
+    """Regresses x_k on (x_{k-1}, u_k, 1) under the pair laws of the chains."""
+
+    def one(chain: LinearGaussianChain, series: Series) -> tuple[Array, Array]:
+        pairs, n = chain.pairwise(), chain.num_times
+        d = chain.state_dim
+        known = jnp.ones((n - 1, 1), pairs.mean.dtype)
+        if kernel.input_weight is not None and series.inputs is not None:
+            known = jnp.concatenate([series.inputs[1:], known], axis=1)
+        # The order (x_{k-1}, u_k, 1, x_k) puts the regressors first.
+        means = jnp.concatenate([pairs.mean[:, :d], known, pairs.mean[:, d:]], axis=1)
+        size = means.shape[1]
+        place = np.concatenate([np.arange(d), np.arange(size - d, size)])
+        spread = jnp.zeros((n - 1, size, size), means.dtype)
+        spread = spread.at[:, place[:, None], place[None, :]].set(pairs.covariance)
+        exists = series.exists()
+        weights = jnp.ones(n - 1) if exists is None else exists[1:].astype(means.dtype)
+        moments = means[:, :, None] * means[:, None, :] + spread
+        return jnp.sum(moments * weights[:, None, None], axis=0), jnp.sum(weights)
+
+    moments, counts = jax.vmap(one)(chains, batch)
+    return _regression(kernel, jnp.sum(moments, axis=0), jnp.sum(counts), chains.state_dim)
+
+
+def _new_emission(
+    kernel: LinearGaussianKernel, chains: LinearGaussianChain, batch: Series
+) -> LinearGaussianKernel:
+    """Regresses y_k on (x_k, u_k, 1) under the marginal laws, over the rows that were seen."""
+    if batch.mask is not None:
+        whole = np.asarray(jnp.all(batch.mask, axis=-1) | ~jnp.any(batch.mask, axis=-1))
+        if not whole.all():
+            raise ValueError(
+                "The M-step of an emission with partly missing rows has no closed form. Learn the"
+                " model with fit or fit_evidence, or wrap the emission's arrays in Frozen."
+            )
+    return _regressed_emission(kernel, chains, batch)
+
+
+@eqx.filter_jit
+def _regressed_emission(
+    kernel: LinearGaussianKernel, chains: LinearGaussianChain, batch: Series
+) -> LinearGaussianKernel:
+    def one(chain: LinearGaussianChain, series: Series) -> tuple[Array, Array]:
+        laws, d = chain.marginals(), chain.state_dim
+        known = jnp.ones((chain.num_times, 1), laws.mean.dtype)
+        if kernel.input_weight is not None and series.inputs is not None:
+            known = jnp.concatenate([series.inputs, known], axis=1)
+        means = jnp.concatenate([laws.mean, known, series.ys], axis=1)
+        spread = jnp.zeros((means.shape[0], means.shape[1], means.shape[1]), means.dtype)
+        spread = spread.at[:, :d, :d].set(laws.covariance)
+        weights = jnp.ones(chain.num_times)
+        if series.mask is not None:
+            weights = jnp.all(series.mask, axis=1).astype(means.dtype)
+        moments = means[:, :, None] * means[:, None, :] + spread
+        return jnp.sum(moments * weights[:, None, None], axis=0), jnp.sum(weights)
+
+    moments, counts = jax.vmap(one)(chains, batch)
+    return _regression(kernel, jnp.sum(moments, axis=0), jnp.sum(counts), chains.state_dim)
+
+
+def _regression(
+    kernel: LinearGaussianKernel, moments: Float[Array, "size size"], count: Array, state_dim: int
+) -> LinearGaussianKernel:
+    """Least squares from the second moments of (regressors, response)."""
+    out = unwrap(kernel).bias.shape[0]
+    split = moments.shape[0] - out
+    cross, gram = moments[split:, :split], moments[:split, :split]
+    coefficients = jnp.linalg.solve(gram, cross.T).T
+    contrast = jnp.concatenate([-coefficients, jnp.eye(out, dtype=moments.dtype)], axis=1)
+    covariance = linalg.matmul(linalg.matmul(contrast, moments), contrast.T) / count
+    inputs = coefficients[:, state_dim:-1]
+    return LinearGaussianKernel(
+        coefficients[:, :state_dim],
+        coefficients[:, -1],
+        _scale_like(kernel.scale_tril, 0.5 * (covariance + covariance.T)),
+        inputs if kernel.input_weight is not None else None,
+    )
+
+
+def _scale_like(scale: Any, covariance: Float[Array, "d d"]) -> Any:
+    """A dense factor, or standard deviations where the scale was diagonal."""
+    if isinstance(scale, Diagonal):
+        return Diagonal(jnp.sqrt(jnp.diagonal(covariance)))
+    return linalg.cholesky(covariance)
+
+
+def _num_rows(batch: Series) -> int:
+    if batch.length is None:
+        return batch.ys.shape[0] * batch.ys.shape[1]
+    return int(jnp.sum(batch.length))

@@ -1,0 +1,130 @@
+"""Learning a linear-Gaussian model by ascent of its exact log-evidence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from retrodict._fit.batch import minibatch, num_rows, num_series, prepare_batch, take
+from retrodict._kalman import check_linear_gaussian, smooth_series
+from retrodict._mask import Series
+from retrodict._model import StateSpaceModel, learnable, prepare_data
+from retrodict._parameters import unwrap
+from retrodict._train import ProgressLine, Stage, Status, default_optimiser, start, train
+from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import check_count, check_key
+
+
+class EvidenceResult(eqx.Module):
+    """What `fit_evidence` found.
+
+    Attributes:
+        model: the model with the greatest log-evidence that was seen.
+        history: the log-evidence of each step's series, in nats a time step.
+        log_evidence: the log-evidence of all series under `model` (plus its log prior, if there is
+            one), in nats.
+        num_skipped: how many steps were skipped since their gradient was not finite.
+        status: how it ended.
+    """
+
+    model: StateSpaceModel
+    history: Float[np.ndarray, "step"]
+    log_evidence: float = eqx.field(static=True)
+    num_skipped: int = eqx.field(static=True)
+    status: Status = eqx.field(static=True)
+
+
+def fit_evidence(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    ys: Any,
+    *,
+    num_steps: int = 2000,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+    batch_size: int | None = None,
+    learning_rate: float = 1e-2,
+    optimiser: optax.GradientTransformation | None = None,
+    log_prior: Callable[[StateSpaceModel], Scalar] | None = None,
+    patience: int | None = None,
+    chunk_size: int = 100,
+    progress: bool = True,
+) -> EvidenceResult:
+    """Ascends the exact log-evidence log p_θ(y) of a linear-Gaussian model in its parameters θ.
+
+    Scales are held positive; wrap what is known in `Frozen`.
+
+    Args:
+        key: a typed key.
+        model: the model to start from.
+        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
+        num_steps: how many steps to take.
+        mask: true where an entry was seen, of the shape of `ys`.
+        inputs: inputs, of shape `(batch, time, input)`.
+        length: how many rows exist, one integer a series or one for all.
+        batch_size: how many series a step sees; all of them if it is left out.
+        learning_rate: the largest rate of the default optimiser.
+        optimiser: an optax transformation instead.
+        log_prior: a log density of the parameters, for maximum a posteriori estimates; called with
+            the unwrapped model.
+        patience: how many chunks may pass without a better evidence before it stops.
+        chunk_size: steps between two visits of Python.
+        progress: whether to show a progress line.
+
+    Returns:
+        The best model, the history, and how it ended.
+    """
+    check_key(key, "fit_evidence")
+    num_steps, chunk_size = check_count(num_steps, "num_steps"), check_count(chunk_size, "chunk")
+    plain = unwrap(model)
+    check_linear_gaussian(plain)
+    batch = prepare_batch(
+        ys,
+        mask=mask,
+        inputs=inputs,
+        length=length,
+        takes_input=plain.takes_input,
+        owner="fit_evidence",
+    )
+    prepare_data(plain, batch.ys[0], inputs=None if batch.inputs is None else batch.inputs[0])
+    parameters, fixed = eqx.partition(learnable(model), eqx.is_inexact_array)
+    size = num_series(batch) if batch_size is None else min(batch_size, num_series(batch))
+    share = 1.0 / float(num_rows(batch))
+
+    def objective(parameters: PyTree, data: Series) -> Scalar:
+        model = unwrap(eqx.combine(parameters, fixed))
+        found = jax.vmap(lambda series: smooth_series(model, series, False).log_evidence)(data)
+        value = -jnp.sum(found) / num_rows(data)
+        return value if log_prior is None else value - share * log_prior(model)
+
+    def loss(parameters: PyTree, data: Series, key: PRNGKey, step: Array) -> Scalar:
+        if size == num_series(batch):
+            return objective(parameters, data)
+        return objective(parameters, take(data, minibatch(key, step, num_series(batch), size)))
+
+    optimiser = default_optimiser(learning_rate, num_steps) if optimiser is None else optimiser
+    trained = train(
+        key,
+        [Stage(num_steps, loss)],
+        objective,
+        start(parameters, optimiser, None),
+        batch,
+        optimiser=optimiser,
+        num_starts=None,
+        chunk_size=chunk_size,
+        patience=patience,
+        show=ProgressLine("log-evidence {:.4f} nats a time step") if progress else None,
+    )
+    return EvidenceResult(
+        eqx.combine(trained.state.kept, fixed),
+        -trained.history.losses,
+        -float(trained.state.kept_score) / share,
+        int(trained.state.skipped),
+        trained.status,
+    )

@@ -1,0 +1,514 @@
+"""Fitting a family, a model, or both, by ascent of the ELBO."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from retrodict._chain import LinearGaussianChain
+from retrodict._checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from retrodict._elbo import elbo_of_series
+from retrodict._estimator import AbstractEstimator, ClosedForm, Quadrature, RaoBlackwellised
+from retrodict._family import (
+    AbstractFamily,
+    AbstractLinearGaussianFamily,
+    advance_over,
+    factors,
+    infer_series,
+    rows_of,
+)
+from retrodict._fit.batch import (
+    first_rows,
+    minibatch,
+    num_rows,
+    num_series,
+    prepare_batch,
+    take,
+)
+from retrodict._functional import LogJoint
+from retrodict._mask import Series
+from retrodict._model import StateSpaceModel, learnable, prepare_data
+from retrodict._parameters import unwrap
+from retrodict._train import (
+    ProgressLine,
+    Stage,
+    Status,
+    Trained,
+    TrainHistory,
+    TrainState,
+    default_optimiser,
+    start,
+    train,
+)
+from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import check_count, check_key
+
+NUM_GRADED = 256
+"""How many training series grade the parameters where nothing is held out."""
+
+SHORTEST_PREFIX = 8
+"""The rows with which a growing prefix begins."""
+
+
+class FitResult(eqx.Module):
+    """What `fit` found.
+
+    Attributes:
+        family: the family with the parameters that were graded best.
+        model: the model, with those that were learned with it.
+        history: the ELBO of each step's minibatch, in nats a time step.
+        held_out: the ELBO at the chunk boundaries, in nats a time step: of the held-out series, or
+            of a fixed part of the training series if nothing was held out.
+        held_out_steps: the steps at which `held_out` was taken.
+        kept_step: the step whose parameters were kept.
+        restart_scores: the best of `held_out` of each restart; `family` is that of the best.
+        num_skipped: how many steps were skipped since their gradient was not finite.
+        status: `"finished"`, `"stopped early"`, or `"diverged"` if too many steps in a row had to
+            be skipped.
+    """
+
+    family: AbstractFamily
+    model: StateSpaceModel
+    history: Float[np.ndarray, "step"]
+    held_out: Float[np.ndarray, "chunk"]
+    held_out_steps: Int[np.ndarray, "chunk"]
+    kept_step: int = eqx.field(static=True)
+    restart_scores: Float[np.ndarray, "restart"]
+    num_skipped: int = eqx.field(static=True)
+    status: Status = eqx.field(static=True)
+
+
+def fit(
+    key: PRNGKey,
+    family: AbstractFamily,
+    model: StateSpaceModel,
+    ys: Any,
+    *,
+    num_steps: int = 4000,
+    learn: Literal["family", "model", "both"] | PyTree = "family",
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+    estimator: AbstractEstimator | None = None,
+    batch_size: int = 64,
+    window: int | None = None,
+    growing: bool = False,
+    restarts: int = 1,
+    learning_rate: float = 1e-2,
+    optimiser: optax.GradientTransformation | None = None,
+    log_prior: Callable[[StateSpaceModel], Scalar] | None = None,
+    held_out: Any = None,
+    patience: int | None = None,
+    chunk_size: int = 100,
+    checkpoint: str | Path | None = None,
+    prepare: bool = True,
+    progress: bool = True,
+) -> FitResult:
+    """Ascends the ELBO in the parameters of a family, of the model, or of both.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.1 * jnp.ones(1))),
+        ... )
+        >>> keys = jax.random.split(jax.random.key(0), 8)
+        >>> ys = jax.vmap(lambda key: model.simulate(key, num_times=10)[1])(keys)
+        >>> family = rd.ConjugateFamily(jax.random.key(1), state_dim=1, obs_dim=1, width=4)
+        >>> result = rd.fit(jax.random.key(2), family, model, ys, num_steps=20, progress=False)
+        >>> result.status, bool(result.held_out[-1] > result.held_out[0])
+        ('finished', True)
+
+    Args:
+        key: a typed key.
+        family: the family to start from.
+        model: the model.
+        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
+        num_steps: how many steps to take.
+        learn: what moves: `"family"`, `"model"`, `"both"`, or a pytree of booleans over
+            `(family, model)`. Scales of a model that is learned by name are held positive.
+        mask: true where an entry was seen, of the shape of `ys`.
+        inputs: inputs, of shape `(batch, time, input)`.
+        length: how many rows exist, one integer a series or one for all.
+        estimator: how the ELBO is taken. By default closed form for linear-Gaussian models,
+            quadrature for one or two state dimensions, one draw of the emission term for more.
+        batch_size: how many series a step sees.
+        window: how many rows of each series a step sees, for long series: the family runs from the
+            start up to the window without a gradient, and the step ascends the increment of the
+            ELBO over the window. `None` for all rows.
+        growing: whether to train on prefixes that double in length first, for half of the steps.
+        restarts: how many starts to train side by side: the given one and fresh draws. The best is
+            returned.
+        learning_rate: the largest rate of the default optimiser, which is Adam with warm-up, cosine
+            decay and clipping.
+        optimiser: an optax transformation instead.
+        log_prior: a log density of the model's parameters, for maximum a posteriori estimates;
+            called with the unwrapped model.
+        held_out: observations by which parameters are graded, shaped as `ys`, or a pair of them and
+            a dictionary with their `mask`, `inputs` and `length`.
+        patience: how many chunks may pass without a better grade before the fit stops.
+        chunk_size: steps between two visits of Python, at which parameters are graded.
+        checkpoint: a file in which the state is kept after each chunk; if it exists, the fit goes
+            on from it, to the parameters that it would have ended with.
+        prepare: whether to set the units of the family first; `False` goes on with a family that
+            was trained before.
+        progress: whether to show a progress line.
+
+    Returns:
+        The family and the model with the best parameters, the history, and how it ended.
+
+    Raises:
+        ValueError: if family, model and data do not fit, or a checkpoint belongs to another fit.
+        TypeError: if an argument is of the wrong kind.
+    """
+    check_key(key, "fit")
+    num_steps, chunk_size = check_count(num_steps, "num_steps"), check_count(chunk_size, "chunk")
+    restarts, batch_size = check_count(restarts, "restarts"), check_count(batch_size, "batch_size")
+    _check_kinds(family, model)
+    batch = _checked_batch(model, ys, mask=mask, inputs=inputs, length=length)
+    if prepare:
+        family = family.prepare(model, ys, mask=mask, inputs=inputs, length=length)
+    if learn in ("model", "both") if isinstance(learn, str) else False:
+        model = learnable(model)
+    estimator = _default_estimator(unwrap(model)) if estimator is None else estimator
+    graded = _graded(model, batch, held_out)
+
+    moving = _moving((family, model), learn)
+    _, fixed = eqx.partition((family, model), moving)
+    parameters = _starts(key, family, model, moving, restarts)
+    num_starts = None if restarts == 1 else restarts
+
+    objective = _Objective(fixed, estimator, log_prior, 1.0 / float(num_rows(batch)))
+    stages = _stages(objective, batch, num_steps, batch_size, window, growing, chunk_size)
+    grade_key = jax.random.key(0)
+
+    def grade(parameters: PyTree, data: tuple[Series, Series]) -> Scalar:
+        return objective(parameters, data[1], grade_key, data[0])
+
+    optimiser = default_optimiser(learning_rate, num_steps) if optimiser is None else optimiser
+    state, history = start(parameters, optimiser, num_starts), None
+    at_chunk = None
+    if checkpoint is not None:
+        metadata = _fingerprint(key, batch, num_steps, restarts, chunk_size, batch_size, window)
+        state, history = _resume(Path(checkpoint), state, metadata)
+
+        def at_chunk(state: TrainState, history: TrainHistory) -> None:
+            write_checkpoint(Path(checkpoint), (state, history), metadata)
+
+    trained = train(
+        key,
+        stages,
+        grade,
+        state,
+        (batch, graded),
+        optimiser=optimiser,
+        num_starts=num_starts,
+        chunk_size=chunk_size,
+        patience=patience,
+        history=history,
+        at_chunk=at_chunk,
+        show=ProgressLine("ELBO {:.4f} nats a time step") if progress else None,
+    )
+    return _result(trained, fixed, num_starts)
+
+
+class _Objective(eqx.Module):
+    """The negative ELBO of a batch in nats a time step, and the prior's share of it.
+
+    Attributes:
+        fixed: what of `(family, model)` is not learned.
+        estimator: how the ELBO is taken.
+        log_prior: the log density of the model's parameters, or `None`.
+        share: one over the number of rows of all data, which is what the prior is spread over.
+    """
+
+    fixed: PyTree
+    estimator: AbstractEstimator
+    log_prior: Callable[[StateSpaceModel], Scalar] | None
+    share: float
+
+    def __call__(
+        self, parameters: PyTree, batch: Series, key: PRNGKey, whole: Series | None = None
+    ) -> Scalar:
+        """The value for whole series; `whole` is not read."""
+        family, model = unwrap(eqx.combine(parameters, self.fixed))
+        keys = jax.random.split(key, num_series(batch))
+
+        def one(series: Series, key: PRNGKey) -> Scalar:
+            chain = infer_series(family, series)
+            return elbo_of_series(model, chain, series, self.estimator, key)
+
+        return self.total(jax.vmap(one)(batch, keys), num_rows(batch), model)
+
+    def over_window(
+        self, parameters: PyTree, batch: Series, key: PRNGKey, begin: Any, count: int
+    ) -> Scalar:
+        """The value of the increment of the ELBO over rows begin..begin+count-1.
+
+        If q_{a-1} were exact, the ELBO of rows 0..b-1 less that of rows 0..a-1 would be the ELBO of
+        rows a..b-1 under the prior q_{a-1} for the state before them. That prior is held fixed.
+        """
+        family, model = unwrap(eqx.combine(parameters, self.fixed))
+        keys = jax.random.split(key, num_series(batch))
+
+        def from_start(series: Series, key: PRNGKey) -> Scalar:
+            head = _rows(series, 0, count)
+            return elbo_of_series(model, infer_series(family, head), head, self.estimator, key)
+
+        def later(series: Series, key: PRNGKey) -> Scalar:
+            chain, rows = _window_chain(family, series, begin, count)
+            prior = lax.stop_gradient(jax.tree.map(lambda leaf: leaf[0], chain.laws))
+            local = StateSpaceModel(prior, model.transition, model.emission)
+            return elbo_of_series(local, chain, rows, self.estimator, key)
+
+        values = lax.cond(
+            begin == 0,
+            lambda: jax.vmap(from_start)(batch, keys),
+            lambda: jax.vmap(later)(batch, keys),
+        )
+        rows = num_series(batch) * count
+        if batch.length is not None:
+            rows = jnp.maximum(jnp.sum(jnp.clip(batch.length - begin, 0, count)), 1)
+        return self.total(values, rows, model)
+
+    def total(self, values: Float[Array, "batch"], rows: Any, model: StateSpaceModel) -> Scalar:
+        """The loss from the ELBOs of the series of a batch."""
+        value = -jnp.sum(values) / rows
+        if self.log_prior is not None:
+            value = value - self.share * self.log_prior(model)
+        return value
+
+
+def _window_chain(
+    family: AbstractLinearGaussianFamily, series: Series, begin: Any, count: int
+) -> tuple[LinearGaussianChain, Series]:
+    """The chain of a window and of the row before it, and those rows, the first of them unseen."""
+    held = lax.stop_gradient(family)
+    before = advance_over(held, rows_of(series), begin - 1)
+    rows = _rows(series, begin - 1, count + 1)
+    read, _ = factors(family, lax.stop_gradient(before), rows_of(rows), rows.exists())
+    kernels = jax.tree.map(lambda leaf: leaf[1:], read.kernel)
+    seen = jnp.ones(rows.ys.shape, bool) if rows.mask is None else rows.mask
+    unseen_first = Series(rows.ys, seen.at[0].set(False), rows.inputs, rows.length)
+    return LinearGaussianChain(read.law, kernels, rows.length), unseen_first
+
+
+def _rows(series: Series, begin: Any, count: int) -> Series:
+    """Some consecutive rows of one series; at least one of them exists."""
+
+    def cut(array: Array | None) -> Array | None:
+        return None if array is None else lax.dynamic_slice_in_dim(array, begin, count)
+
+    length = None if series.length is None else jnp.clip(series.length - begin, 1, count)
+    return Series(
+        lax.dynamic_slice_in_dim(series.ys, begin, count),
+        cut(series.mask),
+        cut(series.inputs),
+        length,
+    )
+
+
+def _stages(
+    objective: _Objective,
+    batch: Series,
+    num_steps: int,
+    batch_size: int,
+    window: int | None,
+    growing: bool,
+    chunk_size: int,
+) -> list[Stage]:
+    """The losses of a fit, one after another."""
+    size, n = min(batch_size, num_series(batch)), batch.ys.shape[1]
+
+    def on_rows(count: int) -> Callable[..., Scalar]:
+        def loss(parameters: PyTree, data: tuple, key: PRNGKey, step: Array) -> Scalar:
+            series = take(data[0], minibatch(key, step, num_series(batch), size))
+            draw_key = jax.random.fold_in(jax.random.fold_in(key, 1), step)
+            return objective(parameters, first_rows(series, count), draw_key)
+
+        return loss
+
+    def on_windows(count: int) -> Callable[..., Scalar]:
+        starts = -(-n // count)
+
+        def loss(parameters: PyTree, data: tuple, key: PRNGKey, step: Array) -> Scalar:
+            series = take(data[0], minibatch(key, step, num_series(batch), size))
+            draw_key, place_key = jax.random.split(
+                jax.random.fold_in(jax.random.fold_in(key, 1), step)
+            )
+            begin = jnp.minimum(jax.random.randint(place_key, (), 0, starts) * count, n - count)
+            return objective.over_window(parameters, series, draw_key, begin, count)
+
+        return loss
+
+    if window is not None:
+        window = check_count(window, "window")
+    rows = n if window is None else min(window, n)
+    last = on_rows(n) if rows == n else on_windows(rows)
+    prefixes = []
+    if growing:
+        length = SHORTEST_PREFIX
+        while length < rows:
+            prefixes.append(length)
+            length *= 2
+    stages, half = [], num_steps // 2
+    for position, prefix in enumerate(prefixes):
+        # Stages end at chunk boundaries, where checkpoints are written.
+        until = half * (position + 1) // len(prefixes) // chunk_size * chunk_size
+        if until > (stages[-1].until if stages else 0):
+            stages.append(Stage(until, on_rows(prefix)))
+    return [*stages, Stage(num_steps, last)]
+
+
+def _starts(
+    key: PRNGKey, family: AbstractFamily, model: StateSpaceModel, moving: PyTree, restarts: int
+) -> PyTree:
+    """The parameters of each start: those that were given, then fresh draws."""
+    given = eqx.filter((family, model), moving)
+    if restarts == 1:
+        return given
+    keys = jax.random.split(jax.random.fold_in(key, 2), restarts - 1)
+    fresh = [eqx.filter((family.redraw(each), model), moving) for each in keys]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), given, *fresh)
+
+
+def _moving(pair: tuple[AbstractFamily, StateSpaceModel], learn: Any) -> PyTree:
+    """A pytree of booleans over (family, model): which leaves are learned."""
+    arrays = jax.tree.map(eqx.is_inexact_array, pair)
+    if isinstance(learn, str):
+        if learn not in ("family", "model", "both"):
+            raise ValueError(
+                "fit expects learn 'family', 'model', 'both' or a pytree of booleans over (family,"
+                f" model), got {learn!r}."
+            )
+        chosen = {"family": (True, False), "model": (False, True), "both": (True, True)}[learn]
+        spread = tuple(
+            jax.tree.map(lambda leaf, keep=keep: leaf and keep, part)
+            for keep, part in zip(chosen, arrays, strict=True)
+        )
+        return spread
+    try:
+        return jax.tree.map(lambda given, array: bool(given) and array, learn, arrays)
+    except ValueError as error:
+        raise ValueError(
+            "fit expects learn to be a pytree of booleans of the structure of (family, model) after"
+            " family.prepare(model, ys): call it first, and pass prepare=False. " + str(error)
+        ) from error
+
+
+def _checked_batch(model: StateSpaceModel, ys: Any, **rest: Any) -> Series:
+    """The series of a batch, checked against the model."""
+    plain = unwrap(model)
+    batch = prepare_batch(ys, takes_input=plain.takes_input, owner="fit", **rest)
+    one = take(batch, 0)
+    prepare_data(plain, one.ys, inputs=one.inputs)
+    return batch
+
+
+def _graded(model: StateSpaceModel, batch: Series, held_out: Any) -> Series:
+    """The series by which parameters are graded."""
+    if held_out is None:
+        return take(batch, slice(0, NUM_GRADED))
+    ys, rest = held_out if isinstance(held_out, tuple) else (held_out, {})
+    return _checked_batch(model, ys, **{"mask": None, "inputs": None, "length": None, **rest})
+
+
+def _default_estimator(model: StateSpaceModel) -> AbstractEstimator:
+    if all(term.quadratic for term in LogJoint(model).terms()):
+        return ClosedForm()
+    if model.state_dim == 1:
+        return Quadrature(20)
+    if model.state_dim == 2:
+        return Quadrature(8)
+    return RaoBlackwellised(1)
+
+
+def _check_kinds(family: Any, model: Any) -> None:
+    if not isinstance(family, AbstractFamily):
+        raise TypeError(f"fit expects a family, got {type(family).__name__}.")
+    if not isinstance(model, StateSpaceModel):
+        raise TypeError(f"fit expects a StateSpaceModel, got {type(model).__name__}.")
+
+
+def _fingerprint(key: PRNGKey, batch: Series, *numbers: int | None) -> dict[str, Any]:
+    """What must be the same for a checkpoint to be gone on from."""
+    digest = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes())
+    for leaf in jax.tree.leaves(batch):
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    names = ("num_steps", "restarts", "chunk_size", "batch_size", "window")
+    return {"data": digest.hexdigest(), **dict(zip(names, numbers, strict=True))}
+
+
+def _resume(
+    path: Path, state: TrainState, metadata: dict[str, Any]
+) -> tuple[TrainState, TrainHistory | None]:
+    """The state of a checkpoint if there is one, refused if it belongs to another fit."""
+    try:
+        found = read_checkpoint(path)
+    except FileNotFoundError:
+        return state, None
+    restored, history = found.tree
+    for name, expected in metadata.items():
+        if found.metadata.get(name) != expected:
+            what = (
+                "other data or another key"
+                if name == "data"
+                else (f"{name}={found.metadata.get(name)}, and this fit has {name}={expected}")
+            )
+            raise ValueError(
+                f"{path} is the checkpoint of a fit with {what}. Give another file, or remove it."
+            )
+    _refuse_other_parameters(path, restored, state)
+    return restored, history
+
+
+def _refuse_other_parameters(path: Path, restored: TrainState, state: TrainState) -> None:
+    """Refuses a checkpoint whose arrays are not those of this family, model and optimiser."""
+
+    def shapes(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return [(jax.tree_util.keystr(at), leaf.shape, str(leaf.dtype)) for at, leaf in leaves]
+
+    for found, expected in zip(shapes(restored), shapes(state), strict=False):
+        if found != expected:
+            raise CheckpointError(
+                f"{path} is the checkpoint of another family, model or optimiser: it has"
+                f" {found[0]} of shape {found[1]} and type {found[2]}, where this fit has"
+                f" {expected[0]} of shape {expected[1]} and type {expected[2]}."
+            )
+    if len(shapes(restored)) != len(shapes(state)):
+        raise CheckpointError(
+            f"{path} is the checkpoint of another family, model or optimiser: it has"
+            f" {len(shapes(restored))} arrays, and this fit {len(shapes(state))}."
+        )
+
+
+def _result(trained: Trained, fixed: PyTree, num_starts: int | None) -> FitResult:
+    state, history = trained.state, trained.history
+    scores = np.atleast_1d(np.asarray(state.kept_score))
+    best = int(np.argmin(scores))
+
+    def pick(tree: PyTree) -> PyTree:
+        return tree if num_starts is None else jax.tree.map(lambda leaf: leaf[best], tree)
+
+    family, model = eqx.combine(pick(state.kept), fixed)
+    return FitResult(
+        family=family,
+        model=model,
+        history=-pick(history.losses),
+        held_out=-pick(history.scores),
+        held_out_steps=history.score_steps,
+        kept_step=int(pick(state.kept_step)),
+        restart_scores=-scores,
+        num_skipped=int(pick(state.skipped)),
+        status=trained.status,
+    )

@@ -1,0 +1,298 @@
+"""A training loop that knows nothing of what it trains: a loss, parameters, data.
+
+Steps run inside one compiled program a chunk, so that Python is idle but at chunk boundaries, where
+parameters are graded, progress is shown and checkpoints are written. Several starts are trained side
+by side under one `vmap`, on the same minibatches.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from retrodict._types import PRNGKey, Scalar
+
+Loss = Callable[[Any, Any, Any, Any], Scalar]
+"""`loss(parameters, data, key, step)`: the loss draws its minibatch from key and step."""
+
+Status = Literal["finished", "stopped early", "diverged"]
+
+MAX_SKIPPED_IN_A_ROW = 100
+"""How many steps in a row may have a gradient that is not finite before training ends."""
+
+
+class Stage(NamedTuple):
+    """A loss, and the step at which the next one takes over."""
+
+    until: int
+    loss: Loss
+
+
+class TrainState(eqx.Module):
+    """All that training carries; with several starts each array has a leading axis for them.
+
+    Attributes:
+        parameters: where each start stands.
+        optimiser: the state of the optimiser.
+        kept: the parameters with the least graded loss so far.
+        kept_score: that loss.
+        kept_step: the step at which it was graded.
+        skipped: how many steps had a gradient that was not finite.
+        skipped_in_a_row: how many of the last steps had none that was.
+        step: how many steps were taken.
+    """
+
+    parameters: PyTree
+    optimiser: PyTree
+    kept: PyTree
+    kept_score: Float[Array, "*start"]
+    kept_step: Int[Array, "*start"]
+    skipped: Int[Array, "*start"]
+    skipped_in_a_row: Int[Array, "*start"]
+    step: Int[Array, ""]
+
+
+class TrainHistory(eqx.Module):
+    """What was seen on the way.
+
+    Attributes:
+        losses: the loss of each step.
+        scores: the graded loss at each chunk boundary, that of the start included.
+        score_steps: the steps at which those were graded.
+    """
+
+    losses: Float[np.ndarray, "*start step"]
+    scores: Float[np.ndarray, "*start chunk"]
+    score_steps: Int[np.ndarray, "chunk"]
+
+
+class Trained(NamedTuple):
+    """What training returns: the last state, the history and how it ended."""
+
+    state: TrainState
+    history: TrainHistory
+    status: Status
+
+
+def default_optimiser(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
+    """Adam with warm-up over a twentieth of the steps, cosine decay, and gradients clipped at 1."""
+    warmup = max(1, min(num_steps // 20, 500))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, warmup, max(num_steps, warmup + 1), 1e-3 * learning_rate
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
+
+
+def start(
+    parameters: PyTree, optimiser: optax.GradientTransformation, num_starts: int | None
+) -> TrainState:
+    """The state before the first step.
+
+    Args:
+        parameters: arrays; with a leading axis if there are several starts.
+        optimiser: an optax transformation.
+        num_starts: how many starts the leading axis holds; `None` if there is no such axis.
+    """
+    shape = () if num_starts is None else (num_starts,)
+    return TrainState(
+        parameters,
+        _each(optimiser.init, num_starts)(parameters),
+        parameters,
+        jnp.full(shape, jnp.inf),
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros((), jnp.int32),
+    )
+
+
+def train(
+    key: PRNGKey,
+    stages: Sequence[Stage],
+    grade: Callable[[Any, Any], Scalar],
+    state: TrainState,
+    data: PyTree,
+    *,
+    optimiser: optax.GradientTransformation,
+    num_starts: int | None,
+    chunk_size: int,
+    patience: int | None = None,
+    history: TrainHistory | None = None,
+    at_chunk: Callable[[TrainState, TrainHistory], None] | None = None,
+    show: Callable[[int, int, float], None] | None = None,
+) -> Trained:
+    """Descends a loss, and keeps the parameters that are graded best.
+
+    A step whose loss or gradient is not finite is skipped and counted; after
+    `MAX_SKIPPED_IN_A_ROW` of them in a row, for every start, training ends. The same key, state and
+    data give the same parameters to the last bit, wherever training was interrupted.
+
+    Args:
+        key: a typed key.
+        stages: losses, with the step at which each ends; the last one ends training.
+        grade: `grade(parameters, data)`, a loss without randomness; the least is kept.
+        state: where to go on from.
+        data: what losses and grade read, passed to the compiled program and not baked into it.
+        optimiser: an optax transformation.
+        num_starts: how many starts are trained side by side; `None` for one without an axis.
+        chunk_size: steps between two visits of Python.
+        patience: how many chunks may pass without a better grade; `None` for all.
+        history: what was seen before, if training goes on.
+        at_chunk: called after each chunk, for checkpoints.
+        show: called after each chunk with the step, the number of steps and the best loss so far.
+    """
+    num_steps = stages[-1].until
+    graded = eqx.filter_jit(_each_with(grade, num_starts))
+    if history is None:
+        scores = graded(state.parameters, data)
+        state = _keep(state, scores)
+        history = TrainHistory(
+            np.zeros((*np.shape(scores), 0)), np.asarray(scores)[..., None], np.zeros(1, int)
+        )
+    status: Status = "finished"
+    for position, stage in enumerate(stages):
+        first = stages[position - 1].until if position else 0
+        if int(state.step) >= stage.until:
+            continue
+        run = _compiled_chunk(stage.loss, optimiser, num_starts, chunk_size)
+        while first <= int(state.step) < stage.until:
+            before = int(state.step)
+            state, losses = run(state, data, key, jnp.asarray(stage.until))
+            taken = int(state.step) - before
+            scores = graded(state.parameters, data)
+            state = _keep(state, scores)
+            history = _extend(history, np.asarray(losses)[..., :taken], scores, int(state.step))
+            if at_chunk is not None:
+                at_chunk(state, history)
+            if show is not None:
+                show(int(state.step), num_steps, float(np.min(np.asarray(state.kept_score))))
+            if np.all(np.asarray(state.skipped_in_a_row) >= MAX_SKIPPED_IN_A_ROW):
+                return Trained(state, history, "diverged")
+            waited = int(state.step) - int(np.max(np.asarray(state.kept_step)))
+            if patience is not None and waited >= patience * chunk_size:
+                return Trained(state, history, "stopped early")
+    return Trained(state, history, status)
+
+
+def _compiled_chunk(
+    loss: Loss,
+    optimiser: optax.GradientTransformation,
+    num_starts: int | None,
+    chunk_size: int,
+) -> Callable[..., tuple[TrainState, Float[Array, "*start step"]]]:
+    """A program that takes a chunk of steps, fewer if the stage ends before."""
+
+    def one_start(parameters: PyTree, state: PyTree, data: PyTree, key: PRNGKey, step: Array):
+        value, gradient = jax.value_and_grad(loss)(parameters, data, key, step)
+        ok = jnp.isfinite(value) & jnp.isfinite(optax.global_norm(gradient))
+        # Zeros in place of what is not finite: the optimiser's own arithmetic stays finite too.
+        gradient = jax.tree.map(lambda leaf: jnp.where(ok, leaf, 0.0), gradient)
+        update, moved = optimiser.update(gradient, state, parameters)
+        parameters = _choose(ok, optax.apply_updates(parameters, update), parameters)
+        return parameters, _choose(ok, moved, state), value, ok
+
+    def take(state: TrainState, at: tuple[PyTree, PRNGKey, Array]) -> tuple[TrainState, Array]:
+        data, key, until = at
+        axes = (0, 0, None, None, None)
+        each = one_start if num_starts is None else jax.vmap(one_start, in_axes=axes)
+        parameters, moved, value, ok = each(
+            state.parameters, state.optimiser, data, key, state.step
+        )
+        after = TrainState(
+            parameters,
+            moved,
+            state.kept,
+            state.kept_score,
+            state.kept_step,
+            state.skipped + ~ok,
+            jnp.where(ok, 0, state.skipped_in_a_row + 1),
+            state.step + 1,
+        )
+        return _choose(state.step < until, after, state), value
+
+    @eqx.filter_jit
+    def run(state: TrainState, data: PyTree, key: PRNGKey, until: Array):
+        state, losses = lax.scan(
+            lambda state, _: take(state, (data, key, until)), state, None, length=chunk_size
+        )
+        return state, jnp.moveaxis(losses, 0, -1)
+
+    return run
+
+
+@eqx.filter_jit
+def _keep(state: TrainState, scores: Float[Array, "*start"]) -> TrainState:
+    """The state with what it keeps replaced where the new grade is better."""
+    better = scores < state.kept_score
+
+    def choose(new: Array, old: Array) -> Array:
+        return jnp.where(better.reshape(better.shape + (1,) * (new.ndim - better.ndim)), new, old)
+
+    return eqx.tree_at(
+        lambda s: (s.kept, s.kept_score, s.kept_step),
+        state,
+        (
+            jax.tree.map(choose, state.parameters, state.kept),
+            jnp.where(better, scores, state.kept_score),
+            jnp.where(better, state.step, state.kept_step),
+        ),
+    )
+
+
+def _extend(history: TrainHistory, losses: np.ndarray, scores: Array, step: int) -> TrainHistory:
+    return TrainHistory(
+        np.concatenate([history.losses, losses], axis=-1),
+        np.concatenate([history.scores, np.asarray(scores)[..., None]], axis=-1),
+        np.append(history.score_steps, step),
+    )
+
+
+def _choose(condition: Bool[Array, ""], one: PyTree, other: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+
+
+def _each(fn: Callable[[Any], Any], num_starts: int | None) -> Callable[[Any], Any]:
+    return fn if num_starts is None else jax.vmap(fn)
+
+
+def _each_with(fn: Callable[[Any, Any], Any], num_starts: int | None) -> Callable[..., Any]:
+    return fn if num_starts is None else jax.vmap(fn, in_axes=(0, None))
+
+
+class ProgressLine:
+    """One line on the terminal that says how far training is; silent for the first two seconds.
+
+    Args:
+        unit: what the loss is called and how it is printed, such as `"ELBO {:.4f} nats a step"`.
+    """
+
+    def __init__(self, unit: str):
+        self.unit, self.began, self.first = unit, time.monotonic(), None
+
+    def __call__(self, step: int, num_steps: int, loss: float) -> None:
+        """Redraws the line."""
+        elapsed = time.monotonic() - self.began
+        if self.first is None:
+            self.first = (step, elapsed)  # compilation is not part of the rate
+        if elapsed < 2.0 and step < num_steps:
+            return
+        done = step - self.first[0]
+        rate = (elapsed - self.first[1]) / done if done else elapsed / step
+        width = 24
+        filled = width * step // num_steps
+        bar = "█" * filled + "·" * (width - filled)
+        left = (
+            f"{rate * (num_steps - step):4.0f} s left" if step < num_steps else f"{elapsed:.0f} s"
+        )
+        end = "\n" if step >= num_steps else ""
+        line = f"\r{bar} {step}/{num_steps}  {self.unit.format(-loss)}  {left}   "
+        sys.stderr.write(line + end)
+        sys.stderr.flush()
