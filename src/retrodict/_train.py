@@ -1,8 +1,8 @@
 """A training loop that knows nothing of what it trains: a loss, parameters, data.
 
 Steps run inside one compiled program a chunk, so that Python is idle but at chunk boundaries, where
-parameters are graded, progress is shown and checkpoints are written. Several starts are trained side
-by side under one `vmap`, on the same minibatches.
+parameters are graded, progress is shown and checkpoints are written. Several starts are trained
+side by side under one `vmap`, on the same minibatches.
 """
 
 import sys
@@ -192,7 +192,8 @@ def _compiled_chunk(
 
     def one_start(parameters: PyTree, state: PyTree, data: PyTree, key: PRNGKey, step: Array):
         value, gradient = jax.value_and_grad(loss)(parameters, data, key, step)
-        ok = jnp.isfinite(value) & jnp.isfinite(optax.global_norm(gradient))
+        leaves = (value, *jax.tree.leaves(gradient))
+        ok = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
         # Zeros in place of what is not finite: the optimiser's own arithmetic stays finite too.
         gradient = jax.tree.map(lambda leaf: jnp.where(ok, leaf, 0.0), gradient)
         update, moved = optimiser.update(gradient, state, parameters)
@@ -212,7 +213,7 @@ def _compiled_chunk(
             state.kept,
             state.kept_score,
             state.kept_step,
-            state.skipped + ~ok,
+            state.skipped + jnp.where(ok, 0, 1),
             jnp.where(ok, 0, state.skipped_in_a_row + 1),
             state.step + 1,
         )

@@ -55,21 +55,10 @@ class AbstractFamily(eqx.Module):
     """An amortised variational family: y_{0:n-1} ↦ q_{n-1}(x_{n-1}) ∏ q_{k-1|k}(x_k, x_{k-1})."""
 
     if TYPE_CHECKING:
-
-        @property
-        def state_dim(self) -> int:
-            """The dimension of the state."""
-            ...
-
-        @property
-        def obs_dim(self) -> int:
-            """The dimension of an observation."""
-            ...
-
-        @property
-        def input_dim(self) -> int:
-            """The dimension of an input; 0 if the family takes none."""
-            ...
+        # A type checker would take abstract variables for properties.
+        state_dim: int
+        obs_dim: int
+        input_dim: int
     else:
         state_dim: eqx.AbstractVar[int]
         obs_dim: eqx.AbstractVar[int]

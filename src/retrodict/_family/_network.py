@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from retrodict import _linalg as linalg
@@ -172,17 +173,18 @@ def tril_from(raw: Float[Array, "size"], d: int) -> Float[Array, "d d"]:
     diagonal = diagonal + jnp.sqrt(jnp.finfo(raw.dtype).tiny)
     if d == 1:
         return diagonal[:, None]
-    return jnp.diag(diagonal) + _strictly_lower(raw[d:], d)
+    packed = jnp.concatenate([diagonal, raw[d:]])
+    return jnp.matmul(packed, _places(d, raw.dtype), precision=HIGHEST).reshape(d, d)
 
 
 def tril_features(scale: Float[Array, "d d"]) -> Float[Array, "size"]:
     """The numbers by which a network reads a lower factor: logarithms and ratios."""
-    diagonal = jnp.diagonal(scale)
-    if scale.shape[0] == 1:
+    diagonal, d = jnp.diagonal(scale), scale.shape[0]
+    if d == 1:
         return jnp.log(diagonal)
-    ratios = scale / diagonal[None, :]
-    rows, columns = np.tril_indices(scale.shape[0], -1)
-    return jnp.concatenate([jnp.log(diagonal), ratios[rows, columns]])
+    ratios = (scale / diagonal[None, :]).reshape(-1)
+    below = _places(d, scale.dtype)[d:].T
+    return jnp.concatenate([jnp.log(diagonal), jnp.matmul(ratios, below, precision=HIGHEST)])
 
 
 def mlp(key: PRNGKey, in_size: int, out_size: int, width: int, depth: int) -> eqx.nn.MLP:
@@ -203,10 +205,17 @@ def mlp(key: PRNGKey, in_size: int, out_size: int, width: int, depth: int) -> eq
 _UNIT = float(np.log(np.expm1(1.0)))
 """Where softplus is one."""
 
+HIGHEST = lax.Precision.HIGHEST
 
-def _strictly_lower(raw: Float[Array, "size"], d: int) -> Float[Array, "d d"]:
+
+def _places(d: int, dtype: Any) -> Float[np.ndarray, "size entries"]:
+    """Ones where the diagonal, and after it the entries below it, stand in a flattened matrix.
+
+    A product with it copies each number exactly. Indexing would do the same, but its derivative
+    scatters one entry after another.
+    """
     rows, columns = np.tril_indices(d, -1)
-    place = np.zeros((d, d), int)
-    place[rows, columns] = np.arange(rows.size)
-    mask = np.tril(np.ones((d, d), bool), -1)
-    return jnp.where(mask, raw[place.reshape(-1)].reshape(d, d), 0.0)
+    entries = np.concatenate([np.arange(d) * (d + 1), rows * d + columns])
+    places = np.zeros((tril_size(d), d * d), dtype)
+    places[np.arange(tril_size(d)), entries] = 1.0
+    return places

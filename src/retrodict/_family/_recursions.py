@@ -2,6 +2,10 @@
 
 Laws travel as a mean and a lower Cholesky factor. Each step factors one matrix of the form I + BᵀB,
 which is never near singular, or a sum of two Gram matrices: nothing is subtracted.
+
+The transition is mostly the same for all rows and series. Under `vmap` a product w x with a shared
+w would gather the rows of all x into one matrix, across the whole batch; `shared_matmul` writes it
+as (xᵀwᵀ)ᵀ, which moves entries within each x alone.
 """
 
 from typing import NamedTuple
@@ -10,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from retrodict import _linalg as linalg
+from retrodict._chain import cholesky_and_inverse, shared_matmul
 from retrodict._gaussian import Gaussian
 from retrodict._kalman._operations import Prior, Transition, Whitened
 from retrodict._kalman._parallel import filter_laws_in_parallel
@@ -52,9 +57,9 @@ def predict(
     noise: Float[Array, "d d"],
 ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
     """The law of w x + b + q ε for x of law N(m, s sᵀ)."""
-    moved = linalg.matmul(weight, scale)
+    moved = shared_matmul(weight, scale)
     covariance = linalg.outer_gram(moved) + linalg.outer_gram(noise)
-    return linalg.matvec(weight, mean) + bias, linalg.cholesky(covariance)
+    return linalg.matvec(weight, mean) + bias, cholesky_and_inverse(covariance)[0]
 
 
 def condition(
@@ -83,8 +88,8 @@ def reverse(
 ) -> tuple[Float[Array, "d d"], Float[Array, "d"], Float[Array, "d d"]]:
     """The backward kernel of x given z = w x + b + q ε, for x of law N(m, s sᵀ).
 
-    It is `condition` on the d observations q⁻¹(z − b) of design q⁻¹w: with the conditional factor
-    f, the gain is f fᵀ wᵀ q⁻ᵀ q⁻¹.
+    It is `condition` on the d observations q⁻¹(z − b) of design h = q⁻¹w: with the conditional
+    factor f, the gain is f fᵀ hᵀ q⁻¹, of which hᵀ q⁻¹ is the same for all rows.
 
     Returns:
         The gain G, the offset m − G (w m + b) and the lower factor f.
@@ -92,8 +97,8 @@ def reverse(
     eye = jnp.eye(noise.shape[0], dtype=noise.dtype)
     whitener = linalg.solve_triangular(noise, eye)
     design = linalg.matmul(whitener, weight)
-    after = linalg.matmul(scale, _inverse_of_upper_factor(linalg.matmul(design, scale)))
-    gain = linalg.matmul(after, linalg.matmul(linalg.matmul(design, after).T, whitener))
+    after = linalg.matmul(scale, _inverse_of_upper_factor(shared_matmul(design, scale)))
+    gain = linalg.matmul(linalg.outer_gram(after), linalg.matmul(design.T, whitener))
     offset = mean - linalg.matvec(gain, linalg.matvec(weight, mean) + bias)
     return gain, offset, after
 
@@ -130,8 +135,8 @@ def contraction(w: Float[Array, "d d"]) -> Float[Array, "d d"]:
     Its Gram matrix is I − C⁻¹C⁻ᵀ. Every strict contraction is reached: see `expansion`.
     """
     eye = jnp.eye(w.shape[0], dtype=w.dtype)
-    factor = linalg.cholesky(eye + linalg.matmul(w.T, w))
-    return linalg.solve_triangular(factor, w.T).T
+    _, inverse = cholesky_and_inverse(eye + linalg.matmul(w.T, w))
+    return linalg.matmul(w, inverse.T)
 
 
 def expansion(g: Float[Array, "d d"]) -> Float[Array, "d d"]:
@@ -145,5 +150,5 @@ def _inverse_of_upper_factor(b: Float[Array, "p d"]) -> Float[Array, "d d"]:
     """U⁻ᵀ, which is lower, for the upper U with I + bᵀb = U Uᵀ."""
     eye = jnp.eye(b.shape[1], dtype=b.dtype)
     gram = eye + linalg.matmul(b.T, b)
-    upper = linalg.cholesky(gram[::-1, ::-1])[::-1, ::-1]
-    return linalg.solve_triangular(upper.T, eye)
+    _, inverse = cholesky_and_inverse(gram[::-1, ::-1])
+    return inverse[::-1, ::-1].T

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from retrodict import _linalg as linalg
+from retrodict._chain import shared_matmul
 from retrodict._family._base import Factor, Row
 from retrodict._gaussian import Gaussian, dense_scale
 from retrodict._kernel import AbstractLinearGaussianKernel, LinearGaussianKernel
@@ -27,6 +28,9 @@ NUM_PATHS = 512
 
 NUM_TIMES = 256
 """How many rows of them, at most."""
+
+REACH = 1e6
+"""How far beyond its first two rows a path is followed."""
 
 
 class Coordinates(eqx.Module):
@@ -94,11 +98,11 @@ class Coordinates(eqx.Module):
         """The law and the backward kernel of x, from those of z."""
         spread, location = self.state_scale, self.state_location
         whitened = linalg.solve_triangular(spread, jnp.eye(mean.shape[0], dtype=mean.dtype))
-        weight = linalg.matmul(spread, linalg.matmul(gain, whitened))
+        weight = shared_matmul(spread, linalg.matmul(gain, whitened))
         bias = location + linalg.matvec(spread, offset) - linalg.matvec(weight, location)
         return Factor(
-            Gaussian(location + linalg.matvec(spread, mean), linalg.matmul(spread, scale)),
-            LinearGaussianKernel(weight, bias, linalg.matmul(spread, kernel_scale)),
+            Gaussian(location + linalg.matvec(spread, mean), shared_matmul(spread, scale)),
+            LinearGaussianKernel(weight, bias, shared_matmul(spread, kernel_scale)),
         )
 
 
@@ -172,10 +176,10 @@ def _spread_of_linear(
 
 
 def _by_regression(model: StateSpaceModel, num_times: int, us: Array | None) -> PriorChain:
-    """Least squares of x_k on x_{k-1} and u_k over simulated paths."""
+    """Least squares of x_k on x_{k-1} over simulated paths."""
     keys = jax.random.split(jax.random.key(0), NUM_PATHS)
     paths = jax.vmap(lambda key: model.simulate(key, num_times, inputs=us)[0])(keys)
-    paths = jnp.where(jnp.isfinite(paths), paths, 0.0)
+    paths = _within_reach(paths)
     d = paths.shape[-1]
     initial, states = paths[:, 0], paths.reshape(-1, d)
     before, after = paths[:, :-1].reshape(-1, d), paths[:, 1:].reshape(-1, d)
@@ -188,6 +192,14 @@ def _by_regression(model: StateSpaceModel, num_times: int, us: Array | None) -> 
         jnp.mean(states, axis=0),
         linalg.matmul(centred.T, centred) / states.shape[0],
     )
+
+
+def _within_reach(paths: Float[Array, "sample time d"]) -> Float[Array, "sample time d"]:
+    """Paths of a transition that explodes, cut where no number is left to regress on."""
+    centre = jnp.mean(paths[:, 0], axis=0)[None, None]
+    beginning = jnp.abs(paths[:, :2] - centre)
+    reach = REACH * jnp.max(jnp.where(jnp.isfinite(beginning), beginning, 0.0))
+    return centre + jnp.clip(jnp.nan_to_num(paths - centre), -reach, reach)
 
 
 def _regress(before: Array, after: Array) -> tuple[Array, Array, Array]:
@@ -253,22 +265,42 @@ def sample_of(ys: Any, mask: Any, inputs: Any, length: Any) -> Sample:
     check_finite(batch, "ys", allow_nan=True)
     values = np.array(batch, float)
     if mask is not None and mask is not True:
-        values[~np.broadcast_to(np.asarray(mask, bool), values.shape)] = np.nan
-    if length is not None:
-        lengths = np.broadcast_to(np.asarray(length), values.shape[:1])
-        values[np.arange(values.shape[1])[None] >= lengths[:, None]] = np.nan
-    us = None
-    if inputs is not None:
-        us = as_real_array(inputs, "inputs")
-        us = us if us.ndim == 3 else us[None]
-        if us.ndim != 3 or us.shape[1] != values.shape[1]:
+        seen = np.asarray(mask)
+        if seen.shape != array.shape or seen.dtype != bool:
             raise ValueError(
-                f"prepare expects inputs of shape (batch, {values.shape[1]}, input), got"
-                f" {jnp.shape(inputs)}."
+                f"mask must have the shape of ys, {array.shape}, and be boolean, got shape"
+                f" {seen.shape} of dtype {seen.dtype}."
             )
-    return Sample(
-        values.reshape(-1, values.shape[-1]),
-        None if us is None else np.asarray(us).reshape(-1, us.shape[-1]),
-        None if us is None else us[0],
-        values.shape[1],
-    )
+        values[~seen.reshape(values.shape)] = np.nan
+    lengths = _lengths(length, *values.shape[:2])
+    beyond = np.arange(values.shape[1])[None] >= lengths[:, None]
+    values[beyond] = np.nan
+    longest = int(np.argmax(lengths))
+    num_times = int(lengths[longest])
+    rows = values.reshape(-1, values.shape[-1])
+    if inputs is None:
+        return Sample(rows, None, None, num_times)
+    given = as_real_array(inputs, "inputs")
+    shape = (*values.shape[:2], given.shape[-1] if given.ndim else 0)
+    if given.shape not in (shape, shape[1:]):
+        raise ValueError(
+            f"prepare expects inputs of shape {(*shape[:2], 'input')}, or {(shape[1], 'input')} for"
+            f" all series, got {given.shape}."
+        )
+    us = np.array(np.broadcast_to(given, shape))
+    us[beyond] = us[longest, 0]  # padding may hold anything
+    check_finite(jnp.asarray(us), "inputs")
+    return Sample(rows, us[~beyond], jnp.asarray(us[longest, :num_times]), num_times)
+
+
+def _lengths(length: Any, num_series: int, num_times: int) -> np.ndarray:
+    """How many rows of each series exist."""
+    lengths = np.asarray(num_times if length is None else length)
+    if lengths.shape not in ((), (num_series,)) or not np.issubdtype(lengths.dtype, np.integer):
+        raise ValueError(
+            f"length must be one integer, or one a series, of which there are {num_series}, got"
+            f" shape {lengths.shape} of dtype {lengths.dtype}."
+        )
+    if np.any((lengths < 1) | (lengths > num_times)):
+        raise ValueError(f"length must lie between 1 and {num_times} rows, got {lengths}.")
+    return np.broadcast_to(lengths, (num_series,))

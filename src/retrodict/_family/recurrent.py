@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from retrodict import _linalg as linalg
+from retrodict._chain import shared_matmul
 from retrodict._family._base import AbstractLinearGaussianFamily, Factor, Row, refuse_parallel
 from retrodict._family._network import (
     Embedded,
@@ -25,7 +25,7 @@ from retrodict._family._start import Coordinates
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import Frozen, unwrap
 from retrodict._types import PRNGKey
-from retrodict._validate import check_count
+from retrodict._validate import check_count, check_key
 
 
 class RecurrentState(NamedTuple):
@@ -180,7 +180,7 @@ class RecurrentFamily(AbstractLinearGaussianFamily):
         out, d, first = self.backward(known), self.state_dim, self.backward_start  # pyright: ignore
         gain = contraction(first.raw_gain + out[: d * d].reshape(d, d))
         offset = first.offset + out[d * d : d * d + d]
-        return gain, offset, linalg.matmul(first.scale, tril_from(out[d * d + d :], d))
+        return gain, offset, shared_matmul(first.scale, tril_from(out[d * d + d :], d))
 
 
 def _draw(
@@ -193,6 +193,7 @@ def _draw(
     tied: bool,
 ) -> tuple[eqx.nn.GRUCell, eqx.nn.MLP, eqx.nn.MLP | None]:
     """The cell and the two readouts."""
+    check_key(key, "RecurrentFamily")
     cell_key, law_key, backward_key = jax.random.split(key, 3)
     size = state_dim + tril_size(state_dim)
     cell = eqx.nn.GRUCell(features, hidden, key=cell_key)

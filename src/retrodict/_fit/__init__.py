@@ -2,7 +2,6 @@
 
 from retrodict._fit.em import EMResult as EMResult
 from retrodict._fit.em import em as em
-from retrodict._fit.em import maximise as maximise
 from retrodict._fit.evidence import EvidenceResult as EvidenceResult
 from retrodict._fit.evidence import fit_evidence as fit_evidence
 from retrodict._fit.variational import FitResult as FitResult

@@ -50,7 +50,7 @@ def prepare_batch(
     if lengths is not None:
         seen &= (np.arange(values.shape[1])[None] < lengths[:, None])[:, :, None]
     missing = not seen.all()
-    return Series(
+    return jax.vmap(Series)(
         jnp.where(seen, values, 0.0) if missing else values,
         jnp.asarray(seen) if missing else None,
         _inputs(inputs, values.shape[:2], lengths, single, takes_input, owner),
@@ -117,7 +117,7 @@ def take(batch: Series, index: Any) -> Series:
 
 def first_rows(batch: Series, count: int) -> Series:
     """The first rows of every series."""
-    return Series(
+    return jax.vmap(Series)(
         batch.ys[:, :count],
         None if batch.mask is None else batch.mask[:, :count],
         None if batch.inputs is None else batch.inputs[:, :count],

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from retrodict import _linalg as linalg
 from retrodict._chain import LinearGaussianChain
 from retrodict._family import AbstractFamily, infer_series
-from retrodict._fit.batch import prepare_batch
+from retrodict._fit.batch import num_rows, prepare_batch
 from retrodict._fit.variational import fit
 from retrodict._gaussian import Diagonal, Gaussian
 from retrodict._kalman import check_linear_gaussian, smooth_series
@@ -55,10 +55,10 @@ def em(
 ) -> EMResult:
     """Alternates E-steps and closed-form M-steps.
 
-    The E-step is exact for a linear-Gaussian model, and the evidence then never falls. With a family
-    it is variational: the family is fitted for some steps, and its chains take the posterior's
-    place. The M-step solves the normal equations of every part that is linear Gaussian; other
-    parts, and what is wrapped in `Frozen`, stay as they are.
+    The E-step is exact for a linear-Gaussian model, and the evidence then never falls. With a
+    family it is variational: the family is fitted for some steps, and its chains take the
+    posterior's place. The M-step solves the normal equations of every part that is linear Gaussian;
+    other parts, and what is wrapped in `Frozen`, stay as they are.
 
     Args:
         key: a typed key.
@@ -84,7 +84,7 @@ def em(
         takes_input=unwrap(model).takes_input,
         owner="em",
     )
-    rows, history, status = _num_rows(batch), [], "finished"
+    rows, history, status = int(num_rows(batch)), [], "finished"
     for iteration in range(num_iterations):
         if family is None:
             exact = _posteriors(unwrap(model), batch)
@@ -250,9 +250,3 @@ def _scale_like(scale: Any, covariance: Float[Array, "d d"]) -> Any:
     if isinstance(scale, Diagonal):
         return Diagonal(jnp.sqrt(jnp.diagonal(covariance)))
     return linalg.cholesky(covariance)
-
-
-def _num_rows(batch: Series) -> int:
-    if batch.length is None:
-        return batch.ys.shape[0] * batch.ys.shape[1]
-    return int(jnp.sum(batch.length))

@@ -36,7 +36,7 @@ from retrodict._fit.batch import (
 from retrodict._functional import LogJoint
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, learnable, prepare_data
-from retrodict._parameters import unwrap
+from retrodict._parameters import Frozen, unwrap
 from retrodict._train import (
     ProgressLine,
     Stage,
@@ -177,7 +177,7 @@ def fit(
     batch = _checked_batch(model, ys, mask=mask, inputs=inputs, length=length)
     if prepare:
         family = family.prepare(model, ys, mask=mask, inputs=inputs, length=length)
-    if learn in ("model", "both") if isinstance(learn, str) else False:
+    if isinstance(learn, str) and learn != "family":
         model = learnable(model)
     estimator = _default_estimator(unwrap(model)) if estimator is None else estimator
     graded = _graded(model, batch, held_out)
@@ -198,11 +198,14 @@ def fit(
     state, history = start(parameters, optimiser, num_starts), None
     at_chunk = None
     if checkpoint is not None:
+        path = Path(checkpoint)
         metadata = _fingerprint(key, batch, num_steps, restarts, chunk_size, batch_size, window)
-        state, history = _resume(Path(checkpoint), state, metadata)
+        state, history = _resume(path, state, metadata)
 
-        def at_chunk(state: TrainState, history: TrainHistory) -> None:
-            write_checkpoint(Path(checkpoint), (state, history), metadata)
+        def write(state: TrainState, history: TrainHistory) -> None:
+            write_checkpoint(path, (state, history), metadata)
+
+        at_chunk = write
 
     trained = train(
         key,
@@ -292,8 +295,7 @@ def _window_chain(
     family: AbstractLinearGaussianFamily, series: Series, begin: Any, count: int
 ) -> tuple[LinearGaussianChain, Series]:
     """The chain of a window and of the row before it, and those rows, the first of them unseen."""
-    held = lax.stop_gradient(family)
-    before = advance_over(held, rows_of(series), begin - 1)
+    before = advance_over(Frozen(family).value, rows_of(series), begin - 1)
     rows = _rows(series, begin - 1, count + 1)
     read, _ = factors(family, lax.stop_gradient(before), rows_of(rows), rows.exists())
     kernels = jax.tree.map(lambda leaf: leaf[1:], read.kernel)

@@ -1,0 +1,410 @@
+"""Fits the families to the paper's models and to harder ones, and grades them.
+
+    python benchmarks/accuracy.py linear nonlinear seeds long high emissions --out results.json
+
+Every part prints what it is of: the model, lengths, seeds, and standard errors over series. Evidence
+is exact for the linear model, by a grid for one state dimension, and by a bootstrap particle filter
+with its standard error for more.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import retrodict as rd
+
+jax.config.update("jax_enable_x64", True)
+
+LENGTH = 64
+NUM_SERIES = 2048
+GRID = rd.Grid(jnp.array([-2.5]), jnp.array([2.5]), 1100)
+
+
+def linear_model(
+    mean: float, std: float, weight: float, bias: float, noise: float, slope: float, error: float
+) -> rd.StateSpaceModel:
+    """A linear-Gaussian model on the line, without an emission bias."""
+
+    def scale(value: float) -> jax.Array:
+        return jnp.array([[value]])
+
+    return rd.StateSpaceModel(
+        rd.Gaussian(jnp.array([mean]), scale(std)),
+        rd.LinearGaussianKernel(scale(weight), jnp.array([bias]), scale(noise)),
+        rd.LinearGaussianKernel(scale(slope), rd.Frozen(jnp.zeros(1)), scale(error)),
+    )
+
+
+LINEAR = linear_model(
+    0.5, 0.05, 0.23843458776177195, 0.6156855075070469, 0.05, 0.34791075420089035, 0.02
+)
+"""The model of the paper's section 5.1."""
+
+SLOPE = -1.545546939136267
+NONLINEAR = rd.StateSpaceModel(
+    rd.Gaussian(jnp.zeros(1), jnp.sqrt(0.1) * jnp.eye(1)),
+    rd.LinearGaussianKernel(jnp.array([[-0.8980038681557039]]), jnp.array([-0.4]), 0.1 * jnp.eye(1)),
+    rd.NonlinearGaussianKernel(
+        lambda x: jnp.cos(jnp.tanh(SLOPE * x)), rd.Diagonal(jnp.sqrt(jnp.array([0.001])))
+    ),
+)
+"""The model of the paper's section 5.2."""
+
+FAMILIES: dict[str, Callable[..., rd.AbstractFamily]] = {
+    "conjugate": rd.ConjugateFamily,
+    "gated": rd.GatedFamily,
+    "gated, natural": lambda *a, **k: rd.GatedFamily(*a, gate="natural", **k),
+    "recurrent": rd.RecurrentFamily,
+    "recurrent, tied": lambda *a, **k: rd.RecurrentFamily(*a, tied=True, **k),
+}
+
+
+def simulate(model: rd.StateSpaceModel, seed: int, num_series: int, num_times: int):
+    """States and observations of a batch."""
+    keys = jax.random.split(jax.random.key(seed), num_series)
+    return jax.jit(jax.vmap(lambda key: model.simulate(key, num_times)))(keys)
+
+
+def spread(values: Any) -> tuple[float, float]:
+    """The mean and its standard error."""
+    values = np.asarray(values, float)
+    return float(values.mean()), float(values.std(ddof=1) / np.sqrt(values.size))
+
+
+def paper_linear_sequences() -> jax.Array:
+    """The twenty evaluation sequences of section 5.1, to the last digit."""
+    n, model = 2000, rd.unwrap(LINEAR)
+    with jax.threefry_partitionable(False):
+        sequences = []
+        for key in jax.random.split(jax.random.PRNGKey(0), 21)[1:]:
+            noise = jax.vmap(lambda k: jax.random.normal(k, (1,)))(jax.random.split(key, 2 * n))
+            sequences.append(noise)
+    noise = jnp.stack(sequences)
+
+    def one(noise: jax.Array) -> jax.Array:
+        first = model.prior.mean + 0.05 * noise[0]
+
+        def move(x: jax.Array, e: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x = model.transition.weight[0] * x + model.transition.bias + 0.05 * e
+            return x, x
+
+        _, rest = jax.lax.scan(move, first, noise[1:n])
+        xs = jnp.concatenate([first[None], rest])
+        return model.emission.weight[0] * xs + 0.02 * noise[n:]
+
+    return jax.vmap(one)(noise)
+
+
+def linear() -> dict[str, Any]:
+    """Section 5.1: the family contains the posterior."""
+    ys = simulate(LINEAR, 0, 4096, LENGTH)[1]
+    theta = rd.unwrap(LINEAR)
+    evidence = jax.jit(
+        jax.vmap(lambda y: rd.kalman_smoother(theta, y, mask=True).log_evidence)
+    )(ys)
+    bound = eqx.filter_jit(
+        lambda family: jax.vmap(
+            lambda y: rd.elbo(theta, family.infer(y, mask=True), y, mask=True)
+        )(ys)
+    )
+    long = paper_linear_sequences()
+
+    @eqx.filter_jit
+    def sums(infer: Any) -> jax.Array:
+        return jax.vmap(lambda y: jnp.sum(infer(y).marginals().mean))(long)
+
+    exact = sums(eqx.Partial(lambda y: rd.kalman_smoother(theta, y, mask=True).chain))
+    fits = []
+    for seed in range(5):
+        keys = jax.random.split(jax.random.key(100 + seed), 3)
+        weight = jax.random.uniform(keys[0], minval=-1.0)
+        bias, slope = jax.random.uniform(keys[1]), jax.random.uniform(keys[2])
+        first = linear_model(0.5, 0.05, float(weight), float(bias), 0.05, float(slope), 0.02)
+        began = time.perf_counter()
+        result = rd.fit(
+            jax.random.key(seed), rd.KalmanFamily(first), LINEAR, ys, num_steps=6400, progress=False
+        )
+        seconds = time.perf_counter() - began
+        family = result.family
+        errors = jnp.abs(sums(lambda y: family.infer(y, mask=True)) - exact)
+        gap = float(jnp.mean(evidence - bound(family)))
+        fits.append(
+            {
+                "seed": seed,
+                "gap_nats_a_series": gap,
+                "worst_additive_error": float(errors.max()),
+                "kept_step": result.kept_step,
+                "seconds": seconds,
+            }
+        )
+        print(
+            f"  fit {seed}: evidence - ELBO {gap:.1e} nats a series of {LENGTH}, worst additive"
+            f" error {errors.max():.1e} at n=2000 on 20 sequences, {seconds:.0f} s"
+        )
+    return {"evidence_nats_a_series": float(jnp.mean(evidence)), "fits": fits}
+
+
+def grade(
+    family: rd.AbstractFamily, xs: jax.Array, ys: jax.Array, oracles: dict[str, np.ndarray]
+) -> dict[str, Any]:
+    """Gap, additive error, marginal error and coverage against the exact posterior."""
+    keys = jax.random.split(jax.random.key(7), ys.shape[0])
+
+    @eqx.filter_jit
+    def one(family: rd.AbstractFamily, y: jax.Array, key: jax.Array):
+        chain = family.infer(y, mask=True)
+        bound = rd.elbo(
+            NONLINEAR, chain, y, estimator=rd.BackwardSampling(1000), key=key, mask=True
+        )
+        laws = chain.marginals()
+        return bound, laws.mean[:, 0], laws.std[:, 0]
+
+    found = [one(family, y, key) for y, key in zip(ys, keys, strict=True)]
+    bounds, means, stds = (np.stack([np.asarray(f[i]) for f in found]) for i in range(3))
+    n = ys.shape[1]
+    covered = np.abs(np.asarray(xs)[..., 0] - means) < 1.6448536269514722 * stds
+    figures = {
+        "gap_nats_a_step": spread((oracles["evidence"] - bounds) / n),
+        "additive_error": spread(np.abs((means - oracles["mean"]).sum(axis=1))),
+        "marginal_mse": spread(((means - oracles["mean"]) ** 2).mean(axis=1)),
+        "coverage_of_90": spread(covered.mean(axis=1)),
+    }
+    return figures
+
+
+def exact_by_grid(ys: jax.Array) -> dict[str, np.ndarray]:
+    """Evidence and marginal means of each series."""
+    answers = [rd.grid_smoother(NONLINEAR, y, GRID) for y in ys]
+    return {
+        "evidence": np.array([float(a.log_evidence) for a in answers]),
+        "mean": np.stack([np.asarray(a.mean)[:, 0] for a in answers]),
+    }
+
+
+def show(name: str, figures: dict[str, Any]) -> None:
+    """One line of figures, each with its standard error."""
+    parts = [
+        f"{key.replace('_', ' ')} {value[0]:.3g} ± {value[1]:.1g}"
+        for key, value in figures.items()
+        if isinstance(value, tuple)
+    ]
+    print(f"  {name}: " + ", ".join(parts), flush=True)
+
+
+def trained(name: str, seed: int = 0) -> tuple[rd.FitResult, float]:
+    """A family fitted to section 5.2's model with all defaults, and the seconds it took."""
+    ys = simulate(NONLINEAR, 0, NUM_SERIES, LENGTH)[1]
+    family = FAMILIES[name](jax.random.key(seed), 1, 1)
+    began = time.perf_counter()
+    result = rd.fit(jax.random.key(1000 + seed), family, NONLINEAR, ys, progress=False)
+    return result, time.perf_counter() - began
+
+
+def nonlinear() -> dict[str, Any]:
+    """Section 5.2: defaults, graded by the grid on 64 fresh series of 500, and on long ones."""
+    xs, ys = simulate(NONLINEAR, 999, 64, 500)
+    oracles = exact_by_grid(ys)
+    long_xs, long_ys = simulate(NONLINEAR, 998, 4, 6400)
+    long_oracles = exact_by_grid(long_ys)
+    figures = {}
+    for name in FAMILIES:
+        result, seconds = trained(name)
+        figures[name] = grade(result.family, xs, ys, oracles)
+        figures[name]["seconds"], figures[name]["status"] = seconds, result.status
+        show(f"{name} ({seconds:.0f} s)", figures[name])
+        long = grade(result.family, long_xs, long_ys, long_oracles)
+        figures[name]["at_6400"] = long
+        show(f"{name}, at n=6400", long)
+    return figures
+
+
+def seeds() -> dict[str, Any]:
+    """Section 5.2: twenty starts, trained side by side; the spread of their final ELBO."""
+    ys = simulate(NONLINEAR, 0, NUM_SERIES, LENGTH)[1]
+    figures = {}
+    for name, make in FAMILIES.items():
+        family = make(jax.random.key(0), 1, 1)
+        result = rd.fit(jax.random.key(1), family, NONLINEAR, ys, restarts=20, progress=False)
+        scores = np.sort(result.restart_scores)
+        figures[name] = scores.tolist()
+        close = int((scores > scores.max() - 0.01).sum())
+        print(
+            f"  {name}: ELBO {scores.min():.4f} to {scores.max():.4f} nats a step, {close} of"
+            f" {scores.size} starts within 0.01 of the best",
+            flush=True,
+        )
+    return figures
+
+
+def network_model(dim: int, seed: int = 3) -> rd.StateSpaceModel:
+    """Linear transition with a diagonal in (0.9, 0.99), a small network as emission, noise 0.1."""
+    keys = jax.random.split(jax.random.key(seed))
+    network = eqx.nn.MLP(
+        dim, dim, 8, 1, activation=jax.nn.relu, final_activation=jax.nn.relu, key=keys[0]
+    )
+    diagonal = jax.random.uniform(keys[1], (dim,), minval=0.9, maxval=0.99)
+    noise = 0.1 * jnp.eye(dim)
+    return rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(dim), noise),
+        rd.LinearGaussianKernel(jnp.diag(diagonal), jnp.zeros(dim), noise),
+        rd.NonlinearGaussianKernel(network, rd.Diagonal(0.1 * jnp.ones(dim))),
+    )
+
+
+def emission_model(name: str) -> rd.StateSpaceModel:
+    """Two states that turn, seen through counts or heavy tails."""
+    import numpyro.distributions as dist
+
+    weight = 0.95 * jnp.array([[0.98, 0.2], [-0.2, 0.98]])
+    laws = {
+        "Poisson": lambda x: dist.Poisson(jnp.exp(1.0 + x)),
+        "Student-t": lambda x: dist.StudentT(3.0, x, 0.2),
+    }
+    return rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(2), 0.5 * jnp.eye(2)),
+        rd.LinearGaussianKernel(weight, jnp.zeros(2), 0.2 * jnp.eye(2)),
+        rd.DistributionKernel(laws[name]),
+    )
+
+
+def particle_evidence(
+    model: rd.StateSpaceModel, ys: jax.Array, num_particles: int, repeats: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The log-evidence of each series by bootstrap filters, and its standard error over repeats."""
+    model = rd.unwrap(model)
+
+    def once(key: jax.Array, y: jax.Array) -> jax.Array:
+        first, rest = jax.random.split(key)
+        xs = jax.vmap(model.prior.sample)(jax.random.split(first, num_particles))
+
+        def move(xs: jax.Array, at: tuple) -> tuple[jax.Array, jax.Array]:
+            y, key = at
+            log_weights = jax.vmap(lambda x: model.emission.log_prob(x, y))(xs)
+            top = jnp.max(log_weights)
+            weights = jnp.exp(log_weights - top)
+            total = jnp.sum(weights)
+            pick_key, move_key = jax.random.split(key)
+            places = (jnp.arange(num_particles) + jax.random.uniform(pick_key)) / num_particles
+            chosen = jnp.searchsorted(jnp.cumsum(weights) / total, places)
+            chosen = jnp.minimum(chosen, num_particles - 1)
+            keys = jax.random.split(move_key, num_particles)
+            xs = jax.vmap(model.transition.sample)(keys, xs[chosen])
+            return xs, top + jnp.log(total / num_particles)
+
+        _, increments = jax.lax.scan(move, xs, (y, jax.random.split(rest, y.shape[0])))
+        return jnp.sum(increments)
+
+    run = jax.jit(once)
+    keys = jax.random.split(jax.random.key(5), repeats)
+    values = np.array([[float(run(key, y)) for key in keys] for y in ys])
+    return values.mean(axis=1), values.std(axis=1, ddof=1) / np.sqrt(repeats)
+
+
+def graded_by_particles(
+    title: str, model: rd.StateSpaceModel, num_steps: int, num_particles: int
+) -> dict[str, Any]:
+    """All families from five starts, against particle evidence."""
+    d, m = model.state_dim, simulate(model, 0, 1, 2)[1].shape[-1]
+    ys = simulate(model, 0, 512, LENGTH)[1]
+    fresh = simulate(model, 1, 8, LENGTH)[1]
+    evidence, error = particle_evidence(model, fresh, num_particles, 5)
+    figures: dict[str, Any] = {
+        "evidence_nats_a_step": [float(evidence.mean()) / LENGTH, float(error.max()) / LENGTH]
+    }
+    print(
+        f"  {title}: evidence {evidence.mean() / LENGTH:.3f} nats a step, worst standard error of a"
+        f" series {error.max() / LENGTH:.3f} ({num_particles} particles)",
+        flush=True,
+    )
+    for name in ("conjugate", "gated", "recurrent"):
+        began = time.perf_counter()
+        family = FAMILIES[name](jax.random.key(0), d, m)
+        result = rd.fit(
+            jax.random.key(1), family, model, ys, num_steps=num_steps, restarts=5, progress=False
+        )
+        keys = jax.random.split(jax.random.key(2), fresh.shape[0])
+
+        @eqx.filter_jit
+        def one(family: rd.AbstractFamily, y: jax.Array, key: jax.Array) -> jax.Array:
+            return rd.elbo(
+                model,
+                family.infer(y, mask=True),
+                y,
+                estimator=rd.BackwardSampling(1000),
+                key=key,
+                mask=True,
+            )
+
+        bounds = np.array(
+            [float(one(result.family, y, k)) for y, k in zip(fresh, keys, strict=True)]
+        )
+        gap = spread((evidence - bounds) / LENGTH)
+        scores = result.restart_scores
+        figures[name] = {"gap_nats_a_step": gap, "starts": scores.tolist()}
+        seconds = time.perf_counter() - began
+        print(
+            f"    {name}: gap {gap[0]:.3f} ± {gap[1]:.3f} nats a step; five starts between"
+            f" {scores.min():.3f} and {scores.max():.3f}; {result.status}, {seconds:.0f} s",
+            flush=True,
+        )
+    return figures
+
+
+def high() -> dict[str, Any]:
+    """Linear transitions with a network as emission, d = m = 5 and 10."""
+    return {
+        f"d=m={d}": graded_by_particles(f"d=m={d}", network_model(d), 1500, count)
+        for d, count in ((5, 20_000), (10, 100_000))
+    }
+
+
+def emissions() -> dict[str, Any]:
+    """Counts and heavy tails, d = m = 2."""
+    return {
+        name: graded_by_particles(f"{name}, d=m=2", emission_model(name), 1500, 20_000)
+        for name in ("Poisson", "Student-t")
+    }
+
+
+PARTS = {
+    "linear": linear,
+    "nonlinear": nonlinear,
+    "seeds": seeds,
+    "high": high,
+    "emissions": emissions,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
+    parser.add_argument("--out", type=Path, help="a JSON file, to which parts are added")
+    arguments = parser.parse_args()
+    results = {}
+    if arguments.out is not None and arguments.out.exists():
+        results = json.loads(arguments.out.read_text())
+    for name in arguments.parts or PARTS:
+        print(f"== {name}: {PARTS[name].__doc__}", flush=True)
+        device = jax.devices()[0]
+        results[name] = {
+            "device": device.device_kind,
+            "jax": jax.__version__,
+            "figures": PARTS[name](),
+        }
+        if arguments.out is not None:
+            temporary = arguments.out.with_suffix(".part")
+            temporary.write_text(json.dumps(results, indent=1) + "\n")
+            os.replace(temporary, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""Learning: families, models and both; interruptions, restarts and what must be refused."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import retrodict as rd
+from retrodict._fit.batch import minibatch, prepare_batch
+from retrodict._fit.variational import _Objective
+from retrodict._train import MAX_SKIPPED_IN_A_ROW
+
+N, BATCH = 12, 6
+
+
+def linear_model(weight=0.8, noise=0.3, error=0.2, slope=1.0):
+    return rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        rd.LinearGaussianKernel(jnp.array([[weight]]), jnp.array([0.1]), jnp.array([[noise]])),
+        rd.LinearGaussianKernel(
+            jnp.array([[slope]]), jnp.zeros(1), rd.Diagonal(jnp.array([error]))
+        ),
+    )
+
+
+def tanh_model():
+    linear = linear_model()
+    emission = rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(jnp.array([0.2])))
+    return rd.StateSpaceModel(linear.prior, linear.transition, emission)
+
+
+@pytest.fixture(scope="module")
+def ys():
+    keys = jax.random.split(jax.random.key(0), BATCH)
+    return jax.vmap(lambda key: linear_model().simulate(key, N)[1])(keys)
+
+
+def conjugate(seed=0, width=4):
+    return rd.ConjugateFamily(jax.random.key(seed), 1, 1, width=width, depth=1)
+
+
+def fit(family, model, ys, **kwargs):
+    defaults = {"num_steps": 20, "chunk_size": 5, "batch_size": 3, "progress": False}
+    return rd.fit(jax.random.key(1), family, model, ys, **{**defaults, **kwargs})
+
+
+def same(one, other):
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs if eqx.is_array(a))
+
+
+def evidence(model, ys):
+    return jnp.sum(jax.vmap(lambda y: rd.kalman_smoother(model, y, mask=True).log_evidence)(ys))
+
+
+@pytest.fixture(scope="module")
+def whole(ys):
+    return fit(conjugate(), tanh_model(), ys)
+
+
+def test_a_fit_raises_the_bound_and_says_what_it_saw(whole):
+    assert whole.status == "finished"
+    assert whole.history.shape == (20,)
+    assert whole.held_out_steps.tolist() == [0, 5, 10, 15, 20]
+    assert whole.held_out[-1] > whole.held_out[0] + 0.05
+    assert whole.num_skipped == 0
+
+
+def test_the_kept_parameters_are_those_that_were_graded_best(whole, ys):
+    def per_step(family):
+        chain = jax.vmap(lambda y: family.infer(y, mask=True))(ys)
+        bounds = jax.vmap(lambda c, y: rd.elbo(tanh_model(), c, y, mask=True))(chain, ys)
+        return float(jnp.sum(bounds)) / ys.size
+
+    assert per_step(whole.family) == pytest.approx(whole.held_out.max(), abs=1e-10)
+    assert whole.held_out_steps[np.argmax(whole.held_out)] == whole.kept_step
+
+
+@pytest.mark.slow
+def test_the_same_key_gives_the_same_parameters(whole, ys):
+    assert same(whole.family, fit(conjugate(), tanh_model(), ys).family)
+
+
+def test_a_killed_fit_resumes_to_the_last_bit(whole, ys, tmp_path, monkeypatch):
+    path = tmp_path / "fit.rd"
+    write, calls = rd._fit.variational.write_checkpoint, []
+
+    def die(*arguments):
+        write(*arguments)
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(rd._fit.variational, "write_checkpoint", die)
+    with pytest.raises(KeyboardInterrupt):
+        fit(conjugate(), tanh_model(), ys, checkpoint=path)
+    monkeypatch.setattr(rd._fit.variational, "write_checkpoint", write)
+    resumed = fit(conjugate(), tanh_model(), ys, checkpoint=path)
+    assert same(whole.family, resumed.family)
+    assert np.array_equal(whole.history, resumed.history)
+    # A checkpoint that was cut short: the one before it is gone on from.
+    path.write_bytes(path.read_bytes()[:-100])
+    assert same(whole.family, fit(conjugate(), tanh_model(), ys, checkpoint=path).family)
+
+
+def test_the_checkpoint_of_another_fit_is_refused(ys, tmp_path):
+    path = tmp_path / "fit.rd"
+    fit(conjugate(), tanh_model(), ys, checkpoint=path, num_steps=5)
+    before = path.read_bytes()
+    with pytest.raises(rd.CheckpointError, match="another family"):
+        fit(conjugate(width=5), tanh_model(), ys, checkpoint=path, num_steps=5)
+    with pytest.raises(ValueError, match="other data"):
+        fit(conjugate(), tanh_model(), ys + 1.0, checkpoint=path, num_steps=5)
+    with pytest.raises(ValueError, match="num_steps=5, and this fit has num_steps=10"):
+        fit(conjugate(), tanh_model(), ys, checkpoint=path, num_steps=10)
+    assert path.read_bytes() == before
+
+
+def test_restarts_are_trained_side_by_side_and_the_best_is_returned(whole, ys):
+    result = fit(conjugate(), tanh_model(), ys, restarts=3)
+    assert result.restart_scores.shape == (3,)
+    assert result.held_out.max() == pytest.approx(result.restart_scores.max())
+    # The first start is the family that was given.
+    assert result.restart_scores[0] == pytest.approx(whole.held_out.max(), abs=1e-8)
+
+
+@pytest.mark.slow
+def test_a_learned_model_is_the_exact_one_when_the_family_holds_the_posterior(ys):
+    model = linear_model(0.5, 0.5, 0.4)
+    exact = rd.fit_evidence(jax.random.key(0), model, ys, num_steps=400, progress=False)
+    both = fit(
+        rd.KalmanFamily(model), model, ys, learn="both", num_steps=400, batch_size=BATCH
+    )
+    assert float(evidence(rd.unwrap(both.model), ys)) == pytest.approx(
+        float(evidence(rd.unwrap(exact.model), ys)), abs=0.05
+    )
+    assert exact.log_evidence == pytest.approx(float(evidence(rd.unwrap(exact.model), ys)))
+    assert exact.log_evidence > float(evidence(linear_model(), ys))
+
+
+def test_learning_the_family_leaves_the_model_alone_and_the_other_way_round(ys):
+    model = linear_model()
+    family = rd.KalmanFamily(model)
+    moved = fit(family, model, ys, num_steps=5, learn="model")
+    assert same(moved.family, family)
+    assert float(moved.model.transition.weight[0, 0]) != 0.8
+    other = rd.KalmanFamily(linear_model(0.5))
+    fitted = fit(other, model, ys, num_steps=5)
+    assert same(fitted.model, model)
+    assert not same(fitted.family, other)
+
+
+@pytest.mark.slow
+def test_single_leaves_can_be_chosen(ys):
+    model, family = linear_model(), rd.KalmanFamily(linear_model(0.5))
+    nothing = jax.tree.map(lambda _: False, (family, model))
+    learn = eqx.tree_at(lambda pair: pair[0].model.transition.weight, nothing, True)
+    result = fit(family, model, ys, num_steps=5, learn=learn, prepare=False)
+    expected = eqx.tree_at(
+        lambda f: f.model.transition.weight, family, result.family.model.transition.weight
+    )
+    assert same(result.family, expected)
+    assert not same(result.family, family)
+
+
+def test_steps_without_a_finite_gradient_are_skipped_and_counted(ys):
+    # With an optimiser that explodes at once every later gradient is NaN.
+    broken = optax.chain(optax.scale(-1.0), optax.scale_by_schedule(lambda step: jnp.inf))
+    result = fit(
+        conjugate(),
+        tanh_model(),
+        ys,
+        optimiser=broken,
+        num_steps=4 * MAX_SKIPPED_IN_A_ROW,
+        chunk_size=60,
+        estimator=rd.Quadrature(3),
+    )
+    assert result.status == "diverged"
+    assert result.num_skipped >= MAX_SKIPPED_IN_A_ROW
+    assert result.history.shape[0] < 4 * MAX_SKIPPED_IN_A_ROW
+    arrays = jax.tree.leaves(eqx.filter(result.family, eqx.is_inexact_array))
+    assert all(np.isfinite(leaf).all() for leaf in arrays)
+
+
+def test_patience_stops_a_fit_that_does_not_improve(ys):
+    result = fit(
+        conjugate(), tanh_model(), ys, optimiser=optax.set_to_zero(), num_steps=100, patience=2
+    )
+    assert result.status == "stopped early"
+    assert result.history.shape == (10,)
+    assert result.kept_step == 0
+
+
+@pytest.mark.slow
+def test_held_out_series_grade_the_fit(ys):
+    result = fit(conjugate(), tanh_model(), ys[2:], held_out=ys[:2], num_steps=5)
+    padded = fit(
+        conjugate(),
+        tanh_model(),
+        ys[2:],
+        held_out=(ys[:2], {"length": np.array([N, N])}),
+        num_steps=5,
+    )
+    assert np.allclose(result.held_out, padded.held_out, rtol=1e-10)
+
+
+@pytest.mark.slow
+def test_the_increment_over_a_window_is_exact_where_the_filter_is(ys):
+    """At λ = θ the windows' increments add up to the log-evidence."""
+    model, begin = linear_model(), 4
+    pair = (rd.KalmanFamily(model), model)
+    parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
+    objective = _Objective(fixed, rd.ClosedForm(), None, 0.0)
+    batch = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")
+
+    def windowed(parameters):
+        head = objective.over_window(parameters, batch, jax.random.key(0), jnp.array(0), begin)
+        tail = objective.over_window(
+            parameters, batch, jax.random.key(0), jnp.array(begin), N - begin
+        )
+        return head * begin * BATCH + tail * (N - begin) * BATCH
+
+    value, gradient = jax.jit(jax.value_and_grad(windowed))(parameters)
+    assert -float(value) == pytest.approx(float(evidence(model, ys)), abs=1e-9)
+    # The gradient in λ vanishes at the optimum, window by window.
+    family_gradient = jax.tree.leaves(gradient[0])
+    assert max(float(jnp.abs(leaf).max()) for leaf in family_gradient) < 1e-8
+
+
+def test_windows_of_a_long_series_train_the_family(ys):
+    long = ys.reshape(1, -1, 1)
+    lengths = np.array([70])
+    result = fit(
+        conjugate(), tanh_model(), long, window=8, length=lengths, num_steps=40, batch_size=1
+    )
+    assert result.held_out[-1] > result.held_out[0] + 0.05
+
+
+@pytest.mark.slow
+def test_growing_prefixes_end_with_whole_series(whole, ys):
+    result = fit(conjugate(), tanh_model(), ys, growing=True)
+    assert result.status == "finished"
+    assert result.history.shape == whole.history.shape
+    assert not np.array_equal(result.history[:5], whole.history[:5])
+    assert result.held_out[-1] > result.held_out[0]
+
+
+def test_a_prior_on_the_parameters_pulls_them(ys):
+    def log_prior(model):
+        return -0.5 * 1e6 * jnp.sum((model.transition.weight - 0.3) ** 2)
+
+    mapped = rd.fit_evidence(
+        jax.random.key(0), linear_model(), ys, num_steps=300, log_prior=log_prior, progress=False
+    )
+    assert float(rd.unwrap(mapped.model).transition.weight[0, 0]) == pytest.approx(0.3, abs=1e-2)
+    joint = fit(
+        rd.KalmanFamily(linear_model()),
+        linear_model(),
+        ys,
+        learn="both",
+        num_steps=300,
+        log_prior=log_prior,
+    )
+    assert float(rd.unwrap(joint.model).transition.weight[0, 0]) == pytest.approx(0.3, abs=1e-2)
+
+
+def test_padding_and_missing_rows_do_not_move_a_fit(whole, ys):
+    junk = jnp.concatenate([ys, jnp.full((BATCH, 3, 1), 1e3)], axis=1)
+    padded = fit(conjugate(), tanh_model(), junk, length=np.full(BATCH, N))
+    assert np.allclose(padded.history, whole.history, rtol=1e-9)
+    holes = ys.at[:, 5].set(jnp.nan)
+    masked = fit(conjugate(), tanh_model(), holes)
+    assert masked.status == "finished"
+    assert np.isfinite(masked.history).all()
+
+
+def test_em_never_lowers_the_evidence_and_ends_near_its_maximum(ys):
+    result = rd.em(jax.random.key(0), linear_model(0.3, 0.6, 0.5), ys, num_iterations=100)
+    assert np.diff(result.history).min() > -1e-10
+    model = rd.unwrap(result.model)
+    # EM moves slowly along flat directions: what is left to gain is little.
+    best = rd.fit_evidence(jax.random.key(0), result.model, ys, num_steps=200, progress=False)
+    assert best.log_evidence - float(evidence(model, ys)) < 0.5
+
+
+def test_the_m_step_maximises_the_intermediate_quantity(ys):
+    """No small change of any parameter of the M-step's model raises E_q[log p]."""
+    from retrodict._fit.em import maximise
+
+    model = linear_model(0.4, 0.5, 0.5)
+    batch = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")
+    chains = jax.vmap(lambda y: rd.kalman_smoother(model, y, mask=True).chain)(ys)
+    after = rd.unwrap(maximise(model, chains, batch))
+
+    def quantity(model):
+        def one(chain, y):
+            return rd.expectation(chain, rd.LogJoint(model), rd.observations(model, y, mask=True))
+
+        return jnp.sum(jax.vmap(one)(chains, ys))
+
+    gradient = eqx.filter_grad(quantity)(after)
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient)) < 1e-8
+    assert float(quantity(after)) > float(quantity(model))
+
+
+@pytest.mark.slow
+def test_variational_em_learns_what_is_linear_in_a_nonlinear_model(ys):
+    model = tanh_model()
+    wrong = rd.StateSpaceModel(model.prior, linear_model(0.2, 0.6).transition, model.emission)
+    result = rd.em(
+        jax.random.key(0),
+        wrong,
+        ys,
+        family=conjugate(),
+        num_iterations=3,
+        steps_per_iteration=100,
+    )
+    assert result.history[-1] > result.history[0]
+    assert not same(result.model.transition, wrong.transition)
+    assert result.family is not None
+
+
+def test_a_part_that_is_frozen_in_part_has_no_m_step(ys):
+    model = linear_model()
+    half = eqx.tree_at(lambda m: m.transition.bias, model, rd.Frozen(jnp.zeros(1)))
+    with pytest.raises(ValueError, match="frozen in part"):
+        rd.em(jax.random.key(0), half, ys, num_iterations=2)
+
+
+def test_every_series_is_seen_once_an_epoch():
+    steps = jnp.arange(4)
+    picks = jax.vmap(lambda step: minibatch(jax.random.key(0), step, 12, 3))(steps)
+    assert sorted(np.asarray(picks).ravel().tolist()) == list(range(12))
+    later = jax.vmap(lambda step: minibatch(jax.random.key(0), step, 12, 3))(steps + 4)
+    assert not np.array_equal(picks, later)
+
+
+def test_a_result_can_be_saved_and_loaded(whole, tmp_path):
+    rd.save(tmp_path / "result.rd", whole)
+    loaded = rd.load(tmp_path / "result.rd")
+    assert same(loaded, whole)
+    assert loaded.status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"ys": jnp.zeros((2, 5, 2))}, ValueError, "1 columns, got 2|must have 1 columns"),
+        ({"ys": jnp.zeros(5)}, ValueError, r"\(batch, time, obs\)"),
+        ({"family": rd.GatedFamily(jax.random.key(0), 2, 1)}, ValueError, "state_dim=1"),
+        ({"learn": "everything"}, ValueError, "'family', 'model', 'both'"),
+        ({"mask": True, "ys": jnp.full((2, 5, 1), jnp.nan)}, ValueError, "mask=True promises"),
+        ({"inputs": jnp.zeros((6, 12, 1))}, ValueError, "reads no inputs"),
+        ({"num_steps": 0}, ValueError, "num_steps"),
+        ({"family": "gated"}, TypeError, "family"),
+        ({"length": np.array([1, 2])}, TypeError, "one integer or 6 of them"),
+    ],
+)
+def test_bad_input_is_refused(ys, change, error, words):
+    arguments = {"family": conjugate(), "ys": ys, **change}
+    with pytest.raises(error, match=words):
+        fit(arguments.pop("family"), tanh_model(), arguments.pop("ys"), **arguments)
