@@ -42,7 +42,7 @@ def conjugate(seed=0, width=4):
 
 
 def fit(family, model, ys, **kwargs):
-    defaults = {"num_steps": 20, "chunk_size": 5, "batch_size": 3, "progress": False}
+    defaults = {"num_steps": 20, "chunk_size": 5, "batch_size": 3, "progress": False, "restarts": 1}
     return rd.fit(jax.random.key(1), family, model, ys, **{**defaults, **kwargs})
 
 
@@ -118,21 +118,24 @@ def test_the_checkpoint_of_another_fit_is_refused(ys, tmp_path):
     assert path.read_bytes() == before
 
 
-def test_restarts_are_trained_side_by_side_and_the_best_is_returned(whole, ys):
-    result = fit(conjugate(), tanh_model(), ys, restarts=3)
+def test_starts_are_trained_side_by_side_and_the_best_goes_on(whole, ys, tmp_path):
+    path = tmp_path / "fit.rd"
+    result = fit(conjugate(), tanh_model(), ys, restarts=3, tournament=0.5, checkpoint=path)
     assert result.restart_scores.shape == (3,)
-    assert result.held_out.max() == pytest.approx(result.restart_scores.max())
-    # The first start is the family that was given.
-    assert result.restart_scores[0] == pytest.approx(whole.held_out.max(), abs=1e-8)
+    assert result.held_out.max() == pytest.approx(result.restart_scores[0])
+    assert result.held_out_steps.tolist() == [0, 5, 10, 15, 20]
+    assert result.history.shape == (20,)
+    # The given family is one of the starts: none that lost stood higher than what was kept.
+    assert result.restart_scores[0] >= max(result.restart_scores[1:])
+    again = fit(conjugate(), tanh_model(), ys, restarts=3, tournament=0.5, checkpoint=path)
+    assert same(again.family, result.family)
 
 
 @pytest.mark.slow
 def test_a_learned_model_is_the_exact_one_when_the_family_holds_the_posterior(ys):
     model = linear_model(0.5, 0.5, 0.4)
     exact = rd.fit_evidence(jax.random.key(0), model, ys, num_steps=400, progress=False)
-    both = fit(
-        rd.KalmanFamily(model), model, ys, learn="both", num_steps=400, batch_size=BATCH
-    )
+    both = fit(rd.KalmanFamily(model), model, ys, learn="both", num_steps=400, batch_size=BATCH)
     assert float(evidence(rd.unwrap(both.model), ys)) == pytest.approx(
         float(evidence(rd.unwrap(exact.model), ys)), abs=0.05
     )

@@ -11,7 +11,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -229,7 +228,7 @@ def _marginals_by_covariance(chain: LinearGaussianChain) -> Gaussian:
     spreads = jax.vmap(linalg.outer_gram)(kernels.scale_tril)
     last = (terminal.mean, terminal.covariance)
     means, covariances = _moments_backward(kernels.weight, (kernels.bias, spreads), last)
-    scales = jax.vmap(_semidefinite_factor)(covariances)
+    scales = jax.vmap(linalg.semidefinite_cholesky)(covariances)
     return jax.vmap(Gaussian)(
         jnp.concatenate([means, terminal.mean[None]]),
         jnp.concatenate([scales, terminal.scale_tril[None]]),
@@ -274,62 +273,12 @@ def _linear_recursion(gains: Array, added: tuple, last: tuple) -> tuple[Array, A
     def back(law: tuple[Array, Array], step: tuple) -> tuple[tuple, tuple]:
         mean, covariance = law
         gain, offset, spread = step
-        moved = linalg.matmul(linalg.matmul(gain, covariance), gain.T) + spread
+        # Fenced, the transpose is a copy of its own: products that transpose are slower than both.
+        moved = linalg.matmul(linalg.matmul(gain, covariance), linalg.fence(gain.T)) + spread
         law = (linalg.matvec(gain, mean) + offset, moved)
         return law, law
 
     return lax.scan(back, last, (gains, *added), reverse=True)[1]
-
-
-def _semidefinite_factor(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
-    """As `linalg.semidefinite_cholesky`, for more than `linalg.UNROLLED` rows."""
-    d = a.shape[0]
-    rounding = 10 * d * jnp.finfo(a.dtype).eps * jnp.max(jnp.diagonal(a))
-    raised = a + jnp.where(rounding > 0, rounding, 1.0) * jnp.eye(d, dtype=a.dtype)
-    return cholesky_and_inverse(raised)[0]
-
-
-def cholesky_and_inverse(
-    a: Float[Array, "d d"],
-) -> tuple[Float[Array, "d d"], Float[Array, "d d"]]:
-    """The lower factor l of a symmetric positive-definite a = l lᵀ, and l⁻¹."""
-    if a.shape[0] > linalg.UNROLLED:
-        return _by_lapack(a)
-    factor = linalg.cholesky(a)
-    return factor, linalg.solve_triangular(factor, jnp.eye(a.shape[0], dtype=a.dtype))
-
-
-@jax.custom_jvp
-def _by_lapack(a: Float[Array, "d d"]) -> tuple[Float[Array, "d d"], Float[Array, "d d"]]:
-    """`cholesky_and_inverse` by LAPACK, differentiated with products alone.
-
-    With Φ = the lower triangle of l⁻¹ da l⁻ᵀ, its diagonal halved, dl = l Φ and d(l⁻¹) = −Φ l⁻¹.
-    Solving with l, as the derivative of LAPACK's factor does, costs several products a call.
-    """
-    factor = linalg.cholesky(a)
-    return factor, linalg.solve_triangular(factor, jnp.eye(a.shape[0], dtype=a.dtype))
-
-
-@_by_lapack.defjvp
-def _by_lapack_jvp(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-    (a,), (a_dot,) = primals, tangents
-    factor, inverse = _by_lapack(a)
-    d = a.shape[0]
-    kept = np.tril(np.ones((d, d))) - 0.5 * np.eye(d)
-    moved = linalg.matmul(linalg.matmul(inverse, a_dot), inverse.T)
-    half = jnp.asarray(kept, a.dtype) * moved
-    return (factor, inverse), (linalg.matmul(factor, half), -linalg.matmul(half, inverse))
-
-
-def shared_matmul(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Array, "r c"]:
-    """The product a b for an `a` that is the same in a whole batch of b's, as (bᵀaᵀ)ᵀ.
-
-    Under `vmap` a b would bring the rows of all b's together in memory, far apart as they are;
-    bᵀaᵀ is one product of a long matrix after entries were moved within each b.
-    """
-    if a.shape[1] <= linalg.UNROLLED:
-        return linalg.matmul(a, b)
-    return linalg.matmul(b.T, a.T).T
 
 
 @eqx.filter_jit

@@ -67,11 +67,13 @@ class TrainHistory(eqx.Module):
         losses: the loss of each step.
         scores: the graded loss at each chunk boundary, that of the start included.
         score_steps: the steps at which those were graded.
+        other_scores: the best grades of the starts that were given up, if there were any.
     """
 
     losses: Float[np.ndarray, "*start step"]
     scores: Float[np.ndarray, "*start chunk"]
     score_steps: Int[np.ndarray, "chunk"]
+    other_scores: Float[np.ndarray, "others"] | None = None
 
 
 class Trained(NamedTuple):
@@ -127,7 +129,7 @@ def train(
     patience: int | None = None,
     history: TrainHistory | None = None,
     at_chunk: Callable[[TrainState, TrainHistory], None] | None = None,
-    show: Callable[[int, int, float], None] | None = None,
+    show: Callable[[int, float], None] | None = None,
 ) -> Trained:
     """Descends a loss, and keeps the parameters that are graded best.
 
@@ -147,9 +149,8 @@ def train(
         patience: how many chunks may pass without a better grade; `None` for all.
         history: what was seen before, if training goes on.
         at_chunk: called after each chunk, for checkpoints.
-        show: called after each chunk with the step, the number of steps and the best loss so far.
+        show: called after each chunk with the step and the best loss so far.
     """
-    num_steps = stages[-1].until
     graded = eqx.filter_jit(_each_with(grade, num_starts))
     if history is None:
         scores = graded(state.parameters, data)
@@ -157,7 +158,6 @@ def train(
         history = TrainHistory(
             np.zeros((*np.shape(scores), 0)), np.asarray(scores)[..., None], np.zeros(1, int)
         )
-    status: Status = "finished"
     for position, stage in enumerate(stages):
         first = stages[position - 1].until if position else 0
         if int(state.step) >= stage.until:
@@ -173,13 +173,13 @@ def train(
             if at_chunk is not None:
                 at_chunk(state, history)
             if show is not None:
-                show(int(state.step), num_steps, float(np.min(np.asarray(state.kept_score))))
+                show(int(state.step), float(np.min(np.asarray(state.kept_score))))
             if np.all(np.asarray(state.skipped_in_a_row) >= MAX_SKIPPED_IN_A_ROW):
                 return Trained(state, history, "diverged")
             waited = int(state.step) - int(np.max(np.asarray(state.kept_step)))
             if patience is not None and waited >= patience * chunk_size:
                 return Trained(state, history, "stopped early")
-    return Trained(state, history, status)
+    return Trained(state, history, "finished")
 
 
 def _compiled_chunk(
@@ -253,7 +253,24 @@ def _extend(history: TrainHistory, losses: np.ndarray, scores: Array, step: int)
         np.concatenate([history.losses, losses], axis=-1),
         np.concatenate([history.scores, np.asarray(scores)[..., None]], axis=-1),
         np.append(history.score_steps, step),
+        history.other_scores,
     )
+
+
+def one_start(state: TrainState, index: int) -> TrainState:
+    """One of several starts, without their axis."""
+    picked = jax.tree.map(lambda leaf: leaf[index], eqx.tree_at(lambda s: s.step, state, None))
+    return eqx.tree_at(lambda s: s.step, picked, state.step, is_leaf=lambda leaf: leaf is None)
+
+
+def best_start(state: TrainState, history: TrainHistory) -> tuple[TrainState, TrainHistory]:
+    """The start of several that was graded best, alone."""
+    scores = np.asarray(state.kept_score)
+    best = int(np.argmin(scores))
+    alone = TrainHistory(
+        history.losses[best], history.scores[best], history.score_steps, np.delete(scores, best)
+    )
+    return one_start(state, best), alone
 
 
 def _choose(condition: Bool[Array, ""], one: PyTree, other: PyTree) -> PyTree:
@@ -273,14 +290,16 @@ class ProgressLine:
 
     Args:
         unit: what the loss is called and how it is printed, such as `"ELBO {:.4f} nats a step"`.
+        num_steps: how many steps there are in all.
     """
 
-    def __init__(self, unit: str):
-        self.unit, self.began, self.first = unit, time.monotonic(), None
+    def __init__(self, unit: str, num_steps: int):
+        self.unit, self.num_steps = unit, num_steps
+        self.began, self.first = time.monotonic(), None
 
-    def __call__(self, step: int, num_steps: int, loss: float) -> None:
+    def __call__(self, step: int, loss: float) -> None:
         """Redraws the line."""
-        elapsed = time.monotonic() - self.began
+        elapsed, num_steps = time.monotonic() - self.began, self.num_steps
         if self.first is None:
             self.first = (step, elapsed)  # compilation is not part of the rate
         if elapsed < 2.0 and step < num_steps:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from retrodict import _linalg as linalg
-from retrodict._chain import AbstractBackwardChain, shared_matmul
+from retrodict._chain import AbstractBackwardChain
 from retrodict._estimator._base import AbstractEstimator, Moments, PairRow, StateRow
 from retrodict._functional import (
     AbstractTerm,
@@ -170,9 +170,9 @@ def _expected_log_transition(
     whitened = linalg.matmul(whitener, fixed.weight)
     residual = row.after - linalg.matvec(fixed.weight, row.before) - fixed.bias
     shift = linalg.matvec(whitener, residual)
-    contrast = whitener - shared_matmul(whitened, row.gain)
+    contrast = whitener - linalg.matmul(whitened, row.gain)
     spread = linalg.matmul(contrast, row.after_scale)
-    rest = shared_matmul(whitened, row.scale)
+    rest = linalg.matmul(whitened, row.scale)
     squares = jnp.sum(shift**2) + jnp.sum(spread**2) + jnp.sum(rest**2)
     return _log_density(squares, row.after.shape[0], scale_log_det(fixed.scale_tril))
 

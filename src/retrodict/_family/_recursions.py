@@ -3,18 +3,21 @@
 Laws travel as a mean and a lower Cholesky factor. Each step factors one matrix of the form I + BᵀB,
 which is never near singular, or a sum of two Gram matrices: nothing is subtracted.
 
-The transition is mostly the same for all rows and series. Under `vmap` a product w x with a shared
-w would gather the rows of all x into one matrix, across the whole batch; `shared_matmul` writes it
-as (xᵀwᵀ)ᵀ, which moves entries within each x alone.
+Under `vmap`, XLA's batched product of 10 x 10 matrices takes several times as long on CPU if one
+operand is read transposed, which is what the derivative of a product does. For larger matrices a
+transpose is therefore a copy of its own, behind a fence, and costs a fraction of the product; up to
+`linalg.UNROLLED` rows products are plain `linalg`, which XLA fuses. The derivatives of the larger
+ones are for reverse mode only.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from retrodict import _linalg as linalg
-from retrodict._chain import cholesky_and_inverse, shared_matmul
 from retrodict._gaussian import Gaussian
 from retrodict._kalman._operations import Prior, Transition, Whitened
 from retrodict._kalman._parallel import filter_laws_in_parallel
@@ -57,9 +60,9 @@ def predict(
     noise: Float[Array, "d d"],
 ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
     """The law of w x + b + q ε for x of law N(m, s sᵀ)."""
-    moved = shared_matmul(weight, scale)
-    covariance = linalg.outer_gram(moved) + linalg.outer_gram(noise)
-    return linalg.matvec(weight, mean) + bias, cholesky_and_inverse(covariance)[0]
+    moved = shared_product(weight, scale)
+    covariance = product(moved, transposed(moved)) + linalg.outer_gram(noise)
+    return linalg.matvec(weight, mean) + bias, linalg.cholesky(covariance)
 
 
 def condition(
@@ -73,8 +76,8 @@ def condition(
     With B = h s the covariance becomes s (I + BᵀB)⁻¹ sᵀ, and factoring I + BᵀB = U Uᵀ with an upper
     U makes s U⁻ᵀ its lower Cholesky factor.
     """
-    seen = linalg.matmul(design, scale)
-    after = linalg.matmul(scale, _inverse_of_upper_factor(seen))
+    seen = product(design, scale)
+    after = product(scale, _inverse_of_upper_factor(seen))
     gained = linalg.matvec(design.T, value - linalg.matvec(design, mean))
     return mean + linalg.matvec(after, linalg.matvec(after.T, gained)), after
 
@@ -97,8 +100,9 @@ def reverse(
     eye = jnp.eye(noise.shape[0], dtype=noise.dtype)
     whitener = linalg.solve_triangular(noise, eye)
     design = linalg.matmul(whitener, weight)
-    after = linalg.matmul(scale, _inverse_of_upper_factor(shared_matmul(design, scale)))
-    gain = linalg.matmul(linalg.outer_gram(after), linalg.matmul(design.T, whitener))
+    after = product(scale, _inverse_of_upper_factor(shared_product(design, scale)))
+    covariance = product(after, transposed(after))
+    gain = linalg.matmul(covariance, linalg.matmul(design.T, whitener))
     offset = mean - linalg.matvec(gain, linalg.matvec(weight, mean) + bias)
     return gain, offset, after
 
@@ -135,8 +139,7 @@ def contraction(w: Float[Array, "d d"]) -> Float[Array, "d d"]:
     Its Gram matrix is I − C⁻¹C⁻ᵀ. Every strict contraction is reached: see `expansion`.
     """
     eye = jnp.eye(w.shape[0], dtype=w.dtype)
-    _, inverse = cholesky_and_inverse(eye + linalg.matmul(w.T, w))
-    return linalg.matmul(w, inverse.T)
+    return product(w, transposed(inverse_cholesky(eye + product(transposed(w), w))))
 
 
 def expansion(g: Float[Array, "d d"]) -> Float[Array, "d d"]:
@@ -149,6 +152,78 @@ def expansion(g: Float[Array, "d d"]) -> Float[Array, "d d"]:
 def _inverse_of_upper_factor(b: Float[Array, "p d"]) -> Float[Array, "d d"]:
     """U⁻ᵀ, which is lower, for the upper U with I + bᵀb = U Uᵀ."""
     eye = jnp.eye(b.shape[1], dtype=b.dtype)
-    gram = eye + linalg.matmul(b.T, b)
-    _, inverse = cholesky_and_inverse(gram[::-1, ::-1])
-    return inverse[::-1, ::-1].T
+    gram = eye + product(transposed(b), b)
+    return transposed(inverse_cholesky(gram[::-1, ::-1])[::-1, ::-1])
+
+
+def transposed(a: Float[Array, "r c"]) -> Float[Array, "c r"]:
+    """The transpose as an operand of `product`."""
+    return a.T if max(a.shape) <= linalg.UNROLLED else linalg.fence(a.T)
+
+
+def product(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Array, "r c"]:
+    """The product a b of two matrices that both differ along the batch."""
+    return linalg.matmul(a, b) if a.shape[1] <= linalg.UNROLLED else _product(a, b)
+
+
+@jax.custom_vjp
+def _product(a: Array, b: Array) -> Array:
+    return linalg.matmul(a, b)
+
+
+def _product_forward(a: Array, b: Array) -> tuple[Array, tuple]:
+    return linalg.matmul(a, b), (a, b)
+
+
+def _product_backward(operands: tuple, g: Array) -> tuple[Array, Array]:
+    a, b = operands
+    return linalg.matmul(g, linalg.fence(b.T)), linalg.matmul(linalg.fence(a.T), g)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def shared_product(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Array, "r c"]:
+    """The product a b for an `a` that is the same in a whole batch of b's, as (bᵀaᵀ)ᵀ.
+
+    Under `vmap` a b would bring the rows of all b's together, which lie far apart in memory; bᵀaᵀ
+    is one product of a long matrix, after entries were moved within each b.
+    """
+    if a.shape[1] <= linalg.UNROLLED:
+        return linalg.matmul(a, b)
+    return linalg.fence(linalg.matmul(linalg.fence(b.T), a.T)).T
+
+
+def inverse_cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
+    """The inverse l⁻¹ of the lower factor of a symmetric positive-definite a = l lᵀ."""
+    return _inverse_cholesky(a) if a.shape[0] <= linalg.UNROLLED else _by_lapack(a)
+
+
+def _inverse_cholesky(a: Array) -> Array:
+    return linalg.solve_triangular(linalg.cholesky(a), jnp.eye(a.shape[0], dtype=a.dtype))
+
+
+@jax.custom_vjp
+def _by_lapack(a: Array) -> Array:
+    """`inverse_cholesky`, differentiated with products alone.
+
+    With k = l⁻¹ and Φ(x) the lower triangle of x with half its diagonal, dk = −Φ(k da kᵀ) k. The
+    adjoint of a cotangent g is −kᵀ Φ(g kᵀ) k, made symmetric.
+    """
+    return _inverse_cholesky(a)
+
+
+def _by_lapack_forward(a: Array) -> tuple[Array, Array]:
+    inverse = _inverse_cholesky(a)
+    return inverse, inverse
+
+
+def _by_lapack_backward(inverse: Array, g: Array) -> tuple[Array]:
+    d, turned = inverse.shape[0], linalg.fence(inverse.T)
+    kept = jnp.asarray(np.tril(np.ones((d, d))) - 0.5 * np.eye(d), g.dtype)
+    lower = linalg.fence(kept * linalg.matmul(g, turned))
+    both = linalg.matmul(linalg.matmul(turned, lower), inverse)
+    return (-0.5 * (both + both.T),)
+
+
+_by_lapack.defvjp(_by_lapack_forward, _by_lapack_backward)

@@ -15,8 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from retrodict import _linalg as linalg
-from retrodict._chain import shared_matmul
 from retrodict._family._base import Factor, Row
+from retrodict._family._recursions import shared_product
 from retrodict._gaussian import Gaussian, dense_scale
 from retrodict._kernel import AbstractLinearGaussianKernel, LinearGaussianKernel
 from retrodict._model import StateSpaceModel
@@ -98,11 +98,11 @@ class Coordinates(eqx.Module):
         """The law and the backward kernel of x, from those of z."""
         spread, location = self.state_scale, self.state_location
         whitened = linalg.solve_triangular(spread, jnp.eye(mean.shape[0], dtype=mean.dtype))
-        weight = shared_matmul(spread, linalg.matmul(gain, whitened))
+        weight = shared_product(spread, linalg.matmul(gain, whitened))
         bias = location + linalg.matvec(spread, offset) - linalg.matvec(weight, location)
         return Factor(
-            Gaussian(location + linalg.matvec(spread, mean), shared_matmul(spread, scale)),
-            LinearGaussianKernel(weight, bias, shared_matmul(spread, kernel_scale)),
+            Gaussian(location + linalg.matvec(spread, mean), shared_product(spread, scale)),
+            LinearGaussianKernel(weight, bias, shared_product(spread, kernel_scale)),
         )
 
 

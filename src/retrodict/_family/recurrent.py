@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from retrodict._chain import shared_matmul
 from retrodict._family._base import AbstractLinearGaussianFamily, Factor, Row, refuse_parallel
 from retrodict._family._network import (
     Embedded,
@@ -20,7 +19,7 @@ from retrodict._family._network import (
     tril_from,
     tril_size,
 )
-from retrodict._family._recursions import contraction, expansion, reverse
+from retrodict._family._recursions import contraction, expansion, reverse, shared_product
 from retrodict._family._start import Coordinates
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import Frozen, unwrap
@@ -52,8 +51,8 @@ class RecurrentFamily(AbstractLinearGaussianFamily):
     """The general form: a recurrent state a_k = f(a_{k-1}, y_k), and factors g(a_k) read from it.
 
     The filtering law comes from a_k, the backward kernel q_{k-1|k} from a_{k-1} and the input of
-    time k. Gains are contractions in standard coordinates by construction, so that no product of
-    them grows however long the series is.
+    time k. Free gains are contractions in standard coordinates by construction, so that no product
+    of them grows however long the series is; tied ones are those of the reversed transition.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -180,7 +179,7 @@ class RecurrentFamily(AbstractLinearGaussianFamily):
         out, d, first = self.backward(known), self.state_dim, self.backward_start  # pyright: ignore
         gain = contraction(first.raw_gain + out[: d * d].reshape(d, d))
         offset = first.offset + out[d * d : d * d + d]
-        return gain, offset, shared_matmul(first.scale, tril_from(out[d * d + d :], d))
+        return gain, offset, shared_product(first.scale, tril_from(out[d * d + d :], d))
 
 
 def _draw(

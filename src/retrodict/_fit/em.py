@@ -104,6 +104,7 @@ def em(
                 length=length,
                 num_steps=steps_per_iteration,
                 prepare=iteration == 0,
+                restarts=1,
                 progress=False,
             )
             family = found.family

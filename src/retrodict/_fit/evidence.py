@@ -119,7 +119,7 @@ def fit_evidence(
         num_starts=None,
         chunk_size=chunk_size,
         patience=patience,
-        show=ProgressLine("log-evidence {:.4f} nats a time step") if progress else None,
+        show=ProgressLine("log-evidence {:.4f} nats a time step", num_steps) if progress else None,
     )
     return EvidenceResult(
         eqx.combine(trained.state.kept, fixed),

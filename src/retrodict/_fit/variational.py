@@ -1,7 +1,7 @@
 """Fitting a family, a model, or both, by ascent of the ELBO."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +44,9 @@ from retrodict._train import (
     Trained,
     TrainHistory,
     TrainState,
+    best_start,
     default_optimiser,
+    one_start,
     start,
     train,
 )
@@ -69,7 +71,8 @@ class FitResult(eqx.Module):
             of a fixed part of the training series if nothing was held out.
         held_out_steps: the steps at which `held_out` was taken.
         kept_step: the step whose parameters were kept.
-        restart_scores: the best of `held_out` of each restart; `family` is that of the best.
+        restart_scores: the best of `held_out` of each start, for as long as it was trained; the
+            first is that of `family`.
         num_skipped: how many steps were skipped since their gradient was not finite.
         status: `"finished"`, `"stopped early"`, or `"diverged"` if too many steps in a row had to
             be skipped.
@@ -101,7 +104,8 @@ def fit(
     batch_size: int = 64,
     window: int | None = None,
     growing: bool = False,
-    restarts: int = 1,
+    restarts: int = 2,
+    tournament: float = 0.3,
     learning_rate: float = 1e-2,
     optimiser: optax.GradientTransformation | None = None,
     log_prior: Callable[[StateSpaceModel], Scalar] | None = None,
@@ -146,8 +150,10 @@ def fit(
             start up to the window without a gradient, and the step ascends the increment of the
             ELBO over the window. `None` for all rows.
         growing: whether to train on prefixes that double in length first, for half of the steps.
-        restarts: how many starts to train side by side: the given one and fresh draws. The best is
-            returned.
+        restarts: how many starts to train side by side: the given one and fresh draws. A family
+            without random weights has one.
+        tournament: the share of the steps after which only the best start goes on; 1 to train all
+            of them to the end.
         learning_rate: the largest rate of the default optimiser, which is Adam with warm-up, cosine
             decay and clipping.
         optimiser: an optax transformation instead.
@@ -184,8 +190,8 @@ def fit(
 
     moving = _moving((family, model), learn)
     _, fixed = eqx.partition((family, model), moving)
-    parameters = _starts(key, family, model, moving, restarts)
-    num_starts = None if restarts == 1 else restarts
+    parameters, num_starts = _starts(key, family, model, moving, restarts)
+    cut = _chunks(num_steps, tournament, chunk_size) if num_starts else 0
 
     objective = _Objective(fixed, estimator, log_prior, 1.0 / float(num_rows(batch)))
     stages = _stages(objective, batch, num_steps, batch_size, window, growing, chunk_size)
@@ -199,29 +205,58 @@ def fit(
     at_chunk = None
     if checkpoint is not None:
         path = Path(checkpoint)
-        metadata = _fingerprint(key, batch, num_steps, restarts, chunk_size, batch_size, window)
-        state, history = _resume(path, state, metadata)
+        numbers = (num_steps, restarts, chunk_size, batch_size, window)
+        metadata = _fingerprint(key, batch, tournament, numbers)
+        state, history = _resume(path, state, num_starts, metadata)
 
         def write(state: TrainState, history: TrainHistory) -> None:
             write_checkpoint(path, (state, history), metadata)
 
         at_chunk = write
 
-    trained = train(
-        key,
-        stages,
-        grade,
-        state,
-        (batch, graded),
-        optimiser=optimiser,
-        num_starts=num_starts,
-        chunk_size=chunk_size,
-        patience=patience,
-        history=history,
-        at_chunk=at_chunk,
-        show=ProgressLine("ELBO {:.4f} nats a time step") if progress else None,
-    )
-    return _result(trained, fixed, num_starts)
+    def go_on(
+        stages: Sequence[Stage], state: TrainState, history: TrainHistory | None, starts: int | None
+    ) -> Trained:
+        return train(
+            key,
+            stages,
+            grade,
+            state,
+            (batch, graded),
+            optimiser=optimiser,
+            num_starts=starts,
+            chunk_size=chunk_size,
+            patience=patience,
+            history=history,
+            at_chunk=at_chunk,
+            show=show,
+        )
+
+    show = ProgressLine("ELBO {:.4f} nats a time step", num_steps) if progress else None
+    trained = None
+    if state.kept_score.ndim == 1:
+        trained = go_on(_until(stages, cut), state, history, num_starts)
+        if trained.status != "diverged":
+            state, history = best_start(trained.state, trained.history)
+            trained = None
+    if trained is None:
+        trained = go_on(stages, state, history, None)
+    else:
+        trained = Trained(*best_start(trained.state, trained.history), trained.status)
+    return _result(trained, fixed)
+
+
+def _chunks(num_steps: int, share: float, chunk_size: int) -> int:
+    """A share of the steps, rounded up to whole chunks."""
+    if not 0 < share <= 1:
+        raise ValueError(f"fit expects a tournament in (0, 1], a share of the steps, got {share}.")
+    return min(num_steps, -(-int(share * num_steps) // chunk_size) * chunk_size)
+
+
+def _until(stages: Sequence[Stage], step: int) -> list[Stage]:
+    """The stages up to a step."""
+    kept = [stage for stage in stages if stage.until < step]
+    return [*kept, Stage(step, stages[len(kept)].loss)]
 
 
 class _Objective(eqx.Module):
@@ -373,14 +408,15 @@ def _stages(
 
 def _starts(
     key: PRNGKey, family: AbstractFamily, model: StateSpaceModel, moving: PyTree, restarts: int
-) -> PyTree:
-    """The parameters of each start: those that were given, then fresh draws."""
+) -> tuple[PyTree, int | None]:
+    """The parameters of each start, those that were given and fresh draws, and how many."""
     given = eqx.filter((family, model), moving)
-    if restarts == 1:
-        return given
     keys = jax.random.split(jax.random.fold_in(key, 2), restarts - 1)
     fresh = [eqx.filter((family.redraw(each), model), moving) for each in keys]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), given, *fresh)
+    drawn = [each for each in fresh if not eqx.tree_equal(each, given)]
+    if not drawn:
+        return given, None
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), given, *drawn), 1 + len(drawn)
 
 
 def _moving(pair: tuple[AbstractFamily, StateSpaceModel], learn: Any) -> PyTree:
@@ -441,17 +477,23 @@ def _check_kinds(family: Any, model: Any) -> None:
         raise TypeError(f"fit expects a StateSpaceModel, got {type(model).__name__}.")
 
 
-def _fingerprint(key: PRNGKey, batch: Series, *numbers: int | None) -> dict[str, Any]:
+def _fingerprint(
+    key: PRNGKey, batch: Series, tournament: float, numbers: tuple[int | None, ...]
+) -> dict[str, Any]:
     """What must be the same for a checkpoint to be gone on from."""
     digest = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes())
     for leaf in jax.tree.leaves(batch):
         digest.update(np.ascontiguousarray(leaf).tobytes())
     names = ("num_steps", "restarts", "chunk_size", "batch_size", "window")
-    return {"data": digest.hexdigest(), **dict(zip(names, numbers, strict=True))}
+    return {
+        "data": digest.hexdigest(),
+        "tournament": tournament,
+        **dict(zip(names, numbers, strict=True)),
+    }
 
 
 def _resume(
-    path: Path, state: TrainState, metadata: dict[str, Any]
+    path: Path, state: TrainState, num_starts: int | None, metadata: dict[str, Any]
 ) -> tuple[TrainState, TrainHistory | None]:
     """The state of a checkpoint if there is one, refused if it belongs to another fit."""
     try:
@@ -464,11 +506,13 @@ def _resume(
             what = (
                 "other data or another key"
                 if name == "data"
-                else (f"{name}={found.metadata.get(name)}, and this fit has {name}={expected}")
+                else f"{name}={found.metadata.get(name)}, and this fit has {name}={expected}"
             )
             raise ValueError(
                 f"{path} is the checkpoint of a fit with {what}. Give another file, or remove it."
             )
+    if num_starts is not None and restored.kept_score.ndim == 0:
+        state = one_start(state, 0)  # the tournament was over when it was written
     _refuse_other_parameters(path, restored, state)
     return restored, history
 
@@ -494,23 +538,20 @@ def _refuse_other_parameters(path: Path, restored: TrainState, state: TrainState
         )
 
 
-def _result(trained: Trained, fixed: PyTree, num_starts: int | None) -> FitResult:
+def _result(trained: Trained, fixed: PyTree) -> FitResult:
     state, history = trained.state, trained.history
+    family, model = eqx.combine(state.kept, fixed)
     scores = np.atleast_1d(np.asarray(state.kept_score))
-    best = int(np.argmin(scores))
-
-    def pick(tree: PyTree) -> PyTree:
-        return tree if num_starts is None else jax.tree.map(lambda leaf: leaf[best], tree)
-
-    family, model = eqx.combine(pick(state.kept), fixed)
+    if history.other_scores is not None:
+        scores = np.concatenate([scores, history.other_scores])
     return FitResult(
         family=family,
         model=model,
-        history=-pick(history.losses),
-        held_out=-pick(history.scores),
+        history=-history.losses,
+        held_out=-history.scores,
         held_out_steps=history.score_steps,
-        kept_step=int(pick(state.kept_step)),
+        kept_step=int(state.kept_step),
         restart_scores=-scores,
-        num_skipped=int(pick(state.skipped)),
+        num_skipped=int(state.skipped),
         status=trained.status,
     )
