@@ -16,7 +16,7 @@ PINS := pyproject.toml constraints.txt
 .DELETE_ON_ERROR:
 # Two installs into one environment at a time would break it.
 .NOTPARALLEL:
-.PHONY: help demo test test-slow lint format bench docs clean
+.PHONY: help demo test test-slow lint format bench accuracy docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,10 @@ format: $(VENV)/.stamp-lint ## mend what can be mended of style and format
 
 bench: $(BENCH_VENV)/.stamp-bench ## time retrodict and its peers, in an environment of their own
 	$(BENCH_VENV)/bin/python benchmarks/run.py
+	$(BENCH_VENV)/bin/python benchmarks/families.py
+
+accuracy: $(VENV)/.stamp-test ## fit the families to the paper's models and grade them (an hour)
+	$(BIN)/python benchmarks/accuracy.py --out benchmarks/results/accuracy.json
 
 docs: $(VENV)/.stamp-docs ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html

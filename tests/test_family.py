@@ -227,7 +227,7 @@ def test_a_batch_gives_what_its_series_give_one_by_one(name: str, size: str):
 def test_padding_changes_nothing(name: str, size: str):
     """Rows beyond the length repeat the terminal law and lead back to where one is."""
     padded, whole = chains_of(name, size)["padded"], chains_of(name, size)["nan"]
-    assert int(padded.length) == LENGTH
+    np.testing.assert_array_equal(padded.length, LENGTH)
     assert_close(first(padded.laws, LENGTH), first(whole.laws, LENGTH))
     assert_close(first(padded.kernels, LENGTH - 1), first(whole.kernels, LENGTH - 1))
     for k in range(LENGTH, N):
@@ -346,11 +346,13 @@ def autoregression(
     mean: float = 0.0,
 ) -> rd.StateSpaceModel:
     """A scalar model with a prior of deviation `state_scale`, stationary unless told otherwise."""
-    noise = state_scale * (np.sqrt(1 - weight**2) if noise is None else noise)
+    ratio = float(np.sqrt(1 - weight**2)) if noise is None else noise
     eye = jnp.eye(1)
     return rd.StateSpaceModel(
         rd.Gaussian(jnp.array([mean]), state_scale * eye),
-        rd.LinearGaussianKernel(weight * eye, jnp.array([(1 - weight) * mean]), noise * eye),
+        rd.LinearGaussianKernel(
+            weight * eye, jnp.array([(1 - weight) * mean]), state_scale * ratio * eye
+        ),
         rd.LinearGaussianKernel(obs_scale / state_scale * eye, jnp.zeros(1), 0.5 * obs_scale * eye),
     )
 
