@@ -166,7 +166,9 @@ def inference(name: str, quick: bool) -> dict[str, Any]:
     import equinox as eqx
 
     infer = eqx.filter_jit(lambda family, y: family.infer(y, mask=True).marginals())
-    figures = dict(zip(("infer_ms", "first_call_s"), best(lambda: infer(family, ys), 100)))
+    figures = dict(
+        zip(("infer_ms", "first_call_s"), best(lambda: infer(family, ys), 100), strict=True)
+    )
     if name == "gated":
         figures["cuthbert_ms"] = _cuthbert(NONLINEAR, ys)
     return figures
@@ -216,7 +218,7 @@ CASES: dict[str, tuple[Callable[[str, bool], dict[str, Any]], tuple[str, ...]]] 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Times families.")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--only", nargs="*", choices=[*CASES], help="some of the cases")
     parser.add_argument("--out", type=Path, help="where to write; a whole run has a place")

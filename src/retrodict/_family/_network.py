@@ -187,7 +187,7 @@ def tril_features(scale: Float[Array, "d d"]) -> Float[Array, "size"]:
     return jnp.concatenate([jnp.log(diagonal), jnp.matmul(ratios, below, precision=HIGHEST)])
 
 
-def mlp(key: PRNGKey, in_size: int, out_size: int, width: int, depth: int) -> eqx.nn.MLP:
+def mlp(key: PRNGKey, in_size: Any, out_size: Any, width: int, depth: int) -> eqx.nn.MLP:
     """A tanh network whose last layer starts without bias and with a hundredth of its weights.
 
     What it emits then starts near zero, which stands for the prior chain; with full weights some
@@ -197,7 +197,7 @@ def mlp(key: PRNGKey, in_size: int, out_size: int, width: int, depth: int) -> eq
     width, depth = check_count(width, "width"), check_count(depth, "depth")
     network = eqx.nn.MLP(in_size, out_size, width, depth, activation=jnp.tanh, key=key)
     last = network.layers[-1]
-    start = (0.01 * last.weight, jnp.zeros_like(last.bias))
+    start = (0.01 * last.weight, jnp.zeros(out_size, last.weight.dtype))
     last = eqx.tree_at(lambda layer: (layer.weight, layer.bias), last, start)
     return eqx.tree_at(lambda net: net.layers[-1], network, last)
 

@@ -30,12 +30,12 @@ class GaussianState(NamedTuple):
     Attributes:
         mean: m, the mean of q_k; of the prior before anything was seen.
         scale: s, its lower Cholesky factor.
-        count: how many rows were read.
+        num_read: how many rows were read.
     """
 
     mean: Float[Array, "*time d"]
     scale: Float[Array, "*time d d"]
-    count: Int[Array, "*time"]
+    num_read: Int[Array, "*time"]
 
 
 def before_anything(prior: Gaussian) -> GaussianState:
@@ -47,7 +47,7 @@ def predicted(
     state: GaussianState, kernel: LinearGaussianKernel
 ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
     """The law of the next state: the prior itself at the first row, its image later on."""
-    first = state.count == 0
+    first = state.num_read == 0
     mean, scale = predict(state.mean, state.scale, kernel.weight, kernel.bias, kernel.scale_tril)
     return jnp.where(first, state.mean, mean), jnp.where(first, state.scale, scale)
 
@@ -129,7 +129,7 @@ def filtered_in_parallel(
     laws, _ = filter_laws_in_parallel(
         Prior(prior.mean, prior.scale), transition, Whitened(design, value), exists
     )
-    counts = jnp.arange(1, value.shape[0] + 1, dtype=prior.count.dtype)
+    counts = jnp.arange(1, value.shape[0] + 1, dtype=prior.num_read.dtype)
     return GaussianState(laws.mean, laws.scale_tril, counts)
 
 

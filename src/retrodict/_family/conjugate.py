@@ -131,7 +131,7 @@ class ConjugateFamily(AbstractLinearGaussianFamily):
     def advance(self, state: GaussianState, embedded: Potential) -> GaussianState:
         """Predicts, and adds the natural parameters of the row."""
         law = predicted(state, transition_into(self.transition, embedded.row))
-        return GaussianState(*condition(*law, embedded.design, embedded.value), state.count + 1)
+        return GaussianState(*condition(*law, embedded.design, embedded.value), state.num_read + 1)
 
     def advance_in_parallel(
         self, embedded: Potential, exists: Bool[Array, "time"] | None

@@ -120,7 +120,7 @@ class GatedFamily(AbstractLinearGaussianFamily):
         gates = jax.nn.sigmoid(out[-2 * d :])
         mix = _mix_scales if self.gate == "scale" else _mix_natural
         law = mix(Gaussian(mean, scale), proposal, gates[:d], gates[d:])
-        return GaussianState(law.mean, law.scale_tril, state.count + 1)
+        return GaussianState(law.mean, law.scale_tril, state.num_read + 1)
 
     def advance_in_parallel(
         self, embedded: Embedded, exists: Bool[Array, "time"] | None

@@ -123,7 +123,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
     def advance(self, state: GaussianState, embedded: Evidence) -> GaussianState:
         """Predicts, and conditions on the row."""
         law = predicted(state, embedded.transition)
-        return GaussianState(*condition(*law, embedded.design, embedded.value), state.count + 1)
+        return GaussianState(*condition(*law, embedded.design, embedded.value), state.num_read + 1)
 
     def advance_in_parallel(
         self, embedded: Evidence, exists: Bool[Array, "time"] | None
