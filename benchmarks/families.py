@@ -166,9 +166,8 @@ def inference(name: str, quick: bool) -> dict[str, Any]:
     import equinox as eqx
 
     infer = eqx.filter_jit(lambda family, y: family.infer(y, mask=True).marginals())
-    figures = dict(
-        zip(("infer_ms", "first_call_s"), best(lambda: infer(family, ys), 100), strict=True)
-    )
+    least, first = best(lambda: infer(family, ys), 100)
+    figures = {"infer_ms": least, "first_call_s": first}
     if name == "gated":
         figures["cuthbert_ms"] = _cuthbert(NONLINEAR, ys)
     return figures

@@ -203,8 +203,6 @@ class LinearGaussianChain(AbstractBackwardChain):
 
 @eqx.filter_jit
 def _marginals(chain: LinearGaussianChain) -> Gaussian:
-    if chain.state_dim > linalg.UNROLLED:
-        return _marginals_by_covariance(chain)
     terminal = chain.terminal
     last = Factored.from_scale(terminal.mean, terminal.scale_tril)
 
@@ -218,58 +216,18 @@ def _marginals(chain: LinearGaussianChain) -> Gaussian:
     return jax.vmap(Gaussian)(laws.mean, laws.scale_tril)
 
 
-def _marginals_by_covariance(chain: LinearGaussianChain) -> Gaussian:
-    """Marginals of larger states: covariances in the scan, all factorisations after it.
+def marginals_with_density(chain: LinearGaussianChain) -> Gaussian:
+    """The marginals of a chain whose kernels all have a density, quick to differentiate.
 
-    A sum of two Gram matrices stays positive semidefinite to rounding, and one call to LAPACK for
-    all times costs far less than a triangularisation in every step.
+    For larger states covariances are carried in the scan and factored after it, all times in one
+    call to LAPACK: far less than a triangularisation in every step, and safe where nothing is
+    singular.
     """
+    if chain.state_dim <= linalg.UNROLLED:
+        return chain.marginals()
     terminal, kernels = chain.terminal, chain.kernels
     spreads = jax.vmap(linalg.outer_gram)(kernels.scale_tril)
-    last = (terminal.mean, terminal.covariance)
-    means, covariances = _moments_backward(kernels.weight, (kernels.bias, spreads), last)
-    scales = jax.vmap(linalg.semidefinite_cholesky)(covariances)
-    return jax.vmap(Gaussian)(
-        jnp.concatenate([means, terminal.mean[None]]),
-        jnp.concatenate([scales, terminal.scale_tril[None]]),
-    )
 
-
-@jax.custom_jvp
-def _moments_backward(gains: Array, added: tuple, last: tuple) -> tuple[Array, Array]:
-    """The recursions m_{k-1} = G_k m_k + c_k and P_{k-1} = G_k P_k G_kᵀ + R_k.
-
-    For fixed gains they are linear in the rest, so that a derivative is the same recursion with the
-    products dG_k m_k + dc_k and dG_k P_k G_kᵀ + G_k P_k dG_kᵀ + dR_k added in each step. Those are
-    formed for all times at once; differentiating the scan would form them one after another.
-
-    Args:
-        gains: G, with a leading axis `time-1`.
-        added: c and R.
-        last: the moments at the last time.
-    """
-    return _linear_recursion(gains, added, last)
-
-
-@_moments_backward.defjvp
-def _moments_backward_jvp(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-    gains, added, last = primals
-    gains_dot, added_dot, last_dot = tangents
-    found = _moments_backward(gains, added, last)
-    means, covariances = jax.tree.map(
-        lambda rest, end: jnp.concatenate([rest[1:], end[None]]), found, last
-    )
-
-    def source(gain: Array, gain_dot: Array, mean: Array, covariance: Array) -> tuple:
-        half = linalg.matmul(gain_dot, linalg.matmul(covariance, gain.T))
-        return linalg.matvec(gain_dot, mean), half + half.T
-
-    sources = jax.vmap(source)(gains, gains_dot, means, covariances)
-    added_dot = jax.tree.map(jnp.add, sources, added_dot)
-    return found, _linear_recursion(gains, added_dot, last_dot)
-
-
-def _linear_recursion(gains: Array, added: tuple, last: tuple) -> tuple[Array, Array]:
     def back(law: tuple[Array, Array], step: tuple) -> tuple[tuple, tuple]:
         mean, covariance = law
         gain, offset, spread = step
@@ -278,7 +236,14 @@ def _linear_recursion(gains: Array, added: tuple, last: tuple) -> tuple[Array, A
         law = (linalg.matvec(gain, mean) + offset, moved)
         return law, law
 
-    return lax.scan(back, last, (gains, *added), reverse=True)[1]
+    last = (terminal.mean, terminal.covariance)
+    steps = (kernels.weight, kernels.bias, spreads)
+    _, (means, covariances) = lax.scan(back, last, steps, reverse=True)
+    scales = jax.vmap(linalg.semidefinite_cholesky)(covariances)
+    return jax.vmap(Gaussian)(
+        jnp.concatenate([means, terminal.mean[None]]),
+        jnp.concatenate([scales, terminal.scale_tril[None]]),
+    )
 
 
 @eqx.filter_jit

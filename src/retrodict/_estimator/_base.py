@@ -10,7 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from retrodict import _linalg as linalg
-from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
+from retrodict._chain import (
+    AbstractBackwardChain,
+    LinearGaussianChain,
+    marginals_with_density,
+)
 from retrodict._functional import AbstractInitialTerm, AbstractPairTerm, AbstractTerm
 
 T = TypeVar("T")
@@ -124,7 +128,7 @@ class Moments(eqx.Module):
                 f"{owner} reads the moments of a LinearGaussianChain, got {type(chain).__name__}."
                 " Use BackwardSampling(num_samples) with a key: it takes any chain."
             )
-        laws, exists = chain.marginals(), existing_rows(chain)
+        laws, exists = marginals_with_density(chain), existing_rows(chain)
         kernels = chain.kernels
         pairs = PairRow(
             laws.mean[:-1],
