@@ -89,7 +89,7 @@ class RecurrentFamily(AbstractLinearGaussianFamily):
         obs_dim: int,
         *,
         input_dim: int = 0,
-        hidden: int = 32,
+        hidden: int = 16,
         width: int = 16,
         tied: bool = False,
     ):

@@ -104,7 +104,7 @@ def fit(
     batch_size: int = 64,
     window: int | None = None,
     growing: bool = False,
-    restarts: int = 2,
+    restarts: int = 1,
     tournament: float = 0.3,
     learning_rate: float = 1e-2,
     optimiser: optax.GradientTransformation | None = None,
