@@ -1,7 +1,7 @@
 """The contract of every family in the registry, and what is particular to each kind."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,8 +17,19 @@ import retrodict as rd
 from linear_models import random_model
 from registry import FAMILIES
 
-EVERY = pytest.mark.parametrize("name", FAMILIES)
-WITH_NETWORK = pytest.mark.parametrize("name", [n for n, c in FAMILIES.items() if c.has_network])
+# Variants of a family share most of its code: theirs are run with the slow tests.
+VARIANTS = ("gated_natural", "recurrent_tied")
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=slow) if name in VARIANTS else name for name in names]
+
+
+EVERY = pytest.mark.parametrize("name", _marked(FAMILIES))
+WITH_NETWORK = pytest.mark.parametrize(
+    "name", _marked(name for name, case in FAMILIES.items() if case.has_network)
+)
 
 # Larger programs take long to compile.
 D2_IS_SLOW = pytest.mark.parametrize(
