@@ -253,6 +253,7 @@ def test_growing_prefixes_end_with_whole_series(whole, ys):
     assert result.held_out[-1] > result.held_out[0]
 
 
+@pytest.mark.slow
 def test_a_prior_on_the_parameters_pulls_them(ys):
     def log_prior(model):
         return -0.5 * 1e6 * jnp.sum((model.transition.weight - 0.3) ** 2)
@@ -282,6 +283,7 @@ def test_padding_and_missing_rows_do_not_move_a_fit(whole, ys):
     assert np.isfinite(masked.history).all()
 
 
+@pytest.mark.slow
 def test_em_never_lowers_the_evidence_and_ends_near_its_maximum(ys):
     result = rd.em(jax.random.key(0), linear_model(0.3, 0.6, 0.5), ys, num_iterations=100)
     assert np.diff(result.history).min() > -1e-10
