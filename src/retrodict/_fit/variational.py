@@ -1,6 +1,5 @@
 """Fitting a family, a model, or both, by ascent of the ELBO."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict._chain import LinearGaussianChain
-from retrodict._checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from retrodict._checkpoint import write_checkpoint
 from retrodict._elbo import elbo_of_series
 from retrodict._estimator import AbstractEstimator, ClosedForm, Quadrature, RaoBlackwellised
 from retrodict._family import (
@@ -33,6 +32,7 @@ from retrodict._fit.batch import (
     prepare_batch,
     take,
 )
+from retrodict._fit.resume import fingerprint, resume
 from retrodict._functional import LogJoint
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, learnable, prepare_data
@@ -46,7 +46,6 @@ from retrodict._train import (
     TrainState,
     best_start,
     default_optimiser,
-    one_start,
     start,
     train,
 )
@@ -198,7 +197,7 @@ def fit(
     grade_key = jax.random.key(0)
 
     def grade(parameters: PyTree, data: tuple[Series, Series]) -> Scalar:
-        return objective(parameters, data[1], grade_key, data[0])
+        return objective(parameters, data[1], grade_key)
 
     optimiser = default_optimiser(learning_rate, num_steps) if optimiser is None else optimiser
     state, history = start(parameters, optimiser, num_starts), None
@@ -206,8 +205,8 @@ def fit(
     if checkpoint is not None:
         path = Path(checkpoint)
         numbers = (num_steps, restarts, chunk_size, batch_size, window)
-        metadata = _fingerprint(key, batch, tournament, numbers)
-        state, history = _resume(path, state, num_starts, metadata)
+        metadata = fingerprint(key, batch, tournament, numbers)
+        state, history = resume(path, state, num_starts, metadata)
 
         def write(state: TrainState, history: TrainHistory) -> None:
             write_checkpoint(path, (state, history), metadata)
@@ -274,10 +273,8 @@ class _Objective(eqx.Module):
     log_prior: Callable[[StateSpaceModel], Scalar] | None
     share: float
 
-    def __call__(
-        self, parameters: PyTree, batch: Series, key: PRNGKey, whole: Series | None = None
-    ) -> Scalar:
-        """The value for whole series; `whole` is not read."""
+    def __call__(self, parameters: PyTree, batch: Series, key: PRNGKey) -> Scalar:
+        """The value for whole series."""
         family, model = unwrap(eqx.combine(parameters, self.fixed))
         keys = jax.random.split(key, num_series(batch))
 
@@ -475,67 +472,6 @@ def _check_kinds(family: Any, model: Any) -> None:
         raise TypeError(f"fit expects a family, got {type(family).__name__}.")
     if not isinstance(model, StateSpaceModel):
         raise TypeError(f"fit expects a StateSpaceModel, got {type(model).__name__}.")
-
-
-def _fingerprint(
-    key: PRNGKey, batch: Series, tournament: float, numbers: tuple[int | None, ...]
-) -> dict[str, Any]:
-    """What must be the same for a checkpoint to be gone on from."""
-    digest = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes())
-    for leaf in jax.tree.leaves(batch):
-        digest.update(np.ascontiguousarray(leaf).tobytes())
-    names = ("num_steps", "restarts", "chunk_size", "batch_size", "window")
-    return {
-        "data": digest.hexdigest(),
-        "tournament": tournament,
-        **dict(zip(names, numbers, strict=True)),
-    }
-
-
-def _resume(
-    path: Path, state: TrainState, num_starts: int | None, metadata: dict[str, Any]
-) -> tuple[TrainState, TrainHistory | None]:
-    """The state of a checkpoint if there is one, refused if it belongs to another fit."""
-    try:
-        found = read_checkpoint(path)
-    except FileNotFoundError:
-        return state, None
-    restored, history = found.tree
-    for name, expected in metadata.items():
-        if found.metadata.get(name) != expected:
-            what = (
-                "other data or another key"
-                if name == "data"
-                else f"{name}={found.metadata.get(name)}, and this fit has {name}={expected}"
-            )
-            raise ValueError(
-                f"{path} is the checkpoint of a fit with {what}. Give another file, or remove it."
-            )
-    if num_starts is not None and restored.kept_score.ndim == 0:
-        state = one_start(state, 0)  # the tournament was over when it was written
-    _refuse_other_parameters(path, restored, state)
-    return restored, history
-
-
-def _refuse_other_parameters(path: Path, restored: TrainState, state: TrainState) -> None:
-    """Refuses a checkpoint whose arrays are not those of this family, model and optimiser."""
-
-    def shapes(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return [(jax.tree_util.keystr(at), leaf.shape, str(leaf.dtype)) for at, leaf in leaves]
-
-    for found, expected in zip(shapes(restored), shapes(state), strict=False):
-        if found != expected:
-            raise CheckpointError(
-                f"{path} is the checkpoint of another family, model or optimiser: it has"
-                f" {found[0]} of shape {found[1]} and type {found[2]}, where this fit has"
-                f" {expected[0]} of shape {expected[1]} and type {expected[2]}."
-            )
-    if len(shapes(restored)) != len(shapes(state)):
-        raise CheckpointError(
-            f"{path} is the checkpoint of another family, model or optimiser: it has"
-            f" {len(shapes(restored))} arrays, and this fit {len(shapes(state))}."
-        )
 
 
 def _result(trained: Trained, fixed: PyTree) -> FitResult:

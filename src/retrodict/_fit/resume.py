@@ -1,0 +1,74 @@
+"""Going on from a checkpoint, and refusing one that belongs to another fit."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from retrodict._checkpoint import CheckpointError, read_checkpoint
+from retrodict._mask import Series
+from retrodict._train import TrainHistory, TrainState, one_start
+from retrodict._types import PRNGKey
+
+
+def fingerprint(
+    key: PRNGKey, batch: Series, tournament: float, numbers: tuple[int | None, ...]
+) -> dict[str, Any]:
+    """What must be the same for a checkpoint to be gone on from."""
+    digest = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes())
+    for leaf in jax.tree.leaves(batch):
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    names = ("num_steps", "restarts", "chunk_size", "batch_size", "window")
+    return {
+        "data": digest.hexdigest(),
+        "tournament": tournament,
+        **dict(zip(names, numbers, strict=True)),
+    }
+
+
+def resume(
+    path: Path, state: TrainState, num_starts: int | None, metadata: dict[str, Any]
+) -> tuple[TrainState, TrainHistory | None]:
+    """The state of a checkpoint if there is one, refused if it belongs to another fit."""
+    try:
+        found = read_checkpoint(path)
+    except FileNotFoundError:
+        return state, None
+    restored, history = found.tree
+    for name, expected in metadata.items():
+        if found.metadata.get(name) != expected:
+            what = (
+                "other data or another key"
+                if name == "data"
+                else f"{name}={found.metadata.get(name)}, and this fit has {name}={expected}"
+            )
+            raise ValueError(
+                f"{path} is the checkpoint of a fit with {what}. Give another file, or remove it."
+            )
+    if num_starts is not None and restored.kept_score.ndim == 0:
+        state = one_start(state, 0)  # the tournament was over when it was written
+    _refuse_other_parameters(path, restored, state)
+    return restored, history
+
+
+def _refuse_other_parameters(path: Path, restored: TrainState, state: TrainState) -> None:
+    """Refuses a checkpoint whose arrays are not those of this family, model and optimiser."""
+
+    def shapes(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return [(jax.tree_util.keystr(at), leaf.shape, str(leaf.dtype)) for at, leaf in leaves]
+
+    for found, expected in zip(shapes(restored), shapes(state), strict=False):
+        if found != expected:
+            raise CheckpointError(
+                f"{path} is the checkpoint of another family, model or optimiser: it has"
+                f" {found[0]} of shape {found[1]} and type {found[2]}, where this fit has"
+                f" {expected[0]} of shape {expected[1]} and type {expected[2]}."
+            )
+    if len(shapes(restored)) != len(shapes(state)):
+        raise CheckpointError(
+            f"{path} is the checkpoint of another family, model or optimiser: it has"
+            f" {len(shapes(restored))} arrays, and this fit {len(shapes(state))}."
+        )
