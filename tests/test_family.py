@@ -18,7 +18,7 @@ from linear_models import random_model
 from registry import FAMILIES
 
 # Variants of a family share most of its code: theirs are run with the slow tests.
-VARIANTS = ("gated_natural", "recurrent_tied")
+VARIANTS = ("gated_scale", "recurrent_tied")
 
 
 def _marked(names: Iterable[str]) -> list[Any]:

@@ -46,23 +46,33 @@ def before_anything(prior: Gaussian) -> GaussianState:
 def predicted(
     state: GaussianState, kernel: LinearGaussianKernel
 ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
-    """The law of the next state: the prior itself at the first row, its image later on."""
-    first = state.num_read == 0
-    mean, scale = predict(state.mean, state.scale, kernel.weight, kernel.bias, kernel.scale_tril)
-    return jnp.where(first, state.mean, mean), jnp.where(first, state.scale, scale)
+    """The law of the next state: the prior itself at the first row, its image later on.
+
+    Returns:
+        Its mean, and the lower factor of its covariance.
+    """
+    mean, covariance = _predicted_moments(state, kernel)
+    return mean, linalg.cholesky(covariance)
 
 
-def predict(
-    mean: Float[Array, "d"],
-    scale: Float[Array, "d d"],
-    weight: Float[Array, "d d"],
-    bias: Float[Array, "d"],
-    noise: Float[Array, "d d"],
+def predicted_whitener(
+    state: GaussianState, kernel: LinearGaussianKernel
 ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
-    """The law of w x + b + q ε for x of law N(m, s sᵀ)."""
-    moved = shared_product(weight, scale)
-    covariance = product(moved, transposed(moved)) + linalg.outer_gram(noise)
-    return linalg.matvec(weight, mean) + bias, linalg.cholesky(covariance)
+    """The law of the next state as its mean and the lower k with kᵀk its precision."""
+    mean, covariance = _predicted_moments(state, kernel)
+    return mean, inverse_cholesky(covariance)
+
+
+def _predicted_moments(
+    state: GaussianState, kernel: LinearGaussianKernel
+) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
+    """Mean and covariance of w x + b + q ε for x of law N(m, s sᵀ); those of x at the first row."""
+    first = state.num_read == 0
+    mean = jnp.where(first, state.mean, linalg.matvec(kernel.weight, state.mean) + kernel.bias)
+    moved = shared_product(kernel.weight, state.scale)
+    moved = jnp.where(first, state.scale, moved)
+    noise = jnp.where(first, 0.0, linalg.outer_gram(kernel.scale_tril))
+    return mean, product(moved, transposed(moved)) + noise
 
 
 def condition(
@@ -77,7 +87,8 @@ def condition(
     U makes s U⁻ᵀ its lower Cholesky factor.
     """
     seen = product(design, scale)
-    after = product(scale, _inverse_of_upper_factor(seen))
+    eye = jnp.eye(seen.shape[1], dtype=seen.dtype)
+    after = product(scale, inverse_of_upper_factor(eye + product(transposed(seen), seen)))
     gained = linalg.matvec(design.T, value - linalg.matvec(design, mean))
     return mean + linalg.matvec(after, linalg.matvec(after.T, gained)), after
 
@@ -100,7 +111,8 @@ def reverse(
     eye = jnp.eye(noise.shape[0], dtype=noise.dtype)
     whitener = linalg.solve_triangular(noise, eye)
     design = linalg.matmul(whitener, weight)
-    after = product(scale, _inverse_of_upper_factor(shared_product(design, scale)))
+    seen = shared_product(design, scale)
+    after = product(scale, inverse_of_upper_factor(eye + product(transposed(seen), seen)))
     covariance = product(after, transposed(after))
     gain = linalg.matmul(covariance, linalg.matmul(design.T, whitener))
     offset = mean - linalg.matvec(gain, linalg.matvec(weight, mean) + bias)
@@ -149,11 +161,9 @@ def expansion(g: Float[Array, "d d"]) -> Float[Array, "d d"]:
     return linalg.solve_triangular(left, g.T).T
 
 
-def _inverse_of_upper_factor(b: Float[Array, "p d"]) -> Float[Array, "d d"]:
-    """U⁻ᵀ, which is lower, for the upper U with I + bᵀb = U Uᵀ."""
-    eye = jnp.eye(b.shape[1], dtype=b.dtype)
-    gram = eye + product(transposed(b), b)
-    return transposed(inverse_cholesky(gram[::-1, ::-1])[::-1, ::-1])
+def inverse_of_upper_factor(precision: Float[Array, "d d"]) -> Float[Array, "d d"]:
+    """U⁻ᵀ for the upper U with Λ = U Uᵀ: the lower Cholesky factor of Λ⁻¹."""
+    return transposed(inverse_cholesky(precision[::-1, ::-1])[::-1, ::-1])
 
 
 def transposed(a: Float[Array, "r c"]) -> Float[Array, "c r"]:

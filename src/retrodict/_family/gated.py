@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from retrodict import _linalg as linalg
 from retrodict._family._base import AbstractLinearGaussianFamily, Factor, Row, refuse_parallel
 from retrodict._family._network import (
     Embedded,
@@ -20,9 +21,18 @@ from retrodict._family._network import (
     tril_from,
     tril_size,
 )
-from retrodict._family._recursions import GaussianState, before_anything, predicted, reverse
+from retrodict._family._recursions import (
+    GaussianState,
+    before_anything,
+    inverse_of_upper_factor,
+    predicted,
+    predicted_whitener,
+    product,
+    reverse,
+    transposed,
+)
 from retrodict._family._start import Coordinates
-from retrodict._gaussian import Gaussian, NaturalGaussian
+from retrodict._kernel import LinearGaussianKernel
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
@@ -50,8 +60,8 @@ class GatedFamily(AbstractLinearGaussianFamily):
         input_dim: the dimension of an input; 0 if the model takes none.
         width: units in a hidden layer.
         depth: hidden layers.
-        gate: the coordinates in which the gate acts: `"scale"` for the mean and the rows of the
-            lower Cholesky factor, `"natural"` for the natural parameters.
+        gate: the coordinates in which the gate acts: `"natural"` for the natural parameters,
+            `"scale"` for the mean and the rows of the lower Cholesky factor.
     """
 
     network: eqx.nn.MLP
@@ -60,7 +70,7 @@ class GatedFamily(AbstractLinearGaussianFamily):
     state_dim: int = eqx.field(static=True)  # pyright: ignore
     obs_dim: int = eqx.field(static=True)  # pyright: ignore
     input_dim: int = eqx.field(static=True)  # pyright: ignore
-    gate: Literal["scale", "natural"] = eqx.field(static=True)
+    gate: Literal["natural", "scale"] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -71,11 +81,11 @@ class GatedFamily(AbstractLinearGaussianFamily):
         input_dim: int = 0,
         width: int = 32,
         depth: int = 2,
-        gate: Literal["scale", "natural"] = "scale",
+        gate: Literal["natural", "scale"] = "natural",
     ):
         check_dimensions(state_dim, obs_dim, input_dim)
-        if gate not in ("scale", "natural"):
-            raise ValueError(f"GatedFamily expects gate 'scale' or 'natural', got {gate!r}.")
+        if gate not in ("natural", "scale"):
+            raise ValueError(f"GatedFamily expects gate 'natural' or 'scale', got {gate!r}.")
         self.state_dim, self.obs_dim, self.input_dim = state_dim, obs_dim, input_dim
         self.gate = gate
         law_size = state_dim + tril_size(state_dim)
@@ -113,14 +123,46 @@ class GatedFamily(AbstractLinearGaussianFamily):
 
     def advance(self, state: GaussianState, embedded: Embedded) -> GaussianState:
         """Predicts, and mixes the prediction with the network's proposal."""
-        mean, scale = predicted(state, transition_into(self.transition, embedded))
+        kernel = transition_into(self.transition, embedded)
+        step = self._in_natural_parameters if self.gate == "natural" else self._in_scales
+        mean, scale = step(state, kernel, embedded.features)
+        return GaussianState(mean, scale, state.num_read + 1)
+
+    def _in_natural_parameters(
+        self, state: GaussianState, kernel: LinearGaussianKernel, features: Float[Array, "features"]
+    ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
+        """Mixes η and Λ; precisions are weighted from both sides and stay positive definite."""
+        mean, whitener = predicted_whitener(state, kernel)
+        proposed, root, mean_gate, gate = self._propose(features, mean, whitener)
+        kept, new = jnp.sqrt(gate)[:, None], jnp.sqrt(1 - gate)[:, None]
+        one, other = kept * transposed(whitener), new * root
+        precision = product(one, transposed(one)) + product(other, transposed(other))
+        scale = inverse_of_upper_factor(precision)
+        precision_mean = mean_gate * linalg.matvec(whitener.T, linalg.matvec(whitener, mean))
+        pull = linalg.matvec(root, linalg.matvec(root.T, proposed))
+        precision_mean = precision_mean + (1 - mean_gate) * pull
+        return linalg.matvec(scale, linalg.matvec(scale.T, precision_mean)), scale
+
+    def _in_scales(
+        self, state: GaussianState, kernel: LinearGaussianKernel, features: Float[Array, "features"]
+    ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
+        """Mixes means and the rows of the lower factors, which stay lower factors."""
+        mean, scale = predicted(state, kernel)
+        proposed, root, mean_gate, gate = self._propose(features, mean, scale)
+        rows = gate[:, None]
+        return mean_gate * mean + (1 - mean_gate) * proposed, rows * scale + (1 - rows) * root
+
+    def _propose(
+        self,
+        features: Float[Array, "features"],
+        mean: Float[Array, "d"],
+        factor: Float[Array, "d d"],
+    ) -> tuple[Float[Array, "d"], Float[Array, "d d"], Float[Array, "d"], Float[Array, "d"]]:
+        """What the network makes of the row and the prediction: mean, lower factor, two gates."""
         d = self.state_dim
-        out = self.network(jnp.concatenate([embedded.features, mean, tril_features(scale)]))
-        proposal = Gaussian(out[:d], tril_from(out[d : d + tril_size(d)], d))
+        out = self.network(jnp.concatenate([features, mean, tril_features(factor)]))
         gates = jax.nn.sigmoid(out[-2 * d :])
-        mix = _mix_scales if self.gate == "scale" else _mix_natural
-        law = mix(Gaussian(mean, scale), proposal, gates[:d], gates[d:])
-        return GaussianState(law.mean, law.scale_tril, state.num_read + 1)
+        return out[:d], tril_from(out[d : d + tril_size(d)], d), gates[:d], gates[d:]
 
     def advance_in_parallel(
         self, embedded: Embedded, exists: Bool[Array, "time"] | None
@@ -134,32 +176,3 @@ class GatedFamily(AbstractLinearGaussianFamily):
         back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
         return self.coordinates.factor(after.mean, after.scale, *back)
 
-
-def _mix_scales(
-    prediction: Gaussian,
-    proposal: Gaussian,
-    mean_gate: Float[Array, "d"],
-    scale_gate: Float[Array, "d"],
-) -> Gaussian:
-    """Means and rows of the lower factors, which stay lower with a positive diagonal."""
-    rows = scale_gate[:, None]
-    return Gaussian(
-        mean_gate * prediction.mean + (1 - mean_gate) * proposal.mean,
-        rows * prediction.scale_tril + (1 - rows) * proposal.scale_tril,
-    )
-
-
-def _mix_natural(
-    prediction: Gaussian,
-    proposal: Gaussian,
-    mean_gate: Float[Array, "d"],
-    scale_gate: Float[Array, "d"],
-) -> Gaussian:
-    """Natural parameters; precisions are weighted from both sides and stay positive definite."""
-    one, other = prediction.to_natural(), proposal.to_natural()
-    kept, new = jnp.sqrt(scale_gate), jnp.sqrt(1 - scale_gate)
-    mixed = NaturalGaussian(
-        mean_gate * one.precision_mean + (1 - mean_gate) * other.precision_mean,
-        kept[:, None] * one.precision * kept[None, :] + new[:, None] * other.precision * new[None],
-    )
-    return mixed.to_moments()
