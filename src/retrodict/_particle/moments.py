@@ -1,0 +1,134 @@
+"""Moments, quantiles and variance estimates from weighted particles and from paths."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from retrodict import _linalg as linalg
+from retrodict._types import Scalar
+
+
+def weighted_moments(
+    particles: Float[Array, "time particle state"], log_weights: Float[Array, "time particle"]
+) -> tuple[Float[Array, "time state"], Float[Array, "time state state"]]:
+    """Means and covariances at each time."""
+    weights = jnp.exp(log_weights)
+    mean = jnp.einsum("tp,tps->ts", weights, particles, precision="highest")
+    centred = particles - mean[:, None]
+    covariance = jnp.einsum("tp,tpa,tpb->tab", weights, centred, centred, precision="highest")
+    return mean, covariance
+
+
+def weighted_quantile(
+    particles: Float[Array, "time particle state"],
+    log_weights: Float[Array, "time particle"],
+    probability: float,
+) -> Float[Array, "time state"]:
+    """The least value with at least this probability at or below it, in each coordinate."""
+    if not 0 <= probability <= 1:
+        raise ValueError(f"quantile expects a probability between 0 and 1, got {probability}.")
+
+    def one(values: Array, weights: Array) -> Array:
+        order = jnp.argsort(values)
+        sums = jnp.cumsum(weights[order])
+        place = jnp.searchsorted(sums, probability * sums[-1], side="left")
+        return values[order][jnp.minimum(place, values.shape[0] - 1)]
+
+    per_coordinate = jax.vmap(one, in_axes=(1, None))
+    return jax.vmap(per_coordinate)(particles, jnp.exp(log_weights))
+
+
+def num_lineages(ancestors: Int[Array, "time particle"]) -> Int[Array, "time"]:
+    """How many particles of each time have offspring at the last time."""
+    count = ancestors.shape[1]
+    here = jnp.arange(count, dtype=ancestors.dtype)
+
+    def back(places: Array, parents: Array) -> tuple[Array, Array]:
+        return parents[places], num_distinct(places, count)
+
+    places, counts = lax.scan(back, here, ancestors[1:], reverse=True)
+    return jnp.concatenate([num_distinct(places, count)[None], counts])
+
+
+def num_distinct(indices: Int[Array, "entry"], count: int) -> Int[Array, ""]:
+    """How many different indices below `count` there are."""
+    return jnp.sum(jnp.zeros(count, jnp.int32).at[indices].set(1))
+
+
+def log_evidence_variance(
+    ancestors: Int[Array, "time particle"], log_weights: Float[Array, "time particle"], lag: int
+) -> Scalar:
+    """The variance of the log-evidence from shares of descendants; see `ParticleFilterPosterior`.
+
+    With D_p(i) the weight at time e = min(p + lag, n-1) of the descendants of particle i of time p,
+    generation p adds Σ_i D_p(i)² − Σ_i D_{p+1}(i)² as seen from the same time e, and the last
+    generation adds Σ_i w_i² − 1/N.
+    """
+    n, count = log_weights.shape
+    lag = min(lag, n - 1)
+    ends = jnp.minimum(jnp.arange(n) + lag, n - 1)
+
+    def of_generation(time: Array, end: Array) -> Array:
+        """Σ D² of generations `time` and `time + 1`, seen from `end`."""
+
+        def back(k: Array, places: tuple[Array, Array]) -> tuple[Array, Array]:
+            here, later = places
+            at = end - k
+            return ancestors[at][here], here
+
+        start = jnp.arange(count, dtype=ancestors.dtype)
+        here, later = lax.fori_loop(0, end - time, back, (start, start))
+        weights = jnp.exp(log_weights[end])
+
+        def squares(places: Array) -> Array:
+            return jnp.sum(jnp.zeros(count, weights.dtype).at[places].add(weights) ** 2)
+
+        last = end == time
+        return squares(here) - jnp.where(last, 1.0 / count, squares(later))
+
+    added = lax.map(lambda at: of_generation(*at), (jnp.arange(n), ends))
+    return jnp.maximum(jnp.sum(added), 0.0)
+
+
+def path_moments(
+    samples: Float[Array, "sample time state"],
+) -> tuple[Float[Array, "time state"], Float[Array, "time state state"]]:
+    """Means and covariances of paths at each time."""
+    mean = jnp.mean(samples, axis=0)
+    centred = jnp.swapaxes(samples - mean, 0, 1)
+    covariance = jax.vmap(lambda c: linalg.matmul(c.T, c))(centred) / samples.shape[0]
+    return mean, covariance
+
+
+def path_variance(values: PyTree, indices: Int[Array, "time sample"], num_particles: int) -> PyTree:
+    """The variance of the mean of a functional over backward paths, estimated from one run.
+
+    Given the filter, paths are independent draws, which adds s²/M. What the filter's own particles
+    add is seen in paths that share one: with c the centred values, generation p adds
+
+        Σ_{a ≠ b, same particle at time p} c_a c_b / M²,
+
+    an unbiased estimate of the sum over its particles of squared influences on the mean.
+
+    Args:
+        values: a pytree with a leading axis `sample`.
+        indices: the particle through which each path goes at each time.
+        num_particles: how many particles there are.
+    """
+
+    def one(leaf: Array) -> Array:
+        count = leaf.shape[0]
+        flat = leaf.reshape(count, -1)
+        centred = flat - jnp.mean(flat, axis=0)
+        own = jnp.sum(centred**2, axis=0)
+
+        def at_time(total: Array, places: Array) -> tuple[Array, None]:
+            sums = jnp.zeros((num_particles, flat.shape[1]), flat.dtype).at[places].add(centred)
+            return total + jnp.sum(sums**2, axis=0) - own, None
+
+        shared, _ = lax.scan(at_time, jnp.zeros_like(own), indices)
+        alone = own / max(count * (count - 1), 1) if count > 1 else jnp.full_like(own, jnp.nan)
+        return (jnp.maximum(shared, 0.0) / count**2 + alone).reshape(leaf.shape[1:])
+
+    return jax.tree.map(one, values)

@@ -1,0 +1,120 @@
+"""Transition densities between all particles of one time and states of the next."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from retrodict._gaussian import scale_solve
+from retrodict._kernel import AbstractKernel
+from retrodict._particle.cloud import has_fixed_scale
+from retrodict._particle.exponential import LOG2_E
+from retrodict._types import Scalar
+
+
+class Pairs(eqx.Module):
+    """The function (i, x) ↦ log₂ m(x_{k-1}^i, x), up to a constant where only ratios count.
+
+    For a Gaussian transition whose scale is the same everywhere, particles and states are whitened
+    once: what is left for each pair is a squared distance.
+
+    Attributes:
+        kernel: the transition.
+        u: its input, or `None`.
+        befores: the particles, or their whitened means.
+        whitened: whether distances stand for densities.
+    """
+
+    kernel: AbstractKernel
+    u: Float[Array, "input"] | None
+    befores: Float[Array, "particle state"]
+    whitened: bool = eqx.field(static=True)
+
+    @classmethod
+    def of(
+        cls,
+        kernel: AbstractKernel,
+        u: Float[Array, "input"] | None,
+        particles: Float[Array, "particle state"],
+    ) -> "Pairs":
+        """Whitens the particles if the kernel allows it."""
+        if not has_fixed_scale(kernel):
+            return cls(kernel, u, particles, False)
+        return cls(
+            kernel, u, jax.vmap(lambda x: _whiten(kernel, x, u, x, mean=True))(particles), True
+        )
+
+    def prepare(self, xs: Float[Array, "sample state"]) -> Float[Array, "sample state"]:
+        """States of the next time as the other methods read them."""
+        if not self.whitened:
+            return xs
+        at = self.befores[0]
+        return jax.vmap(lambda x: _whiten(self.kernel, at, self.u, x, mean=False))(xs)
+
+    def each(
+        self, indices: Int[Array, "sample"], prepared: Float[Array, "sample state"]
+    ) -> Float[Array, "sample"]:
+        """log₂ m(x^i, x) of one particle for each state."""
+        return self.between(self.befores[indices], prepared)
+
+    def between(
+        self, befores: Float[Array, "sample state"], prepared: Float[Array, "sample state"]
+    ) -> Float[Array, "sample"]:
+        """log₂ m of rows of particles and states."""
+        if self.whitened:
+            return -jnp.sum((befores - prepared) ** 2, axis=-1)
+        return LOG2_E * jax.vmap(lambda a, b: self.kernel.log_prob(a, b, self.u))(befores, prepared)
+
+    def matrix(self, prepared: Float[Array, "sample state"]) -> Float[Array, "particle sample"]:
+        """log₂ m of all pairs."""
+        if self.whitened:
+            return -squared_distance(self.befores, prepared)
+        one = jax.vmap(lambda a, b: self.kernel.log_prob(a, b, self.u), in_axes=(None, 0))
+        return LOG2_E * jax.vmap(one, in_axes=(0, None))(self.befores, prepared)
+
+
+def squared_distance(
+    a: Float[Array, "*rows state"], b: Float[Array, "sample state"]
+) -> Float[Array, "*rows sample"]:
+    """‖a − b‖² of all pairs, as a sum over coordinates that fuses into what reads it.
+
+    The expansion ‖a‖² − 2 a·b + ‖b‖² would cancel where states lie far from the origin in units of
+    the noise. Beyond `UNROLLED` coordinates it is taken all the same, around the mean of a.
+    """
+    d = a.shape[-1]
+    if d <= UNROLLED:
+        total = (a[..., 0, None] - b[:, 0]) ** 2
+        for i in range(1, d):
+            total = total + (a[..., i, None] - b[:, i]) ** 2
+        return total
+    centre = jnp.mean(a.reshape(-1, d), axis=0)
+    a, b = a - centre, b - centre
+    products = jnp.einsum("...d,sd->...s", a, b, precision="highest")
+    squares = jnp.sum(a**2, axis=-1)[..., None] + jnp.sum(b**2, axis=-1)
+    return jnp.maximum(squares - 2.0 * products, 0.0)
+
+
+UNROLLED = 32
+"""The largest state dimension for which distances are summed coordinate by coordinate."""
+
+
+def log2_bound(kernel: Any, pairs: Pairs, log_bound: float | None) -> Scalar | float:
+    """An upper bound of what `Pairs.each` returns, refused if there is none."""
+    if pairs.whitened:
+        return 0.0
+    if log_bound is None:
+        raise ValueError(
+            "Rejection needs an upper bound of the transition density, which a"
+            f" {type(kernel).__name__} does not give. Pass RejectionBackward(log_bound=...), or use"
+            " MCMCBackward() or ExactBackward()."
+        )
+    return LOG2_E * log_bound
+
+
+def _whiten(kernel: Any, x: Array, u: Array | None, value: Array, *, mean: bool) -> Array:
+    """s⁻¹ of the mean at x or of a value, in units in which minus the square is a log₂ density."""
+    law = kernel.law(x, u)
+    return np.sqrt(0.5 * LOG2_E) * scale_solve(law.scale_tril, law.mean if mean else value)

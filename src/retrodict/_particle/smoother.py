@@ -1,0 +1,281 @@
+"""Forward filtering, backward sampling."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from retrodict._functional import AbstractFunctional, Observations, add, input_of
+from retrodict._mask import Series
+from retrodict._model import StateSpaceModel
+from retrodict._particle.backward import (
+    AbstractBackwardSampler,
+    ExactBackward,
+    Genealogy,
+    check_sampler,
+)
+from retrodict._particle.cloud import Filter
+from retrodict._particle.diagnosis import DEGENERATE, FINE, refuse_failure
+from retrodict._particle.filter import ParticleFilterPosterior, prepare_filter, run_filter
+from retrodict._particle.moments import num_distinct, path_moments, path_variance
+from retrodict._particle.pairs import Pairs
+from retrodict._particle.proposal import AbstractProposal, Lookahead
+from retrodict._particle.resampling import Scheme, resample
+from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import check_count, check_key
+
+FEW = 10
+"""With paths through fewer particles than this at some time, a smoother has degenerated."""
+
+_EXACT = ExactBackward()
+
+
+class ParticlePosterior(eqx.Module):
+    """Paths drawn from a particle approximation of the law of the states given the whole series.
+
+    Attributes:
+        samples: paths, of shape `(sample, time, state)`; all have the same weight.
+        indices: the particle through which each path goes, of shape `(time, sample)`.
+        filtered: the filter that the paths were drawn from.
+        data: what was observed, for functionals that read it.
+        num_distinct: through how many particles the paths go, at each time.
+        status: that of the filter, or 3 if at some time the paths go through fewer than 10
+            particles: what is said of that time then rests on a handful of draws.
+        status_time: the time of the status; −1 if it is fine.
+    """
+
+    samples: Float[Array, "sample time state"]
+    indices: Int[Array, "time sample"]
+    filtered: ParticleFilterPosterior
+    data: Observations
+    num_distinct: Int[Array, "time"]
+    status: Int[Array, ""]
+    status_time: Int[Array, ""]
+
+    @property
+    def log_evidence(self) -> Scalar:
+        """The filter's estimate of log p(y_{0:n-1}); its exponential is unbiased."""
+        return self.filtered.log_evidence
+
+    @property
+    def ess(self) -> Float[Array, "time"]:
+        """The filter's effective sample size at each time."""
+        return self.filtered.ess
+
+    @property
+    def length(self) -> Int[Array, ""] | None:
+        """How many rows exist, or `None` if all of them do."""
+        return self.filtered.length
+
+    @property
+    def mean(self) -> Float[Array, "time state"]:
+        """The smoothed means."""
+        return path_moments(self.samples)[0]
+
+    @property
+    def covariance(self) -> Float[Array, "time state state"]:
+        """The smoothed covariances."""
+        return path_moments(self.samples)[1]
+
+    def quantile(self, probability: float) -> Float[Array, "time state"]:
+        """The quantile of each coordinate of the smoothed states.
+
+        Args:
+            probability: between 0 and 1.
+        """
+        if not 0 <= probability <= 1:
+            raise ValueError(f"quantile expects a probability between 0 and 1, got {probability}.")
+        return jnp.quantile(self.samples, probability, axis=0)
+
+    def expectation(
+        self, functional: AbstractFunctional, data: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
+        """The expectation of an additive functional, and its standard error from this one run.
+
+        The standard error counts the paths and the filter's own particles: what generation p adds
+        is read off paths that go through the same particle at time p. It leaves out the bias, of
+        order 1/N, and takes resampling to be multinomial, which other schemes improve on.
+
+        Args:
+            functional: what to take the expectation of.
+            data: a pytree with one row a time step; `None` for the observations.
+
+        Returns:
+            The pair (value, standard error), pytrees as the functional has them.
+        """
+        if not isinstance(functional, AbstractFunctional):
+            raise TypeError(
+                "expectation expects a functional, such as StateSum() or AdditiveFunctional(fn),"
+                f" got {type(functional).__name__}."
+            )
+        return _expectation(self, functional, self.data if data is None else data)
+
+
+def ffbsi(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    ys: Any,
+    num_particles: int = 1000,
+    num_samples: int | None = None,
+    *,
+    backward: AbstractBackwardSampler = _EXACT,
+    proposal: AbstractProposal | None = None,
+    lookahead: Lookahead | None = None,
+    resampling: Scheme = "systematic",
+    threshold: float = 0.5,
+    strict: bool = True,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+) -> ParticlePosterior:
+    """Paths given the whole series: a particle filter, then backward sampling.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.1 * jnp.ones(1))),
+        ... )
+        >>> xs, ys = model.simulate(jax.random.key(0), num_times=5)
+        >>> found = rd.ffbsi(jax.random.key(1), model, ys, num_particles=100, num_samples=50)
+        >>> found.samples.shape
+        (50, 5, 1)
+
+    Args:
+        key: a typed key.
+        model: the model; its transition must have a density.
+        ys: observations, of shape `(time, obs)`; NaN where missing.
+        num_particles: how many particles the filter has.
+        num_samples: how many paths to draw; as many as particles by default.
+        backward: how: `ExactBackward()`, `RejectionBackward()` of the same law and often cheaper,
+            `MCMCBackward()` of linear cost, or `Genealogy()`.
+        proposal: where the filter draws states from; `None` for the model's prior and transition.
+        lookahead: log weights by which an auxiliary filter resamples; `None` for none.
+        resampling: `"systematic"`, `"stratified"`, `"residual"` or `"multinomial"`.
+        threshold: the filter resamples once the effective sample size is below this share of the
+            particles; 1 to do so at every step.
+        strict: whether to raise an error if the filter fails; inside `jax.jit` the status in the
+            result says so.
+        mask: true where an entry was seen; `True` alone promises that everything was.
+        inputs: inputs of shape `(time, input)`, if a kernel takes them.
+        length: how many rows exist; beyond it paths stay where they are.
+
+    Returns:
+        Paths, moments and diagnostics.
+
+    Raises:
+        ValueError: if data, model and options do not fit, or rejection has no bound.
+        FloatingPointError: if the filter fails and `strict`; it names the time step.
+    """
+    check_key(key, "ffbsi")
+    check_sampler(backward, "ffbsi")
+    num_samples = num_particles if num_samples is None else num_samples
+    num_samples = check_count(num_samples, "num_samples")
+    machine, series = prepare_filter(
+        model,
+        ys,
+        num_particles,
+        proposal,
+        lookahead,
+        resampling,
+        threshold,
+        {"mask": mask, "inputs": inputs, "length": length},
+    )
+    found = _ffbsi(machine, backward, key, series, num_samples)
+    refuse_failure("ffbsi", found.status, found.status_time, strict)
+    return found
+
+
+@eqx.filter_jit
+def _ffbsi(
+    machine: Filter,
+    backward: AbstractBackwardSampler,
+    key: PRNGKey,
+    series: Series,
+    num_samples: int,
+) -> ParticlePosterior:
+    filter_key, last_key, path_key = jax.random.split(key, 3)
+    filtered = run_filter(machine, filter_key, series)
+    data = Observations(series.ys, series.mask, series.inputs)
+    weights = jnp.exp(filtered.log_weights[-1])
+    last = resample("systematic", last_key, weights, num_samples)
+    indices = _backward_indices(machine.model, backward, path_key, filtered, data, last)
+    samples = jax.vmap(lambda cloud, places: cloud[places], out_axes=1)(filtered.particles, indices)
+    counts = jax.vmap(lambda row: num_distinct(row, machine.num_particles))(indices)
+    fewest = jnp.argmin(counts)
+    degenerate = (filtered.status == FINE) & (counts[fewest] < FEW)
+    return ParticlePosterior(
+        samples,
+        indices,
+        filtered,
+        data,
+        counts,
+        jnp.where(degenerate, DEGENERATE, filtered.status),
+        jnp.where(degenerate, fewest, filtered.status_time),
+    )
+
+
+def _backward_indices(
+    model: StateSpaceModel,
+    backward: AbstractBackwardSampler,
+    key: PRNGKey,
+    filtered: ParticleFilterPosterior,
+    data: Observations,
+    last: Int[Array, "sample"],
+) -> Int[Array, "time sample"]:
+    """The particle of each path at each time."""
+    kernel, n = model.transition, filtered.particles.shape[0]
+    exists = None if filtered.length is None else jnp.arange(n) < filtered.length
+
+    def back(state: tuple[Array, Array], at: tuple) -> tuple[tuple[Array, Array], Array]:
+        places, xs = state
+        key, particles, log_weights, parents, row, real = at
+        ancestors = parents[places]
+        if isinstance(backward, Genealogy):
+            chosen = ancestors
+        else:
+            pairs = Pairs.of(kernel, input_of(kernel, row), particles)
+            chosen = backward.draw(key, pairs, log_weights, xs, ancestors)
+        if real is not None:
+            chosen = jnp.where(real, chosen, places)
+        return (chosen, particles[chosen]), chosen
+
+    later = jax.tree.map(lambda leaf: leaf[1:], (filtered.ancestors, data, exists))
+    earlier = (filtered.particles[:-1], filtered.log_weights[:-1])
+    keys = jax.random.split(key, n - 1)
+    start = (last, filtered.particles[-1][last])
+    _, indices = lax.scan(back, start, (keys, *earlier, *later), reverse=True)
+    return jnp.concatenate([indices, last[None]])
+
+
+@eqx.filter_jit
+def _expectation(
+    posterior: ParticlePosterior, functional: AbstractFunctional, data: PyTree
+) -> tuple[PyTree, PyTree]:
+    filtered = posterior.filtered
+    n = posterior.samples.shape[1]
+    exists = None if filtered.length is None else jnp.arange(n) < filtered.length
+
+    def of_path(path: Float[Array, "time state"]) -> PyTree:
+        first = functional.initial(path[0], jax.tree.map(lambda leaf: leaf[0], data))
+
+        def more(total: PyTree, at: tuple) -> tuple[PyTree, None]:
+            before, x, row, real = at
+            value = functional.increment(before, x, row)
+            if real is not None:
+                value = jax.tree.map(lambda leaf: jnp.where(real, leaf, 0), value)
+            return add([total, value]), None
+
+        later = jax.tree.map(lambda leaf: leaf[1:], (data, exists))
+        return lax.scan(more, first, (path[:-1], path[1:], *later))[0]
+
+    values = jax.vmap(of_path)(posterior.samples)
+    variances = path_variance(values, posterior.indices, filtered.particles.shape[1])
+    return (
+        jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), values),
+        jax.tree.map(jnp.sqrt, variances),
+    )
