@@ -157,60 +157,25 @@ def lengths(name: str, quick: bool) -> dict[str, Any]:
 
 def inference(name: str, quick: bool) -> dict[str, Any]:
     """One series of 500 at d = 1, beside exact FFBSi with 1,000 particles by cuthbert."""
+    import equinox as eqx
     import jax
 
     from accuracy import FAMILIES, NONLINEAR, simulate
+    from smoothers import with_cuthbert
 
     ys = simulate(NONLINEAR, 0, 1, 500)[1][0]
     family = FAMILIES[name](jax.random.key(0), 1, 1).prepare(NONLINEAR, ys)
-    import equinox as eqx
-
     infer = eqx.filter_jit(lambda family, y: family.infer(y, mask=True).marginals())
     least, first = best(lambda: infer(family, ys), 100)
     figures = {"infer_ms": least, "first_call_s": first}
     if name == "gated":
-        figures["cuthbert_ms"] = _cuthbert(NONLINEAR, ys)
+        figures["cuthbert_ms"] = best(with_cuthbert("exact", 1), 1)[0]
     return figures
 
 
-def _cuthbert(model: Any, ys: Any) -> float:
-    import jax
-    import jax.numpy as jnp
-    from cuthbert import filter as run_filter
-    from cuthbert import smoother as run_smoother
-    from cuthbert.smc import backward_sampler, particle_filter
-    from cuthbertlib.resampling import systematic
-    from cuthbertlib.smc.smoothing import exact_sampling
-
-    def potential(before: Any, x: Any, y: Any) -> Any:
-        return model.emission.log_prob(x, y)
-
-    def density(before: Any, x: Any, y: Any) -> Any:
-        return model.transition.log_prob(before, x) + model.emission.log_prob(x, y)
-
-    particles = particle_filter.build_filter(
-        model.prior.sample,
-        lambda key, x, y: model.transition.sample(key, x),
-        potential,
-        1000,
-        systematic.resampling,
-    )
-    paths = backward_sampler.build_smoother(
-        density, exact_sampling.simulate, systematic.resampling, 1000
-    )
-
-    @jax.jit
-    def run(key: Any, ys: Any) -> Any:
-        first, second = jax.random.split(key)
-        states = run_filter(particles, ys, key=first)
-        return run_smoother(paths, states, key=second).particles
-
-    return best(lambda: run(jax.random.key(0), jnp.asarray(ys)), 1)[0]
-
-
 CASES: dict[str, tuple[Callable[[str, bool], dict[str, Any]], tuple[str, ...]]] = {
-    "small": (small, ("gated", "gated, natural", "conjugate", "recurrent")),
-    "large": (large, ("gated", "gated, natural", "conjugate", "recurrent")),
+    "small": (small, ("gated", "gated, scale", "conjugate", "recurrent")),
+    "large": (large, ("gated", "gated, scale", "conjugate", "recurrent")),
     "lengths": (lengths, ("gated", "recurrent")),
     "inference": (inference, ("gated", "recurrent", "conjugate")),
 }

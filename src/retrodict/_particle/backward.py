@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._particle.exponential import LOG2_E, power_of_two
 from retrodict._particle.pairs import Pairs, log2_bound, squared_distance
-from retrodict._particle.resampling import cumulative, independent
+from retrodict._particle.resampling import cumulative, independent, uniforms
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
 
@@ -65,7 +65,7 @@ class ExactBackward(AbstractBackwardSampler):
         ancestors: Int[Array, "sample"],
     ) -> Int[Array, "sample"]:
         """Independent draws from the backward kernel."""
-        uniforms = jax.random.uniform(key, (xs.shape[0],), xs.dtype)
+        shares = jax.random.uniform(key, (xs.shape[0],), xs.dtype)
         prepared = pairs.prepare(xs)
         log_weights = LOG2_E * log_weights
         count, num_paths = log_weights.shape[0], xs.shape[0]
@@ -73,14 +73,14 @@ class ExactBackward(AbstractBackwardSampler):
         chunk = max(1, LARGEST_TILE * share // count)
 
         def some(at: tuple[Array, Array, Array]) -> Array:
-            prepared, uniforms, ancestors = at
+            prepared, shares, ancestors = at
             if pairs.whitened:
-                return _by_distance(pairs.befores, log_weights, prepared, uniforms, ancestors)
-            return _by_matrix(log_weights[:, None] + pairs.matrix(prepared), uniforms)
+                return _by_distance(pairs.befores, log_weights, prepared, shares, ancestors)
+            return _by_matrix(log_weights[:, None] + pairs.matrix(prepared), shares)
 
         if num_paths <= chunk:
-            return some((prepared, uniforms, ancestors))
-        return _in_chunks(some, (prepared, uniforms, ancestors), chunk)
+            return some((prepared, shares, ancestors))
+        return _in_chunks(some, (prepared, shares, ancestors), chunk)
 
 
 class MCMCBackward(AbstractBackwardSampler):
@@ -109,16 +109,16 @@ class MCMCBackward(AbstractBackwardSampler):
         ancestors: Int[Array, "sample"],
     ) -> Int[Array, "sample"]:
         """The ancestors after the moves."""
-        propose_key, accept_key = jax.random.split(key)
-        shape = (self.num_moves, xs.shape[0])
-        proposed = independent(propose_key, cumulative(jnp.exp(log_weights)), shape)
-        levels = jnp.log2(jax.random.uniform(accept_key, shape, xs.dtype))
+        sums, count = cumulative(jnp.exp(log_weights)), xs.shape[0]
         prepared = pairs.prepare(xs)
         at, value = ancestors, pairs.each(ancestors, prepared)
-        for move in range(self.num_moves):
-            new = pairs.each(proposed[move], prepared)
-            accepted = levels[move] < new - value
-            at = jnp.where(accepted, proposed[move], at)
+        for move_key in jax.random.split(key, self.num_moves):
+            propose_key, accept_key = jax.random.split(move_key)
+            proposed = independent(propose_key, sums, (count,))
+            new = pairs.each(proposed, prepared)
+            level = uniforms(accept_key, (count,), xs.dtype)
+            accepted = level < power_of_two(jnp.minimum(new - value, 1.0))
+            at = jnp.where(accepted, proposed, at)
             value = jnp.where(accepted, new, value)
         return at
 
@@ -162,8 +162,9 @@ class RejectionBackward(AbstractBackwardSampler):
             trial, chosen, open_paths = state
             first, second = jax.random.split(jax.random.fold_in(trial_key, trial))
             proposed = independent(first, sums, (count,))
-            level = jnp.log2(jax.random.uniform(second, (count,), xs.dtype))
-            taken = open_paths & (level < pairs.each(proposed, prepared) - bound)
+            level = uniforms(second, (count,), xs.dtype)
+            ratio = power_of_two(pairs.each(proposed, prepared) - bound)
+            taken = open_paths & (level < ratio)
             return trial + 1, jnp.where(taken, proposed, chosen), open_paths & ~taken
 
         start = (jnp.zeros((), jnp.int32), ancestors, jnp.ones(count, bool))
@@ -216,7 +217,7 @@ def _by_distance(
     befores: Float[Array, "particle state"],
     log_weights: Float[Array, "particle"],
     prepared: Float[Array, "sample state"],
-    uniforms: Float[Array, "sample"],
+    shares: Float[Array, "sample"],
     ancestors: Int[Array, "sample"],
 ) -> Int[Array, "sample"]:
     """Exact draws where log₂ m is minus a squared distance, without holding all pairs.
@@ -240,7 +241,7 @@ def _by_distance(
     for j in range(FAN):
         distance = squared_distance(grouped[:, j], prepared)
         sums = sums + power_of_two(in_groups[:, j, None] - distance - shift)
-    group, rest = _descend(sums, uniforms)
+    group, rest = _descend(sums, shares)
     members = jnp.moveaxis(grouped[group], 0, 1)
     distances = jnp.sum((members - prepared) ** 2, axis=-1)
     weights = power_of_two(in_groups[group].T - distances - shift)
@@ -251,19 +252,19 @@ def _by_distance(
 
 
 def _by_matrix(
-    log_weights: Float[Array, "particle sample"], uniforms: Float[Array, "sample"]
+    log_weights: Float[Array, "particle sample"], shares: Float[Array, "sample"]
 ) -> Int[Array, "sample"]:
     """Exact draws from the unnormalised log₂ weights of all pairs."""
     top = jnp.max(log_weights, axis=0)
     weights = power_of_two(log_weights - jnp.where(jnp.isfinite(top), top, 0.0))
-    found, _ = _descend(weights, uniforms)
+    found, _ = _descend(weights, shares)
     return found.astype(jnp.int32)
 
 
 def _descend(
-    weights: Float[Array, "entry sample"], uniforms: Float[Array, "sample"]
+    weights: Float[Array, "entry sample"], shares: Float[Array, "sample"]
 ) -> tuple[Int[Array, "sample"], Float[Array, "sample"]]:
-    """The entry at a uniform share of each column's sum, and what of that share lies within it.
+    """The entry at a given share of each column's sum, and what of it lies within that entry.
 
     Sums of sums are built up to a few groups, and searched from the top. What is returned as the
     share is −1 for a column whose weights are all zero.
@@ -275,7 +276,7 @@ def _descend(
         padded = jnp.pad(below, ((0, num_groups * FAN - below.shape[0]), (0, 0)))
         levels.append(jnp.sum(padded.reshape(num_groups, FAN, -1), axis=1))
     total = jnp.sum(levels[-1], axis=0)
-    place, rest = _pick(levels[-1], uniforms * total)
+    place, rest = _pick(levels[-1], shares * total)
     columns = jnp.arange(weights.shape[1])
     for level in reversed(levels[:-1]):
         rows = place[None, :] * FAN + jnp.arange(FAN)[:, None]

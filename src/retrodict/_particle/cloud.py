@@ -1,11 +1,11 @@
 """Weighted particles at one time, and one step of a filter over them."""
 
+import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -87,7 +87,7 @@ class Filter(eqx.Module):
             log_weights = log_weights + jax.vmap(
                 lambda x: _total(model.prior.log_prob(x)) - _total(law.log_prob(x))
             )(particles)
-        log_weights = log_weights - np.log(self.num_particles)
+        log_weights = log_weights - math.log(self.num_particles)
         return _weighed(particles, log_weights, jnp.arange(self.num_particles))
 
     def move(
@@ -128,7 +128,7 @@ class Filter(eqx.Module):
 
         def renewed() -> tuple[Array, Array]:
             chosen = resample(self.resampling, key, weights, self.num_particles)
-            fresh = jnp.full_like(log_weights, -np.log(self.num_particles))
+            fresh = jnp.full_like(log_weights, -math.log(self.num_particles))
             return chosen, fresh if ahead is None else fresh + total - ahead[chosen]
 
         def kept() -> tuple[Array, Array]:
@@ -188,7 +188,7 @@ def _weighed(
     log_weights = jnp.where(undefined, -jnp.inf, log_weights)
     total = _log_sum(log_weights)
     impossible = total == -jnp.inf
-    equal = -np.log(log_weights.shape[0])
+    equal = -math.log(log_weights.shape[0])
     log_weights = jnp.where(impossible, equal, log_weights - jnp.where(impossible, 0.0, total))
     return Step(
         particles,

@@ -3,7 +3,7 @@
 Backward sampling evaluates one exponential for each pair of a path and a particle, hundreds of
 millions in a short series. XLA's own `exp` is accurate to the last bit and, inside a large fusion
 on CPU, is not vectorised. A polynomial on [-1/2, 1/2] and an addition to the exponent bits take
-less than half of the time (`docs/decisions/0006-particle-smoothing.md`). Its relative error, below
+less than half of the time (`docs/decisions/0005-particle-smoothing.md`). Its relative error, below
 1e-12 in float64 and 3e-7 in float32, is that of a weight: many orders below the Monte Carlo error.
 """
 

@@ -1,11 +1,11 @@
 """Transition densities between all particles of one time and states of the next."""
 
+import math
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from retrodict._gaussian import scale_solve
@@ -117,4 +117,4 @@ def log2_bound(kernel: Any, pairs: Pairs, log_bound: float | None) -> Scalar | f
 def _whiten(kernel: Any, x: Array, u: Array | None, value: Array, *, mean: bool) -> Array:
     """s⁻¹ of the mean at x or of a value, in units in which minus the square is a log₂ density."""
     law = kernel.law(x, u)
-    return np.sqrt(0.5 * LOG2_E) * scale_solve(law.scale_tril, law.mean if mean else value)
+    return math.sqrt(0.5 * LOG2_E) * scale_solve(law.scale_tril, law.mean if mean else value)

@@ -41,11 +41,11 @@ class AbstractProposal(eqx.Module):
         steps: eqx.AbstractVar[PyTree]
 
     @abstractmethod
-    def initial(self, data: Observations) -> Distribution:
-        """The law of the first state."""
+    def initial(self, data: Observations) -> Any:
+        """The law of the first state, with `log_prob` and `sample`."""
 
     @abstractmethod
-    def move(self, before: State, data: Observations, step: PyTree) -> Distribution:
+    def move(self, before: State, data: Observations, step: PyTree) -> Any:
         """The law of x_k given x_{k-1}, the data of time k and a row of `steps`."""
 
 

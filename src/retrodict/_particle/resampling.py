@@ -5,7 +5,7 @@ increasing order. All of them leave the estimate of the evidence unbiased.
 """
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -96,21 +96,32 @@ _SCHEMES: dict[str, Resampler] = {
 }
 
 
+def uniforms(key: PRNGKey, shape: tuple[int, ...], dtype: Any) -> Float[Array, "..."]:
+    """Uniform variables on a lattice of 2⁻³² (2⁻²⁴ in single precision), inside (0, 1).
+
+    They take half the bits, and half the time, of `jax.random.uniform` in double precision. No
+    probability moves by more than the spacing of the lattice.
+    """
+    bits = jax.random.bits(key, shape, jnp.uint32)
+    kept = 32 if dtype == jnp.float64 else 23
+    return ((bits >> (32 - kept)).astype(dtype) + 0.5) * 2.0**-kept
+
+
 def independent(
     key: PRNGKey, sums: Float[Array, "particle"], shape: tuple[int, ...]
 ) -> Int[Array, "..."]:
     """Independent indices of any shape and in no order, from cumulative weights."""
-    return inverse(sums, jax.random.uniform(key, shape, sums.dtype))
+    return inverse(sums, uniforms(key, shape, sums.dtype))
 
 
 def inverse(
     sums: Float[Array, "particle"], positions: Float[Array, "*shape"]
 ) -> Int[Array, "*shape"]:
-    """The first index whose share of the cumulative weights exceeds each position in [0, 1)."""
-    found = jnp.searchsorted(sums, positions * sums[-1], side="right")
-    # Rounding may put a position at the very end, past particles that have no weight.
-    last = jnp.searchsorted(sums, sums[-1], side="left")
-    return jnp.minimum(found, last).astype(jnp.int32)
+    """The first index whose share of the cumulative weights exceeds each position in [0, 1]."""
+    # Below the total, the first sum that exceeds a position is that of a particle with weight.
+    total = sums[-1]
+    values = jnp.minimum(positions * total, jnp.nextafter(total, jnp.zeros_like(total)))
+    return jnp.searchsorted(sums, values, side="right").astype(jnp.int32)
 
 
 def cumulative(values: Float[Array, "entry"]) -> Float[Array, "entry"]:

@@ -1,0 +1,316 @@
+"""Times the particle smoothers beside their peers on two CPU cores, in float64.
+
+    python benchmarks/smoothers.py [--quick] [--only d1 d10 memory] [--out FILE]
+
+The task is the same for all: the model of section 5.2 (d = 1) or a linear transition seen through
+a network (d = 10), a bootstrap filter with systematic resampling below half of the particles, and
+as many paths as particles; n = 500 and 1,000 particles. Each library runs in a process of its own
+with a timeout. A time is the least of some runs in which nothing is compiled.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS = Path(__file__).with_name("results") / "smoothers-cpu.json"
+TIMEOUT = 600
+NUM_TIMES, NUM_PARTICLES = 500, 1000
+REPEATS = {"retrodict": 5, "cuthbert": 2, "particles": 1}
+
+RUNS = (
+    ("retrodict", "filter"),
+    ("retrodict", "exact"),
+    ("retrodict", "rejection"),
+    ("retrodict", "mcmc"),
+    ("cuthbert", "exact"),
+    ("cuthbert", "mcmc"),
+    ("particles", "filter"),
+    ("particles", "mcmc"),
+    ("particles", "exact"),
+)
+TARGETS = (
+    ("exact", "cuthbert", "exact", 8.0),
+    ("exact", "particles", "exact", 30.0),
+    ("mcmc", "cuthbert", "mcmc", 5.0),
+    ("mcmc", "particles", "mcmc", 3.0),
+)
+"""How many times slower a peer's sampler should be than ours, filters included on both sides."""
+
+
+def task(dim: int) -> tuple[Any, Any]:
+    """The model and one series."""
+    from accuracy import NONLINEAR, network_model, simulate
+
+    model = NONLINEAR if dim == 1 else network_model(dim)
+    return model, simulate(model, 0, 1, NUM_TIMES)[1][0]
+
+
+def with_retrodict(sampler: str, dim: int) -> Callable[[], Any]:
+    import equinox as eqx
+    import jax
+
+    import retrodict as rd
+
+    model, ys = task(dim)
+    samplers = {
+        "exact": rd.ExactBackward(),
+        "rejection": rd.RejectionBackward(),
+        "mcmc": rd.MCMCBackward(),
+    }
+
+    def run(key: Any, ys: Any) -> Any:
+        if sampler == "filter":
+            return rd.particle_filter(key, model, ys, NUM_PARTICLES, mask=True).mean
+        found = rd.ffbsi(key, model, ys, NUM_PARTICLES, backward=samplers[sampler], mask=True)
+        return found.samples
+
+    compiled = eqx.filter_jit(run)
+    return lambda: jax.block_until_ready(compiled(jax.random.key(0), ys))
+
+
+def with_cuthbert(sampler: str, dim: int) -> Callable[[], Any]:
+    """Five Metropolis steps. Its first state comes before the first row: one step more."""
+    from functools import partial
+
+    import jax
+    from cuthbert import filter as run_filter
+    from cuthbert import smoother as run_smoother
+    from cuthbert.smc import backward_sampler, particle_filter
+    from cuthbertlib.resampling import adaptive, systematic
+    from cuthbertlib.smc.smoothing import exact_sampling, mcmc
+
+    model, ys = task(dim)
+    resampling = adaptive.ess_decorator(systematic.resampling, 0.5)
+    draw = exact_sampling.simulate if sampler == "exact" else partial(mcmc.simulate, n_steps=5)
+    particles = particle_filter.build_filter(
+        model.prior.sample,
+        lambda key, x, y: model.transition.sample(key, x),
+        lambda before, x, y: model.emission.log_prob(x, y),
+        NUM_PARTICLES,
+        resampling,
+    )
+    paths = backward_sampler.build_smoother(
+        lambda before, x, y: model.transition.log_prob(before, x),
+        draw,
+        systematic.resampling,
+        NUM_PARTICLES,
+    )
+
+    @jax.jit
+    def run(key: Any, ys: Any) -> Any:
+        keys = jax.random.split(key, 3)
+        start = particles.init_prepare(key=keys[0])
+        states = run_filter(particles, ys, start, key=keys[1])
+        return run_smoother(paths, states, key=keys[2]).particles
+
+    return lambda: jax.block_until_ready(run(jax.random.key(0), ys))
+
+
+def with_particles(sampler: str, dim: int) -> Callable[[], Any]:
+    """Its own distributions in NumPy; the network of the larger model in NumPy as well."""
+    import particles
+    from particles import distributions as laws
+    from particles import state_space_models as ssm
+
+    model, ys = task(dim)
+    weight = np.asarray(model.transition.weight)
+    bias = np.asarray(model.transition.bias)
+    move_std = np.diag(np.asarray(model.transition.scale_tril))
+    first_std = np.diag(np.asarray(model.prior.scale_tril))
+    error = np.asarray(model.emission.scale_tril.std)
+    if dim == 1:
+        from accuracy import SLOPE
+
+        def emission(x: Any) -> Any:
+            return np.cos(np.tanh(SLOPE * x))
+    else:
+        layers = [(np.asarray(la.weight), np.asarray(la.bias)) for la in model.emission.fn.layers]
+
+        def emission(x: Any) -> Any:
+            for matrix, shift in layers:
+                x = np.maximum(x @ matrix.T + shift, 0.0)
+            return x
+
+    def normal(mean: Any, std: Any) -> Any:
+        if dim == 1:
+            return laws.Normal(loc=mean, scale=std[0])
+        return laws.IndepProd(
+            *(laws.Normal(loc=mean[..., i], scale=std[i]) for i in range(std.size))
+        )
+
+    class Model(ssm.StateSpaceModel):
+        def PX0(self) -> Any:
+            return normal(np.zeros(dim) if dim > 1 else 0.0, first_std)
+
+        def PX(self, t: Any, xp: Any) -> Any:
+            if dim == 1:
+                return normal(weight[0, 0] * xp + bias[0], move_std)
+            return normal(xp @ weight.T + bias, move_std)
+
+        def PY(self, t: Any, xp: Any, x: Any) -> Any:
+            return normal(emission(x), error)
+
+    data = np.asarray(ys)
+    data = data[:, 0] if dim == 1 else data[:, None, :]
+    fk = ssm.Bootstrap(ssm=Model(), data=data)
+
+    def run() -> Any:
+        machine = particles.SMC(fk=fk, N=NUM_PARTICLES, store_history=sampler != "filter")
+        machine.run()
+        if sampler == "exact":
+            return machine.hist.backward_sampling_ON2(NUM_PARTICLES)
+        if sampler == "mcmc":
+            return machine.hist.backward_sampling_mcmc(NUM_PARTICLES)
+        return machine.logLt
+
+    return run
+
+
+LIBRARIES = {"retrodict": with_retrodict, "cuthbert": with_cuthbert, "particles": with_particles}
+
+
+def measure(library: str, sampler: str, dim: int, quick: bool) -> dict[str, float]:
+    """Milliseconds of a run, and seconds of the first one."""
+    run = LIBRARIES[library](sampler, dim)
+    began = time.perf_counter()
+    run()
+    first = time.perf_counter() - began
+    if library == "particles" and sampler == "exact":
+        return {"ms": 1e3 * first, "first_s": first}
+    times = []
+    for _ in range(1 if quick else REPEATS[library]):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return {"ms": 1e3 * min(times), "first_s": first}
+
+
+def memory() -> dict[str, float]:
+    """Exact FFBSi with 10,000 particles and paths, n = 1,000: the largest resident size."""
+    import jax
+
+    import retrodict as rd
+    from accuracy import NONLINEAR, simulate
+
+    ys = simulate(NONLINEAR, 0, 1, 1000)[1][0]
+    began = time.perf_counter()
+    found = rd.ffbsi(jax.random.key(0), NONLINEAR, ys, 10_000, mask=True)
+    jax.block_until_ready(found.samples)
+    seconds = time.perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak_gib": peak / 2**20, "seconds": seconds}
+
+
+def on_accelerator() -> dict[str, Any]:
+    """Float32, N = M = 10,000, n = 500, d = 1, on whatever device JAX chooses."""
+    import equinox as eqx
+    import jax
+    import jax.numpy as jnp
+
+    import retrodict as rd
+
+    def single(leaf: Any) -> Any:
+        return leaf.astype(jnp.float32) if eqx.is_inexact_array(leaf) else leaf
+
+    model, ys = jax.tree.map(single, task(1))
+    device = jax.devices()[0].device_kind
+    figures: dict[str, Any] = {"device": device, "jax": jax.__version__}
+    for name, sampler in (("exact", rd.ExactBackward()), ("mcmc", rd.MCMCBackward())):
+
+        def run(key: Any, ys: Any, sampler: Any = sampler) -> Any:
+            return rd.ffbsi(key, model, ys, 10_000, backward=sampler, mask=True).samples
+
+        compiled, times = eqx.filter_jit(run), []
+        for i in range(6):
+            began = time.perf_counter()
+            jax.block_until_ready(compiled(jax.random.key(i), ys))
+            times.append(time.perf_counter() - began)
+        figures[name] = {"s": min(times[1:]), "first_s": times[0], "dtype": str(ys.dtype)}
+        print(f"  {name} on {device}: {figures[name]}", flush=True)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times particle smoothers.")
+    parser.add_argument("--quick", action="store_true", help="one run of each")
+    parser.add_argument("--only", nargs="*", choices=["d1", "d10", "memory"], help="some parts")
+    parser.add_argument("--out", type=Path, help="where to write; a whole run has a place")
+    parser.add_argument("--accelerator", action="store_true", help="time 10,000 particles, float32")
+    parser.add_argument("--case", nargs="*", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.accelerator:
+        _write(on_accelerator(), arguments.out)
+        return
+    if arguments.case:
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+        name, *rest = arguments.case
+        figures = (
+            memory() if name == "memory" else measure(name, rest[0], int(rest[1]), arguments.quick)
+        )
+        print(json.dumps(figures))
+        return
+    results: dict[str, Any] = {}
+    for part, dim in (("d1", 1), ("d10", 10)):
+        if not arguments.only or part in arguments.only:
+            results[part] = _race(dim, arguments.quick)
+    if not arguments.only or "memory" in arguments.only:
+        print("\n== memory: exact, N = M = 10,000, n = 1,000", flush=True)
+        results["memory"] = _in_a_process(["memory"], False)
+        print("  " + ", ".join(f"{k} {v:.3g}" for k, v in results["memory"].items()), flush=True)
+    complete = not arguments.quick and not arguments.only
+    out = arguments.out or (RESULTS if complete else None)
+    _write(results, out)
+
+
+def _write(results: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _race(dim: int, quick: bool) -> dict[str, Any]:
+    title = f"d = {dim}, n = {NUM_TIMES}, {NUM_PARTICLES} particles and paths"
+    print(f"\n== {title} (load {os.getloadavg()[0]:.1f})", flush=True)
+    figures: dict[str, Any] = {}
+    for library, sampler in RUNS:
+        found = _in_a_process([library, sampler, str(dim)], quick)
+        figures[f"{library} {sampler}"] = found
+        print(f"  {library} {sampler}: {_line(found)}", flush=True)
+    for ours, library, theirs, target in TARGETS:
+        mine, peer = figures[f"retrodict {ours}"], figures[f"{library} {theirs}"]
+        if "ms" in mine and "ms" in peer:
+            ratio = peer["ms"] / mine["ms"]
+            print(f"  {library} {theirs} / retrodict {ours}: {ratio:.1f} (aim {target:g})")
+            figures[f"{library} {theirs} / retrodict {ours}"] = ratio
+    return figures
+
+
+def _line(figures: dict[str, Any]) -> str:
+    if "failed" in figures:
+        return figures["failed"]
+    return f"{figures['ms']:.0f} ms (first call {figures['first_s']:.1f} s)"
+
+
+def _in_a_process(case: list[str], quick: bool) -> dict[str, Any]:
+    command = [sys.executable, __file__, *(["--quick"] if quick else []), "--case", *case]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no answer after {TIMEOUT} s"}
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
