@@ -42,6 +42,7 @@ format: $(VENV)/.stamp-lint ## mend what can be mended of style and format
 bench: $(BENCH_VENV)/.stamp-bench ## time retrodict and its peers, in an environment of their own
 	$(BENCH_VENV)/bin/python benchmarks/run.py
 	$(BENCH_VENV)/bin/python benchmarks/families.py
+	$(BENCH_VENV)/bin/python benchmarks/smoothers.py
 
 accuracy: $(VENV)/.stamp-test ## fit the families to the paper's models and grade them (an hour)
 	$(BIN)/python benchmarks/accuracy.py --out benchmarks/results/accuracy.json
@@ -67,6 +68,8 @@ $(VENV)/.stamp-%: $(PINS) | $(VENV)/.stamp-venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS_$*)]'
 	@touch $@
 
+# particles asks for an older NumPy than it needs.
 $(BENCH_VENV)/.stamp-%: $(PINS) | $(BENCH_VENV)/.stamp-venv
 	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS_$*)]'
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps particles
 	@touch $@

@@ -256,6 +256,57 @@ def seeds() -> dict[str, Any]:
     return figures
 
 
+def windows() -> dict[str, Any]:
+    """Section 5.2, series of 256: the gradient over windows beside that over whole series."""
+    from retrodict._fit.batch import prepare_batch
+    from retrodict._fit.objective import Objective
+
+    n, short = 256, simulate(NONLINEAR, 0, NUM_SERIES, LENGTH)[1]
+    ys = simulate(NONLINEAR, 5, 64, n)[1]
+    batch = prepare_batch(ys, mask=True, inputs=None, length=None, takes_input=False, owner="fit")
+    figures: dict[str, Any] = {}
+    key = jax.random.key(0)
+    for num_steps in (200, 1000):
+        family = rd.GatedFamily(jax.random.key(0), 1, 1)
+        family = rd.fit(
+            jax.random.key(1), family, NONLINEAR, short, num_steps=num_steps, progress=False
+        ).family
+        moving, fixed = eqx.partition(family, eqx.is_inexact_array)
+        objective = Objective((fixed, NONLINEAR), rd.Quadrature(20), None, 0.0)
+
+        @jax.jit
+        def whole(moving: Any, objective: Any = objective) -> Any:
+            return jax.grad(lambda p: objective((p, None), batch, key))(moving)
+
+        full = flat(whole(moving))
+        for count in (16, 64, 128):
+
+            @jax.jit
+            def over(
+                moving: Any, begin: Any, objective: Any = objective, count: int = count
+            ) -> Any:
+                return jax.grad(
+                    lambda p: objective.over_window((p, None), batch, key, begin, count)
+                )(moving)
+
+            parts = [flat(over(moving, jnp.asarray(b))) for b in range(0, n, count)]
+            mean = np.mean(parts, axis=0)
+            bias = float(np.linalg.norm(mean - full) / np.linalg.norm(full))
+            cosine = float(mean @ full / np.linalg.norm(mean) / np.linalg.norm(full))
+            figures[f"{num_steps} steps, window {count}"] = {"bias": bias, "cosine": cosine}
+            print(
+                f"  gated after {num_steps} steps, windows of {count} rows of {n}: bias"
+                f" {bias:.3f} of the gradient's norm, cosine {cosine:.4f}",
+                flush=True,
+            )
+    return figures
+
+
+def flat(tree: Any) -> np.ndarray:
+    """All numbers of a pytree in one vector."""
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
 def network_model(dim: int, seed: int = 3) -> rd.StateSpaceModel:
     """Linear transition with a diagonal in (0.9, 0.99), a small network as emission, noise 0.1."""
     keys = jax.random.split(jax.random.key(seed))
@@ -380,6 +431,7 @@ PARTS = {
     "linear": linear,
     "nonlinear": nonlinear,
     "seeds": seeds,
+    "windows": windows,
     "five": five,
     "ten": ten,
     "emissions": emissions,

@@ -10,7 +10,7 @@ import pytest
 import retrodict as rd
 from retrodict._fit import variational
 from retrodict._fit.batch import minibatch, prepare_batch
-from retrodict._fit.variational import _Objective
+from retrodict._fit.objective import Objective
 from retrodict._train import MAX_SKIPPED_IN_A_ROW
 
 N, BATCH = 12, 6
@@ -218,7 +218,7 @@ def test_the_increment_over_a_window_is_exact_where_the_filter_is(ys):
     model, begin = linear_model(), 4
     pair = (rd.KalmanFamily(model), model)
     parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
-    objective = _Objective(fixed, rd.ClosedForm(), None, 0.0)
+    objective = Objective(fixed, rd.ClosedForm(), None, 0.0)
     batch = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")
 
     def windowed(parameters):

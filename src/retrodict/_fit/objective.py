@@ -1,0 +1,176 @@
+"""What a fit ascends: the ELBO of whole series, of prefixes, or of windows of long ones."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from retrodict._chain import LinearGaussianChain
+from retrodict._elbo import elbo_of_series
+from retrodict._estimator import AbstractEstimator
+from retrodict._family import (
+    AbstractLinearGaussianFamily,
+    advance_over,
+    factors,
+    infer_series,
+    rows_of,
+)
+from retrodict._fit.batch import first_rows, minibatch, num_rows, num_series, take
+from retrodict._mask import Series
+from retrodict._model import StateSpaceModel
+from retrodict._parameters import Frozen, unwrap
+from retrodict._train import Stage
+from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import check_count
+
+SHORTEST_PREFIX = 8
+"""The rows with which a growing prefix begins."""
+
+
+class Objective(eqx.Module):
+    """The negative ELBO of a batch in nats a time step, and the prior's share of it.
+
+    Attributes:
+        fixed: what of `(family, model)` is not learned.
+        estimator: how the ELBO is taken.
+        log_prior: the log density of the model's parameters, or `None`.
+        share: one over the number of rows of all data, which is what the prior is spread over.
+    """
+
+    fixed: PyTree
+    estimator: AbstractEstimator
+    log_prior: Callable[[StateSpaceModel], Scalar] | None
+    share: float
+
+    def __call__(self, parameters: PyTree, batch: Series, key: PRNGKey) -> Scalar:
+        """The value for whole series."""
+        family, model = unwrap(eqx.combine(parameters, self.fixed))
+        keys = jax.random.split(key, num_series(batch))
+
+        def one(series: Series, key: PRNGKey) -> Scalar:
+            chain = infer_series(family, series)
+            return elbo_of_series(model, chain, series, self.estimator, key)
+
+        return self.total(jax.vmap(one)(batch, keys), num_rows(batch), model)
+
+    def over_window(
+        self, parameters: PyTree, batch: Series, key: PRNGKey, begin: Any, count: int
+    ) -> Scalar:
+        """The value of the increment of the ELBO over rows begin..begin+count-1.
+
+        If q_{a-1} were exact, the ELBO of rows 0..b-1 less that of rows 0..a-1 would be the ELBO of
+        rows a..b-1 under the prior q_{a-1} for the state before them. That prior is held fixed.
+        """
+        family, model = unwrap(eqx.combine(parameters, self.fixed))
+        keys = jax.random.split(key, num_series(batch))
+
+        def from_start(series: Series, key: PRNGKey) -> Scalar:
+            head = _rows(series, 0, count)
+            return elbo_of_series(model, infer_series(family, head), head, self.estimator, key)
+
+        def later(series: Series, key: PRNGKey) -> Scalar:
+            chain, rows = _window_chain(family, series, begin, count)
+            prior = lax.stop_gradient(jax.tree.map(lambda leaf: leaf[0], chain.laws))
+            local = StateSpaceModel(prior, model.transition, model.emission)
+            return elbo_of_series(local, chain, rows, self.estimator, key)
+
+        values = lax.cond(
+            begin == 0,
+            lambda: jax.vmap(from_start)(batch, keys),
+            lambda: jax.vmap(later)(batch, keys),
+        )
+        rows = num_series(batch) * count
+        if batch.length is not None:
+            rows = jnp.maximum(jnp.sum(jnp.clip(batch.length - begin, 0, count)), 1)
+        return self.total(values, rows, model)
+
+    def total(self, values: Float[Array, "batch"], rows: Any, model: StateSpaceModel) -> Scalar:
+        """The loss from the ELBOs of the series of a batch."""
+        value = -jnp.sum(values) / rows
+        if self.log_prior is not None:
+            value = value - self.share * self.log_prior(model)
+        return value
+
+
+def _window_chain(
+    family: AbstractLinearGaussianFamily, series: Series, begin: Any, count: int
+) -> tuple[LinearGaussianChain, Series]:
+    """The chain of a window and of the row before it, and those rows, the first of them unseen."""
+    before = advance_over(Frozen(family).value, rows_of(series), begin - 1)
+    rows = _rows(series, begin - 1, count + 1)
+    read, _ = factors(family, lax.stop_gradient(before), rows_of(rows), rows.exists())
+    kernels = jax.tree.map(lambda leaf: leaf[1:], read.kernel)
+    seen = jnp.ones(rows.ys.shape, bool) if rows.mask is None else rows.mask
+    unseen_first = Series(rows.ys, seen.at[0].set(False), rows.inputs, rows.length)
+    return LinearGaussianChain(read.law, kernels, rows.length), unseen_first
+
+
+def _rows(series: Series, begin: Any, count: int) -> Series:
+    """Some consecutive rows of one series; at least one of them exists."""
+
+    def cut(array: Array | None) -> Array | None:
+        return None if array is None else lax.dynamic_slice_in_dim(array, begin, count)
+
+    length = None if series.length is None else jnp.clip(series.length - begin, 1, count)
+    return Series(
+        lax.dynamic_slice_in_dim(series.ys, begin, count),
+        cut(series.mask),
+        cut(series.inputs),
+        length,
+    )
+
+
+def stages_of(
+    objective: Objective,
+    batch: Series,
+    num_steps: int,
+    batch_size: int,
+    window: int | None,
+    growing: bool,
+    chunk_size: int,
+) -> list[Stage]:
+    """The losses of a fit, one after another."""
+    size, n = min(batch_size, num_series(batch)), batch.ys.shape[1]
+
+    def on_rows(count: int) -> Callable[..., Scalar]:
+        def loss(parameters: PyTree, data: tuple, key: PRNGKey, step: Array) -> Scalar:
+            series = take(data[0], minibatch(key, step, num_series(batch), size))
+            draw_key = jax.random.fold_in(jax.random.fold_in(key, 1), step)
+            return objective(parameters, first_rows(series, count), draw_key)
+
+        return loss
+
+    def on_windows(count: int) -> Callable[..., Scalar]:
+        starts = -(-n // count)
+
+        def loss(parameters: PyTree, data: tuple, key: PRNGKey, step: Array) -> Scalar:
+            series = take(data[0], minibatch(key, step, num_series(batch), size))
+            draw_key, place_key = jax.random.split(
+                jax.random.fold_in(jax.random.fold_in(key, 1), step)
+            )
+            begin = jnp.minimum(jax.random.randint(place_key, (), 0, starts) * count, n - count)
+            return objective.over_window(parameters, series, draw_key, begin, count)
+
+        return loss
+
+    if window is not None:
+        window = check_count(window, "window")
+    rows = n if window is None else min(window, n)
+    last = on_rows(n) if rows == n else on_windows(rows)
+    prefixes = []
+    if growing:
+        length = SHORTEST_PREFIX
+        while length < rows:
+            prefixes.append(length)
+            length *= 2
+    stages, half = [], num_steps // 2
+    for position, prefix in enumerate(prefixes):
+        # Stages end at chunk boundaries, where checkpoints are written.
+        until = half * (position + 1) // len(prefixes) // chunk_size * chunk_size
+        if until > (stages[-1].until if stages else 0):
+            stages.append(Stage(until, on_rows(prefix)))
+    return [*stages, Stage(num_steps, last)]
