@@ -256,6 +256,52 @@ def seeds() -> dict[str, Any]:
     return figures
 
 
+def particles() -> dict[str, Any]:
+    """Section 5.2: FFBSi with 1,000 particles and paths on 32 series of 500, against the grid."""
+    ys = simulate(NONLINEAR, 999, 32, 500)[1]
+    oracles = exact_by_grid(ys)
+    exact = np.asarray(oracles["mean"])
+    samplers = {
+        "exact": rd.ExactBackward(),
+        "rejection": rd.RejectionBackward(),
+        "Metropolis": rd.MCMCBackward(),
+        "genealogy": rd.Genealogy(),
+    }
+    figures: dict[str, Any] = {}
+    for name, sampler in samplers.items():
+
+        @jax.jit
+        def run(key: Any, y: Any, sampler: Any = sampler) -> Any:
+            found = rd.ffbsi(key, NONLINEAR, y, 1000, backward=sampler, mask=True)
+            total, error = found.expectation(rd.StateSum())
+            evidence_error = found.filtered.log_evidence_standard_error()
+            return found.mean[:, 0], total[0], error[0], found.log_evidence, evidence_error
+
+        # The same keys, and so the same filters, for all samplers.
+        keys = jax.random.split(jax.random.key(7), ys.shape[0])
+        found = [run(key, y) for key, y in zip(keys, ys, strict=True)]
+        means, totals, errors, evidence, evidence_errors = (
+            np.stack([np.asarray(f[i]) for f in found]) for i in range(5)
+        )
+        off = totals - exact.sum(axis=1)
+        figures[name] = {
+            "additive_error": spread(np.abs(off)),
+            "marginal_mse": spread(((means - exact) ** 2).mean(axis=1)),
+            "z_of_the_functional": [float((off / errors).mean()), float((off / errors).std())],
+            "evidence_error": spread(evidence - oracles["evidence"]),
+            "its_standard_error_from_one_run": spread(evidence_errors),
+        }
+        show(name, figures[name])
+        z = figures[name]["z_of_the_functional"]
+        print(f"    z of the functional by its own standard error: mean {z[0]:.2f}, sd {z[1]:.2f}")
+    for name in ("rejection", "Metropolis"):
+        for what in ("additive_error", "marginal_mse"):
+            ratio = figures[name][what][0] / figures["exact"][what][0]
+            figures[name][f"{what}_over_exact"] = ratio
+            print(f"  {name}: {what.replace('_', ' ')} {ratio:.2f} times that of exact draws")
+    return figures
+
+
 def windows() -> dict[str, Any]:
     """Section 5.2, series of 256: the gradient over windows beside that over whole series."""
     from retrodict._fit.batch import prepare_batch
@@ -431,6 +477,7 @@ PARTS = {
     "linear": linear,
     "nonlinear": nonlinear,
     "seeds": seeds,
+    "particles": particles,
     "windows": windows,
     "five": five,
     "ten": ten,

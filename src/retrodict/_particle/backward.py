@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from retrodict._particle.exponential import LOG2_E, power_of_two
-from retrodict._particle.pairs import Pairs, log2_bound, squared_distance
+from retrodict._particle.pairs import Pairs, by_products, log2_bound, squared_distance
 from retrodict._particle.resampling import cumulative, independent, uniforms
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
@@ -69,7 +69,8 @@ class ExactBackward(AbstractBackwardSampler):
         prepared = pairs.prepare(xs)
         log_weights = LOG2_E * log_weights
         count, num_paths = log_weights.shape[0], xs.shape[0]
-        share = FAN if pairs.whitened else 1
+        # Only group sums are held where distances fuse into them.
+        share = FAN if pairs.whitened and not by_products(pairs.befores) else 1
         chunk = max(1, LARGEST_TILE * share // count)
 
         def some(at: tuple[Array, Array, Array]) -> Array:
@@ -238,8 +239,9 @@ def _by_distance(
     in_groups = jnp.pad(log_weights, (0, missing), constant_values=-jnp.inf)
     in_groups = in_groups.reshape(num_groups, FAN)
     sums = jnp.zeros((num_groups, prepared.shape[0]), prepared.dtype)
+    whole = squared_distance(grouped, prepared) if by_products(grouped) else None
     for j in range(FAN):
-        distance = squared_distance(grouped[:, j], prepared)
+        distance = squared_distance(grouped[:, j], prepared) if whole is None else whole[:, j]
         sums = sums + power_of_two(in_groups[:, j, None] - distance - shift)
     group, rest = _descend(sums, shares)
     members = jnp.moveaxis(grouped[group], 0, 1)
