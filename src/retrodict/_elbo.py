@@ -5,7 +5,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
@@ -21,13 +20,12 @@ from retrodict._estimator import (
 )
 from retrodict._expectation import Estimate, average, check_chain, check_estimator, estimate
 from retrodict._functional import LogJoint, Observations, observations
-from retrodict._gaussian import Gaussian, scale_diagonal
+from retrodict._gaussian import Gaussian
 from retrodict._kernel import (
     LinearGaussianKernel,
-    NonlinearGaussianKernel,
 )
 from retrodict._mask import Series
-from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._types import Scalar
 from retrodict._validate import is_concrete
@@ -272,15 +270,4 @@ def _check_model(model: StateSpaceModel, chain: AbstractBackwardChain) -> None:
         raise ValueError(
             f"The model has {model.state_dim} state dimensions, and the chain {chain.state_dim}."
         )
-    gaussian = (Gaussian, LinearGaussianKernel, NonlinearGaussianKernel)
-    for name in ("prior", "transition", "emission"):
-        part = getattr(model, name)
-        if not isinstance(part, gaussian):
-            continue
-        pivots: Array = scale_diagonal(part.scale_tril)
-        if is_concrete(pivots) and np.any(np.asarray(pivots) == 0):
-            raise ValueError(
-                f"elbo expects a {name} with a density, got a singular scale with diagonal"
-                f" {np.asarray(pivots)}. Give every coordinate some noise, if small; for exact"
-                " smoothing with singular noise use kalman_smoother."
-            )
+    check_densities(model, "elbo")

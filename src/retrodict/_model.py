@@ -1,13 +1,15 @@
 """State-space models: a prior, a transition and an emission."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._gaussian import Diagonal, Gaussian
+from retrodict._gaussian import Diagonal, Gaussian, scale_diagonal
 from retrodict._kernel import (
     AbstractKernel,
     Distribution,
@@ -17,7 +19,7 @@ from retrodict._kernel import (
 from retrodict._mask import Series, prepare_inputs, prepare_series
 from retrodict._parameters import AbstractParameter, Positive, PositiveTril, unwrap
 from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import as_real_array, check_count, check_key, check_rows
+from retrodict._validate import as_real_array, check_count, check_key, check_rows, is_concrete
 
 
 class StateSpaceModel(eqx.Module):
@@ -173,6 +175,25 @@ def prepare_data(
             f" {width.shape[0]} columns, got {series.ys.shape[1]}."
         )
     return series
+
+
+def check_densities(
+    model: StateSpaceModel,
+    owner: str,
+    parts: Sequence[str] = ("prior", "transition", "emission"),
+) -> None:
+    """Refuses Gaussian parts of an unwrapped model whose scale is singular, where it is known."""
+    for name in parts:
+        part = getattr(model, name)
+        if not isinstance(part, (Gaussian, LinearGaussianKernel, NonlinearGaussianKernel)):
+            continue
+        pivots = scale_diagonal(part.scale_tril)
+        if is_concrete(pivots) and np.any(np.asarray(pivots) == 0):
+            raise ValueError(
+                f"{owner} expects a {name} with a density, got a singular scale with diagonal"
+                f" {np.asarray(pivots)}. Give every coordinate some noise, if small; for exact"
+                " smoothing with singular noise use kalman_smoother."
+            )
 
 
 def learnable(model: StateSpaceModel) -> StateSpaceModel:

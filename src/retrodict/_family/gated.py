@@ -175,4 +175,3 @@ class GatedFamily(AbstractLinearGaussianFamily):
         kernel = transition_into(self.transition, embedded)
         back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
         return self.coordinates.factor(after.mean, after.scale, *back)
-

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from retrodict._family._base import AbstractLinearGaussianFamily, Factor, Row, check_fits
@@ -17,13 +16,13 @@ from retrodict._family._recursions import (
     predicted,
     reverse,
 )
-from retrodict._gaussian import Gaussian, dense_scale, scale_diagonal
+from retrodict._gaussian import Gaussian, dense_scale
 from retrodict._kalman._operations import whiten
 from retrodict._kernel import AbstractLinearGaussianKernel, LinearGaussianKernel
-from retrodict._model import StateSpaceModel, learnable
+from retrodict._model import StateSpaceModel, check_densities, learnable
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
-from retrodict._validate import check_count, is_concrete
+from retrodict._validate import check_count
 
 
 class Evidence(NamedTuple):
@@ -76,7 +75,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
                 "KalmanFamily expects a linear-Gaussian model with a Gaussian prior. For other"
                 " models use GatedFamily or RecurrentFamily."
             )
-        _check_densities(plain)
+        check_densities(plain, "KalmanFamily")
         self.model = jax.tree.map(
             lambda leaf: jnp.array(leaf) if eqx.is_array(leaf) else leaf, learnable(model)
         )
@@ -138,21 +137,6 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         kernel = embedded.transition
         back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
         return Factor(Gaussian(after.mean, after.scale), LinearGaussianKernel(*back))
-
-
-def _check_densities(model: StateSpaceModel) -> None:
-    """Refuses scales that are known to be singular."""
-    for name in ("prior", "transition", "emission"):
-        part = getattr(model, name)
-        if not isinstance(part, (Gaussian, LinearGaussianKernel)):
-            continue
-        pivots = scale_diagonal(part.scale_tril)
-        if is_concrete(pivots) and np.any(np.asarray(pivots) == 0):
-            raise ValueError(
-                f"KalmanFamily expects a {name} with a density, got a singular scale with diagonal"
-                f" {np.asarray(pivots)}. Give every coordinate some noise, if small; for exact"
-                " smoothing with singular noise use kalman_smoother."
-            )
 
 
 def _input_dim(model: StateSpaceModel, given: int | None) -> int:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._functional import Observations
 from retrodict._mask import Series
-from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._particle.cloud import Filter, Step, frozen_where
 from retrodict._particle.diagnosis import refuse_failure, status_of
@@ -196,6 +196,8 @@ def make_filter(
     """A filter from checked options."""
     num_particles = check_count(num_particles, "num_particles")
     check_scheme(resampling)
+    needed = ("emission",) if proposal is None else ("prior", "transition", "emission")
+    check_densities(model, "A particle filter", needed)
     if proposal is not None and not isinstance(proposal, AbstractProposal):
         raise TypeError(
             "proposal must be a proposal, such as Guided(initial, move), got"

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict._functional import AbstractFunctional, Observations, add, input_of
 from retrodict._mask import Series
-from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._particle.backward import (
     AbstractBackwardSampler,
@@ -124,6 +124,7 @@ class OnlineSmoother(eqx.Module):
             )
         if backward is not None:
             check_sampler(backward, "OnlineSmoother")
+        check_densities(unwrap(model), "OnlineSmoother", ("transition",))
         self.filter = make_filter(unwrap(model), num_particles, None, None, resampling, threshold)
         self.functional, self.backward = functional, backward
         self.num_draws = check_count(num_draws, "num_draws")

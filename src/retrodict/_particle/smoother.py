@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict._functional import AbstractFunctional, Observations, add, input_of
 from retrodict._mask import Series
-from retrodict._model import StateSpaceModel
+from retrodict._model import StateSpaceModel, check_densities
 from retrodict._particle.backward import (
     AbstractBackwardSampler,
     ExactBackward,
@@ -185,6 +185,8 @@ def ffbsi(
         threshold,
         {"mask": mask, "inputs": inputs, "length": length},
     )
+    if not isinstance(backward, Genealogy):
+        check_densities(machine.model, "Backward sampling", ("transition",))
     found = _ffbsi(machine, backward, key, series, num_samples)
     refuse_failure("ffbsi", found.status, found.status_time, strict)
     return found
