@@ -59,6 +59,14 @@ from retrodict._kernel import DistributionKernel as DistributionKernel
 from retrodict._kernel import LinearGaussianKernel as LinearGaussianKernel
 from retrodict._kernel import NonlinearGaussianKernel as NonlinearGaussianKernel
 from retrodict._kernel import VaryingLinearGaussianKernel as VaryingLinearGaussianKernel
+from retrodict._linearised import Cubature as Cubature
+from retrodict._linearised import GaussHermite as GaussHermite
+from retrodict._linearised import LinearisedPosterior as LinearisedPosterior
+from retrodict._linearised import Taylor as Taylor
+from retrodict._linearised import Unscented as Unscented
+from retrodict._linearised import extended_smoother as extended_smoother
+from retrodict._linearised import iterated_smoother as iterated_smoother
+from retrodict._linearised import unscented_smoother as unscented_smoother
 from retrodict._model import StateSpaceModel as StateSpaceModel
 from retrodict._parameters import AbstractParameter as AbstractParameter
 from retrodict._parameters import Frozen as Frozen

@@ -1,0 +1,10 @@
+"""Extended, unscented and iterated smoothers: approximate posteriors by linearisation."""
+
+from retrodict._linearised.posterior import LinearisedPosterior as LinearisedPosterior
+from retrodict._linearised.rules import Cubature as Cubature
+from retrodict._linearised.rules import GaussHermite as GaussHermite
+from retrodict._linearised.rules import Taylor as Taylor
+from retrodict._linearised.rules import Unscented as Unscented
+from retrodict._linearised.smoother import extended_smoother as extended_smoother
+from retrodict._linearised.smoother import iterated_smoother as iterated_smoother
+from retrodict._linearised.smoother import unscented_smoother as unscented_smoother

@@ -1,0 +1,571 @@
+"""What particle smoothers are built of: resampling, powers of two and backward draws.
+
+Laws are compared with probabilities written out in numpy, by chi-square tests. Keys are fixed. A
+test that computes a p-value fails below `RARE`, which is the share of keys on which it would raise
+a false alarm.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+import scipy.special
+import scipy.stats
+
+import retrodict as rd
+from retrodict._particle import backward as backward_module
+from retrodict._particle import resampling
+from retrodict._particle.exponential import power_of_two
+from retrodict._particle.pairs import Pairs
+
+RARE = 1e-6
+SCHEMES = ("systematic", "stratified", "residual", "multinomial")
+
+
+def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Of the counts in each row under the row's probabilities: Pearson's chi-square.
+
+    Cells with less than 8 expected draws are pooled. Draws of what has no probability fail at once.
+    """
+    assert counts[probabilities == 0].sum() == 0
+    statistic, freedom = 0.0, 0
+    for row, law in zip(counts, probabilities, strict=True):
+        expected = row.sum() * law
+        large = expected >= 8
+        seen, wanted = row[large], expected[large]
+        if expected[~large].sum() > 0:
+            seen = np.append(seen, row[~large].sum())
+            wanted = np.append(wanted, expected[~large].sum())
+            if wanted[-1] < 1:  # too rare for the approximation: judged on its own
+                tail = scipy.stats.poisson.sf(seen[-1] - 1, wanted[-1])
+                assert tail > RARE
+                seen, wanted = seen[:-1], wanted[:-1]
+        if len(wanted) > 1:
+            statistic += ((seen - wanted) ** 2 / wanted).sum()
+            freedom += len(wanted) - 1
+    return scipy.stats.chi2.sf(statistic, freedom) if freedom else 1.0
+
+
+# --- powers of two --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "lowest", "highest", "accuracy"),
+    [(np.float64, -1021.0, 1023.9, 1e-12), (np.float32, -125.0, 127.9, 3e-7)],
+)
+def test_power_of_two_over_its_whole_range(
+    kind: Any, lowest: float, highest: float, accuracy: float
+):
+    t = np.concatenate(
+        [np.linspace(lowest, highest, 200_001), np.arange(lowest, highest), [-0.5, 0.5, 1e-30]]
+    ).astype(kind)
+    found = np.asarray(jax.jit(power_of_two)(jnp.asarray(t)))
+    assert found.dtype == kind
+    exact = np.exp2(t.astype(np.longdouble))
+    np.testing.assert_array_less(np.abs(found - exact) / exact, accuracy)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+def test_power_of_two_of_what_is_no_number(kind: Any):
+    tiny = np.array([-np.inf, -1e30, -5000.0, np.finfo(kind).minexp - 1.0], kind)
+    assert np.all(np.asarray(power_of_two(jnp.asarray(tiny))) == 0)
+    assert np.isnan(power_of_two(jnp.full(3, np.nan, kind))).all()
+    mixed = np.asarray(power_of_two(jnp.array([np.nan, 0.0, -np.inf], kind)))
+    assert np.isnan(mixed[0]) and mixed[1] == pytest.approx(1, rel=3e-7) and mixed[2] == 0
+
+
+# --- resampling -----------------------------------------------------------------------------------
+
+WEIGHTS = np.array([0.0, 3.0, 0.001, 0.0, 1.0, 8.0, 0.5, 0.5, 0.0, 2.0, 4.0, 0.0, 1.7, 0.9, 0.0])
+WEIGHTS = WEIGHTS * 0.7  # they need not sum to one
+
+
+@pytest.fixture(scope="module")
+def draws() -> Callable[[str, int], np.ndarray]:
+    """Counts of `num_draws` draws, of shape `(key, particle)`, remembered."""
+    known: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+    keys = jax.random.split(jax.random.key(3), 4000)
+
+    def draw(scheme: Any, num_draws: int) -> np.ndarray:
+        if (scheme, num_draws) not in known:
+            one = jax.vmap(
+                lambda k: resampling.resample(scheme, k, jnp.asarray(WEIGHTS), num_draws)
+            )
+            indices = np.asarray(jax.jit(one)(keys))
+            assert indices.shape == (4000, num_draws)
+            assert np.all(np.diff(indices, axis=1) >= 0), "not in increasing order"
+            assert indices.min() >= 0 and indices.max() < len(WEIGHTS)
+            known[scheme, num_draws] = np.stack([(indices == i).sum(1) for i in range(15)], axis=1)
+        return known[scheme, num_draws]
+
+    return draw
+
+
+@pytest.mark.parametrize("num_draws", [15, 7, 40])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_expected_counts_are_proportional_to_weights(draws: Callable, scheme: str, num_draws: int):
+    # 10 cells in each of 12 cases at 5 standard errors: a false alarm in 7e-5.
+    counts = draws(scheme, num_draws)
+    expected = num_draws * WEIGHTS / WEIGHTS.sum()
+    error = np.abs(counts.mean(0) - expected)
+    # A count that varies by rarely more than one may have varied in none of the keys.
+    share = expected - np.floor(expected)
+    spread = np.maximum(counts.std(0), np.sqrt(share * (1 - share)))
+    assert np.all(error <= 5 * spread / np.sqrt(len(counts)) + 1e-12)
+    assert counts[:, WEIGHTS == 0].sum() == 0
+
+
+@pytest.mark.parametrize("num_draws", [15, 7, 40])
+def test_how_far_counts_are_from_what_is_expected(draws: Callable, num_draws: int):
+    expected = num_draws * WEIGHTS / WEIGHTS.sum()
+    assert np.abs(draws("systematic", num_draws) - expected).max() < 1 + 1e-9
+    assert np.abs(draws("stratified", num_draws) - expected).max() < 2
+    assert (draws("residual", num_draws) - np.floor(expected)).min() >= 0
+
+
+def test_multinomial_counts_have_binomial_variances(draws: Callable):
+    # The relative standard deviation of a variance over 4000 keys is 0.022 and more for few counts.
+    share = WEIGHTS / WEIGHTS.sum()
+    variance = draws("multinomial", 40).var(0)
+    frequent = 40 * share > 0.5
+    wanted = (40 * share * (1 - share))[frequent]
+    np.testing.assert_allclose(variance[frequent], wanted, rtol=0.15)
+
+
+def resampled(scheme: Any, weights: Any, num_draws: int) -> list[int]:
+    @jax.jit
+    def draw(key: jax.Array, weights: jax.Array) -> jax.Array:
+        return resampling.resample(scheme, key, weights, num_draws)
+
+    return draw(jax.random.key(0), jnp.asarray(weights)).tolist()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_resampling_a_single_particle_and_a_single_draw(scheme: str):
+    assert resampled(scheme, [0.3], 1) == [0]
+    assert resampled(scheme, [0.3], 4) == [0] * 4
+    assert resampled(scheme, [0.0, 0.0, 5.0, 0.0], 1) == [2]
+    assert resampled(scheme, [0.0, 0.0, 5.0, 0.0], 6) == [2] * 6
+
+
+@pytest.mark.parametrize("count", [25, 100])
+@pytest.mark.parametrize("scheme", ["systematic", "stratified", "residual"])
+def test_equal_weights_leave_every_particle_one_offspring(scheme: str, count: int):
+    # As a filter makes them where nothing was seen: exp(-log N).
+    weights = np.exp(np.full(count, -np.log(count)))
+    assert resampled(scheme, weights, count) == list(range(count))
+
+
+@pytest.mark.parametrize("count", [1, 32, 33, 1025])
+def test_cumulative_sums(count: int, dtype: jnp.dtype):
+    values = np.random.default_rng(count).gamma(0.3, size=count).astype(dtype)
+    found = np.asarray(resampling.cumulative(jnp.asarray(values)))
+    assert found.dtype == dtype and np.all(np.diff(found) >= 0)
+    accuracy = 1e-14 if dtype == np.float64 else 1e-6
+    np.testing.assert_allclose(found, np.cumsum(values.astype(np.float64)), rtol=accuracy * 10)
+
+
+def test_cumulative_sums_do_not_grow_where_there_is_no_weight(dtype: jnp.dtype):
+    # Where they do, a particle of no weight is drawn: in float32 once in some ten million draws.
+    rng = np.random.default_rng(0)
+    values = rng.random((200, 100)) * (rng.random((200, 100)) < 0.5)
+    values[:, 64:70], values[:, 90:] = 0, 0
+    sums = jax.vmap(resampling.cumulative)(jnp.asarray(values.astype(dtype)))
+    grown = np.diff(np.asarray(sums), axis=1)[values[:, 1:] == 0]
+    assert np.all(grown == 0), f"{(grown > 0).sum()} of {grown.size} grew, by up to {grown.max()}"
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_positions_at_the_ends_fall_on_particles_with_weight(share: float):
+    sums = jnp.cumsum(jnp.array([0.0, 0.0, 1.0, 0.0, 2.0, 0.0]))
+    found = resampling.inverse(sums, jnp.array([share, np.nextafter(share, 0.5)]))
+    assert found.tolist() == ([2, 2] if share == 0 else [4, 4])
+
+
+# --- backward draws -------------------------------------------------------------------------------
+
+
+def linear_kernel(dim: int, rng: np.random.Generator) -> rd.LinearGaussianKernel:
+    """A transition whose scale is dense."""
+    scale = np.tril(0.15 * rng.normal(size=(dim, dim)), -1) / np.sqrt(dim)
+    return rd.LinearGaussianKernel(
+        jnp.asarray(np.eye(dim) + 0.1 * rng.normal(size=(dim, dim)) / np.sqrt(dim)),
+        jnp.asarray(rng.normal(size=dim)),
+        jnp.asarray(scale + np.diag(rng.uniform(0.6, 1.4, dim))),
+    )
+
+
+def linear_log_density(
+    kernel: rd.LinearGaussianKernel, befores: np.ndarray, xs: np.ndarray
+) -> np.ndarray:
+    """Log densities up to a constant, of shape `(state, particle)`, in double precision."""
+    weight, bias, scale = (
+        np.asarray(a, np.float64) for a in (kernel.weight, kernel.bias, kernel.scale_tril)
+    )
+    apart = xs[:, None] - (befores @ weight.T + bias)
+    return -0.5 * (np.linalg.solve(scale, apart[..., None])[..., 0] ** 2).sum(-1)
+
+
+DEGREES, WIDTH = 4.0, 0.8
+
+
+def student_kernel(dim: int) -> rd.DistributionKernel:
+    return rd.DistributionKernel(lambda x: dist.StudentT(DEGREES, jnp.sin(x), WIDTH))
+
+
+def student_log_density(befores: np.ndarray, xs: np.ndarray) -> np.ndarray:
+    laws = scipy.stats.t(DEGREES, np.sin(befores)[None], WIDTH)
+    return laws.logpdf(xs[:, None]).sum(-1)
+
+
+def student_bound(dim: int) -> float:
+    return float(dim * scipy.stats.t.logpdf(0.0, DEGREES, 0.0, WIDTH))
+
+
+def normalised(log_weights: np.ndarray) -> np.ndarray:
+    return log_weights - scipy.special.logsumexp(log_weights)
+
+
+def probabilities(log_weights: np.ndarray, log_densities: np.ndarray) -> np.ndarray:
+    """The backward law of each state, of shape `(state, particle)`."""
+    return scipy.special.softmax(log_weights + log_densities, axis=1)
+
+
+def drawn(
+    sampler: rd.AbstractBackwardSampler,
+    kernel: rd.AbstractKernel,
+    particles: np.ndarray,
+    log_weights: np.ndarray,
+    xs: np.ndarray,
+    ancestors: np.ndarray,
+) -> np.ndarray:
+    """One index for each state, as a smoother draws it: compiled."""
+
+    @jax.jit
+    def draw(key: jax.Array, *arrays: jax.Array) -> jax.Array:
+        befores, log_weights, xs, ancestors = arrays
+        pairs = Pairs.of(kernel, None, befores)
+        return sampler.draw(key, pairs, log_weights, xs, ancestors)
+
+    arrays = (jnp.asarray(a) for a in (particles, log_weights, xs, ancestors))
+    found = np.asarray(draw(jax.random.key(0), *arrays))
+    assert found.shape == (len(xs),) and found.min() >= 0 and found.max() < len(particles)
+    return found
+
+
+def counted(
+    sampler: rd.AbstractBackwardSampler,
+    kernel: rd.AbstractKernel,
+    particles: np.ndarray,
+    log_weights: np.ndarray,
+    xs: np.ndarray,
+    ancestors: np.ndarray | int,
+    num_draws: int = 3000,
+) -> np.ndarray:
+    """How often each particle is drawn for each state, of shape `(state, particle)`.
+
+    Args:
+        ancestors: where draws start from: one index for all, or shape `(state, draw)`.
+    """
+    starts = np.broadcast_to(ancestors, (len(xs), num_draws)).reshape(-1).astype(np.int32)
+    repeated = np.repeat(xs, num_draws, axis=0)
+    found = drawn(sampler, kernel, particles, log_weights, repeated, starts)
+    rows = found.reshape(len(xs), num_draws)
+    return np.stack([np.bincount(row, minlength=len(particles)) for row in rows])
+
+
+def cloud(dim: int, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Particles and weights of unequal size; some weights are zero if there are enough."""
+    rng = np.random.default_rng(seed)
+    # Many coordinates would leave one particle alone near a state.
+    particles = rng.normal(size=(count, dim)) / np.sqrt(max(dim / 3, 1))
+    log_weights = 2 * rng.normal(size=count)
+    if count > 10:
+        log_weights[rng.choice(count, count // 5, replace=False)] = -np.inf
+    return particles, normalised(log_weights)
+
+
+def states(dim: int) -> np.ndarray:
+    """Four states of the next time: three near the cloud, and one in its tail."""
+    rng = np.random.default_rng(99)
+    near = rng.normal(size=(3, dim)) / np.sqrt(max(dim / 3, 1)) + 0.3
+    return np.concatenate([near, near[:1] + 3.0 / np.sqrt(dim)])
+
+
+more = pytest.mark.statistical
+
+
+def sampler_name(value: Any) -> str | None:
+    return type(value).__name__ if isinstance(value, rd.AbstractBackwardSampler) else None
+
+
+@pytest.mark.parametrize(
+    ("sampler", "dim", "count"),
+    [
+        (rd.ExactBackward(), 1, 17),
+        (rd.ExactBackward(), 3, 300),
+        (rd.ExactBackward(), 40, 17),
+        (rd.RejectionBackward(), 3, 300),
+        pytest.param(rd.ExactBackward(), 5, 33, marks=more),
+        pytest.param(rd.ExactBackward(), 1, 1, marks=more),
+        pytest.param(rd.ExactBackward(), 1, 16, marks=more),
+        pytest.param(rd.ExactBackward(), 1, 300, marks=more),
+        pytest.param(rd.ExactBackward(), 3, 33, marks=more),
+        pytest.param(rd.ExactBackward(), 1, 5000, marks=more),
+        pytest.param(rd.ExactBackward(), 40, 300, marks=more),
+        pytest.param(rd.RejectionBackward(), 1, 17, marks=more),
+        pytest.param(rd.RejectionBackward(max_trials=2), 40, 300, marks=more),
+        pytest.param(rd.RejectionBackward(), 1, 1, marks=more),
+        pytest.param(rd.MCMCBackward(1), 1, 1, marks=more),
+    ],
+    ids=sampler_name,
+)
+def test_law_under_a_gaussian_transition(sampler: rd.AbstractBackwardSampler, dim: int, count: int):
+    kernel = linear_kernel(dim, np.random.default_rng(dim))
+    particles, log_weights = cloud(dim, count)
+    xs = states(dim)
+    laws = probabilities(log_weights, linear_log_density(kernel, particles, xs))
+    start = int(np.argmax(log_weights))
+    counts = counted(sampler, kernel, particles, log_weights, xs, start)
+    assert p_value(counts, laws) > RARE
+
+
+@pytest.mark.parametrize(
+    ("sampler", "dim", "count"),
+    [
+        (rd.ExactBackward(), 1, 300),
+        (rd.RejectionBackward(log_bound=student_bound(1)), 1, 17),
+        pytest.param(rd.ExactBackward(), 1, 1, marks=more),
+        pytest.param(rd.ExactBackward(), 3, 17, marks=more),
+        pytest.param(rd.ExactBackward(), 40, 17, marks=more),
+        pytest.param(rd.RejectionBackward(3, student_bound(3) + 0.7), 3, 300, marks=more),
+    ],
+    ids=sampler_name,
+)
+def test_law_under_a_transition_of_another_kind(
+    sampler: rd.AbstractBackwardSampler, dim: int, count: int
+):
+    particles, log_weights = cloud(dim, count)
+    xs = states(dim)
+    laws = probabilities(log_weights, student_log_density(particles, xs))
+    start = int(np.argmax(log_weights))
+    counts = counted(sampler, student_kernel(dim), particles, log_weights, xs, start)
+    assert p_value(counts, laws) > RARE
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_one_metropolis_move_has_the_law_it_should(general: bool):
+    # From particle a to j with probability w_j min(1, m_j / m_a): not just its invariant law.
+    particles, log_weights = cloud(1, 33)
+    xs = states(1)
+    if general:
+        kernel, log_m = student_kernel(1), student_log_density(particles, xs)
+    else:
+        kernel = linear_kernel(1, np.random.default_rng(1))
+        log_m = linear_log_density(kernel, particles, xs)
+    start = int(np.argsort(log_weights)[-3])
+    moves = np.exp(log_weights) * np.minimum(1, np.exp(log_m - log_m[:, start, None]))
+    moves[:, start] += 1 - moves.sum(1)
+    counts = counted(rd.MCMCBackward(1), kernel, particles, log_weights, xs, start)
+    assert p_value(counts, moves) > RARE
+
+
+def test_metropolis_moves_leave_the_backward_law_alone_and_lead_to_it():
+    # Noise so wide that densities differ by a factor of 3 at most: 16 moves forget all but 0.2 %
+    # of the start, which 3000 draws do not see.
+    particles, log_weights = cloud(3, 300)
+    particles = 0.25 * particles
+    xs = 0.3 * states(3)
+    kernel = linear_kernel(3, np.random.default_rng(3))
+    laws = probabilities(log_weights, linear_log_density(kernel, particles, xs))
+    ratios = laws[:, np.isfinite(log_weights)] / np.exp(log_weights[np.isfinite(log_weights)])
+    assert np.all((1 - 1 / ratios.max(1)) ** 16 < 2e-3)
+    counts = counted(rd.MCMCBackward(16), kernel, particles, log_weights, xs, 1)
+    assert p_value(counts, laws) > RARE
+    rng = np.random.default_rng(0)
+    starts = np.stack([rng.choice(300, 3000, p=law) for law in laws])
+    counts = counted(rd.MCMCBackward(2), kernel, particles, log_weights, xs, starts)
+    assert p_value(counts, laws) > RARE
+
+
+def test_a_nonlinear_transition_with_inputs_is_whitened_by_its_own_mean_and_scale():
+    scale = np.array([[0.5, 0.0], [-0.4, 1.1]])
+    kernel = rd.NonlinearGaussianKernel(
+        lambda x, u: jnp.sin(x) * u, jnp.asarray(scale), takes_input=True
+    )
+    particles, _ = cloud(2, 40)
+    u, xs = np.array([1.5, -0.7]), np.array([[0.4, 0.2], [-1.0, 3.0]])
+
+    @jax.jit
+    def both(u: jax.Array, particles: jax.Array, xs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        pairs = Pairs.of(kernel, u, particles)
+        prepared = pairs.prepare(xs)
+        place = jnp.array([7, 11])
+        return pairs.matrix(prepared), pairs.each(place, prepared)
+
+    matrix, each = (np.asarray(a) for a in both(*map(jnp.asarray, (u, particles, xs))))
+    apart = xs[:, None] - np.sin(particles) * u
+    exact = -0.5 * (np.linalg.solve(scale, apart[..., None])[..., 0] ** 2).sum(-1)
+    # Log densities in units of log 2, up to a constant.
+    np.testing.assert_allclose(np.log(2) * matrix.T, exact, rtol=1e-10)
+    np.testing.assert_allclose(np.log(2) * each, [exact[0, 7], exact[1, 11]], rtol=1e-10)
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_chunks_of_paths_are_drawn_as_all_at_once(general: bool, monkeypatch: pytest.MonkeyPatch):
+    kernel = student_kernel(2) if general else linear_kernel(2, np.random.default_rng(0))
+    particles, log_weights = cloud(2, 50)
+    xs = np.random.default_rng(1).normal(size=(37, 2))
+    arrays = (kernel, particles, log_weights, xs, np.zeros(37, np.int32))
+    whole = drawn(rd.ExactBackward(), *arrays)
+    monkeypatch.setattr(backward_module, "LARGEST_TILE", 50 * 5 // (1 if general else 16))
+    np.testing.assert_array_equal(drawn(rd.ExactBackward(), *arrays), whole)
+
+
+@pytest.mark.parametrize("uniform", [0.0, np.nextafter(1.0, 0.0)])
+@pytest.mark.parametrize("count", [17, 300])
+def test_shares_at_the_ends_fall_on_particles_with_weight(uniform: float, count: int):
+    rng = np.random.default_rng(0)
+    weights = rng.random((count, 50)) * (rng.random((count, 50)) < 0.3)
+    weights[:16], weights[-5:], weights[8] = 0, 0, 1e-3
+    found, _ = backward_module._descend(jnp.asarray(weights), jnp.full(50, uniform))
+    wanted = [np.flatnonzero(column)[0 if uniform == 0 else -1] for column in weights.T]
+    np.testing.assert_array_equal(found, wanted)
+
+
+# --- extreme weights and places -------------------------------------------------------------------
+
+
+def random_walk(dim: int, kind: Any = np.float64) -> rd.LinearGaussianKernel:
+    eye = jnp.eye(dim, dtype=kind)
+    return rd.LinearGaussianKernel(eye, jnp.zeros(dim, kind), eye)
+
+
+@pytest.mark.parametrize(("kind", "span"), [(np.float64, 600.0), (np.float32, 100.0)])
+@pytest.mark.parametrize("start", [0, -1])
+def test_weights_and_densities_that_vanish_and_cancel(kind: Any, span: float, start: int):
+    # Each particle is the less dense the heavier it is, so that all have a share of the law.
+    count = 40
+    particles = np.sqrt(2 * np.linspace(0, span, count))[:, None].astype(kind)
+    law = np.random.default_rng(0).dirichlet(np.full(count, 2.0))
+    log_weights = np.log(law) + 0.5 * particles[:, 0].astype(np.float64) ** 2
+    log_weights = normalised(log_weights).astype(kind)
+    assert log_weights.max() - log_weights.min() > 0.95 * span
+    x = np.zeros((1, 1), kind)
+    # What single precision makes of the weights is what the draws must follow.
+    exact = probabilities(
+        log_weights.astype(np.float64), -0.5 * particles[:, 0].astype(np.float64)[None] ** 2
+    )
+    kernel = random_walk(1, kind)
+    counts = counted(rd.ExactBackward(), kernel, particles, log_weights, x, start % count, 20_000)
+    assert p_value(counts, exact) > RARE
+
+
+@pytest.mark.parametrize(
+    "sampler", [rd.ExactBackward(), pytest.param(rd.RejectionBackward(), marks=more)]
+)
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+def test_weights_that_span_600_nats(sampler: rd.AbstractBackwardSampler, kind: Any):
+    rng = np.random.default_rng(0)
+    log_weights = normalised(np.linspace(0, -600, 50)[rng.permutation(50)]).astype(kind)
+    particles = rng.normal(size=(50, 1)).astype(kind)
+    x = np.array([[0.3], [-4.0]], kind)
+    kernel = random_walk(1, kind)
+    exact = probabilities(
+        log_weights.astype(float), linear_log_density(kernel, particles.astype(float), x)
+    )
+    exact = np.where(exact < 1e-30, 0, exact)
+    lightest = int(np.argmin(log_weights))
+    counts = counted(sampler, kernel, particles, log_weights, x, lightest)
+    assert p_value(counts, exact) > RARE
+
+
+@pytest.mark.parametrize(
+    ("dim", "count", "far", "kind"),
+    [
+        (1, 17, 1e6, np.float64),
+        (5, 17, 1e8, np.float64),
+        (40, 17, 1e3, np.float32),
+        pytest.param(3, 300, 1e6, np.float64, marks=more),
+        pytest.param(5, 48, 1e8, np.float64, marks=more),
+        pytest.param(40, 17, 1e6, np.float64, marks=more),
+        pytest.param(3, 17, 1e3, np.float32, marks=more),
+        pytest.param(40, 48, 1e3, np.float32, marks=more),
+    ],
+)
+def test_particles_far_from_the_origin_in_units_of_the_noise(
+    dim: int, count: int, far: float, kind: Any
+):
+    rng = np.random.default_rng(dim)
+    particles = (far + rng.normal(size=(count, dim)) / np.sqrt(max(dim / 3, 1))).astype(kind)
+    log_weights = normalised(rng.normal(size=count)).astype(kind)
+    xs = (far + rng.normal(size=(3, dim)) / np.sqrt(max(dim / 3, 1))).astype(kind)
+    kernel = random_walk(dim, kind)
+    exact = probabilities(
+        log_weights.astype(float),
+        linear_log_density(kernel, particles.astype(float), xs.astype(float)),
+    )
+    counts = counted(rd.ExactBackward(), kernel, particles, log_weights, xs, 0)
+    assert p_value(counts, exact) > RARE
+
+
+@pytest.mark.parametrize(
+    "sampler", [rd.ExactBackward(), rd.RejectionBackward(2, 0.0), rd.MCMCBackward(5)]
+)
+@pytest.mark.parametrize("general", [False, True])
+def test_a_particle_without_weight_is_never_drawn(
+    sampler: rd.AbstractBackwardSampler, general: bool
+):
+    # The particles without weight are those that are nearest to the states.
+    rng = np.random.default_rng(0)
+    particles = rng.normal(size=(100, 1))
+    nearest = np.abs(particles[:, 0]) < 1
+    log_weights = normalised(np.where(nearest, -np.inf, rng.normal(size=100)))
+    kernel = student_kernel(1) if general else random_walk(1)
+    xs = 0.1 * rng.normal(size=(4, 1))
+    start = int(np.flatnonzero(~nearest)[0])
+    counts = counted(sampler, kernel, particles, log_weights, xs, start, num_draws=2000)
+    assert counts[:, nearest].sum() == 0
+    assert np.all((counts[:, ~nearest] > 0).sum(1) > 10)
+
+
+@pytest.mark.parametrize("sampler", [rd.ExactBackward(), rd.RejectionBackward()])
+def test_a_state_that_no_particle_reaches_keeps_its_ancestor(sampler: rd.AbstractBackwardSampler):
+    ancestors = 3 * np.arange(6, dtype=np.int32)
+    arrays = (np.zeros((20, 1)), np.full(20, -np.log(20)), np.full((6, 1), 1e6), ancestors)
+    np.testing.assert_array_equal(drawn(sampler, random_walk(1), *arrays), ancestors)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+def test_a_state_far_from_all_particles_goes_back_to_the_nearest(kind: Any):
+    # 20 standard deviations off, as a guided filter may put it at an outlier. The density of the
+    # nearest particle is e^250 times that of its ancestor.
+    particles = np.array([[0.0], [10.0], [0.5], [-3.0]], kind)
+    log_weights, xs = np.full(4, -np.log(4), kind), np.full((5, 1), 30.0, kind)
+    kernel = random_walk(1, kind)
+    found = drawn(rd.ExactBackward(), kernel, particles, log_weights, xs, np.zeros(5, np.int32))
+    np.testing.assert_array_equal(found, 1)
+
+
+def test_rejection_needs_a_bound_of_a_density_that_is_not_gaussian(key: jax.Array):
+    pairs = Pairs.of(student_kernel(1), None, jnp.zeros((3, 1)))
+    with pytest.raises(ValueError, match="upper bound.*DistributionKernel.*log_bound"):
+        rd.RejectionBackward().draw(
+            key, pairs, jnp.full(3, -np.log(3)), jnp.zeros((2, 1)), jnp.zeros(2, jnp.int32)
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: rd.MCMCBackward(0), "num_moves"),
+        (lambda: rd.RejectionBackward(max_trials=0), "max_trials"),
+    ],
+)
+def test_samplers_refuse_counts_below_one(make: Callable, name: str):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        make()
