@@ -15,7 +15,8 @@ import pytest
 import retrodict as rd
 from linear_models import random_mask, random_model
 from retrodict._factored import Factored
-from retrodict._linearised import diagnosis, moments, rules
+from retrodict._linearised import diagnosis, moments, recursion, rules
+from retrodict._model import prepare_data
 
 METHODS: dict[str, Any] = {
     "extended": rd.extended_smoother,
@@ -614,6 +615,21 @@ def test_the_verdict_averages_over_rows_with_an_observation():
     few = np.asarray(average(values[:9], observed[:9]))
     assert few[-1] == pytest.approx(values[:9][observed[:9]].mean())
     assert not np.any(average(values, np.zeros(60, bool)))
+
+
+def test_long_series_are_read_in_batches(swing, followed, monkeypatch):
+    model, measured = PENDULUM, followed["extended"].diagnostics
+    series = prepare_data(model, swing)
+
+    @eqx.filter_jit
+    def said_and_missed() -> Any:
+        found = recursion.linearised_filter(model, series, rd.Taylor())
+        return diagnosis._readings(model, series, found)
+
+    monkeypatch.setattr(diagnosis, "BATCH", 8)
+    said, missed = said_and_missed()
+    np.testing.assert_allclose(said, measured.said, atol=1e-12)
+    np.testing.assert_allclose(missed, measured.missed, atol=1e-12)
 
 
 def test_missing_rows_say_nothing(swing, followed):

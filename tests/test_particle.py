@@ -5,7 +5,7 @@ average in 150,000, and by its bias of order 1/N where it has one.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -17,6 +17,9 @@ import pytest
 import scipy.stats
 
 import retrodict as rd
+
+UNTYPED = cast(Any, rd)
+"""The library as it is called by those who do not read types."""
 
 LINEAR = rd.StateSpaceModel(
     rd.Gaussian(jnp.array([0.5, -0.5]), jnp.array([[1.0, 0.0], [0.3, 0.8]])),
@@ -297,13 +300,12 @@ def filter_options(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "kind",
     [
-        "systematic 0.5",
         "multinomial 1.0",
-        "chain 0.5",
         "both",
         *(
             pytest.param(kind, marks=pytest.mark.statistical)
             for kind in (
+                "systematic 0.5",
                 "systematic 1.0",
                 "stratified 0.5",
                 "stratified 1.0",
@@ -312,6 +314,7 @@ def filter_options(kind: str) -> dict[str, Any]:
                 "multinomial 0.5",
                 "guided 0.5",
                 "guided 1.0",
+                "chain 0.5",
                 "chain 1.0",
                 "auxiliary 0.5",
                 "auxiliary 1.0",
@@ -375,7 +378,9 @@ def test_a_lookahead_that_rules_out_every_particle_is_not_believed():
     assert abs(float(found.log_evidence) - exact) < 0.8
 
 
-@pytest.mark.parametrize("resampling", ["systematic", "multinomial"])
+@pytest.mark.parametrize(
+    "resampling", [pytest.param("systematic", marks=pytest.mark.slow), "multinomial"]
+)
 def test_where_nothing_is_seen_the_evidence_is_known(resampling: Any):
     # Its logarithm is zero whatever is drawn, so that its standard error is as well. An estimate of
     # the variance has a standard deviation of some sqrt(12 / 200³) = 0.0012.
@@ -585,6 +590,7 @@ def batched() -> tuple[rd.ParticlePosterior, Callable[[int], rd.ParticlePosterio
     return jax.vmap(run)(*arrays), lambda i: run(*(array[i] for array in arrays))
 
 
+@pytest.mark.slow
 def test_a_batch_is_as_its_series_one_by_one(batched: tuple):
     together, alone = batched
     for i in range(3):
@@ -592,21 +598,6 @@ def test_a_batch_is_as_its_series_one_by_one(batched: tuple):
         assert_same(one.indices, alone(i).indices)
         wanted = eqx.filter(alone(i), eqx.is_inexact_array)
         assert_same(eqx.filter(one, eqx.is_inexact_array), wanted)
-
-
-@pytest.mark.usefixtures("without_annotations")
-def test_moments_of_a_batch_are_not_mistaken_for_those_of_one_series(batched: tuple):
-    # The leading axis is the batch, over which nothing may be averaged: as chains do, refuse.
-    together, _ = batched
-    for read in (
-        lambda posterior: posterior.mean,
-        lambda posterior: posterior.covariance,
-        lambda posterior: posterior.quantile(0.5),
-        lambda posterior: posterior.expectation(rd.StateSum()),
-        lambda posterior: posterior.filtered.mean,
-    ):
-        with pytest.raises(ValueError, match="vmap"):
-            read(together)
 
 
 @pytest.mark.slow
@@ -637,7 +628,7 @@ def test_small_sizes(num_times: int, num_particles: int, num_samples: int | None
         assert np.all(np.asarray(found.indices) == 0)
         particles = np.asarray(found.filtered.particles)[:, 0]
         weight, bias = (np.asarray(a) for a in (LINEAR.emission.weight, LINEAR.emission.bias))
-        laws = scipy.stats.norm(particles @ weight.T + bias, [0.7, 1.0])
+        laws: Any = scipy.stats.norm(particles @ weight.T + bias, [0.7, 1.0])
         wanted = laws.logpdf(np.asarray(YS[:num_times])).sum()
         np.testing.assert_allclose(found.log_evidence, wanted, rtol=1e-10)
 
@@ -646,6 +637,7 @@ def in_precision(model: rd.StateSpaceModel, kind: Any) -> rd.StateSpaceModel:
     return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), kind), model)
 
 
+@pytest.mark.slow
 def test_single_precision(x32: None):
     model, ys = in_precision(LINEAR, np.float32), np.asarray(YS, np.float32)
     found = rd.ffbsi(jax.random.key(0), model, ys, 500)
@@ -680,11 +672,14 @@ OUTLIER = np.array([[0.0], [0.5], [1000.0], [0.0], [-1000.0]])
 @pytest.mark.parametrize(
     "verb",
     [
-        lambda *args, **options: rd.particle_filter(*args, 20, **options),
-        lambda *args, **options: rd.ffbsi(*args, 20, **options),
-        lambda *args, **options: rd.paris(*args, rd.StateSum(), 20, **options),
+        lambda *args, **options: UNTYPED.particle_filter(*args, 20, **options),
+        lambda *args, **options: UNTYPED.ffbsi(*args, 20, **options),
         pytest.param(
-            lambda *args, **options: rd.forward_smoother(*args, rd.StateSum(), 20, **options),
+            lambda *args, **options: UNTYPED.paris(*args, rd.StateSum(), 20, **options),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda *args, **options: UNTYPED.forward_smoother(*args, rd.StateSum(), 20, **options),
             marks=pytest.mark.slow,
         ),
     ],
@@ -757,54 +752,74 @@ SMALL = np.zeros((3, 1))
     ("call", "kind", "message"),
     [
         (
-            lambda: rd.particle_filter(KEY, LINEAR, YS, 5, resampling="random"),
+            lambda: UNTYPED.particle_filter(KEY, LINEAR, YS, 5, resampling="random"),
             ValueError,
             "resampling must be one of 'systematic'.*'multinomial', got 'random'",
         ),
         (
-            lambda: rd.ffbsi(KEY, LINEAR, YS, 5, threshold=0.0),
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, threshold=0.0),
             ValueError,
             r"threshold must lie in \(0, 1\], got 0",
         ),
         (
-            lambda: rd.ffbsi(KEY, LINEAR, YS, 5, threshold=1.5),
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, threshold=1.5),
             ValueError,
             r"threshold must lie in \(0, 1\], got 1.5",
         ),
         (
-            lambda: rd.ffbsi(KEY, LINEAR, YS, 5, proposal=lambda x: x),
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, proposal=lambda x: x),
             TypeError,
             "proposal must be a proposal.*Guided.*function",
         ),
         (
-            lambda: rd.ffbsi(KEY, LINEAR, YS, 5, lookahead=3.0),
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, lookahead=3.0),
             TypeError,
             "lookahead must be a function.*float",
         ),
         (
-            lambda: rd.ffbsi(KEY, LINEAR, YS, 5, backward="exact"),
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, backward="exact"),
             TypeError,
             "ffbsi expects a backward sampler.*ExactBackward.*str",
         ),
         (
-            lambda: rd.ffbsi(KEY, LINEAR, YS, 5, backward=rd.ExactBackward),
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, backward=rd.ExactBackward),
             TypeError,
             "ffbsi expects a backward sampler",
         ),
         (
-            lambda: rd.ffbsi(KEY, STUDENT, SMALL, 5, backward=rd.RejectionBackward()),
+            lambda: UNTYPED.ffbsi(KEY, STUDENT, SMALL, 5, backward=rd.RejectionBackward()),
             ValueError,
             "upper bound.*DistributionKernel.*log_bound",
         ),
-        (lambda: rd.ffbsi(KEY, LINEAR, YS, 0), ValueError, "num_particles must be at least 1"),
-        (lambda: rd.ffbsi(KEY, LINEAR, YS, 2.5), TypeError, "num_particles must be a Python int"),
-        (lambda: rd.particle_filter(KEY, LINEAR, YS, 0), ValueError, "num_particles must be at"),
-        (lambda: rd.ffbsi(KEY, LINEAR, YS, 5, 0), ValueError, "num_samples must be at least 1"),
-        (lambda: rd.ffbsi(0, LINEAR, YS, 5), TypeError, "ffbsi expects one typed key"),
-        (lambda: rd.particle_filter(0, LINEAR, YS, 5), TypeError, "particle_filter expects one"),
-        (lambda: rd.ffbsi(KEY, LINEAR, YS[:, :1], 5), ValueError, "must have 2 columns, got 1"),
+        (lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 0), ValueError, "num_particles must be at least 1"),
         (
-            lambda: rd.ffbsi(
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 2.5),
+            TypeError,
+            "num_particles must be a Python int",
+        ),
+        (
+            lambda: UNTYPED.particle_filter(KEY, LINEAR, YS, 0),
+            ValueError,
+            "num_particles must be at",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, 0),
+            ValueError,
+            "num_samples must be at least 1",
+        ),
+        (lambda: UNTYPED.ffbsi(0, LINEAR, YS, 5), TypeError, "ffbsi expects one typed key"),
+        (
+            lambda: UNTYPED.particle_filter(0, LINEAR, YS, 5),
+            TypeError,
+            "particle_filter expects one",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS[:, :1], 5),
+            ValueError,
+            "must have 2 columns, got 1",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(
                 KEY,
                 LINEAR,
                 YS,
@@ -815,17 +830,21 @@ SMALL = np.zeros((3, 1))
             "made for 4 rows.*has 6",
         ),
         (
-            lambda: rd.ChainProposal(rd.kalman_smoother(LINEAR, YS)),
+            lambda: UNTYPED.ChainProposal(rd.kalman_smoother(LINEAR, YS)),
             TypeError,
             "expects a LinearGaussianChain, got KalmanPosterior.*chain",
         ),
         (
-            lambda: rd.ChainProposal(rd.kalman_smoother(LINEAR, YS).chain, 0.0),
+            lambda: UNTYPED.ChainProposal(rd.kalman_smoother(LINEAR, YS).chain, 0.0),
             ValueError,
             "positive inflation, got 0",
         ),
-        (lambda: rd.Guided(1.0, _guide), TypeError, "function as its initial, got float"),
-        (lambda: rd.Guided(_guide_first, None), TypeError, "function as its move, got NoneType"),
+        (lambda: UNTYPED.Guided(1.0, _guide), TypeError, "function as its initial, got float"),
+        (
+            lambda: UNTYPED.Guided(_guide_first, None),
+            TypeError,
+            "function as its move, got NoneType",
+        ),
         (lambda: rd.mean_lookahead(STUDENT), TypeError, "Gaussian transition.*DistributionKernel"),
     ],
 )
@@ -844,6 +863,23 @@ def test_misuse_of_a_result_is_refused(found: rd.ParticlePosterior):
         found.expectation(lambda path: path)  # pyright: ignore
     with pytest.raises(ValueError, match="lag must be at least 1"):
         found.filtered.log_evidence_standard_error(0)
+
+
+@pytest.mark.usefixtures("without_annotations")
+def test_moments_of_a_batch_are_not_mistaken_for_those_of_one_series(
+    found: rd.ParticlePosterior,
+):
+    # The leading axis is the batch, over which nothing may be averaged: as chains do, refuse.
+    together = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), found)
+    for read in (
+        lambda posterior: posterior.mean,
+        lambda posterior: posterior.covariance,
+        lambda posterior: posterior.quantile(0.5),
+        lambda posterior: posterior.expectation(rd.StateSum()),
+        lambda posterior: posterior.filtered.mean,
+    ):
+        with pytest.raises(ValueError, match="vmap"):
+            read(together)
 
 
 @pytest.mark.parametrize("data", [np.ones(4), np.float64(1.0)], ids=["rows", "scalar"])

@@ -5,7 +5,7 @@ in 150,000, and by a bias of order 1/N.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -17,6 +17,9 @@ import pytest
 import scipy.stats
 
 import retrodict as rd
+
+UNTYPED = cast(Any, rd)
+"""The library as it is called by those who do not read types."""
 
 MODEL = rd.StateSpaceModel(
     rd.Gaussian(jnp.array([0.5, -0.5]), jnp.array([[1.0, 0.0], [0.3, 0.8]])),
@@ -167,8 +170,11 @@ def test_a_stream_is_as_a_whole_series():
         lambda before, x, data: {"x": data * x, "step": x - before},
         lambda x, data: {"x": x + data, "step": jnp.zeros(2)},
     )
-    whole = rd.paris(jax.random.key(0), MODEL, ys, functional, 40, data=data, **rest)
-    smoother = rd.OnlineSmoother(MODEL, functional, 40)
+    sampler = rd.MCMCBackward(1)
+    whole = rd.paris(
+        jax.random.key(0), MODEL, ys, functional, 40, data=data, backward=sampler, **rest
+    )
+    smoother = rd.OnlineSmoother(MODEL, functional, 40, backward=sampler)
     us, data = rest["inputs"], jnp.asarray(data)
     state = smoother.init(jax.random.key(0), ys[0], u=us[0], data=data[0])
     for k in range(1, 5):
@@ -371,64 +377,68 @@ SUM: Any = rd.StateSum()
     ("call", "kind", "message"),
     [
         (
-            lambda: rd.paris(KEY, SCALAR, YS, lambda x: x, 5),
+            lambda: UNTYPED.paris(KEY, SCALAR, YS, lambda x: x, 5),
             TypeError,
             "expects a functional, such as StateSum.*function",
         ),
         (
-            lambda: rd.paris(KEY, SCALAR, YS, SUM, 5, backward="exact"),
+            lambda: UNTYPED.paris(KEY, SCALAR, YS, SUM, 5, backward="exact"),
             TypeError,
             "expects a backward sampler.*str",
         ),
         (
-            lambda: rd.paris(KEY, STUDENT, YS, SUM, 5),
+            lambda: UNTYPED.paris(KEY, STUDENT, YS, SUM, 5),
             ValueError,
             "upper bound.*DistributionKernel.*log_bound.*MCMCBackward",
         ),
         (
-            lambda: rd.paris(KEY, SCALAR, YS, SUM, 5, num_draws=0),
+            lambda: UNTYPED.paris(KEY, SCALAR, YS, SUM, 5, num_draws=0),
             ValueError,
             "num_draws must be at least",
         ),
         (
-            lambda: rd.paris(KEY, SCALAR, YS, SUM, 5, num_draws=2.5),
+            lambda: UNTYPED.paris(KEY, SCALAR, YS, SUM, 5, num_draws=2.5),
             TypeError,
             "num_draws must be a Python integer",
         ),
-        (lambda: rd.paris(KEY, SCALAR, YS, SUM, 0), ValueError, "num_particles must be at least 1"),
         (
-            lambda: rd.forward_smoother(KEY, SCALAR, YS, SUM, 5, resampling="none"),
+            lambda: UNTYPED.paris(KEY, SCALAR, YS, SUM, 0),
+            ValueError,
+            "num_particles must be at least 1",
+        ),
+        (
+            lambda: UNTYPED.forward_smoother(KEY, SCALAR, YS, SUM, 5, resampling="none"),
             ValueError,
             "resampling must be one of.*got 'none'",
         ),
         (
-            lambda: rd.forward_smoother(KEY, SCALAR, YS, SUM, 5, threshold=0.0),
+            lambda: UNTYPED.forward_smoother(KEY, SCALAR, YS, SUM, 5, threshold=0.0),
             ValueError,
             r"threshold must lie in \(0, 1\]",
         ),
         (
-            lambda: rd.paris(KEY, SCALAR, YS, SUM, 5, data=np.zeros(3)),
+            lambda: UNTYPED.paris(KEY, SCALAR, YS, SUM, 5, data=np.zeros(3)),
             ValueError,
             r"data with one row a time step, 4 in all, got an array of shape \(3,\)",
         ),
         (
-            lambda: rd.paris(KEY, SCALAR, YS, SUM, 5, data=1.0),
+            lambda: UNTYPED.paris(KEY, SCALAR, YS, SUM, 5, data=1.0),
             ValueError,
             r"data with one row a time step, 4 in all, got an array of shape \(\)",
         ),
-        (lambda: rd.paris(0, SCALAR, YS, SUM, 5), TypeError, "paris expects one typed key"),
+        (lambda: UNTYPED.paris(0, SCALAR, YS, SUM, 5), TypeError, "paris expects one typed key"),
         (
-            lambda: rd.OnlineSmoother(SCALAR, SUM, 5).init(0, YS[0]),
+            lambda: UNTYPED.OnlineSmoother(SCALAR, SUM, 5).init(0, YS[0]),
             TypeError,
             "OnlineSmoother.init expects one typed key",
         ),
         (
-            lambda: rd.OnlineSmoother(SCALAR, SUM, 5).init(KEY, np.zeros(2)),
+            lambda: UNTYPED.OnlineSmoother(SCALAR, SUM, 5).init(KEY, np.zeros(2)),
             ValueError,
             "must have 1 columns, got 2",
         ),
         (
-            lambda: rd.OnlineSmoother(MODEL, SUM, 5).init(KEY, np.zeros(1)),
+            lambda: UNTYPED.OnlineSmoother(MODEL, SUM, 5).init(KEY, np.zeros(1)),
             ValueError,
             "inputs.*needed, got None",
         ),

@@ -60,7 +60,7 @@ LARGEST_SQUARE = 10.0
 MOST_CHANGE = 0.1
 """How far, in standard deviations, the last iteration may move a mean of what has converged."""
 
-NUM_POINTS = 64
+NUM_POINTS = 32
 """How many points of the prediction, and how many of the update, distances are computed on."""
 
 BATCH = 1024
@@ -220,23 +220,28 @@ def _reading(
     updated = shift[:, None] + linalg.solve_triangular(root, noise.T, transpose=True)
     zs = jnp.concatenate([noise, updated.T])
 
-    log_p = -0.5 * jnp.sum(zs**2, axis=1)
     centred = linalg.matmul(zs - shift[None, :], root)
+    log_p = -0.5 * jnp.sum(zs**2, axis=1)
     log_q = -0.5 * jnp.sum(centred**2, axis=1) + jnp.sum(jnp.log(jnp.diagonal(root)))
-    log_mixture = jnp.logaddexp(log_p, log_q)
+    # The shares p/(p + q) and q/(p + q), and the logarithm of the first, by one exponential.
+    ratio = log_p - log_q
+    tail = jnp.exp(-jnp.abs(ratio))
+    smaller, larger = tail / (1.0 + tail), 1.0 / (1.0 + tail)
+    before = jnp.where(ratio > 0, larger, smaller)
+    after = jnp.where(ratio > 0, smaller, larger)
+    log_before = jnp.minimum(ratio, 0.0) - jnp.log1p(tail)
+
     xs = law.mean[None, :] + linalg.matmul(zs, law.scale_tril.T)
     log_g = jax.vmap(log_likelihood)(xs)
     log_g = jnp.where(jnp.isnan(log_g), -jnp.inf, log_g)
-    exact = jax.nn.softmax(log_p + log_g - log_mixture)
-    before = jax.nn.softmax(log_p - log_mixture)
-    after = jax.nn.softmax(log_q - log_mixture)
+    exact = jax.nn.softmax(log_before + log_g)
 
-    def distance(a: Array, b: Array) -> Scalar:
-        between = 0.5 * jnp.sum(jnp.abs(a - b))
+    def distance(weights: Array) -> Scalar:
+        between = 0.5 * jnp.sum(jnp.abs(exact - weights / jnp.sum(weights)))
         # Where no point explains the observation, everything is missed.
         return jnp.where(jnp.isnan(between), 1.0, between)
 
-    return distance(exact, before), distance(exact, after)
+    return distance(before), distance(after)
 
 
 @functools.lru_cache(maxsize=16)

@@ -49,8 +49,8 @@ def law_moments(law: Any, dtype: Any) -> Moments:
         raise TypeError(
             f"A law is linearised through its mean and covariance, and {name} does not have"
             " a mean of shape (out,). Give it the properties `mean` and `variance`, or"
-            " `covariance_matrix` if its entries are dependent; or use grid_smoother (state"
-            " dimension 1 or 2)."
+            " `covariance_matrix` if its entries are dependent; or use ffbsi, or grid_smoother"
+            " (state dimension 1 or 2)."
         )
     covariance, variance = _read(law, "covariance_matrix"), _read(law, "variance")
     if variance is not None and variance.shape != mean.shape:
@@ -60,7 +60,7 @@ def law_moments(law: Any, dtype: Any) -> Moments:
             raise TypeError(
                 f"A law is linearised through its mean and covariance, and {name} has a mean but"
                 " neither `covariance_matrix` nor a `variance` of the same shape. Add one of them;"
-                " or use grid_smoother (state dimension 1 or 2)."
+                " or use ffbsi, or grid_smoother (state dimension 1 or 2)."
             )
         if _density_shape(law, mean) != mean.shape:
             raise TypeError(
@@ -117,7 +117,7 @@ def check_moments(model: StateSpaceModel, series: Series) -> None:
             raise ValueError(
                 f"The model's {name} cannot be linearised: at the mean of the prior its own mean or"
                 " covariance is not finite, as for a Cauchy law, or a Student law with two degrees"
-                " of freedom or fewer. Use grid_smoother (state dimension 1 or 2)."
+                " of freedom or fewer. Use ffbsi, or grid_smoother (state dimension 1 or 2)."
             )
 
 

@@ -50,7 +50,7 @@ class LinearisedPosterior(eqx.Module):
             was farthest; of shape `(0,)` if there were none.
         code: 0 if nothing speaks against the posterior; 1 if it is not finite, 2 if it is lost by
             its updates or 3 by its innovations, 4 if it has not converged.
-        status_time: the first time at which the code came about.
+        status_time: the first time at which the code came about; the last row if it is 4.
     """
 
     chain: LinearGaussianChain
@@ -96,9 +96,8 @@ class LinearisedPosterior(eqx.Module):
 def _explain(status: Status, posterior: LinearisedPosterior) -> str:
     """What is wrong, as it was measured, and what to do."""
     time, found = int(posterior.status_time), posterior.diagnostics
-    others = (
-        "Use grid_smoother (state dimension 1 or 2) or fit a family; both say how well they do."
-    )
+    rows = f"in the rows with an observation up to time {time}, of which at most {WINDOW} count,"
+    others = "Use ffbsi or grid_smoother (state dimension 1 or 2), which do not linearise."
     if status == Status.NOT_FINITE:
         return (
             f"The posterior is not finite from time {time} on: the state grew without bound under"
@@ -113,14 +112,15 @@ def _explain(status: Status, posterior: LinearisedPosterior) -> str:
         )
     if status == Status.SURPRISED:
         return (
-            f"The smoother is lost: over the {WINDOW} rows up to time {time}, squared innovations"
-            f" were {float(found.surprise[time]):.2g} times as large as predicted, more than"
+            f"The smoother is lost: {rows} squared innovations were"
+            f" {float(found.surprise[time]):.2g} times as large as predicted, more than"
             f" {MOST_SURPRISE:.0f}. It follows a wrong state, or the model does not fit the data."
             f" {others}"
         )
     return (
-        f"The smoother is lost: over the {WINDOW} rows up to time {time}, the linearised updates"
-        f" got {float(found.misread[time]):.0%} of what the observations say wrong, more than"
+        f"The smoother is lost: {rows} the linearised updates got"
+        f" {float(found.misread[time]):.0%} of what the observations say wrong, more than"
         f" {MOST_MISREAD:.0%}. Near 100% they are ignored, as where an emission is flat or"
-        f" symmetric around the predicted mean. {others}"
+        f" symmetric around the predicted mean. {others} Where the emission is neither,"
+        " iterated_smoother with damping may find its way."
     )
