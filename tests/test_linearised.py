@@ -97,11 +97,10 @@ def swing() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def followed(swing: np.ndarray) -> dict[str, rd.LinearisedPosterior]:
-    """What three smoothers make of it, compiled once."""
+    """What two smoothers make of it, compiled once."""
     return {
         "extended": rd.extended_smoother(PENDULUM, swing),
         "unscented": rd.unscented_smoother(PENDULUM, swing),
-        "map": rd.iterated_smoother(PENDULUM, swing, rule=rd.Taylor(), num_iterations=40),
     }
 
 
@@ -298,25 +297,35 @@ def test_a_prefix_is_the_posterior_of_fewer_rows(swing, followed):
     assert_same_chain(found, followed["extended"].chain.prefix(12))
 
 
-def test_iterated_extended_finds_the_most_probable_path(swing, followed):
+def wave(x: Any) -> Any:
+    return x + 0.4 * jnp.sin(2.0 * x)
+
+
+WAVES = rd.StateSpaceModel(
+    rd.Gaussian(jnp.ones(1), jnp.eye(1)),
+    rd.NonlinearGaussianKernel(wave, rd.Diagonal(jnp.array([0.3]))),
+    rd.NonlinearGaussianKernel(lambda x: x + 0.2 * x**2, rd.Diagonal(jnp.array([0.5]))),
+)
+
+
+@pytest.mark.parametrize("model", [WAVES, slow(PENDULUM)], ids=["waves", "pendulum"])
+def test_iterated_extended_finds_the_most_probable_path(model):
+    ys = np.array(model.simulate(jax.random.key(3), 30)[1])
+    ys[4, 0] = ys[9] = np.nan
+    smooth = partial(rd.iterated_smoother, model, ys, rule=rd.Taylor(), num_iterations=40)
+    found = smooth()
     # Gauss-Newton: at its fixed point the gradient of the log-joint is zero.
-    found = followed["map"]
     path = found.chain.marginals()
-    slope = jax.jit(jax.grad(lambda xs: PENDULUM.log_joint(xs, swing)))
+    slope = jax.jit(jax.grad(lambda xs: model.log_joint(xs, ys)))
     assert float(jnp.max(jnp.abs(slope(path.mean) * path.std))) < 1e-8
-    first = followed["extended"].chain.marginals().mean
-    assert float(jnp.max(jnp.abs(slope(first) * path.std))) > 1e-2
-    assert found.changes.shape == (40,) and float(found.changes[-1]) < 1e-8
+    assert found.changes.shape == (40,)
+    assert float(found.changes[0]) > 1e-2 and float(found.changes[-1]) < 1e-8
     assert found.status == "ok"
-
-
-def test_what_has_not_converged_says_so(swing):
-    found = rd.iterated_smoother(
-        PENDULUM, swing, rule=rd.Taylor(), num_iterations=40, damping=0.999
-    )
-    assert found.status == "not converged" and not bool(found.lost)
+    # Held back, it does not get there, and says so.
+    short = smooth(damping=0.999)
+    assert short.status == "not converged" and not bool(short.lost)
     with refused(ValueError, "last of 40 iterations", "num_iterations", "damping"):
-        found.check()
+        short.check()
 
 
 def test_damping_converges_where_full_steps_overshoot():
@@ -324,7 +333,7 @@ def test_damping_converges_where_full_steps_overshoot():
     model = scalar_model(lambda x: jnp.arctan(2.0 * x), 0.1, prior=2.0, scale=2.0)
     ys = jnp.arctan(2.0 * jnp.array([[3.0], [-3.0], [3.0], [-3.0]]))
     smooth = partial(rd.iterated_smoother, model, ys, rule=rd.Taylor(), num_iterations=60)
-    full = smooth()
+    full = smooth(damping=0.0)
     assert full.status == "lost" and float(full.changes[-1]) > 1.0
     damped = smooth(damping=0.5)
     assert damped.status == "ok" and float(damped.changes[-1]) < 1e-10
@@ -335,17 +344,40 @@ def test_damping_converges_where_full_steps_overshoot():
 # --- conditional moments --------------------------------------------------------------------------
 
 
+def dense_grid(model: Any, ys: Any, lower: float, upper: float) -> tuple:
+    """Means, standard deviations and log-evidence by sums over 600 points, in numpy."""
+    xs = np.linspace(lower, upper, 600)
+    weight, scale = float(model.transition.weight[0, 0]), float(model.transition.scale_tril[0, 0])
+    move = np.exp(-0.5 * ((xs[None, :] - weight * xs[:, None]) / scale) ** 2)
+    move *= (xs[1] - xs[0]) / (scale * np.sqrt(2 * np.pi))
+    density = jax.jit(jax.vmap(jax.vmap(model.emission.log_prob, (0, None)), (None, 0)))
+    seen = np.nan_to_num(np.asarray(density(xs[:, None], jnp.nan_to_num(ys))))
+    seen[np.isnan(np.asarray(ys))[:, 0]] = 0.0
+    law = np.exp(-0.5 * (xs / float(model.prior.scale_tril[0, 0])) ** 2)
+    law, filtered, log_evidence = law / law.sum(), [], 0.0
+    for k, row in enumerate(seen):
+        law = (law @ move if k else law) * np.exp(row)
+        log_evidence += np.log(law.sum())
+        law = law / law.sum()
+        filtered.append(law)
+    smoothed = [law]
+    for law in filtered[-2::-1]:
+        smoothed.append(law * (move @ (smoothed[-1] / np.maximum(law @ move, 1e-300))))
+    weights = np.array(smoothed[::-1])
+    mean = weights @ xs
+    return mean, np.sqrt(weights @ xs**2 - mean**2), log_evidence
+
+
 def test_counts_through_conditional_moments():
     counts = rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(1.0 + x)))
     model = scalar_model(counts, prior=0.5, weight=0.95, scale=0.2)
     ys = model.simulate(jax.random.key(0), 40)[1].at[7].set(jnp.nan)
-    oracle = rd.grid_smoother(model, ys, rd.Grid([-4.0], [4.0], 300))
-    std = jnp.sqrt(oracle.covariance[:, 0])
+    mean, std, log_evidence = dense_grid(model, ys, -4.0, 4.0)
     found = rd.iterated_smoother(model, ys)
     marginals = found.chain.marginals()
-    assert float(jnp.max(jnp.abs(marginals.mean - oracle.mean) / std)) < 0.03
-    np.testing.assert_allclose(marginals.std, std, rtol=0.01)
-    assert float(found.log_evidence) == pytest.approx(float(oracle.log_evidence), abs=1.0)
+    assert np.max(np.abs(marginals.mean[:, 0] - mean) / std) < 0.03
+    np.testing.assert_allclose(marginals.std[:, 0], std, rtol=0.01)
+    assert float(found.log_evidence) == pytest.approx(log_evidence, abs=1.0)
     assert found.status == "ok"
 
 
@@ -545,13 +577,11 @@ def test_mild_curvature_is_hardly_noticed():
 
 
 def test_iterating_comes_nearer_to_the_exact_posterior(saturated):
-    ys = saturated["extended"][0][1]
-    oracle = rd.grid_smoother(SATURATING, ys, rd.Grid([-8.0], [8.0], 400))
-    std = jnp.sqrt(oracle.covariance[:, 0])
+    mean, std, _ = dense_grid(SATURATING, saturated["extended"][0][1], -8.0, 8.0)
     errors = {}
     for name, (_, batch) in saturated.items():
-        chain = jax.tree.map(lambda leaf: leaf[1], batch.chain)
-        errors[name] = float(jnp.mean(jnp.abs(chain.marginals().mean - oracle.mean) / std))
+        chain = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[1]), batch.chain)
+        errors[name] = float(np.mean(np.abs(chain.marginals().mean[:, 0] - mean) / std))
     assert errors["iterated"] < 0.2 and errors["iterated"] < 0.6 * errors["extended"]
 
 
@@ -684,7 +714,6 @@ def test_chains_are_used_as_any_other(swing, followed):
         for name, found in followed.items()
     }
     assert all(np.isfinite(float(bound)) for bound in bounds.values())
-    assert float(bounds["map"]) > float(bounds["extended"])
 
 
 @pytest.mark.parametrize("name", ["iterated", slow("extended"), slow("unscented")])

@@ -82,6 +82,7 @@ class Filter(eqx.Module):
         model, keys = self.model, jax.random.split(key, self.num_particles)
         law = model.prior if self.proposal is None else self.proposal.initial(data)
         particles = jax.vmap(lambda key: jnp.asarray(law.sample(key)))(keys)
+        particles = particles.astype(jnp.result_type(particles.dtype, data.ys.dtype))
         log_weights = self._log_emission(particles, data)
         if self.proposal is not None:
             log_weights = log_weights + jax.vmap(
@@ -103,18 +104,22 @@ class Filter(eqx.Module):
             step: the row of the proposal's steps.
         """
         particles, log_weights = cloud
+        # A model in single precision does not narrow what data in double precision began with.
+        kinds = (particles.dtype, log_weights.dtype)
         ahead = None
         if self.lookahead is not None:
             ahead = jax.vmap(lambda x: self.lookahead(x, data))(particles)  # pyright: ignore
             # What looks impossible may still be reached, and must be drawn now and then.
-            ahead = jnp.maximum(ahead, jnp.max(ahead) - 30.0)
+            top = jnp.max(ahead)
+            ahead = jnp.where(jnp.isfinite(top), jnp.maximum(ahead, top - 30.0), 0.0)
         ancestors, log_weights = self._select(log_weights, ahead, key)
         befores = particles[ancestors]
         particles, ratio = self._propose(befores, noise, data, step)
+        particles = particles.astype(kinds[0])
         log_weights = log_weights + self._log_emission(particles, data)
         if ratio is not None:
             log_weights = log_weights + ratio
-        return _weighed(particles, log_weights, ancestors)
+        return _weighed(particles, log_weights.astype(kinds[1]), ancestors)
 
     def _select(
         self, log_weights: Float[Array, "particle"], ahead: Array | None, key: PRNGKey

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, PyTree
 
 from retrodict._validate import is_concrete
 
@@ -38,3 +39,23 @@ def refuse_failure(owner: str, status: Any, time: Any, strict: bool) -> None:
             f"{owner}: {_WORDS[code].format(time=at)}. Pass strict=False to get the result with its"
             " status instead."
         )
+
+
+def check_single(particles: Array) -> None:
+    """Refuses particles of a batch of series, whose axes would be mistaken for others."""
+    if particles.ndim != 3:
+        raise ValueError(
+            f"This result holds a batch of series: its particles have shape {particles.shape},"
+            " where one series has (time, particle, state). Read it under jax.vmap, for example"
+            " jax.vmap(lambda found: found.mean)(founds)."
+        )
+
+
+def check_data(data: PyTree, num_times: int, owner: str) -> None:
+    """Refuses data of a functional that does not have one row a time step."""
+    for leaf in jax.tree.leaves(data):
+        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != num_times:
+            raise ValueError(
+                f"{owner} expects data with one row a time step, {num_times} in all, got an array"
+                f" of shape {jnp.shape(leaf)}."
+            )

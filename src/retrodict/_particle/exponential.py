@@ -1,10 +1,10 @@
 """Powers of two in a form that XLA vectorises inside a fused loop.
 
 Backward sampling evaluates one exponential for each pair of a path and a particle, hundreds of
-millions in a short series. XLA's own `exp` is accurate to the last bit and, inside a large fusion
-on CPU, is not vectorised. A polynomial on [-1/2, 1/2] and an addition to the exponent bits take
-less than half of the time (`docs/decisions/0005-particle-smoothing.md`). Its relative error, below
-1e-12 in float64 and 3e-7 in float32, is that of a weight: many orders below the Monte Carlo error.
+millions in a short series. XLA's own `exp2` is accurate to the last bit and, inside a large fusion
+on CPU, is not vectorised. A polynomial on [-1/2, 1/2] and an addition to the exponent bits take two
+thirds of the time (`docs/decisions/0005-particle-smoothing.md`). Its relative error, below 1e-13 in
+float64 and 3e-7 in float32, is that of a weight: many orders below the Monte Carlo error.
 """
 
 import jax.numpy as jnp
@@ -22,16 +22,17 @@ def _polynomial(degree: int) -> tuple[float, ...]:
     return tuple(float(c) for c in fit)
 
 
-_IN_DOUBLE = _polynomial(8)
+_IN_DOUBLE = _polynomial(9)
 _IN_SINGLE = _polynomial(6)
 
 
 def power_of_two(t: Float[Array, "..."]) -> Float[Array, "..."]:
     """2^t for t below the largest exponent; zero where t is −∞ or underflows, NaN where t is NaN.
 
-    With t = k + f for an integer k, 2^f is a polynomial, and k is added to its exponent bits. The
-    integer is found by adding 1.5·2^p, for a mantissa of p bits, after which k stands in the lowest
-    bits of the sum: a conversion to integers would not be vectorised.
+    With t = k + f for an integer k, 2^f is a polynomial, and k is added to its exponent bits. For
+    that 1.5·2^p is added to k, for a mantissa of p bits, after which k stands in the lowest bits of
+    the sum: a conversion to integers would not be vectorised. The integer itself must come from a
+    rounding: `(t + c) - c`, which rounds too, is simplified to t by XLA.
     """
     if t.dtype == jnp.float64:
         integers, bits, lowest, coefficients = jnp.int64, 52, -1021.0, _IN_DOUBLE
@@ -40,12 +41,12 @@ def power_of_two(t: Float[Array, "..."]) -> Float[Array, "..."]:
     t = t.astype(jnp.float64 if integers == jnp.int64 else jnp.float32)
     shift = 1.5 * 2.0**bits
     held = jnp.maximum(t, lowest)
-    rounded = held + shift
-    fraction = held - (rounded - shift)
+    whole = lax.round(held, lax.RoundingMethod.TO_NEAREST_EVEN)
+    fraction = held - whole
     value = jnp.full_like(fraction, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value = value * fraction + coefficient
-    exponent = lax.bitcast_convert_type(rounded, integers) << bits
+    exponent = lax.bitcast_convert_type(whole + shift, integers) << bits
     power = lax.bitcast_convert_type(
         lax.bitcast_convert_type(value, integers) + exponent, value.dtype
     )

@@ -14,7 +14,7 @@ from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._particle.cloud import Filter, Step, frozen_where
-from retrodict._particle.diagnosis import refuse_failure, status_of
+from retrodict._particle.diagnosis import check_single, refuse_failure, status_of
 from retrodict._particle.moments import (
     log_evidence_variance,
     num_lineages,
@@ -40,6 +40,7 @@ class ParticleFilterPosterior(eqx.Module):
         status: 0 if fine; 1 if no particle explains an observation, 2 if a weight is undefined.
         status_time: the first time at which it was not fine; −1 if there is none.
         length: how many rows exist, or `None` if all of them do.
+        resampling: the scheme by which particles were resampled.
     """
 
     particles: Float[Array, "time particle state"]
@@ -51,20 +52,24 @@ class ParticleFilterPosterior(eqx.Module):
     status: Int[Array, ""]
     status_time: Int[Array, ""]
     length: Int[Array, ""] | None
+    resampling: Scheme = eqx.field(static=True)
 
     @property
     def mean(self) -> Float[Array, "time state"]:
         """The means of the filtering laws."""
+        check_single(self.particles)
         return weighted_moments(self.particles, self.log_weights)[0]
 
     @property
     def covariance(self) -> Float[Array, "time state state"]:
         """The covariances of the filtering laws."""
+        check_single(self.particles)
         return weighted_moments(self.particles, self.log_weights)[1]
 
     @property
     def num_ancestors(self) -> Int[Array, "time"]:
         """How many particles of each time have offspring at the last one."""
+        check_single(self.particles)
         return num_lineages(self.ancestors)
 
     def quantile(self, probability: float) -> Float[Array, "time state"]:
@@ -73,6 +78,7 @@ class ParticleFilterPosterior(eqx.Module):
         Args:
             probability: between 0 and 1.
         """
+        check_single(self.particles)
         return weighted_quantile(self.particles, self.log_weights, probability)
 
     def log_evidence_standard_error(self, lag: int = 20) -> Scalar:
@@ -87,7 +93,9 @@ class ParticleFilterPosterior(eqx.Module):
             lag: how many steps later shares are looked at.
         """
         lag = check_count(lag, "lag")
-        return jnp.sqrt(log_evidence_variance(self.ancestors, self.log_weights, lag))
+        check_single(self.particles)
+        independent = self.resampling == "multinomial"
+        return jnp.sqrt(log_evidence_variance(self.ancestors, self.log_weights, lag, independent))
 
 
 def particle_filter(
@@ -224,7 +232,7 @@ def run_filter(machine: Filter, key: PRNGKey, series: Series) -> ParticleFilterP
     steps = None if machine.proposal is None else machine.proposal.steps
     start_key, noise_key, select_key = jax.random.split(key, 3)
     first = machine.start(start_key, jax.tree.map(lambda leaf: leaf[0], data))
-    draw = partial(machine.noise, dtype=series.ys.dtype)
+    draw = partial(machine.noise, dtype=first.particles.dtype)
     # The states are kept for all times anyway, so that their noise may be drawn for all at once.
     noise = jax.vmap(draw)(jax.random.split(noise_key, n - 1))
     keys = jax.random.split(select_key, n - 1)
@@ -249,4 +257,5 @@ def run_filter(machine: Filter, key: PRNGKey, series: Series) -> ParticleFilterP
         status,
         time,
         series.length,
+        machine.resampling,
     )

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict import _linalg as linalg
 from retrodict._types import Scalar
@@ -57,13 +57,24 @@ def num_distinct(indices: Int[Array, "entry"], count: int) -> Int[Array, ""]:
 
 
 def log_evidence_variance(
-    ancestors: Int[Array, "time particle"], log_weights: Float[Array, "time particle"], lag: int
+    ancestors: Int[Array, "time particle"],
+    log_weights: Float[Array, "time particle"],
+    lag: int,
+    independent: bool,
 ) -> Scalar:
     """The variance of the log-evidence from shares of descendants; see `ParticleFilterPosterior`.
 
     With D_p(i) the weight at time e = min(p + lag, n-1) of the descendants of particle i of time p,
     generation p adds Σ_i D_p(i)² − Σ_i D_{p+1}(i)² as seen from the same time e, and the last
-    generation adds Σ_i w_i² − 1/N.
+    generation adds Σ_i w_i² − 1/N. Where offspring are drawn independently, shares differ by chance
+    even if all particles are as good: that part, (1 − Σ_i D_p(i)²)/(N − 1), is taken off (Lee and
+    Whiteley 2018).
+
+    Args:
+        ancestors: the index at the time before of each particle.
+        log_weights: normalised log weights.
+        lag: how many steps later shares are looked at.
+        independent: whether resampling is multinomial.
     """
     n, count = log_weights.shape
     lag = min(lag, n - 1)
@@ -84,8 +95,12 @@ def log_evidence_variance(
         def squares(places: Array) -> Array:
             return jnp.sum(jnp.zeros(count, weights.dtype).at[places].add(weights) ** 2)
 
-        last = end == time
-        return squares(here) - jnp.where(last, 1.0 / count, squares(later))
+        own, last = squares(here), end == time
+        added = own - jnp.where(last, 1.0 / count, squares(later))
+        if not independent or count == 1:
+            return added
+        renewed = jnp.any(ancestors[jnp.minimum(time + 1, n - 1)] != start)
+        return added - jnp.where(renewed & ~last, (1.0 - own) / (count - 1), 0.0)
 
     added = lax.map(lambda at: of_generation(*at), (jnp.arange(n), ends))
     return jnp.maximum(jnp.sum(added), 0.0)
@@ -96,12 +111,17 @@ def path_moments(
 ) -> tuple[Float[Array, "time state"], Float[Array, "time state state"]]:
     """Means and covariances of paths at each time."""
     mean = jnp.mean(samples, axis=0)
-    centred = jnp.swapaxes(samples - mean, 0, 1)
+    centred = jnp.swapaxes(samples - mean[None], 0, 1)
     covariance = jax.vmap(lambda c: linalg.matmul(c.T, c))(centred) / samples.shape[0]
     return mean, covariance
 
 
-def path_variance(values: PyTree, indices: Int[Array, "time sample"], num_particles: int) -> PyTree:
+def path_variance(
+    values: PyTree,
+    indices: Int[Array, "time sample"],
+    num_particles: int,
+    exists: Bool[Array, "time"] | None,
+) -> PyTree:
     """The variance of the mean of a functional over backward paths, estimated from one run.
 
     Given the filter, paths are independent draws, which adds s²/M. What the filter's own particles
@@ -115,19 +135,22 @@ def path_variance(values: PyTree, indices: Int[Array, "time sample"], num_partic
         values: a pytree with a leading axis `sample`.
         indices: the particle through which each path goes at each time.
         num_particles: how many particles there are.
+        exists: which times exist; `None` if all of them do.
     """
 
     def one(leaf: Array) -> Array:
         count = leaf.shape[0]
         flat = leaf.reshape(count, -1)
-        centred = flat - jnp.mean(flat, axis=0)
+        centred = flat - jnp.mean(flat, axis=0, keepdims=True)
         own = jnp.sum(centred**2, axis=0)
 
-        def at_time(total: Array, places: Array) -> tuple[Array, None]:
+        def at_time(total: Array, at: tuple[Array, Array | None]) -> tuple[Array, None]:
+            places, real = at
             sums = jnp.zeros((num_particles, flat.shape[1]), flat.dtype).at[places].add(centred)
-            return total + jnp.sum(sums**2, axis=0) - own, None
+            added = jnp.sum(sums**2, axis=0) - own
+            return total + (added if real is None else jnp.where(real, added, 0.0)), None
 
-        shared, _ = lax.scan(at_time, jnp.zeros_like(own), indices)
+        shared, _ = lax.scan(at_time, jnp.zeros_like(own), (indices, exists))
         alone = own / max(count * (count - 1), 1) if count > 1 else jnp.full_like(own, jnp.nan)
         return (jnp.maximum(shared, 0.0) / count**2 + alone).reshape(leaf.shape[1:])
 

@@ -26,7 +26,13 @@ from retrodict._particle.backward import (
     check_sampler,
 )
 from retrodict._particle.cloud import Filter, Step, frozen_where
-from retrodict._particle.diagnosis import FINE, IMPOSSIBLE, UNDEFINED, refuse_failure
+from retrodict._particle.diagnosis import (
+    FINE,
+    IMPOSSIBLE,
+    UNDEFINED,
+    check_data,
+    refuse_failure,
+)
 from retrodict._particle.exponential import LOG2_E
 from retrodict._particle.filter import make_filter
 from retrodict._particle.pairs import Pairs
@@ -205,10 +211,12 @@ def advance(
         statistics = _over_all(smoother, state, pairs, step.particles, data)
     else:
         statistics = _over_draws(smoother, state, pairs, step, data, back_key)
-    if exists is not None:
-        statistics = jax.tree.map(
-            lambda new, old: jnp.where(exists, new, old), statistics, state.statistics
-        )
+
+    def settled(new: Array, old: Array) -> Array:
+        new = new.astype(old.dtype)
+        return new if exists is None else jnp.where(exists, new, old)
+
+    statistics = jax.tree.map(settled, statistics, state.statistics)
     status = (state.status, state.status_time)
     return _state(key, step, statistics, state.log_evidence, status, state.num_read)
 
@@ -406,12 +414,7 @@ def _whole_series(
 ) -> AdditivePosterior:
     check_key(key, owner)
     series = prepare_data(smoother.filter.model, ys, **rest)
-    for leaf in jax.tree.leaves(data):
-        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != series.num_times:
-            raise ValueError(
-                f"{owner} expects data with one row a time step, {series.num_times} in all, got an"
-                f" array of shape {jnp.shape(leaf)}."
-            )
+    check_data(data, series.num_times, owner)
     found = _scan(smoother, key, series, data)
     refuse_failure(owner, found.status, found.status_time, strict)
     return found

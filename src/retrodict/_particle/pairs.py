@@ -80,15 +80,16 @@ def squared_distance(
     a: Float[Array, "*rows state"], b: Float[Array, "sample state"]
 ) -> Float[Array, "*rows sample"]:
     """‖a − b‖² of all pairs."""
+    across = (1,) * (a.ndim - 1) + (b.shape[0],)
     if not by_products(a):
-        total = (a[..., 0, None] - b[:, 0]) ** 2
-        for i in range(1, a.shape[-1]):
-            total = total + (a[..., i, None] - b[:, i]) ** 2
+        total = jnp.zeros((), a.dtype)
+        for i in range(a.shape[-1]):
+            total = total + (a[..., i, None] - b[:, i].reshape(across)) ** 2
         return total
     centre = jnp.mean(a.reshape(-1, a.shape[-1]), axis=0)
-    a, b = a - centre, b - centre
+    a, b = a - centre.reshape(*across[:-1], -1), b - centre[None]
     products = jnp.einsum("...d,sd->...s", a, b, precision="highest")
-    squares = jnp.sum(a**2, axis=-1)[..., None] + jnp.sum(b**2, axis=-1)
+    squares = jnp.sum(a**2, axis=-1, keepdims=True) + jnp.sum(b**2, axis=-1).reshape(across)
     return jnp.maximum(squares - 2.0 * products, 0.0)
 
 

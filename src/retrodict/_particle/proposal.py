@@ -13,7 +13,7 @@ from retrodict import _linalg as linalg
 from retrodict._chain import LinearGaussianChain
 from retrodict._functional import Observations, input_of
 from retrodict._gaussian import Gaussian
-from retrodict._kernel import AbstractGaussianKernel, Distribution
+from retrodict._kernel import AbstractGaussianKernel, AbstractKernel, Distribution
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._types import Scalar, State
@@ -167,8 +167,16 @@ def mean_lookahead(model: StateSpaceModel) -> Lookahead:
             f" {type(kernel).__name__}. Pass a function lookahead(x, data) of your own."
         )
 
-    def lookahead(x: State, data: Observations) -> Scalar:
-        mean = kernel.law(x, input_of(kernel, data)).mean
-        return emission.log_prob(mean, data.ys, input_of(emission, data), data.mask)
+    return _MeanLookahead(kernel, emission)
 
-    return lookahead
+
+class _MeanLookahead(eqx.Module):
+    """The function of `mean_lookahead`: a module, so that filters with it are compiled once."""
+
+    transition: AbstractGaussianKernel
+    emission: AbstractKernel
+
+    def __call__(self, x: State, data: Observations) -> Scalar:
+        mean = self.transition.law(x, input_of(self.transition, data)).mean
+        u = input_of(self.emission, data)
+        return self.emission.log_prob(mean, data.ys, u, data.mask)

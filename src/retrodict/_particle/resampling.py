@@ -74,9 +74,10 @@ def multinomial(
 def residual(key: PRNGKey, weights: Float[Array, "particle"], num_draws: int) -> Int[Array, "draw"]:
     """⌊M w⌋ copies of each particle, and independent draws from what remains."""
     expected = num_draws * weights / jnp.sum(weights)
-    copies = jnp.floor(expected)
+    # A whole number that rounding has left just below itself is still whole.
+    copies = jnp.floor(expected * (1.0 + 8.0 * jnp.finfo(weights.dtype).eps))
     fixed = cumulative(copies)
-    rest = expected - copies
+    rest = jnp.maximum(expected - copies, 0.0)
     # Weights that leave no remainder have nothing to draw from; their draws are not looked at.
     drawn = multinomial(key, jnp.where(jnp.sum(rest) > 0, rest, weights), num_draws)
     slots = jnp.arange(num_draws)
@@ -97,7 +98,7 @@ _SCHEMES: dict[str, Resampler] = {
 
 
 def uniforms(key: PRNGKey, shape: tuple[int, ...], dtype: Any) -> Float[Array, "..."]:
-    """Uniform variables on a lattice of 2⁻³² (2⁻²⁴ in single precision), inside (0, 1).
+    """Uniform variables on a lattice of 2⁻³² (2⁻²³ in single precision), inside (0, 1).
 
     They take half the bits, and half the time, of `jax.random.uniform` in double precision. No
     probability moves by more than the spacing of the lattice.
@@ -133,8 +134,8 @@ def cumulative(values: Float[Array, "entry"]) -> Float[Array, "entry"]:
     within = jnp.matmul(rows, upper, precision="highest")
     before = jnp.cumsum(within[:, -1]) - within[:, -1]
     sums = (within + before[:, None]).reshape(-1)[:n]
-    # Rounding may make a sum of rows fall short of its last part.
-    return jax.lax.cummax(sums)
+    # Rounding may make a sum fall short of the one before it, or grow where nothing is added.
+    return jnp.maximum(jax.lax.cummax(jnp.where(values > 0, sums, -jnp.inf)), 0.0)
 
 
 def _from_counts(before: Float[Array, "particle"], num_draws: int) -> Int[Array, "draw"]:

@@ -18,7 +18,13 @@ from retrodict._particle.backward import (
     check_sampler,
 )
 from retrodict._particle.cloud import Filter
-from retrodict._particle.diagnosis import DEGENERATE, FINE, refuse_failure
+from retrodict._particle.diagnosis import (
+    DEGENERATE,
+    FINE,
+    check_data,
+    check_single,
+    refuse_failure,
+)
 from retrodict._particle.filter import ParticleFilterPosterior, prepare_filter, run_filter
 from retrodict._particle.moments import num_distinct, path_moments, path_variance
 from retrodict._particle.pairs import Pairs
@@ -73,11 +79,13 @@ class ParticlePosterior(eqx.Module):
     @property
     def mean(self) -> Float[Array, "time state"]:
         """The smoothed means."""
+        self._check_single()
         return path_moments(self.samples)[0]
 
     @property
     def covariance(self) -> Float[Array, "time state state"]:
         """The smoothed covariances."""
+        self._check_single()
         return path_moments(self.samples)[1]
 
     def quantile(self, probability: float) -> Float[Array, "time state"]:
@@ -88,6 +96,7 @@ class ParticlePosterior(eqx.Module):
         """
         if not 0 <= probability <= 1:
             raise ValueError(f"quantile expects a probability between 0 and 1, got {probability}.")
+        self._check_single()
         return jnp.quantile(self.samples, probability, axis=0)
 
     def expectation(
@@ -111,7 +120,13 @@ class ParticlePosterior(eqx.Module):
                 "expectation expects a functional, such as StateSum() or AdditiveFunctional(fn),"
                 f" got {type(functional).__name__}."
             )
+        self._check_single()
+        if data is not None:
+            check_data(data, self.samples.shape[1], "expectation")
         return _expectation(self, functional, self.data if data is None else data)
+
+    def _check_single(self) -> None:
+        check_single(self.filtered.particles)
 
 
 def ffbsi(
@@ -173,8 +188,8 @@ def ffbsi(
     """
     check_key(key, "ffbsi")
     check_sampler(backward, "ffbsi")
-    num_samples = num_particles if num_samples is None else num_samples
-    num_samples = check_count(num_samples, "num_samples")
+    num_particles = check_count(num_particles, "num_particles")
+    num_samples = num_particles if num_samples is None else check_count(num_samples, "num_samples")
     machine, series = prepare_filter(
         model,
         ys,
@@ -276,7 +291,7 @@ def _expectation(
         return lax.scan(more, first, (path[:-1], path[1:], *later))[0]
 
     values = jax.vmap(of_path)(posterior.samples)
-    variances = path_variance(values, posterior.indices, filtered.particles.shape[1])
+    variances = path_variance(values, posterior.indices, filtered.particles.shape[1], exists)
     return (
         jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), values),
         jax.tree.map(jnp.sqrt, variances),
