@@ -121,7 +121,7 @@ class AbstractFamily(eqx.Module):
 
 
 class AbstractLinearGaussianFamily(AbstractFamily):
-    """A family whose chains are `LinearGaussianChain`s."""
+    """A family whose chains are all of type `LinearGaussianChain`."""
 
     @abstractmethod
     def embed(self, row: Row) -> Any:
