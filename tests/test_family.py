@@ -794,7 +794,7 @@ def test_a_family_is_built_from_counts_and_one_key(name: str):
 @pytest.mark.usefixtures("without_annotations")
 def test_particular_arguments_are_checked():
     key, model = jax.random.key(0), autoregression()
-    with pytest.raises(ValueError, match="gate 'scale' or 'natural', got 'mean'"):
+    with pytest.raises(ValueError, match="gate 'natural' or 'scale', got 'mean'"):
         rd.GatedFamily(key, 1, 1, gate="mean")  # pyright: ignore
     with pytest.raises(ValueError, match="hidden must be at least 1, got 0"):
         rd.RecurrentFamily(key, 1, 1, hidden=0)
