@@ -1,5 +1,14 @@
 """Smoothing and learning in nonlinear state-space models with backward-factorised posteriors."""
 
+from retrodict._bounds import AnyBounded as AnyBounded
+from retrodict._bounds import AnyLipschitz as AnyLipschitz
+from retrodict._bounds import ErrorBound as ErrorBound
+from retrodict._bounds import Mixing as Mixing
+from retrodict._bounds import PosteriorCheck as PosteriorCheck
+from retrodict._bounds import check_posterior as check_posterior
+from retrodict._bounds import error_bound as error_bound
+from retrodict._bounds import h1_constants as h1_constants
+from retrodict._bounds import h2_constants as h2_constants
 from retrodict._chain import AbstractBackwardChain as AbstractBackwardChain
 from retrodict._chain import LinearGaussianChain as LinearGaussianChain
 from retrodict._checkpoint import CheckpointError as CheckpointError
@@ -40,6 +49,7 @@ from retrodict._functional import PairTerm as PairTerm
 from retrodict._functional import Score as Score
 from retrodict._functional import SecondMoments as SecondMoments
 from retrodict._functional import SecondMomentSums as SecondMomentSums
+from retrodict._functional import StateFunctional as StateFunctional
 from retrodict._functional import StateSum as StateSum
 from retrodict._functional import StateTerm as StateTerm
 from retrodict._functional import observations as observations

@@ -7,6 +7,7 @@ of neighbours, and says whether it is quadratic in the states: estimators integr
 time, each in the cheapest way that it allows.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -24,6 +25,35 @@ from retrodict._types import Scalar, State
 
 Data: TypeAlias = Any
 """The row of the data at one time: a pytree, or `None` if there is no data."""
+
+
+class Variation(NamedTuple):
+    """How much a function h(x_{k-1}, x_k) can vary; infinite where nothing is known.
+
+    A function with several entries has these constants in each of them.
+
+    Attributes:
+        before: a Lipschitz constant in x_{k-1}.
+        now: a Lipschitz constant in x_k.
+        oscillation: sup h − inf h.
+    """
+
+    before: float
+    now: float
+    oscillation: float
+
+
+UNKNOWN = Variation(math.inf, math.inf, math.inf)
+"""What is known of a term that declares nothing."""
+
+
+def check_constant(value: float | None, name: str) -> float:
+    """A declared constant, which must be finite and not negative; infinity for `None`."""
+    if value is None:
+        return math.inf
+    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+        raise ValueError(f"{name} must be a finite number that is not negative, got {value!r}.")
+    return float(value)
 
 
 class AbstractTerm(eqx.Module):
@@ -44,6 +74,10 @@ class AbstractTerm(eqx.Module):
         # A type checker would take an abstract variable for an argument of the constructor.
         quadratic: eqx.AbstractVar[bool]
         name: eqx.AbstractVar[str]
+
+    @abstractmethod
+    def variation(self) -> Variation:
+        """How much the term can vary, for error bounds."""
 
 
 class AbstractInitialTerm(AbstractTerm):
@@ -77,11 +111,20 @@ class InitialTerm(AbstractInitialTerm):
         fn: called as `fn(x, data)`.
         quadratic: whether it is a polynomial of degree at most two in x.
         name: what messages call it.
+        lipschitz: a Lipschitz constant of each entry of its value, if one is known.
+        oscillation: sup − inf of each entry of its value, if it is bounded.
     """
 
     fn: Callable[[Any, Any], Any]
     quadratic: bool = eqx.field(static=True, default=False)  # pyright: ignore
     name: str = eqx.field(static=True, default="an initial term")  # pyright: ignore
+    lipschitz: float | None = eqx.field(static=True, default=None)
+    oscillation: float | None = eqx.field(static=True, default=None)
+
+    def variation(self) -> Variation:
+        """The constants that were declared."""
+        now = check_constant(self.lipschitz, "lipschitz")
+        return Variation(0.0, now, check_constant(self.oscillation, "oscillation"))
 
     def __call__(self, x: State, data: Data) -> PyTree:
         """The value at x_0."""
@@ -95,11 +138,20 @@ class StateTerm(AbstractStateTerm):
         fn: called as `fn(x, data)`.
         quadratic: whether it is a polynomial of degree at most two in x.
         name: what messages call it.
+        lipschitz: a Lipschitz constant of each entry of its value, if one is known.
+        oscillation: sup − inf of each entry of its value, if it is bounded.
     """
 
     fn: Callable[[Any, Any], Any]
     quadratic: bool = eqx.field(static=True, default=False)  # pyright: ignore
     name: str = eqx.field(static=True, default="a state term")  # pyright: ignore
+    lipschitz: float | None = eqx.field(static=True, default=None)
+    oscillation: float | None = eqx.field(static=True, default=None)
+
+    def variation(self) -> Variation:
+        """The constants that were declared."""
+        now = check_constant(self.lipschitz, "lipschitz")
+        return Variation(0.0, now, check_constant(self.oscillation, "oscillation"))
 
     def __call__(self, x: State, data: Data) -> PyTree:
         """The value at x_k."""
@@ -113,11 +165,24 @@ class PairTerm(AbstractPairTerm):
         fn: called as `fn(before, x, data)`.
         quadratic: whether it is a polynomial of degree at most two in both states together.
         name: what messages call it.
+        lipschitz: Lipschitz constants of each entry of its value in x_{k-1} and in x_k, if known.
+        oscillation: sup − inf of each entry of its value, if it is bounded.
     """
 
     fn: Callable[[Any, Any, Any], Any]
     quadratic: bool = eqx.field(static=True, default=False)  # pyright: ignore
     name: str = eqx.field(static=True, default="a pair term")  # pyright: ignore
+    lipschitz: tuple[float, float] | None = eqx.field(static=True, default=None)
+    oscillation: float | None = eqx.field(static=True, default=None)
+
+    def variation(self) -> Variation:
+        """The constants that were declared."""
+        before, now = (None, None) if self.lipschitz is None else self.lipschitz
+        return Variation(
+            check_constant(before, "lipschitz"),
+            check_constant(now, "lipschitz"),
+            check_constant(self.oscillation, "oscillation"),
+        )
 
     def __call__(self, before: State, x: State, data: Data) -> PyTree:
         """The value at (x_{k-1}, x_k)."""
@@ -143,6 +208,10 @@ class LogPrior(AbstractInitialTerm):
         """The log density at x_0."""
         return jnp.sum(jnp.asarray(self.law.log_prob(x)))
 
+    def variation(self) -> Variation:
+        """Nothing is known: log densities are not Lipschitz as a rule."""
+        return UNKNOWN
+
 
 class LogEmission(AbstractStateTerm):
     """The terms log g(x_k, y_k), of the entries that were seen."""
@@ -163,6 +232,10 @@ class LogEmission(AbstractStateTerm):
         """The log density of what was seen at time k."""
         return self.kernel.log_prob(x, data.ys, input_of(self.kernel, data), data.mask)
 
+    def variation(self) -> Variation:
+        """Nothing is known: log densities are not Lipschitz as a rule."""
+        return UNKNOWN
+
 
 class LogTransition(AbstractPairTerm):
     """The terms log m(x_{k-1}, x_k)."""
@@ -182,6 +255,10 @@ class LogTransition(AbstractPairTerm):
     def __call__(self, before: State, x: State, data: "Observations") -> Scalar:
         """The log density of x_k given x_{k-1}."""
         return self.kernel.log_prob(before, x, input_of(self.kernel, data))
+
+    def variation(self) -> Variation:
+        """Nothing is known: log densities are not Lipschitz as a rule."""
+        return UNKNOWN
 
 
 class Observations(eqx.Module):
@@ -277,7 +354,7 @@ class StateSum(AbstractFunctional):
 
     def terms(self) -> tuple[AbstractTerm, ...]:
         """One linear term at every state."""
-        return (StateTerm(_state, quadratic=True, name="the state"),)
+        return (StateTerm(_state, quadratic=True, name="the state", lipschitz=1.0),)
 
 
 def _state(x: Array, data: Data) -> Array:
@@ -334,32 +411,107 @@ class AdditiveFunctional(AbstractFunctional):
             for zero.
         quadratic: a promise that both are polynomials of degree at most two in the states, which
             lets their expectations be taken in closed form.
+        lipschitz: Lipschitz constants of each entry of the increment in x_{k-1} and in x_k, for
+            error bounds; the second is to hold for `initial` as well.
+        oscillation: a number that sup − inf of each entry of either function does not exceed.
     """
 
     increment_fn: Callable[[Any, Any, Any], Any]
     initial_fn: Callable[[Any, Any], Any] | None
     quadratic: bool = eqx.field(static=True)
+    lipschitz: tuple[float, float] | None = eqx.field(static=True)
+    oscillation: float | None = eqx.field(static=True)
 
     def __init__(
         self,
         increment: Callable[[Any, Any, Any], Any],
         initial: Callable[[Any, Any], Any] | None = None,
         quadratic: bool = False,
+        *,
+        lipschitz: tuple[float, float] | None = None,
+        oscillation: float | None = None,
     ):
         for name, fn in (("increment", increment), ("initial", initial)):
             if not callable(fn) and not (name == "initial" and fn is None):
                 raise TypeError(
                     f"AdditiveFunctional expects a function as its {name}, got {type(fn).__name__}."
                 )
+        if lipschitz is not None and not (isinstance(lipschitz, tuple) and len(lipschitz) == 2):
+            raise ValueError(
+                "AdditiveFunctional expects lipschitz as a pair of constants, in x_{k-1} and in"
+                f" x_k, got {lipschitz!r}."
+            )
         self.increment_fn, self.initial_fn, self.quadratic = increment, initial, quadratic
+        self.lipschitz, self.oscillation = lipschitz, oscillation
+        variation(self)
 
     def terms(self) -> tuple[AbstractTerm, ...]:
         """The two functions."""
-        pair = PairTerm(self.increment_fn, self.quadratic, "the increment of AdditiveFunctional")
+        pair = PairTerm(
+            self.increment_fn,
+            self.quadratic,
+            "the increment of AdditiveFunctional",
+            self.lipschitz,
+            self.oscillation,
+        )
         if self.initial_fn is None:
             return (pair,)
-        name = "the initial term of AdditiveFunctional"
-        return (InitialTerm(self.initial_fn, self.quadratic, name), pair)
+        initial = InitialTerm(
+            self.initial_fn,
+            self.quadratic,
+            "the initial term of AdditiveFunctional",
+            None if self.lipschitz is None else self.lipschitz[1],
+            self.oscillation,
+        )
+        return (initial, pair)
+
+
+class StateFunctional(AbstractFunctional):
+    """A sum over the states one by one: Σ_k fn(x_k, data_k).
+
+    Example:
+        The time spent above a level, of which each term is 0 or 1:
+        `StateFunctional(lambda x, data: 1.0 * (x[0] > 2), oscillation=1.0)`.
+
+    Args:
+        fn: called as `fn(x, data)` with a state and the row of the data at its time (`None` if no
+            data is given); returns any pytree of arrays.
+        quadratic: a promise that it is a polynomial of degree at most two in the state.
+        lipschitz: a Lipschitz constant of each entry of its value, for error bounds.
+        oscillation: a number that sup − inf of each entry of its value does not exceed.
+    """
+
+    fn: Callable[[Any, Any], Any]
+    quadratic: bool = eqx.field(static=True, default=False)
+    lipschitz: float | None = eqx.field(static=True, default=None, kw_only=True)
+    oscillation: float | None = eqx.field(static=True, default=None, kw_only=True)
+
+    def __check_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(
+                f"StateFunctional expects a function of a state, got {type(self.fn).__name__}."
+            )
+        variation(self)
+
+    def terms(self) -> tuple[AbstractTerm, ...]:
+        """One term at every state."""
+        name = "the function of StateFunctional"
+        return (StateTerm(self.fn, self.quadratic, name, self.lipschitz, self.oscillation),)
+
+
+def variation(functional: AbstractFunctional) -> tuple[Variation, Variation]:
+    """How much a functional can vary: what it adds at time 0, and at every later time."""
+
+    def total(*kinds: type) -> Variation:
+        found = [term.variation() for term in functional.terms() if isinstance(term, kinds)]
+        return Variation(
+            *(math.fsum(column) for column in zip(*found, (0.0, 0.0, 0.0), strict=True))
+        )
+
+    return (
+        total(AbstractInitialTerm, AbstractStateTerm),
+        total(AbstractStateTerm, AbstractPairTerm),
+    )
 
 
 class LogJoint(AbstractFunctional):

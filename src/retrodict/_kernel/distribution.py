@@ -26,10 +26,14 @@ class DistributionKernel(AbstractKernel):
     Args:
         fn: a function of the state that returns a distribution over the observation.
         takes_input: whether it is called as `fn(x, u)`.
+        curvature: for error bounds, a function of the observation (and of u, if the kernel takes
+            inputs) to a matrix of shape `(state, state)` that −∇² log g(x, y) is at least at every
+            x; `lambda y: jnp.zeros((1, 1))` says that the density is log-concave in the state.
     """
 
     fn: Callable[..., Any]
     takes_input: bool = eqx.field(static=True, default=False)  # pyright: ignore
+    curvature: Callable[..., Any] | None = None
 
     def __check_init__(self) -> None:
         if not callable(self.fn):

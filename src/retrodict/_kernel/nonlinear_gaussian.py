@@ -24,11 +24,15 @@ class NonlinearGaussianKernel(AbstractGaussianKernel):
         fn: f, any function that JAX can trace; an `equinox.nn` network is learned with the model.
         scale_tril: s, a lower Cholesky factor of shape `(out, out)`, or a `Diagonal`.
         takes_input: whether f is called as `fn(x, u)`.
+        curvature: for error bounds, a function of the value (and of u, if the kernel takes inputs)
+            to a matrix of shape `(state, state)` that −∇² log N(value; f(x), s sᵀ) is at least at
+            every x.
     """
 
     fn: Callable[..., Any]
     scale_tril: Scale
     takes_input: bool = eqx.field(static=True, default=False)  # pyright: ignore
+    curvature: Callable[..., Any] | None = None
 
     def __check_init__(self) -> None:
         if not callable(self.fn):

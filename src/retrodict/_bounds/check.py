@@ -1,0 +1,238 @@
+"""Checks of a posterior by independent means, where no bound can be had."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import gammaincc
+from jaxtyping import Array, Float
+
+from retrodict._bounds.distances import sample_moments
+from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
+from retrodict._expectation import check_chain
+from retrodict._gaussian import Gaussian, scale_solve
+from retrodict._mask import Series
+from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._parameters import unwrap
+from retrodict._particle import ParticlePosterior, ffbsi
+from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import check_count, check_key
+
+K_HAT_GOOD = 0.7
+"""Up to this Pareto shape, importance weights correct a posterior reliably (Vehtari et al.)."""
+
+TAIL = 1e-3
+"""States with less than this mass of the chain further out are where it has none to speak of."""
+
+MANY_MISSED = 0.05
+"""A share of states where the chain has no mass, above which it has lost part of the posterior."""
+
+MANY_NATS = 3.0
+"""A gap beyond which the ELBO and the evidence say that the chain is far from the posterior."""
+
+
+class PosteriorCheck(eqx.Module):
+    """What independent means say of a chain.
+
+    Attributes:
+        k_hat: the Pareto shape of the weights p(x, y) / q(x) of its paths. Below 0.7 the weights
+            could correct the chain, so that it covers the posterior; above, its tails are too thin
+            or it is elsewhere. It grows with the length of the series.
+        elbo: the ELBO of the chain by sampled paths.
+        elbo_standard_error: its standard error.
+        log_evidence: the particle estimate of the log-evidence.
+        log_evidence_standard_error: its standard error, from one run.
+        missed: at each time, the share of the particle smoother's states where the chain has no
+            mass: further out, in Mahalanobis distance, than all but 0.1% of a Gaussian law with the
+            chain's moments.
+        messages: what is wrong, in words; empty if nothing is.
+    """
+
+    k_hat: Scalar
+    elbo: Scalar
+    elbo_standard_error: Scalar
+    log_evidence: Scalar
+    log_evidence_standard_error: Scalar
+    missed: Float[Array, "time"]
+    messages: tuple[str, ...] = eqx.field(static=True)
+
+    @property
+    def gap(self) -> Scalar:
+        """The estimated gap: log-evidence minus ELBO, in nats; an estimate of KL(q ‖ posterior)."""
+        return self.log_evidence - self.elbo
+
+
+def check_posterior(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    ys: Any,
+    *,
+    reference: ParticlePosterior | None = None,
+    num_samples: int = 1000,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+) -> PosteriorCheck:
+    """Checks a chain against importance weights, a particle evidence and a particle smoother.
+
+    None of it is a bound. It finds what usually goes wrong: tails that are too thin, a chain that
+    is elsewhere, a mode that was lost.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ... )
+        >>> xs, ys = model.simulate(jax.random.key(0), num_times=10)
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> rd.check_posterior(jax.random.key(1), model, chain, ys).messages
+        ()
+
+    Args:
+        key: a typed key.
+        model: the model that the data come from.
+        chain: the law of paths to check.
+        ys: observations, of shape `(time, obs)`; NaN where missing.
+        reference: paths of a particle smoother; by default `ffbsi` is run with as many particles
+            as `num_samples`.
+        num_samples: how many paths of the chain to draw.
+        mask: true where an entry was seen.
+        inputs: inputs of shape `(time, input)`, if a kernel takes them.
+        length: how many rows exist.
+    """
+    check_key(key, "check_posterior")
+    check_chain(chain, "check_posterior")
+    count = check_count(num_samples, "num_samples")
+    if count < 25:
+        raise ValueError(f"check_posterior fits a tail and needs 25 paths or more, got {count}.")
+    model = unwrap(model)
+    own = getattr(chain, "length", None)
+    options = {"mask": mask, "inputs": inputs, "length": own if length is None else length}
+    path_key, particle_key = jax.random.split(key)
+    if reference is None:
+        reference = ffbsi(particle_key, model, ys, count, **options)
+    elif not isinstance(reference, ParticlePosterior):
+        raise TypeError(
+            "check_posterior expects a ParticlePosterior as its reference, got"
+            f" {type(reference).__name__}."
+        )
+    paths = chain.sample(path_key, count)
+    log_weights = _log_weights(model, chain, paths, prepare_data(model, ys, **options))
+    value = jnp.mean(log_weights)
+    error = jnp.std(log_weights, ddof=1) / math.sqrt(count)
+    missed = _missed(chain, paths, reference.samples)
+    n = missed.shape[0] if options["length"] is None else int(options["length"])
+    missed = jnp.where(jnp.arange(missed.shape[0]) < n, missed, 0.0)
+    evidence = reference.log_evidence, reference.filtered.log_evidence_standard_error()
+    k_hat = pareto_shape(log_weights)
+    messages = _messages(float(k_hat), value, error, *evidence, np.asarray(missed))
+    return PosteriorCheck(k_hat, value, error, *evidence, missed, messages)
+
+
+def _messages(
+    k_hat: float, value: Any, error: Any, evidence: Any, evidence_error: Any, missed: np.ndarray
+) -> tuple[str, ...]:
+    found = []
+    worst = int(np.argmax(missed))
+    if missed[worst] > MANY_MISSED:
+        found.append(
+            f"mode loss: at time {worst}, {missed[worst]:.0%} of the states of the particle"
+            f" smoother lie where the chain has {TAIL:.1%} of its mass, and at"
+            f" {int(np.sum(missed > MANY_MISSED))} times more than {MANY_MISSED:.0%} do"
+        )
+    if not k_hat <= K_HAT_GOOD:
+        found.append(
+            f"thin tails: the Pareto shape of the path weights is {k_hat:.2f}, above"
+            f" {K_HAT_GOOD}: the chain leaves out part of the posterior, or the series is long"
+        )
+    gap, noise = float(evidence - value), math.hypot(float(error), float(evidence_error))
+    if gap > MANY_NATS + 3 * noise:
+        found.append(
+            f"loose ELBO: it is {gap:.1f} nats below the particle estimate of the log-evidence, of"
+            f" which sampling explains about {noise:.1f}"
+        )
+    if gap < -3 * noise - 1e-6 * abs(float(evidence)):
+        found.append(
+            f"evidence below the ELBO by {-gap:.1f} nats, where sampling explains {noise:.1f}: the"
+            " particle filter has too few particles"
+        )
+    return tuple(found)
+
+
+@eqx.filter_jit
+def _log_weights(
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    paths: Float[Array, "sample time state"],
+    series: Series,
+) -> Float[Array, "sample"]:
+    """The logarithm of p(x, y) / q(x) along each path."""
+    options = {
+        "mask": True if series.mask is None else series.mask,
+        "inputs": series.inputs,
+        "length": series.length,
+    }
+
+    def one(path: Array) -> Scalar:
+        return model.log_joint(path, series.ys, **options) - chain.log_prob(path)
+
+    return jax.lax.map(one, paths, batch_size=100)
+
+
+@eqx.filter_jit
+def _missed(
+    chain: AbstractBackwardChain,
+    paths: Float[Array, "sample time state"],
+    states: Float[Array, "particle time state"],
+) -> Float[Array, "time"]:
+    """The share of states in the outermost tail of a Gaussian law with the chain's moments."""
+    laws = (
+        chain.marginals()
+        if isinstance(chain, LinearGaussianChain)
+        else jax.vmap(sample_moments, in_axes=1)(paths)
+    )
+
+    def at_time(law: Gaussian, xs: Array) -> Array:
+        residuals = jax.vmap(lambda x: scale_solve(law.scale_tril, x - law.mean))(xs)
+        beyond = gammaincc(0.5 * xs.shape[1], 0.5 * jnp.sum(residuals**2, axis=1))
+        return jnp.mean(beyond < TAIL)
+
+    return jax.vmap(at_time, in_axes=(0, 1))(laws, states)
+
+
+def pareto_shape(log_weights: Float[Array, "sample"]) -> Scalar:
+    """The shape k̂ of a generalised Pareto law fitted to the largest weights.
+
+    The tail is the largest min(S/5, 3√S) of S weights; its shape is the weighted mean of Zhang and
+    Stephens (2009) over a profile likelihood, drawn towards ½ as Vehtari et al. (2024) do. Weights
+    without a tail, as of the exact posterior, give −∞.
+    """
+    count = log_weights.shape[0]
+    size = math.ceil(min(0.2 * count, 3 * math.sqrt(count)))
+    ordered = jnp.sort(log_weights)
+    # Against rounding: the log densities of a long path are large, and agree to a few digits less.
+    rounding = 1e3 * jnp.finfo(ordered.dtype).eps * jnp.max(jnp.abs(ordered))
+    weights = jnp.exp(ordered - ordered[-1])
+    excess = weights[-size:] - weights[-size - 1]
+    flat = ordered[-1] - ordered[-size - 1] <= rounding
+    shape = _zhang_stephens(jnp.where(flat, jnp.arange(1.0, size + 1), excess))
+    return jnp.where(flat, -jnp.inf, shape)
+
+
+def _zhang_stephens(excess: Float[Array, "tail"]) -> Scalar:
+    size = excess.shape[0]
+    num_points = 30 + math.isqrt(size)
+    quartile = excess[math.floor(size / 4 + 0.5) - 1]
+    steps = 1 - jnp.sqrt(num_points / (jnp.arange(1, num_points + 1) - 0.5))
+    slopes = 1 / excess[-1] + steps / (3 * jnp.maximum(quartile, jnp.finfo(excess.dtype).tiny))
+    shapes = jnp.mean(jnp.log1p(-slopes[:, None] * excess[None, :]), axis=1)
+    profile = size * (jnp.log(-slopes / shapes) - shapes - 1)
+    slope = jnp.sum(slopes * jax.nn.softmax(profile))
+    shape = jnp.mean(jnp.log1p(-slope * excess))
+    return (size * shape + 5.0) / (size + 10.0)

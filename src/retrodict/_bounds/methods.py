@@ -1,0 +1,206 @@
+"""The methods: each turns a problem into a bound, or declines with the reason."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree
+
+from retrodict._bounds import curvature as curved
+from retrodict._bounds import on_grid, wasserstein
+from retrodict._bounds.by_time import closed_form_by_time, grid_by_time, has_pairs, values_on
+from retrodict._bounds.problem import DEVIATIONS, Declined, Problem, grid_words, refuse_misfit
+from retrodict._chain import AbstractBackwardChain
+from retrodict._kernel import AbstractLinearGaussianKernel
+from retrodict._mask import Series
+from retrodict._model import StateSpaceModel
+from retrodict._types import Scalar
+
+
+class Found(NamedTuple):
+    """What one method gives."""
+
+    value: Scalar
+    per_step: Float[Array, "time"]
+    rests_on: str
+    rigorous: bool = True
+    error: PyTree = None
+    standard_error: Scalar | float = 0.0
+
+
+def largest(by_time: Float[Array, "time entry"], like: PyTree) -> tuple[Scalar, Array, PyTree]:
+    """The largest error of an entry, what each time adds to it, and the errors of all entries."""
+    errors = jnp.sum(by_time, axis=0)
+    entry = jnp.argmax(jnp.abs(errors))
+    return jnp.abs(errors[entry]), by_time[:, entry], ravel_pytree(like)[1](errors)
+
+
+def exact(problem: Problem) -> Found:
+    functional, chain = problem.one_functional(), problem.linear_chain()
+    quadratic = all(term.quadratic for term in functional.terms())
+    x = jnp.zeros(problem.chain.state_dim, problem.series.ys.dtype)
+    row = jax.tree.map(lambda leaf: leaf[0], problem.data)
+    like = jax.tree.map(jnp.asarray, functional.initial(x, row))
+    if problem.linear_gaussian and quadratic:
+        ours = closed_form_by_time(chain, functional, problem.data)
+        exact = closed_form_by_time(problem.exact()[0].chain, functional, problem.data)
+        value, per_step, error = largest(ours - exact, like)
+        return Found(value, per_step, "exact: both expectations in closed form", error=error)
+    if problem.grid is None:
+        raise Declined("there is no closed form and no grid to compute the error with")
+    if quadratic:
+        ours = closed_form_by_time(chain, functional, problem.data)
+    elif has_pairs(functional):
+        raise Declined("the functional looks at pairs of states and is not quadratic")
+    else:
+        weights, misfit = on_grid.marginals_on(problem.grid.grid, chain)
+        refuse_misfit(misfit)
+        values = values_on(functional, problem.grid.points, problem.data, problem.num_times)
+        ours = jnp.einsum("tp,tpe->te", weights, values, precision="highest")
+    exact = grid_by_time(problem.grid, functional, problem.data)
+    value, per_step, error = largest(ours - exact, like)
+    return Found(value, per_step, grid_words(problem.grid), error=error)
+
+
+def wasserstein_phi(problem: Problem) -> Found:
+    chain, sensitivity = problem.linear_chain(), problem.sensitivity()
+    if problem.linear_gaussian:
+        per_step = wasserstein.phi(chain, problem.exact()[0], sensitivity, problem.window)
+        words = "exact: the posterior of a linear-Gaussian model in closed form"
+    elif problem.grid is None:
+        raise Declined("the exact marginals are not known: pass a GridPosterior as reference")
+    else:
+        words = grid_words(problem.grid)
+        if problem.later.before > 0:
+            moves, _ = problem.kernel_distances()
+            per_step = on_grid.phi_of_pairs(chain, moves, sensitivity, problem.window)
+        else:
+            per_step, misfit = on_grid.phi(chain, problem.grid, sensitivity, problem.window)
+            refuse_misfit(misfit)
+    return Found(jnp.sum(per_step), per_step, words)
+
+
+def by_reference(bound: Callable[..., Array]) -> Callable[[Problem], Found]:
+    def attempt(problem: Problem) -> Found:
+        lipschitz = problem.lipschitz_in_single_states()
+        per_step = bound(problem.linear_chain(), problem.exact()[0], lipschitz, problem.window)
+        words = "exact: the posterior of a linear-Gaussian model in closed form"
+        return Found(jnp.sum(per_step), per_step, words)
+
+    return attempt
+
+
+def _curvature(problem: Problem) -> tuple[curved.Curvature, Float[Array, "time"]]:
+    """K₀, and the terms of the largest variance of a functional under it."""
+    whole = problem.sensitivity().whole()
+    reason = curved.why_unknown(problem.model)
+    if reason is not None:
+        raise Declined(f"the model is not known to be log-concave: {reason}")
+    mask = problem.series.mask
+    declared = not isinstance(problem.model.emission, AbstractLinearGaussianKernel)
+    if declared and mask is not None and bool(jnp.any(jnp.any(mask, 1) != jnp.all(mask, 1))):
+        raise Declined("curvature is declared for whole rows, and some were seen in part")
+    found = curved.curvature(problem.model, problem.series)
+    if not bool(jnp.all(jnp.isfinite(found.covariances))):
+        raise Declined("the curvature bound is not positive definite")
+    if declared:
+        _, paths = problem.draw()
+        excess, time = curved.least_excess(problem.model, problem.series, paths[:100])
+        if float(excess) < -1e-6:
+            raise ValueError(
+                "The emission declares more curvature than it has: at time"
+                f" {int(time)} −∇² log g is below the declared matrix at a state that the chain"
+                " holds for possible. Declare less, or nothing."
+            )
+    return found, found.largest_variance(whole, problem.window)
+
+
+def score(problem: Problem) -> Found:
+    found, variances = _curvature(problem)
+    _, paths = problem.draw()
+    terms = _score_terms(problem.model, problem.chain, problem.series, found, paths)
+    forms = jnp.sum(terms, axis=1)
+    error = jnp.std(forms, ddof=1) / math.sqrt(forms.shape[0])
+    mean, variance = jnp.mean(forms), jnp.sum(variances)
+    value = jnp.sqrt(variance * (mean + DEVIATIONS * error))
+    shares = jnp.mean(terms, axis=0) / jnp.where(mean > 0, mean, 1.0)
+    declared = "" if problem.linear_gaussian else " and the curvature that the emission declares"
+    return Found(
+        value,
+        value * shares,
+        f"truth-free: the model's densities alone{declared}; {problem.sampling_words()}",
+        standard_error=0.5 * jnp.sqrt(variance / jnp.where(mean > 0, mean, 1.0)) * error,
+    )
+
+
+@eqx.filter_jit
+def _score_terms(
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    series: Series,
+    found: curved.Curvature,
+    paths: Float[Array, "sample time state"],
+) -> Float[Array, "sample time"]:
+    """The terms of sᵀ K₀⁻¹ s with s = ∇ log q − ∇ log p(·, y), along each path."""
+
+    def difference(path: Array) -> Scalar:
+        joint = model.log_joint(
+            path, series.ys, mask=True if series.mask is None else series.mask, inputs=series.inputs
+        )
+        return chain.log_prob(path) - joint
+
+    return jax.lax.map(
+        lambda path: found.quadratic_form(jax.grad(difference)(path)), paths, batch_size=50
+    )
+
+
+def elbo_gap(problem: Problem) -> Found:
+    gap, error, words = problem.gap()
+    _, variances = _curvature(problem)
+    return _from_gap(gap, error, variances, words)
+
+
+def total_variation(problem: Problem) -> Found:
+    oscillations, grid = problem.oscillations(), problem.grid
+    _, variations = problem.kernel_distances()
+    if grid is None:
+        raise Declined("it needs a GridPosterior as reference")
+    chain = problem.linear_chain()
+    per_step = on_grid.total_variation(
+        chain, grid.grid, variations, oscillations, problem.later.before > 0
+    )
+    return Found(jnp.sum(per_step), per_step, f"{grid_words(grid)}, for states inside its box")
+
+
+def hoeffding(problem: Problem) -> Found:
+    problem.oscillations()
+    functional, grid = problem.one_functional(), problem.grid
+    if grid is None:
+        raise Declined("the ranges of its increments are computed on a GridPosterior")
+    if has_pairs(functional):
+        raise Declined("the functional looks at pairs of states")
+    gap, error, words = problem.gap()
+    values = values_on(functional, grid.points, problem.data, problem.num_times)
+    entries = [on_grid.ranges(grid, values[:, :, i]) for i in range(values.shape[2])]
+    squares = jnp.max(jnp.stack(entries), axis=0) ** 2
+    return _from_gap(gap, error, 0.25 * squares, words)
+
+
+def pinsker(problem: Problem) -> Found:
+    oscillations = problem.oscillations()
+    gap, error, words = problem.gap()
+    return _from_gap(gap, error, 0.25 * oscillations * jnp.sum(oscillations), words)
+
+
+def _from_gap(gap: Scalar, error: Scalar, variances: Array, words: str) -> Found:
+    """√(2 v KL) with the terms of a sub-Gaussian variance proxy v."""
+    variance = jnp.sum(variances)
+    upper = jnp.maximum(gap + DEVIATIONS * error, 0.0)
+    value = jnp.sqrt(2 * variance * upper)
+    slope = jnp.sqrt(0.5 * variance / jnp.where(upper > 0, upper, 1.0))
+    shares = variances / jnp.where(variance > 0, variance, 1.0)
+    return Found(value, value * shares, words, standard_error=slope * error)

@@ -1,0 +1,341 @@
+"""What is asked of an error bound, checked, with what several methods need computed once."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from retrodict._bounds import on_grid, wasserstein
+from retrodict._chain import LinearGaussianChain
+from retrodict._elbo import elbo
+from retrodict._estimator import BackwardSampling
+from retrodict._expectation import check_chain
+from retrodict._functional import (
+    AbstractFunctional,
+    LogJoint,
+    Observations,
+    Score,
+    Variation,
+    check_constant,
+    variation,
+)
+from retrodict._gaussian import Gaussian
+from retrodict._grid import GridPosterior
+from retrodict._kalman import kalman_smoother
+from retrodict._kernel import AbstractLinearGaussianKernel
+from retrodict._mask import Series
+from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._parameters import unwrap
+from retrodict._particle import ParticlePosterior
+from retrodict._types import Scalar
+from retrodict._validate import check_count, check_key, is_concrete
+
+MISFIT = 1e-3
+"""How much of a law may be missing on a grid that stands for the exact posterior."""
+
+DEVIATIONS = 3.0
+"""How many standard errors are added where a bound is taken by Monte Carlo."""
+
+
+class AnyLipschitz(eqx.Module):
+    """Every functional Σ_k f_k(x_k) whose functions are all Lipschitz with one constant.
+
+    A bound for it is a bound for each of them at once: of Σ_k x_k, Σ_k |x_k|, and of the worst.
+
+    Args:
+        constant: the Lipschitz constant of every f_k.
+    """
+
+    constant: float = eqx.field(static=True, default=1.0)
+
+    def __check_init__(self) -> None:
+        check_constant(self.constant, "constant")
+
+
+class AnyBounded(eqx.Module):
+    """Every functional Σ_k f_k(x_k) with sup f_k − inf f_k at most one constant.
+
+    Args:
+        oscillation: the bound of sup − inf.
+    """
+
+    oscillation: float = eqx.field(static=True, default=1.0)
+
+    def __check_init__(self) -> None:
+        check_constant(self.oscillation, "oscillation")
+
+
+class Declined(Exception):
+    """A method that does not apply, with the reason."""
+
+
+class Problem:
+    """What was asked, with what several methods need computed at most once."""
+
+    def __init__(
+        self,
+        model: StateSpaceModel,
+        chain: Any,
+        series: Series,
+        functional: Any,
+        data: PyTree,
+        reference: Any,
+        key: Any,
+        num_samples: int,
+        window: int,
+    ):
+        self.model, self.chain, self.series = model, chain, series
+        self.functional, self.data = functional, data
+        self.key, self.num_samples, self.window = key, num_samples, window
+        self.grid = reference if isinstance(reference, GridPosterior) else None
+        self.particles = reference if isinstance(reference, ParticlePosterior) else None
+        self.first, self.later = _variation_of(functional)
+        self._exact: Any = None
+        self._gap: Any = None
+        self._paths: Any = None
+        self._distances: Any = None
+
+    @property
+    def num_times(self) -> int:
+        return self.series.num_times
+
+    @property
+    def linear_gaussian(self) -> bool:
+        kernels = (self.model.transition, self.model.emission)
+        return isinstance(self.model.prior, Gaussian) and all(
+            isinstance(kernel, AbstractLinearGaussianKernel) for kernel in kernels
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"mask": self.series.mask, "inputs": self.series.inputs}
+
+    def linear_chain(self) -> LinearGaussianChain:
+        if not isinstance(self.chain, LinearGaussianChain):
+            raise Declined(f"the chain is {type(self.chain).__name__}, not linear Gaussian")
+        return self.chain
+
+    def exact(self) -> Any:
+        """The exact posterior of a linear-Gaussian model, and its evidence."""
+        if not self.linear_gaussian:
+            raise Declined("the model is not linear Gaussian")
+        if self._exact is None:
+            found = kalman_smoother(self.model, self.series.ys, **self.options)
+            self._exact = wasserstein.reference_of(found.chain), found.log_evidence
+        return self._exact
+
+    def sensitivity(self) -> wasserstein.Sensitivity:
+        constants = (self.first.now, self.later.before, self.later.now)
+        if not all(math.isfinite(constant) for constant in constants):
+            raise Declined("the functional declares no Lipschitz constant")
+        found = wasserstein.Sensitivity.of(self.first, self.later, self.num_times)
+        return jax.tree.map(lambda leaf: leaf.astype(self.series.ys.dtype), found)
+
+    def lipschitz_in_single_states(self) -> Float[Array, "time"]:
+        sensitivity = self.sensitivity()
+        if self.later.before > 0:
+            raise Declined("the functional looks at pairs of states")
+        return sensitivity.now
+
+    def oscillations(self) -> Float[Array, "time"]:
+        if not all(math.isfinite(part.oscillation) for part in (self.first, self.later)):
+            raise Declined("the functional declares no oscillation")
+        every = jnp.full(self.num_times, self.later.oscillation, self.series.ys.dtype)
+        return every.at[0].set(self.first.oscillation)
+
+    def one_functional(self) -> AbstractFunctional:
+        if not isinstance(self.functional, AbstractFunctional):
+            raise Declined(f"{type(self.functional).__name__} is a class of functionals")
+        return self.functional
+
+    def draw(self) -> tuple[Any, Float[Array, "sample time state"]]:
+        """A key, and paths of the chain."""
+        if self.key is None:
+            raise Declined("it draws paths: pass key=jax.random.key(0)")
+        if self._paths is None:
+            self._paths = self.chain.sample(jax.random.fold_in(self.key, 0), self.num_samples)
+        return self.key, self._paths
+
+    def gap(self) -> tuple[Scalar, Scalar, str]:
+        """The gap of the ELBO to a known evidence, its standard error, and what it rests on."""
+        if self._gap is None:
+            self._gap = self._find_gap()
+        return self._gap
+
+    def _find_gap(self) -> tuple[Scalar, Scalar, str]:
+        if self.linear_gaussian and isinstance(self.chain, LinearGaussianChain):
+            evidence = self.exact()[1]
+            bound = elbo(self.model, self.chain, self.series.ys, **self.options)
+            gap = jnp.maximum(evidence - bound, 0.0)
+            return gap, jnp.zeros_like(gap), "exact: evidence and ELBO in closed form"
+        if self.grid is None:
+            raise Declined(
+                "the evidence is not known: pass a GridPosterior as reference. A particle estimate"
+                " of it has no upper confidence bound"
+            )
+        if self.key is None:
+            raise Declined("the ELBO is taken by sampled paths: pass key=jax.random.key(0)")
+        # A quadrature ELBO is no bound, and paths weigh p / q as they are.
+        bound, error = elbo(
+            self.model,
+            self.chain,
+            self.series.ys,
+            estimator=BackwardSampling(self.num_samples),
+            key=jax.random.fold_in(self.key, 1),
+            with_standard_error=True,
+            **self.options,
+        )
+        return (
+            self.grid.log_evidence - bound,
+            error,
+            f"{grid_words(self.grid)}; {self.sampling_words()}",
+        )
+
+    def sampling_words(self) -> str:
+        return (
+            f"holds but for Monte Carlo error, {DEVIATIONS:g} standard errors of"
+            f" {self.num_samples} paths being included"
+        )
+
+    def kernel_distances(self) -> tuple[Array, Array]:
+        """Mean distances of the backward kernels to those of the grid."""
+        chain, grid = self.linear_chain(), self.grid
+        if grid is None or grid.grid.dim != 1:
+            raise Declined("it needs a GridPosterior in one dimension as reference")
+        if self._distances is None:
+            moves, variations, misfit = on_grid.kernel_distances(chain, grid)
+            refuse_misfit(misfit)
+            self._distances = moves, variations
+        return self._distances
+
+
+def grid_words(posterior: GridPosterior) -> str:
+    error = float(posterior.discretisation_error)
+    return f"up to grid error, estimated as {error:.1e} of a standard deviation"
+
+
+def refuse_misfit(misfit: Scalar) -> None:
+    if float(misfit) > MISFIT:
+        raise Declined(
+            f"the grid misses {float(misfit):.1g} of a law of the chain, which lies outside of its"
+            " box or is narrower than its spacing: widen or refine the grid"
+        )
+
+
+def prepare(
+    model: StateSpaceModel,
+    chain: Any,
+    ys: Any,
+    functional: Any,
+    data: PyTree,
+    reference: Any,
+    key: Any,
+    num_samples: int,
+    window: int,
+    mask: Any,
+    inputs: Any,
+    length: Any,
+) -> Problem:
+    check_chain(chain, "error_bound")
+    if not isinstance(functional, (AbstractFunctional, AnyLipschitz, AnyBounded)):
+        raise TypeError(
+            "error_bound expects a functional such as StateSum(), or a class of them such as"
+            f" AnyLipschitz(), got {type(functional).__name__}."
+        )
+    if reference is not None and not isinstance(reference, (GridPosterior, ParticlePosterior)):
+        raise TypeError(
+            "error_bound expects a GridPosterior or a ParticlePosterior as its reference, got"
+            f" {type(reference).__name__}."
+        )
+    if key is not None:
+        check_key(key, "error_bound")
+    model = unwrap(model)
+    check_densities(model, "error_bound")
+    if model.state_dim != chain.state_dim:
+        raise ValueError(
+            f"The model has {model.state_dim} state dimensions, and the chain {chain.state_dim}."
+        )
+    own = getattr(chain, "length", None)
+    length = own if length is None else length
+    series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
+    if series.num_times != chain.num_times:
+        raise ValueError(
+            f"ys must have one row a row of the chain, {chain.num_times}, got {series.num_times}."
+        )
+    if not is_concrete(series.ys):
+        raise ValueError("error_bound compares values: call it outside of jit and vmap.")
+    if isinstance(functional, (LogJoint, Score)) and data is None:
+        data = Observations(series.ys, series.mask, series.inputs)
+    n = series.num_times if length is None else int(length)
+    if n < 2:
+        raise ValueError(f"error_bound expects a series of two rows or more, got {n}.")
+    data = jax.tree.map(jnp.asarray, data)
+    for leaf in jax.tree.leaves(data):
+        if leaf.shape[:1] != (series.num_times,):
+            raise ValueError(
+                f"data must have one row a time step, {series.num_times} rows, got an array of"
+                f" shape {leaf.shape}."
+            )
+    return Problem(
+        model,
+        _first_rows(chain, n),
+        Series(series.ys[:n], _rows(series.mask, n), _rows(series.inputs, n), None),
+        functional,
+        jax.tree.map(lambda leaf: leaf[:n], data),
+        _first_rows_of_reference(reference, n, model),
+        key,
+        check_count(num_samples, "num_samples"),
+        check_count(window, "window"),
+    )
+
+
+def _rows(array: Array | None, n: int) -> Array | None:
+    return None if array is None else array[:n]
+
+
+def _first_rows(chain: Any, n: int) -> Any:
+    chain = chain.prefix(n)
+    return (
+        LinearGaussianChain(chain.laws, chain.kernels)
+        if isinstance(chain, LinearGaussianChain)
+        else chain
+    )
+
+
+def _first_rows_of_reference(reference: Any, n: int, model: StateSpaceModel) -> Any:
+    if reference is None:
+        return None
+    found = (
+        reference.weights.shape[0]
+        if isinstance(reference, GridPosterior)
+        else reference.samples.shape[1]
+    )
+    length = found if reference.length is None else int(reference.length)
+    if length != n:
+        raise ValueError(f"The reference must be of the same series, of {n} rows, got {length}.")
+    if isinstance(reference, ParticlePosterior):
+        return reference
+    reference.check()
+    if reference.grid.dim != model.state_dim:
+        raise ValueError(
+            f"The reference has {reference.grid.dim} state dimensions, the model {model.state_dim}."
+        )
+    return eqx.tree_at(
+        lambda p: (p.weights, p.filter_weights, p.inputs, p.length),
+        reference,
+        (reference.weights[:n], reference.filter_weights[:n], _rows(reference.inputs, n), None),
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def _variation_of(functional: Any) -> tuple[Variation, Variation]:
+    if isinstance(functional, AnyLipschitz):
+        same = Variation(0.0, functional.constant, math.inf)
+        return same, same
+    if isinstance(functional, AnyBounded):
+        same = Variation(0.0, math.inf, functional.oscillation)
+        return same, same
+    return variation(functional)

@@ -1,0 +1,665 @@
+"""Error bounds of Gaussian chains and on grids, against dense matrices and exact errors."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import numpyro.distributions as nd
+import pytest
+import scipy.linalg
+import scipy.optimize
+import scipy.stats
+
+import retrodict as rd
+from linear_models import lower_factor, random_mask, random_model
+from retrodict._bounds import curvature, distances, gains, on_grid, wasserstein
+from retrodict._bounds.check import pareto_shape
+from retrodict._mask import Series
+
+N = 12
+WINDOW = 64
+
+
+@pytest.fixture
+def untyped() -> Iterator[None]:
+    """Calls the library as its users do, without the checks of annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def gaussian(rng: np.random.Generator, d: int) -> rd.Gaussian:
+    return rd.Gaussian(jnp.asarray(rng.normal(size=d)), jnp.asarray(lower_factor(rng, d)))
+
+
+def perturbed(rng: np.random.Generator, tree: Any, size: float) -> Any:
+    """Every array of a tree, multiplied entry by entry by a random factor near 1."""
+    return jax.tree.map(lambda a: a * (1 + size * jnp.asarray(rng.normal(size=a.shape))), tree)
+
+
+class Instance:
+    """A model, data, and a chain that is wrong: that of another model, or a shaken exact one."""
+
+    def __init__(self, seed: int, d: int, n: int = N):
+        rng = np.random.default_rng(seed)
+        self.model = random_model(rng, d, d)
+        _, self.ys = self.model.simulate(jax.random.key(seed), n)
+        size = float(np.exp(rng.uniform(np.log(0.01), np.log(0.3))))
+        exact = rd.kalman_smoother(self.model, self.ys)
+        self.exact, self.log_evidence = exact.chain, exact.log_evidence
+        if seed % 2:
+            self.chain = rd.kalman_smoother(perturbed(rng, self.model, size), self.ys).chain
+        else:
+            self.chain = perturbed(rng, self.exact, size)
+
+    def bound(self, functional: Any, **options: Any) -> rd.ErrorBound:
+        return rd.error_bound(self.model, self.chain, self.ys, functional, **options)
+
+    def worst_case(self) -> float:
+        """The largest error of a Lipschitz functional: a sum of W₁, by projections from below."""
+        ours, exact = self.chain.marginals(), self.exact.marginals()
+        d = self.model.state_dim
+        angles = np.linspace(0, np.pi, 16, endpoint=False)
+        ways = [np.ones(1)] if d == 1 else [np.array([np.cos(a), np.sin(a)]) for a in angles]
+        total = 0.0
+        for k in range(self.ys.shape[0]):
+            total += max(
+                folded_mean(
+                    float((ours.mean[k] - exact.mean[k]) @ way),
+                    float(np.linalg.norm(way @ ours.scale_tril[k]))
+                    - float(np.linalg.norm(way @ exact.scale_tril[k])),
+                )
+                for way in ways
+            )
+        return total
+
+
+def folded_mean(shift: float, spread: float) -> float:
+    """E|shift + spread Z|."""
+    if spread == 0:
+        return abs(shift)
+    law = scipy.stats.foldnorm(abs(shift / spread), scale=abs(spread))
+    return float(law.mean())
+
+
+# Distances
+
+
+@pytest.mark.parametrize("shift, spread", [(0.0, 0.5), (1.3, 0.0), (0.4, 0.7), (-2.0, 0.1)])
+def test_distance_in_one_dimension_is_the_integral_over_quantiles(shift: float, spread: float):
+    p = rd.Gaussian(jnp.zeros(1), jnp.eye(1))
+    q = rd.Gaussian(jnp.array([shift]), (1 + spread) * jnp.eye(1))
+    levels = (np.arange(200_000) + 0.5) / 200_000
+    z = scipy.stats.norm.ppf(levels)
+    expected = np.mean(np.abs(z - (shift + (1 + spread) * z)))
+    assert distances.gaussian_distance(p, q) == pytest.approx(expected, rel=1e-4)
+
+
+def test_bures_is_the_formula_with_matrix_roots(key: Any):
+    rng = np.random.default_rng(0)
+    p, q = gaussian(rng, 3), gaussian(rng, 3)
+    a, b = np.asarray(p.covariance), np.asarray(q.covariance)
+    root = scipy.linalg.sqrtm(a)
+    cross = scipy.linalg.sqrtm(root @ b @ root).real
+    squared = np.sum((p.mean - q.mean) ** 2) + np.trace(a + b - 2 * cross)
+    assert distances.bures(p, q) == pytest.approx(math.sqrt(squared), rel=1e-10)
+
+
+def test_bures_sees_differences_far_below_the_root_of_rounding():
+    law = gaussian(np.random.default_rng(1), 2)
+    near = rd.Gaussian(law.mean, law.scale_tril * (1 + 1e-12))
+    assert float(distances.bures(law, near)) == pytest.approx(
+        1e-12 * float(jnp.linalg.norm(law.scale_tril)), rel=1e-2
+    )
+
+
+def test_distance_on_a_mesh_is_above_the_best_transport_plan():
+    rng = np.random.default_rng(2)
+    shape, spacing = (3, 4), np.array([0.5, 0.3])
+    points = np.array(list(itertools.product(*(np.arange(n) for n in shape)))) * spacing
+    costs = np.linalg.norm(points[:, None] - points[None], axis=2)
+    size = len(points)
+    sums = np.concatenate([np.kron(np.eye(size), np.ones(size)), np.tile(np.eye(size), size)])
+    for _ in range(5):
+        p, q = rng.dirichlet(np.ones(size)), rng.dirichlet(np.ones(size))
+        plan = scipy.optimize.linprog(costs.ravel(), A_eq=sums, b_eq=np.concatenate([p, q]))
+        found = distances.table_distance(
+            jnp.asarray(p.reshape(shape)), jnp.asarray(q.reshape(shape)), jnp.asarray(spacing)
+        )
+        assert plan.fun <= float(found) <= 3 * plan.fun
+    # Moved by one column as a whole, the distance is one spacing.
+    table = np.pad(rng.dirichlet(np.ones(6)).reshape(3, 2), ((0, 0), (0, 2)))
+    moved = np.roll(table, 1, axis=1)
+    found = distances.table_distance(*map(jnp.asarray, (table, moved, spacing)))
+    assert float(found) == pytest.approx(0.3)
+
+
+# Sums of products
+
+
+def sum_of_products(gains_: np.ndarray, lipschitz: np.ndarray) -> np.ndarray:
+    sums = []
+    for j in range(len(lipschitz)):
+        product, total = np.eye(gains_.shape[1]), lipschitz[j]
+        for i in range(j - 1, -1, -1):
+            product = gains_[i] @ product
+            total += lipschitz[i] * np.linalg.norm(product, 2)
+        sums.append(total)
+    return np.array(sums)
+
+
+@pytest.mark.parametrize("d", [1, 2, 3])
+def test_reach_is_the_sum_over_all_products(d: int):
+    rng = np.random.default_rng(d)
+    steps, lipschitz = 0.6 * rng.normal(size=(9, d, d)), rng.uniform(size=10)
+    expected = sum_of_products(steps, lipschitz)
+    found = gains.reach(jnp.asarray(steps), jnp.asarray(lipschitz), 10)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    backward = gains.reach_forward(jnp.asarray(steps), jnp.asarray(lipschitz), 10)
+    assert float(backward[-2]) == pytest.approx(
+        lipschitz[-2] + lipschitz[-1] * np.linalg.norm(steps[-1], 2)
+    )
+
+
+def test_a_window_keeps_the_sum_an_upper_bound_and_close():
+    rng = np.random.default_rng(3)
+    # Rotations that shrink: norms of products decay, and so do those beyond the window.
+    steps = 0.8 * np.array([scipy.linalg.expm(a - a.T) for a in rng.normal(size=(59, 2, 2))])
+    expected = sum_of_products(steps, np.ones(60))
+    for window in (1, 2, 5, 20):
+        found = np.asarray(gains.reach(jnp.asarray(steps), jnp.ones(60), window))
+        assert (found >= expected * (1 - 1e-12)).all()
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    # Shears, whose norms exceed 1 while their products decay: a short window is looser, not wrong.
+    shears = np.array([[[0.5, 2.0], [0.0, 0.5]]] * 59)
+    expected = sum_of_products(shears, np.ones(60))
+    wide = np.asarray(gains.reach(jnp.asarray(shears), jnp.ones(60), 20))
+    narrow = np.asarray(gains.reach(jnp.asarray(shears), jnp.ones(60), 2))
+    assert (narrow >= expected).all() and narrow[-1] > 10 * expected[-1]
+    np.testing.assert_allclose(wide, expected, rtol=1e-2)
+
+
+# Curvature
+
+
+def dense(found: curvature.Curvature) -> np.ndarray:
+    """K₀⁻¹ as one matrix, from what the elimination keeps."""
+    n, d = found.pivots.shape[:2]
+    inverse = np.zeros((n * d, n * d))
+    for j in range(n):
+        block = np.asarray(found.covariances[j])
+        for i in range(j, -1, -1):
+            inverse[i * d : (i + 1) * d, j * d : (j + 1) * d] = block
+            inverse[j * d : (j + 1) * d, i * d : (i + 1) * d] = block.T
+            if i > 0:
+                block = np.asarray(found.gains[i - 1]) @ block
+    return inverse
+
+
+@pytest.mark.parametrize("d", [1, 2])
+def test_curvature_is_the_hessian_of_a_linear_gaussian_model(d: int):
+    rng = np.random.default_rng(d)
+    model, n = random_model(rng, d, 2), 5
+    ys, mask = rng.normal(size=(n, 2)), jnp.asarray(random_mask(rng, n, 2, 0.7))
+    found = curvature.curvature(model, Series(jnp.asarray(ys), mask, None, None))
+
+    def log_joint(path: Any) -> Any:
+        return model.log_joint(path.reshape(n, d), ys, mask=mask)
+
+    precision = -jax.hessian(log_joint)(jnp.zeros(n * d))
+    np.testing.assert_allclose(dense(found), np.linalg.inv(precision), rtol=1e-8, atol=1e-10)
+    s = rng.normal(size=(n, d))
+    form = float(jnp.sum(found.quadratic_form(jnp.asarray(s))))
+    assert form == pytest.approx(s.ravel() @ np.linalg.inv(precision) @ s.ravel())
+    blocks = np.linalg.inv(precision).reshape(n, d, n, d).transpose(0, 2, 1, 3)
+    sizes, lipschitz = np.linalg.norm(blocks, 2, axis=(2, 3)), rng.uniform(size=n)
+    variance = float(jnp.sum(found.largest_variance(jnp.asarray(lipschitz), WINDOW)))
+    assert variance == pytest.approx(lipschitz @ sizes @ lipschitz)
+
+
+def test_forward_kernels_are_those_of_the_joint_law():
+    instance = Instance(4, 2)
+    reference = wasserstein.reference_of(instance.exact)
+    joint = instance.exact.pairwise()
+    covariance = np.asarray(joint.covariance)
+    gain = covariance[:, 2:, :2] @ np.linalg.inv(covariance[:, :2, :2])
+    np.testing.assert_allclose(reference.forward.weight, gain, rtol=1e-8, atol=1e-10)
+    noise = covariance[:, 2:, 2:] - gain @ covariance[:, :2, 2:]
+    scale = np.asarray(reference.forward.scale_tril)
+    np.testing.assert_allclose(scale @ scale.transpose(0, 2, 1), noise, atol=1e-10)
+
+
+# Theorems 4 and 5 on linear-Gaussian models
+
+
+RIGOROUS = (
+    "wasserstein_phi",
+    "wasserstein_b",
+    "wasserstein_q",
+    "wasserstein_a",
+    "elbo_gap",
+    "score",
+)
+
+
+@pytest.mark.parametrize("d, largest_median", [(1, 1.6), (2, 2.2)])
+def test_no_bound_is_violated_and_the_first_is_sharp(d: int, largest_median: float):
+    ratios = []
+    for seed in range(20):
+        instance = Instance(seed, d)
+        found = instance.bound(rd.AnyLipschitz(), key=jax.random.key(seed), num_samples=200)
+        worst = instance.worst_case()
+        assert set(found.considered) == set(RIGOROUS)
+        for name, value in found.considered.items():
+            assert float(value) >= worst * (1 - 1e-9), (seed, name)
+        assert float(found.value) == min(float(v) for v in found.considered.values())
+        assert found.rigorous and float(jnp.sum(found.per_step)) == pytest.approx(
+            float(found.value)
+        )
+        ratios.append(float(found.considered["wasserstein_phi"]) / worst)
+        signed = instance.bound(rd.StateSum())
+        assert float(signed.value) <= float(found.value) * (1 + 1e-9)
+    assert np.median(ratios) < largest_median
+
+
+def test_bounds_vanish_at_the_exact_posterior():
+    instance = Instance(6, 2)
+    found = rd.error_bound(
+        instance.model, instance.exact, instance.ys, rd.AnyLipschitz(), key=jax.random.key(0)
+    )
+    for name in ("wasserstein_phi", "wasserstein_b", "wasserstein_q", "wasserstein_a", "score"):
+        assert float(found.considered[name]) < 1e-7, name
+
+
+def test_a_constant_scales_the_bound():
+    instance = Instance(8, 1)
+    one, three = (instance.bound(rd.AnyLipschitz(c)).value for c in (1.0, 3.0))
+    assert float(three) == pytest.approx(3 * float(one))
+
+
+def test_the_exact_error_is_the_difference_of_expectations():
+    instance = Instance(3, 2)
+    found = instance.bound(rd.SecondMoments())
+    ours = rd.expectation(instance.chain, rd.SecondMoments())
+    exact = rd.expectation(instance.exact, rd.SecondMoments())
+    errors = jax.tree.map(lambda a, b: a - b, ours, exact)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), found.error, errors)
+    largest = max(float(jnp.max(jnp.abs(leaf))) for leaf in errors)
+    assert float(found.value) == pytest.approx(largest)
+    assert abs(float(jnp.sum(found.per_step))) == pytest.approx(largest)
+    assert found.method == "exact" and found.rigorous and found.rests_on.startswith("exact")
+    # What time 0 adds is what the functional of the first row alone has.
+    first = rd.expectation(instance.chain.prefix(1), rd.SecondMoments())
+    assert first.within.shape == (2, 2)
+
+
+def distance_travelled(before: Any, x: Any, data: Any) -> Any:
+    return jnp.sum(jnp.abs(x - before))
+
+
+def test_functionals_of_pairs_are_bounded():
+    functional = rd.AdditiveFunctional(distance_travelled, lipschitz=(1.0, 1.0))
+    for seed in range(10):
+        instance = Instance(seed, 1)
+        found = instance.bound(functional, key=jax.random.key(0), num_samples=200)
+        assert set(found.considered) == {"wasserstein_phi", "elbo_gap", "score"}
+
+        def expected(chain: rd.LinearGaussianChain) -> float:
+            pairs = chain.pairwise()
+            way = jnp.array([-1.0, 1.0])
+            return sum(
+                folded_mean(float(mean @ way), float(np.linalg.norm(way @ scale)))
+                for mean, scale in zip(pairs.mean, pairs.scale_tril, strict=True)
+            )
+
+        error = abs(expected(instance.chain) - expected(instance.exact))
+        assert all(float(value) >= error for value in found.considered.values()), seed
+
+
+def test_bounded_functionals_are_bounded_by_the_gap():
+    instance = Instance(5, 1)
+    found = instance.bound(rd.AnyBounded(2.0))
+    gap = instance.log_evidence - rd.elbo(instance.model, instance.chain, instance.ys)
+    assert found.method == "pinsker"
+    assert float(found.value) == pytest.approx(2.0 * N * math.sqrt(float(gap) / 2))
+    above = rd.StateFunctional(lambda x, data: 1.0 * (x[0] > 0), oscillation=1.0)
+    ours, exact = instance.chain.marginals(), instance.exact.marginals()
+    chances = [scipy.stats.norm.cdf(laws.mean / laws.std).sum() for laws in (ours, exact)]
+    assert abs(chances[0] - chances[1]) <= float(instance.bound(above).value)
+
+
+def test_padding_and_missing_rows_are_left_out():
+    instance = Instance(7, 1)
+    ys = np.asarray(instance.ys).copy()
+    ys[4] = np.nan
+    model = instance.model
+    chain = rd.kalman_smoother(perturbed(np.random.default_rng(0), model, 0.1), ys).chain
+    whole = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), key=jax.random.key(0))
+    padded = np.concatenate([ys, np.full((5, 1), 7.0)])
+    other = perturbed(np.random.default_rng(0), model, 0.1)
+    long = rd.kalman_smoother(other, padded, length=N).chain
+    found = rd.error_bound(model, long, padded, rd.AnyLipschitz(), key=jax.random.key(0))
+    assert found.per_step.shape == (N,)
+    for name in ("wasserstein_phi", "elbo_gap"):
+        assert float(found.considered[name]) == pytest.approx(float(whole.considered[name]))
+
+
+def test_bounds_in_float32(x32: None):
+    instance = Instance(9, 1)
+    found = instance.bound(rd.AnyLipschitz(), key=jax.random.key(0), num_samples=100)
+    assert found.value.dtype == jnp.float32
+    assert float(found.value) >= instance.worst_case() * (1 - 1e-3)
+
+
+# Grids
+
+
+GRID = rd.Grid([-9.0], [9.0], 300)
+
+
+def nonlinear_model(emission: Any) -> rd.StateSpaceModel:
+    return rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        transition=rd.LinearGaussianKernel(0.8 * jnp.eye(1), jnp.zeros(1), 0.5 * jnp.eye(1)),
+        emission=emission,
+    )
+
+
+@pytest.fixture(scope="module")
+def counts() -> tuple[rd.StateSpaceModel, Any, rd.LinearGaussianChain, rd.GridPosterior]:
+    """Counts with a log-linear rate, smoothed by linearising."""
+    emission = rd.DistributionKernel(
+        lambda x: nd.Poisson(jnp.exp(x)), curvature=lambda y: jnp.zeros((1, 1))
+    )
+    model = nonlinear_model(emission)
+    _, ys = model.simulate(jax.random.key(2), N)
+    chain = rd.extended_smoother(model, ys).chain
+    return model, ys, chain, rd.grid_smoother(model, ys, GRID)
+
+
+def test_on_a_grid_the_bound_is_that_of_closed_forms():
+    instance = Instance(11, 1)
+    posterior = rd.grid_smoother(instance.model, instance.ys, GRID)
+    ones = wasserstein.Sensitivity(jnp.zeros(N), jnp.ones(N))
+    reference = wasserstein.reference_of(instance.exact)
+    expected = wasserstein.phi(instance.chain, reference, ones, WINDOW)
+    found, misfit = on_grid.phi(instance.chain, posterior, ones, WINDOW)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
+    assert float(misfit) < 1e-6
+    # In one dimension the kernels' mean distance is W₁ on the grid and a root mean square of W₂
+    # in closed form.
+    pairs = wasserstein.Sensitivity(jnp.ones(N).at[0].set(0.0), jnp.ones(N))
+    above = wasserstein.phi(instance.chain, reference, pairs, WINDOW)
+    moves, variations, _ = on_grid.kernel_distances(instance.chain, posterior)
+    below = on_grid.phi_of_pairs(instance.chain, moves, pairs, WINDOW)
+    assert (np.asarray(below) <= np.asarray(above) * (1 + 1e-6)).all()
+    assert float(jnp.sum(below)) > 0.5 * float(jnp.sum(above))
+    assert (np.asarray(variations) <= 1).all()
+
+
+def test_bounds_of_counts_hold_with_and_without_a_grid(counts: Any):
+    model, ys, chain, posterior = counts
+    key = jax.random.key(0)
+    weights, _ = on_grid.marginals_on(GRID, chain)
+    spacing = float(GRID.spacing[0])
+    worst = spacing * float(jnp.sum(jnp.abs(jnp.cumsum(weights - posterior.weights, axis=1))))
+    found = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), reference=posterior, key=key)
+    assert set(found.considered) == {"wasserstein_phi", "elbo_gap", "score"}
+    assert all(float(value) >= worst * (1 - 1e-6) for value in found.considered.values())
+    assert found.rigorous and "grid" in found.rests_on
+    free = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), key=key)
+    assert free.method == "score" and free.rigorous and free.rests_on.startswith("truth-free")
+    assert worst <= float(free.value) <= 30 * worst
+    assert 0 < float(free.standard_error) < 0.1 * float(free.value)
+
+
+def test_exact_errors_on_a_grid(counts: Any):
+    model, ys, chain, posterior = counts
+    found = rd.error_bound(model, chain, ys, rd.StateSum(), reference=posterior)
+    expected = jnp.sum(chain.marginals().mean - posterior.mean, axis=0)
+    np.testing.assert_allclose(found.error, expected, atol=1e-9)
+    high = rd.StateFunctional(lambda x, data: 1.0 * (x[0] > 0), oscillation=1.0)
+    exact = rd.error_bound(model, chain, ys, high, reference=posterior)
+    laws = chain.marginals()
+    ours = scipy.stats.norm.cdf(laws.mean / laws.std).sum()
+    theirs = float(jnp.sum(posterior.expectation(lambda x: 1.0 * (x[0] > 0))))
+    assert float(exact.error) == pytest.approx(ours - theirs, abs=2e-3)
+    key = jax.random.key(0)
+    for name in ("total_variation", "hoeffding", "pinsker"):
+        bound = rd.error_bound(model, chain, ys, high, reference=posterior, key=key, method=name)
+        assert float(bound.value) >= float(exact.value), name
+        assert float(jnp.sum(bound.per_step)) == pytest.approx(float(bound.value))
+
+
+def test_without_memory_the_ranges_are_oscillations():
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        transition=rd.LinearGaussianKernel(jnp.zeros((1, 1)), jnp.zeros(1), jnp.eye(1)),
+        emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+    )
+    posterior = rd.grid_smoother(model, jnp.zeros((4, 1)), GRID)
+    values = jnp.stack([k * jnp.tanh(GRID.points[:, 0]) for k in range(4)])
+    found = on_grid.ranges(posterior, values)
+    np.testing.assert_allclose(found, [0, 2, 4, 6], atol=1e-5)
+
+
+def test_two_dimensions_on_a_grid():
+    rng = np.random.default_rng(5)
+    model = random_model(rng, 2, 2)
+    _, ys = model.simulate(jax.random.key(5), 3)
+    exact = rd.kalman_smoother(model, ys).chain
+    chain = perturbed(rng, exact, 0.1)
+    laws = exact.marginals()
+    low = np.min(laws.mean - 9 * laws.std, axis=0)
+    high = np.max(laws.mean + 9 * laws.std, axis=0)
+    posterior = rd.grid_smoother(model, ys, rd.Grid(low, high, 60))
+    ones = wasserstein.Sensitivity(jnp.zeros(3), jnp.ones(3))
+    found, _ = on_grid.phi(chain, posterior, ones, WINDOW)
+    closed = wasserstein.phi(chain, wasserstein.reference_of(exact), ones, WINDOW)
+    # Moving coordinates in turn costs at most √2 times what moving along a diagonal does, and W₂
+    # is above W₁.
+    assert (np.asarray(found) <= 2 * np.asarray(closed)).all()
+    assert (np.asarray(found) >= 0.5 * np.asarray(closed)).all()
+
+
+def test_a_grid_that_misses_the_chain_is_declined(counts: Any):
+    model, ys, chain, posterior = counts
+    shifted = rd.LinearGaussianChain.from_arrays(
+        chain.laws.mean + 20.0,
+        chain.laws.scale_tril,
+        chain.kernels.weight,
+        chain.kernels.bias,
+        chain.kernels.scale_tril,
+    )
+    with pytest.raises(ValueError, match="widen or refine the grid"):
+        rd.error_bound(
+            model,
+            shifted,
+            ys,
+            rd.AnyLipschitz(),
+            reference=posterior,
+            method="wasserstein_phi",
+        )
+
+
+# Where nothing is rigorous
+
+
+def test_without_anything_rigorous_it_is_an_estimate_and_says_so():
+    emission = rd.NonlinearGaussianKernel(jnp.cos, rd.Diagonal(0.3 * jnp.ones(1)))
+    model = nonlinear_model(emission)
+    _, ys = model.simulate(jax.random.key(3), N)
+    chain = rd.kalman_smoother(
+        nonlinear_model(rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1))), ys
+    ).chain
+    key = jax.random.key(0)
+    found = rd.error_bound(model, chain, ys, rd.StateSum(), key=key, num_samples=500)
+    assert found.method == "estimate" and not found.rigorous
+    assert "not a bound" in found.rests_on
+    posterior = rd.grid_smoother(model, ys, GRID)
+    error = float(jnp.sum(chain.marginals().mean - posterior.mean))
+    # One draw, three standard errors: a false alarm in 400 keys, and the key is fixed.
+    assert float(found.error[0]) == pytest.approx(error, abs=3 * float(found.standard_error))
+    worst = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), key=key, num_samples=500)
+    sharp = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), reference=posterior)
+    assert not worst.rigorous and sharp.rigorous
+    assert float(worst.value) == pytest.approx(float(sharp.value), rel=0.2)
+    reasons = dict(worst.declined)
+    assert "declares no curvature" in reasons["score"]
+    with pytest.raises(ValueError, match="No bound applies"):
+        rd.error_bound(model, chain, ys, rd.AnyLipschitz())
+
+
+def test_more_curvature_than_there_is_is_found_out(counts: Any):
+    _, ys, chain, _ = counts
+    wrong = rd.DistributionKernel(
+        lambda x: nd.Poisson(jnp.exp(x)), curvature=lambda y: 5.0 * jnp.ones((1, 1))
+    )
+    with pytest.raises(ValueError, match="declares more curvature than it has"):
+        rd.error_bound(nonlinear_model(wrong), chain, ys, rd.AnyLipschitz(), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"functional": "sum"}, "expects a functional"),
+        ({"reference": 3}, "GridPosterior or a ParticlePosterior"),
+        ({"method": "guess"}, "expects method 'auto' or one of"),
+        ({"method": "score"}, "draws paths: pass key"),
+        ({"method": "total_variation"}, "declares no oscillation"),
+        ({"ys": np.zeros((N + 1, 1))}, "one row a row of the chain"),
+        ({"chain": Instance}, "expects a backward chain"),
+    ],
+)
+def test_bad_input_is_refused(untyped: None, change: dict, message: str):
+    instance = Instance(1, 1)
+    arguments = {
+        "model": instance.model,
+        "chain": instance.chain,
+        "ys": instance.ys,
+        "functional": rd.AnyLipschitz(),
+    }
+    with pytest.raises((ValueError, TypeError), match=message):
+        rd.error_bound(**(arguments | change))
+
+
+def test_constants_of_functionals_are_checked(untyped: None):
+    with pytest.raises(ValueError, match="lipschitz must be a finite number"):
+        rd.StateFunctional(lambda x, data: x, lipschitz=-1.0)
+    with pytest.raises(ValueError, match="as a pair of constants"):
+        rd.AdditiveFunctional(distance_travelled, lipschitz=1.0)  # pyright: ignore
+    with pytest.raises(ValueError, match="constant must be a finite number"):
+        rd.AnyLipschitz(math.inf)
+
+
+# The paper's own quantities
+
+
+def test_h1_is_the_corrected_formula():
+    instance = Instance(13, 2)
+    found = np.asarray(rd.h1_constants(instance.model, instance.chain, instance.ys))
+    model, chain, d = instance.model, instance.chain, 2
+    a, h = np.asarray(model.transition.weight), np.asarray(model.emission.weight)
+    noise = np.asarray(model.transition.scale_tril @ model.transition.scale_tril.T)
+    error = np.asarray(model.emission.scale_tril @ model.emission.scale_tril.T)
+    k = 3
+    law, after = (np.asarray(chain.laws.mean[i]) for i in (k - 1, k))
+    spread = [np.asarray(chain.laws.covariance[i]) for i in (k - 1, k)]
+    # The pair given y_k, from x_{k-1} ~ q_{k-1}.
+    mean = np.concatenate([law, a @ law + np.asarray(model.transition.bias)])
+    joint = np.block([[spread[0], spread[0] @ a.T], [a @ spread[0], a @ spread[0] @ a.T + noise]])
+    design = np.concatenate([np.zeros((d, d)), h], axis=1)
+    gain = joint @ design.T @ np.linalg.inv(design @ joint @ design.T + error)
+    y = np.asarray(instance.ys[k]) - np.asarray(model.emission.bias)
+    mean, joint = mean + gain @ (y - design @ mean), joint - gain @ design @ joint
+    # The pair under the chain.
+    g, c = np.asarray(chain.kernels.weight[k - 1]), np.asarray(chain.kernels.bias[k - 1])
+    s = np.asarray(chain.kernels.scale_tril[k - 1])
+    ours = np.block([[g @ spread[1] @ g.T + s @ s.T, g @ spread[1]], [spread[1] @ g.T, spread[1]]])
+    shift = np.concatenate([g @ after + c, after]) - mean
+    inverse = np.linalg.inv(joint)
+    squared = (
+        np.log(np.linalg.det(joint) / np.linalg.det(ours))
+        + shift @ inverse @ shift
+        + np.trace(inverse @ ours)
+        - 2 * d
+    )
+    assert found[k] == pytest.approx(min(2.0, math.sqrt(squared)), rel=1e-8)
+    exact = np.asarray(rd.h1_constants(instance.model, instance.exact, instance.ys))
+    assert (exact < 1e-6).all()
+
+
+def test_h1_on_a_grid_and_by_sampling(counts: Any):
+    model, ys, chain, _ = counts
+    by_grid = np.asarray(rd.h1_constants(model, chain, ys, grid=GRID))
+    by_paths = np.asarray(
+        rd.h1_constants(model, chain, ys, key=jax.random.key(0), num_samples=4000)
+    )
+    np.testing.assert_allclose(by_paths, by_grid, rtol=0.15)
+    # Pinsker's closed form is above the sum over a grid, where both apply.
+    instance = Instance(15, 1)
+    above = np.asarray(rd.h1_constants(instance.model, instance.chain, instance.ys))
+    from retrodict._bounds.mixing import _over_grid
+
+    series = Series(instance.ys, None, None, None)
+    summed = np.asarray(_over_grid(instance.model, instance.chain, series, GRID))
+    assert (summed <= above + 1e-6).all() and (summed > 0.5 * above).all()
+    with pytest.raises(ValueError, match="pass a grid, or a key"):
+        rd.h1_constants(model, chain, ys)
+
+
+def test_h2_holds_on_the_domain(counts: Any):
+    model, _, chain, _ = counts
+    domain = rd.Grid([-1.0], [1.0], 41)
+    found = rd.h2_constants(model, chain, domain)
+    law = scipy.stats.norm(scale=0.5)
+    # The transition's own extremes: at its mean, and from one end of the box to the other.
+    assert float(found.sigma_plus) >= law.pdf(0) * (1 - 1e-3)
+    assert 0 < float(found.sigma_minus) <= law.pdf(1.8)
+    ratio = float(found.sigma_minus / found.sigma_plus)
+    assert float(found.rho) == pytest.approx(1 - ratio)
+    assert float(found.rho_bar) == pytest.approx((1 - ratio) / (1 + ratio))
+
+
+# Checks of a posterior
+
+
+@pytest.mark.parametrize("shape", [0.3, 0.7, 1.2])
+def test_the_pareto_shape_is_found(shape: float):
+    draws = scipy.stats.genpareto(shape).rvs(20_000, random_state=1)
+    found = float(pareto_shape(jnp.log(jnp.asarray(1.0 + draws))))
+    # The tail of 425 draws has a standard error of about (1 + shape) / 20.
+    assert found == pytest.approx(shape, abs=3 * (1 + shape) / 20)
+
+
+def test_an_exact_posterior_passes_every_check():
+    instance = Instance(17, 1)
+    key = jax.random.key(0)
+    found = rd.check_posterior(key, instance.model, instance.exact, instance.ys)
+    assert found.messages == () and float(found.k_hat) == -math.inf
+    assert abs(float(found.gap)) < 4 * float(found.log_evidence_standard_error)
+
+
+def test_a_lost_mode_is_named():
+    emission = rd.NonlinearGaussianKernel(lambda x: x**2, rd.Diagonal(0.3 * jnp.ones(1)))
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        transition=rd.LinearGaussianKernel(0.99 * jnp.eye(1), jnp.zeros(1), 0.1 * jnp.eye(1)),
+        emission=emission,
+    )
+    ys = jnp.full((N, 1), 1.5)
+    # A chain that sits on the positive root alone.
+    one = rd.StateSpaceModel(
+        model.prior,
+        model.transition,
+        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.12 * jnp.eye(1)),
+    )
+    chain = rd.kalman_smoother(one, jnp.sqrt(ys)).chain
+    found = rd.check_posterior(jax.random.key(0), model, chain, ys)
+    assert any(message.startswith("mode loss") for message in found.messages)
+    assert 0.3 < float(jnp.max(found.missed)) < 0.7
