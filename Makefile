@@ -16,7 +16,7 @@ PINS := pyproject.toml constraints.txt
 .DELETE_ON_ERROR:
 # Two installs into one environment at a time would break it.
 .NOTPARALLEL:
-.PHONY: help demo test test-slow lint format bench accuracy docs clean
+.PHONY: help demo test test-slow lint format bench accuracy bounds docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,9 +43,14 @@ bench: $(BENCH_VENV)/.stamp-bench ## time retrodict and its peers, in an environ
 	$(BENCH_VENV)/bin/python benchmarks/run.py
 	$(BENCH_VENV)/bin/python benchmarks/families.py
 	$(BENCH_VENV)/bin/python benchmarks/smoothers.py
+	$(BENCH_VENV)/bin/python benchmarks/linearised.py
 
 accuracy: $(VENV)/.stamp-test ## fit the families to the paper's models and grade them (an hour)
 	$(BIN)/python benchmarks/accuracy.py --out benchmarks/results/accuracy.json
+
+bounds: $(VENV)/.stamp-test ## put every error bound to the test, on thousands of models (an hour)
+	$(BIN)/python benchmarks/bounds_finite.py --out benchmarks/results/bounds-finite.json
+	$(BIN)/python benchmarks/bounds.py --figures docs/images
 
 docs: $(VENV)/.stamp-docs ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html

@@ -242,8 +242,8 @@ def on_accelerator() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times particle smoothers.")
     parser.add_argument("--quick", action="store_true", help="one run of each")
-    parser.add_argument("--only", nargs="*", choices=["d1", "d10", "memory"], help="some parts")
-    parser.add_argument("--out", type=Path, help="where to write; a whole run has a place")
+    parser.add_argument("--only", nargs="*", choices=[*PARTS], help="some parts")
+    parser.add_argument("--out", type=Path, help="where to write, if not in results")
     parser.add_argument("--accelerator", action="store_true", help="time 10,000 particles, float32")
     parser.add_argument("--case", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -260,17 +260,20 @@ def main() -> None:
         )
         print(json.dumps(figures))
         return
-    results: dict[str, Any] = {}
-    for part, dim in (("d1", 1), ("d10", 10)):
+    # Written after every part, beside what an earlier run left of the others.
+    out = arguments.out or (None if arguments.quick else RESULTS)
+    results = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    for part, run in PARTS.items():
         if not arguments.only or part in arguments.only:
-            results[part] = _race(dim, arguments.quick)
-    if not arguments.only or "memory" in arguments.only:
-        print("\n== memory: exact, N = M = 10,000, n = 1,000", flush=True)
-        results["memory"] = _in_a_process(["memory"], False)
-        print("  " + ", ".join(f"{k} {v:.3g}" for k, v in results["memory"].items()), flush=True)
-    complete = not arguments.quick and not arguments.only
-    out = arguments.out or (RESULTS if complete else None)
-    _write(results, out)
+            results[part] = run(arguments.quick)
+            _write(results, out)
+
+
+def _memory(quick: bool) -> dict[str, Any]:
+    print("\n== memory: exact, N = M = 10,000, n = 1,000", flush=True)
+    figures = _in_a_process(["memory"], False)
+    print(f"  {figures}", flush=True)
+    return figures
 
 
 def _write(results: dict[str, Any], out: Path | None) -> None:
@@ -310,6 +313,13 @@ def _in_a_process(case: list[str], quick: bool) -> dict[str, Any]:
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-1]}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "d1": lambda quick: _race(1, quick),
+    "d10": lambda quick: _race(10, quick),
+    "memory": _memory,
+}
 
 
 if __name__ == "__main__":

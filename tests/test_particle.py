@@ -17,6 +17,7 @@ import pytest
 import scipy.stats
 
 import retrodict as rd
+from bounded_law import Within
 
 UNTYPED = cast(Any, rd)
 """The library as it is called by those who do not read types."""
@@ -365,7 +366,7 @@ def test_a_lookahead_that_rules_out_every_particle_is_not_believed():
     model = rd.StateSpaceModel(
         rd.Gaussian(jnp.zeros(1), 0.1 * jnp.eye(1)),
         rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        rd.DistributionKernel(lambda x: dist.Uniform(x - 1.0, x + 1.0)),
+        rd.DistributionKernel(lambda x: Within(x, 1.0)),
     )
     ys = jnp.array([[0.0], [1.9]])
     options: dict[str, Any] = {"threshold": 1.0, "strict": False}
@@ -664,7 +665,7 @@ def test_a_model_in_single_precision_while_double_is_on(ys_kind: Any):
 BOUNDED = rd.StateSpaceModel(
     rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
     rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-    rd.DistributionKernel(lambda x: dist.Uniform(x - 2.0, x + 2.0)),
+    rd.DistributionKernel(lambda x: Within(x, 2.0)),
 )
 OUTLIER = np.array([[0.0], [0.5], [1000.0], [0.0], [-1000.0]])
 

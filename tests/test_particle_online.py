@@ -17,6 +17,7 @@ import pytest
 import scipy.stats
 
 import retrodict as rd
+from bounded_law import Within
 
 UNTYPED = cast(Any, rd)
 """The library as it is called by those who do not read types."""
@@ -341,7 +342,7 @@ def test_a_stream_says_when_it_failed():
     model = eqx.tree_at(
         lambda model: model.emission,
         SCALAR,
-        rd.DistributionKernel(lambda x: dist.Uniform(x - 2.0, x + 2.0)),
+        rd.DistributionKernel(lambda x: Within(x, 2.0)),
     )
     smoother = rd.OnlineSmoother(model, rd.StateSum(), 20)
     state = smoother.init(jax.random.key(0), jnp.zeros(1))

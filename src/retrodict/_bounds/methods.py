@@ -40,6 +40,7 @@ def largest(by_time: Float[Array, "time entry"], like: PyTree) -> tuple[Scalar, 
 
 
 def exact(problem: Problem) -> Found:
+    """The error itself: by closed forms, or on a grid."""
     functional, chain = problem.one_functional(), problem.linear_chain()
     quadratic = all(term.quadratic for term in functional.terms())
     x = jnp.zeros(problem.chain.state_dim, problem.series.ys.dtype)
@@ -67,6 +68,7 @@ def exact(problem: Problem) -> Found:
 
 
 def wasserstein_phi(problem: Problem) -> Found:
+    """Theorem 4, Wφ: the variational kernels under the exact marginals."""
     chain, sensitivity = problem.linear_chain(), problem.sensitivity()
     if problem.linear_gaussian:
         per_step = wasserstein.phi(chain, problem.exact()[0], sensitivity, problem.window)
@@ -85,6 +87,8 @@ def wasserstein_phi(problem: Problem) -> Found:
 
 
 def by_reference(bound: Callable[..., Array]) -> Callable[[Problem], Found]:
+    """A bound of Theorem 4 that needs the exact chain of a linear-Gaussian model."""
+
     def attempt(problem: Problem) -> Found:
         lipschitz = problem.lipschitz_in_single_states()
         per_step = bound(problem.linear_chain(), problem.exact()[0], lipschitz, problem.window)
@@ -120,9 +124,10 @@ def _curvature(problem: Problem) -> tuple[curved.Curvature, Float[Array, "time"]
 
 
 def score(problem: Problem) -> Found:
+    """Theorem 5 without truth: √(v E_q[sᵀ K₀⁻¹ s]) with s = ∇ log q − ∇ log p(·, y)."""
     found, variances = _curvature(problem)
     _, paths = problem.draw()
-    terms = _score_terms(problem.model, problem.chain, problem.series, found, paths)
+    terms = score_terms(problem.model, problem.chain, problem.series, found, paths)
     forms = jnp.sum(terms, axis=1)
     error = jnp.std(forms, ddof=1) / math.sqrt(forms.shape[0])
     mean, variance = jnp.mean(forms), jnp.sum(variances)
@@ -138,7 +143,7 @@ def score(problem: Problem) -> Found:
 
 
 @eqx.filter_jit
-def _score_terms(
+def score_terms(
     model: StateSpaceModel,
     chain: AbstractBackwardChain,
     series: Series,
@@ -159,12 +164,14 @@ def _score_terms(
 
 
 def elbo_gap(problem: Problem) -> Found:
+    """Theorem 5 with a known evidence: √(2 v (log p(y) − ELBO))."""
     gap, error, words = problem.gap()
     _, variances = _curvature(problem)
     return _from_gap(gap, error, variances, words)
 
 
 def total_variation(problem: Problem) -> Found:
+    """Theorem 1, S2φ, on the box of a grid."""
     oscillations, grid = problem.oscillations(), problem.grid
     _, variations = problem.kernel_distances()
     if grid is None:
@@ -177,6 +184,7 @@ def total_variation(problem: Problem) -> Found:
 
 
 def hoeffding(problem: Problem) -> Found:
+    """Theorem 3: √(½ (log p(y) − ELBO) Σ_j D_j²) with the ranges D_j on a grid."""
     problem.oscillations()
     functional, grid = problem.one_functional(), problem.grid
     if grid is None:
@@ -191,6 +199,7 @@ def hoeffding(problem: Problem) -> Found:
 
 
 def pinsker(problem: Problem) -> Found:
+    """Pinsker: the oscillation of the whole functional times √(½ (log p(y) − ELBO))."""
     oscillations = problem.oscillations()
     gap, error, words = problem.gap()
     return _from_gap(gap, error, 0.25 * oscillations * jnp.sum(oscillations), words)

@@ -131,6 +131,14 @@ class _Contents(NamedTuple):
     archive: zipfile.ZipFile
 
 
+def _version(name: str) -> str:
+    """The version of a package; the library may run from its source without being installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def _pack(obj: Any, metadata: Any) -> bytes | memoryview:
     """The bytes of the file."""
     writer = Writer()
@@ -141,7 +149,7 @@ def _pack(obj: Any, metadata: Any) -> bytes | memoryview:
     except (TypeError, ValueError) as error:
         raise TypeError(f"metadata must be something that JSON can hold: {error}.") from error
     content = {"tree": tree, "arrays": writer.arrays, "metadata": metadata}
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "numpy", "retrodict")}
+    versions = {name: _version(name) for name in ("jax", "numpy", "retrodict")}
     manifest = {
         "format": FORMAT,
         "version": VERSION,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from retrodict import _linalg as linalg
@@ -210,6 +211,9 @@ def inverse_cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
 
 
 def _inverse_cholesky(a: Array) -> Array:
+    if a.shape == (1, 1):
+        # One operation, where the general form has five that XLA does not fuse.
+        return lax.rsqrt(a)
     return linalg.solve_triangular(linalg.cholesky(a), jnp.eye(a.shape[0], dtype=a.dtype))
 
 

@@ -85,7 +85,7 @@ def _forward(
     points, log_quadrature = grid.points, grid.log_quadrature
 
     def update(log_predicted: Array, row: Any) -> tuple[Array, Array]:
-        log_joint = log_predicted + log_quadrature + _log_emission(model, points, *row)
+        log_joint = log_predicted + log_quadrature + log_emission(model, points, *row)
         peak = jax.lax.stop_gradient(jnp.max(log_joint))
         joint = jnp.exp(log_joint - peak)
         total = jnp.sum(joint)
@@ -107,7 +107,7 @@ def _forward(
 
     rows = (series.ys, series.mask, series.inputs, series.exists())
     first = jax.tree.map(lambda leaf: leaf[0], rows[:3])
-    initial, increment = update(_log_prior(model, points), first)
+    initial, increment = update(log_prior(model, points), first)
     _, (weights, predicted, increments) = jax.lax.scan(
         step, initial, jax.tree.map(lambda leaf: leaf[1:], rows)
     )
@@ -118,13 +118,15 @@ def _forward(
     )
 
 
-def _log_prior(model: StateSpaceModel, points: Array) -> Float[Array, "point"]:
+def log_prior(model: StateSpaceModel, points: Array) -> Float[Array, "point"]:
+    """The log density of the prior at the points."""
     return _at_points(lambda x: jnp.sum(jnp.asarray(model.prior.log_prob(x))), points)
 
 
-def _log_emission(
+def log_emission(
     model: StateSpaceModel, points: Array, y: Array, mask: Array | None, u: Array | None
 ) -> Float[Array, "point"]:
+    """The log density of what was seen at one time, at the points."""
     emission: Any = model.emission
     u = u if emission.takes_input else None
     return _at_points(lambda x: emission.log_prob(x, y, u=u, mask=mask), points)
@@ -139,8 +141,8 @@ def mass_outside(model: StateSpaceModel, series: Series, grid: Grid) -> Float[Ar
     wide, outside = grid.surroundings()
     mask = None if series.mask is None else series.mask[0]
     u = None if series.inputs is None else series.inputs[0]
-    log_mass = _log_prior(model, wide.points) + wide.log_quadrature
-    log_mass = log_mass + _log_emission(model, wide.points, series.ys[0], mask, u)
+    log_mass = log_prior(model, wide.points) + wide.log_quadrature
+    log_mass = log_mass + log_emission(model, wide.points, series.ys[0], mask, u)
     # Beyond the box a model may be undefined, a logarithm of a negative state for one.
     log_mass = jax.lax.stop_gradient(jnp.where(jnp.isfinite(log_mass), log_mass, -jnp.inf))
     mass = jnp.exp(log_mass - jnp.max(log_mass))

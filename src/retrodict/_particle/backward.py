@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._particle.exponential import LOG2_E, power_of_two
 from retrodict._particle.pairs import Pairs, by_products, log2_bound, squared_distance
-from retrodict._particle.resampling import cumulative, independent, uniforms
+from retrodict._particle.resampling import cumulative, independent, inverse, uniforms
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
 
@@ -113,11 +113,11 @@ class MCMCBackward(AbstractBackwardSampler):
         sums, count = cumulative(jnp.exp(log_weights)), xs.shape[0]
         prepared = pairs.prepare(xs)
         at, value = ancestors, pairs.each(ancestors, prepared)
-        for move_key in jax.random.split(key, self.num_moves):
-            propose_key, accept_key = jax.random.split(move_key)
-            proposed = independent(propose_key, sums, (count,))
-            new = pairs.each(proposed, prepared)
-            level = uniforms(accept_key, (count,), xs.dtype)
+        # Proposals do not depend on where a path is: those of all moves are made at once.
+        positions, levels = uniforms(key, (2, self.num_moves, count), xs.dtype)
+        proposals = inverse(sums, positions)
+        news = jax.vmap(pairs.each, in_axes=(0, None))(proposals, prepared)
+        for proposed, new, level in zip(proposals, news, levels, strict=True):
             accepted = level < power_of_two(jnp.minimum(new - value, 1.0))
             at = jnp.where(accepted, proposed, at)
             value = jnp.where(accepted, new, value)
