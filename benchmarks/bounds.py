@@ -172,7 +172,7 @@ def gaussian() -> dict[str, Any]:
             free = jnp.arange(keys.shape[0]) % 2 == 0
             run = jax.jit(
                 lambda keys, free, n=n, d=d: jax.lax.map(
-                    lambda at: instance(*at, n, d), (keys, free), batch_size=50
+                    lambda at: instance(at[0], at[1], n, d), (keys, free), batch_size=50
                 )
             )
             parts.append(jax.tree.map(np.asarray, run(keys, free)))

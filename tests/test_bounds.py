@@ -17,7 +17,7 @@ import scipy.stats
 
 import retrodict as rd
 from linear_models import lower_factor, random_mask, random_model
-from retrodict._bounds import curvature, distances, gains, on_grid, wasserstein
+from retrodict._bounds import curvature, distances, gains, mixing, on_grid, wasserstein
 from retrodict._bounds.check import pareto_shape
 from retrodict._mask import Series
 
@@ -104,8 +104,8 @@ def test_bures_is_the_formula_with_matrix_roots(key: Any):
     rng = np.random.default_rng(0)
     p, q = gaussian(rng, 3), gaussian(rng, 3)
     a, b = np.asarray(p.covariance), np.asarray(q.covariance)
-    root = scipy.linalg.sqrtm(a)
-    cross = scipy.linalg.sqrtm(root @ b @ root).real
+    root = np.asarray(scipy.linalg.sqrtm(a))
+    cross = np.real(np.asarray(scipy.linalg.sqrtm(root @ b @ root)))
     squared = np.sum((p.mean - q.mean) ** 2) + np.trace(a + b - 2 * cross)
     assert distances.bures(p, q) == pytest.approx(math.sqrt(squared), rel=1e-10)
 
@@ -604,10 +604,8 @@ def test_h1_on_a_grid_and_by_sampling(counts: Any):
     # Pinsker's closed form is above the sum over a grid, where both apply.
     instance = Instance(15, 1)
     above = np.asarray(rd.h1_constants(instance.model, instance.chain, instance.ys))
-    from retrodict._bounds.mixing import _over_grid
-
     series = Series(instance.ys, None, None, None)
-    summed = np.asarray(_over_grid(instance.model, instance.chain, series, GRID))
+    summed = np.asarray(mixing._over_grid(instance.model, instance.chain, series, GRID))
     assert (summed <= above + 1e-6).all() and (summed > 0.5 * above).all()
     with pytest.raises(ValueError, match="pass a grid, or a key"):
         rd.h1_constants(model, chain, ys)
@@ -617,10 +615,13 @@ def test_h2_holds_on_the_domain(counts: Any):
     model, _, chain, _ = counts
     domain = rd.Grid([-1.0], [1.0], 41)
     found = rd.h2_constants(model, chain, domain)
-    law = scipy.stats.norm(scale=0.5)
+
+    def density(x: float) -> float:
+        return float(scipy.stats.norm.pdf(x, scale=0.5))
+
     # The transition's own extremes: at its mean, and from one end of the box to the other.
-    assert float(found.sigma_plus) >= law.pdf(0) * (1 - 1e-3)
-    assert 0 < float(found.sigma_minus) <= law.pdf(1.8)
+    assert float(found.sigma_plus) >= density(0.0) * (1 - 1e-3)
+    assert 0 < float(found.sigma_minus) <= density(1.8)
     ratio = float(found.sigma_minus / found.sigma_plus)
     assert float(found.rho) == pytest.approx(1 - ratio)
     assert float(found.rho_bar) == pytest.approx((1 - ratio) / (1 + ratio))

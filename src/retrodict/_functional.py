@@ -270,9 +270,9 @@ class Observations(eqx.Module):
         inputs: inputs of shape `(time, input)`, or `None`.
     """
 
-    ys: Float[Array, "*time obs"]
-    mask: Bool[Array, "*time obs"] | None
-    inputs: Float[Array, "*time input"] | None
+    ys: Float[Array, "... obs"]
+    mask: Bool[Array, "... obs"] | None
+    inputs: Float[Array, "... input"] | None
 
 
 def observations(

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from retrodict._gaussian import Diagonal, Gaussian, scale_diagonal
 from retrodict._kernel import (
     AbstractKernel,
+    AbstractLinearGaussianKernel,
     Distribution,
     LinearGaussianKernel,
     NonlinearGaussianKernel,
@@ -194,6 +195,14 @@ def check_densities(
                 f" {np.asarray(pivots)}. Give every coordinate some noise, if small; for exact"
                 " smoothing with singular noise use kalman_smoother."
             )
+
+
+def is_linear_gaussian(model: StateSpaceModel) -> bool:
+    """Whether an unwrapped model has a Gaussian prior and linear-Gaussian kernels."""
+    kernels = (model.transition, model.emission)
+    return isinstance(model.prior, Gaussian) and all(
+        isinstance(kernel, AbstractLinearGaussianKernel) for kernel in kernels
+    )
 
 
 def learnable(model: StateSpaceModel) -> StateSpaceModel:

@@ -14,11 +14,16 @@ from retrodict._chain import LinearGaussianChain
 from retrodict._expectation import check_chain
 from retrodict._gaussian import Gaussian
 from retrodict._grid import Grid
+from retrodict._grid.recursion import log_emission, log_prior
 from retrodict._grid.transition import densities
 from retrodict._kalman import kalman_smoother
-from retrodict._kernel import AbstractLinearGaussianKernel
 from retrodict._mask import Series
-from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._model import (
+    StateSpaceModel,
+    check_densities,
+    is_linear_gaussian,
+    prepare_data,
+)
 from retrodict._parameters import unwrap
 from retrodict._types import Scalar
 from retrodict._validate import check_count, check_key
@@ -87,7 +92,7 @@ def h1_constants(
             f"The chain has {chain.num_times} rows and {chain.state_dim} state dimensions, the data"
             f" {series.num_times} rows and the model {model.state_dim} state dimensions."
         )
-    if _is_linear_gaussian(model):
+    if is_linear_gaussian(model):
         return _in_closed_form(model, chain, series)
     if grid is not None:
         if grid.dim != 1 or model.state_dim != 1:
@@ -99,13 +104,6 @@ def h1_constants(
         )
     check_key(key, "h1_constants")
     return _by_sampling(model, chain, series, key, check_count(num_samples, "num_samples"))
-
-
-def _is_linear_gaussian(model: StateSpaceModel) -> bool:
-    kernels = (model.transition, model.emission)
-    return isinstance(model.prior, Gaussian) and all(
-        isinstance(kernel, AbstractLinearGaussianKernel) for kernel in kernels
-    )
 
 
 @eqx.filter_jit
@@ -157,7 +155,7 @@ def _over_grid(
     points, quadrature = grid.points, jnp.exp(grid.log_quadrature)
 
     def likelihood(row: tuple) -> Array:
-        logs = jax.vmap(lambda x: _log_emission(model, x, row))(points)
+        logs = log_emission(model, points, *row)
         return jnp.exp(logs - jnp.max(logs))
 
     def step(at: tuple) -> Array:
@@ -172,8 +170,11 @@ def _over_grid(
     earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
     later = jax.tree.map(lambda leaf: leaf[1:], chain.laws)
     rest = lax.map(step, (earlier, later, chain.kernels, jax.tree.map(lambda r: r[1:], rows)))
-    prior = jax.vmap(lambda x: jnp.exp(jnp.sum(jnp.asarray(model.prior.log_prob(x)))))(points)
-    exact = prior * quadrature * likelihood(jax.tree.map(lambda r: r[0], rows))
+    exact = (
+        jnp.exp(log_prior(model, points))
+        * quadrature
+        * likelihood(jax.tree.map(lambda r: r[0], rows))
+    )
     own, _ = law_on(grid, jax.tree.map(lambda leaf: leaf[0], chain.laws))
     return jnp.append(jnp.sum(jnp.abs(own - exact / jnp.sum(exact))), rest)
 

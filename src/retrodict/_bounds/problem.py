@@ -22,12 +22,15 @@ from retrodict._functional import (
     check_constant,
     variation,
 )
-from retrodict._gaussian import Gaussian
 from retrodict._grid import GridPosterior
 from retrodict._kalman import kalman_smoother
-from retrodict._kernel import AbstractLinearGaussianKernel
 from retrodict._mask import Series
-from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._model import (
+    StateSpaceModel,
+    check_densities,
+    is_linear_gaussian,
+    prepare_data,
+)
 from retrodict._parameters import unwrap
 from retrodict._particle import ParticlePosterior
 from retrodict._types import Scalar
@@ -104,10 +107,7 @@ class Problem:
 
     @property
     def linear_gaussian(self) -> bool:
-        kernels = (self.model.transition, self.model.emission)
-        return isinstance(self.model.prior, Gaussian) and all(
-            isinstance(kernel, AbstractLinearGaussianKernel) for kernel in kernels
-        )
+        return is_linear_gaussian(self.model)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from retrodict._validate import is_concrete
 MAX_POINTS = 600
 """How many points a grid may have: bounds cost the cube of it at every time."""
 
-MAX_ENTRIES = 2e8
+MAX_ENTRIES = 2e7
 """How many entries a table over all times and pairs of points may have: 1.6 GB of float64."""
 
 

@@ -149,7 +149,7 @@ class FiniteProblem(eqx.Module):
             model: a model with a state of dimension 1 or 2, whose transition has a density.
             chain: a linear-Gaussian chain, with one row for each of n ≥ 2 rows of `ys`.
             ys: observations, of shape `(time, obs)`; NaN where missing.
-            grid: S points, at most 600; arrays of n S² entries are made, at most 2e8.
+            grid: S points, at most 600; arrays of n S² entries are made, at most 2e7.
             functional: an additive functional whose value is one number. Its value at x_0 is filed
                 with the first pair.
             data: a pytree with one row a time step, which the functional reads; for `LogJoint` the
