@@ -557,6 +557,153 @@ def test_constants_of_functionals_are_checked(untyped: None):
         rd.AnyLipschitz(math.inf)
 
 
+# Where a bound would be zero by accident
+
+
+def test_curvature_that_is_not_positive_is_declined():
+    # A truthful declaration: −∂² log g is at least −4(|y| + 1)/0.09 for y = cos 2x + noise.
+    emission = rd.NonlinearGaussianKernel(
+        lambda x: jnp.cos(2 * x),
+        rd.Diagonal(0.3 * jnp.ones(1)),
+        curvature=lambda y: -4 * (jnp.abs(y[0]) + 1) / 0.09 * jnp.eye(1),
+    )
+    model = nonlinear_model(emission)
+    _, ys = model.simulate(jax.random.key(0), N)
+    one = nonlinear_model(rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)))
+    chain = rd.kalman_smoother(one, ys).chain
+    with pytest.raises(ValueError, match="not positive definite"):
+        rd.error_bound(model, chain, ys, rd.AnyLipschitz(), key=jax.random.key(0), method="score")
+
+
+@pytest.mark.parametrize("method", ["score", "elbo_gap"])
+def test_laws_without_a_density_have_no_score_and_no_gap(method: Any):
+    instance = Instance(19, 1)
+    chain = instance.exact
+    point = rd.LinearGaussianChain.from_arrays(
+        chain.laws.mean,
+        0 * chain.laws.scale_tril,
+        chain.kernels.weight,
+        chain.kernels.bias,
+        0 * chain.kernels.scale_tril,
+    )
+    with pytest.raises(ValueError, match="singular at some time"):
+        rd.error_bound(
+            instance.model,
+            point,
+            instance.ys,
+            rd.AnyLipschitz(),
+            key=jax.random.key(0),
+            method=method,
+        )
+
+
+def test_a_time_step_of_zero_leaves_the_wasserstein_bounds():
+    def walk(scale: float) -> rd.StateSpaceModel:
+        return rd.StateSpaceModel(
+            rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+            rd.VaryingLinearGaussianKernel(
+                lambda u: (jnp.eye(1), jnp.zeros(1), scale * jnp.sqrt(u)[:, None])
+            ),
+            rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        )
+
+    inputs = jnp.array([1.0, 1.0, 0.0, 1.0, 0.5])[:, None]
+    _, ys = walk(1.0).simulate(jax.random.key(0), 5, inputs=inputs)
+    chain = rd.kalman_smoother(walk(0.8), ys, inputs=inputs).chain
+    found = rd.error_bound(
+        walk(1.0), chain, ys, rd.AnyLipschitz(), inputs=inputs, key=jax.random.key(0)
+    )
+    assert "elbo_gap" not in found.considered and "score" not in found.considered
+    signed = rd.error_bound(walk(1.0), chain, ys, rd.StateSum(), inputs=inputs)
+    assert 0 < float(signed.value) <= float(found.value)
+
+
+def test_the_gap_of_a_close_chain_is_not_rounding(x32: None):
+    model = random_model(np.random.default_rng(0), 1, 1)
+    model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), model)
+    _, ys = model.simulate(jax.random.key(0), 200)
+    near = jax.tree.map(lambda leaf: leaf * 1.0003, model)
+    chain = rd.kalman_smoother(near, ys).chain
+    worst = rd.error_bound(model, chain, ys, rd.StateSum())
+    found = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), method="elbo_gap")
+    assert float(found.value) >= float(worst.value) > 0
+
+
+def test_the_gap_is_the_evidence_minus_the_elbo():
+    for d in (1, 2):
+        instance = Instance(21, d)
+        gap = instance.log_evidence - rd.elbo(instance.model, instance.chain, instance.ys)
+        reference = wasserstein.reference_of(instance.exact)
+        found = wasserstein.divergence(instance.chain, reference)
+        assert float(found) == pytest.approx(float(gap), rel=1e-8)
+
+
+def test_signs_of_scales_do_not_matter():
+    instance = Instance(23, 1)
+    chain = instance.chain
+    flipped = rd.LinearGaussianChain.from_arrays(
+        chain.laws.mean,
+        -chain.laws.scale_tril,
+        chain.kernels.weight,
+        chain.kernels.bias,
+        -chain.kernels.scale_tril,
+    )
+    found = rd.error_bound(instance.model, flipped, instance.ys, rd.AnyBounded())
+    assert float(found.value) == pytest.approx(float(instance.bound(rd.AnyBounded()).value))
+
+
+def test_mass_beyond_the_box_is_not_forgotten():
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        transition=rd.LinearGaussianKernel(jnp.zeros((1, 1)), jnp.zeros(1), jnp.eye(1)),
+        emission=rd.NonlinearGaussianKernel(lambda x: x, rd.Diagonal(jnp.ones(1))),
+    )
+    ys = jnp.zeros((4, 1))
+    posterior = rd.grid_smoother(model, ys, rd.Grid([-7.0], [7.0], 200))
+    far = rd.LinearGaussianChain.from_arrays(
+        jnp.full((4, 1), 12.0),
+        jnp.ones((4, 1, 1)),
+        jnp.zeros((3, 1, 1)),
+        jnp.full((3, 1), 12.0),
+        jnp.ones((3, 1, 1)),
+    )
+    beyond = rd.StateFunctional(lambda x, data: 1.0 * (x[0] > 9), oscillation=1.0)
+    found = rd.error_bound(model, far, ys, beyond, reference=posterior, key=jax.random.key(0))
+    assert set(found.considered) == {"pinsker"} and float(found.value) > 3.9
+
+
+def test_jumps_within_a_cell_are_added():
+    instance = Instance(25, 1)
+    model = rd.StateSpaceModel(
+        instance.model.prior,
+        instance.model.transition,
+        # The same law, but not known to be linear.
+        rd.NonlinearGaussianKernel(
+            lambda x: instance.model.emission.law(x).mean, instance.model.emission.scale_tril
+        ),
+    )
+    posterior = rd.grid_smoother(model, instance.ys, rd.Grid([-9.0], [9.0], 121))
+    for level in (-0.31, 0.02, 0.44):
+        above = rd.StateFunctional(lambda x, data, level=level: 1.0 * (x[0] > level))
+        found = rd.error_bound(
+            model, instance.chain, instance.ys, above, reference=posterior, method="exact"
+        )
+        truth = sum(
+            sign * scipy.stats.norm.sf((level - laws.mean) / laws.std).sum()
+            for sign, laws in ((1, instance.chain.marginals()), (-1, instance.exact.marginals()))
+        )
+        assert abs(truth) <= float(found.value) * (1 + 1e-6), level
+
+
+def test_a_reference_of_another_series_or_model_is_refused(counts: Any):
+    model, ys, chain, posterior = counts
+    with pytest.raises(ValueError, match="another model or another series"):
+        rd.error_bound(model, chain, ys[::-1], rd.AnyLipschitz(), reference=posterior)
+    particles = rd.ffbsi(jax.random.key(0), model, ys, 50)
+    with pytest.raises(ValueError, match="its observations differ"):
+        rd.error_bound(model, chain, ys[::-1], rd.StateSum(), reference=particles)
+
+
 # The paper's own quantities
 
 
@@ -605,8 +752,12 @@ def test_h1_on_a_grid_and_by_sampling(counts: Any):
     instance = Instance(15, 1)
     above = np.asarray(rd.h1_constants(instance.model, instance.chain, instance.ys))
     series = Series(instance.ys, None, None, None)
-    summed = np.asarray(mixing._over_grid(instance.model, instance.chain, series, GRID))
+    summed, misfit = mixing._over_grid(instance.model, instance.chain, series, GRID)
+    assert float(misfit) < 1e-6
+    summed = np.asarray(summed)
     assert (summed <= above + 1e-6).all() and (summed > 0.5 * above).all()
+    with pytest.raises(ValueError, match="widen or refine it"):
+        rd.h1_constants(model, chain, ys, grid=rd.Grid([0.0], [1.0], 50))
     with pytest.raises(ValueError, match="pass a grid, or a key"):
         rd.h1_constants(model, chain, ys)
 
@@ -633,9 +784,14 @@ def test_h2_holds_on_the_domain(counts: Any):
 @pytest.mark.parametrize("shape", [0.3, 0.7, 1.2])
 def test_the_pareto_shape_is_found(shape: float):
     draws = scipy.stats.genpareto(shape).rvs(20_000, random_state=1)
-    found = float(pareto_shape(jnp.log(jnp.asarray(1.0 + draws))))
+    found = pareto_shape(np.log(1.0 + draws))
     # The tail of 425 draws has a standard error of about (1 + shape) / 20.
     assert found == pytest.approx(shape, abs=3 * (1 + shape) / 20)
+
+
+def test_weights_that_span_everything_have_no_finite_shape():
+    spread = 1000 * np.random.default_rng(0).normal(size=1000)
+    assert pareto_shape(spread.astype(np.float32)) > 10
 
 
 def test_an_exact_posterior_passes_every_check():

@@ -317,7 +317,7 @@ def _log_prob(chain: LinearGaussianChain, path: Float[Array, "time state"]) -> S
 def _entropy(chain: LinearGaussianChain) -> Scalar:
     kernels, exists = _finite_kernels(chain)
     pivots = jnp.diagonal(kernels.scale_tril, axis1=-2, axis2=-1)
-    steps = 0.5 * chain.state_dim * (1.0 + LOG_2PI) + jnp.sum(jnp.log(pivots), axis=-1)
+    steps = 0.5 * chain.state_dim * (1.0 + LOG_2PI) + jnp.sum(jnp.log(jnp.abs(pivots)), axis=-1)
     return chain.terminal.entropy() + jnp.sum(jnp.where(exists, steps, 0.0))
 
 

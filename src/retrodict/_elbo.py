@@ -89,7 +89,7 @@ def elbo(
     _check_model(model, chain)
     estimator = _default_estimator(model) if estimator is None else estimator
     check_estimator(estimator, key, with_standard_error, "elbo")
-    length = _common_length(chain, length)
+    length = common_length(chain, length)
     series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
     if series.num_times != chain.num_times:
         raise ValueError(
@@ -245,7 +245,7 @@ def _default_estimator(model: StateSpaceModel) -> AbstractEstimator:
     )
 
 
-def _common_length(chain: AbstractBackwardChain, length: Any) -> Any:
+def common_length(chain: AbstractBackwardChain, length: Any) -> Any:
     """The length of the series, that of the chain; refused if the two are known to differ."""
     own = getattr(chain, "length", None)
     if length is None:

@@ -8,6 +8,7 @@ time, each in the cheapest way that it allows.
 """
 
 import math
+import numbers
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
 from retrodict._gaussian import Gaussian
@@ -51,7 +53,7 @@ def check_constant(value: float | None, name: str) -> float:
     """A declared constant, which must be finite and not negative; infinity for `None`."""
     if value is None:
         return math.inf
-    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+    if not (isinstance(value, (numbers.Real, np.number)) and 0 <= value < math.inf):
         raise ValueError(f"{name} must be a finite number that is not negative, got {value!r}.")
     return float(value)
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from retrodict._bounds.distances import sample_moments
 from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
+from retrodict._elbo import common_length
 from retrodict._expectation import check_chain
 from retrodict._gaussian import Gaussian, scale_solve
 from retrodict._mask import Series
@@ -29,6 +30,12 @@ TAIL = 1e-3
 
 MANY_MISSED = 0.05
 """A share of states where the chain has no mass, above which it has lost part of the posterior."""
+
+FEWEST = 5
+"""How many weights a tail must have for a shape to be fitted to it."""
+
+FEWEST_PATHS = 200
+"""With fewer paths, single states make shares of 5% at some time by chance."""
 
 MANY_NATS = 3.0
 """A gap beyond which the ELBO and the evidence say that the chain is far from the posterior."""
@@ -109,11 +116,13 @@ def check_posterior(
     check_key(key, "check_posterior")
     check_chain(chain, "check_posterior")
     count = check_count(num_samples, "num_samples")
-    if count < 25:
-        raise ValueError(f"check_posterior fits a tail and needs 25 paths or more, got {count}.")
+    if count < FEWEST_PATHS:
+        raise ValueError(
+            f"check_posterior expects num_samples of {FEWEST_PATHS} or more, got {count}: with"
+            " fewer, it would raise false alarms."
+        )
     model = unwrap(model)
-    own = getattr(chain, "length", None)
-    options = {"mask": mask, "inputs": inputs, "length": own if length is None else length}
+    options = {"mask": mask, "inputs": inputs, "length": common_length(chain, length)}
     path_key, particle_key = jax.random.split(key)
     if reference is None:
         reference = ffbsi(particle_key, model, ys, count, **options)
@@ -121,6 +130,11 @@ def check_posterior(
         raise TypeError(
             "check_posterior expects a ParticlePosterior as its reference, got"
             f" {type(reference).__name__}."
+        )
+    if reference.samples.shape[1:] != (chain.num_times, chain.state_dim):
+        raise ValueError(
+            f"The reference must have paths of shape {(chain.num_times, chain.state_dim)} as the"
+            f" chain, got {reference.samples.shape[1:]}."
         )
     paths = chain.sample(path_key, count)
     log_weights = _log_weights(model, chain, paths, prepare_data(model, ys, **options))
@@ -131,16 +145,27 @@ def check_posterior(
     missed = jnp.where(jnp.arange(missed.shape[0]) < n, missed, 0.0)
     evidence = reference.log_evidence, reference.filtered.log_evidence_standard_error()
     k_hat = pareto_shape(log_weights)
-    messages = _messages(float(k_hat), value, error, *evidence, np.asarray(missed))
-    return PosteriorCheck(k_hat, value, error, *evidence, missed, messages)
+    messages = _messages(k_hat, value, error, *evidence, np.asarray(missed), int(reference.status))
+    return PosteriorCheck(jnp.asarray(k_hat), value, error, *evidence, missed, messages)
 
 
 def _messages(
-    k_hat: float, value: Any, error: Any, evidence: Any, evidence_error: Any, missed: np.ndarray
+    k_hat: float,
+    value: Any,
+    error: Any,
+    evidence: Any,
+    evidence_error: Any,
+    missed: np.ndarray,
+    status: int,
 ) -> tuple[str, ...]:
     found = []
     worst = int(np.argmax(missed))
-    if missed[worst] > MANY_MISSED:
+    if status != 0:
+        found.append(
+            f"particles: the particle smoother itself reports status {status}, so that it says"
+            " nothing of modes; run it with more particles"
+        )
+    elif missed[worst] > MANY_MISSED:
         found.append(
             f"mode loss: at time {worst}, {missed[worst]:.0%} of the states of the particle"
             f" smoother lie where the chain has {TAIL:.1%} of its mass, and at"
@@ -206,33 +231,38 @@ def _missed(
     return jax.vmap(at_time, in_axes=(0, 1))(laws, states)
 
 
-def pareto_shape(log_weights: Float[Array, "sample"]) -> Scalar:
+def pareto_shape(log_weights: Any) -> float:
     """The shape k̂ of a generalised Pareto law fitted to the largest weights.
 
     The tail is the largest min(S/5, 3√S) of S weights; its shape is the weighted mean of Zhang and
     Stephens (2009) over a profile likelihood, drawn towards ½ as Vehtari et al. (2024) do. Weights
-    without a tail, as of the exact posterior, give −∞.
+    without a tail, as of the exact posterior, give −∞; weights of which hardly any but the largest
+    is above zero give ∞. It is taken in double precision on the host, since weights span more than
+    single precision holds.
     """
-    count = log_weights.shape[0]
-    size = math.ceil(min(0.2 * count, 3 * math.sqrt(count)))
-    ordered = jnp.sort(log_weights)
+    ordered = np.sort(np.asarray(log_weights, np.float64))
+    size = math.ceil(min(0.2 * ordered.size, 3 * math.sqrt(ordered.size)))
     # Against rounding: the log densities of a long path are large, and agree to a few digits less.
-    rounding = 1e3 * jnp.finfo(ordered.dtype).eps * jnp.max(jnp.abs(ordered))
-    weights = jnp.exp(ordered - ordered[-1])
-    excess = weights[-size:] - weights[-size - 1]
-    flat = ordered[-1] - ordered[-size - 1] <= rounding
-    shape = _zhang_stephens(jnp.where(flat, jnp.arange(1.0, size + 1), excess))
-    return jnp.where(flat, -jnp.inf, shape)
+    rounding = 1e3 * np.finfo(np.asarray(log_weights).dtype).eps * np.max(np.abs(ordered))
+    if not np.all(np.isfinite(ordered)):
+        return math.inf
+    if ordered[-1] - ordered[-size - 1] <= rounding:
+        return -math.inf
+    weights = np.exp(ordered[-size - 1 :] - ordered[-1])
+    excess = weights[1:] - weights[0]
+    excess = excess[excess > np.finfo(np.float64).tiny]
+    return _zhang_stephens(excess) if excess.size >= FEWEST else math.inf
 
 
-def _zhang_stephens(excess: Float[Array, "tail"]) -> Scalar:
-    size = excess.shape[0]
+def _zhang_stephens(excess: np.ndarray) -> float:
+    size = excess.size
     num_points = 30 + math.isqrt(size)
-    quartile = excess[math.floor(size / 4 + 0.5) - 1]
-    steps = 1 - jnp.sqrt(num_points / (jnp.arange(1, num_points + 1) - 0.5))
-    slopes = 1 / excess[-1] + steps / (3 * jnp.maximum(quartile, jnp.finfo(excess.dtype).tiny))
-    shapes = jnp.mean(jnp.log1p(-slopes[:, None] * excess[None, :]), axis=1)
-    profile = size * (jnp.log(-slopes / shapes) - shapes - 1)
-    slope = jnp.sum(slopes * jax.nn.softmax(profile))
-    shape = jnp.mean(jnp.log1p(-slope * excess))
-    return (size * shape + 5.0) / (size + 10.0)
+    quartile = excess[max(math.floor(size / 4 + 0.5), 1) - 1]
+    steps = 1 - np.sqrt(num_points / (np.arange(1, num_points + 1) - 0.5))
+    slopes = 1 / excess[-1] + steps / (3 * quartile)
+    shapes = np.mean(np.log1p(-slopes[:, None] * excess[None, :]), axis=1)
+    profile = size * (np.log(-slopes / shapes) - shapes - 1)
+    weights = np.exp(profile - np.max(profile))
+    slope = np.sum(slopes * weights) / np.sum(weights)
+    shape = np.mean(np.log1p(-slope * excess))
+    return float((size * shape + 5.0) / (size + 10.0))

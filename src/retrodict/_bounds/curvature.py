@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from retrodict import _linalg as linalg
 from retrodict._bounds.distances import norms
@@ -34,11 +34,14 @@ class Curvature(NamedTuple):
         pivots: l_k, the lower factors of the pivots D_k.
         gains: G_k = −D_k⁻¹ K₀[k, k+1], so that K₀⁻¹[i, j] = G_i ⋯ G_{j-1} K₀⁻¹[j, j] for i ≤ j.
         covariances: K₀⁻¹[k, k].
+        definite: whether all pivots are positive beyond rounding. Where they are not, the other
+            numbers mean nothing.
     """
 
     pivots: Float[Array, "time d d"]
     gains: Float[Array, "pair d d"]
     covariances: Float[Array, "time d d"]
+    definite: Bool[Array, ""]
 
     def quadratic_form(self, s: Float[Array, "time d"]) -> Float[Array, "time"]:
         """The terms of sᵀ K₀⁻¹ s, one a time."""
@@ -61,7 +64,7 @@ class Curvature(NamedTuple):
 
 
 def eliminate(blocks: Float[Array, "time d d"], between: Float[Array, "pair d d"]) -> Curvature:
-    """The elimination of a block-tridiagonal matrix, which must be positive definite.
+    """The elimination of a block-tridiagonal matrix, which should be positive definite.
 
     Args:
         blocks: K₀[k, k].
@@ -88,7 +91,11 @@ def eliminate(blocks: Float[Array, "time d d"], between: Float[Array, "pair d d"
         return here, here
 
     _, earlier = lax.scan(back, noises[-1], (gains, noises[:-1]), reverse=True)
-    return Curvature(pivots, gains, jnp.concatenate([earlier, noises[-1:]]))
+    sizes = jnp.diagonal(blocks, axis1=1, axis2=2)
+    squares = jnp.diagonal(pivots, axis1=1, axis2=2) ** 2
+    # Of a pivot that is not positive `cholesky` makes zero or NaN, and neither is above rounding.
+    definite = jnp.all(squares > 1e3 * jnp.finfo(blocks.dtype).eps * jnp.abs(sizes))
+    return Curvature(pivots, gains, jnp.concatenate([earlier, noises[-1:]]), definite)
 
 
 def why_unknown(model: StateSpaceModel) -> str | None:

@@ -38,8 +38,8 @@ class ErrorBound(eqx.Module):
 
     Attributes:
         value: the bound of |E_q h − E h|; of the largest entry if the functional has several.
-        per_step: what each time contributes to it; the contributions to an exact error are signed,
-            the others sum to the value.
+        per_step: what each time contributes. Contributions to an error that was computed or
+            estimated are signed; those to a bound sum to its value.
         rigorous: whether it is a theorem that the error is not larger, up to what `rests_on` names.
         rests_on: what was taken for granted, in words.
         method: how it was obtained.
@@ -116,7 +116,8 @@ def error_bound(
         chain: the law of paths whose error is asked for.
         ys: observations, of shape `(time, obs)`; NaN where missing.
         functional: what the expectation is taken of; it may declare Lipschitz constants and
-            oscillations. Or a class of functionals: `AnyLipschitz()`, `AnyBounded()`.
+            oscillations, which are taken at their word. Or a class of functionals:
+            `AnyLipschitz()`, `AnyBounded()`.
         data: a pytree with one row a time step, which the functional reads; for `LogJoint` and
             `Score` the observations by themselves.
         reference: the exact posterior on a grid, or paths of a particle smoother.
@@ -153,7 +154,7 @@ def error_bound(
                 f"error_bound expects method 'auto' or one of {get_args(Method)}, got {method!r}."
             )
         try:
-            found = _METHODS[method](problem)
+            found = _attempt(_METHODS[method], problem)
         except Declined as reason:
             raise ValueError(f"The method {method!r} does not apply here: {reason}.") from None
         return _bound(method, found, {method: found.value}, ())
@@ -164,7 +165,7 @@ def error_bound(
         if results and (name == "estimate" or "exact" in results):
             break
         try:
-            results[name] = attempt(problem)
+            results[name] = _attempt(attempt, problem)
         except Declined as reason:
             declined.append((name, str(reason)))
     if not results:
@@ -173,6 +174,14 @@ def error_bound(
     best: Any = min(results, key=lambda name: float(results[name].value))
     considered = {name: found.value for name, found in results.items()}
     return _bound(best, results[best], considered, tuple(declined))
+
+
+def _attempt(method: Callable[[Problem], Found], problem: Problem) -> Found:
+    """What a method gives, declined if it is no number: the least of several would pick it."""
+    found = method(problem)
+    if not bool(jnp.isfinite(found.value)):
+        raise Declined(f"its value is {float(found.value)}")
+    return found
 
 
 def _bound(method: Any, found: Found, considered: dict, declined: tuple) -> ErrorBound:

@@ -54,7 +54,10 @@ def _estimated_error(problem: Problem, particles: ParticlePosterior, words: str)
     functional, data, n = problem.functional, problem.data, problem.num_times
     exact = jnp.mean(along_paths(functional, particles.samples[:, :n], data), axis=0)
     quadratic = all(term.quadratic for term in functional.terms())
-    _, errors = particles.expectation(functional, data)
+    # A reference with padding wants a row of data for it, which counts for nothing.
+    extra = particles.samples.shape[1] - n
+    padded = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf[-1:].repeat(extra, 0)]), data)
+    _, errors = particles.expectation(functional, padded)
     errors = ravel_pytree(errors)[0]
     if quadratic and isinstance(problem.chain, LinearGaussianChain):
         ours = closed_form_by_time(problem.chain, functional, data)
@@ -65,7 +68,8 @@ def _estimated_error(problem: Problem, particles: ParticlePosterior, words: str)
         own = jnp.std(jnp.sum(along, axis=1), axis=0, ddof=1) / math.sqrt(along.shape[0])
         errors = jnp.sqrt(errors**2 + own**2)
     row = jax.tree.map(lambda leaf: leaf[0], data)
-    like = jax.tree.map(jnp.asarray, functional.initial(particles.samples[0, 0], row))
+    x = particles.samples[0, 0]
+    like = jax.tree.map(lambda v: jnp.asarray(v, x.dtype), functional.initial(x, row))
     by_time = ours - exact
     value, per_step, error = largest(by_time, like)
     entry = jnp.argmax(jnp.abs(jnp.sum(by_time, axis=0)))

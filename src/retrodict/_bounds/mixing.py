@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from retrodict._bounds.distances import twice_total_variation
 from retrodict._bounds.on_grid import law_on
+from retrodict._bounds.problem import MISFIT
 from retrodict._chain import LinearGaussianChain
 from retrodict._expectation import check_chain
 from retrodict._gaussian import Gaussian
@@ -17,6 +18,7 @@ from retrodict._grid import Grid
 from retrodict._grid.recursion import log_emission, log_prior
 from retrodict._grid.transition import densities
 from retrodict._kalman import kalman_smoother
+from retrodict._kernel import AbstractLinearGaussianKernel, NonlinearGaussianKernel
 from retrodict._mask import Series
 from retrodict._model import (
     StateSpaceModel,
@@ -34,7 +36,7 @@ class Mixing(NamedTuple):
 
     Attributes:
         sigma_minus: σ₋, the least density of the transition and of the backward kernels.
-        sigma_plus: σ₊, the largest.
+        sigma_plus: σ₊, the largest; for Gaussian kernels of one scale the largest anywhere.
         rho: 1 − σ₋/σ₊, the rate of the paper.
         rho_bar: (σ₊ − σ₋) / (σ₊ + σ₋), the sharper one.
     """
@@ -84,6 +86,7 @@ def h1_constants(
         raise TypeError(
             f"h1_constants expects a linear-Gaussian chain, got {type(chain).__name__}."
         )
+    _refuse_padding(chain, "h1_constants")
     model = unwrap(model)
     check_densities(model, "h1_constants")
     series = prepare_data(model, ys, mask=mask, inputs=inputs)
@@ -97,7 +100,12 @@ def h1_constants(
     if grid is not None:
         if grid.dim != 1 or model.state_dim != 1:
             raise ValueError("h1_constants sums over pairs of points in one dimension only.")
-        return _over_grid(model, chain, series, grid)
+        constants, misfit = _over_grid(model, chain, series, grid)
+        if not float(misfit) <= MISFIT:
+            raise ValueError(
+                f"The grid misses {float(misfit):.1g} of a law of the chain: widen or refine it."
+            )
+        return constants
     if key is None:
         raise ValueError(
             "h1_constants has no closed form for this model: pass a grid, or a key to estimate."
@@ -143,6 +151,11 @@ def _in_closed_form(
     return jnp.append(twice_total_variation(own, filtered), rest)
 
 
+def _refuse_padding(chain: LinearGaussianChain, owner: str) -> None:
+    if chain.length is not None:
+        raise ValueError(f"{owner} expects a chain without padding: take chain.prefix(length).")
+
+
 def _log_emission(model: StateSpaceModel, x: Array, row: tuple) -> Scalar:
     y, mask, u = row
     return model.emission.log_prob(x, y, u if model.emission.takes_input else None, mask)
@@ -151,32 +164,37 @@ def _log_emission(model: StateSpaceModel, x: Array, row: tuple) -> Scalar:
 @eqx.filter_jit
 def _over_grid(
     model: StateSpaceModel, chain: LinearGaussianChain, series: Series, grid: Grid
-) -> Float[Array, "time"]:
+) -> tuple[Float[Array, "time"], Scalar]:
+    """The constants, and the largest misfit of a filtering law or of a mean backward kernel."""
     points, quadrature = grid.points, jnp.exp(grid.log_quadrature)
 
     def likelihood(row: tuple) -> Array:
         logs = log_emission(model, points, *row)
         return jnp.exp(logs - jnp.max(logs))
 
-    def step(at: tuple) -> Array:
+    def step(at: tuple) -> tuple[Array, Array]:
         before, after, kernel, row = at
-        ours = densities(kernel, points, points, None) * quadrature[None, :]
-        ours = law_on(grid, after)[0][:, None] * ours
+        law, misfit = law_on(grid, after)
+        ours = law[:, None] * densities(kernel, points, points, None) * quadrature[None, :]
+        misfit = jnp.maximum(misfit, jnp.abs(1.0 - jnp.sum(ours)))
         moved = densities(model.transition, points, points, row[2]) * quadrature[None, :]
         exact = (law_on(grid, before)[0][:, None] * moved * likelihood(row)[None, :]).T
-        return jnp.sum(jnp.abs(ours / jnp.sum(ours) - exact / jnp.sum(exact)))
+        return jnp.sum(jnp.abs(ours / jnp.sum(ours) - exact / jnp.sum(exact))), misfit
 
     rows = (series.ys, series.mask, series.inputs)
     earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
     later = jax.tree.map(lambda leaf: leaf[1:], chain.laws)
-    rest = lax.map(step, (earlier, later, chain.kernels, jax.tree.map(lambda r: r[1:], rows)))
+    rest, misfits = lax.map(
+        step, (earlier, later, chain.kernels, jax.tree.map(lambda r: r[1:], rows))
+    )
     exact = (
         jnp.exp(log_prior(model, points))
         * quadrature
         * likelihood(jax.tree.map(lambda r: r[0], rows))
     )
-    own, _ = law_on(grid, jax.tree.map(lambda leaf: leaf[0], chain.laws))
-    return jnp.append(jnp.sum(jnp.abs(own - exact / jnp.sum(exact))), rest)
+    own, misfit = law_on(grid, jax.tree.map(lambda leaf: leaf[0], chain.laws))
+    first = jnp.sum(jnp.abs(own - exact / jnp.sum(exact)))
+    return jnp.append(first, rest), jnp.maximum(misfit, jnp.max(misfits, initial=0.0))
 
 
 @eqx.filter_jit
@@ -230,7 +248,8 @@ def h2_constants(
     """H2's σ₋ and σ₊ on a compact domain: the least and the largest density over its points.
 
     They are those of the transition and of every backward kernel, with respect to Lebesgue
-    measure on the box. On the whole space σ₋ would be zero and the hypothesis would fail.
+    measure on the box; likelihoods may be scaled freely and do not count. On the whole space σ₋
+    would be zero and the hypothesis would fail.
 
     Args:
         model: the model.
@@ -240,6 +259,11 @@ def h2_constants(
     """
     if not isinstance(domain, Grid):
         raise TypeError(f"h2_constants expects a Grid as its domain, got {type(domain).__name__}.")
+    if not isinstance(chain, LinearGaussianChain):
+        raise TypeError(
+            f"h2_constants expects a linear-Gaussian chain, got {type(chain).__name__}."
+        )
+    _refuse_padding(chain, "h2_constants")
     model = unwrap(model)
     check_densities(model, "h2_constants", ("transition",))
     if domain.dim != model.state_dim:
@@ -259,7 +283,12 @@ def _extremes(
 
     def of(kernel: Any, u: Array | None) -> tuple[Array, Array]:
         table = densities(kernel, points, points, u)
-        return jnp.min(table), jnp.max(table)
+        largest = jnp.max(table)
+        if isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel)):
+            # The density at the mean, wherever that lies between the points.
+            law: Any = kernel.law(points[0], u if kernel.takes_input else None)
+            largest = jnp.exp(law.log_prob(law.mean))
+        return jnp.min(table), largest
 
     low, high = lax.map(lambda kernel: of(kernel, None), chain.kernels)
     if inputs is not None and model.transition.takes_input:

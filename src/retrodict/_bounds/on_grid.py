@@ -23,6 +23,9 @@ from retrodict._grid.transition import BlockedTransition, densities, operators
 from retrodict._kernel import LinearGaussianKernel
 from retrodict._types import Scalar
 
+CELL_POINTS = 8
+"""Over how many points a function is averaged within a cell, in each coordinate."""
+
 
 def law_on(grid: Grid, law: Gaussian) -> tuple[Float[Array, "point"], Scalar]:
     """The probabilities of a Gaussian law at the points, and how far their sum was from one."""
@@ -31,6 +34,13 @@ def law_on(grid: Grid, law: Gaussian) -> tuple[Float[Array, "point"], Scalar]:
     )
     table = densities(constant, grid.points[:1], grid.points, None)[0]
     return _normalised(table * jnp.exp(grid.log_quadrature))
+
+
+def within_cell(grid: Grid) -> Float[np.ndarray, "shift state"]:
+    """Shifts that spread points evenly over the cell of each point of a grid."""
+    steps = (np.arange(CELL_POINTS) + 0.5) / CELL_POINTS - 0.5
+    mesh = np.meshgrid(*(steps * float(h) for h in grid.spacing), indexing="ij")
+    return np.stack([axis.reshape(-1) for axis in mesh], axis=1)
 
 
 def _normalised(weights: Float[Array, "point"]) -> tuple[Float[Array, "point"], Scalar]:

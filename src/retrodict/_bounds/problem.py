@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from retrodict._bounds import on_grid, wasserstein
 from retrodict._chain import LinearGaussianChain
-from retrodict._elbo import elbo
+from retrodict._elbo import common_length, elbo
 from retrodict._estimator import BackwardSampling
 from retrodict._expectation import check_chain
 from retrodict._functional import (
@@ -22,8 +22,11 @@ from retrodict._functional import (
     check_constant,
     variation,
 )
+from retrodict._gaussian import dense_scale
 from retrodict._grid import GridPosterior
+from retrodict._grid.recursion import increments
 from retrodict._kalman import kalman_smoother
+from retrodict._kernel import AbstractLinearGaussianKernel
 from retrodict._mask import Series
 from retrodict._model import (
     StateSpaceModel,
@@ -36,7 +39,7 @@ from retrodict._particle import ParticlePosterior
 from retrodict._types import Scalar
 from retrodict._validate import check_count, check_key, is_concrete
 
-MISFIT = 1e-3
+MISFIT = 1e-6
 """How much of a law may be missing on a grid that stands for the exact posterior."""
 
 DEVIATIONS = 3.0
@@ -55,7 +58,7 @@ class AnyLipschitz(eqx.Module):
     constant: float = eqx.field(static=True, default=1.0)
 
     def __check_init__(self) -> None:
-        check_constant(self.constant, "constant")
+        check_constant(math.nan if self.constant is None else self.constant, "constant")
 
 
 class AnyBounded(eqx.Module):
@@ -68,7 +71,7 @@ class AnyBounded(eqx.Module):
     oscillation: float = eqx.field(static=True, default=1.0)
 
     def __check_init__(self) -> None:
-        check_constant(self.oscillation, "oscillation")
+        check_constant(math.nan if self.oscillation is None else self.oscillation, "oscillation")
 
 
 class Declined(Exception):
@@ -118,13 +121,13 @@ class Problem:
             raise Declined(f"the chain is {type(self.chain).__name__}, not linear Gaussian")
         return self.chain
 
-    def exact(self) -> Any:
-        """The exact posterior of a linear-Gaussian model, and its evidence."""
+    def exact(self) -> wasserstein.Reference:
+        """The exact posterior of a linear-Gaussian model."""
         if not self.linear_gaussian:
             raise Declined("the model is not linear Gaussian")
         if self._exact is None:
             found = kalman_smoother(self.model, self.series.ys, **self.options)
-            self._exact = wasserstein.reference_of(found.chain), found.log_evidence
+            self._exact = wasserstein.reference_of(found.chain)
         return self._exact
 
     def sensitivity(self) -> wasserstein.Sensitivity:
@@ -159,6 +162,18 @@ class Problem:
             self._paths = self.chain.sample(jax.random.fold_in(self.key, 0), self.num_samples)
         return self.key, self._paths
 
+    def refuse_singular(self) -> None:
+        """Declines where the chain, or the transition at some row, has no density."""
+        scales = []
+        if isinstance(self.chain, LinearGaussianChain):
+            scales = [self.chain.terminal.scale_tril, self.chain.kernels.scale_tril]
+        kernel, inputs = self.model.transition, self.series.inputs
+        if isinstance(kernel, AbstractLinearGaussianKernel) and inputs is not None:
+            scales.append(jax.vmap(lambda u: dense_scale(kernel.at(u).scale_tril))(inputs[1:]))
+        for scale in scales:
+            if bool(jnp.any(jnp.diagonal(scale, axis1=-2, axis2=-1) == 0)):
+                raise Declined("a scale of the chain or of the transition is singular at some time")
+
     def gap(self) -> tuple[Scalar, Scalar, str]:
         """The gap of the ELBO to a known evidence, its standard error, and what it rests on."""
         if self._gap is None:
@@ -166,10 +181,9 @@ class Problem:
         return self._gap
 
     def _find_gap(self) -> tuple[Scalar, Scalar, str]:
+        self.refuse_singular()
         if self.linear_gaussian and isinstance(self.chain, LinearGaussianChain):
-            evidence = self.exact()[1]
-            bound = elbo(self.model, self.chain, self.series.ys, **self.options)
-            gap = jnp.maximum(evidence - bound, 0.0)
+            gap = wasserstein.divergence(self.chain, self.exact())
             return gap, jnp.zeros_like(gap), "exact: evidence and ELBO in closed form"
         if self.grid is None:
             raise Declined(
@@ -188,11 +202,10 @@ class Problem:
             with_standard_error=True,
             **self.options,
         )
-        return (
-            self.grid.log_evidence - bound,
-            error,
-            f"{grid_words(self.grid)}; {self.sampling_words()}",
-        )
+        gap = self.grid.log_evidence - bound
+        if not bool(jnp.isfinite(gap) & jnp.isfinite(error)):
+            raise Declined("the ELBO is not finite")
+        return gap, error, f"{grid_words(self.grid)}; {self.sampling_words()}"
 
     def sampling_words(self) -> str:
         return (
@@ -214,11 +227,15 @@ class Problem:
 
 def grid_words(posterior: GridPosterior) -> str:
     error = float(posterior.discretisation_error)
-    return f"up to grid error, estimated as {error:.1e} of a standard deviation"
+    return (
+        f"up to grid error, estimated as {error:.1e} of a standard deviation, and less than"
+        f" {MISFIT:.0e} of the chain's mass beyond the box"
+    )
 
 
 def refuse_misfit(misfit: Scalar) -> None:
-    if float(misfit) > MISFIT:
+    """Declines a grid that does not hold the laws of the chain."""
+    if not float(misfit) <= MISFIT:
         raise Declined(
             f"the grid misses {float(misfit):.1g} of a law of the chain, which lies outside of its"
             " box or is narrower than its spacing: widen or refine the grid"
@@ -258,8 +275,7 @@ def prepare(
         raise ValueError(
             f"The model has {model.state_dim} state dimensions, and the chain {chain.state_dim}."
         )
-    own = getattr(chain, "length", None)
-    length = own if length is None else length
+    length = common_length(chain, length)
     series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
     if series.num_times != chain.num_times:
         raise ValueError(
@@ -269,6 +285,10 @@ def prepare(
         raise ValueError("error_bound compares values: call it outside of jit and vmap.")
     if isinstance(functional, (LogJoint, Score)) and data is None:
         data = Observations(series.ys, series.mask, series.inputs)
+    if isinstance(chain, LinearGaussianChain):
+        # Data in single precision beside a chain in double precision, or the other way around.
+        dtype = jnp.result_type(series.ys, chain.laws.mean)
+        series = eqx.tree_at(lambda s: s.ys, series, series.ys.astype(dtype))
     n = series.num_times if length is None else int(length)
     if n < 2:
         raise ValueError(f"error_bound expects a series of two rows or more, got {n}.")
@@ -279,15 +299,20 @@ def prepare(
                 f"data must have one row a time step, {series.num_times} rows, got an array of"
                 f" shape {leaf.shape}."
             )
+    if check_count(num_samples, "num_samples") < 2:
+        raise ValueError(
+            "error_bound takes standard errors of paths: num_samples must be 2 or more."
+        )
+    series = Series(series.ys[:n], _rows(series.mask, n), _rows(series.inputs, n), None)
     return Problem(
         model,
         _first_rows(chain, n),
-        Series(series.ys[:n], _rows(series.mask, n), _rows(series.inputs, n), None),
+        series,
         functional,
         jax.tree.map(lambda leaf: leaf[:n], data),
-        _first_rows_of_reference(reference, n, model),
+        _first_rows_of_reference(reference, model, series),
         key,
-        check_count(num_samples, "num_samples"),
+        num_samples,
         check_count(window, "window"),
     )
 
@@ -305,23 +330,29 @@ def _first_rows(chain: Any, n: int) -> Any:
     )
 
 
-def _first_rows_of_reference(reference: Any, n: int, model: StateSpaceModel) -> Any:
+def _first_rows_of_reference(reference: Any, model: StateSpaceModel, series: Series) -> Any:
+    """The reference without padding, refused unless it is of this series and model."""
     if reference is None:
         return None
-    found = (
-        reference.weights.shape[0]
-        if isinstance(reference, GridPosterior)
-        else reference.samples.shape[1]
-    )
+    n, on_a_grid = series.num_times, isinstance(reference, GridPosterior)
+    found = reference.weights.shape[0] if on_a_grid else reference.samples.shape[1]
     length = found if reference.length is None else int(reference.length)
     if length != n:
         raise ValueError(f"The reference must be of the same series, of {n} rows, got {length}.")
     if isinstance(reference, ParticlePosterior):
+        if not bool(jnp.allclose(reference.data.ys[:n], series.ys)):
+            raise ValueError("The reference is of another series: its observations differ.")
         return reference
     reference.check()
     if reference.grid.dim != model.state_dim:
         raise ValueError(
             f"The reference has {reference.grid.dim} state dimensions, the model {model.state_dim}."
+        )
+    expected = increments(model, series, reference.grid, reference.kind)
+    if not bool(jnp.allclose(expected, reference.log_evidence_increments[:n], atol=1e-3)):
+        raise ValueError(
+            "The reference is of another model or another series: the evidence that its grid gives"
+            " to this series under this model is not the one it has."
         )
     return eqx.tree_at(
         lambda p: (p.weights, p.filter_weights, p.inputs, p.length),

@@ -118,6 +118,15 @@ def _forward(
     )
 
 
+@eqx.filter_jit
+def increments(
+    model: StateSpaceModel, series: Series, grid: Grid, kind: Kind
+) -> Float[Array, "time"]:
+    """The increments of the log-evidence, by the forward pass alone."""
+    transition: Any = model.transition
+    return _forward(model, series, grid, operators(transition, grid, kind))[2]
+
+
 def log_prior(model: StateSpaceModel, points: Array) -> Float[Array, "point"]:
     """The log density of the prior at the points."""
     return _at_points(lambda x: jnp.sum(jnp.asarray(model.prior.log_prob(x))), points)
