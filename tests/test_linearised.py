@@ -328,6 +328,7 @@ def test_iterated_extended_finds_the_most_probable_path(model):
         short.check()
 
 
+@pytest.mark.slow
 def test_damping_converges_where_full_steps_overshoot():
     # Full Gauss-Newton steps on an arctangent jump from one flat side to the other.
     model = scalar_model(lambda x: jnp.arctan(2.0 * x), 0.1, prior=2.0, scale=2.0)
@@ -368,6 +369,7 @@ def dense_grid(model: Any, ys: Any, lower: float, upper: float) -> tuple:
     return mean, np.sqrt(weights @ xs**2 - mean**2), log_evidence
 
 
+@pytest.mark.slow
 def test_counts_through_conditional_moments():
     counts = rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(1.0 + x)))
     model = scalar_model(counts, prior=0.5, weight=0.95, scale=0.2)
@@ -390,6 +392,7 @@ class Widening(rd.AbstractGaussianKernel):
         return rd.Gaussian(2.0 * x, jnp.diag(0.1 + 0.2 * x**2))
 
 
+@pytest.mark.slow
 def test_noise_that_depends_on_the_state_is_averaged():
     model = scalar_model(Widening(), prior=0.5)
     y = jnp.array([[0.7]])
@@ -423,6 +426,7 @@ def test_moments_of_laws(law, covariance):
     np.testing.assert_allclose(square(found.scale), covariance, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_law_with_one_density_for_a_row_is_left_out_whole():
     # Also: laws of numpyro as prior and emission, at once.
     joint = rd.DistributionKernel(lambda x: dist.MultivariateNormal(jnp.tile(x, 2), COVARIANCE))

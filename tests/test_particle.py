@@ -341,6 +341,7 @@ def test_the_evidence_is_unbiased(kind: str):
         assert 0.02 < (ess[:, :-1] < 4).mean() < 0.98, "resampling is not put to the test"
 
 
+@pytest.mark.slow
 def test_the_exact_posterior_as_a_proposal_gives_the_exact_evidence():
     # Without resampling every particle then has the weight p(x, y) / p(x | y), whatever x is.
     ys, rest = driven_series()
@@ -716,6 +717,7 @@ def test_a_weight_that_is_no_number_is_named():
     assert np.all(np.isfinite(found.log_weights[:5]))
 
 
+@pytest.mark.slow
 def test_paths_that_coincide_are_reported():
     ys = LINEAR.simulate(jax.random.key(6), 60)[1]
     found = rd.ffbsi(jax.random.key(0), LINEAR, ys, 30, backward=rd.Genealogy())
