@@ -308,6 +308,7 @@ WAVES = rd.StateSpaceModel(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [WAVES, slow(PENDULUM)], ids=["waves", "pendulum"])
 def test_iterated_extended_finds_the_most_probable_path(model):
     ys = np.array(model.simulate(jax.random.key(3), 30)[1])
@@ -682,6 +683,7 @@ def test_missing_rows_say_nothing(swing, followed):
 # --- batches, padding, precision, gradients -------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_batches_and_padding():
     ys = jax.vmap(lambda key: SATURATING.simulate(key, 8)[1])(
         jax.random.split(jax.random.key(2), 3)
@@ -734,6 +736,7 @@ def test_single_precision(x32, name):
     assert found.status == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unscented", slow("extended"), slow("iterated")])
 def test_gradients_of_evidence_and_means(name):
     smooth = METHODS[name] if name != "iterated" else partial(METHODS[name], num_iterations=2)

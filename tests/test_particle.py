@@ -652,6 +652,7 @@ def test_single_precision(x32: None):
     assert abs(float(found.log_evidence - exact.log_evidence)) < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ys_kind", [np.float32, np.float64])
 def test_a_model_in_single_precision_while_double_is_on(ys_kind: Any):
     model, ys = in_precision(LINEAR, np.float32), jnp.asarray(YS, ys_kind)

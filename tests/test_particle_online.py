@@ -164,6 +164,7 @@ def test_forward_smoothing_is_the_sum_over_all_backward_probabilities():
     assert int(state.num_read) == 4
 
 
+@pytest.mark.slow
 def test_a_stream_is_as_a_whole_series():
     ys, rest = series()
     data = np.arange(6.0)
