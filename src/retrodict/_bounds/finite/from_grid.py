@@ -26,7 +26,7 @@ MAX_POINTS = 600
 """How many points a grid may have: bounds cost the cube of it at every time."""
 
 MAX_ENTRIES = 2e7
-"""How many entries a table over all times and pairs of points may have: 160 MB of float64, of which bounds hold about ten."""
+"""How many entries a table over all times and pairs of points may have: 160 MB of float64."""
 
 
 def tabulate(
