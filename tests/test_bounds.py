@@ -270,6 +270,7 @@ def test_no_bound_is_violated_and_the_first_is_sharp(d: int, count: int, largest
     assert np.median(ratios) < largest_median
 
 
+@pytest.mark.slow
 def test_bounds_vanish_at_the_exact_posterior():
     instance = Instance(6, 2)
     found = rd.error_bound(

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -11,9 +10,8 @@ from typing import NamedTuple
 import pytest
 
 from retrodict.cli import main
-from retrodict.experiments import demo
-
-PNG = b"\x89PNG\r\n\x1a\n"
+from retrodict.experiments import _files, demo, reproduction
+from retrodict.experiments._report import Chapter
 
 
 class Outcome(NamedTuple):
@@ -28,8 +26,21 @@ class Outcome(NamedTuple):
 def retrodict(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Outcome]:
-    """Runs the program in this process, with a demo of few rows."""
-    monkeypatch.setattr(demo, "run", partial(demo.run, num_times=30))
+    """Runs the program in this process, with a demo that has been seen before."""
+
+    def seen(out: Path, *, seed: int, progress: demo.Progress) -> demo.Demo:
+        _files.make_writable(out)
+        progress.begin("a stage")
+        progress.step(1, 2)
+        progress.end("a stage", kept=False)
+        nan = float("nan")
+        scores = {
+            "gated": demo.Score(0.012, 0.19, 0.9, 0.04, 20.0, 6e-4, ""),
+            "FFBSi 1000": demo.Score(0.004, 0.03, 0.9, nan, nan, 0.4, ""),
+        }
+        return demo.Demo(seed, 1.0, scores)
+
+    monkeypatch.setattr(demo, "run", seen)
 
     def run(*arguments: str) -> Outcome:
         with pytest.raises(SystemExit) as exit_:
@@ -53,13 +64,21 @@ def refused(outcome: Outcome, *words: str) -> None:
 def test_help_explains(retrodict: Callable[..., Outcome], arguments: tuple[str, ...]):
     code, out, err = retrodict(*arguments)
     assert code == 0 and err == ""
-    assert "Usage: retrodict" in out and "demo" in out and "--version" in out
+    assert "Usage: retrodict" in out and "--version" in out
+    assert "demo" in out and "reproduce" in out and "Exit codes" in out
 
 
 def test_help_of_the_demo(retrodict: Callable[..., Outcome]):
     code, out, err = retrodict("demo", "--help")
     assert code == 0 and err == ""
-    assert all(option in out for option in ("--out", "--seed", "--json"))
+    assert all(option in out for option in ("--out", "--seed", "--json", "Example"))
+
+
+def test_help_of_reproduce(retrodict: Callable[..., Outcome]):
+    code, out, err = retrodict("reproduce", "--help")
+    assert code == 0 and err == ""
+    words = ("linear", "multivariate", "nonlinear", "bounds", "all", "--quick", "--seed", "--out")
+    assert all(word in out for word in (*words, "--json", "Examples"))
 
 
 def test_version(retrodict: Callable[..., Outcome]):
@@ -70,38 +89,102 @@ def test_version(retrodict: Callable[..., Outcome]):
     assert retrodict("--version") == (0, expected, "")
 
 
-def test_the_demo_writes_a_figure_and_a_summary(retrodict: Callable[..., Outcome], tmp_path: Path):
-    out = tmp_path / "made" / "on the way"
-    code, printed, _ = retrodict("demo", "--out", str(out))
+def test_the_demo_prints_a_table(retrodict: Callable[..., Outcome], tmp_path: Path):
+    code, printed, told = retrodict("demo", "--out", str(tmp_path / "made"))
     assert code == 0
-    assert "log-evidence" in printed and "coverage" in printed
-    # Nothing half-written is left beside them.
-    assert sorted(path.name for path in out.iterdir()) == ["smoothing.png", "summary.json"]
-    assert (out / "smoothing.png").read_bytes().startswith(PNG)
-    summary = demo.DemoResult(**json.loads((out / "summary.json").read_text()))
-    assert summary.num_times == 30 and 0 < summary.num_missing < 30
-    assert summary.identity_error < 1e-10
+    assert "gated" in printed and "0.012" in printed and "90%" in printed
+    assert "–" in printed and "nan" not in printed
+    assert str(tmp_path / "made" / "report.html") in printed.replace("\n", "")
+    assert "a stage" in told
 
 
 def test_json_is_all_that_is_printed(retrodict: Callable[..., Outcome], tmp_path: Path):
     code, printed, _ = retrodict("demo", "--out", str(tmp_path), "--seed", "3", "--json")
     assert code == 0
-    assert json.loads(printed) == json.loads((tmp_path / "summary.json").read_text())
-    assert json.loads(printed)["seed"] == 3
+    answer = json.loads(printed)
+    assert answer["seed"] == 3 and answer["scores"]["gated"]["rmse"] == 0.012
+    assert answer["scores"]["FFBSi 1000"]["gap"] is None
+
+
+@pytest.fixture
+def reproduced(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What `reproduce` was asked for; it answers at once."""
+    asked: list[tuple] = []
+
+    def answer(names, out: Path, *, quick: bool, seed: int, progress) -> reproduction.Reproduced:
+        asked.append((tuple(names), out, quick, seed))
+        for name in names:
+            told = progress(name, 1)
+            told.begin("all of it")
+            told.end("all of it", kept=False)
+        chapters = tuple(Chapter(n, f"Title of {n}", "Found.", [], {"x": 1.5}, {}) for n in names)
+        return reproduction.Reproduced(out / "report.html", chapters, dict.fromkeys(names, 1.0))
+
+    monkeypatch.setattr(reproduction, "reproduce", answer)
+    return asked
+
+
+def test_reproduce_asks_for_what_was_named(
+    retrodict: Callable[..., Outcome], reproduced: list[tuple], tmp_path: Path
+):
+    code, printed, told = retrodict("reproduce", "bounds", "--quick", "--out", str(tmp_path))
+    assert code == 0 and "Title of bounds" in printed and "report.html" in printed
+    assert "bounds 1/1  all of it" in told
+    assert retrodict("reproduce", "--seed", "4", "--out", str(tmp_path)).code == 0
+    every = tuple(reproduction.EXPERIMENTS)
+    assert every == ("linear", "multivariate", "nonlinear", "bounds")
+    assert reproduced == [(("bounds",), tmp_path, True, 0), (every, tmp_path, False, 4)]
+
+
+def test_reproduce_prints_json(
+    retrodict: Callable[..., Outcome], reproduced: list[tuple], tmp_path: Path
+):
+    code, printed, _ = retrodict("reproduce", "linear", "--out", str(tmp_path), "--json")
+    report = str(tmp_path / "report.html")
+    assert code == 0
+    assert json.loads(printed) == {"report": report, "experiments": {"linear": {"x": 1.5}}}
+
+
+def test_a_disk_that_runs_full_is_explained(
+    retrodict: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(reproduction, "reproduce", full)
+    refused(
+        retrodict("reproduce", "linear", "--out", str(tmp_path)),
+        "No space left on device",
+        "What was computed is kept",
+    )
+
+
+def test_an_interruption_says_that_all_is_kept(
+    retrodict: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduction, "reproduce", interrupted)
+    code, out, err = retrodict("reproduce", "linear", "--out", str(tmp_path))
+    assert (code, out) == (130, "")
+    assert "What was done is kept" in err and "interrupted" in err and "Traceback" not in err
 
 
 def test_a_folder_that_cannot_be_made_is_refused(retrodict: Callable[..., Outcome], tmp_path: Path):
     (tmp_path / "file").write_text("")
-    for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        refused(retrodict("demo", "--out", str(out)), "cannot write to", str(out))
+    for command in (("demo",), ("reproduce", "linear", "--quick")):
+        for out in (tmp_path / "file", tmp_path / "file" / "below"):
+            refused(retrodict(*command, "--out", str(out)), "cannot write to", str(out))
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(
     retrodict: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Permissions do not bind every user that runs tests, so the answer is given here.
-    monkeypatch.setattr(demo.os, "access", lambda path, mode: mode != demo.os.W_OK)
-    refused(retrodict("demo", "--out", str(tmp_path)), "cannot write to", "Permission denied")
+    monkeypatch.setattr(_files.os, "access", lambda path, mode: not mode & _files.os.W_OK)
+    for command in ("demo", "reproduce"):
+        refused(retrodict(command, "--out", str(tmp_path)), "cannot write to", "Permission denied")
 
 
 @pytest.mark.parametrize(
@@ -113,6 +196,8 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
         (("demo", "--colour"), "--colour"),
         (("demo", "--out"), "--out"),
         (("demo", "more"), "more"),
+        (("reproduce", "cubic"), "cubic"),
+        (("reproduce", "linear", "--seed", "x"), "--seed"),
     ],
 )
 def test_mistakes_get_one_line(
@@ -129,12 +214,11 @@ def test_missing_extras_are_named(
     extra: str,
 ):
     for module in list(sys.modules):
-        if module.partition(".")[0] == extra or module in (
-            "retrodict.cli._app",
-            "retrodict.experiments.demo",
+        if module.partition(".")[0] == extra or module.startswith(
+            ("retrodict.cli._", "retrodict.experiments")
         ):
             monkeypatch.delitem(sys.modules, module)
-    monkeypatch.delattr("retrodict.experiments.demo")
+    monkeypatch.delattr("retrodict.experiments")
     monkeypatch.setitem(sys.modules, extra, None)
     code, out, err = retrodict("demo", "--out", str(tmp_path))
     assert (code, out) == (1, "")
@@ -143,12 +227,12 @@ def test_missing_extras_are_named(
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "summary.json"
-    demo.write_atomically(path, b"old")
+    _files.write_atomically(path, b"old")
 
     def fail(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(demo.os, "replace", fail)
+    monkeypatch.setattr(_files.os, "replace", fail)
     with pytest.raises(OSError, match="no space"):
-        demo.write_atomically(path, b"new")
+        _files.write_atomically(path, b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

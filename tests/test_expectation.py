@@ -135,7 +135,9 @@ def test_padding_changes_nothing_and_gradients_are_finite(narrow, functional):
         np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("functional", ["moments", "log joint", "score"])
+@pytest.mark.parametrize(
+    "functional", ["moments", "log joint", pytest.param("score", marks=pytest.mark.slow)]
+)
 def test_the_recursion_follows_a_stream(narrow, functional):
     # Online, with one law and one kernel at a time, it equals the closed form of every prefix.
     model, data, chain, _ = narrow

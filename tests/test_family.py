@@ -475,6 +475,7 @@ def two_wells() -> tuple[rd.StateSpaceModel, np.ndarray, Moments]:
     return model, ys, prior_moments(model)
 
 
+@pytest.mark.slow
 @WITH_NETWORK
 def test_a_nonlinear_transition_is_approximated_by_a_linear_one(name: str):
     model, ys, moments = two_wells()
@@ -649,7 +650,7 @@ def test_a_kalman_family_of_irregular_time():
     [
         ("kalman", "d1"),
         ("conjugate", "d1"),
-        ("conjugate", "d2-inputs"),
+        pytest.param("conjugate", "d2-inputs", marks=pytest.mark.slow),
         pytest.param("kalman", "d2-inputs", marks=pytest.mark.slow),
     ],
 )

@@ -123,6 +123,7 @@ def test_the_checkpoint_of_another_fit_is_refused(ys, tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_starts_are_trained_side_by_side_and_the_best_goes_on(whole, ys, tmp_path):
     path = tmp_path / "fit.rd"
     result = fit(conjugate(), tanh_model(), ys, restarts=3, tournament=0.5, checkpoint=path)
@@ -235,6 +236,7 @@ def test_the_increment_over_a_window_is_exact_where_the_filter_is(ys):
     assert max(float(jnp.abs(leaf).max()) for leaf in family_gradient) < 1e-8
 
 
+@pytest.mark.slow
 def test_windows_of_a_long_series_train_the_family(ys):
     long = ys.reshape(1, -1, 1)
     lengths = np.array([70])

@@ -101,7 +101,7 @@ def test_varying_kernels_and_the_alignment_of_inputs():
         assert float(exact.log_evidence) == pytest.approx(oracle.log_evidence, abs=1e-10)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_padding_changes_nothing_and_a_missing_row_is_not_padding(parallel):
     rng = np.random.default_rng(7)
     model = random_model(rng, 2, 2)
@@ -138,6 +138,7 @@ def test_all_rows_missing_gives_the_prior(parallel):
     np.testing.assert_allclose(marginals.covariance[3], oracle.block(3, 3), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradients_of_the_evidence_in_every_parameter():
     rng = np.random.default_rng(11)
     model = random_model(rng, 2, 4, num_inputs=1)
@@ -179,6 +180,7 @@ def test_the_closed_form_score_with_singular_noise_is_that_of_the_joint_gaussian
     assert float(slope) == pytest.approx((oracle(1e-5) - oracle(-1e-5)) / 2e-5, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_of_smoothed_moments():
     rng = np.random.default_rng(4)
     model = random_model(rng, 2, 2)

@@ -12,7 +12,8 @@ import joint_gaussian
 import retrodict as rd
 from linear_models import random_mask, random_model
 
-SHAPES = [(1, 1), (2, 3), (3, 5), (5, 2)]
+# The larger ones take long to compile, and are run with the slow tests.
+SHAPES = [(1, 1), (2, 3), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((3, 5), (5, 2)))]
 NUM_TIMES = 50
 
 

@@ -249,8 +249,11 @@ def _advance_one_by_one(
 
     # With large states, writing down what the derivative of a step needs takes longer than doing
     # the step again: a fifth of the time of a training step with d = 10.
-    step = jax.checkpoint(move) if family.state_dim > linalg.UNROLLED else move
-    return lax.scan(step, state, (embedded, exists))[1]
+    if family.state_dim > linalg.UNROLLED:
+        return lax.scan(jax.checkpoint(move), state, (embedded, exists))[1]
+    # With small ones, a step is a few dozen tiny operations. Two steps at a time take a seventh off
+    # the smoothing of one series, for half a second of compilation.
+    return lax.scan(move, state, (embedded, exists), unroll=2)[1]
 
 
 def advance_over(family: AbstractLinearGaussianFamily, rows: Row, stop: Any) -> Any:

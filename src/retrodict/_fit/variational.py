@@ -100,7 +100,7 @@ def fit(
     chunk_size: int = 100,
     checkpoint: str | Path | None = None,
     prepare: bool = True,
-    progress: bool = True,
+    progress: bool | Callable[[int, float], None] = True,
 ) -> FitResult:
     """Ascends the ELBO in the parameters of a family, of the model, or of both.
 
@@ -153,7 +153,8 @@ def fit(
             on from it, to the parameters that it would have ended with.
         prepare: whether to set the units of the family first; `False` goes on with a family that
             was trained before.
-        progress: whether to show a progress line.
+        progress: whether to show a progress line, or a function that is called after each chunk
+            with the number of steps taken and the ELBO, in nats a time step.
 
     Returns:
         The family and the model with the best parameters, the history, and how it ended.
@@ -218,7 +219,7 @@ def fit(
             show=show,
         )
 
-    show = ProgressLine("ELBO {:.4f} nats a time step", num_steps) if progress else None
+    show = _shown(progress, num_steps)
     trained = None
     if state.kept_score.ndim == 1:
         trained = go_on(_until(stages, cut), state, history, num_starts)
@@ -230,6 +231,15 @@ def fit(
     else:
         trained = Trained(*best_start(trained.state, trained.history), trained.status)
     return _result(trained, fixed)
+
+
+def _shown(
+    progress: bool | Callable[[int, float], None], num_steps: int
+) -> Callable[[int, float], None] | None:
+    """What is called with the step and the loss after each chunk."""
+    if callable(progress):
+        return lambda step, loss: progress(step, -loss)
+    return ProgressLine("ELBO {:.4f} nats a time step", num_steps) if progress else None
 
 
 def _chunks(num_steps: int, share: float, chunk_size: int) -> int:

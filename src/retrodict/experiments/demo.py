@@ -1,22 +1,17 @@
-"""The demo: a noisy oscillator with gaps, simulated, smoothed exactly, checked and drawn.
+"""The demo: what is behind an observation that two states explain equally well.
 
-The model is the stochastic cycle of structural time series (Harvey 1989). A point in the plane
-turns by 2π/period a step, shrinks a little and is pushed by noise. Its first coordinate, the
-signal, is observed with noise at some of the times:
+The model is that of the paper's section 5.2. A state moves linearly,
 
-    x_k = ρ R(2π/period) x_{k-1} + σ ε_k,    y_k = x_k[0] + τ η_k.
+    x_k = A x_{k-1} + a + N(0, 0.1²),    y_k = cos(tanh(w x_k)) + N(0, 0.001),
 
-What comes out is checked by an identity that needs no second implementation: whatever path x is
-drawn from the posterior q, log p(x, y) − log q(x) is the log-evidence, to rounding.
+and is seen through an even map: x and −x look the same, and only the dynamics tell them apart.
+Three amortised families are trained on simulated series, and smooth held-out ones beside the exact
+posterior, a particle smoother and two linearised smoothers.
 """
 
-import io
-import json
 import math
-import os
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -25,175 +20,230 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 import retrodict as rd
-
-PERIOD = 40.0
-DAMPING = 0.995
-STATE_STD = 0.1
-OBS_STD = 0.5
-GAPS = ((0.20, 0.32), (0.58, 0.74))
-"""Stretches without data, as fractions of the series; of the rest, `LOST` is missing at random."""
-LOST = 0.1
+from retrodict.experiments import published
+from retrodict.experiments._drawing import DASHES, INKS, MARKERS, Picture, draw
+from retrodict.experiments._files import as_json, make_writable, write_atomically
+from retrodict.experiments._folder import Progress, Quiet
+from retrodict.experiments._report import Chapter, Section, Table, page
 
 LEVEL = 0.9
-NUM_CHECKED = 100
-"""How many sampled paths are put to the identity."""
-NUM_DRAWN = 4
-"""How many of them appear in the figure."""
+AMORTISED = ("conjugate", "gated", "recurrent")
 
 
-class DemoResult(NamedTuple):
-    """The numbers of the demo.
+class Sizes(NamedTuple):
+    """How much is done.
 
     Attributes:
-        seed: seed of the simulated series and of the sampled paths.
-        num_times: rows of the series.
-        num_missing: rows without an observation.
-        log_evidence: log p(y), in nats.
-        filter_rmse: root mean squared error of the filtering means to the simulated signal.
-        smoother_rmse: the same of the smoothed means.
-        coverage: how often the 90% interval of the smoothed signal holds the simulated one.
-        identity_error: the largest |log p(x, y) − log q(x) − log p(y)| over sampled paths.
-        smoothing_seconds: time of one smoothing pass with marginals, once compiled.
+        num_series: training series.
+        train_times: their rows.
+        num_steps: steps of a fit.
+        num_tested: held-out series.
+        num_times: their rows.
+        num_particles: particles of the particle smoother.
+        grid_points: points of the exact reference.
+    """
+
+    num_series: int
+    train_times: int
+    num_steps: int
+    num_tested: int
+    num_times: int
+    num_particles: int
+    grid_points: int
+
+
+FULL = Sizes(512, 64, 500, 8, 300, 1000, 400)
+
+
+class Score(NamedTuple):
+    """How one smoother did on the held-out series, on average.
+
+    Attributes:
+        rmse: root mean squared error of its marginal means to the exact ones.
+        additive_error: error on the sum of all states of a series.
+        coverage: how often its 90% interval holds the true state.
+        gap: by how many nats a step its ELBO is short of the evidence; NaN if it has none.
+        trained: seconds of training, compilation included; NaN if there was none.
+        smoothed: seconds for one series, once compiled.
+        says: what it says of itself.
+    """
+
+    rmse: float
+    additive_error: float
+    coverage: float
+    gap: float
+    trained: float
+    smoothed: float
+    says: str
+
+
+class Bands(NamedTuple):
+    """Marginal means and central intervals of the held-out series."""
+
+    means: Float[np.ndarray, "series time"]
+    lower: Float[np.ndarray, "series time"]
+    upper: Float[np.ndarray, "series time"]
+
+
+class Demo(NamedTuple):
+    """What the demo found.
+
+    Attributes:
+        seed: seed of all that is drawn.
+        seconds: how long it took.
+        scores: how each smoother did, by name.
     """
 
     seed: int
-    num_times: int
-    num_missing: int
-    log_evidence: float
-    filter_rmse: float
-    smoother_rmse: float
-    coverage: float
-    identity_error: float
-    smoothing_seconds: float
+    seconds: float
+    scores: dict[str, Score]
 
 
-class _Smoothed(NamedTuple):
-    """The simulated path, the series, its exact posterior and what follows from it."""
-
-    xs: Float[Array, "time state"]
-    ys: Float[Array, "time obs"]
-    exact: rd.KalmanPosterior
-    marginals: rd.Gaussian
-    paths: Float[Array, "sample time state"]
-    identity: Float[Array, "sample"]
-
-
-def stochastic_cycle() -> rd.StateSpaceModel:
-    """The model of the demo, started from its stationary law."""
-    angle = 2 * math.pi / PERIOD
-    rotation = jnp.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
-    stationary = STATE_STD / math.sqrt(1 - DAMPING**2)
-    return rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(2), rd.Diagonal(stationary * jnp.ones(2))),
-        transition=rd.LinearGaussianKernel(
-            DAMPING * rotation, jnp.zeros(2), rd.Diagonal(STATE_STD * jnp.ones(2))
-        ),
-        emission=rd.LinearGaussianKernel(
-            jnp.array([[1.0, 0.0]]), jnp.zeros(1), rd.Diagonal(OBS_STD * jnp.ones(1))
-        ),
-    )
-
-
-def run(out: Path, *, seed: int = 0, num_times: int = 200) -> DemoResult:
-    """Simulates, smooths, checks and draws; writes `smoothing.png` and `summary.json`.
+def run(out: Path, *, seed: int = 0, sizes: Sizes = FULL, progress: Progress | None = None) -> Demo:
+    """Trains, smooths, compares and draws; writes `report.html`, `summary.json` and pictures.
 
     Args:
         out: the folder to write to; made if it does not exist.
-        seed: seed of the simulated series and of the sampled paths.
-        num_times: rows of the series.
-
-    Returns:
-        The numbers that are in `summary.json`.
+        seed: seed of all that is drawn.
+        sizes: how much is done.
+        progress: who is told how far it is.
 
     Raises:
         OSError: if the folder cannot be made or written to.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    if not os.access(out, os.W_OK):
-        raise PermissionError(13, "Permission denied", str(out))
-    result, found = smooth(seed=seed, num_times=num_times)
-    write_atomically(out / "smoothing.png", draw(found))
-    summary = json.dumps(result._asdict(), indent=2) + "\n"
-    write_atomically(out / "summary.json", summary.encode())
-    return result
+    began = time.perf_counter()
+    make_writable(out)
+    progress = Quiet() if progress is None else progress
+    model = published.nonlinear_theta()
+    data_key, test_key, fit_key, path_key = jax.random.split(jax.random.key(seed), 4)
+    train = _simulate(model, data_key, sizes.num_series, sizes.train_times)[1]
+    xs, ys = _simulate(model, test_key, sizes.num_tested, sizes.num_times)
+
+    families, trained = _train(model, train, fit_key, sizes, progress)
+    with _Stage(progress, "the exact posterior, on a grid"):
+        grid = rd.Grid(jnp.array([-2.5]), jnp.array([2.5]), sizes.grid_points)
+        lengths = np.linspace(sizes.num_times // 4, sizes.num_times, 4).astype(int)
+        oracle = [[rd.grid_smoother(model, y, grid, length=n) for n in lengths] for y in ys]
+        exact = _exact_bands([found[-1] for found in oracle])
+    scores: dict[str, Score] = {}
+    bands: dict[str, Bands] = {"exact": exact}
+    evidence = np.array([float(found[-1].log_evidence) for found in oracle])
+    for name, smooth in _smoothers(model, families).items():
+        with _Stage(progress, name):
+            chains, seconds, says = smooth(ys)
+            bands[name] = _gaussian_bands(chains)
+            bound = _elbos(model, chains, ys, path_key)
+            gap = float(np.mean(evidence - bound)) / sizes.num_times
+            known = trained.get(name, math.nan)
+            scores[name] = _score(bands[name], exact, xs, gap, known, seconds, says)
+    with _Stage(progress, "the particle smoother"):
+        name = f"FFBSi {sizes.num_particles}"
+        bands[name], seconds = _particle_bands(model, ys, path_key, sizes.num_particles)
+        scores[name] = _score(bands[name], exact, xs, math.nan, math.nan, seconds, "")
+    growth = {name: _growth(families[name], ys, oracle, lengths) for name in AMORTISED}
+
+    with _Stage(progress, "the report"):
+        pictures = [
+            _draw_bands(np.asarray(xs)[0, :, 0], bands),
+            _draw_two_sides(model, ys[0], oracle[0][-1], families, bands),
+            _draw_growth(lengths, growth),
+        ]
+        demo = Demo(seed, time.perf_counter() - began, scores)
+        chapter = _chapter(demo, sizes, pictures)
+        for picture in pictures:
+            write_atomically(out / f"{picture.name}.png", picture.png)
+        write_atomically(out / "summary.json", as_json(_summary(demo)))
+        write_atomically(out / "report.html", _page(chapter, demo))
+    return demo
 
 
-def smooth(*, seed: int, num_times: int) -> tuple[DemoResult, _Smoothed]:
-    """The numbers of the demo, and what its figure is drawn from."""
-    model = stochastic_cycle()
-    data_key, path_key = jax.random.split(jax.random.key(seed))
-    xs, ys = _simulate(model, data_key, num_times)
-    exact, marginals = _posterior(model, ys)
-    paths, identity = _check(model, exact, ys, path_key)
-    found = _Smoothed(xs, ys, exact, marginals, paths, identity)
+class _Stage:
+    """Tells of the beginning and the end of a part."""
 
-    truth, mean = np.asarray(xs[:, 0]), np.asarray(marginals.mean[:, 0])
-    lower, upper = _band(marginals)
-    result = DemoResult(
-        seed=seed,
-        num_times=num_times,
-        num_missing=int(np.isnan(ys).sum()),
-        log_evidence=float(exact.log_evidence),
-        filter_rmse=_rmse(np.asarray(exact.chain.laws.mean[:, 0]) - truth),
-        smoother_rmse=_rmse(mean - truth),
-        coverage=float(np.mean((lower <= truth) & (truth <= upper))),
-        identity_error=float(np.max(np.abs(identity - exact.log_evidence))),
-        smoothing_seconds=_seconds(lambda: _posterior(model, ys)),
-    )
-    return result, found
+    def __init__(self, progress: Progress, name: str):
+        self.progress, self.name = progress, name
+
+    def __enter__(self) -> None:
+        self.progress.begin(self.name)
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.end(self.name, kept=False)
 
 
-@partial(jax.jit, static_argnums=2)
-def _simulate(model: rd.StateSpaceModel, key: Array, num_times: int) -> tuple[Array, Array]:
-    """A path and its observations, NaN in the gaps and where an observation was lost."""
-    data_key, loss_key = jax.random.split(key)
-    xs, ys = model.simulate(data_key, num_times)
-    position = jnp.arange(num_times) / num_times
-    seen = jax.random.uniform(loss_key, (num_times,)) >= LOST
-    for start, stop in GAPS:
-        seen &= (position < start) | (position >= stop)
-    return xs, jnp.where(seen[:, None], ys, jnp.nan)
+NUM_STAGES = len(AMORTISED) + 1 + len(AMORTISED) + 2 + 2
+"""Fits, the grid, families and linearised smoothers at work, particles, the report."""
 
 
-@jax.jit
-def _posterior(
-    model: rd.StateSpaceModel, ys: Float[Array, "time obs"]
-) -> tuple[rd.KalmanPosterior, rd.Gaussian]:
-    exact = rd.kalman_smoother(model, ys)
-    return exact, exact.chain.marginals()
+def _simulate(
+    model: rd.StateSpaceModel, key: Array, num_series: int, num_times: int
+) -> tuple[Float[Array, "series time state"], Float[Array, "series time obs"]]:
+    keys = jax.random.split(key, num_series)
+    return jax.jit(jax.vmap(lambda key: model.simulate(key, num_times)))(keys)
 
 
-@jax.jit
-def _check(
-    model: rd.StateSpaceModel,
-    exact: rd.KalmanPosterior,
-    ys: Float[Array, "time obs"],
-    key: Array,
-) -> tuple[Float[Array, "sample time state"], Float[Array, "sample"]]:
-    """Sampled paths, and log p(x, y) − log q(x) of each."""
-    paths = exact.chain.sample(key, NUM_CHECKED)
-    return paths, jax.vmap(lambda x: model.log_joint(x, ys) - exact.chain.log_prob(x))(paths)
+def _train(
+    model: rd.StateSpaceModel, ys: Array, key: Array, sizes: Sizes, progress: Progress
+) -> tuple[dict[str, rd.AbstractLinearGaussianFamily], dict[str, float]]:
+    """The three families, trained, and the seconds that each took."""
+    kinds = (rd.ConjugateFamily, rd.GatedFamily, rd.RecurrentFamily)
+    families, seconds = {}, {}
+    for name, kind, one in zip(AMORTISED, kinds, jax.random.split(key, 3), strict=True):
+        first, second = jax.random.split(one)
+        with _Stage(progress, f"training the {name} family"):
+            began = time.perf_counter()
+            result = rd.fit(
+                second,
+                kind(first, 1, 1),
+                model,
+                ys,
+                num_steps=sizes.num_steps,
+                mask=True,
+                progress=lambda step, _: progress.step(step, sizes.num_steps),
+            )
+            families[name], seconds[name] = result.family, time.perf_counter() - began
+    return families, seconds
 
 
-def _band(marginals: rd.Gaussian) -> tuple[np.ndarray, np.ndarray]:
-    """The ends of the central intervals of the signal."""
-    mean, std = np.asarray(marginals.mean[:, 0]), np.asarray(marginals.std[:, 0])
-    margin = NormalDist().inv_cdf(0.5 + LEVEL / 2) * std
-    return mean - margin, mean + margin
+Chains = list[rd.LinearGaussianChain]
 
 
-def _rmse(error: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(error**2)))
+def _smoothers(
+    model: rd.StateSpaceModel, families: dict[str, rd.AbstractLinearGaussianFamily]
+) -> dict[str, Callable[[Array], tuple[Chains, float, str]]]:
+    """What takes the held-out series to chains, the seconds of one, and a word on itself."""
+
+    def amortised(
+        family: rd.AbstractLinearGaussianFamily,
+    ) -> Callable[[Array], tuple[Chains, float, str]]:
+        infer = jax.jit(lambda y: family.infer(y))
+
+        def smooth(ys: Array) -> tuple[Chains, float, str]:
+            chains = [infer(y) for y in ys]
+            marginals = jax.jit(lambda y: family.infer(y).marginals())
+            return chains, _shortest(lambda: marginals(ys[0])), ""
+
+        return smooth
+
+    def linearised(call: Callable[..., Any]) -> Callable[[Array], tuple[Chains, float, str]]:
+        def smooth(ys: Array) -> tuple[Chains, float, str]:
+            found = [call(model, y) for y in ys]
+            words = sorted({posterior.status for posterior in found})
+            seconds = _shortest(lambda: call(model, ys[0]).chain)
+            return [posterior.chain for posterior in found], seconds, "/".join(words)
+
+        return smooth
+
+    return {name: amortised(family) for name, family in families.items()} | {
+        "extended": linearised(rd.extended_smoother),
+        "unscented": linearised(rd.unscented_smoother),
+    }
 
 
-def _seconds(call: Callable[[], Any], repeats: int = 5) -> float:
-    """The shortest of several timings of what has been compiled already."""
+def _shortest(call: Callable[[], Any], repeats: int = 5) -> float:
+    """The shortest of several timings, after one that compiles."""
+    jax.block_until_ready(call())
     timings = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -202,66 +252,265 @@ def _seconds(call: Callable[[], Any], repeats: int = 5) -> float:
     return min(timings)
 
 
-def draw(found: _Smoothed) -> bytes:
-    """The figure as a PNG: the posterior of the signal, and how sure filter and smoother are."""
-    # A context, and a figure outside of pyplot: nothing global is left changed.
-    with rc_context({"font.family": "serif", "font.size": 9, "axes.linewidth": 0.6}):
-        figure = Figure(figsize=(7.0, 4.2), dpi=200, layout="constrained")
-        canvas = FigureCanvasAgg(figure)
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
-        _draw_signal(upper, found)
-        _draw_spread(lower, found)
-        for axes in (upper, lower):
-            _shade_gaps(axes, len(found.ys))
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.margins(x=0.01)
-        handles, labels = upper.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False)
-        figure.align_ylabels((upper, lower))
-        buffer = io.BytesIO()
-        canvas.print_png(buffer)
-    return buffer.getvalue()
+def _exact_bands(found: Sequence[rd.GridPosterior]) -> Bands:
+    tails = np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    ends = np.stack([np.asarray(posterior.quantile(tails))[..., 0] for posterior in found], axis=1)
+    return Bands(np.stack([np.asarray(p.mean)[:, 0] for p in found]), *ends)
 
 
-def _draw_signal(axes: Axes, found: _Smoothed) -> None:
-    times = np.arange(len(found.ys))
-    mean, truth, seen = (np.asarray(a[:, 0]) for a in (found.marginals.mean, found.xs, found.ys))
-    axes.fill_between(
-        times, *_band(found.marginals), color="#b5cde6", lw=0, label=f"{LEVEL:.0%} band"
+def _gaussian_bands(chains: Chains) -> Bands:
+    laws = [chain.marginals() for chain in chains]
+    means = np.stack([np.asarray(law.mean)[:, 0] for law in laws])
+    margin = NormalDist().inv_cdf(0.5 + LEVEL / 2) * np.stack(
+        [np.asarray(law.std)[:, 0] for law in laws]
     )
-    for i, path in enumerate(np.asarray(found.paths[:NUM_DRAWN, :, 0])):
-        label = "sampled paths" if i == 0 else None
-        axes.plot(times, path, color="#5d86b0", lw=0.5, label=label)
-    axes.plot(times, mean, color="#123a63", lw=1.4, label="posterior mean")
-    axes.plot(times, truth, color="black", lw=1.0, ls=(0, (4, 2)), label="truth")
-    points = {"mfc": "white", "mec": "0.2", "mew": 0.6, "label": "observations"}
-    axes.plot(times, seen, ls="none", marker="o", ms=2.8, **points)
-    axes.set_ylabel("signal")
+    return Bands(means, means - margin, means + margin)
 
 
-def _draw_spread(axes: Axes, found: _Smoothed) -> None:
-    times = np.arange(len(found.ys))
-    filtered, smoothed = found.exact.chain.laws.std[:, 0], found.marginals.std[:, 0]
-    axes.plot(times, np.asarray(filtered), color="black", lw=0.9, ls=":", label="filter")
-    axes.plot(times, np.asarray(smoothed), color="#123a63", lw=1.2, label="smoother")
-    axes.set_ylim(0, None)
-    axes.set_ylabel("std. dev.")
-    axes.set_xlabel("time step")
-    middle = (GAPS[0][1] + GAPS[1][0]) / 2
-    axes.legend(loc="upper center", bbox_to_anchor=(middle, 1.12), frameon=False)
+def _particle_bands(
+    model: rd.StateSpaceModel, ys: Array, key: Array, num_particles: int
+) -> tuple[Bands, float]:
+    smooth = jax.jit(lambda y: rd.ffbsi(key, model, y, num_particles).samples[..., 0])
+    seconds = _shortest(lambda: smooth(ys[0]), 1)
+    paths = np.stack([np.asarray(smooth(y)) for y in ys])
+    ends = np.quantile(paths, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=1)
+    return Bands(paths.mean(axis=1), *ends), seconds
 
 
-def _shade_gaps(axes: Axes, num_times: int) -> None:
-    for start, stop in GAPS:
-        left, right = start * num_times - 0.5, stop * num_times - 0.5
-        axes.axvspan(left, right, color="0.93", lw=0, zorder=-1)
+def _elbos(model: rd.StateSpaceModel, chains: Chains, ys: Array, key: Array) -> np.ndarray:
+    @jax.jit
+    def one(chain: rd.LinearGaussianChain, y: Array) -> Array:
+        return rd.elbo(model, chain, y, estimator=rd.BackwardSampling(500), key=key)
+
+    return np.array([float(one(chain, y)) for chain, y in zip(chains, ys, strict=True)])
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all: beside it first, then in its place."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+def _score(
+    bands: Bands,
+    exact: Bands,
+    xs: Array,
+    gap: float,
+    trained: float,
+    smoothed: float,
+    says: str,
+) -> Score:
+    truth, off = np.asarray(xs)[..., 0], bands.means - exact.means
+    return Score(
+        rmse=float(np.sqrt(np.mean(off**2))),
+        additive_error=float(np.abs(off.sum(axis=1)).mean()),
+        coverage=float(np.mean((bands.lower < truth) & (truth < bands.upper))),
+        gap=gap,
+        trained=trained,
+        smoothed=smoothed,
+        says=says,
+    )
+
+
+def _growth(
+    family: rd.AbstractLinearGaussianFamily,
+    ys: Array,
+    oracle: Sequence[Sequence[rd.GridPosterior]],
+    lengths: np.ndarray,
+) -> np.ndarray:
+    """The additive error given the first n observations, by series and n."""
+
+    @jax.jit
+    def sums(y: Array) -> Array:
+        chain = family.infer(y)
+        return jnp.stack([jnp.sum(chain.prefix(int(n)).marginals().mean) for n in lengths])
+
+    exact = [
+        [float(posterior.mean[:n].sum()) for posterior, n in zip(found, lengths, strict=True)]
+        for found in oracle
+    ]
+    return np.abs(np.stack([np.asarray(sums(y)) for y in ys]) - np.array(exact))
+
+
+def _worst(bands: dict[str, Bands]) -> int:
+    """The time at which the conjugate family is furthest from the exact posterior."""
+    return int(np.abs(bands["conjugate"].means - bands["exact"].means)[0].argmax())
+
+
+def _draw_bands(truth: np.ndarray, bands: dict[str, Bands], num_drawn: int = 40) -> Picture:
+    shown = ("exact", "gated", "conjugate", "extended")
+    titles = {
+        "exact": "exact posterior",
+        "gated": "gated family",
+        "conjugate": "conjugate family",
+        "extended": "extended Kalman smoother",
+    }
+    begin = int(np.clip(_worst(bands) - num_drawn // 2, 0, max(0, truth.size - num_drawn)))
+    times = np.arange(begin, min(begin + num_drawn, truth.size))
+
+    def fill(*axes: Any) -> None:
+        for axis, name in zip(axes, shown, strict=True):
+            mean, lower, upper = (part[0, times] for part in bands[name])
+            axis.fill_between(times, lower, upper, color="#b5cde6", lw=0, label=f"{LEVEL:.0%} band")
+            axis.plot(times, mean, color=INKS[0], lw=1.2, label="posterior mean")
+            axis.plot(times, truth[times], "x", color=INKS[1], ms=3.5, mew=0.9, label="truth")
+            axis.set_title(titles[name])
+            axis.margins(x=0.01)
+        for axis in axes[-2:]:
+            axis.set_xlabel("time")
+        axes[0].set_ylabel("state")
+        axes[2].set_ylabel("state")
+        handles, labels = axes[0].get_legend_handles_labels()
+        axes[0].figure.legend(handles, labels, loc="outside upper center", ncols=3)
+
+    return draw(
+        "smoothing",
+        f"{times.size} states of a held-out series: truth, posterior mean and {LEVEL:.0%} band by"
+        " four smoothers, around the time at which the conjugate family is furthest off.",
+        fill,
+        rows=2,
+        columns=2,
+        height=4.0,
+        sharex=True,
+        sharey=True,
+    )
+
+
+def _draw_two_sides(
+    model: rd.StateSpaceModel,
+    ys: Float[Array, "time obs"],
+    exact: rd.GridPosterior,
+    families: dict[str, rd.AbstractLinearGaussianFamily],
+    bands: dict[str, Bands],
+) -> Picture:
+    """What is known where the conjugate family is furthest from the exact posterior."""
+    k = _worst(bands)
+    points = np.asarray(exact.points)
+    seen = np.asarray(jax.vmap(lambda x: model.emission.law(x).mean[0])(exact.points))
+    noise = float(model.emission.law(exact.points[0]).std[0])
+    likelihood = np.exp(
+        np.asarray(jax.vmap(lambda x: model.emission.log_prob(x, ys[k]))(exact.points)).ravel()
+    )
+    likelihood /= likelihood.sum() * float(exact.grid.spacing[0])
+    laws = {name: families[name].infer(ys).marginals() for name in ("conjugate", "gated")}
+
+    def fill(left: Any, right: Any) -> None:
+        y = float(ys[k, 0])
+        left.plot(points[:, 0], seen, color=INKS[0], label="cos(tanh(w x))")
+        left.axhspan(y - 2 * noise, y + 2 * noise, color="0.88", lw=0, label="y ± 2 sd")
+        left.axhline(y, color="black", lw=0.8, ls=":")
+        left.set_xlabel("state x")
+        left.set_ylabel("observation y")
+        left.set_xlim(-2, 2)
+        left.legend(loc="lower center")
+        right.fill_between(points[:, 0], likelihood, color="0.88", lw=0, label="from y alone")
+        right.plot(points[:, 0], np.asarray(exact.density[k]), color="black", label="exact")
+        for i, (name, law) in enumerate(laws.items()):
+            mean, std = float(law.mean[k, 0]), float(law.std[k, 0])
+            density = (
+                np.exp(-0.5 * ((points[:, 0] - mean) / std) ** 2) / std / math.sqrt(2 * math.pi)
+            )
+            right.plot(points[:, 0], density, color=INKS[1 + i], ls=DASHES[1 + i], label=name)
+        right.set_xlabel("state x")
+        right.set_ylabel("density")
+        right.set_xlim(-2, 2)
+        right.set_title(f"time {k}: what is known of the state")
+        left.set_title("two states for one observation")
+        right.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+    return draw(
+        "two_sides",
+        f"Left: the observation map, and the observation at time {k}. Right: what it says of the"
+        " state by itself, which has two sides, and the posterior given all observations: exact,"
+        " and by two families.",
+        fill,
+        columns=2,
+        height=2.6,
+    )
+
+
+def _draw_growth(lengths: np.ndarray, growth: dict[str, np.ndarray]) -> Picture:
+    def fill(axis: Any) -> None:
+        for i, (name, values) in enumerate(growth.items()):
+            style = {"color": INKS[i], "ls": DASHES[i], "marker": MARKERS[i], "ms": 4}
+            mean = values.mean(axis=0)
+            error = values.std(axis=0, ddof=1) / np.sqrt(len(values))
+            axis.errorbar(lengths, mean, yerr=error, capsize=2, label=name, **style)
+        axis.set_xlabel("observations n")
+        axis.set_ylabel("error of Σ x, given n observations")
+        axis.set_ylim(0, None)
+        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+    return draw(
+        "growth",
+        "How the error on the sum of all states grows with the number of observations: mean and"
+        " standard error over the held-out series.",
+        fill,
+        height=2.5,
+    )
+
+
+def _chapter(demo: Demo, sizes: Sizes, pictures: Sequence[Picture]) -> Chapter:
+    bands, two_sides, growth = pictures
+    best, worst = demo.scores["gated"], demo.scores["extended"]
+    return Chapter(
+        name="demo",
+        title="A state that is seen through an even map",
+        summary=(
+            f"Three families were trained on {sizes.num_series} simulated series of"
+            f" {sizes.train_times} rows, and smoothed {sizes.num_tested} held-out series of"
+            f" {sizes.num_times}. The gated family's means are within {best.rmse:.3f} of the exact"
+            f" ones (root mean square), the extended smoother's within {worst.rmse:.3f}."
+        ),
+        sections=[
+            Section("The posterior against the truth", "", [bands, _table(demo, sizes)]),
+            Section("Two sides", "", [two_sides]),
+            Section("How errors grow", "", [growth]),
+        ],
+        numbers={},
+        seconds={},
+    )
+
+
+def _table(demo: Demo, sizes: Sizes) -> Table:
+    return Table(
+        "scores",
+        f"{sizes.num_tested} held-out series of {sizes.num_times} rows. RMSE and additive error are"
+        " to the exact posterior; the gap is how far the ELBO is short of the evidence, nats a"
+        f" step. Training: {sizes.num_steps} steps, compilation included. Smoothing: one series,"
+        " compiled.",
+        {
+            "smoother": "",
+            "RMSE": ".3f",
+            "additive error": ".2f",
+            f"coverage of {LEVEL:.0%}": ".0%",
+            "ELBO gap": ".3f",
+            "training, s": ".0f",
+            "smoothing, ms": ".3g",
+            "says": "",
+        },
+        rows_of(demo),
+    )
+
+
+def rows_of(demo: Demo) -> list[list[Any]]:
+    """The table of scores: a row for each smoother, times of one series in milliseconds."""
+    return [
+        [name, *score[:5], 1e3 * score.smoothed, score.says] for name, score in demo.scores.items()
+    ]
+
+
+def _summary(demo: Demo) -> dict[str, Any]:
+    scores = {name: score._asdict() for name, score in demo.scores.items()}
+    return demo._asdict() | {"scores": scores}
+
+
+def summary(demo: Demo) -> bytes:
+    """The demo as JSON, as in `summary.json`."""
+    return as_json(_summary(demo))
+
+
+def _page(chapter: Chapter, demo: Demo) -> bytes:
+    lead = [
+        "retrodict infers the path of a hidden state from noisy observations of it. Here a state"
+        " and its negative look the same. A conjugate family gives each observation one Gaussian,"
+        " which cannot have two sides; a linearised smoother sees the slope of the map at one"
+        " point; a gated or recurrent family reads the observation in the light of what it knows"
+        " already, and does so in a fraction of the time of a particle smoother.",
+    ]
+    footer = f"Made by 'retrodict demo --seed {demo.seed}' in {demo.seconds:.0f} s."
+    return page("retrodict: a demo", lead, [chapter], footer)

@@ -1,0 +1,68 @@
+"""Files that are written whole or not at all: arrays, tables, numbers."""
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def make_writable(path: Path) -> None:
+    """Makes a folder, and complains at once if nothing can be written there.
+
+    Raises:
+        OSError: if the folder cannot be made or written to.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(13, "Permission denied", str(path))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all: beside it first, then in its place."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays whole or not at all, as an uncompressed `.npz`, whose parts carry checksums."""
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    write_atomically(path, buffer.getvalue())
+
+
+def as_csv(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> bytes:
+    """A table as comma-separated values, numbers with all their digits."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows([_plain(cell) for cell in row] for row in rows)
+    return buffer.getvalue().encode()
+
+
+def as_json(tree: Any) -> bytes:
+    """Numbers as JSON, arrays as lists; what is no number is null."""
+    return (json.dumps(_plain(tree), indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _plain(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {str(key): _plain(value) for key, value in tree.items()}
+    if isinstance(tree, np.ndarray):
+        return _plain(tree.tolist())
+    if isinstance(tree, (list, tuple)):
+        return [_plain(value) for value in tree]
+    if isinstance(tree, np.generic):
+        return _plain(tree.item())
+    if isinstance(tree, float) and not math.isfinite(tree):
+        return None
+    return tree

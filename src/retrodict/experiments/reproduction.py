@@ -1,0 +1,152 @@
+"""Reproduces the paper: runs experiments, keeps what is done, and writes one report of all.
+
+In the folder, each experiment has one of its own: `numbers.json`, a `.csv` for each table, `.svg`
+and `.png` for each figure, `settings.json` with sizes, seed, versions and times, and `stages`, from
+which a killed run goes on.
+"""
+
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+
+from retrodict.experiments import bounds, linear, multivariate, nonlinear
+from retrodict.experiments._files import as_csv, as_json, make_writable, write_atomically
+from retrodict.experiments._folder import Folder, Progress, Quiet
+from retrodict.experiments._report import Chapter, page
+
+EXPERIMENTS: dict[str, ModuleType] = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (linear, multivariate, nonlinear, bounds)
+}
+"""The experiments by name, in the order of the report."""
+
+PACKAGES = ("retrodict", "jax", "jaxlib", "equinox", "optax", "numpy", "matplotlib")
+
+
+class Reproduced(NamedTuple):
+    """What a reproduction found.
+
+    Attributes:
+        report: the page that was written.
+        chapters: the experiments that were asked for.
+        seconds: how long they took in this run, by name.
+    """
+
+    report: Path
+    chapters: tuple[Chapter, ...]
+    seconds: dict[str, float]
+
+
+def reproduce(
+    names: Sequence[str],
+    out: Path,
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    progress: Callable[[str, int], Progress] | None = None,
+) -> Reproduced:
+    """Runs experiments, or reads what is done of them, and writes the report.
+
+    Args:
+        names: which of `EXPERIMENTS`.
+        out: the folder to write to; made if it does not exist.
+        quick: whether to do less of everything.
+        seed: seed of all that is drawn, but for the paper's own sequences.
+        progress: called with the name of an experiment and the number of its stages, gives whom to
+            tell of them.
+
+    Raises:
+        ValueError: if there is no such experiment.
+        OSError: if the folder cannot be made or written to; what was computed is kept.
+    """
+    unknown = [name for name in names if name not in EXPERIMENTS]
+    if unknown:
+        raise ValueError(
+            f"there is no experiment {unknown[0]!r}; there are {', '.join(EXPERIMENTS)}"
+        )
+    make_writable(out)
+    chapters, seconds = [], {}
+    for name in (name for name in EXPERIMENTS if name in names):
+        began = time.perf_counter()
+        module = EXPERIMENTS[name]
+        sizes = module.QUICK if quick else module.FULL
+        told = Quiet() if progress is None else progress(name, module.num_stages(sizes))
+        settings = {"experiment": name, "sizes": sizes._asdict(), "seed": seed, **_versions()}
+        folder = Folder(out / name, settings, told)
+        chapter = module.run(folder, sizes, seed)
+        chapters.append(chapter)
+        seconds[name] = time.perf_counter() - began
+        _write(folder, chapter, settings | {"quick": quick}, seconds[name])
+    report = out / "report.html"
+    write_atomically(report, _page(chapters, seconds, quick, seed))
+    return Reproduced(report, tuple(chapters), seconds)
+
+
+def _write(folder: Folder, chapter: Chapter, settings: dict[str, Any], seconds: float) -> None:
+    """The results of one experiment, each file whole or not at all."""
+    folder.write("numbers.json", as_json(chapter.numbers))
+    for table in chapter.tables():
+        folder.write(f"{table.name}.csv", as_csv(*table.flat()))
+    for picture in chapter.pictures():
+        folder.write(f"{picture.name}.svg", picture.svg)
+        folder.write(f"{picture.name}.png", picture.png)
+    timed = {"this run": seconds, **chapter.seconds}
+    machine = {"machine": _machine()}
+    folder.write("settings.json", as_json(settings | machine | {"seconds": timed}))
+
+
+def _versions() -> dict[str, dict[str, str]]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return {"versions": found}
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "device": jax.devices()[0].device_kind,
+        "float64": jax.numpy.result_type(float) == "float64",
+    }
+
+
+def _page(chapters: Sequence[Chapter], seconds: dict[str, float], quick: bool, seed: int) -> bytes:
+    machine, versions = _machine(), _versions()["versions"]
+    lead = [
+        "Every figure and table of Chagneux, Gassiat, Gloaguen and Le Corff (2022), 'Amortized"
+        " backward variational inference in nonlinear state-space models': as printed, from the"
+        " parameters and values in its authors' public archive, and computed anew by retrodict.",
+    ]
+    if quick:
+        lead.append(
+            "This is a quick run: fewer fits, steps and series than the paper's. Its figures show"
+            " the kind of the result; for the numbers, run without --quick."
+        )
+    times = ", ".join(f"{name} {_duration(value)}" for name, value in seconds.items())
+    footer = (
+        f"Made by 'retrodict reproduce{' --quick' if quick else ''} --seed {seed}' with retrodict"
+        f" {versions['retrodict']}, jax {versions['jax']}, equinox {versions['equinox']}, Python"
+        f" {machine['python']}, on {machine['cores']} cores ({machine['device']}),"
+        f" {'float64' if machine['float64'] else 'float32'}. Times of this run: {times}; what was"
+        " done before was read."
+    )
+    return page("The paper, reproduced", lead, chapters, footer)
+
+
+def _duration(seconds: float) -> str:
+    minutes = math.floor(seconds / 60)
+    return f"{minutes} min {seconds - 60 * minutes:.0f} s" if minutes else f"{seconds:.0f} s"

@@ -1,0 +1,436 @@
+"""The experiments: the paper's numbers, folders that survive accidents, and the pages."""
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import retrodict as rd
+from retrodict.experiments import (
+    _files,
+    bounds,
+    demo,
+    linear,
+    multivariate,
+    nonlinear,
+    published,
+    reproduction,
+)
+from retrodict.experiments._drawing import draw
+from retrodict.experiments._folder import Folder
+from retrodict.experiments._report import Chapter, Section, Spread, Table, page, spread
+
+REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"
+
+TINY: dict[str, Any] = {
+    "linear": linear.Sizes(64, 32, (1, 2, 3), 2, 2),
+    "multivariate": multivariate.Sizes(200, 1, 1e-2, 8, 4),
+    "nonlinear": nonlinear.Sizes(64, 4, 1, 4, 2, 12, 20, 3, 200),
+    "bounds": bounds.Sizes(1, (10, 20)),
+}
+DEMO = demo.Sizes(64, 12, 4, 2, 20, 20, 200)
+
+
+class Told:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, bool]] = []
+        self.said: list[str] = []
+
+    def begin(self, stage: str) -> None:
+        pass
+
+    def step(self, done: int, total: int) -> None:
+        assert 0 < done <= total
+
+    def end(self, stage: str, *, kept: bool) -> None:
+        self.stages.append((stage, kept))
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+
+# What the paper printed
+
+
+def test_the_linear_sequences_are_those_of_the_archive():
+    archived = REFERENCE / "linear_sequences.npz"
+    if not archived.exists():
+        pytest.skip("the archived sequences are not here")
+    xs, ys = published.linear_sequences(2)
+    with np.load(archived) as file:
+        np.testing.assert_allclose(xs[..., 0], file["xs"][:2], rtol=0, atol=1e-15)
+        np.testing.assert_allclose(ys[..., 0], file["ys"][:2], rtol=0, atol=1e-15)
+
+
+def test_the_archived_networks_are_those_of_the_archive():
+    archived = REFERENCE / "nonlinear_table_sequences.npz"
+    if not archived.exists():
+        pytest.skip("the archived sequences are not here")
+    xs, ys = published.nonlinear_sequences()
+    with np.load(archived) as file:
+        np.testing.assert_allclose(xs[..., 0], file["xs"], rtol=0, atol=1e-15)
+        np.testing.assert_allclose(ys[..., 0], file["ys"], rtol=0, atol=1e-15)
+        for ours, theirs in (("conjugate", "johnson"), ("gated", "ours")):
+            laws = published.archived_chain(ours, ys[0]).marginals()
+            np.testing.assert_allclose(laws.mean[:, 0], file[f"{theirs}_means"][0], atol=1e-13)
+            np.testing.assert_allclose(laws.std[:, 0] ** 2, file[f"{theirs}_vars"][0], atol=1e-14)
+
+
+@pytest.mark.parametrize("num_series", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_the_linear_table_comes_out_as_printed(num_series: int):
+    models = [published.linear_lambda(epoch) for epoch in published.EPOCHS]
+    sequences = published.linear_sequences(num_series)
+    found = linear.compare(published.linear_theta(), *sequences, models)
+    errors = np.stack(
+        [found["mean_error"], found["variance_of_error"], *found["additive"][:, :, -1]], axis=1
+    )
+    computed = [[f"{value:.6f}" for value in row] for row in errors]
+    printed = published.archive()["linear"]["table"][:num_series]
+    assert computed == printed
+    assert sum(map(len, printed)) == 5 * num_series
+
+
+def test_the_nonlinear_errors_come_out_as_printed():
+    """By the archived networks and the sums of the archived reference; numpy does the rest."""
+    _, ys = published.nonlinear_sequences()
+    archive = published.archive()["nonlinear"]
+    for column, name in ((2, "conjugate"), (3, "gated")):
+        smooth = jax.jit(lambda y, name=name: published.archived_chain(name, y).marginals().mean)
+        sums = np.array([float(smooth(y).sum()) for y in ys])
+        errors = np.abs(sums - np.array(archive["reference_sums"]))
+        assert [f"{e:.2f}" for e in errors] == [row[column] for row in archive["table"]]
+        assert [f"{row[-1]:.2f}" for row in archive["errors_by_length"][name]] == [
+            row[column] for row in archive["table"]
+        ]
+
+
+def test_the_backward_kernels_of_an_archived_chain_are_bayes_rule():
+    """q(x_{k-1}) m(x_{k-1}, x_k) / ∫ is the kernel: checked on a grid of points."""
+    _, ys = published.nonlinear_sequences()
+    chain = published.archived_chain("gated", ys[0, :3])
+    _, _, weight, bias, noise = published.archive()["nonlinear"]["gated"]["law"]
+    points = np.linspace(-3, 3, 20_001)
+    mean, std = (float(part[0, 0]) for part in (chain.laws.mean, chain.laws.std))
+    x = 0.2
+    log = -0.5 * ((points - mean) / std) ** 2 - 0.5 * ((x - weight * points - bias) / noise) ** 2
+    density = np.exp(log - log.max())
+    density /= density.sum()
+    kernel = chain.kernels
+    exact = float(points @ density)
+    assert float(kernel.weight[0, 0, 0] * x + kernel.bias[0, 0]) == pytest.approx(exact, abs=1e-9)
+    variance = float(((points - exact) ** 2) @ density)
+    assert float(kernel.scale_tril[0, 0, 0] ** 2) == pytest.approx(variance, rel=1e-6)
+
+
+# Every experiment, at a tiny size
+
+
+@pytest.mark.parametrize(
+    "name", ["bounds", *(pytest.param(n, marks=pytest.mark.slow) for n in TINY if n != "bounds")]
+)
+def test_an_experiment_runs_and_is_read_back(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    module = reproduction.EXPERIMENTS[name]
+    monkeypatch.setattr(module, "QUICK", TINY[name])
+    first, second = Told(), Told()
+
+    def reproduce(told: Told) -> reproduction.Reproduced:
+        expected = module.num_stages(TINY[name])
+
+        def begin(title: str, num_stages: int) -> Told:
+            assert (title, num_stages) == (name, expected)
+            return told
+
+        return reproduction.reproduce([name], tmp_path, quick=True, progress=begin)
+
+    done = reproduce(first)
+    folder = tmp_path / name
+    numbers = (folder / "numbers.json").read_bytes()
+    assert len(first.stages) == module.num_stages(TINY[name])
+    assert not any(kept for _, kept in first.stages)
+    (chapter,) = done.chapters
+    for table in chapter.tables():
+        lines = (folder / f"{table.name}.csv").read_text().splitlines()
+        assert len(lines) == 1 + len(table.rows)
+    for picture in chapter.pictures():
+        assert (folder / f"{picture.name}.png").read_bytes().startswith(b"\x89PNG")
+        assert b"<svg" in (folder / f"{picture.name}.svg").read_bytes()
+    settings = json.loads((folder / "settings.json").read_text())
+    assert settings["seed"] == 0 and settings["versions"]["jax"] == jax.__version__
+    assert settings["seconds"]["this run"] > 0
+    assert not list(tmp_path.rglob("*.partial"))
+
+    reproduce(second)
+    assert all(kept for _, kept in second.stages) and len(second.stages) == len(first.stages)
+    assert (folder / "numbers.json").read_bytes() == numbers
+
+
+@pytest.mark.slow
+def test_the_demo_says_what_it_saw(tmp_path: Path):
+    told = Told()
+    found = demo.run(tmp_path, seed=3, sizes=DEMO, progress=told)
+    assert len(told.stages) == demo.NUM_STAGES
+    assert set(found.scores) == {*demo.AMORTISED, "extended", "unscented", "FFBSi 20"}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["seed"] == 3 and set(summary["scores"]) == set(found.scores)
+    for name, score in found.scores.items():
+        assert 0 <= score.coverage <= 1 and score.rmse > 0
+        assert score.gap > -0.1 or name.startswith("FFBSi")
+    text = (tmp_path / "report.html").read_text()
+    assert text.count("<figure>") == 3 and "--seed 3" in text
+
+
+def test_other_settings_do_not_share_stages(tmp_path: Path):
+    def value(seed: int) -> float:
+        folder = Folder(tmp_path, {"seed": seed})
+        return float(folder.stage("one", lambda: {"value": seed})["value"])
+
+    assert [value(0), value(1), value(0)] == [0, 1, 0]
+    assert len(list((tmp_path / "stages").iterdir())) == 2
+
+
+# Accidents
+
+
+def fitted(folder: Folder, num_steps: int = 40) -> tuple[rd.FitResult, float]:
+    theta = published.linear_theta()
+    ys = jax.vmap(lambda key: theta.simulate(key, 5)[1])(jax.random.split(jax.random.key(0), 8))
+    family = rd.KalmanFamily(published.linear_lambda(60))
+    options = {"num_steps": num_steps, "chunk_size": 10, "batch_size": 4, "mask": True}
+    return folder.fit("a fit", jax.random.key(1), family, theta, ys, **options)
+
+
+@pytest.mark.slow
+def test_a_fit_goes_on_and_is_read_back(tmp_path: Path):
+    whole, seconds = fitted(Folder(tmp_path / "whole", {}))
+    assert seconds > 0
+
+    class Stop(Told):
+        def step(self, done: int, total: int) -> None:
+            if done >= 20:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fitted(Folder(tmp_path / "cut", {}, Stop()))
+    again, unknown = fitted(Folder(tmp_path / "cut", {}))
+    assert np.isnan(unknown)
+    np.testing.assert_array_equal(again.history, whole.history)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool(jnp.all(a == b)), again.family, whole.family)
+    )
+    told = Told()
+    kept, _ = fitted(Folder(tmp_path / "cut", {}, told))
+    assert told.stages == [("a fit", True)]
+    np.testing.assert_array_equal(kept.history, whole.history)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
+def test_a_damaged_stage_is_set_aside_and_done_again(damage: str, tmp_path: Path):
+    folder, told = tmp_path / "f", Told()
+    Folder(folder, {}).stage("one", lambda: {"value": np.arange(1000.0)})
+    Folder(folder, {}).stage("two", lambda: {"value": 2.0})
+    (place,) = (folder / "stages").glob("one.*")
+    content = bytearray(place.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 0xFF
+    place.write_bytes({"cut": content[:-300], "empty": b"", "text": b"no"}.get(damage, content))
+    found = Folder(folder, {}, told).stage("one", lambda: {"value": np.arange(1000.0)})
+    np.testing.assert_array_equal(found["value"], np.arange(1000.0))
+    assert told.stages == [("one", False)]
+    assert "is damaged" in told.said[0] and "set aside" in told.said[0]
+    assert place.exists() and place.with_name(place.name + ".damaged").exists()
+
+    def never() -> dict[str, Any]:
+        raise AssertionError("the other stage was computed again")
+
+    assert Folder(folder, {}).stage("two", never)["value"] == 2.0
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_set_aside_and_the_fit_done_again(tmp_path: Path):
+    whole, _ = fitted(Folder(tmp_path, {}))
+    for place in (tmp_path / "stages").iterdir():
+        if ".fit" in place.name:
+            place.write_bytes(place.read_bytes()[:-50])
+        else:
+            place.unlink()
+    told = Told()
+    again, _ = fitted(Folder(tmp_path, {}, told))
+    np.testing.assert_array_equal(again.history, whole.history)
+    assert "is damaged" in told.said[0]
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = Folder(tmp_path, {})
+    folder.stage("one", lambda: {"value": 1.0})
+    before = sorted((tmp_path / "stages").iterdir())
+
+    def full(self: Path, content: Any) -> int:
+        # What a disk does that runs full on the way: a part is there, and an error comes.
+        with self.open("wb") as file:
+            file.write(bytes(content)[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        folder.stage("two", lambda: {"value": 2.0})
+    monkeypatch.undo()
+    assert sorted((tmp_path / "stages").iterdir()) == before
+    assert folder.stage("one", lambda: {"value": 3.0})["value"] == 1.0
+    assert folder.stage("two", lambda: {"value": 2.0})["value"] == 2.0
+
+
+def test_an_unknown_experiment_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="no experiment 'cubic'; there are linear"):
+        reproduction.reproduce(["cubic"], tmp_path)
+
+
+CHILD = """
+import sys
+from retrodict.cli import main
+from retrodict.experiments import linear
+linear.QUICK = linear.Sizes(512, 32, (8, 12, 16), 2, 2)
+main(["reproduce", "linear", "--quick", "--out", sys.argv[1]])
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ends_with_the_same_numbers(tmp_path: Path):
+    def start(out: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", CHILD, str(out)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    began = time.monotonic()
+    child = start(tmp_path / "whole")
+    _, err = child.communicate(timeout=600)
+    assert child.returncode == 0, err.decode()
+    whole = time.monotonic() - began
+
+    rng, killed = random.Random(7), 0
+    for _ in range(3):
+        child = start(tmp_path / "cut")
+        try:
+            child.communicate(timeout=rng.uniform(0.25, 0.7) * whole)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGKILL)
+            child.communicate()
+            killed += 1
+    assert killed >= 1
+    child = start(tmp_path / "cut")
+    _, err = child.communicate(timeout=600)
+    assert child.returncode == 0, err.decode()
+    for name in ("numbers.json", "additive_error.csv", "table_ours.csv", "training.svg"):
+        assert (tmp_path / "cut" / "linear" / name).read_bytes() == (
+            tmp_path / "whole" / "linear" / name
+        ).read_bytes()
+
+
+# Tables and pages
+
+
+def test_a_spread_is_printed_with_one_digit_of_its_error():
+    assert f"{Spread(0.02551, 0.0008):.3g}" == "0.0255 ± 0.0008"
+    assert f"{Spread(3.4123, 0.21):x}" == "3.4 ± 0.2"
+    assert f"{Spread(120.3, 12.0):d}" == "120 ± 12"
+    values = np.array([1.0, 2.0, 4.0])
+    assert spread(values) == pytest.approx((7 / 3, values.std(ddof=1) / np.sqrt(3)))
+
+
+def test_a_table_becomes_comma_separated_values():
+    table = Table(
+        "t",
+        "caption",
+        {"": "", "gap, nats": ".1f", "n": ""},
+        [["a", Spread(1.5, 0.1), 3], ["b", float("nan"), 4]],
+    )
+    header, rows = table.flat()
+    text = _files.as_csv(header, rows).decode()
+    assert text == ',"gap, nats","gap, nats, standard error",n\na,1.5,0.1,3\nb,,,4\n'
+
+
+def test_numbers_that_are_none_are_null():
+    tree = {"a": np.array([1.0, np.nan]), "b": (np.float64(2), {3: np.inf})}
+    assert json.loads(_files.as_json(tree)) == {"a": [1.0, None], "b": [2.0, {"3": None}]}
+
+
+def test_the_same_numbers_give_the_same_figure():
+    def picture() -> Any:
+        return draw("p", "caption", lambda axis: axis.plot([0, 1], [1, 0]))
+
+    assert picture() == picture()
+
+
+@pytest.fixture(scope="module")
+def report() -> bytes:
+    """A page with wide tables, long words and marks that must be escaped."""
+    titles = ("smoother", "ELBO gap, nats a step", "additive error", "marginal MSE", "state MSE")
+    titles += ("coverage of 90%", "training, s", "smoothing, ms")
+    row = ["conjugate, 4 rows", *(Spread(12.345, 0.12) for _ in range(5)), 35.0, 0.75]
+    table = Table("wide", "a < b & c", dict.fromkeys(titles, ".3g"), [row] * 6)
+    picture = draw("p", "caption", lambda axis: axis.plot([0, 1], [1, 0], label="<x>"))
+    section = Section("Figure <1>", "What & where.", [picture, table, "Text."], "Why.")
+    chapters = [Chapter(n, f"Title {n}", "Summary.", [section], {}, {}) for n in ("a", "b")]
+    return page("A page", ["Lead."], chapters, "Footer.")
+
+
+def test_a_page_needs_nothing_beside_it(report: bytes):
+    text = report.decode()
+    assert "a &lt; b &amp; c" in text and "Figure &lt;1&gt;" in text
+    sources = re.findall(r'(?:src|href)="([^"]*)"', text)
+    assert sources and all(s.startswith(("data:", "#")) for s in sources)
+    assert "http" not in re.sub(r'src="data:[^"]*"', "", text)
+
+
+MEASURE = """
+<script>
+addEventListener("load", () => {
+  const found = {
+    page: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    width: document.documentElement.clientWidth,
+    tables: [...document.querySelectorAll(".wide")].map(d => d.scrollWidth - d.clientWidth),
+    images: [...document.images].map(i => i.naturalWidth),
+    small: [...document.querySelectorAll("td, th, p")].map(
+      e => parseFloat(getComputedStyle(e).fontSize)).reduce((a, b) => Math.min(a, b)),
+    anchors: [...document.querySelectorAll("nav a")].map(
+      a => document.querySelector(a.getAttribute("href")) !== null),
+  };
+  const answer = document.createElement("pre");
+  answer.id = "measured";
+  answer.textContent = JSON.stringify(found);
+  document.body.append(answer);
+});
+</script>
+"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_page_fits_the_window(width: int, report: bytes, tmp_path: Path):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    place = tmp_path / "page.html"
+    place.write_text(report.decode().replace("</body>", MEASURE + "</body>"))
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},2000"]
+    done = subprocess.run([*command, place.as_uri()], capture_output=True, text=True, timeout=120)
+    match = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout)
+    assert match, done.stderr[-2000:]
+    found = json.loads(match[1])
+    assert found["page"] <= 0 and max(found["tables"]) <= 0
+    assert min(found["images"]) > 0 and all(found["anchors"]) and found["small"] >= 9
