@@ -16,13 +16,16 @@ PINS := pyproject.toml constraints.txt
 .DELETE_ON_ERROR:
 # Two installs into one environment at a time would break it.
 .NOTPARALLEL:
-.PHONY: help demo test test-slow lint format bench accuracy bounds docs clean
+.PHONY: help demo reproduce test test-slow lint format bench accuracy bounds docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.stamp-cli ## smooth a series from end to end; figures and tables go to demo/
+demo: $(VENV)/.stamp-cli ## train, smooth and compare; the report goes to demo/
 	$(BIN)/retrodict demo --out demo
+
+reproduce: $(VENV)/.stamp-cli ## the paper's figures and tables, into reproduction/ (half an hour)
+	$(BIN)/retrodict reproduce all --out reproduction
 
 test: $(VENV)/.stamp-test ## run the fast tests
 	$(BIN)/python -m pytest
@@ -56,7 +59,7 @@ docs: $(VENV)/.stamp-docs ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 clean: ## remove environments, caches and what was built
-	rm -rf $(VENV) $(BENCH_VENV) docs/_build demo build dist
+	rm -rf $(VENV) $(BENCH_VENV) docs/_build demo reproduction build dist
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	@if [ -d benchmarks ]; then find benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +; fi

@@ -346,14 +346,16 @@ def _additive_table(epochs: Sequence[int], theirs: Stage, ours: Stage) -> Table:
 
 def _draw_training(evidence: float, curves: np.ndarray) -> Picture:
     archive = published.archive()["linear"]
-    panels = ((np.array(archive["elbo_curves"]), archive["evidence"]), (curves, evidence))
+    # An archived value is of an epoch on the way, ours of its end, with the start before the first.
+    panels = (
+        ("the archived fits", np.array(archive["elbo_curves"]), archive["evidence"], 0.5),
+        ("our fits", curves, evidence, 0.0),
+    )
 
     def fill(*axes: Any) -> None:
-        for column, ((values, top), title) in enumerate(
-            zip(panels, ("the archived fits", "our fits"), strict=True)
-        ):
+        for column, (title, values, top, first) in enumerate(panels):
             upper, lower = axes[column], axes[2 + column]
-            epochs = 1 + np.arange(values.shape[1])
+            epochs = first + np.arange(values.shape[1])
             for i, curve in enumerate(values):
                 style = {"color": INKS[i % 5], "ls": DASHES[i % 5], "lw": 0.9, "label": f"fit {i}"}
                 upper.plot(epochs, curve, **style)

@@ -224,7 +224,7 @@ def _sums(
 
     found = {}
     for name in folder.track(list(smoothers)):
-        infer = jax.jit(smoothers[name])
+        infer = _jitted(smoothers[name])
         found[name] = jnp.stack([by_length(infer(y)) for y in ys])
     return found
 
@@ -259,7 +259,7 @@ def _grade(
     folder: Folder, model: rd.StateSpaceModel, infer: Infer, ys: Array, key: Array
 ) -> dict[str, Any]:
     """ELBO by sampled paths, marginal means and scales, and the seconds of one series."""
-    smooth = jax.jit(infer)
+    smooth = _jitted(infer)
     found = []
     for y, k in folder.track(list(zip(ys, jax.random.split(key, len(ys)), strict=True))):
         chain = smooth(y)
@@ -275,6 +275,11 @@ def _grade(
         "stds": stds,
         "seconds": _shortest(lambda: whole(ys[0]), 50),
     }
+
+
+def _jitted(infer: Infer) -> Infer:
+    # A method of a family cannot be jitted itself: JAX would hash the family.
+    return jax.jit(lambda y: infer(y))
 
 
 def _shortest(call: Callable[[], Any], repeats: int) -> float:
