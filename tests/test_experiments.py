@@ -1,8 +1,6 @@
 """The experiments: the paper's numbers, folders that survive accidents, and the pages."""
 
-import errno
 import json
-import os
 import random
 import re
 import shutil
@@ -119,6 +117,28 @@ def test_the_nonlinear_errors_come_out_as_printed():
         ]
 
 
+def test_no_archived_curve_is_above_the_evidence():
+    archive = published.archive()["linear"]
+    assert all(max(curve) < archive["evidence"] for curve in archive["elbo_curves"])
+    assert [len(curve) for curve in archive["elbo_curves"]] == [100] * 5
+
+
+@pytest.mark.slow
+def test_the_grid_is_the_exact_reference():
+    """The archived 2-particle runs are off by what was found for them with another grid."""
+    archived, grid = REFERENCE / "nonlinear.json", rd.Grid(np.array([-2.5]), np.array([2.5]), 400)
+    if not archived.exists():
+        pytest.skip("the archived errors are not here")
+    (run,) = json.loads(archived.read_text())["evaluations"].values()
+    _, ys = published.nonlinear_sequences()
+    sums = published.archive()["nonlinear"]["reference_sums"]
+    for y, total, sequence in zip(ys, sums, run["sequences"], strict=True):
+        exact = rd.grid_smoother(published.nonlinear_theta(), y, grid)
+        error = abs(float(exact.mean.sum()) - total)
+        assert error == pytest.approx(sequence["ffbsi_additive_error_vs_exact"], abs=1e-9)
+        assert float(exact.log_evidence) == pytest.approx(sequence["log_likelihood_exact"])
+
+
 def test_the_backward_kernels_of_an_archived_chain_are_bayes_rule():
     """q(x_{k-1}) m(x_{k-1}, x_k) / ∫ is the kernel: checked on a grid of points."""
     _, ys = published.nonlinear_sequences()
@@ -173,8 +193,11 @@ def test_an_experiment_runs_and_is_read_back(
         assert b"<svg" in (folder / f"{picture.name}.svg").read_bytes()
     settings = json.loads((folder / "settings.json").read_text())
     assert settings["seed"] == 0 and settings["versions"]["jax"] == jax.__version__
-    assert settings["seconds"]["this run"] > 0
+    assert settings["seconds"]["all stages"] > 0
     assert not list(tmp_path.rglob("*.partial"))
+
+    for width in (1280, 390):
+        check_page(done.report.read_bytes(), width, tmp_path)
 
     reproduce(second)
     assert all(kept for _, kept in second.stages) and len(second.stages) == len(first.stages)
@@ -193,7 +216,9 @@ def test_the_demo_says_what_it_saw(tmp_path: Path):
         assert 0 <= score.coverage <= 1 and score.rmse > 0
         assert score.gap > -0.1 or name.startswith("FFBSi")
     text = (tmp_path / "report.html").read_text()
-    assert text.count("<figure>") == 3 and "--seed 3" in text
+    assert text.count("<figure") == 3 and "--seed 3" in text
+    for width in (1280, 390):
+        check_page(text.encode(), width, tmp_path)
 
 
 def test_other_settings_do_not_share_stages(tmp_path: Path):
@@ -228,8 +253,8 @@ def test_a_fit_goes_on_and_is_read_back(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt):
         fitted(Folder(tmp_path / "cut", {}, Stop()))
-    again, unknown = fitted(Folder(tmp_path / "cut", {}))
-    assert np.isnan(unknown)
+    again, in_all = fitted(Folder(tmp_path / "cut", {}))
+    assert in_all > 0
     np.testing.assert_array_equal(again.history, whole.history)
     assert jax.tree.all(
         jax.tree.map(lambda a, b: bool(jnp.all(a == b)), again.family, whole.family)
@@ -248,12 +273,12 @@ def test_a_damaged_stage_is_set_aside_and_done_again(damage: str, tmp_path: Path
     (place,) = (folder / "stages").glob("one.*")
     content = bytearray(place.read_bytes())
     if damage == "flipped":
-        content[len(content) // 2] ^= 0xFF
+        content[random.Random(3).randrange(len(content))] ^= 0xFF
     place.write_bytes({"cut": content[:-300], "empty": b"", "text": b"no"}.get(damage, content))
     found = Folder(folder, {}, told).stage("one", lambda: {"value": np.arange(1000.0)})
     np.testing.assert_array_equal(found["value"], np.arange(1000.0))
     assert told.stages == [("one", False)]
-    assert "is damaged" in told.said[0] and "set aside" in told.said[0]
+    assert "cannot be used" in told.said[0] and "set aside" in told.said[0]
     assert place.exists() and place.with_name(place.name + ".damaged").exists()
 
     def never() -> dict[str, Any]:
@@ -263,37 +288,56 @@ def test_a_damaged_stage_is_set_aside_and_done_again(damage: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_set_aside_and_the_fit_done_again(tmp_path: Path):
+def test_a_checkpoint_that_cannot_be_used_is_set_aside(tmp_path: Path):
     whole, _ = fitted(Folder(tmp_path, {}))
-    for place in (tmp_path / "stages").iterdir():
-        if ".fit" in place.name:
-            place.write_bytes(place.read_bytes()[:-50])
-        else:
-            place.unlink()
+    for place in (tmp_path / "stages").glob("*.fit*"):
+        place.write_bytes(place.read_bytes()[:-50])
     told = Told()
-    again, _ = fitted(Folder(tmp_path, {}, told))
+    again, _ = fitted(Folder(tmp_path, {}, told))  # the stage itself is still there
     np.testing.assert_array_equal(again.history, whole.history)
-    assert "is damaged" in told.said[0]
+    assert "cannot be used" in told.said[0]
+    other, _ = fitted(Folder(tmp_path, {}, told), num_steps=20)  # as if of other settings
+    np.testing.assert_array_equal(other.history, whole.history[:20])
+    for place in (tmp_path / "stages").glob("*.fit*"):
+        place.unlink()
+    kept = Told()
+    fitted(Folder(tmp_path, {}, kept), num_steps=20)
+    assert kept.stages == [("a fit", False)]  # computed, and said to be
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = Folder(tmp_path, {})
-    folder.stage("one", lambda: {"value": 1.0})
-    before = sorted((tmp_path / "stages").iterdir())
+FULL = """
+import resource, signal, sys
+from retrodict.cli import main
+from retrodict.experiments import bounds
+bounds.QUICK = bounds.Sizes(1, (10, 20))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+main(["reproduce", "bounds", "--quick", "--out", sys.argv[1]])
+"""
 
-    def full(self: Path, content: Any) -> int:
-        # What a disk does that runs full on the way: a part is there, and an error comes.
-        with self.open("wb") as file:
-            file.write(bytes(content)[:10])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="No space left"):
-        folder.stage("two", lambda: {"value": 2.0})
-    monkeypatch.undo()
-    assert sorted((tmp_path / "stages").iterdir()) == before
-    assert folder.stage("one", lambda: {"value": 3.0})["value"] == 1.0
-    assert folder.stage("two", lambda: {"value": 2.0})["value"] == 2.0
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [300, 20_000, 150_000])
+def test_a_disk_that_runs_full_loses_nothing(limit: int, tmp_path: Path):
+    """Files cannot grow beyond a limit: no stage fits, no figure does, or the report does not."""
+
+    def run(limit: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", FULL, str(tmp_path), str(limit)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    stopped = run(limit)
+    assert stopped.returncode == 2 and "Traceback" not in stopped.stderr, stopped.stderr
+    assert "File too large" in stopped.stderr and "What was computed is kept" in stopped.stderr
+    kept = [path.name for path in (tmp_path / "bounds" / "stages").glob("*.stage")]
+    assert len(kept) == (0 if limit == 300 else 4)
+    done = run(10**9)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("done before") == len(kept)
+
+
+def test_float32_is_refused(tmp_path: Path, x32: None):
+    with pytest.raises(ValueError, match="float64"):
+        reproduction.reproduce(["bounds"], tmp_path)
 
 
 def test_an_unknown_experiment_is_refused(tmp_path: Path):
@@ -316,25 +360,28 @@ def test_a_run_that_is_killed_ends_with_the_same_numbers(tmp_path: Path):
         command = [sys.executable, "-c", CHILD, str(out)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
-    began = time.monotonic()
     child = start(tmp_path / "whole")
     _, err = child.communicate(timeout=600)
     assert child.returncode == 0, err.decode()
-    whole = time.monotonic() - began
 
-    rng, killed = random.Random(7), 0
+    rng, stages = random.Random(7), tmp_path / "cut" / "linear" / "stages"
+
+    def written() -> int:
+        """Grows with each checkpoint and each stage."""
+        return sum(path.stat().st_mtime_ns for path in stages.glob("*.*")) if stages.exists() else 0
+
     for _ in range(3):
-        child = start(tmp_path / "cut")
-        try:
-            child.communicate(timeout=rng.uniform(0.25, 0.7) * whole)
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGKILL)
-            child.communicate()
-            killed += 1
-    assert killed >= 1
+        child, before, deadline = start(tmp_path / "cut"), written(), time.monotonic() + 300
+        while written() == before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(rng.uniform(0, 1.5))
+        assert child.poll() is None, "the run ended before it was killed"
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
     child = start(tmp_path / "cut")
     _, err = child.communicate(timeout=600)
     assert child.returncode == 0, err.decode()
+    assert b"done before" in err
     for name in ("numbers.json", "additive_error.csv", "table_ours.csv", "training.svg"):
         assert (tmp_path / "cut" / "linear" / name).read_bytes() == (
             tmp_path / "whole" / "linear" / name
@@ -348,6 +395,7 @@ def test_a_spread_is_printed_with_one_digit_of_its_error():
     assert f"{Spread(0.02551, 0.0008):.3g}" == "0.0255 ± 0.0008"
     assert f"{Spread(3.4123, 0.21):x}" == "3.4 ± 0.2"
     assert f"{Spread(120.3, 12.0):d}" == "120 ± 12"
+    assert f"{Spread(float('nan'), 1.0)}" == f"{Spread(1.0, float('inf'))}" == "–"
     values = np.array([1.0, 2.0, 4.0])
     assert spread(values) == pytest.approx((7 / 3, values.std(ddof=1) / np.sqrt(3)))
 
@@ -400,37 +448,49 @@ def test_a_page_needs_nothing_beside_it(report: bytes):
 MEASURE = """
 <script>
 addEventListener("load", () => {
-  const found = {
-    page: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-    width: document.documentElement.clientWidth,
-    tables: [...document.querySelectorAll(".wide")].map(d => d.scrollWidth - d.clientWidth),
+  const root = document.documentElement;
+  const all = query => [...document.querySelectorAll(query)];
+  parent.postMessage(JSON.stringify({
+    width: root.clientWidth,
+    page: root.scrollWidth - root.clientWidth,
+    tables: all(".wide").map(d => d.scrollWidth - d.clientWidth),
     images: [...document.images].map(i => i.naturalWidth),
-    small: [...document.querySelectorAll("td, th, p")].map(
-      e => parseFloat(getComputedStyle(e).fontSize)).reduce((a, b) => Math.min(a, b)),
-    anchors: [...document.querySelectorAll("nav a")].map(
-      a => document.querySelector(a.getAttribute("href")) !== null),
-  };
-  const answer = document.createElement("pre");
-  answer.id = "measured";
-  answer.textContent = JSON.stringify(found);
-  document.body.append(answer);
+    small: all("td, th, p").map(e => parseFloat(getComputedStyle(e).fontSize))
+      .reduce((a, b) => Math.min(a, b)),
+    anchors: all("nav a").map(a => document.querySelector(a.getAttribute("href")) !== null),
+  }), "*");
 });
 </script>
 """
+FRAME = """<!doctype html><body><script>
+addEventListener("message", event => {
+  const answer = document.createElement("pre");
+  answer.id = "measured";
+  answer.textContent = event.data;
+  document.body.append(answer);
+});
+</script><iframe src="page.html" style="width:WIDTHpx;height:2000px;border:0"></iframe></body>"""
+
+
+def check_page(content: bytes, width: int, folder: Path) -> None:
+    """In Chromium, in a frame of this width: nothing is wider than it, and all images are drawn."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    (folder / "page.html").write_text(content.decode().replace("</body>", MEASURE + "</body>"))
+    frame = folder / "frame.html"
+    frame.write_text(FRAME.replace("WIDTH", str(width)))
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += ["--dump-dom", f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=5000"]
+    done = subprocess.run([*command, frame.as_uri()], capture_output=True, text=True, timeout=120)
+    match = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout)
+    assert match, done.stderr[-2000:]
+    found = json.loads(match[1])
+    assert found["width"] == width
+    assert found["page"] <= 0 and max(found["tables"]) <= 0, found
+    assert min(found["images"]) > 0 and all(found["anchors"]) and found["small"] >= 9
 
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_page_fits_the_window(width: int, report: bytes, tmp_path: Path):
-    browser = shutil.which("chromium") or shutil.which("chromium-browser")
-    if browser is None:
-        pytest.skip("no Chromium is installed")
-    place = tmp_path / "page.html"
-    place.write_text(report.decode().replace("</body>", MEASURE + "</body>"))
-    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},2000"]
-    done = subprocess.run([*command, place.as_uri()], capture_output=True, text=True, timeout=120)
-    match = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout)
-    assert match, done.stderr[-2000:]
-    found = json.loads(match[1])
-    assert found["page"] <= 0 and max(found["tables"]) <= 0
-    assert min(found["images"]) > 0 and all(found["anchors"]) and found["small"] >= 9
+    check_page(report, width, tmp_path)

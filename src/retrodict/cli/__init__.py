@@ -26,4 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"retrodict: error: the command line needs {missing}; install retrodict[cli]\n"
         )
         code = 1
+    except KeyboardInterrupt:  # while JAX is being imported
+        sys.stderr.write("retrodict: interrupted\n")
+        code = 130
     sys.exit(code)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
@@ -68,6 +69,8 @@ def run(arguments: Sequence[str]) -> int:
         code = app(args=list(arguments) or ["--help"], prog_name="retrodict", standalone_mode=False)
     except UserError as error:
         return _refuse(str(error))
+    except OSError as error:  # standard output may be closed, or a full disk
+        return _refuse(error.strerror or str(error))
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:
@@ -138,7 +141,7 @@ def demo(
         try:
             found = experiment.run(out, seed=seed, progress=stages)
         except OSError as error:
-            raise UserError(f"cannot write to {out}: {error.strerror or error}") from error
+            raise UserError(_cannot_write(error, out)) from error
     if as_json:
         typer.echo(experiment.summary(found).decode(), nl=False)
         return
@@ -146,25 +149,20 @@ def demo(
     typer.echo(f"Wrote {out / 'report.html'}, {out / 'summary.json'} and pictures.")
 
 
+def _cannot_write(error: OSError, out: Path) -> str:
+    return f"cannot write to {error.filename or out}: {error.strerror or error}"
+
+
 def _table(found: "Demo") -> Table:
-    from retrodict.experiments.demo import rows_of
+    from retrodict.experiments.demo import COLUMNS, rows_of
 
     title = "Smoothers against the exact posterior"
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-    formats = {
-        "smoother": "",
-        "RMSE": ".3f",
-        "error of Σx": ".2f",
-        "coverage": ".0%",
-        "ELBO gap": ".3f",
-        "train, s": ".0f",
-        "smooth, ms": ".3g",
-        "says": "",
-    }
-    for title, form in formats.items():
-        table.add_column(title, justify="right" if form else "left", no_wrap=title == "smoother")
+    for heading, form in COLUMNS.items():
+        lines = "\n".join(heading.split())
+        table.add_column(lines, justify="right" if form else "left", no_wrap=True)
     for row in rows_of(found):
-        cells = zip(row, formats.values(), strict=True)
+        cells = zip(row, COLUMNS.values(), strict=True)
         table.add_row(*("–" if cell != cell else format(cell, form) for cell, form in cells))
     return table
 
@@ -180,9 +178,13 @@ def reproduce(
         bool, typer.Option("--quick", help="Less of everything: under five minutes on two cores.")
     ] = False,
     seed: Seed = 0,
-    out: Annotated[Path, typer.Option(help="Folder for results and report.html.")] = Path(
-        "reproduction"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for results and report.html.",
+            show_default="reproduction, or reproduction-quick with --quick",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Reproduce the paper, as printed and corrected.
@@ -193,6 +195,7 @@ def reproduce(
     """
     from retrodict.experiments import reproduction
 
+    out = out or Path("reproduction-quick" if quick else "reproduction")
     names = [*reproduction.EXPERIMENTS] if experiment is Experiment.all else [experiment.value]
     console = Console(stderr=True)
     with _compiled_programs_in(out / "compiled"), ExitStack() as opened:
@@ -205,8 +208,8 @@ def reproduce(
             found = reproduction.reproduce(names, out, quick=quick, seed=seed, progress=told)
         except OSError as error:
             raise UserError(
-                f"cannot write to {out}: {error.strerror or error}. What was computed is kept; give"
-                " another folder, or make room and run the same command again."
+                f"{_cannot_write(error, out)}. What was computed is kept; give another folder, or"
+                " make room and run the same command again."
             ) from error
         except KeyboardInterrupt:
             opened.close()
@@ -236,7 +239,10 @@ def _compiled_programs_in(place: Path) -> Iterator[None]:
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     try:
-        yield
+        with warnings.catch_warnings():
+            # An entry that cannot be written or read is compiled instead, and nothing is lost.
+            warnings.filterwarnings("ignore", message=".*persistent compilation cache.*")
+            yield
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

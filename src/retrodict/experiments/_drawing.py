@@ -4,7 +4,7 @@ import io
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from matplotlib import rc_context
+from matplotlib import rc_context, rcdefaults, rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 WIDTH = 6.5
 """The width of a page of text, in inches."""
 
-INKS = ("#0b2545", "#c05621", "#2f855a", "#6b46c1", "#718096")
-"""Colours whose greys differ where lines cross; every line has a style or a marker besides."""
+INKS = ("#0b2545", "#b7410e", "#2f9e6e", "#8e7cc3", "#a0aec0")
+"""Colours from dark to light, which differ in grey; every line has a style or a marker besides."""
 DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.4)), (0, (7, 2, 1.5, 2)), (0, (3, 1.5)))
 MARKERS = ("o", "^", "s", "D", "v")
 
@@ -71,7 +71,9 @@ def draw(
         height: the height in inches.
         **options: what else `Figure.subplots` takes.
     """
-    with rc_context(_STYLE):
+    with rc_context():
+        rcdefaults()  # not what a user has set for figures of their own
+        rcParams.update(_STYLE)
         figure = Figure(figsize=(WIDTH, height), dpi=200, layout="constrained")
         fill(*figure.subplots(rows, columns, squeeze=False, **options).ravel())
         png, svg = io.BytesIO(), io.BytesIO()

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: arrays, tables, numbers."""
+"""Files that are written whole or not at all: tables and numbers."""
 
 import csv
 import io
@@ -31,13 +31,6 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays whole or not at all, as an uncompressed `.npz`, whose parts carry checksums."""
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **arrays)
-    write_atomically(path, buffer.getvalue())
 
 
 def as_csv(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> bytes:

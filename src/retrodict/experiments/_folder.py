@@ -1,18 +1,14 @@
 """The folder of an experiment: what is finished is kept, what was killed goes on.
 
 An experiment is a sequence of *stages*. The result of a stage is written whole or not at all as
-soon as it is there, under a name that holds a fingerprint of the settings, and is read back instead
-of being computed again. A fit within a stage goes on from its last checkpoint.
+soon as it is there, with checksums, under a name that holds a fingerprint of the settings, and is
+read back instead of being computed again. A fit within a stage goes on from its last checkpoint.
 """
 
 import hashlib
-import io
 import json
-import math
 import os
 import time
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -20,7 +16,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 import retrodict as rd
-from retrodict.experiments._files import make_writable, save_arrays, write_atomically
+from retrodict.experiments._files import as_json, make_writable, write_atomically
 
 T = TypeVar("T")
 Stage = dict[str, np.ndarray]
@@ -68,16 +64,22 @@ class Folder:
         settings: what the results depend on; stages of other settings are left alone.
         progress: who is told of the stages.
 
+    Attributes:
+        seconds: how long the stages took that were asked for, in this run or in those before.
+
     Raises:
         OSError: if the folder cannot be made or written to.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], progress: Progress | None = None):
         self.path, self.progress = path, progress or Quiet()
+        self.seconds = 0.0
         text = json.dumps(settings, sort_keys=True)
         self._fingerprint = hashlib.sha256(text.encode()).hexdigest()[:12]
         make_writable(path)
-        (path / "stages").mkdir(exist_ok=True)
+        make_writable(path / "stages")
+        for orphan in (*path.glob(".*.partial"), *(path / "stages").glob(".*.partial")):
+            orphan.unlink(missing_ok=True)
 
     def stage(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> Stage:
         """The result of a stage: read if it is there, computed and kept if not.
@@ -86,21 +88,33 @@ class Folder:
 
         Args:
             name: the stage, in words; each of an experiment has its own.
-            compute: computes the result, a dictionary of numbers, strings and arrays.
+            compute: computes the result, a dictionary of numbers and arrays.
         """
         self.progress.begin(name)
-        place = self._place(name, ".npz")
-        found = self._read(place)
-        if found is None:
-            found = {key: np.asarray(value) for key, value in compute().items()}
-            save_arrays(place, found)
+        place = self._place(name, ".stage")
+        kept = self._read(place)
+        if kept is None:
+            began = time.perf_counter()
+            arrays = {key: np.asarray(value) for key, value in compute().items()}
+            kept = arrays, time.perf_counter() - began
+            rd.save(place, kept)
             self.progress.end(name, kept=False)
         else:
             self.progress.end(name, kept=True)
+        found, seconds = kept
+        self.seconds += float(found.get("seconds_of_fit", seconds))
         return found
 
     def fit(
-        self, name: str, key: Any, family: rd.AbstractFamily, model: Any, ys: Any, **options: Any
+        self,
+        name: str,
+        key: Any,
+        family: rd.AbstractFamily,
+        model: Any,
+        ys: Any,
+        *,
+        num_steps: int,
+        **options: Any,
     ) -> tuple[rd.FitResult, float]:
         """A fit as a stage of its own, which goes on from its last checkpoint.
 
@@ -110,38 +124,50 @@ class Folder:
             family: the family to start from.
             model: the model.
             ys: the series to fit to.
+            num_steps: how many steps to take.
             **options: what else `retrodict.fit` takes.
 
         Returns:
-            The fit, and the seconds that it took, compilation included; NaN if it went on from a
-            checkpoint, since then nobody knows.
+            The fit, and the seconds that it took, compilation included: of all attempts together,
+            if it was interrupted, up to their last checkpoints.
         """
-        checkpoint = self._place(name, ".fit")
+        checkpoint, clock = self._place(name, ".fit"), self._place(name, ".seconds")
         found: list[rd.FitResult] = []
-        num_steps = options.get("num_steps", 4000)
 
         def go_on() -> rd.FitResult:
+            began, before = time.perf_counter(), _read_seconds(clock, checkpoint)
+
+            def tell(step: int, _: float) -> None:
+                write_atomically(clock, as_json(before + time.perf_counter() - began))
+                self.progress.step(step, num_steps)
+
             try:
                 return rd.fit(
                     key,
                     family,
                     model,
                     ys,
+                    num_steps=num_steps,
                     checkpoint=checkpoint,
-                    progress=lambda step, _: self.progress.step(step, num_steps),
+                    progress=tell,
                     **options,
                 )
-            except rd.CheckpointError as error:
-                self._set_aside(checkpoint, str(error))
+            except ValueError as error:  # damaged, or of other data: CheckpointError is one
+                if not self._set_aside(checkpoint, str(error)):
+                    raise
                 return go_on()
 
         def compute() -> Mapping[str, Any]:
-            begun, start = checkpoint.exists(), time.perf_counter()
             found.append(go_on())
-            seconds = math.nan if begun else time.perf_counter() - start
-            return {"seconds": seconds}
+            if found[0].status != "finished":
+                self.progress.say(
+                    f"{name}: the fit {found[0].status}; its best parameters are used."
+                )
+            return {"seconds_of_fit": _read_seconds(clock, checkpoint)}
 
-        seconds = float(self.stage(name, compute)["seconds"])
+        if not checkpoint.exists():
+            self._place(name, ".stage").unlink(missing_ok=True)
+        seconds = float(self.stage(name, compute)["seconds_of_fit"])
         return (found[0] if found else go_on()), seconds
 
     def track(self, items: Sequence[T]) -> Iterator[T]:
@@ -154,28 +180,46 @@ class Folder:
         """Writes a result whole or not at all."""
         write_atomically(self.path / name, content)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the experiment was run to its end with these settings."""
+        return self._place("complete", "").exists()
+
+    def complete(self) -> None:
+        """Notes that the experiment was run to its end with these settings."""
+        write_atomically(self._place("complete", ""), b"")
+
     def _place(self, name: str, suffix: str) -> Path:
         words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
         return self.path / "stages" / f"{'-'.join(words)}.{self._fingerprint}{suffix}"
 
-    def _read(self, place: Path) -> Stage | None:
+    def _read(self, place: Path) -> tuple[Stage, float] | None:
         try:
-            content = place.read_bytes()
+            return rd.load(place)
         except FileNotFoundError:
             return None
-        try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as file:
-                return {key: file[key] for key in file.files}
-        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        except rd.CheckpointError as error:
             self._set_aside(place, str(error))
             return None
 
-    def _set_aside(self, place: Path, why: str) -> None:
-        # A fit keeps the checkpoint before the last one beside it, and came here without either.
-        for damaged in (place, place.with_name(place.name + ".previous")):
-            if damaged.exists():
-                os.replace(damaged, damaged.with_name(damaged.name + ".damaged"))
-        self.progress.say(
-            f"{place} is damaged ({why}). It was set aside as {place.name}.damaged, and its"
-            " stage is done again; all other stages are kept."
-        )
+    def _set_aside(self, place: Path, why: str) -> bool:
+        """Renames a file that is of no use, and the one before it that a fit keeps; whether any."""
+        found = [p for p in (place, place.with_name(place.name + ".previous")) if p.exists()]
+        for path in found:
+            os.replace(path, path.with_name(path.name + ".damaged"))
+        if found:
+            self.progress.say(
+                f"{place} cannot be used ({why}) It was set aside as {place.name}.damaged, and its"
+                " stage is done again; all other stages are kept."
+            )
+        return bool(found)
+
+
+def _read_seconds(clock: Path, checkpoint: Path) -> float:
+    """The seconds that were spent up to a checkpoint."""
+    if not checkpoint.exists():
+        return 0.0
+    try:
+        return float(json.loads(clock.read_text()))
+    except (FileNotFoundError, ValueError):
+        return 0.0

@@ -22,6 +22,8 @@ class Spread(NamedTuple):
         return Spread(factor * self.mean, factor * self.error)
 
     def __format__(self, form: str) -> str:
+        if not (math.isfinite(self.mean) and math.isfinite(self.error)):
+            return "–"
         # As many decimals as the error has one digit for; the format asked for does not matter.
         decimals = max(0, -math.floor(math.log10(self.error))) if self.error > 0 else 3
         return f"{self.mean:.{decimals}f} ± {self.error:.{decimals}f}"
@@ -115,7 +117,8 @@ h1 { font-size: 1.6rem; line-height: 1.25; margin: .4rem 0 .6rem; }
 h2 { font-size: 1.3rem; margin: 2.6rem 0 .5rem; padding-top: .8rem;
   border-top: 2px solid var(--ink); }
 h3 { font-size: 1.05rem; margin: 1.8rem 0 .4rem; }
-p { margin: .5rem 0; overflow-wrap: anywhere; }
+p { margin: .5rem 0; }
+p, li, h1, h2, h3, figcaption, caption { overflow-wrap: anywhere; }
 nav ul { padding-left: 1.2rem; margin: .3rem 0; }
 .paper, .deviation { padding: .5rem .8rem; margin: .7rem 0; background: var(--tint);
   border-left: 3px solid var(--line); font-size: .93rem; }
@@ -139,7 +142,9 @@ footer { margin-top: 2.5rem; color: var(--soft); font-size: .84rem; }
   body { padding: .8rem; font-size: 15px; }
   table { font-size: .68rem; line-height: 1.3; }
   th, td { padding: .16rem .18rem; }
-  th { font-size: .6rem; }
+  th { font-size: .62rem; }
+  .many th:not(:first-child) { writing-mode: vertical-rl; transform: rotate(180deg);
+    text-align: left; }
   figure { overflow-x: auto; }
   figure img { min-width: 36rem; }
 }
@@ -163,7 +168,7 @@ def page(title: str, lead: Iterable[str], chapters: Sequence[Chapter], footer: s
     for chapter in chapters:
         body += _chapter(chapter)
     body.append(f"<footer><p>{escape(footer)}</p></footer>")
-    text = "\n".join(body)
+    text = "<main>\n" + "\n".join(body) + "\n</main>"
     document = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -197,12 +202,12 @@ def _part(part: Table | Picture | str) -> str:
         return f"<p>{escape(part)}</p>"
     if isinstance(part, Picture):
         data = base64.b64encode(part.svg).decode()
-        caption = escape(part.caption)
+        label = f"Figure {escape(part.name.replace('_', ' '))}, described below it"
         return (
-            f'<figure><img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
-            f"<figcaption>{caption}</figcaption></figure>"
+            f'<figure tabindex="0"><img alt="{label}" src="data:image/svg+xml;base64,{data}">'
+            f"<figcaption>{escape(part.caption)}</figcaption></figure>"
         )
-    head = "".join(f"<th>{escape(title)}</th>" for title in part.columns)
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in part.columns)
     formats = list(part.columns.values())
     rows = "".join(
         "<tr>"
@@ -210,8 +215,10 @@ def _part(part: Table | Picture | str) -> str:
         + "</tr>"
         for row in part.rows
     )
+    # On a narrow screen the titles of many columns are turned upright.
+    kind = "wide many" if len(part.columns) > 6 else "wide"
     return (
-        f'<div class="wide"><table><caption>{escape(part.caption)}</caption>'
+        f'<div class="{kind}" tabindex="0"><table><caption>{escape(part.caption)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 

@@ -8,7 +8,6 @@ which a killed run goes on.
 import math
 import os
 import platform
-import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,8 +35,8 @@ class Reproduced(NamedTuple):
 
     Attributes:
         report: the page that was written.
-        chapters: the experiments that were asked for.
-        seconds: how long they took in this run, by name.
+        chapters: the experiments that were asked for, now or before.
+        seconds: how long the stages of each took, in this run or before.
     """
 
     report: Path
@@ -64,7 +63,7 @@ def reproduce(
             tell of them.
 
     Raises:
-        ValueError: if there is no such experiment.
+        ValueError: if there is no such experiment, or JAX does not compute in float64.
         OSError: if the folder cannot be made or written to; what was computed is kept.
     """
     unknown = [name for name in names if name not in EXPERIMENTS]
@@ -72,25 +71,32 @@ def reproduce(
         raise ValueError(
             f"there is no experiment {unknown[0]!r}; there are {', '.join(EXPERIMENTS)}"
         )
+    if not _float64():
+        raise ValueError(
+            "the paper's numbers are of float64: jax.config.update('jax_enable_x64', True) first"
+        )
     make_writable(out)
     chapters, seconds = [], {}
-    for name in (name for name in EXPERIMENTS if name in names):
-        began = time.perf_counter()
-        module = EXPERIMENTS[name]
+    for name, module in EXPERIMENTS.items():
         sizes = module.QUICK if quick else module.FULL
-        told = Quiet() if progress is None else progress(name, module.num_stages(sizes))
         settings = {"experiment": name, "sizes": sizes._asdict(), "seed": seed, **_versions()}
-        folder = Folder(out / name, settings, told)
+        place = out / name
+        # The report also holds what was asked for before with the same settings.
+        if name not in names and not (place.exists() and Folder(place, settings).is_complete):
+            continue
+        told = Quiet() if progress is None else progress(name, module.num_stages(sizes))
+        folder = Folder(place, settings, told)
         chapter = module.run(folder, sizes, seed)
         chapters.append(chapter)
-        seconds[name] = time.perf_counter() - began
-        _write(folder, chapter, settings | {"quick": quick}, seconds[name])
+        seconds[name] = folder.seconds
+        _write(folder, chapter, settings | {"quick": quick})
+        folder.complete()
     report = out / "report.html"
     write_atomically(report, _page(chapters, seconds, quick, seed))
     return Reproduced(report, tuple(chapters), seconds)
 
 
-def _write(folder: Folder, chapter: Chapter, settings: dict[str, Any], seconds: float) -> None:
+def _write(folder: Folder, chapter: Chapter, settings: dict[str, Any]) -> None:
     """The results of one experiment, each file whole or not at all."""
     folder.write("numbers.json", as_json(chapter.numbers))
     for table in chapter.tables():
@@ -98,7 +104,7 @@ def _write(folder: Folder, chapter: Chapter, settings: dict[str, Any], seconds: 
     for picture in chapter.pictures():
         folder.write(f"{picture.name}.svg", picture.svg)
         folder.write(f"{picture.name}.png", picture.png)
-    timed = {"this run": seconds, **chapter.seconds}
+    timed = {"all stages": folder.seconds, **chapter.seconds}
     machine = {"machine": _machine()}
     folder.write("settings.json", as_json(settings | machine | {"seconds": timed}))
 
@@ -113,6 +119,10 @@ def _versions() -> dict[str, dict[str, str]]:
     return {"versions": found}
 
 
+def _float64() -> bool:
+    return jax.numpy.result_type(float) == "float64"
+
+
 def _machine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
@@ -120,16 +130,18 @@ def _machine() -> dict[str, Any]:
         "processor": platform.machine(),
         "cores": os.cpu_count(),
         "device": jax.devices()[0].device_kind,
-        "float64": jax.numpy.result_type(float) == "float64",
+        "float64": _float64(),
     }
 
 
 def _page(chapters: Sequence[Chapter], seconds: dict[str, float], quick: bool, seed: int) -> bytes:
     machine, versions = _machine(), _versions()["versions"]
+    whole = len(chapters) == len(EXPERIMENTS)
     lead = [
-        "Every figure and table of Chagneux, Gassiat, Gloaguen and Le Corff (2022), 'Amortized"
-        " backward variational inference in nonlinear state-space models': as printed, from the"
-        " parameters and values in its authors' public archive, and computed anew by retrodict.",
+        f"{'Every figure and table' if whole else 'Figures and tables'} of Chagneux, Gassiat,"
+        " Gloaguen and Le Corff (2022), 'Amortized backward variational inference in nonlinear"
+        " state-space models': as printed, from the parameters and values in its authors' public"
+        " archive, and computed anew by retrodict.",
     ]
     if quick:
         lead.append(
@@ -141,8 +153,7 @@ def _page(chapters: Sequence[Chapter], seconds: dict[str, float], quick: bool, s
         f"Made by 'retrodict reproduce{' --quick' if quick else ''} --seed {seed}' with retrodict"
         f" {versions['retrodict']}, jax {versions['jax']}, equinox {versions['equinox']}, Python"
         f" {machine['python']}, on {machine['cores']} cores ({machine['device']}),"
-        f" {'float64' if machine['float64'] else 'float32'}. Times of this run: {times}; what was"
-        " done before was read."
+        f" {'float64' if machine['float64'] else 'float32'}. Times of the stages: {times}."
     )
     return page("The paper, reproduced", lead, chapters, footer)
 
