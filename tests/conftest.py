@@ -16,6 +16,7 @@ os.environ.setdefault(
 import hypothesis
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import pytest
 
 jax.config.update("jax_enable_x64", True)
@@ -48,3 +49,11 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[jnp.dtype]:
     """
     with jax.enable_x64(request.param == "float64"):
         yield jnp.dtype(request.param)
+
+
+@pytest.fixture
+def untyped() -> Iterator[None]:
+    """Calls the library as its users do, without the checks of annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

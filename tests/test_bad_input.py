@@ -5,23 +5,17 @@ off here, so that a message comes from a check of the library or not at all.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
 import retrodict as rd
 
-
-@pytest.fixture(autouse=True)
-def without_annotations() -> Iterator[None]:
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("untyped")
 
 
 def linear(out: int, state: int, inputs: int | None = None) -> rd.LinearGaussianKernel:

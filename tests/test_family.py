@@ -1,14 +1,13 @@
 """The contract of every family in the registry, and what is particular to each kind."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import numpyro.distributions as dist
 import pytest
@@ -683,14 +682,6 @@ def test_gains_of_a_recurrent_family_cannot_explode(loudness: float):
 # --- misuse ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def without_annotations() -> Iterator[None]:
-    """What users see: messages of the library, and none of the annotations."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 YS, US = np.zeros((N, 3)), np.zeros((N, 2))
 MISUSE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "narrow_ys": (lambda f: f.infer(YS[:, :2], inputs=US), ValueError, "obs_dim=3.* got 2"),
@@ -722,7 +713,7 @@ MISUSE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.usefixtures("without_annotations")
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("case", MISUSE)
 @EVERY
 def test_misuse_is_explained(name: str, case: str):
@@ -731,7 +722,7 @@ def test_misuse_is_explained(name: str, case: str):
         act(family_of(name, "d2-inputs"))
 
 
-@pytest.mark.usefixtures("without_annotations")
+@pytest.mark.usefixtures("untyped")
 @EVERY
 def test_inputs_that_nobody_reads_are_refused(name: str):
     family, model = family_of(name, "d1"), model_of("d1")
@@ -748,7 +739,7 @@ def test_inputs_that_nobody_reads_are_refused(name: str):
         family.prepare(driven, np.zeros((N, 1)), inputs=US[:, :1])
 
 
-@pytest.mark.usefixtures("without_annotations")
+@pytest.mark.usefixtures("untyped")
 @WITH_NETWORK
 def test_prepare_explains_what_does_not_fit(name: str):
     family, model = family_of(name, "d2-inputs"), model_of("d2-inputs")
@@ -768,7 +759,7 @@ def test_prepare_explains_what_does_not_fit(name: str):
             family.prepare(model, ys, inputs=inputs, **options)
 
 
-@pytest.mark.usefixtures("without_annotations")
+@pytest.mark.usefixtures("untyped")
 @WITH_NETWORK
 def test_a_family_is_built_from_counts_and_one_key(name: str):
     kind: Any = type(fresh(name))
@@ -792,7 +783,7 @@ def test_a_family_is_built_from_counts_and_one_key(name: str):
         fresh(name).redraw(0)
 
 
-@pytest.mark.usefixtures("without_annotations")
+@pytest.mark.usefixtures("untyped")
 def test_particular_arguments_are_checked():
     key, model = jax.random.key(0), autoregression()
     with pytest.raises(ValueError, match="gate 'natural' or 'scale', got 'mean'"):

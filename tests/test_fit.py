@@ -61,8 +61,20 @@ def evidence(model, ys):
 
 
 @pytest.fixture(scope="module")
-def whole(ys):
-    return fit(conjugate(), tanh_model(), ys)
+def told():
+    """What a function that is given as `progress` is told, by the fit below."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def whole(ys, told):
+    return fit(conjugate(), tanh_model(), ys, progress=lambda *at: told.append(at))
+
+
+def test_progress_may_be_a_function(whole, told):
+    assert [step for step, _ in told] == [5, 10, 15, 20]
+    best = np.maximum.accumulate(whole.held_out)[1:]
+    np.testing.assert_allclose([value for _, value in told], best)
 
 
 def test_a_fit_raises_the_bound_and_says_what_it_saw(whole):

@@ -7,7 +7,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import numpyro.distributions as dist
 import pytest
@@ -850,14 +849,7 @@ def test_rules_refuse_what_they_cannot_do():
         rd.GaussHermite(10).points(6)
 
 
-@pytest.fixture
-def without_annotations():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("without_annotations")
+@pytest.mark.usefixtures("untyped")
 def test_misuse_is_refused_with_the_remedy():
     model: Any = SATURATING
     ys = np.zeros((3, 1))

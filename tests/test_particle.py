@@ -4,13 +4,12 @@ Keys are fixed. A Monte Carlo average may be off by 4.5 standard errors, which h
 average in 150,000, and by its bias of order 1/N where it has one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import numpyro.distributions as dist
 import pytest
@@ -734,14 +733,6 @@ def test_paths_that_coincide_are_reported():
 # --- misuse ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def without_annotations() -> Iterator[None]:
-    """What users see: messages come from the library's own checks."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 STUDENT = eqx.tree_at(
     lambda model: model.transition,
     BOUNDED,
@@ -751,7 +742,7 @@ KEY = jax.random.key(0)
 SMALL = np.zeros((3, 1))
 
 
-@pytest.mark.usefixtures("without_annotations")
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
@@ -857,7 +848,7 @@ def test_misuse_is_refused(call: Callable, kind: type[Exception], message: str):
         call()
 
 
-@pytest.mark.usefixtures("without_annotations")
+@pytest.mark.usefixtures("untyped")
 def test_misuse_of_a_result_is_refused(found: rd.ParticlePosterior):
     with pytest.raises(ValueError, match="probability between 0 and 1, got 1.5"):
         found.quantile(1.5)
@@ -869,7 +860,7 @@ def test_misuse_of_a_result_is_refused(found: rd.ParticlePosterior):
         found.filtered.log_evidence_standard_error(0)
 
 
-@pytest.mark.usefixtures("without_annotations")
+@pytest.mark.usefixtures("untyped")
 def test_moments_of_a_batch_are_not_mistaken_for_those_of_one_series(
     found: rd.ParticlePosterior,
 ):
@@ -887,7 +878,7 @@ def test_moments_of_a_batch_are_not_mistaken_for_those_of_one_series(
 
 
 @pytest.mark.parametrize("data", [np.ones(4), np.float64(1.0)], ids=["rows", "scalar"])
-@pytest.mark.usefixtures("without_annotations")
+@pytest.mark.usefixtures("untyped")
 def test_data_of_another_length_is_refused(found: rd.ParticlePosterior, data: Any):
     functional = rd.AdditiveFunctional(lambda before, x, data: data * x)
     with pytest.raises(ValueError, match="one row a time step"):

@@ -4,13 +4,12 @@ Keys are fixed. An average over keys may be off by 4.5 standard errors, which ha
 in 150,000, and by a bias of order 1/N.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import numpyro.distributions as dist
 import pytest
@@ -356,14 +355,6 @@ def test_a_stream_says_when_it_failed():
 # --- misuse ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def without_annotations() -> Iterator[None]:
-    """What users see: messages come from the library's own checks."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 KEY = jax.random.key(0)
 YS = np.zeros((4, 1))
 STUDENT = eqx.tree_at(
@@ -374,7 +365,7 @@ STUDENT = eqx.tree_at(
 SUM: Any = rd.StateSum()
 
 
-@pytest.mark.usefixtures("without_annotations")
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [

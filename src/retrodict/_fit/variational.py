@@ -154,7 +154,7 @@ def fit(
         prepare: whether to set the units of the family first; `False` goes on with a family that
             was trained before.
         progress: whether to show a progress line, or a function that is called after each chunk
-            with the number of steps taken and the ELBO, in nats a time step.
+            with the number of steps taken and the best grade so far, in nats a time step.
 
     Returns:
         The family and the model with the best parameters, the history, and how it ended.

@@ -223,8 +223,8 @@ def _chapter(
                 " ours stop at other distances from the truth, so that levels differ. On"
                 " logarithmic axes all stopping points can be read, and linear growth is a line of"
                 f" slope one: over the last half of n the mean error grows as n^{low:.2f} to"
-                f" n^{high:.2f} with the published parameters. Our parameters are the best graded up to each"
-                f" stop: those of epochs {', '.join(map(str, kept))}.",
+                f" n^{high:.2f} with the published parameters. Our parameters are the best graded"
+                f" up to each stop: those of epochs {', '.join(map(str, kept))}.",
             ),
             Section(
                 "Appendix: marginal errors across time",
