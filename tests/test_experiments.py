@@ -392,9 +392,9 @@ def test_a_run_that_is_killed_ends_with_the_same_numbers(tmp_path: Path):
 
 
 def test_a_spread_is_printed_with_one_digit_of_its_error():
-    assert f"{Spread(0.02551, 0.0008):.3g}" == "0.0255 ± 0.0008"
-    assert f"{Spread(3.4123, 0.21):x}" == "3.4 ± 0.2"
-    assert f"{Spread(120.3, 12.0):d}" == "120 ± 12"
+    assert f"{Spread(0.02551, 0.0008):.3g}" == "0.0255 ±\N{NO-BREAK SPACE}0.0008"
+    assert f"{Spread(3.4123, 0.21):x}" == "3.4 ±\N{NO-BREAK SPACE}0.2"
+    assert f"{Spread(120.3, 12.0):d}" == "120 ±\N{NO-BREAK SPACE}12"
     assert f"{Spread(float('nan'), 1.0)}" == f"{Spread(1.0, float('inf'))}" == "–"
     values = np.array([1.0, 2.0, 4.0])
     assert spread(values) == pytest.approx((7 / 3, values.std(ddof=1) / np.sqrt(3)))

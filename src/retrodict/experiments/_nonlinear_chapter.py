@@ -489,11 +489,16 @@ def _elbo_table(found: Found) -> Table:
 
 def _draw_families(grades: dict[str, dict[str, Spread]]) -> Picture:
     names = list(grades)
+    drawn = {
+        "gap": ("ELBO gap, nats a step", 1.0),
+        "additive error": ("additive error", 1.0),
+        "marginal MSE": ("marginal MSE, ×10⁻⁴", 1e4),
+    }
 
     def fill(*axes: Any) -> None:
-        for axis, what in zip(axes, ("gap", "additive error", "marginal MSE"), strict=True):
+        for axis, (what, (label, unit)) in zip(axes, drawn.items(), strict=True):
             for i, name in enumerate(names):
-                value, archived = grades[name][what], name.startswith("archived")
+                value, archived = grades[name][what].times(unit), name.startswith("archived")
                 axis.errorbar(
                     value.mean,
                     i,
@@ -509,7 +514,7 @@ def _draw_families(grades: dict[str, dict[str, Spread]]) -> Picture:
             axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
             axis.xaxis.set_minor_formatter(NullFormatter())
             axis.grid(axis="y", lw=0.4, color="0.85")
-            axis.set_xlabel("ELBO gap, nats a step" if what == "gap" else what)
+            axis.set_xlabel(label)
         axes[0].set_yticks(np.arange(len(names)), names)
         axes[0].invert_yaxis()
 

@@ -26,7 +26,8 @@ class Spread(NamedTuple):
             return "–"
         # As many decimals as the error has one digit for; the format asked for does not matter.
         decimals = max(0, -math.floor(math.log10(self.error))) if self.error > 0 else 3
-        return f"{self.mean:.{decimals}f} ± {self.error:.{decimals}f}"
+        # A cell may break before the sign, not after it.
+        return f"{self.mean:.{decimals}f} ±\N{NO-BREAK SPACE}{self.error:.{decimals}f}"
 
 
 def spread(values: Any) -> Spread:

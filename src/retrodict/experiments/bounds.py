@@ -158,7 +158,7 @@ def _growth_table(lengths: Sequence[int], growth: dict[int, Stage]) -> Table:
     return Table(
         "growth",
         "Error of the sum of states, and the bound, means over the sequences.",
-        {"n": "", **dict.fromkeys(titles, ".3g")},
+        {"n": "", **dict.fromkeys(titles, ".2g")},
         rows,
     )
 

@@ -354,7 +354,11 @@ def _curve_table(evidence: float, curves: np.ndarray) -> Table:
 def _stop_table(evidence: float, epochs: Sequence[int], curve: np.ndarray) -> Table:
     archive = published.archive()["linear"]
     rows = [
-        [str(i), archive["evidence"] - archive["elbo_at_lambda"][str(theirs)], evidence - best]
+        [
+            str(i),
+            archive["evidence"] - archive["elbo_at_lambda"][str(theirs)],
+            max(evidence - best, 0.0),
+        ]
         for i, (theirs, best) in enumerate(
             zip(published.EPOCHS, (curve[: e + 1].max() for e in epochs), strict=True)
         )
@@ -363,7 +367,7 @@ def _stop_table(evidence: float, epochs: Sequence[int], curve: np.ndarray) -> Ta
         "stopping_points",
         f"Evidence − ELBO at the three stopping points, the archive's after"
         f" {', '.join(map(str, published.EPOCHS))} epochs and ours after"
-        f" {', '.join(map(str, epochs))}: nats a series of {NUM_TIMES} rows.",
+        f" {', '.join(map(str, epochs))}: nats a series of {NUM_TIMES} rows; zero is rounding.",
         {"stop": "", "published λ": ".1e", "our best fit": ".1e"},
         rows,
     )
@@ -378,7 +382,7 @@ def _additive_table(epochs: Sequence[int], theirs: Stage, ours: Stage) -> Table:
     return Table(
         "additive_error",
         "Additive error after n observations, mean over the sequences, by epochs of training.",
-        {"n": "", **dict.fromkeys(titles, ".3g")},
+        {"n": "", **dict.fromkeys(titles, ".2g")},
         rows,
     )
 

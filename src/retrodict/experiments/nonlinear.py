@@ -40,7 +40,7 @@ NUM_PATHS = 1000
 
 
 FULL = Sizes(2048, 4000, 5, 20_000, 64, 500, 1000, 200, 400)
-QUICK = Sizes(1024, 500, 1, 500, 8, 500, 300, 50, 400)
+QUICK = Sizes(1024, 400, 1, 300, 8, 500, 300, 50, 400)
 
 
 Infer = Callable[[Float[Array, "time obs"]], rd.LinearGaussianChain]
