@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import retrodict as rd
+from retrodict.experiments import published
 
 jax.config.update("jax_enable_x64", True)
 
@@ -29,36 +30,9 @@ NUM_SERIES = 2048
 GRID = rd.Grid(jnp.array([-2.5]), jnp.array([2.5]), 1100)
 
 
-def linear_model(
-    mean: float, std: float, weight: float, bias: float, noise: float, slope: float, error: float
-) -> rd.StateSpaceModel:
-    """A linear-Gaussian model on the line, without an emission bias."""
-
-    def scale(value: float) -> jax.Array:
-        return jnp.array([[value]])
-
-    return rd.StateSpaceModel(
-        rd.Gaussian(jnp.array([mean]), scale(std)),
-        rd.LinearGaussianKernel(scale(weight), jnp.array([bias]), scale(noise)),
-        rd.LinearGaussianKernel(scale(slope), rd.Frozen(jnp.zeros(1)), scale(error)),
-    )
-
-
-LINEAR = linear_model(
-    0.5, 0.05, 0.23843458776177195, 0.6156855075070469, 0.05, 0.34791075420089035, 0.02
-)
+LINEAR = published.linear_theta()
 """The model of the paper's section 5.1."""
-
-SLOPE = -1.545546939136267
-NONLINEAR = rd.StateSpaceModel(
-    rd.Gaussian(jnp.zeros(1), jnp.sqrt(0.1) * jnp.eye(1)),
-    rd.LinearGaussianKernel(
-        jnp.array([[-0.8980038681557039]]), jnp.array([-0.4]), 0.1 * jnp.eye(1)
-    ),
-    rd.NonlinearGaussianKernel(
-        lambda x: jnp.cos(jnp.tanh(SLOPE * x)), rd.Diagonal(jnp.sqrt(jnp.array([0.001])))
-    ),
-)
+NONLINEAR = published.nonlinear_theta()
 """The model of the paper's section 5.2."""
 
 FAMILIES: dict[str, Callable[..., Any]] = {
@@ -86,30 +60,6 @@ def spread(values: Any) -> tuple[float, float]:
     return float(values.mean()), float(values.std(ddof=1) / np.sqrt(values.size))
 
 
-def paper_linear_sequences() -> jax.Array:
-    """The twenty evaluation sequences of section 5.1, to the last digit."""
-    n, model = 2000, rd.unwrap(LINEAR)
-    with jax.threefry_partitionable(False):
-        sequences = []
-        for key in jax.random.split(jax.random.PRNGKey(0), 21)[1:]:
-            noise = jax.vmap(lambda k: jax.random.normal(k, (1,)))(jax.random.split(key, 2 * n))
-            sequences.append(noise)
-    noise = jnp.stack(sequences)
-
-    def one(noise: jax.Array) -> jax.Array:
-        first = model.prior.mean + 0.05 * noise[0]
-
-        def move(x: jax.Array, e: jax.Array) -> tuple[jax.Array, jax.Array]:
-            x = model.transition.weight[0] * x + model.transition.bias + 0.05 * e
-            return x, x
-
-        _, rest = jax.lax.scan(move, first, noise[1:n])
-        xs = jnp.concatenate([first[None], rest])
-        return model.emission.weight[0] * xs + 0.02 * noise[n:]
-
-    return jax.vmap(one)(noise)
-
-
 def linear() -> dict[str, Any]:
     """Section 5.1: the family contains the posterior."""
     ys = simulate(LINEAR, 0, 4096, LENGTH)[1]
@@ -120,7 +70,7 @@ def linear() -> dict[str, Any]:
             ys
         )
     )
-    long = paper_linear_sequences()
+    _, long = published.linear_sequences()
 
     @eqx.filter_jit
     def sums(family: Any) -> jax.Array:
@@ -132,7 +82,9 @@ def linear() -> dict[str, Any]:
         keys = jax.random.split(jax.random.key(100 + seed), 3)
         weight = jax.random.uniform(keys[0], minval=-1.0)
         bias, slope = jax.random.uniform(keys[1]), jax.random.uniform(keys[2])
-        first = linear_model(0.5, 0.05, float(weight), float(bias), 0.05, float(slope), 0.02)
+        first = published.linear_model(
+            0.5, 0.05, float(weight), float(bias), 0.05, float(slope), 0.02
+        )
         began = time.perf_counter()
         result = rd.fit(
             jax.random.key(seed), rd.KalmanFamily(first), LINEAR, ys, num_steps=6400, progress=False

@@ -26,14 +26,13 @@ from accuracy import (
     GRID,
     LINEAR,
     NONLINEAR,
-    linear_model,
-    paper_linear_sequences,
     simulate,
     trained,
 )
 from retrodict._bounds import curvature, methods, on_grid, wasserstein
 from retrodict._bounds.distances import gaussian_distance
 from retrodict._mask import Series
+from retrodict.experiments import published
 
 RESULTS = Path(__file__).with_name("results") / "bounds.json"
 LENGTHS = (5, 15, 30, 60)
@@ -41,37 +40,6 @@ WINDOW = 64
 BOUNDS = ("phi", "b", "q", "least of the three", "a", "ELBO gap", "score")
 TABLE = {1: (1.28, 1.25, 2.13, 2.03, 2.6), 2: (1.73, 1.59, 2.9, 2.9, 3.5)}
 """Medians seen before, with other random models: phi, least, a, ELBO gap, score."""
-
-SNAPSHOTS = {
-    60: (
-        0.6087186313912918,
-        0.05363087515187017,
-        0.23314914444469845,
-        0.7732896886050166,
-        0.053604315038018956,
-        0.40624331646667466,
-        0.021564456288292396,
-    ),
-    80: (
-        0.5077719933157692,
-        0.05027146145030203,
-        0.23956022304446614,
-        0.6258530670478683,
-        0.05027024444309409,
-        0.3526724651313128,
-        0.020135249391479104,
-    ),
-    100: (
-        0.5000242653237407,
-        0.050000882399577236,
-        0.23843869244155547,
-        0.6157168729703232,
-        0.050000853020875015,
-        0.34792587040121997,
-        0.020000433937289175,
-    ),
-}
-"""The paper's published fits of section 5.1, by epoch."""
 
 
 def random_model(key: Any, d: int) -> tuple[Any, ...]:
@@ -203,12 +171,12 @@ def gaussian() -> dict[str, Any]:
 
 def paper(figures: Path | None) -> dict[str, Any]:
     """Section 5.1: the published fits on the twenty evaluation sequences, as n grows to 2000."""
-    ys, theta = paper_linear_sequences(), rd.unwrap(LINEAR)
+    (_, ys), theta = published.linear_sequences(), rd.unwrap(LINEAR)
     lengths = (25, 50, 100, 200, 500, 1000, 2000)
     results: dict[str, Any] = {"lengths": lengths}
 
-    def both(numbers: tuple, y: Any) -> tuple[Any, Any, Any]:
-        chain = rd.kalman_smoother(rd.unwrap(linear_model(*numbers)), y, mask=True).chain
+    def both(epoch: int, y: Any) -> tuple[Any, Any, Any]:
+        chain = rd.kalman_smoother(rd.unwrap(published.linear_lambda(epoch)), y, mask=True).chain
         reference = wasserstein.reference_of(rd.kalman_smoother(theta, y, mask=True).chain)
         ones = jnp.ones(y.shape[0])
         steps = wasserstein.phi(chain, reference, wasserstein.Sensitivity(0 * ones, ones), WINDOW)
@@ -216,10 +184,10 @@ def paper(figures: Path | None) -> dict[str, Any]:
         worst = jnp.sum(jax.vmap(gaussian_distance)(chain.marginals(), reference.marginals))
         return jnp.abs(error), jnp.sum(steps), worst
 
-    for epoch, numbers in SNAPSHOTS.items():
+    for epoch in published.EPOCHS:
         rows = []
         for n in lengths:
-            found = jax.jit(jax.vmap(lambda y, numbers=numbers: both(numbers, y)))(ys[:, :n])
+            found = jax.jit(jax.vmap(lambda y, epoch=epoch: both(epoch, y)))(ys[:, :n])
             rows.append([np.asarray(part) for part in found])
         errors, bounds, worst = (np.stack(column) for column in zip(*rows, strict=True))
         if (errors > bounds * (1 + 1e-9)).any():
@@ -263,7 +231,7 @@ def _draw_growth(results: dict[str, Any], place: Path) -> None:
     plt = _style()
     lengths = results["lengths"]
     figure, axes = plt.subplots(1, 3, figsize=(7.2, 2.5), sharex=True, layout="constrained")
-    for axis, epoch in zip(axes, SNAPSHOTS, strict=True):
+    for axis, epoch in zip(axes, published.EPOCHS, strict=True):
         part = results[str(epoch)]
         for values, style, label in (
             (part["bound"], "k-", "bound (Wφ)"),
@@ -432,8 +400,8 @@ def _linearised() -> Callable[[Any], Any]:
 def long() -> dict[str, Any]:
     """The time of one call after the first, and what a window leaves out."""
     theta = rd.unwrap(LINEAR)
-    ys = paper_linear_sequences()[0]
-    chain = rd.kalman_smoother(rd.unwrap(linear_model(*SNAPSHOTS[60])), ys).chain
+    ys = published.linear_sequences(1)[1][0]
+    chain = rd.kalman_smoother(rd.unwrap(published.linear_lambda(60)), ys).chain
     results = {}
     for name, key in (("closed forms", None), ("with the score bound", jax.random.key(0))):
         times = []

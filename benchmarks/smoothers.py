@@ -128,10 +128,12 @@ def with_particles(sampler: str, dim: int) -> Callable[[], Any]:
     first_std = np.diag(np.asarray(model.prior.scale_tril))
     error = np.asarray(model.emission.scale_tril.std)
     if dim == 1:
-        from accuracy import SLOPE
+        from retrodict.experiments import published
+
+        slope = published.archive()["nonlinear"]["slope"]
 
         def emission(x: Any) -> Any:
-            return np.cos(np.tanh(SLOPE * x))
+            return np.cos(np.tanh(slope * x))
     else:
         layers = [(np.asarray(la.weight), np.asarray(la.bias)) for la in model.emission.fn.layers]
 

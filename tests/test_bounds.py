@@ -191,7 +191,7 @@ def dense(found: curvature.Curvature) -> np.ndarray:
     return inverse
 
 
-@pytest.mark.parametrize("d", [1, 2])
+@pytest.mark.parametrize("d", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_curvature_is_the_hessian_of_a_linear_gaussian_model(d: int):
     rng = np.random.default_rng(d)
     model, n = random_model(rng, d, 2), 5
@@ -599,6 +599,7 @@ def test_laws_without_a_density_have_no_score_and_no_gap(method: Any):
         )
 
 
+@pytest.mark.slow
 def test_a_time_step_of_zero_leaves_the_wasserstein_bounds():
     def walk(scale: float) -> rd.StateSpaceModel:
         return rd.StateSpaceModel(
@@ -620,6 +621,7 @@ def test_a_time_step_of_zero_leaves_the_wasserstein_bounds():
     assert 0 < float(signed.value) <= float(found.value)
 
 
+@pytest.mark.slow
 def test_the_gap_of_a_close_chain_is_not_rounding(x32: None):
     model = random_model(np.random.default_rng(0), 1, 1)
     model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), model)
@@ -631,6 +633,7 @@ def test_the_gap_of_a_close_chain_is_not_rounding(x32: None):
     assert float(found.value) >= float(worst.value) > 0
 
 
+@pytest.mark.slow
 def test_the_gap_is_the_evidence_minus_the_elbo():
     for d in (1, 2):
         instance = Instance(21, d)
@@ -806,6 +809,7 @@ def test_an_exact_posterior_passes_every_check():
     assert abs(float(found.gap)) < 4 * float(found.log_evidence_standard_error)
 
 
+@pytest.mark.slow
 def test_a_lost_mode_is_named():
     emission = rd.NonlinearGaussianKernel(lambda x: x**2, rd.Diagonal(0.3 * jnp.ones(1)))
     model = rd.StateSpaceModel(

@@ -593,6 +593,7 @@ def on_box(smoothed: Any, width: float) -> tuple[rd.Grid, FiniteProblem, FiniteB
     return grid, problem, finite_bounds(problem, measure=jnp.exp(grid.log_quadrature))
 
 
+@pytest.mark.slow
 def test_the_error_on_a_grid_is_that_of_the_grid_smoother(smoothed: Any):
     # The box holds all mass, and for smooth densities the trapezoidal rule is exact to rounding: so
     # is the expectation in closed form under the chain, on the whole line, less the smoother's.

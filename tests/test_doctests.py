@@ -20,7 +20,19 @@ def examples(module: ModuleType) -> list[doctest.DocTest]:
     return [test for test in found if test.examples]
 
 
-@pytest.mark.parametrize("name", modules())
+SLOW = {"_bounds.check", "_bounds.driver", "_fit.variational", "_linearised.smoother"}
+"""Modules whose examples take long to compile."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name.removeprefix("retrodict.") in SLOW
+        else name
+        for name in modules()
+    ],
+)
 def test_examples_run(name: str):
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)

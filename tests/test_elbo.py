@@ -32,7 +32,13 @@ class Case(NamedTuple):
         )
 
 
-@pytest.fixture(scope="module", params=[(1, 1, 0), (2, 3, 2)], ids=["d1", "d2-inputs"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, 1, 0), id="d1"),
+        pytest.param((2, 3, 2), id="d2-inputs", marks=pytest.mark.slow),
+    ],
+)
 def case(request: pytest.FixtureRequest) -> Case:
     state, obs, num_inputs = request.param
     rng = np.random.default_rng(1)
@@ -235,6 +241,7 @@ def test_a_running_bound_is_that_of_each_prefix(case: Case):
         assert float(running.value(state)) == pytest.approx(float(prefix.log_evidence), abs=1e-10)
 
 
+@pytest.mark.slow
 def test_a_batch_is_mapped_and_differentiated():
     model = random_model(np.random.default_rng(5), 1, 1)
     keys = jax.random.split(jax.random.key(0), 3)

@@ -160,9 +160,8 @@ def test_the_backward_kernels_of_an_archived_chain_are_bayes_rule():
 # Every experiment, at a tiny size
 
 
-@pytest.mark.parametrize(
-    "name", ["bounds", *(pytest.param(n, marks=pytest.mark.slow) for n in TINY if n != "bounds")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
 def test_an_experiment_runs_and_is_read_back(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -192,7 +192,7 @@ def first(tree: Any, count: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[:count], tree)
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=["d1", pytest.param("d2-inputs", marks=pytest.mark.slow)])
 def size(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -483,6 +483,7 @@ def test_a_nonlinear_transition_is_approximated_by_a_linear_one(name: str):
     assert_near_prior(infer(family, rows), moments)
 
 
+@pytest.mark.slow
 def test_the_bound_of_counts_has_a_finite_gradient():
     model, ys, _ = two_wells()
     family = fresh("gated_scale").prepare(model, ys, length=LENGTH)
@@ -571,6 +572,7 @@ def test_a_batch_is_prepared_as_its_rows_are(name: str):
         assert_close(other.coordinates.obs_scale, one.coordinates.obs_scale)
 
 
+@pytest.mark.slow
 @WITH_NETWORK
 def test_redraw_changes_the_weights_and_keeps_the_units(name: str):
     family = family_of(name, "d2-inputs")

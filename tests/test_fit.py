@@ -161,6 +161,7 @@ def test_a_learned_model_is_the_exact_one_when_the_family_holds_the_posterior(ys
     assert exact.log_evidence > float(evidence(linear_model(), ys))
 
 
+@pytest.mark.slow
 def test_learning_the_family_leaves_the_model_alone_and_the_other_way_round(ys):
     model = linear_model()
     family = rd.KalmanFamily(model)
@@ -287,6 +288,7 @@ def test_a_prior_on_the_parameters_pulls_them(ys):
     assert float(rd.unwrap(joint.model).transition.weight[0, 0]) == pytest.approx(0.3, abs=1e-2)
 
 
+@pytest.mark.slow
 def test_padding_and_missing_rows_do_not_move_a_fit(whole, ys):
     junk = jnp.concatenate([ys, jnp.full((BATCH, 3, 1), 1e3)], axis=1)
     padded = fit(conjugate(), tanh_model(), junk, length=np.full(BATCH, N))

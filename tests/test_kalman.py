@@ -16,7 +16,10 @@ from linear_models import random_mask, random_model
 
 # Seven known coordinates under noise of rank 1 leave eigenvalues that no covariance matrix can
 # store: the parallel form, which forms covariances, is spared them.
-@pytest.mark.parametrize(("state", "obs", "parallel"), [(2, 1, False), (2, 1, True), (8, 3, False)])
+@pytest.mark.parametrize(
+    ("state", "obs", "parallel"),
+    [(2, 1, False), (2, 1, True), pytest.param(8, 3, False, marks=pytest.mark.slow)],
+)
 def test_semidefinite_noise_and_prior(state, obs, parallel):
     rng = np.random.default_rng(3)
     model = random_model(rng, state, obs, singular=True)
@@ -78,6 +81,7 @@ def test_matches_statsmodels():
     assert float(exact.log_evidence) == pytest.approx(result.llf, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_varying_kernels_and_the_alignment_of_inputs():
     def move(u):
         return jnp.array([[jnp.cos(u[0]), 0.1], [0.0, 0.9]]), u[:2], rd.Diagonal(0.5 + u[:2] ** 2)
@@ -162,6 +166,7 @@ def test_gradients_of_the_evidence_in_every_parameter():
         np.testing.assert_allclose(ours, theirs, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_closed_form_score_with_singular_noise_is_that_of_the_joint_gaussian():
     # Derivatives of square roots do not exist here; those of covariances do.
     model = random_model(np.random.default_rng(2), 3, 1, singular=True)
@@ -196,6 +201,7 @@ def test_gradients_of_smoothed_moments():
     check_grads(moments, (arrays,), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_evidence_score_is_the_same_beside_the_chain():
     # Once the laws are differentiated too, the derivative of the scan replaces the closed form.
     model = random_model(np.random.default_rng(9), 2, 1)
@@ -212,6 +218,7 @@ def test_the_evidence_score_is_the_same_beside_the_chain():
         np.testing.assert_allclose(a, b, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_batches_and_a_single_row():
     model = random_model(np.random.default_rng(0), 2, 2)
     keys = jax.random.split(jax.random.key(0), 3)

@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
     grid_points: int
 
 
-FULL = Sizes(512, 64, 500, 8, 300, 1000, 400)
+FULL = Sizes(512, 64, 400, 8, 300, 1000, 400)
 
 
 COLUMNS = {
@@ -142,6 +142,7 @@ def run(out: Path, *, seed: int = 0, sizes: Sizes = FULL, progress: Progress | N
         oracle = [[rd.grid_smoother(model, y, grid, length=n) for n in lengths] for y in ys]
         exact = _exact_bands([found[-1] for found in oracle])
     scores: dict[str, Score] = {}
+    growth: dict[str, np.ndarray] = {}
     bands: dict[str, Bands] = {"exact": exact}
     evidence = np.array([float(found[-1].log_evidence) for found in oracle])
     for name, smooth in _smoothers(model, families).items():
@@ -152,11 +153,12 @@ def run(out: Path, *, seed: int = 0, sizes: Sizes = FULL, progress: Progress | N
             gap = float(np.mean(evidence - bound)) / sizes.num_times
             known = trained.get(name, math.nan)
             scores[name] = _score(bands[name], exact, xs, gap, known, seconds, says)
+            if name in AMORTISED:
+                growth[name] = _growth(chains, oracle, lengths)
     with _Stage(progress, "the particle smoother"):
         name = f"FFBSi {sizes.num_particles}"
         bands[name], seconds = _particle_bands(model, ys, path_key, sizes.num_particles)
         scores[name] = _score(bands[name], exact, xs, math.nan, math.nan, seconds, "")
-    growth = {name: _growth(families[name], ys, oracle, lengths) for name in AMORTISED}
 
     with _Stage(progress, "the report"):
         pictures = [
@@ -225,12 +227,15 @@ def _smoothers(
     def amortised(
         family: rd.AbstractLinearGaussianFamily,
     ) -> Callable[[Array], tuple[Chains, float, str]]:
-        infer = jax.jit(lambda y: family.infer(y))
+        def whole(y: Array) -> tuple[rd.LinearGaussianChain, rd.Gaussian]:
+            chain = family.infer(y)
+            return chain, chain.marginals()
+
+        jitted = jax.jit(whole)
 
         def smooth(ys: Array) -> tuple[Chains, float, str]:
-            chains = [infer(y) for y in ys]
-            marginals = jax.jit(lambda y: family.infer(y).marginals())
-            return chains, shortest(lambda: marginals(ys[0]), 5), ""
+            seconds = shortest(lambda: jitted(ys[0]), 5)
+            return [jitted(y)[0] for y in ys], seconds, ""
 
         return smooth
 
@@ -276,11 +281,9 @@ def _particle_bands(
 
 
 def _elbos(model: rd.StateSpaceModel, chains: Chains, ys: Array, key: Array) -> np.ndarray:
-    @jax.jit
-    def one(chain: rd.LinearGaussianChain, y: Array) -> Array:
-        return rd.elbo(model, chain, y, estimator=rd.BackwardSampling(500), key=key)
-
-    return np.array([float(one(chain, y)) for chain, y in zip(chains, ys, strict=True)])
+    paths = rd.BackwardSampling(500)
+    pairs = zip(chains, ys, strict=True)
+    return np.array([float(rd.elbo(model, c, y, estimator=paths, key=key)) for c, y in pairs])
 
 
 def _score(
@@ -305,23 +308,18 @@ def _score(
 
 
 def _growth(
-    family: rd.AbstractLinearGaussianFamily,
-    ys: Array,
-    oracle: Sequence[Sequence[rd.GridPosterior]],
-    lengths: np.ndarray,
+    chains: Chains, oracle: Sequence[Sequence[rd.GridPosterior]], lengths: np.ndarray
 ) -> np.ndarray:
     """The additive error given the first n observations, by series and n."""
 
-    @jax.jit
-    def sums(y: Array) -> Array:
-        chain = family.infer(y)
-        return jnp.stack([jnp.sum(chain.prefix(int(n)).marginals().mean) for n in lengths])
+    def total(chain: rd.LinearGaussianChain, num_times: int) -> float:
+        return float(jnp.sum(chain.prefix(num_times).marginals().mean))
 
     exact = [
         [float(posterior.mean[:n].sum()) for posterior, n in zip(found, lengths, strict=True)]
         for found in oracle
     ]
-    return np.abs(np.stack([np.asarray(sums(y)) for y in ys]) - np.array(exact))
+    return np.abs(np.array([[total(c, int(n)) for n in lengths] for c in chains]) - np.array(exact))
 
 
 def _worst(bands: dict[str, Bands]) -> int:
