@@ -54,6 +54,7 @@ def test_diffuse_priors_lose_nothing(prior_scale):
     np.testing.assert_allclose(means[0].covariance, means[1].covariance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_matches_statsmodels():
     from statsmodels.tsa.statespace.kalman_smoother import KalmanSmoother
 
@@ -105,7 +106,8 @@ def test_varying_kernels_and_the_alignment_of_inputs():
         assert float(exact.log_evidence) == pytest.approx(oracle.log_evidence, abs=1e-10)
 
 
-@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [False, True])
 def test_padding_changes_nothing_and_a_missing_row_is_not_padding(parallel):
     rng = np.random.default_rng(7)
     model = random_model(rng, 2, 2)
