@@ -59,7 +59,7 @@ docs: $(VENV)/.stamp-docs ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 clean: ## remove environments, caches and what was built
-	rm -rf $(VENV) $(BENCH_VENV) docs/_build demo reproduction build dist
+	rm -rf $(VENV) $(BENCH_VENV) docs/_build demo reproduction reproduction-quick build dist
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	@if [ -d benchmarks ]; then find benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +; fi

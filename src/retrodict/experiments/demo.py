@@ -170,7 +170,7 @@ def run(out: Path, *, seed: int = 0, sizes: Sizes = FULL, progress: Progress | N
         chapter = _chapter(demo, sizes, pictures)
         for picture in pictures:
             write_atomically(out / f"{picture.name}.png", picture.png)
-        write_atomically(out / "summary.json", as_json(_summary(demo)))
+        write_atomically(out / "summary.json", summary(demo))
         write_atomically(out / "report.html", _page(chapter, demo))
     return demo
 
@@ -485,14 +485,10 @@ def rows_of(demo: Demo) -> list[list[Any]]:
     ]
 
 
-def _summary(demo: Demo) -> dict[str, Any]:
-    scores = {name: score._asdict() for name, score in demo.scores.items()}
-    return demo._asdict() | {"scores": scores}
-
-
 def summary(demo: Demo) -> bytes:
     """The demo as JSON, as in `summary.json`."""
-    return as_json(_summary(demo))
+    scores = {name: score._asdict() for name, score in demo.scores.items()}
+    return as_json(demo._asdict() | {"scores": scores})
 
 
 def _page(chapter: Chapter, demo: Demo) -> bytes:

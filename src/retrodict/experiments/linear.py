@@ -181,8 +181,8 @@ def _chapter(
     rows = _table_rows(theirs)
     agreeing = sum(
         f"{value:.6f}" == entry
-        for row, print_ in zip(rows, printed, strict=True)
-        for value, entry in zip(row[1:], print_, strict=True)
+        for row, entries in zip(rows, printed, strict=True)
+        for value, entry in zip(row[1:], entries, strict=True)
     )
     total = sum(len(row) for row in printed)
     gaps = evidence - curves.max(axis=1)
@@ -244,8 +244,8 @@ def _chapter(
                         " brackets.",
                         _header(published.EPOCHS),
                         [
-                            [row[0], *map(_beside, row[1:], print_)]
-                            for row, print_ in zip(rows, printed, strict=True)
+                            [row[0], *map(_beside, row[1:], entries)]
+                            for row, entries in zip(rows, printed, strict=True)
                         ],
                     ),
                     Table(

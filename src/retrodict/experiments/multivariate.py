@@ -164,8 +164,8 @@ def _chapter(
         (f"A, entry {i}", theta.transition.weight[i, i], learned.transition.weight[i, i])
         for i in range(STATE_DIM)
     ] + [(f"prior mean {i}", theta.prior.mean[i], learned.prior.mean[i]) for i in range(STATE_DIM)]
-    rows = [[name, float(true), float(found_)] for name, true, found_ in pairs]
-    away = max(abs(true - found_) for _, true, found_ in rows)
+    rows = [[name, float(true), float(fitted)] for name, true, fitted in pairs]
+    away = max(abs(true - fitted) for _, true, fitted in rows)
     return Chapter(
         name="multivariate",
         title="Appendix D.2: three states, four observations",
@@ -211,7 +211,7 @@ def _chapter(
             ),
         ],
         numbers={
-            "parameters": {name: [true, learned_] for name, true, learned_ in rows},
+            "parameters": {name: [true, fitted] for name, true, fitted in rows},
             "coverage": coverage,
         },
         seconds={"fit": seconds},
