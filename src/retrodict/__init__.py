@@ -16,6 +16,7 @@ from retrodict._bounds import h2_constants as h2_constants
 from retrodict._bounds import total_variation as total_variation
 from retrodict._bounds import two_state_counterexample as two_state_counterexample
 from retrodict._chain import AbstractBackwardChain as AbstractBackwardChain
+from retrodict._chain import AbstractKernelChain as AbstractKernelChain
 from retrodict._chain import LinearGaussianChain as LinearGaussianChain
 from retrodict._checkpoint import CheckpointError as CheckpointError
 from retrodict._checkpoint import load as load

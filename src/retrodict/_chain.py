@@ -6,13 +6,13 @@ Exact posteriors, variational posteriors and running online posteriors are all c
 """
 
 from abc import abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict import _linalg as linalg
 from retrodict._factored import Factored, propagate
@@ -51,7 +51,36 @@ class AbstractBackwardChain(eqx.Module):
         """The chain of the first rows, given their data alone."""
 
 
-class LinearGaussianChain(AbstractBackwardChain):
+class AbstractKernelChain(AbstractBackwardChain):
+    """A chain that is given by its filtering laws q_k and its backward kernels q_{k-1|k}.
+
+    A law has `mean`, `covariance`, `log_prob(x)`, `sample(key)`, and `from_noise(e)`, a map under
+    which standard normal noise of length `noise_dim` has that law.
+
+    Attributes:
+        laws: the filtering laws, with a leading time axis.
+        length: how many rows exist; `None` if all of them do.
+    """
+
+    if TYPE_CHECKING:
+        # A type checker would take abstract variables for properties.
+        laws: Any
+        length: Int[Array, ""] | None
+    else:
+        laws: eqx.AbstractVar[Any]
+        length: eqx.AbstractVar[Int[Array, ""] | None]
+
+    @property
+    @abstractmethod
+    def steps(self) -> PyTree:
+        """The parameters of the backward kernels: arrays with a leading axis `time-1`."""
+
+    @abstractmethod
+    def kernel_law(self, step: PyTree, x: Float[Array, "state"]) -> Any:
+        """The law q_{k-1|k}(x, ·), from row k-1 of `steps` and a state x of time k."""
+
+
+class LinearGaussianChain(AbstractKernelChain):
     """A chain with Gaussian filtering laws and linear-Gaussian backward kernels.
 
     The kernel in row k-1 is q_{k-1|k}(x_k, ·) = N(G_k x_k + c_k, s_k s_kᵀ): `kernels.weight` holds
@@ -67,9 +96,9 @@ class LinearGaussianChain(AbstractBackwardChain):
         length: how many rows exist; `None` if all of them do.
     """
 
-    laws: Gaussian
+    laws: Gaussian  # pyright: ignore
     kernels: LinearGaussianKernel
-    length: Int[Array, ""] | None = None
+    length: Int[Array, ""] | None = None  # pyright: ignore
 
     @classmethod
     def from_arrays(
@@ -117,6 +146,15 @@ class LinearGaussianChain(AbstractBackwardChain):
     def state_dim(self) -> int:
         """The dimension of the state."""
         return self.laws.mean.shape[-1]
+
+    @property
+    def steps(self) -> LinearGaussianKernel:
+        """The backward kernels."""
+        return self.kernels
+
+    def kernel_law(self, step: LinearGaussianKernel, x: Float[Array, "state"]) -> Gaussian:
+        """The law N(G_k x + c_k, s_k s_kᵀ)."""
+        return step.law(x, None)
 
     @property
     def terminal(self) -> Gaussian:

@@ -178,10 +178,17 @@ class Gaussian(eqx.Module):
         """Draws m + s ε with standard normal ε."""
         law = unwrap(self)
         noise = jax.random.normal(key, (*sample_shape, law.dim), law.mean.dtype)
-        flat = jax.vmap(lambda e: law.mean + scale_matvec(law.scale_tril, e))(
-            noise.reshape(-1, law.dim)
-        )
-        return flat.reshape(noise.shape)
+        return jax.vmap(law.from_noise)(noise.reshape(-1, law.dim)).reshape(noise.shape)
+
+    @property
+    def noise_dim(self) -> int:
+        """How many standard normal numbers make one draw."""
+        return self.dim
+
+    def from_noise(self, noise: Float[Array, "d"]) -> Float[Array, "d"]:
+        """The draw m + s ε of given standard normal ε."""
+        law = unwrap(self)
+        return law.mean + scale_matvec(law.scale_tril, noise)
 
     def entropy(self) -> Scalar:
         """½ d (1 + log 2π) + log |det s|."""
