@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_linalg",),
     ("_prefix",),
     ("_gaussian",),
-    ("_factored",),
+    ("_factored", "_mixture"),
     ("_kernel",),
     ("_model",),
     ("_chain",),

@@ -16,8 +16,10 @@ from retrodict._bounds import h2_constants as h2_constants
 from retrodict._bounds import total_variation as total_variation
 from retrodict._bounds import two_state_counterexample as two_state_counterexample
 from retrodict._chain import AbstractBackwardChain as AbstractBackwardChain
+from retrodict._chain import AbstractBackwardKernel as AbstractBackwardKernel
 from retrodict._chain import AbstractKernelChain as AbstractKernelChain
 from retrodict._chain import LinearGaussianChain as LinearGaussianChain
+from retrodict._chain import SampledChain as SampledChain
 from retrodict._checkpoint import CheckpointError as CheckpointError
 from retrodict._checkpoint import load as load
 from retrodict._checkpoint import save as save
@@ -36,10 +38,13 @@ from retrodict._expectation import expectation as expectation
 from retrodict._expectation import marginals as marginals
 from retrodict._family import AbstractFamily as AbstractFamily
 from retrodict._family import AbstractLinearGaussianFamily as AbstractLinearGaussianFamily
+from retrodict._family import AbstractSampledFamily as AbstractSampledFamily
 from retrodict._family import ConjugateFamily as ConjugateFamily
 from retrodict._family import Factor as Factor
 from retrodict._family import GatedFamily as GatedFamily
 from retrodict._family import KalmanFamily as KalmanFamily
+from retrodict._family import MixtureFamily as MixtureFamily
+from retrodict._family import NonlinearFamily as NonlinearFamily
 from retrodict._family import RecurrentFamily as RecurrentFamily
 from retrodict._fit import EMResult as EMResult
 from retrodict._fit import EvidenceResult as EvidenceResult
@@ -84,6 +89,7 @@ from retrodict._linearised import Unscented as Unscented
 from retrodict._linearised import extended_smoother as extended_smoother
 from retrodict._linearised import iterated_smoother as iterated_smoother
 from retrodict._linearised import unscented_smoother as unscented_smoother
+from retrodict._mixture import GaussianMixture as GaussianMixture
 from retrodict._model import StateSpaceModel as StateSpaceModel
 from retrodict._parameters import AbstractParameter as AbstractParameter
 from retrodict._parameters import Frozen as Frozen

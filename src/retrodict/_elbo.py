@@ -12,9 +12,11 @@ from retrodict._estimator import (
     AbstractEstimator,
     BackwardSampling,
     ClosedForm,
+    Paths,
     Quadrature,
     Recursive,
     RecursiveState,
+    along_path,
     existing_rows,
     fill_padding,
 )
@@ -26,7 +28,7 @@ from retrodict._kernel import (
 )
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
-from retrodict._parameters import unwrap
+from retrodict._parameters import Frozen, unwrap
 from retrodict._types import Scalar
 from retrodict._validate import is_concrete
 
@@ -87,7 +89,7 @@ def elbo(
     check_chain(chain, "elbo")
     model = unwrap(model)
     _check_model(model, chain)
-    estimator = _default_estimator(model) if estimator is None else estimator
+    estimator = _default_estimator(model, chain) if estimator is None else estimator
     check_estimator(estimator, key, with_standard_error, "elbo")
     length = common_length(chain, length)
     series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
@@ -150,9 +152,13 @@ def _over_paths(
 ) -> Estimate:
     """The mean of log p − log q over paths: what both vary by cancels path by path."""
     data, terms = fill_padding(data, existing_rows(chain)), functional.terms()
+    density = Frozen(chain).value if estimator.stop_score else chain
 
-    def replicate(path: Float[Array, "time state"]) -> Scalar:
-        return estimator.evaluate(terms, chain, path, data) - chain.log_prob(path)
+    def one(path: Float[Array, "time state"]) -> Scalar:
+        return along_path(terms, chain, path, data) - density.log_prob(path)
+
+    def replicate(group: Paths) -> Scalar:
+        return estimator.over_group(one, group)
 
     return average(estimator, replicate, estimator.draw(terms, chain, key))
 
@@ -234,7 +240,12 @@ class RunningElbo(eqx.Module):
         return jax.tree.map(lambda leaf: leaf[0], data)
 
 
-def _default_estimator(model: StateSpaceModel) -> AbstractEstimator:
+def _default_estimator(model: StateSpaceModel, chain: AbstractBackwardChain) -> AbstractEstimator:
+    if not isinstance(chain, LinearGaussianChain):
+        raise ValueError(
+            f"The ELBO of a {type(chain).__name__} is taken over drawn paths. Pass"
+            " estimator=BackwardSampling(num_samples) and a key."
+        )
     if all(term.quadratic for term in LogJoint(model).terms()):
         return ClosedForm()
     if model.state_dim <= 2:

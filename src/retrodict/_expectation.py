@@ -1,17 +1,21 @@
 """Expectations of additive functionals under backward chains."""
 
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
+from retrodict._chain import AbstractBackwardChain, LinearGaussianChain, SampledChain
 from retrodict._estimator import (
     AbstractEstimator,
     BackwardSampling,
     ClosedForm,
+    Paths,
     existing_rows,
     fill_padding,
 )
@@ -19,6 +23,8 @@ from retrodict._functional import AbstractFunctional, LogJoint, Observations, Sc
 from retrodict._validate import check_key
 
 _EXACT = ClosedForm()
+
+R = TypeVar("R", bound="Estimate | Marginals")
 
 
 class Estimate(NamedTuple):
@@ -52,6 +58,8 @@ def expectation(
     estimator: AbstractEstimator = _EXACT,
     key: Any = None,
     with_standard_error: bool = False,
+    tolerance: float | None = None,
+    max_samples: int = 1_000_000,
 ) -> PyTree:
     """The expectation E_q[h_0(x_0, data_0) + Σ_{k≥1} h_k(x_{k-1}, x_k, data_k)] under a chain.
 
@@ -76,14 +84,17 @@ def expectation(
         key: a typed key, for estimators that draw.
         with_standard_error: whether to return the standard error as well: zero for exact
             estimators, NaN for a single sample.
+        tolerance: the largest standard error that the value may have: an estimator that draws is
+            run as often as that asks for. Not inside `jax.jit`.
+        max_samples: how many paths a tolerance may ask for.
 
     Returns:
         The value, a pytree of arrays as the functional has it, or the pair (value, standard error).
 
     Raises:
         TypeError: if a term has no closed form and the estimator needs one.
-        ValueError: if the data has the wrong number of rows, a key is missing, or a standard error
-            is asked of quadrature, whose error is not known.
+        ValueError: if the data has the wrong number of rows, a key is missing, a standard error is
+            asked of quadrature, whose error is not known, or a tolerance asks for too many paths.
     """
     check_chain(chain, "expectation")
     check_estimator(estimator, key, with_standard_error, "expectation")
@@ -93,27 +104,57 @@ def expectation(
             f" {type(functional).__name__}."
         )
     data = _check_data(chain, functional, data)
-    found = _estimate(chain, functional, data, estimator, key)
+
+    def run(key: Any) -> Estimate:
+        return _estimate(chain, functional, data, estimator, key)
+
+    found = _within(tolerance, run, lambda found: found.standard_error, estimator, key, max_samples)
     return (found.value, found.standard_error) if with_standard_error else found.value
 
 
 def marginals(
-    chain: AbstractBackwardChain, *, estimator: AbstractEstimator = _EXACT, key: Any = None
+    chain: AbstractBackwardChain,
+    *,
+    estimator: AbstractEstimator = _EXACT,
+    key: Any = None,
+    tolerance: float | None = None,
+    max_samples: int = 1_000_000,
 ) -> Marginals:
     """The means and covariances of the states, with their standard errors.
 
-    `BackwardSampling` takes any chain. Other estimators read the moments of a linear-Gaussian chain
-    off in closed form, since they draw nothing that is quadratic.
+    `BackwardSampling` takes any chain. Under a `SampledChain` it averages the conditional moments
+    E[x_{k-1} | x_k] and Cov[x_{k-1} | x_k] along paths and not the states themselves, which has the
+    same mean and a smaller variance (Rao-Blackwell). Other estimators read the moments of a
+    linear-Gaussian chain off in closed form, since they draw nothing that is quadratic.
+
+    Example:
+        Means to within 0.001, with as many paths as that takes:
+        `rd.marginals(chain, estimator=rd.BackwardSampling(64), key=key, tolerance=1e-3)`.
 
     Args:
         chain: the law of paths.
         estimator: how the moments are taken.
         key: a typed key, for `BackwardSampling`.
+        tolerance: the largest standard error that a mean may have: paths are drawn until it is
+            reached. Not inside `jax.jit`.
+        max_samples: how many paths a tolerance may ask for.
+
+    Raises:
+        TypeError: if the chain has no closed form and the estimator needs one.
+        ValueError: if a key is missing, or a tolerance asks for too many paths.
     """
     check_chain(chain, "marginals")
     if isinstance(estimator, BackwardSampling):
         _check_key(estimator, key, "marginals")
-        return _sampled_marginals(chain.sample(key, estimator.num_samples))
+
+        def run(key: Any) -> Marginals:
+            if isinstance(chain, SampledChain):
+                return _conditional_marginals(chain, estimator, key)
+            return _sampled_marginals(estimator.draw((), chain, key))
+
+        return _within(
+            tolerance, run, lambda found: found.mean_standard_error, estimator, key, max_samples
+        )
     _refuse_unless_estimator(estimator, "marginals")
     if not isinstance(chain, LinearGaussianChain):
         raise TypeError(
@@ -241,17 +282,109 @@ _estimate = eqx.filter_jit(estimate)
 
 
 @eqx.filter_jit
-def _sampled_marginals(paths: Float[Array, "sample time state"]) -> Marginals:
-    mean = jnp.mean(paths, axis=0)
-    centred = paths - mean[None]
-    products = centred[..., :, None] * centred[..., None, :]
-    count = paths.shape[0]
+def _sampled_marginals(drawn: Paths) -> Marginals:
+    """Moments of weighted paths with a leading axis of replicates."""
+    flat = jnp.zeros((*drawn.paths.shape, drawn.paths.shape[-1]), drawn.paths.dtype)
+    return _moments(drawn.paths, flat, drawn.weights)
+
+
+@eqx.filter_jit
+def _conditional_marginals(
+    chain: SampledChain, estimator: BackwardSampling, key: Any
+) -> Marginals:
+    """Moments from the laws that states were drawn from."""
+    trace, weights = estimator.trace(chain, key)
+    return _moments(trace.means, trace.covariances, weights)
+
+
+def _moments(
+    means: Float[Array, "replicate path time state"],
+    covariances: Float[Array, "replicate path time state state"],
+    weights: Float[Array, "replicate path"],
+) -> Marginals:
+    """The moments of a mixture of laws, averaged over replicates.
+
+    The spread of the means around their estimated mean falls short of that around the true one by
+    the variance of the estimate, which is known from the replicates and added.
+    """
+    each = jnp.einsum("rp,rptd->rtd", weights, means, precision="highest")
+    mean = jnp.mean(each, axis=0)
+    shifts = means - mean[None, None]
+    products = covariances + shifts[..., :, None] * shifts[..., None, :]
+    spreads = jnp.einsum("rp,rptde->rtde", weights, products, precision="highest")
+    count = each.shape[0]
+    errors = each - mean[None]
+    missing = jnp.sum(errors[..., :, None] * errors[..., None, :], axis=0)
+    missing = missing / (count * (count - 1) if count > 1 else jnp.nan)
     return Marginals(
         mean,
-        jnp.sum(products, axis=0) / (count - 1 if count > 1 else jnp.nan),
-        _standard_error(paths),
-        _standard_error(products),
+        jnp.mean(spreads, axis=0) + missing,
+        _standard_error(each),
+        _standard_error(spreads),
     )
+
+
+def _within(
+    tolerance: float | None,
+    run: Callable[[Any], R],
+    errors: Callable[[R], PyTree],
+    estimator: AbstractEstimator,
+    key: Any,
+    max_samples: int,
+) -> R:
+    """The mean of as many runs of an estimator as a tolerance asks for.
+
+    Args:
+        tolerance: the largest standard error; `None` for one run.
+        run: one run, from a key; what it returns holds values and standard errors.
+        errors: the standard errors that must be within the tolerance.
+        estimator: says how many replicates a run has.
+        key: a typed key.
+        max_samples: how many replicates may be drawn in all.
+    """
+    if tolerance is None:
+        return run(key)
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be a positive standard error, got {tolerance}.")
+    count = estimator.num_replicates
+    if count is None or count < 2:
+        raise ValueError(
+            f"A tolerance needs an estimator that draws two replicates or more, got {estimator}."
+        )
+
+    def largest(found: R) -> float:
+        return max(float(jnp.max(leaf)) for leaf in jax.tree.leaves(errors(found)))
+
+    found, rounds = run(key), 1
+    while (error := largest(found)) > tolerance:
+        # A tenth more than the error so far asks for, since it is itself an estimate.
+        needed = math.ceil(1.1 * rounds * (error / tolerance) ** 2)
+        if needed * count > max_samples:
+            raise ValueError(
+                f"A standard error of {tolerance} needs about {needed * count} replicates, and"
+                f" max_samples is {max_samples}: after {rounds * count} it is {error:.2g}."
+            )
+        more = [run(jax.random.fold_in(key, i)) for i in range(rounds, needed)]
+        found, rounds = _pooled(found, rounds, more), needed
+    return found
+
+
+def _pooled(found: R, rounds: int, more: list[R]) -> R:
+    """The mean of several runs: values are averaged, standard errors added in quadrature."""
+    total = rounds + len(more)
+
+    def value(first: Array, *rest: Array) -> Array:
+        return (rounds * first + sum(rest)) / total
+
+    def error(first: Array, *rest: Array) -> Array:
+        return jnp.sqrt((rounds * first) ** 2 + sum(leaf**2 for leaf in rest)) / total
+
+    def pool(name: str) -> PyTree:
+        combine = error if name.endswith("standard_error") else value
+        return jax.tree.map(combine, getattr(found, name), *(getattr(each, name) for each in more))
+
+    names = found._fields if isinstance(found, tuple) else [f.name for f in fields(found)]
+    return type(found)(*(pool(name) for name in names))
 
 
 def _standard_error(values: Float[Array, "sample *value"]) -> Float[Array, "*value"]:

@@ -7,7 +7,7 @@ rows at once when the series is stored.
 """
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import equinox as eqx
 import jax
@@ -16,14 +16,21 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from retrodict import _linalg as linalg
-from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
-from retrodict._gaussian import Gaussian
+from retrodict._chain import (
+    AbstractBackwardKernel,
+    AbstractKernelChain,
+    LinearGaussianChain,
+    SampledChain,
+)
 from retrodict._kernel import LinearGaussianKernel
 from retrodict._mask import Series, prepare_series
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
 from retrodict._validate import as_real_array, check_finite
+
+
+C = TypeVar("C", bound=AbstractKernelChain)
 
 
 class Row(NamedTuple):
@@ -44,12 +51,13 @@ class Factor(eqx.Module):
     """What one step adds to a chain.
 
     Attributes:
-        law: the filtering law q_k.
-        kernel: the backward kernel q_{k-1|k}; at the first step it has no meaning.
+        law: the filtering law q_k, a `Gaussian` or a `GaussianMixture`.
+        kernel: the backward kernel q_{k-1|k}, a `LinearGaussianKernel`, or the parameters by which
+            the chain's `kernel_law` knows it; at the first step it has no meaning.
     """
 
-    law: Gaussian
-    kernel: LinearGaussianKernel
+    law: Any
+    kernel: Any
 
 
 class AbstractFamily(eqx.Module):
@@ -110,7 +118,7 @@ class AbstractFamily(eqx.Module):
     @abstractmethod
     def infer(
         self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
-    ) -> AbstractBackwardChain:
+    ) -> AbstractKernelChain:
         """The chain of a whole series.
 
         Args:
@@ -121,8 +129,8 @@ class AbstractFamily(eqx.Module):
         """
 
 
-class AbstractLinearGaussianFamily(AbstractFamily):
-    """A family whose chains are all of type `LinearGaussianChain`."""
+class AbstractFactorFamily(AbstractFamily, Generic[C]):
+    """A family whose factors are read from a state that is advanced row by row."""
 
     @abstractmethod
     def embed(self, row: Row) -> Any:
@@ -145,6 +153,16 @@ class AbstractLinearGaussianFamily(AbstractFamily):
     def read(self, before: Any, after: Any, embedded: Any) -> Factor:
         """The factors q_k and q_{k-1|k}, from the states before and after row k."""
 
+    @abstractmethod
+    def assemble(self, read: Factor, exists: Bool[Array, "time"] | None, length: Any) -> C:
+        """The chain of the factors of all rows, of which the first kernel is left out.
+
+        Args:
+            read: the factors, with a leading time axis.
+            exists: which of the rows exist.
+            length: how many of them do.
+        """
+
     def step(self, state: Any, y: Any, *, mask: Any = None, u: Any = None) -> tuple[Any, Factor]:
         """Reads one row: the next state, and the factors q_k and q_{k-1|k}."""
         row = prepare_row(self, y, mask=mask, u=u)
@@ -158,7 +176,7 @@ class AbstractLinearGaussianFamily(AbstractFamily):
         inputs: Any = None,
         length: Any = None,
         parallel: bool = False,
-    ) -> LinearGaussianChain:
+    ) -> C:
         """The chain of a whole series: a scan of `step`.
 
         Args:
@@ -172,8 +190,36 @@ class AbstractLinearGaussianFamily(AbstractFamily):
         return _infer(self, series, parallel)
 
 
+class AbstractLinearGaussianFamily(AbstractFactorFamily[LinearGaussianChain]):
+    """A family whose chains are all of type `LinearGaussianChain`."""
+
+    def assemble(
+        self, read: Factor, exists: Bool[Array, "time"] | None, length: Any
+    ) -> LinearGaussianChain:
+        """The chain, with kernels that are the identity where nothing exists."""
+        kernels = read.kernel
+        if exists is not None:
+            kernels = _stay_where_nothing_exists(kernels, exists)
+        return LinearGaussianChain(read.law, jax.tree.map(lambda leaf: leaf[1:], kernels), length)
+
+
+class AbstractSampledFamily(AbstractFactorFamily[SampledChain]):
+    """A family whose backward kernels are drawn from, and not marginalised in closed form."""
+
+    @abstractmethod
+    def shared(self) -> AbstractBackwardKernel:
+        """What the backward kernels of all times share."""
+
+    def assemble(
+        self, read: Factor, exists: Bool[Array, "time"] | None, length: Any
+    ) -> SampledChain:
+        """The chain; it leaves rows out that do not exist."""
+        steps = jax.tree.map(lambda leaf: leaf[1:], read.kernel)
+        return SampledChain(read.law, self.shared(), steps, length)
+
+
 @eqx.filter_jit
-def _step(family: AbstractLinearGaussianFamily, state: Any, row: Row) -> tuple[Any, Factor]:
+def _step(family: AbstractFactorFamily, state: Any, row: Row) -> tuple[Any, Factor]:
     family = unwrap(family)
     embedded = family.embed(row)
     after = family.advance(state, embedded)
@@ -181,15 +227,13 @@ def _step(family: AbstractLinearGaussianFamily, state: Any, row: Row) -> tuple[A
 
 
 @eqx.filter_jit
-def _infer(
-    family: AbstractLinearGaussianFamily, series: Series, parallel: bool
-) -> LinearGaussianChain:
+def _infer(family: AbstractFactorFamily, series: Series, parallel: bool) -> AbstractKernelChain:
     return infer_series(unwrap(family), series, parallel=parallel)
 
 
 def infer_series(
-    family: AbstractLinearGaussianFamily, series: Series, *, parallel: bool = False
-) -> LinearGaussianChain:
+    family: AbstractFactorFamily, series: Series, *, parallel: bool = False
+) -> AbstractKernelChain:
     """The chain of a prepared series, to be called inside `jax.jit`.
 
     Args:
@@ -197,13 +241,13 @@ def infer_series(
         series: a series that fits it.
         parallel: whether to run in O(log n) depth.
     """
-    read, _ = factors(family, family.init(), rows_of(series), series.exists(), parallel=parallel)
-    kernels = jax.tree.map(lambda leaf: leaf[1:], read.kernel)
-    return LinearGaussianChain(read.law, kernels, series.length)
+    exists = series.exists()
+    read, _ = factors(family, family.init(), rows_of(series), exists, parallel=parallel)
+    return family.assemble(read, exists, series.length)
 
 
 def factors(
-    family: AbstractLinearGaussianFamily,
+    family: AbstractFactorFamily,
     state: Any,
     rows: Row,
     exists: Bool[Array, "time"] | None,
@@ -228,14 +272,11 @@ def factors(
         lambda start, rest: jnp.concatenate([start[None], rest[:-1]]), state, afters
     )
     read = jax.vmap(family.read)(befores, afters, embedded)
-    if exists is not None:
-        kernels = _stay_where_nothing_exists(read.kernel, exists)
-        read = Factor(read.law, kernels)
     return read, jax.tree.map(lambda leaf: leaf[-1], afters)
 
 
 def _advance_one_by_one(
-    family: AbstractLinearGaussianFamily,
+    family: AbstractFactorFamily,
     state: Any,
     embedded: Any,
     exists: Bool[Array, "time"] | None,
@@ -256,7 +297,7 @@ def _advance_one_by_one(
     return lax.scan(move, state, (embedded, exists), unroll=2)[1]
 
 
-def advance_over(family: AbstractLinearGaussianFamily, rows: Row, stop: Any) -> Any:
+def advance_over(family: AbstractFactorFamily, rows: Row, stop: Any) -> Any:
     """The state after the first `stop` rows, without keeping what came before it.
 
     Args:

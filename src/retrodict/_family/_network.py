@@ -194,7 +194,7 @@ def mlp(key: PRNGKey, in_size: Any, out_size: Any, width: int, depth: int) -> eq
     starts were seen to end in poor optima.
     """
     check_key(key, "A family")
-    width, depth = check_count(width, "width"), check_count(depth, "depth")
+    width = check_count(width, "width")
     network = eqx.nn.MLP(in_size, out_size, width, depth, activation=jnp.tanh, key=key)
     last = network.layers[-1]
     start = (0.01 * last.weight, jnp.zeros(out_size, last.weight.dtype))

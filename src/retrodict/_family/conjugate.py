@@ -31,6 +31,7 @@ from retrodict._family._start import Coordinates
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
+from retrodict._validate import check_count
 
 
 class Potential(NamedTuple):
@@ -90,6 +91,7 @@ class ConjugateFamily(AbstractLinearGaussianFamily):
         check_dimensions(state_dim, obs_dim, input_dim)
         self.state_dim, self.obs_dim, self.input_dim = state_dim, obs_dim, input_dim
         size = state_dim + tril_size(state_dim)
+        depth = check_count(depth, "depth")
         self.network = mlp(key, 2 * obs_dim + input_dim, size, width, depth)
         self.transition = Transition.default(state_dim, input_dim)
         self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._chain import LinearGaussianChain
+from retrodict._chain import AbstractKernelChain
 from retrodict._elbo import elbo_of_series
 from retrodict._estimator import AbstractEstimator
 from retrodict._family import (
-    AbstractLinearGaussianFamily,
+    AbstractFactorFamily,
     advance_over,
     factors,
     infer_series,
@@ -97,16 +97,16 @@ class Objective(eqx.Module):
 
 
 def _window_chain(
-    family: AbstractLinearGaussianFamily, series: Series, begin: Any, count: int
-) -> tuple[LinearGaussianChain, Series]:
+    family: AbstractFactorFamily, series: Series, begin: Any, count: int
+) -> tuple[AbstractKernelChain, Series]:
     """The chain of a window and of the row before it, and those rows, the first of them unseen."""
     before = advance_over(Frozen(family).value, rows_of(series), begin - 1)
     rows = _rows(series, begin - 1, count + 1)
-    read, _ = factors(family, lax.stop_gradient(before), rows_of(rows), rows.exists())
-    kernels = jax.tree.map(lambda leaf: leaf[1:], read.kernel)
+    exists = rows.exists()
+    read, _ = factors(family, lax.stop_gradient(before), rows_of(rows), exists)
     seen = jnp.ones(rows.ys.shape, bool) if rows.mask is None else rows.mask
     unseen_first = Series(rows.ys, seen.at[0].set(False), rows.inputs, rows.length)
-    return LinearGaussianChain(read.law, kernels, rows.length), unseen_first
+    return family.assemble(read, exists, rows.length), unseen_first
 
 
 def _rows(series: Series, begin: Any, count: int) -> Series:

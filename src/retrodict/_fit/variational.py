@@ -12,10 +12,14 @@ import optax
 from jaxtyping import Float, Int, PyTree
 
 from retrodict._checkpoint import write_checkpoint
-from retrodict._estimator import AbstractEstimator, ClosedForm, Quadrature, RaoBlackwellised
-from retrodict._family import (
-    AbstractFamily,
+from retrodict._estimator import (
+    AbstractEstimator,
+    BackwardSampling,
+    ClosedForm,
+    Quadrature,
+    RaoBlackwellised,
 )
+from retrodict._family import AbstractFamily, AbstractLinearGaussianFamily
 from retrodict._fit.batch import (
     num_rows,
     prepare_batch,
@@ -44,6 +48,10 @@ from retrodict._validate import check_count, check_key
 
 NUM_GRADED = 256
 """How many training series grade the parameters where nothing is held out."""
+
+
+NUM_PATHS = 2
+"""How many paths of each series a step draws from a family without closed forms."""
 
 
 class FitResult(eqx.Module):
@@ -172,7 +180,7 @@ def fit(
         family = family.prepare(model, ys, mask=mask, inputs=inputs, length=length)
     if isinstance(learn, str) and learn != "family":
         model = learnable(model)
-    estimator = _default_estimator(unwrap(model)) if estimator is None else estimator
+    estimator = _default_estimator(family, unwrap(model)) if estimator is None else estimator
     graded = _graded(model, batch, held_out)
 
     moving = _moving((family, model), learn)
@@ -309,7 +317,9 @@ def _graded(model: StateSpaceModel, batch: Series, held_out: Any) -> Series:
     return _checked_batch(model, ys, **{"mask": None, "inputs": None, "length": None, **rest})
 
 
-def _default_estimator(model: StateSpaceModel) -> AbstractEstimator:
+def _default_estimator(family: AbstractFamily, model: StateSpaceModel) -> AbstractEstimator:
+    if not isinstance(family, AbstractLinearGaussianFamily):
+        return BackwardSampling(NUM_PATHS, by_component=True, stop_score=True)
     if all(term.quadratic for term in LogJoint(model).terms()):
         return ClosedForm()
     if model.state_dim == 1:

@@ -1,20 +1,15 @@
-"""Backward chains: laws of a whole path that factorise backward in time.
+"""Chains with Gaussian filtering laws and linear-Gaussian backward kernels."""
 
-    q(x_{0:n-1}) = q_{n-1}(x_{n-1}) ∏_{k=1}^{n-1} q_{k-1|k}(x_k, x_{k-1})
-
-Exact posteriors, variational posteriors and running online posteriors are all chains.
-"""
-
-from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from retrodict import _linalg as linalg
+from retrodict._chain._base import AbstractKernelChain, check_single, kept_rows
 from retrodict._factored import Factored, propagate
 from retrodict._gaussian import LOG_2PI, Gaussian
 from retrodict._kernel import LinearGaussianKernel
@@ -23,61 +18,6 @@ from retrodict._model import prepare_path
 from retrodict._prefix import affine_suffix_scan
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
-
-
-class AbstractBackwardChain(eqx.Module):
-    """A law of paths that can be sampled backward in time and whose density is known."""
-
-    @property
-    @abstractmethod
-    def num_times(self) -> int:
-        """The number of rows, padding included."""
-
-    @property
-    @abstractmethod
-    def state_dim(self) -> int:
-        """The dimension of the state."""
-
-    @abstractmethod
-    def sample(self, key: PRNGKey, num_samples: int) -> Float[Array, "sample time state"]:
-        """Draws paths."""
-
-    @abstractmethod
-    def log_prob(self, xs: Any) -> Scalar:
-        """The log density of one path."""
-
-    @abstractmethod
-    def prefix(self, num_times: int) -> "AbstractBackwardChain":
-        """The chain of the first rows, given their data alone."""
-
-
-class AbstractKernelChain(AbstractBackwardChain):
-    """A chain that is given by its filtering laws q_k and its backward kernels q_{k-1|k}.
-
-    A law has `mean`, `covariance`, `log_prob(x)`, `sample(key)`, and `from_noise(e)`, a map under
-    which standard normal noise of length `noise_dim` has that law.
-
-    Attributes:
-        laws: the filtering laws, with a leading time axis.
-        length: how many rows exist; `None` if all of them do.
-    """
-
-    if TYPE_CHECKING:
-        # A type checker would take abstract variables for properties.
-        laws: Any
-        length: Int[Array, ""] | None
-    else:
-        laws: eqx.AbstractVar[Any]
-        length: eqx.AbstractVar[Int[Array, ""] | None]
-
-    @property
-    @abstractmethod
-    def steps(self) -> PyTree:
-        """The parameters of the backward kernels: arrays with a leading axis `time-1`."""
-
-    @abstractmethod
-    def kernel_law(self, step: PyTree, x: Float[Array, "state"]) -> Any:
-        """The law q_{k-1|k}(x, ·), from row k-1 of `steps` and a state x of time k."""
 
 
 class LinearGaussianChain(AbstractKernelChain):
@@ -199,6 +139,18 @@ class LinearGaussianChain(AbstractKernelChain):
         self._check_single()
         return _sample(self, key, num_samples)
 
+    @property
+    def noise_dim(self) -> int:
+        """How many standard normal numbers make one state: as many as it has coordinates."""
+        return self.state_dim
+
+    def from_noise(
+        self, noise: Float[Array, "sample time noise"]
+    ) -> Float[Array, "sample time state"]:
+        """The paths x_{k-1} = G_k x_k + c_k + s_k ε_{k-1} of given noise."""
+        self._check_single()
+        return _from_noise(self, jnp.swapaxes(noise, 0, 1))
+
     def log_prob(self, xs: Any) -> Scalar:
         """The log density log q(x_{0:n-1}) of one path of shape `(time, state)`."""
         path = prepare_path(xs, self.state_dim, self.num_times)
@@ -217,23 +169,10 @@ class LinearGaussianChain(AbstractKernelChain):
         Args:
             num_times: how many rows to keep, from 1 to `self.num_times`.
         """
-        count, n = check_count(num_times, "num_times"), self.num_times
-        if count > n:
-            raise ValueError(f"The chain has {n} rows, so that prefix({count}) does not exist.")
-        return LinearGaussianChain(
-            jax.tree.map(lambda leaf: leaf[:count], self.laws),
-            jax.tree.map(lambda leaf: leaf[: count - 1], self.kernels),
-            None if self.length is None else jnp.minimum(self.length, count),
-        )
+        return LinearGaussianChain(*kept_rows(self, num_times))
 
     def _check_single(self) -> None:
-        shape = jnp.shape(self.laws.mean)
-        if len(shape) != 2:
-            raise ValueError(
-                f"This chain holds a batch of series: its means have shape {shape}, where one"
-                " series has (time, state). Call its methods under jax.vmap, for example"
-                " jax.vmap(lambda chain: chain.marginals())(chains)."
-            )
+        check_single(self.laws.mean)
 
 
 # Compiled once a shape, whoever calls: a scan that is run outside of `jax.jit` compiles each time.
@@ -321,9 +260,15 @@ def _sample(
     chain: LinearGaussianChain, key: PRNGKey, num_samples: int
 ) -> Float[Array, "sample time state"]:
     shape = (chain.num_times, num_samples, chain.state_dim)
-    noise = jax.random.normal(key, shape, chain.laws.mean.dtype)
+    return _from_noise(chain, jax.random.normal(key, shape, chain.laws.mean.dtype))
+
+
+@eqx.filter_jit
+def _from_noise(
+    chain: LinearGaussianChain, noise: Float[Array, "time sample noise"]
+) -> Float[Array, "sample time state"]:
     terminal = chain.terminal
-    last = jax.vmap(lambda e: terminal.mean + linalg.matvec(terminal.scale_tril, e))(noise[-1])
+    last = jax.vmap(terminal.from_noise)(noise[-1])
 
     def move(kernel: LinearGaussianKernel, x: Array, e: Array) -> Array:
         mean = linalg.matvec(kernel.weight, x) + kernel.bias

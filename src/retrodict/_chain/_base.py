@@ -1,0 +1,114 @@
+"""Backward chains: laws of a whole path that factorise backward in time.
+
+    q(x_{0:n-1}) = q_{n-1}(x_{n-1}) ∏_{k=1}^{n-1} q_{k-1|k}(x_k, x_{k-1})
+
+Exact posteriors, variational posteriors and running online posteriors are all chains.
+"""
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import check_count
+
+
+class AbstractBackwardChain(eqx.Module):
+    """A law of paths that can be sampled backward in time and whose density is known."""
+
+    @property
+    @abstractmethod
+    def num_times(self) -> int:
+        """The number of rows, padding included."""
+
+    @property
+    @abstractmethod
+    def state_dim(self) -> int:
+        """The dimension of the state."""
+
+    @abstractmethod
+    def sample(self, key: PRNGKey, num_samples: int) -> Float[Array, "sample time state"]:
+        """Draws paths."""
+
+    @abstractmethod
+    def log_prob(self, xs: Any) -> Scalar:
+        """The log density of one path."""
+
+    @abstractmethod
+    def prefix(self, num_times: int) -> "AbstractBackwardChain":
+        """The chain of the first rows, given their data alone."""
+
+
+class AbstractKernelChain(AbstractBackwardChain):
+    """A chain that is given by its filtering laws q_k and its backward kernels q_{k-1|k}.
+
+    A law has `mean`, `covariance`, `log_prob(x)`, `sample(key)`, and `from_noise(e)`, a map under
+    which standard normal noise of length `noise_dim` has that law.
+
+    Attributes:
+        laws: the filtering laws, with a leading time axis.
+        steps: the parameters of the backward kernels: arrays with a leading axis `time-1`.
+        length: how many rows exist; `None` if all of them do.
+    """
+
+    if TYPE_CHECKING:
+        # A type checker would take abstract variables for properties.
+        laws: Any
+        length: Int[Array, ""] | None
+
+        @property
+        def steps(self) -> PyTree:
+            """The parameters of the backward kernels."""
+            ...
+    else:
+        laws: eqx.AbstractVar[Any]
+        steps: eqx.AbstractVar[PyTree]
+        length: eqx.AbstractVar[Int[Array, ""] | None]
+
+    @abstractmethod
+    def kernel_law(self, step: PyTree, x: Float[Array, "state"]) -> Any:
+        """The law q_{k-1|k}(x, ·), from row k-1 of `steps` and a state x of time k."""
+
+    @property
+    @abstractmethod
+    def noise_dim(self) -> int:
+        """How many standard normal numbers make one state."""
+
+    @abstractmethod
+    def from_noise(
+        self, noise: Float[Array, "sample time noise"]
+    ) -> Float[Array, "sample time state"]:
+        """The paths that given noise makes; standard normal noise makes draws of the chain."""
+
+
+def kept_rows(chain: AbstractKernelChain, num_times: Any) -> tuple[Any, PyTree, Any]:
+    """The laws, steps and length of the first rows of a chain.
+
+    Nothing is computed: a backward kernel does not depend on what came after it.
+
+    Raises:
+        ValueError: if the chain has fewer rows.
+    """
+    count, n = check_count(num_times, "num_times"), chain.num_times
+    if count > n:
+        raise ValueError(f"The chain has {n} rows, so that prefix({count}) does not exist.")
+    return (
+        jax.tree.map(lambda leaf: leaf[:count], chain.laws),
+        jax.tree.map(lambda leaf: leaf[: count - 1], chain.steps),
+        None if chain.length is None else jnp.minimum(chain.length, count),
+    )
+
+
+def check_single(mean: Array) -> None:
+    """Refuses a chain of a batch of series, told by the means of its laws."""
+    shape = jnp.shape(mean)
+    if len(shape) != 2:
+        raise ValueError(
+            f"This chain holds a batch of series: its means have shape {shape}, where one"
+            " series has (time, state). Call its methods under jax.vmap, for example"
+            " jax.vmap(lambda chain: chain.marginals())(chains)."
+        )
