@@ -105,7 +105,7 @@ class NonlinearFamily(AbstractSampledFamily):
         input_dim: int = 0,
         hidden: int = 16,
         width: int = 32,
-        depth: int = 1,
+        depth: int = 2,
     ):
         check_key(key, "NonlinearFamily")
         self.depth = check_count(depth, "depth")
