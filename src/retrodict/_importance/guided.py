@@ -198,7 +198,7 @@ def guided_smoother(
         ...     emission=rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.5 * jnp.ones(1))),
         ... )
         >>> xs, ys = model.simulate(jax.random.key(0), num_times=5)
-        >>> chain = rd.iterated_smoother(model, ys).chain
+        >>> chain = rd.extended_smoother(model, ys).chain
         >>> found = rd.guided_smoother(jax.random.key(1), model, chain, ys, num_particles=100)
         >>> found.samples.shape
         (100, 5, 1)

@@ -146,7 +146,7 @@ def importance_smoother(
         ...     emission=rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.5 * jnp.ones(1))),
         ... )
         >>> xs, ys = model.simulate(jax.random.key(0), num_times=5)
-        >>> chain = rd.iterated_smoother(model, ys).chain
+        >>> chain = rd.extended_smoother(model, ys).chain
         >>> rd.importance_smoother(jax.random.key(1), model, chain, ys).mean.shape
         (5, 1)
 
