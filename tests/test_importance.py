@@ -173,6 +173,7 @@ def test_thin_tails_are_named(key: jax.Array):
     assert float(found.k_hat) > 0.7 and "unreliable" in message and "guided_smoother" in message
 
 
+@pytest.mark.slow
 def test_weights_with_inputs_masks_and_padding(key: jax.Array):
     rng = np.random.default_rng(5)
     model = random_model(rng, 2, 2, 1)
