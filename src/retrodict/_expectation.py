@@ -289,9 +289,7 @@ def _sampled_marginals(drawn: Paths) -> Marginals:
 
 
 @eqx.filter_jit
-def _conditional_marginals(
-    chain: SampledChain, estimator: BackwardSampling, key: Any
-) -> Marginals:
+def _conditional_marginals(chain: SampledChain, estimator: BackwardSampling, key: Any) -> Marginals:
     """Moments from the laws that states were drawn from."""
     trace, weights = estimator.trace(chain, key)
     return _moments(trace.means, trace.covariances, weights)

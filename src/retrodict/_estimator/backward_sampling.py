@@ -146,7 +146,9 @@ class BackwardSampling(AbstractEstimator):
             )
         )
         size = grouped.paths.shape[1]
-        grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, size * count, *leaf.shape[3:]), grouped)
+        grouped = jax.tree.map(
+            lambda leaf: leaf.reshape(-1, size * count, *leaf.shape[3:]), grouped
+        )
         shares = jnp.tile(jnp.exp(terminal.log_weights) / size, size)
         return grouped, jnp.broadcast_to(shares, grouped.paths.shape[:2])
 
