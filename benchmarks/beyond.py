@@ -189,7 +189,7 @@ TWO_SIDED = {
     "cosine": (turning(lambda x: jnp.cos(jnp.tanh(2.0 * x)), 1, 0.2, 0.05), 100, 3.5, 400),
     "square, d=2": (turning(lambda x: x[:1] ** 2, 2, 0.3, 0.4), 30, 4.5, 120),
 }
-"""Models whose whole path can flip its sign; rows of a fresh series, and the grid's reach and points."""
+"""Models whose whole path can flip its sign: rows of a series, reach and points of the grid."""
 
 
 def energy_distance(a: np.ndarray, b: np.ndarray) -> float:
