@@ -44,7 +44,7 @@ def trained(
 ) -> tuple[Any, float]:
     """A family fitted to 2048 series of 64, or read back, and the seconds that it took."""
     place = folder / f"{label}-{name}-{seed}"
-    note = place.with_suffix(".seconds")
+    note = place.with_name(place.name + ".seconds")
     if place.exists() and note.exists():
         return rd.load(place), float(note.read_text())
     ys = simulate(model, 0, 2048, 64)[1]
@@ -273,9 +273,9 @@ def chaotic(dim: int) -> rd.StateSpaceModel:
 
 
 HIGH: dict[str, tuple[Callable[[], rd.StateSpaceModel], int, int]] = {
-    "network, d=5": (lambda: network_model(5), 20_000, 3000),
-    "network, d=10": (lambda: network_model(10), 100_000, 3000),
-    "chaotic, d=5": (lambda: chaotic(5), 100_000, 3000),
+    "network, d=5": (lambda: network_model(5), 20_000, 1500),
+    "network, d=10": (lambda: network_model(10), 100_000, 1500),
+    "chaotic, d=5": (lambda: chaotic(5), 100_000, 1500),
 }
 """Models with more states: particles of the reference filter, and steps of `fit`."""
 

@@ -102,7 +102,7 @@ def elbo_of_series(
     series: Series,
     estimator: AbstractEstimator,
     key: Any,
-) -> Scalar:
+) -> Estimate:
     """The bound from arguments that were checked, to be called inside `jax.jit`.
 
     Args:
@@ -112,16 +112,6 @@ def elbo_of_series(
         estimator: how the expectation is taken.
         key: a typed key, or `None` if the estimator does not draw.
     """
-    return _estimate(model, chain, series, estimator, key).value
-
-
-def _estimate(
-    model: StateSpaceModel,
-    chain: AbstractBackwardChain,
-    series: Series,
-    estimator: AbstractEstimator,
-    key: Any,
-) -> Estimate:
     data = Observations(series.ys, series.mask, series.inputs)
     functional = LogJoint(model)
     if isinstance(estimator, BackwardSampling):
@@ -135,7 +125,7 @@ def _estimate(
     return Estimate(found.value + chain.entropy(), found.standard_error)
 
 
-_jitted_estimate = eqx.filter_jit(_estimate)
+_jitted_estimate = eqx.filter_jit(elbo_of_series)
 
 
 def _over_paths(

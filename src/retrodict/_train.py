@@ -29,6 +29,10 @@ MAX_SKIPPED_IN_A_ROW = 100
 """How many steps in a row may have a gradient that is not finite before training ends."""
 
 
+TOLD_APART = 3.0
+"""How many standard errors make a noisy grade worse than another."""
+
+
 class Stage(NamedTuple):
     """A loss, and the step at which the next one takes over."""
 
@@ -42,9 +46,9 @@ class TrainState(eqx.Module):
     Attributes:
         parameters: where each start stands.
         optimiser: the state of the optimiser.
-        kept: the parameters with the least graded loss so far.
-        kept_score: that loss.
-        kept_step: the step at which it was graded.
+        kept: the last parameters whose graded loss was the least so far, or not told from it.
+        kept_score: the least graded loss so far.
+        kept_step: the step at which the kept parameters were graded.
         skipped: how many steps had a gradient that was not finite.
         skipped_in_a_row: how many of the last steps had none that was.
         step: how many steps were taken.
@@ -120,7 +124,7 @@ def start(
 def train(
     key: PRNGKey,
     stages: Sequence[Stage],
-    grade: Callable[[Any, Any], Scalar],
+    grade: Callable[[Any, Any], tuple[Scalar, Scalar]],
     state: TrainState,
     data: PyTree,
     *,
@@ -141,7 +145,10 @@ def train(
     Args:
         key: a typed key.
         stages: losses, with the step at which each ends; the last one ends training.
-        grade: `grade(parameters, data)`, a loss without randomness; the least is kept.
+        grade: `grade(parameters, data)`, a loss that is the same for the same parameters, and its
+            standard error, zero if it is exact. The least is kept; of grades within `TOLD_APART`
+            standard errors of the least, the last. The best of many noisy grades is a lucky draw,
+            and the last parameters are those that the decaying steps have settled.
         state: where to go on from.
         data: what losses and grade read, passed to the compiled program and not baked into it.
         optimiser: an optax transformation.
@@ -154,8 +161,8 @@ def train(
     """
     graded = eqx.filter_jit(_each_with(grade, num_starts))
     if history is None:
-        scores = graded(state.parameters, data)
-        state = _keep(state, scores)
+        scores, noise = graded(state.parameters, data)
+        state = _keep(state, scores, noise)
         history = TrainHistory(
             np.zeros((*np.shape(scores), 0)), np.asarray(scores)[..., None], np.zeros(1, int)
         )
@@ -168,8 +175,8 @@ def train(
             before = int(state.step)
             state, losses = run(state, data, key, jnp.asarray(stage.until))
             taken = int(state.step) - before
-            scores = graded(state.parameters, data)
-            state = _keep(state, scores)
+            scores, noise = graded(state.parameters, data)
+            state = _keep(state, scores, noise)
             history = _extend(history, np.asarray(losses)[..., :taken], scores, int(state.step))
             if at_chunk is not None:
                 at_chunk(state, history)
@@ -177,7 +184,8 @@ def train(
                 show(int(state.step), float(np.min(np.asarray(state.kept_score))))
             if np.all(np.asarray(state.skipped_in_a_row) >= MAX_SKIPPED_IN_A_ROW):
                 return Trained(state, history, "diverged")
-            waited = int(state.step) - int(np.max(np.asarray(state.kept_step)))
+            best = history.score_steps[np.argmin(history.scores, axis=-1)]
+            waited = int(state.step) - int(np.max(best))
             if patience is not None and waited >= patience * chunk_size:
                 return Trained(state, history, "stopped early")
     return Trained(state, history, "finished")
@@ -231,9 +239,11 @@ def _compiled_chunk(
 
 
 @eqx.filter_jit
-def _keep(state: TrainState, scores: Float[Array, "*start"]) -> TrainState:
-    """The state with what it keeps replaced where the new grade is better."""
-    better = scores < state.kept_score
+def _keep(
+    state: TrainState, scores: Float[Array, "*start"], noise: Float[Array, "*start"]
+) -> TrainState:
+    """The state with what it keeps replaced where the new grade is better, or as good."""
+    better = (scores < state.kept_score) | (scores < state.kept_score + TOLD_APART * noise)
 
     def choose(new: Array, old: Array) -> Array:
         return jnp.where(better.reshape(better.shape + (1,) * (new.ndim - better.ndim)), new, old)
@@ -243,7 +253,7 @@ def _keep(state: TrainState, scores: Float[Array, "*start"]) -> TrainState:
         state,
         (
             jax.tree.map(choose, state.parameters, state.kept),
-            jnp.where(better, scores, state.kept_score),
+            jnp.where(better, jnp.minimum(scores, state.kept_score), state.kept_score),
             jnp.where(better, state.step, state.kept_step),
         ),
     )

@@ -112,7 +112,7 @@ def fit_evidence(
     trained = train(
         key,
         [Stage(num_steps, loss)],
-        objective,
+        lambda parameters, data: (objective(parameters, data), jnp.zeros(())),
         start(parameters, optimiser, None),
         batch,
         optimiser=optimiser,

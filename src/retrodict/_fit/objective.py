@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from retrodict._chain import AbstractKernelChain
 from retrodict._elbo import elbo_of_series
 from retrodict._estimator import AbstractEstimator
+from retrodict._expectation import Estimate
 from retrodict._family import (
     AbstractFactorFamily,
     advance_over,
@@ -48,14 +49,22 @@ class Objective(eqx.Module):
 
     def __call__(self, parameters: PyTree, batch: Series, key: PRNGKey) -> Scalar:
         """The value for whole series."""
+        return self.graded(parameters, batch, key)[0]
+
+    def graded(self, parameters: PyTree, batch: Series, key: PRNGKey) -> tuple[Scalar, Scalar]:
+        """The value for whole series, and its standard error, zero for what does not draw."""
         family, model = unwrap(eqx.combine(parameters, self.fixed))
         keys = jax.random.split(key, num_series(batch))
 
-        def one(series: Series, key: PRNGKey) -> Scalar:
+        def one(series: Series, key: PRNGKey) -> Estimate:
             chain = infer_series(family, series)
             return elbo_of_series(model, chain, series, self.estimator, key)
 
-        return self.total(jax.vmap(one)(batch, keys), num_rows(batch), model)
+        found, rows = jax.vmap(one)(batch, keys), num_rows(batch)
+        value = self.total(found.value, rows, model)
+        if self.estimator.error != "sampled":
+            return value, jnp.zeros_like(value)
+        return value, jnp.sqrt(jnp.sum(found.standard_error**2)) / rows
 
     def over_window(
         self, parameters: PyTree, batch: Series, key: PRNGKey, begin: Any, count: int
@@ -70,13 +79,15 @@ class Objective(eqx.Module):
 
         def from_start(series: Series, key: PRNGKey) -> Scalar:
             head = _rows(series, 0, count)
-            return elbo_of_series(model, infer_series(family, head), head, self.estimator, key)
+            return elbo_of_series(
+                model, infer_series(family, head), head, self.estimator, key
+            ).value
 
         def later(series: Series, key: PRNGKey) -> Scalar:
             chain, rows = _window_chain(family, series, begin, count)
             prior = lax.stop_gradient(jax.tree.map(lambda leaf: leaf[0], chain.laws))
             local = StateSpaceModel(prior, model.transition, model.emission)
-            return elbo_of_series(local, chain, rows, self.estimator, key)
+            return elbo_of_series(local, chain, rows, self.estimator, key).value
 
         values = lax.cond(
             begin == 0,

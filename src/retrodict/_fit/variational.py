@@ -1,5 +1,6 @@
 """Fitting a family, a model, or both, by ascent of the ELBO."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -59,7 +60,8 @@ class FitResult(eqx.Module):
     """What `fit` found.
 
     Attributes:
-        family: the family with the parameters that were graded best.
+        family: the family with the parameters that were graded best; where the ELBO is drawn, the
+            last of those that were not graded worse by more than the noise of a grade.
         model: the model, with those that were learned with it.
         history: the ELBO of each step's minibatch, in nats a time step.
         held_out: the ELBO at the chunk boundaries, in nats a time step: of the held-out series, or
@@ -191,10 +193,11 @@ def fit(
 
     objective = Objective(fixed, estimator, log_prior, 1.0 / float(num_rows(batch)))
     stages = stages_of(objective, batch, num_steps, batch_size, window, growing, chunk_size)
+    judge = eqx.tree_at(lambda o: o.estimator, objective, _for_grades(estimator))
     grade_key = jax.random.key(0)
 
-    def grade(parameters: PyTree, data: tuple[Series, Series]) -> Scalar:
-        return objective(parameters, data[1], grade_key)
+    def grade(parameters: PyTree, data: tuple[Series, Series]) -> tuple[Scalar, Scalar]:
+        return judge.graded(parameters, data[1], grade_key)
 
     optimiser = default_optimiser(learning_rate, num_steps) if optimiser is None else optimiser
     state, history = start(parameters, optimiser, num_starts), None
@@ -328,6 +331,13 @@ def _default_estimator(family: AbstractFamily, model: StateSpaceModel) -> Abstra
     if model.state_dim == 2:
         return Quadrature(8)
     return RaoBlackwellised(1)
+
+
+def _for_grades(estimator: AbstractEstimator) -> AbstractEstimator:
+    """The estimator with twice as many draws if it has one replicate, and so no standard error."""
+    if estimator.num_replicates != 1 or not hasattr(estimator, "num_samples"):
+        return estimator
+    return dataclasses.replace(estimator, num_samples=2 * estimator.num_samples)  # pyright: ignore
 
 
 def _check_kinds(family: Any, model: Any) -> None:
