@@ -1,7 +1,7 @@
 """Amortised variational families: from observations to backward chains."""
 
-from retrodict._family._base import AbstractFamily as AbstractFamily
 from retrodict._family._base import AbstractFactorFamily as AbstractFactorFamily
+from retrodict._family._base import AbstractFamily as AbstractFamily
 from retrodict._family._base import AbstractLinearGaussianFamily as AbstractLinearGaussianFamily
 from retrodict._family._base import AbstractSampledFamily as AbstractSampledFamily
 from retrodict._family._base import Factor as Factor

@@ -29,7 +29,6 @@ from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
 from retrodict._validate import as_real_array, check_finite
 
-
 C = TypeVar("C", bound=AbstractKernelChain)
 
 

@@ -11,7 +11,7 @@ from retrodict import _linalg as linalg
 from retrodict._chain import AbstractBackwardKernel
 from retrodict._family._base import AbstractSampledFamily, Factor, Row
 from retrodict._family._network import Embedded, mlp, tril_from, tril_size
-from retrodict._family._recursions import product, shared_product
+from retrodict._family._recursions import product
 from retrodict._family.recurrent import RecurrentFamily, RecurrentState
 from retrodict._gaussian import Gaussian
 from retrodict._kernel import LinearGaussianKernel
@@ -131,6 +131,7 @@ class NonlinearFamily(AbstractSampledFamily):
 
     def redraw(self, key: PRNGKey) -> "NonlinearFamily":
         """The same family with a freshly drawn cell, readouts and correction."""
+        check_key(key, "NonlinearFamily")
         base_key, key = jax.random.split(key)
         return eqx.tree_at(
             lambda f: (f.base, f.context, f.entry, f.correction),
