@@ -24,7 +24,8 @@ class AbstractBackwardKernel(eqx.Module):
 
     Its law is a `Gaussian`, a `GaussianMixture`, or anything else with `mean`, `covariance`,
     `log_prob(x)`, `noise_dim` and `from_noise(e)`, a map under which that many standard normal
-    numbers have the law. Gradients of draws are those of `from_noise`.
+    numbers have the law. Gradients of draws are those of `from_noise`. What a kernel holds should
+    be arrays, and functions static fields: `jax.vmap` of `infer` returns chains, and thus kernels.
     """
 
     @abstractmethod
