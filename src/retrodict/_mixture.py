@@ -35,11 +35,10 @@ class GaussianMixture(eqx.Module):
     scale_trils: Float[Array, "*batch component d d"]
 
     def __check_init__(self) -> None:
-        shapes = [getattr(leaf, "shape", None) for leaf in (self.means, self.scale_trils)]
-        weights = getattr(self.log_weights, "shape", None)
-        if weights is None or None in shapes:
+        leaves = (self.log_weights, self.means, self.scale_trils)
+        weights, means, scales = (getattr(leaf, "shape", None) for leaf in leaves)
+        if weights is None or means is None or scales is None:
             return
-        means, scales = shapes
         if not weights or means[:-1] != weights or scales != (*means, means[-1]):
             raise ValueError(
                 "GaussianMixture expects log_weights of shape (component,), means of shape"

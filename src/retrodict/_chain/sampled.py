@@ -152,8 +152,8 @@ def _trace(
 ) -> Trace:
     terminal, exists = chain.terminal, _exists(chain)
     noise = jnp.swapaxes(noise, 0, 1)
-    if last is None:
-        last = jax.vmap(terminal.from_noise)(noise[-1, :, : terminal.noise_dim])
+    drawn = jax.vmap(terminal.from_noise)(noise[-1, :, : terminal.noise_dim])
+    end = drawn if last is None else last
     spread = terminal.covariance
 
     def draw(step: PyTree, x: Array, e: Array) -> tuple[Array, Array, Array]:
@@ -168,11 +168,10 @@ def _trace(
             new = jax.tree.map(lambda drawn, kept: jnp.where(real, drawn, kept), new, state)
         return new, new
 
-    count = last.shape[0]
     first = (
-        last,
-        jnp.broadcast_to(terminal.mean, last.shape),
-        jnp.broadcast_to(spread, (count, *spread.shape)),
+        end,
+        jnp.broadcast_to(terminal.mean, end.shape),
+        jnp.broadcast_to(spread, (end.shape[0], *spread.shape)),
     )
     steps = _finite_steps(chain, exists)
     _, rest = lax.scan(back, first, (steps, noise[:-1], exists), reverse=True)
@@ -183,7 +182,7 @@ def _trace(
 @eqx.filter_jit
 def _log_prob(chain: SampledChain, path: Float[Array, "time state"]) -> Scalar:
     exists = _exists(chain)
-    if exists is None:
+    if exists is None or chain.length is None:
         last, before, after = path[-1], path[:-1], path[1:]
     else:
         # What stands in padding may be anything: the last state that exists stands there instead.

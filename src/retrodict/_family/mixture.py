@@ -92,7 +92,7 @@ class MixtureFamily(AbstractSampledFamily):
 
     cell: eqx.nn.GRUCell
     readout: eqx.nn.MLP
-    centres: Frozen
+    centres: Any
     transition: Transition
     coordinates: Coordinates
     state_dim: int = eqx.field(static=True)  # pyright: ignore
