@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_estimator",),
     ("_expectation",),
     ("_elbo",),
+    ("_importance",),
     ("_bounds",),
     ("_checkpoint",),
     ("_train",),

@@ -16,7 +16,7 @@ import scipy.stats
 import retrodict as rd
 from linear_models import lower_factor, random_mask, random_model
 from retrodict._bounds import curvature, distances, gains, mixing, on_grid, wasserstein
-from retrodict._bounds.check import pareto_shape
+from retrodict._importance.pareto import pareto_shape
 from retrodict._mask import Series
 
 N = 12

@@ -33,6 +33,7 @@ from retrodict._estimator import Quadrature as Quadrature
 from retrodict._estimator import RaoBlackwellised as RaoBlackwellised
 from retrodict._estimator import Recursive as Recursive
 from retrodict._estimator import RecursiveState as RecursiveState
+from retrodict._expectation import Estimate as Estimate
 from retrodict._expectation import Marginals as Marginals
 from retrodict._expectation import expectation as expectation
 from retrodict._expectation import marginals as marginals
@@ -73,6 +74,11 @@ from retrodict._gaussian import kl_divergence as kl_divergence
 from retrodict._grid import Grid as Grid
 from retrodict._grid import GridPosterior as GridPosterior
 from retrodict._grid import grid_smoother as grid_smoother
+from retrodict._importance import GuidedPosterior as GuidedPosterior
+from retrodict._importance import ImportancePosterior as ImportancePosterior
+from retrodict._importance import guided_smoother as guided_smoother
+from retrodict._importance import importance_smoother as importance_smoother
+from retrodict._importance import importance_weighted_bound as importance_weighted_bound
 from retrodict._kalman import KalmanPosterior as KalmanPosterior
 from retrodict._kalman import kalman_smoother as kalman_smoother
 from retrodict._kernel import AbstractGaussianKernel as AbstractGaussianKernel

@@ -88,15 +88,10 @@ def elbo(
     """
     check_chain(chain, "elbo")
     model = unwrap(model)
-    _check_model(model, chain)
+    check_model(model, chain, "elbo")
     estimator = _default_estimator(model, chain) if estimator is None else estimator
     check_estimator(estimator, key, with_standard_error, "elbo")
-    length = common_length(chain, length)
-    series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
-    if series.num_times != chain.num_times:
-        raise ValueError(
-            f"ys must have one row a row of the chain, {chain.num_times}, got {series.num_times}."
-        )
+    series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs, length=length)
     found = _jitted_estimate(model, chain, series, estimator, key)
     return tuple(found) if with_standard_error else found.value
 
@@ -273,12 +268,31 @@ def common_length(chain: AbstractBackwardChain, length: Any) -> Any:
     return own
 
 
-def _check_model(model: StateSpaceModel, chain: AbstractBackwardChain) -> None:
+def series_of_chain(
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    ys: Any,
+    *,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+) -> Series:
+    """The series, checked against an unwrapped model, with the rows and the length of the chain."""
+    length = common_length(chain, length)
+    series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
+    if series.num_times != chain.num_times:
+        raise ValueError(
+            f"ys must have one row a row of the chain, {chain.num_times}, got {series.num_times}."
+        )
+    return series
+
+
+def check_model(model: Any, chain: AbstractBackwardChain, owner: str) -> None:
     """Refuses a model that does not fit the chain or has no density, where that is known."""
     if not isinstance(model, StateSpaceModel):
-        raise TypeError(f"elbo expects a StateSpaceModel, got {type(model).__name__}.")
+        raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.")
     if model.state_dim != chain.state_dim:
         raise ValueError(
             f"The model has {model.state_dim} state dimensions, and the chain {chain.state_dim}."
         )
-    check_densities(model, "elbo")
+    check_densities(model, owner)

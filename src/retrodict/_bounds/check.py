@@ -15,24 +15,19 @@ from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
 from retrodict._elbo import common_length
 from retrodict._expectation import check_chain
 from retrodict._gaussian import Gaussian, scale_solve
-from retrodict._mask import Series
+from retrodict._importance.pareto import K_HAT_GOOD, pareto_shape
+from retrodict._importance.weights import log_weights_of
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._particle import ParticlePosterior, ffbsi
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 
-K_HAT_GOOD = 0.7
-"""Up to this Pareto shape, importance weights correct a posterior reliably (Vehtari et al.)."""
-
 TAIL = 1e-3
 """States with less than this mass of the chain further out are where it has none to speak of."""
 
 MANY_MISSED = 0.05
 """A share of states where the chain has no mass, above which it has lost part of the posterior."""
-
-FEWEST = 5
-"""How many weights a tail must have for a shape to be fitted to it."""
 
 FEWEST_PATHS = 200
 """With fewer paths, single states make shares of 5% at some time by chance."""
@@ -137,7 +132,7 @@ def check_posterior(
             f" chain, got {reference.samples.shape[1:]}."
         )
     paths = chain.sample(path_key, count)
-    log_weights = _log_weights(model, chain, paths, prepare_data(model, ys, **options))
+    log_weights = log_weights_of(model, chain, paths, prepare_data(model, ys, **options))
     value = jnp.mean(log_weights)
     error = jnp.std(log_weights, ddof=1) / math.sqrt(count)
     missed = _missed(chain, paths, reference.samples)
@@ -191,26 +186,6 @@ def _messages(
 
 
 @eqx.filter_jit
-def _log_weights(
-    model: StateSpaceModel,
-    chain: AbstractBackwardChain,
-    paths: Float[Array, "sample time state"],
-    series: Series,
-) -> Float[Array, "sample"]:
-    """The logarithm of p(x, y) / q(x) along each path."""
-    options = {
-        "mask": True if series.mask is None else series.mask,
-        "inputs": series.inputs,
-        "length": series.length,
-    }
-
-    def one(path: Array) -> Scalar:
-        return model.log_joint(path, series.ys, **options) - chain.log_prob(path)
-
-    return jax.lax.map(one, paths, batch_size=100)
-
-
-@eqx.filter_jit
 def _missed(
     chain: AbstractBackwardChain,
     paths: Float[Array, "sample time state"],
@@ -229,40 +204,3 @@ def _missed(
         return jnp.mean(beyond < TAIL)
 
     return jax.vmap(at_time, in_axes=(0, 1))(laws, states)
-
-
-def pareto_shape(log_weights: Any) -> float:
-    """The shape k̂ of a generalised Pareto law fitted to the largest weights.
-
-    The tail is the largest min(S/5, 3√S) of S weights; its shape is the weighted mean of Zhang and
-    Stephens (2009) over a profile likelihood, drawn towards ½ as Vehtari et al. (2024) do. Weights
-    without a tail, as of the exact posterior, give −∞; weights of which hardly any but the largest
-    is above zero give ∞. It is taken in double precision on the host, since weights span more than
-    single precision holds.
-    """
-    ordered = np.sort(np.asarray(log_weights, np.float64))
-    size = math.ceil(min(0.2 * ordered.size, 3 * math.sqrt(ordered.size)))
-    # Against rounding: the log densities of a long path are large, and agree to a few digits less.
-    rounding = 1e3 * np.finfo(np.asarray(log_weights).dtype).eps * np.max(np.abs(ordered))
-    if not np.all(np.isfinite(ordered)):
-        return math.inf
-    if ordered[-1] - ordered[-size - 1] <= rounding:
-        return -math.inf
-    weights = np.exp(ordered[-size - 1 :] - ordered[-1])
-    excess = weights[1:] - weights[0]
-    excess = excess[excess > np.finfo(np.float64).tiny]
-    return _zhang_stephens(excess) if excess.size >= FEWEST else math.inf
-
-
-def _zhang_stephens(excess: np.ndarray) -> float:
-    size = excess.size
-    num_points = 30 + math.isqrt(size)
-    quartile = excess[max(math.floor(size / 4 + 0.5), 1) - 1]
-    steps = 1 - np.sqrt(num_points / (np.arange(1, num_points + 1) - 0.5))
-    slopes = 1 / excess[-1] + steps / (3 * quartile)
-    shapes = np.mean(np.log1p(-slopes[:, None] * excess[None, :]), axis=1)
-    profile = size * (np.log(-slopes / shapes) - shapes - 1)
-    weights = np.exp(profile - np.max(profile))
-    slope = np.sum(slopes * weights) / np.sum(weights)
-    shape = np.mean(np.log1p(-slope * excess))
-    return float((size * shape + 5.0) / (size + 10.0))

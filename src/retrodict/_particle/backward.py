@@ -46,10 +46,11 @@ class AbstractBackwardSampler(eqx.Module):
 
         Args:
             key: a typed key.
-            pairs: the transition from the particles of time k-1.
+            pairs: the transition from the particles of time k-1; reversed, that to the particles
+                of time k from states of time k-1.
             log_weights: their normalised log weights.
-            xs: states of time k.
-            ancestors: the particles of time k-1 from which these states were moved.
+            xs: the states.
+            ancestors: the particles from which these states were moved.
         """
 
 
@@ -70,13 +71,13 @@ class ExactBackward(AbstractBackwardSampler):
         log_weights = LOG2_E * log_weights
         count, num_paths = log_weights.shape[0], xs.shape[0]
         # Only group sums are held where distances fuse into them.
-        share = FAN if pairs.whitened and not by_products(pairs.befores) else 1
+        share = FAN if pairs.whitened and not by_products(pairs.particles) else 1
         chunk = max(1, LARGEST_TILE * share // count)
 
         def some(at: tuple[Array, Array, Array]) -> Array:
             prepared, shares, ancestors = at
             if pairs.whitened:
-                return _by_distance(pairs.befores, log_weights, prepared, shares, ancestors)
+                return _by_distance(pairs.particles, log_weights, prepared, shares, ancestors)
             return _by_matrix(log_weights[:, None] + pairs.matrix(prepared), shares, ancestors)
 
         if num_paths <= chunk:

@@ -86,10 +86,10 @@ class Filter(eqx.Module):
         log_weights = self._log_emission(particles, data)
         if self.proposal is not None:
             log_weights = log_weights + jax.vmap(
-                lambda x: _total(model.prior.log_prob(x)) - _total(law.log_prob(x))
+                lambda x: summed(model.prior.log_prob(x)) - summed(law.log_prob(x))
             )(particles)
         log_weights = log_weights - math.log(self.num_particles)
-        return _weighed(particles, log_weights, jnp.arange(self.num_particles))
+        return weighed(particles, log_weights, jnp.arange(self.num_particles))
 
     def move(
         self, cloud: Cloud, key: PRNGKey, noise: PyTree, data: Observations, step: PyTree
@@ -112,37 +112,14 @@ class Filter(eqx.Module):
             # What looks impossible may still be reached, and must be drawn now and then.
             top = jnp.max(ahead)
             ahead = jnp.where(jnp.isfinite(top), jnp.maximum(ahead, top - 30.0), 0.0)
-        ancestors, log_weights = self._select(log_weights, ahead, key)
+        ancestors, log_weights = select(self.resampling, self.threshold, log_weights, key, ahead)
         befores = particles[ancestors]
         particles, ratio = self._propose(befores, noise, data, step)
         particles = particles.astype(kinds[0])
         log_weights = log_weights + self._log_emission(particles, data)
         if ratio is not None:
             log_weights = log_weights + ratio
-        return _weighed(particles, log_weights.astype(kinds[1]), ancestors)
-
-    def _select(
-        self, log_weights: Float[Array, "particle"], ahead: Array | None, key: PRNGKey
-    ) -> tuple[Int[Array, "particle"], Float[Array, "particle"]]:
-        """Ancestors, and the log weights with which they go on."""
-        first_stage = log_weights if ahead is None else log_weights + ahead
-        total = jnp.zeros((), log_weights.dtype)
-        if ahead is not None:
-            total = _log_sum(first_stage)
-        weights = jnp.exp(first_stage - total)
-
-        def renewed() -> tuple[Array, Array]:
-            chosen = resample(self.resampling, key, weights, self.num_particles)
-            fresh = jnp.full_like(log_weights, -math.log(self.num_particles))
-            return chosen, fresh if ahead is None else fresh + total - ahead[chosen]
-
-        def kept() -> tuple[Array, Array]:
-            return jnp.arange(self.num_particles, dtype=jnp.int32), log_weights
-
-        if self.threshold >= 1.0:
-            return renewed()
-        few = 1.0 / jnp.sum(weights**2) < self.threshold * self.num_particles
-        return lax.cond(few, renewed, kept)
+        return weighed(particles, log_weights.astype(kinds[1]), ancestors)
 
     def _propose(
         self, befores: Float[Array, "particle state"], noise: PyTree, data: Observations, step: Any
@@ -159,7 +136,7 @@ class Filter(eqx.Module):
         def one(before: Array, key: PRNGKey) -> tuple[Array, Scalar]:
             law = proposal.move(before, data, step)
             x = jnp.asarray(law.sample(key)).astype(before.dtype)
-            return x, kernel.log_prob(before, x, u) - _total(law.log_prob(x))
+            return x, kernel.log_prob(before, x, u) - summed(law.log_prob(x))
 
         return jax.vmap(one)(befores, noise)
 
@@ -176,6 +153,43 @@ def has_fixed_scale(kernel: Any) -> bool:
     return isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel))
 
 
+def select(
+    scheme: Scheme,
+    threshold: float,
+    log_weights: Float[Array, "particle"],
+    key: PRNGKey,
+    ahead: Float[Array, "particle"] | None = None,
+) -> tuple[Int[Array, "particle"], Float[Array, "particle"]]:
+    """Ancestors, and the log weights with which they go on.
+
+    Args:
+        scheme: how to resample.
+        threshold: the share of the particles below which the effective sample size asks for it.
+        log_weights: normalised log weights.
+        key: a typed key.
+        ahead: log weights by which to resample beside those; `None` for none.
+    """
+    count = log_weights.shape[0]
+    first_stage = log_weights if ahead is None else log_weights + ahead
+    constant = jnp.zeros((), log_weights.dtype)
+    if ahead is not None:
+        constant = _log_sum(first_stage)
+    weights = jnp.exp(first_stage - constant)
+
+    def renewed() -> tuple[Array, Array]:
+        chosen = resample(scheme, key, weights, count)
+        fresh = jnp.full_like(log_weights, -math.log(count))
+        return chosen, fresh if ahead is None else fresh + constant - ahead[chosen]
+
+    def kept() -> tuple[Array, Array]:
+        return jnp.arange(count, dtype=jnp.int32), log_weights
+
+    if threshold >= 1.0:
+        return renewed()
+    few = 1.0 / jnp.sum(weights**2) < threshold * count
+    return lax.cond(few, renewed, kept)
+
+
 def _gaussian_draw(
     kernel: AbstractGaussianKernel, x: Array, u: Array | None, noise: Array
 ) -> Float[Array, "state"]:
@@ -183,7 +197,7 @@ def _gaussian_draw(
     return law.mean + scale_matvec(law.scale_tril, noise)
 
 
-def _weighed(
+def weighed(
     particles: Float[Array, "particle state"],
     log_weights: Float[Array, "particle"],
     ancestors: Int[Array, "particle"],
@@ -213,7 +227,7 @@ def _log_sum(log_weights: Float[Array, "particle"]) -> Scalar:
     return top + jnp.log(jnp.sum(jnp.exp(log_weights - top)))
 
 
-def _total(log_prob: Any) -> Scalar:
+def summed(log_prob: Any) -> Scalar:
     """The sum over the independent entries of a distribution, if it has several."""
     return jnp.sum(jnp.asarray(log_prob))
 

@@ -22,7 +22,7 @@ from retrodict._particle.moments import (
     weighted_quantile,
 )
 from retrodict._particle.proposal import AbstractProposal, Lookahead
-from retrodict._particle.resampling import Scheme, check_scheme
+from retrodict._particle.resampling import Scheme, check_scheme, check_threshold
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 
@@ -215,9 +215,7 @@ def make_filter(
         raise TypeError(
             f"lookahead must be a function of (x, data), got {type(lookahead).__name__}."
         )
-    if not 0 < threshold <= 1:
-        raise ValueError(f"threshold must lie in (0, 1], got {threshold}.")
-    return Filter(model, proposal, lookahead, resampling, float(threshold), num_particles)
+    return Filter(model, proposal, lookahead, resampling, check_threshold(threshold), num_particles)
 
 
 @eqx.filter_jit

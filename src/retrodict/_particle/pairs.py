@@ -1,4 +1,4 @@
-"""Transition densities between all particles of one time and states of the next."""
+"""Transition densities between all particles of one time and states of a neighbouring one."""
 
 import math
 from typing import Any
@@ -18,20 +18,23 @@ from retrodict._types import Scalar
 class Pairs(eqx.Module):
     """The function (i, x) ↦ log₂ m(x_{k-1}^i, x), up to a constant where only ratios count.
 
-    For a Gaussian transition whose scale is the same everywhere, particles and states are whitened
+    Reversed, the particles are those of time k and x is a state of time k-1: log₂ m(x, x_k^i). For
+    a Gaussian transition whose scale is the same everywhere, particles and states are whitened
     once: what is left for each pair is a squared distance.
 
     Attributes:
         kernel: the transition.
         u: its input, or `None`.
-        befores: the particles, or their whitened means.
+        particles: the particles; whitened, their means or, reversed, themselves.
         whitened: whether distances stand for densities.
+        reverse: whether the particles are where the transition leads to.
     """
 
     kernel: AbstractKernel
     u: Float[Array, "input"] | None
-    befores: Float[Array, "particle state"]
+    particles: Float[Array, "particle state"]
     whitened: bool = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
 
     @classmethod
     def of(
@@ -39,41 +42,45 @@ class Pairs(eqx.Module):
         kernel: AbstractKernel,
         u: Float[Array, "input"] | None,
         particles: Float[Array, "particle state"],
+        *,
+        reverse: bool = False,
     ) -> "Pairs":
         """Whitens the particles if the kernel allows it."""
         if not has_fixed_scale(kernel):
-            return cls(kernel, u, particles, False)
-        return cls(
-            kernel, u, jax.vmap(lambda x: _whiten(kernel, x, u, x, mean=True))(particles), True
-        )
+            return cls(kernel, u, particles, False, reverse)
+        whitened = jax.vmap(lambda x: _whiten(kernel, x, u, mean=not reverse))(particles)
+        return cls(kernel, u, whitened, True, reverse)
 
     def prepare(self, xs: Float[Array, "sample state"]) -> Float[Array, "sample state"]:
-        """States of the next time as the other methods read them."""
+        """States of the other time as the other methods read them."""
         if not self.whitened:
             return xs
-        at = self.befores[0]
-        return jax.vmap(lambda x: _whiten(self.kernel, at, self.u, x, mean=False))(xs)
+        return jax.vmap(lambda x: _whiten(self.kernel, x, self.u, mean=self.reverse))(xs)
 
     def each(
         self, indices: Int[Array, "sample"], prepared: Float[Array, "sample state"]
     ) -> Float[Array, "sample"]:
-        """log₂ m(x^i, x) of one particle for each state."""
-        return self.between(self.befores[indices], prepared)
+        """log₂ m of one particle for each state."""
+        return self.between(self.particles[indices], prepared)
 
     def between(
-        self, befores: Float[Array, "sample state"], prepared: Float[Array, "sample state"]
+        self, particles: Float[Array, "sample state"], prepared: Float[Array, "sample state"]
     ) -> Float[Array, "sample"]:
         """log₂ m of rows of particles and states."""
         if self.whitened:
-            return -jnp.sum((befores - prepared) ** 2, axis=-1)
-        return LOG2_E * jax.vmap(lambda a, b: self.kernel.log_prob(a, b, self.u))(befores, prepared)
+            return -jnp.sum((particles - prepared) ** 2, axis=-1)
+        return LOG2_E * jax.vmap(self._log_density)(particles, prepared)
 
     def matrix(self, prepared: Float[Array, "sample state"]) -> Float[Array, "particle sample"]:
         """log₂ m of all pairs."""
         if self.whitened:
-            return -squared_distance(self.befores, prepared)
-        one = jax.vmap(lambda a, b: self.kernel.log_prob(a, b, self.u), in_axes=(None, 0))
-        return LOG2_E * jax.vmap(one, in_axes=(0, None))(self.befores, prepared)
+            return -squared_distance(self.particles, prepared)
+        one = jax.vmap(self._log_density, in_axes=(None, 0))
+        return LOG2_E * jax.vmap(one, in_axes=(0, None))(self.particles, prepared)
+
+    def _log_density(self, particle: Float[Array, "state"], x: Float[Array, "state"]) -> Scalar:
+        before, after = (x, particle) if self.reverse else (particle, x)
+        return self.kernel.log_prob(before, after, self.u)
 
 
 def squared_distance(
@@ -121,7 +128,10 @@ def log2_bound(kernel: Any, pairs: Pairs, log_bound: float | None) -> Scalar | f
     return LOG2_E * log_bound
 
 
-def _whiten(kernel: Any, x: Array, u: Array | None, value: Array, *, mean: bool) -> Array:
-    """s⁻¹ of the mean at x or of a value, in units in which minus the square is a log₂ density."""
+def _whiten(kernel: Any, x: Array, u: Array | None, *, mean: bool) -> Array:
+    """s⁻¹ of the mean at x or of x itself, in units in which minus the square is a log₂ density.
+
+    The scale s is the same wherever the law is taken.
+    """
     law = kernel.law(x, u)
-    return math.sqrt(0.5 * LOG2_E) * scale_solve(law.scale_tril, law.mean if mean else value)
+    return math.sqrt(0.5 * LOG2_E) * scale_solve(law.scale_tril, law.mean if mean else x)

@@ -29,6 +29,13 @@ def check_scheme(scheme: str) -> None:
         raise ValueError(f"resampling must be one of {names}, got {scheme!r}.")
 
 
+def check_threshold(threshold: float) -> float:
+    """The share of the particles below which a filter resamples, refused unless in (0, 1]."""
+    if not 0 < threshold <= 1:
+        raise ValueError(f"threshold must lie in (0, 1], got {threshold}.")
+    return float(threshold)
+
+
 def resample(
     scheme: Scheme, key: PRNGKey, weights: Float[Array, "particle"], num_draws: int
 ) -> Int[Array, "draw"]:

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._functional import AbstractFunctional, Observations, add, input_of
 from retrodict._mask import Series
@@ -277,22 +277,29 @@ def _expectation(
     n = posterior.samples.shape[1]
     exists = None if filtered.length is None else jnp.arange(n) < filtered.length
 
-    def of_path(path: Float[Array, "time state"]) -> PyTree:
-        first = functional.initial(path[0], jax.tree.map(lambda leaf: leaf[0], data))
-
-        def more(total: PyTree, at: tuple) -> tuple[PyTree, None]:
-            before, x, row, real = at
-            value = functional.increment(before, x, row)
-            if real is not None:
-                value = jax.tree.map(lambda leaf: jnp.where(real, leaf, 0), value)
-            return add([total, value]), None
-
-        later = jax.tree.map(lambda leaf: leaf[1:], (data, exists))
-        return lax.scan(more, first, (path[:-1], path[1:], *later))[0]
-
-    values = jax.vmap(of_path)(posterior.samples)
+    values = jax.vmap(lambda path: value_along(functional, path, data, exists))(posterior.samples)
     variances = path_variance(values, posterior.indices, filtered.particles.shape[1], exists)
     return (
         jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), values),
         jax.tree.map(jnp.sqrt, variances),
     )
+
+
+def value_along(
+    functional: AbstractFunctional,
+    path: Float[Array, "time state"],
+    data: PyTree,
+    exists: Bool[Array, "time"] | None,
+) -> PyTree:
+    """The value of a functional at one path, over the rows that exist."""
+    first = functional.initial(path[0], jax.tree.map(lambda leaf: leaf[0], data))
+
+    def more(total: PyTree, at: tuple) -> tuple[PyTree, None]:
+        before, x, row, real = at
+        value = functional.increment(before, x, row)
+        if real is not None:
+            value = jax.tree.map(lambda leaf: jnp.where(real, leaf, 0), value)
+        return add([total, value]), None
+
+    later = jax.tree.map(lambda leaf: leaf[1:], (data, exists))
+    return lax.scan(more, first, (path[:-1], path[1:], *later))[0]

@@ -1,0 +1,377 @@
+"""Families whose kernels are not linear Gaussian: trained, graded, timed and corrected.
+
+    python benchmarks/beyond.py headline two_sided guided k_hat high --folder /tmp/beyond
+
+Parts can be split: `--seeds` for the starts of `headline`, `--problems` for the models of
+`two_sided` and `high`. Trained families are kept in the folder and not trained again, and each part
+writes its figures there, one JSON file a run; `--collect` joins them into one.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import retrodict as rd
+from accuracy import FAMILIES as LINEAR_FAMILIES
+from accuracy import NONLINEAR, exact_by_grid, network_model, particle_evidence, simulate, spread
+
+jax.config.update("jax_enable_x64", True)
+
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "conjugate": LINEAR_FAMILIES["conjugate"],
+    "gated": LINEAR_FAMILIES["gated"],
+    "recurrent": LINEAR_FAMILIES["recurrent"],
+    "nonlinear": rd.NonlinearFamily,
+    "mixture": rd.MixtureFamily,
+}
+STEPS = {"nonlinear": 20_000, "mixture": 4_000}
+"""Steps of `fit` on section 5.2's model."""
+SHARES = rd.BackwardSampling(64, noise="stratified", by_component=True)
+"""The paths with which a new series is smoothed."""
+
+
+def trained(
+    name: str, model: rd.StateSpaceModel, seed: int, num_steps: int, folder: Path, label: str
+) -> tuple[Any, float]:
+    """A family fitted to 2048 series of 64, or read back, and the seconds that it took."""
+    place = folder / f"{label}-{name}-{seed}"
+    note = place.with_suffix(".seconds")
+    if place.exists() and note.exists():
+        return rd.load(place), float(note.read_text())
+    ys = simulate(model, 0, 2048, 64)[1]
+    family = FAMILIES[name](jax.random.key(seed), model.state_dim, ys.shape[-1])
+    began = time.perf_counter()
+    result = rd.fit(
+        jax.random.key(1000 + seed), family, model, ys, num_steps=num_steps, progress=False
+    )
+    seconds = time.perf_counter() - began
+    folder.mkdir(parents=True, exist_ok=True)
+    rd.save(place, result.family)
+    note.write_text(str(seconds))
+    return result.family, seconds
+
+
+def graded(
+    model: rd.StateSpaceModel, family: Any, ys: jax.Array, oracles: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Gap, additive error and marginal error of each series, against the exact posterior."""
+    keys = jax.random.split(jax.random.key(7), ys.shape[0])
+    many = rd.BackwardSampling(1024, noise="stratified", by_component=True)
+
+    @eqx.filter_jit
+    def one(family: Any, y: jax.Array, key: jax.Array) -> Any:
+        chain = family.infer(y, mask=True)
+        paths = rd.BackwardSampling(1000)
+        bound = rd.elbo(model, chain, y, estimator=paths, key=key, mask=True)
+        if isinstance(chain, rd.LinearGaussianChain):
+            means = (chain.marginals().mean,) * 2
+        else:
+            means = tuple(
+                rd.marginals(chain, estimator=estimator, key=key).mean
+                for estimator in (many, SHARES)
+            )
+        return bound, *means
+
+    found = [one(family, y, key) for y, key in zip(ys, keys, strict=True)]
+    bounds, means, quick = (np.stack([np.asarray(f[i]) for f in found]) for i in range(3))
+    errors, quick_errors = means[..., 0] - oracles["mean"], quick[..., 0] - oracles["mean"]
+    return {
+        "gap_nats_a_step": (oracles["evidence"] - bounds) / ys.shape[1],
+        "additive_error": np.abs(errors.sum(axis=1)),
+        "marginal_mse": (errors**2).mean(axis=1),
+        "additive_error_of_64_paths": np.abs(quick_errors.sum(axis=1)),
+        "marginal_mse_of_64_paths": (quick_errors**2).mean(axis=1),
+    }
+
+
+def by_particles(
+    model: rd.StateSpaceModel, ys: jax.Array, oracles: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Errors of bootstrap FFBSi with 1,000 particles and paths, for each series."""
+    run = jax.jit(lambda key, y: rd.ffbsi(key, model, y, 1000, mask=True).mean[:, 0])
+    keys = jax.random.split(jax.random.key(7), ys.shape[0])
+    means = np.stack([np.asarray(run(key, y)) for key, y in zip(keys, ys, strict=True)])
+    errors = means - oracles["mean"]
+    return {
+        "additive_error": np.abs(errors.sum(axis=1)),
+        "marginal_mse": (errors**2).mean(axis=1),
+    }
+
+
+def quickest(call: Callable[[], Any], repeats: int = 15) -> float:
+    """The least wall-clock time of a call that is compiled, in seconds."""
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def line(name: str, figures: dict[str, Any]) -> None:
+    """Prints one line of figures, each mean with its standard error."""
+    parts = [
+        f"{key.replace('_', ' ')} {value[0]:.3g} ± {value[1]:.1g}"
+        if isinstance(value, (tuple, list))
+        else f"{key.replace('_', ' ')} {value:.3g}"
+        for key, value in figures.items()
+    ]
+    print(f"  {name}: " + ", ".join(parts), flush=True)
+
+
+def headline(arguments: Any) -> dict[str, Any]:
+    """Section 5.2: 64 fresh series of 500 (seed 999), by a grid of 1100 points."""
+    ys = simulate(NONLINEAR, 999, 64, 500)[1]
+    oracles = exact_by_grid(ys)
+    particles = by_particles(NONLINEAR, ys, oracles)
+    figures: dict[str, Any] = {"FFBSi": {k: spread(v) for k, v in particles.items()}}
+    line("FFBSi, 1000 particles and paths", figures["FFBSi"])
+    for name in arguments.families or ("nonlinear", "mixture"):
+        for seed in arguments.seeds:
+            family, seconds = trained(
+                name, NONLINEAR, seed, STEPS[name], arguments.folder, "section-5.2"
+            )
+            found = graded(NONLINEAR, family, ys, oracles)
+            one = {key: spread(value) for key, value in found.items()}
+            for key in ("additive_error", "marginal_mse"):
+                one[f"{key}_less_FFBSi's"] = spread(found[key] - particles[key])
+            one["seconds"] = seconds
+            figures[f"{name}, seed {seed}"] = one
+            line(f"{name}, seed {seed}", one)
+    return figures
+
+
+def speed(arguments: Any) -> dict[str, Any]:
+    """Section 5.2: a new series of 500 by 64 paths, and by FFBSi, in turns on one machine."""
+    y = simulate(NONLINEAR, 999, 1, 500)[1][0]
+    key = jax.random.key(0)
+    exact = jax.jit(lambda: rd.ffbsi(key, NONLINEAR, y, 1000, mask=True).mean)
+    figures: dict[str, Any] = {}
+    for name in arguments.families or ("nonlinear", "mixture"):
+        family, _ = trained(name, NONLINEAR, 0, STEPS[name], arguments.folder, "section-5.2")
+        smooth = jax.jit(
+            lambda y, family=family: rd.marginals(
+                family.infer(y, mask=True), estimator=SHARES, key=key
+            )
+        )
+        ours, theirs = quickest(lambda smooth=smooth: smooth(y)), quickest(exact, 5)
+        figures[name] = {"seconds": ours, "FFBSi_seconds": theirs, "ratio": theirs / ours}
+        line(name, figures[name])
+    return figures
+
+
+def turning(
+    emission: Callable[[Any], Any], dim: int, move: float, noise: float
+) -> rd.StateSpaceModel:
+    """A symmetric autoregression, of one state or of two that turn, seen through an even map."""
+    angle = 0.3 if dim == 2 else 0.0
+    turn = jnp.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])[:dim, :dim]
+    spread_of_states = move / np.sqrt(1 - 0.95**2)
+    return rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(dim), spread_of_states * jnp.eye(dim)),
+        rd.LinearGaussianKernel(0.95 * turn, jnp.zeros(dim), move * jnp.eye(dim)),
+        rd.NonlinearGaussianKernel(emission, rd.Diagonal(noise * jnp.ones(1))),
+    )
+
+
+TWO_SIDED = {
+    "square": (turning(lambda x: x**2, 1, 0.2, 0.1), 100, 3.5, 400),
+    "cosine": (turning(lambda x: jnp.cos(jnp.tanh(2.0 * x)), 1, 0.2, 0.05), 100, 3.5, 400),
+    "square, d=2": (turning(lambda x: x[:1] ** 2, 2, 0.3, 0.4), 30, 4.5, 120),
+}
+"""Models whose whole path can flip its sign: rows of a series, reach and points of the grid."""
+
+
+def energy_distance(a: np.ndarray, b: np.ndarray) -> float:
+    """2 E|X − Y| − E|X − X'| − E|Y − Y'| of two sets of whole paths, Euclidean over all rows."""
+
+    def mean_distance(p: np.ndarray, q: np.ndarray) -> float:
+        p, q = p.reshape(len(p), -1), q.reshape(len(q), -1)
+        squares = (p**2).sum(1)[:, None] + (q**2).sum(1)[None] - 2 * p @ q.T
+        return float(np.sqrt(np.maximum(squares, 0.0)).mean())
+
+    return 2 * mean_distance(a, b) - mean_distance(a, a) - mean_distance(b, b)
+
+
+def two_sided(arguments: Any) -> dict[str, Any]:
+    """Posteriors that are mirror images: the mass on one side, and whole paths, on 20 series."""
+    figures: dict[str, Any] = {}
+    for problem in arguments.problems or TWO_SIDED:
+        model, n, reach, num_points = TWO_SIDED[problem]
+        d = model.state_dim
+        ys = simulate(model, 999, 20, n)[1]
+        grid = rd.Grid(-reach * jnp.ones(d), reach * jnp.ones(d), num_points)
+        exact = [rd.grid_smoother(model, y, grid) for y in ys]
+        evidence = np.array([float(found.log_evidence) for found in exact])
+        keys = jax.random.split(jax.random.key(3), 20)
+        paths = [np.asarray(e.sample(key, 1000)) for e, key in zip(exact, keys, strict=True)]
+        sides = np.stack(
+            [np.ravel(e.expectation(lambda x: (x[0] > 0).astype(x.dtype))) for e in exact]
+        )
+        run = jax.jit(lambda key, y, model=model: rd.ffbsi(key, model, y, 1000, mask=True).samples)
+        drawn = [np.asarray(run(key, y)) for key, y in zip(keys, ys, strict=True)]
+        floor = np.array([energy_distance(a, b) for a, b in zip(drawn, paths, strict=True)])
+        figures[problem] = {"FFBSi": _sides(drawn, sides) | {"energy_distance": spread(floor)}}
+        line(f"{problem}, FFBSi", figures[problem]["FFBSi"])
+        for name in arguments.families or ("gated", "recurrent", "nonlinear", "mixture"):
+            family, seconds = trained(name, model, 0, 4000, arguments.folder, problem)
+
+            @eqx.filter_jit
+            def one(family: Any, key: Any, y: Any, model: Any = model) -> Any:
+                chain, estimator = family.infer(y, mask=True), rd.BackwardSampling(1000)
+                bound = rd.elbo(model, chain, y, estimator=estimator, key=key, mask=True)
+                return chain.sample(key, 1000), bound
+
+            found = [one(family, key, y) for key, y in zip(keys, ys, strict=True)]
+            drawn = [np.asarray(f[0]) for f in found]
+            gaps = (evidence - np.array([float(f[1]) for f in found])) / n
+            far = np.array([energy_distance(a, b) for a, b in zip(drawn, paths, strict=True)])
+            figures[problem][name] = _sides(drawn, sides) | {
+                "gap_nats_a_step": spread(gaps),
+                "energy_distance": spread(far),
+                "energy_distance_over_FFBSi's": float(far.mean() / floor.mean()),
+                "seconds": seconds,
+            }
+            line(f"{problem}, {name}", figures[problem][name])
+    return figures
+
+
+def _sides(drawn: list[np.ndarray], exact: np.ndarray) -> dict[str, float]:
+    """How far the mass of x > 0 is from the grid's: the worst series, in two ways."""
+    shares = np.stack([(paths[..., 0] > 0).mean(axis=0) for paths in drawn])
+    off = np.abs(shares - exact)
+    return {
+        "mass_off_mean_over_times_worst_series": float(off.mean(axis=1).max()),
+        "mass_off_worst_time_and_series": float(off.max()),
+    }
+
+
+def chaotic(dim: int) -> rd.StateSpaceModel:
+    """The chaotic recurrent network of Campbell et al. (2021), with Student-t noise."""
+    import numpyro.distributions as dist
+
+    weight = jax.random.normal(jax.random.key(11), (dim, dim)) / np.sqrt(dim)
+
+    def move(x: jax.Array) -> jax.Array:
+        return x + 0.04 * (-x + 2.5 * jnp.matmul(weight, jnp.tanh(x), precision="highest"))
+
+    return rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(dim), 0.1 * jnp.eye(dim)),
+        rd.NonlinearGaussianKernel(move, rd.Diagonal(0.1 * jnp.ones(dim))),
+        rd.DistributionKernel(lambda x: dist.StudentT(2.0, x, 0.1)),
+    )
+
+
+HIGH: dict[str, tuple[Callable[[], rd.StateSpaceModel], int, int]] = {
+    "network, d=5": (lambda: network_model(5), 20_000, 3000),
+    "network, d=10": (lambda: network_model(10), 100_000, 3000),
+    "chaotic, d=5": (lambda: chaotic(5), 100_000, 3000),
+}
+"""Models with more states: particles of the reference filter, and steps of `fit`."""
+
+
+def high(arguments: Any) -> dict[str, Any]:
+    """More states: 16 fresh series of 64, against a bootstrap filter and FFBSi."""
+    figures: dict[str, Any] = {}
+    for problem in arguments.problems or HIGH:
+        make, num_particles, num_steps = HIGH[problem]
+        model = make()
+        xs, ys = simulate(model, 999, 16, 64)
+        evidence, error = particle_evidence(model, ys, num_particles, 5)
+        keys = jax.random.split(jax.random.key(3), ys.shape[0])
+        run = jax.jit(
+            lambda key, y, model=model: (
+                rd.ffbsi(key, model, y, 20_000, 1000, backward=rd.MCMCBackward(5), mask=True).mean
+            )
+        )
+        reference = np.stack([np.asarray(run(key, y)) for key, y in zip(keys, ys, strict=True)])
+
+        def rmse(means: np.ndarray, xs: Any = xs) -> tuple[float, float]:
+            return spread(np.sqrt(((means - np.asarray(xs)) ** 2).mean(axis=(1, 2))))
+
+        figures[problem] = {
+            "particles": {
+                "evidence_nats_a_step": (
+                    float(evidence.mean()) / 64,
+                    float(np.sqrt((error**2).mean())) / 64,
+                ),
+                "rmse_to_states": rmse(reference),
+            }
+        }
+        line(f"{problem}, particles", figures[problem]["particles"])
+        gaps: dict[str, np.ndarray] = {}
+        for name in arguments.families or FAMILIES:
+            family, seconds = trained(name, model, 0, num_steps, arguments.folder, problem)
+
+            @eqx.filter_jit
+            def one(family: Any, key: Any, y: Any, model: Any = model) -> Any:
+                chain = family.infer(y, mask=True)
+                estimator = rd.BackwardSampling(1000)
+                bound = rd.elbo(model, chain, y, estimator=estimator, key=key, mask=True)
+                if isinstance(chain, rd.LinearGaussianChain):
+                    return bound, chain.marginals().mean
+                return bound, rd.marginals(chain, estimator=SHARES, key=key).mean
+
+            found = [one(family, key, y) for key, y in zip(keys, ys, strict=True)]
+            gaps[name] = (evidence - np.array([float(f[0]) for f in found])) / 64
+            means = np.stack([np.asarray(f[1]) for f in found])
+            figures[problem][name] = {
+                "gap_nats_a_step": spread(gaps[name]),
+                "rmse_to_states": rmse(means),
+                "rmse_to_FFBSi": float(np.sqrt(((means - reference) ** 2).mean())),
+                "seconds": seconds,
+            }
+            if name not in ("conjugate", "recurrent") and "recurrent" in gaps:
+                figures[problem][name]["gap_less_recurrent's"] = spread(
+                    gaps[name] - gaps["recurrent"]
+                )
+            line(f"{problem}, {name}", figures[problem][name])
+    return figures
+
+
+PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "headline": headline,
+    "speed": speed,
+    "two_sided": two_sided,
+    "high": high,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
+    parser.add_argument("--folder", type=Path, default=Path("beyond"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--families", nargs="+", choices=[*FAMILIES])
+    parser.add_argument("--problems", nargs="+", choices=[*TWO_SIDED, *HIGH])
+    parser.add_argument("--collect", type=Path, help="a JSON file that joins all runs")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for name in [] if arguments.collect else arguments.parts or PARTS:
+        print(f"== {name}: {PARTS[name].__doc__}", flush=True)
+        record = {
+            "part": name,
+            "device": jax.devices()[0].device_kind,
+            "cores": os.cpu_count(),
+            "jax": jax.__version__,
+            "figures": PARTS[name](arguments),
+        }
+        place = arguments.folder / f"{name}-{os.getpid()}.json"
+        place.write_text(json.dumps(record, indent=1) + "\n")
+    if arguments.collect:
+        records = [json.loads(path.read_text()) for path in sorted(arguments.folder.glob("*.json"))]
+        arguments.collect.write_text(json.dumps(records, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
