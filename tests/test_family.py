@@ -106,7 +106,7 @@ def family_of(name: str, size: str) -> Any:
 
 
 def is_network(node: Any) -> bool:
-    return isinstance(node, (eqx.nn.MLP, eqx.nn.GRUCell))
+    return isinstance(node, (eqx.nn.MLP, eqx.nn.GRUCell, eqx.nn.Linear))
 
 
 def louder(family: Any, scale: float) -> Any:
@@ -622,6 +622,8 @@ def test_redraw_changes_the_weights_and_keeps_the_units(name: str):
         if is_network(one):
             pairs = (jax.tree.leaves(eqx.filter(n, eqx.is_array)) for n in (one, two))
             assert all(np.any(a != b) for a, b in zip(*pairs, strict=True) if np.any(b != 0))
+        elif one is getattr(family, "entry", None):
+            assert np.any(one != two)
         elif eqx.is_array(one):
             np.testing.assert_array_equal(one, two)
     again = family.redraw(jax.random.key(1))
