@@ -307,12 +307,10 @@ DRAWN = {
     ),
     "nonlinear": lambda: rd.NonlinearFamily(jax.random.key(0), 1, 1, hidden=4, width=4),
 }
-SLOW_UNLESS_MIXTURE = pytest.mark.parametrize(
-    "name", ["mixture", pytest.param("nonlinear", marks=pytest.mark.slow)]
-)
 
 
-@SLOW_UNLESS_MIXTURE
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAWN)
 def test_a_family_whose_paths_are_drawn_is_trained_by_default(ys, name):
     result = fit(DRAWN[name](), tanh_model(), ys, num_steps=30, chunk_size=10)
     assert result.status == "finished" and result.num_skipped == 0
