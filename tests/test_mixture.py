@@ -86,6 +86,7 @@ def test_densities_and_moments_are_those_of_their_definition(d: int):
     np.testing.assert_array_equal(law.components.mean, means)
 
 
+@pytest.mark.slow
 def test_one_component_is_a_gaussian():
     """The map from noise is then the affine one, of which the derivative is known."""
     _, means, scales = parameters_of(2, 1)
@@ -101,6 +102,7 @@ def test_one_component_is_a_gaussian():
         np.testing.assert_allclose(slope, expected, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_component_without_weight_changes_nothing():
     logits, means, scales = parameters_of(2)
     alone = Parameters(logits[:2], means[:2], scales[:2])

@@ -105,6 +105,7 @@ def test_what_stands_in_padding_is_not_read():
         np.testing.assert_allclose(one, other, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_prefix_has_the_first_rows():
     chain, exact = sampled(linear(1)), linear(1)
     for count in (1, 3):
@@ -315,6 +316,7 @@ def test_one_component_is_a_linear_gaussian_chain():
         np.testing.assert_allclose(chain.log_prob(path), exact.log_prob(path), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_correction_of_zero_leaves_the_recurrent_family():
     model, ys, _ = smoothed(2)
     family = rd.NonlinearFamily(jax.random.key(0), 2, 2, hidden=4, width=4).prepare(model, ys)
@@ -385,8 +387,8 @@ def test_every_way_to_draw_is_unbiased_and_its_errors_are_honest(noise: str, by_
     """Over 200 seeds, against 100,000 paths: each of six is a false alarm with probability 6e-5.
 
     With 32 groups an estimate, z-scores have the variance 31/29 of Student's t, known to 10% from
-    200 of them: the bounds are five deviations off. With 8 groups, errors that happen to miss one of
-    two modes would give far larger ones.
+    200 of them: the bounds are five deviations off. With 8 groups, errors that
+    happen to miss one of two modes would give far larger ones.
     """
     size = {"independent": 32, "antithetic": 64, "stratified": 512}[noise]
     estimator = rd.BackwardSampling(size, noise=noise, by_component=by_component)
