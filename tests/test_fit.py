@@ -342,7 +342,7 @@ def test_windows_and_restarts_of_a_family_whose_paths_are_drawn(ys, name):
 def test_the_increment_of_a_window_is_exact_where_a_drawn_filter_is(ys):
     """Under the exact posterior each path of each window gives its share of the log-evidence."""
     model, begin = linear_model(), 4
-    pair = (ExactButDrawn(rd.KalmanFamily(model), 1, 1, 0), model)
+    pair = (ExactButDrawn(rd.KalmanFamily(model), 1, 1, 0), model)  # pyright: ignore
     parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
     objective = Objective(fixed, rd.BackwardSampling(1, stop_score=True), None, 0.0)
     batch = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")

@@ -1,7 +1,7 @@
 """Gaussian mixtures: densities, moments, draws, and derivatives of draws."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def test_densities_and_moments_are_those_of_their_definition(d: int):
     each = [
         stats.multivariate_normal(m, c).logpdf(xs) for m, c in zip(means, covariances, strict=True)
     ]
-    expected = special.logsumexp(logs[:, None] + np.stack(each).reshape(COUNT, -1), axis=0)
+    expected: Any = special.logsumexp(logs[:, None] + np.stack(each).reshape(COUNT, -1), axis=0)
     np.testing.assert_allclose(log_probs(law, jnp.asarray(xs)), expected, rtol=1e-11)
     mean, covariance, std = moments(law)
     first = np.exp(logs) @ means
@@ -270,7 +270,7 @@ def test_a_draw_moves_along_a_field_that_keeps_the_law():
 
     @jax.jit
     @jax.vmap
-    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def both(x: jax.Array) -> tuple[Any, Any]:
         def density(p: Parameters) -> jax.Array:
             return jnp.exp(mixture(p).log_prob(x))
 
