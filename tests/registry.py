@@ -155,14 +155,16 @@ class FamilyCase(NamedTuple):
         parallel: whether `infer` has a parallel form.
         has_network: whether it has random weights, and starts from the prior chain of the model
             that `prepare` is given.
+        sampled: whether its chains are drawn, and have no marginals in closed form.
     """
 
-    make: Callable[[rd.StateSpaceModel, int, int, int], rd.AbstractLinearGaussianFamily]
+    make: Callable[[rd.StateSpaceModel, int, int, int], rd.AbstractFactorFamily]
     parallel: bool = False
     has_network: bool = True
+    sampled: bool = False
 
 
-def _network_family(kind: Any, **options: Any) -> Callable[..., rd.AbstractLinearGaussianFamily]:
+def _network_family(kind: Any, **options: Any) -> Callable[..., rd.AbstractFactorFamily]:
     def make(model: rd.StateSpaceModel, state_dim: int, obs_dim: int, input_dim: int) -> Any:
         return kind(jax.random.key(0), state_dim, obs_dim, input_dim=input_dim, **options)
 
@@ -176,5 +178,9 @@ FAMILIES: dict[str, FamilyCase] = {
     "gated_natural": FamilyCase(_network_family(rd.GatedFamily, gate="natural")),
     "recurrent_free": FamilyCase(_network_family(rd.RecurrentFamily)),
     "recurrent_tied": FamilyCase(_network_family(rd.RecurrentFamily, tied=True)),
+    "nonlinear": FamilyCase(_network_family(rd.NonlinearFamily, hidden=8, width=8), sampled=True),
+    "mixture": FamilyCase(
+        _network_family(rd.MixtureFamily, num_components=4, hidden=8, width=8), sampled=True
+    ),
 }
 """Every amortised family, in each of its variants."""

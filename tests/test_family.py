@@ -15,9 +15,10 @@ import pytest
 import retrodict as rd
 from linear_models import random_model
 from registry import FAMILIES
+from retrodict._family.mixture import _centres
 
 # Variants of a family share most of its code: theirs are run with the slow tests.
-VARIANTS = ("gated_scale", "recurrent_tied")
+VARIANTS = ("gated_scale", "recurrent_tied", "nonlinear")
 
 
 def _marked(names: Iterable[str]) -> list[Any]:
@@ -105,7 +106,7 @@ def family_of(name: str, size: str) -> Any:
 
 
 def is_network(node: Any) -> bool:
-    return isinstance(node, (eqx.nn.MLP, eqx.nn.GRUCell))
+    return isinstance(node, (eqx.nn.MLP, eqx.nn.GRUCell, eqx.nn.Linear))
 
 
 def louder(family: Any, scale: float) -> Any:
@@ -122,10 +123,16 @@ def louder(family: Any, scale: float) -> Any:
     )
 
 
+Chain: TypeAlias = rd.LinearGaussianChain | rd.SampledChain
+
+PATHS = rd.BackwardSampling(2, by_component=True, stop_score=True)
+"""How the bound of a chain that is drawn is taken."""
+
+
 class Answer(NamedTuple):
     """What is asked of a family and a series: the chain, the bound and its gradient."""
 
-    chain: rd.LinearGaussianChain
+    chain: Chain
     elbo: jax.Array
     gradient: Any
 
@@ -134,26 +141,28 @@ class Answer(NamedTuple):
 def answer(family: Any, model: rd.StateSpaceModel, rows: Rows) -> Answer:
     learned, fixed = eqx.partition(family, eqx.is_inexact_array)
 
-    def bound(learned: Any) -> tuple[jax.Array, rd.LinearGaussianChain]:
+    def bound(learned: Any) -> tuple[jax.Array, Chain]:
         ys, mask, inputs, length = rows
         chain = infer(eqx.combine(learned, fixed), rows)
-        return rd.elbo(model, chain, ys, mask=mask, inputs=inputs), chain
+        drawn = isinstance(chain, rd.SampledChain)
+        options = {"estimator": PATHS, "key": jax.random.key(0)} if drawn else {}
+        return rd.elbo(model, chain, ys, mask=mask, inputs=inputs, **options), chain
 
     (value, chain), gradient = jax.value_and_grad(bound, has_aux=True)(learned)
     return Answer(chain, value, gradient)
 
 
-def infer(family: Any, rows: Rows) -> rd.LinearGaussianChain:
+def infer(family: Any, rows: Rows) -> Chain:
     return family.infer(rows.ys, mask=rows.mask, inputs=rows.inputs, length=rows.length)
 
 
 @eqx.filter_jit
-def infer_batch(family: Any, rows: Rows) -> rd.LinearGaussianChain:
+def infer_batch(family: Any, rows: Rows) -> Chain:
     return jax.vmap(lambda one: infer(family, one))(rows)
 
 
 @functools.cache
-def chains_of(name: str, size: str) -> dict[str, rd.LinearGaussianChain]:
+def chains_of(name: str, size: str) -> dict[str, Any]:
     """One program for all series of `rows_of`."""
     every = rows_of(size)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *every.values())
@@ -212,7 +221,7 @@ def test_a_stream_gives_the_chain_of_the_stored_series(name: str, size: str):
     stream = jax.tree.map(lambda *leaves: jnp.stack(leaves), *factors)
     chain = chains_of(name, size)["nan"]
     assert_close(stream.law, chain.laws)
-    assert_close(jax.tree.map(lambda leaf: leaf[1:], stream.kernel), chain.kernels)
+    assert_close(jax.tree.map(lambda leaf: leaf[1:], stream.kernel), chain.steps)
 
 
 @EVERY
@@ -222,7 +231,7 @@ def test_the_first_rows_alone_give_the_prefix_of_the_chain(name: str):
     alone = family_of(name, "d1").infer(rows.ys[:LENGTH])
     assert alone.length is None
     prefix = whole.prefix(LENGTH)
-    assert_close((alone.laws, alone.kernels), (prefix.laws, prefix.kernels))
+    assert_close((alone.laws, alone.steps), (prefix.laws, prefix.steps))
 
 
 @EVERY
@@ -235,13 +244,22 @@ def test_a_batch_gives_what_its_series_give_one_by_one(name: str, size: str):
 
 @EVERY
 def test_padding_changes_nothing(name: str, size: str):
-    """Rows beyond the length repeat the terminal law and lead back to where one is."""
+    """Rows beyond the length repeat the terminal law and lead back to where one is.
+
+    A chain that is drawn keeps what its kernels hold there, and a path stays where it ended.
+    """
     padded, whole = chains_of(name, size)["padded"], chains_of(name, size)["nan"]
     np.testing.assert_array_equal(padded.length, LENGTH)
     assert_close(first(padded.laws, LENGTH), first(whole.laws, LENGTH))
-    assert_close(first(padded.kernels, LENGTH - 1), first(whole.kernels, LENGTH - 1))
+    assert_close(first(padded.steps, LENGTH - 1), first(whole.steps, LENGTH - 1))
     for k in range(LENGTH, N):
         assert_close(row(padded.laws, k), row(padded.laws, LENGTH - 1))
+    if FAMILIES[name].sampled:
+        path = padded.sample(jax.random.key(0), 1)[0]
+        np.testing.assert_array_equal(path[LENGTH:], np.stack([path[LENGTH - 1]] * (N - LENGTH)))
+        short = whole.prefix(LENGTH)
+        np.testing.assert_allclose(padded.log_prob(path), short.log_prob(path[:LENGTH]), rtol=1e-10)
+        return
     beyond = jax.tree.map(lambda leaf: np.asarray(leaf[LENGTH - 1 :]), padded.kernels)
     eye = np.broadcast_to(np.eye(padded.state_dim), beyond.weight.shape)
     np.testing.assert_array_equal(beyond.weight, eye)
@@ -263,12 +281,12 @@ def test_no_factor_sees_the_future(name: str, size: str):
     """q_k reads y_0..y_k, and q_{k-1|k} reads y_0..y_{k-1}: no further and no less."""
     before, after = (chains_of(name, size)[case] for case in ("whole", "changed"))
     # Row k-1 holds q_{k-1|k}; that of k = CHANGED is the last which has not seen the change.
-    for one, other in ((before.laws, after.laws), (before.kernels, after.kernels)):
+    for one, other in ((before.laws, after.laws), (before.steps, after.steps)):
         same = jax.tree.map(lambda leaf: leaf[:CHANGED], (one, other))
         jax.tree.map(np.testing.assert_array_equal, *same)
     for k in range(CHANGED, N):
         assert differ(before.laws.mean[k], after.laws.mean[k])
-    assert differ(before.kernels.bias[CHANGED], after.kernels.bias[CHANGED])
+    assert differ(row(before.steps, CHANGED), row(after.steps, CHANGED))
 
 
 @EVERY
@@ -278,11 +296,26 @@ def test_scales_are_lower_factors_with_positive_diagonals(name: str, size: str):
         assert_finite(chain)
         existing = LENGTH if case == "padded" else N
         for scales in (
-            first(chain.laws.scale_tril, existing),
-            first(chain.kernels.scale_tril, existing - 1),
+            *scales_of(first(chain.laws, existing)),
+            *scales_of(first(chain.steps, existing - 1)),
         ):
             np.testing.assert_array_equal(scales, np.tril(scales))
-            assert np.all(np.diagonal(scales, axis1=1, axis2=2) > 0)
+            assert np.all(np.diagonal(scales, axis1=-2, axis2=-1) > 0)
+
+
+def scales_of(tree: Any) -> list[jax.Array]:
+    """Every scale of the laws and kernels in a pytree."""
+
+    def is_law(node: Any) -> bool:
+        return isinstance(node, (rd.Gaussian, rd.GaussianMixture, rd.LinearGaussianKernel))
+
+    laws = filter(is_law, jax.tree.leaves(tree, is_leaf=is_law))
+    return [law.scale_trils if hasattr(law, "scale_trils") else law.scale_tril for law in laws]
+
+
+def coordinates_of(family: Any) -> Any:
+    """The units of a family; a nonlinear one has those of the family that it corrects."""
+    return family.base.coordinates if hasattr(family, "base") else family.coordinates
 
 
 @EVERY
@@ -297,7 +330,7 @@ def test_the_gradient_of_the_bound_is_finite(name: str, size: str):
         networks = [node for node in jax.tree.leaves(gradient, is_leaf=is_network)]
         for network in filter(is_network, networks):
             assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(network))
-        for leaf in jax.tree.leaves(gradient.coordinates):
+        for leaf in jax.tree.leaves(coordinates_of(gradient)):
             np.testing.assert_array_equal(leaf, 0.0)
     else:
         assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(gradient))
@@ -324,7 +357,8 @@ def test_float32_stays_float32(name: str, size: str):
     assert_finite(chain)
     for leaf in jax.tree.leaves((family, step, chain)):
         assert getattr(leaf, "dtype", None) != np.float64
-    assert step[1].law.mean.dtype == chain.laws.mean.dtype == np.float32
+    assert chain.laws.mean.dtype == np.float32
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(step[1]))
 
 
 def _first_step(family: Any, y: Any, u: Any) -> Any:
@@ -437,12 +471,16 @@ def start_of(case: str) -> tuple[rd.StateSpaceModel, np.ndarray, Moments]:
     return model, STARTS[case].data(model), linear_moments(model)
 
 
-def assert_near_prior(chain: rd.LinearGaussianChain, moments: Any, octaves: float = 1.0) -> None:
+def assert_near_prior(chain: Chain, moments: Any, octaves: float = 1.0) -> None:
     """Means within a prior deviation, and deviations within a factor."""
     mean, std = moments
-    marginals = chain.marginals()
-    assert np.max(np.abs(marginals.mean - mean) / std) < 1.0
-    assert np.max(np.abs(np.log2(np.asarray(marginals.std) / std))) < octaves
+    if isinstance(chain, rd.SampledChain):
+        found = rd.marginals(chain, estimator=rd.BackwardSampling(256), key=jax.random.key(0))
+        means, stds = found.mean, np.sqrt(found.covariance[:, :, 0])
+    else:
+        means, stds = chain.marginals().mean, chain.marginals().std
+    assert np.max(np.abs(means - mean) / std) < 1.0
+    assert np.max(np.abs(np.log2(np.asarray(stds) / std))) < octaves
 
 
 @functools.cache
@@ -518,7 +556,7 @@ def irregular() -> rd.StateSpaceModel:
         "conjugate",
         "recurrent_free",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("gated_scale", "gated_natural")),
-        pytest.param("recurrent_tied", marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("recurrent_tied", "mixture")),
     ],
 )
 def test_irregular_time_is_kept_by_the_variational_transition(name: str):
@@ -568,8 +606,9 @@ def test_a_batch_is_prepared_as_its_rows_are(name: str):
             model, batch, mask=(np.arange(N) < LENGTH)[None, :, None] & (batch < 1e7)
         ),
     ):
-        assert_close(other.coordinates.obs_location, one.coordinates.obs_location)
-        assert_close(other.coordinates.obs_scale, one.coordinates.obs_scale)
+        got, expected = coordinates_of(other), coordinates_of(one)
+        assert_close(got.obs_location, expected.obs_location)
+        assert_close(got.obs_scale, expected.obs_scale)
 
 
 @pytest.mark.slow
@@ -583,6 +622,8 @@ def test_redraw_changes_the_weights_and_keeps_the_units(name: str):
         if is_network(one):
             pairs = (jax.tree.leaves(eqx.filter(n, eqx.is_array)) for n in (one, two))
             assert all(np.any(a != b) for a, b in zip(*pairs, strict=True) if np.any(b != 0))
+        elif one is getattr(family, "entry", None):
+            assert np.any(one != two)
         elif eqx.is_array(one):
             np.testing.assert_array_equal(one, two)
     again = family.redraw(jax.random.key(1))
@@ -662,7 +703,7 @@ def test_the_parallel_form_is_the_sequential_one(name: str, size: str):
     assert_close(got, chains_of(name, size)["padded"], 1e-10)
 
 
-@pytest.mark.parametrize("name", [n for n, case in FAMILIES.items() if not case.parallel])
+@pytest.mark.parametrize("name", _marked(n for n, case in FAMILIES.items() if not case.parallel))
 def test_others_say_that_they_have_no_parallel_form(name: str):
     with pytest.raises(ValueError, match="Family has no parallel form.* Use parallel=False"):
         family_of(name, "d1").infer(rows_of("d1")["whole"].ys, parallel=True)
@@ -679,6 +720,26 @@ def test_gains_of_a_recurrent_family_cannot_explode(loudness: float):
     gains = np.linalg.solve(spread, chain.kernels.weight @ spread)
     assert np.all(np.linalg.norm(gains, 2, axis=(1, 2)) < 1.0 + 1e-9)
     assert np.linalg.norm(gains, 2, axis=(1, 2)).max() > 0.5
+
+
+# --- mixtures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "d"), [(1, 1), (2, 1), (5, 1), (4, 2), (6, 2), (3, 4)])
+def test_components_start_apart_and_around_the_prior_mean(count: int, d: int):
+    centres = np.asarray(_centres(count, d))
+    assert centres.shape == (count, d)
+    np.testing.assert_allclose(centres.mean(axis=0), 0.0, atol=1e-12)
+    assert np.max(np.abs(centres)) < 3.0
+    assert len({tuple(centre) for centre in (centres + 0.0).tolist()}) == count
+
+
+def test_a_mixture_family_can_be_built_inside_of_jit():
+    shapes = eqx.filter_eval_shape(rd.MixtureFamily, jax.random.key(0), 2, 1)
+    built = rd.MixtureFamily(jax.random.key(0), 2, 1)
+    assert jax.tree.structure(eqx.filter(shapes, lambda leaf: False)) == jax.tree.structure(
+        eqx.filter(built, lambda leaf: False)
+    )
 
 
 # --- misuse ---------------------------------------------------------------------------------------
@@ -794,6 +855,10 @@ def test_particular_arguments_are_checked():
         rd.RecurrentFamily(key, 1, 1, hidden=0)
     with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
         rd.ConjugateFamily(key, 1, 1, depth=0)
+    with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
+        rd.NonlinearFamily(key, 1, 1, depth=0)
+    with pytest.raises(ValueError, match="num_components must be at least 1, got 0"):
+        rd.MixtureFamily(key, 1, 1, num_components=0)
     with pytest.raises(TypeError, match="expects a StateSpaceModel, got Array"):
         rd.KalmanFamily(jnp.ones(1))  # pyright: ignore
     with pytest.raises(TypeError, match="expects a linear-Gaussian model.*use GatedFamily"):

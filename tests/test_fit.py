@@ -299,6 +299,125 @@ def test_padding_and_missing_rows_do_not_move_a_fit(whole, ys):
     assert np.isfinite(masked.history).all()
 
 
+# Families whose chains are drawn: the same loop, by another estimator.
+
+DRAWN = {
+    "mixture": lambda: rd.MixtureFamily(
+        jax.random.key(0), 1, 1, num_components=2, hidden=4, width=4
+    ),
+    "nonlinear": lambda: rd.NonlinearFamily(jax.random.key(0), 1, 1, hidden=4, width=4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_family_whose_paths_are_drawn_is_trained_by_default(ys, name):
+    result = fit(DRAWN[name](), tanh_model(), ys, num_steps=30, chunk_size=10)
+    assert result.status == "finished" and result.num_skipped == 0
+    assert result.held_out[-1] > result.held_out[0] + 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAWN)
+def test_windows_and_restarts_of_a_family_whose_paths_are_drawn(ys, name):
+    long = ys.reshape(1, -1, 1)
+    result = fit(
+        DRAWN[name](),
+        tanh_model(),
+        long,
+        window=8,
+        length=np.array([70]),
+        num_steps=40,
+        chunk_size=20,
+        batch_size=1,
+        restarts=2,
+        tournament=0.5,
+    )
+    assert result.status == "finished" and result.num_skipped == 0
+    assert result.restart_scores.shape == (2,)
+    assert result.held_out[-1] > result.held_out[0] + 0.05
+
+
+@pytest.mark.slow
+def test_the_increment_of_a_window_is_exact_where_a_drawn_filter_is(ys):
+    """Under the exact posterior each path of each window gives its share of the log-evidence."""
+    model, begin = linear_model(), 4
+    pair = (ExactButDrawn(rd.KalmanFamily(model), 1, 1, 0), model)  # pyright: ignore
+    parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
+    objective = Objective(fixed, rd.BackwardSampling(1, stop_score=True), None, 0.0)
+    batch = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")
+
+    def windowed(parameters):
+        key = jax.random.key(0)
+        head = objective.over_window(parameters, batch, key, jnp.array(0), begin)
+        tail = objective.over_window(parameters, batch, key, jnp.array(begin), N - begin)
+        return head * begin * BATCH + tail * (N - begin) * BATCH
+
+    value, gradient = jax.jit(jax.value_and_grad(windowed))(parameters)
+    assert -float(value) == pytest.approx(float(evidence(model, ys)), abs=1e-9)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient[0]))
+    assert largest < 1e-8
+
+
+class Affine(rd.AbstractBackwardKernel):
+    """A linear-Gaussian kernel of which nothing but draws and densities is used."""
+
+    def law(self, step, x):
+        return step.law(x, None)
+
+
+class ExactButDrawn(rd.AbstractSampledFamily):
+    """A Kalman family whose chains are drawn."""
+
+    inner: rd.KalmanFamily
+    state_dim: int = eqx.field(static=True)
+    obs_dim: int = eqx.field(static=True)
+    input_dim: int = eqx.field(static=True)
+
+    def prepare(self, model, ys, *, mask=None, inputs=None, length=None):
+        return self
+
+    def redraw(self, key):
+        return self
+
+    def init(self):
+        return self.inner.init()
+
+    def embed(self, row):
+        return self.inner.embed(row)
+
+    def advance(self, state, embedded):
+        return self.inner.advance(state, embedded)
+
+    def advance_in_parallel(self, embedded, exists):
+        return self.inner.advance_in_parallel(embedded, exists)
+
+    def read(self, before, after, embedded):
+        return self.inner.read(before, after, embedded)
+
+    def shared(self):
+        return Affine()
+
+
+@pytest.mark.slow
+def test_a_killed_fit_of_drawn_paths_resumes_to_the_last_bit(ys, tmp_path, monkeypatch):
+    path, write = tmp_path / "fit.rd", variational.write_checkpoint
+    family, options = DRAWN["mixture"](), {"num_steps": 10}
+    whole = fit(family, tanh_model(), ys, **options)
+
+    def die(*arguments):
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(variational, "write_checkpoint", die)
+    with pytest.raises(KeyboardInterrupt):
+        fit(family, tanh_model(), ys, checkpoint=path, **options)
+    monkeypatch.setattr(variational, "write_checkpoint", write)
+    resumed = fit(family, tanh_model(), ys, checkpoint=path, **options)
+    assert same(whole.family, resumed.family)
+    assert np.array_equal(whole.history, resumed.history)
+
+
 @pytest.mark.slow
 def test_em_never_lowers_the_evidence_and_ends_near_its_maximum(ys):
     result = rd.em(jax.random.key(0), linear_model(0.3, 0.6, 0.5), ys, num_iterations=100)

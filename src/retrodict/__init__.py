@@ -37,6 +37,7 @@ from retrodict._expectation import Estimate as Estimate
 from retrodict._expectation import Marginals as Marginals
 from retrodict._expectation import expectation as expectation
 from retrodict._expectation import marginals as marginals
+from retrodict._family import AbstractFactorFamily as AbstractFactorFamily
 from retrodict._family import AbstractFamily as AbstractFamily
 from retrodict._family import AbstractLinearGaussianFamily as AbstractLinearGaussianFamily
 from retrodict._family import AbstractSampledFamily as AbstractSampledFamily

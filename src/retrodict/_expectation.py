@@ -20,7 +20,7 @@ from retrodict._estimator import (
     fill_padding,
 )
 from retrodict._functional import AbstractFunctional, LogJoint, Observations, Score
-from retrodict._validate import check_key
+from retrodict._validate import check_key, is_concrete
 
 _EXACT = ClosedForm()
 
@@ -85,7 +85,7 @@ def expectation(
         with_standard_error: whether to return the standard error as well: zero for exact
             estimators, NaN for a single sample.
         tolerance: the largest standard error that the value may have: an estimator that draws is
-            run as often as that asks for. Not inside `jax.jit`.
+            run as often as that asks for. Not inside `jax.jit`. What is exact keeps any.
         max_samples: how many paths a tolerance may ask for.
 
     Returns:
@@ -122,7 +122,8 @@ def marginals(
 ) -> Marginals:
     """The means and covariances of the states, with their standard errors.
 
-    `BackwardSampling` takes any chain. Under a `SampledChain` it averages the conditional moments
+    `BackwardSampling` takes any chain; covariances need two paths, or groups of paths that share
+    noise, and are NaN for one. Under a `SampledChain` it averages the conditional moments
     E[x_{k-1} | x_k] and Cov[x_{k-1} | x_k] along paths and not the states themselves, which has the
     same mean and a smaller variance (Rao-Blackwell). Other estimators read the moments of a
     linear-Gaussian chain off in closed form, since they draw nothing that is quadratic.
@@ -161,6 +162,8 @@ def marginals(
             f"The moments of {type(chain).__name__} have no closed form. Pass"
             " estimator=BackwardSampling(num_samples) and a key."
         )
+    if tolerance is not None:
+        _check_tolerance(tolerance)
     laws = chain.marginals()
     covariance = laws.covariance
     return Marginals(laws.mean, covariance, jnp.zeros_like(laws.mean), jnp.zeros_like(covariance))
@@ -338,20 +341,29 @@ def _within(
         errors: the standard errors that must be within the tolerance.
         estimator: says how many replicates a run has.
         key: a typed key.
-        max_samples: how many replicates may be drawn in all.
+        max_samples: how many paths may be drawn in all.
     """
     if tolerance is None:
         return run(key)
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be a positive standard error, got {tolerance}.")
-    count = estimator.num_replicates
-    if count is None or count < 2:
+    _check_tolerance(tolerance)
+    if estimator.error == "none":
+        return run(key)
+    replicates = estimator.num_replicates
+    if replicates is None or replicates < 2:
         raise ValueError(
             f"A tolerance needs an estimator that draws two replicates or more, got {estimator}."
         )
 
+    count = getattr(estimator, "num_samples", replicates)
+
     def largest(found: R) -> float:
-        return max(float(jnp.max(leaf)) for leaf in jax.tree.leaves(errors(found)))
+        leaves = jax.tree.leaves(errors(found))
+        if not all(is_concrete(leaf) for leaf in leaves):
+            raise ValueError("A tolerance is compared with what was drawn: not inside jax.jit.")
+        error = max((float(jnp.max(leaf)) for leaf in leaves if leaf.size), default=0.0)
+        if not math.isfinite(error):
+            raise ValueError(f"The standard error is {error}, which no number of paths lowers.")
+        return error
 
     found, rounds = run(key), 1
     while (error := largest(found)) > tolerance:
@@ -359,12 +371,17 @@ def _within(
         needed = math.ceil(1.1 * rounds * (error / tolerance) ** 2)
         if needed * count > max_samples:
             raise ValueError(
-                f"A standard error of {tolerance} needs about {needed * count} replicates, and"
+                f"A standard error of {tolerance} needs about {needed * count} paths, and"
                 f" max_samples is {max_samples}: after {rounds * count} it is {error:.2g}."
             )
         more = [run(jax.random.fold_in(key, i)) for i in range(rounds, needed)]
         found, rounds = _pooled(found, rounds, more), needed
     return found
+
+
+def _check_tolerance(tolerance: float) -> None:
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be a positive standard error, got {tolerance}.")
 
 
 def _pooled(found: R, rounds: int, more: list[R]) -> R:

@@ -35,12 +35,11 @@ class GaussianMixture(eqx.Module):
     scale_trils: Float[Array, "*batch component d d"]
 
     def __check_init__(self) -> None:
-        shapes = [getattr(leaf, "shape", None) for leaf in (self.means, self.scale_trils)]
-        weights = getattr(self.log_weights, "shape", None)
-        if weights is None or None in shapes:
+        leaves = (self.log_weights, self.means, self.scale_trils)
+        weights, means, scales = (getattr(leaf, "shape", None) for leaf in leaves)
+        if weights is None or means is None or scales is None:
             return
-        means, scales = shapes
-        if len(means) != len(weights) + 1 or means[:-1] != weights or scales != (*means, means[-1]):
+        if not weights or means[:-1] != weights or scales != (*means, means[-1]):
             raise ValueError(
                 "GaussianMixture expects log_weights of shape (component,), means of shape"
                 " (component, d) and scale_trils of shape (component, d, d), got"
@@ -142,7 +141,8 @@ def _distribution(
     law = GaussianMixture(*parameters)
     residuals = _residuals(law.means, law.scale_trils, x)
     terms = _terms(law, residuals)
-    earlier = jnp.cumsum(terms, axis=1) - terms
+    # Not the sum with a term less that term: a component that is far off in it would lose the rest.
+    earlier = jnp.cumsum(jnp.pad(terms[:, :-1], ((0, 0), (1, 0))), axis=1)
     weights = jax.nn.softmax(law.log_weights[:, None] + earlier, axis=0)
     upper = jnp.sum(weights * ndtr(residuals), axis=0) > 0.5
     sign = jnp.where(upper, -1.0, 1.0).astype(x.dtype)[None, :]
@@ -150,11 +150,13 @@ def _distribution(
 
 
 def _residuals(means: Array, scales: Array, x: Array) -> Float[Array, "component d"]:
-    """s_j⁻¹ (x − m_j) of each component."""
-    return jax.vmap(lambda m, s: linalg.solve_triangular(s, x - m))(means, scales)
+    """s_j⁻¹ (x − m_j) of each component, increasing in x where a scale has a negative pivot too."""
+    turned = jnp.where(jnp.diagonal(scales, axis1=-2, axis2=-1) < 0, -1.0, 1.0)
+    turned = turned.astype(scales.dtype)
+    return jax.vmap(lambda m, s, t: t * linalg.solve_triangular(s, x - m))(means, scales, turned)
 
 
 def _terms(law: Any, residuals: Float[Array, "component d"]) -> Float[Array, "component d"]:
     """The log density of each coordinate given those before it, under each component."""
     diagonal = jnp.diagonal(law.scale_trils, axis1=-2, axis2=-1)
-    return -0.5 * (residuals**2 + LOG_2PI) - jnp.log(diagonal)
+    return -0.5 * (residuals**2 + LOG_2PI) - jnp.log(jnp.abs(diagonal))

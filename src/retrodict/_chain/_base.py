@@ -56,13 +56,21 @@ class AbstractKernelChain(AbstractBackwardChain):
     """
 
     if TYPE_CHECKING:
-        # A type checker would take abstract variables for properties.
-        laws: Any
-        length: Int[Array, ""] | None
+        # A type checker would take abstract variables for arguments of the constructor.
+
+        @property
+        def laws(self) -> Any:
+            """The filtering laws."""
+            ...
 
         @property
         def steps(self) -> PyTree:
             """The parameters of the backward kernels."""
+            ...
+
+        @property
+        def length(self) -> Int[Array, ""] | None:
+            """How many rows exist."""
             ...
     else:
         laws: eqx.AbstractVar[Any]

@@ -20,7 +20,13 @@ from retrodict._validate import check_count, check_key
 
 
 class AbstractBackwardKernel(eqx.Module):
-    """What the backward kernels of all times share, such as a network: (step, x_k) ↦ q_{k-1|k}."""
+    """What the backward kernels of all times share, such as a network: (step, x_k) ↦ q_{k-1|k}.
+
+    Its law is a `Gaussian`, a `GaussianMixture`, or anything else with `mean`, `covariance`,
+    `log_prob(x)`, `noise_dim` and `from_noise(e)`, a map under which that many standard normal
+    numbers have the law. Gradients of draws are those of `from_noise`. What a kernel holds should
+    be arrays, and functions static fields: `jax.vmap` of `infer` returns chains, and thus kernels.
+    """
 
     @abstractmethod
     def law(self, step: PyTree, x: Float[Array, "state"]) -> Any:
@@ -44,8 +50,8 @@ class Trace(NamedTuple):
 class SampledChain(AbstractKernelChain):
     """A chain with backward kernels of any form, drawn and not marginalised.
 
-    Rows from `length` on do not exist: a path stays there where it ended, and their densities count
-    as zero.
+    Rows from `length` on do not exist: what `laws` and `steps` hold there is not read, a path stays
+    where it ended, and densities count as zero.
 
     Attributes:
         laws: the filtering laws q_k, with a leading time axis.
@@ -72,14 +78,23 @@ class SampledChain(AbstractKernelChain):
 
     @property
     def noise_dim(self) -> int:
-        """How many standard normal numbers make one state."""
-        return self.laws.noise_dim
+        """How many standard normal numbers make one state: the most that any of the laws takes."""
+
+        def numbers(step: PyTree, x: Array) -> Array:
+            return jnp.zeros(self.kernel_law(step, x).noise_dim)
+
+        step = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.steps
+        )
+        x = jax.ShapeDtypeStruct((self.state_dim,), self.laws.mean.dtype)
+        return max(self.laws.noise_dim, jax.eval_shape(numbers, step, x).shape[0])
 
     @property
     def terminal(self) -> Any:
         """The law of the last state that exists."""
         check_single(self.laws.mean)
-        return jax.tree.map(lambda leaf: leaf[-1], self.laws)
+        end = -1 if self.length is None else self.length - 1
+        return jax.tree.map(lambda leaf: leaf[end], self.laws)
 
     def kernel_law(self, step: PyTree, x: Float[Array, "state"]) -> Any:
         """The law q_{k-1|k}(x, ·)."""
@@ -137,13 +152,13 @@ def _trace(
 ) -> Trace:
     terminal, exists = chain.terminal, _exists(chain)
     noise = jnp.swapaxes(noise, 0, 1)
-    if last is None:
-        last = jax.vmap(terminal.from_noise)(noise[-1])
+    drawn = jax.vmap(terminal.from_noise)(noise[-1, :, : terminal.noise_dim])
+    end = drawn if last is None else last
     spread = terminal.covariance
 
     def draw(step: PyTree, x: Array, e: Array) -> tuple[Array, Array, Array]:
         law = chain.kernel_law(step, x)
-        return law.from_noise(e), law.mean, law.covariance
+        return law.from_noise(e[: law.noise_dim]), law.mean, law.covariance
 
     # In padding the conditional moments are those of the terminal law, which the states repeat.
     def back(state: tuple, at: tuple) -> tuple[tuple, tuple]:
@@ -153,13 +168,13 @@ def _trace(
             new = jax.tree.map(lambda drawn, kept: jnp.where(real, drawn, kept), new, state)
         return new, new
 
-    count = last.shape[0]
     first = (
-        last,
-        jnp.broadcast_to(terminal.mean, last.shape),
-        jnp.broadcast_to(spread, (count, *spread.shape)),
+        end,
+        jnp.broadcast_to(terminal.mean, end.shape),
+        jnp.broadcast_to(spread, (end.shape[0], *spread.shape)),
     )
-    _, rest = lax.scan(back, first, (chain.steps, noise[:-1], exists), reverse=True)
+    steps = _finite_steps(chain, exists)
+    _, rest = lax.scan(back, first, (steps, noise[:-1], exists), reverse=True)
     rows = jax.tree.map(lambda head, end: jnp.concatenate([head, end[None]]), rest, first)
     return Trace(*(jnp.swapaxes(leaf, 0, 1) for leaf in rows))
 
@@ -167,7 +182,7 @@ def _trace(
 @eqx.filter_jit
 def _log_prob(chain: SampledChain, path: Float[Array, "time state"]) -> Scalar:
     exists = _exists(chain)
-    if exists is None:
+    if exists is None or chain.length is None:
         last, before, after = path[-1], path[:-1], path[1:]
     else:
         # What stands in padding may be anything: the last state that exists stands there instead.
@@ -175,7 +190,7 @@ def _log_prob(chain: SampledChain, path: Float[Array, "time state"]) -> Scalar:
         path = jnp.where(jnp.concatenate([jnp.ones(1, bool), exists])[:, None], path, last[None])
         before, after = path[:-1], path[1:]
     densities = jax.vmap(lambda step, x, y: chain.kernel_law(step, y).log_prob(x))(
-        chain.steps, before, after
+        _finite_steps(chain, exists), before, after
     )
     if exists is not None:
         densities = jnp.where(exists, densities, 0.0)
@@ -185,3 +200,17 @@ def _log_prob(chain: SampledChain, path: Float[Array, "time state"]) -> Scalar:
 def _exists(chain: SampledChain) -> Any:
     """Which of the backward kernels lead between rows that exist; `None` if all of them do."""
     return None if chain.length is None else jnp.arange(1, chain.num_times) < chain.length
+
+
+def _finite_steps(chain: SampledChain, exists: Any) -> PyTree:
+    """The steps, with a copy of the first where nothing exists.
+
+    What is computed there is thrown away, but if it were not finite its gradient would be NaN.
+    """
+    if exists is None:
+        return chain.steps
+
+    def fill(leaf: Array) -> Array:
+        return jnp.where(exists.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, leaf[:1])
+
+    return jax.tree.map(fill, chain.steps)

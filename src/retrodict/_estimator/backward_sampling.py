@@ -132,7 +132,7 @@ class BackwardSampling(AbstractEstimator):
         noise = self._numbers(key, shape, dtype)
         noise = noise.reshape(self.num_samples, chain.num_times, count, width).swapaxes(1, 2)
         last = jax.vmap(lambda component, e: jax.vmap(component.from_noise)(e), (0, 1), 1)(
-            terminal.components, noise[:, :, -1, 1:]
+            terminal.components, noise[:, :, -1, 1 : terminal.noise_dim]
         )
 
         def flat(leaf: Array) -> Array:
@@ -165,7 +165,9 @@ class BackwardSampling(AbstractEstimator):
     def over_group(self, fn: Callable[[Array], PyTree], group: Paths) -> PyTree:
         """The weighted mean of a function of paths over one group."""
         values = jax.vmap(fn)(group.paths)
-        return jax.tree.map(lambda leaf: jnp.tensordot(group.weights, leaf, axes=1), values)
+        return jax.tree.map(
+            lambda leaf: jnp.tensordot(group.weights, leaf, axes=1, precision="highest"), values
+        )
 
     def _grouped(self, leaf: Float[Array, "sample *rest"]) -> Array:
         return leaf.reshape(self.num_replicates, -1, *leaf.shape[1:])
@@ -181,8 +183,14 @@ class BackwardSampling(AbstractEstimator):
             return jnp.concatenate([half, -half], axis=1).reshape(shape)
         order_key, within_key = jax.random.split(key)
         order = jnp.argsort(jax.random.uniform(order_key, groups), axis=1)
-        within = jax.random.uniform(within_key, groups, dtype, jnp.finfo(dtype).tiny)
-        return ndtri((order.astype(dtype) + within) / size).reshape(shape)
+        within = jax.random.uniform(within_key, groups, dtype)
+        return _quantiles((order.astype(dtype) + within) / size).reshape(shape)
+
+
+def _quantiles(levels: Array) -> Array:
+    """Standard normal quantiles; a level that was rounded to zero or one is moved off it."""
+    half = 0.5 * jnp.finfo(levels.dtype).eps
+    return ndtri(jnp.clip(levels, half, 1.0 - half))
 
 
 def along_path(

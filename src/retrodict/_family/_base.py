@@ -226,13 +226,11 @@ def _step(family: AbstractFactorFamily, state: Any, row: Row) -> tuple[Any, Fact
 
 
 @eqx.filter_jit
-def _infer(family: AbstractFactorFamily, series: Series, parallel: bool) -> AbstractKernelChain:
+def _infer(family: AbstractFactorFamily[C], series: Series, parallel: bool) -> C:
     return infer_series(unwrap(family), series, parallel=parallel)
 
 
-def infer_series(
-    family: AbstractFactorFamily, series: Series, *, parallel: bool = False
-) -> AbstractKernelChain:
+def infer_series(family: AbstractFactorFamily[C], series: Series, *, parallel: bool = False) -> C:
     """The chain of a prepared series, to be called inside `jax.jit`.
 
     Args:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Bool, Float
 
@@ -91,7 +92,7 @@ class MixtureFamily(AbstractSampledFamily):
 
     cell: eqx.nn.GRUCell
     readout: eqx.nn.MLP
-    centres: Frozen
+    centres: Any
     transition: Transition
     coordinates: Coordinates
     state_dim: int = eqx.field(static=True)  # pyright: ignore
@@ -216,7 +217,7 @@ def _centres(count: int, d: int) -> Float[Array, "component d"]:
     Along each axis they stand at quantiles of the prior, symmetric around its mean, so that
     neither of two mirrored modes is nearer to the start.
     """
-    axis = jnp.arange(count) // 2 % d
-    on_axis = jnp.array([int(jnp.sum(axis == i)) for i in range(d)])[axis]
-    rank = jnp.array([int(jnp.sum(axis[:j] == axis[j])) for j in range(count)])
-    return jax.nn.one_hot(axis, d) * ndtri((rank + 0.5) / on_axis)[:, None]
+    axis = np.arange(count) // 2 % d
+    on_axis = np.bincount(axis, minlength=d)[axis]
+    rank = np.array([np.sum(axis[:j] == axis[j]) for j in range(count)])
+    return jax.nn.one_hot(axis, d) * ndtri(jnp.asarray((rank + 0.5) / on_axis))[:, None]

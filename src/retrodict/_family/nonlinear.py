@@ -41,13 +41,13 @@ class NonlinearKernel(AbstractBackwardKernel):
 
     Attributes:
         entry: the weights by which the first layer reads z.
-        correction: the rest of the network.
+        layers: the rest of the network: arrays alone, so that `jax.vmap` may return a chain.
         location: x̄.
         scale: S.
     """
 
     entry: Float[Array, "width state"]
-    correction: eqx.nn.MLP
+    layers: tuple[eqx.nn.Linear, ...]
     location: Float[Array, "state"]
     scale: Float[Array, "state state"]
 
@@ -56,7 +56,9 @@ class NonlinearKernel(AbstractBackwardKernel):
         d = x.shape[0]
         z = linalg.solve_triangular(self.scale, x - self.location)
         hidden = jnp.tanh(step.context + linalg.matvec(self.entry, z))
-        out = self.correction(hidden)
+        for layer in self.layers[:-1]:
+            hidden = jnp.tanh(layer(hidden))
+        out = self.layers[-1](hidden)
         linear = linalg.matvec(step.base.weight, x) + step.base.bias
         return Gaussian(
             linear + linalg.matvec(self.scale, out[:d]),
@@ -131,6 +133,7 @@ class NonlinearFamily(AbstractSampledFamily):
 
     def redraw(self, key: PRNGKey) -> "NonlinearFamily":
         """The same family with a freshly drawn cell, readouts and correction."""
+        check_key(key, "NonlinearFamily")
         base_key, key = jax.random.split(key)
         return eqx.tree_at(
             lambda f: (f.base, f.context, f.entry, f.correction),
@@ -168,7 +171,7 @@ class NonlinearFamily(AbstractSampledFamily):
         """The network of the later state."""
         coordinates = self.base.coordinates
         return NonlinearKernel(
-            self.entry, self.correction, coordinates.state_location, coordinates.state_scale
+            self.entry, self.correction.layers, coordinates.state_location, coordinates.state_scale
         )
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from retrodict import _linalg as linalg
 from retrodict._chain import LinearGaussianChain
-from retrodict._family import AbstractFamily, infer_series
+from retrodict._family import AbstractFamily, AbstractLinearGaussianFamily, infer_series
 from retrodict._fit.batch import num_rows, prepare_batch
 from retrodict._fit.variational import fit
 from retrodict._gaussian import Diagonal, Gaussian
@@ -64,7 +64,7 @@ def em(
         key: a typed key.
         model: the model to start from.
         ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
-        family: a family, for models that are not linear Gaussian.
+        family: a family with linear-Gaussian chains, for models that are not linear Gaussian.
         num_iterations: how many E-steps and M-steps, at most.
         steps_per_iteration: how many steps the family is fitted for in one E-step.
         tolerance: the gain, in nats a time step, below which exact EM stops.
@@ -76,6 +76,11 @@ def em(
     num_iterations = check_count(num_iterations, "num_iterations")
     if family is None:
         check_linear_gaussian(unwrap(model))
+    elif not isinstance(family, AbstractLinearGaussianFamily):
+        raise TypeError(
+            "The M-step reads moments of linear-Gaussian chains, and those of"
+            f" {type(family).__name__} are drawn. Use fit(..., learn='both'), or GatedFamily."
+        )
     batch = prepare_batch(
         ys,
         mask=mask,

@@ -141,7 +141,9 @@ def fit(
         inputs: inputs, of shape `(batch, time, input)`.
         length: how many rows exist, one integer a series or one for all.
         estimator: how the ELBO is taken. By default closed form for linear-Gaussian models,
-            quadrature for one or two state dimensions, one draw of the emission term for more.
+            quadrature for one or two state dimensions, one draw of the emission term for more; for
+            families whose chains are sampled, one path a series, or one a component of a terminal
+            mixture, without the score of the chain.
         batch_size: how many series a step sees.
         window: how many rows of each series a step sees, for long series: the family runs from the
             start up to the window without a gradient, and the step ascends the increment of the
