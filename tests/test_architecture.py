@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_checkpoint",),
     ("_train",),
     ("_fit",),
+    ("_smooth",),
     ("models",),
     ("data",),
     ("experiments",),
