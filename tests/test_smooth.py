@@ -1,5 +1,7 @@
 """Smoothing without choosing: what is chosen, why, and what must be refused."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 
 import retrodict as rd
 from retrodict._fit.batch import prepare_batch
+from retrodict._smooth import driver
 from retrodict._smooth import grade as grading
-from retrodict._smooth.amortise import simulate_like
+from retrodict._smooth.amortise import Training, simulate_like
 
 N, QUICK = 30, {"num_steps": 3, "num_series": 8, "num_samples": 32, "progress": False}
 
@@ -49,10 +52,18 @@ def grid_moments(model, ys):
     return oracle.mean, oracle.covariance
 
 
+def untrained(key, model, batch, **options):
+    """What stands in for the training, which takes long to compile."""
+    family = rd.MixtureFamily(key, 1, 1).prepare(model, batch.ys)
+    return Training(family, f"A family was not trained, with {options['num_steps']} steps")
+
+
 @pytest.fixture(scope="module")
 def squared():
-    """A series with two explanations, smoothed by a family that was hardly trained."""
-    return rd.smooth(SQUARE, simulated(SQUARE), **QUICK)
+    """A series with two explanations, smoothed by a family that was not trained."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "train_family", untrained)
+        return rd.smooth(SQUARE, simulated(SQUARE), **QUICK)
 
 
 # --- exact ----------------------------------------------------------------------------------------
@@ -115,6 +126,7 @@ def test_what_was_forced_is_done_and_graded():
     assert "does not pass check_posterior (loose ELBO" in found.reason
 
 
+@pytest.mark.slow
 def test_particles_that_degenerate_have_no_say(monkeypatch):
     monkeypatch.setattr(grading, "NUM_PARTICLES", 200)
     # Of twenty observations with little noise each no particle knows: all weight is on one.
@@ -127,13 +139,14 @@ def test_particles_that_degenerate_have_no_say(monkeypatch):
     assert "the shape alone decides" in found.reason
 
 
+@pytest.mark.slow
 def test_without_a_density_the_smoother_speaks_for_itself():
     stiff = rd.StateSpaceModel(MILD.prior, linear(0.9, 0.0), MILD.emission)
-    found = rd.smooth(stiff, simulated(MILD, 2))
+    found = rd.smooth(stiff, simulated(stiff, 2))
     assert found.method == "linearised" and found.mean.shape == (2, N, 1)
     assert "calls itself 'ok'" in found.reason and "transition with a density" in found.reason
     with pytest.raises(ValueError, match="transition with a density"):
-        rd.smooth(stiff, simulated(MILD), method="amortised")
+        rd.smooth(stiff, simulated(stiff), method="amortised")
 
 
 # --- amortised ------------------------------------------------------------------------------------
@@ -142,7 +155,7 @@ def test_without_a_density_the_smoother_speaks_for_itself():
 def test_two_modes_are_left_to_a_family(squared):
     assert squared.method == "amortised"
     assert "The iterated smoother does not pass check_posterior (" in squared.reason
-    assert "Family was trained on 8 simulated series of 30 rows" in squared.reason
+    assert "A family was not trained, with 3 steps. It does not pass" in squared.reason
     assert squared.mean.shape == (N, 1) and squared.covariance.shape == (N, 1, 1)
     assert jnp.all(squared.mean_standard_error >= 0) and jnp.any(squared.mean_standard_error > 0)
     assert isinstance(squared.family, rd.AbstractSampledFamily)
@@ -200,14 +213,15 @@ def test_a_family_is_trained_with_gaps_inputs_and_lengths():
     ys = np.array(jax.vmap(lambda key, u: model.simulate(key, N, inputs=u)[1])(keys, us))
     ys[0, 10:15] = np.nan
     found = rd.smooth(model, ys, method="amortised", inputs=us, length=[N, 20], **QUICK)
+    assert "Family was trained on 8 simulated series of 30 rows" in found.reason
     assert found.mean.shape == (2, N, 1) and jnp.all(jnp.isfinite(found.mean))
     np.testing.assert_allclose(found.mean[1, 20:], jnp.tile(found.mean[1, 19], (10, 1)), atol=1e-10)
 
 
-@pytest.mark.slow
 def test_a_smoother_that_a_family_does_not_beat_is_kept(monkeypatch):
-    # Nothing is good enough for this check, and three steps of training are none.
+    # Nothing is good enough for this check.
     monkeypatch.setattr("retrodict._bounds.check.K_HAT_GOOD", -1.0)
+    monkeypatch.setattr(driver, "train_family", untrained)
     found = rd.smooth(MILD, simulated(MILD), **QUICK)
     assert found.method == "linearised" and "which is therefore kept" in found.reason
     assert found.family is not None
@@ -249,8 +263,9 @@ def test_misuse_is_refused(options, kind, message):
 
 @pytest.mark.usefixtures("untyped")
 def test_other_misuse_is_refused():
+    wrong: Any = 3
     with pytest.raises(TypeError, match="expects a StateSpaceModel, got int"):
-        rd.smooth(3, np.zeros((N, 1)))
+        rd.smooth(wrong, np.zeros((N, 1)))
     with pytest.raises(ValueError, match=r"\(batch, time, obs\), or \(time, obs\)"):
         rd.smooth(MILD, np.zeros(N))
     with pytest.raises(ValueError, match="must have 1 columns, got 2"):
@@ -258,5 +273,6 @@ def test_other_misuse_is_refused():
     family = rd.ConjugateFamily(jax.random.key(0), 1, 1, width=4)
     with pytest.raises(ValueError, match="the method 'linearised' has no use for"):
         rd.smooth(MILD, np.zeros((N, 1)), method="linearised", family=family)
+    wrong = rd.smooth(LINEAR, np.zeros((N, 1)))
     with pytest.raises(TypeError, match="Pass its .family"):
-        rd.smooth(LINEAR, np.zeros((N, 1)), family=rd.smooth(LINEAR, np.zeros((N, 1))))
+        rd.smooth(LINEAR, np.zeros((N, 1)), family=wrong)

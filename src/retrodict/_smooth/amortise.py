@@ -23,9 +23,6 @@ the time of a step grows with the rows."""
 NUM_HELD_OUT = 128
 """How many simulated series grade the families and are not trained on."""
 
-TRIAL = 1 / 3
-"""The share of the steps after which only the better family goes on."""
-
 
 class Training(NamedTuple):
     """A trained family, and how it came to be chosen."""
@@ -50,17 +47,18 @@ def train_family(
     num_series: int,
     progress: bool | Callable[[int, float], None],
 ) -> Training:
-    """Trains a mixture and a nonlinear family, and goes on with the better.
+    """Trains a mixture and a nonlinear family, and keeps the better.
 
-    Of a posterior with two modes a family may keep one, at the price of log 2 nats of ELBO for the
-    whole series: hardly anything a time step. So the mixture, which can keep both, goes on unless
-    the other is better by more than that.
+    Both are trained to the end: to stop one early would spare steps and cost another compilation,
+    which takes as long. Of a posterior with two modes a family may keep one, at the price of log 2
+    nats of ELBO for the whole series: hardly anything a time step. So the mixture, which can keep
+    both, is kept unless the other is better by more than that.
 
     Args:
         key: a typed key.
         model: the model.
         batch: the series that will be smoothed.
-        num_steps: steps of the family that is kept; the other has a third of them.
+        num_steps: steps of each family.
         num_series: how many series to simulate for training.
         progress: as in `fit`.
     """
@@ -69,37 +67,31 @@ def train_family(
     held_out = tuple(simulate_like(held_key, model, batch, NUM_HELD_OUT))
     state_dim, obs_dim = model.state_dim, batch.ys.shape[-1]
     input_dim = 0 if batch.inputs is None else batch.inputs.shape[-1]
-    trial = max(1, round(TRIAL * num_steps))
-
-    def go_on(index: int, family: AbstractFamily, steps: int, prepare: bool) -> FitResult:
-        return fit(
-            jax.random.fold_in(key, index),
+    families = [
+        MixtureFamily(mixture_key, state_dim, obs_dim, input_dim=input_dim),
+        NonlinearFamily(nonlinear_key, state_dim, obs_dim, input_dim=input_dim),
+    ]
+    tried = [
+        fit(
+            key,
             family,
             model,
             train.ys,
-            num_steps=steps,
+            num_steps=num_steps,
             held_out=held_out,
-            prepare=prepare,
             progress=progress,
             **train.options,
         )
-
-    mixture = MixtureFamily(mixture_key, state_dim, obs_dim, input_dim=input_dim)
-    nonlinear = NonlinearFamily(nonlinear_key, state_dim, obs_dim, input_dim=input_dim)
-    tried = [go_on(0, mixture, trial, True), go_on(1, nonlinear, trial, True)]
-    values = [_grade(result) for result in tried]
-    margin = math.log(2) / train.ys.shape[1]
-    better = int(values[1] > values[0] + margin)
-    kept, value = tried[better], values[better]
-    if num_steps > trial:
-        kept = go_on(2, kept.family, num_steps - trial, False)
-        value = _grade(kept)
-    name, other = type(kept.family).__name__, type(tried[1 - better].family).__name__
+        for family in families
+    ]
+    mixture, nonlinear = (_grade(result) for result in tried)
+    num_rows = train.ys.shape[1]
+    kept = tried[int(nonlinear > mixture + math.log(2) / num_rows)]
     return Training(
         kept.family,
-        f"A {name} was trained on {num_series} simulated series of {train.ys.shape[1]} rows (in a"
-        f" trial its held-out ELBO was {values[better]:.3f} nats a time step, that of a {other}"
-        f" {values[1 - better]:.3f}; in the end {value:.3f})",
+        f"A {type(kept.family).__name__} was trained on {num_series} simulated series of"
+        f" {num_rows} rows (held-out ELBO, nats a time step: {mixture:.3f} for a mixture,"
+        f" {nonlinear:.3f} for a nonlinear family)",
     )
 
 

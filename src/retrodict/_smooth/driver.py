@@ -102,7 +102,7 @@ def smooth(
     key: PRNGKey | None = None,
     method: Literal["auto"] | Method = "auto",
     family: AbstractFamily | None = None,
-    num_steps: int = 900,
+    num_steps: int = 600,
     num_series: int = 1024,
     num_samples: int = 256,
     mask: Any = None,
@@ -116,9 +116,9 @@ def smooth(
     2. Otherwise `iterated_smoother` is run and graded by `check_posterior`, against importance
        weights and a particle smoother. If nothing speaks against it, it is the answer.
     3. Otherwise a `MixtureFamily` and a `NonlinearFamily` are trained on series that the model
-       simulates, the better one in the end, and graded in the same way. Moments are then means over
-       drawn paths, with standard errors. Should its ELBO on the given series be below that of
-       step 2, which lost no mode, then that one is the answer after all.
+       simulates, and the better one is graded in the same way. Moments are then means over drawn
+       paths, with standard errors. Should its ELBO on the given series be below that of step 2,
+       and step 2 have lost no mode, then that one is the answer after all.
 
     There is one decision for a batch, that of its worst series; of large batches sixteen are
     checked. The training is on at most 64 rows: if the state does not return to where it was, as
@@ -144,14 +144,14 @@ def smooth(
         method: `"auto"`, or the one to use: `"exact"`, `"linearised"` or `"amortised"`.
         family: a family that was trained for this model, as the `family` of an earlier result:
             nothing is trained, and the method is `"amortised"`.
-        num_steps: steps of training of the family that is kept; the other has a third of them.
+        num_steps: steps of training of each of the two families.
         num_series: how many series to simulate for training.
         num_samples: paths over which moments are taken where they have no closed form, for each
             component of the last filtering law; a multiple of 16, and 32 at least.
         mask: true where an entry was seen, of the shape of `ys`.
         inputs: inputs, of shape `(time, input)` or `(batch, time, input)`.
         length: how many rows exist, one integer a series or one for all.
-        progress: whether to show the progress of each of the three fits, or a function as in `fit`.
+        progress: whether to show the progress of each of the two fits, or a function as in `fit`.
 
     Returns:
         Moments, the chain, the method and the reason.
@@ -161,7 +161,8 @@ def smooth(
             has: linear-Gaussian kernels, or means and covariances.
         ValueError: if shapes do not fit, or the model has no density where one is needed.
     """
-    key = jax.random.key(0) if key is None else key
+    if key is None:
+        key = jax.random.key(0)
     check_key(key, "smooth")
     _check_choice(model, method, family)
     estimator = BackwardSampling(num_samples, noise="stratified", by_component=True)
@@ -275,9 +276,7 @@ def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
     return answer._replace(reason=refused)
 
 
-def _amortised(
-    key: PRNGKey, request: Request, witnesses: list[Witness]
-) -> tuple[Answer, Grade]:
+def _amortised(key: PRNGKey, request: Request, witnesses: list[Witness]) -> tuple[Answer, Grade]:
     """The chains of a family, trained if none was given, and their grade."""
     train_key, key = jax.random.split(key)
     family, story = request.family, "The family was given"

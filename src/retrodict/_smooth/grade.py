@@ -33,12 +33,12 @@ class Witness(NamedTuple):
     """One series of a batch, and what a particle smoother says of it.
 
     Attributes:
-        index: which one.
+        position: which one.
         series: its rows.
         particles: paths and an evidence that owe nothing to the chain in question.
     """
 
-    index: int
+    position: int
     series: Series
     particles: ParticlePosterior
 
@@ -78,18 +78,18 @@ def call_witnesses(key: PRNGKey, model: StateSpaceModel, batch: Series) -> list[
     count = num_series(batch)
     chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_CHECKED)).round().astype(int))
     found = []
-    for index in chosen.tolist():
-        series = take(batch, index)
+    for position in chosen.tolist():
+        series = take(batch, position)
         # A filter that fails is told by its status: then it says nothing, and the rest goes on.
         particles = ffbsi(
-            jax.random.fold_in(key, index),
+            jax.random.fold_in(key, position),
             model,
             series.ys,
             NUM_PARTICLES,
             strict=False,
             **options_of(series),
         )
-        found.append(Witness(index, series, particles))
+        found.append(Witness(position, series, particles))
     return found
 
 
@@ -106,9 +106,9 @@ def grade(
     """
     checks = [
         check_posterior(
-            jax.random.fold_in(key, witness.index),
+            jax.random.fold_in(key, witness.position),
             model,
-            pick(chains, witness.index),
+            pick(chains, witness.position),
             witness.series.ys,
             reference=witness.particles,
             num_samples=NUM_PARTICLES,
