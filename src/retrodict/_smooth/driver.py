@@ -190,8 +190,8 @@ def smooth(
         check_count(num_series, "num_series"),
         progress,
     )
-    key, draw_key = jax.random.split(key)
-    answer = _answer(key, request, method)
+    answer_key, draw_key = jax.random.split(key)
+    answer = _answer(answer_key, request, method)
     found = _marginals(draw_key, answer.chains, estimator, count_series(batch))
     chains = answer.chains
     if jnp.ndim(ys) == 2:

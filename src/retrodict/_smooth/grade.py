@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from retrodict._bounds import PosteriorCheck, check_posterior
-from retrodict._bounds.check import K_HAT_GOOD, MANY_NATS
+from retrodict._bounds.check import K_HAT_GOOD, MANY_MISSED, MANY_NATS
 from retrodict._chain import AbstractBackwardChain
 from retrodict._fit.batch import num_series, take
 from retrodict._mask import Series
@@ -142,14 +142,20 @@ def _figures(checks: list[PosteriorCheck], heard: list[bool]) -> str:
     shape = max(float(check.k_hat) for check in checks)
     of = f" of {len(checks)} series, at worst," if len(checks) > 1 else ""
     figures = f"the Pareto shape of its path weights{of} is {_shape(shape)}"
-    gaps = [float(check.gap) for check, trusted in zip(checks, heard, strict=True) if trusted]
-    if gaps:
-        # Both are estimates, so that a gap of nothing may come out negative.
-        gap = max(0.0, *gaps)
-        figures += f", and its ELBO {gap:.1f} nats below the particle evidence"
+    limits = f"{K_HAT_GOOD}"
+    trusted = [check for check, so in zip(checks, heard, strict=True) if so]
+    if trusted:
+        # Both ELBO and evidence are estimates, so that a gap of nothing may come out negative.
+        gap = max(0.0, *(float(check.gap) for check in trusted))
+        missed = max(float(np.max(check.missed)) for check in trusted)
+        figures += (
+            f", its ELBO is {gap:.1f} nats below the particle evidence, and up to {missed:.0%} of"
+            " the particles are where it has no mass"
+        )
+        limits += f", {MANY_NATS:.0f} nats and {MANY_MISSED:.0%}"
     if not all(heard):
         figures += "; where the particle smoother degenerates, the shape alone decides"
-    return f"{figures} (good: up to {K_HAT_GOOD}, and {MANY_NATS:.0f} nats)"
+    return f"{figures} (good: up to {limits})"
 
 
 def _shape(value: float) -> str:
