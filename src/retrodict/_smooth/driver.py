@@ -118,7 +118,7 @@ def smooth(
     3. Otherwise a `MixtureFamily` and a `NonlinearFamily` are trained on series that the model
        simulates, and the better one is graded in the same way. Moments are then means over drawn
        paths, with standard errors. Should its ELBO on the given series be below that of step 2,
-       and step 2 have lost no mode, then that one is the answer after all.
+       and step 2 have lost no mode that step 3 has, then that one is the answer after all.
 
     There is one decision for a batch, that of its worst series; of large batches sixteen are
     checked. The training is on at most 64 rows: if the state does not return to where it was, as
@@ -240,26 +240,26 @@ def _kinds(model: StateSpaceModel) -> str:
 
 def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
     """The chains by the method that was asked for, or by the first that is good enough."""
-    model, batch = request.model, request.batch
-    if request.family is None and method in ("auto", "exact") and is_linear_gaussian(model):
+    model, batch, prelude = request.model, request.batch, ""
+    if request.family is not None:
+        method = "amortised"
+    if method in ("auto", "exact") and is_linear_gaussian(model):
         found = _over_series(lambda ys, **rest: kalman_smoother(model, ys, **rest), batch)
         return Answer(found.chain, "exact", "The model is linear and Gaussian.")
+    if method == "auto" and not _has_moments(model, batch):
+        method, prelude = "amortised", "The model has no moments to linearise by. "
     lacking = _lacking_density(model)
-    can_linearise = method == "linearised" or _has_moments(model, batch)
-    witness_key, linear_key, key = jax.random.split(key, 3)
     if lacking is not None:
         # Neither particles nor a family can do without: there is nothing to grade by or to turn to.
-        if method == "amortised" or request.family is not None or not can_linearise:
+        if method == "amortised":
             raise ValueError(lacking)
         posterior = _linearised(model, batch)
         return Answer(posterior.chain, "linearised", f"{_status(posterior)}. {lacking}")
+    witness_key, linear_key, key = jax.random.split(key, 3)
     witnesses = call_witnesses(witness_key, model, batch)
-    if request.family is not None or method == "amortised" or not can_linearise:
+    if method == "amortised":
         answer, _ = _amortised(key, request, witnesses)
-        if request.family is None and method == "auto":
-            reason = f"The model has no moments to linearise by. {answer.reason}"
-            return answer._replace(reason=reason)
-        return answer
+        return answer._replace(reason=prelude + answer.reason)
     posterior = _linearised(model, batch)
     graded = grade(linear_key, model, posterior.chain, witnesses)
     linearised = Answer(posterior.chain, "linearised", _verdict("The iterated smoother", graded))
@@ -267,7 +267,9 @@ def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
         return linearised
     answer, trained = _amortised(key, request, witnesses)
     refused = f"{linearised.reason} {answer.reason}"
-    if not graded.modes_lost and graded.elbo > trained.elbo:
+    # A chain that lost a mode may have the larger ELBO of two, and be the worse one.
+    comparable = trained.modes_lost or not graded.modes_lost
+    if comparable and graded.elbo > trained.elbo:
         reason = (
             f"{refused} Its ELBO is {graded.elbo - trained.elbo:.1f} nats below that of the"
             " iterated smoother, which is therefore kept."
