@@ -142,7 +142,7 @@ def headline(arguments: Any) -> dict[str, Any]:
                 name, NONLINEAR, seed, STEPS[name], arguments.folder, "section-5.2"
             )
             found = graded(NONLINEAR, family, ys, oracles)
-            one = {key: spread(value) for key, value in found.items()}
+            one: dict[str, Any] = {key: spread(value) for key, value in found.items()}
             for key in ("additive_error", "marginal_mse"):
                 one[f"{key}_less_FFBSi's"] = spread(found[key] - particles[key])
             one["seconds"] = seconds

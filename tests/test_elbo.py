@@ -257,7 +257,7 @@ def test_a_batch_is_mapped_and_differentiated():
 
         def one(chain, y):
             series = prepare_data(changed, y, mask=True, length=chain.length)
-            return elbo_of_series(changed, chain, series, rd.ClosedForm(), None)
+            return elbo_of_series(changed, chain, series, rd.ClosedForm(), None).value
 
         return jnp.sum(jax.vmap(one)(chains, ys))
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 import retrodict as rd
 from bounded_law import Within
@@ -261,36 +261,11 @@ class HeavyLaw(eqx.Module):
         return self.from_noise(jax.random.normal(key, (self.noise_dim,)))
 
 
-class CurvedChain(rd.AbstractKernelChain):
-    """Filtering laws of one kind and curved kernels of another, with noise of other lengths."""
+class CurvedKernel(rd.AbstractBackwardKernel):
+    """Curved kernels of another kind than the filtering laws, with noise of another length."""
 
-    laws: Any  # pyright: ignore
-    bias: Array
-    length: Int[Array, ""] | None = None  # pyright: ignore
-
-    @property
-    def num_times(self) -> int:
-        return self.laws.mean.shape[0]
-
-    @property
-    def state_dim(self) -> int:
-        return 1
-
-    @property
-    def steps(self) -> Array:
-        return self.bias
-
-    def kernel_law(self, step: Array, x: Array) -> HeavyLaw:
+    def law(self, step: Array, x: Array) -> HeavyLaw:
         return HeavyLaw(jnp.tanh(x) + step, 0.7 + 0.1 * x**2 / (1 + x**2))
-
-    def sample(self, key: jax.Array, num_samples: int) -> Array:
-        raise NotImplementedError
-
-    def log_prob(self, xs: Any) -> Array:
-        raise NotImplementedError
-
-    def prefix(self, num_times: int) -> "CurvedChain":
-        raise NotImplementedError
 
 
 @pytest.mark.statistical
@@ -304,7 +279,7 @@ def test_any_chain_corrects_to_the_posterior_of_any_model(defensive: float):
     ys = np.array([[1.0], [0.0], [np.nan], [6.0], [2.0]])
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
     laws = jax.vmap(rd.Gaussian)(jnp.full((5, 1), 0.3), jnp.ones((5, 1, 1)))
-    chain = CurvedChain(laws=laws, bias=jnp.zeros((4, 1)), length=None)
+    chain = rd.SampledChain(laws, CurvedKernel(), jnp.zeros((4, 1)))
     wanted = {"mean": np.asarray(exact.mean), "covariance": np.asarray(exact.covariance)}
     bound = float(scipy.stats.t.logpdf(0.0, 5.0, 0.0, 0.3))
     for forward in (rd.MCMCBackward(), rd.ExactBackward(), rd.RejectionBackward(log_bound=bound)):

@@ -1,0 +1,278 @@
+"""Smoothing without choosing: what is chosen, why, and what must be refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import retrodict as rd
+from retrodict._fit.batch import prepare_batch
+from retrodict._smooth import driver
+from retrodict._smooth import grade as grading
+from retrodict._smooth.amortise import Training, simulate_like
+
+N, QUICK = 30, {"num_steps": 3, "num_series": 8, "num_samples": 32, "progress": False}
+
+
+def linear(weight, noise, driven=False):
+    weight, noise = jnp.array([[weight]]), jnp.array([[noise]])
+    return rd.LinearGaussianKernel(weight, jnp.zeros(1), noise, jnp.eye(1) if driven else None)
+
+
+def model_with(emission, weight=0.9, noise=0.4, driven=False):
+    spread = noise / np.sqrt(1 - weight**2)
+    prior = rd.Gaussian(jnp.zeros(1), jnp.array([[spread]]))
+    return rd.StateSpaceModel(prior, linear(weight, noise, driven), emission)
+
+
+def seen_through(map_, error):
+    return rd.NonlinearGaussianKernel(map_, rd.Diagonal(jnp.array([error])))
+
+
+def bent(x):
+    return x + 0.1 * jnp.sin(x)
+
+
+LINEAR = model_with(linear(1.0, 0.3))
+MILD = model_with(seen_through(bent, 0.3))
+SQUARE = model_with(seen_through(jnp.square, 0.1), weight=0.95, noise=0.2)
+
+
+def simulated(model, count=None, n=N, seed=2):
+    if count is None:
+        return model.simulate(jax.random.key(seed), n)[1]
+    keys = jax.random.split(jax.random.key(seed), count)
+    return jax.vmap(lambda key: model.simulate(key, n)[1])(keys)
+
+
+def grid_moments(model, ys):
+    oracle = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-5.0]), jnp.array([5.0]), 600))
+    return oracle.mean, oracle.covariance
+
+
+def untrained(key, model, batch, **options):
+    """What stands in for the training, which takes long to compile."""
+    family = rd.MixtureFamily(key, 1, 1).prepare(model, batch.ys)
+    return Training(family, f"A family was not trained, with {options['num_steps']} steps")
+
+
+@pytest.fixture(scope="module")
+def squared():
+    """A series with two explanations, smoothed by a family that was not trained."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "train_family", untrained)
+        return rd.smooth(SQUARE, simulated(SQUARE), **QUICK)
+
+
+# --- exact ----------------------------------------------------------------------------------------
+
+
+def test_a_linear_gaussian_model_is_smoothed_exactly():
+    ys = np.asarray(simulated(LINEAR)).copy()
+    ys[5:9] = np.nan
+    found = rd.smooth(LINEAR, ys)
+    expected = rd.kalman_smoother(LINEAR, ys).chain.marginals()
+    np.testing.assert_allclose(found.mean, expected.mean, atol=1e-10)
+    np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-10)
+    assert found.method == "exact" and "linear and Gaussian" in found.reason
+    assert found.family is None and found.model is LINEAR
+    assert not found.mean_standard_error.any() and not found.covariance_standard_error.any()
+    assert found.chain.num_times == N
+    assert repr(found) == f"Smoothed(mean of shape (30, 1), exact: {found.reason})"
+
+
+def test_a_batch_has_masks_inputs_and_lengths_of_its_own():
+    model = model_with(linear(1.0, 0.3), driven=True)
+    us = jnp.sin(jnp.arange(3.0 * N)).reshape(3, N, 1)
+    keys = jax.random.split(jax.random.key(0), 3)
+    ys = jax.vmap(lambda key, u: model.simulate(key, N, inputs=u)[1])(keys, us)
+    mask = jax.random.bernoulli(jax.random.key(1), 0.7, ys.shape)
+    length = jnp.array([N, 10, 20])
+    found = rd.smooth(model, ys, mask=mask, inputs=us, length=length)
+    for i in range(3):
+        alone = rd.smooth(model, ys[i], mask=mask[i], inputs=us[i], length=length[i])
+        np.testing.assert_allclose(found.mean[i], alone.mean, atol=1e-10)
+        np.testing.assert_allclose(found.covariance[i], alone.covariance, atol=1e-10)
+
+
+# --- linearised -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mild():
+    return rd.smooth(MILD, simulated(MILD))
+
+
+def test_a_mildly_nonlinear_model_is_linearised(mild):
+    assert mild.method == "linearised" and mild.family is None
+    assert "iterated smoother passes check_posterior: the Pareto shape" in mild.reason
+    mean, covariance = grid_moments(MILD, simulated(MILD))
+    # A twentieth of the posterior standard deviation.
+    assert jnp.max(jnp.abs(mild.mean - mean)) < 0.05 * jnp.sqrt(jnp.min(covariance))
+    np.testing.assert_allclose(mild.covariance, covariance, rtol=0.05)
+
+
+def test_the_same_call_has_the_same_answer(mild):
+    again = rd.smooth(MILD, simulated(MILD), key=jax.random.key(0))
+    assert again.reason == mild.reason
+    np.testing.assert_array_equal(again.mean, mild.mean)
+
+
+def test_what_was_forced_is_done_and_graded():
+    found = rd.smooth(SQUARE, simulated(SQUARE), method="linearised")
+    assert found.method == "linearised"
+    assert "does not pass check_posterior (loose ELBO" in found.reason
+
+
+@pytest.mark.slow
+def test_particles_that_degenerate_have_no_say(monkeypatch):
+    monkeypatch.setattr(grading, "NUM_PARTICLES", 200)
+    # Of twenty observations with little noise each no particle knows: all weight is on one.
+    wide = rd.NonlinearGaussianKernel(
+        lambda x: jnp.repeat(bent(x), 20), rd.Diagonal(jnp.full(20, 1e-3))
+    )
+    model = model_with(wide)
+    found = rd.smooth(model, simulated(model, n=8))
+    assert found.method == "linearised"
+    assert "the shape alone decides" in found.reason
+
+
+@pytest.mark.slow
+def test_without_a_density_the_smoother_speaks_for_itself():
+    stiff = rd.StateSpaceModel(MILD.prior, linear(0.9, 0.0), MILD.emission)
+    found = rd.smooth(stiff, simulated(stiff, 2))
+    assert found.method == "linearised" and found.mean.shape == (2, N, 1)
+    assert "calls itself 'ok'" in found.reason and "transition with a density" in found.reason
+    with pytest.raises(ValueError, match="transition with a density"):
+        rd.smooth(stiff, simulated(stiff), method="amortised")
+
+
+# --- amortised ------------------------------------------------------------------------------------
+
+
+def test_two_modes_are_left_to_a_family(squared):
+    assert squared.method == "amortised"
+    assert "The iterated smoother does not pass check_posterior (" in squared.reason
+    assert "A family was not trained, with 3 steps. It does not pass" in squared.reason
+    assert squared.mean.shape == (N, 1) and squared.covariance.shape == (N, 1, 1)
+    assert jnp.all(squared.mean_standard_error >= 0) and jnp.any(squared.mean_standard_error > 0)
+    assert isinstance(squared.family, rd.AbstractSampledFamily)
+    assert squared.chain.sample(jax.random.key(0), 3).shape == (3, N, 1)
+
+
+def test_a_family_is_used_again_without_training(squared):
+    told = []
+    options = {"num_samples": 32, "progress": lambda *at: told.append(at)}
+    new = simulated(SQUARE, 2, seed=7)
+    found = rd.smooth(SQUARE, new, family=squared.family, **options)
+    assert found.method == "amortised" and found.reason.startswith("The family was given.")
+    assert not told and found.mean.shape == (2, N, 1)
+    chain = squared.family.infer(new[1])
+    key = jax.random.fold_in(jax.random.split(jax.random.key(0))[1], 1)
+    estimator = rd.BackwardSampling(32, noise="stratified", by_component=True)
+    alone = rd.marginals(chain, estimator=estimator, key=key)
+    np.testing.assert_allclose(found.mean[1], alone.mean, atol=1e-10)
+
+
+def test_a_linear_gaussian_family_needs_no_draws():
+    ys = simulated(MILD)
+    family = rd.ConjugateFamily(jax.random.key(0), 1, 1, width=4).prepare(MILD, ys)
+    found = rd.smooth(MILD, ys, family=family)
+    assert found.method == "amortised" and not found.mean_standard_error.any()
+
+
+def test_training_series_take_after_the_given_ones():
+    model = model_with(seen_through(jnp.square, 0.1), driven=True)
+    us = jnp.arange(2.0 * 80).reshape(2, 80, 1)
+    seen = np.ones((2, 80, 1), bool)
+    seen[0, ::2] = False
+    batch = prepare_batch(
+        jnp.zeros((2, 80, 1)),
+        mask=seen,
+        inputs=us,
+        length=jnp.array([80, 20]),
+        takes_input=True,
+        owner="test",
+    )
+    found = simulate_like(jax.random.key(0), model, batch, 6)
+    assert found.ys.shape == (6, 64, 1)
+    assert found.options["length"].tolist() == [64, 20, 64, 20, 64, 20]
+    inputs, mask = found.options["inputs"][..., 0], found.options["mask"][..., 0]
+    np.testing.assert_array_equal(mask[0::2], inputs[0::2] % 2 == 1)
+    np.testing.assert_array_equal(inputs[1::2, :20], np.tile(np.arange(80.0, 100.0), (3, 1)))
+    assert mask[1::2, :20].all() and not mask[1::2, 20:].any()
+
+
+@pytest.mark.slow
+def test_a_family_is_trained_with_gaps_inputs_and_lengths():
+    model = model_with(seen_through(jnp.square, 0.1), driven=True)
+    us = 0.1 * jnp.sin(jnp.arange(2.0 * N)).reshape(2, N, 1)
+    keys = jax.random.split(jax.random.key(0), 2)
+    ys = np.array(jax.vmap(lambda key, u: model.simulate(key, N, inputs=u)[1])(keys, us))
+    ys[0, 10:15] = np.nan
+    found = rd.smooth(model, ys, method="amortised", inputs=us, length=[N, 20], **QUICK)
+    assert "Family was trained on 8 simulated series of 30 rows" in found.reason
+    assert found.mean.shape == (2, N, 1) and jnp.all(jnp.isfinite(found.mean))
+    np.testing.assert_allclose(found.mean[1, 20:], jnp.tile(found.mean[1, 19], (10, 1)), atol=1e-10)
+
+
+def test_a_smoother_that_a_family_does_not_beat_is_kept(monkeypatch):
+    # Nothing is good enough for this check.
+    monkeypatch.setattr("retrodict._bounds.check.K_HAT_GOOD", -1.0)
+    monkeypatch.setattr(driver, "train_family", untrained)
+    found = rd.smooth(MILD, simulated(MILD), **QUICK)
+    assert found.method == "linearised" and "which is therefore kept" in found.reason
+    assert found.family is not None
+
+
+@pytest.mark.slow
+def test_a_trained_family_knows_both_modes():
+    ys = simulated(SQUARE)
+    found = rd.smooth(SQUARE, ys, num_steps=600, num_series=256, progress=False)
+    assert found.method == "amortised" and isinstance(found.family, rd.MixtureFamily)
+    mean, covariance = grid_moments(SQUARE, ys)
+    assert jnp.max(jnp.abs(found.mean - mean)) < 0.3 * jnp.sqrt(jnp.max(covariance))
+    np.testing.assert_allclose(found.covariance, covariance, rtol=0.25, atol=0.02)
+
+
+# --- misuse ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"method": "exact"}, TypeError, "linear-Gaussian kernels, got Gaussian, Linear"),
+        ({"method": "best"}, ValueError, "expects a method of"),
+        ({"family": 3}, TypeError, "expects a family, got int"),
+        ({"key": 0}, TypeError, "one typed key"),
+        ({"num_samples": 16}, ValueError, "32 or more, got 16"),
+        ({"num_samples": 100}, ValueError, "a multiple of it, got 100"),
+        ({"num_steps": 0}, ValueError, "num_steps must be at least 1"),
+        ({"inputs": np.zeros((N, 1))}, ValueError, "smooth: the model reads no inputs"),
+        ({"mask": np.ones(N, bool)}, ValueError, "boolean of the shape of ys"),
+        ({"length": N + 1}, ValueError, "lengths must lie between 1 and 30"),
+    ],
+)
+@pytest.mark.usefixtures("untyped")
+def test_misuse_is_refused(options, kind, message):
+    with pytest.raises(kind, match=message):
+        rd.smooth(MILD, np.zeros((N, 1)), **options)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_other_misuse_is_refused():
+    wrong: Any = 3
+    with pytest.raises(TypeError, match="expects a StateSpaceModel, got int"):
+        rd.smooth(wrong, np.zeros((N, 1)))
+    with pytest.raises(ValueError, match=r"\(batch, time, obs\), or \(time, obs\)"):
+        rd.smooth(MILD, np.zeros(N))
+    with pytest.raises(ValueError, match="must have 1 columns, got 2"):
+        rd.smooth(MILD, np.zeros((N, 2)))
+    family = rd.ConjugateFamily(jax.random.key(0), 1, 1, width=4)
+    with pytest.raises(ValueError, match="the method 'linearised' has no use for"):
+        rd.smooth(MILD, np.zeros((N, 1)), method="linearised", family=family)
+    wrong = rd.smooth(LINEAR, np.zeros((N, 1)))
+    with pytest.raises(TypeError, match="Pass its .family"):
+        rd.smooth(LINEAR, np.zeros((N, 1)), family=wrong)
