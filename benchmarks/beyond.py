@@ -339,10 +339,102 @@ def high(arguments: Any) -> dict[str, Any]:
     return figures
 
 
+def guided(arguments: Any) -> dict[str, Any]:
+    """Section 5.2: particles guided by a chain and bootstrap FFBSi, 16 series of 500, by a grid."""
+    ys = simulate(NONLINEAR, 999, 16, 500)[1]
+    oracles = exact_by_grid(ys)
+    keys = jax.random.split(jax.random.key(7), ys.shape[0])
+    figures: dict[str, Any] = {}
+
+    def measured(name: str, run: Callable[..., Any]) -> None:
+        found = [run(key, y) for key, y in zip(keys, ys, strict=True)]
+        means = np.stack([np.asarray(f[0]) for f in found])
+        off = np.array([float(f[1]) for f in found]) - oracles["mean"].sum(axis=1)
+        z = off / np.array([float(f[2]) for f in found])
+        figures[name] = {
+            "seconds": quickest(lambda: run(keys[0], ys[0]), 5),
+            "marginal_mse": spread(((means - oracles["mean"]) ** 2).mean(axis=1)),
+            "additive_error": spread(np.abs(off)),
+            "z_of_the_sum": (float(z.mean()), float(z.std(ddof=1))),
+            "evidence_error": spread([float(f[3]) for f in found] - oracles["evidence"]),
+        }
+        line(name, figures[name])
+
+    def read(found: Any) -> tuple[Any, ...]:
+        total, error = found.expectation(rd.StateSum())
+        return found.mean[:, 0], total[0], error[0], found.log_evidence
+
+    for sampler, counts in ((rd.ExactBackward(), (1000,)), (rd.MCMCBackward(), (1000, 4000))):
+        for count in counts:
+            measured(
+                f"bootstrap, {type(sampler).__name__}, {count}",
+                jax.jit(
+                    lambda key, y, sampler=sampler, count=count: read(
+                        rd.ffbsi(key, NONLINEAR, y, count, backward=sampler, mask=True)
+                    )
+                ),
+            )
+    chains: dict[str, Any] = {
+        name: trained(name, NONLINEAR, 0, STEPS[name], arguments.folder, "section-5.2")[0]
+        for name in ("nonlinear", "mixture")
+    }
+    # Hardly trained: it knows the prior chain and little of the data.
+    chains["recurrent, 30 steps"] = trained(
+        "recurrent", NONLINEAR, 0, 30, arguments.folder, "hardly"
+    )[0]
+    for name, family in chains.items():
+        for count in (250, 1000, 4000):
+            measured(
+                f"guided by {name}, {count}",
+                jax.jit(
+                    lambda key, y, family=family, count=count: read(
+                        rd.guided_smoother(
+                            key, NONLINEAR, family.infer(y, mask=True), y, count, mask=True
+                        )
+                    )
+                ),
+            )
+    return figures
+
+
+def spoiled(family: Any, key: Any, amount: float) -> Any:
+    """The family with noise on its weights, in units of the spread of each array."""
+    arrays, rest = eqx.partition(family, eqx.is_inexact_array)
+    leaves, structure = jax.tree.flatten(arrays)
+    keys = jax.random.split(key, len(leaves))
+    noisy = [
+        leaf + amount * jnp.std(leaf) * jax.random.normal(k, leaf.shape)
+        for leaf, k in zip(leaves, keys, strict=True)
+    ]
+    return eqx.combine(jax.tree.unflatten(structure, noisy), rest)
+
+
+def k_hat(arguments: Any) -> dict[str, Any]:
+    """Section 5.2: the Pareto shape of ten trained families and the same ones spoiled, n = 100."""
+    ys = simulate(NONLINEAR, 998, 10, 100)[1]
+    figures: dict[str, Any] = {"trained": {}, "spoiled": {}}
+    for index in range(10):
+        name, seed = ("nonlinear", "mixture")[index % 2], index // 2
+        family, _ = trained(name, NONLINEAR, seed, STEPS[name], arguments.folder, "section-5.2")
+        for kind, chosen in (
+            ("trained", family),
+            ("spoiled", spoiled(family, jax.random.key(index), 0.2)),
+        ):
+            found = rd.importance_smoother(
+                jax.random.key(index), NONLINEAR, chosen.infer(ys[index]), ys[index], 1000
+            )
+            figures[kind][f"{name}, seed {seed}"] = float(found.k_hat)
+    for kind, found in figures.items():
+        print(f"  {kind}: " + ", ".join(f"{value:.2f}" for value in found.values()), flush=True)
+    return figures
+
+
 PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "headline": headline,
     "speed": speed,
     "two_sided": two_sided,
+    "guided": guided,
+    "k_hat": k_hat,
     "high": high,
 }
 
