@@ -16,7 +16,7 @@ PINS := pyproject.toml constraints.txt
 .DELETE_ON_ERROR:
 # Two installs into one environment at a time would break it.
 .NOTPARALLEL:
-.PHONY: help demo reproduce test test-slow lint format bench accuracy bounds docs clean
+.PHONY: help demo reproduce test test-slow lint format bench accuracy beyond bounds docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +51,10 @@ bench: $(BENCH_VENV)/.stamp-bench ## time retrodict and its peers, in an environ
 accuracy: $(VENV)/.stamp-test ## fit the families to the paper's models and grade them (an hour)
 	$(BIN)/python benchmarks/accuracy.py --out benchmarks/results/accuracy.json
 
+beyond: $(VENV)/.stamp-test ## train, grade, time and correct the families whose paths are drawn (two hours)
+	$(BIN)/python benchmarks/beyond.py --folder beyond
+	$(BIN)/python benchmarks/beyond.py --folder beyond --collect benchmarks/results/beyond.json
+
 bounds: $(VENV)/.stamp-test ## put every error bound to the test, on thousands of models (an hour)
 	$(BIN)/python benchmarks/bounds_finite.py --out benchmarks/results/bounds-finite.json
 	$(BIN)/python benchmarks/bounds.py --figures docs/images
@@ -59,7 +63,7 @@ docs: $(VENV)/.stamp-docs ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 clean: ## remove environments, caches and what was built
-	rm -rf $(VENV) $(BENCH_VENV) docs/_build demo reproduction reproduction-quick build dist
+	rm -rf $(VENV) $(BENCH_VENV) docs/_build demo reproduction reproduction-quick beyond build dist
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	@if [ -d benchmarks ]; then find benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +; fi

@@ -1,6 +1,6 @@
 """Families whose kernels are not linear Gaussian: trained, graded, timed and corrected.
 
-    python benchmarks/beyond.py headline two_sided guided k_hat high --folder /tmp/beyond
+    python benchmarks/beyond.py headline speed two_sided picture guided k_hat high
 
 Parts can be split: `--seeds` for the starts of `headline`, `--problems` for the models of
 `two_sided` and `high`. Trained families are kept in the folder and not trained again, and each part
@@ -33,7 +33,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "nonlinear": rd.NonlinearFamily,
     "mixture": rd.MixtureFamily,
 }
-STEPS = {"nonlinear": 20_000, "mixture": 4_000}
+STEPS = {"nonlinear": 10_000, "mixture": 4_000}
 """Steps of `fit` on section 5.2's model."""
 SHARES = rd.BackwardSampling(64, noise="stratified", by_component=True)
 """The paths with which a new series is smoothed."""
@@ -246,6 +246,38 @@ def two_sided(arguments: Any) -> dict[str, Any]:
     return figures
 
 
+def picture(arguments: Any) -> dict[str, Any]:
+    """One series seen through y = x²: the exact marginals, and forty paths of each smoother."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    model, n, reach, num_points = TWO_SIDED["square"]
+    y = simulate(model, 999, 1, n)[1][0]
+    exact = rd.grid_smoother(
+        model, y, rd.Grid(-reach * jnp.ones(1), reach * jnp.ones(1), num_points)
+    )
+    key = jax.random.key(0)
+    drawn = {"FFBSi, 1,000 particles": rd.ffbsi(key, model, y, 1000, 40).samples}
+    for name in ("gated", "nonlinear", "mixture"):
+        family, _ = trained(name, model, 0, 4000, arguments.folder, "square")
+        drawn[f"{name} family"] = family.infer(y).sample(key, 40)
+    figure, axes = plt.subplots(4, 1, figsize=(8, 9), sharex=True, sharey=True, dpi=110)
+    edges = (-0.5, n - 0.5, -reach, reach)
+    shades = np.sqrt(np.asarray(exact.weights)).T
+    for axis, (name, paths) in zip(axes, drawn.items(), strict=True):
+        axis.imshow(shades, origin="lower", aspect="auto", extent=edges, cmap="Greys", vmax=0.4)
+        axis.plot(np.asarray(paths)[..., 0].T, color="#c44e52", linewidth=0.6, alpha=0.5)
+        axis.set_title(name, loc="left", fontsize=10)
+        axis.set_ylabel("state")
+        axis.set_ylim(-2.2, 2.2)
+    axes[-1].set_xlabel("time (grey: the exact marginals, by a grid)")
+    figure.tight_layout()
+    figure.savefig(arguments.figures / "two-sided.png")
+    return {}
+
+
 def _sides(drawn: list[np.ndarray], exact: np.ndarray) -> dict[str, float]:
     """How far the mass of x > 0 is from the grid's: the worst series, in two ways."""
     shares = np.stack([(paths[..., 0] > 0).mean(axis=0) for paths in drawn])
@@ -433,6 +465,7 @@ PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "headline": headline,
     "speed": speed,
     "two_sided": two_sided,
+    "picture": picture,
     "guided": guided,
     "k_hat": k_hat,
     "high": high,
@@ -446,6 +479,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--families", nargs="+", choices=[*FAMILIES])
     parser.add_argument("--problems", nargs="+", choices=[*TWO_SIDED, *HIGH])
+    parser.add_argument("--figures", type=Path, default=Path("docs/images"))
     parser.add_argument("--collect", type=Path, help="a JSON file that joins all runs")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
