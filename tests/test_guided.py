@@ -117,6 +117,7 @@ def test_under_the_exact_posterior_all_weights_are_equal(
     np.testing.assert_array_equal(found.ancestors, np.broadcast_to(here, (N, 200)))
 
 
+@pytest.mark.slow
 def test_without_resampling_the_genealogy_is_a_set_of_independent_paths(key: jax.Array):
     found = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 400, forward=rd.Genealogy())
     np.testing.assert_array_equal(found.num_distinct, 400)
@@ -126,6 +127,7 @@ def test_without_resampling_the_genealogy_is_a_set_of_independent_paths(key: jax
     assert np.all(np.abs(value - EXACT.chain.marginals().mean.sum(0)) < 4.5 * error)
 
 
+@pytest.mark.slow
 def test_a_series_of_one_row(key: jax.Array):
     exact = rd.kalman_smoother(MODEL, YS[:1])
     found = rd.guided_smoother(key, MODEL, exact.chain, YS[:1], 50)
@@ -289,7 +291,7 @@ def test_any_chain_corrects_to_the_posterior_of_any_model(defensive: float):
         check_evidence(found, exact.log_evidence)
 
 
-@pytest.mark.parametrize("general", [False, True])
+@pytest.mark.parametrize("general", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_reversed_pairs_are_densities_of_moves_to_the_particles(general: bool):
     rng = np.random.default_rng(0)
     kernel: Any = MODEL.transition
@@ -336,6 +338,7 @@ def test_inputs_masks_and_padding_under_the_exact_posterior(key: jax.Array):
     np.testing.assert_array_equal(found.samples[:, 4:], np.broadcast_to(last, (100, 3, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [4, 1])
 def test_padding_changes_nothing(key: jax.Array, length: int):
     model, ys, options = driven()
@@ -387,6 +390,7 @@ def test_a_batch_of_series_of_unequal_length(key: jax.Array):
 # --- precision and failure ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "forward", [rd.MCMCBackward(), pytest.param(rd.ExactBackward(), marks=pytest.mark.slow)]
 )
@@ -412,7 +416,9 @@ def bounded(ys: np.ndarray) -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]
     return model, rd.kalman_smoother(near, ys).chain
 
 
-@pytest.mark.parametrize("time", [0, 2, 4])
+@pytest.mark.parametrize(
+    "time", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_an_impossible_row_is_named(key: jax.Array, time: int):
     ys = np.zeros((5, 1))
     model, chain = bounded(ys)
@@ -426,6 +432,7 @@ def test_an_impossible_row_is_named(key: jax.Array, time: int):
     assert float(found.log_evidence) == -math.inf
 
 
+@pytest.mark.slow
 def test_a_handful_of_particles_is_named(key: jax.Array):
     found = rd.guided_smoother(key, MODEL, WRONG, YS, 5)
     assert int(found.status) == 3 and 0 <= int(found.status_time) < N
@@ -460,6 +467,7 @@ def test_misuse_is_refused(change: dict, kind: type[Exception], words: str):
         UNTYPED.guided_smoother(**(given | {"num_particles": 10} | change))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untyped")
 def test_a_posterior_wants_a_functional(key: jax.Array):
     found: Any = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 20)

@@ -200,6 +200,7 @@ def test_weights_with_inputs_masks_and_padding(key: jax.Array):
     )
 
 
+@pytest.mark.slow
 def test_in_single_precision(x32: None, key: jax.Array):
     model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), MODEL)
     ys = np.asarray(YS, np.float32)
@@ -229,6 +230,7 @@ def test_the_bound_grows_from_the_elbo_to_the_evidence(key: jax.Array):
     assert float(values[-1].value) < float(EXACT.log_evidence)
 
 
+@pytest.mark.slow
 def test_the_bound_of_the_exact_posterior_is_the_evidence(key: jax.Array):
     def value(chain: rd.LinearGaussianChain) -> rd.Estimate:
         return rd.importance_weighted_bound(key, MODEL, chain, YS, 10, num_replicates=3)

@@ -120,6 +120,7 @@ def test_a_component_without_weight_changes_nothing():
     assert all(np.all(np.isfinite(leaf)) for leaf in (*slopes, *gradient))
 
 
+@pytest.mark.slow
 def test_signs_of_scales_do_not_matter():
     """A column of a factor may be turned: the covariance is the same, as with `Gaussian`."""
     logits, means, scales = parameters_of(2)
@@ -248,6 +249,7 @@ def test_forward_and_reverse_mode_agree():
     np.testing.assert_array_equal(forward.scales[..., 0, 1], 0.0)
 
 
+@pytest.mark.slow
 def test_a_draw_moves_along_a_field_that_keeps_the_law():
     """The continuity equation ∂q/∂θ + ∇·(q v) = 0 in two dimensions, where v is dx/dθ.
 
@@ -290,6 +292,7 @@ def test_a_draw_moves_along_a_field_that_keeps_the_law():
 # --- single precision -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_far_tails_are_finite_in_single_precision(x32):
     """Draws of seven deviations, of components that are far apart and of very different widths."""
     law = rd.GaussianMixture(
@@ -311,6 +314,7 @@ def test_far_tails_are_finite_in_single_precision(x32):
     assert np.all(np.isfinite(densities))
 
 
+@pytest.mark.slow
 def test_a_component_that_is_far_in_one_coordinate_keeps_its_weight_in_the_others():
     """In single precision as in double: what it weighs is not lost beside how far it is."""
 

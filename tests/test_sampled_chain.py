@@ -122,6 +122,7 @@ def test_a_prefix_has_the_first_rows():
         chain.prefix(6)
 
 
+@pytest.mark.slow
 def test_a_batch_of_chains_is_mapped():
     lengths = [2, LENGTH, N]
     chains = [sampled(smoothed(1, length)[2].chain) for length in lengths]
@@ -412,6 +413,7 @@ def test_shared_noise_and_enumerated_components_lower_the_variance():
     assert np.var(estimates(rd.BackwardSampling(128, by_component=True))[0]) < 0.45 * plain
 
 
+@pytest.mark.slow
 def test_components_that_are_enumerated_have_their_weights():
     """The law of the last state is then exact but for the noise within each component."""
     chain = forked()

@@ -83,6 +83,7 @@ def test_a_linear_gaussian_model_is_smoothed_exactly():
     assert repr(found) == f"Smoothed(mean of shape (30, 1), exact: {found.reason})"
 
 
+@pytest.mark.slow
 def test_a_batch_has_masks_inputs_and_lengths_of_its_own():
     model = model_with(linear(1.0, 0.3), driven=True)
     us = jnp.sin(jnp.arange(3.0 * N)).reshape(3, N, 1)
@@ -105,6 +106,7 @@ def mild():
     return rd.smooth(MILD, simulated(MILD))
 
 
+@pytest.mark.slow
 def test_a_mildly_nonlinear_model_is_linearised(mild):
     assert mild.method == "linearised" and mild.family is None
     assert "iterated smoother passes check_posterior: the Pareto shape" in mild.reason
@@ -114,12 +116,14 @@ def test_a_mildly_nonlinear_model_is_linearised(mild):
     np.testing.assert_allclose(mild.covariance, covariance, rtol=0.05)
 
 
+@pytest.mark.slow
 def test_the_same_call_has_the_same_answer(mild):
     again = rd.smooth(MILD, simulated(MILD), key=jax.random.key(0))
     assert again.reason == mild.reason
     np.testing.assert_array_equal(again.mean, mild.mean)
 
 
+@pytest.mark.slow
 def test_what_was_forced_is_done_and_graded():
     found = rd.smooth(SQUARE, simulated(SQUARE), method="linearised")
     assert found.method == "linearised"
@@ -152,6 +156,7 @@ def test_without_a_density_the_smoother_speaks_for_itself():
 # --- amortised ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_modes_are_left_to_a_family(squared):
     assert squared.method == "amortised"
     assert "The iterated smoother does not pass check_posterior (" in squared.reason
@@ -162,6 +167,7 @@ def test_two_modes_are_left_to_a_family(squared):
     assert squared.chain.sample(jax.random.key(0), 3).shape == (3, N, 1)
 
 
+@pytest.mark.slow
 def test_a_family_is_used_again_without_training(squared):
     told = []
     options = {"num_samples": 32, "progress": lambda *at: told.append(at)}
@@ -176,6 +182,7 @@ def test_a_family_is_used_again_without_training(squared):
     np.testing.assert_allclose(found.mean[1], alone.mean, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_linear_gaussian_family_needs_no_draws():
     ys = simulated(MILD)
     family = rd.ConjugateFamily(jax.random.key(0), 1, 1, width=4).prepare(MILD, ys)
@@ -183,6 +190,7 @@ def test_a_linear_gaussian_family_needs_no_draws():
     assert found.method == "amortised" and not found.mean_standard_error.any()
 
 
+@pytest.mark.slow
 def test_training_series_take_after_the_given_ones():
     model = model_with(seen_through(jnp.square, 0.1), driven=True)
     us = jnp.arange(2.0 * 80).reshape(2, 80, 1)
@@ -218,6 +226,7 @@ def test_a_family_is_trained_with_gaps_inputs_and_lengths():
     np.testing.assert_allclose(found.mean[1, 20:], jnp.tile(found.mean[1, 19], (10, 1)), atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_smoother_that_a_family_does_not_beat_is_kept(monkeypatch):
     # Nothing is good enough for this check.
     monkeypatch.setattr("retrodict._bounds.check.K_HAT_GOOD", -1.0)
