@@ -11,7 +11,7 @@ import retrodict as rd
 from retrodict._fit import variational
 from retrodict._fit.batch import minibatch, prepare_batch
 from retrodict._fit.objective import Objective
-from retrodict._train import MAX_SKIPPED_IN_A_ROW
+from retrodict._train import MAX_SKIPPED_IN_A_ROW, keep, start
 
 N, BATCH = 12, 6
 
@@ -93,6 +93,27 @@ def test_the_kept_parameters_are_those_that_were_graded_best(whole, ys):
 
     assert per_step(whole.family) == pytest.approx(whole.held_out.max(), abs=1e-10)
     assert whole.held_out_steps[np.argmax(whole.held_out)] == whole.kept_step
+
+
+def test_of_noisy_grades_that_are_not_told_apart_the_last_is_kept():
+    """The best of many noisy grades is a lucky draw: it must not decide."""
+
+    def trained_on(scores, noise):
+        state = start(jnp.zeros(1), optax.sgd(0.1), None)
+        for step, score in enumerate(scores):
+            moved = eqx.tree_at(
+                lambda s: (s.parameters, s.step), state, (jnp.full(1, float(step)), jnp.array(step))
+            )
+            state = keep(moved, jnp.asarray(score), jnp.asarray(noise))
+        return int(state.kept_step), float(state.kept[0]), float(state.kept_score)
+
+    # 1.0 is not told from the least, 0.9, at a noise of 0.05; 1.3 is; in between it was 0.9.
+    assert trained_on([2.0, 0.9, 1.3, 1.0], 0.05) == (3, 3.0, 0.9)
+    assert trained_on([2.0, 0.9, 1.0, 1.3], 0.05) == (2, 2.0, 0.9)
+    # Small losses do not add up: each is compared with the least of all.
+    assert trained_on([1.0, 1.1, 1.2, 1.3], 0.05) == (1, 1.0, 1.0)
+    assert trained_on([2.0, 0.9, 1.3, 1.0], 0.0) == (1, 1.0, 0.9)
+    assert trained_on([2.0, 0.9, float("nan")], 0.05) == (1, 1.0, 0.9)
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ def train(
     graded = eqx.filter_jit(_each_with(grade, num_starts))
     if history is None:
         scores, noise = graded(state.parameters, data)
-        state = _keep(state, scores, noise)
+        state = keep(state, scores, noise)
         history = TrainHistory(
             np.zeros((*np.shape(scores), 0)), np.asarray(scores)[..., None], np.zeros(1, int)
         )
@@ -176,7 +176,7 @@ def train(
             state, losses = run(state, data, key, jnp.asarray(stage.until))
             taken = int(state.step) - before
             scores, noise = graded(state.parameters, data)
-            state = _keep(state, scores, noise)
+            state = keep(state, scores, noise)
             history = _extend(history, np.asarray(losses)[..., :taken], scores, int(state.step))
             if at_chunk is not None:
                 at_chunk(state, history)
@@ -239,7 +239,7 @@ def _compiled_chunk(
 
 
 @eqx.filter_jit
-def _keep(
+def keep(
     state: TrainState, scores: Float[Array, "*start"], noise: Float[Array, "*start"]
 ) -> TrainState:
     """The state with what it keeps replaced where the new grade is better, or as good."""
