@@ -33,7 +33,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "nonlinear": rd.NonlinearFamily,
     "mixture": rd.MixtureFamily,
 }
-STEPS = {"nonlinear": 10_000, "mixture": 4_000}
+STEPS = {"nonlinear": 20_000, "mixture": 4_000}
 """Steps of `fit` on section 5.2's model."""
 SHARES = rd.BackwardSampling(64, noise="stratified", by_component=True)
 """The paths with which a new series is smoothed."""
