@@ -98,22 +98,25 @@ def test_the_kept_parameters_are_those_that_were_graded_best(whole, ys):
 def test_of_noisy_grades_that_are_not_told_apart_the_last_is_kept():
     """The best of many noisy grades is a lucky draw: it must not decide."""
 
-    def trained_on(scores, noise):
+    def trained_on(scores, noises):
         state = start(jnp.zeros(1), optax.sgd(0.1), None)
-        for step, score in enumerate(scores):
+        for step, (score, noise) in enumerate(zip(scores, noises, strict=True)):
             moved = eqx.tree_at(
                 lambda s: (s.parameters, s.step), state, (jnp.full(1, float(step)), jnp.array(step))
             )
             state = keep(moved, jnp.asarray(score), jnp.asarray(noise))
         return int(state.kept_step), float(state.kept[0]), float(state.kept_score)
 
-    # 1.0 is not told from the least, 0.9, at a noise of 0.05; 1.3 is; in between it was 0.9.
-    assert trained_on([2.0, 0.9, 1.3, 1.0], 0.05) == (3, 3.0, 0.9)
-    assert trained_on([2.0, 0.9, 1.0, 1.3], 0.05) == (2, 2.0, 0.9)
+    # 1.0 is not told from the least, 0.9, at a noise of 0.05; 1.3 is.
+    assert trained_on([2.0, 0.9, 1.3, 1.0], [0.05] * 4) == (3, 3.0, 1.0)
+    assert trained_on([2.0, 0.9, 1.0, 1.3], [0.05] * 4) == (2, 2.0, 1.0)
     # Small losses do not add up: each is compared with the least of all.
-    assert trained_on([1.0, 1.1, 1.2, 1.3], 0.05) == (1, 1.0, 1.0)
-    assert trained_on([2.0, 0.9, 1.3, 1.0], 0.0) == (1, 1.0, 0.9)
-    assert trained_on([2.0, 0.9, float("nan")], 0.05) == (1, 1.0, 0.9)
+    assert trained_on([1.0, 1.1, 1.2, 1.3], [0.05] * 4) == (1, 1.0, 1.1)
+    assert trained_on([2.0, 0.9, 1.3, 1.0], [0.0] * 4) == (1, 1.0, 0.9)
+    # What has gone astray is not excused by the noise of its own grade.
+    assert trained_on([2.0, 0.9, 1e6], [0.05, 0.05, 1e6]) == (1, 1.0, 0.9)
+    assert trained_on([2.0, 0.9, float("nan")], [0.05] * 3) == (1, 1.0, 0.9)
+    assert trained_on([float("nan"), 0.9, 1.0], [float("nan")] * 3) == (1, 1.0, 0.9)
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ from retrodict._fit.batch import prepare_batch
 from retrodict._smooth import driver
 from retrodict._smooth import grade as grading
 from retrodict._smooth.amortise import Training, simulate_like
+from retrodict._smooth.driver import _stands
+from retrodict._smooth.grade import Grade
 
 N, QUICK = 30, {"num_steps": 3, "num_series": 8, "num_samples": 32, "progress": False}
 
@@ -190,6 +192,19 @@ def test_a_linear_gaussian_family_needs_no_draws():
     assert found.method == "amortised" and not found.mean_standard_error.any()
 
 
+def test_a_family_breaks_or_is_beaten():
+    """NaN compares as nothing: a broken family must not stand."""
+
+    def graded(elbo, *objections):
+        return Grade(objections, elbo, "")
+
+    assert _stands(graded(-5.0), graded(-6.0))
+    assert not _stands(graded(-7.0), graded(-6.0))
+    assert _stands(graded(-7.0), graded(-6.0, "mode loss"))
+    assert not _stands(graded(-7.0, "mode loss"), graded(-6.0, "mode loss"))
+    assert not _stands(graded(float("nan")), graded(-6.0, "mode loss"))
+
+
 @pytest.mark.slow
 def test_training_series_take_after_the_given_ones():
     model = model_with(seen_through(jnp.square, 0.1), driven=True)
@@ -258,6 +273,7 @@ def test_a_trained_family_knows_both_modes():
         ({"key": 0}, TypeError, "one typed key"),
         ({"num_samples": 16}, ValueError, "32 or more, got 16"),
         ({"num_samples": 100}, ValueError, "a multiple of it, got 100"),
+        ({"check": False}, ValueError, "smooth chooses by a check"),
         ({"num_steps": 0}, ValueError, "num_steps must be at least 1"),
         ({"inputs": np.zeros((N, 1))}, ValueError, "smooth: the model reads no inputs"),
         ({"mask": np.ones(N, bool)}, ValueError, "boolean of the shape of ys"),

@@ -70,8 +70,9 @@ def elbo(
         model: the model p.
         chain: the law q of paths.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        estimator: how the expectation is taken. By default `ClosedForm()` for a linear-Gaussian
-            model and `Quadrature(20)` for others with one or two state dimensions.
+        estimator: how the expectation is taken. Under a `LinearGaussianChain` by default
+            `ClosedForm()` for a linear-Gaussian model and `Quadrature(20)` for others with one or
+            two state dimensions; other chains need `BackwardSampling`.
         key: a typed key, for estimators that draw.
         mask: true where an entry was seen; `True` alone promises that everything was.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.

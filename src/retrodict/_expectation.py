@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from retrodict._chain import AbstractBackwardChain, LinearGaussianChain, SampledChain
@@ -86,7 +87,7 @@ def expectation(
             estimators, NaN for a single sample.
         tolerance: the largest standard error that the value may have: an estimator that draws is
             run as often as that asks for. Not inside `jax.jit`. What is exact keeps any.
-        max_samples: how many paths a tolerance may ask for.
+        max_samples: how many paths a tolerance may ask for, of each component with `by_component`.
 
     Returns:
         The value, a pytree of arrays as the functional has it, or the pair (value, standard error).
@@ -138,7 +139,7 @@ def marginals(
         key: a typed key, for `BackwardSampling`.
         tolerance: the largest standard error that a mean may have: paths are drawn until it is
             reached. Not inside `jax.jit`.
-        max_samples: how many paths a tolerance may ask for.
+        max_samples: how many paths a tolerance may ask for, of each component with `by_component`.
 
     Raises:
         TypeError: if the chain has no closed form and the estimator needs one.
@@ -360,7 +361,8 @@ def _within(
         leaves = jax.tree.leaves(errors(found))
         if not all(is_concrete(leaf) for leaf in leaves):
             raise ValueError("A tolerance is compared with what was drawn: not inside jax.jit.")
-        error = max((float(jnp.max(leaf)) for leaf in leaves if leaf.size), default=0.0)
+        # NaN must not be lost among others, as it would be by the max of Python.
+        error = float(np.max([0.0] + [float(jnp.max(leaf)) for leaf in leaves if leaf.size]))
         if not math.isfinite(error):
             raise ValueError(f"The standard error is {error}, which no number of paths lowers.")
         return error

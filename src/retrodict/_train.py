@@ -47,8 +47,10 @@ class TrainState(eqx.Module):
         parameters: where each start stands.
         optimiser: the state of the optimiser.
         kept: the last parameters whose graded loss was the least so far, or not told from it.
-        kept_score: the least graded loss so far.
-        kept_step: the step at which the kept parameters were graded.
+        kept_score: their graded loss.
+        kept_step: the step at which they were graded.
+        least: the least graded loss so far.
+        least_noise: the standard error of that grade.
         skipped: how many steps had a gradient that was not finite.
         skipped_in_a_row: how many of the last steps had none that was.
         step: how many steps were taken.
@@ -59,6 +61,8 @@ class TrainState(eqx.Module):
     kept: PyTree
     kept_score: Float[Array, "*start"]
     kept_step: Int[Array, "*start"]
+    least: Float[Array, "*start"]
+    least_noise: Float[Array, "*start"]
     skipped: Int[Array, "*start"]
     skipped_in_a_row: Int[Array, "*start"]
     step: Int[Array, ""]
@@ -115,6 +119,8 @@ def start(
         parameters,
         jnp.full(shape, jnp.inf),
         jnp.zeros(shape, jnp.int32),
+        jnp.full(shape, jnp.inf),
+        jnp.zeros(shape),
         jnp.zeros(shape, jnp.int32),
         jnp.zeros(shape, jnp.int32),
         jnp.zeros((), jnp.int32),
@@ -184,7 +190,8 @@ def train(
                 show(int(state.step), float(np.min(np.asarray(state.kept_score))))
             if np.all(np.asarray(state.skipped_in_a_row) >= MAX_SKIPPED_IN_A_ROW):
                 return Trained(state, history, "diverged")
-            best = history.score_steps[np.argmin(history.scores, axis=-1)]
+            known = np.where(np.isnan(history.scores), np.inf, history.scores)
+            best = history.score_steps[np.argmin(known, axis=-1)]
             waited = int(state.step) - int(np.max(best))
             if patience is not None and waited >= patience * chunk_size:
                 return Trained(state, history, "stopped early")
@@ -222,6 +229,8 @@ def _compiled_chunk(
             state.kept,
             state.kept_score,
             state.kept_step,
+            state.least,
+            state.least_noise,
             state.skipped + jnp.where(ok, 0, 1),
             jnp.where(ok, 0, state.skipped_in_a_row + 1),
             state.step + 1,
@@ -242,19 +251,26 @@ def _compiled_chunk(
 def keep(
     state: TrainState, scores: Float[Array, "*start"], noise: Float[Array, "*start"]
 ) -> TrainState:
-    """The state with what it keeps replaced where the new grade is better, or as good."""
-    better = (scores < state.kept_score) | (scores < state.kept_score + TOLD_APART * noise)
+    """The state with what it keeps replaced where the new grade is better, or as good.
+
+    The margin is that of the least grade: parameters that have gone astray have grades with a large
+    standard error of their own, which must not excuse them.
+    """
+    least = scores < state.least
+    better = least | (scores < state.least + TOLD_APART * state.least_noise)
 
     def choose(new: Array, old: Array) -> Array:
         return jnp.where(better.reshape(better.shape + (1,) * (new.ndim - better.ndim)), new, old)
 
     return eqx.tree_at(
-        lambda s: (s.kept, s.kept_score, s.kept_step),
+        lambda s: (s.kept, s.kept_score, s.kept_step, s.least, s.least_noise),
         state,
         (
             jax.tree.map(choose, state.parameters, state.kept),
-            jnp.where(better, jnp.minimum(scores, state.kept_score), state.kept_score),
+            jnp.where(better, scores, state.kept_score),
             jnp.where(better, state.step, state.kept_step),
+            jnp.where(least, scores, state.least),
+            jnp.where(least & jnp.isfinite(noise), noise, jnp.where(least, 0, state.least_noise)),
         ),
     )
 

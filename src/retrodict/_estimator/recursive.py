@@ -73,6 +73,7 @@ class Recursive(AbstractEstimator):
         """
         terms = functional.terms()
         refuse_unless_quadratic(terms, "Recursive")
+        _refuse_unless_gaussian(law)
         return _start(terms, law.mean, dense_scale(law.scale_tril), data)
 
     def update(
@@ -94,6 +95,7 @@ class Recursive(AbstractEstimator):
         """
         terms = functional.terms()
         refuse_unless_quadratic(terms, "Recursive")
+        _refuse_unless_gaussian(law, kernel)
         return _advance(terms, state, law.mean, dense_scale(law.scale_tril), kernel, data)
 
     def value(self, state: RecursiveState) -> PyTree:
@@ -211,3 +213,14 @@ def _advance(
 def _contract(a: Float[Array, "*value state state"], matrix: Array) -> Float[Array, "*value"]:
     """The trace of a times a symmetric matrix, over the last two axes."""
     return jnp.tensordot(a, matrix, 2, precision=lax.Precision.HIGHEST)
+
+
+def _refuse_unless_gaussian(law: Any, kernel: Any = None) -> None:
+    """Refuses factors of families whose kernels are drawn from."""
+    if isinstance(law, Gaussian) and (kernel is None or isinstance(kernel, LinearGaussianKernel)):
+        return
+    got = type(law).__name__ if kernel is None else f"{type(law).__name__}, {type(kernel).__name__}"
+    raise TypeError(
+        f"Recursive follows Gaussian laws and linear-Gaussian kernels, got {got}. Infer the chain"
+        " of the series so far, and use BackwardSampling(num_samples)."
+    )

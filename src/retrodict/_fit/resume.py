@@ -8,13 +8,18 @@ import jax
 import numpy as np
 
 from retrodict._checkpoint import CheckpointError, read_checkpoint
+from retrodict._estimator import AbstractEstimator
 from retrodict._mask import Series
 from retrodict._train import TrainHistory, TrainState, one_start
 from retrodict._types import PRNGKey
 
 
 def fingerprint(
-    key: PRNGKey, batch: Series, tournament: float, numbers: tuple[int | None, ...]
+    key: PRNGKey,
+    batch: Series,
+    estimator: AbstractEstimator,
+    tournament: float,
+    numbers: tuple[int | None, ...],
 ) -> dict[str, Any]:
     """What must be the same for a checkpoint to be gone on from."""
     digest = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes())
@@ -23,6 +28,7 @@ def fingerprint(
     names = ("num_steps", "restarts", "chunk_size", "batch_size", "window")
     return {
         "data": digest.hexdigest(),
+        "estimator": str(estimator),
         "tournament": tournament,
         **dict(zip(names, numbers, strict=True)),
     }

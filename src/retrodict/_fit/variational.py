@@ -207,7 +207,7 @@ def fit(
     if checkpoint is not None:
         path = Path(checkpoint)
         numbers = (num_steps, restarts, chunk_size, batch_size, window)
-        metadata = fingerprint(key, batch, tournament, numbers)
+        metadata = fingerprint(key, batch, estimator, tournament, numbers)
         state, history = resume(path, state, num_starts, metadata)
 
         def write(state: TrainState, history: TrainHistory) -> None:

@@ -216,9 +216,9 @@ def guided_smoother(
             themselves; `ExactBackward()` and `RejectionBackward()`, whose paths share fewer
             particles under a chain that is far off; or `Genealogy()`.
         defensive: the share of particles that are drawn from the filtering laws of the chain and
-            not from its kernels. Above zero, weights have a bound wherever the density of the
-            transition does and the filtering laws cover; kernels that are too sure of themselves
-            then do less harm.
+            not from its kernels. Above zero, the factor q_{k-1} / proposal of a weight is at most
+            one over that share, so that kernels that are too sure of themselves do less harm; the
+            filtering laws must still cover the posterior.
         resampling: `"systematic"`, `"stratified"`, `"residual"` or `"multinomial"`.
         threshold: particles are resampled once the effective sample size is below this share of
             them; 1 to do so at every step.

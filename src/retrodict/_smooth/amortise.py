@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from retrodict._family import AbstractFamily, MixtureFamily, NonlinearFamily
@@ -97,7 +96,8 @@ def train_family(
 
 def _grade(result: FitResult) -> float:
     """The held-out ELBO of what was kept, and −∞ if it never was a number."""
-    return float(np.max(result.held_out, initial=-math.inf, where=np.isfinite(result.held_out)))
+    kept = float(result.held_out[result.held_out_steps == result.kept_step][-1])
+    return kept if math.isfinite(kept) else -math.inf
 
 
 def simulate_like(key: PRNGKey, model: StateSpaceModel, batch: Series, count: int) -> Simulated:

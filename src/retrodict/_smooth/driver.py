@@ -1,5 +1,6 @@
 """The driver: a model and data to a posterior, by the simplest method that stands up to a check."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -84,6 +85,7 @@ class Request(NamedTuple):
         family: a family to use instead of training one.
         num_steps: steps of training.
         num_series: series to train on.
+        check: whether to grade the answer.
         progress: as in `fit`.
     """
 
@@ -92,6 +94,7 @@ class Request(NamedTuple):
     family: AbstractFamily | None
     num_steps: int
     num_series: int
+    check: bool
     progress: bool | Callable[[int, float], None]
 
 
@@ -105,6 +108,7 @@ def smooth(
     num_steps: int = 600,
     num_series: int = 1024,
     num_samples: int = 256,
+    check: bool = True,
     mask: Any = None,
     inputs: Any = None,
     length: Any = None,
@@ -148,6 +152,8 @@ def smooth(
         num_series: how many series to simulate for training.
         num_samples: paths over which moments are taken where they have no closed form, for each
             component of the last filtering law; a multiple of 16, and 32 at least.
+        check: whether to grade the answer by `check_posterior`, which costs a particle smoother.
+            Without a `method` or a `family` the grade decides, and cannot be left out.
         mask: true where an entry was seen, of the shape of `ys`.
         inputs: inputs, of shape `(time, input)` or `(batch, time, input)`.
         length: how many rows exist, one integer a series or one for all.
@@ -188,6 +194,7 @@ def smooth(
         family,
         check_count(num_steps, "num_steps"),
         check_count(num_series, "num_series"),
+        check,
         progress,
     )
     answer_key, draw_key = jax.random.split(key)
@@ -246,6 +253,11 @@ def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
     if method in ("auto", "exact") and is_linear_gaussian(model):
         found = _over_series(lambda ys, **rest: kalman_smoother(model, ys, **rest), batch)
         return Answer(found.chain, "exact", "The model is linear and Gaussian.")
+    if method == "auto" and not request.check:
+        raise ValueError(
+            "smooth chooses by a check: with check=False pass method='linearised' or 'amortised',"
+            " or a family that was trained before."
+        )
     if method == "auto" and not _has_moments(model, batch):
         method, prelude = "amortised", "The model has no moments to linearise by. "
     lacking = _lacking_density(model)
@@ -256,30 +268,41 @@ def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
         posterior = _linearised(model, batch)
         return Answer(posterior.chain, "linearised", f"{_status(posterior)}. {lacking}")
     witness_key, linear_key, key = jax.random.split(key, 3)
-    witnesses = call_witnesses(witness_key, model, batch)
+    witnesses = call_witnesses(witness_key, model, batch) if request.check else []
     if method == "amortised":
-        answer, _ = _amortised(key, request, witnesses)
+        answer = _amortised(key, request, witnesses)[0]
         return answer._replace(reason=prelude + answer.reason)
     posterior = _linearised(model, batch)
+    if not witnesses:
+        return Answer(posterior.chain, "linearised", f"{_status(posterior)}.")
     graded = grade(linear_key, model, posterior.chain, witnesses)
     linearised = Answer(posterior.chain, "linearised", _verdict("The iterated smoother", graded))
     if method == "linearised" or not graded.objections:
         return linearised
     answer, trained = _amortised(key, request, witnesses)
     refused = f"{linearised.reason} {answer.reason}"
+    if trained is None or _stands(trained, graded):
+        return answer._replace(reason=refused)
+    reason = (
+        f"{refused} Its ELBO is {graded.elbo - trained.elbo:.1f} nats below that of the iterated"
+        " smoother, which is therefore kept."
+    )
+    return linearised._replace(reason=reason, family=answer.family)
+
+
+def _stands(trained: Grade, linearised: Grade) -> bool:
+    """Whether a family is at least as good as the smoother that it is to replace."""
+    if not math.isfinite(trained.elbo):
+        return False
     # A chain that lost a mode may have the larger ELBO of two, and be the worse one.
-    comparable = trained.modes_lost or not graded.modes_lost
-    if comparable and graded.elbo > trained.elbo:
-        reason = (
-            f"{refused} Its ELBO is {graded.elbo - trained.elbo:.1f} nats below that of the"
-            " iterated smoother, which is therefore kept."
-        )
-        return linearised._replace(reason=reason, family=answer.family)
-    return answer._replace(reason=refused)
+    found_modes = linearised.modes_lost and not trained.modes_lost
+    return found_modes or trained.elbo >= linearised.elbo
 
 
-def _amortised(key: PRNGKey, request: Request, witnesses: list[Witness]) -> tuple[Answer, Grade]:
-    """The chains of a family, trained if none was given, and their grade."""
+def _amortised(
+    key: PRNGKey, request: Request, witnesses: list[Witness]
+) -> tuple[Answer, Grade | None]:
+    """The chains of a family, trained if none was given, and their grade if there is any."""
     train_key, key = jax.random.split(key)
     family, story = request.family, "The family was given"
     if family is None:
@@ -292,6 +315,8 @@ def _amortised(key: PRNGKey, request: Request, witnesses: list[Witness]) -> tupl
             progress=request.progress,
         )
     chains = _over_series(family.infer, request.batch)
+    if not witnesses:
+        return Answer(chains, "amortised", f"{story}, and was not checked.", family), None
     graded = grade(key, request.model, chains, witnesses)
     reason = f"{story}. {_verdict('It', graded)}"
     return Answer(chains, "amortised", reason, family), graded
