@@ -426,26 +426,32 @@ def guided(arguments: Any) -> dict[str, Any]:
                     )
                 ),
             )
-    chains: dict[str, Any] = {
+    families: dict[str, Any] = {
         name: trained(name, NONLINEAR, 0, STEPS[name], arguments.folder, "section-5.2")[0]
         for name in ("nonlinear", "mixture")
     }
     # Hardly trained: it knows the prior chain and little of the data.
-    chains["recurrent, 30 steps"] = trained(
+    families["recurrent, 30 steps"] = trained(
         "recurrent", NONLINEAR, 0, 30, arguments.folder, "hardly"
     )[0]
-    for name, family in chains.items():
-        for count in (250, 1000, 4000):
-            measured(
-                f"guided by {name}, {count}",
-                jax.jit(
-                    lambda key, y, family=family, count=count: read(
-                        rd.guided_smoother(
-                            key, NONLINEAR, family.infer(y, mask=True), y, count, mask=True
-                        )
-                    )
-                ),
-            )
+    # The stationary law of the states, somewhat widened: what covers them whatever is seen.
+    states = simulate(NONLINEAR, 997, 256, 500)[0][:, 250:, 0]
+    wide = rd.Gaussian(jnp.mean(states)[None], 1.2 * jnp.std(states)[None, None])
+    for name, family in families.items():
+        for share, counts in ((0.0, (1000, 4000)), (0.1, (1000, 4000)), (0.3, (1000, 4000, 16000))):
+            if share > 0.2 and name != "recurrent, 30 steps":
+                continue
+            for count in counts:
+
+                @jax.jit
+                def run(
+                    key: Any, y: Any, family: Any = family, share: float = share, count: int = count
+                ) -> Any:
+                    chain = family.infer(y, mask=True)
+                    chain = rd.covered(chain, wide, share) if share else chain
+                    return read(rd.guided_smoother(key, NONLINEAR, chain, y, count, mask=True))
+
+                measured(f"guided by {name}, covered {share}, {count}", run)
     return figures
 
 

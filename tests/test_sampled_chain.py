@@ -594,3 +594,27 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
         rd.marginals(Opaque(chain), estimator=rd.BackwardSampling(2, noise="antithetic"), key=key)
     with pytest.raises(TypeError, match="MixtureFamily are drawn. Use fit"):
         rd.em(key, model, ys, family=rd.MixtureFamily(key, 1, 2))
+
+
+def test_a_covered_chain_is_the_mixture_that_it_says():
+    mean, scale = jnp.array([[0.5], [-0.2]]), jnp.full((2, 1, 1), 0.3)
+    inner = rd.LinearGaussianChain.from_arrays(
+        mean, scale, jnp.full((1, 1, 1), 0.8), jnp.full((1, 1), 0.1), jnp.full((1, 1, 1), 0.2)
+    )
+    wide = rd.Gaussian(jnp.zeros(1), 2.0 * jnp.eye(1))
+    chain = rd.covered(inner, wide, 0.25)
+    path = jnp.array([[0.4], [-0.6]])
+
+    def normal(x, m, s):
+        return np.exp(-0.5 * ((x - m) / s) ** 2) / (s * np.sqrt(2 * np.pi))
+
+    last = 0.75 * normal(-0.6, -0.2, 0.3) + 0.25 * normal(-0.6, 0.0, 2.0)
+    first = 0.75 * normal(0.4, 0.8 * -0.6 + 0.1, 0.2) + 0.25 * normal(0.4, 0.0, 2.0)
+    assert float(chain.log_prob(path)) == pytest.approx(np.log(last * first), abs=1e-10)
+    ends = chain.sample(jax.random.key(0), 20_000)[:, -1, 0]
+    law = chain.terminal
+    # Five standard errors of a mean: a false alarm in two million.
+    assert float(ends.mean()) == pytest.approx(float(law.mean[0]), abs=5 * float(ends.std()) / 141)
+    assert float(ends.var()) == pytest.approx(float(law.covariance[0, 0]), rel=0.1)
+    with pytest.raises(ValueError, match="between zero and one, got 1.5"):
+        rd.covered(inner, wide, 1.5)

@@ -20,6 +20,7 @@ from retrodict._chain import AbstractBackwardKernel as AbstractBackwardKernel
 from retrodict._chain import AbstractKernelChain as AbstractKernelChain
 from retrodict._chain import LinearGaussianChain as LinearGaussianChain
 from retrodict._chain import SampledChain as SampledChain
+from retrodict._chain import covered as covered
 from retrodict._checkpoint import CheckpointError as CheckpointError
 from retrodict._checkpoint import load as load
 from retrodict._checkpoint import save as save
