@@ -53,10 +53,10 @@ class Smoothed(eqx.Module):
         model: the model, as it was given.
     """
 
-    mean: Float[Array, "*batch time state"]
-    covariance: Float[Array, "*batch time state state"]
-    mean_standard_error: Float[Array, "*batch time state"]
-    covariance_standard_error: Float[Array, "*batch time state state"]
+    mean: Float[Array, "... time state"]
+    covariance: Float[Array, "... time state state"]
+    mean_standard_error: Float[Array, "... time state"]
+    covariance_standard_error: Float[Array, "... time state state"]
     chain: AbstractBackwardChain
     method: Method = eqx.field(static=True)
     reason: str = eqx.field(static=True)
