@@ -68,7 +68,8 @@ clean: ## remove environments, caches and what was built
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	@if [ -d benchmarks ]; then find benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +; fi
 
-# An environment is made once; a group is installed again only when its pins change.
+# An environment is made once; a group is installed again only when its pins change. `particles`, of
+# which two data sets are read, asks for an older NumPy than it needs.
 $(VENV)/.stamp-venv $(BENCH_VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "retrodict needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
@@ -78,9 +79,9 @@ $(VENV)/.stamp-venv $(BENCH_VENV)/.stamp-venv:
 
 $(VENV)/.stamp-%: $(PINS) | $(VENV)/.stamp-venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS_$*)]'
+	$(if $(filter test,$*),$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps particles)
 	@touch $@
 
-# particles asks for an older NumPy than it needs.
 $(BENCH_VENV)/.stamp-%: $(PINS) | $(BENCH_VENV)/.stamp-venv
 	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS_$*)]'
 	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps particles
