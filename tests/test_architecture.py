@@ -42,8 +42,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_train",),
     ("_fit",),
     ("_smooth",),
+    ("_workspace",),
     ("models",),
     ("data",),
+    ("runs",),
     ("experiments",),
     ("cli",),
 )
@@ -59,8 +61,9 @@ EXCEPTIONS = [
 
 # Rooms that stand on the public API, with what else of the library each may name.
 OUTSIDE = {
-    "experiments": {"models", "data"},
-    "cli": {"models", "data", "experiments"},
+    "runs": {"models", "data", "_workspace"},
+    "experiments": {"models", "data", "_workspace"},
+    "cli": {"models", "data", "runs", "experiments"},
 }
 
 # Checkpoints and the training loop are agnostic of state-space models: they know the vocabulary,

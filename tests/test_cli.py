@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
+from retrodict._workspace import files as _files
 from retrodict.cli import main
-from retrodict.experiments import _files, demo, reproduction
+from retrodict.experiments import demo, reproduction
 from retrodict.experiments._report import Chapter
 
 

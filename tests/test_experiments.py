@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import retrodict as rd
+from retrodict._workspace import Folder
 from retrodict.experiments import (
     _files,
     bounds,
@@ -28,7 +29,6 @@ from retrodict.experiments import (
     reproduction,
 )
 from retrodict.experiments._drawing import draw
-from retrodict.experiments._folder import Folder
 from retrodict.experiments._report import Chapter, Section, Spread, Table, page, spread
 
 REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"

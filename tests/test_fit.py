@@ -530,3 +530,39 @@ def test_bad_input_is_refused(ys, change, error, words):
     arguments = {"family": conjugate(), "ys": ys, **change}
     with pytest.raises(error, match=words):
         fit(arguments.pop("family"), tanh_model(), arguments.pop("ys"), **arguments)
+
+
+@pytest.mark.slow
+def test_a_quasi_newton_optimiser_finds_scales_in_thousands():
+    """Adam's steps of 0.01 would take a hundred thousand of them."""
+    rng = np.random.default_rng(5)
+    steps, noise = rng.standard_normal((2, 60, 1))
+    ys = 1000 * (np.cumsum(0.5 * steps, axis=0) + noise)
+    one, none = rd.Frozen(jnp.eye(1)), rd.Frozen(jnp.zeros(1))
+    starts = [rd.Diagonal(rd.Positive(jnp.array([start]))) for start in (300.0, 2000.0)]
+    result = rd.fit_evidence(
+        jax.random.key(0),
+        rd.StateSpaceModel(
+            rd.Frozen(rd.Gaussian(jnp.zeros(1), 1e4 * jnp.eye(1))),
+            rd.LinearGaussianKernel(one, none, starts[0]),
+            rd.LinearGaussianKernel(one, none, starts[1]),
+        ),
+        ys,
+        optimiser=optax.lbfgs(),
+        num_steps=60,
+        chunk_size=20,
+        progress=False,
+    )
+    found = rd.unwrap(result.model)
+    scales = np.array([found.transition.scale_tril.std[0], found.emission.scale_tril.std[0]])
+    rows = np.arange(60)
+    walk = np.minimum(rows[:, None], rows[None, :])
+
+    def log_evidence(move: float, obs: float) -> float:
+        covariance = 1e8 + move**2 * walk + obs**2 * np.eye(60)
+        _, logdet = np.linalg.slogdet(covariance)
+        return -0.5 * float(logdet + ys[:, 0] @ np.linalg.solve(covariance, ys[:, 0]))
+
+    best = log_evidence(*scales)
+    for factors in ((1.02, 1.0), (0.98, 1.0), (1.0, 1.02), (1.0, 0.98)):
+        assert log_evidence(*(scales * factors)) < best

@@ -205,6 +205,8 @@ def _compiled_chunk(
     chunk_size: int,
 ) -> Callable[..., tuple[TrainState, Float[Array, "*start step"]]]:
     """A program that takes a chunk of steps, fewer if the stage ends before."""
+    # An optimiser that searches along a line, such as optax.lbfgs, evaluates the loss itself.
+    optimiser = optax.with_extra_args_support(optimiser)
 
     def one_start(parameters: PyTree, state: PyTree, data: PyTree, key: PRNGKey, step: Array):
         value, gradient = jax.value_and_grad(loss)(parameters, data, key, step)
@@ -212,7 +214,14 @@ def _compiled_chunk(
         ok = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
         # Zeros in place of what is not finite: the optimiser's own arithmetic stays finite too.
         gradient = jax.tree.map(lambda leaf: jnp.where(ok, leaf, 0.0), gradient)
-        update, moved = optimiser.update(gradient, state, parameters)
+        update, moved = optimiser.update(
+            gradient,
+            state,
+            parameters,
+            value=value,
+            grad=gradient,
+            value_fn=lambda moved: loss(moved, data, key, step),
+        )
         parameters = _choose(ok, optax.apply_updates(parameters, update), parameters)
         return parameters, _choose(ok, moved, state), value, ok
 

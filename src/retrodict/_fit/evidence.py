@@ -70,7 +70,8 @@ def fit_evidence(
         length: how many rows exist, one integer a series or one for all.
         batch_size: how many series a step sees; all of them if it is left out.
         learning_rate: the largest rate of the default optimiser.
-        optimiser: an optax transformation instead.
+        optimiser: an optax transformation instead. `optax.lbfgs()` takes tens of steps where all
+            series are seen at each, and does not depend on the units of the data.
         log_prior: a log density of the parameters, for maximum a posteriori estimates; called with
             the unwrapped model.
         patience: how many chunks may pass without a better evidence before it stops.

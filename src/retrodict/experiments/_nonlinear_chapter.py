@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from retrodict._workspace import Stage
 from retrodict.experiments import published
 from retrodict.experiments._drawing import INKS, MARKERS, Picture, draw
-from retrodict.experiments._folder import Stage
 from retrodict.experiments._report import Chapter, Section, Spread, Table, spread
 
 ARCHIVED = ("conjugate", "gated")

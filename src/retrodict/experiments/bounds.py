@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Array
 
 import retrodict as rd
+from retrodict._workspace import Folder, Stage
 from retrodict.experiments import published
 from retrodict.experiments._drawing import DASHES, INKS, Picture, draw
-from retrodict.experiments._folder import Folder, Stage
 from retrodict.experiments._report import Chapter, Section, Table
 
 BIASES = (0.01, 0.02, 0.05, 0.09, 0.12, 0.2, 0.3)

@@ -22,10 +22,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import retrodict as rd
+from retrodict._workspace import Progress, Quiet, as_json, make_writable, write_atomically
 from retrodict.experiments import published
 from retrodict.experiments._drawing import DASHES, INKS, MARKERS, Picture, draw
-from retrodict.experiments._files import as_json, make_writable, write_atomically
-from retrodict.experiments._folder import Progress, Quiet
 from retrodict.experiments._measure import shortest, simulate
 from retrodict.experiments._report import Chapter, Section, Table, page
 

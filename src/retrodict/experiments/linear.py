@@ -25,9 +25,9 @@ import optax
 from jaxtyping import Array, Float
 
 import retrodict as rd
+from retrodict._workspace import Folder, Stage
 from retrodict.experiments import published
 from retrodict.experiments._drawing import DASHES, INKS, Picture, draw
-from retrodict.experiments._folder import Folder, Stage
 from retrodict.experiments._report import Chapter, Section, Table
 
 NUM_TIMES = 64

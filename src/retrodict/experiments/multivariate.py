@@ -23,8 +23,8 @@ import optax
 from jaxtyping import Array, Float
 
 import retrodict as rd
+from retrodict._workspace import Folder, Stage
 from retrodict.experiments._drawing import INKS, Picture, draw
-from retrodict.experiments._folder import Folder, Stage
 from retrodict.experiments._report import Chapter, Section, Table, spread
 
 STATE_DIM, OBS_DIM = 3, 4

@@ -27,8 +27,8 @@ import optax
 from jaxtyping import Array, Float
 
 import retrodict as rd
+from retrodict._workspace import Folder, Stage
 from retrodict.experiments import published
-from retrodict.experiments._folder import Folder, Stage
 from retrodict.experiments._measure import shortest, simulate
 from retrodict.experiments._nonlinear_chapter import ARCHIVED, LEVEL, Found, Sizes, chapter
 from retrodict.experiments._report import Chapter

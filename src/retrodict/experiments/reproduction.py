@@ -16,9 +16,16 @@ from typing import Any, NamedTuple
 
 import jax
 
+from retrodict._workspace import (
+    Folder,
+    Progress,
+    Quiet,
+    as_csv,
+    as_json,
+    make_writable,
+    write_atomically,
+)
 from retrodict.experiments import bounds, linear, multivariate, nonlinear
-from retrodict.experiments._files import as_csv, as_json, make_writable, write_atomically
-from retrodict.experiments._folder import Folder, Progress, Quiet
 from retrodict.experiments._report import Chapter, page
 
 EXPERIMENTS: dict[str, ModuleType] = {

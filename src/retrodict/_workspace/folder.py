@@ -15,8 +15,10 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-import retrodict as rd
-from retrodict.experiments._files import as_json, make_writable, write_atomically
+from retrodict._checkpoint import CheckpointError, load, save
+from retrodict._family import AbstractFamily
+from retrodict._fit import FitResult, fit
+from retrodict._workspace.files import as_json, make_writable, write_atomically
 
 T = TypeVar("T")
 Stage = dict[str, np.ndarray]
@@ -97,7 +99,7 @@ class Folder:
             began = time.perf_counter()
             arrays = {key: np.asarray(value) for key, value in compute().items()}
             kept = arrays, time.perf_counter() - began
-            rd.save(place, kept)
+            save(place, kept)
             self.progress.end(name, kept=False)
         else:
             self.progress.end(name, kept=True)
@@ -109,13 +111,13 @@ class Folder:
         self,
         name: str,
         key: Any,
-        family: rd.AbstractFamily,
+        family: AbstractFamily,
         model: Any,
         ys: Any,
         *,
         num_steps: int,
         **options: Any,
-    ) -> tuple[rd.FitResult, float]:
+    ) -> tuple[FitResult, float]:
         """A fit as a stage of its own, which goes on from its last checkpoint.
 
         Args:
@@ -132,9 +134,9 @@ class Folder:
             if it was interrupted, up to their last checkpoints.
         """
         checkpoint, clock = self._place(name, ".fit"), self._place(name, ".seconds")
-        found: list[rd.FitResult] = []
+        found: list[FitResult] = []
 
-        def go_on() -> rd.FitResult:
+        def go_on() -> FitResult:
             began, before = time.perf_counter(), _read_seconds(clock, checkpoint)
 
             def tell(step: int, _: float) -> None:
@@ -142,7 +144,7 @@ class Folder:
                 self.progress.step(step, num_steps)
 
             try:
-                return rd.fit(
+                return fit(
                     key,
                     family,
                     model,
@@ -195,10 +197,10 @@ class Folder:
 
     def _read(self, place: Path) -> tuple[Stage, float] | None:
         try:
-            return rd.load(place)
+            return load(place)
         except FileNotFoundError:
             return None
-        except rd.CheckpointError as error:
+        except CheckpointError as error:
             self._set_aside(place, str(error))
             return None
 

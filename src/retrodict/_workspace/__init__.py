@@ -1,0 +1,10 @@
+"""Folders of long computations: written whole or not at all, and taken up where they were left."""
+
+from retrodict._workspace.files import as_csv as as_csv
+from retrodict._workspace.files import as_json as as_json
+from retrodict._workspace.files import make_writable as make_writable
+from retrodict._workspace.files import write_atomically as write_atomically
+from retrodict._workspace.folder import Folder as Folder
+from retrodict._workspace.folder import Progress as Progress
+from retrodict._workspace.folder import Quiet as Quiet
+from retrodict._workspace.folder import Stage as Stage
