@@ -11,7 +11,8 @@ import retrodict as rd
 from retrodict._fit.batch import prepare_batch
 from retrodict._smooth import driver
 from retrodict._smooth import grade as grading
-from retrodict._smooth.amortise import Training, simulate_like
+from retrodict._smooth.amortise import Training
+from retrodict._smooth.likeness import like_batch
 from retrodict._smooth.driver import _stands
 from retrodict._smooth.grade import Grade
 
@@ -219,7 +220,7 @@ def test_training_series_take_after_the_given_ones():
         takes_input=True,
         owner="test",
     )
-    found = simulate_like(jax.random.key(0), model, batch, 6)
+    found = like_batch(jax.random.key(0), model, batch, 6, 64)
     assert found.ys.shape == (6, 64, 1)
     assert found.options["length"].tolist() == [64, 20, 64, 20, 64, 20]
     inputs, mask = found.options["inputs"][..., 0], found.options["mask"][..., 0]

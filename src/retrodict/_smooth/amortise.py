@@ -2,22 +2,16 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from retrodict._family import AbstractFamily, MixtureFamily, NonlinearFamily
 from retrodict._fit import FitResult, fit
-from retrodict._fit.batch import num_series as count_series
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel
+from retrodict._smooth.likeness import MOST_ROWS, like_batch
 from retrodict._types import PRNGKey
-
-MOST_ROWS = 64
-"""The longest series to train on. Families that were trained on 64 rows were seen to hold on 500;
-the time of a step grows with the rows."""
 
 NUM_HELD_OUT = 128
 """How many simulated series grade the families and are not trained on."""
@@ -28,13 +22,6 @@ class Training(NamedTuple):
 
     family: AbstractFamily
     story: str
-
-
-class Simulated(NamedTuple):
-    """Simulated series, with the gaps, inputs and lengths of given ones."""
-
-    ys: Float[Array, "batch time obs"]
-    options: dict[str, Any]
 
 
 def train_family(
@@ -62,8 +49,8 @@ def train_family(
         progress: as in `fit`.
     """
     data_key, held_key, mixture_key, nonlinear_key, key = jax.random.split(key, 5)
-    train = simulate_like(data_key, model, batch, num_series)
-    held_out = tuple(simulate_like(held_key, model, batch, NUM_HELD_OUT))
+    train = like_batch(data_key, model, batch, num_series, MOST_ROWS)
+    held_out = tuple(like_batch(held_key, model, batch, NUM_HELD_OUT, MOST_ROWS))
     state_dim, obs_dim = model.state_dim, batch.ys.shape[-1]
     input_dim = 0 if batch.inputs is None else batch.inputs.shape[-1]
     families = [
@@ -98,40 +85,3 @@ def _grade(result: FitResult) -> float:
     """The held-out ELBO of what was kept, and −∞ if it never was a number."""
     kept = float(result.held_out[result.held_out_steps == result.kept_step][-1])
     return kept if math.isfinite(kept) else -math.inf
-
-
-def simulate_like(key: PRNGKey, model: StateSpaceModel, batch: Series, count: int) -> Simulated:
-    """Series from the model under the inputs, the gaps and the lengths of given ones.
-
-    Each simulated series takes after one of the given, in turn: a window of at most 64 of its rows,
-    placed at random, lends it its inputs, what is seen, and how many rows there are.
-
-    Args:
-        key: a typed key.
-        model: an unwrapped model.
-        batch: the series to take after.
-        count: how many to simulate.
-    """
-    path_key, place_key = jax.random.split(key)
-    given = jnp.arange(count) % count_series(batch)
-    lengths = jnp.full(count, batch.ys.shape[1]) if batch.length is None else batch.length[given]
-    num_rows = min(int(jnp.max(lengths)), MOST_ROWS)
-    kept = jnp.minimum(lengths, num_rows)
-    places = jax.random.uniform(place_key, (count,))
-    begin = jnp.floor(places * (lengths - kept + 1)).astype(int)
-    # Windows of short series run into padding, which is padding there as well.
-    rows = jnp.minimum(begin[:, None] + jnp.arange(num_rows)[None], batch.ys.shape[1] - 1)
-
-    def window(array: Array | None) -> Array | None:
-        return None if array is None else array[given[:, None], rows]
-
-    inputs = window(batch.inputs)
-    ys = jax.vmap(lambda key, us: model.simulate(key, num_rows, inputs=us)[1])(
-        jax.random.split(path_key, count), inputs
-    )
-    options = {
-        "mask": window(batch.mask),
-        "inputs": inputs,
-        "length": None if batch.length is None else kept,
-    }
-    return Simulated(ys, options)
