@@ -17,6 +17,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from retrodict.cli import _own
+from retrodict.cli._errors import UserError, cannot_write
+from retrodict.cli._options import AsJson, Seed
 from retrodict.cli._progress import Stages
 
 if TYPE_CHECKING:
@@ -26,9 +29,9 @@ app = typer.Typer(
     name="retrodict",
     help="""Smoothing in state-space models with posteriors that factorise backward in time.
 
-    From noisy observations of a hidden state, retrodict infers the law of its whole path. The
-    commands show what the library does; the library itself is used from Python:
-    import retrodict as rd.""",
+    From noisy observations of a hidden state, retrodict infers the law of its whole path: fit a
+    model to a table, then smooth, forecast, check, plot or stream. From Python: import retrodict
+    as rd.""",
     epilog=(
         "Exit codes: 0 done; 1 something that the command needs is not installed; 2 the command"
         " could not be done as asked, one line on standard error says why; 130 interrupted."
@@ -37,6 +40,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+_own.register(app)
 
 INTERRUPTED = 130
 """What a shell expects of a program that was stopped by Ctrl-C; typer may return it itself."""
@@ -50,10 +55,6 @@ class Experiment(StrEnum):
     multivariate = "multivariate"
     nonlinear = "nonlinear"
     bounds = "bounds"
-
-
-class UserError(Exception):
-    """A mistake that one line explains."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -112,12 +113,6 @@ def _main(
     jax.config.update("jax_enable_x64", True)
 
 
-Seed = Annotated[
-    int, typer.Option(min=0, max=2**32 - 1, help="Seed of all that is drawn at random.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON, for machines.")]
-
-
 @app.command(
     epilog="Example: retrodict demo --out demo && open demo/report.html",
 )
@@ -141,16 +136,12 @@ def demo(
         try:
             found = experiment.run(out, seed=seed, progress=stages)
         except OSError as error:
-            raise UserError(_cannot_write(error, out)) from error
+            raise UserError(cannot_write(error, out)) from error
     if as_json:
         typer.echo(experiment.summary(found).decode(), nl=False)
         return
     Console().print(_table(found))
     typer.echo(f"Wrote {out / 'report.html'}, {out / 'summary.json'} and pictures.")
-
-
-def _cannot_write(error: OSError, out: Path) -> str:
-    return f"cannot write to {error.filename or out}: {error.strerror or error}"
 
 
 def _table(found: "Demo") -> Table:
@@ -208,7 +199,7 @@ def reproduce(
             found = reproduction.reproduce(names, out, quick=quick, seed=seed, progress=told)
         except OSError as error:
             raise UserError(
-                f"{_cannot_write(error, out)}. What was computed is kept; give another folder, or"
+                f"{cannot_write(error, out)}. What was computed is kept; give another folder, or"
                 " make room and run the same command again."
             ) from error
         except KeyboardInterrupt:

@@ -1,0 +1,10 @@
+"""Options that several commands have."""
+
+from typing import Annotated
+
+import typer
+
+Seed = Annotated[
+    int, typer.Option(min=0, max=2**32 - 1, help="Seed of all that is drawn at random.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON, for machines.")]

@@ -1,0 +1,363 @@
+"""The commands for a user's own data: fit, smooth, forecast, check, plot, stream, info."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table as Grid
+
+from retrodict.cli._errors import UserError, cannot_write
+from retrodict.cli._options import AsJson, Seed
+from retrodict.cli._progress import Stages
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder that `fit` made.")]
+DataFile = Annotated[
+    Path, typer.Argument(metavar="DATA", help="A .csv, .tsv, .parquet or .nc file.")
+]
+OutFile = Annotated[
+    Path | None,
+    typer.Option(help="Write to this .csv, .parquet or .nc file instead of standard output."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")]
+Level = Annotated[
+    float, typer.Option(min=0.01, max=0.999, help="The probability of the intervals.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to an application."""
+    examples = {
+        fit: "retrodict fit nile.csv --model local_level --out nile-run",
+        smooth: "retrodict smooth nile-run nile.csv --out smoothed.csv",
+        forecast: "retrodict forecast nile-run nile.csv --steps 12",
+        check: "retrodict check nile-run nile.csv",
+        plot: "retrodict plot nile-run nile.csv --out nile.png --forecast 12",
+        stream: "tail -f new.csv | retrodict stream nile-run --lag 10",
+        info: "retrodict info nile-run",
+    }
+    for command, example in examples.items():
+        app.command(epilog=f"Example: {example}")(command)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Errors of the user's files, models and options as one line."""
+    from retrodict import data, models, runs
+
+    try:
+        yield
+    except (data.DataError, models.ModelError, runs.RunError) as error:
+        raise UserError(str(error)) from error
+
+
+def fit(
+    source: DataFile,
+    model: Annotated[
+        str,
+        typer.Option(help="A ready model, a model file FILE.toml, or module:name of your own."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The folder of the run; needed but for --dry-run.")
+    ] = None,
+    time: Annotated[str | None, typer.Option(help="The time column.")] = None,
+    series: Annotated[
+        list[str] | None, typer.Option(help="A column that tells series apart; may be repeated.")
+    ] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option(help="An observed column; may be repeated.")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None, typer.Option(help="A column of inputs; may be repeated.")
+    ] = None,
+    freq: Annotated[
+        str | None, typer.Option(help="The step of the times: a number, or D, W, MS, 6h, ...")
+    ] = None,
+    step_input: Annotated[
+        bool, typer.Option("--step-input", help="Make the length of the step an input.")
+    ] = False,
+    time_format: Annotated[
+        str | None, typer.Option(help="How dates are written, such as %d/%m/%Y.")
+    ] = None,
+    family: Annotated[
+        str | None, typer.Option(help="The family to train.", show_default="mixture")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of each training.", show_default="2000")
+    ] = None,
+    seed: Seed = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what was understood of the file, and stop.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fit a model to a table, and learn to smooth for it.
+
+    Learns the parameters that the model marks as learnable, trains a family where smoothing is not
+    exact, and writes a folder with the run and report.html. A fit that was interrupted goes on when
+    it is asked for again; a folder with a finished run is not overwritten.
+    """
+    from retrodict import data, models, runs
+
+    with _explained():
+        spec = models.resolve(model)
+        given = {
+            "time": time,
+            "series": series,
+            "columns": columns,
+            "inputs": inputs,
+            "freq": _number_or_text(freq),
+            "step_input": step_input or None,
+            "time_format": time_format,
+        }
+        layout = {**spec.data, **{key: value for key, value in given.items() if value}}
+        table = data.read(source, **layout)
+        if dry_run:
+            _say_dry_run(table, spec, as_json)
+            return
+        if out is None:
+            raise UserError("name the folder of the run: --out RUN")
+        chosen = {
+            "family": family or spec.fit.get("family", "mixture"),
+            "num_steps": steps or spec.fit.get("num_steps", 2000),
+        }
+        with Stages("fit", runs.NUM_STAGES, Console(stderr=True)) as stages:
+            try:
+                run = runs.fit(table, spec, out, seed=seed, progress=stages, **chosen)
+                runs.write_report(run, table, seed=seed)
+            except OSError as error:
+                raise UserError(cannot_write(error, out)) from error
+    _say_run(run, as_json)
+    if not as_json:
+        typer.echo(f"Wrote {out} and {out / 'report.html'}.")
+
+
+def _number_or_text(text: str | None) -> Any:
+    if text is None:
+        return None
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        return text
+
+
+def _say_dry_run(table: Any, spec: Any, as_json: bool) -> None:
+    if as_json:
+        found = {"table": table.described(), "layout": table.layout, "model": spec.to_dict()}
+        typer.echo(json.dumps(found, indent=2, ensure_ascii=False, default=str))
+        return
+    typer.echo(f"model: {spec.reference}")
+    for line in table.described():
+        typer.echo(line)
+
+
+def smooth(
+    run: RunFolder,
+    source: DataFile,
+    out: OutFile = None,
+    overwrite: Overwrite = False,
+    level: Level = 0.9,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Smooth a table: the hidden states of each row given all rows.
+
+    One line a row with the mean, standard deviation and interval of each state, and of the observed
+    columns where they were missing.
+    """
+    from retrodict import data, runs
+
+    with _explained():
+        opened = runs.open_run(run)
+        table = data.read(source, **opened.layout)
+        found = runs.smooth(opened, table, seed=seed)
+        names = runs.state_names(opened)
+        _put(table, found, out, overwrite, as_json, level=level, state_names=names)
+
+
+def forecast(
+    run: RunFolder,
+    source: DataFile,
+    steps: Annotated[int, typer.Option(min=1, help="How many rows to forecast.")],
+    future: Annotated[
+        Path | None,
+        typer.Option("--inputs", help="A file with the inputs of the coming rows."),
+    ] = None,
+    out: OutFile = None,
+    overwrite: Overwrite = False,
+    level: Level = 0.9,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Forecast the rows that come after a table."""
+    from retrodict import data, runs
+
+    with _explained():
+        opened = runs.open_run(run)
+        table = data.read(source, **opened.layout)
+        inputs = None if future is None else runs.read_inputs(opened, table, future, steps)
+        found = runs.forecast(opened, table, steps, inputs=inputs, seed=seed)
+        names = runs.state_names(opened)
+        _put(table, found, out, overwrite, as_json, level=level, state_names=names)
+
+
+def _put(
+    table: Any, found: Any, out: Path | None, overwrite: bool, as_json: bool, **options: Any
+) -> None:
+    """A result to a file, or as a table or JSON to standard output."""
+    from retrodict import data
+
+    if out is not None and out.suffix.lower() == ".nc":
+        dataset = data.to_xarray(table, found, state_names=options["state_names"])
+        data.write(dataset, out, overwrite=overwrite)
+    else:
+        frame = data.to_frame(table, found, **options)
+        if out is None:
+            text = (
+                frame.to_json(orient="records", date_format="iso", double_precision=15) + "\n"
+                if as_json
+                else frame.to_csv(index=False)
+            )
+            sys.stdout.write(text)
+            return
+        data.write(frame, out, overwrite=overwrite)
+    typer.echo(f"Wrote {out}.")
+
+
+def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = False) -> None:
+    """Check whether a run is to be trusted on a table.
+
+    The ELBO against a particle estimate of the evidence, the Pareto shape of path weights, tests of
+    residuals, coverage of points that are hidden, and an error bound where one applies; a verdict
+    in words. The exit code is 0 whatever the verdict.
+    """
+    from retrodict import data, runs
+
+    with _explained():
+        opened = runs.open_run(run)
+        table = data.read(source, **opened.layout)
+        found = runs.check(opened, table, seed=seed)
+    if as_json:
+        answer = {
+            "verdict": found.worst,
+            "words": found.verdict,
+            "findings": [finding._asdict() for finding in found.findings],
+        }
+        typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+        return
+    grid = Grid(box=SIMPLE, pad_edge=False)
+    for heading in ("what", "found", "verdict"):
+        grid.add_column(heading)
+    for finding in found.findings:
+        grid.add_row(finding.name, finding.value, finding.verdict)
+    Console().print(grid)
+    typer.echo(found.verdict)
+
+
+def plot(
+    run: RunFolder,
+    source: DataFile,
+    out: Annotated[Path, typer.Option(help="A .png, .svg or .pdf file.")],
+    steps: Annotated[
+        int, typer.Option("--forecast", min=0, help="Rows to forecast beyond the data.")
+    ] = 0,
+    level: Level = 0.9,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Draw a table, its smoothed states and a forecast."""
+    from retrodict import data, runs
+
+    with _explained():
+        opened = runs.open_run(run)
+        table = data.read(source, **opened.layout)
+        if out.exists() and not overwrite:
+            raise UserError(f"{out} exists; pass --overwrite, or choose another name")
+        try:
+            runs.plot(opened, table, out, steps=steps, level=level, seed=seed)
+        except OSError as error:
+            raise UserError(cannot_write(error, out)) from error
+    typer.echo(f"Wrote {out}.")
+
+
+def stream(
+    run: RunFolder,
+    lag: Annotated[int, typer.Option(min=1, help="Rows to wait before a row is smoothed.")] = 20,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Append the answers to this file: after a kill each row is there once."),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="Where the state is kept.", show_default="RUN/stream-LAG.rd"),
+    ] = None,
+    flush: Annotated[
+        bool, typer.Option("--flush", help="Smooth the last rows too when the input ends.")
+    ] = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Answer rows as they come on standard input.
+
+    Rows are comma-separated with a header, in order of time. Each is answered at once by a line
+    with the filtered state and the state `lag` rows before given all rows so far. The state is kept
+    in the run: rows that were answered before a restart are recognised by their time and skipped.
+    """
+    from retrodict import runs
+
+    with _explained():
+        opened = runs.open_run(run)
+        try:
+            runs.stream(
+                opened,
+                sys.stdin.buffer,
+                sys.stdout.buffer if out is None else out,
+                lag=lag,
+                state=state,
+                flush=flush,
+                seed=seed,
+                as_json=as_json,
+            )
+        except OSError as error:
+            raise UserError(cannot_write(error, out or run)) from error
+
+
+def info(run: RunFolder, as_json: AsJson = False) -> None:
+    """Say what a run is: model, data, parameters."""
+    from retrodict import runs
+
+    with _explained():
+        opened = runs.open_run(run)
+    _say_run(opened, as_json)
+
+
+def _say_run(run: Any, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(run.record, indent=2, ensure_ascii=False))
+        return
+    results = run.record["results"]
+    typer.echo(f"model: {run.spec.reference}")
+    for line in run.record["data"]["described"]:
+        typer.echo(line)
+    per_row = results["nats_a_row"]
+    typer.echo(f"smoothing: {results['method']}; {results['objective']} {per_row:.4f} nats a row")
+    grid = Grid(box=SIMPLE, pad_edge=False)
+    for heading in ("parameter", "value", "standard error", "90% interval"):
+        grid.add_column(heading, justify="left" if heading == "parameter" else "right")
+    for name, found in results["parameters"].items():
+        grid.add_row(name, *_cells(found))
+    Console().print(grid)
+
+
+def _cells(found: dict[str, Any]) -> tuple[str, str, str]:
+    value = f"{found['value']:.5g}"
+    if not found["learned"]:
+        return value, "fixed", ""
+    if found.get("error") is None:
+        return value, "–", "–"
+    return value, f"{found['error']:.2g}", f"{found['lower']:.4g} to {found['upper']:.4g}"

@@ -1,0 +1,145 @@
+"""What a run says of a table: smoothed states, forecasts, and draws of what was missing."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+import retrodict as rd
+from retrodict import data
+from retrodict.runs._record import Run, RunError
+
+
+def smooth(run: Run, table: data.Table, *, num_samples: int = 256, seed: int = 0) -> rd.Smoothed:
+    """The states of each row given all rows of its series.
+
+    Exact for linear-Gaussian models, else by the family of the run, which is not trained again.
+
+    Args:
+        run: the run.
+        table: the data, read with `run.layout`.
+        num_samples: paths over which moments are taken where they have no closed form.
+        seed: of the draws.
+
+    Returns:
+        As `retrodict.smooth` of a batch: every array has a leading axis for the series.
+    """
+    options = table.batch()
+    ys = options.pop("ys")
+    if run.is_exact:
+        return rd.smooth(run.model, ys, method="exact", progress=False, **options)
+    return rd.smooth(
+        run.model,
+        ys,
+        family=run.family,
+        key=jax.random.key(seed),
+        num_samples=num_samples,
+        check=False,
+        progress=False,
+        **options,
+    )
+
+
+def forecast(
+    run: Run,
+    table: data.Table,
+    num_times: int,
+    *,
+    inputs: Any = None,
+    num_samples: int = 1000,
+    seed: int = 0,
+    smoothed: rd.Smoothed | None = None,
+) -> rd.Forecast:
+    """The rows that come next.
+
+    Args:
+        run: the run.
+        table: the data, read with `run.layout`.
+        num_times: how many rows to forecast.
+        inputs: inputs of those rows, of shape `(batch, num_times, input)`, if the model takes any
+            beside the length of the step, which is 1 unless it is given.
+        num_samples: how many draws.
+        seed: of the draws.
+        smoothed: what `smooth` found for this table, if it is there already.
+
+    Returns:
+        As `retrodict.forecast`, with a leading axis for the series.
+    """
+    future = _future_inputs(table, num_times, inputs)
+    found = smooth(run, table, seed=seed) if smoothed is None else smoothed
+    model, count = rd.unwrap(run.model), table.num_series
+    keys = jax.random.split(jax.random.key(seed), count)
+
+    @eqx.filter_jit
+    def each(keys: Any, chains: Any, future: Any) -> rd.Forecast:
+        return eqx.filter_vmap(
+            lambda key, chain, u: rd.forecast(
+                key, model, chain, num_times, inputs=u, num_samples=num_samples
+            ),
+            in_axes=(0, eqx.if_array(0), None if future is None else 0),
+        )(keys, chains, future)
+
+    return each(keys, found.chain, future)
+
+
+def _future_inputs(table: data.Table, num_times: int, inputs: Any) -> np.ndarray | None:
+    if table.inputs is None:
+        if inputs is not None:
+            raise RunError("The model of this run takes no inputs; leave them out.")
+        return None
+    width = table.inputs.shape[2]
+    if inputs is None:
+        if width > 1 or table.step_unit is None:
+            raise RunError(
+                f"A forecast needs the inputs {', '.join(table.input_names)} of the coming rows."
+            )
+        return np.ones((table.num_series, num_times, 1))
+    given = np.asarray(inputs, float)
+    if given.shape != (table.num_series, num_times, width):
+        raise RunError(
+            f"A forecast of {num_times} rows expects inputs of shape"
+            f" {(table.num_series, num_times, width)}, got {given.shape}."
+        )
+    return given
+
+
+def impute(
+    run: Run,
+    table: data.Table,
+    num_samples: int,
+    *,
+    hidden: np.ndarray | None = None,
+    seed: int = 0,
+) -> np.ndarray:
+    """Draws of each series with what was missing filled in, of shape `(batch, sample, time, obs)`.
+
+    Args:
+        run: the run.
+        table: the data, read with `run.layout`.
+        num_samples: how many draws.
+        hidden: true where an entry is to be treated as missing though it was seen.
+        seed: of the draws.
+    """
+    kept = table.mask if hidden is None else table.mask & ~hidden
+    options = {"mask": kept, "inputs": table.inputs, "length": table.length}
+    key = jax.random.key(seed)
+    if run.is_exact:
+        found = rd.smooth(run.model, table.ys, method="exact", progress=False, **options)
+    else:
+        found = rd.smooth(
+            run.model, table.ys, family=run.family, key=key, check=False, progress=False, **options
+        )
+    model, keys = rd.unwrap(run.model), jax.random.split(key, table.num_series)
+    ys = np.where(kept, table.ys, 0.0)
+
+    @eqx.filter_jit
+    def each(keys: Any, chains: Any, ys: Any, mask: Any, us: Any, length: Any) -> jax.Array:
+        return eqx.filter_vmap(
+            lambda key, chain, y, m, u, k: rd.impute(
+                key, model, chain, y, num_samples, mask=m, inputs=u, length=k
+            ),
+            in_axes=(0, eqx.if_array(0), 0, 0, None if us is None else 0, 0),
+        )(keys, chains, ys, mask, us, length)
+
+    return np.asarray(each(keys, found.chain, ys, kept, table.inputs, table.length))

@@ -1,0 +1,207 @@
+"""Is the answer of a run to be trusted? The posterior, the model, and hidden points."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import retrodict as rd
+from retrodict import data
+from retrodict.runs._answer import impute
+from retrodict.runs._record import Run
+from retrodict.runs._residuals import coverage, hide, levels, residual_tests
+
+Verdict = Literal["good", "doubtful", "bad", "unknown"]
+
+MOST_SERIES, MOST_ROWS = 8, 2000
+"""How much of a table is checked: the longest series, and the last rows of each."""
+
+DOUBTFUL, BAD = 1e-2, 1e-4
+"""Levels of p-values, for each of some ten tests: false alarms in one of ten and of a thousand."""
+
+HIDDEN_SHARE, FEWEST_HIDDEN = 0.1, 20
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        name: what.
+        value: what was found, as text.
+        meaning: how to read it.
+        verdict: `"good"`, `"doubtful"`, `"bad"` or `"unknown"`.
+    """
+
+    name: str
+    value: str
+    meaning: str
+    verdict: Verdict
+
+
+class Check(NamedTuple):
+    """What speaks for and against a run on a table.
+
+    Attributes:
+        findings: one a thing that was looked at.
+        verdict: in words.
+    """
+
+    findings: tuple[Finding, ...]
+    verdict: str
+
+    @property
+    def worst(self) -> Verdict:
+        """The worst verdict of all findings that have one."""
+        found = {finding.verdict for finding in self.findings}
+        return next(level for level in ("bad", "doubtful", "good", "unknown") if level in found)
+
+
+def check(run: Run, table: data.Table, *, seed: int = 0, num_particles: int = 1000) -> Check:
+    """Looks for what is wrong with a run on a table.
+
+    The posterior is compared with importance weights and a particle smoother; the model by
+    one-step-ahead residuals and by points that are hidden from it. Of many series the longest are
+    looked at, of long ones the last rows.
+
+    Args:
+        run: the run.
+        table: the data, read with `run.layout`.
+        seed: of all that is drawn.
+        num_particles: particles and paths of each series.
+    """
+    order = np.argsort(-table.length, kind="stable")[:MOST_SERIES]
+    part = table if table.series is None else table.select([table.series[i] for i in order])
+    part = part.last(min(MOST_ROWS, int(part.length.max())))
+    posterior_key, level_key, hide_key = jax.random.split(jax.random.key(seed), 3)
+    findings = [
+        *_posterior(run, part, posterior_key, num_particles),
+        _certificate(run, part),
+        *_residuals(run, part, level_key, num_particles),
+        _hidden(run, part, hide_key, seed),
+    ]
+    return Check(tuple(findings), _in_words(run, findings))
+
+
+def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
+    if run.is_exact:
+        meaning = (
+            "the model is linear and Gaussian, and its posterior is computed, not approximated"
+        )
+        return [Finding("posterior", "exact", meaning, "good")]
+    found = []
+    for i in range(table.num_series):
+        one = table.one(i)
+        chain = run.smoother.infer(one["ys"], mask=one["mask"], inputs=one["inputs"])
+        own = jax.random.fold_in(key, i)
+        found.append(rd.check_posterior(own, run.model, chain, num_samples=count, **one))
+    rows = [int(k) for k in table.length]
+    gaps = np.array([float(each.gap) / n for each, n in zip(found, rows, strict=True)])
+    shapes = np.array([float(each.k_hat) for each in found])
+    messages = [message for each in found for message in each.messages]
+    worst = int(np.argmax(gaps))
+    error = float(
+        np.hypot(found[worst].elbo_standard_error, found[worst].log_evidence_standard_error)
+    )
+    verdicts: list[Verdict] = [
+        "good" if gaps.max() < 0.02 else "doubtful" if gaps.max() < 0.2 else "bad",
+        "good" if shapes.max() < 0.7 else "doubtful" if shapes.max() < 1.5 else "bad",
+    ]
+    return [
+        Finding(
+            "gap of the ELBO to the particle evidence",
+            f"{gaps.max():.4f} ± {error / rows[worst]:.4f} nats a row, largest of {len(found)}",
+            "an estimate of how far the posterior is off: KL(q ‖ posterior) a row",
+            verdicts[0],
+        ),
+        Finding(
+            "k-hat of path weights",
+            f"{shapes.max():.2f}, largest of {len(found)}",
+            "below 0.7 weights could correct whole paths; it grows with the length of a series",
+            verdicts[1],
+        ),
+        Finding(
+            "comparison with a particle smoother",
+            f"{len(messages)} objections" if messages else "no objection",
+            " ".join(messages[:2]) or "no state of the particles lies where the posterior has none",
+            "doubtful" if messages else "good",
+        ),
+    ]
+
+
+def _certificate(run: Run, table: data.Table) -> Finding:
+    name = "certified bound on the error of the smoothed sum"
+    if run.is_exact:
+        return Finding(name, "0", "nothing is approximated", "good")
+    one = table.one(0)
+    chain = run.smoother.infer(one["ys"], mask=one["mask"], inputs=one["inputs"])
+    try:
+        bound = rd.error_bound(run.model, chain, functional=rd.StateSum(), **one)
+    except (TypeError, ValueError) as error:
+        return Finding(name, "none applies", str(error).split(". ")[0], "unknown")
+    value = float(jnp.max(jnp.asarray(bound.value)))
+    rests = ", ".join(bound.rests_on)
+    kind = "a bound" if bound.rigorous else "an estimate, not a bound"
+    return Finding(name, f"{value:.3g}", f"{kind}; rests on {rests}", "unknown")
+
+
+def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
+    found = []
+    for i in range(table.num_series):
+        one = table.one(i)
+        own = jax.random.fold_in(key, i)
+        found.append(levels(own, run.model, num_particles=count, **one))
+    findings = []
+    for place, column in enumerate(table.names):
+        for test in residual_tests([each[:, place] for each in found]):
+            p = test.p_value
+            verdict: Verdict = (
+                "unknown"
+                if np.isnan(p)
+                else "bad"
+                if p < BAD
+                else "doubtful"
+                if p < DOUBTFUL
+                else "good"
+            )
+            value = "too few rows" if np.isnan(p) else f"p = {p:.3g}"
+            name = f"{test.name} ({column})"
+            findings.append(
+                Finding(name, value, "small if the model does not fit the data", verdict)
+            )
+    return findings
+
+
+def _hidden(run: Run, table: data.Table, key: Any, seed: int) -> Finding:
+    hide_key, tie_key = jax.random.split(key)
+    away = hide(hide_key, table.mask, HIDDEN_SHARE)
+    name = "hidden points in their 90% intervals"
+    if away.sum() < FEWEST_HIDDEN:
+        return Finding(name, "too few rows", f"at least {FEWEST_HIDDEN} are needed", "unknown")
+    draws = impute(run, table, 400, hidden=away, seed=seed)
+    truth = table.ys[:, None]
+    below, equal = (draws < truth).mean(axis=1)[away], (draws == truth).mean(axis=1)[away]
+    ties = np.asarray(jax.random.uniform(tie_key, below.shape))
+    found = coverage(below + ties * equal)
+    share = found.inside / found.hidden
+    error = np.sqrt(0.09 / found.hidden)
+    p = found.p_value
+    return Finding(
+        name,
+        f"{100 * share:.1f}% of {found.hidden} (90 ± {100 * error:.1f} expected)",
+        "a tenth of what was seen is hidden from the smoother, and drawn by it",
+        "bad" if p < BAD else "doubtful" if p < DOUBTFUL else "good",
+    )
+
+
+def _in_words(run: Run, findings: list[Finding]) -> str:
+    bad = [finding.name for finding in findings if finding.verdict == "bad"]
+    doubtful = [finding.name for finding in findings if finding.verdict == "doubtful"]
+    if bad:
+        return (
+            f"Do not trust this run as it is: {'; '.join(bad)}. If residuals speak against it, it"
+            " needs another model; if the posterior does, longer training or another family."
+        )
+    if doubtful:
+        return "With reserve: " + "; ".join(doubtful) + "."
+    return "Nothing that was looked at speaks against this run."

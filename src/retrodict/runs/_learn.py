@@ -1,0 +1,311 @@
+"""From a table and the name of a model to a run: parameters, a family, and how sure they are."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import retrodict as rd
+from retrodict import data, models
+from retrodict._workspace import (
+    Folder,
+    Progress,
+    Quiet,
+    as_csv,
+    as_json,
+    make_writable,
+    write_atomically,
+)
+from retrodict.runs._record import RECORD, TRAINING, Run, RunError, read_record, write
+
+FAMILIES = {
+    "mixture": rd.MixtureFamily,
+    "nonlinear": rd.NonlinearFamily,
+    "recurrent": rd.RecurrentFamily,
+    "gated": rd.GatedFamily,
+    "conjugate": rd.ConjugateFamily,
+}
+
+SETTINGS = "settings.json"
+"""What an unfinished run was asked for."""
+
+NUM_STAGES = 3
+"""How many stages a fit has at most, for those who tell how far it is."""
+
+NUM_SIMULATED, NUM_HELD_OUT, ROWS_SIMULATED = 2048, 128, 64
+"""Series that the fitted model makes up, for the family to be trained on."""
+
+MOST_ROWS_A_STEP = 512
+"""Of longer series a step of learning sees a window."""
+
+MOST_STEPS_OF_EVIDENCE = 300
+"""Steps of L-BFGS on an exact evidence, which ends by itself long before."""
+
+
+def fit(
+    table: data.Table,
+    spec: models.ModelSpec,
+    out: str | Path,
+    *,
+    family: str = "mixture",
+    num_steps: int = 2000,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Run:
+    """Learns the parameters of a model from a table, and a family that smooths for it.
+
+    The parameters that the model marks as learnable are those that make the data most likely:
+    exactly for linear-Gaussian models, by ascent of the ELBO for others. Then a family is trained
+    on series that the fitted model makes up in the likeness of the data, so that it will smooth
+    rows of tomorrow as well. What is done is kept in the folder: a fit that was killed goes on
+    where it was when it is asked for again.
+
+    Args:
+        table: the data.
+        spec: the model, from `retrodict.models.resolve`.
+        out: the folder of the run, which must not hold another.
+        family: the family to train: `"mixture"`, `"nonlinear"`, `"recurrent"`, `"gated"` or
+            `"conjugate"`.
+        num_steps: steps of learning, and again of training the family.
+        seed: of all that is drawn.
+        progress: who is told how far it is.
+
+    Returns:
+        The run, as `open_run` finds it.
+
+    Raises:
+        RunError: if the folder holds something else, or the model does not fit the table.
+    """
+    if family not in FAMILIES:
+        raise RunError(f"There is no family {family!r}; there are {', '.join(FAMILIES)}.")
+    out = Path(out)
+    settings = {
+        "model": spec.to_dict(),
+        "layout": table.layout,
+        "data": fingerprint(table),
+        "family": family,
+        "num_steps": num_steps,
+        "seed": seed,
+    }
+    _refuse_other(out, settings)
+    start_key, learn_key, train_key, error_key = jax.random.split(jax.random.key(seed), 4)
+    model = _started(spec, table, start_key)
+    make_writable(out)
+    write_atomically(out / SETTINGS, as_json(settings))
+    folder = Folder(out, settings, progress or Quiet())
+    exact = is_linear_gaussian(model)
+    if exact:
+        model, history, value = _by_evidence(folder, learn_key, model, table)
+        trained, rest = None, np.zeros(0)
+    else:
+        model, history, value = _by_elbo(folder, learn_key, model, table, num_steps)
+        trained, rest = _amortised(folder, train_key, model, table, family, num_steps)
+    lines = [("parameters", i + 1, v) for i, v in enumerate(history)]
+    lines += [("family", i + 1, v) for i, v in enumerate(rest)]
+    folder.write(TRAINING, as_csv(("stage", "step", "nats a row"), lines))
+    record = {
+        "layout": table.layout,
+        "options": {"family": None if exact else family, "num_steps": num_steps, "seed": seed},
+        "data": {"sha256": fingerprint(table), "described": table.described()},
+        "results": {
+            "method": "exact" if exact else "amortised",
+            "objective": "log-evidence" if exact else "ELBO",
+            "nats_a_row": value,
+            "seconds": round(folder.seconds, 1),
+            "parameters": _parameters(folder, error_key, model, table),
+        },
+    }
+    return write(out, spec, model, trained, record)
+
+
+def fingerprint(table: data.Table) -> str:
+    """The SHA-256 of what was read: values, what was seen, inputs, lengths and times."""
+    digest = hashlib.sha256()
+    arrays = (np.nan_to_num(table.ys), table.mask, table.inputs, table.length, *table.times)
+    for array in arrays:
+        if array is not None:
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _refuse_other(out: Path, settings: Mapping[str, Any]) -> None:
+    """Refuses a folder that holds a finished run, one of other settings, or something else."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise RunError(f"{out} is a file; give a folder that does not exist yet.")
+    note = out / SETTINGS
+    if (out / RECORD).exists():
+        read_record(out)
+        raise RunError(f"{out} holds a finished run; give another folder, or remove it.")
+    if note.exists():
+        if json.loads(note.read_text()) != json.loads(json.dumps(settings)):
+            raise RunError(
+                f"{out} holds an unfinished run of other data or options; ask for the same again,"
+                " or give another folder."
+            )
+    elif any(out.iterdir()):
+        raise RunError(f"{out} is not empty and holds no run; give another folder.")
+
+
+def _started(spec: models.ModelSpec, table: data.Table, key: Any) -> rd.StateSpaceModel:
+    """The model with starting values from the data, refused if it does not fit the table."""
+    options = table.batch()
+    model = spec.build_from(options.pop("ys"), key=key, **options)
+    if model.takes_input and table.inputs is None:
+        raise RunError(
+            f"The model {spec.reference} takes inputs, and the table has none: name their columns,"
+            " or ask for the length of the step as an input."
+        )
+    if not model.takes_input and table.inputs is not None:
+        raise RunError(
+            f"The model {spec.reference} takes no inputs, and the table has"
+            f" {', '.join(table.input_names)}."
+        )
+    return model
+
+
+def is_linear_gaussian(model: rd.StateSpaceModel) -> bool:
+    """Whether the posterior of a model is known exactly."""
+    plain = rd.unwrap(model)
+    return isinstance(plain.prior, rd.Gaussian) and all(
+        isinstance(kernel, rd.AbstractLinearGaussianKernel)
+        for kernel in (plain.transition, plain.emission)
+    )
+
+
+def _by_evidence(
+    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table
+) -> tuple[rd.StateSpaceModel, np.ndarray, float]:
+    """The model of greatest evidence, the way there, and its evidence in nats a row."""
+    options = table.batch()
+    ys = options.pop("ys")
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    leaves, structure = jax.tree.flatten(arrays)
+
+    def compute() -> dict[str, Any]:
+        found = rd.fit_evidence(
+            key,
+            model,
+            ys,
+            optimiser=optax.lbfgs(),
+            num_steps=MOST_STEPS_OF_EVIDENCE,
+            chunk_size=10,
+            patience=2,
+            progress=False,
+            **options,
+        )
+        kept = jax.tree.leaves(eqx.filter(found.model, eqx.is_inexact_array))
+        return {
+            **{f"leaf {i}": leaf for i, leaf in enumerate(kept)},
+            "history": found.history,
+            "log_evidence": found.log_evidence,
+        }
+
+    stage = folder.stage("the parameters, by their evidence", compute)
+    kept = [jnp.asarray(stage[f"leaf {i}"], leaf.dtype) for i, leaf in enumerate(leaves)]
+    fitted = eqx.combine(jax.tree.unflatten(structure, kept), rest)
+    return fitted, stage["history"], float(stage["log_evidence"]) / float(table.length.sum())
+
+
+def _by_elbo(
+    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table, num_steps: int
+) -> tuple[rd.StateSpaceModel, np.ndarray, float]:
+    """The model of greatest ELBO with a recurrent family beside it, and the way there.
+
+    That family has ELBOs in closed form or by quadrature, so that parameters settle; it has seen
+    the given series alone, and is not kept.
+    """
+    family_key, fit_key = jax.random.split(key)
+    options = table.batch()
+    ys = options.pop("ys")
+    width = 0 if table.inputs is None else table.inputs.shape[2]
+    family = rd.RecurrentFamily(family_key, model.state_dim, ys.shape[-1], input_dim=width)
+    long = int(table.length.max()) > MOST_ROWS_A_STEP
+    found, _ = folder.fit(
+        "the parameters, by the ELBO",
+        fit_key,
+        family,
+        model,
+        ys,
+        num_steps=num_steps,
+        learn="both",
+        optimiser=_in_units(num_steps),
+        window=MOST_ROWS_A_STEP if long else None,
+        **options,
+    )
+    kept = found.held_out[found.held_out_steps == found.kept_step][-1]
+    return found.model, found.history, float(kept)
+
+
+def _in_units(num_steps: int) -> optax.GradientTransformation:
+    """Adam whose steps of the model's parameters are relative to their size.
+
+    A scale of a thousand would take a hundred thousand steps of 0.01.
+    """
+    warmup = max(1, min(num_steps // 20, 500))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, 1e-2, warmup, max(num_steps, warmup + 1), 1e-5
+    )
+
+    def relative(updates: Any, parameters: Any) -> Any:
+        family, model = updates
+        scaled = jax.tree.map(
+            lambda update, at: update * jnp.maximum(1.0, jnp.abs(at)), model, parameters[1]
+        )
+        return family, scaled
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99), optax.stateless(relative)
+    )
+
+
+def _amortised(
+    folder: Folder,
+    key: Any,
+    model: rd.StateSpaceModel,
+    table: data.Table,
+    name: str,
+    num_steps: int,
+) -> tuple[rd.AbstractFamily, np.ndarray]:
+    """A family that was trained on series of the model, and the way there."""
+    draw_key, held_key, family_key, fit_key = jax.random.split(key, 4)
+    options = table.batch()
+    ys = options.pop("ys")
+    plain = rd.unwrap(model)
+
+    def like(key: Any, count: int) -> Any:
+        return rd.simulate_like(key, plain, ys, count, num_times=ROWS_SIMULATED, **options)
+
+    train, held_out = like(draw_key, NUM_SIMULATED), like(held_key, NUM_HELD_OUT)
+    width = 0 if table.inputs is None else table.inputs.shape[2]
+    family = FAMILIES[name](family_key, model.state_dim, ys.shape[-1], input_dim=width)
+    found, _ = folder.fit(
+        f"a {name} family",
+        fit_key,
+        family,
+        plain,
+        train.ys,
+        num_steps=num_steps,
+        held_out=tuple(held_out),
+        **train.options,
+    )
+    return found.family, found.history
+
+
+def _parameters(
+    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table
+) -> dict[str, Any]:
+    """The parameters by name, entry by entry."""
+    learned = models.named_parameters(model, entries=True)
+    every = models.named_parameters(model, fixed=True, entries=True)
+    return {
+        name: {"value": float(value), "learned": name in learned} for name, value in every.items()
+    }

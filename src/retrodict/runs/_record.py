@@ -1,0 +1,160 @@
+"""The folder of a run: what was fitted to which data and how, checked when it is opened."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import retrodict as rd
+from retrodict import models
+from retrodict._workspace import as_json, write_atomically
+
+FORMAT = 1
+"""The version of the layout of a run folder."""
+
+RECORD, MODEL, FAMILY, TRAINING = "run.json", "model.rd", "family.rd", "training.csv"
+
+
+class RunError(ValueError):
+    """A run folder that cannot be used as asked, in one line."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A fitted model, the family that smooths for it, and how both came about.
+
+    Attributes:
+        path: its folder.
+        spec: the model as it was asked for.
+        model: the model with what was learned.
+        family: the family that was trained; `None` for linear-Gaussian models, which need none.
+        record: the rest, as JSON stores it: layout of the table, options, data, results.
+    """
+
+    path: Path
+    spec: models.ModelSpec
+    model: rd.StateSpaceModel
+    family: rd.AbstractFamily | None
+    record: Mapping[str, Any]
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How `retrodict.data.read` is to read a table for this run."""
+        return dict(self.record["layout"])
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether smoothing is exact, since the model is linear and Gaussian."""
+        return self.family is None
+
+    @property
+    def smoother(self) -> rd.AbstractFamily:
+        """The family by which rows are smoothed as they come; the exact one if there is one."""
+        return rd.KalmanFamily(rd.unwrap(self.model)) if self.family is None else self.family
+
+
+def library_version() -> str:
+    """The version of the library, as far as it is known."""
+    try:
+        return version("retrodict")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def write(
+    path: Path,
+    spec: models.ModelSpec,
+    model: rd.StateSpaceModel,
+    family: rd.AbstractFamily | None,
+    record: Mapping[str, Any],
+) -> Run:
+    """Writes a finished run: its record last, so that a folder with a record is whole."""
+    rd.save(path / MODEL, model)
+    if family is not None:
+        rd.save(path / FAMILY, family)
+    named = [MODEL, TRAINING, *([FAMILY] if family is not None else [])]
+    whole = {
+        "retrodict_run": FORMAT,
+        "version": library_version(),
+        "model": spec.to_dict(),
+        **record,
+        "files": {name: _digest((path / name).read_bytes()) for name in named},
+    }
+    plain = json.loads(as_json(whole))
+    write_atomically(path / RECORD, as_json({**plain, "checksum": _checksum(plain)}))
+    return Run(path, spec, model, family, plain)
+
+
+def open_run(path: str | Path) -> Run:
+    """Opens the folder of a finished run.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        RunError: if there is no run, or it is unfinished, of another version, or was altered.
+    """
+    path = Path(path)
+    record = read_record(path)
+    for name, digest in record["files"].items():
+        try:
+            content = (path / name).read_bytes()
+        except OSError as error:
+            raise RunError(
+                f"{path / name} cannot be read ({error.strerror}); the run needs it. Fit again."
+            ) from error
+        if _digest(content) != digest:
+            raise RunError(f"{path / name} is not as `fit` wrote it. Fit again to another folder.")
+    spec = models.ModelSpec.from_dict(record["model"])
+    try:
+        like = None
+        if spec.is_reference:
+            like = spec.build(obs_dim=len(record["layout"]["columns"]))
+        model = rd.load(path / MODEL, like=like)
+        family = rd.load(path / FAMILY) if FAMILY in record["files"] else None
+    except rd.CheckpointError as error:
+        raise RunError(f"{path}: {error}") from error
+    return Run(path, spec, model, family, record)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record of a run, checked, without its arrays."""
+    place = path / RECORD
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise RunError(f"{path} {what}; give the folder that `fit --out` made.")
+    try:
+        record = json.loads(place.read_text(encoding="utf-8"))
+        if not isinstance(record, dict):
+            raise ValueError("it holds no record")
+    except FileNotFoundError as error:
+        unfinished = (path / "stages").is_dir()
+        rest = (
+            "is unfinished: run the same `fit` again, which goes on"
+            if unfinished
+            else f"is no run: it has no {RECORD}. Give the folder that `fit --out` made"
+        )
+        raise RunError(f"{path} {rest}.") from error
+    except (OSError, ValueError) as error:
+        raise RunError(f"{place} cannot be read ({error}). Fit again to another folder.") from error
+    if record.get("retrodict_run") != FORMAT:
+        raise RunError(
+            f"{place} is of format {record.get('retrodict_run')!r}, and this version of retrodict"
+            f" reads format {FORMAT}. Use the version that wrote it"
+            f" ({record.get('version', 'unknown')}), or fit again."
+        )
+    checksum = record.pop("checksum", None)
+    if checksum != _checksum(record):
+        raise RunError(f"{place} was changed after `fit` wrote it. Fit again to another folder.")
+    return record
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return _digest(json.dumps(record, sort_keys=True).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,201 @@
+"""Does the model fit the data? One-step-ahead residuals, and points that were hidden."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import ndtri
+from jax.scipy.stats import chi2
+
+import retrodict as rd
+
+NUM_LAGS = 10
+"""Autocorrelations that are tested together."""
+
+NUM_BINS = 10
+"""Bins in which the levels of residuals are counted."""
+
+
+class Test(NamedTuple):
+    """A statistic with a chi-square law if the model is right, and how often it is larger then.
+
+    Attributes:
+        name: what is tested.
+        statistic: its value.
+        p_value: the probability of a larger one; NaN where there are too few points.
+    """
+
+    name: str
+    statistic: float
+    p_value: float
+
+
+def levels(
+    key: Any,
+    model: rd.StateSpaceModel,
+    ys: Any,
+    *,
+    mask: Any = None,
+    inputs: Any = None,
+    num_particles: int = 1000,
+) -> np.ndarray:
+    """The level of each observation in its law given the rows before it.
+
+    u_k = P(y < y_k | y_{0:k-1}) + V P(y = y_k | y_{0:k-1}), with V uniform, which breaks the ties
+    of counts. Under the model these are independent and uniform on (0, 1). Probabilities are those
+    of particles that are moved on and seen anew.
+
+    Args:
+        key: a typed key.
+        model: the model.
+        ys: one series, of shape `(time, obs)`.
+        mask: true where an entry was seen.
+        inputs: inputs, of shape `(time, input)`, if the model takes them.
+        num_particles: how many particles.
+
+    Returns:
+        Levels of shape `(time, obs)`, NaN where nothing was seen.
+    """
+    filter_key, draw_key, tie_key = jax.random.split(key, 3)
+    model = rd.unwrap(model)
+    filtered = rd.particle_filter(
+        filter_key, model, ys, num_particles, mask=mask, inputs=inputs, strict=False
+    )
+    us = None if inputs is None else jnp.asarray(inputs)
+    drawn = _seen_ahead(model, filtered.particles, filtered.log_weights, draw_key, us)
+    ties = jax.random.uniform(tie_key, np.shape(ys))
+    values = np.asarray(ys)[:, None]
+    below = np.mean(np.asarray(drawn) < values, axis=1)
+    equal = np.mean(np.asarray(drawn) == values, axis=1)
+    # Levels of zero and one would have infinite quantiles: half a particle away from them.
+    edge = 0.5 / num_particles
+    found = np.clip(below + np.asarray(ties) * equal, edge, 1 - edge)
+    seen = ~np.isnan(np.asarray(ys)) if mask is None else np.asarray(mask)
+    return np.where(seen, found, np.nan)
+
+
+@eqx.filter_jit
+def _seen_ahead(
+    model: rd.StateSpaceModel, particles: Any, log_weights: Any, key: Any, us: Any
+) -> jax.Array:
+    """Draws of each row given the rows before it, of shape `(time, particle, obs)`."""
+    count = particles.shape[1]
+    first_key, key = jax.random.split(key)
+    first = jax.vmap(model.prior.sample)(jax.random.split(first_key, count))
+
+    def ahead(key: Any, xs: Any, log_weights: Any, u: Any) -> jax.Array:
+        pick_key, move_key = jax.random.split(key)
+        # Systematic resampling: as many copies of each particle as its weight asks for.
+        grid = (jnp.arange(count) + jax.random.uniform(pick_key)) / count
+        shares = jnp.cumsum(jnp.exp(log_weights))
+        picked = jnp.minimum(jnp.searchsorted(shares / shares[-1], grid), count - 1)
+        keys = jax.random.split(move_key, count)
+        given = u if model.transition.takes_input else None
+        return jax.vmap(lambda k, x: model.transition.sample(k, x, u=given))(keys, xs[picked])
+
+    n = particles.shape[0]
+    keys = jax.random.split(key, (2, n))
+    later = None if us is None else us[1:]
+    axes = (0, 0, 0, None if us is None else 0)
+    moved = jax.vmap(ahead, axes)(keys[0, 1:], particles[:-1], log_weights[:-1], later)
+    states = jnp.concatenate([first[None], moved])
+
+    def see(key: Any, xs: Any, u: Any) -> jax.Array:
+        given = u if model.emission.takes_input else None
+        keys = jax.random.split(key, count)
+        return jax.vmap(lambda k, x: model.emission.sample(k, x, u=given))(keys, xs)
+
+    return jax.vmap(see, (0, 0, None if us is None else 0))(keys[1], states, us)
+
+
+def residual_tests(found: list[np.ndarray]) -> list[Test]:
+    """Tests of the levels of one column, of one or more series.
+
+    Args:
+        found: the levels of each series, NaN where nothing was seen.
+    """
+    z = [np.where(np.isnan(u), np.nan, np.asarray(ndtri(np.nan_to_num(u, nan=0.5)))) for u in found]
+    squared = [_centred(each**2 - 1) for each in z]
+    return [
+        _uniform(np.concatenate(found)),
+        _uncorrelated("residuals do not follow each other", [_centred(each) for each in z]),
+        _uncorrelated("spread of residuals does not follow itself", squared),
+    ]
+
+
+def _centred(values: np.ndarray) -> np.ndarray:
+    seen = ~np.isnan(values)
+    return values - values[seen].mean() if seen.any() else values
+
+
+def _uniform(values: np.ndarray) -> Test:
+    """Pearson's test of the levels in bins of equal probability."""
+    seen = values[~np.isnan(values)]
+    name = "residuals have the law that the model says"
+    if seen.size < 5 * NUM_BINS:
+        return Test(name, np.nan, np.nan)
+    counts = np.histogram(seen, NUM_BINS, (0.0, 1.0))[0]
+    expected = seen.size / NUM_BINS
+    return _test(name, float(np.sum((counts - expected) ** 2 / expected)), NUM_BINS - 1)
+
+
+def _uncorrelated(name: str, series: list[np.ndarray]) -> Test:
+    """Q = Σ_k n_k ρ_k², where ρ_k is over the n_k pairs that are k rows apart and were seen."""
+    seen = np.concatenate([each[~np.isnan(each)] for each in series])
+    if seen.size < 5 * NUM_LAGS:
+        return Test(name, np.nan, np.nan)
+    variance = float(np.mean(seen**2))
+    total = 0.0
+    for lag in range(1, NUM_LAGS + 1):
+        products = np.concatenate([each[lag:] * each[:-lag] for each in series])
+        pairs = products[~np.isnan(products)]
+        if pairs.size:
+            total += pairs.size * float(np.mean(pairs) / variance) ** 2
+    return _test(name, total, NUM_LAGS)
+
+
+def _test(name: str, statistic: float, degrees: int) -> Test:
+    return Test(name, statistic, float(chi2.sf(statistic, degrees)))
+
+
+class Coverage(NamedTuple):
+    """How often an interval held what had been hidden from the smoother.
+
+    Attributes:
+        level: the probability of the interval.
+        inside: how many hidden entries lay in it.
+        hidden: how many were hidden.
+        p_value: of the two-sided binomial test (normal approximation).
+    """
+
+    level: float
+    inside: int
+    hidden: int
+    p_value: float
+
+
+def hide(key: Any, mask: np.ndarray, share: float) -> np.ndarray:
+    """Where seen entries are to be hidden: a share of them, at random.
+
+    Args:
+        key: a typed key.
+        mask: true where an entry was seen.
+        share: of the entries to hide.
+    """
+    return mask & np.asarray(jax.random.uniform(key, mask.shape) < share)
+
+
+def coverage(ranks: np.ndarray, level: float = 0.9) -> Coverage:
+    """Coverage of central intervals from the levels of hidden entries in their predictive laws.
+
+    Args:
+        ranks: levels in (0, 1), with ties broken at random as in `levels`.
+        level: the probability of the interval.
+    """
+    inside = int(np.sum(np.abs(ranks - 0.5) < level / 2))
+    count = ranks.size
+    spread = np.sqrt(count * level * (1 - level)) if count else np.nan
+    z = (inside - count * level) / spread if count else np.nan
+    return Coverage(level, inside, count, float(chi2.sf(z**2, 1)) if count else float("nan"))
