@@ -1,5 +1,6 @@
 """Smoothing and learning in nonlinear state-space models with backward-factorised posteriors."""
 
+from retrodict import data as data
 from retrodict._bounds import AnyBounded as AnyBounded
 from retrodict._bounds import AnyLipschitz as AnyLipschitz
 from retrodict._bounds import ErrorBound as ErrorBound

@@ -1,0 +1,10 @@
+"""Tables in and results out: files, pandas, xarray and arrays."""
+
+from retrodict.data._arviz import to_arviz as to_arviz
+from retrodict.data._errors import DataError as DataError
+from retrodict.data._reader import read as read
+from retrodict.data._results import like as like
+from retrodict.data._results import to_frame as to_frame
+from retrodict.data._results import to_xarray as to_xarray
+from retrodict.data._table import Table as Table
+from retrodict.data._write import write as write

@@ -1,0 +1,169 @@
+"""Objects to frames: arrays, mappings of arrays, pandas and xarray."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrodict.data._errors import DataError, listed, optional
+from retrodict.data._files import open_file
+from retrodict.data._source import TIME_NAMES, Source, frame_source
+
+
+def to_source(
+    given: Any, *, time: str | None, series: Sequence[str], keep: Sequence[str]
+) -> Source:
+    """Whatever holds a table, as one frame.
+
+    Args:
+        given: a path, a pandas or xarray object, an array or a mapping of arrays.
+        time: the name of the time, if it was given.
+        series: names of what tells series apart.
+        keep: further names that were asked for, which coordinates of a dataset may have.
+    """
+    name = f"the {type(given).__name__}"
+    if isinstance(given, str | os.PathLike):
+        name = os.fspath(given)
+        given = open_file(Path(given), name)
+        if isinstance(given, Source):
+            return given
+    kind = type(given).__module__.partition(".")[0]
+    if kind == "pandas":
+        return _from_pandas(given, name)
+    if kind == "xarray":
+        return _from_xarray(given, name, time=time, series=series, keep=keep)
+    if isinstance(given, Mapping):
+        return _from_mapping(given, name)
+    return _from_array(given, name, series)
+
+
+def _from_pandas(given: Any, name: str) -> Source:
+    pandas = optional("pandas")
+    if isinstance(given, pandas.Series):
+        given = given.to_frame(name="value" if given.name is None else str(given.name))
+    if not isinstance(given, pandas.DataFrame):
+        raise DataError(f"{name}: neither a DataFrame nor a Series; give one of them.")
+    return frame_source(given, name, "frame")
+
+
+def _from_mapping(given: Mapping[Any, Any], name: str) -> Source:
+    pandas = optional("pandas")
+    columns = {str(key): np.asarray(value) for key, value in given.items()}
+    lengths = {key: value.shape for key, value in columns.items()}
+    if len(set(lengths.values())) > 1 or any(len(shape) != 1 for shape in lengths.values()):
+        shapes = listed(f"{key} {shape}" for key, shape in lengths.items())
+        raise DataError(f"{name}: expected arrays of one length each, got {shapes}.")
+    return frame_source(pandas.DataFrame(columns), name, "array")
+
+
+def _from_array(given: Any, name: str, series: Sequence[str]) -> Source:
+    """An array of shape `(time,)`, `(time, obs)` or `(batch, time, obs)`; columns `y0`, ..."""
+    pandas = optional("pandas")
+    if isinstance(given, np.ma.MaskedArray):
+        given = given.astype(float).filled(np.nan)
+    try:
+        array = np.asarray(given)
+    except ValueError:
+        raise DataError(f"{name}: rows of unequal length; pad them with NaN.") from None
+    if array.dtype.kind not in "biuf":
+        raise DataError(
+            f"{name}: expected numbers in an array, a DataFrame, a dataset or a path, got dtype"
+            f" {array.dtype}."
+        )
+    if not 1 <= array.ndim <= 3 or 0 in array.shape:
+        raise DataError(
+            f"{name}: expected shape (time,), (time, obs) or (batch, time, obs), got {array.shape}."
+        )
+    columns = array.reshape(-1, 1 if array.ndim == 1 else array.shape[-1])
+    frame = pandas.DataFrame(columns, columns=[f"y{i}" for i in range(columns.shape[1])])
+    if array.ndim == 3:
+        apart = series[0] if series else "series"
+        frame[apart] = np.repeat(np.arange(len(array)), array.shape[1])
+        return dataclasses.replace(frame_source(frame, name, "array"), series=(apart,))
+    return frame_source(frame, name, "array")
+
+
+def _from_xarray(
+    given: Any, name: str, *, time: str | None, series: Sequence[str], keep: Sequence[str]
+) -> Source:
+    """A dataset of variables along the time, along series too, or with one axis of columns."""
+    xarray = optional("xarray")
+    alone = isinstance(given, xarray.DataArray)
+    dataset = given.to_dataset(name=given.name or "value") if alone else given
+    if not isinstance(dataset, xarray.Dataset):
+        raise DataError(f"{name}: neither a Dataset nor a DataArray; give one of them.")
+    # Coordinates that nobody asked for would be taken for data.
+    wanted = {time, *series, *keep}
+    dataset = dataset.drop_vars(
+        [c for c in dataset.coords if c not in dataset.dims and c not in wanted]
+    ).reset_coords()
+    if not dataset.dims or not dataset.data_vars:
+        raise DataError(f"{name}: there is no variable along a dimension; give one along the time.")
+    along = _time_dimension(dataset, name, time)
+    apart = [dimension for dimension in dataset.dims if dimension in series]
+    dataset = _spread(dataset, name, {along, *apart}, alone)
+    bare = along not in dataset.coords
+    order = [*apart, along]
+    frame = dataset.to_dataframe(dim_order=order).reset_index()
+    if apart:
+        # A rectangle of series has rows for times at which a series has none.
+        values = [column for column in frame.columns if column not in order]
+        frame = frame[~frame[values].isna().all(axis=1)].reset_index(drop=True)
+    if bare:
+        frame = frame.drop(columns=along)
+        order.remove(along)
+    source = frame_source(frame, name, "dataset")
+    return Source(
+        source.frame,
+        name,
+        "dataset",
+        source.lines,
+        index=tuple(str(dimension) for dimension in order),
+        time_index=None if bare or not _is_time(dataset, along, time) else str(along),
+        row_index=None if bare else str(along),
+    )
+
+
+def _is_time(dataset: Any, dimension: Any, time: str | None) -> bool:
+    return (
+        dimension == time
+        or str(dimension).lower() in TIME_NAMES
+        or dataset[dimension].dtype.kind == "M"
+    )
+
+
+def _time_dimension(dataset: Any, name: str, time: str | None) -> Any:
+    dimensions = list(dataset.dims)
+    if time in dimensions:
+        return time
+    found = [d for d in dimensions if _is_time(dataset, d, time)]
+    if len(found) == 1:
+        return found[0]
+    if len(dimensions) == 1:
+        return dimensions[0]
+    raise DataError(
+        f"{name}: which of the dimensions {listed(dimensions)} is the time? Say so with time=..."
+    )
+
+
+def _spread(dataset: Any, name: str, kept: set[Any], alone: bool) -> Any:
+    """Turns one further dimension of a variable into columns, one for each of its labels."""
+    columns = {}
+    for key, variable in dataset.data_vars.items():
+        further = [dimension for dimension in variable.dims if dimension not in kept]
+        if not further:
+            columns[str(key)] = variable
+            continue
+        if len(further) > 1:
+            raise DataError(
+                f"{name}, column {str(key)!r}: the dimensions {listed(further)} are too many; name"
+                " the one that tells series apart with series=..., and select along the others."
+            )
+        labels = dataset[further[0]].values
+        for place, label in enumerate(labels):
+            column = variable.isel({further[0]: place}, drop=True)
+            columns[str(label) if alone else f"{key}_{label}"] = column
+    return optional("xarray").Dataset(columns)

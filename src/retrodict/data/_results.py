@@ -1,0 +1,351 @@
+"""Results with names: as xarray datasets, as pandas frames, or as what the table was read from."""
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from retrodict.data._errors import optional
+from retrodict.data._table import Table
+
+OTHER_STATE = "state_other"
+"""The second axis of a covariance: a dimension of a dataset must have one name."""
+
+
+def to_xarray(
+    table: Table,
+    result: Any = None,
+    *,
+    mean: Any = None,
+    covariance: Any = None,
+    states: Any = None,
+    observations: Any = None,
+    future: bool | None = None,
+    state_names: Sequence[str] | None = None,
+    attributes: Mapping[str, str | int | float] | None = None,
+) -> Any:
+    """Moments and draws as a dataset with the dimensions `series`, `time`, `state`, `obs`, `sample`.
+
+    The coordinates are the identifiers, times and column names of the table. `time` holds the times
+    themselves if all series share them; otherwise it counts rows, and `time_stamp` holds the times
+    by series. There is no dimension `series` if the table has no identifiers. Rows that do not
+    exist are NaN. Without any result, the observations, and inputs, of the table itself.
+
+    Example:
+        >>> import numpy as np, retrodict as rd
+        >>> table = rd.data.read({"year": [1871, 1872, 1873], "flow": [1.0, 2.0, 3.0]})
+        >>> found = rd.data.to_xarray(table, mean=np.zeros((3, 1)), state_names=["level"])
+        >>> found["mean"].sel(time=1872, state="level").item()
+        0.0
+
+    Args:
+        table: what the series were read as.
+        result: what `smooth` or `forecast` returned, or anything with `mean` and `covariance`.
+        mean: of states, of shape `(time, state)` or `(batch, time, state)`.
+        covariance: of states, of shape `(..., time, state, state)`.
+        states: draws, of shape `(sample, time, state)` or `(batch, sample, time, state)`.
+        observations: draws, of shape `(sample, time, obs)` or `(batch, sample, time, obs)`.
+        future: whether rows are those after the end of each series, as in a forecast, and not those
+            of the table; by default for forecasts alone.
+        state_names: names of the coordinates of the state; `x0`, `x1`, ... by default.
+        attributes: further attributes of the dataset.
+
+    Returns:
+        An xarray Dataset with those of `mean`, `std`, `covariance`, `mean_standard_error`,
+        `states` and `observations` that there are; or `observed` and `inputs`.
+
+    Raises:
+        ValueError: if a shape does not fit the table.
+    """
+    given = {
+        "mean": mean,
+        "covariance": covariance,
+        "states": states,
+        "observations": observations,
+    }
+    parts = _parts_of(result) | {key: value for key, value in given.items() if value is not None}
+    if result is not None and not parts:
+        raise TypeError(
+            "to_xarray expects a result with mean and covariance, or with states and observations,"
+            f" got {type(result).__name__}."
+        )
+    if future is None:
+        future = _is_forecast(result)
+    if not parts:
+        parts = {"observed": table.ys}
+        if table.inputs is not None:
+            parts["inputs"] = table.inputs
+    arrays = {key: _with_batch(table, key, np.asarray(value)) for key, value in parts.items()}
+    if "covariance" in arrays:
+        diagonal = np.diagonal(arrays["covariance"], axis1=-2, axis2=-1)
+        arrays["std"] = np.sqrt(np.maximum(diagonal, 0.0))
+    rows = _rows(arrays)
+    times = table.future_times(rows) if future else table.times
+    length = np.full(table.num_series, rows) if future else table.length
+    if not future and rows not in (table.ys.shape[1], int(length.max())):
+        raise ValueError(
+            f"The result has {rows} rows and the table {table.ys.shape[1]}; pass future=True for"
+            " rows after its end."
+        )
+    coordinates = _coordinates(table, times, length, rows, arrays, state_names)
+    variables = {
+        key: _variable(table, key, arrays[key], length) for key in DIMENSIONS if key in arrays
+    }
+    return optional("xarray").Dataset(
+        variables, coords=coordinates, attrs=_attributes(result) | dict(attributes or {})
+    )
+
+
+DIMENSIONS = {
+    "mean": ("time", "state"),
+    "std": ("time", "state"),
+    "covariance": ("time", "state", OTHER_STATE),
+    "mean_standard_error": ("time", "state"),
+    "states": ("sample", "time", "state"),
+    "observations": ("sample", "time", "obs"),
+    "observed": ("time", "obs"),
+    "inputs": ("time", "input"),
+}
+
+
+def _is_forecast(result: Any) -> bool:
+    return hasattr(result, "states") and hasattr(result, "observations")
+
+
+def _parts_of(result: Any) -> dict[str, Any]:
+    """The arrays of a result of the library."""
+    if result is None:
+        return {}
+    if _is_forecast(result):
+        moments = {
+            "mean": getattr(result, "state_mean", None),
+            "covariance": getattr(result, "state_covariance", None),
+        }
+        known = {key: value for key, value in moments.items() if value is not None}
+        return known | {"states": result.states, "observations": result.observations}
+    names = ("mean", "covariance", "mean_standard_error")
+    return {name: getattr(result, name) for name in names if hasattr(result, name)}
+
+
+def _with_batch(table: Table, key: str, array: np.ndarray) -> np.ndarray:
+    """An array with a leading axis for the series, checked against the table."""
+    dimensions = DIMENSIONS[key]
+    if array.ndim == len(dimensions):
+        array = array[None]
+    expected = f"(series, {', '.join(dimensions)})"
+    if array.ndim != len(dimensions) + 1:
+        raise ValueError(f"{key}: expected shape {expected}, got {array.shape}.")
+    if array.shape[0] != table.num_series:
+        raise ValueError(
+            f"{key}: expected {table.num_series} series as in the table, got {array.shape[0]}"
+            f" (shape {array.shape}, read as {expected})."
+        )
+    if "obs" in dimensions and array.shape[-1] != len(table.names):
+        raise ValueError(
+            f"{key}: expected {len(table.names)} columns as in the table, got {array.shape[-1]}."
+        )
+    return array if array.dtype.kind == "f" else array.astype(float)
+
+
+def _rows(arrays: Mapping[str, np.ndarray]) -> int:
+    counts = {key: array.shape[1 + DIMENSIONS[key].index("time")] for key, array in arrays.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"Results must have equally many rows, got {counts}.")
+    return next(iter(counts.values()))
+
+
+def _variable(
+    table: Table, key: str, array: np.ndarray, length: np.ndarray
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Names of the axes, and the array with NaN in rows that do not exist."""
+    dimensions = DIMENSIONS[key]
+    axis = dimensions.index("time")
+    rows = array.shape[1 + axis]
+    exists = np.arange(rows) < length[:, None]
+    shape = [len(array)] + [1] * len(dimensions)
+    shape[1 + axis] = rows
+    array = np.where(exists.reshape(shape), array, np.nan)
+    if table.series is None:
+        return dimensions, array[0]
+    return ("series", *dimensions), array
+
+
+def _coordinates(
+    table: Table,
+    times: Sequence[np.ndarray],
+    length: np.ndarray,
+    rows: int,
+    arrays: Mapping[str, np.ndarray],
+    state_names: Sequence[str] | None,
+) -> dict[str, Any]:
+    coordinates: dict[str, Any] = {}
+    if table.series is not None:
+        coordinates["series"] = list(table.series)
+    longest = max(times, key=len)
+    if len(longest) == rows and all(np.array_equal(own, longest) for own in times):
+        coordinates["time"] = longest
+    else:
+        stamps = np.stack([_padded(own, rows) for own in times])
+        coordinates["time"] = np.arange(rows)
+        plain = table.series is None
+        coordinates["time_stamp"] = (
+            ("time",) if plain else ("series", "time"),
+            stamps[0] if plain else stamps,
+        )
+    for key, array in arrays.items():
+        if "state" in DIMENSIONS[key]:
+            size = array.shape[-1]
+            names = [f"x{i}" for i in range(size)] if state_names is None else list(state_names)
+            if len(names) != size:
+                raise ValueError(f"state_names: expected {size} names, got {len(names)}.")
+            coordinates["state"] = names
+            if OTHER_STATE in DIMENSIONS[key]:
+                coordinates[OTHER_STATE] = names
+        elif "obs" in DIMENSIONS[key]:
+            coordinates["obs"] = list(table.names)
+        else:
+            coordinates["input"] = list(table.input_names)
+    return coordinates
+
+
+def _padded(times: np.ndarray, rows: int) -> np.ndarray:
+    """Times with NaT or NaN in rows that do not exist."""
+    short = rows - len(times)
+    if short and times.dtype.kind != "M":
+        times = times.astype(float)
+    nothing = np.datetime64("NaT", "us") if times.dtype.kind == "M" else np.nan
+    return np.concatenate([times, np.full(short, nothing)]) if short else times
+
+
+def version() -> str:
+    """The version of the library that is installed, for the attributes of a result."""
+    try:
+        return importlib.metadata.version("retrodict")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _attributes(result: Any) -> dict[str, Any]:
+    known = {"library": "retrodict", "version": version()}
+    for name in ("method", "reason"):
+        if isinstance(value := getattr(result, name, None), str):
+            known[name] = value
+    return known
+
+
+def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options: Any) -> Any:
+    """Moments and draws as a pandas frame, one row for each time that exists.
+
+    For each coordinate of the state, and each observed column of which there are draws, the columns
+    `NAME_mean`, `NAME_std`, `NAME_lower` and `NAME_upper`. The last two bound the central interval
+    of probability `level`: quantiles of draws where there are any, and otherwise those of a Gaussian
+    law. Without any result, the observations, and inputs, of the table itself.
+
+    Example:
+        >>> import numpy as np, retrodict as rd
+        >>> table = rd.data.read({"year": [1871, 1872], "flow": [1.0, 2.0]})
+        >>> moments = {"mean": np.zeros((2, 1)), "covariance": np.ones((2, 1, 1))}
+        >>> list(rd.data.to_frame(table, **moments, state_names=["level"]))
+        ['year', 'level_mean', 'level_std', 'level_lower', 'level_upper']
+
+    Args:
+        table: what the series were read as.
+        result: as in `to_xarray`.
+        level: the probability of the interval.
+        options: further arguments of `to_xarray`.
+
+    Returns:
+        A pandas DataFrame; the first columns are those of the identifier and the time.
+    """
+    pandas = optional("pandas")
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"to_frame expects a level between 0 and 1, got {level}.")
+    dataset = to_xarray(table, result, **options)
+    apart = "series" in dataset.dims
+    if not apart:
+        dataset = dataset.expand_dims("series")
+    columns = _summaries(dataset, level)
+    rows = dataset.sizes["time"]
+    forecast = _is_forecast(result) if options.get("future") is None else options["future"]
+    times = table.future_times(rows) if forecast else table.times
+    keep = np.concatenate(
+        [i * rows + np.arange(min(len(own), rows)) for i, own in enumerate(times)]
+    )
+    frame: dict[str, Any] = {}
+    if apart:
+        lengths = [min(len(own), rows) for own in times]
+        frame["-".join(table.layout["series"] or ["series"])] = [
+            identifier
+            for identifier, n in zip(table.series or (), lengths, strict=True)
+            for _ in range(n)
+        ]
+    frame[table.time_name or "time"] = np.concatenate([own[:rows] for own in times])
+    for name, values in columns.items():
+        frame[name] = values.reshape(-1)[keep]
+    return pandas.DataFrame(frame)
+
+
+def _summaries(dataset: Any, level: float) -> dict[str, np.ndarray]:
+    """Columns of shape `(series, time)` by name."""
+    columns: dict[str, np.ndarray] = {}
+    for key, names in (("observed", "obs"), ("inputs", "input")):
+        if key in dataset:
+            for name in dataset[names].values:
+                columns[str(name)] = _by_series(dataset[key].sel({names: name}))
+    if "mean" in dataset:
+        for name in dataset["state"].values:
+            mean = _by_series(dataset["mean"].sel(state=name))
+            columns[f"{name}_mean"] = mean
+            if "std" in dataset:
+                std = _by_series(dataset["std"].sel(state=name))
+                reach = NormalDist().inv_cdf(0.5 + level / 2) * std
+                columns[f"{name}_std"] = std
+                columns[f"{name}_lower"] = mean - reach
+                columns[f"{name}_upper"] = mean + reach
+    for key, names in (("states", "state"), ("observations", "obs")):
+        if key in dataset:
+            for name in dataset[names].values:
+                columns |= _of_draws(str(name), dataset[key].sel({names: name}), level)
+    return columns
+
+
+def _by_series(variable: Any) -> np.ndarray:
+    return variable.transpose("series", "time").values
+
+
+def _of_draws(name: str, variable: Any, level: float) -> dict[str, np.ndarray]:
+    draws = variable.transpose("series", "time", "sample").values
+    # With one draw there is no spread to speak of, and rows of NaN stay NaN.
+    std = (
+        np.std(draws, axis=-1, ddof=1) if draws.shape[-1] > 1 else np.full(draws.shape[:2], np.nan)
+    )
+    lower, upper = np.quantile(draws, [0.5 - level / 2, 0.5 + level / 2], axis=-1)
+    return {
+        f"{name}_mean": np.mean(draws, axis=-1),
+        f"{name}_std": std,
+        f"{name}_lower": lower,
+        f"{name}_upper": upper,
+    }
+
+
+def like(table: Table, result: Any = None, **options: Any) -> Any:
+    """A result as the kind of object that the table was read from.
+
+    Args:
+        table: what the series were read as.
+        result: as in `to_xarray`.
+        options: further arguments of `to_xarray`, or of `to_frame` for a frame.
+
+    Returns:
+        For arrays a dictionary of arrays, with the names and axes of `to_xarray`; for a DataFrame, a
+        CSV or a Parquet file the frame of `to_frame`; for xarray or a NetCDF file the dataset of
+        `to_xarray`.
+    """
+    if table.kind == "frame":
+        return to_frame(table, result, **options)
+    dataset = to_xarray(table, result, **options)
+    if table.kind == "dataset":
+        return dataset
+    return {str(key): variable.values for key, variable in dataset.data_vars.items()}

@@ -1,0 +1,232 @@
+"""The record of a table that was read: series as padded arrays, and all that names them."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from retrodict.data._errors import DataError, listed
+from retrodict.data._steps import Step, following, parse_step
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Table:
+    """One or more series, ready for every verb of the library.
+
+    `table.batch()` holds the arguments of a verb that takes many series, `table.one(i)` those of a
+    verb that takes one. Units are those of the data.
+
+    Attributes:
+        ys: observations, of shape `(batch, time, obs)`, float64; NaN where there is none.
+        mask: true where an entry was seen; false in rows that do not exist.
+        inputs: of shape `(batch, time, input)`, or `None`; rows that do not exist repeat the last.
+        length: how many rows of each series exist, of shape `(batch,)`.
+        times: the times of each series, as many as it has rows; dates as `datetime64[us]`.
+        names: of the columns of `ys`.
+        series: identifiers, in increasing order; `None` if the table is one series without one.
+        input_names: of the columns of `inputs`; the step length, if asked for, is the last, `step`.
+        time_name: of the time column; `None` if the row number is the time.
+        step: between times, as `read` takes it by `freq`; `None` if they are irregular.
+        step_unit: the stretch of time that counts as 1 in the input `step`; `None` without one.
+        layout: what `read` is to be told so that another table is read in the same way, as
+            `read(other, **table.layout)`. JSON can store it.
+        kind: what it was read from, which `like` turns results into: `"array"`, `"frame"` (CSV and
+            Parquet too) or `"dataset"` (NetCDF too).
+        source: the file as it was given, or the type of the object.
+        notes: what was done to the rows, and what was left aside.
+    """
+
+    ys: np.ndarray
+    mask: np.ndarray
+    inputs: np.ndarray | None
+    length: np.ndarray
+    times: tuple[np.ndarray, ...]
+    names: tuple[str, ...]
+    series: tuple[Any, ...] | None
+    input_names: tuple[str, ...]
+    time_name: str | None
+    step: str | int | float | None
+    step_unit: str | int | float | None
+    layout: dict[str, Any]
+    kind: str
+    source: str
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        batch, rows, obs = self.ys.shape
+        return f"Table({batch} series, up to {rows} rows, {obs} columns: {listed(self.names)})"
+
+    @property
+    def num_series(self) -> int:
+        """How many series there are."""
+        return self.ys.shape[0]
+
+    def batch(self) -> dict[str, Any]:
+        """`ys`, `mask`, `inputs` and `length` of all series, as keywords of `fit` or `smooth`."""
+        return {"ys": self.ys, "mask": self.mask, "inputs": self.inputs, "length": self.length}
+
+    def one(self, series: int = 0) -> dict[str, Any]:
+        """`ys`, `mask` and `inputs` of one series without padding, as keywords of most verbs.
+
+        Args:
+            series: its place in the batch.
+        """
+        rows = int(self.length[series])
+        inputs = None if self.inputs is None else self.inputs[series, :rows]
+        return {"ys": self.ys[series, :rows], "mask": self.mask[series, :rows], "inputs": inputs}
+
+    def window(self, start: int, stop: int | None = None) -> "Table":
+        """The rows from `start` to before `stop` of each series, counted as in a slice."""
+        parts = [slice(start, stop).indices(int(rows))[:2] for rows in self.length]
+        kept = [max(last - first, 0) for first, last in parts]
+        if min(kept) == 0:
+            raise ValueError(
+                f"window({start}, {stop}) leaves no row of a series with"
+                f" {self.length[int(np.argmin(kept))]} rows; choose rows that all series have."
+            )
+        pieces = [
+            Piece(
+                self.times[i][first:last],
+                self.ys[i, first:last],
+                None if self.inputs is None else self.inputs[i, first:last],
+            )
+            for i, (first, last) in enumerate(parts)
+        ]
+        arrays = stack(pieces, max(kept))
+        return dataclasses.replace(self, **arrays, notes=(*self.notes, "a window of the rows"))
+
+    def last(self, count: int) -> "Table":
+        """The last `count` rows of each series, or all of a shorter one."""
+        if count < 1:
+            raise ValueError(f"last expects a count of 1 or more, got {count}.")
+        return self.window(-count, None)
+
+    def select(self, identifiers: Sequence[Any]) -> "Table":
+        """The series of these identifiers, in this order."""
+        known = list(self.series or ())
+        for identifier in identifiers:
+            if identifier not in known:
+                raise ValueError(f"There is no series {identifier!r}; there are {listed(known)}.")
+        places = [known.index(identifier) for identifier in identifiers]
+        if not places:
+            raise ValueError("select expects one identifier or more, got none.")
+        return dataclasses.replace(
+            self,
+            ys=self.ys[places],
+            mask=self.mask[places],
+            inputs=None if self.inputs is None else self.inputs[places],
+            length=self.length[places],
+            times=tuple(self.times[i] for i in places),
+            series=tuple(identifiers),
+        )
+
+    def padded(self, pad_to: int | str) -> "Table":
+        """The same series with more rows that do not exist, as `pad_to` of `read`."""
+        rows = padded_length(int(self.length.max()), pad_to, self.source)
+        pieces = []
+        for i in range(self.num_series):
+            one = self.one(i)
+            pieces.append(Piece(self.times[i], one["ys"], one["inputs"]))
+        return dataclasses.replace(self, **stack(pieces, rows))
+
+    def future_times(self, count: int) -> tuple[np.ndarray, ...]:
+        """The next `count` times of each series.
+
+        Raises:
+            ValueError: if times are irregular, so that there is no next one.
+        """
+        if self.step is None:
+            raise ValueError(
+                "Irregular times have no next one. Give the times of the forecast yourself."
+            )
+        if count < 1:
+            raise ValueError(f"future_times expects a count of 1 or more, got {count}.")
+        step = self._step()
+        return tuple(following(times, step, count) for times in self.times)
+
+    def _step(self) -> Step:
+        return parse_step(self.step, self.times[0].dtype.kind == "M", self.source)
+
+    def described(self) -> list[str]:
+        """What was understood of the table, a line each: for people to read before a long run."""
+        rows = int(self.length.sum())
+        lines = [f"source: {self.source}", f"rows: {rows}, in {self.num_series} series"]
+        if self.series is not None:
+            lines.append(f"series: {listed(self.series)}")
+            if self.num_series > 1:
+                lines.append(f"rows of a series: {self.length.min()} to {self.length.max()}")
+        name = "the row number" if self.time_name is None else f"column {self.time_name!r}"
+        first = min(times[0] for times in self.times)
+        last = max(times[-1] for times in self.times)
+        step = "irregular" if self.step is None else f"step {self.step}"
+        lines.append(f"time: {name}, {written(first)} to {written(last)}, {step}")
+        for place, column in enumerate(self.names):
+            gone = rows - int(self.mask[:, :, place].sum())
+            share = f", {gone} missing ({100 * gone / rows:.1f} %)" if gone else ", none missing"
+            seen = self.ys[:, :, place][self.mask[:, :, place]]
+            lines.append(f"column {column!r}: {seen.min():g} to {seen.max():g}{share}")
+        for column in self.input_names:
+            unit = f", in units of {self.step_unit}" if self._is_step(column) else ""
+            lines.append(f"input {column!r}{unit}")
+        return [*lines, *self.notes]
+
+    def _is_step(self, column: str) -> bool:
+        return self.step_unit is not None and column == self.input_names[-1]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One series without padding."""
+
+    times: np.ndarray
+    ys: np.ndarray
+    inputs: np.ndarray | None
+
+
+def stack(pieces: Sequence[Piece], rows: int) -> dict[str, Any]:
+    """The fields of a `Table` that hold arrays: series padded to `rows` rows."""
+    length = np.array([len(piece.ys) for piece in pieces])
+    ys = np.full((len(pieces), rows, pieces[0].ys.shape[1]), np.nan)
+    for i, piece in enumerate(pieces):
+        ys[i, : length[i]] = piece.ys
+    inputs = None
+    if pieces[0].inputs is not None:
+        inputs = np.empty((len(pieces), rows, pieces[0].inputs.shape[1]))
+        for i, piece in enumerate(pieces):
+            # The last row again, and not zeros: a step of length zero has no density.
+            inputs[i] = piece.inputs[np.minimum(np.arange(rows), length[i] - 1)]  # type: ignore[index]
+    return {
+        "ys": ys,
+        "mask": ~np.isnan(ys),
+        "inputs": inputs,
+        "length": length,
+        "times": tuple(piece.times for piece in pieces),
+    }
+
+
+def padded_length(longest: int, pad_to: int | str | None, owner: str) -> int:
+    """How many rows to pad to.
+
+    `"bucket"` is the next power of two up to 64, and the next multiple of 64 beyond, so that series
+    of new lengths seldom compile anew.
+    """
+    if pad_to is None:
+        return longest
+    if pad_to == "bucket":
+        return 1 << (longest - 1).bit_length() if longest <= 64 else -(-longest // 64) * 64
+    if isinstance(pad_to, bool) or not isinstance(pad_to, int | np.integer):
+        raise DataError(f"{owner}: pad_to={pad_to!r}; give a number of rows, 'bucket' or None.")
+    if pad_to < longest:
+        raise DataError(
+            f"{owner}: pad_to={pad_to}, but the longest series has {longest} rows; give more."
+        )
+    return int(pad_to)
+
+
+def written(time: Any) -> str:
+    """A time as people write it: a date without a clock at midnight."""
+    if isinstance(time, np.datetime64):
+        return str(time).removesuffix("T00:00:00.000000").removesuffix(".000000").replace("T", " ")
+    return f"{time:.12g}" if isinstance(time, float | np.floating) else str(time)

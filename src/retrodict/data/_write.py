@@ -1,0 +1,74 @@
+"""Results to files, whole or not at all."""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from retrodict.data._errors import DataError, optional
+
+SUFFIXES = (".csv", ".parquet", ".nc")
+
+
+def write(result: Any, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Writes a dataset or a frame by the suffix of the path: `.csv`, `.parquet` or `.nc`.
+
+    The file appears whole or not at all: it is written under another name beside, and then renamed.
+
+    Args:
+        result: an xarray Dataset or a pandas DataFrame.
+        path: where to write.
+        overwrite: whether a file of this name may be replaced.
+
+    Returns:
+        The path.
+
+    Raises:
+        DataError: if the suffix is not known, the folder is not there, or the file is.
+    """
+    target = Path(path)
+    name = os.fspath(path)
+    suffix = target.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise DataError(
+            f"{name}: the suffix {suffix!r} is not known; use one of {', '.join(SUFFIXES)}."
+        )
+    if not target.parent.is_dir():
+        raise DataError(f"{name}: the folder does not exist; make it first.")
+    if target.is_dir():
+        raise DataError(f"{name}: this is a folder; name a file in it.")
+    if target.exists() and not overwrite:
+        raise DataError(f"{name}: the file exists; pass overwrite=True, or choose another name.")
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        _write_as(suffix, result, partial)
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except OSError as error:
+        raise DataError(f"{name}: cannot be written ({error.strerror or error}).") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def _write_as(suffix: str, result: Any, path: Path) -> None:
+    pandas, xarray = optional("pandas"), optional("xarray")
+    if isinstance(result, xarray.DataArray):
+        result = result.to_dataset(name=result.name or "value")
+    if not isinstance(result, xarray.Dataset | pandas.DataFrame):
+        raise TypeError(
+            f"write expects an xarray Dataset or a pandas DataFrame, got {type(result).__name__}."
+        )
+    if suffix == ".nc":
+        if isinstance(result, pandas.DataFrame):
+            result = xarray.Dataset.from_dataframe(result)
+        result.to_netcdf(path, engine="h5netcdf")
+        return
+    frame = result.to_dataframe() if isinstance(result, xarray.Dataset) else result
+    if not (isinstance(frame.index, pandas.RangeIndex) and frame.index.name is None):
+        frame = frame.reset_index()
+    if suffix == ".csv":
+        frame.to_csv(path, index=False, lineterminator="\n")
+    else:
+        frame.to_parquet(path, engine="pyarrow", index=False)
