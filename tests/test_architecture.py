@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_estimator",),
     ("_expectation",),
     ("_elbo",),
+    ("_forecast", "_lag"),
     ("_importance",),
     ("_bounds",),
     ("_checkpoint",),

@@ -56,6 +56,10 @@ from retrodict._fit import FitResult as FitResult
 from retrodict._fit import em as em
 from retrodict._fit import fit as fit
 from retrodict._fit import fit_evidence as fit_evidence
+from retrodict._forecast import Forecast as Forecast
+from retrodict._forecast import forecast as forecast
+from retrodict._forecast import impute as impute
+from retrodict._forecast import predictive as predictive
 from retrodict._functional import AbstractFunctional as AbstractFunctional
 from retrodict._functional import AdditiveFunctional as AdditiveFunctional
 from retrodict._functional import InitialTerm as InitialTerm

@@ -289,17 +289,17 @@ _estimate = eqx.filter_jit(estimate)
 def _sampled_marginals(drawn: Paths) -> Marginals:
     """Moments of weighted paths with a leading axis of replicates."""
     flat = jnp.zeros((*drawn.paths.shape, drawn.paths.shape[-1]), drawn.paths.dtype)
-    return _moments(drawn.paths, flat, drawn.weights)
+    return moments_over_paths(drawn.paths, flat, drawn.weights)
 
 
 @eqx.filter_jit
 def _conditional_marginals(chain: SampledChain, estimator: BackwardSampling, key: Any) -> Marginals:
     """Moments from the laws that states were drawn from."""
     trace, weights = estimator.trace(chain, key)
-    return _moments(trace.means, trace.covariances, weights)
+    return moments_over_paths(trace.means, trace.covariances, weights)
 
 
-def _moments(
+def moments_over_paths(
     means: Float[Array, "replicate path time state"],
     covariances: Float[Array, "replicate path time state state"],
     weights: Float[Array, "replicate path"],
