@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_checkpoint",),
     ("_train",),
     ("_fit",),
+    ("_information",),
     ("_smooth",),
     ("models",),
     ("data",),
