@@ -85,6 +85,8 @@ from retrodict._importance import ImportancePosterior as ImportancePosterior
 from retrodict._importance import guided_smoother as guided_smoother
 from retrodict._importance import importance_smoother as importance_smoother
 from retrodict._importance import importance_weighted_bound as importance_weighted_bound
+from retrodict._information import ParameterErrors as ParameterErrors
+from retrodict._information import parameter_errors as parameter_errors
 from retrodict._kalman import KalmanPosterior as KalmanPosterior
 from retrodict._kalman import kalman_smoother as kalman_smoother
 from retrodict._kernel import AbstractGaussianKernel as AbstractGaussianKernel

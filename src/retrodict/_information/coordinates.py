@@ -1,0 +1,105 @@
+"""The learnable parameters of a model as one vector of unconstrained numbers."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from retrodict._model import StateSpaceModel, learnable
+from retrodict._parameters import AbstractParameter, Frozen, Positive, PositiveTril
+
+
+class Coordinates(eqx.Module):
+    """The map from a vector θ to a model, whose other leaves are fixed.
+
+    Attributes:
+        model: the model, with scales as parameters that stay positive.
+        places: for each floating array of the model, which of its entries are learned.
+        names: what each coordinate of θ is called, such as `"transition.weight[0,0]"`.
+    """
+
+    model: StateSpaceModel
+    places: tuple[Int[Array, "entry"], ...]
+    names: tuple[str, ...] = eqx.field(static=True)
+
+    def theta(self) -> Float[Array, "parameter"]:
+        """The coordinates of the model itself."""
+        leaves = jax.tree.leaves(eqx.filter(self.model, eqx.is_inexact_array))
+        parts = [leaf.ravel()[place] for leaf, place in zip(leaves, self.places, strict=True)]
+        return jnp.concatenate(parts)
+
+    def model_at(self, theta: Float[Array, "parameter"]) -> StateSpaceModel:
+        """The model with these coordinates."""
+        arrays = eqx.filter(self.model, eqx.is_inexact_array)
+        leaves, structure = jax.tree.flatten(arrays)
+        moved, start = [], 0
+        for leaf, place in zip(leaves, self.places, strict=True):
+            part = theta[start : start + place.shape[0]].astype(leaf.dtype)
+            moved.append(leaf.ravel().at[place].set(part).reshape(leaf.shape))
+            start += place.shape[0]
+        return eqx.combine(jax.tree.unflatten(structure, moved), self.model)
+
+    def values_at(self, theta: Float[Array, "parameter"]) -> dict[str, PyTree]:
+        """The values of the learned parameters, each in its domain, by name."""
+        nodes = jax.tree_util.tree_leaves_with_path(self.model_at(theta), is_leaf=_is_parameter)
+        return {
+            _name(path): node.value if _is_parameter(node) else node
+            for path, node in nodes
+            if any(np.any(leaf) for leaf in jax.tree.leaves(_moving(node)))
+        }
+
+
+def coordinates_of(model: StateSpaceModel) -> Coordinates:
+    """The coordinates of what `fit` and `fit_evidence` move when they learn a model."""
+    model = learnable(model)
+    moving = jax.tree.leaves(_moving(model))
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    places, names = [], []
+    for (path, leaf), chosen in zip(leaves, moving, strict=True):
+        if not eqx.is_inexact_array(leaf):
+            continue
+        place = np.flatnonzero(chosen)
+        places.append(jnp.asarray(place))
+        owner = _name(path).removesuffix(".raw") if _is_raw(model, path) else _name(path)
+        entries = np.argwhere(chosen) if leaf.ndim else place
+        for entry in entries:
+            names.append(owner + (f"[{','.join(map(str, entry))}]" if leaf.ndim else ""))
+    return Coordinates(model, tuple(places), tuple(names))
+
+
+def _moving(tree: PyTree) -> PyTree:
+    """A pytree of booleans of the same structure: which entries of which leaves are learned."""
+
+    def entries(leaf: Any) -> Any:
+        return np.ones(leaf.shape, bool) if eqx.is_inexact_array(leaf) else False
+
+    def at(node: Any) -> PyTree:
+        if isinstance(node, Frozen):
+            return jax.tree.map(lambda leaf: np.zeros(np.shape(leaf), bool), node)
+        if isinstance(node, PositiveTril):
+            # What is above the diagonal is ignored by the parameter, and so no coordinate.
+            return jax.tree.map(lambda leaf: np.tril(entries(leaf)), node)
+        return entries(node)
+
+    return jax.tree.map(at, tree, is_leaf=lambda node: isinstance(node, (Frozen, PositiveTril)))
+
+
+def _is_parameter(node: Any) -> bool:
+    return isinstance(node, AbstractParameter)
+
+
+def _is_raw(model: StateSpaceModel, path: Any) -> bool:
+    """Whether a leaf is the unconstrained array of one of the library's own parameters."""
+    owners = jax.tree_util.tree_leaves_with_path(
+        model, is_leaf=lambda node: isinstance(node, (Positive, PositiveTril))
+    )
+    return any(
+        isinstance(node, (Positive, PositiveTril)) and owner == path[:-1] for owner, node in owners
+    )
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path).removeprefix(".")

@@ -1,0 +1,351 @@
+"""The driver: a model at a maximum of its likelihood, and data, to standard errors."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from retrodict._chain import AbstractBackwardChain
+from retrodict._elbo import check_model, series_of_chain
+from retrodict._expectation import check_chain
+from retrodict._fit.batch import num_series, prepare_batch, take
+from retrodict._importance.pareto import K_HAT_GOOD, pareto_shape
+from retrodict._information.coordinates import Coordinates, coordinates_of
+from retrodict._information.exact import exact_information
+from retrodict._information.louis import (
+    Replicates,
+    combine,
+    jackknife,
+    particle_replicates,
+    weighted_replicates,
+)
+from retrodict._information.result import (
+    LEAST_SHARE,
+    Inverse,
+    ParameterErrors,
+    inverse,
+    quantities,
+)
+from retrodict._kalman import check_linear_gaussian
+from retrodict._mask import Series
+from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, prepare_data
+from retrodict._parameters import unwrap
+from retrodict._particle.diagnosis import DEGENERATE, FINE, refuse_failure
+from retrodict._types import PRNGKey
+from retrodict._validate import check_count, check_key, is_concrete
+
+MOST = 200
+"""How many parameters an information matrix is computed for."""
+
+FEWEST_REPLICATES = 4
+"""From how many replicates on their spread says something."""
+
+NEAR = 0.1
+"""Up to how many standard errors from a maximum parameters count as being there."""
+
+
+def parameter_errors(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    ys: Any,
+    *,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+    read: Callable[[StateSpaceModel], PyTree] | None = None,
+    level: float = 0.95,
+    method: Literal["exact", "louis"] | None = None,
+    chain: AbstractBackwardChain | None = None,
+    num_particles: int = 500,
+    num_samples: int = 500,
+    num_replicates: int = 20,
+) -> ParameterErrors:
+    """Standard errors of learned parameters, from the observed information −∇² log p_θ(y).
+
+    The parameters θ are those that `fit` and `fit_evidence` move, in unconstrained coordinates, at
+    a maximum of the likelihood; what is `Frozen` is taken as known. For linear-Gaussian models the
+    information is exact. For others it is estimated by Louis' identity (1982),
+
+        −∇² log p_θ(y) = E[−∇² log p_θ(x, y) | y] − Cov(∇ log p_θ(x, y) | y),
+
+    from paths x given the series, drawn by `ffbsi` in independent replicates. The difference is
+    noisy where the states are mostly hidden; its Monte Carlo standard errors are jackknifed over
+    the replicates. Several series are independent, and their information adds up.
+
+    A quantity a(θ) with gradient g has the standard error √(gᵀΣg), Σ the inverse information. Its
+    interval has as ends its values at θ ± z Σg / √(gᵀΣg), and so stays where the quantity can be: a
+    scale's is positive.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Frozen(rd.Gaussian(jnp.zeros(1), jnp.eye(1))),
+        ...     transition=rd.Frozen(rd.LinearGaussianKernel(
+        ...         0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1))),
+        ...     emission=rd.LinearGaussianKernel(
+        ...         rd.Frozen(jnp.eye(1)), jnp.zeros(1), rd.Diagonal(rd.Positive(jnp.ones(1)))),
+        ... )
+        >>> xs, ys = model.simulate(jax.random.key(0), num_times=100)
+        >>> found = rd.parameter_errors(jax.random.key(1), model, ys)
+        >>> found.names
+        ('emission.bias[0]', 'emission.scale_tril.std[0]')
+        >>> bool(found.lower["emission.scale_tril.std"][0] > 0)
+        True
+
+    Args:
+        key: a typed key; exact information draws nothing.
+        model: the model at its maximum, such as `fit_evidence(...).model`.
+        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
+        mask: true where an entry was seen, of the shape of `ys`.
+        inputs: inputs, of shape `(batch, time, input)`.
+        length: how many rows exist, one integer a series or one for all.
+        read: the quantities of interest, a function of the unwrapped model that returns a pytree of
+            arrays; by default the learned parameters themselves, by name.
+        level: the probability with which an interval is to cover.
+        method: `"exact"` or `"louis"`; by default exact for linear-Gaussian models.
+        chain: a law of paths from which Louis' identity takes weighted paths, instead of `ffbsi`.
+            For one series, and not a long one: weights of whole paths degenerate.
+        num_particles: how many particles each filter has.
+        num_samples: how many paths each replicate draws.
+        num_replicates: how many independent replicates there are.
+
+    Returns:
+        The information and its inverse, the score, standard errors, intervals, and a status.
+
+    Raises:
+        ValueError: if model and data do not fit, or nothing or too much is to be learned.
+        TypeError: if an argument is of the wrong kind, or traced.
+        FloatingPointError: if a filter fails, or a derivative is not finite.
+    """
+    check_key(key, "parameter_errors")
+    if not isinstance(model, StateSpaceModel):
+        raise TypeError(f"parameter_errors expects a StateSpaceModel, got {type(model).__name__}.")
+    if not 0 < level < 1:
+        raise ValueError(f"parameter_errors expects a level between 0 and 1, got {level}.")
+    coordinates = _coordinates(model)
+    plain = unwrap(model)
+    method = _method(plain, method, chain)
+    batch = prepare_batch(
+        ys,
+        mask=mask,
+        inputs=inputs,
+        length=length,
+        takes_input=plain.takes_input,
+        owner="parameter_errors",
+    )
+    one = take(batch, 0)
+    prepare_data(plain, one.ys, inputs=one.inputs)
+
+    messages: list[str] = []
+    if method == "exact":
+        score, information = (np.asarray(x, float) for x in exact_information(coordinates, batch))
+        information = (information + information.T) / 2
+        scores, informations = None, None
+    else:
+        check_densities(plain, "parameter_errors by Louis' identity")
+        num_replicates = check_count(num_replicates, "num_replicates")
+        if num_replicates < FEWEST_REPLICATES:
+            raise ValueError(
+                f"parameter_errors expects at least {FEWEST_REPLICATES} replicates, whose spread"
+                f" is the Monte Carlo error, got num_replicates={num_replicates}."
+            )
+        sizes = (check_count(num_particles, "num_particles"), check_count(num_samples, "samples"))
+        replicates, messages = (
+            _from_particles(key, coordinates, batch, sizes, num_replicates)
+            if chain is None
+            else _from_chain(key, coordinates, batch, chain, sizes[1], num_replicates)
+        )
+        score, information, scores, informations = combine(replicates)
+    _refuse_undefined(score, information, coordinates.names)
+
+    theta = coordinates.theta()
+    raw = np.asarray(theta, np.float64)
+    found = inverse(information, raw, informations, float(jnp.finfo(theta.dtype).eps))
+    is_open = found.touches(np.eye(raw.size)) > LEAST_SHARE[informations is None]
+    distance = float(np.sqrt(score @ found.covariance @ score))
+    poor = bool(messages)
+    unidentified = _unidentified(found, coordinates.names)
+    moved = _not_at_maximum(distance, found, scores)
+    status = (
+        "unreliable"
+        if poor
+        else "not identified"
+        if unidentified
+        else "not at a maximum"
+        if moved
+        else "fine"
+    )
+    natural = quantities(_reader(coordinates, read), theta, found, informations, level)
+    return ParameterErrors(
+        coordinates.names,
+        raw,
+        information,
+        np.zeros_like(information) if informations is None else jackknife(informations),
+        _with_open(found.covariance, is_open),
+        score,
+        np.zeros_like(score) if scores is None else jackknife(scores),
+        distance,
+        ~is_open,
+        *natural,
+        method,
+        status,
+        (*messages, *unidentified, *moved),
+    )
+
+
+def _coordinates(model: StateSpaceModel) -> Coordinates:
+    coordinates = coordinates_of(model)
+    count = len(coordinates.names)
+    if count == 0:
+        raise ValueError(
+            "parameter_errors expects a model with parameters that can be learned, got one in which"
+            " every floating array is Frozen."
+        )
+    if count > MOST:
+        raise ValueError(
+            f"parameter_errors computes the information of at most {MOST} parameters, got a model"
+            f" with {count}. Wrap what is of no interest in Frozen, which takes it as known; the"
+            " weights of a network have no standard errors of use."
+        )
+    if not is_concrete(coordinates.theta()):
+        raise TypeError("parameter_errors expects concrete arrays, got traced ones.")
+    return coordinates
+
+
+def _method(
+    model: StateSpaceModel, method: Any, chain: AbstractBackwardChain | None
+) -> Literal["exact", "louis"]:
+    if method not in (None, "exact", "louis"):
+        raise ValueError(
+            f"parameter_errors expects the method 'exact', 'louis' or None, got {method!r}."
+        )
+    if chain is not None:
+        check_chain(chain, "parameter_errors")
+        if method == "exact":
+            raise ValueError("The exact information takes no chain: leave out method or chain.")
+        return "louis"
+    if method == "exact":
+        check_linear_gaussian(model)
+    if method is None:
+        return "exact" if is_linear_gaussian(model) else "louis"
+    return method
+
+
+def _from_particles(
+    key: PRNGKey,
+    coordinates: Coordinates,
+    batch: Series,
+    sizes: tuple[int, int],
+    num_replicates: int,
+) -> tuple[Replicates, list[str]]:
+    keys = jax.random.split(key, (num_series(batch), num_replicates))
+    found, status, time = particle_replicates(coordinates, batch, keys, *sizes)
+    status, time = np.asarray(status), np.asarray(time)
+    for code, at in zip(status.ravel(), time.ravel(), strict=True):
+        if code not in (FINE, DEGENERATE):
+            refuse_failure("parameter_errors", code, at, True)
+    if not np.any(status == DEGENERATE):
+        return found, []
+    return found, [
+        "unreliable: at some time the paths go through fewer than 10 particles, in"
+        f" {np.sum(status == DEGENERATE)} of {status.size} replicates. Use more particles"
+    ]
+
+
+def _from_chain(
+    key: PRNGKey,
+    coordinates: Coordinates,
+    batch: Series,
+    chain: AbstractBackwardChain,
+    num_samples: int,
+    num_replicates: int,
+) -> tuple[Replicates, list[str]]:
+    if num_series(batch) != 1:
+        raise ValueError(
+            f"A chain stands for one series, and ys holds {num_series(batch)}. Call"
+            " parameter_errors for each with its chain and add up the informations, or leave the"
+            " chain out."
+        )
+    model = unwrap(coordinates.model)
+    check_model(model, chain, "parameter_errors")
+    one = take(batch, 0)
+    series = series_of_chain(
+        model,
+        chain,
+        one.ys,
+        mask=True if one.mask is None else one.mask,
+        inputs=one.inputs,
+        length=one.length,
+    )
+    keys = jax.random.split(key, num_replicates)
+    found, raw = weighted_replicates(coordinates, chain, series, keys, num_samples)
+    shape = pareto_shape(np.asarray(raw).ravel())
+    if shape <= K_HAT_GOOD:
+        return found, []
+    return found, [
+        f"unreliable: the Pareto shape of the weights is {shape:.2f}, above {K_HAT_GOOD}: a few"
+        " paths carry most of the weight. Use a chain that is nearer to the posterior, or none"
+    ]
+
+
+def _reader(
+    coordinates: Coordinates, read: Callable[[StateSpaceModel], PyTree] | None
+) -> Callable[[Any], PyTree]:
+    if read is None:
+        return coordinates.values_at
+    return lambda theta: read(unwrap(coordinates.model_at(theta)))
+
+
+def _refuse_undefined(score: np.ndarray, information: np.ndarray, names: tuple[str, ...]) -> None:
+    defined = np.isfinite(score) & np.all(np.isfinite(information), axis=1)
+    if not np.any(np.isfinite(score)) or not np.all(defined):
+        which = ", ".join(np.asarray(names)[~defined][:5])
+        raise FloatingPointError(
+            f"parameter_errors: the derivatives in {which} are not finite. Check that the model's"
+            " densities are twice differentiable at these parameters."
+        )
+
+
+def _unidentified(found: Inverse, names: tuple[str, ...]) -> list[str]:
+    """One sentence for each direction along which the information is not above zero."""
+    sentences = []
+    for direction, value, noise in zip(found.open.T, found.eigenvalues, found.noise, strict=True):
+        scaled = direction * found.units
+        scaled = scaled / scaled[np.argmax(np.abs(scaled))]
+        largest = [i for i in np.argsort(-np.abs(direction))[:4] if abs(direction[i]) > 0.1]
+        combination = " ".join(f"{scaled[i]:+.3g} {names[i]}" for i in largest)
+        figure = f"{value:.2g} ± {noise:.1g}" if noise > 0 else f"{value:.2g}"
+        doubt = (
+            " If the model should be identified, use more samples and replicates."
+            if noise > 0
+            else ""
+        )
+        sentences.append(
+            f"not identified: along {combination} the information is not above zero ({figure}, in"
+            " units in which each parameter has one). Fix one of these parameters with Frozen;"
+            f" below zero, these are not at a maximum of the likelihood: learn on.{doubt}"
+        )
+    return sentences
+
+
+def _not_at_maximum(distance: float, found: Inverse, scores: np.ndarray | None) -> list[str]:
+    noise = 0.0
+    if scores is not None:
+        centred = scores - scores.mean(axis=0)
+        spread = (len(scores) - 1) / len(scores) * centred.T @ centred
+        noise = float(np.sum(found.covariance * spread))
+    if distance**2 <= NEAR**2 + 3.0 * noise:
+        return []
+    return [
+        f"not at a maximum: one step of Newton leads {distance:.2g} standard errors from here"
+        f" (Monte Carlo error {noise**0.5:.1g}). Standard errors hold at a maximum: learn on"
+    ]
+
+
+def _with_open(covariance: np.ndarray, is_open: np.ndarray) -> np.ndarray:
+    filled = np.where(is_open[:, None] | is_open[None], np.nan, covariance)
+    np.fill_diagonal(filled, np.where(is_open, np.inf, np.diagonal(covariance)))
+    return filled

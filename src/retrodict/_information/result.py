@@ -1,0 +1,190 @@
+"""What an observed information says of parameters, and of quantities computed from them."""
+
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Bool, Float, PyTree
+from scipy.special import ndtri
+
+from retrodict._information.louis import jackknife
+
+LEAST_SHARE = {True: 1e-6, False: 1e-2}
+"""From which share in an open direction on a parameter counts as open, exact or estimated: the
+directions of an estimated information are themselves uncertain."""
+
+NOISE = 3.0
+"""By how many Monte Carlo standard errors an eigenvalue must be above zero."""
+
+QUANTITIES_AT_ONCE = 64
+"""How many ends of intervals are computed at once."""
+
+
+class ParameterErrors(eqx.Module):
+    """What `parameter_errors` found.
+
+    Arrays with an axis `parameter` are in unconstrained coordinates θ, in the order of `names`;
+    pytrees have the structure of what `read` returns, and are on the natural scale.
+
+    Attributes:
+        names: what each coordinate of θ is called, such as `"transition.weight[0,0]"`.
+        theta: the coordinates of the model.
+        information: the observed information −∇² log p_θ(y).
+        information_error: its Monte Carlo standard error; zero if it is exact.
+        covariance: its inverse. Infinite on the diagonal, and NaN beside it, for parameters that
+            the data do not identify.
+        score: the gradient ∇ log p_θ(y), which is zero at a maximum.
+        score_error: its Monte Carlo standard error; zero if it is exact.
+        distance: √(∇ᵀ covariance ∇), how far the maximum is by one step of Newton, in standard
+            errors. That of a few tenths is of no consequence.
+        identified: whether the data identify each parameter.
+        value: the quantities at the model.
+        standard_error: their standard errors, by the delta method; infinite if not identified.
+        monte_carlo_error: the Monte Carlo standard error of `standard_error`; zero if it is exact.
+        lower: the lower ends of their intervals; NaN if not identified.
+        upper: the upper ends.
+        method: `"exact"` or `"louis"`.
+        status: `"fine"`, `"not identified"`, `"not at a maximum"`, or `"unreliable"` if the paths
+            are too poor to say.
+        messages: what is wrong, in words; empty if nothing is.
+    """
+
+    names: tuple[str, ...] = eqx.field(static=True)
+    theta: Float[np.ndarray, "parameter"]
+    information: Float[np.ndarray, "parameter parameter"]
+    information_error: Float[np.ndarray, "parameter parameter"]
+    covariance: Float[np.ndarray, "parameter parameter"]
+    score: Float[np.ndarray, "parameter"]
+    score_error: Float[np.ndarray, "parameter"]
+    distance: float
+    identified: Bool[np.ndarray, "parameter"]
+    value: PyTree
+    standard_error: PyTree
+    monte_carlo_error: PyTree
+    lower: PyTree
+    upper: PyTree
+    method: Literal["exact", "louis"] = eqx.field(static=True)
+    status: Literal["fine", "not identified", "not at a maximum", "unreliable"] = eqx.field(
+        static=True
+    )
+    messages: tuple[str, ...] = eqx.field(static=True)
+
+
+class Inverse(NamedTuple):
+    """The inverse of an information on the directions that the data identify.
+
+    Attributes:
+        covariance: the inverse there, and zero on the others.
+        units: of each parameter, in which its information is one.
+        open: orthonormal directions that are not identified, in these units.
+        eigenvalues: what the information is along them, in these units.
+        noise: the Monte Carlo standard errors of the eigenvalues.
+    """
+
+    covariance: Float[np.ndarray, "parameter parameter"]
+    units: Float[np.ndarray, "parameter"]
+    open: Float[np.ndarray, "parameter direction"]
+    eigenvalues: Float[np.ndarray, "direction"]
+    noise: Float[np.ndarray, "direction"]
+
+    def touches(self, slopes: Float[np.ndarray, "quantity parameter"]) -> np.ndarray:
+        """The share of each quantity's gradient that lies in the open directions."""
+        scaled = slopes * self.units[None]
+        squares = np.sum(scaled**2, axis=1)
+        return np.sum((scaled @ self.open) ** 2, axis=1) / np.where(squares > 0, squares, 1.0)
+
+
+def inverse(
+    information: Float[np.ndarray, "parameter parameter"],
+    theta: Float[np.ndarray, "parameter"],
+    replicates: Float[np.ndarray, "replicate parameter parameter"] | None,
+    precision: float,
+) -> Inverse:
+    """Inverts an information as far as the data identify the parameters.
+
+    Args:
+        information: the information.
+        theta: the parameters.
+        replicates: estimates of it that each leave one replicate out; `None` if it is exact.
+        precision: the rounding error of the floating type that it was computed in.
+    """
+    # Below this a parameter could move by many orders of its own size and nothing would be noticed.
+    least = precision**0.75 / np.maximum(1.0, theta**2)
+    units = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(information)), least))
+    eigenvalues, vectors = np.linalg.eigh(information * units[:, None] * units[None])
+    noise = np.zeros_like(eigenvalues)
+    if replicates is not None:
+        turned = vectors.T @ (replicates * units[:, None] * units[None]) @ vectors
+        noise = jackknife(np.diagonal(turned, axis1=1, axis2=2))
+    kept = eigenvalues > np.maximum(np.sqrt(precision), NOISE * noise)
+    basis = units[:, None] * vectors[:, kept]
+    covariance = (basis / eigenvalues[kept]) @ basis.T
+    return Inverse(covariance, units, vectors[:, ~kept], eigenvalues[~kept], noise[~kept])
+
+
+class Quantities(NamedTuple):
+    """The fields of `ParameterErrors` on the natural scale."""
+
+    value: PyTree
+    standard_error: PyTree
+    monte_carlo_error: PyTree
+    lower: PyTree
+    upper: PyTree
+
+
+def quantities(
+    read: Any,
+    theta: Any,
+    found: Inverse,
+    replicates: Float[np.ndarray, "replicate parameter parameter"] | None,
+    level: float,
+) -> Quantities:
+    """Standard errors and intervals of what is computed from the parameters.
+
+    The ends of the interval of a quantity with gradient g are its values at θ ± z Σg / √(gᵀΣg), the
+    points of the ellipsoid θ'Σ⁻¹θ' ≤ z² at which it is extreme to first order. For a function of a
+    single coordinate these are its values at the ends of that coordinate's interval.
+    """
+    value, restore = ravel_pytree(jax.tree.map(jnp.asarray, read(theta)))
+
+    def flat(theta: Any) -> Any:
+        return ravel_pytree(jax.tree.map(jnp.asarray, read(theta)))[0]
+
+    slopes = np.asarray(jax.jit(jax.jacfwd(flat))(theta), np.float64)
+    errors = _errors(slopes, found.covariance)
+    loose = found.touches(slopes) > LEAST_SHARE[replicates is None]
+
+    steps = slopes @ found.covariance / np.where(errors > 0, errors, 1.0)[:, None]
+    steps = jnp.asarray(ndtri(0.5 + level / 2) * steps, theta.dtype)
+
+    @jax.jit
+    def ends(steps: Any) -> Any:
+        def one(at: Any) -> Any:
+            index, step = at
+            return jnp.stack([flat(theta - step)[index], flat(theta + step)[index]])
+
+        places = jnp.arange(steps.shape[0])
+        return jax.lax.map(one, (places, steps), batch_size=QUANTITIES_AT_ONCE)
+
+    span = np.concatenate([np.asarray(ends(steps)), np.asarray(value)[:, None]], axis=1)
+    monte_carlo = np.zeros_like(errors)
+    if replicates is not None:
+        others = np.array([_errors(slopes, np.linalg.pinv(each)) for each in replicates])
+        monte_carlo = np.where(loose, np.nan, jackknife(others))
+    fields = (
+        np.asarray(value),
+        np.where(loose, np.inf, errors),
+        monte_carlo,
+        np.where(loose, np.nan, span.min(axis=1)),
+        np.where(loose, np.nan, span.max(axis=1)),
+    )
+    shaped = (restore(jnp.asarray(field, value.dtype)) for field in fields)
+    return Quantities(*(jax.tree.map(np.asarray, each) for each in shaped))
+
+
+def _errors(slopes: np.ndarray, covariance: np.ndarray) -> np.ndarray:
+    squares = np.einsum("qa,ab,qb->q", slopes, covariance, slopes)
+    return np.sqrt(np.maximum(squares, 0.0))
