@@ -1,0 +1,167 @@
+"""Rows as they come: lines of comma-separated values, read as the table of a run was."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from retrodict.data._columns import numbers
+from retrodict.data._errors import DataError
+from retrodict.data._files import text_source
+from retrodict.data._reader import IRREGULAR
+from retrodict.data._stamps import stamps
+from retrodict.data._steps import Step, complete, parse_step, positions
+from retrodict.data._table import written
+
+
+class Rows(NamedTuple):
+    """Rows in order of time, those inserted in gaps included.
+
+    Attributes:
+        times: dates as `datetime64[us]`, or numbers.
+        ys: of shape `(time, obs)`, NaN where there is none.
+        inputs: of shape `(time, input)`, or `None`.
+    """
+
+    times: np.ndarray
+    ys: np.ndarray
+    inputs: np.ndarray | None
+
+
+class LiveReader:
+    """Reads lines of one series as they come.
+
+    The rules are those of `read`: gaps of a regular series become rows in which nothing was seen,
+    and the length of the step is an input where the layout says so. A row without a time column is
+    one step after the row before it.
+
+    Args:
+        layout: the `layout` of the table that a model was fitted to.
+        header: the first line, with the names of the columns.
+        last: the time of the last row that was read before, if any: rows up to it are skipped.
+        owner: what the lines come from, for messages.
+    """
+
+    def __init__(
+        self,
+        layout: Mapping[str, Any],
+        header: str,
+        *,
+        last: Any = None,
+        owner: str = "standard input",
+    ):
+        if layout["series"]:
+            raise DataError(
+                f"{owner}: the run is of several series ({', '.join(layout['series'])}), and rows"
+                " are answered as they come for one series; fit one series alone."
+            )
+        self.layout, self.header, self.owner = layout, header, owner
+        self.last, self.resumed = last, last
+        self.line = 1
+
+    def read(self, lines: Sequence[str]) -> Rows:
+        """The rows of some lines, which follow those that were read before.
+
+        Args:
+            lines: without the header and without line ends.
+
+        Raises:
+            DataError: if a line cannot be read, or a time is not later than the one before.
+        """
+        first, self.line = self.line, self.line + len(lines)
+        kept = [line for line in lines if line.strip()]
+        columns = self.layout["columns"]
+        inputs = self.layout["inputs"] or []
+        if not kept:
+            return self._nothing(len(columns))
+        source = text_source("\n".join([self.header, *lines]).encode(), self.owner)
+        source = dataclasses.replace(source, lines=source.lines + first - 1)
+        time = self.layout["time"]
+        source.require([*columns, *inputs, *([time] if time else [])], "of the run")
+        ys = np.stack([numbers(source, name) for name in columns], axis=1)
+        us = np.stack([numbers(source, name) for name in inputs], axis=1) if inputs else None
+        if us is not None and np.isnan(us).any():
+            row, column = np.argwhere(np.isnan(us))[0]
+            raise source.error("an input is missing; give it.", row=int(row), column=inputs[column])
+        times = self._times(source, len(ys))
+        fresh = np.ones(len(ys), bool) if self.resumed is None else times > self.resumed
+        times, ys = times[fresh], ys[fresh]
+        us = None if us is None else us[fresh]
+        if not len(times):
+            return self._nothing(len(columns))
+        self._check_order(source, times, np.flatnonzero(fresh))
+        return self._on_grid(source, times, ys, us)
+
+    def _times(self, source: Any, count: int) -> np.ndarray:
+        time = self.layout["time"]
+        if time is not None:
+            return stamps(source, time, self.layout["time_format"])
+        begin = 0 if self.last is None else int(self.last) + 1
+        return np.arange(begin, begin + count)
+
+    def _check_order(self, source: Any, times: np.ndarray, rows: np.ndarray) -> None:
+        before = times[:1] if self.last is None else np.array([self.last], times.dtype)
+        ahead = np.diff(np.concatenate([before, times])) > np.zeros(1, np.diff(times[:1]).dtype)
+        if self.last is None:
+            ahead[0] = True
+        if not ahead.all():
+            at = int(np.argmin(ahead))
+            earlier = self.last if at == 0 else times[at - 1]
+            raise source.error(
+                f"{written(times[at])} is not later than {written(earlier)}, the row before; rows"
+                " must come in order of time.",
+                row=int(rows[at]),
+                column=self.layout["time"],
+            )
+
+    def _on_grid(
+        self, source: Any, times: np.ndarray, ys: np.ndarray, us: np.ndarray | None
+    ) -> Rows:
+        anchor = times[:0] if self.last is None else np.array([self.last], times.dtype)
+        every = np.concatenate([anchor, times])
+        step = self._step(every)
+        if step is None:
+            steps = self._lengths(every) if self.layout["step_input"] else None
+            self.last = times[-1]
+            return Rows(times, ys, _joined(us, None if steps is None else steps[len(anchor) :]))
+        places = positions(every, step)
+        if places is None:
+            raise source.error(
+                f"a time is not a whole number of steps of {step.name} after the row before.",
+                row=0,
+                column=self.layout["time"],
+            )
+        count = int(places[-1]) + 1
+        if us is not None and count > len(every):
+            raise source.error("rows are missing, and with them inputs; give them.", row=0)
+        grid = complete(every, places, step)
+        filled = np.full((count, ys.shape[1]), np.nan)
+        filled[places[len(anchor) :]] = ys
+        begin = len(anchor)
+        self.last = times[-1]
+        ones = np.ones(count - begin) if self.layout["step_input"] else None
+        return Rows(grid[begin:], filled[begin:], _joined(us, ones))
+
+    def _step(self, times: np.ndarray) -> Step | None:
+        freq = self.layout["freq"]
+        if freq == IRREGULAR:
+            return None
+        return parse_step(freq, times.dtype.kind == "M", self.owner)
+
+    def _lengths(self, times: np.ndarray) -> np.ndarray:
+        """The time since the row before, in the unit of the run; 1 in the very first row."""
+        unit = parse_step(self.layout["step_unit"], times.dtype.kind == "M", self.owner).amount
+        return np.append(1.0, np.diff(times) / unit)
+
+    def _nothing(self, width: int) -> Rows:
+        inputs = len(self.layout["inputs"] or []) + bool(self.layout["step_input"])
+        return Rows(
+            np.zeros(0), np.zeros((0, width)), np.zeros((0, inputs)) if inputs else None
+        )
+
+
+def _joined(us: np.ndarray | None, steps: np.ndarray | None) -> np.ndarray | None:
+    if steps is None:
+        return us
+    return steps[:, None] if us is None else np.hstack([steps[:, None], us])
