@@ -1,6 +1,7 @@
 """Smoothing and learning in nonlinear state-space models with backward-factorised posteriors."""
 
 from retrodict import data as data
+from retrodict import models as models
 from retrodict._bounds import AnyBounded as AnyBounded
 from retrodict._bounds import AnyLipschitz as AnyLipschitz
 from retrodict._bounds import ErrorBound as ErrorBound
@@ -107,6 +108,7 @@ from retrodict._linearised import unscented_smoother as unscented_smoother
 from retrodict._mixture import GaussianMixture as GaussianMixture
 from retrodict._model import StateSpaceModel as StateSpaceModel
 from retrodict._parameters import AbstractParameter as AbstractParameter
+from retrodict._parameters import Bounded as Bounded
 from retrodict._parameters import Frozen as Frozen
 from retrodict._parameters import Positive as Positive
 from retrodict._parameters import PositiveTril as PositiveTril

@@ -53,6 +53,49 @@ class Positive(AbstractParameter):
         return _positive(self.raw)
 
 
+class Bounded(AbstractParameter):
+    """An array strictly between two bounds, a logistic function of an unconstrained one.
+
+    Example:
+        >>> import retrodict as rd
+        >>> rd.Bounded(0.5, -1.0, 1.0).value.item()
+        0.5
+
+    Args:
+        value: the value to start from, of any shape.
+        lower: the lower bound, one number.
+        upper: the upper bound, one number.
+    """
+
+    raw: Float[Array, "..."]
+    lower: float = eqx.field(static=True)
+    upper: float = eqx.field(static=True)
+
+    def __init__(self, value: Any, lower: float, upper: float):
+        self.lower, self.upper = float(lower), float(upper)
+        value = jnp.asarray(value, jnp.result_type(float))
+        if not -np.inf < self.lower < self.upper < np.inf:
+            raise ValueError(
+                f"Bounded expects finite bounds, the lower one first, got {lower} and {upper}."
+            )
+        if is_concrete(value) and not bool(
+            np.all(np.asarray(value) > self.lower) and np.all(np.asarray(value) < self.upper)
+        ):
+            raise ValueError(
+                f"Bounded expects a value strictly between {self.lower} and {self.upper}, got"
+                f" {value}."
+            )
+        self.raw = jnp.log(value - self.lower) - jnp.log(self.upper - value)
+
+    @property
+    def value(self) -> Float[Array, "..."]:
+        """The array between the bounds."""
+        lower, upper = (np.asarray(bound, self.raw.dtype) for bound in (self.lower, self.upper))
+        value = lower + (upper - lower) * jax.nn.sigmoid(self.raw)
+        # The logistic function rounds to 0 and 1 far out; the neighbours of the bounds are inside.
+        return jnp.clip(value, np.nextafter(lower, upper), np.nextafter(upper, lower))
+
+
 class PositiveTril(AbstractParameter):
     """A lower-triangular matrix with a positive diagonal: the Cholesky factor of a covariance.
 

@@ -1,0 +1,25 @@
+"""Ready models, models from files, and parameters by name."""
+
+from retrodict.models._counts import binomial_counts as binomial_counts
+from retrodict.models._counts import negative_binomial_counts as negative_binomial_counts
+from retrodict.models._counts import poisson_counts as poisson_counts
+from retrodict.models._errors import ModelError as ModelError
+from retrodict.models._neural import neural_decoder as neural_decoder
+from retrodict.models._parameters import fix_parameters as fix_parameters
+from retrodict.models._parameters import named_parameters as named_parameters
+from retrodict.models._parameters import with_parameters as with_parameters
+from retrodict.models._registry import READY as READY
+from retrodict.models._registry import Option as Option
+from retrodict.models._registry import ReadyModel as ReadyModel
+from retrodict.models._registry import from_options as from_options
+from retrodict.models._registry import start_from as start_from
+from retrodict.models._structural import autoregressive as autoregressive
+from retrodict.models._structural import local_level as local_level
+from retrodict.models._structural import local_trend as local_trend
+from retrodict.models._structural import seasonal as seasonal
+from retrodict.models._toml import ModelSpec as ModelSpec
+from retrodict.models._toml import read_toml as read_toml
+from retrodict.models._toml import resolve as resolve
+from retrodict.models._tracking import constant_velocity as constant_velocity
+from retrodict.models._tracking import range_bearing as range_bearing
+from retrodict.models._volatility import stochastic_volatility as stochastic_volatility

@@ -1,0 +1,260 @@
+"""Counts: Poisson, negative-binomial and binomial laws around a latent log rate or log odds."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from retrodict._kernel import DistributionKernel
+from retrodict._model import StateSpaceModel
+from retrodict._validate import check_count
+from retrodict.models._equations import (
+    AbstractNamed,
+    MeanReverting,
+    Structural,
+    diffuse,
+    kernel_of,
+    persistent,
+    positive,
+    real,
+)
+from retrodict.models._start import Sample
+
+
+class PoissonLaw(AbstractNamed):
+    """The law Poisson(e exp(x)), with exposure e the last input or 1."""
+
+    def __call__(self, x: Float[Array, "obs"], u: Float[Array, "input"] | None = None) -> Any:
+        """Independent counts, one for each coordinate of the state."""
+        return _numpyro().Poisson(_exposed(x, u))
+
+
+class NegativeBinomialLaw(AbstractNamed):
+    """Counts of mean m = e exp(x) and variance m + m² / concentration.
+
+    Attributes:
+        concentration: of shape `(obs,)`.
+    """
+
+    concentration: Any
+
+    def __call__(self, x: Float[Array, "obs"], u: Float[Array, "input"] | None = None) -> Any:
+        """Independent counts, one for each coordinate of the state."""
+        return _numpyro().NegativeBinomial2(_exposed(x, u), self.concentration)
+
+
+class BinomialLaw(AbstractNamed):
+    """The law Binomial(n, 1 / (1 + exp(−x))), with n fixed or the last input.
+
+    Attributes:
+        total_count: n, or `None` if it is an input.
+    """
+
+    total_count: int | None = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "obs"], u: Float[Array, "input"] | None = None) -> Any:
+        """Independent counts, one for each coordinate of the state."""
+        total = self.total_count if u is None else u[-1]
+        # numpyro draws with whole numbers alone.
+        total = jnp.broadcast_to(jnp.rint(jnp.asarray(total)).astype(int), x.shape)
+        return _numpyro().Binomial(total, logits=x)
+
+
+def poisson_counts(
+    *,
+    walk: bool = False,
+    exposure: bool = False,
+    obs_dim: int = 1,
+    irregular: bool = False,
+    mean: Any = 0.0,
+    persistence: Any = 0.9,
+    scale: Any = 0.3,
+    prior_mean: Any = None,
+    prior_scale: Any = None,
+) -> StateSpaceModel:
+    """Poisson counts whose log rate is an AR(1) process, or a random walk.
+
+        x_t = mean + persistence (x_{t-1} − mean) + scale η_t,    y_t ~ Poisson(e_t exp(x_t))
+
+    Args:
+        walk: whether the log rate is a random walk, x_t = x_{t-1} + level_scale η_t, instead.
+        exposure: whether exposures e_t > 0 come as the last input; otherwise they are 1.
+        obs_dim: how many columns, each with a log rate of its own.
+        irregular: whether times are uneven; the step is then the first input.
+        mean: the start of the mean of the log rate.
+        persistence: the start of its persistence, between −1 and 1, or 0 and 1 if irregular.
+        scale: the start of the scale of its innovations; of a random walk, that of its steps.
+        prior_mean: the mean of the first log rate, the mean if left out; not learned.
+        prior_scale: its scale, that of the stationary law, or 3 for a walk, if left out; not
+            learned.
+    """
+    emission = DistributionKernel(PoissonLaw(), takes_input=exposure)
+    starts = (mean, persistence, scale, prior_mean, prior_scale)
+    return _counts("poisson_counts", walk, obs_dim, irregular, starts, emission)
+
+
+def negative_binomial_counts(
+    *,
+    walk: bool = False,
+    exposure: bool = False,
+    obs_dim: int = 1,
+    irregular: bool = False,
+    mean: Any = 0.0,
+    persistence: Any = 0.9,
+    scale: Any = 0.3,
+    concentration: Any = 10.0,
+    prior_mean: Any = None,
+    prior_scale: Any = None,
+) -> StateSpaceModel:
+    """Counts that vary more than Poisson ones: mean m_t = e_t exp(x_t), variance m_t + m_t² / k.
+
+        x_t = mean + persistence (x_{t-1} − mean) + scale η_t,    y_t ~ NB(m_t, k)
+
+    Args:
+        walk: whether the log rate is a random walk, x_t = x_{t-1} + level_scale η_t, instead.
+        exposure: whether exposures e_t > 0 come as the last input; otherwise they are 1.
+        obs_dim: how many columns, each with a log rate of its own.
+        irregular: whether times are uneven; the step is then the first input.
+        mean: the start of the mean of the log rate.
+        persistence: the start of its persistence, between −1 and 1, or 0 and 1 if irregular.
+        scale: the start of the scale of its innovations; of a random walk, that of its steps.
+        concentration: the start of k; the counts are Poisson in the limit of a large one.
+        prior_mean: the mean of the first log rate, the mean if left out; not learned.
+        prior_scale: its scale, that of the stationary law, or 3 for a walk, if left out; not
+            learned.
+    """
+    law = NegativeBinomialLaw(positive(concentration, check_count(obs_dim, "obs_dim")))
+    emission = DistributionKernel(law, takes_input=exposure)
+    starts = (mean, persistence, scale, prior_mean, prior_scale)
+    return _counts("negative_binomial_counts", walk, obs_dim, irregular, starts, emission)
+
+
+def binomial_counts(
+    *,
+    total_count: int = 0,
+    walk: bool = False,
+    obs_dim: int = 1,
+    irregular: bool = False,
+    mean: Any = 0.0,
+    persistence: Any = 0.9,
+    scale: Any = 0.3,
+    prior_mean: Any = None,
+    prior_scale: Any = None,
+) -> StateSpaceModel:
+    """How many of n_t trials succeed, with log odds that are an AR(1) process or a random walk.
+
+        x_t = mean + persistence (x_{t-1} − mean) + scale η_t
+        y_t ~ Binomial(n_t, 1 / (1 + exp(−x_t)))
+
+    Args:
+        total_count: n, the same at all times; zero if n_t comes as the last input.
+        walk: whether the log odds are a random walk, x_t = x_{t-1} + level_scale η_t, instead.
+        obs_dim: how many columns, each with log odds of its own.
+        irregular: whether times are uneven; the step is then the first input.
+        mean: the start of the mean of the log odds.
+        persistence: the start of their persistence, between −1 and 1, or 0 and 1 if irregular.
+        scale: the start of the scale of their innovations; of a random walk, that of its steps.
+        prior_mean: the mean of the first log odds, the mean if left out; not learned.
+        prior_scale: their scale, that of the stationary law, or 3 for a walk, if left out; not
+            learned.
+    """
+    if total_count < 0:
+        raise ValueError(f"binomial_counts expects total_count of at least 0, got {total_count}.")
+    law = BinomialLaw(total_count if total_count else None)
+    emission = DistributionKernel(law, takes_input=not total_count)
+    starts = (mean, persistence, scale, prior_mean, prior_scale)
+    return _counts("binomial_counts", walk, obs_dim, irregular, starts, emission)
+
+
+def _counts(
+    kind: str,
+    walk: bool,
+    obs_dim: int,
+    irregular: bool,
+    starts: tuple[Any, ...],
+    emission: DistributionKernel,
+) -> StateSpaceModel:
+    obs_dim = check_count(obs_dim, "obs_dim")
+    _numpyro()
+    mean, persistence, scale, prior_mean, prior_scale = starts
+    if walk:
+        equation = Structural(positive(scale, obs_dim), kind=kind, continuous=irregular)
+        width = 3.0
+    else:
+        phi = persistent(persistence, obs_dim, irregular)
+        means = real(mean, obs_dim)
+        equation = MeanReverting(
+            means, phi, positive(scale, obs_dim), kind=kind, continuous=irregular
+        )
+        width = np.asarray(scale, float) / np.sqrt(1 - np.asarray(persistence, float) ** 2)
+    prior = diffuse(
+        mean if prior_mean is None else prior_mean,
+        width if prior_scale is None else prior_scale,
+        obs_dim,
+    )
+    return StateSpaceModel(prior, kernel_of(equation, irregular), emission)
+
+
+def start_counts(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
+    """Starts of a latent log rate or log odds, by the mean and the extra variance of the counts."""
+    equation: Any = model.transition.fn
+    law: Any = model.emission.fn
+    ys = sample.ys
+    # What a row was exposed to: an array that broadcasts over columns.
+    exposed = np.ones((1, 1, 1))
+    if model.emission.takes_input and sample.inputs is not None:
+        exposed = np.maximum(sample.inputs[:, :, -1:], 1e-12)
+    found: dict[str, Any] = {}
+    if isinstance(law, BinomialLaw):
+        total = exposed if law.total_count is None else np.full((1, 1, 1), float(law.total_count))
+        values = np.log((ys + 0.5) / (np.maximum(total - ys, 0) + 0.5))
+        means = np.asarray([_mean(column) for column in sample.columns(values)])
+        spreads = np.sqrt(
+            np.clip([_variance(column) for column in sample.columns(values)], 0.05, 4)
+        )
+    else:
+        rates = sample.columns(ys / exposed)
+        typical = np.asarray([max(_mean(column), 1e-2) for column in rates])
+        noise = np.asarray([_mean(c) for c in sample.columns(ys / exposed**2)])
+        excess = (np.asarray([_variance(column) for column in rates]) - noise) / typical**2
+        # A log-normal rate has squared relative spread exp(s²) − 1, and mean exp(m + s²/2).
+        share = 0.5 if isinstance(law, NegativeBinomialLaw) else 1.0
+        spreads = np.sqrt(np.clip(np.log1p(np.maximum(share * excess, 0)), 0.05, 4))
+        means = np.log(typical) - 0.5 * spreads**2
+        if isinstance(law, NegativeBinomialLaw):
+            found["concentration"] = 1 / np.clip(0.5 * excess, 0.02, 10.0)
+    step = sample.step(equation.continuous)
+    found |= {"prior.mean": means, "prior.scale_tril.std": spreads}
+    if isinstance(equation, Structural):
+        return found | {
+            "level_scale": 0.2 * spreads / np.sqrt(step),
+            "prior.scale_tril.std": 3 * spreads,
+        }
+    phi = np.full(sample.obs_dim, 0.9) ** (1 / step)
+    return found | {"mean": means, "persistence": phi, "scale": spreads * np.sqrt(1 - phi**2)}
+
+
+def _mean(column: np.ndarray) -> float:
+    return float(column.mean()) if column.size else 1.0
+
+
+def _variance(column: np.ndarray) -> float:
+    return float(column.var()) if column.size else 1.0
+
+
+def _exposed(x: Array, u: Array | None) -> Array:
+    rate = jnp.exp(x)
+    return rate if u is None else u[-1] * rate
+
+
+def _numpyro() -> Any:
+    """The distributions of numpyro, imported when a model of counts is made."""
+    try:
+        import numpyro.distributions as distributions
+    except ImportError as error:
+        raise ImportError(
+            "Models of counts use the distributions of numpyro: pip install 'retrodict[numpyro]'."
+        ) from error
+    return distributions

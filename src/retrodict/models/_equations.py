@@ -1,0 +1,343 @@
+"""Linear equations of states, written once for any step of time.
+
+An equation is a module whose fields are its natural parameters, and `at(step)` the linear-Gaussian
+kernel of a step of that length. `Regular` stands for its kernel at unit steps; for uneven steps the
+equation is what a `VaryingLinearGaussianKernel` calls, with the step as the first input.
+"""
+
+import math
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from retrodict._gaussian import Diagonal, Gaussian
+from retrodict._kernel import (
+    AbstractKernel,
+    LinearGaussianKernel,
+    VaryingLinearGaussianKernel,
+)
+from retrodict._parameters import AbstractParameter, Bounded, Frozen, Positive, unwrap
+
+LAG_NOISE = 1e-3
+"""The noise of coordinates that only remember, as a share of the noise of what they remember.
+
+In theory they have none, and the transition no density. Variances change by about this squared.
+"""
+
+LEVERAGE_SHARE = math.sqrt(0.9)
+"""The correlation c of the innovation of a log variance with the coordinate that announces it."""
+
+SHORTEST_STEP = 1e-6
+"""Steps of time are at least this long: at zero, scales would have infinite derivatives."""
+
+
+class AbstractNamed(eqx.Module):
+    """Something whose fields are natural parameters, known by the names of the fields."""
+
+
+class AbstractEquation(AbstractNamed):
+    """The kernel x ↦ N(w x + b, s sᵀ) of a step of time, as a function of its length."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def kind(self) -> str:
+            """The name of the ready model."""
+            ...
+    else:
+        kind: eqx.AbstractVar[str]
+
+    @abstractmethod
+    def at(self, step: Any) -> tuple[Any, Any, Any]:
+        """The weight, bias and scale of a step of this length."""
+
+    def __call__(self, u: Float[Array, "input"]) -> tuple[Any, Any, Any]:
+        """The same with the step as the first input, for `VaryingLinearGaussianKernel`."""
+        return self.at(jnp.maximum(u[0], SHORTEST_STEP))
+
+
+class Regular(AbstractParameter):
+    """Stands for the kernel of an equation at unit steps.
+
+    Args:
+        fn: the equation.
+    """
+
+    fn: AbstractEquation
+
+    @property
+    def value(self) -> LinearGaussianKernel:
+        """The kernel."""
+        return LinearGaussianKernel(*unwrap(self.fn).at(jnp.ones(())))
+
+
+def kernel_of(equation: AbstractEquation, irregular: bool) -> AbstractKernel | Regular:
+    """The kernel of an equation: at unit steps, or at steps that come as the first input."""
+    return VaryingLinearGaussianKernel(equation) if irregular else Regular(equation)
+
+
+class AbstractColumns(AbstractEquation):
+    """Independent equations of one form, one for each observed column.
+
+    Parameters have a leading axis for the columns; the state is that of the first column, then that
+    of the second, and so on.
+    """
+
+    @abstractmethod
+    def column(self, step: Any) -> tuple[Array, Array, Array]:
+        """The weight, bias and lower factor of one column, whose parameters have lost the axis."""
+
+    def at(self, step: Any) -> tuple[Array, Array, Array]:
+        """All columns side by side."""
+        weights, biases, scales = jax.vmap(lambda equation: equation.column(step))(self)
+        return block_diagonal(weights), biases.reshape(-1), block_diagonal(scales)
+
+
+class Structural(AbstractColumns):
+    """Level, slope and season of each column.
+
+        level_t = level_{t-1} + slope_{t-1} + level_scale ε
+        slope_t = slope_{t-1} + slope_scale ε
+        season_t = −Σ_{j=1}^{period-1} season_{t-j} + seasonal_scale ε
+
+    With `harmonics=h` the season is a sum of h cycles of frequencies 2πj / period, each a pair that
+    rotates and whose two coordinates move with noise seasonal_scale. With `continuous=True` noises
+    are those of Brownian motions over a step Δ, that of the slope integrated into the level.
+
+    Attributes:
+        level_scale: of shape `(obs,)`.
+        slope_scale: the same, or `None` if there is no slope.
+        seasonal_scale: the same, or `None` if there is no season.
+    """
+
+    level_scale: Any
+    slope_scale: Any = None
+    seasonal_scale: Any = None
+    kind: str = eqx.field(static=True, default="local_level")  # pyright: ignore
+    period: int = eqx.field(static=True, default=0)
+    harmonics: int = eqx.field(static=True, default=0)
+    continuous: bool = eqx.field(static=True, default=False)
+
+    def column(self, step: Any) -> tuple[Array, Array, Array]:
+        """Level, slope if there is one, and season if there is one."""
+        parts = [self._trend(step)]
+        if self.seasonal_scale is not None:
+            parts.append(self._cycles(step) if self.harmonics else self._dummies())
+        weight, scale = (_join([part[i] for part in parts]) for i in (0, 1))
+        return weight, jnp.zeros(weight.shape[0]), scale
+
+    def _trend(self, step: Any) -> tuple[Array, Array]:
+        if self.slope_scale is None:
+            return jnp.ones((1, 1)), (jnp.sqrt(step) * self.level_scale).reshape(1, 1)
+        weight = jnp.eye(2).at[0, 1].set(step)
+        if not self.continuous:
+            return weight, jnp.diag(jnp.stack([self.level_scale, self.slope_scale]))
+        slope = self.slope_scale**2
+        return weight, _factor(
+            step * self.level_scale**2 + step**3 / 3 * slope, step**2 / 2 * slope, step * slope
+        )
+
+    def _dummies(self) -> tuple[Array, Array]:
+        size = self.period - 1
+        weight = jnp.eye(size, k=-1).at[0].set(-1.0)
+        return weight, jnp.diag(self.seasonal_scale * remembering(size))
+
+    def _cycles(self, step: Any) -> tuple[Array, Array]:
+        angles = 2 * np.pi / self.period * np.arange(1, self.harmonics + 1) * step
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        turns = jnp.stack([jnp.stack([cos, sin], -1), jnp.stack([-sin, cos], -1)], -2)
+        scale = self.seasonal_scale * jnp.sqrt(step) * jnp.eye(2 * self.harmonics)
+        return block_diagonal(turns), scale
+
+
+class MeanReverting(AbstractColumns):
+    """An AR(1) process for each column.
+
+        x_t = mean + persistence (x_{t-1} − mean) + scale η_t
+
+    With `continuous=True` the persistence over a step Δ is persistence^Δ, and the noise that of the
+    Ornstein–Uhlenbeck process with these values at unit steps. With `augmented=True` each column
+    has a second coordinate z_t, independent N(0, 1) at every time, which announces the next
+    innovation: η_t = c z_{t-1} + √(1 − c²) ζ_t with c = `LEVERAGE_SHARE`.
+
+    Attributes:
+        mean: of shape `(obs,)`.
+        persistence: the same.
+        scale: the same.
+    """
+
+    mean: Any
+    persistence: Any
+    scale: Any
+    kind: str = eqx.field(static=True, default="autoregressive")  # pyright: ignore
+    augmented: bool = eqx.field(static=True, default=False)
+    continuous: bool = eqx.field(static=True, default=False)
+
+    def column(self, step: Any) -> tuple[Array, Array, Array]:
+        """One coordinate, or two of which the second is noise to come."""
+        if self.augmented:
+            c = LEVERAGE_SHARE
+            weight = jnp.array([[1.0, 0.0], [0.0, 0.0]]) * self.persistence
+            weight = weight.at[0, 1].set(c * self.scale)
+            bias = jnp.stack([self.mean * (1 - self.persistence), jnp.zeros_like(self.mean)])
+            noise = jnp.stack([self.scale * math.sqrt(1 - c**2), jnp.ones_like(self.scale)])
+            return weight, bias, jnp.diag(noise)
+        weight, scale = self.persistence, self.scale
+        if self.continuous:
+            log = jnp.log(self.persistence)
+            weight = jnp.exp(step * log)
+            scale = self.scale * jnp.sqrt(jnp.expm1(2 * step * log) / jnp.expm1(2 * log))
+        bias = self.mean * (1 - weight)
+        return weight.reshape(1, 1), bias.reshape(1), scale.reshape(1, 1)
+
+
+class Lagged(AbstractColumns):
+    """An AR(p) process for each column, in companion form.
+
+        x_t = mean + Σ_{i=1}^p coefficients_i (x_{t-i} − mean) + scale η_t
+
+    The state is (x_t, ..., x_{t-p+1}); its memory moves with noise `LAG_NOISE` scale.
+
+    Attributes:
+        mean: of shape `(obs,)`.
+        coefficients: of shape `(obs, p)`.
+        scale: of shape `(obs,)`.
+    """
+
+    mean: Any
+    coefficients: Any
+    scale: Any
+    kind: str = eqx.field(static=True, default="autoregressive")  # pyright: ignore
+
+    def column(self, step: Any) -> tuple[Array, Array, Array]:
+        """The present value, and p − 1 earlier ones."""
+        order = self.coefficients.shape[0]
+        weight = jnp.eye(order, k=-1).at[0].set(self.coefficients)
+        bias = jnp.zeros(order).at[0].set(self.mean * (1 - jnp.sum(self.coefficients)))
+        return weight, bias, jnp.diag(self.scale * remembering(order))
+
+
+class ConstantVelocity(AbstractEquation):
+    """Nearly constant velocity: positions and velocities, (p_1, ..., p_dim, v_1, ..., v_dim).
+
+    Velocities are Brownian motions, and positions their integrals: over a step Δ the noise of a
+    pair (p, v) has covariance velocity_scale² [[Δ³/3, Δ²/2], [Δ²/2, Δ]], of full rank.
+
+    Attributes:
+        velocity_scale: one number for all directions.
+    """
+
+    velocity_scale: Any
+    kind: str = eqx.field(static=True, default="constant_velocity")  # pyright: ignore
+    dim: int = eqx.field(static=True, default=2)
+
+    def at(self, step: Any) -> tuple[Array, Array, Array]:
+        """Positions move by velocities."""
+        step = jnp.asarray(step)
+        eye = jnp.eye(self.dim)
+        weight = jnp.kron(jnp.eye(2).at[0, 1].set(step), eye)
+        factor = self.velocity_scale * _factor(step**3 / 3, step**2 / 2, step)
+        return weight, jnp.zeros(2 * self.dim), jnp.kron(factor, eye)
+
+
+class LinearDynamics(AbstractEquation):
+    """A state x_t = dynamics x_{t-1} + state_scale η_t, all of it learned.
+
+    Attributes:
+        dynamics: of shape `(state, state)`.
+        state_scale: of shape `(state,)`.
+    """
+
+    dynamics: Any
+    state_scale: Any
+    kind: str = eqx.field(static=True, default="neural_decoder")  # pyright: ignore
+
+    def at(self, step: Any) -> tuple[Array, Array, Diagonal]:
+        """The same at every step."""
+        return self.dynamics, jnp.zeros_like(self.state_scale), Diagonal(self.state_scale)
+
+
+class Observed(AbstractEquation):
+    """Observations y_t = loading x_t + obs_scale ε_t.
+
+    Attributes:
+        obs_scale: of shape `(obs,)`.
+        loading: of shape `(obs, state)`, as nested tuples: it is not learned.
+    """
+
+    obs_scale: Any
+    loading: tuple[tuple[float, ...], ...] = eqx.field(static=True)
+    kind: str = eqx.field(static=True, default="")  # pyright: ignore
+
+    def at(self, step: Any) -> tuple[Array, Array, Diagonal]:
+        """The same at every step."""
+        loading = jnp.asarray(self.loading, self.obs_scale.dtype)
+        return loading, jnp.zeros_like(self.obs_scale), Diagonal(self.obs_scale)
+
+
+def observed(obs_scale: Any, obs_dim: int, loading: Any) -> Regular:
+    """The emission N(loading x, obs_scale²).
+
+    Args:
+        obs_scale: the scale of the noise, one for each column or one for all.
+        obs_dim: how many columns there are.
+        loading: of shape `(obs, state)`; or what every column reads of its own part of the state.
+    """
+    loading = np.asarray(loading, float)
+    if loading.ndim == 1:
+        loading = np.kron(np.eye(obs_dim), loading[None])
+    rows = tuple(tuple(float(entry) for entry in line) for line in loading)
+    return Regular(Observed(positive(obs_scale, obs_dim), rows))
+
+
+def diffuse(mean: Any, scale: Any, state_dim: int) -> Frozen:
+    """A Gaussian prior with independent coordinates, which is not learned."""
+    scale = Positive(np.broadcast_to(np.asarray(scale, float), (state_dim,)))
+    return Frozen(Gaussian(real(mean, state_dim), Diagonal(scale)))
+
+
+def real(value: Any, *shape: int) -> Array:
+    """An array of this shape, learned as it is."""
+    return jnp.broadcast_to(jnp.asarray(value, jnp.result_type(float)), shape)
+
+
+def positive(value: Any, *shape: int) -> Positive:
+    """A positive array of this shape."""
+    return Positive(real(value, *shape))
+
+
+def persistent(value: Any, obs_dim: int, irregular: bool) -> Bounded:
+    """A persistence for each column; where steps are uneven it must not be negative."""
+    return Bounded(real(value, obs_dim), 0.0 if irregular else -1.0, 1.0)
+
+
+def remembering(size: int) -> np.ndarray:
+    """The relative noise of a coordinate and of the ones that remember it."""
+    return np.concatenate([np.ones(1), np.full(size - 1, LAG_NOISE)])
+
+
+def block_diagonal(blocks: Float[Array, "count r c"]) -> Float[Array, "rows columns"]:
+    """Matrices of one shape along a diagonal."""
+    count, rows, columns = blocks.shape
+    place = np.arange(count)
+    spread = jnp.zeros((count, rows, count, columns), blocks.dtype)
+    spread = spread.at[place, :, place, :].set(blocks)
+    return spread.reshape(count * rows, count * columns)
+
+
+def _join(matrices: list[Array]) -> Array:
+    """Two or fewer square matrices along a diagonal."""
+    return matrices[0] if len(matrices) == 1 else jax.scipy.linalg.block_diag(*matrices)
+
+
+def _factor(first: Array, cross: Array, second: Array) -> Float[Array, "2 2"]:
+    """The lower Cholesky factor of [[first, cross], [cross, second]]."""
+    pivot = jnp.sqrt(first)
+    below = cross / pivot
+    rest = jnp.sqrt(second - below**2)
+    return jnp.stack([jnp.stack([pivot, jnp.zeros_like(pivot)]), jnp.stack([below, rest])])

@@ -1,0 +1,103 @@
+"""A neural decoder: latent linear dynamics, seen through a network."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from retrodict._gaussian import Diagonal
+from retrodict._kernel import NonlinearGaussianKernel
+from retrodict._model import StateSpaceModel
+from retrodict._parameters import AbstractParameter, unwrap
+from retrodict._types import PRNGKey
+from retrodict._validate import check_count, check_key
+from retrodict.models._equations import (
+    AbstractNamed,
+    LinearDynamics,
+    Regular,
+    diffuse,
+    positive,
+)
+from retrodict.models._start import Sample, centre, spread
+
+
+class ObservationStd(AbstractNamed, AbstractParameter):
+    """Stands for the standard deviations of the noise.
+
+    Attributes:
+        obs_scale: of shape `(obs,)`.
+    """
+
+    obs_scale: Any
+
+    @property
+    def value(self) -> Any:
+        """The vector itself."""
+        return unwrap(self.obs_scale)
+
+
+def neural_decoder(
+    key: PRNGKey,
+    latent_dim: int = 2,
+    obs_dim: int = 1,
+    *,
+    width: int = 32,
+    depth: int = 1,
+    persistence: float = 0.9,
+    obs_scale: Any = 0.5,
+) -> StateSpaceModel:
+    """Learned linear dynamics of a latent state, decoded by a network.
+
+        x_t = dynamics x_{t-1} + state_scale η_t,    y_t = network(x_t) + obs_scale ε_t
+
+    The dynamics start as persistence times the identity, with the noise that makes the stationary
+    variance 1; the first state is N(0, I) and not learned. All else is.
+
+    Example:
+        >>> import jax, retrodict as rd
+        >>> model = rd.models.neural_decoder(jax.random.key(0), latent_dim=3, obs_dim=2)
+        >>> model.simulate(jax.random.key(1), 4)[1].shape
+        (4, 2)
+
+    Args:
+        key: a typed key, for the weights of the network.
+        latent_dim: the dimension of the state.
+        obs_dim: how many columns.
+        width: how many units each hidden layer has.
+        depth: how many hidden layers.
+        persistence: where the dynamics start, between 0 and 1.
+        obs_scale: the start of the scale of the noise.
+    """
+    check_key(key, "neural_decoder")
+    latent_dim, obs_dim = check_count(latent_dim, "latent_dim"), check_count(obs_dim, "obs_dim")
+    if not 0 < persistence < 1:
+        raise ValueError(f"neural_decoder expects 0 < persistence < 1, got {persistence}.")
+    network = eqx.nn.MLP(
+        latent_dim, obs_dim, check_count(width, "width"), depth, activation=jax.nn.tanh, key=key
+    )
+    equation = LinearDynamics(
+        persistence * jnp.eye(latent_dim),
+        positive(np.sqrt(1 - persistence**2), latent_dim),
+    )
+    scale = Diagonal(ObservationStd(positive(obs_scale, obs_dim)))
+    return StateSpaceModel(
+        diffuse(0.0, 1.0, latent_dim), Regular(equation), NonlinearGaussianKernel(network, scale)
+    )
+
+
+def start_neural(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
+    """Starts of a decoder: its last layer in the units of the data, noise of half their spread."""
+    columns = sample.columns()
+    spreads = np.asarray([spread(column) for column in columns])
+    emission: Any = model.emission
+    last = len(emission.fn.layers) - 1
+    weight = np.asarray(emission.fn.layers[last].weight)
+    # A unit state then moves the output by about the spread of its column.
+    size = np.maximum(np.linalg.norm(weight, axis=1, keepdims=True), 1e-12)
+    return {
+        "obs_scale": 0.5 * spreads,
+        f"emission.fn.layers[{last}].weight": weight / size * spreads[:, None],
+        f"emission.fn.layers[{last}].bias": [centre(column) for column in columns],
+    }

@@ -1,0 +1,99 @@
+"""Plain statistics of data, from which ready models take their starting values."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from retrodict._validate import as_real_array
+
+PRIOR_WIDTH = 10.0
+"""A diffuse prior is this many times as wide as the data."""
+
+
+class Sample(NamedTuple):
+    """Data as a start sees it.
+
+    Attributes:
+        ys: of shape `(batch, time, obs)`, NaN where an entry was not seen.
+        inputs: of shape `(batch, time, input)`, or `None`.
+    """
+
+    ys: np.ndarray
+    inputs: np.ndarray | None
+
+    @property
+    def obs_dim(self) -> int:
+        """How many columns there are."""
+        return self.ys.shape[2]
+
+    def columns(self, values: np.ndarray | None = None) -> list[np.ndarray]:
+        """Of each column, what was seen of the data or of what was computed from it."""
+        values = self.ys if values is None else values
+        flat = values.reshape(-1, values.shape[-1]).T
+        return [column[np.isfinite(column)] for column in flat]
+
+    def step(self, irregular: bool) -> float:
+        """The mean step of time: 1, or the mean of the first input after the first row."""
+        if not irregular or self.inputs is None or self.inputs.shape[1] < 2:
+            return 1.0
+        steps = self.inputs[:, 1:, 0]
+        steps = steps[np.isfinite(steps) & (steps > 0)]
+        return float(steps.mean()) if steps.size else 1.0
+
+
+def sample_of(ys: Any, mask: Any, inputs: Any, length: Any) -> Sample:
+    """The data with NaN for what was not seen, whichever way that was said."""
+    values = np.array(as_real_array(ys, "ys"), float)
+    if values.ndim not in (2, 3) or 0 in values.shape:
+        raise ValueError(
+            "A start expects ys of shape (batch, time, obs), or (time, obs) for one series, got"
+            f" shape {values.shape}."
+        )
+    single = values.ndim == 2
+    values = values[None] if single else values
+    if mask is not None and mask is not True:
+        values = np.where(np.asarray(mask).reshape(values.shape), values, np.nan)
+    if length is not None:
+        rows = np.arange(values.shape[1])[None] < np.reshape(np.asarray(length), (-1, 1))
+        values = np.where(rows[:, :, None], values, np.nan)
+    us = None if inputs is None else np.asarray(inputs, float)
+    return Sample(values, us[None] if us is not None and us.ndim == 2 else us)
+
+
+def centre(column: np.ndarray) -> float:
+    """The mean of what was seen, zero if nothing was."""
+    return float(column.mean()) if column.size else 0.0
+
+
+def first(column: np.ndarray) -> float:
+    """The first value that was seen, zero if there is none."""
+    return float(column[0]) if column.size else 0.0
+
+
+def spread(column: np.ndarray) -> float:
+    """The standard deviation of what was seen; for a constant, a small share of its size."""
+    if column.size < 2:
+        return 1.0
+    found = float(column.std())
+    return found if found > 0 else max(1e-3 * abs(float(column[0])), 1e-3)
+
+
+def differences(ys: np.ndarray, order: int = 1) -> np.ndarray:
+    """Differences of neighbours in time, NaN where one of them was not seen."""
+    if ys.shape[1] <= order:
+        return np.full((ys.shape[0], 1, ys.shape[2]), np.nan)
+    return np.diff(ys, n=order, axis=1)
+
+
+def autocorrelation(ys: np.ndarray) -> list[float]:
+    """Of each column, the correlation of neighbours in time, between 0.1 and 0.98."""
+    found = []
+    for column in np.moveaxis(ys, -1, 0):
+        before, after = column[:, :-1].ravel(), column[:, 1:].ravel()
+        both = np.isfinite(before) & np.isfinite(after)
+        before, after = before[both], after[both]
+        if before.size < 3 or before.std() == 0 or after.std() == 0:
+            found.append(0.5)
+        else:
+            found.append(float(np.clip(np.corrcoef(before, after)[0, 1], 0.1, 0.98)))
+    return found

@@ -1,0 +1,265 @@
+"""Structural time series: levels, trends, seasons and autoregressions, all linear Gaussian."""
+
+from typing import Any
+
+import numpy as np
+
+from retrodict._model import StateSpaceModel
+from retrodict._validate import check_count
+from retrodict.models._equations import (
+    Lagged,
+    MeanReverting,
+    Structural,
+    diffuse,
+    kernel_of,
+    observed,
+    persistent,
+    positive,
+    real,
+)
+from retrodict.models._start import (
+    PRIOR_WIDTH,
+    Sample,
+    autocorrelation,
+    centre,
+    differences,
+    first,
+    spread,
+)
+
+
+def local_level(
+    *,
+    obs_dim: int = 1,
+    irregular: bool = False,
+    level_scale: Any = 1.0,
+    obs_scale: Any = 1.0,
+    prior_mean: Any = 0.0,
+    prior_scale: Any = 1e3,
+) -> StateSpaceModel:
+    """A level that wanders, seen with noise; one level for each column.
+
+        x_t = x_{t-1} + level_scale η_t,    y_t = x_t + obs_scale ε_t
+
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.models.local_level(level_scale=0.5)
+        >>> {name: value.tolist() for name, value in rd.models.named_parameters(model).items()}
+        {'level_scale': [0.5], 'obs_scale': [1.0]}
+
+    Args:
+        obs_dim: how many columns.
+        irregular: whether times are uneven; the variance of a step is then Δ level_scale², and Δ
+            is the first input.
+        level_scale: the start of the scale of the level's steps.
+        obs_scale: the start of the scale of the noise.
+        prior_mean: the mean of the level before anything is seen; not learned.
+        prior_scale: its scale, wide but finite; not learned.
+    """
+    obs_dim = check_count(obs_dim, "obs_dim")
+    equation = Structural(positive(level_scale, obs_dim), kind="local_level", continuous=irregular)
+    return StateSpaceModel(
+        diffuse(prior_mean, prior_scale, obs_dim),
+        kernel_of(equation, irregular),
+        observed(obs_scale, obs_dim, [1]),
+    )
+
+
+def local_trend(
+    *,
+    obs_dim: int = 1,
+    irregular: bool = False,
+    level_scale: Any = 1.0,
+    slope_scale: Any = 0.1,
+    obs_scale: Any = 1.0,
+    prior_mean: Any = 0.0,
+    prior_scale: Any = 1e3,
+) -> StateSpaceModel:
+    """A level whose slope wanders too: the local linear trend, with state (level, slope).
+
+        level_t = level_{t-1} + slope_{t-1} + level_scale η_t
+        slope_t = slope_{t-1} + slope_scale ζ_t
+        y_t = level_t + obs_scale ε_t
+
+    Args:
+        obs_dim: how many columns, each with a level and a slope of its own.
+        irregular: whether times are uneven. The model is then one in continuous time: both noises
+            have variances that grow with the step Δ, the first input, and that of the slope is
+            integrated into the level.
+        level_scale: the start of the scale of the level's steps.
+        slope_scale: the start of the scale of the slope's steps.
+        obs_scale: the start of the scale of the noise.
+        prior_mean: the mean of the first state, one number or one a coordinate; not learned.
+        prior_scale: its scale, wide but finite; not learned.
+    """
+    obs_dim = check_count(obs_dim, "obs_dim")
+    scales = positive(level_scale, obs_dim), positive(slope_scale, obs_dim)
+    equation = Structural(*scales, kind="local_trend", continuous=irregular)
+    return StateSpaceModel(
+        diffuse(prior_mean, prior_scale, 2 * obs_dim),
+        kernel_of(equation, irregular),
+        observed(obs_scale, obs_dim, [1, 0]),
+    )
+
+
+def seasonal(
+    *,
+    period: int = 12,
+    harmonics: int = 0,
+    slope: bool = False,
+    obs_dim: int = 1,
+    irregular: bool = False,
+    level_scale: Any = 1.0,
+    slope_scale: Any = 0.1,
+    seasonal_scale: Any = 0.1,
+    obs_scale: Any = 1.0,
+    prior_mean: Any = 0.0,
+    prior_scale: Any = 1e3,
+) -> StateSpaceModel:
+    """A level, a slope if wished, and a season: the basic structural model.
+
+        season_t = −Σ_{j=1}^{period-1} season_{t-j} + seasonal_scale ω_t
+        y_t = level_t + season_t + obs_scale ε_t
+
+    The state of a column is (level, slope, season_t, ..., season_{t-period+2}); the seasons that
+    are remembered move with a thousandth of the seasonal noise, so that the transition has a density.
+    With `harmonics=h` the season is a sum of h cycles instead, two coordinates each, which is
+    smaller for long periods and exact.
+
+    Args:
+        period: how many steps a season lasts.
+        harmonics: how many cycles, at most half the period; zero for one effect for each step.
+        slope: whether the level has a slope.
+        obs_dim: how many columns.
+        irregular: whether times are uneven, for which harmonics are needed.
+        level_scale: the start of the scale of the level's steps.
+        slope_scale: the start of the scale of the slope's steps.
+        seasonal_scale: the start of the scale by which the season changes.
+        obs_scale: the start of the scale of the noise.
+        prior_mean: the mean of the first state; not learned.
+        prior_scale: its scale, wide but finite; not learned.
+    """
+    obs_dim = check_count(obs_dim, "obs_dim")
+    if period < 2:
+        raise ValueError(f"seasonal expects a period of at least 2 steps, got {period}.")
+    if not 0 <= harmonics <= period // 2:
+        raise ValueError(
+            f"seasonal expects between 0 and {period // 2} harmonics of a period of {period} steps,"
+            f" got {harmonics}."
+        )
+    if irregular and not harmonics:
+        raise ValueError(
+            "seasonal has no effects of single steps where times are uneven: give harmonics=1 or"
+            " more."
+        )
+    equation = Structural(
+        positive(level_scale, obs_dim),
+        positive(slope_scale, obs_dim) if slope else None,
+        positive(seasonal_scale, obs_dim),
+        kind="seasonal",
+        period=period,
+        harmonics=harmonics,
+        continuous=irregular,
+    )
+    # A cycle is read at its first coordinate, the season of single steps at the present one.
+    season = [1, 0] * harmonics if harmonics else [1] + [0] * (period - 2)
+    row = [1, 0, *season] if slope else [1, *season]
+    return StateSpaceModel(
+        diffuse(prior_mean, prior_scale, obs_dim * len(row)),
+        kernel_of(equation, irregular),
+        observed(obs_scale, obs_dim, row),
+    )
+
+
+def autoregressive(
+    *,
+    order: int = 1,
+    obs_dim: int = 1,
+    irregular: bool = False,
+    mean: Any = 0.0,
+    persistence: Any = 0.5,
+    scale: Any = 1.0,
+    obs_scale: Any = 0.1,
+    prior_mean: Any = 0.0,
+    prior_scale: Any = 10.0,
+) -> StateSpaceModel:
+    """An autoregression around a mean, seen with noise.
+
+        x_t = mean + Σ_{i=1}^p φ_i (x_{t-i} − mean) + scale η_t,    y_t = x_t + obs_scale ε_t
+
+    For p = 1, φ is called `persistence` and lies between −1 and 1. For more lags the state is
+    (x_t, ..., x_{t-p+1}), the φ are called `coefficients`, are free, and start as (persistence, 0,
+    ..., 0); the lags move with a thousandth of the noise, so that the transition has a density.
+
+    Args:
+        order: p.
+        obs_dim: how many columns, each with parameters of its own.
+        irregular: whether times are uneven, for p = 1: an Ornstein–Uhlenbeck process, with
+            persistence^Δ over a step Δ, the first input, and a persistence between 0 and 1.
+        mean: the start of the mean.
+        persistence: the start of φ_1.
+        scale: the start of the scale of the innovations.
+        obs_scale: the start of the scale of the noise.
+        prior_mean: the mean of the first state; not learned.
+        prior_scale: its scale; not learned.
+    """
+    obs_dim, order = check_count(obs_dim, "obs_dim"), check_count(order, "order")
+    if order > 1 and irregular:
+        raise ValueError(f"autoregressive with uneven times expects order=1, got {order}.")
+    mean, scale = real(mean, obs_dim), positive(scale, obs_dim)
+    if order == 1:
+        phi = persistent(persistence, obs_dim, irregular)
+        equation = MeanReverting(mean, phi, scale, continuous=irregular)
+    else:
+        start = real(0.0, obs_dim, order).at[:, 0].set(real(persistence, obs_dim))
+        equation = Lagged(mean, start, scale)
+    return StateSpaceModel(
+        diffuse(prior_mean, prior_scale, obs_dim * order),
+        kernel_of(equation, irregular),
+        observed(obs_scale, obs_dim, [1] + [0] * (order - 1)),
+    )
+
+
+def start_structural(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
+    """Starts of level, slope and season: scales from the differences of neighbours."""
+    equation: Any = model.transition.fn
+    step = sample.step(equation.continuous)
+    moves = [spread(column) for column in sample.columns(differences(sample.ys))]
+    seen = sample.columns()
+    # Half of the variance of a difference is put down to the level, a quarter to each noise.
+    found: dict[str, Any] = {
+        "level_scale": [np.sqrt(0.5 / step) * move for move in moves],
+        "obs_scale": [0.5 * move for move in moves],
+    }
+    if equation.slope_scale is not None:
+        found["slope_scale"] = [0.05 / step * move for move in moves]
+    if equation.seasonal_scale is not None:
+        found["seasonal_scale"] = [0.1 / np.sqrt(step) * move for move in moves]
+    width = model.state_dim // sample.obs_dim
+    levels = np.zeros((sample.obs_dim, width))
+    levels[:, 0] = [first(column) for column in seen]
+    found["prior.mean"] = levels.ravel()
+    found["prior.scale_tril.std"] = np.repeat([PRIOR_WIDTH * spread(c) for c in seen], width)
+    return found
+
+
+def start_autoregressive(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
+    """Starts of an autoregression: the mean, the spread and the correlation of neighbours."""
+    equation: Any = model.transition.fn
+    seen, width = sample.columns(), model.state_dim // sample.obs_dim
+    correlations = np.asarray(autocorrelation(sample.ys))
+    spreads = np.asarray([spread(column) for column in seen])
+    found: dict[str, Any] = {
+        "mean": [centre(column) for column in seen],
+        "obs_scale": 0.3 * spreads,
+        "prior.mean": np.repeat([centre(column) for column in seen], width),
+        "prior.scale_tril.std": np.repeat(spreads, width),
+    }
+    if width == 1:
+        step = sample.step(equation.continuous)
+        found["persistence"] = phi = correlations ** (1 / step)
+        found["scale"] = spreads * np.sqrt(1 - phi**2)
+    else:
+        found["coefficients"] = np.pad(correlations[:, None], ((0, 0), (0, width - 1)))
+        found["scale"] = spreads * np.sqrt(1 - correlations**2)
+    return found

@@ -1,0 +1,298 @@
+"""Models by reference: a ready one by name, a file, or an object of the user's.
+
+A file is data. It can name ready models, options and numbers, and nothing in it is executed.
+"""
+
+import dataclasses
+import importlib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from retrodict._model import StateSpaceModel
+from retrodict._types import PRNGKey
+from retrodict.models._errors import ModelError, nearest
+from retrodict.models._parameters import fix_parameters, with_parameters
+from retrodict.models._registry import check_options, ready_model, start_from
+
+SCHEMA_VERSION = 1
+"""The version of the schema, the value of the key `retrodict`."""
+
+# What each table may hold, with the type that a value must have.
+TABLES: dict[str, dict[str, str]] = {
+    "model": {"name": "text", "options": "table", "start": "table", "fixed": "list of texts"},
+    "data": {
+        "time": "text",
+        "columns": "list of texts",
+        "inputs": "list of texts",
+        "series": "text",
+        "freq": "text",
+        "step_input": "true or false",
+    },
+    "fit": {"family": "text", "num_steps": "whole number", "learning_rate": "number"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """What a reference says of a model, its data and its fit.
+
+    Attributes:
+        reference: the reference itself.
+        name: the name of a ready model; `None` if the reference is to an object.
+        options: options of the ready model.
+        start: starting values by parameter, in place of those from data.
+        fixed: names of parameters that are not learned.
+        data: how to read data: some of `time`, `columns`, `inputs`, `series`, `freq`, `step_input`.
+        fit: how to fit: some of `family`, `num_steps`, `learning_rate`.
+    """
+
+    reference: str
+    name: str | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    start: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fit: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def build(self, obs_dim: int = 1, key: PRNGKey | None = None) -> StateSpaceModel:
+        """The model, with its starting values set and its fixed parameters frozen.
+
+        Args:
+            obs_dim: how many columns the data have; an object has the columns that it has.
+            key: a typed key, for models with random weights.
+
+        Raises:
+            ModelError: if the model cannot be built.
+        """
+        return self._finished(self._bare(obs_dim, key))
+
+    def build_from(
+        self,
+        ys: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+        key: PRNGKey | None = None,
+    ) -> StateSpaceModel:
+        """The model with starting values from data, but for those that the reference sets.
+
+        Args:
+            ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
+            mask: true where an entry was seen, of the shape of `ys`.
+            inputs: inputs, of shape `(batch, time, input)`.
+            length: how many rows exist, one integer a series or one for all.
+            key: a typed key, for models with random weights.
+        """
+        model = self._bare(ys.shape[-1], key)
+        model = start_from(model, ys, mask=mask, inputs=inputs, length=length)
+        return self._finished(model)
+
+    def _bare(self, obs_dim: int, key: PRNGKey | None) -> StateSpaceModel:
+        if self.name is None:
+            return _object_model(self.reference)
+        return ready_model(self.name).build(self.options, obs_dim=obs_dim, key=key)
+
+    def _finished(self, model: StateSpaceModel) -> StateSpaceModel:
+        return fix_parameters(with_parameters(model, self.start), self.fixed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as a dict that JSON can hold, with the keys of a model file."""
+        model: dict[str, Any] = {"name": self.name} if self.name is not None else {}
+        parts = {"options": self.options, "start": self.start, "fixed": list(self.fixed)}
+        model |= {key: value for key, value in parts.items() if value}
+        return {
+            "retrodict": SCHEMA_VERSION,
+            "reference": self.reference,
+            "model": model,
+            "data": dict(self.data),
+            "fit": dict(self.fit),
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> "ModelSpec":
+        """The inverse of `to_dict`, which checks what it reads like a file."""
+        reference = record.get("reference")
+        if not isinstance(reference, str):
+            raise ModelError("A record of a model must have a reference.")
+        content = {key: value for key, value in record.items() if key != "reference"}
+        return _checked(content, reference, reference, is_object=_is_object(reference))
+
+
+def read_toml(path: str | Path) -> ModelSpec:
+    """Reads a model file, whose schema is that of the page on model files.
+
+    Args:
+        path: a TOML file.
+
+    Raises:
+        ModelError: if there is no such file, or it is not TOML, or something in it is not known or
+            of the wrong type; the message names the file and the key.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is not TOML: {error}.") from error
+    return _checked(content, str(path), str(path))
+
+
+def resolve(reference: str) -> ModelSpec:
+    """What a reference stands for.
+
+    Example:
+        >>> import retrodict as rd
+        >>> rd.models.resolve("local_trend").build(obs_dim=2).state_dim
+        4
+
+    Args:
+        reference: the name of a ready model, the path of a model file that ends in `.toml`, or
+            `module:name`, where the object is a `StateSpaceModel` or a function of no arguments
+            that returns one. A module is imported in this last case alone.
+
+    Raises:
+        ModelError: if it stands for nothing.
+    """
+    if reference.endswith(".toml"):
+        return read_toml(reference)
+    if _is_object(reference):
+        _object_model(reference)
+        return ModelSpec(reference)
+    try:
+        ready_model(reference)
+    except ModelError as error:
+        raise ModelError(
+            f"{error} A model is one of these names, a file that ends in .toml, or module:name."
+        ) from error
+    return ModelSpec(reference, reference)
+
+
+def _is_object(reference: str) -> bool:
+    return ":" in reference and not reference.endswith(".toml")
+
+
+def _object_model(reference: str) -> StateSpaceModel:
+    module_name, _, attribute = reference.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a module of the user's may raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+        raise ModelError(f"{reference}: {module_name} cannot be imported: {reason}.") from error
+    if not hasattr(module, attribute):
+        known = [name for name in vars(module) if not name.startswith("_")]
+        raise ModelError(
+            f"{reference}: {module_name} has no {attribute!r}.{nearest(attribute, known)}"
+        )
+    found = getattr(module, attribute)
+    if callable(found) and not isinstance(found, StateSpaceModel):
+        try:
+            found = found()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+            raise ModelError(f"{reference}: calling it raised {reason}.") from error
+    if not isinstance(found, StateSpaceModel):
+        raise ModelError(
+            f"{reference} must be a StateSpaceModel or a function of no arguments that returns one,"
+            f" got {type(found).__name__}."
+        )
+    return found
+
+
+def _checked(
+    content: Mapping[str, Any], reference: str, where: str, *, is_object: bool = False
+) -> ModelSpec:
+    """The content of a file, refused unless it is known and of the right types."""
+    _refuse_unknown(content, ["retrodict", *TABLES], where, "")
+    version = content.get("retrodict")
+    if version is None:
+        raise ModelError(f"{where}: retrodict is missing: write retrodict = {SCHEMA_VERSION}.")
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise ModelError(
+            f"{where}: retrodict is the version of the schema and must be {SCHEMA_VERSION}, got"
+            f" {version!r}."
+        )
+    tables: dict[str, Any] = {}
+    for table, keys in TABLES.items():
+        tables[table] = values = content.get(table, {})
+        _refuse_unless(values, "table", where, table)
+        _refuse_unknown(values, keys, where, f"{table}.")
+        for key, value in values.items():
+            _refuse_unless(value, keys[key], where, f"{table}.{key}")
+    model = tables["model"]
+    if "name" not in model and not is_object:
+        raise ModelError(f'{where}: model.name is missing: write name = "local_level", say.')
+    for name, value in model.get("start", {}).items():
+        _refuse_unless(value, "number or list of numbers", where, f"model.start.{name}")
+    spec = ModelSpec(
+        reference,
+        model.get("name"),
+        dict(model.get("options", {})),
+        dict(model.get("start", {})),
+        tuple(model.get("fixed", ())),
+        dict(tables["data"]),
+        dict(tables["fit"]),
+    )
+    if spec.name is not None:
+        _check_ready(spec, where)
+    return spec
+
+
+def _check_ready(spec: ModelSpec, where: str) -> None:
+    """Refuses what the ready model does not know, by building a small one."""
+    try:
+        ready = ready_model(spec.name or "")
+    except ModelError as error:
+        raise ModelError(f"{where}: model.name: {error}") from error
+    check_options(ready, spec.options, f"{where}: model.options.")
+    columns = 1 if ready.obs_dim is None else ready.obs_dim
+    try:
+        model = ready.build(spec.options, obs_dim=columns, key=jax.random.key(0))
+    except ModelError as error:
+        raise ModelError(f"{where}: model.options: {error}") from error
+    for name, value in spec.start.items():
+        try:
+            # Lists have the length of the data's columns, which are not known yet.
+            with_parameters(model, {name: value} if not isinstance(value, list) else {name: 0.5})
+        except ModelError as error:
+            raise ModelError(f"{where}: model.start.{name}: {error}") from error
+    for name in spec.fixed:
+        try:
+            fix_parameters(model, [name])
+        except ModelError as error:
+            raise ModelError(f"{where}: model.fixed: {error}") from error
+
+
+def _refuse_unknown(values: Mapping[str, Any], known: Any, where: str, prefix: str) -> None:
+    for key in values:
+        if key not in known:
+            raise ModelError(f"{where}: there is no key {prefix}{key}.{nearest(key, known)}")
+
+
+def _refuse_unless(value: Any, kind: str, where: str, name: str) -> None:
+    if not _is_kind(value, kind):
+        raise ModelError(
+            f"{where}: {name} must be a {kind}, got {value!r} of type {type(value).__name__}."
+        )
+
+
+def _is_kind(value: Any, kind: str) -> bool:
+    if kind == "true or false":
+        return isinstance(value, bool)
+    if kind == "list of texts":
+        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    if kind == "number or list of numbers":
+        if isinstance(value, list):
+            return all(_is_kind(entry, kind) for entry in value)
+        return _is_kind(value, "number")
+    kinds: dict[str, Any] = {
+        "text": str,
+        "table": dict,
+        "whole number": int,
+        "number": (int, float),
+    }
+    return isinstance(value, kinds[kind]) and not isinstance(value, bool)

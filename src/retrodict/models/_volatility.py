@@ -1,0 +1,151 @@
+"""Stochastic volatility: a variance that wanders, and what it does to the observations."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from retrodict._gaussian import Diagonal, Gaussian
+from retrodict._kernel import AbstractGaussianKernel
+from retrodict._model import StateSpaceModel
+from retrodict._parameters import Bounded, unwrap
+from retrodict._validate import check_count
+from retrodict.models._equations import (
+    LEVERAGE_SHARE,
+    AbstractNamed,
+    MeanReverting,
+    diffuse,
+    kernel_of,
+    persistent,
+    positive,
+    real,
+)
+from retrodict.models._start import Sample
+
+LARGEST_LEVERAGE = 0.9
+"""The bound of the correlation of a return with the next step of its log variance."""
+
+
+class VolatilityEmission(AbstractNamed, AbstractGaussianKernel):
+    """Returns y_t = exp(x_t / 2) ε_t, with ε_t correlated with the next step of x.
+
+    With leverage ρ the state of a column is (x_t, z_t), and ε_t = a z_t + √(1 − a²) ξ_t with
+    a = ρ / c, where c is the correlation of z_t with the next innovation.
+
+    Attributes:
+        leverage: ρ, of shape `(obs,)`, or `None`.
+    """
+
+    leverage: Any = None
+    takes_input: bool = eqx.field(static=True, default=False, init=False)  # pyright: ignore
+
+    def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Gaussian:
+        """N(exp(x/2) a z, exp(x) (1 − a²)), independent columns."""
+        leverage = unwrap(self).leverage
+        if leverage is None:
+            return Gaussian(jnp.zeros_like(x), Diagonal(jnp.exp(0.5 * x)))
+        share = leverage / LEVERAGE_SHARE
+        size = jnp.exp(0.5 * x[::2])
+        return Gaussian(size * share * x[1::2], Diagonal(size * jnp.sqrt(1 - share**2)))
+
+
+def stochastic_volatility(
+    *,
+    leverage: bool = False,
+    obs_dim: int = 1,
+    irregular: bool = False,
+    mean: Any = 0.0,
+    persistence: Any = 0.95,
+    scale: Any = 0.2,
+    correlation: Any = 0.0,
+    prior_mean: Any = None,
+    prior_scale: Any = None,
+) -> StateSpaceModel:
+    """Returns whose log variance is an AR(1) process.
+
+        x_t = mean + persistence (x_{t-1} − mean) + scale η_t,    y_t = exp(x_t / 2) ε_t
+
+    With leverage, ε_t and η_{t+1} have correlation ρ, the parameter `leverage`: negative if falls
+    are followed by turmoil. The state is then (x_t, z_t) with z_t ~ N(0, 1) independent over time,
+
+        η_{t+1} = c z_t + √(1 − c²) ζ_{t+1},    ε_t = (ρ/c) z_t + √(1 − ρ²/c²) ξ_t,    c² = 0.9,
+
+    with independent standard normal ζ and ξ. This is the same model exactly, since ε and η are
+    standard normal with correlation c ρ/c = ρ; both noises have a density, and ρ is a parameter of
+    the emission alone. It asks for |ρ| < 0.9 < c.
+
+    The first log variance has the stationary law of the values that the model is built with, or
+    starts from; it is not learned.
+
+    Args:
+        leverage: whether there is such a correlation.
+        obs_dim: how many columns, each with a variance of its own.
+        irregular: whether times are uneven (without leverage): the log variance is then an
+            Ornstein–Uhlenbeck process, and the step the first input.
+        mean: the start of the mean of the log variance.
+        persistence: the start of its persistence, between −1 and 1, or 0 and 1 if irregular.
+        scale: the start of the scale of its innovations.
+        correlation: the start of ρ.
+        prior_mean: the mean of the first log variance instead; not learned.
+        prior_scale: its scale instead; not learned.
+    """
+    obs_dim = check_count(obs_dim, "obs_dim")
+    if leverage and irregular:
+        raise ValueError(
+            "stochastic_volatility has leverage at even steps only: leave out one of leverage and"
+            " irregular."
+        )
+    equation = MeanReverting(
+        real(mean, obs_dim),
+        persistent(persistence, obs_dim, irregular),
+        positive(scale, obs_dim),
+        kind="stochastic_volatility",
+        augmented=leverage,
+        continuous=irregular,
+    )
+    means = mean if prior_mean is None else prior_mean
+    scales = prior_scale
+    if scales is None:
+        scales = np.asarray(scale, float) / np.sqrt(1 - np.asarray(persistence, float) ** 2)
+    if leverage:
+        means, scales = _beside(means, 0.0, obs_dim), _beside(scales, 1.0, obs_dim)
+        rho = Bounded(real(correlation, obs_dim), -LARGEST_LEVERAGE, LARGEST_LEVERAGE)
+    return StateSpaceModel(
+        diffuse(means, scales, (2 if leverage else 1) * obs_dim),
+        kernel_of(equation, irregular),
+        VolatilityEmission(rho if leverage else None),
+    )
+
+
+def start_volatility(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
+    """Starts by moments: log y² is the log variance plus noise of mean −1.27 and variance π²/2."""
+    equation: Any = model.transition.fn
+    logs = []
+    for column in sample.columns():
+        squares = column**2
+        # Zero returns have no logarithm; a thousandth of the typical square stands in.
+        floor = 1e-3 * squares.mean() if squares.size and squares.mean() > 0 else 1.0
+        logs.append(np.log(np.maximum(squares, floor)) if squares.size else np.zeros(1))
+    means = np.asarray([log.mean() + 1.27 for log in logs])
+    spreads = np.sqrt(np.clip([log.var() - np.pi**2 / 2 for log in logs], 0.1, 4.0))
+    phi = np.full(sample.obs_dim, 0.95) ** (1 / sample.step(equation.continuous))
+    found: dict[str, Any] = {
+        "mean": means,
+        "persistence": phi,
+        "scale": spreads * np.sqrt(1 - phi**2),
+        "prior.mean": means,
+        "prior.scale_tril.std": spreads,
+    }
+    if equation.augmented:
+        found["prior.mean"] = _beside(means, 0.0, sample.obs_dim)
+        found["prior.scale_tril.std"] = _beside(spreads, 1.0, sample.obs_dim)
+        found["leverage"] = np.full(sample.obs_dim, -0.1)
+    return found
+
+
+def _beside(values: Any, other: float, obs_dim: int) -> np.ndarray:
+    """The entries (value, other) of each column, one after another."""
+    values = np.broadcast_to(np.asarray(values, float), (obs_dim,))
+    return np.stack([values, np.full(obs_dim, other)], axis=1).ravel()
