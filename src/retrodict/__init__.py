@@ -97,6 +97,11 @@ from retrodict._kernel import DistributionKernel as DistributionKernel
 from retrodict._kernel import LinearGaussianKernel as LinearGaussianKernel
 from retrodict._kernel import NonlinearGaussianKernel as NonlinearGaussianKernel
 from retrodict._kernel import VaryingLinearGaussianKernel as VaryingLinearGaussianKernel
+from retrodict._lag import FixedLag as FixedLag
+from retrodict._lag import LagMoments as LagMoments
+from retrodict._lag import LagOutput as LagOutput
+from retrodict._lag import LagRows as LagRows
+from retrodict._lag import LagState as LagState
 from retrodict._linearised import Cubature as Cubature
 from retrodict._linearised import GaussHermite as GaussHermite
 from retrodict._linearised import LinearisedPosterior as LinearisedPosterior
