@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_smooth",),
     ("models",),
     ("data",),
+    ("runs",),
     ("experiments",),
     ("cli",),
 )
@@ -59,8 +60,9 @@ EXCEPTIONS = [
 
 # Rooms that stand on the public API, with what else of the library each may name.
 OUTSIDE = {
+    "runs": {"models", "data"},
     "experiments": {"models", "data"},
-    "cli": {"models", "data", "experiments"},
+    "cli": {"models", "data", "runs", "experiments"},
 }
 
 # Checkpoints and the training loop are agnostic of state-space models: they know the vocabulary,
