@@ -279,7 +279,7 @@ def plot(
         if out.exists() and not overwrite:
             raise UserError(f"{out} exists; pass --overwrite, or choose another name")
         try:
-            runs.plot(opened, table, out, steps=steps, level=level, seed=seed)
+            runs.draw(opened, table, out, steps=steps, level=level, seed=seed)
         except OSError as error:
             raise UserError(cannot_write(error, out)) from error
     typer.echo(f"Wrote {out}.")

@@ -2,6 +2,8 @@
 
 from retrodict.data._arviz import to_arviz as to_arviz
 from retrodict.data._errors import DataError as DataError
+from retrodict.data._live import LiveReader as LiveReader
+from retrodict.data._live import Rows as Rows
 from retrodict.data._reader import read as read
 from retrodict.data._results import like as like
 from retrodict.data._results import to_frame as to_frame

@@ -37,7 +37,7 @@ def open_file(path: Path, name: str) -> Any:
         return _parquet(content, name)
     if suffix == ".nc":
         return _netcdf(content, name)
-    return _text(content, name, SEPARATORS[suffix])
+    return text_source(content, name, SEPARATORS[suffix])
 
 
 def _damaged(name: str, kind: str, error: Exception) -> DataError:
@@ -71,7 +71,7 @@ def _netcdf(content: bytes, name: str) -> Any:
         raise _damaged(name, "NetCDF", error) from None
 
 
-def _text(content: bytes, name: str, separator: str | None) -> Source:
+def text_source(content: bytes, name: str, separator: str | None = None) -> Source:
     """Comma-separated values, kept as text, with the line of each row."""
     pandas = optional("pandas")
     header, rows, lines = _records(_decoded(content, name), name, separator)

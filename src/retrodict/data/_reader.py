@@ -71,7 +71,7 @@ def read(
         freq: the step of the times: a number, or an alias of pandas such as `"D"`, `"W-SAT"` or
             `"6h"`, or `"3 months"`. By default it is found. `"irregular"` inserts nothing, and
             leaves the spacing out of account if there is no `step_input`.
-        step_input: whether to add the time since the row before as the last input, called `step`;
+        step_input: whether to add the time since the row before as the first input, called `step`;
             1 in the first row.
         step_unit: what counts as 1 in that input; the median step by default. Times on a grid count
             in steps of the grid.
@@ -118,7 +118,7 @@ def read(
         if STEP_NAME in driving:
             raise table.error("an input is called 'step' already; rename it.", column=STEP_NAME)
         pieces, unit = _with_steps(table, pieces, step, step_unit)
-        driving = [*driving, STEP_NAME]
+        driving = [STEP_NAME, *driving]
     rows = padded_length(max(len(piece.ys) for piece in pieces), pad_to, table.name)
     return Table(
         **stack(pieces, rows),
@@ -331,7 +331,7 @@ def _piece(
 def _with_steps(
     table: Source, pieces: list[Piece], step: Step | None, given: Any
 ) -> tuple[list[Piece], str | int | float]:
-    """Adds the time since the row before as the last input, and says in what unit."""
+    """Adds the time since the row before as the first input, and says in what unit."""
     if step is not None:
         unit, deltas = step.name, [np.ones(len(piece.ys)) for piece in pieces]
     else:
@@ -342,7 +342,7 @@ def _with_steps(
     grown = []
     for piece, delta in zip(pieces, deltas, strict=True):
         known = [] if piece.inputs is None else [piece.inputs]
-        grown.append(Piece(piece.times, piece.ys, np.hstack([*known, delta[:, None]])))
+        grown.append(Piece(piece.times, piece.ys, np.hstack([delta[:, None], *known])))
     return grown, unit
 
 

@@ -26,7 +26,7 @@ class Table:
         times: the times of each series, as many as it has rows; dates as `datetime64[us]`.
         names: of the columns of `ys`.
         series: identifiers, in increasing order; `None` if the table is one series without one.
-        input_names: of the columns of `inputs`; the step length, if asked for, is the last, `step`.
+        input_names: of the columns of `inputs`; the step length, if asked for, is the first, `step`.
         time_name: of the time column; `None` if the row number is the time.
         step: between times, as `read` takes it by `freq`; `None` if they are irregular.
         step_unit: the stretch of time that counts as 1 in the input `step`; `None` without one.
@@ -173,7 +173,7 @@ class Table:
         return [*lines, *self.notes]
 
     def _is_step(self, column: str) -> bool:
-        return self.step_unit is not None and column == self.input_names[-1]
+        return self.step_unit is not None and column == self.input_names[0]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Ready models, models from files, and parameters by name."""
 
+from retrodict.models._coordinates import state_names as state_names
 from retrodict.models._counts import binomial_counts as binomial_counts
 from retrodict.models._counts import negative_binomial_counts as negative_binomial_counts
 from retrodict.models._counts import poisson_counts as poisson_counts

@@ -1,0 +1,395 @@
+// Draws the series of the page on canvases that share one axis of time. No library, no network.
+
+const $ = id => document.getElementById(id);
+const make = (tag, name, text) => {
+  const element = document.createElement(tag);
+  if (name) element.className = name;
+  if (text !== undefined) element.textContent = text; // names are never read as HTML
+  return element;
+};
+
+const payload = JSON.parse($("payload").textContent);
+const axes = payload.axes.map(axis => axis.values
+  ? Float64Array.from(axis.values)
+  : Float64Array.from({ length: axis.count }, (_, i) => axis.start + axis.step * i));
+const numbers = list => list && Float64Array.from(list, value => value === null ? NaN : value);
+const decodeBand = band => band && {
+  times: axes[band.axis],
+  mean: numbers(band.mean), lower: numbers(band.lower), upper: numbers(band.upper),
+};
+const decodePanel = panel => ({
+  title: panel.title, smoothed: decodeBand(panel), forecast: decodeBand(panel.forecast),
+  observed: numbers(panel.observed), missing: panel.missing.map(i => axes[panel.axis][i]),
+});
+
+// ---- one series on the page
+
+const host = $("charts"), range = $("range"), HEIGHT = 210, TOP = 8, BOTTOM = 22;
+let panels = [], view = null, pointer = null, waiting = false;
+
+const choose = index => {
+  host.replaceChildren();
+  const series = payload.series[index];
+  panels = series.panels.map(decodePanel);
+  const dated = payload.axes[series.panels[0].axis].kind === "date";
+  const all = panels.flatMap(p => [p.smoothed, p.forecast]).filter(b => b && b.times.length);
+  let from = Math.min(...all.map(b => b.times[0]));
+  let to = Math.max(...all.map(b => b.times[b.times.length - 1]));
+  if (!all.length) [from, to] = [0, 1];
+  const rows = Math.max(2, ...all.map(b => b.times.length));
+  const pad = (to - from) * 0.01 || (dated ? DAY : 1);
+  const show = dated ? dateShower(panels[0].smoothed.times) : showNumber;
+  view = {
+    dated, show, first: from, last: to, low: from - pad, high: to + pad, from: from - pad,
+    to: to + pad, least: Math.min(to - from + 2 * pad, 4 * ((to - from || 1) / (rows - 1))),
+  };
+  for (const panel of panels) {
+    const figure = make("figure", "panel"), plot = make("div", "plot");
+    panel.canvas = make("canvas");
+    panel.canvas.tabIndex = 0;
+    panel.canvas.setAttribute("role", "img");
+    panel.canvas.setAttribute("aria-label", `${panel.title} over time; keys are named above`);
+    panel.tip = make("div", "tip");
+    panel.tip.hidden = true;
+    plot.append(panel.canvas, panel.tip);
+    figure.append(make("figcaption", "", panel.title), plot);
+    host.append(figure);
+    listen(panel);
+  }
+  pointer = null;
+  draw();
+};
+
+const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
+const show = (from, width) => {
+  const whole = view.high - view.low;
+  width = clamp(width, view.least, whole);
+  view.from = clamp(from, view.low, view.high - width);
+  view.to = view.from + width;
+  if (width > whole * (1 - 1e-9)) [view.from, view.to] = [view.low, view.high];
+  drawSoon();
+};
+const zoom = (factor, about = (view.from + view.to) / 2) => {
+  const whole = view.high - view.low, width = view.to - view.from;
+  const wanted = clamp(width * factor, view.least, whole);
+  show(about - (about - view.from) * (wanted / width), wanted);
+};
+const pan = share => show(view.from + share * (view.to - view.from), view.to - view.from);
+const reset = () => show(view.low, view.high - view.low);
+
+const drawSoon = () => {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => { if (waiting) draw(); });
+};
+
+const draw = () => {
+  waiting = false;
+  const style = getComputedStyle(document.documentElement);
+  const ink = name => style.getPropertyValue(`--${name}`).trim();
+  const font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  for (const panel of panels) measure(panel, font);
+  const left = Math.ceil(Math.max(...panels.map(p => p.labelWidth))) + 10;
+  for (const panel of panels) paint(panel, left, ink, font);
+  const begin = Math.max(view.from, view.first), end = Math.min(view.to, view.last);
+  range.textContent = `${view.show(begin)} to ${view.show(end)}`;
+  // What is shown, for who reads the document by machine.
+  Object.assign(host.dataset, { from: view.from, to: view.to });
+};
+
+// The values that are seen, one bin a pixel, and the range that holds them.
+const measure = (panel, font) => {
+  const { canvas, smoothed, forecast, observed } = panel;
+  const width = panel.width = canvas.parentNode.clientWidth, seen = panel.seen = {};
+  const take = (band, key) => decimate(band.times, band[key], view.from, view.to, width);
+  for (const [name, band] of Object.entries({ smoothed, forecast })) {
+    if (!band) continue;
+    seen[name] = { mean: take(band, "mean"), lower: take(band, "lower"), upper: take(band, "upper") };
+  }
+  if (observed) {
+    seen.observed = decimate(smoothed.times, observed, view.from, view.to, width);
+  }
+  const parts = [seen.smoothed, seen.forecast, { observed: seen.observed || [] }];
+  const all = parts.flatMap(part => Object.values(part || {}).flat());
+  const within = all.filter(bin => bin.x >= 0 && bin.x <= width);
+  let low = Infinity, high = -Infinity;
+  for (const bin of within.length ? within : all) {
+    if (bin.low < low) low = bin.low;
+    if (bin.high > high) high = bin.high;
+  }
+  if (!(low <= high)) [low, high] = [0, 1];
+  const pad = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+  Object.assign(panel, { low: low - pad, high: high + pad });
+  panel.ticks = numberTicks(panel.low, panel.high, 7);
+  const pen = canvas.getContext("2d");
+  pen.font = font;
+  panel.labelWidth = Math.max(0, ...panel.ticks.map(tick => pen.measureText(tick.label).width));
+};
+
+const paint = (panel, left, ink, font) => {
+  const { canvas, seen, width } = panel, ratio = window.devicePixelRatio || 1;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(HEIGHT * ratio);
+  const pen = canvas.getContext("2d"), right = width - 6, bottom = HEIGHT - BOTTOM;
+  pen.scale(ratio, ratio);
+  pen.font = font;
+  panel.left = left;
+  panel.right = right;
+  const squeeze = (right - left) / width;
+  const X = x => left + x * squeeze; // bins are taken over the whole width
+  const T = t => left + (t - view.from) / (view.to - view.from) * (right - left);
+  const Y = value => bottom - (value - panel.low) / (panel.high - panel.low) * (bottom - TOP);
+
+  pen.lineWidth = 1;
+  pen.strokeStyle = ink("grid");
+  pen.fillStyle = ink("soft");
+  pen.textBaseline = "middle";
+  pen.textAlign = "right";
+  for (const tick of panel.ticks) {
+    line(pen, left, Math.round(Y(tick.at)) + 0.5, right, Math.round(Y(tick.at)) + 0.5);
+    pen.fillText(tick.label, left - 6, Y(tick.at));
+  }
+  pen.textBaseline = "top";
+  pen.textAlign = "center";
+  const wanted = clamp((right - left) / 95, 2, 9);
+  let edge = -Infinity;
+  for (const tick of (view.dated ? dateTicks : numberTicks)(view.from, view.to, wanted)) {
+    const half = pen.measureText(tick.label).width / 2;
+    const mark = Math.round(T(tick.at)) + 0.5, x = clamp(mark, half, width - half);
+    line(pen, mark, TOP, mark, bottom + 4);
+    if (x - half < edge + 8) continue;
+    pen.fillText(tick.label, x, bottom + 7);
+    edge = x + half;
+  }
+
+  pen.save();
+  pen.beginPath();
+  pen.rect(left, 0, right - left, bottom + 1);
+  pen.clip();
+  const stain = (bins, colour) => {
+    pen.fillStyle = colour;
+    pen.globalAlpha = 0.24;
+    fill(pen, bins, X, Y);
+    pen.globalAlpha = 1;
+  };
+  const stroke = (bins, colour) => {
+    pen.strokeStyle = colour;
+    pen.lineWidth = 1.6;
+    pen.lineJoin = "round";
+    trace(pen, bins, X, Y);
+  };
+  if (seen.observed) dot(pen, seen.observed, X, Y, ink("observed"), width, true);
+  stain(seen.smoothed, ink("smoothed"));
+  if (seen.forecast) stain(seen.forecast, ink("forecast"));
+  stroke(seen.smoothed.mean, ink("smoothed"));
+  if (seen.forecast) stroke(seen.forecast.mean, ink("forecast"));
+  if (seen.observed) dot(pen, seen.observed, X, Y, ink("observed"), width, false);
+  pen.fillStyle = ink("missing");
+  const marks = new Map(), rows = panel.smoothed.times;
+  for (const t of panel.missing) {
+    if (t < view.from || t > view.to) continue;
+    const x = Math.round(T(t));
+    marks.set(x, (marks.get(x) || 0) + 1);
+  }
+  const crowd = (search(rows, view.to) - search(rows, view.from)) / (right - left);
+  for (const [x, count] of marks) { // as dark as the share of the column that is missing
+    pen.globalAlpha = clamp(count / crowd, 0.15, 1);
+    pen.fillRect(x - 0.75, bottom - 6, 1.5, 6);
+  }
+  pen.globalAlpha = 1;
+  if (pointer !== null) {
+    pen.strokeStyle = ink("soft");
+    pen.lineWidth = 1;
+    line(pen, T(pointer), TOP, T(pointer), bottom);
+  }
+  pen.restore();
+  pen.strokeStyle = ink("line");
+  line(pen, left, bottom + 0.5, right, bottom + 0.5);
+};
+
+const line = (pen, x0, y0, x1, y1) => {
+  pen.beginPath();
+  pen.moveTo(x0, y0);
+  pen.lineTo(x1, y1);
+  pen.stroke();
+};
+
+const trace = (pen, bins, X, Y) => {
+  pen.beginPath();
+  for (const bin of bins) {
+    const x = X(bin.x);
+    if (bin.broken) pen.moveTo(x, Y(bin.first)); else pen.lineTo(x, Y(bin.first));
+    if (bin.count === 1) {
+      if (bin.broken) pen.lineTo(x + 0.5, Y(bin.first)); // one value alone is still seen
+      continue;
+    }
+    pen.lineTo(x, Y(bin.low));
+    pen.lineTo(x, Y(bin.high));
+    pen.lineTo(x, Y(bin.last));
+  }
+  pen.stroke();
+};
+
+// Between the lowest lower and the highest upper end of each column, run by run.
+const fill = (pen, { lower, upper }, X, Y) => {
+  const above = new Map(upper.map(bin => [bin.column, bin.high]));
+  let run = [];
+  const close = () => {
+    pen.beginPath();
+    for (const bin of run) pen.lineTo(X(bin.x), Y(above.get(bin.column)));
+    for (const bin of run.reverse()) pen.lineTo(X(bin.x), Y(bin.low));
+    pen.fill();
+    run = [];
+  };
+  for (const bin of lower) {
+    if (bin.broken && run.length) close();
+    if (above.has(bin.column)) run.push(bin);
+  }
+  if (run.length) close();
+};
+
+// Points where they are few; else the extremes of each column, drawn below the band.
+const dot = (pen, bins, X, Y, colour, width, below) => {
+  const count = bins.reduce((sum, bin) => sum + bin.count, 0), dense = count > width;
+  if (dense !== below) return;
+  pen.fillStyle = colour;
+  if (dense) {
+    pen.globalAlpha = 0.45;
+    for (const bin of bins) {
+      const top = Y(bin.high);
+      pen.fillRect(X(bin.x), top, 1, Math.max(1.5, Y(bin.low) - top));
+    }
+  } else {
+    const radius = clamp(0.18 * width / Math.max(1, count), 1.1, 2.6);
+    for (const bin of bins) {
+      for (const value of bin.count === 1 ? [bin.low] : [bin.low, bin.high]) {
+        pen.beginPath();
+        pen.arc(X(bin.x), Y(value), radius, 0, 7);
+        pen.fill();
+      }
+    }
+  }
+  pen.globalAlpha = 1;
+};
+
+// ---- pointer, wheel, fingers, keys
+
+const timeAt = (panel, event) => {
+  const x = event.clientX - panel.canvas.getBoundingClientRect().left;
+  const share = clamp((x - panel.left) / (panel.right - panel.left), 0, 1);
+  return view.from + share * (view.to - view.from);
+};
+
+const point = (panel, event) => {
+  const { smoothed, forecast, observed, tip } = panel, t = timeAt(panel, event);
+  let band = smoothed, i = nearest(smoothed.times, t), kind = "smoothed";
+  if (forecast && forecast.times.length) {
+    const j = nearest(forecast.times, t);
+    if (!smoothed.times.length
+      || Math.abs(forecast.times[j] - t) < Math.abs(smoothed.times[i] - t)) {
+      [band, i, kind] = [forecast, j, "forecast"];
+    }
+  }
+  if (!band.times.length) return;
+  pointer = band.times[i];
+  const rows = [[kind, showNumber(band.mean[i])],
+    [payload.level, `${showNumber(band.lower[i])} to ${showNumber(band.upper[i])}`]];
+  if (observed && kind === "smoothed") {
+    rows.unshift(["observed", observed[i] === observed[i] ? showNumber(observed[i]) : "missing"]);
+  }
+  tip.replaceChildren(make("b", "", view.show(pointer)));
+  for (const [name, value] of rows) {
+    const row = make("div");
+    row.append(make("span", "", name), make("span", "", value));
+    tip.append(row);
+  }
+  for (const other of panels) other.tip.hidden = other !== panel;
+  const x = panel.left + (pointer - view.from) / (view.to - view.from) * (panel.right - panel.left);
+  const room = panel.width - tip.offsetWidth;
+  const beside = x + 12 <= room ? x + 12 : x - 12 - tip.offsetWidth;
+  tip.style.left = `${clamp(beside, 0, Math.max(0, room))}px`;
+  drawSoon();
+};
+
+const leave = () => {
+  pointer = null;
+  for (const panel of panels) panel.tip.hidden = true;
+  drawSoon();
+};
+
+const listen = panel => {
+  const { canvas } = panel, down = new Map();
+  const share = pixels => pixels / (panel.right - panel.left);
+  canvas.addEventListener("wheel", event => {
+    const unit = event.deltaMode === 1 ? 30 : 1;
+    if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+      event.preventDefault();
+      pan(share((event.deltaX || event.deltaY) * unit));
+      return;
+    }
+    // All is seen already: the page scrolls on.
+    if (event.deltaY > 0 && view.from === view.low && view.to === view.high) return;
+    event.preventDefault();
+    zoom(Math.exp(clamp(event.deltaY * unit * 0.002, -0.5, 0.5)), timeAt(panel, event));
+    point(panel, event);
+  }, { passive: false });
+  canvas.addEventListener("pointerdown", event => {
+    down.set(event.pointerId, event);
+    if (event.isTrusted) canvas.setPointerCapture(event.pointerId);
+    canvas.classList.add("held");
+  });
+  canvas.addEventListener("pointermove", event => {
+    const before = down.get(event.pointerId);
+    if (before && down.size === 1) {
+      pan(-share(event.clientX - before.clientX));
+    } else if (before && down.size === 2) {
+      const other = [...down.values()].find(held => held.pointerId !== event.pointerId);
+      const apart = held => Math.max(12, Math.abs(held.clientX - other.clientX));
+      zoom(apart(before) / apart(event), timeAt(panel, other));
+    }
+    if (before) down.set(event.pointerId, event);
+    point(panel, event);
+  });
+  for (const name of ["pointerup", "pointercancel"]) {
+    canvas.addEventListener(name, event => {
+      down.delete(event.pointerId);
+      if (!down.size) canvas.classList.remove("held");
+    });
+  }
+  canvas.addEventListener("pointerleave", leave);
+  canvas.addEventListener("dblclick", reset);
+  canvas.addEventListener("keydown", event => {
+    const acts = {
+      "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1 / 0.7), "−": () => zoom(1 / 0.7),
+      ArrowUp: () => zoom(0.7), ArrowDown: () => zoom(1 / 0.7),
+      ArrowLeft: () => pan(-0.2), ArrowRight: () => pan(0.2), 0: reset, Escape: leave,
+    };
+    const act = acts[event.key];
+    if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    act();
+  });
+};
+
+// ---- start
+
+const select = $("series");
+if (select) select.addEventListener("change", () => choose(Number(select.value)));
+const buttons = {
+  "zoom-in": () => zoom(0.6), "zoom-out": () => zoom(1 / 0.6), earlier: () => pan(-0.3),
+  later: () => pan(0.3), reset,
+};
+for (const [id, act] of Object.entries(buttons)) $(id).addEventListener("click", act);
+new ResizeObserver(drawSoon).observe(host);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
+// Paper is white whatever the screen is.
+addEventListener("beforeprint", () => {
+  document.documentElement.classList.add("printing");
+  draw();
+});
+addEventListener("afterprint", () => {
+  document.documentElement.classList.remove("printing");
+  draw();
+});
+globalThis.retrodict = { decimate, dateTicks, numberTicks };
+choose(0);

@@ -1,0 +1,226 @@
+"""What the report of a run says, as plain arrays and strings: no model, no JAX."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Verdict = Literal["good", "doubtful", "bad"]
+
+
+@dataclass(frozen=True)
+class Band:
+    """A mean over time within a band.
+
+    Attributes:
+        times: `(time,)`, dates (`datetime64`) or numbers, increasing.
+        mean: `(time,)`.
+        lower: `(time,)`, the lower end of the band.
+        upper: `(time,)`, the upper end of the band.
+    """
+
+    times: np.ndarray
+    mean: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+
+    def __post_init__(self):
+        _check_times(self.times)
+        _check_rows(self, ("mean", "lower", "upper"))
+
+
+@dataclass(frozen=True)
+class SeriesPanel:
+    """One observed column or one state of a series, as one picture.
+
+    Attributes:
+        title: the name of the column or of the state.
+        times: `(time,)`, dates (`datetime64`) or numbers, increasing.
+        mean: `(time,)`, the smoothed mean; NaN where there is none.
+        lower: `(time,)`, the lower end of its band.
+        upper: `(time,)`, the upper end of its band.
+        observed: `(time,)`, what was observed, NaN where nothing was; None for a state.
+        missing: `(time,)`, true where an observation is missing; None: where `observed` is NaN.
+        forecast: what comes after the last row, or None.
+    """
+
+    title: str
+    times: np.ndarray
+    mean: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+    observed: np.ndarray | None = None
+    missing: np.ndarray | None = None
+    forecast: Band | None = None
+
+    def __post_init__(self):
+        _check_times(self.times)
+        _check_rows(self, ("mean", "lower", "upper", "observed", "missing"))
+        if self.forecast is not None and is_dated(self.forecast.times) != is_dated(self.times):
+            raise ValueError(
+                f"The times of a panel and of its forecast must both be dates or both be numbers; "
+                f"those of {self.title!r} are {self.times.dtype} and {self.forecast.times.dtype}."
+            )
+
+    def gaps(self) -> np.ndarray:
+        """The rows at which an observation is missing."""
+        if self.missing is not None:
+            return np.flatnonzero(self.missing)
+        return np.flatnonzero(np.isnan(self.observed if self.observed is not None else []))
+
+
+@dataclass(frozen=True)
+class Series:
+    """The pictures of one series, which share an axis of time.
+
+    Attributes:
+        name: its identifier.
+        panels: one an observed column and one a state, in order.
+    """
+
+    name: str
+    panels: Sequence[SeriesPanel]
+
+    def __post_init__(self):
+        if not self.panels:
+            raise ValueError(f"The series {self.name!r} has no panels; give at least one.")
+        if len({is_dated(panel.times) for panel in self.panels}) > 1:
+            raise ValueError(
+                f"The panels of a series share an axis; those of {self.name!r} have dates and "
+                "numbers as times. Give one of the two."
+            )
+
+
+@dataclass(frozen=True)
+class ParameterLine:
+    """One parameter, on its natural scale.
+
+    Attributes:
+        name: its name.
+        estimate: its value.
+        error: its standard error, None where there is none.
+        interval: the ends of its interval, None where there is none.
+        learned: whether it was learned; false if it was held fixed.
+        method: how the uncertainty was found, where that differs from line to line.
+    """
+
+    name: str
+    estimate: float
+    error: float | None = None
+    interval: tuple[float, float] | None = None
+    learned: bool = True
+    method: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What was watched while training.
+
+    Attributes:
+        name: which data it was taken on, such as "training".
+        steps: `(time,)`, the number of the step.
+        values: `(time,)`, what was reached.
+    """
+
+    name: str
+    steps: np.ndarray
+    values: np.ndarray
+
+    def __post_init__(self):
+        _check_rows(self, ("values",), of="steps")
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One check of a run.
+
+    Attributes:
+        name: what was looked at.
+        value: what was found: a number, or words.
+        meaning: what it means, in a sentence.
+        verdict: "good", "doubtful" or "bad".
+    """
+
+    name: str
+    value: float | str
+    meaning: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class ReportContent:
+    """All that the page of a run says.
+
+    Attributes:
+        title: the heading.
+        verdict: "good", "doubtful" or "bad", or None where nothing was judged.
+        summary: what was found, paragraph by paragraph.
+        data: what was understood of the data, line by line.
+        series: the pictures; a page holds the first `MAX_SERIES` of them.
+        level: the probability within the bands and the intervals.
+        band: what the bands hold, in a sentence.
+        parameters: the parameters of the model.
+        parameters_method: how their uncertainty was found.
+        training: the curves of training; empty where nothing was trained.
+        training_label: what the curves show, with its unit.
+        training_note: how training ended, in a sentence.
+        diagnostics: the checks.
+        commands: command lines that make the run again.
+        facts: versions, seeds, hashes of data: what, and its value.
+    """
+
+    title: str
+    verdict: Verdict | None
+    summary: Sequence[str]
+    data: Sequence[str]
+    series: Sequence[Series]
+    level: float = 0.9
+    band: str = ""
+    parameters: Sequence[ParameterLine] = ()
+    parameters_method: str = ""
+    training: Sequence[Curve] = ()
+    training_label: str = ""
+    training_note: str = ""
+    diagnostics: Sequence[Diagnostic] = ()
+    commands: Sequence[str] = ()
+    facts: Sequence[tuple[str, str]] = ()
+
+    def __post_init__(self):
+        if not 0 < self.level < 1:
+            raise ValueError(f"level must lie between 0 and 1, such as 0.9; it is {self.level}.")
+
+
+def is_dated(times: np.ndarray) -> bool:
+    """Whether times are dates rather than numbers."""
+    return times.dtype.kind == "M"
+
+
+def percent(level: float) -> str:
+    """A probability in words: 0.9 is "90%"."""
+    return f"{100 * level:g}%"
+
+
+def _check_times(times: np.ndarray) -> None:
+    if times.ndim != 1 or times.dtype.kind not in "Miuf":
+        raise ValueError(
+            f"times must be one row of dates (datetime64) or of numbers; they have shape "
+            f"{times.shape} and type {times.dtype}."
+        )
+    if is_dated(times):
+        finite, increasing = ~np.isnat(times), np.diff(times) > np.timedelta64(0)
+    else:
+        finite, increasing = np.isfinite(times), np.diff(times) > 0
+    if not (finite.all() and increasing.all()):
+        raise ValueError("times must be increasing, without NaN or NaT; sort them first.")
+
+
+def _check_rows(holder: object, names: Sequence[str], of: str = "times") -> None:
+    num_times = len(getattr(holder, of))
+    for name in names:
+        value = getattr(holder, name)
+        if value is not None and np.shape(value) != (num_times,):
+            raise ValueError(
+                f"{name} must have one value for each of the {num_times} {of}, shape "
+                f"({num_times},); it has shape {np.shape(value)}."
+            )
