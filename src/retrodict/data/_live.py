@@ -28,6 +28,11 @@ class Rows(NamedTuple):
     ys: np.ndarray
     inputs: np.ndarray | None
 
+    def cut(self, start: int, stop: int) -> "Rows":
+        """The rows from `start` to before `stop`."""
+        inputs = None if self.inputs is None else self.inputs[start:stop]
+        return Rows(self.times[start:stop], self.ys[start:stop], inputs)
+
 
 class LiveReader:
     """Reads lines of one series as they come.
@@ -156,9 +161,7 @@ class LiveReader:
 
     def _nothing(self, width: int) -> Rows:
         inputs = len(self.layout["inputs"] or []) + bool(self.layout["step_input"])
-        return Rows(
-            np.zeros(0), np.zeros((0, width)), np.zeros((0, inputs)) if inputs else None
-        )
+        return Rows(np.zeros(0), np.zeros((0, width)), np.zeros((0, inputs)) if inputs else None)
 
 
 def _joined(us: np.ndarray | None, steps: np.ndarray | None) -> np.ndarray | None:

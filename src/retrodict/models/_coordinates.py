@@ -18,7 +18,7 @@ LATENT = {
     "negative_binomial_counts": "log_rate",
     "binomial_counts": "log_odds",
 }
-"""What the first coordinate of a column is called, where it is no value of the column's own unit."""
+"""What the first coordinate of a column is called, where it is in another unit."""
 
 
 def state_names(model: StateSpaceModel, columns: Sequence[str] = ("y",)) -> list[str]:

@@ -83,6 +83,42 @@ def forecast(
     return each(keys, found.chain, future)
 
 
+def read_inputs(run: Run, table: data.Table, source: Any, num_times: int) -> np.ndarray:
+    """The inputs of the rows after a table, from a file of their own.
+
+    Args:
+        run: the run.
+        table: the data, read with `run.layout`.
+        source: a file or table with the time, identifiers and inputs of the coming rows.
+        num_times: how many rows are wanted of each series.
+
+    Returns:
+        Inputs of shape `(batch, num_times, input)`.
+    """
+    layout = run.layout
+    wanted = layout["inputs"]
+    if not wanted:
+        raise RunError("The model of this run has no inputs to be given; leave them out.")
+    given = data.read(
+        source,
+        time=layout["time"],
+        series=layout["series"],
+        columns=wanted,
+        freq=layout["freq"],
+        time_format=layout["time_format"],
+    )
+    if given.series != table.series or (given.length < num_times).any():
+        raise RunError(
+            f"{given.source} must have {num_times} rows of inputs for each series of the data."
+        )
+    us = given.ys[:, :num_times]
+    if np.isnan(us).any():
+        raise RunError(f"{given.source} has gaps; inputs must be known in every row.")
+    if not layout["step_input"]:
+        return us
+    return np.concatenate([np.ones((*us.shape[:2], 1)), us], axis=2)
+
+
 def _future_inputs(table: data.Table, num_times: int, inputs: Any) -> np.ndarray | None:
     if table.inputs is None:
         if inputs is not None:

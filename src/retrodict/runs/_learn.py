@@ -42,6 +42,16 @@ NUM_STAGES = 3
 NUM_SIMULATED, NUM_HELD_OUT, ROWS_SIMULATED = 2048, 128, 64
 """Series that the fitted model makes up, for the family to be trained on."""
 
+LEVEL = 0.9
+"""The probability of the intervals of parameters."""
+
+METHODS = {
+    "exact": "Standard errors are from the observed information, the curvature of the exact"
+    " log-evidence at its maximum.",
+    "louis": "Standard errors are from the observed information by Louis' identity, over paths of a"
+    " particle smoother.",
+}
+
 MOST_ROWS_A_STEP = 512
 """Of longer series a step of learning sees a window."""
 
@@ -110,6 +120,7 @@ def fit(
     lines = [("parameters", i + 1, v) for i, v in enumerate(history)]
     lines += [("family", i + 1, v) for i, v in enumerate(rest)]
     folder.write(TRAINING, as_csv(("stage", "step", "nats a row"), lines))
+    parameters, uncertainty = _uncertain(folder, error_key, model, table)
     record = {
         "layout": table.layout,
         "options": {"family": None if exact else family, "num_steps": num_steps, "seed": seed},
@@ -119,7 +130,8 @@ def fit(
             "objective": "log-evidence" if exact else "ELBO",
             "nats_a_row": value,
             "seconds": round(folder.seconds, 1),
-            "parameters": _parameters(folder, error_key, model, table),
+            "parameters": parameters,
+            "uncertainty": uncertainty,
         },
     }
     return write(out, spec, model, trained, record)
@@ -300,12 +312,42 @@ def _amortised(
     return found.family, found.history
 
 
-def _parameters(
+def _uncertain(
     folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table
-) -> dict[str, Any]:
-    """The parameters by name, entry by entry."""
-    learned = models.named_parameters(model, entries=True)
-    every = models.named_parameters(model, fixed=True, entries=True)
-    return {
-        name: {"value": float(value), "learned": name in learned} for name, value in every.items()
-    }
+) -> tuple[dict[str, Any], str]:
+    """The parameters by name, entry by entry, with standard errors, and how these were found."""
+    learned = models.named_parameters(model)
+    options = table.batch()
+    ys = options.pop("ys")
+
+    def read(model: rd.StateSpaceModel) -> dict[str, Any]:
+        # Wrappers are gone from this model, and with them what was fixed.
+        every = models.named_parameters(model, fixed=True)
+        return {name: every[name] for name in learned}
+
+    def compute() -> dict[str, Any]:
+        try:
+            found = rd.parameter_errors(key, model, ys, read=read, level=LEVEL, **options)
+        except (ValueError, rd.CheckpointError) as error:
+            return {"refused": np.array(str(error))}
+        arrays = {}
+        for what in ("standard_error", "lower", "upper"):
+            for name, value in getattr(found, what).items():
+                arrays[f"{what} {name}"] = value
+        return {**arrays, "method": np.array(found.method), "status": np.array(found.status)}
+
+    stage = folder.stage("standard errors of the parameters", compute)
+    lines: dict[str, Any] = {}
+    for name, values in models.named_parameters(model, fixed=True).items():
+        for index in np.ndindex(values.shape):
+            entry = f"{name}[{','.join(map(str, index))}]" if index else name
+            line = {"value": float(values[index]), "learned": name in learned}
+            if name in learned and "refused" not in stage:
+                ends = ("standard_error", "lower", "upper")
+                error, lower, upper = (float(stage[f"{end} {name}"][index]) for end in ends)
+                if np.isfinite(error):
+                    line |= {"error": error, "lower": lower, "upper": upper}
+            lines[entry] = line
+    if "refused" in stage:
+        return lines, f"No standard errors: {stage['refused']}"
+    return lines, f"{METHODS[str(stage['method'])]} Status: {stage['status']}."

@@ -5,7 +5,7 @@ from retrodict.runs._record import Run
 
 
 def state_names(run: Run) -> list[str]:
-    """A name for each coordinate of the state: those of a ready model, else `state0`, `state1`, …
+    """A name for each coordinate of the state; see `retrodict.models.state_names`.
 
     Args:
         run: the run.

@@ -111,7 +111,7 @@ def open_run(path: str | Path) -> Run:
     spec = models.ModelSpec.from_dict(record["model"])
     try:
         like = None
-        if spec.is_reference:
+        if spec.name is None:  # functions of the user's own are not stored
             like = spec.build(obs_dim=len(record["layout"]["columns"]))
         model = rd.load(path / MODEL, like=like)
         family = rd.load(path / FAMILY) if FAMILY in record["files"] else None

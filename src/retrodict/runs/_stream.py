@@ -111,9 +111,7 @@ def _answer(
             reader = data.LiveReader(run.layout, lines.pop(0), last=last)
         rows = reader.read(lines)
         for begin in range(0, len(rows.times), CHUNK):
-            part = data.Rows(
-                *(None if leaf is None else leaf[begin : begin + CHUNK] for leaf in rows)
-            )
+            part = rows.cut(begin, begin + CHUNK)
             kept, answers = _advanced(live, kept, part)
             handle.write(_written(answers, names, as_json))
             count += len(part.times)
@@ -243,9 +241,7 @@ def _written(answers: Answers, names: list[str], as_json: bool) -> bytes:
 
 
 def _by_name(names: list[str], cells: list[Any]) -> dict[str, dict[str, float]]:
-    return {
-        name: {"mean": cells[2 * i], "std": cells[2 * i + 1]} for i, name in enumerate(names)
-    }
+    return {name: {"mean": cells[2 * i], "std": cells[2 * i + 1]} for i, name in enumerate(names)}
 
 
 def _interleaved(moments: tuple[np.ndarray, np.ndarray]) -> list[list[float]]:
@@ -264,7 +260,11 @@ def _fingerprint(run: Run, live: rd.FixedLag) -> str:
 
 def _read_state(place: Path, live: rd.FixedLag, run: Run, seed: int) -> Kept:
     fresh = Kept(
-        live.init(jax.random.key(seed)), np.zeros(()), np.zeros((), bool), np.zeros(0), np.zeros((), int)
+        live.init(jax.random.key(seed)),
+        np.zeros(()),
+        np.zeros((), bool),
+        np.zeros(0),
+        np.zeros((), int),
     )
     if not place.exists():
         return fresh
