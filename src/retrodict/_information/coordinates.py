@@ -1,5 +1,6 @@
 """The learnable parameters of a model as one vector of unconstrained numbers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -22,7 +23,7 @@ class Coordinates(eqx.Module):
     """
 
     model: StateSpaceModel
-    places: tuple[Int[Array, "entry"], ...]
+    places: tuple[Int[Array, "_"], ...]
     names: tuple[str, ...] = eqx.field(static=True)
 
     def theta(self) -> Float[Array, "parameter"]:
@@ -68,6 +69,14 @@ def coordinates_of(model: StateSpaceModel) -> Coordinates:
         for entry in entries:
             names.append(owner + (f"[{','.join(map(str, entry))}]" if leaf.ndim else ""))
     return Coordinates(model, tuple(places), tuple(names))
+
+
+def in_parts(fn: Callable[[Any], PyTree], xs: PyTree, size: int) -> PyTree:
+    """The values of a function at each row, at most `size` of them at once."""
+    if jax.tree.leaves(xs)[0].shape[0] <= size:
+        # A loop of one turn would be compiled beside its remainder.
+        return jax.vmap(fn)(xs)
+    return jax.lax.map(fn, xs, batch_size=size)
 
 
 def _moving(tree: PyTree) -> PyTree:

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from retrodict._information.coordinates import Coordinates
+from retrodict._information.coordinates import Coordinates, in_parts
 from retrodict._kalman import smooth_series
 from retrodict._mask import Series
 from retrodict._parameters import unwrap
@@ -33,8 +33,8 @@ def exact_information(
             return jax.jvp(jax.grad(log_evidence), (theta,), (direction,))
 
         basis = jnp.eye(theta.shape[0], dtype=theta.dtype)
-        gradients, columns = jax.lax.map(along, basis, batch_size=DIRECTIONS)
+        gradients, columns = in_parts(along, basis, DIRECTIONS)
         return gradients[0], -columns
 
-    scores, information = jax.lax.map(one, batch, batch_size=SERIES_AT_ONCE)
+    scores, information = in_parts(one, batch, SERIES_AT_ONCE)
     return jnp.sum(scores, axis=0), jnp.sum(information, axis=0)

@@ -9,11 +9,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from retrodict._chain import AbstractBackwardChain
 from retrodict._importance.weights import log_weights_of
-from retrodict._information.coordinates import Coordinates
+from retrodict._information.coordinates import Coordinates, in_parts
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
@@ -63,7 +63,7 @@ class Louis(NamedTuple):
 def particle_replicates(
     coordinates: Coordinates,
     batch: Series,
-    keys: PRNGKey,
+    keys: Key[Array, "series replicate"],
     num_particles: int,
     num_samples: int,
 ) -> tuple[Replicates, Int[Array, "series replicate"], Int[Array, "series replicate"]]:
@@ -90,7 +90,7 @@ def weighted_replicates(
     coordinates: Coordinates,
     chain: AbstractBackwardChain,
     series: Series,
-    keys: PRNGKey,
+    keys: Key[Array, "replicate"],
     num_samples: int,
 ) -> tuple[Replicates, Float[Array, "replicate sample"]]:
     """Replicates from weighted paths of a chain, and the log weights of the paths."""
@@ -139,7 +139,7 @@ def _along(
             return jax.jvp(jax.grad(mean), (theta,), (direction,))[1]
 
         gradients = jax.vmap(lambda path: jax.grad(log_joint)(theta, path))(paths)
-        return complete - jax.lax.map(along, basis, batch_size=DIRECTIONS), gradients
+        return complete - in_parts(along, basis, DIRECTIONS), gradients
 
     chunks = (filled.reshape(-1, size, *paths.shape[1:]), shares.reshape(-1, size))
     complete, gradients = jax.lax.scan(chunk, jnp.zeros_like(basis), chunks)

@@ -10,6 +10,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Bool, Float, PyTree
 from scipy.special import ndtri
 
+from retrodict._information.coordinates import in_parts
 from retrodict._information.louis import jackknife
 
 LEAST_SHARE = {True: 1e-6, False: 1e-2}
@@ -167,7 +168,7 @@ def quantities(
             return jnp.stack([flat(theta - step)[index], flat(theta + step)[index]])
 
         places = jnp.arange(steps.shape[0])
-        return jax.lax.map(one, (places, steps), batch_size=QUANTITIES_AT_ONCE)
+        return in_parts(one, (places, steps), QUANTITIES_AT_ONCE)
 
     span = np.concatenate([np.asarray(ends(steps)), np.asarray(value)[:, None]], axis=1)
     monte_carlo = np.zeros_like(errors)
