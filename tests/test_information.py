@@ -13,6 +13,10 @@ import retrodict as rd
 from joint_gaussian import arrays_of, condition
 
 
+def _scale(kernel: rd.LinearGaussianKernel) -> jax.Array:
+    return rd.unwrap(kernel).scale_tril[0, 0]
+
+
 def level(weight: float = 0.8, move: float = 0.5, noise: float = 0.7) -> rd.StateSpaceModel:
     """A stable local level of which the weight and both scales are learned."""
     return rd.StateSpaceModel(
@@ -141,7 +145,7 @@ def test_the_interval_of_a_hardly_determined_scale_is_positive():
     ys = level(0.5, 0.2, 1.0).simulate(jax.random.key(3), num_times=12)[1]
 
     def read(model: rd.StateSpaceModel) -> dict[str, jax.Array]:
-        scale = model.emission.scale_tril.std[0]
+        scale = rd.unwrap(model).emission.scale_tril.std[0]
         return {"scale": scale, "variance": scale**2, "log": jnp.log(scale)}
 
     model = eqx.tree_at(lambda m: m.transition, level(0.5, 0.2, 0.3), replace_fn=rd.Frozen)
@@ -173,7 +177,7 @@ def test_statsmodels_agrees_on_the_nile():
         jax.random.key(0),
         model,
         data[:, None],
-        read=lambda m: jnp.stack([m.emission.scale_tril[0, 0], m.transition.scale_tril[0, 0]]) ** 2,
+        read=lambda m: jnp.stack([_scale(m.emission), _scale(m.transition)]) ** 2,
     )
     # Hessians in variances and in raw coordinates differ by a multiple of the score, which is
     # nearly zero here.
@@ -308,7 +312,7 @@ def test_a_direction_that_is_not_identified_is_named(series: np.ndarray):
 
     # What is identified is the product, whose standard error is as if the weight were known.
     def product(model: rd.StateSpaceModel) -> jax.Array:
-        return model.emission.weight[0, 0] * model.transition.scale_tril[0, 0]
+        return rd.unwrap(model).emission.weight[0, 0] * _scale(model.transition)
 
     both = rd.parameter_errors(jax.random.key(0), redundant(), series[1, 10:60], read=product)
     known = eqx.tree_at(lambda m: m.emission.weight, redundant(), replace_fn=rd.Frozen)

@@ -102,7 +102,7 @@ def parameter_errors(
         mask: true where an entry was seen, of the shape of `ys`.
         inputs: inputs, of shape `(batch, time, input)`.
         length: how many rows exist, one integer a series or one for all.
-        read: the quantities of interest, a function of the unwrapped model that returns a pytree of
+        read: the quantities of interest, a function of the model that returns a pytree of
             arrays; by default the learned parameters themselves, by name.
         level: the probability with which an interval is to cover.
         method: `"exact"` or `"louis"`; by default exact for linear-Gaussian models.
@@ -296,7 +296,7 @@ def _reader(
 ) -> Callable[[Any], PyTree]:
     if read is None:
         return coordinates.values_at
-    return lambda theta: read(unwrap(coordinates.model_at(theta)))
+    return lambda theta: read(coordinates.model_at(theta))
 
 
 def _refuse_undefined(score: np.ndarray, information: np.ndarray, names: tuple[str, ...]) -> None:
