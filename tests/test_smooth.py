@@ -12,9 +12,9 @@ from retrodict._fit.batch import prepare_batch
 from retrodict._smooth import driver
 from retrodict._smooth import grade as grading
 from retrodict._smooth.amortise import Training
-from retrodict._smooth.likeness import like_batch
 from retrodict._smooth.driver import _stands
 from retrodict._smooth.grade import Grade
+from retrodict._smooth.likeness import like_batch
 
 N, QUICK = 30, {"num_steps": 3, "num_series": 8, "num_samples": 32, "progress": False}
 

