@@ -63,7 +63,7 @@ def _from_array(given: Any, name: str, series: Sequence[str]) -> Source:
     """An array of shape `(time,)`, `(time, obs)` or `(batch, time, obs)`; columns `y0`, ..."""
     pandas = optional("pandas")
     if isinstance(given, np.ma.MaskedArray):
-        given = given.astype(float).filled(np.nan)
+        given = np.ma.filled(given.astype(float), np.nan)
     try:
         array = np.asarray(given)
     except ValueError:

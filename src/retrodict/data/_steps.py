@@ -250,4 +250,4 @@ def _spares_weekends(times: Sequence[np.ndarray]) -> bool:
         return False
     spans = [(series[0], series[-1]) for series in times]
     passed = [(last - first) // np.timedelta64(7, "D") for first, last in spans]
-    return max(passed) >= 2 and bool(np.all(np.concatenate(times) == days))
+    return bool(max(passed) >= 2 and np.all(np.concatenate(times) == days))
