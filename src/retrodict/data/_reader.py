@@ -186,7 +186,9 @@ def _check_filled(
     """Refuses a column in which nothing was observed, and inputs that are missing."""
     for place, name in enumerate(wanted):
         if np.isnan(ys[:, place]).all():
-            raise table.error("every value is missing; leave it out of columns.", column=name)
+            raise table.error(
+                "every value is missing; name the others with columns=...", column=name
+            )
     for place, name in enumerate(driving):
         gone = np.isnan(us[:, place])  # type: ignore[index]
         if gone.any():

@@ -90,6 +90,10 @@ def to_xarray(
             f"The result has {rows} rows and the table {table.ys.shape[1]}; pass future=True for"
             " rows after its end."
         )
+    if not future:
+        # Rows that no series has are there for the compiler alone.
+        rows = int(length.max())
+        arrays = {key: _cut(key, array, rows) for key, array in arrays.items()}
     coordinates = _coordinates(table, times, length, rows, arrays, state_names)
     variables = {
         key: _variable(table, key, arrays[key], length) for key in DIMENSIONS if key in arrays
@@ -155,6 +159,10 @@ def _rows(arrays: Mapping[str, np.ndarray]) -> int:
     if len(set(counts.values())) > 1:
         raise ValueError(f"Results must have equally many rows, got {counts}.")
     return next(iter(counts.values()))
+
+
+def _cut(key: str, array: np.ndarray, rows: int) -> np.ndarray:
+    return np.take(array, np.arange(rows), axis=1 + DIMENSIONS[key].index("time"))
 
 
 def _variable(
