@@ -264,6 +264,7 @@ def test_storms_have_steps_of_their_own():
         (pd.DataFrame({"y": [1, 2]}, index=pd.period_range("2020-01", periods=2)), "index", None),
         (xr.DataArray([1.0, 2.0], dims="time", coords={"time": [3, 4]}), "time", 3),
         (xr.DataArray([1.0, 2.0], dims="row"), None, 0),
+        (xr.DataArray([1.0, 2.0], dims="row", coords={"time": ("row", [3, 4])}), "time", 3),
         (np.array([1, 2]), None, 0),
         (jnp.array([1.0, 2.0]), None, 0),
         ([1.0, 2.0], None, 0),
@@ -581,7 +582,7 @@ def test_arviz_of_the_next_major_is_a_tree(key: jax.Array):
     tree: Any = data_tree(groups)
     assert type(tree) is xr.DataTree
     assert set(tree.children) == {"posterior", "posterior_predictive", "observed_data"}
-    found = tree["posterior"]["states"]
+    found: Any = tree["posterior"]["states"]
     assert found.dims == ("chain", "draw", "series", "time", "state")
     np.testing.assert_array_equal(found[1, 3, 0], made["states"][23])
     assert tree["posterior_predictive"]["y0"].sizes["draw"] == 20

@@ -80,6 +80,8 @@ def parsed(series: Any) -> tuple[np.ndarray, np.ndarray]:
             values[row] = _number(cell)
         except (TypeError, ValueError):
             wrong[row] = True
+        except OverflowError:  # an integer of Python may have any size
+            values[row] = np.inf
     return values, wrong
 
 

@@ -95,6 +95,8 @@ def read(
         raise table.error("there are no rows; add some.")
     time_name = find_time(table, time, [*apart, *wanted, *driving])
     notes: list[str] = []
+    if columns is not None and not wanted:
+        raise table.error("columns names nothing; name what is observed, or leave it out.")
     if columns is None:
         taken = [*apart, *driving, *([time_name] if time_name else [])]
         wanted = _data_columns(table, taken, notes)
