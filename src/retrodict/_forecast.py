@@ -230,8 +230,8 @@ def _forecast(
     states, *given_before = (jnp.swapaxes(leaf, 0, 1) for leaf in rows)
     observations = _observe(emission, states, observations_key, us)
 
-    linear = isinstance(transition, AbstractLinearGaussianKernel) and law is not None
-    if linear:
+    linear = law is not None and isinstance(transition, AbstractLinearGaussianKernel)
+    if law is not None and isinstance(transition, AbstractLinearGaussianKernel):
         of_states = _moved(transition, law.mean, law.covariance, us, num_times)
     else:
         of_states = _averaged(*given_before)
@@ -313,14 +313,15 @@ def _moments(
     law: Any = kernel.law(x, _input(kernel, u))
     if isinstance(kernel, AbstractGaussianKernel):
         return law.mean.astype(x.dtype), law.covariance.astype(x.dtype)
+    spread = jnp.zeros((*drawn.shape, drawn.shape[0]), drawn.dtype)
     try:
         mean, variance = jnp.asarray(law.mean), jnp.asarray(law.variance)
-        independent = jnp.shape(law.log_prob(drawn)) == drawn.shape
+        shapes = {mean.shape, variance.shape, jnp.shape(law.log_prob(drawn))}
     except (AttributeError, NotImplementedError):
         # Not every distribution of numpyro has moments, and one of your own need not.
-        independent = False
-    if not independent or mean.shape != drawn.shape or variance.shape != drawn.shape:
-        return drawn, jnp.zeros((*drawn.shape, drawn.shape[0]), drawn.dtype)
+        return drawn, spread
+    if shapes != {drawn.shape}:
+        return drawn, spread
     return mean.astype(x.dtype), jnp.diag(variance.astype(x.dtype))
 
 
@@ -348,7 +349,7 @@ def _complete(
     keys = jax.random.split(key, paths.shape[:2])
     us = series.inputs
 
-    def complete(k: Array, x: Array, y: Array, seen: Array, u: Array | None) -> Array:
+    def complete(k: Array, x: Array, y: Array, seen: Any, u: Array | None) -> Array:
         drawn = _draw(emission, k, x, u)
         if isinstance(emission, AbstractGaussianKernel):
             drawn = _given_seen(emission.law(x, _input(emission, u)).scale_tril, drawn, y, seen)
