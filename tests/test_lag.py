@@ -155,16 +155,17 @@ def _is_none(leaf: Any) -> bool:
 
 @pytest.mark.statistical
 def test_flushed_rows_of_a_family_that_draws():
-    # 3 rows of 2 means, each beyond 5 joint standard errors with probability 6e-7.
+    # 2 rows of 2 means, each beyond 5 joint standard errors with probability 6e-7.
     live = rd.FixedLag(family("mixture"), 3, num_samples=500)
     state, _ = read(live, live.init(KEY), 0, N)
     last = live.flush(state)
     laws = rd.marginals(
         offline("mixture"), estimator=rd.BackwardSampling(2000), key=jax.random.key(5)
     )
-    error = np.hypot(last.smoothed.mean_standard_error, laws.mean_standard_error[-3:])
-    assert np.all(np.abs(last.smoothed.mean - laws.mean[-3:]) < 5 * error)
-    assert np.all(last.smoothed.mean_standard_error[:-1] > 0)
+    error = np.hypot(last.smoothed.mean_standard_error[:2], laws.mean_standard_error[-3:-1])
+    assert np.all(error > 0)
+    assert np.all(np.abs(last.smoothed.mean[:2] - laws.mean[-3:-1]) < 5 * error)
+    # The last row is filtered, and its mean is known.
     np.testing.assert_allclose(last.smoothed.mean[-1], laws.mean[-1], atol=1e-10)
 
 
@@ -249,6 +250,7 @@ def test_a_nan_is_a_missing_entry():
     assert_close(out, whole("kalman", 3)[1])
 
 
+@pytest.mark.slow
 def test_streams_under_vmap():
     live, s = rd.FixedLag(family("kalman"), 3), stream()
     states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), live.init())
@@ -258,6 +260,7 @@ def test_streams_under_vmap():
     assert_close(jax.tree.map(lambda leaf: leaf[0], out), whole("kalman", 3)[1])
 
 
+@pytest.mark.slow
 def test_float32_in_a_float64_program():
     small = jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32) if eqx.is_inexact_array(leaf) else leaf,

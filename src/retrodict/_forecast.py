@@ -230,20 +230,18 @@ def _forecast(
     states, *given_before = (jnp.swapaxes(leaf, 0, 1) for leaf in rows)
     observations = _observe(emission, states, observations_key, us)
 
-    linear = law is not None and isinstance(transition, AbstractLinearGaussianKernel)
-    if law is not None and isinstance(transition, AbstractLinearGaussianKernel):
+    moves = isinstance(transition, AbstractLinearGaussianKernel)
+    sees = isinstance(emission, AbstractLinearGaussianKernel)
+    if law is not None and moves:
         of_states = _moved(transition, law.mean, law.covariance, us, num_times)
     else:
         of_states = _averaged(*given_before)
-    if linear and isinstance(emission, AbstractLinearGaussianKernel):
+    if law is not None and moves and sees:
         of_rows = _seen(emission, of_states, us)
     else:
         over_time = jax.vmap(lambda x, u, y: _moments(emission, x, u, y), in_axes=(0, _axis(us), 0))
         over_paths = jax.vmap(over_time, in_axes=(0, None, 0))
         of_rows = _averaged(*over_paths(states, us, observations))
-    gaussian = (
-        linear and isinstance(emission, AbstractLinearGaussianKernel) and isinstance(law, Gaussian)
-    )
     return Forecast(
         states,
         observations,
@@ -255,7 +253,7 @@ def _forecast(
         of_states.covariance,
         of_states.mean_standard_error,
         of_states.covariance_standard_error,
-        gaussian,
+        moves and sees and isinstance(law, Gaussian),
     )
 
 
