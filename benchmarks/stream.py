@@ -72,7 +72,7 @@ def measure(name: str, dim: int, lag: int, chunk: int, seconds: float) -> list[f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Rows a second of a fixed lag.")
     parser.add_argument("--lag", type=int, default=20)
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=2.0, help="spent on each figure")

@@ -10,7 +10,14 @@ from typing import NamedTuple
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "docs/tutorial.md", "docs/extending.md", "docs/theory.md"]
+PAGES = [
+    "README.md",
+    "docs/tutorial.md",
+    "docs/extending.md",
+    "docs/theory.md",
+    "docs/data.md",
+    "docs/forecast.md",
+]
 FENCE = re.compile(r"^```(?P<language>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -230,20 +230,18 @@ def _forecast(
     states, *given_before = (jnp.swapaxes(leaf, 0, 1) for leaf in rows)
     observations = _observe(emission, states, observations_key, us)
 
-    linear = isinstance(transition, AbstractLinearGaussianKernel) and law is not None
-    if linear:
+    moves = isinstance(transition, AbstractLinearGaussianKernel)
+    sees = isinstance(emission, AbstractLinearGaussianKernel)
+    if law is not None and moves:
         of_states = _moved(transition, law.mean, law.covariance, us, num_times)
     else:
         of_states = _averaged(*given_before)
-    if linear and isinstance(emission, AbstractLinearGaussianKernel):
+    if law is not None and moves and sees:
         of_rows = _seen(emission, of_states, us)
     else:
         over_time = jax.vmap(lambda x, u, y: _moments(emission, x, u, y), in_axes=(0, _axis(us), 0))
         over_paths = jax.vmap(over_time, in_axes=(0, None, 0))
         of_rows = _averaged(*over_paths(states, us, observations))
-    gaussian = (
-        linear and isinstance(emission, AbstractLinearGaussianKernel) and isinstance(law, Gaussian)
-    )
     return Forecast(
         states,
         observations,
@@ -255,7 +253,7 @@ def _forecast(
         of_states.covariance,
         of_states.mean_standard_error,
         of_states.covariance_standard_error,
-        gaussian,
+        moves and sees and isinstance(law, Gaussian),
     )
 
 
@@ -313,14 +311,15 @@ def _moments(
     law: Any = kernel.law(x, _input(kernel, u))
     if isinstance(kernel, AbstractGaussianKernel):
         return law.mean.astype(x.dtype), law.covariance.astype(x.dtype)
+    spread = jnp.zeros((*drawn.shape, drawn.shape[0]), drawn.dtype)
     try:
         mean, variance = jnp.asarray(law.mean), jnp.asarray(law.variance)
-        independent = jnp.shape(law.log_prob(drawn)) == drawn.shape
+        shapes = {mean.shape, variance.shape, jnp.shape(law.log_prob(drawn))}
     except (AttributeError, NotImplementedError):
         # Not every distribution of numpyro has moments, and one of your own need not.
-        independent = False
-    if not independent or mean.shape != drawn.shape or variance.shape != drawn.shape:
-        return drawn, jnp.zeros((*drawn.shape, drawn.shape[0]), drawn.dtype)
+        return drawn, spread
+    if shapes != {drawn.shape}:
+        return drawn, spread
     return mean.astype(x.dtype), jnp.diag(variance.astype(x.dtype))
 
 
@@ -348,7 +347,7 @@ def _complete(
     keys = jax.random.split(key, paths.shape[:2])
     us = series.inputs
 
-    def complete(k: Array, x: Array, y: Array, seen: Array, u: Array | None) -> Array:
+    def complete(k: Array, x: Array, y: Array, seen: Any, u: Array | None) -> Array:
         drawn = _draw(emission, k, x, u)
         if isinstance(emission, AbstractGaussianKernel):
             drawn = _given_seen(emission.law(x, _input(emission, u)).scale_tril, drawn, y, seen)

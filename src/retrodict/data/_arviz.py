@@ -35,8 +35,8 @@ def to_arviz(
             `(batch, sample, time, obs)`.
         parameters: draws of parameters by name, each with a leading axis `sample`.
         state_names: names of the coordinates of the state.
-        num_chains: how many chains to cut the draws into; by default 4 if their number is a multiple
-            of it, and else 1.
+        num_chains: how many chains to cut the draws into; by default 4 if their number is a
+            multiple of it, and else 1.
 
     Returns:
         An `arviz.InferenceData` (ArviZ 0.x) or an `xarray.DataTree` (1.x).

@@ -55,6 +55,8 @@ def is_missing(cell: Any) -> bool:
     """Whether a cell holds nothing: no object, NaN, or a mark that pandas reads as missing."""
     if isinstance(cell, str):
         return cell.strip() in MISSING
+    if isinstance(cell, int | float):
+        return cell != cell
     return cell is None or bool(np.all(optional("pandas").isna(cell)))
 
 
@@ -68,14 +70,33 @@ def parsed(series: Any) -> tuple[np.ndarray, np.ndarray]:
             return values, np.zeros(len(values), bool)
     values = np.full(len(series), np.nan)
     wrong = np.zeros(len(series), bool)
-    for row, cell in enumerate(series.tolist()):
+    cells = series.tolist()
+    if (quick := _quickly(cells)) is not None:
+        return quick, wrong
+    for row, cell in enumerate(cells):
         if is_missing(cell):
             continue
         try:
             values[row] = _number(cell)
         except (TypeError, ValueError):
             wrong[row] = True
+        except OverflowError:  # an integer of Python may have any size
+            values[row] = np.inf
     return values, wrong
+
+
+def _quickly(cells: list[Any]) -> np.ndarray | None:
+    """Text of which all is numbers or missing, in one go; `None` if it is not so."""
+    if not all(isinstance(cell, str) for cell in cells):
+        return None
+    together = "".join(cells)
+    if "_" in together or not together.isascii():
+        return None
+    try:
+        plain = ["nan" if cell.strip() in MISSING else cell for cell in cells]
+        return np.array(plain, object).astype(float)
+    except ValueError:
+        return None
 
 
 def _number(cell: Any) -> float:

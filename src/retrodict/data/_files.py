@@ -60,12 +60,15 @@ def _parquet(content: bytes, name: str) -> Source:
 
 def _netcdf(content: bytes, name: str) -> Any:
     xarray = optional("xarray")
-    # The name of an engine, so that a damaged file is not said to need a package.
+    # The name of an engine, so that a damaged file is not said to need a package. Numbers in units
+    # of time stay the numbers that they are.
     classic = content.startswith(b"CDF")
     engine = "scipy" if classic else "h5netcdf"
     optional(engine)
     try:
-        with xarray.open_dataset(io.BytesIO(content), engine=engine) as dataset:
+        with xarray.open_dataset(
+            io.BytesIO(content), engine=engine, decode_timedelta=False
+        ) as dataset:
             return dataset.load()
     except Exception as error:  # as above, for HDF5
         raise _damaged(name, "NetCDF", error) from None

@@ -63,7 +63,7 @@ def _from_array(given: Any, name: str, series: Sequence[str]) -> Source:
     """An array of shape `(time,)`, `(time, obs)` or `(batch, time, obs)`; columns `y0`, ..."""
     pandas = optional("pandas")
     if isinstance(given, np.ma.MaskedArray):
-        given = given.astype(float).filled(np.nan)
+        given = np.ma.filled(given.astype(float), np.nan)
     try:
         array = np.asarray(given)
     except ValueError:
@@ -95,11 +95,7 @@ def _from_xarray(
     dataset = given.to_dataset(name=given.name or "value") if alone else given
     if not isinstance(dataset, xarray.Dataset):
         raise DataError(f"{name}: neither a Dataset nor a DataArray; give one of them.")
-    # Coordinates that nobody asked for would be taken for data.
-    wanted = {time, *series, *keep}
-    dataset = dataset.drop_vars(
-        [c for c in dataset.coords if c not in dataset.dims and c not in wanted]
-    ).reset_coords()
+    dataset = _without_coordinates(dataset, {time, *series, *keep})
     if not dataset.dims or not dataset.data_vars:
         raise DataError(f"{name}: there is no variable along a dimension; give one along the time.")
     along = _time_dimension(dataset, name, time)
@@ -125,6 +121,22 @@ def _from_xarray(
         time_index=None if bare or not _is_time(dataset, along, time) else str(along),
         row_index=None if bare else str(along),
     )
+
+
+def _without_coordinates(dataset: Any, wanted: set[str | None]) -> Any:
+    """Leaves out coordinates beside the dimensions, which would be taken for data.
+
+    Not those that were asked for, nor one called as a time if no dimension is the time.
+    """
+    timed = any(_is_time(dataset, dimension, None) for dimension in dataset.dims)
+    others = [
+        name
+        for name in dataset.coords
+        if name not in dataset.dims
+        and name not in wanted
+        and (timed or str(name).lower() not in TIME_NAMES)
+    ]
+    return dataset.drop_vars(others).reset_coords()
 
 
 def _is_time(dataset: Any, dimension: Any, time: str | None) -> bool:

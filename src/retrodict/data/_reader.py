@@ -95,6 +95,8 @@ def read(
         raise table.error("there are no rows; add some.")
     time_name = find_time(table, time, [*apart, *wanted, *driving])
     notes: list[str] = []
+    if columns is not None and not wanted:
+        raise table.error("columns names nothing; name what is observed, or leave it out.")
     if columns is None:
         taken = [*apart, *driving, *([time_name] if time_name else [])]
         wanted = _data_columns(table, taken, notes)
@@ -186,7 +188,9 @@ def _check_filled(
     """Refuses a column in which nothing was observed, and inputs that are missing."""
     for place, name in enumerate(wanted):
         if np.isnan(ys[:, place]).all():
-            raise table.error("every value is missing; leave it out of columns.", column=name)
+            raise table.error(
+                "every value is missing; name the others with columns=...", column=name
+            )
     for place, name in enumerate(driving):
         gone = np.isnan(us[:, place])  # type: ignore[index]
         if gone.any():

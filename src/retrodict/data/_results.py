@@ -26,12 +26,13 @@ def to_xarray(
     state_names: Sequence[str] | None = None,
     attributes: Mapping[str, str | int | float] | None = None,
 ) -> Any:
-    """Moments and draws as a dataset with the dimensions `series`, `time`, `state`, `obs`, `sample`.
+    """Moments and draws as a dataset with named dimensions.
 
-    The coordinates are the identifiers, times and column names of the table. `time` holds the times
-    themselves if all series share them; otherwise it counts rows, and `time_stamp` holds the times
-    by series. There is no dimension `series` if the table has no identifiers. Rows that do not
-    exist are NaN. Without any result, the observations, and inputs, of the table itself.
+    These are `series`, `time`, `state`, `obs` and `sample`; the coordinates are the identifiers,
+    times and column names of the table. `time` holds the times themselves if all series share them;
+    otherwise it counts rows, and `time_stamp` holds the times by series. There is no dimension
+    `series` if the table has no identifiers. Rows that do not exist are NaN. Without any result,
+    the observations, and inputs, of the table itself.
 
     Example:
         >>> import numpy as np, retrodict as rd
@@ -89,6 +90,10 @@ def to_xarray(
             f"The result has {rows} rows and the table {table.ys.shape[1]}; pass future=True for"
             " rows after its end."
         )
+    if not future:
+        # Rows that no series has are there for the compiler alone.
+        rows = int(length.max())
+        arrays = {key: _cut(key, array, rows) for key, array in arrays.items()}
     coordinates = _coordinates(table, times, length, rows, arrays, state_names)
     variables = {
         key: _variable(table, key, arrays[key], length) for key in DIMENSIONS if key in arrays
@@ -154,6 +159,10 @@ def _rows(arrays: Mapping[str, np.ndarray]) -> int:
     if len(set(counts.values())) > 1:
         raise ValueError(f"Results must have equally many rows, got {counts}.")
     return next(iter(counts.values()))
+
+
+def _cut(key: str, array: np.ndarray, rows: int) -> np.ndarray:
+    return np.take(array, np.arange(rows), axis=1 + DIMENSIONS[key].index("time"))
 
 
 def _variable(
@@ -240,8 +249,8 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
 
     For each coordinate of the state, and each observed column of which there are draws, the columns
     `NAME_mean`, `NAME_std`, `NAME_lower` and `NAME_upper`. The last two bound the central interval
-    of probability `level`: quantiles of draws where there are any, and otherwise those of a Gaussian
-    law. Without any result, the observations, and inputs, of the table itself.
+    of probability `level`: quantiles of draws where there are any, and otherwise those of a
+    Gaussian law. Without any result, the observations, and inputs, of the table itself.
 
     Example:
         >>> import numpy as np, retrodict as rd
@@ -264,27 +273,19 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
         raise ValueError(f"to_frame expects a level between 0 and 1, got {level}.")
     dataset = to_xarray(table, result, **options)
     apart = "series" in dataset.dims
-    if not apart:
-        dataset = dataset.expand_dims("series")
-    columns = _summaries(dataset, level)
+    columns = _summaries(dataset if apart else dataset.expand_dims("series"), level)
     rows = dataset.sizes["time"]
-    forecast = _is_forecast(result) if options.get("future") is None else options["future"]
-    times = table.future_times(rows) if forecast else table.times
-    keep = np.concatenate(
-        [i * rows + np.arange(min(len(own), rows)) for i, own in enumerate(times)]
-    )
+    future = options.get("future")
+    times = table.times
+    if _is_forecast(result) if future is None else future:
+        times = table.future_times(rows)
     frame: dict[str, Any] = {}
     if apart:
-        lengths = [min(len(own), rows) for own in times]
-        frame["-".join(table.layout["series"] or ["series"])] = [
-            identifier
-            for identifier, n in zip(table.series or (), lengths, strict=True)
-            for _ in range(n)
-        ]
-    frame[table.time_name or "time"] = np.concatenate([own[:rows] for own in times])
-    for name, values in columns.items():
-        frame[name] = values.reshape(-1)[keep]
-    return pandas.DataFrame(frame)
+        name = "-".join(table.layout["series"] or ["series"])
+        frame[name] = np.repeat(np.array(table.series), [len(own) for own in times])
+    frame[table.time_name or "time"] = np.concatenate(times)
+    exists = np.arange(rows) < np.array([len(own) for own in times])[:, None]
+    return pandas.DataFrame(frame | {name: values[exists] for name, values in columns.items()})
 
 
 def _summaries(dataset: Any, level: float) -> dict[str, np.ndarray]:
@@ -294,20 +295,21 @@ def _summaries(dataset: Any, level: float) -> dict[str, np.ndarray]:
         if key in dataset:
             for name in dataset[names].values:
                 columns[str(name)] = _by_series(dataset[key].sel({names: name}))
+    for key, names in (("states", "state"), ("observations", "obs")):
+        if key in dataset:
+            for name in dataset[names].values:
+                columns |= _of_draws(str(name), dataset[key].sel({names: name}), level)
     if "mean" in dataset:
         for name in dataset["state"].values:
             mean = _by_series(dataset["mean"].sel(state=name))
             columns[f"{name}_mean"] = mean
             if "std" in dataset:
                 std = _by_series(dataset["std"].sel(state=name))
-                reach = NormalDist().inv_cdf(0.5 + level / 2) * std
                 columns[f"{name}_std"] = std
-                columns[f"{name}_lower"] = mean - reach
-                columns[f"{name}_upper"] = mean + reach
-    for key, names in (("states", "state"), ("observations", "obs")):
-        if key in dataset:
-            for name in dataset[names].values:
-                columns |= _of_draws(str(name), dataset[key].sel({names: name}), level)
+                if "states" not in dataset:
+                    reach = NormalDist().inv_cdf(0.5 + level / 2) * std
+                    columns[f"{name}_lower"] = mean - reach
+                    columns[f"{name}_upper"] = mean + reach
     return columns
 
 
@@ -339,8 +341,8 @@ def like(table: Table, result: Any = None, **options: Any) -> Any:
         options: further arguments of `to_xarray`, or of `to_frame` for a frame.
 
     Returns:
-        For arrays a dictionary of arrays, with the names and axes of `to_xarray`; for a DataFrame, a
-        CSV or a Parquet file the frame of `to_frame`; for xarray or a NetCDF file the dataset of
+        For arrays a dictionary of arrays, with the names and axes of `to_xarray`; for a DataFrame,
+        a CSV or a Parquet file the frame of `to_frame`; for xarray or a NetCDF file the dataset of
         `to_xarray`.
     """
     if table.kind == "frame":

@@ -10,7 +10,7 @@ from retrodict.data._columns import is_missing, parsed
 from retrodict.data._errors import listed, optional, shorten
 from retrodict.data._source import TIME_NAMES, Source
 
-OFFSET = re.compile(r"\d\d?:?\d*.*(Z|[+-]\d\d(:?\d\d)?)$")
+OFFSET = re.compile(r"(Z|[+-]\d\d(:?\d\d)?)$")
 QUARTER = re.compile(r"^(\d{4})[- ]?Q([1-4])$")
 ISO = re.compile(r"^\d{4}-\d\d")
 

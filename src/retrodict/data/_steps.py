@@ -71,7 +71,11 @@ def parse_step(freq: Any, dates: bool, owner: str) -> Step:
         if dates or not np.isfinite(freq) or freq <= 0:
             raise DataError(
                 f"{owner}: freq={freq!r} does not fit times that are "
-                + ("dates; give a text such as 'D', '6h' or '1 month'." if dates else "numbers.")
+                + (
+                    "dates; give a text such as 'D', '6h' or '1 month'."
+                    if dates
+                    else "numbers; give one above 0."
+                )
             )
         return Step("number", np.asarray(freq))
     if not dates:
@@ -250,4 +254,4 @@ def _spares_weekends(times: Sequence[np.ndarray]) -> bool:
         return False
     spans = [(series[0], series[-1]) for series in times]
     passed = [(last - first) // np.timedelta64(7, "D") for first, last in spans]
-    return max(passed) >= 2 and bool(np.all(np.concatenate(times) == days))
+    return bool(max(passed) >= 2 and np.all(np.concatenate(times) == days))

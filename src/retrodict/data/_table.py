@@ -166,7 +166,8 @@ class Table:
             gone = rows - int(self.mask[:, :, place].sum())
             share = f", {gone} missing ({100 * gone / rows:.1f} %)" if gone else ", none missing"
             seen = self.ys[:, :, place][self.mask[:, :, place]]
-            lines.append(f"column {column!r}: {seen.min():g} to {seen.max():g}{share}")
+            span = f"{seen.min():g} to {seen.max():g}" if seen.size else "nothing seen"
+            lines.append(f"column {column!r}: {span}{share}")
         for column in self.input_names:
             unit = f", in units of {self.step_unit}" if self._is_step(column) else ""
             lines.append(f"input {column!r}{unit}")

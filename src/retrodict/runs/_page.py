@@ -70,7 +70,8 @@ def page(content: ReportContent) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(content.title)}</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<title>{escape(content.title)}</title>\n<style>\n{style}</style>\n"
+        "<noscript><style>.controls, .keys { display: none; }</style></noscript>\n</head>\n"
         f"<body>\n<main>\n{text}\n</main>\n</body>\n</html>\n"
     )
 
@@ -147,10 +148,10 @@ def _digits(panel: SeriesPanel) -> int:
     spread = np.ptp(values) if values.size else 0.0
     if spread == 0:
         return least
-    return min(15, least + max(0, math.floor(math.log10(np.abs(values).max() / spread))))
+    return min(15, least + max(0, math.ceil(math.log10(np.abs(values).max() / spread) - 0.5)))
 
 
-def _numbers(values: np.ndarray, digits: int) -> list[float | None]:
+def _numbers(values: np.ndarray, digits: int) -> list[float | int | None]:
     form = f"%.{digits}g"
     written = [float(form % value) for value in np.asarray(values, float).tolist()]
     return [
@@ -205,7 +206,9 @@ def _charts(content: ReportContent, shown: Sequence[Series]) -> list[str]:
     parts.append(f'<ul class="legend">{marks}</ul>')
     choice = ""
     if len(shown) > 1:
-        options = "".join(f'<option value="{i}">{escape(s.name)}' for i, s in enumerate(shown))
+        options = "".join(
+            f'<option value="{i}">{escape(s.name)}</option>' for i, s in enumerate(shown)
+        )
         choice = f'<label>Series <select id="series">{options}</select></label>'
     buttons = "".join(
         f'<button type="button" id="{name}" aria-label="{label}" title="{label}">{sign}</button>'
@@ -362,7 +365,7 @@ def _diagnostics(content: ReportContent) -> list[str]:
         ]
         for line in content.diagnostics
     ]
-    return [_table(["Check", "Value", "Verdict", "Meaning"], rows, numeric={1})]
+    return [_table(["Check", "Value", "Verdict", "Meaning"], rows, numeric=set())]
 
 
 def _reproduce(content: ReportContent) -> list[str]:

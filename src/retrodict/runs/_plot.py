@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict.runs._content import SeriesPanel, is_dated, percent
+from retrodict.runs._content import Band, SeriesPanel, is_dated, percent
 
 FORMATS = (".png", ".svg", ".pdf")
 """The kinds of file that `plot` writes, by suffix."""
@@ -71,7 +71,7 @@ def plot(
         rcParams.update(_STYLE)
         height = 0.5 + 1.9 * len(panels)
         figure = Figure(figsize=(7.5, height), dpi=160, layout="constrained")
-        axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True).ravel()
+        axes = list(figure.subplots(len(panels), 1, squeeze=False, sharex=True).ravel())
         for panel, ax in zip(panels, axes, strict=True):
             _draw(panel, ax, level)
         _legend(figure, axes)
@@ -95,7 +95,7 @@ def _plain(text: str) -> str:
 
 
 def _draw(panel: SeriesPanel, ax: Any, level: float) -> None:
-    bands = [(panel, "#1f65b0", "smoothed")]
+    bands: list[tuple[Band | SeriesPanel, str, str]] = [(panel, "#1f65b0", "smoothed")]
     if panel.forecast is not None:
         bands.append((panel.forecast, "#b7410e", "forecast"))
     for band, colour, name in bands:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,10 +52,10 @@ def still(
     pad = 0.05 * (high - low)
     low, high = low - pad, high + pad
 
-    def at_x(values: np.ndarray) -> np.ndarray:
+    def at_x(values: Any) -> Any:
         return _LEFT + (values - left) / (right - left) * (WIDTH - _LEFT - _RIGHT)
 
-    def at_y(values: np.ndarray) -> np.ndarray:
+    def at_y(values: Any) -> Any:
         return HEIGHT - _BOTTOM - (values - low) / (high - low) * (HEIGHT - _BOTTOM - _TOP)
 
     parts = [
@@ -85,8 +85,9 @@ def _drawn(shape: Shape, x: np.ndarray, y: np.ndarray, other: np.ndarray) -> str
     seen = np.isfinite(y) & np.isfinite(other)
     if shape.kind == "dots":
         path = "".join(f"M{a:.1f} {b:.1f}h0" for a, b in _extremes(x[seen], y[seen]))
+        width = min(3.0, max(1.2, 600 / max(1, seen.sum())))
         return (
-            f'<path d="{path}" style="stroke:var(--{shape.ink})" stroke-width="3" '
+            f'<path d="{path}" style="stroke:var(--{shape.ink})" stroke-width="{width:.1f}" '
             f'stroke-linecap="round"/>'
         )
     path = ""

@@ -40,8 +40,8 @@ const choose = index => {
   const pad = (to - from) * 0.01 || (dated ? DAY : 1);
   const show = dated ? dateShower(panels[0].smoothed.times) : showNumber;
   view = {
-    dated, show, first: from, last: to, low: from - pad, high: to + pad, from: from - pad,
-    to: to + pad, least: Math.min(to - from + 2 * pad, 4 * ((to - from || 1) / (rows - 1))),
+    dated, show, low: from - pad, high: to + pad, from: from - pad, to: to + pad,
+    least: Math.min(to - from + 2 * pad, 4 * ((to - from || 1) / (rows - 1))),
   };
   for (const panel of panels) {
     const figure = make("figure", "panel"), plot = make("div", "plot");
@@ -57,6 +57,7 @@ const choose = index => {
     listen(panel);
   }
   pointer = null;
+  tell();
   draw();
 };
 
@@ -67,6 +68,7 @@ const show = (from, width) => {
   view.from = clamp(from, view.low, view.high - width);
   view.to = view.from + width;
   if (width > whole * (1 - 1e-9)) [view.from, view.to] = [view.low, view.high];
+  tell();
   drawSoon();
 };
 const zoom = (factor, about = (view.from + view.to) / 2) => {
@@ -91,9 +93,19 @@ const draw = () => {
   for (const panel of panels) measure(panel, font);
   const left = Math.ceil(Math.max(...panels.map(p => p.labelWidth))) + 10;
   for (const panel of panels) paint(panel, left, ink, font);
-  const begin = Math.max(view.from, view.first), end = Math.min(view.to, view.last);
-  range.textContent = `${view.show(begin)} to ${view.show(end)}`;
-  // What is shown, for who reads the document by machine.
+};
+
+// Says what is shown: the first and the last row in the window, and the window for machines.
+const tell = () => {
+  let first = Infinity, last = -Infinity;
+  for (const { times } of panels.flatMap(p => [p.smoothed, p.forecast]).filter(Boolean)) {
+    const begin = search(times, view.from), end = search(times, view.to) - 1;
+    if (begin > end) continue;
+    first = Math.min(first, times[begin]);
+    last = Math.max(last, times[end]);
+  }
+  range.textContent = first <= last
+    ? `${view.show(first)} to ${view.show(last)}` : "no rows here";
   Object.assign(host.dataset, { from: view.from, to: view.to });
 };
 

@@ -1,0 +1,521 @@
+"""The page of a run: what it holds, that it is safe and whole, that its charts can be zoomed."""
+
+import base64
+import hashlib
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retrodict import runs
+from retrodict.runs import _page, _still
+
+EVIL = """<script>alert('x')</script> & "q" </title></style> <!-- <b onclick=alert(1)>"""
+VOID = {"meta", "path"}
+
+
+def make_panel(
+    num_times: int = 60, title: str = "flow", dated: bool = True, level: float = 0.0, seed: int = 0
+) -> runs.SeriesPanel:
+    rng = np.random.default_rng(seed)
+    mean = level + np.cumsum(rng.normal(size=num_times))
+    observed = mean + rng.normal(size=num_times)
+    observed[num_times // 3 : num_times // 2] = np.nan
+    start: Any = np.datetime64("2020-01-01") if dated else 1871
+    later = start + num_times + np.arange(5)
+    ahead = np.full(5, mean[-1])
+    return runs.SeriesPanel(
+        title,
+        start + np.arange(num_times),
+        mean,
+        mean - 1,
+        mean + 1,
+        observed=observed,
+        forecast=runs.Band(later, ahead, ahead - 2, ahead + 2),
+    )
+
+
+def make_content(series: list[runs.Series] | None = None, name: str = "flow") -> runs.ReportContent:
+    steps = np.arange(100)
+    return runs.ReportContent(
+        title=name,
+        verdict="doubtful",
+        summary=[f"A summary of {name}."],
+        data=[f"column {name}"],
+        series=series
+        or [runs.Series(name, [make_panel(title=name)]), runs.Series("other", [make_panel()])],
+        parameters=[
+            runs.ParameterLine(name, 0.30412, 0.0123, (0.2846, 0.3251), method=name),
+            runs.ParameterLine("prior.mean", 2.0, learned=False),
+        ],
+        parameters_method=f"From the curvature, {name}.",
+        training=[runs.Curve(name, steps, -1.0 - 900.0 * np.exp(-steps / 2.0))],
+        training_label=f"ELBO of {name}",
+        training_note=name,
+        diagnostics=[runs.Diagnostic(name, 0.62, name, "doubtful")],
+        commands=[f"retrodict fit {name}"],
+        facts=[(name, name)],
+    )
+
+
+class Outline(HTMLParser):
+    """The elements of a page; complains where they do not nest."""
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str):
+        assert self.open.pop() == tag
+
+    def handle_comment(self, data: str):
+        raise AssertionError(f"a comment: {data}")
+
+    def handle_data(self, data: str):
+        self.texts.append(data)
+
+
+def payload(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="payload">(.*?)</script>', text, re.S)
+    assert found
+    return json.loads(found[1])
+
+
+def times_of(axis: dict[str, Any]) -> np.ndarray:
+    if "values" in axis:
+        return np.array(axis["values"], float)
+    return axis["start"] + axis["step"] * np.arange(axis["count"])
+
+
+def floats(values: list[float | None]) -> np.ndarray:
+    return np.array([np.nan if v is None else v for v in values], float)
+
+
+def test_names_are_text_wherever_they_stand():
+    plain, evil = Outline(runs.page(make_content())), Outline(runs.page(make_content(name=EVIL)))
+    # The same elements with the same attributes, but for what is text in them.
+    told = {"aria-label", "content"}
+    assert [
+        (tag, {k: v for k, v in attrs.items() if k not in told}) for tag, attrs in plain.elements
+    ] == [(tag, {k: v for k, v in attrs.items() if k not in told}) for tag, attrs in evil.elements]
+    assert sum(EVIL in text for text in evil.texts) >= 12
+    written = payload(runs.page(make_content(name=EVIL)))
+    assert written["series"][0]["name"] == written["series"][0]["panels"][0]["title"] == EVIL
+
+
+def test_a_page_needs_nothing_beside_it():
+    text = runs.page(make_content())
+    for _, attributes in Outline(text).elements:
+        assert not {"src", "href", "srcset", "data"} & set(attributes)
+    assert "://" not in text and "url(" not in text and "@import" not in text
+    # The browser is told so, and runs the one script that the page came with.
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    script = re.search(r"<script>(.*?)</script>", text, re.S)
+    assert policy and script
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert policy[1].startswith("default-src 'none';") and f"'sha256-{digest}'" in policy[1]
+
+
+def test_the_same_content_gives_the_same_bytes():
+    assert runs.page(make_content()) == runs.page(make_content())
+
+
+def test_all_sections_are_there_and_empty_ones_are_not():
+    headings = re.findall(r"<h2>(.*?)</h2>", runs.page(make_content()))
+    assert headings == [
+        "Data",
+        "Series",
+        "Parameters",
+        "Training",
+        "Diagnostics",
+        "How to reproduce",
+    ]
+    bare = runs.ReportContent(title="t", verdict=None, summary=["s"], data=[], series=[])
+    text = runs.page(bare)
+    assert "<h2>" not in text and "<script" not in text and "<p>s</p>" in text
+
+
+def test_a_parameter_has_the_digits_of_its_error():
+    lines = [
+        runs.ParameterLine("a", -1234567.891, 3.2, (-1234573.1, -1234562.6)),
+        runs.ParameterLine("b", 0.30412, 0.0123, (0.28461, 0.32514)),
+        runs.ParameterLine("c", 2.0, learned=False),
+    ]
+    content = runs.ReportContent("t", None, [], [], [], parameters=lines, level=0.8)
+    cells = re.findall(r"<td[^>]*><span>(.*?)</span></td>", runs.page(content))
+    assert cells[:5] == ["a", "−1234567.9", "3.2", "−1234573.1 to −1234562.6", "learned"]
+    assert cells[5:10] == ["b", "0.3041", "0.012", "0.2846 to 0.3251", "learned"]
+    assert cells[10:] == ["c", "2", "–", "–", "fixed"]
+    assert "80% interval" in runs.page(content)
+
+
+@pytest.mark.parametrize("dated", [True, False])
+@pytest.mark.parametrize("level", [0.0, 1e6])
+def test_data_come_back(dated: bool, level: float):
+    panel = make_panel(dated=dated, level=level)
+    data = payload(runs.page(make_content([runs.Series("s", [panel])])))
+    (found,) = data["series"][0]["panels"]
+    axis = data["axes"][found["axis"]]
+    assert axis["kind"] == ("date" if dated else "number") and "count" in axis
+    unit = "datetime64[ms]" if dated else float
+    np.testing.assert_array_equal(times_of(axis), panel.times.astype(unit).astype(float))
+    # However high the level, what varies is kept.
+    spread = np.ptp(panel.mean)
+    for name in ("mean", "lower", "upper", "observed"):
+        values = floats(found[name])
+        np.testing.assert_allclose(values, getattr(panel, name), rtol=0, atol=1e-5 * spread)
+    assert found["missing"] == list(range(20, 30))
+    assert panel.forecast is not None
+    np.testing.assert_allclose(floats(found["forecast"]["mean"]), panel.forecast.mean, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "times, kind",
+    [
+        (np.array(["2020-01-31", "2020-02-29", "2020-03-31"], "datetime64[D]"), "date"),
+        (np.array(["1500-01", "1500-02", "2900-03"], "datetime64[M]"), "date"),
+        (np.datetime64("2020-01-01T00:00:00.000250", "us") + 125 * np.arange(9), "date"),
+        (np.array([0.1, 0.25, 7.125]), "number"),
+        (0.1 * np.arange(50), "number"),
+        (np.array([20200101, 20200102]), "number"),
+    ],
+)
+def test_times_come_back_exactly(times: np.ndarray, kind: str):
+    zeros = np.zeros(times.size)
+    panel = runs.SeriesPanel("t", times, zeros, zeros, zeros)
+    data = payload(runs.page(make_content([runs.Series("s", [panel, panel])])))
+    (axis,) = data["axes"]  # both panels share it
+    exact = times.astype("datetime64[us]").astype(float) / 1000 if kind == "date" else times
+    assert axis["kind"] == kind
+    np.testing.assert_array_equal(times_of(axis), exact)
+
+
+def test_what_is_not_finite_is_null():
+    values = np.array([np.inf, -np.inf, np.nan, 1.5])
+    panel = runs.SeriesPanel("t", np.arange(4), values, values, values, observed=values)
+    (found,) = payload(runs.page(make_content([runs.Series("s", [panel])])))["series"][0]["panels"]
+    assert found["mean"] == found["observed"] == [None, None, None, 1.5]
+    assert found["missing"] == [2]
+
+
+def test_series_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch):
+    series = [runs.Series(f"s{i}", [make_panel(10)]) for i in range(53)]
+    text = runs.page(make_content(series))
+    assert len(payload(text)["series"]) == 50
+    assert "The first 50 of 53 series are on this page; 3 are left out." in text
+    monkeypatch.setattr(_page, "MAX_NUMBERS", 4 * 10 * 7)
+    assert len(payload(runs.page(make_content(series)))["series"]) == 7
+    monkeypatch.setattr(_page, "MAX_NUMBERS", 1)
+    assert len(payload(runs.page(make_content(series)))["series"]) == 1
+
+
+def test_a_long_series_makes_a_page_of_a_few_megabytes():
+    panel = make_panel(100_000)
+    level = runs.SeriesPanel("level", panel.times, panel.mean, panel.lower, panel.upper)
+    text = runs.page(make_content([runs.Series("s", [panel, level])]))
+    assert 1e6 < len(text.encode()) < 6e6
+
+
+def test_a_still_picture_keeps_the_extremes():
+    values = np.random.default_rng(0).normal(size=50_000)
+    values[12_345], values[40_001] = 50.0, -50.0
+    xs = np.linspace(0.0, 400.0, values.size)
+    kept = np.array(_still._extremes(xs, values))
+    assert len(kept) <= 2 * 401 and np.all(np.diff(kept[:, 0]) > 0)
+    for column in range(400):
+        here = values[np.floor(xs) == column]
+        left = kept[np.floor(kept[:, 0]) == column, 1]
+        assert left.min() == here.min() and left.max() == here.max()
+
+
+def test_a_poor_start_does_not_flatten_the_curve():
+    text = runs.page(make_content())
+    cut = int(re.findall(r"(\d+) values lie below the picture", text)[0])
+    assert 0 < cut <= 10
+    steady = np.linspace(0, 1, 100)
+    assert _page._limits(steady) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: runs.Band(p.times[::-1], p.mean, p.lower, p.upper), "increasing"),
+        (lambda p: runs.Band(p.times, p.mean[:-1], p.lower, p.upper), "mean must have one value"),
+        (lambda p: runs.Band(p.times.astype(str), p.mean, p.lower, p.upper), "datetime64"),
+        (
+            lambda p: runs.SeriesPanel(
+                "n", np.arange(60), p.mean, p.lower, p.upper, forecast=p.forecast
+            ),
+            "both be dates or both be numbers",
+        ),
+        (lambda p: runs.Series("s", []), "no panels"),
+        (lambda p: runs.Series("s", [p, make_panel(dated=False)]), "share an axis"),
+        (lambda p: runs.ReportContent("t", None, [], [], [], level=90.0), "between 0 and 1"),
+    ],
+)
+def test_wrong_content_is_refused(make: Callable[[runs.SeriesPanel], object], message: str):
+    with pytest.raises(ValueError, match=message):
+        make(make_panel())
+
+
+# The still picture of `plot`.
+
+
+@pytest.mark.parametrize(
+    "suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+)
+def test_a_plot_is_written_the_same_each_time(tmp_path: Path, suffix: str, start: bytes):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    panels = [make_panel(title="a $name_ 100%"), make_panel(seed=1)]
+    contents = []
+    for name in ("one", "two"):
+        runs.plot(panels, tmp_path / f"{name}.{suffix}", title="x$")
+        contents.append((tmp_path / f"{name}.{suffix}").read_bytes())
+    assert contents[0] == contents[1] and contents[0].startswith(start)
+    assert dict(matplotlib.rcParams) == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"one.{suffix}", f"two.{suffix}"]
+
+
+def test_a_plot_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match=r"a.gif: a picture ends in .png, .svg, .pdf"):
+        runs.plot([make_panel()], tmp_path / "a.gif")
+    with pytest.raises(ValueError, match="no panels"):
+        runs.plot([], tmp_path / "a.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="pip install"):
+        runs.plot([make_panel()], tmp_path / "a.png")
+
+
+# In a browser.
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+
+FRAME = """<!doctype html><body><script>
+addEventListener("message", event => {
+  const answer = document.createElement("pre");
+  answer.id = "answer";
+  answer.textContent = event.data;
+  document.body.append(answer);
+});
+</script><iframe src="page.html" style="width:WIDTHpx;height:2400px;border:0"></iframe></body>"""
+
+# What is asked is told to the frame around, once the page has drawn itself.
+ASK = """<script>
+addEventListener("load", () => {
+  const host = document.getElementById("charts"), root = document.documentElement;
+  const view = () => [host.dataset.from, host.dataset.to].map(Number);
+  const canvas = index => host.querySelectorAll("canvas")[index];
+  const at = (index, share) => {
+    const box = canvas(index).getBoundingClientRect();
+    return { clientX: box.left + share * box.width, clientY: box.top + 50,
+      bubbles: true, cancelable: true };
+  };
+  let answer;
+  try { answer = (() => { SCRIPT })(); } catch (error) { answer = String(error); }
+  parent.postMessage(JSON.stringify(answer), "*");
+});
+</script>"""
+
+
+def browse(folder: Path, address: Path) -> str:
+    assert BROWSER
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += ["--dump-dom", f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=9000"]
+    done = subprocess.run([*command, address.as_uri()], capture_output=True, text=True, timeout=120)
+    return done.stdout
+
+
+def ask(folder: Path, text: str, script: str, width: int = 1280) -> Any:
+    """The answer of a script that runs in the page, in a frame of this width."""
+    # What is asked is a second script, which the page would not let run.
+    text = re.sub(r"<meta http-equiv[^>]*>", "", text)
+    text = text.replace("</body>", ASK.replace("SCRIPT", script) + "</body>")
+    (folder / "page.html").write_text(text, encoding="utf-8")
+    (folder / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
+    match = re.search(r'<pre id="answer">(.*?)</pre>', browse(folder, folder / "frame.html"), re.S)
+    assert match
+    return json.loads(html.unescape(match[1]))
+
+
+def numbered(num_times: int = 2000) -> str:
+    panels = [make_panel(num_times, dated=False), make_panel(num_times, dated=False, seed=1)]
+    return runs.page(make_content([runs.Series("s", panels)]))
+
+
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_browser_runs_the_page_as_it_is(tmp_path: Path):
+    (tmp_path / "page.html").write_text(runs.page(make_content(name=EVIL)), encoding="utf-8")
+    seen = browse(tmp_path, tmp_path / "page.html")
+    assert len(re.findall("<canvas", seen)) == 1 and "data-from=" in seen
+    assert "2020-01-01 to 2020-03-05" in seen
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_page_fits_the_window(width: int, tmp_path: Path):
+    name = "a_long_name_without_any_place_to_break_it_" * 4
+    found = ask(
+        tmp_path,
+        runs.page(make_content(name=name)),
+        "return { width: root.clientWidth, over: root.scrollWidth - root.clientWidth,"
+        " canvas: canvas(0).clientWidth, small: [...document.querySelectorAll('td, th, p, li, dd')]"
+        ".map(e => parseFloat(getComputedStyle(e).fontSize)).reduce((a, b) => Math.min(a, b)) };",
+        width,
+    )
+    assert found["width"] == width and found["over"] <= 0 and found["small"] >= 12
+    assert found["canvas"] >= 0.75 * min(width, 992)
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_charts_are_zoomed_and_moved(width: int, tmp_path: Path):
+    script = """
+      const wheel = (share, deltaY, index = 0) =>
+        canvas(index).dispatchEvent(new WheelEvent("wheel", { ...at(index, share), deltaY }));
+      const touch = (type, id, share) => canvas(0).dispatchEvent(
+        new PointerEvent(type, { ...at(0, share), pointerId: id }));
+      const press = key => canvas(0).dispatchEvent(new KeyboardEvent("keydown", { key }));
+      const title = () => host.querySelector(".tip:not([hidden]) b")?.textContent;
+      const found = { start: view() };
+      found.untouched = wheel(0.5, 300);                         // all is seen: the page scrolls
+      touch("pointermove", 1, 0.75);
+      found.under = title();
+      wheel(0.75, -200); wheel(0.75, -200); wheel(0.75, -200, 1);
+      found.zoomed = view();
+      touch("pointermove", 1, 0.75);
+      found.stillUnder = title();
+      touch("pointerdown", 1, 0.5); touch("pointermove", 1, 0.6); touch("pointerup", 1, 0.6);
+      found.dragged = view();
+      touch("pointerdown", 1, 0.4); touch("pointerdown", 2, 0.6);
+      touch("pointermove", 2, 0.8); touch("pointerup", 1, 0.4); touch("pointerup", 2, 0.8);
+      found.pinched = view();
+      canvas(0).dispatchEvent(new MouseEvent("dblclick", at(0, 0.5)));
+      found.reset = view();
+      press("+"); found.plus = view();
+      press("ArrowRight"); found.right = view();
+      press("ArrowRight"); found.edge = view();
+      press("-"); press("-"); found.minus = view();
+      for (let i = 0; i < 60; i++) press("+");
+      found.least = view();
+      press("0"); found.zero = view();
+      document.getElementById("zoom-in").click(); found.button = view();
+      found.range = document.getElementById("range").textContent;
+      return found;"""
+    found = ask(tmp_path, numbered(), script, width)
+    assert isinstance(found, dict), found
+    start, spans = found["start"], {k: np.ptp(v) for k, v in found.items() if isinstance(v, list)}
+    whole = spans["start"]
+    assert start[0] < 1871 and start[1] > 1871 + 2004
+    assert found["untouched"] is True  # not prevented
+    # Three turns of the wheel, one of them on the other panel, about the time under the pointer.
+    np.testing.assert_allclose(spans["zoomed"], whole * np.exp(-1.2), rtol=1e-6)
+    assert abs(int(found["under"]) - int(found["stillUnder"])) <= 1
+    # A drag to the right shows what is earlier, as far as the pointer went.
+    moved = found["zoomed"][0] - found["dragged"][0]
+    assert 0.1 * spans["zoomed"] <= moved <= 0.13 * spans["zoomed"]
+    np.testing.assert_allclose(spans["dragged"], spans["zoomed"])
+    np.testing.assert_allclose(spans["pinched"], spans["dragged"] / 2, rtol=1e-3)
+    assert found["reset"] == found["zero"] == found["minus"] == start
+    np.testing.assert_allclose(spans["plus"], 0.7 * whole)
+    np.testing.assert_allclose(found["right"][0] - found["plus"][0], 0.2 * spans["plus"])
+    np.testing.assert_allclose(found["edge"][1], start[1])  # no further than the data
+    np.testing.assert_allclose(spans["edge"], spans["plus"])
+    assert 2 <= spans["least"] <= 10
+    np.testing.assert_allclose(spans["button"], 0.6 * whole)
+    first, last = map(int, found["range"].split(" to "))
+    assert first == np.ceil(found["button"][0]) and last == np.floor(found["button"][1])
+
+
+@pytest.mark.slow
+@needs_browser
+def test_another_series_is_chosen(tmp_path: Path):
+    series = [
+        runs.Series("a", [make_panel(50)]),
+        runs.Series(EVIL, [make_panel(1, title=EVIL, dated=False), make_panel(2, dated=False)]),
+    ]
+    script = """
+      const select = document.getElementById("series");
+      select.value = "1";
+      select.dispatchEvent(new Event("change"));
+      return [[...host.querySelectorAll("figcaption")].map(e => e.textContent),
+        document.getElementById("range").textContent, document.scripts.length];"""
+    titles, shown, num_scripts = ask(tmp_path, runs.page(make_content(series)), script)
+    assert titles == [EVIL, "flow"] and shown == "1871 to 1877" and num_scripts == 3
+
+
+@pytest.mark.slow
+@needs_browser
+def test_thinning_keeps_the_extremes(tmp_path: Path):
+    num_times, width = 100_000, 700
+    text = runs.page(make_content([runs.Series("s", [make_panel(num_times, dated=False)])]))
+    script = f"""
+      const payload = JSON.parse(document.getElementById("payload").textContent);
+      const values = payload.series[0].panels[0].observed.map(v => v === null ? NaN : v);
+      const times = values.map((_, i) => 1871 + i);
+      return retrodict.decimate(times, values, 11871, 81871, {width})
+        .map(bin => [bin.column, bin.low, bin.high, bin.count]);"""
+    bins = np.array(ask(tmp_path, text, script))
+    values = floats(payload(text)["series"][0]["panels"][0]["observed"])
+    columns = np.arange(num_times) // 100 - 100
+    seen = np.isfinite(values)
+    expected = [
+        (c, values[here].min(), values[here].max(), here.sum())
+        for c in range(width)
+        if (here := (columns == c) & seen).any()
+    ]
+    within = (bins[:, 0] >= 0) & (bins[:, 0] < width)
+    np.testing.assert_array_equal(bins[within], np.array(expected))
+    assert len(bins) <= width + 2
+
+
+@pytest.mark.slow
+@needs_browser
+def test_marks_of_time_are_round(tmp_path: Path):
+    script = """
+      const spans = [0.05, 2, 90, 7200, 86400, 864000, 6e6, 4e7, 4e8, 4e9, 4e10].map(s => 1000 * s);
+      const start = Date.UTC(2021, 10, 17, 13, 47, 11);
+      return spans.map(span => retrodict.dateTicks(start, start + span, 8)
+        .map(tick => [tick.at - start, tick.label, new Date(tick.at).toISOString()]));"""
+    found = ask(tmp_path, runs.page(make_content()), script)
+    spans = [0.05, 2, 90, 7200, 86400, 864000, 6e6, 4e7, 4e8, 4e9, 4e10]
+    for span, ticks in zip(spans, found, strict=True):
+        offsets = [tick[0] for tick in ticks]
+        assert 2 <= len(ticks) <= 9 and offsets == sorted(offsets)
+        assert 0 <= offsets[0] and offsets[-1] <= 1000 * span
+        assert all(label for _, label, _ in ticks)
+    labels = [[label for _, label, _ in ticks] for ticks in found]
+    # The first mark says what no other does.
+    assert labels[3] == ["17 Nov 14:00", *(f"14:{m}" for m in (15, 30, 45)), *labels[3][4:]]
+    assert labels[7][:3] == ["2022", "Mar", "May"] and labels[6][0].endswith(" 2021")
+    assert {np.datetime64(stamp[:10]).astype(object).weekday() for _, _, stamp in found[6]} == {0}
+    assert all(stamp.endswith("-01-01T00:00:00.000Z") for _, _, stamp in found[9])
