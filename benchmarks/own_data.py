@@ -153,8 +153,11 @@ def volatility(say: Callable[[str], None], quick: bool) -> dict[str, Any]:
     say(f"by {NUM_RUNS} filters with {number} particles {average:.4f} ± {error:.4f}")
 
     began = time.perf_counter()
-    sizes = {"num_particles": 100, "num_samples": 100} if quick else {}
-    louis = rd.parameter_errors(jax.random.key(1), model, ys, read=read, **sizes)
+    # The data hold some 3% of what the states would tell of the persistence: many paths.
+    sizes = {"num_particles": 1000, "num_samples": 100 if quick else 5000, "num_replicates": 40}
+    louis = rd.parameter_errors(
+        jax.random.key(1), model, ys, read=read, backward=rd.RejectionBackward(), **sizes
+    )
     seconds = time.perf_counter() - began
     shown = {name: round(float(louis.standard_error[name]), 5) for name in NAMES}
     noise = {name: round(float(louis.monte_carlo_error[name]), 5) for name in NAMES}

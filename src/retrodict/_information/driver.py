@@ -33,9 +33,12 @@ from retrodict._kalman import check_linear_gaussian
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, prepare_data
 from retrodict._parameters import unwrap
+from retrodict._particle import AbstractBackwardSampler, ExactBackward
 from retrodict._particle.diagnosis import DEGENERATE, FINE, refuse_failure
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key, is_concrete
+
+_EXACT = ExactBackward()
 
 MOST = 200
 """How many parameters an information matrix is computed for."""
@@ -62,6 +65,7 @@ def parameter_errors(
     num_particles: int = 500,
     num_samples: int = 500,
     num_replicates: int = 20,
+    backward: AbstractBackwardSampler = _EXACT,
 ) -> ParameterErrors:
     """Standard errors of learned parameters, from the observed information −∇² log p_θ(y).
 
@@ -71,9 +75,10 @@ def parameter_errors(
 
         −∇² log p_θ(y) = E[−∇² log p_θ(x, y) | y] − Cov(∇ log p_θ(x, y) | y),
 
-    from paths x given the series, drawn by `ffbsi` in independent replicates. The difference is
-    noisy where the states are mostly hidden; its Monte Carlo standard errors are jackknifed over
-    the replicates. Several series are independent, and their information adds up.
+    from paths x given the series, drawn by `ffbsi` in independent replicates. Both terms are large
+    and nearly equal where the states are mostly hidden, and their difference is then noisy: where
+    the data hold a share ρ of what the states would tell, S paths in all give a relative error of
+    about √(2/S)/ρ. Monte Carlo standard errors are jackknifed over the replicates. Several series are independent, and their information adds up.
 
     A quantity a(θ) with gradient g has the standard error √(gᵀΣg), Σ the inverse information. Its
     interval has as ends its values at θ ± z Σg / √(gᵀΣg), and so stays where the quantity can be: a
@@ -111,6 +116,7 @@ def parameter_errors(
         num_particles: how many particles each filter has.
         num_samples: how many paths each replicate draws.
         num_replicates: how many independent replicates there are.
+        backward: how `ffbsi` draws paths; `RejectionBackward()` makes many of them cheap.
 
     Returns:
         The information and its inverse, the score, standard errors, intervals, and a status.
@@ -154,7 +160,7 @@ def parameter_errors(
             )
         sizes = (check_count(num_particles, "num_particles"), check_count(num_samples, "samples"))
         replicates, messages = (
-            _from_particles(key, coordinates, batch, sizes, num_replicates)
+            _from_particles(key, coordinates, batch, sizes, num_replicates, backward)
             if chain is None
             else _from_chain(key, coordinates, batch, chain, sizes[1], num_replicates)
         )
@@ -240,9 +246,10 @@ def _from_particles(
     batch: Series,
     sizes: tuple[int, int],
     num_replicates: int,
+    backward: AbstractBackwardSampler,
 ) -> tuple[Replicates, list[str]]:
     keys = jax.random.split(key, (num_series(batch), num_replicates))
-    found, status, time = particle_replicates(coordinates, batch, keys, *sizes)
+    found, status, time = particle_replicates(coordinates, batch, keys, *sizes, backward)
     status, time = np.asarray(status), np.asarray(time)
     for code, at in zip(status.ravel(), time.ravel(), strict=True):
         if code not in (FINE, DEGENERATE):

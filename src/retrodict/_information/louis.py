@@ -17,7 +17,7 @@ from retrodict._information.coordinates import Coordinates, in_parts
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
-from retrodict._particle import ffbsi
+from retrodict._particle import AbstractBackwardSampler, ffbsi
 from retrodict._types import PRNGKey, Scalar
 
 PATHS_AT_ONCE = 50
@@ -66,13 +66,21 @@ def particle_replicates(
     keys: Key[Array, "series replicate"],
     num_particles: int,
     num_samples: int,
+    backward: AbstractBackwardSampler,
 ) -> tuple[Replicates, Int[Array, "series replicate"], Int[Array, "series replicate"]]:
     """Replicates from backward draws of a particle filter; the status of each, and its time."""
     model = unwrap(coordinates.model)
 
     def one(series: Series, key: PRNGKey) -> tuple[Replicates, Array, Array]:
         found = ffbsi(
-            key, model, series.ys, num_particles, num_samples, strict=False, **_rest(series)
+            key,
+            model,
+            series.ys,
+            num_particles,
+            num_samples,
+            backward=backward,
+            strict=False,
+            **_rest(series),
         )
         weights = jnp.full(num_samples, 1.0 / num_samples, found.samples.dtype)
         sums = _along(coordinates, found.samples, weights, series)
