@@ -165,17 +165,17 @@ def kalman_like(chain: rd.LinearGaussianChain) -> rd.KalmanPosterior:
 
 @pytest.mark.statistical
 @pytest.mark.parametrize(
-    "options",
+    ("chain", "options"),
     [
-        {"defensive": 0.2},
-        {"resampling": "multinomial", "threshold": 1.0},
-        {"resampling": "residual", "forward": rd.ExactBackward()},
-        {"resampling": "stratified", "threshold": 0.9, "defensive": 0.1},
+        (rd.covered(WRONG, None, 0.2), {}),
+        (WRONG, {"resampling": "multinomial", "threshold": 1.0}),
+        (WRONG, {"resampling": "residual", "forward": rd.ExactBackward()}),
+        (rd.covered(WRONG, None, 0.1), {"resampling": "stratified", "threshold": 0.9}),
     ],
-    ids=["defensive", "multinomial", "residual", "stratified"],
+    ids=["covered", "multinomial", "residual", "stratified"],
 )
-def test_a_wrong_chain_is_corrected_in_every_way(options: dict):
-    found = runs(MODEL, WRONG, YS, 200, 200, **options)
+def test_a_wrong_chain_is_corrected_in_every_way(chain: rd.AbstractKernelChain, options: dict):
+    found = runs(MODEL, chain, YS, 200, 200, **options)
     check_means(found, wanted_of(EXACT, N), 200, bias=10.0)
     check_evidence(found, EXACT.log_evidence)
 
@@ -193,15 +193,15 @@ def test_errors_fall_as_one_over_the_root_of_the_number_of_particles():
 
 
 @pytest.mark.statistical
-def test_a_defensive_run_makes_up_for_kernels_that_are_too_sure_of_themselves():
+def test_filtering_laws_cover_kernels_that_are_too_sure_of_themselves():
     # Filtering laws that cover, and kernels of a fifth of the width.
     sure = eqx.tree_at(
         lambda q: q.kernels.scale_tril, EXACT.chain, 0.2 * EXACT.chain.kernels.scale_tril
     )
     plain = runs(MODEL, sure, YS, 300, 100)
-    defended = runs(MODEL, sure, YS, 300, 100, defensive=0.3)
-    assert defended["log_evidence"].std() < 0.5 * plain["log_evidence"].std()
-    check_evidence(defended, EXACT.log_evidence)
+    found = runs(MODEL, rd.covered(sure, None, 0.3), YS, 300, 100)
+    assert found["log_evidence"].std() < 0.5 * plain["log_evidence"].std()
+    check_evidence(found, EXACT.log_evidence)
 
 
 BIMODAL = rd.StateSpaceModel(
@@ -271,8 +271,8 @@ class CurvedKernel(rd.AbstractBackwardKernel):
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("defensive", [0.0, 0.2])
-def test_any_chain_corrects_to_the_posterior_of_any_model(defensive: float):
+@pytest.mark.parametrize("share", [None, 0.2])
+def test_any_chain_corrects_to_the_posterior_of_any_model(share: float | None):
     model = rd.StateSpaceModel(
         dist.Normal(jnp.zeros(1), 0.5),
         rd.DistributionKernel(lambda x: dist.StudentT(5.0, 0.8 * x, 0.3)),
@@ -282,11 +282,11 @@ def test_any_chain_corrects_to_the_posterior_of_any_model(defensive: float):
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
     laws = jax.vmap(rd.Gaussian)(jnp.full((5, 1), 0.3), jnp.ones((5, 1, 1)))
     chain = rd.SampledChain(laws, CurvedKernel(), jnp.zeros((4, 1)))
+    chain = chain if share is None else rd.covered(chain, None, share)
     wanted = {"mean": np.asarray(exact.mean), "covariance": np.asarray(exact.covariance)}
     bound = float(scipy.stats.t.logpdf(0.0, 5.0, 0.0, 0.3))
     for forward in (rd.MCMCBackward(), rd.ExactBackward(), rd.RejectionBackward(log_bound=bound)):
-        options = {"forward": forward, "defensive": defensive}
-        found = runs(model, chain, ys, 300, 100, **options)
+        found = runs(model, chain, ys, 300, 100, forward=forward)
         check_means(found, wanted, 300, bias=10.0)
         check_evidence(found, exact.log_evidence)
 
@@ -398,7 +398,8 @@ def test_in_single_precision(x32: None, key: jax.Array, forward: rd.AbstractBack
     model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), MODEL)
     ys = np.asarray(YS, np.float32)
     exact = rd.kalman_smoother(model, ys)
-    found = rd.guided_smoother(key, model, exact.chain, ys, 100, forward=forward, defensive=0.1)
+    chain = rd.covered(exact.chain, None, 0.1)
+    found = rd.guided_smoother(key, model, chain, ys, 100, forward=forward)
     assert found.samples.dtype == found.log_weights.dtype == jnp.float32
     assert abs(float(found.log_evidence - exact.log_evidence)) < 0.5
     found = rd.guided_smoother(key, model, exact.chain, ys, 100, forward=forward)
@@ -451,7 +452,6 @@ def test_a_handful_of_particles_is_named(key: jax.Array):
         ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
         ({"key": 0}, TypeError, "guided_smoother expects one typed key"),
         ({"forward": "exact"}, TypeError, "guided_smoother expects a backward sampler"),
-        ({"defensive": 1.0}, ValueError, r"defensive must lie in \[0, 1\), got 1.0"),
         ({"threshold": 0.0}, ValueError, r"threshold must lie in \(0, 1\]"),
         ({"resampling": "best"}, ValueError, "resampling must be one of"),
         (

@@ -27,7 +27,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.special import ndtri
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._chain import AbstractKernelChain
@@ -174,7 +173,6 @@ def guided_smoother(
     num_samples: int | None = None,
     *,
     forward: AbstractBackwardSampler = _MOVES,
-    defensive: float = 0.0,
     resampling: Scheme = "systematic",
     threshold: float = 0.5,
     strict: bool = True,
@@ -189,6 +187,11 @@ def guided_smoother(
     chain, if its laws have mass wherever the posterior has; a chain that is nearly right makes it
     right with few particles, since they are drawn where the whole series says. If the chain is the
     posterior, all weights are equal and the evidence is exact.
+
+    Weights do not tell of states that are never drawn. Pass `covered(chain, wide, share)` where the
+    chain may have left something out: it was hardly trained, has one mode where the posterior may
+    have two, or an effective sample size of the result falls to a few particles. If only its
+    kernels are too narrow and its filtering laws are not, pass `covered(chain, None, share)`.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -207,7 +210,7 @@ def guided_smoother(
         key: a typed key.
         model: the model; all of its parts must have densities.
         chain: a chain of the series with filtering laws and backward kernels, such as a linearised
-            or an amortised smoother's. Where tails are thin, inflate its scales.
+            or an amortised smoother's; `covered` by a wide law if it may be elsewhere.
         ys: observations, of shape `(time, obs)`; NaN where missing.
         num_particles: how many particles.
         num_samples: how many paths to draw; as many as particles by default.
@@ -215,10 +218,6 @@ def guided_smoother(
             true ancestors, which a good chain leaves distinct, and cost no more than the particles
             themselves; `ExactBackward()` and `RejectionBackward()`, whose paths share fewer
             particles under a chain that is far off; or `Genealogy()`.
-        defensive: the share of particles that are drawn from the filtering laws of the chain and
-            not from its kernels. Above zero, the factor q_{k-1} / proposal of a weight is at most
-            one over that share, so that kernels that are too sure of themselves do less harm; the
-            filtering laws must still cover the posterior.
         resampling: `"systematic"`, `"stratified"`, `"residual"` or `"multinomial"`.
         threshold: particles are resampled once the effective sample size is below this share of
             them; 1 to do so at every step.
@@ -247,15 +246,11 @@ def guided_smoother(
             f"{owner} expects a chain with filtering laws and backward kernels, such as a"
             f" LinearGaussianChain, got {type(chain).__name__}.{hint}"
         )
-    if not 0 <= defensive < 1:
-        raise ValueError(f"defensive must lie in [0, 1), got {defensive}.")
     check_scheme(resampling)
     model = unwrap(model)
     check_model(model, chain, owner)
     series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs, length=length)
-    guide = _Guide(
-        model, chain, float(defensive), resampling, check_threshold(threshold), num_particles
-    )
+    guide = _Guide(model, chain, resampling, check_threshold(threshold), num_particles)
     found = _guided(guide, forward, key, series, num_samples)
     refuse_failure(owner, found.status, found.status_time, strict)
     return found
@@ -285,7 +280,6 @@ class _Guide(eqx.Module):
     Attributes:
         model: an unwrapped model.
         chain: where particles are drawn from.
-        defensive: the share of them that are drawn from filtering laws.
         resampling: the scheme.
         threshold: the share of the particles below which the effective sample size makes the run
             resample.
@@ -294,24 +288,15 @@ class _Guide(eqx.Module):
 
     model: StateSpaceModel
     chain: AbstractKernelChain
-    defensive: float = eqx.field(static=True)
     resampling: Scheme = eqx.field(static=True)
     threshold: float = eqx.field(static=True)
     num_particles: int = eqx.field(static=True)
 
-    def noise(
-        self, key: PRNGKey, steps: PyTree, law: Any, dtype: Any
-    ) -> Float[Array, "particle e"]:
-        """Standard normal numbers with which all particles move once.
-
-        Those of a kernel come first; a defensive run has those of a filtering law after them, and
-        one that chooses.
-        """
+    def noise(self, key: PRNGKey, steps: PyTree, dtype: Any) -> Float[Array, "particle e"]:
+        """Standard normal numbers with which all particles move once."""
         blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), steps)
         x = jnp.zeros(self.chain.state_dim, dtype)
         size = self.chain.kernel_law(blank, x).noise_dim
-        if self.defensive > 0:
-            size += law.noise_dim + 1
         return jax.random.normal(key, (self.num_particles, size), dtype)
 
     def lift(
@@ -332,16 +317,8 @@ class _Guide(eqx.Module):
     ) -> tuple[Float[Array, "state"], Scalar, Scalar]:
         """A draw x of time k-1, its log q_{k-1}, and log m − log of the density it was drawn by."""
         kernel = self.chain.kernel_law(step, after)
-        x, size = kernel.from_noise(noise[: kernel.noise_dim]), kernel.noise_dim
-        if self.defensive > 0:
-            other = law.from_noise(noise[size : size + law.noise_dim])
-            x = jnp.where(noise[-1] < ndtri(self.defensive), other, x)
-        x = x.astype(after.dtype)
+        x = kernel.from_noise(noise).astype(after.dtype)
         log_law, log_proposal = summed(law.log_prob(x)), summed(kernel.log_prob(x))
-        if self.defensive > 0:
-            log_proposal = jnp.logaddexp(
-                math.log1p(-self.defensive) + log_proposal, math.log(self.defensive) + log_law
-            )
         return x, log_law, self.model.transition.log_prob(x, after, u) - log_proposal
 
 
@@ -363,9 +340,7 @@ def _run(guide: _Guide, key: PRNGKey, series: Series) -> _Clouds:
     log_laws = jax.vmap(lambda x: summed(last_law.log_prob(x)))(first)
     lifts = guide.lift(first, log_laws, last_row).astype(dtype)
     # Drawn by time, so that padding changes nothing that exists.
-    noise = jax.vmap(lambda key: guide.noise(key, steps, last_law, dtype))(
-        jax.random.split(noise_key, n - 1)
-    )
+    noise = jax.vmap(lambda key: guide.noise(key, steps, dtype))(jax.random.split(noise_key, n - 1))
 
     def back(state: tuple, at: tuple) -> tuple[tuple, tuple]:
         cloud, lifts = state
