@@ -235,6 +235,77 @@ def test_a_chain_with_one_mode_finds_both_where_it_covers_them(
     check_evidence(found, exact.log_evidence)
 
 
+# --- a chain that is elsewhere --------------------------------------------------------------------
+
+WIDE = rd.Gaussian(jnp.zeros(1), 3.0 * jnp.eye(1))
+"""It covers the states of the bimodal model."""
+
+COVERS = [
+    pytest.param((WIDE, 0.3), id="wide"),
+    pytest.param((None, 0.3), id="own", marks=pytest.mark.slow),
+]
+
+
+def elsewhere(num_times: int) -> rd.LinearGaussianChain:
+    """A chain that is sure of states to which the posterior gives next to nothing."""
+    return rd.LinearGaussianChain.from_arrays(
+        jnp.full((num_times, 1), 2.5),
+        jnp.full((num_times, 1, 1), 0.2),
+        jnp.full((num_times - 1, 1, 1), 0.1),
+        jnp.full((num_times - 1, 1), 2.25),
+        jnp.full((num_times - 1, 1, 1), 0.2),
+    )
+
+
+@pytest.mark.parametrize("cover", COVERS)
+def test_without_resampling_particles_are_paths_with_importance_weights(
+    cover: tuple[rd.Gaussian | None, float], key: jax.Array
+):
+    ys, chain = jnp.array([[0.1], [-0.6], [1.2]]), rd.covered(elsewhere(3), *cover)
+    found = rd.guided_smoother(
+        key, BIMODAL, chain, ys, 40, threshold=1e-9, forward=rd.Genealogy(), strict=False
+    )
+    paths = jnp.swapaxes(found.particles, 0, 1)
+    weigh = jax.jit(jax.vmap(lambda x: BIMODAL.log_joint(x, ys) - chain.log_prob(x)))
+    log_weights = weigh(paths)
+    total = float(jax.nn.logsumexp(log_weights))
+    assert float(found.log_evidence) == pytest.approx(total - math.log(40), abs=1e-9)
+    np.testing.assert_allclose(found.log_weights[0], log_weights - total, atol=1e-9)
+    # The wide law was drawn from, and where it was, the chain alone would have no such state.
+    far = float(jnp.mean(jnp.abs(paths - 2.5) > 2.0))
+    assert 0.1 < far < 0.4 if cover[0] is not None else far == 0.0
+
+
+def scores(found: dict, exact: rd.GridPosterior) -> np.ndarray:
+    """The z-scores of evidence and means over independent runs.
+
+    With Ẑ the estimated evidence and m the mean over the paths of a run, Ẑ is an unbiased estimate
+    of the evidence and Ẑ m of its product with the smoothed mean: there is no bias to allow for.
+    """
+    ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
+    off = found["mean"][..., 0] - np.asarray(exact.mean)[:, 0]
+    values = np.concatenate([ratio[:, None] - 1, ratio[:, None] * off], axis=1)
+    return values.mean(0) / (values.std(0, ddof=1) / np.sqrt(len(values)))
+
+
+@pytest.mark.statistical
+def test_a_covered_chain_is_corrected_wherever_it_is():
+    # Six z-scores below 4.5: a false alarm in 25,000.
+    ys = BIMODAL.simulate(jax.random.key(2), 5)[1]
+    grid = rd.Grid(jnp.array([-9.0]), jnp.array([9.0]), 1500)
+    exact = rd.grid_smoother(BIMODAL, ys, grid).check()
+    found = runs(BIMODAL, rd.covered(elsewhere(5), WIDE, 0.5), ys, 2000, 200)
+    assert np.max(np.abs(scores(found, exact))) < 4.5, scores(found, exact)
+    # An evidence that is wrong by a fifth would be refused,
+    ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
+    assert 4.5 * ratio.std() / np.sqrt(200) < 0.2
+    # and without the cover so are the same runs: all of them miss all of the mass.
+    alone = runs(BIMODAL, elsewhere(5), ys, 2000, 200)
+    with np.errstate(divide="ignore"):
+        assert np.max(np.abs(scores(alone, exact))) > 100
+    assert np.min(np.abs(alone["mean"] - np.asarray(exact.mean))) > 1
+
+
 # --- chains and models of other forms -------------------------------------------------------------
 
 
