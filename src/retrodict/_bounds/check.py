@@ -172,7 +172,11 @@ def _messages(
             f" {K_HAT_GOOD}: the chain leaves out part of the posterior, or the series is long"
         )
     gap, noise = float(evidence - value), math.hypot(float(error), float(evidence_error))
-    if gap > MANY_NATS + 3 * noise:
+    if gap == math.inf:
+        found.append(
+            "loose ELBO: it is minus infinity, since the model excludes paths that the chain draws"
+        )
+    elif gap > MANY_NATS + 3 * noise:
         found.append(
             f"loose ELBO: it is {gap:.1f} nats below the particle estimate of the log-evidence, of"
             f" which sampling explains about {noise:.1f}"

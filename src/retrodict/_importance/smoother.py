@@ -13,7 +13,7 @@ from retrodict._chain import AbstractBackwardChain
 from retrodict._elbo import check_model, series_of_chain
 from retrodict._expectation import check_chain
 from retrodict._functional import AbstractFunctional, Observations
-from retrodict._importance.pareto import K_HAT_GOOD, pareto_smoothed
+from retrodict._importance.pareto import FEWEST_WEIGHTS, K_HAT_GOOD, pareto_smoothed
 from retrodict._importance.weights import log_weights_of
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
@@ -32,7 +32,8 @@ class ImportancePosterior(eqx.Module):
         log_weights: their normalised log weights, smoothed if that was asked for.
         raw_log_weights: log p(x, y) − log q(x), neither smoothed nor normalised.
         k_hat: the Pareto shape of the raw weights. Up to 0.7 the weights correct the chain
-            reliably; above, its tails are too thin, it is elsewhere, or the series is long.
+            reliably; above, its tails are too thin, it is elsewhere, or the series is long. With
+            fewer than 21 paths, too few to fit it to, it is ∞, and `messages` say so.
         data: what was observed, for functionals that read it.
         length: how many rows exist, or `None` if all of them do.
         messages: what is wrong, in words; empty if nothing is.
@@ -155,7 +156,8 @@ def importance_smoother(
         model: the model; all of its parts must have densities.
         chain: the law q of paths to draw from.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        num_samples: how many paths.
+        num_samples: how many paths; from 21 on their weights have a Pareto shape, and some hundreds
+            tell it well.
         smooth: whether the largest weights are replaced by quantiles of the Pareto law fitted to
             them (Vehtari et al. 2024), which lowers the variance for a small bias.
         mask: true where an entry was seen; `True` alone promises that everything was.
@@ -193,7 +195,7 @@ def importance_smoother(
         jnp.asarray(k_hat, raw.dtype),
         Observations(series.ys, series.mask, series.inputs),
         series.length,
-        _messages(k_hat),
+        _messages(k_hat, num_samples),
     )
 
 
@@ -212,9 +214,14 @@ def _check_weights(raw: np.ndarray) -> None:
         )
 
 
-def _messages(k_hat: float) -> tuple[str, ...]:
+def _messages(k_hat: float, num_samples: int) -> tuple[str, ...]:
     if k_hat <= K_HAT_GOOD:
         return ()
+    if num_samples < FEWEST_WEIGHTS:
+        return (
+            f"unknown: {num_samples} paths are too few to tell the Pareto shape of their weights,"
+            f" which counts as infinite. Draw at least {FEWEST_WEIGHTS} paths",
+        )
     return (
         f"unreliable: the Pareto shape of the weights is {k_hat:.2f}, above {K_HAT_GOOD}: a few"
         " paths carry most of the weight, and standard errors are too small. Use a chain with wider"
