@@ -1,15 +1,18 @@
 """What a guided smoother returns: paths, the particles that they go through, and diagnostics."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict._functional import AbstractFunctional, Observations
-from retrodict._particle.diagnosis import check_data, check_single
-from retrodict._particle.moments import log_evidence_variance, path_moments, path_variance
+from retrodict._particle.diagnosis import check_data, check_functional, check_single
+from retrodict._particle.moments import (
+    log_evidence_variance,
+    path_expectation,
+    path_moments,
+    path_quantile,
+)
 from retrodict._particle.resampling import Scheme
-from retrodict._particle.smoother import value_along
 from retrodict._types import Scalar
 from retrodict._validate import check_count
 
@@ -68,10 +71,8 @@ class GuidedPosterior(eqx.Module):
         Args:
             probability: between 0 and 1.
         """
-        if not 0 <= probability <= 1:
-            raise ValueError(f"quantile expects a probability between 0 and 1, got {probability}.")
         check_single(self.particles)
-        return jnp.quantile(self.samples, probability, axis=0)
+        return path_quantile(self.samples, probability)
 
     def log_evidence_standard_error(self, lag: int = 20) -> Scalar:
         """The standard error of `log_evidence`, estimated from this one run.
@@ -105,26 +106,13 @@ class GuidedPosterior(eqx.Module):
         Returns:
             The pair (value, standard error), pytrees as the functional has them.
         """
-        if not isinstance(functional, AbstractFunctional):
-            raise TypeError(
-                "expectation expects a functional, such as StateSum() or AdditiveFunctional(fn),"
-                f" got {type(functional).__name__}."
-            )
+        check_functional(functional)
         check_single(self.particles)
-        if data is not None:
+        if data is None:
+            data = self.data
+        else:
             check_data(data, self.samples.shape[1], "expectation")
-        return _expectation(self, functional, self.data if data is None else data)
-
-
-@eqx.filter_jit
-def _expectation(
-    posterior: GuidedPosterior, functional: AbstractFunctional, data: PyTree
-) -> tuple[PyTree, PyTree]:
-    n, num_particles = posterior.particles.shape[:2]
-    exists = None if posterior.length is None else jnp.arange(n) < posterior.length
-    values = jax.vmap(lambda path: value_along(functional, path, data, exists))(posterior.samples)
-    variances = path_variance(values, posterior.indices, num_particles, exists)
-    return (
-        jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), values),
-        jax.tree.map(jnp.sqrt, variances),
-    )
+        num_particles = self.particles.shape[1]
+        return path_expectation(
+            functional, self.samples, self.indices, num_particles, data, self.length
+        )

@@ -17,9 +17,8 @@ from retrodict._importance.pareto import FEWEST_WEIGHTS, K_HAT_GOOD, pareto_smoo
 from retrodict._importance.weights import log_weights_of
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
-from retrodict._particle.diagnosis import check_data
-from retrodict._particle.moments import weighted_quantile
-from retrodict._particle.smoother import value_along
+from retrodict._particle.diagnosis import check_data, check_functional
+from retrodict._particle.moments import path_values, weighted_moments, weighted_quantile
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key, is_concrete
 
@@ -77,12 +76,12 @@ class ImportancePosterior(eqx.Module):
     @property
     def mean(self) -> Float[Array, "time state"]:
         """The smoothed means."""
-        return _moments(self.samples, self.log_weights)[0]
+        return weighted_moments(*self._clouds())[0]
 
     @property
     def covariance(self) -> Float[Array, "time state state"]:
         """The smoothed covariances."""
-        return _moments(self.samples, self.log_weights)[1]
+        return weighted_moments(*self._clouds())[1]
 
     def quantile(self, probability: float) -> Float[Array, "time state"]:
         """The quantile of each coordinate of the smoothed states.
@@ -90,9 +89,7 @@ class ImportancePosterior(eqx.Module):
         Args:
             probability: between 0 and 1.
         """
-        states = jnp.swapaxes(self.samples, 0, 1)
-        weights = jnp.broadcast_to(self.log_weights, states.shape[:2])
-        return weighted_quantile(states, weights, probability)
+        return weighted_quantile(*self._clouds(), probability)
 
     def expectation(
         self, functional: AbstractFunctional, data: PyTree = None
@@ -110,14 +107,15 @@ class ImportancePosterior(eqx.Module):
         Returns:
             The pair (value, standard error), pytrees as the functional has them.
         """
-        if not isinstance(functional, AbstractFunctional):
-            raise TypeError(
-                "expectation expects a functional, such as StateSum() or AdditiveFunctional(fn),"
-                f" got {type(functional).__name__}."
-            )
+        check_functional(functional)
         if data is not None:
             check_data(data, self.samples.shape[1], "expectation")
         return _expectation(self, functional, self.data if data is None else data)
+
+    def _clouds(self) -> tuple[Float[Array, "time sample state"], Float[Array, "time sample"]]:
+        """The states of each time, with their log weights."""
+        states = jnp.swapaxes(self.samples, 0, 1)
+        return states, jnp.broadcast_to(self.log_weights, states.shape[:2])
 
 
 def importance_smoother(
@@ -236,23 +234,11 @@ def _deviation(values: Float[Array, "sample"]) -> Scalar:
 
 
 @eqx.filter_jit
-def _moments(
-    samples: Float[Array, "sample time state"], log_weights: Float[Array, "sample"]
-) -> tuple[Float[Array, "time state"], Float[Array, "time state state"]]:
-    weights = jnp.exp(log_weights)
-    mean = jnp.einsum("p,pts->ts", weights, samples, precision="highest")
-    centred = samples - mean[None]
-    covariance = jnp.einsum("p,pta,ptb->tab", weights, centred, centred, precision="highest")
-    return mean, covariance
-
-
-@eqx.filter_jit
 def _expectation(
     posterior: ImportancePosterior, functional: AbstractFunctional, data: PyTree
 ) -> tuple[PyTree, PyTree]:
-    n, weights = posterior.samples.shape[1], jnp.exp(posterior.log_weights)
-    exists = None if posterior.length is None else jnp.arange(n) < posterior.length
-    values = jax.vmap(lambda path: value_along(functional, path, data, exists))(posterior.samples)
+    weights = jnp.exp(posterior.log_weights)
+    values = path_values(functional, posterior.samples, data, posterior.length)
 
     def mean(leaf: Array) -> Array:
         return jnp.tensordot(weights, leaf, axes=1, precision="highest")
