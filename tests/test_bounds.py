@@ -14,6 +14,7 @@ import scipy.optimize
 import scipy.stats
 
 import retrodict as rd
+from bounded_law import Within
 from linear_models import lower_factor, random_mask, random_model
 from retrodict._bounds import curvature, distances, gains, mixing, on_grid, wasserstein
 from retrodict._importance.pareto import pareto_shape
@@ -804,7 +805,7 @@ def test_an_exact_posterior_passes_every_check():
     instance = Instance(17, 1)
     key = jax.random.key(0)
     found = rd.check_posterior(key, instance.model, instance.exact, instance.ys)
-    assert found.messages == () and float(found.k_hat) == -math.inf
+    assert found.kinds == found.messages == () and float(found.k_hat) == -math.inf
     assert abs(float(found.gap)) < 4 * float(found.log_evidence_standard_error)
 
 
@@ -825,5 +826,18 @@ def test_a_lost_mode_is_named():
     )
     chain = rd.kalman_smoother(one, jnp.sqrt(ys)).chain
     found = rd.check_posterior(jax.random.key(0), model, chain, ys)
-    assert any(message.startswith("mode loss") for message in found.messages)
+    assert "mode loss" in found.kinds and len(found.kinds) == len(found.messages)
     assert 0.3 < float(jnp.max(found.missed)) < 0.7
+
+
+@pytest.mark.slow
+def test_a_chain_that_draws_what_the_model_excludes_has_a_loose_elbo():
+    step = rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1))
+    prior, ys = rd.Gaussian(jnp.zeros(1), jnp.eye(1)), jnp.zeros((4, 1))
+    within = rd.DistributionKernel(lambda x: Within(x, 2.0))
+    model = rd.StateSpaceModel(prior, step, within)
+    chain = rd.kalman_smoother(rd.StateSpaceModel(prior, step, step), ys).chain
+    found = rd.check_posterior(jax.random.key(0), model, chain, ys)
+    # The weights could correct it, since it covers what the model allows.
+    assert found.kinds == ("loose ELBO",) and "minus infinity" in found.messages[0]
+    assert float(found.elbo) == -math.inf and float(found.k_hat) < 0.7

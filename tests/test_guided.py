@@ -165,17 +165,17 @@ def kalman_like(chain: rd.LinearGaussianChain) -> rd.KalmanPosterior:
 
 @pytest.mark.statistical
 @pytest.mark.parametrize(
-    "options",
+    ("chain", "options"),
     [
-        {"defensive": 0.2},
-        {"resampling": "multinomial", "threshold": 1.0},
-        {"resampling": "residual", "forward": rd.ExactBackward()},
-        {"resampling": "stratified", "threshold": 0.9, "defensive": 0.1},
+        (rd.covered(WRONG, None, 0.2), {}),
+        (WRONG, {"resampling": "multinomial", "threshold": 1.0}),
+        (WRONG, {"resampling": "residual", "forward": rd.ExactBackward()}),
+        (rd.covered(WRONG, None, 0.1), {"resampling": "stratified", "threshold": 0.9}),
     ],
-    ids=["defensive", "multinomial", "residual", "stratified"],
+    ids=["covered", "multinomial", "residual", "stratified"],
 )
-def test_a_wrong_chain_is_corrected_in_every_way(options: dict):
-    found = runs(MODEL, WRONG, YS, 200, 200, **options)
+def test_a_wrong_chain_is_corrected_in_every_way(chain: rd.AbstractKernelChain, options: dict):
+    found = runs(MODEL, chain, YS, 200, 200, **options)
     check_means(found, wanted_of(EXACT, N), 200, bias=10.0)
     check_evidence(found, EXACT.log_evidence)
 
@@ -193,15 +193,15 @@ def test_errors_fall_as_one_over_the_root_of_the_number_of_particles():
 
 
 @pytest.mark.statistical
-def test_a_defensive_run_makes_up_for_kernels_that_are_too_sure_of_themselves():
+def test_filtering_laws_cover_kernels_that_are_too_sure_of_themselves():
     # Filtering laws that cover, and kernels of a fifth of the width.
     sure = eqx.tree_at(
         lambda q: q.kernels.scale_tril, EXACT.chain, 0.2 * EXACT.chain.kernels.scale_tril
     )
     plain = runs(MODEL, sure, YS, 300, 100)
-    defended = runs(MODEL, sure, YS, 300, 100, defensive=0.3)
-    assert defended["log_evidence"].std() < 0.5 * plain["log_evidence"].std()
-    check_evidence(defended, EXACT.log_evidence)
+    found = runs(MODEL, rd.covered(sure, None, 0.3), YS, 300, 100)
+    assert found["log_evidence"].std() < 0.5 * plain["log_evidence"].std()
+    check_evidence(found, EXACT.log_evidence)
 
 
 BIMODAL = rd.StateSpaceModel(
@@ -233,6 +233,77 @@ def test_a_chain_with_one_mode_finds_both_where_it_covers_them(
     wanted = {"mean": mean, "covariance": np.asarray(exact.covariance), "sum": mean.sum(0)}
     check_means(found, wanted, 400, bias=10.0)
     check_evidence(found, exact.log_evidence)
+
+
+# --- a chain that is elsewhere --------------------------------------------------------------------
+
+WIDE = rd.Gaussian(jnp.zeros(1), 3.0 * jnp.eye(1))
+"""It covers the states of the bimodal model."""
+
+COVERS = [
+    pytest.param((WIDE, 0.3), id="wide"),
+    pytest.param((None, 0.3), id="own", marks=pytest.mark.slow),
+]
+
+
+def elsewhere(num_times: int) -> rd.LinearGaussianChain:
+    """A chain that is sure of states to which the posterior gives next to nothing."""
+    return rd.LinearGaussianChain.from_arrays(
+        jnp.full((num_times, 1), 2.5),
+        jnp.full((num_times, 1, 1), 0.2),
+        jnp.full((num_times - 1, 1, 1), 0.1),
+        jnp.full((num_times - 1, 1), 2.25),
+        jnp.full((num_times - 1, 1, 1), 0.2),
+    )
+
+
+@pytest.mark.parametrize("cover", COVERS)
+def test_without_resampling_particles_are_paths_with_importance_weights(
+    cover: tuple[rd.Gaussian | None, float], key: jax.Array
+):
+    ys, chain = jnp.array([[0.1], [-0.6], [1.2]]), rd.covered(elsewhere(3), *cover)
+    found = rd.guided_smoother(
+        key, BIMODAL, chain, ys, 40, threshold=1e-9, forward=rd.Genealogy(), strict=False
+    )
+    paths = jnp.swapaxes(found.particles, 0, 1)
+    weigh = jax.jit(jax.vmap(lambda x: BIMODAL.log_joint(x, ys) - chain.log_prob(x)))
+    log_weights = weigh(paths)
+    total = float(jax.nn.logsumexp(log_weights))
+    assert float(found.log_evidence) == pytest.approx(total - math.log(40), abs=1e-9)
+    np.testing.assert_allclose(found.log_weights[0], log_weights - total, atol=1e-9)
+    # The wide law was drawn from, and where it was, the chain alone would have no such state.
+    far = float(jnp.mean(jnp.abs(paths - 2.5) > 2.0))
+    assert 0.1 < far < 0.4 if cover[0] is not None else far == 0.0
+
+
+def scores(found: dict, exact: rd.GridPosterior) -> np.ndarray:
+    """The z-scores of evidence and means over independent runs.
+
+    With Ẑ the estimated evidence and m the mean over the paths of a run, Ẑ is an unbiased estimate
+    of the evidence and Ẑ m of its product with the smoothed mean: there is no bias to allow for.
+    """
+    ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
+    off = found["mean"][..., 0] - np.asarray(exact.mean)[:, 0]
+    values = np.concatenate([ratio[:, None] - 1, ratio[:, None] * off], axis=1)
+    return values.mean(0) / (values.std(0, ddof=1) / np.sqrt(len(values)))
+
+
+@pytest.mark.statistical
+def test_a_covered_chain_is_corrected_wherever_it_is():
+    # Six z-scores below 4.5: a false alarm in 25,000.
+    ys = BIMODAL.simulate(jax.random.key(2), 5)[1]
+    grid = rd.Grid(jnp.array([-9.0]), jnp.array([9.0]), 1500)
+    exact = rd.grid_smoother(BIMODAL, ys, grid).check()
+    found = runs(BIMODAL, rd.covered(elsewhere(5), WIDE, 0.5), ys, 2000, 200)
+    assert np.max(np.abs(scores(found, exact))) < 4.5, scores(found, exact)
+    # An evidence that is wrong by a fifth would be refused,
+    ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
+    assert 4.5 * ratio.std() / np.sqrt(200) < 0.2
+    # and without the cover so are the same runs: all of them miss all of the mass.
+    alone = runs(BIMODAL, elsewhere(5), ys, 2000, 200)
+    with np.errstate(divide="ignore"):
+        assert np.max(np.abs(scores(alone, exact))) > 100
+    assert np.min(np.abs(alone["mean"] - np.asarray(exact.mean))) > 1
 
 
 # --- chains and models of other forms -------------------------------------------------------------
@@ -271,8 +342,8 @@ class CurvedKernel(rd.AbstractBackwardKernel):
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("defensive", [0.0, 0.2])
-def test_any_chain_corrects_to_the_posterior_of_any_model(defensive: float):
+@pytest.mark.parametrize("share", [None, 0.2])
+def test_any_chain_corrects_to_the_posterior_of_any_model(share: float | None):
     model = rd.StateSpaceModel(
         dist.Normal(jnp.zeros(1), 0.5),
         rd.DistributionKernel(lambda x: dist.StudentT(5.0, 0.8 * x, 0.3)),
@@ -282,11 +353,11 @@ def test_any_chain_corrects_to_the_posterior_of_any_model(defensive: float):
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
     laws = jax.vmap(rd.Gaussian)(jnp.full((5, 1), 0.3), jnp.ones((5, 1, 1)))
     chain = rd.SampledChain(laws, CurvedKernel(), jnp.zeros((4, 1)))
+    chain = chain if share is None else rd.covered(chain, None, share)
     wanted = {"mean": np.asarray(exact.mean), "covariance": np.asarray(exact.covariance)}
     bound = float(scipy.stats.t.logpdf(0.0, 5.0, 0.0, 0.3))
     for forward in (rd.MCMCBackward(), rd.ExactBackward(), rd.RejectionBackward(log_bound=bound)):
-        options = {"forward": forward, "defensive": defensive}
-        found = runs(model, chain, ys, 300, 100, **options)
+        found = runs(model, chain, ys, 300, 100, forward=forward)
         check_means(found, wanted, 300, bias=10.0)
         check_evidence(found, exact.log_evidence)
 
@@ -398,7 +469,8 @@ def test_in_single_precision(x32: None, key: jax.Array, forward: rd.AbstractBack
     model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), MODEL)
     ys = np.asarray(YS, np.float32)
     exact = rd.kalman_smoother(model, ys)
-    found = rd.guided_smoother(key, model, exact.chain, ys, 100, forward=forward, defensive=0.1)
+    chain = rd.covered(exact.chain, None, 0.1)
+    found = rd.guided_smoother(key, model, chain, ys, 100, forward=forward)
     assert found.samples.dtype == found.log_weights.dtype == jnp.float32
     assert abs(float(found.log_evidence - exact.log_evidence)) < 0.5
     found = rd.guided_smoother(key, model, exact.chain, ys, 100, forward=forward)
@@ -451,7 +523,6 @@ def test_a_handful_of_particles_is_named(key: jax.Array):
         ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
         ({"key": 0}, TypeError, "guided_smoother expects one typed key"),
         ({"forward": "exact"}, TypeError, "guided_smoother expects a backward sampler"),
-        ({"defensive": 1.0}, ValueError, r"defensive must lie in \[0, 1\), got 1.0"),
         ({"threshold": 0.0}, ValueError, r"threshold must lie in \(0, 1\]"),
         ({"resampling": "best"}, ValueError, "resampling must be one of"),
         (

@@ -97,6 +97,23 @@ def test_weights_with_one_survivor_stay_as_they_are():
     np.testing.assert_array_equal(found, np.append(np.full(99, -np.inf), 0.0))
 
 
+@pytest.mark.parametrize("excluded", [1, 100, 900])
+def test_paths_that_the_model_excludes_are_draws_of_weight_zero(excluded: int):
+    # Zero weights, and weights that are next to nothing, have the same shape in both functions.
+    logs = np.random.default_rng(1).normal(size=1000)
+    logs[:excluded] = -np.inf
+    tiny = np.where(np.isfinite(logs), logs, -600.0)
+    found, shape = pareto_smoothed(logs)
+    assert shape == pareto_shape(logs) == pytest.approx(pareto_smoothed(tiny)[1], rel=1e-9)
+    np.testing.assert_array_equal(found[:excluded], -np.inf)
+    np.testing.assert_allclose(np.exp(found), np.exp(pareto_smoothed(tiny)[0]), atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [[0.0, np.nan], [0.0, np.inf], [-np.inf, -np.inf]])
+def test_weights_that_say_nothing_have_an_infinite_shape(bad: list[float]):
+    assert pareto_shape(np.array(bad * 50)) == math.inf
+
+
 def test_smoothing_lowers_the_error_of_a_mean():
     # Weights with tails of shape ½, of which the mean of a bounded function is known to be ½.
     rng = np.random.default_rng(0)
@@ -171,6 +188,13 @@ def test_thin_tails_are_named(key: jax.Array):
     found = rd.importance_smoother(key, MODEL, thin, YS, 2000)
     (message,) = found.messages
     assert float(found.k_hat) > 0.7 and "unreliable" in message and "guided_smoother" in message
+
+
+@pytest.mark.parametrize("count", [20, 21])
+def test_too_few_paths_are_named(key: jax.Array, count: int):
+    found = rd.importance_smoother(key, MODEL, WRONG, YS, count)
+    named = [message for message in found.messages if "at least 21 paths" in message]
+    assert (float(found.k_hat) == math.inf) == (len(named) == 1) == (count == 20)
 
 
 @pytest.mark.slow

@@ -616,5 +616,12 @@ def test_a_covered_chain_is_the_mixture_that_it_says():
     # Five standard errors of a mean: a false alarm in two million.
     assert float(ends.mean()) == pytest.approx(float(law.mean[0]), abs=5 * float(ends.std()) / 141)
     assert float(ends.var()) == pytest.approx(float(law.covariance[0, 0]), rel=0.1)
+    # The filtering laws of the chain itself: that of the earlier time is what its kernel gets.
+    chain = rd.covered(inner, None, 0.25)
+    last = normal(-0.6, -0.2, 0.3)
+    first = 0.75 * normal(0.4, 0.8 * -0.6 + 0.1, 0.2) + 0.25 * normal(0.4, 0.5, 0.3)
+    assert float(chain.log_prob(path)) == pytest.approx(np.log(last * first), abs=1e-10)
     with pytest.raises(ValueError, match="between zero and one, got 1.5"):
         rd.covered(inner, wide, 1.5)
+    with pytest.raises(ValueError, match=r"wide law of 1 states.*shape \(2,\)"):
+        rd.covered(inner, rd.Gaussian(jnp.zeros(2), jnp.eye(2)))

@@ -1,7 +1,7 @@
 """Checks of a posterior by independent means, where no bound can be had."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -36,6 +36,10 @@ MANY_NATS = 3.0
 """A gap beyond which the ELBO and the evidence say that the chain is far from the posterior."""
 
 
+Kind = Literal["particles", "mode loss", "thin tails", "loose ELBO", "evidence below"]
+"""What a check may find. The first and the last speak against the particles, not the chain."""
+
+
 class PosteriorCheck(eqx.Module):
     """What independent means say of a chain.
 
@@ -50,7 +54,10 @@ class PosteriorCheck(eqx.Module):
         missed: at each time, the share of the particle smoother's states where the chain has no
             mass: further out, in Mahalanobis distance, than all but 0.1% of a Gaussian law with the
             chain's moments.
-        messages: what is wrong, in words; empty if nothing is.
+        kinds: what is wrong: `"particles"` or `"evidence below"`, by which the particle smoother is
+            not to be trusted, or `"mode loss"`, `"thin tails"` or `"loose ELBO"`, by which the
+            chain is not; empty if nothing is.
+        messages: the same in words, one for each kind.
     """
 
     k_hat: Scalar
@@ -59,6 +66,7 @@ class PosteriorCheck(eqx.Module):
     log_evidence: Scalar
     log_evidence_standard_error: Scalar
     missed: Float[Array, "time"]
+    kinds: tuple[Kind, ...] = eqx.field(static=True)
     messages: tuple[str, ...] = eqx.field(static=True)
 
     @property
@@ -140,11 +148,13 @@ def check_posterior(
     missed = jnp.where(jnp.arange(missed.shape[0]) < n, missed, 0.0)
     evidence = reference.log_evidence, reference.filtered.log_evidence_standard_error()
     k_hat = pareto_shape(log_weights)
-    messages = _messages(k_hat, value, error, *evidence, np.asarray(missed), int(reference.status))
-    return PosteriorCheck(jnp.asarray(k_hat), value, error, *evidence, missed, messages)
+    found = _findings(k_hat, value, error, *evidence, np.asarray(missed), int(reference.status))
+    return PosteriorCheck(
+        jnp.asarray(k_hat), value, error, *evidence, missed, tuple(found), tuple(found.values())
+    )
 
 
-def _messages(
+def _findings(
     k_hat: float,
     value: Any,
     error: Any,
@@ -152,37 +162,42 @@ def _messages(
     evidence_error: Any,
     missed: np.ndarray,
     status: int,
-) -> tuple[str, ...]:
-    found = []
+) -> dict[Kind, str]:
+    """What is wrong, with a message for each kind."""
+    found: dict[Kind, str] = {}
     worst = int(np.argmax(missed))
     if status != 0:
-        found.append(
+        found["particles"] = (
             f"particles: the particle smoother itself reports status {status}, so that it says"
             " nothing of modes; run it with more particles"
         )
     elif missed[worst] > MANY_MISSED:
-        found.append(
+        found["mode loss"] = (
             f"mode loss: at time {worst}, {missed[worst]:.0%} of the states of the particle"
             f" smoother lie where the chain has {TAIL:.1%} of its mass, and at"
             f" {int(np.sum(missed > MANY_MISSED))} times more than {MANY_MISSED:.0%} do"
         )
     if not k_hat <= K_HAT_GOOD:
-        found.append(
+        found["thin tails"] = (
             f"thin tails: the Pareto shape of the path weights is {k_hat:.2f}, above"
             f" {K_HAT_GOOD}: the chain leaves out part of the posterior, or the series is long"
         )
     gap, noise = float(evidence - value), math.hypot(float(error), float(evidence_error))
-    if gap > MANY_NATS + 3 * noise:
-        found.append(
+    if gap == math.inf:
+        found["loose ELBO"] = (
+            "loose ELBO: it is minus infinity, since the model excludes paths that the chain draws"
+        )
+    elif gap > MANY_NATS + 3 * noise:
+        found["loose ELBO"] = (
             f"loose ELBO: it is {gap:.1f} nats below the particle estimate of the log-evidence, of"
             f" which sampling explains about {noise:.1f}"
         )
     if gap < -3 * noise - 1e-6 * abs(float(evidence)):
-        found.append(
+        found["evidence below"] = (
             f"evidence below the ELBO by {-gap:.1f} nats, where sampling explains {noise:.1f}: the"
             " particle filter has too few particles"
         )
-    return tuple(found)
+    return found
 
 
 @eqx.filter_jit

@@ -1,6 +1,7 @@
 """What the families with networks share: units, a variational transition, readouts."""
 
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -18,6 +19,14 @@ from retrodict._model import StateSpaceModel
 from retrodict._parameters import Frozen, PositiveTril
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
+
+F = TypeVar("F", bound=AbstractFamily)
+
+
+class RecurrentState(NamedTuple):
+    """The hidden units of a recurrent cell."""
+
+    hidden: Float[Array, "*time hidden"]
 
 
 class Embedded(NamedTuple):
@@ -98,15 +107,13 @@ def transition_into(transition: Transition, embedded: Embedded) -> LinearGaussia
     return transition.fixed() if embedded.transition is None else embedded.transition
 
 
-def start(
-    family: AbstractFamily,
-    model: StateSpaceModel,
-    ys: Any,
-    mask: Any,
-    inputs: Any,
-    length: Any,
-) -> tuple[Coordinates, Transition]:
-    """The units of the data, and the model's prior chain in them."""
+def at_rest(cell: eqx.nn.GRUCell) -> RecurrentState:
+    """The state of a cell before anything was seen."""
+    return RecurrentState(jnp.zeros(cell.hidden_size, cell.weight_hh.dtype))
+
+
+def prepared(family: F, model: StateSpaceModel, ys: Any, mask: Any, inputs: Any, length: Any) -> F:
+    """The family with the units of the data, and the model's prior chain in them."""
     check_fits(family, model)
     sample = sample_of(ys, mask, inputs, length)
     if sample.ys.shape[1] != family.obs_dim:
@@ -128,8 +135,8 @@ def start(
     plain = Coordinates(
         obs.location, obs.scale, us.location, us.scale, chain.location, chain.spread
     )
-    transition = _standard_transition(plain, chain)
-    return jax.tree.map(Frozen, plain), transition
+    fresh = (jax.tree.map(Frozen, plain), _standard_transition(plain, chain))
+    return eqx.tree_at(attrgetter("coordinates", "transition"), family, fresh)
 
 
 def _standard_transition(coordinates: Coordinates, chain: PriorChain) -> Transition:
@@ -200,6 +207,11 @@ def mlp(key: PRNGKey, in_size: Any, out_size: Any, width: int, depth: int) -> eq
     start = (0.01 * last.weight, jnp.zeros(out_size, last.weight.dtype))
     last = eqx.tree_at(lambda layer: (layer.weight, layer.bias), last, start)
     return eqx.tree_at(lambda net: net.layers[-1], network, last)
+
+
+def redrawn(key: PRNGKey, network: eqx.nn.MLP) -> eqx.nn.MLP:
+    """A network of the same sizes, with fresh weights."""
+    return mlp(key, network.in_size, network.out_size, network.width_size, network.depth)
 
 
 _UNIT = float(np.log(np.expm1(1.0)))

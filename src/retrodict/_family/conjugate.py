@@ -14,7 +14,8 @@ from retrodict._family._network import (
     check_dimensions,
     embed,
     mlp,
-    start,
+    prepared,
+    redrawn,
     transition_into,
     tril_from,
     tril_size,
@@ -106,14 +107,11 @@ class ConjugateFamily(AbstractLinearGaussianFamily):
         length: Any = None,
     ) -> "ConjugateFamily":
         """The family in the units of these data, started near the model's prior chain."""
-        coordinates, transition = start(self, model, ys, mask, inputs, length)
-        return eqx.tree_at(lambda f: (f.coordinates, f.transition), self, (coordinates, transition))
+        return prepared(self, model, ys, mask, inputs, length)
 
     def redraw(self, key: PRNGKey) -> "ConjugateFamily":
         """The same family with a freshly drawn encoder."""
-        width, depth = self.network.width_size, self.network.depth
-        fresh = mlp(key, self.network.in_size, self.network.out_size, width, depth)
-        return eqx.tree_at(lambda f: f.network, self, fresh)
+        return eqx.tree_at(lambda f: f.network, self, redrawn(key, self.network))
 
     def init(self) -> GaussianState:
         """The variational prior."""

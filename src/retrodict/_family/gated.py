@@ -15,7 +15,8 @@ from retrodict._family._network import (
     check_dimensions,
     embed,
     mlp,
-    start,
+    prepared,
+    redrawn,
     transition_into,
     tril_features,
     tril_from,
@@ -104,14 +105,11 @@ class GatedFamily(AbstractLinearGaussianFamily):
         length: Any = None,
     ) -> "GatedFamily":
         """The family in the units of these data, started near the model's prior chain."""
-        coordinates, transition = start(self, model, ys, mask, inputs, length)
-        return eqx.tree_at(lambda f: (f.coordinates, f.transition), self, (coordinates, transition))
+        return prepared(self, model, ys, mask, inputs, length)
 
     def redraw(self, key: PRNGKey) -> "GatedFamily":
         """The same family with a freshly drawn network."""
-        width, depth = self.network.width_size, self.network.depth
-        fresh = mlp(key, self.network.in_size, self.network.out_size, width, depth)
-        return eqx.tree_at(lambda f: f.network, self, fresh)
+        return eqx.tree_at(lambda f: f.network, self, redrawn(key, self.network))
 
     def init(self) -> GaussianState:
         """The variational prior."""

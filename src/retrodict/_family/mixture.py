@@ -14,18 +14,19 @@ from retrodict._chain import AbstractBackwardKernel
 from retrodict._family._base import AbstractSampledFamily, Factor, Row, refuse_parallel
 from retrodict._family._network import (
     Embedded,
+    RecurrentState,
     Transition,
+    at_rest,
     check_dimensions,
     embed,
     mlp,
-    start,
+    prepared,
     transition_into,
     tril_from,
     tril_size,
 )
 from retrodict._family._recursions import product, reverse, shared_product, transposed
 from retrodict._family._start import Coordinates
-from retrodict._family.recurrent import RecurrentState
 from retrodict._gaussian import Gaussian
 from retrodict._kernel import LinearGaussianKernel
 from retrodict._mixture import GaussianMixture
@@ -131,8 +132,7 @@ class MixtureFamily(AbstractSampledFamily):
         length: Any = None,
     ) -> "MixtureFamily":
         """The family in the units of these data, started near the model's prior chain."""
-        coordinates, transition = start(self, model, ys, mask, inputs, length)
-        return eqx.tree_at(lambda f: (f.coordinates, f.transition), self, (coordinates, transition))
+        return prepared(self, model, ys, mask, inputs, length)
 
     def redraw(self, key: PRNGKey) -> "MixtureFamily":
         """The same family with a freshly drawn cell and readout."""
@@ -144,7 +144,7 @@ class MixtureFamily(AbstractSampledFamily):
 
     def init(self) -> RecurrentState:
         """Hidden units at rest."""
-        return RecurrentState(jnp.zeros(self.cell.hidden_size, self.cell.weight_hh.dtype))
+        return at_rest(self.cell)
 
     def embed(self, row: Row) -> Embedded:
         """The row in standard coordinates."""

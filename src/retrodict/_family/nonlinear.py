@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Float
 from retrodict import _linalg as linalg
 from retrodict._chain import AbstractBackwardKernel
 from retrodict._family._base import AbstractSampledFamily, Factor, Row
-from retrodict._family._network import Embedded, mlp, tril_from, tril_size
+from retrodict._family._network import Embedded, RecurrentState, mlp, tril_from, tril_size
 from retrodict._family._recursions import product
-from retrodict._family.recurrent import RecurrentFamily, RecurrentState
+from retrodict._family.recurrent import RecurrentFamily
 from retrodict._gaussian import Gaussian
 from retrodict._kernel import LinearGaussianKernel
 from retrodict._model import StateSpaceModel

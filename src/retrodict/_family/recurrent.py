@@ -10,11 +10,13 @@ from jaxtyping import Array, Bool, Float
 from retrodict._family._base import AbstractLinearGaussianFamily, Factor, Row, refuse_parallel
 from retrodict._family._network import (
     Embedded,
+    RecurrentState,
     Transition,
+    at_rest,
     check_dimensions,
     embed,
     mlp,
-    start,
+    prepared,
     transition_into,
     tril_from,
     tril_size,
@@ -25,12 +27,6 @@ from retrodict._model import StateSpaceModel
 from retrodict._parameters import Frozen, unwrap
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
-
-
-class RecurrentState(NamedTuple):
-    """The hidden units of the recurrent cell."""
-
-    hidden: Float[Array, "*time hidden"]
 
 
 class BackwardStart(NamedTuple):
@@ -119,12 +115,9 @@ class RecurrentFamily(AbstractLinearGaussianFamily):
         length: Any = None,
     ) -> "RecurrentFamily":
         """The family in the units of these data, started near the model's prior chain."""
-        coordinates, transition = start(self, model, ys, mask, inputs, length)
-        return eqx.tree_at(
-            lambda f: (f.coordinates, f.transition, f.backward_start),
-            self,
-            (coordinates, transition, _reversed(coordinates, transition)),
-        )
+        family = prepared(self, model, ys, mask, inputs, length)
+        first = _reversed(family.coordinates, family.transition)
+        return eqx.tree_at(lambda f: f.backward_start, family, first)
 
     def redraw(self, key: PRNGKey) -> "RecurrentFamily":
         """The same family with a freshly drawn cell and readouts."""
@@ -143,7 +136,7 @@ class RecurrentFamily(AbstractLinearGaussianFamily):
 
     def init(self) -> RecurrentState:
         """Hidden units at rest."""
-        return RecurrentState(jnp.zeros(self.cell.hidden_size, self.cell.weight_hh.dtype))
+        return at_rest(self.cell)
 
     def embed(self, row: Row) -> Embedded:
         """The row in standard coordinates."""

@@ -15,6 +15,9 @@ K_HAT_GOOD = 0.7
 FEWEST = 5
 """How many weights a tail must have for a shape to be fitted to it."""
 
+FEWEST_WEIGHTS = 5 * (FEWEST - 1) + 1
+"""How many weights there must be for a fifth of them, rounded up, to make a tail."""
+
 PRIOR_SIZE = 10.0
 """How many draws of a tail with shape ½ the shape is drawn towards."""
 
@@ -37,15 +40,14 @@ def pareto_shape(log_weights: Any) -> float:
 
     The tail is the largest min(S/5, 3√S) of S weights; its shape is the weighted mean of Zhang and
     Stephens (2009) over a profile likelihood, drawn towards ½ as Vehtari et al. (2024) do. Weights
-    without a tail, as of the exact posterior, give −∞; weights of which hardly any but the largest
-    is above zero give ∞, and so do weights that are not all finite.
+    without a tail, as of the exact posterior, give −∞. Weights of which hardly any but the largest
+    is above zero give ∞, and so do fewer than 21 weights, and weights that are all zero or of which
+    one is undefined. A path that the model excludes has log weight −∞: it is a draw of weight zero.
     """
-    if not np.all(np.isfinite(np.asarray(log_weights))):
+    logs = np.asarray(log_weights)
+    if np.any(np.isnan(logs) | (logs == np.inf)) or np.all(logs == -np.inf):
         return math.inf
-    tail = _tail(log_weights)
-    if tail is None:
-        return -math.inf
-    return _zhang_stephens(tail.excess)[0] if tail.excess.size >= FEWEST else math.inf
+    return pareto_smoothed(log_weights)[1]
 
 
 def pareto_smoothed(log_weights: Any) -> tuple[np.ndarray, float]:
@@ -54,7 +56,7 @@ def pareto_smoothed(log_weights: Any) -> tuple[np.ndarray, float]:
     The weight of rank j of the M in the tail becomes the quantile (j − ½)/M of the generalised
     Pareto law that was fitted to them, which stands for its expected order statistic, and at most
     the largest raw weight (Vehtari et al. 2024). Weights without a tail, or with one that no law
-    can be fitted to, stay as they are. A path that the model excludes has log weight −∞.
+    can be fitted to, stay as they are, and weights of zero are zero.
 
     Args:
         log_weights: of shape `(sample,)`; none may be NaN or +∞, and one must be finite.

@@ -13,13 +13,12 @@ from retrodict._chain import AbstractBackwardChain
 from retrodict._elbo import check_model, series_of_chain
 from retrodict._expectation import check_chain
 from retrodict._functional import AbstractFunctional, Observations
-from retrodict._importance.pareto import K_HAT_GOOD, pareto_smoothed
+from retrodict._importance.pareto import FEWEST_WEIGHTS, K_HAT_GOOD, pareto_smoothed
 from retrodict._importance.weights import log_weights_of
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
-from retrodict._particle.diagnosis import check_data
-from retrodict._particle.moments import weighted_quantile
-from retrodict._particle.smoother import value_along
+from retrodict._particle.diagnosis import check_data, check_functional
+from retrodict._particle.moments import path_values, weighted_moments, weighted_quantile
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key, is_concrete
 
@@ -32,7 +31,8 @@ class ImportancePosterior(eqx.Module):
         log_weights: their normalised log weights, smoothed if that was asked for.
         raw_log_weights: log p(x, y) − log q(x), neither smoothed nor normalised.
         k_hat: the Pareto shape of the raw weights. Up to 0.7 the weights correct the chain
-            reliably; above, its tails are too thin, it is elsewhere, or the series is long.
+            reliably; above, its tails are too thin, it is elsewhere, or the series is long. With
+            fewer than 21 paths, too few to fit it to, it is ∞, and `messages` say so.
         data: what was observed, for functionals that read it.
         length: how many rows exist, or `None` if all of them do.
         messages: what is wrong, in words; empty if nothing is.
@@ -76,12 +76,12 @@ class ImportancePosterior(eqx.Module):
     @property
     def mean(self) -> Float[Array, "time state"]:
         """The smoothed means."""
-        return _moments(self.samples, self.log_weights)[0]
+        return weighted_moments(*self._clouds())[0]
 
     @property
     def covariance(self) -> Float[Array, "time state state"]:
         """The smoothed covariances."""
-        return _moments(self.samples, self.log_weights)[1]
+        return weighted_moments(*self._clouds())[1]
 
     def quantile(self, probability: float) -> Float[Array, "time state"]:
         """The quantile of each coordinate of the smoothed states.
@@ -89,9 +89,7 @@ class ImportancePosterior(eqx.Module):
         Args:
             probability: between 0 and 1.
         """
-        states = jnp.swapaxes(self.samples, 0, 1)
-        weights = jnp.broadcast_to(self.log_weights, states.shape[:2])
-        return weighted_quantile(states, weights, probability)
+        return weighted_quantile(*self._clouds(), probability)
 
     def expectation(
         self, functional: AbstractFunctional, data: PyTree = None
@@ -109,14 +107,15 @@ class ImportancePosterior(eqx.Module):
         Returns:
             The pair (value, standard error), pytrees as the functional has them.
         """
-        if not isinstance(functional, AbstractFunctional):
-            raise TypeError(
-                "expectation expects a functional, such as StateSum() or AdditiveFunctional(fn),"
-                f" got {type(functional).__name__}."
-            )
+        check_functional(functional)
         if data is not None:
             check_data(data, self.samples.shape[1], "expectation")
         return _expectation(self, functional, self.data if data is None else data)
+
+    def _clouds(self) -> tuple[Float[Array, "time sample state"], Float[Array, "time sample"]]:
+        """The states of each time, with their log weights."""
+        states = jnp.swapaxes(self.samples, 0, 1)
+        return states, jnp.broadcast_to(self.log_weights, states.shape[:2])
 
 
 def importance_smoother(
@@ -155,7 +154,8 @@ def importance_smoother(
         model: the model; all of its parts must have densities.
         chain: the law q of paths to draw from.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        num_samples: how many paths.
+        num_samples: how many paths; from 21 on their weights have a Pareto shape, and some hundreds
+            tell it well.
         smooth: whether the largest weights are replaced by quantiles of the Pareto law fitted to
             them (Vehtari et al. 2024), which lowers the variance for a small bias.
         mask: true where an entry was seen; `True` alone promises that everything was.
@@ -193,7 +193,7 @@ def importance_smoother(
         jnp.asarray(k_hat, raw.dtype),
         Observations(series.ys, series.mask, series.inputs),
         series.length,
-        _messages(k_hat),
+        _messages(k_hat, num_samples),
     )
 
 
@@ -212,9 +212,14 @@ def _check_weights(raw: np.ndarray) -> None:
         )
 
 
-def _messages(k_hat: float) -> tuple[str, ...]:
+def _messages(k_hat: float, num_samples: int) -> tuple[str, ...]:
     if k_hat <= K_HAT_GOOD:
         return ()
+    if num_samples < FEWEST_WEIGHTS:
+        return (
+            f"unknown: {num_samples} paths are too few to tell the Pareto shape of their weights,"
+            f" which counts as infinite. Draw at least {FEWEST_WEIGHTS} paths",
+        )
     return (
         f"unreliable: the Pareto shape of the weights is {k_hat:.2f}, above {K_HAT_GOOD}: a few"
         " paths carry most of the weight, and standard errors are too small. Use a chain with wider"
@@ -229,23 +234,11 @@ def _deviation(values: Float[Array, "sample"]) -> Scalar:
 
 
 @eqx.filter_jit
-def _moments(
-    samples: Float[Array, "sample time state"], log_weights: Float[Array, "sample"]
-) -> tuple[Float[Array, "time state"], Float[Array, "time state state"]]:
-    weights = jnp.exp(log_weights)
-    mean = jnp.einsum("p,pts->ts", weights, samples, precision="highest")
-    centred = samples - mean[None]
-    covariance = jnp.einsum("p,pta,ptb->tab", weights, centred, centred, precision="highest")
-    return mean, covariance
-
-
-@eqx.filter_jit
 def _expectation(
     posterior: ImportancePosterior, functional: AbstractFunctional, data: PyTree
 ) -> tuple[PyTree, PyTree]:
-    n, weights = posterior.samples.shape[1], jnp.exp(posterior.log_weights)
-    exists = None if posterior.length is None else jnp.arange(n) < posterior.length
-    values = jax.vmap(lambda path: value_along(functional, path, data, exists))(posterior.samples)
+    weights = jnp.exp(posterior.log_weights)
+    values = path_values(functional, posterior.samples, data, posterior.length)
 
     def mean(leaf: Array) -> Array:
         return jnp.tensordot(weights, leaf, axes=1, precision="highest")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
+from retrodict._functional import AbstractFunctional
 from retrodict._validate import is_concrete
 
 FINE, IMPOSSIBLE, UNDEFINED, DEGENERATE = 0, 1, 2, 3
@@ -48,6 +49,15 @@ def check_single(particles: Array) -> None:
             f"This result holds a batch of series: its particles have shape {particles.shape},"
             " where one series has (time, particle, state). Read it under jax.vmap, for example"
             " jax.vmap(lambda found: found.mean)(founds)."
+        )
+
+
+def check_functional(functional: Any) -> None:
+    """Refuses what is no functional."""
+    if not isinstance(functional, AbstractFunctional):
+        raise TypeError(
+            "expectation expects a functional, such as StateSum() or AdditiveFunctional(fn), got"
+            f" {type(functional).__name__}."
         )
 
 

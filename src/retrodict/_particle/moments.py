@@ -1,11 +1,13 @@
 """Moments, quantiles and variance estimates from weighted particles and from paths."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict import _linalg as linalg
+from retrodict._functional import AbstractFunctional, add
 from retrodict._types import Scalar
 
 
@@ -26,8 +28,7 @@ def weighted_quantile(
     probability: float,
 ) -> Float[Array, "time state"]:
     """The least value with at least this probability at or below it, in each coordinate."""
-    if not 0 <= probability <= 1:
-        raise ValueError(f"quantile expects a probability between 0 and 1, got {probability}.")
+    _check_probability(probability)
 
     def one(values: Array, weights: Array) -> Array:
         order = jnp.argsort(values)
@@ -114,6 +115,83 @@ def path_moments(
     centred = jnp.swapaxes(samples - mean[None], 0, 1)
     covariance = jax.vmap(lambda c: linalg.matmul(c.T, c))(centred) / samples.shape[0]
     return mean, covariance
+
+
+def path_quantile(
+    samples: Float[Array, "sample time state"], probability: float
+) -> Float[Array, "time state"]:
+    """The quantile of each coordinate of paths of equal weight, at each time."""
+    _check_probability(probability)
+    return jnp.quantile(samples, probability, axis=0)
+
+
+def _check_probability(probability: float) -> None:
+    if not 0 <= probability <= 1:
+        raise ValueError(f"quantile expects a probability between 0 and 1, got {probability}.")
+
+
+@eqx.filter_jit
+def path_expectation(
+    functional: AbstractFunctional,
+    samples: Float[Array, "sample time state"],
+    indices: Int[Array, "time sample"],
+    num_particles: int,
+    data: PyTree,
+    length: Int[Array, ""] | None,
+) -> tuple[PyTree, PyTree]:
+    """The mean of a functional over paths drawn through particles, and its standard error.
+
+    Args:
+        functional: what to take the mean of.
+        samples: paths of equal weight.
+        indices: the particle through which each path goes at each time.
+        num_particles: how many particles there are.
+        data: a pytree with one row a time step.
+        length: how many rows exist; `None` if all of them do.
+    """
+    values = path_values(functional, samples, data, length)
+    variances = path_variance(values, indices, num_particles, _exists(samples, length))
+    return (
+        jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), values),
+        jax.tree.map(jnp.sqrt, variances),
+    )
+
+
+def path_values(
+    functional: AbstractFunctional,
+    samples: Float[Array, "sample time state"],
+    data: PyTree,
+    length: Int[Array, ""] | None,
+) -> PyTree:
+    """The values of a functional at paths, over the rows that exist, with an axis `sample`."""
+    exists = _exists(samples, length)
+    return jax.vmap(lambda path: _value_along(functional, path, data, exists))(samples)
+
+
+def _exists(
+    samples: Float[Array, "sample time state"], length: Int[Array, ""] | None
+) -> Bool[Array, "time"] | None:
+    return None if length is None else jnp.arange(samples.shape[1]) < length
+
+
+def _value_along(
+    functional: AbstractFunctional,
+    path: Float[Array, "time state"],
+    data: PyTree,
+    exists: Bool[Array, "time"] | None,
+) -> PyTree:
+    """The value of a functional at one path, over the rows that exist."""
+    first = functional.initial(path[0], jax.tree.map(lambda leaf: leaf[0], data))
+
+    def more(total: PyTree, at: tuple) -> tuple[PyTree, None]:
+        before, x, row, real = at
+        value = functional.increment(before, x, row)
+        if real is not None:
+            value = jax.tree.map(lambda leaf: jnp.where(real, leaf, 0), value)
+        return add([total, value]), None
+
+    later = jax.tree.map(lambda leaf: leaf[1:], (data, exists))
+    return lax.scan(more, first, (path[:-1], path[1:], *later))[0]
 
 
 def path_variance(

@@ -6,9 +6,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
-from retrodict._functional import AbstractFunctional, Observations, add, input_of
+from retrodict._functional import AbstractFunctional, Observations, input_of
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, check_densities
 from retrodict._particle.backward import (
@@ -22,11 +22,17 @@ from retrodict._particle.diagnosis import (
     DEGENERATE,
     FINE,
     check_data,
+    check_functional,
     check_single,
     refuse_failure,
 )
 from retrodict._particle.filter import ParticleFilterPosterior, prepare_filter, run_filter
-from retrodict._particle.moments import num_distinct, path_moments, path_variance
+from retrodict._particle.moments import (
+    num_distinct,
+    path_expectation,
+    path_moments,
+    path_quantile,
+)
 from retrodict._particle.pairs import Pairs
 from retrodict._particle.proposal import AbstractProposal, Lookahead
 from retrodict._particle.resampling import Scheme, resample
@@ -94,10 +100,8 @@ class ParticlePosterior(eqx.Module):
         Args:
             probability: between 0 and 1.
         """
-        if not 0 <= probability <= 1:
-            raise ValueError(f"quantile expects a probability between 0 and 1, got {probability}.")
         self._check_single()
-        return jnp.quantile(self.samples, probability, axis=0)
+        return path_quantile(self.samples, probability)
 
     def expectation(
         self, functional: AbstractFunctional, data: PyTree = None
@@ -115,15 +119,16 @@ class ParticlePosterior(eqx.Module):
         Returns:
             The pair (value, standard error), pytrees as the functional has them.
         """
-        if not isinstance(functional, AbstractFunctional):
-            raise TypeError(
-                "expectation expects a functional, such as StateSum() or AdditiveFunctional(fn),"
-                f" got {type(functional).__name__}."
-            )
+        check_functional(functional)
         self._check_single()
-        if data is not None:
+        if data is None:
+            data = self.data
+        else:
             check_data(data, self.samples.shape[1], "expectation")
-        return _expectation(self, functional, self.data if data is None else data)
+        num_particles = self.filtered.particles.shape[1]
+        return path_expectation(
+            functional, self.samples, self.indices, num_particles, data, self.length
+        )
 
     def _check_single(self) -> None:
         check_single(self.filtered.particles)
@@ -267,39 +272,3 @@ def _backward_indices(
     start = (last, filtered.particles[-1][last])
     _, indices = lax.scan(back, start, (keys, *earlier, *later), reverse=True)
     return jnp.concatenate([indices, last[None]])
-
-
-@eqx.filter_jit
-def _expectation(
-    posterior: ParticlePosterior, functional: AbstractFunctional, data: PyTree
-) -> tuple[PyTree, PyTree]:
-    filtered = posterior.filtered
-    n = posterior.samples.shape[1]
-    exists = None if filtered.length is None else jnp.arange(n) < filtered.length
-
-    values = jax.vmap(lambda path: value_along(functional, path, data, exists))(posterior.samples)
-    variances = path_variance(values, posterior.indices, filtered.particles.shape[1], exists)
-    return (
-        jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), values),
-        jax.tree.map(jnp.sqrt, variances),
-    )
-
-
-def value_along(
-    functional: AbstractFunctional,
-    path: Float[Array, "time state"],
-    data: PyTree,
-    exists: Bool[Array, "time"] | None,
-) -> PyTree:
-    """The value of a functional at one path, over the rows that exist."""
-    first = functional.initial(path[0], jax.tree.map(lambda leaf: leaf[0], data))
-
-    def more(total: PyTree, at: tuple) -> tuple[PyTree, None]:
-        before, x, row, real = at
-        value = functional.increment(before, x, row)
-        if real is not None:
-            value = jax.tree.map(lambda leaf: jnp.where(real, leaf, 0), value)
-        return add([total, value]), None
-
-    later = jax.tree.map(lambda leaf: leaf[1:], (data, exists))
-    return lax.scan(more, first, (path[:-1], path[1:], *later))[0]

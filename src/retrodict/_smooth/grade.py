@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from retrodict._bounds import PosteriorCheck, check_posterior
-from retrodict._bounds.check import K_HAT_GOOD, MANY_MISSED, MANY_NATS
+from retrodict._bounds.check import K_HAT_GOOD, MANY_MISSED, MANY_NATS, Kind
 from retrodict._chain import AbstractBackwardChain
 from retrodict._fit.batch import num_series, take
 from retrodict._mask import Series
@@ -22,11 +22,11 @@ MOST_CHECKED = 16
 NUM_PARTICLES = 1000
 """How many particles, and how many paths of the chain, a check has."""
 
-MODE_LOSS, THIN_TAILS, LOOSE = KINDS = "mode loss", "thin tails", "loose ELBO"
-"""How those messages of `check_posterior` begin that speak against a chain."""
+AGAINST_CHAINS: tuple[Kind, ...] = ("mode loss", "thin tails", "loose ELBO")
+"""What of a check speaks against a chain."""
 
-BELOW = "evidence below"
-"""How the message begins that speaks against the particle filter, beside its status."""
+WITHOUT_PARTICLES: tuple[Kind, ...] = ("thin tails",)
+"""What of it still does where the particles cannot be trusted."""
 
 
 class Witness(NamedTuple):
@@ -47,19 +47,19 @@ class Grade(NamedTuple):
     """What independent means say of the chains of a batch.
 
     Attributes:
-        objections: what kinds of message speak against them; empty if none does.
+        objections: what kinds of finding speak against them; empty if none does.
         elbo: the sum of the ELBOs of the series that were checked, in nats.
         figures: the figures that decided, those of the worst series, in words.
     """
 
-    objections: tuple[str, ...]
+    objections: tuple[Kind, ...]
     elbo: float
     figures: str
 
     @property
     def modes_lost(self) -> bool:
         """Whether particles were found where a chain has no mass."""
-        return MODE_LOSS in self.objections
+        return "mode loss" in self.objections
 
 
 def options_of(series: Series) -> dict[str, Any]:
@@ -120,8 +120,8 @@ def grade(
     objections = {
         kind
         for check, trusted in zip(checks, heard, strict=True)
-        for kind in (KINDS if trusted else (THIN_TAILS,))
-        if any(text.startswith(kind) for text in check.messages)
+        for kind in (AGAINST_CHAINS if trusted else WITHOUT_PARTICLES)
+        if kind in check.kinds
     }
     return Grade(
         objections=tuple(sorted(objections)),
@@ -132,9 +132,7 @@ def grade(
 
 def _heard(check: PosteriorCheck, witness: Witness) -> bool:
     """Whether the particles can be trusted: neither degenerate nor below what is known to hold."""
-    return int(witness.particles.status) == 0 and not any(
-        text.startswith(BELOW) for text in check.messages
-    )
+    return int(witness.particles.status) == 0 and "evidence below" not in check.kinds
 
 
 def _figures(checks: list[PosteriorCheck], heard: list[bool]) -> str:
