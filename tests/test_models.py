@@ -200,7 +200,7 @@ def test_a_ready_model_is_what_its_equation_says(name: str, tmp_path: Path):
     p = {k: np.asarray(v) for k, v in rd.models.named_parameters(bare, fixed=True).items()}
     expected = case.oracle(p, np.asarray(xs), np.asarray(ys), case.inputs)
     expected += normal(xs[0], p["prior.mean"], p["prior.scale_tril.std"]).sum()
-    np.testing.assert_allclose(value, expected, rtol=1e-8, err_msg=name)
+    np.testing.assert_allclose(value, expected, rtol=2e-7, err_msg=name)
 
     # Learning moves what is listed as learned, and nothing else.
     learned = rd.models.named_parameters(bare)
@@ -227,9 +227,9 @@ def test_leverage_is_the_correlation_of_a_return_with_the_next_step():
     model = rd.models.stochastic_volatility(
         leverage=True, mean=mean, persistence=phi, scale=scale, correlation=rho
     )
-    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    nodes = np.linspace(-9.0, 9.0, 601)
     plain = rd.unwrap(model)
-    states = jnp.stack([jnp.full(60, x), jnp.asarray(nodes)], axis=1)
+    states = jnp.stack([jnp.full(601, x), jnp.asarray(nodes)], axis=1)
     densities = jax.vmap(
         lambda s: (
             plain.emission.log_prob(s, jnp.array([y]))
@@ -237,7 +237,8 @@ def test_leverage_is_the_correlation_of_a_return_with_the_next_step():
         )
     )(states)
     # The new z is independent of all else; its density at 0 is divided out.
-    integral = np.sum(weights * np.exp(densities)) / np.sqrt(2 * np.pi) / stats.norm.pdf(0.0)
+    mass = stats.norm.pdf(nodes) * (nodes[1] - nodes[0])
+    integral = np.sum(mass * np.exp(densities)) / stats.norm.pdf(0.0)
     pair = [y * np.exp(-x / 2), (after - mean - phi * (x - mean)) / scale]
     exact = stats.multivariate_normal.pdf(pair, np.zeros(2), [[1, rho], [rho, 1]])
     np.testing.assert_allclose(integral, exact * np.exp(-x / 2) / scale, rtol=1e-8)
