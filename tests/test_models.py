@@ -240,7 +240,8 @@ def test_leverage_is_the_correlation_of_a_return_with_the_next_step():
     mass = stats.norm.pdf(nodes) * (nodes[1] - nodes[0])
     integral = np.sum(mass * np.exp(densities)) / stats.norm.pdf(0.0)
     pair = [y * np.exp(-x / 2), (after - mean - phi * (x - mean)) / scale]
-    exact = stats.multivariate_normal.pdf(pair, np.zeros(2), [[1, rho], [rho, 1]])
+    covariance: Any = [[1, rho], [rho, 1]]
+    exact = stats.multivariate_normal.pdf(pair, np.zeros(2), covariance)
     np.testing.assert_allclose(integral, exact * np.exp(-x / 2) / scale, rtol=1e-8)
 
 
