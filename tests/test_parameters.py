@@ -164,3 +164,35 @@ def test_frozen_stays_where_it_is_under_an_optimiser(rate: float):
 def test_parameters_pass_through_jit_and_vmap():
     stds = jax.jit(jax.vmap(lambda s: rd.Positive(s).value))(jnp.array([0.1, 2.0]))
     np.testing.assert_allclose(stds, [0.1, 2.0], rtol=1e-14)
+
+
+# --- between bounds -------------------------------------------------------------------------------
+
+
+@given(share=st.floats(1e-9, 1 - 1e-9), lower=st.floats(-50, 50), width=st.floats(1e-3, 50))
+def test_bounded_keeps_its_value(share: float, lower: float, width: float):
+    value = lower + share * width
+    upper = lower + width
+    if lower < value < upper:
+        got = rd.Bounded(value, lower, upper).value
+        np.testing.assert_allclose(got, value, rtol=0, atol=1e-12 * (abs(lower) + width))
+
+
+@pytest.mark.parametrize("step", [-1e8, -1e2, -1.0, 1.0, 1e8])
+def test_any_step_stays_between_the_bounds(step: float, dtype: np.dtype):
+    start = rd.Bounded(np.array([-0.9, 0.0, 0.999]), -1.0, 1.0)
+    moved = jax.tree.map(lambda raw: raw + jnp.asarray(step, raw.dtype), start).value
+    assert moved.dtype == dtype and np.all(np.abs(np.asarray(moved)) < 1)
+
+
+def test_the_derivative_of_a_bounded_value_is_that_of_the_logistic_function():
+    slope = jax.grad(lambda p: p.value)(rd.Bounded(0.5, -1.0, 2.0)).raw
+    np.testing.assert_allclose(slope, 1.5 * 1.5 / 3, rtol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [-1.0, 1.0, 3.0, np.nan])
+def test_values_outside_the_bounds_are_refused(bad: float):
+    with pytest.raises(ValueError, match=r"strictly between -1.0 and 1.0"):
+        rd.Bounded([0.0, bad], -1.0, 1.0)
+    with pytest.raises(ValueError, match=r"the lower one first, got 1.0 and -1.0"):
+        rd.Bounded(0.0, 1.0, -1.0)

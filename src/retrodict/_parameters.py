@@ -58,7 +58,7 @@ class Bounded(AbstractParameter):
 
     Example:
         >>> import retrodict as rd
-        >>> rd.Bounded(0.5, -1.0, 1.0).value.item()
+        >>> round(rd.Bounded(0.5, -1.0, 1.0).value.item(), 6)
         0.5
 
     Args:

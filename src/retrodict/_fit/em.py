@@ -18,7 +18,7 @@ from retrodict._kalman import check_linear_gaussian, smooth_series
 from retrodict._kernel import LinearGaussianKernel
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, learnable
-from retrodict._parameters import Frozen, unwrap
+from retrodict._parameters import AbstractParameter, Frozen, unwrap
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
@@ -138,6 +138,12 @@ def maximise(model: StateSpaceModel, chains: LinearGaussianChain, batch: Series)
         batch: the series themselves.
     """
     prior, transition, emission = model.prior, model.transition, model.emission
+    for name, part in (("transition", transition), ("emission", emission)):
+        if isinstance(part, AbstractParameter) and not isinstance(part, Frozen):
+            raise ValueError(
+                f"The {name} is built from parameters by {type(part).__name__}, for which the"
+                " M-step has no closed form. Learn the model with fit or fit_evidence."
+            )
     if isinstance(prior, Gaussian) and not _is_frozen(prior, "prior"):
         prior = _new_prior(prior, chains)
     if isinstance(transition, LinearGaussianKernel) and not _is_frozen(transition, "transition"):

@@ -4,7 +4,6 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 from jaxtyping import Array, Float
 
 from retrodict import _linalg as linalg
@@ -116,7 +115,11 @@ class VaryingLinearGaussianKernel(AbstractLinearGaussianKernel):
     """
 
     fn: Callable[[Any], tuple[Any, Any, Scale]]
-    takes_input: bool = eqx.field(static=True, default=True, init=False)  # pyright: ignore
+
+    @property
+    def takes_input(self) -> bool:
+        """Always."""
+        return True
 
     def at(self, u: Float[Array, "input"] | None) -> LinearGaussianKernel:
         """The kernel with the parameters fn(u)."""

@@ -192,15 +192,16 @@ def _split(name: str, places: Mapping[str, Any]) -> tuple[str, tuple[int, ...] |
 
 def _replaced(name: str, node: Any, value: Any) -> Any:
     """A parameter of the same kind and shape with another value."""
-    parameter = isinstance(node, AbstractParameter)
-    before = node.value if parameter else node
+    before = node.value if isinstance(node, AbstractParameter) else node
     try:
         array = jnp.broadcast_to(jnp.asarray(np.asarray(value), before.dtype), before.shape)
         if not np.all(np.isfinite(np.asarray(array))):
             raise ValueError("it must be finite")
         if isinstance(node, Bounded):
             return Bounded(array, node.lower, node.upper)
-        return type(node)(array) if parameter else array
+        if isinstance(node, (Positive, PositiveTril)):
+            return type(node)(array)
+        return array
     except (TypeError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ModelError(

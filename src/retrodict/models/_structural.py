@@ -122,9 +122,9 @@ def seasonal(
         y_t = level_t + season_t + obs_scale ε_t
 
     The state of a column is (level, slope, season_t, ..., season_{t-period+2}); the seasons that
-    are remembered move with a thousandth of the seasonal noise, so that the transition has a density.
-    With `harmonics=h` the season is a sum of h cycles instead, two coordinates each, which is
-    smaller for long periods and exact.
+    are remembered move with a thousandth of the seasonal noise, so that the transition has a
+    density. With `harmonics=h` the season is a sum of h cycles instead, two coordinates each, which
+    is smaller for long periods and exact.
 
     Args:
         period: how many steps a season lasts.

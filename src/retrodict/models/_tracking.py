@@ -18,6 +18,7 @@ from retrodict._validate import check_count
 from retrodict.models._equations import (
     AbstractNamed,
     ConstantVelocity,
+    Regular,
     diffuse,
     kernel_of,
     observed,
@@ -194,14 +195,15 @@ def wrapped(angle: Array) -> Array:
 def start_velocity(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
     """Starts of a target whose position is seen: scales from second differences."""
     positions = sample.columns()
-    found = _moving(sample.ys, sample, takes_step=model.transition.takes_input)
+    step = sample.step(not isinstance(model.transition, Regular))
+    found = _moving(sample.ys, sample, takes_step=not isinstance(model.transition, Regular))
     bends = [spread(column) for column in sample.columns(differences(sample.ys, 2))]
     speeds = [spread(column) for column in sample.columns(differences(sample.ys))]
     found["obs_scale"] = [0.3 * bend for bend in bends]
     found["prior.scale_tril.std"] = np.concatenate(
         [
             [PRIOR_WIDTH * spread(column) for column in positions],
-            [PRIOR_WIDTH * speed / sample.step(True) for speed in speeds],
+            [PRIOR_WIDTH * speed / step for speed in speeds],
         ]
     )
     return found
@@ -213,7 +215,7 @@ def start_range_bearing(model: StateSpaceModel, sample: Sample) -> dict[str, Any
     sensor = np.asarray((emission.fn.fn if hasattr(emission.fn, "fn") else emission.fn).sensor)
     ranges, bearings = sample.ys[..., 0], sample.ys[..., 1]
     places = sensor + np.stack([ranges * np.cos(bearings), ranges * np.sin(bearings)], axis=-1)
-    found = _moving(places, sample, takes_step=model.transition.takes_input)
+    found = _moving(places, sample, takes_step=not isinstance(model.transition, Regular))
     moves = differences(sample.ys, 2)
     moves[..., 1] = np.angle(np.exp(1j * moves[..., 1]))
     of_range, of_bearing = (spread(column) for column in sample.columns(moves))

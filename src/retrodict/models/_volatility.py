@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -39,7 +38,11 @@ class VolatilityEmission(AbstractNamed, AbstractGaussianKernel):
     """
 
     leverage: Any = None
-    takes_input: bool = eqx.field(static=True, default=False, init=False)  # pyright: ignore
+
+    @property
+    def takes_input(self) -> bool:
+        """Never."""
+        return False
 
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Gaussian:
         """N(exp(x/2) a z, exp(x) (1 − a²)), independent columns."""
@@ -109,14 +112,14 @@ def stochastic_volatility(
     scales = prior_scale
     if scales is None:
         scales = np.asarray(scale, float) / np.sqrt(1 - np.asarray(persistence, float) ** 2)
-    if leverage:
+    if not leverage:
+        prior, emission = diffuse(means, scales, obs_dim), VolatilityEmission()
+    else:
         means, scales = _beside(means, 0.0, obs_dim), _beside(scales, 1.0, obs_dim)
+        prior = diffuse(means, scales, 2 * obs_dim)
         rho = Bounded(real(correlation, obs_dim), -LARGEST_LEVERAGE, LARGEST_LEVERAGE)
-    return StateSpaceModel(
-        diffuse(means, scales, (2 if leverage else 1) * obs_dim),
-        kernel_of(equation, irregular),
-        VolatilityEmission(rho if leverage else None),
-    )
+        emission = VolatilityEmission(rho)
+    return StateSpaceModel(prior, kernel_of(equation, irregular), emission)
 
 
 def start_volatility(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
