@@ -29,6 +29,42 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("retrodict")
 
 
+# Files that take longest, in order: a worker that starts one of them last leaves the other idle.
+LONGEST = (
+    "test_family",
+    "test_linearised",
+    "test_bounds",
+    "test_particle",
+    "test_grid",
+    "test_sampled_chain",
+    "test_readme",
+    "test_particle_backward",
+    "test_fit",
+    "test_smooth",
+    "test_experiments",
+    "test_guided",
+    "test_bounds_finite",
+    "test_doctests",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps what was compiled: the next run reads a program that did not change.
+
+    It lies in pytest's own cache, and `-p no:cacheprovider` leaves it out.
+    """
+    cache = getattr(config, "cache", None)
+    if cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("compiled")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first; the others stay in their order."""
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 @pytest.fixture
 def key() -> jax.Array:
     return jax.random.key(0)

@@ -727,7 +727,8 @@ def test_gains_of_a_recurrent_family_cannot_explode(loudness: float):
 
 @pytest.mark.parametrize(("count", "d"), [(1, 1), (2, 1), (5, 1), (4, 2), (6, 2), (3, 4)])
 def test_components_start_apart_and_around_the_prior_mean(count: int, d: int):
-    centres = np.asarray(_centres(count, d))
+    # One program a size: outside of jit each of its operations would be compiled alone.
+    centres = np.asarray(jax.jit(_centres, static_argnums=(0, 1))(count, d))
     assert centres.shape == (count, d)
     np.testing.assert_allclose(centres.mean(axis=0), 0.0, atol=1e-12)
     assert np.max(np.abs(centres)) < 3.0

@@ -500,10 +500,11 @@ def many(smooth: Any, model: rd.StateSpaceModel, num_times: int, count: int) -> 
     return ys, jax.jit(jax.vmap(lambda y: smooth(model, y, mask=True)))(ys)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [slow(name) if name in ("cubature", "gauss-hermite") else name for name in METHODS],
-)
+VARIANTS = ("cubature", "gauss-hermite", "iterated extended")
+"""Methods that share their code with another one here: theirs are run with the slow tests."""
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in VARIANTS else name for name in METHODS])
 def test_all_are_lost_on_a_square(name):
     _, found = many(METHODS[name], SQUARE, 40, 8)
     assert bool(jnp.all(found.lost)), found.code
