@@ -270,6 +270,7 @@ def test_bounds_vanish_at_the_exact_posterior():
         assert float(found.considered[name]) < 1e-7, name
 
 
+@pytest.mark.slow
 def test_a_constant_scales_the_bound():
     instance = Instance(8, 1)
     one, three = (instance.bound(rd.AnyLipschitz(c)).value for c in (1.0, 3.0))
@@ -296,6 +297,7 @@ def distance_travelled(before: Any, x: Any, data: Any) -> Any:
     return jnp.sum(jnp.abs(x - before))
 
 
+@pytest.mark.slow
 def test_functionals_of_pairs_are_bounded():
     functional = rd.AdditiveFunctional(distance_travelled, lipschitz=(1.0, 1.0))
     for seed in range(10):
@@ -398,6 +400,7 @@ def test_on_a_grid_the_bound_is_that_of_closed_forms():
     assert (np.asarray(variations) <= 1).all()
 
 
+@pytest.mark.slow
 def test_bounds_of_counts_hold_with_and_without_a_grid(counts: Any):
     model, ys, chain, posterior = counts
     key = jax.random.key(0)
@@ -657,6 +660,7 @@ def test_signs_of_scales_do_not_matter():
     assert float(found.value) == pytest.approx(float(instance.bound(rd.AnyBounded()).value))
 
 
+@pytest.mark.slow
 def test_mass_beyond_the_box_is_not_forgotten():
     model = rd.StateSpaceModel(
         prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),

@@ -17,13 +17,14 @@ from linear_models import random_model
 from registry import FAMILIES
 from retrodict._family.mixture import _centres
 
-# Variants of a family share most of its code: theirs are run with the slow tests.
-VARIANTS = ("gated_scale", "recurrent_tied", "nonlinear")
+# Quick runs try the exact family, one with gates and one that draws: all of them share their base,
+# and each compiles every test anew. The others are run with the slow tests.
+OTHERS = ("conjugate", "gated_scale", "recurrent_free", "recurrent_tied", "nonlinear")
 
 
 def _marked(names: Iterable[str]) -> list[Any]:
     slow = pytest.mark.slow
-    return [pytest.param(name, marks=slow) if name in VARIANTS else name for name in names]
+    return [pytest.param(name, marks=slow) if name in OTHERS else name for name in names]
 
 
 EVERY = pytest.mark.parametrize("name", _marked(FAMILIES))
@@ -488,7 +489,13 @@ def fresh(name: str) -> Any:
     return FAMILIES[name].make(autoregression(), 1, 1, 0)
 
 
-@pytest.mark.parametrize("case", STARTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        c if c in ("stationary", "large_state") else pytest.param(c, marks=pytest.mark.slow)
+        for c in STARTS
+    ],
+)
 @WITH_NETWORK
 def test_an_untrained_family_is_near_the_prior_chain(name: str, case: str):
     """Whatever the units of data and states are, and its gradient is finite."""

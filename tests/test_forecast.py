@@ -249,6 +249,7 @@ def test_any_chain_is_forecast_from():
     assert np.all(np.abs(found.mean - rows) < 5 * found.mean_standard_error)
 
 
+@pytest.mark.slow
 def test_a_batch_under_vmap():
     c = plain_case()
     chains = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), c.chain)

@@ -272,7 +272,7 @@ GRID_2D = (np.array([-7.5, -7.0]), np.array([8.0, 6.5]), (46, 42))
         ("separable", rd.Diagonal(np.array([0.8, 0.7]))),
         pytest.param("separable", np.array([[0.8, 0.0], [0.0, 0.7]]), marks=pytest.mark.slow),
         pytest.param("dense", np.array([[0.8, 0.0], [0.4, 0.7]]), marks=pytest.mark.slow),
-        ("blocked", np.array([[0.8, 0.0], [0.4, 0.7]])),
+        pytest.param("blocked", np.array([[0.8, 0.0], [0.4, 0.7]]), marks=pytest.mark.slow),
     ],
 )
 def test_two_dimensions(kind, scale, monkeypatch):
@@ -489,6 +489,7 @@ def test_sampled_paths_have_the_moments_of_the_posterior(oracle, ys):
 # ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_jit_and_vmap_over_series(oracle, ys):
     model = linear_model()
 

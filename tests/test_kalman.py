@@ -18,7 +18,11 @@ from linear_models import random_mask, random_model
 # store: the parallel form, which forms covariances, is spared them.
 @pytest.mark.parametrize(
     ("state", "obs", "parallel"),
-    [(2, 1, False), (2, 1, True), pytest.param(8, 3, False, marks=pytest.mark.slow)],
+    [
+        (2, 1, False),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
+        pytest.param(8, 3, False, marks=pytest.mark.slow),
+    ],
 )
 def test_semidefinite_noise_and_prior(state, obs, parallel):
     rng = np.random.default_rng(3)
@@ -131,7 +135,7 @@ def test_padding_changes_nothing_and_a_missing_row_is_not_padding(parallel):
     assert not np.allclose(missing.chain.terminal.covariance, full.chain.terminal.covariance)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_rows_missing_gives_the_prior(parallel):
     model = random_model(np.random.default_rng(0), 2, 1)
     exact = rd.kalman_smoother(model, jnp.full((4, 1), jnp.nan), parallel=parallel)

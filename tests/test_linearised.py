@@ -500,7 +500,7 @@ def many(smooth: Any, model: rd.StateSpaceModel, num_times: int, count: int) -> 
     return ys, jax.jit(jax.vmap(lambda y: smooth(model, y, mask=True)))(ys)
 
 
-VARIANTS = ("cubature", "gauss-hermite", "iterated extended")
+VARIANTS = ("cubature", "gauss-hermite", "iterated", "iterated extended")
 """Methods that share their code with another one here: theirs are run with the slow tests."""
 
 

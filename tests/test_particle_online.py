@@ -194,7 +194,7 @@ def test_a_stream_is_as_a_whole_series():
 
 
 @pytest.mark.parametrize(
-    "verb", [pytest.param(rd.paris, marks=pytest.mark.slow), rd.forward_smoother]
+    "verb", [pytest.param(v, marks=pytest.mark.slow) for v in (rd.paris, rd.forward_smoother)]
 )
 def test_padding_adds_nothing(verb: Callable):
     ys, rest = series()

@@ -4,8 +4,9 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,8 +42,8 @@ class Kept(NamedTuple):
 
 def stream(
     run: Run,
-    source: BinaryIO,
-    out: BinaryIO | Path,
+    source: BufferedIOBase,
+    out: BufferedIOBase | Path,
     *,
     lag: int = 20,
     state: Path | None = None,
@@ -92,8 +93,8 @@ def stream(
 def _answer(
     run: Run,
     live: rd.FixedLag,
-    source: BinaryIO,
-    handle: BinaryIO,
+    source: BufferedIOBase,
+    handle: BufferedIOBase,
     owned: bool,
     kept: Kept,
     place: Path,
@@ -127,7 +128,7 @@ def _answer(
     return count
 
 
-def _arriving(source: BinaryIO) -> Iterator[list[str]]:
+def _arriving(source: BufferedIOBase) -> Iterator[list[str]]:
     """Lines as they come: as many as are there, and at least one."""
     rest = b""
     read = getattr(source, "read1", source.read)
@@ -281,7 +282,7 @@ def _read_state(place: Path, live: rd.FixedLag, run: Run, seed: int) -> Kept:
 
 
 def _save(
-    place: Path, kept: Kept, handle: BinaryIO, owned: bool, run: Run, live: rd.FixedLag
+    place: Path, kept: Kept, handle: BufferedIOBase, owned: bool, run: Run, live: rd.FixedLag
 ) -> Kept:
     """Keeps the state, after the answers that it stands for."""
     if owned:
@@ -292,7 +293,7 @@ def _save(
     return kept
 
 
-def _opened(out: BinaryIO | Path, kept: Kept) -> tuple[BinaryIO, bool]:
+def _opened(out: BufferedIOBase | Path, kept: Kept) -> tuple[BufferedIOBase, bool]:
     """Where answers go; a file is cut back to what the state knows of."""
     if not isinstance(out, Path):
         return out, False
