@@ -78,7 +78,8 @@ def parameter_errors(
     from paths x given the series, drawn by `ffbsi` in independent replicates. Both terms are large
     and nearly equal where the states are mostly hidden, and their difference is then noisy: where
     the data hold a share ρ of what the states would tell, S paths in all give a relative error of
-    about √(2/S)/ρ. Monte Carlo standard errors are jackknifed over the replicates. Several series are independent, and their information adds up.
+    about √(2/S)/ρ. Monte Carlo standard errors are jackknifed over the replicates. Several series
+    are independent, and their information adds up.
 
     A quantity a(θ) with gradient g has the standard error √(gᵀΣg), Σ the inverse information. Its
     interval has as ends its values at θ ± z Σg / √(gᵀΣg), and so stays where the quantity can be: a
