@@ -154,9 +154,15 @@ def volatility(say: Callable[[str], None], quick: bool) -> dict[str, Any]:
 
     began = time.perf_counter()
     # The data hold some 3% of what the states would tell of the persistence: many paths.
-    sizes = {"num_particles": 1000, "num_samples": 100 if quick else 5000, "num_replicates": 40}
     louis = rd.parameter_errors(
-        jax.random.key(1), model, ys, read=read, backward=rd.RejectionBackward(), **sizes
+        jax.random.key(1),
+        model,
+        ys,
+        read=read,
+        num_particles=1000,
+        num_samples=100 if quick else 5000,
+        num_replicates=40,
+        backward=rd.RejectionBackward(),
     )
     seconds = time.perf_counter() - began
     shown = {name: round(float(louis.standard_error[name]), 5) for name in NAMES}

@@ -20,9 +20,13 @@ KEY = jax.random.key(11)
 VARIANTS = ("gated_scale", "recurrent_tied", "nonlinear")
 
 
-def _marked(name: str, *values: Any) -> Any:
-    marks = [pytest.mark.slow] if name in VARIANTS else []
-    return pytest.param(name, *values, marks=marks)
+def _slow(*cases: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def _marked(name: str, *rest: Any) -> Any:
+    """Quick runs try the exact family and one that draws."""
+    return (name, *rest) if name in ("kalman", "mixture") else _slow((name, *rest))[0]
 
 
 LINEAR = [_marked(name, 3) for name, case in FAMILIES.items() if not case.sampled]
@@ -96,7 +100,9 @@ def pushed_back(chain: rd.LinearGaussianChain, k: int, row: int) -> tuple[np.nda
     return mean, covariance
 
 
-@pytest.mark.parametrize("name, lag", [*LINEAR, ("kalman", 1), ("kalman", 6), ("kalman", 20)])
+@pytest.mark.parametrize(
+    "name, lag", [*LINEAR, ("kalman", 20), *_slow(("kalman", 1), ("kalman", 6))]
+)
 def test_rows_are_those_of_offline_smoothing(name: str, lag: int):
     live, (state, out) = rd.FixedLag(family(name), lag), whole(name, lag)
     chain = offline(name)

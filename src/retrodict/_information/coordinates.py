@@ -65,9 +65,8 @@ def coordinates_of(model: StateSpaceModel) -> Coordinates:
         place = np.flatnonzero(chosen)
         places.append(jnp.asarray(place))
         owner = _name(path).removesuffix(".raw") if _is_raw(model, path) else _name(path)
-        entries = np.argwhere(chosen) if leaf.ndim else place
-        for entry in entries:
-            names.append(owner + (f"[{','.join(map(str, entry))}]" if leaf.ndim else ""))
+        for entry in np.argwhere(chosen).tolist():
+            names.append(owner + (f"[{','.join(map(str, entry))}]" if entry else ""))
     return Coordinates(model, tuple(places), tuple(names))
 
 

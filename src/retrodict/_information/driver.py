@@ -78,7 +78,8 @@ def parameter_errors(
     from paths x given the series, drawn by `ffbsi` in independent replicates. Both terms are large
     and nearly equal where the states are mostly hidden, and their difference is then noisy: where
     the data hold a share ρ of what the states would tell, S paths in all give a relative error of
-    about √(2/S)/ρ. Monte Carlo standard errors are jackknifed over the replicates. Several series are independent, and their information adds up.
+    about √(2/S)/ρ. Monte Carlo standard errors are jackknifed over the replicates. Several series
+    are independent, and their information adds up.
 
     A quantity a(θ) with gradient g has the standard error √(gᵀΣg), Σ the inverse information. Its
     interval has as ends its values at θ ± z Σg / √(gᵀΣg), and so stays where the quantity can be: a
@@ -131,6 +132,11 @@ def parameter_errors(
         raise TypeError(f"parameter_errors expects a StateSpaceModel, got {type(model).__name__}.")
     if not 0 < level < 1:
         raise ValueError(f"parameter_errors expects a level between 0 and 1, got {level}.")
+    if read is not None and not callable(read):
+        raise TypeError(
+            "parameter_errors expects read to be a function of the model, got"
+            f" {type(read).__name__}."
+        )
     coordinates = _coordinates(model)
     plain = unwrap(model)
     method = _method(plain, method, chain)
@@ -184,7 +190,7 @@ def parameter_errors(
         if moved
         else "fine"
     )
-    natural = quantities(_reader(coordinates, read), theta, found, informations, level)
+    natural = quantities(coordinates, read, found, informations, level)
     return ParameterErrors(
         coordinates.names,
         raw,
@@ -296,14 +302,6 @@ def _from_chain(
         f"unreliable: the Pareto shape of the weights is {shape:.2f}, above {K_HAT_GOOD}: a few"
         " paths carry most of the weight. Use a chain that is nearer to the posterior, or none"
     ]
-
-
-def _reader(
-    coordinates: Coordinates, read: Callable[[StateSpaceModel], PyTree] | None
-) -> Callable[[Any], PyTree]:
-    if read is None:
-        return coordinates.values_at
-    return lambda theta: read(coordinates.model_at(theta))
 
 
 def _refuse_undefined(score: np.ndarray, information: np.ndarray, names: tuple[str, ...]) -> None:

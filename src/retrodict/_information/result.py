@@ -1,17 +1,22 @@
 """What an observed information says of parameters, and of quantities computed from them."""
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 from scipy.special import ndtri
 
-from retrodict._information.coordinates import in_parts
+from retrodict._information.coordinates import Coordinates, in_parts
 from retrodict._information.louis import jackknife
+from retrodict._model import StateSpaceModel
+from retrodict._parameters import unwrap
+
+Read = Callable[[StateSpaceModel], PyTree]
 
 LEAST_SHARE = {True: 1e-6, False: 1e-2}
 """From which share in an open direction on a parameter counts as open, exact or estimated: the
@@ -137,8 +142,8 @@ class Quantities(NamedTuple):
 
 
 def quantities(
-    read: Any,
-    theta: Any,
+    coordinates: Coordinates,
+    read: Read | None,
     found: Inverse,
     replicates: Float[np.ndarray, "replicate parameter parameter"] | None,
     level: float,
@@ -149,28 +154,16 @@ def quantities(
     points of the ellipsoid θ'Σ⁻¹θ' ≤ z² at which it is extreme to first order. For a function of a
     single coordinate these are its values at the ends of that coordinate's interval.
     """
-    value, restore = ravel_pytree(jax.tree.map(jnp.asarray, read(theta)))
-
-    def flat(theta: Any) -> Any:
-        return ravel_pytree(jax.tree.map(jnp.asarray, read(theta)))[0]
-
-    slopes = np.asarray(jax.jit(jax.jacfwd(flat))(theta), np.float64)
+    theta = coordinates.theta()
+    value, restore = ravel_pytree(_quantities_at(coordinates, read, theta))
+    slopes = np.asarray(_slopes(coordinates, read, theta), np.float64)
     errors = _errors(slopes, found.covariance)
     loose = found.touches(slopes) > LEAST_SHARE[replicates is None]
 
     steps = slopes @ found.covariance / np.where(errors > 0, errors, 1.0)[:, None]
     steps = jnp.asarray(ndtri(0.5 + level / 2) * steps, theta.dtype)
-
-    @jax.jit
-    def ends(steps: Any) -> Any:
-        def one(at: Any) -> Any:
-            index, step = at
-            return jnp.stack([flat(theta - step)[index], flat(theta + step)[index]])
-
-        places = jnp.arange(steps.shape[0])
-        return in_parts(one, (places, steps), QUANTITIES_AT_ONCE)
-
-    span = np.concatenate([np.asarray(ends(steps)), np.asarray(value)[:, None]], axis=1)
+    ends = _ends(coordinates, read, theta, steps)
+    span = np.concatenate([np.asarray(ends), np.asarray(value)[:, None]], axis=1)
     monte_carlo = np.zeros_like(errors)
     if replicates is not None:
         others = np.array([_errors(slopes, np.linalg.pinv(each)) for each in replicates])
@@ -184,6 +177,40 @@ def quantities(
     )
     shaped = (restore(jnp.asarray(field, value.dtype)) for field in fields)
     return Quantities(*(jax.tree.map(np.asarray, each) for each in shaped))
+
+
+def _quantities_at(
+    coordinates: Coordinates, read: Read | None, theta: Float[Array, "parameter"]
+) -> PyTree:
+    """What is read off the model with coordinates θ; the learned parameters by default."""
+    if read is None:
+        return coordinates.values_at(theta)
+    return jax.tree.map(jnp.asarray, read(unwrap(coordinates.model_at(theta))))
+
+
+@eqx.filter_jit
+def _slopes(
+    coordinates: Coordinates, read: Read | None, theta: Float[Array, "parameter"]
+) -> Float[Array, "quantity parameter"]:
+    """The gradients of all quantities."""
+    return jax.jacfwd(lambda at: ravel_pytree(_quantities_at(coordinates, read, at))[0])(theta)
+
+
+@eqx.filter_jit
+def _ends(
+    coordinates: Coordinates,
+    read: Read | None,
+    theta: Float[Array, "parameter"],
+    steps: Float[Array, "quantity parameter"],
+) -> Float[Array, "quantity 2"]:
+    """Each quantity a step of its own away from θ, on either side."""
+
+    def one(at: tuple[Array, Array]) -> Array:
+        index, step = at
+        sides = [_quantities_at(coordinates, read, theta + sign * step) for sign in (-1, 1)]
+        return jnp.stack([ravel_pytree(side)[0][index] for side in sides])
+
+    return in_parts(one, (jnp.arange(steps.shape[0]), steps), QUANTITIES_AT_ONCE)
 
 
 def _errors(slopes: np.ndarray, covariance: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ class Table:
         times: the times of each series, as many as it has rows; dates as `datetime64[us]`.
         names: of the columns of `ys`.
         series: identifiers, in increasing order; `None` if the table is one series without one.
-        input_names: of the columns of `inputs`; the step length, if asked for, is the first, `step`.
+        input_names: of the columns of `inputs`; `step`, if it was asked for, is the first.
         time_name: of the time column; `None` if the row number is the time.
         step: between times, as `read` takes it by `freq`; `None` if they are irregular.
         step_unit: the stretch of time that counts as 1 in the input `step`; `None` without one.
