@@ -16,8 +16,6 @@ from registry import FAMILIES
 
 N, CHUNK = 9, 3
 KEY = jax.random.key(11)
-# Variants of a family share most of its code: theirs are run with the slow tests.
-VARIANTS = ("gated_scale", "recurrent_tied", "nonlinear")
 
 
 def _slow(*cases: tuple[Any, ...]) -> list[Any]:

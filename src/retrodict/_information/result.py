@@ -14,7 +14,6 @@ from scipy.special import ndtri
 from retrodict._information.coordinates import Coordinates, in_parts
 from retrodict._information.louis import jackknife
 from retrodict._model import StateSpaceModel
-from retrodict._parameters import unwrap
 
 Read = Callable[[StateSpaceModel], PyTree]
 
@@ -185,7 +184,7 @@ def _quantities_at(
     """What is read off the model with coordinates θ; the learned parameters by default."""
     if read is None:
         return coordinates.values_at(theta)
-    return jax.tree.map(jnp.asarray, read(unwrap(coordinates.model_at(theta))))
+    return jax.tree.map(jnp.asarray, read(coordinates.model_at(theta)))
 
 
 @eqx.filter_jit

@@ -246,7 +246,12 @@ def _by_name(names: list[str], cells: list[Any]) -> dict[str, dict[str, float]]:
 
 
 def _interleaved(moments: tuple[np.ndarray, np.ndarray]) -> list[list[float]]:
-    return np.stack(moments, axis=-1).reshape(len(moments[0]), -1).tolist()
+    """Means and deviations side by side, to ten digits.
+
+    How rows are cut into chunks changes the last of the sixteen digits, and must not be seen.
+    """
+    rows = np.stack(moments, axis=-1).reshape(len(moments[0]), -1).tolist()
+    return [[float(f"{cell:.10g}") for cell in row] for row in rows]
 
 
 def _texts(times: np.ndarray) -> list[str]:
