@@ -166,7 +166,7 @@ def with_particles(sampler: str, dim: int) -> Callable[[], Any]:
     fk = ssm.Bootstrap(ssm=Model(), data=data)
 
     def run() -> Any:
-        machine = particles.SMC(fk=fk, N=NUM_PARTICLES, store_history=sampler != "filter")
+        machine: Any = particles.SMC(fk=fk, N=NUM_PARTICLES, store_history=sampler != "filter")
         machine.run()
         if sampler == "exact":
             return machine.hist.backward_sampling_ON2(NUM_PARTICLES)

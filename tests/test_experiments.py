@@ -18,8 +18,8 @@ import pytest
 
 import retrodict as rd
 from retrodict._workspace import Folder
+from retrodict._workspace import files as _files
 from retrodict.experiments import (
-    _files,
     bounds,
     demo,
     linear,

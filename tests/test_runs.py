@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ LAG = 4
 
 @pytest.fixture(scope="module")
 def frame() -> pd.DataFrame:
-    found = sm.datasets.nile.load_pandas().data.astype({"year": int}).iloc[:60]
+    whole: Any = sm.datasets.nile.load_pandas().data
+    found = whole.astype({"year": int}).iloc[:60]
     return found.drop(index=[20, 21, 40]).reset_index(drop=True)
 
 

@@ -117,14 +117,16 @@ def grade(
         for witness in witnesses
     ]
     heard = [_heard(one, witness) for one, witness in zip(checks, witnesses, strict=True)]
-    objections = {
+    objections = tuple(
         kind
-        for check, trusted in zip(checks, heard, strict=True)
-        for kind in (AGAINST_CHAINS if trusted else WITHOUT_PARTICLES)
-        if kind in check.kinds
-    }
+        for kind in AGAINST_CHAINS
+        if any(
+            kind in check.kinds and (trusted or kind in WITHOUT_PARTICLES)
+            for check, trusted in zip(checks, heard, strict=True)
+        )
+    )
     return Grade(
-        objections=tuple(sorted(objections)),
+        objections=objections,
         elbo=float(sum(check.elbo for check in checks)),
         figures=_figures(checks, heard),
     )

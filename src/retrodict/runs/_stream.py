@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +41,8 @@ class Kept(NamedTuple):
 
 def stream(
     run: Run,
-    source: BufferedIOBase,
-    out: BufferedIOBase | Path,
+    source: Any,
+    out: Any,
     *,
     lag: int = 20,
     state: Path | None = None,
@@ -62,8 +61,8 @@ def stream(
 
     Args:
         run: the run.
-        source: the rows, with a header, in order of time.
-        out: where answers go: a stream, or a file that they are appended to.
+        source: the rows, with a header, in order of time: a file that was opened for bytes.
+        out: where answers go: such a file, or the path of one that they are appended to.
         lag: how many rows a smoothed row waits for.
         state: the file of the state; by default one in the folder of the run.
         flush: whether to answer the last rows too when the source ends: with the file of the state
@@ -93,8 +92,8 @@ def stream(
 def _answer(
     run: Run,
     live: rd.FixedLag,
-    source: BufferedIOBase,
-    handle: BufferedIOBase,
+    source: Any,
+    handle: Any,
     owned: bool,
     kept: Kept,
     place: Path,
@@ -128,7 +127,7 @@ def _answer(
     return count
 
 
-def _arriving(source: BufferedIOBase) -> Iterator[list[str]]:
+def _arriving(source: Any) -> Iterator[list[str]]:
     """Lines as they come: as many as are there, and at least one."""
     rest = b""
     read = getattr(source, "read1", source.read)
@@ -286,9 +285,7 @@ def _read_state(place: Path, live: rd.FixedLag, run: Run, seed: int) -> Kept:
     return Kept(*kept)
 
 
-def _save(
-    place: Path, kept: Kept, handle: BufferedIOBase, owned: bool, run: Run, live: rd.FixedLag
-) -> Kept:
+def _save(place: Path, kept: Kept, handle: Any, owned: bool, run: Run, live: rd.FixedLag) -> Kept:
     """Keeps the state, after the answers that it stands for."""
     if owned:
         handle.flush()
@@ -298,7 +295,7 @@ def _save(
     return kept
 
 
-def _opened(out: BufferedIOBase | Path, kept: Kept) -> tuple[BufferedIOBase, bool]:
+def _opened(out: Any, kept: Kept) -> tuple[Any, bool]:
     """Where answers go; a file is cut back to what the state knows of."""
     if not isinstance(out, Path):
         return out, False
