@@ -117,16 +117,16 @@ def grade(
         for witness in witnesses
     ]
     heard = [_heard(one, witness) for one, witness in zip(checks, witnesses, strict=True)]
-    objections = tuple(
+    objections: list[Kind] = [
         kind
         for kind in AGAINST_CHAINS
         if any(
             kind in check.kinds and (trusted or kind in WITHOUT_PARTICLES)
             for check, trusted in zip(checks, heard, strict=True)
         )
-    )
+    ]
     return Grade(
-        objections=objections,
+        objections=tuple(objections),
         elbo=float(sum(check.elbo for check in checks)),
         figures=_figures(checks, heard),
     )
