@@ -1,6 +1,7 @@
 """The commands for a user's own data: fit, smooth, forecast, check, plot, stream, info."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,12 +48,17 @@ def register(app: typer.Typer) -> None:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Errors of the user's files, models and options as one line."""
-    from retrodict import data, models, runs
+    """Errors of the user's files, models and options as one line.
 
+    A model may be an object of the user's, in a module beside the data. Its folder is looked in
+    last, so that no file there stands in for a module that something else imports.
+    """
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
     try:
         yield
-    except (data.DataError, models.ModelError, runs.RunError) as error:
+    except ValueError as error:  # those of tables, models and runs are
         raise UserError(str(error)) from error
 
 

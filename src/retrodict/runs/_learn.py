@@ -52,6 +52,11 @@ METHODS = {
     " particle smoother.",
 }
 
+SIZES_OF_LOUIS = {"num_particles": 1000, "num_samples": 2000, "num_replicates": 40}
+"""Where the data hold a few hundredths of what the states would say, fewer paths say nothing."""
+
+MOST_ROWS_OF_LOUIS = 20_000
+
 MOST_ROWS_A_STEP = 512
 """Of longer series a step of learning sees a window."""
 
@@ -326,9 +331,16 @@ def _uncertain(
         return {name: every[name] for name in learned}
 
     def compute() -> dict[str, Any]:
+        sizes: dict[str, Any] = {}
+        if not is_linear_gaussian(model):
+            if table.length.sum() > MOST_ROWS_OF_LOUIS:
+                return {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
+            sizes = SIZES_OF_LOUIS
+            if isinstance(rd.unwrap(model).transition, rd.AbstractGaussianKernel):
+                sizes = sizes | {"backward": rd.RejectionBackward()}  # its density is bounded
         try:
-            found = rd.parameter_errors(key, model, ys, read=read, level=LEVEL, **options)
-        except (ValueError, rd.CheckpointError) as error:
+            found = rd.parameter_errors(key, model, ys, read=read, level=LEVEL, **sizes, **options)
+        except (ValueError, FloatingPointError) as error:
             return {"refused": np.array(str(error))}
         arrays = {}
         for what in ("standard_error", "lower", "upper"):
@@ -338,7 +350,9 @@ def _uncertain(
 
     stage = folder.stage("standard errors of the parameters", compute)
     lines: dict[str, Any] = {}
-    for name, values in models.named_parameters(model, fixed=True).items():
+    every = models.named_parameters(model, fixed=True)
+    for name in (*learned, *(name for name in every if name not in learned)):
+        values = every[name]
         for index in np.ndindex(values.shape):
             entry = f"{name}[{','.join(map(str, index))}]" if index else name
             line = {"value": float(values[index]), "learned": name in learned}
