@@ -32,7 +32,7 @@ TABLES: dict[str, dict[str, str]] = {
         "freq": "text",
         "step_input": "true or false",
     },
-    "fit": {"family": "text", "num_steps": "whole number", "learning_rate": "number"},
+    "fit": {"family": "text", "num_steps": "whole number"},
 }
 
 
@@ -47,7 +47,7 @@ class ModelSpec:
         start: starting values by parameter, in place of those from data.
         fixed: names of parameters that are not learned.
         data: how to read data: some of `time`, `columns`, `inputs`, `series`, `freq`, `step_input`.
-        fit: how to fit: some of `family`, `num_steps`, `learning_rate`.
+        fit: how to fit: some of `family` and `num_steps`.
     """
 
     reference: str

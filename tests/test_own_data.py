@@ -1,0 +1,131 @@
+"""The commands for a user's own data, as a shell runs them: bad input, kills and restarts."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from retrodict.cli._app import run as command
+
+GOOD = "year,flow\n" + "".join(f"{1900 + i},{10 + i % 3}\n" for i in range(30))
+
+BAD_TABLES = {
+    "empty": ("", "nothing"),
+    "header alone": ("year,flow\n", "no rows"),
+    "text in numbers": (GOOD.replace("1905,12", "1905,many"), "line 7.*'flow'"),
+    "duplicated time": (GOOD + "1903,5\n", "1903"),
+    "one row": ("year,flow\n1900,1\n", "one row|1 row"),
+    "all missing": ("year,flow\n1900,\n1901,\n1902,\n", "flow"),
+    "huge value": (GOOD + "1930,1e300\n", "1e\\+?300"),
+    "a row too long": (GOOD + "1930,1,2\n", "line 32"),
+}
+
+BAD_MODELS = {
+    "unknown name": ("local_levle", "local_level"),
+    "missing file": ("model.toml", "cannot be read"),
+    "missing module": ("no_such_module:model", "cannot be imported"),
+    "unknown key": ("retrodict = 1\n[model]\nnam = 'local_level'\n", "model.nam"),
+    "code in it": ("retrodict = 1\n[model]\nname = '__import__(\"os\")'\n", "no ready model"),
+    "another version": ("retrodict = 2\n[model]\nname = 'local_level'\n", "version"),
+    "no TOML": ("model: local_level", "not TOML"),
+}
+
+
+def refused(arguments: list[str], words: str, capsys, out: Path) -> None:
+    """The command ends with 2 and one line that holds the words, and nothing is written."""
+    import re
+
+    assert command(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("retrodict: error: ")
+    assert re.search(words, captured.err), captured.err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", BAD_TABLES)
+def test_bad_tables(name: str, tmp_path: Path, capsys):
+    text, words = BAD_TABLES[name]
+    source, out = tmp_path / "table.csv", tmp_path / "run"
+    source.write_text(text)
+    refused(["fit", str(source), "--model", "local_level", "--out", str(out)], words, capsys, out)
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_bad_models(name: str, tmp_path: Path, capsys):
+    given, words = BAD_MODELS[name]
+    source, out = tmp_path / "table.csv", tmp_path / "run"
+    source.write_text(GOOD)
+    if "\n" in given or given.startswith("model:"):
+        (tmp_path / "own.toml").write_text(given)
+        given = str(tmp_path / "own.toml")
+    refused(["fit", str(source), "--model", given, "--out", str(out)], words, capsys, out)
+
+
+def test_a_missing_column_and_a_missing_file(tmp_path: Path, capsys):
+    source, out = tmp_path / "table.csv", tmp_path / "run"
+    source.write_text(GOOD)
+    options = ["--model", "local_level", "--out", str(out)]
+    refused(["fit", str(source), "--columns", "flw", *options], "flow", capsys, out)
+    refused(["fit", str(tmp_path / "none.csv"), *options], "none.csv", capsys, out)
+
+
+def test_a_dry_run_says_what_was_understood(tmp_path: Path, capsys):
+    source = tmp_path / "table.csv"
+    source.write_text(GOOD.replace("1905,12\n", ""))
+    assert command(["fit", str(source), "--model", "local_level", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "1 row inserted in gaps" in lines
+    assert "time: column 'year', 1900 to 1929, step 1" in lines
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+
+
+def program(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", "from retrodict.cli import main; main()", *arguments]
+
+
+@pytest.mark.slow
+def test_a_killed_stream_goes_on(tmp_path: Path):
+    """Killed without notice in the middle; the answers are those of a stream that was not."""
+    rng = np.random.default_rng(0)
+    rows = 40_000
+    values = np.cumsum(rng.standard_normal(rows)) + rng.standard_normal(rows)
+    frame = pd.DataFrame({"t": np.arange(rows), "y": values})
+    source, run = tmp_path / "all.csv", tmp_path / "run"
+    frame.to_csv(source, index=False)
+    frame.iloc[:200].to_csv(tmp_path / "some.csv", index=False)
+    fit = program("fit", str(tmp_path / "some.csv"), "--model", "local_level", "--out", str(run))
+    subprocess.run(fit, check=True, capture_output=True, timeout=250)
+
+    def stream(name: str) -> list[str]:
+        state = ["--state", str(tmp_path / f"{name}.state")]
+        return program("stream", str(run), *state, "--out", str(tmp_path / f"{name}.csv"))
+
+    with source.open("rb") as file:
+        subprocess.run(stream("whole"), stdin=file, check=True, timeout=250)
+    with source.open("rb") as file:
+        process = subprocess.Popen(stream("cut"), stdin=subprocess.PIPE)
+        lines = file.read().splitlines(keepends=True)
+        if process.stdin is None:
+            raise RuntimeError("the stream has no input")
+        for start in range(0, rows // 2, 2000):
+            process.stdin.write(b"".join(lines[start : start + 2000]))
+            process.stdin.flush()
+            time.sleep(0.3)
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "cut.state").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert (tmp_path / "cut.state").exists()
+    with source.open("rb") as file:
+        subprocess.run(stream("cut"), stdin=file, check=True, timeout=250)
+    whole, cut = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("whole", "cut"))
+    assert len(whole) == rows
+    pd.testing.assert_frame_equal(cut, whole, rtol=1e-9)
