@@ -277,6 +277,7 @@ def test_a_constant_scales_the_bound():
     assert float(three) == pytest.approx(3 * float(one))
 
 
+@pytest.mark.slow
 def test_the_exact_error_is_the_difference_of_expectations():
     instance = Instance(3, 2)
     found = instance.bound(rd.SecondMoments())
@@ -380,6 +381,7 @@ def counts() -> tuple[rd.StateSpaceModel, Any, rd.LinearGaussianChain, rd.GridPo
     return model, ys, chain, rd.grid_smoother(model, ys, GRID)
 
 
+@pytest.mark.slow
 def test_on_a_grid_the_bound_is_that_of_closed_forms():
     instance = Instance(11, 1)
     posterior = rd.grid_smoother(instance.model, instance.ys, GRID)

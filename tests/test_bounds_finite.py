@@ -612,6 +612,7 @@ def test_the_error_on_a_grid_is_that_of_the_grid_smoother(smoothed: Any):
     np.testing.assert_allclose(bounds.quantities.h1, h1, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_compact_domain_mixes(smoothed: Any):
     # A box of two standard deviations: far from the line, but H2 holds there.
     ys, chain = smoothed
@@ -629,6 +630,7 @@ def test_a_compact_domain_mixes(smoothed: Any):
     assert 1.0 <= ratio < 1.5
 
 
+@pytest.mark.slow
 def test_tables_in_two_dimensions_with_inputs_and_missing_entries():
     eye = jnp.eye(2)
     model = rd.StateSpaceModel(

@@ -271,6 +271,7 @@ def test_a_batch_is_mapped_and_differentiated():
         assert np.all(np.isfinite(leaf))
 
 
+@pytest.mark.slow
 def test_parameters_are_unwrapped_once_and_differentiated_in_their_raw_arrays():
     plain = random_model(np.random.default_rng(7), 1, 1)
     _, ys = plain.simulate(jax.random.key(0), 5)

@@ -228,6 +228,7 @@ def test_steps_without_a_finite_gradient_are_skipped_and_counted(ys):
     assert all(np.isfinite(leaf).all() for leaf in arrays)
 
 
+@pytest.mark.slow
 def test_patience_stops_a_fit_that_does_not_improve(ys):
     result = fit(
         conjugate(), tanh_model(), ys, optimiser=optax.set_to_zero(), num_steps=100, patience=2
@@ -452,6 +453,7 @@ def test_em_never_lowers_the_evidence_and_ends_near_its_maximum(ys):
     assert best.log_evidence - float(evidence(model, ys)) < 0.5
 
 
+@pytest.mark.slow
 def test_the_m_step_maximises_the_intermediate_quantity(ys):
     """No small change of any parameter of the M-step's model raises E_q[log p]."""
     from retrodict._fit.em import maximise

@@ -198,6 +198,7 @@ def test_counts_are_forecast():
     assert np.all(np.abs(draws.mean(0)[:, 0] - rate) < 5 * np.sqrt(variance / 4000))
 
 
+@pytest.mark.slow
 def test_a_mixture_as_the_last_law():
     # Moments pass a linear kernel whatever the law: only its mean and covariance count.
     model = random_model(np.random.default_rng(3), 1, 1)
@@ -384,6 +385,7 @@ def test_missing_counts_are_counts():
     assert np.all(filled[:, 1] == np.round(filled[:, 1])) and len(np.unique(filled[:, 1])) > 3
 
 
+@pytest.mark.slow
 def test_float32(x32: None):
     with jax.enable_x64(True):
         c, expected = plain_case(), seen_ahead(plain_case())[0]

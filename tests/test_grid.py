@@ -527,6 +527,7 @@ def test_jit_and_vmap_over_series(oracle, ys):
         jax.jit(lambda posterior: posterior.check().mean)(second)
 
 
+@pytest.mark.slow
 def test_single_precision(x32, ys):
     posterior = rd.grid_smoother(linear_model(), ys.astype(np.float32), rd.Grid(*GRID))
     assert posterior.mean.dtype == posterior.weights.dtype == jnp.float32

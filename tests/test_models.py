@@ -189,7 +189,14 @@ def value_and_gradient(model: rd.StateSpaceModel, xs: Any, ys: Any, us: Any) -> 
     return eqx.filter_value_and_grad(lambda model: model.log_joint(xs, ys, inputs=us))(model)
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("uneven level", "season", "leverage", "poisson", "range and bearing")
+"""One of each kind; each compiles its own programs, and the others are run with the slow tests."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_a_ready_model_is_what_its_equation_says(name: str, tmp_path: Path):
     case = CASES[name]
     bare = rd.models.with_parameters(build(case), PATH | case.values)
@@ -388,6 +395,7 @@ def test_evidence_is_learned_in_what_is_not_fixed():
     assert rd.models.named_parameters(again, fixed=True)["obs_scale"] == before["obs_scale"]
 
 
+@pytest.mark.slow
 def test_a_kalman_family_takes_a_ready_model_with_uneven_times():
     model = rd.models.local_trend(irregular=True, prior_scale=5.0)
     steps, ys = jnp.asarray(STEPS), jnp.asarray(WALK[:NUM_TIMES, None])
