@@ -29,7 +29,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("retrodict")
 
 
-# Files that take longest, in order: a worker that starts one of them last leaves the other idle.
+# Files that take longest, roughly in order: a worker that starts one of them last leaves the other idle.
 LONGEST = (
     "test_family",
     "test_linearised",
@@ -45,6 +45,10 @@ LONGEST = (
     "test_guided",
     "test_bounds_finite",
     "test_doctests",
+    "test_lag",
+    "test_runs",
+    "test_forecast",
+    "test_models",
 )
 
 

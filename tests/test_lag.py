@@ -24,7 +24,8 @@ def _slow(*cases: tuple[Any, ...]) -> list[Any]:
 
 def _marked(name: str, *rest: Any) -> Any:
     """Quick runs try the exact family and one that draws."""
-    return (name, *rest) if name in ("kalman", "mixture") else _slow((name, *rest))[0]
+    quick = name in ("kalman", "mixture")
+    return pytest.param(name, *rest) if quick else _slow((name, *rest))[0]
 
 
 LINEAR = [_marked(name, 3) for name, case in FAMILIES.items() if not case.sampled]
@@ -98,9 +99,7 @@ def pushed_back(chain: rd.LinearGaussianChain, k: int, row: int) -> tuple[np.nda
     return mean, covariance
 
 
-@pytest.mark.parametrize(
-    "name, lag", [*LINEAR, ("kalman", 20), *_slow(("kalman", 1), ("kalman", 6))]
-)
+@pytest.mark.parametrize("name, lag", [*LINEAR, *_slow(*(("kalman", lag) for lag in (1, 6, 20)))])
 def test_rows_are_those_of_offline_smoothing(name: str, lag: int):
     live, (state, out) = rd.FixedLag(family(name), lag), whole(name, lag)
     chain = offline(name)
@@ -173,7 +172,7 @@ def test_flushed_rows_of_a_family_that_draws():
     np.testing.assert_allclose(last.smoothed.mean[-1], laws.mean[-1], atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["kalman", "mixture"])
+@pytest.mark.parametrize("name", [*_slow(("kalman",)), "mixture"])
 def test_chunks_do_not_matter(name: str):
     live, (end, out) = rd.FixedLag(family(name), 3, num_samples=8), whole(name, 3)
     state, parts = live.init(KEY), []
@@ -195,7 +194,7 @@ def _arrays(state: rd.LagState) -> Any:
     return state.family, state.law, state.steps, state.num_read
 
 
-@pytest.mark.parametrize("name", ["kalman", "mixture"])
+@pytest.mark.parametrize("name", ["kalman", *_slow(("mixture",))])
 def test_a_partly_filled_chunk(name: str):
     live, s = rd.FixedLag(family(name), 3, num_samples=8), stream()
     end, out = whole(name, 3)
