@@ -29,7 +29,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("retrodict")
 
 
-# Files that take longest, roughly in order: a worker that starts one of them last leaves the other idle.
+# Files that take long, roughly in order: a worker that starts one last leaves the other idle.
 LONGEST = (
     "test_family",
     "test_linearised",
