@@ -16,7 +16,7 @@ from retrodict.cli._app import run as command
 GOOD = "year,flow\n" + "".join(f"{1900 + i},{10 + i % 3}\n" for i in range(30))
 
 BAD_TABLES = {
-    "empty": ("", "nothing"),
+    "empty": ("", "is empty"),
     "header alone": ("year,flow\n", "no rows"),
     "text in numbers": (GOOD.replace("1905,12", "1905,many"), "line 7.*'flow'"),
     "duplicated time": (GOOD + "1903,5\n", "1903"),
