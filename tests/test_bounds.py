@@ -109,6 +109,7 @@ def test_bures_sees_differences_far_below_the_root_of_rounding():
     )
 
 
+@pytest.mark.slow
 def test_distance_on_a_mesh_is_above_the_best_transport_plan():
     rng = np.random.default_rng(2)
     shape, spacing = (3, 4), np.array([0.5, 0.3])
@@ -193,6 +194,7 @@ def dense(found: curvature.Curvature) -> np.ndarray:
 
 
 @pytest.mark.parametrize("d", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_curvature_is_the_hessian_of_a_linear_gaussian_model(d: int):
     rng = np.random.default_rng(d)
     model, n = random_model(rng, d, 2), 5
@@ -683,6 +685,7 @@ def test_mass_beyond_the_box_is_not_forgotten():
     assert set(found.considered) == {"pinsker"} and float(found.value) > 3.9
 
 
+@pytest.mark.slow
 def test_jumps_within_a_cell_are_added():
     instance = Instance(25, 1)
     model = rd.StateSpaceModel(

@@ -98,6 +98,7 @@ def test_quadrature_of_quadratics_is_exact(case: Case, rule):
     assert float(found) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_transition_of_unknown_form_takes_quadrature_over_the_pair():
     rng = np.random.default_rng(2)
     model = random_model(rng, 1, 1)

@@ -174,6 +174,7 @@ def test_the_recursion_follows_a_stream(narrow, functional):
             np.testing.assert_allclose(ours, theirs, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_em_finds_the_intermediate_quantity(smoothed):
     # Q(θ, θ') of another model, by every exact estimator and by the sum over the joint Gaussian.
     other = random_model(np.random.default_rng(9), 2, 2)
@@ -376,6 +377,7 @@ class SampledChain(rd.AbstractBackwardChain):
         return SampledChain(self.inner.prefix(num_times))
 
 
+@pytest.mark.slow
 def test_a_general_chain_is_sampled(narrow):
     model, data, chain, _ = narrow
     general, short = SampledChain(chain.prefix(LENGTH)), chain.prefix(LENGTH)

@@ -139,6 +139,7 @@ def test_the_grid_is_the_exact_reference():
         assert float(exact.log_evidence) == pytest.approx(sequence["log_likelihood_exact"])
 
 
+@pytest.mark.slow
 def test_the_backward_kernels_of_an_archived_chain_are_bayes_rule():
     """q(x_{k-1}) m(x_{k-1}, x_k) / ∫ is the kernel: checked on a grid of points."""
     _, ys = published.nonlinear_sequences()

@@ -717,6 +717,7 @@ def test_others_say_that_they_have_no_parallel_form(name: str):
 
 
 @pytest.mark.parametrize("loudness", [1.0, 100.0, 1e6])
+@pytest.mark.slow
 def test_gains_of_a_recurrent_family_cannot_explode(loudness: float):
     """In standard coordinates they are contractions, whatever the weights are."""
     family, rows = family_of("recurrent_free", "d2-inputs"), rows_of("d2-inputs")

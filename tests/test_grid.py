@@ -338,6 +338,7 @@ def test_a_posterior_with_two_modes_against_brute_force():
     np.testing.assert_allclose(positive, 0.5, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_counts_and_heavy_tails_against_brute_force():
     model = rd.StateSpaceModel(
         rd.Gaussian(jnp.zeros(1), 0.8 * jnp.eye(1)),
@@ -392,6 +393,7 @@ def paper_model():
     )
 
 
+@pytest.mark.slow
 def test_the_papers_model_does_not_depend_on_the_grid():
     model = paper_model()
     _, ys = model.simulate(jax.random.key(5), 50)

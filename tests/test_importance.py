@@ -269,6 +269,7 @@ def test_the_bound_of_the_exact_posterior_is_the_evidence(key: jax.Array):
     )
 
 
+@pytest.mark.slow
 def test_the_bound_is_differentiable(key: jax.Array):
     def value(shift: Any) -> Any:
         return rd.importance_weighted_bound(

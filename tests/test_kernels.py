@@ -240,6 +240,7 @@ def test_a_varying_kernel_refuses_a_function_that_returns_something_else():
 # --- nonlinear means ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_network_is_learned_with_its_scale():
     """Regression of sin(2x) with noise 0.1: the fit reaches nearly the density of the truth."""
     rng = np.random.default_rng(0)

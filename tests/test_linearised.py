@@ -521,6 +521,7 @@ def test_a_short_series_can_be_lost_too(num_times):
         found.check()
 
 
+@pytest.mark.slow
 def test_ignoring_the_scale_of_observations_is_being_lost():
     # Stochastic volatility: the conditional mean is flat, so that its moments say nothing of x,
     # and the innovations are as large as they should be.
@@ -571,6 +572,7 @@ def test_what_suits_them_is_not_called_lost(model, method):
     assert not bool(jnp.any(found.lost)), found.code
 
 
+@pytest.mark.slow
 def test_mild_curvature_is_hardly_noticed():
     model = scalar_model(lambda x: x + 0.1 * jnp.sin(x), 0.1)
     _, found = many(rd.extended_smoother, model, 100, 32)
@@ -727,6 +729,7 @@ def test_chains_are_used_as_any_other(swing, followed):
 
 
 @pytest.mark.parametrize("name", ["iterated", slow("extended"), slow("unscented")])
+@pytest.mark.slow
 def test_single_precision(x32, name):
     model = scalar_model(jnp.tanh, 0.1)
     found = METHODS[name](model, np.tanh(np.sin(0.3 * np.arange(30.0)))[:, None].astype("f4"))

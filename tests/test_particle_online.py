@@ -220,6 +220,7 @@ def test_a_batch_is_as_its_series_one_by_one():
         np.testing.assert_allclose(together.log_evidence[i], alone.log_evidence, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_single_particle():
     # The state of the one particle, at every time, whatever is drawn backward.
     ys = SCALAR.simulate(jax.random.key(1), 3)[1]
@@ -318,6 +319,7 @@ def test_paris_on_a_hundred_thousand_observations(
     "verb", [pytest.param(rd.paris, marks=pytest.mark.slow), rd.forward_smoother]
 )
 @pytest.mark.parametrize("ys_kind", [np.float32, np.float64])
+@pytest.mark.slow
 def test_a_model_in_single_precision_while_double_is_on(verb: Callable, ys_kind: Any):
     model = jax.tree.map(lambda leaf: leaf.astype(np.float32), SCALAR)
     ys = jnp.ones((4, 1), ys_kind)
