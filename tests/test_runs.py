@@ -15,7 +15,7 @@ import statsmodels.api as sm
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs import _residuals
+from retrodict.runs import _learn, _residuals
 
 LAG = 4
 
@@ -263,8 +263,10 @@ def test_check_report_and_picture(copy: runs.Run, table: data.Table, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_counts(tmp_path):
+def test_a_run_of_counts(tmp_path, monkeypatch):
     """A family is trained, smooths a series with a gap, and its stream equals it offline."""
+    few = {"num_particles": 50, "num_samples": 50, "num_replicates": 5}
+    monkeypatch.setattr(_learn, "SIZES_OF_LOUIS", few)
     model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
     _, ys = model.simulate(jax.random.key(0), 60)
     ys = np.array(ys)

@@ -52,8 +52,9 @@ METHODS = {
     " particle smoother.",
 }
 
-SIZES_OF_LOUIS = {"num_particles": 1000, "num_samples": 2000, "num_replicates": 40}
-"""Where the data hold a few hundredths of what the states would say, fewer paths say nothing."""
+SIZES_OF_LOUIS: dict[str, Any] = {"num_particles": 500, "num_samples": 1000}
+"""Some seconds. Where the data hold a few hundredths of what the states would say, it takes more
+paths, and the parameter is said to be not identified: see `retrodict.parameter_errors`."""
 
 MOST_ROWS_OF_LOUIS = 20_000
 
