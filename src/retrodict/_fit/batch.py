@@ -8,8 +8,30 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from retrodict._mask import Series
+from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._types import PRNGKey
 from retrodict._validate import as_real_array, check_finite
+
+
+def batch_for(
+    model: StateSpaceModel, ys: Any, *, mask: Any, inputs: Any, length: Any, owner: str
+) -> Series:
+    """The series of a batch, checked against an unwrapped model as one series is.
+
+    Args:
+        model: the model.
+        ys: as in `prepare_batch`, like the rest.
+        mask: true where an entry was seen.
+        inputs: inputs.
+        length: how many rows exist.
+        owner: who asks, for messages.
+    """
+    batch = prepare_batch(
+        ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input, owner=owner
+    )
+    first = take(batch, 0)
+    prepare_data(model, first.ys, inputs=first.inputs)
+    return batch
 
 
 def prepare_batch(

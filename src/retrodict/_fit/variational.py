@@ -22,15 +22,15 @@ from retrodict._estimator import (
 )
 from retrodict._family import AbstractFamily, AbstractLinearGaussianFamily
 from retrodict._fit.batch import (
+    batch_for,
     num_rows,
-    prepare_batch,
     take,
 )
 from retrodict._fit.objective import Objective, stages_of
 from retrodict._fit.resume import fingerprint, resume
 from retrodict._functional import LogJoint
 from retrodict._mask import Series
-from retrodict._model import StateSpaceModel, learnable, prepare_data
+from retrodict._model import StateSpaceModel, learnable
 from retrodict._parameters import unwrap
 from retrodict._train import (
     ProgressLine,
@@ -308,11 +308,7 @@ def _moving(pair: tuple[AbstractFamily, StateSpaceModel], learn: Any) -> PyTree:
 
 def _checked_batch(model: StateSpaceModel, ys: Any, **rest: Any) -> Series:
     """The series of a batch, checked against the model."""
-    plain = unwrap(model)
-    batch = prepare_batch(ys, takes_input=plain.takes_input, owner="fit", **rest)
-    one = take(batch, 0)
-    prepare_data(plain, one.ys, inputs=one.inputs)
-    return batch
+    return batch_for(unwrap(model), ys, owner="fit", **rest)
 
 
 def _graded(model: StateSpaceModel, batch: Series, held_out: Any) -> Series:

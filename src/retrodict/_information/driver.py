@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from retrodict._chain import AbstractBackwardChain
 from retrodict._elbo import check_model, series_of_chain
 from retrodict._expectation import check_chain
-from retrodict._fit.batch import num_series, prepare_batch, take
+from retrodict._fit.batch import batch_for, num_series, take
 from retrodict._importance.pareto import K_HAT_GOOD, pareto_shape
 from retrodict._information.coordinates import Coordinates, coordinates_of
 from retrodict._information.exact import exact_information
@@ -31,7 +31,7 @@ from retrodict._information.result import (
 )
 from retrodict._kalman import check_linear_gaussian
 from retrodict._mask import Series
-from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, prepare_data
+from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian
 from retrodict._parameters import unwrap
 from retrodict._particle import AbstractBackwardSampler, ExactBackward
 from retrodict._particle.diagnosis import DEGENERATE, FINE, refuse_failure
@@ -140,16 +140,7 @@ def parameter_errors(
     coordinates = _coordinates(model)
     plain = unwrap(model)
     method = _method(plain, method, chain)
-    batch = prepare_batch(
-        ys,
-        mask=mask,
-        inputs=inputs,
-        length=length,
-        takes_input=plain.takes_input,
-        owner="parameter_errors",
-    )
-    one = take(batch, 0)
-    prepare_data(plain, one.ys, inputs=one.inputs)
+    batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length, owner="parameter_errors")
 
     messages: list[str] = []
     if method == "exact":

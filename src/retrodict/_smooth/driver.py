@@ -13,13 +13,13 @@ from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
 from retrodict._estimator import BackwardSampling, ClosedForm
 from retrodict._expectation import Marginals, marginals
 from retrodict._family import AbstractFamily
+from retrodict._fit.batch import batch_for, take
 from retrodict._fit.batch import num_series as count_series
-from retrodict._fit.batch import prepare_batch, take
 from retrodict._kalman import kalman_smoother
 from retrodict._linearised import LinearisedPosterior, iterated_smoother
 from retrodict._linearised.moments import check_moments
 from retrodict._mask import Series
-from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, prepare_data
+from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian
 from retrodict._parameters import unwrap
 from retrodict._smooth.amortise import train_family
 from retrodict._smooth.grade import Grade, Witness, call_witnesses, grade, options_of, pick
@@ -178,16 +178,7 @@ def smooth(
             " two groups of 16 paths."
         )
     plain = unwrap(model)
-    batch = prepare_batch(
-        ys,
-        mask=mask,
-        inputs=inputs,
-        length=length,
-        takes_input=plain.takes_input,
-        owner="smooth",
-    )
-    first = take(batch, 0)
-    prepare_data(plain, first.ys, inputs=first.inputs)
+    batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length, owner="smooth")
     request = Request(
         plain,
         batch,

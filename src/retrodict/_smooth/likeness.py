@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from retrodict._fit.batch import batch_for
 from retrodict._fit.batch import num_series as count_series
-from retrodict._fit.batch import prepare_batch, take
 from retrodict._mask import Series
-from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
@@ -73,16 +73,7 @@ def simulate_like(
     check_key(key, "simulate_like")
     count, rows = check_count(num_series, "num_series"), check_count(num_times, "num_times")
     plain = unwrap(model)
-    batch = prepare_batch(
-        ys,
-        mask=mask,
-        inputs=inputs,
-        length=length,
-        takes_input=plain.takes_input,
-        owner="simulate_like",
-    )
-    first = take(batch, 0)
-    prepare_data(plain, first.ys, inputs=first.inputs)
+    batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length, owner="simulate_like")
     return like_batch(key, plain, batch, count, rows)
 
 
