@@ -509,7 +509,7 @@ def test_all_are_lost_on_a_square(name):
     _, found = many(METHODS[name], SQUARE, 40, 8)
     assert bool(jnp.all(found.lost)), found.code
     # They return the prior, of which the mean is zero.
-    assert float(jnp.max(jnp.abs(found.chain.laws.mean))) == 0.0
+    assert float(jnp.max(jnp.abs(found.chain.laws.mean))) < 1e-12
     assert float(jnp.min(jnp.max(found.diagnostics.misread, axis=1))) > 0.9
 
 

@@ -31,16 +31,16 @@ def make_panel(
     observed = mean + rng.normal(size=num_times)
     observed[num_times // 3 : num_times // 2] = np.nan
     start: Any = np.datetime64("2020-01-01") if dated else 1871
-    later = start + num_times + np.arange(5)
+    days = np.arange(num_times + 5).astype("timedelta64[D]" if dated else int)
     ahead = np.full(5, mean[-1])
     return runs.SeriesPanel(
         title,
-        start + np.arange(num_times),
+        start + days[:num_times],
         mean,
         mean - 1,
         mean + 1,
         observed=observed,
-        forecast=runs.Band(later, ahead, ahead - 2, ahead + 2),
+        forecast=runs.Band(start + days[num_times:], ahead, ahead - 2, ahead + 2),
     )
 
 
@@ -196,7 +196,11 @@ def test_data_come_back(dated: bool, level: float):
     [
         (np.array(["2020-01-31", "2020-02-29", "2020-03-31"], "datetime64[D]"), "date"),
         (np.array(["1500-01", "1500-02", "2900-03"], "datetime64[M]"), "date"),
-        (np.datetime64("2020-01-01T00:00:00.000250", "us") + 125 * np.arange(9), "date"),
+        (
+            np.datetime64("2020-01-01T00:00:00.000250", "us")
+            + 125 * np.arange(9).astype("timedelta64[us]"),
+            "date",
+        ),
         (np.array([0.1, 0.25, 7.125]), "number"),
         (0.1 * np.arange(50), "number"),
         (np.array([20200101, 20200102]), "number"),

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from retrodict import _linalg as linalg
 from retrodict._chain import LinearGaussianChain
 from retrodict._family import AbstractFamily, AbstractLinearGaussianFamily, infer_series
-from retrodict._fit.batch import num_rows, prepare_batch
+from retrodict._fit.batch import batch_for, num_rows
 from retrodict._fit.variational import fit
 from retrodict._gaussian import Diagonal, Gaussian
 from retrodict._kalman import check_linear_gaussian, smooth_series
@@ -81,14 +81,7 @@ def em(
             "The M-step reads moments of linear-Gaussian chains, and those of"
             f" {type(family).__name__} are drawn. Use fit(..., learn='both'), or GatedFamily."
         )
-    batch = prepare_batch(
-        ys,
-        mask=mask,
-        inputs=inputs,
-        length=length,
-        takes_input=unwrap(model).takes_input,
-        owner="em",
-    )
+    batch = batch_for(unwrap(model), ys, mask=mask, inputs=inputs, length=length, owner="em")
     rows, history, status = int(num_rows(batch)), [], "finished"
     for iteration in range(num_iterations):
         if family is None:

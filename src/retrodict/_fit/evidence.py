@@ -10,10 +10,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._fit.batch import minibatch, num_rows, num_series, prepare_batch, take
+from retrodict._fit.batch import batch_for, minibatch, num_rows, num_series, take
 from retrodict._kalman import check_linear_gaussian, smooth_series
 from retrodict._mask import Series
-from retrodict._model import StateSpaceModel, learnable, prepare_data
+from retrodict._model import StateSpaceModel, learnable
 from retrodict._parameters import unwrap
 from retrodict._train import ProgressLine, Stage, Status, default_optimiser, start, train
 from retrodict._types import PRNGKey, Scalar
@@ -85,15 +85,7 @@ def fit_evidence(
     num_steps, chunk_size = check_count(num_steps, "num_steps"), check_count(chunk_size, "chunk")
     plain = unwrap(model)
     check_linear_gaussian(plain)
-    batch = prepare_batch(
-        ys,
-        mask=mask,
-        inputs=inputs,
-        length=length,
-        takes_input=plain.takes_input,
-        owner="fit_evidence",
-    )
-    prepare_data(plain, batch.ys[0], inputs=None if batch.inputs is None else batch.inputs[0])
+    batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length, owner="fit_evidence")
     parameters, fixed = eqx.partition(learnable(model), eqx.is_inexact_array)
     size = num_series(batch) if batch_size is None else min(batch_size, num_series(batch))
     share = 1.0 / float(num_rows(batch))
