@@ -19,7 +19,14 @@ from retrodict._family.mixture import _centres
 
 # Quick runs try the exact family, one with gates and one that draws: all of them share their base,
 # and each compiles every test anew. The others are run with the slow tests.
-OTHERS = ("conjugate", "gated_scale", "recurrent_free", "recurrent_tied", "nonlinear")
+OTHERS = (
+    "conjugate",
+    "gated_scale",
+    "recurrent_free",
+    "recurrent_tied",
+    "nonlinear",
+    "nonlinear_mixture",
+)
 
 
 def _marked(names: Iterable[str]) -> list[Any]:
@@ -868,6 +875,8 @@ def test_particular_arguments_are_checked():
         rd.NonlinearFamily(key, 1, 1, depth=0)
     with pytest.raises(ValueError, match="num_components must be at least 1, got 0"):
         rd.MixtureFamily(key, 1, 1, num_components=0)
+    with pytest.raises(ValueError, match="num_components must be at least 1, got 0"):
+        rd.NonlinearFamily(key, 1, 1, num_components=0)
     with pytest.raises(TypeError, match="expects a StateSpaceModel, got Array"):
         rd.KalmanFamily(jnp.ones(1))  # pyright: ignore
     with pytest.raises(TypeError, match="expects a linear-Gaussian model.*use GatedFamily"):
