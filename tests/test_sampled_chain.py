@@ -321,7 +321,7 @@ def test_one_component_is_a_linear_gaussian_chain():
 @pytest.mark.slow
 def test_a_correction_of_zero_leaves_the_recurrent_family():
     model, ys, _ = smoothed(2)
-    family = rd.NonlinearFamily(jax.random.key(0), 2, 2, hidden=4, width=4).prepare(model, ys)
+    family: Any = rd.NonlinearFamily(jax.random.key(0), 2, 2, hidden=4, width=4).prepare(model, ys)
     last = family.correction.layers[-1]
     silent = eqx.tree_at(
         lambda f: f.correction.layers[-1].weight, family, jnp.zeros_like(last.weight)
@@ -357,7 +357,8 @@ def bent_family(d: int, count: int, weights: float) -> tuple[Any, Any]:
     return eqx.tree_at(last, family, noise), ys
 
 
-@pytest.mark.parametrize("d", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [1, 2])
 def test_components_that_are_not_corrected_have_the_moments_of_the_recurrent_family(d: int):
     """Each stands elsewhere: gradients tell them apart from the first step on."""
     family, ys = bent_family(d, 3, 0.0)
