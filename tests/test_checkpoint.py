@@ -110,6 +110,9 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "chain with a network": lambda: rd.NonlinearFamily(
         jax.random.key(0), 1, 1, hidden=2, width=2
     ).infer(np.ones((3, 1))),
+    "chain with a network of mixtures": lambda: rd.NonlinearFamily(
+        jax.random.key(0), 1, 1, num_components=2, hidden=2, width=2
+    ).infer(np.ones((3, 1))),
     "numpyro prior": lambda: rd.StateSpaceModel(
         dist.MultivariateNormal(jnp.zeros(2), scale_tril=jnp.eye(2)),
         make_model().transition,

@@ -15,11 +15,18 @@ import pytest
 import retrodict as rd
 from linear_models import random_model
 from registry import FAMILIES
-from retrodict._family.mixture import _centres
+from retrodict._family._network import centres
 
 # Quick runs try the exact family, one with gates and one that draws: all of them share their base,
 # and each compiles every test anew. The others are run with the slow tests.
-OTHERS = ("conjugate", "gated_scale", "recurrent_free", "recurrent_tied", "nonlinear")
+OTHERS = (
+    "conjugate",
+    "gated_scale",
+    "recurrent_free",
+    "recurrent_tied",
+    "nonlinear",
+    "nonlinear_mixture",
+)
 
 
 def _marked(names: Iterable[str]) -> list[Any]:
@@ -736,11 +743,11 @@ def test_gains_of_a_recurrent_family_cannot_explode(loudness: float):
 @pytest.mark.parametrize(("count", "d"), [(1, 1), (2, 1), (5, 1), (4, 2), (6, 2), (3, 4)])
 def test_components_start_apart_and_around_the_prior_mean(count: int, d: int):
     # One program a size: outside of jit each of its operations would be compiled alone.
-    centres = np.asarray(jax.jit(_centres, static_argnums=(0, 1))(count, d))
-    assert centres.shape == (count, d)
-    np.testing.assert_allclose(centres.mean(axis=0), 0.0, atol=1e-12)
-    assert np.max(np.abs(centres)) < 3.0
-    assert len({tuple(centre) for centre in (centres + 0.0).tolist()}) == count
+    places = np.asarray(jax.jit(centres, static_argnums=(0, 1))(count, d))
+    assert places.shape == (count, d)
+    np.testing.assert_allclose(places.mean(axis=0), 0.0, atol=1e-12)
+    assert np.max(np.abs(places)) < 3.0
+    assert len({tuple(centre) for centre in (places + 0.0).tolist()}) == count
 
 
 def test_a_mixture_family_can_be_built_inside_of_jit():
@@ -868,6 +875,8 @@ def test_particular_arguments_are_checked():
         rd.NonlinearFamily(key, 1, 1, depth=0)
     with pytest.raises(ValueError, match="num_components must be at least 1, got 0"):
         rd.MixtureFamily(key, 1, 1, num_components=0)
+    with pytest.raises(ValueError, match="num_components must be at least 1, got 0"):
+        rd.NonlinearFamily(key, 1, 1, num_components=0)
     with pytest.raises(TypeError, match="expects a StateSpaceModel, got Array"):
         rd.KalmanFamily(jnp.ones(1))  # pyright: ignore
     with pytest.raises(TypeError, match="expects a linear-Gaussian model.*use GatedFamily"):

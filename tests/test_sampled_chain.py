@@ -321,7 +321,7 @@ def test_one_component_is_a_linear_gaussian_chain():
 @pytest.mark.slow
 def test_a_correction_of_zero_leaves_the_recurrent_family():
     model, ys, _ = smoothed(2)
-    family = rd.NonlinearFamily(jax.random.key(0), 2, 2, hidden=4, width=4).prepare(model, ys)
+    family: Any = rd.NonlinearFamily(jax.random.key(0), 2, 2, hidden=4, width=4).prepare(model, ys)
     last = family.correction.layers[-1]
     silent = eqx.tree_at(
         lambda f: f.correction.layers[-1].weight, family, jnp.zeros_like(last.weight)
@@ -337,6 +337,82 @@ def test_a_correction_of_zero_leaves_the_recurrent_family():
     kernel = rd.unwrap(loud).shared()
     means = [kernel.law(step, x * jnp.ones(2)).mean for x in (-2.0, 0.0, 2.0)]
     assert np.max(np.abs(means[0] - 2 * means[1] + means[2])) > 1e-3
+
+
+def bent_family(d: int, count: int, weights: float) -> tuple[Any, Any]:
+    """A prepared nonlinear family of several components, whose networks end in noise, and data."""
+    model, ys = in_other_units(d)
+    family: Any = rd.NonlinearFamily(
+        jax.random.key(0), d, 1, num_components=count, hidden=4, width=4
+    ).prepare(model, ys)
+
+    def last(f: Any) -> list[Any]:
+        return [f.correction.kernel.layers[-1].weight, f.correction.law.layers[-1].weight]
+
+    keys = jax.random.split(jax.random.key(4), 2)
+    noise = [
+        weights * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, last(family), strict=True)
+    ]
+    return eqx.tree_at(last, family, noise), ys
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [1, 2])
+def test_components_that_are_not_corrected_have_the_moments_of_the_recurrent_family(d: int):
+    """Each stands elsewhere: gradients tell them apart from the first step on."""
+    family, ys = bent_family(d, 3, 0.0)
+    # A law that was read from the data would be narrower than the units that the components
+    # stand apart in.
+    silent: Any = eqx.tree_at(
+        lambda f: f.base.law.layers[-1].weight, family, replace_fn=jnp.zeros_like
+    )
+    chain, base = silent.infer(ys), silent.base.infer(ys)
+    np.testing.assert_allclose(chain.laws.mean, base.laws.mean, rtol=1e-10)
+    np.testing.assert_allclose(chain.laws.covariance, base.laws.covariance, rtol=1e-10)
+    assert chain.noise_dim == d + 1
+    x = jnp.full(d, 42.0)
+    for k in range(N - 1):
+        law = chain.kernel_law(jax.tree.map(lambda leaf, k=k: leaf[k], chain.steps), x)
+        other = jax.tree.map(lambda leaf, k=k: leaf[k], base.kernels)
+        np.testing.assert_allclose(law.mean, other.weight @ x + other.bias, rtol=1e-10)
+        covariance = other.scale_tril @ other.scale_tril.T
+        np.testing.assert_allclose(law.covariance, covariance, rtol=1e-9, atol=1e-9)
+        for means in (law.means, chain.laws.means[k]):
+            gaps = np.linalg.norm(np.asarray(means)[:, None] - np.asarray(means)[None], axis=-1)
+            assert np.all(gaps[~np.eye(3, dtype=bool)] > 1.0)
+
+
+def test_a_kernel_of_several_components_is_a_law_that_bends_with_the_later_state():
+    family, ys = bent_family(1, 2, 0.7)
+    chain = family.infer(ys)
+    assert family.num_components == chain.laws.num_components == 2
+    step = jax.tree.map(lambda leaf: leaf[2], chain.steps)
+    laws = [chain.kernel_law(step, jnp.array([x])) for x in (20.0, 45.0, 70.0)]
+    for law in laws:
+        points, cell = grid_around(law, 2000)
+        density = np.exp(np.asarray(jax.vmap(law.log_prob)(points)))
+        assert density.sum() * cell == pytest.approx(1.0, abs=1e-8)
+        mean = np.sum(density * np.asarray(points)[:, 0]) * cell
+        assert float(law.mean[0]) == pytest.approx(mean, rel=1e-8)
+    weights = [np.exp(np.asarray(law.log_weights)) for law in laws]
+    ratios = [np.ravel(law.scale_trils[0] / law.scale_trils[1]) for law in laws]
+    apart = [np.ravel(law.means[0] - law.means[1]) for law in laws]
+    for parts in (weights, ratios, apart):
+        assert np.max(np.abs(parts[0] - 2 * parts[1] + parts[2])) > 1e-3
+
+
+def test_one_component_keeps_the_form_that_it_had():
+    """Gaussian laws and kernels, and no array more: files of one component stay readable."""
+    key = jax.random.key(0)
+    one: Any = rd.NonlinearFamily(key, 2, 1)
+    assert one.num_components == 1 and isinstance(one.correction, eqx.nn.MLP)
+    assert isinstance(one.infer(np.ones((3, 1))).laws, rd.Gaussian)
+    again = rd.NonlinearFamily(key, 2, 1, num_components=1)
+    assert eqx.tree_equal(one, again)
+    several: Any = rd.NonlinearFamily(key, 2, 1, num_components=3).redraw(jax.random.key(1))
+    assert several.num_components == 3
+    assert several.infer(np.ones((3, 1))).laws.means.shape == (3, 3, 2)
 
 
 # --- how paths are drawn --------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.scipy.special import ndtri
 from jaxtyping import Array, Float
 
 from retrodict import _linalg as linalg
@@ -212,6 +213,18 @@ def mlp(key: PRNGKey, in_size: Any, out_size: Any, width: int, depth: int) -> eq
 def redrawn(key: PRNGKey, network: eqx.nn.MLP) -> eqx.nn.MLP:
     """A network of the same sizes, with fresh weights."""
     return mlp(key, network.in_size, network.out_size, network.width_size, network.depth)
+
+
+def centres(count: int, d: int) -> Float[Array, "component d"]:
+    """Where components start, in standard coordinates: in pairs on both sides of the axes.
+
+    Along each axis they stand at quantiles of the prior, symmetric around its mean, so that
+    neither of two mirrored modes is nearer to the start.
+    """
+    axis = np.arange(count) // 2 % d
+    on_axis = np.bincount(axis, minlength=d)[axis]
+    rank = np.array([np.sum(axis[:j] == axis[j]) for j in range(count)])
+    return jax.nn.one_hot(axis, d) * ndtri(jnp.asarray((rank + 0.5) / on_axis))[:, None]
 
 
 _UNIT = float(np.log(np.expm1(1.0)))

@@ -4,9 +4,6 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.scipy.special import ndtri
 from jaxtyping import Array, Bool, Float
 
 from retrodict import _linalg as linalg
@@ -17,6 +14,7 @@ from retrodict._family._network import (
     RecurrentState,
     Transition,
     at_rest,
+    centres,
     check_dimensions,
     embed,
     mlp,
@@ -118,7 +116,7 @@ class MixtureFamily(AbstractSampledFamily):
         out_size = num_components * (1 + state_dim + tril_size(state_dim))
         hidden, width = check_count(hidden, "hidden"), check_count(width, "width")
         self.cell, self.readout = _draw(key, 2 * obs_dim + input_dim, hidden, width, out_size)
-        self.centres = Frozen(_centres(num_components, state_dim))
+        self.centres = Frozen(centres(num_components, state_dim))
         self.transition = Transition.default(state_dim, input_dim)
         self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)
 
@@ -209,15 +207,3 @@ def _draw(
     cell_key, readout_key = jax.random.split(key)
     cell = eqx.nn.GRUCell(features, hidden, key=cell_key)
     return cell, mlp(readout_key, hidden, out_size, width, 1)
-
-
-def _centres(count: int, d: int) -> Float[Array, "component d"]:
-    """Where components start, in standard coordinates: in pairs on both sides of the axes.
-
-    Along each axis they stand at quantiles of the prior, symmetric around its mean, so that
-    neither of two mirrored modes is nearer to the start.
-    """
-    axis = np.arange(count) // 2 % d
-    on_axis = np.bincount(axis, minlength=d)[axis]
-    rank = np.array([np.sum(axis[:j] == axis[j]) for j in range(count)])
-    return jax.nn.one_hot(axis, d) * ndtri(jnp.asarray((rank + 0.5) / on_axis))[:, None]

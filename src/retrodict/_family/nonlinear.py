@@ -1,4 +1,4 @@
-"""The nonlinear family: backward kernels whose mean and scale are networks of the later state."""
+"""The nonlinear family: backward kernels whose parameters are networks of the later state."""
 
 from typing import Any, NamedTuple
 
@@ -10,12 +10,21 @@ from jaxtyping import Array, Bool, Float
 from retrodict import _linalg as linalg
 from retrodict._chain import AbstractBackwardKernel
 from retrodict._family._base import AbstractSampledFamily, Factor, Row
-from retrodict._family._network import Embedded, RecurrentState, mlp, tril_from, tril_size
+from retrodict._family._network import (
+    Embedded,
+    RecurrentState,
+    centres,
+    mlp,
+    tril_from,
+    tril_size,
+)
 from retrodict._family._recursions import product
 from retrodict._family.recurrent import RecurrentFamily
 from retrodict._gaussian import Gaussian
 from retrodict._kernel import LinearGaussianKernel
+from retrodict._mixture import GaussianMixture
 from retrodict._model import StateSpaceModel
+from retrodict._parameters import Frozen
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
@@ -53,17 +62,57 @@ class NonlinearKernel(AbstractBackwardKernel):
 
     def law(self, step: NonlinearStep, x: Float[Array, "state"]) -> Gaussian:
         """The Gaussian law of the earlier state."""
-        d = x.shape[0]
-        z = linalg.solve_triangular(self.scale, x - self.location)
-        hidden = jnp.tanh(step.context + linalg.matvec(self.entry, z))
-        for layer in self.layers[:-1]:
-            hidden = jnp.tanh(layer(hidden))
-        out = self.layers[-1](hidden)
+        d, out = x.shape[0], _corrections(self, step, x)
         linear = linalg.matvec(step.base.weight, x) + step.base.bias
         return Gaussian(
             linear + linalg.matvec(self.scale, out[:d]),
             product(step.base.scale_tril, tril_from(out[d:], d)),
         )
+
+
+class NonlinearMixtureKernel(AbstractBackwardKernel):
+    """The kernel q_{k-1|k}(x, ·) = Σ_j π_j N(G x + c + s e_j + S δ_j, (s B T_j) (s B T_j)ᵀ).
+
+    As in `NonlinearKernel`, G, c and s are read from the recurrent state, and log π_j, δ_j and T_j
+    are a network of it and of z. The offsets e_j stand apart, and the diagonal B narrows each
+    component by as much: where the network is zero, the mixture has the mean and the covariance of
+    the linear-Gaussian kernel.
+
+    Attributes:
+        entry: the weights by which the first layer reads z.
+        layers: the rest of the network.
+        location: x̄.
+        scale: S.
+        offsets: e, one row a component.
+    """
+
+    entry: Float[Array, "width state"]
+    layers: tuple[eqx.nn.Linear, ...]
+    location: Float[Array, "state"]
+    scale: Float[Array, "state state"]
+    offsets: Float[Array, "component state"]
+
+    def law(self, step: NonlinearStep, x: Float[Array, "state"]) -> GaussianMixture:
+        """The mixture, of which the weights, means and scales depend on x."""
+        base = step.base
+        linear = linalg.matvec(base.weight, x) + base.bias
+        apart = jax.vmap(lambda offset: linalg.matvec(base.scale_tril, offset))(self.offsets)
+        out = _corrections(self, step, x)
+        return _mixture(out, linear[None] + apart, base.scale_tril, self.scale, self.offsets)
+
+
+class MixtureCorrection(eqx.Module):
+    """What corrects the kernels and the laws of a family with several components.
+
+    Attributes:
+        kernel: the network of the later state, after its first layer.
+        law: the readout of the filtering laws.
+        centres: where components start, in standard coordinates.
+    """
+
+    kernel: eqx.nn.MLP
+    law: eqx.nn.MLP
+    centres: Any
 
 
 class NonlinearFamily(AbstractSampledFamily):
@@ -72,6 +121,11 @@ class NonlinearFamily(AbstractSampledFamily):
     The kernels of a `RecurrentFamily` are corrected by a network of the recurrent state and of x_k
     (see `NonlinearKernel`), which starts near zero: an untrained family is the recurrent one. Paths
     are drawn, so that `fit` averages over them and marginals come with standard errors.
+
+    With more than one component, filtering laws and kernels are mixtures, for posteriors that are
+    skewed or have several modes: their weights, means and scales are corrected alike (see
+    `NonlinearMixtureKernel`). Components start somewhat apart, so that they can part, and around
+    the moments of the recurrent family.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -84,6 +138,7 @@ class NonlinearFamily(AbstractSampledFamily):
         state_dim: the dimension of the state.
         obs_dim: the dimension of an observation.
         input_dim: the dimension of an input; 0 if the model takes none.
+        num_components: components of each filtering law and of each backward kernel.
         hidden: units of the recurrent state.
         width: units in each hidden layer of the readouts and of the correction.
         depth: hidden layers of the correction.
@@ -92,7 +147,7 @@ class NonlinearFamily(AbstractSampledFamily):
     base: RecurrentFamily
     context: eqx.nn.Linear
     entry: Float[Array, "width state"]
-    correction: eqx.nn.MLP
+    correction: eqx.nn.MLP | MixtureCorrection
     state_dim: int = eqx.field(static=True)  # pyright: ignore
     obs_dim: int = eqx.field(static=True)  # pyright: ignore
     input_dim: int = eqx.field(static=True)  # pyright: ignore
@@ -105,18 +160,29 @@ class NonlinearFamily(AbstractSampledFamily):
         obs_dim: int,
         *,
         input_dim: int = 0,
+        num_components: int = 1,
         hidden: int = 16,
         width: int = 32,
         depth: int = 2,
     ):
         check_key(key, "NonlinearFamily")
         self.depth = check_count(depth, "depth")
+        num_components = check_count(num_components, "num_components")
         base_key, key = jax.random.split(key)
         self.base = RecurrentFamily(
             base_key, state_dim, obs_dim, input_dim=input_dim, hidden=hidden, width=width
         )
         self.state_dim, self.obs_dim, self.input_dim = state_dim, obs_dim, input_dim
-        self.context, self.entry, self.correction = _draw(key, self.base, self.depth)
+        self.context, self.entry, self.correction = _draw(
+            key, self.base, self.depth, num_components
+        )
+
+    @property
+    def num_components(self) -> int:
+        """Components of each filtering law and of each backward kernel."""
+        if isinstance(self.correction, eqx.nn.MLP):
+            return 1
+        return int(self.correction.law.out_size) // (1 + self.state_dim + tril_size(self.state_dim))
 
     def prepare(
         self,
@@ -138,7 +204,10 @@ class NonlinearFamily(AbstractSampledFamily):
         return eqx.tree_at(
             lambda f: (f.base, f.context, f.entry, f.correction),
             self,
-            (self.base.redraw(base_key), *_draw(key, self.base, self.depth)),
+            (
+                self.base.redraw(base_key),
+                *_draw(key, self.base, self.depth, self.num_components),
+            ),
         )
 
     def init(self) -> RecurrentState:
@@ -165,23 +234,84 @@ class NonlinearFamily(AbstractSampledFamily):
         known = before.hidden
         if embedded.u is not None:
             known = jnp.concatenate([known, embedded.u])
-        return Factor(factor.law, NonlinearStep(factor.kernel, self.context(known)))
-
-    def shared(self) -> NonlinearKernel:
-        """The network of the later state."""
-        coordinates = self.base.coordinates
-        return NonlinearKernel(
-            self.entry, self.correction.layers, coordinates.state_location, coordinates.state_scale
+        step = NonlinearStep(factor.kernel, self.context(known))
+        if isinstance(self.correction, eqx.nn.MLP):
+            return Factor(factor.law, step)
+        base, spread = factor.law, self.base.coordinates.state_scale
+        apart = jax.vmap(lambda centre: linalg.matvec(spread, centre))(self.correction.centres)
+        out = self.correction.law(after.hidden)
+        law = _mixture(
+            out, base.mean[None] + apart, base.scale_tril, spread, self.correction.centres
         )
+        return Factor(law, step)
+
+    def shared(self) -> NonlinearKernel | NonlinearMixtureKernel:
+        """The network of the later state."""
+        units = self.base.coordinates
+        location, scale = units.state_location, units.state_scale
+        if isinstance(self.correction, eqx.nn.MLP):
+            return NonlinearKernel(self.entry, self.correction.layers, location, scale)
+        layers, offsets = self.correction.kernel.layers, APART * self.correction.centres
+        return NonlinearMixtureKernel(self.entry, layers, location, scale, offsets)
+
+
+APART = 0.5
+"""How far apart the components of an untrained kernel stand, as a share of how far they would if
+they stood at quantiles of the linear-Gaussian kernel."""
+
+
+def _corrections(
+    kernel: NonlinearKernel | NonlinearMixtureKernel, step: NonlinearStep, x: Float[Array, "state"]
+) -> Float[Array, "out"]:
+    """What the network makes of the recurrent state and of the later state x."""
+    z = linalg.solve_triangular(kernel.scale, x - kernel.location)
+    hidden = jnp.tanh(step.context + linalg.matvec(kernel.entry, z))
+    for layer in kernel.layers[:-1]:
+        hidden = jnp.tanh(layer(hidden))
+    return kernel.layers[-1](hidden)
+
+
+def _mixture(
+    out: Float[Array, "out"],
+    means: Float[Array, "component d"],
+    scale: Float[Array, "d d"],
+    units: Float[Array, "d d"],
+    offsets: Float[Array, "component d"],
+) -> GaussianMixture:
+    """A mixture around given means, corrected by free numbers.
+
+    Args:
+        out: log weights, shifts of the means in `units`, and lower factors, component by component.
+        means: where the components stand if `out` is zero.
+        scale: the lower factor of a law that they then share the covariance of.
+        units: S.
+        offsets: how far they stand from its mean, in units of `scale`.
+    """
+    count, d = means.shape
+    out = out.reshape(count, -1)
+    narrowed = jnp.sqrt(1.0 - jnp.mean(offsets**2, axis=0))[:, None]
+    scales = jax.vmap(lambda raw: product(scale, narrowed * tril_from(raw, d)))(out[:, 1 + d :])
+    shifts = jax.vmap(lambda shift: linalg.matvec(units, shift))(out[:, 1 : 1 + d])
+    return GaussianMixture(jax.nn.log_softmax(out[:, 0]), means + shifts, scales)
 
 
 def _draw(
-    key: PRNGKey, base: RecurrentFamily, depth: int
-) -> tuple[eqx.nn.Linear, Float[Array, "width state"], eqx.nn.MLP]:
+    key: PRNGKey, base: RecurrentFamily, depth: int, num_components: int
+) -> tuple[eqx.nn.Linear, Float[Array, "width state"], eqx.nn.MLP | MixtureCorrection]:
     """The first layer of the correction, in its two parts, and the rest."""
     context_key, entry_key, rest_key = jax.random.split(key, 3)
-    d, known = base.state_dim, base.cell.hidden_size + base.input_dim
-    context = eqx.nn.Linear(known, base.width, key=context_key)
+    d, hidden, width = base.state_dim, base.cell.hidden_size, base.width
+    known, size = hidden + base.input_dim, d + tril_size(d)
+    context = eqx.nn.Linear(known, width, key=context_key)
     bound = 1.0 / jnp.sqrt(known + d)
-    entry = jax.random.uniform(entry_key, (base.width, d), minval=-bound, maxval=bound)
-    return context, entry, mlp(rest_key, base.width, d + tril_size(d), base.width, depth - 1)
+    entry = jax.random.uniform(entry_key, (width, d), minval=-bound, maxval=bound)
+    if num_components == 1:
+        return context, entry, mlp(rest_key, width, size, width, depth - 1)
+    kernel_key, law_key = jax.random.split(rest_key)
+    size = num_components * (1 + size)
+    correction = MixtureCorrection(
+        mlp(kernel_key, width, size, width, depth - 1),
+        mlp(law_key, hidden, size, width, 1),
+        Frozen(centres(num_components, d)),
+    )
+    return context, entry, correction
