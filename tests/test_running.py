@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from scipy.stats import multivariate_normal
 
 import retrodict as rd
 from linear_models import random_mask, random_model
@@ -23,13 +24,14 @@ KEY = jax.random.key(11)
 FUNCTIONALS = {"moments": rd.SecondMoments(), "sum": rd.StateSum()}
 
 
-def _marked(name: str) -> Any:
-    """Quick runs try the exact family and one with a network."""
-    quick = name in ("kalman", "gated_scale")
-    return name if quick else pytest.param(name, marks=pytest.mark.slow)
+def _slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-LINEAR = [_marked(name) for name, case in FAMILIES.items() if not case.sampled]
+# Quick runs try the exact family and one that is not, which share their program.
+QUICK = ("kalman", "shifted")
+OTHERS = [name for name, case in FAMILIES.items() if not case.sampled and name != "kalman"]
+LINEAR = [*QUICK, *_slow(*OTHERS)]
 
 
 class Stream(NamedTuple):
@@ -71,7 +73,7 @@ def family(name: str) -> Any:
 METHODS = {
     "exact": rd.Recursive(),
     "all": rd.WeightedSamples(8, num_replicates=2),
-    "unbiased": rd.WeightedSamples(8, normalised=False, num_replicates=2),
+    "unbiased": rd.WeightedSamples(6, normalised=False, num_replicates=4000),
     "paris": rd.WeightedSamples(8, 2, num_replicates=2),
 }
 
@@ -83,9 +85,16 @@ def running(name: str, method: str = "exact", **options: Any) -> rd.RunningPoste
     )
 
 
-def read(posterior: rd.RunningPosterior, state: rd.RunningState, start: int, stop: int):
-    s, rows = stream(), slice(start, stop)
-    return posterior.scan(state, s.ys[rows], mask=s.mask[rows], inputs=s.inputs[rows])
+def read(posterior: rd.RunningPosterior, state: rd.RunningState, start: int, stop: int) -> Any:
+    """Reads some of the rows, padded with nonsense to the length of all: compiled once."""
+    s, kept = stream(), np.arange(N)[:, None] < stop - start
+    ys = np.where(kept & np.roll(s.mask, -start, 0), np.roll(s.ys, -start, 0), np.nan)
+    inputs = np.where(kept, np.roll(s.inputs, -start, 0), np.nan)
+    mask = np.roll(s.mask, -start, 0)
+    state, out = posterior.scan(state, ys, mask=mask, inputs=inputs, length=stop - start)
+    assert np.all(np.isnan(out.filtered.mean[stop - start :]))
+    assert all(np.all(np.isnan(leaf[stop - start :])) for leaf in jax.tree.leaves(out.values))
+    return state, row(out, slice(stop - start))
 
 
 @functools.cache
@@ -155,9 +164,7 @@ def test_lagged_rows_are_those_of_a_fixed_lag():
     np.testing.assert_allclose(last.smoothed.mean[-1], chain.laws.mean[-1], atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "method", ["unbiased", *(pytest.param(m, marks=pytest.mark.slow) for m in ("all", "paris"))]
-)
+@pytest.mark.parametrize("method", ["unbiased", *_slow("all", "paris")])
 def test_any_draws_give_the_log_evidence_under_the_exact_posterior(method: str):
     out = whole("kalman", method)[1]
     np.testing.assert_allclose(out.elbo, whole("kalman")[1].elbo, rtol=0, atol=1e-10)
@@ -165,11 +172,9 @@ def test_any_draws_give_the_log_evidence_under_the_exact_posterior(method: str):
     assert np.all(np.isnan(out.ess[1:])) if method == "paris" else np.all(out.ess > 1)
 
 
-def errors(name: str, method: rd.WeightedSamples) -> tuple[np.ndarray, np.ndarray]:
+def errors(name: str, out: rd.RunningOutput) -> tuple[np.ndarray, np.ndarray]:
     """Estimates less exact values at all rows after the first, and their standard errors."""
-    posterior = rd.RunningPosterior(family(name), model(), functionals=FUNCTIONALS, method=method)
     exact = whole(name)[1]
-    out = read(posterior, posterior.init(KEY), 0, N)[1]
 
     def flat(elbo: Any, values: Any) -> np.ndarray:
         leaves = [np.asarray(leaf)[1:].reshape(N - 1, -1) for leaf in jax.tree.leaves(values)]
@@ -180,11 +185,15 @@ def errors(name: str, method: rd.WeightedSamples) -> tuple[np.ndarray, np.ndarra
     )
 
 
+def sampled(name: str, method: rd.WeightedSamples) -> rd.RunningOutput:
+    posterior = rd.RunningPosterior(family(name), model(), functionals=FUNCTIONALS, method=method)
+    return read(posterior, posterior.init(KEY), 0, N)[1]
+
+
 @pytest.mark.statistical
 def test_weights_that_are_not_normalised_are_unbiased():
     # 5 rows of 11 numbers, each beyond 4.9 standard errors with probability 1e-6: 6e-5 in all.
-    method = rd.WeightedSamples(6, normalised=False, num_replicates=4000)
-    difference, error = errors("shifted", method)
+    difference, error = errors("shifted", whole("shifted", "unbiased")[1])
     assert np.all(np.abs(difference) < 4.9 * error)
     assert np.max(error) < 0.5
 
@@ -195,8 +204,11 @@ def test_weights_that_are_not_normalised_are_unbiased():
 def test_the_bias_of_normalised_weights_falls_with_their_number(draws: int | None):
     # Six draws are seen to be biased, and a bias of order 1/N is eight times less with 48. Each
     # comparison fails by chance with probability below 1e-6.
-    few, few_error = errors("shifted", rd.WeightedSamples(6, draws, num_replicates=4000))
-    many, many_error = errors("shifted", rd.WeightedSamples(48, draws, num_replicates=1000))
+    fewer, more = (
+        sampled("shifted", rd.WeightedSamples(count, draws, num_replicates=replicates))
+        for count, replicates in ((6, 4000), (48, 1000))
+    )
+    (few, few_error), (many, many_error) = errors("shifted", fewer), errors("shifted", more)
     seen = np.abs(few) > 8 * few_error
     assert np.any(seen)
     assert np.all(np.abs(many)[seen] < 0.5 * np.abs(few)[seen] + 4.9 * many_error[seen])
@@ -210,9 +222,7 @@ def test_families_that_draw(name: str, draws: int | None):
     # 6 rows of 11 numbers, each beyond 5 joint standard errors with probability 6e-7; the bias of
     # 200 draws is below the standard errors of 8 replicates, which have heavier tails: 7 instead.
     s = stream()
-    method = rd.WeightedSamples(200, draws, num_replicates=8)
-    posterior = rd.RunningPosterior(family(name), model(), functionals=FUNCTIONALS, method=method)
-    out = read(posterior, posterior.init(KEY), 0, N)[1]
+    out = sampled(name, rd.WeightedSamples(200, draws, num_replicates=8))
 
     @jax.jit
     def at(length: jax.Array) -> Any:
@@ -240,18 +250,22 @@ def test_families_that_draw(name: str, draws: int | None):
 
 
 def test_weights_are_ratios_of_densities():
-    s = stream()
-    for name in ("kalman", "mixture"):
-        chain = family(name).infer(s.ys, mask=s.mask, inputs=s.inputs)
-        before, step = row(chain.laws, 1), row(chain.steps, 1)
-        xs = jax.random.normal(jax.random.key(0), (3, 2))
-        befores = jax.random.normal(jax.random.key(1), (4, 2))
-        got = log_weights(backward_law(family(name)), before, step, xs, befores)
-        for i in range(3):
-            law = chain.kernel_law(step, xs[i])
-            for j in range(4):
-                ratio = law.log_prob(befores[j]) - before.log_prob(befores[j])
-                assert float(got[i, j]) == pytest.approx(float(ratio), abs=1e-12)
+    rng = np.random.default_rng(0)
+    for d in (1, 5):
+        gain, bias = rng.normal(size=(d, d)), rng.normal(size=d)
+        scale, spread = np.tril(rng.normal(size=(d, d))), np.tril(rng.normal(size=(d, d)))
+        xs, befores = rng.normal(size=(3, d)), rng.normal(size=(4, d))
+        got = log_weights(
+            backward_law(family("kalman")),
+            rd.Gaussian(jnp.zeros(d), jnp.asarray(spread)),
+            rd.LinearGaussianKernel(jnp.asarray(gain), jnp.asarray(bias), jnp.asarray(scale)),
+            jnp.asarray(xs),
+            jnp.asarray(befores),
+        )
+        for i, x in enumerate(xs):
+            kernel = multivariate_normal(gain @ x + bias, scale @ scale.T).logpdf(befores)
+            law = multivariate_normal(np.zeros(d), spread @ spread.T).logpdf(befores)
+            np.testing.assert_allclose(got[i], kernel - law, rtol=1e-9, atol=1e-9)
 
 
 def test_unbiased_weights_are_those_of_the_mean_around_the_others():
@@ -277,7 +291,8 @@ def test_unbiased_weights_are_those_of_the_mean_around_the_others():
     [
         ("kalman", "exact"),
         ("kalman", "unbiased"),
-        *[pytest.param("mixture", "all", marks=pytest.mark.slow)],
+        pytest.param("kalman", "paris", marks=pytest.mark.slow),
+        pytest.param("mixture", "all", marks=pytest.mark.slow),
     ],
 )
 def test_a_stored_stream_goes_on_bit_by_bit(name: str, method: str, tmp_path: Path):
@@ -289,34 +304,21 @@ def test_a_stored_stream_goes_on_bit_by_bit(name: str, method: str, tmp_path: Pa
     going_on, resumed = (read(posterior, each, CHUNK, N)[1] for each in (state, restored))
     jax.tree.map(np.testing.assert_array_equal, going_on, resumed)
     # Chunks do not matter, and a state is as large as it was at the start.
-    assert_close(going_on, row(whole(name, method)[1], slice(CHUNK, N)), 1e-10)
+    end, out = whole(name, method)
+    assert_close(going_on, row(out, slice(CHUNK, N)), 1e-10)
+    assert_close(read(posterior, state, CHUNK, N)[0].totals, end.totals, 1e-10)
     sizes = [[leaf.shape for leaf in jax.tree.leaves(s)] for s in (posterior.init(KEY), state)]
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("method", [pytest.param("exact", marks=pytest.mark.slow), "unbiased"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["exact", "unbiased"])
 def test_row_by_row(method: str):
     posterior, s = running("kalman", method), stream()
     state = posterior.init(KEY)
     for k in range(N):
         state, out = posterior.update(state, s.ys[k], mask=s.mask[k], u=s.inputs[k])
         assert_close(out, row(whole("kalman", method)[1], k), 1e-10)
-
-
-@pytest.mark.parametrize("method", ["exact", pytest.param("all", marks=pytest.mark.slow)])
-def test_padding_and_nan(method: str):
-    posterior, s = running("kalman", method), stream()
-    end, out = whole("kalman", method)
-    ys = np.where(s.mask, s.ys, np.nan)
-    ys[4:], inputs = np.nan, np.where(np.arange(N)[:, None] < 4, s.inputs, np.nan)
-    state, first = posterior.scan(posterior.init(KEY), ys, inputs=inputs, length=4)
-    assert_close(row(first, slice(4)), row(out, slice(4)), 1e-10)
-    assert np.all(np.isnan(first.elbo[4:])) and np.all(np.isnan(first.values["sum"][4:]))
-    ys = np.concatenate([np.where(s.mask, s.ys, np.nan)[4:], ys[:4]])
-    inputs = np.concatenate([s.inputs[4:], s.inputs[:4]])
-    state, rest = posterior.scan(state, ys, inputs=inputs, length=N - 4)
-    assert_close(row(rest, slice(N - 4)), row(out, slice(4, N)), 1e-10)
-    assert_close(state.totals, end.totals, 1e-10)
 
 
 def _single(tree: Any) -> Any:
@@ -351,6 +353,7 @@ def test_totals_of_long_streams_keep_their_digits():
     assert float(total) == pytest.approx(200_000 * float(step), rel=1e-7)
 
 
+@pytest.mark.slow
 def test_functionals_read_data_of_their_own():
     s, price = stream(), np.arange(1.0, N + 1)
     weighed = rd.StateFunctional(lambda x, data: data * x, quadratic=True)
