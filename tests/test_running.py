@@ -2,7 +2,7 @@
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -117,7 +117,7 @@ def offline(name: str) -> list[tuple[Any, Any]]:
     return [at(jnp.asarray(k + 1)) for k in range(N)]
 
 
-def row(tree: Any, k: int) -> Any:
+def row(tree: Any, k: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[k], tree)
 
 
@@ -250,7 +250,7 @@ def test_families_that_draw(name: str, draws: int | None):
 
 
 def test_weights_are_ratios_of_densities():
-    rng = np.random.default_rng(0)
+    rng, normal = np.random.default_rng(0), cast(Any, multivariate_normal)
     for d in (1, 5):
         gain, bias = rng.normal(size=(d, d)), rng.normal(size=d)
         scale, spread = np.tril(rng.normal(size=(d, d))), np.tril(rng.normal(size=(d, d)))
@@ -263,8 +263,8 @@ def test_weights_are_ratios_of_densities():
             jnp.asarray(befores),
         )
         for i, x in enumerate(xs):
-            kernel = multivariate_normal(gain @ x + bias, scale @ scale.T).logpdf(befores)
-            law = multivariate_normal(np.zeros(d), spread @ spread.T).logpdf(befores)
+            kernel = normal(gain @ x + bias, scale @ scale.T).logpdf(befores)
+            law = normal(np.zeros(d), spread @ spread.T).logpdf(befores)
             np.testing.assert_allclose(got[i], kernel - law, rtol=1e-9, atol=1e-9)
 
 
@@ -346,7 +346,8 @@ def test_totals_of_long_streams_keep_their_digits():
     step = jnp.float32(-1.1)
 
     def move(carry: Any, _: None) -> tuple[Any, None]:
-        return add_up(*carry, step), None
+        total, residue = carry
+        return add_up(total, residue, step), None
 
     zero = jnp.zeros((), jnp.float32)
     (total, _), _ = lax.scan(move, (zero, zero), None, length=200_000)

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from retrodict._estimator import Recursive
 from retrodict._family import AbstractFamily, AbstractSampledFamily
@@ -72,12 +72,12 @@ class RunningOutput(eqx.Module):
     smoothed: LagMoments
     row: Int[Array, "..."]
     ready: Bool[Array, "..."]
-    elbo: Float[Array, "..."] | None
-    elbo_increment: Float[Array, "..."] | None
-    elbo_standard_error: Float[Array, "..."] | None
+    elbo: Any
+    elbo_increment: Any
+    elbo_standard_error: Any
     values: dict[str, PyTree]
     standard_errors: dict[str, PyTree]
-    ess: Float[Array, "..."] | None
+    ess: Any
 
 
 class RunningPosterior(eqx.Module):
