@@ -198,20 +198,34 @@ def test_weights_that_are_not_normalised_are_unbiased():
     assert np.max(error) < 0.5
 
 
+@functools.cache
+def biases(count: int, draws: int | None, replicates: int) -> tuple[np.ndarray, np.ndarray]:
+    method = rd.WeightedSamples(count, draws, num_replicates=replicates)
+    return errors("shifted", sampled("shifted", method))
+
+
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize("draws", [None, 2])
 def test_the_bias_of_normalised_weights_falls_with_their_number(draws: int | None):
-    # Six draws are seen to be biased, and a bias of order 1/N is eight times less with 48. Each
-    # comparison fails by chance with probability below 1e-6.
-    fewer, more = (
-        sampled("shifted", rd.WeightedSamples(count, draws, num_replicates=replicates))
-        for count, replicates in ((6, 4000), (48, 1000))
-    )
-    (few, few_error), (many, many_error) = errors("shifted", fewer), errors("shifted", more)
+    # Six draws are seen to be biased, and a bias of order 1/N is eight times less with 48. Each of
+    # 55 comparisons fails by chance with probability below 1e-6.
+    few, few_error = biases(6, None, 4000)
+    many, many_error = biases(48, draws, 1000)
     seen = np.abs(few) > 8 * few_error
     assert np.any(seen)
     assert np.all(np.abs(many)[seen] < 0.5 * np.abs(few)[seen] + 4.9 * many_error[seen])
+
+
+@pytest.mark.slow
+@pytest.mark.statistical
+def test_drawn_indices_have_the_expectation_of_all_pairs():
+    # 55 numbers, each beyond 4.9 joint standard errors with probability 1e-6. Indices are drawn
+    # with the weights of all pairs: the bias is the same, and only the variance is larger.
+    every, every_error = biases(6, None, 4000)
+    drawn, drawn_error = biases(6, 2, 4000)
+    assert np.all(np.abs(drawn - every) < 4.9 * np.hypot(every_error, drawn_error))
+    assert np.mean(drawn_error) > np.mean(every_error)
 
 
 @pytest.mark.slow
