@@ -112,6 +112,10 @@ from retrodict._linearised import iterated_smoother as iterated_smoother
 from retrodict._linearised import unscented_smoother as unscented_smoother
 from retrodict._mixture import GaussianMixture as GaussianMixture
 from retrodict._model import StateSpaceModel as StateSpaceModel
+from retrodict._online import RunningOutput as RunningOutput
+from retrodict._online import RunningPosterior as RunningPosterior
+from retrodict._online import RunningState as RunningState
+from retrodict._online import WeightedSamples as WeightedSamples
 from retrodict._parameters import AbstractParameter as AbstractParameter
 from retrodict._parameters import Bounded as Bounded
 from retrodict._parameters import Frozen as Frozen

@@ -185,9 +185,7 @@ class RunningElbo(eqx.Module):
             mask: true where an entry was seen.
             inputs: the input at time 0, of shape `(input,)`.
         """
-        row = self._row(y, mask, inputs)
-        joint = Recursive().init(LogJoint(self.model), law, row)
-        return RunningElboState(joint, jnp.zeros((), joint.mean.dtype), law.entropy())
+        return start_elbo(self.model, law, self._row(y, mask, inputs))
 
     def update(
         self,
@@ -209,10 +207,7 @@ class RunningElbo(eqx.Module):
             mask: true where an entry was seen.
             inputs: the input at time k, of shape `(input,)`.
         """
-        row = self._row(y, mask, inputs)
-        joint = Recursive().update(LogJoint(self.model), state.joint, law, kernel, row)
-        of_kernel = Gaussian(kernel.bias, kernel.scale_tril).entropy()
-        return RunningElboState(joint, state.entropy + of_kernel, law.entropy())
+        return advance_elbo(self.model, state, law, kernel, self._row(y, mask, inputs))
 
     def value(self, state: RunningElboState) -> Scalar:
         """The bound for the series so far, in nats."""
@@ -224,6 +219,25 @@ class RunningElbo(eqx.Module):
 
         data = observations(self.model, as_rows(y), mask=as_rows(mask), inputs=as_rows(inputs))
         return jax.tree.map(lambda leaf: leaf[0], data)
+
+
+def start_elbo(model: StateSpaceModel, law: Gaussian, row: Observations) -> RunningElboState:
+    """The state of a `RunningElbo` after the first row, from one that was prepared."""
+    joint = Recursive().init(LogJoint(model), law, row)
+    return RunningElboState(joint, jnp.zeros((), joint.mean.dtype), law.entropy())
+
+
+def advance_elbo(
+    model: StateSpaceModel,
+    state: RunningElboState,
+    law: Gaussian,
+    kernel: LinearGaussianKernel,
+    row: Observations,
+) -> RunningElboState:
+    """The state of a `RunningElbo` after one more row, from one that was prepared."""
+    joint = Recursive().update(LogJoint(model), state.joint, law, kernel, row)
+    of_kernel = Gaussian(kernel.bias, kernel.scale_tril).entropy()
+    return RunningElboState(joint, state.entropy + of_kernel, law.entropy())
 
 
 def _default_estimator(model: StateSpaceModel, chain: AbstractBackwardChain) -> AbstractEstimator:

@@ -155,7 +155,7 @@ class FixedLag(eqx.Module):
             check_key(key, "FixedLag.init")
         family = unwrap(self.family)
         start = family.init()
-        read = jax.eval_shape(lambda: _read_nothing(family, self._dtype))
+        read, _ = factor_shapes(self)
 
         def zeros(leaf: Any, *shape: int) -> Array:
             return jnp.zeros((*shape, *leaf.shape), leaf.dtype)
@@ -200,12 +200,7 @@ class FixedLag(eqx.Module):
         Returns:
             The next state, and what was known after each row; NaN from `length` on.
         """
-        series = prepare_for(self.family, ys, mask=mask, inputs=inputs, length=length)
-        rows = rows_of(series)
-        if rows.seen is None:
-            # One program for chunks with and without missing entries.
-            rows = rows._replace(seen=jnp.ones(rows.y.shape, bool))
-        count = jnp.asarray(series.num_times if series.length is None else series.length)
+        rows, count = chunk_for(self.family, ys, mask=mask, inputs=inputs, length=length)
         return _scan(self, state, rows, count)
 
     def flush(self, state: LagState) -> LagRows:
@@ -228,12 +223,18 @@ class FixedLag(eqx.Module):
         return jnp.result_type(*leaves) if leaves else jnp.result_type(float)
 
 
-def _read_nothing(family: Any, dtype: Any) -> Factor:
-    """What a step gives, for its shapes."""
-    u = jnp.zeros(family.input_dim, dtype) if family.input_dim else None
-    row = Row(jnp.zeros(family.obs_dim, dtype), jnp.ones(family.obs_dim, bool), u)
-    before, embedded = family.init(), family.embed(row)
-    return family.read(before, family.advance(before, embedded), embedded)
+def factor_shapes(lagged: FixedLag) -> tuple[Factor, Row]:
+    """The shapes of the factors of one row, and of the row."""
+    family: Any = unwrap(lagged.family)
+    dtype = lagged._dtype
+
+    def read() -> tuple[Factor, Row]:
+        u = jnp.zeros(family.input_dim, dtype) if family.input_dim else None
+        row = Row(jnp.zeros(family.obs_dim, dtype), jnp.ones(family.obs_dim, bool), u)
+        before, embedded = family.init(), family.embed(row)
+        return family.read(before, family.advance(before, embedded), embedded), row
+
+    return jax.eval_shape(read)
 
 
 def _identity_like(kernel: LinearGaussianKernel) -> LinearGaussianKernel:
@@ -242,13 +243,25 @@ def _identity_like(kernel: LinearGaussianKernel) -> LinearGaussianKernel:
     return LinearGaussianKernel(eye, jnp.zeros_like(kernel.bias), jnp.zeros_like(eye))
 
 
+def chunk_for(
+    family: AbstractFamily, ys: Any, *, mask: Any, inputs: Any, length: Any
+) -> tuple[Row, Int[Array, ""]]:
+    """The rows of a chunk of a stream, and how many of them exist."""
+    series = prepare_for(family, ys, mask=mask, inputs=inputs, length=length)
+    rows = rows_of(series)
+    if rows.seen is None:
+        # One program for chunks with and without missing entries.
+        rows = rows._replace(seen=jnp.ones(rows.y.shape, bool))
+    return rows, jnp.asarray(series.num_times if series.length is None else series.length)
+
+
 @eqx.filter_jit
 def _update(
     lagged: FixedLag, state: LagState, y: Array, mask: Any, u: Any
 ) -> tuple[LagState, LagOutput]:
     row = prepare_row(lagged.family, y, mask=mask, u=u)
     rows = jax.tree.map(lambda leaf: leaf[None], row)
-    state, out = _advance(lagged, state, rows, None)
+    state, out, _ = advance_rows(lagged, state, rows, None)
     return state, jax.tree.map(lambda leaf: leaf[0], out)
 
 
@@ -256,13 +269,17 @@ def _update(
 def _scan(
     lagged: FixedLag, state: LagState, rows: Row, count: Int[Array, ""]
 ) -> tuple[LagState, LagOutput]:
-    return _advance(lagged, state, rows, count)
+    return advance_rows(lagged, state, rows, count)[:2]
 
 
-def _advance(
+def advance_rows(
     lagged: FixedLag, state: LagState, rows: Row, count: Int[Array, ""] | None
-) -> tuple[LagState, LagOutput]:
-    """Reads rows of which the first `count` exist; all of them if it is `None`."""
+) -> tuple[LagState, LagOutput, Factor]:
+    """Reads rows of which the first `count` exist; all of them if it is `None`.
+
+    To be called inside `jax.jit`. Beside the state and the output it returns the factors q_k and
+    q_{k-1|k} of each row; the kernel of the first row of a stream has no meaning.
+    """
     family: Any = unwrap(lagged.family)
     dtype = lagged._dtype
     u = None if rows.u is None else rows.u.astype(dtype)
@@ -294,7 +311,7 @@ def _advance(
         state.num_read + read_now,
         state.key,
     )
-    return kept, LagOutput(filtered, smoothed, jnp.maximum(times - lag, 0), ready)
+    return kept, LagOutput(filtered, smoothed, jnp.maximum(times - lag, 0), ready), read
 
 
 def _identity_where(first: Array, kernel: LinearGaussianKernel) -> LinearGaussianKernel:
