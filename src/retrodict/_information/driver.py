@@ -46,9 +46,9 @@ MOST = 200
 FEWEST_REPLICATES = 4
 """From how many replicates on their spread says something."""
 
-SURE = 5.0
+SURE = 4.0
 """By how many Monte Carlo standard errors an information is to be above zero before no more
-replicates are drawn: standard errors are then known to about a tenth."""
+replicates are drawn: standard errors are then known to about an eighth."""
 
 NEAR = 0.1
 """Up to how many standard errors from a maximum parameters count as being there."""

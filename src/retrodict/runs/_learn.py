@@ -55,7 +55,7 @@ METHODS = {
 SIZES_OF_LOUIS: dict[str, Any] = {
     "num_particles": 500,
     "num_samples": 1000,
-    "most_replicates": 320,
+    "most_replicates": 160,
 }
 """Some seconds; a minute or two where the data hold a few hundredths of what the states would say,
 and many paths are needed to tell a little from nothing."""
