@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from retrodict._information.coordinates import Coordinates
 from retrodict._kalman import log_evidence_of
+from retrodict._linalg import UNROLLED
 from retrodict._mask import Series
 from retrodict._parameters import unwrap
 from retrodict._parts import in_parts
@@ -17,7 +18,6 @@ DIRECTIONS = 16
 
 SERIES_AT_ONCE = 8
 """How many series are held at once."""
-
 
 MANY = 500_000
 """From how many rows times directions on a program is worth being compiled with care."""
@@ -31,7 +31,9 @@ def exact_information(
 ) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
     """The gradient of log p_θ(y), summed over the series, and minus its Hessian."""
     work = batch.ys.shape[0] * batch.ys.shape[1] * len(coordinates.names)
-    quick = work < MANY and jax.default_backend() == "cpu"
+    # With calls of LAPACK a program compiled in haste was seen never to end, all threads waiting.
+    plain = coordinates.model.state_dim <= UNROLLED
+    quick = work < MANY and plain and jax.default_backend() == "cpu"
     return (_quickly if quick else _with_care)(coordinates, batch)
 
 
