@@ -1,6 +1,7 @@
 """Reference figures for models of real data.
 
     python benchmarks/own_data.py volatility [--timeout SECONDS] [--out FILE]
+    python benchmarks/own_data.py volatility-fit [--run FOLDER] [--timeout SECONDS] [--out FILE]
 
 `volatility`: the stochastic-volatility model of Taylor (1982) for daily returns of the pound
 against the dollar from 1997 on, as distributed with the package particles,
@@ -10,12 +11,17 @@ against the dollar from 1997 on, as distributed with the package particles,
 with y_t a hundred times the difference of the logarithms. The likelihood is maximised on a grid of
 states, by a filter written here with derivatives by JAX; `grid_smoother` and particle filters then
 have to agree with its value, and Louis' identity with its curvature.
+
+`volatility-fit`: what `retrodict.runs.fit` learns from the same returns without being told any of
+this, against that maximum; and what its family says of the volatility, against the grid and FFBSi.
+A run that is there already, such as that of examples/volatility.py, is named by `--run`.
 """
 
 import argparse
 import importlib.util
 import json
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +33,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 import retrodict as rd
+from retrodict import data, models, runs
 
 jax.config.update("jax_enable_x64", True)
 
@@ -109,10 +116,8 @@ def errors(hessian: Any, theta: Any) -> list[float]:
     return np.sqrt(np.diagonal(covariance)).tolist()
 
 
-def volatility(say: Callable[[str], None], quick: bool) -> dict[str, Any]:
-    """The maximum of the likelihood, its value and its curvature."""
-    ys = jnp.asarray(returns()[:100] if quick else returns())
-    say(f"{ys.shape[0]} returns, standard deviation {float(jnp.std(ys)):.4f}")
+def maximum(say: Callable[[str], None], ys: jax.Array) -> tuple[float, jax.Array]:
+    """The largest log-likelihood, and where it is."""
     tied = jax.jit(jax.value_and_grad(lambda theta: -log_likelihood(theta, theta, ys)))
 
     def target(theta: np.ndarray) -> tuple[float, np.ndarray]:
@@ -133,7 +138,23 @@ def volatility(say: Callable[[str], None], quick: bool) -> dict[str, Any]:
         reached = np.round(natural(jnp.asarray(best.x)), 4)
         say(f"from {start}: {-best.fun:.6f} at {reached} after {best.nfev} evaluations")
     best = min(found, key=lambda each: each.fun)
-    theta = jnp.asarray(best.x)
+    return -float(best.fun), jnp.asarray(best.x)
+
+
+def by_filters(model: rd.StateSpaceModel, ys: jax.Array, number: int) -> tuple[float, float]:
+    """The log-likelihood by particle filters, and its standard error."""
+    found = jax.lax.map(
+        lambda key: rd.particle_filter(key, model, ys, number, mask=True).log_evidence,
+        jax.random.split(jax.random.key(0), NUM_RUNS),
+    )
+    return float(jnp.mean(found)), float(jnp.std(found, ddof=1) / NUM_RUNS**0.5)
+
+
+def volatility(say: Callable[[str], None], quick: bool, _: Path | None) -> dict[str, Any]:
+    """The maximum of the likelihood, its value and its curvature."""
+    ys = jnp.asarray(returns()[:100] if quick else returns())
+    say(f"{ys.shape[0]} returns, standard deviation {float(jnp.std(ys)):.4f}")
+    top, theta = maximum(say, ys)
     values = natural(theta).tolist()
     say("maximum: " + ", ".join(f"{n} {v:.5f}" for n, v in zip(NAMES, values, strict=True)))
     hessian = jax.jit(jax.hessian(lambda theta: log_likelihood(theta, theta, ys)))(theta)
@@ -143,13 +164,9 @@ def volatility(say: Callable[[str], None], quick: bool) -> dict[str, Any]:
 
     model = model_at(*values)
     on_grid = float(rd.grid_smoother(model, ys, GRID).log_evidence)
-    say(f"log-likelihood {-best.fun:.6f}, by grid_smoother {on_grid:.6f}")
+    say(f"log-likelihood {top:.6f}, by grid_smoother {on_grid:.6f}")
     number = 1000 if quick else NUM_PARTICLES
-    runs = jax.lax.map(
-        lambda key: rd.particle_filter(key, model, ys, number, mask=True).log_evidence,
-        jax.random.split(jax.random.key(0), NUM_RUNS),
-    )
-    average, error = float(jnp.mean(runs)), float(jnp.std(runs, ddof=1) / NUM_RUNS**0.5)
+    average, error = by_filters(model, ys, number)
     say(f"by {NUM_RUNS} filters with {number} particles {average:.4f} ± {error:.4f}")
 
     began = time.perf_counter()
@@ -174,7 +191,7 @@ def volatility(say: Callable[[str], None], quick: bool) -> dict[str, Any]:
     return {
         "num_returns": ys.shape[0],
         "maximum": dict(zip(NAMES, values, strict=True)),
-        "log_likelihood": -best.fun,
+        "log_likelihood": top,
         "log_likelihood_grid_smoother": on_grid,
         "log_likelihood_particles": [average, error],
         "standard_errors_grid": errors(hessian, theta),
@@ -186,10 +203,63 @@ def volatility(say: Callable[[str], None], quick: bool) -> dict[str, Any]:
     }
 
 
+def volatility_fit(say: Callable[[str], None], quick: bool, folder: Path | None) -> dict[str, Any]:
+    """What a run learned, and how far its smoothed volatility is off."""
+    values = returns()[:100] if quick else returns()
+    table, ys = data.read({"return": values[:, 0]}), jnp.asarray(values)
+    if folder is None:
+        with tempfile.TemporaryDirectory() as place:
+            spec = models.resolve("stochastic_volatility")
+            run = runs.fit(table, spec, Path(place) / "run", num_steps=30 if quick else 3000)
+    else:
+        run = runs.open_run(folder)
+    found = run.record["results"]["parameters"]
+    learned = {name: float(found[f"{name}[0]"]["value"]) for name in NAMES}
+    say("learned: " + ", ".join(f"{name} {value:.4f}" for name, value in learned.items()))
+    say(run.record["results"]["uncertainty"])
+    top, theta = maximum(say, ys)
+    held = jax.jit(jax.hessian(lambda moved: log_likelihood(moved, theta, ys)))(theta)
+    for name, exact in zip(NAMES, errors(held, theta), strict=True):
+        shown = found[f"{name}[0]"].get("error", float("nan"))
+        say(f"standard error of {name}: {shown:.3f}; on the grid, at the maximum, {exact:.3f}")
+
+    model, number = rd.unwrap(run.model), 1000 if quick else NUM_PARTICLES
+    exact = rd.grid_smoother(model, ys, GRID)
+    on_grid = float(exact.log_evidence)
+    average, error = by_filters(model, ys, number)
+    say(
+        f"log-likelihood of the run on the grid {on_grid:.3f}, {top - on_grid:.3f} from the maximum"
+    )
+    say(f"by {NUM_RUNS} filters with {number} particles {average:.3f} ± {error:.3f}")
+
+    smoothed = np.asarray(runs.smooth(run, table, num_samples=number).mean)[0, :, 0]
+    particles = rd.ffbsi(
+        jax.random.key(1), model, ys, number, number, backward=rd.RejectionBackward(), mask=True
+    )
+    std = np.sqrt(np.asarray(exact.covariance)[:, 0, 0])
+    means = {"FFBSi": np.asarray(particles.mean)[:, 0], "the grid": np.asarray(exact.mean)[:, 0]}
+    off = {name: float(np.mean(np.abs(smoothed - mean) / std)) for name, mean in means.items()}
+    for name, value in off.items():
+        say(f"smoothed means differ from those of {name} by {value:.4f} deviations on average")
+    between = float(np.mean(np.abs(means["FFBSi"] - means["the grid"]) / std))
+    say(f"... those two from each other by {between:.4f}")
+    return {
+        "learned": learned,
+        "log_likelihood": on_grid,
+        "log_likelihood_particles": [average, error],
+        "below_the_maximum": top - on_grid,
+        "smoothed_means_off": off,
+    }
+
+
+PARTS = {"volatility": volatility, "volatility-fit": volatility_fit}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("part", choices=["volatility"])
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--timeout", type=int, default=1200, help="seconds after which to give up")
+    parser.add_argument("--run", type=Path, help="a run to look at, instead of fitting one")
     parser.add_argument("--quick", action="store_true", help="the first 100 returns, for a look")
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
     arguments = parser.parse_args()
@@ -199,7 +269,7 @@ def main() -> None:
     def say(line: str) -> None:
         print(f"[{time.perf_counter() - began:6.1f} s] {line}", flush=True)
 
-    figures = volatility(say, arguments.quick)
+    figures = PARTS[arguments.part](say, arguments.quick, arguments.run)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -29,7 +29,8 @@ def main(out: Path, quick: bool) -> None:
     steps = 30 if quick else 2000
     run = runs.fit(table, models.resolve("poisson_counts"), out / "run", num_steps=steps)
     for name, found in run.record["results"]["parameters"].items():
-        print(f"{name}: {found['value']:.3f} ± {found.get('error', float('nan')):.3f}")
+        if found["learned"]:
+            print(f"{name}: {found['value']:.3f} ± {found.get('error', float('nan')):.3f}")
     checked = runs.check(run, table, num_particles=200 if quick else 2000)
     for finding in checked.findings:
         print(f"{finding.name}: {finding.value} ({finding.verdict})")

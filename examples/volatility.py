@@ -34,7 +34,8 @@ def main(out: Path, quick: bool) -> None:
     steps = 30 if quick else 3000
     run = runs.fit(table, models.resolve("stochastic_volatility"), out / "run", num_steps=steps)
     for name, found in run.record["results"]["parameters"].items():
-        print(f"{name}: {found['value']:.3f} ± {found.get('error', float('nan')):.3f}")
+        if found["learned"]:
+            print(f"{name}: {found['value']:.3f} ± {found.get('error', float('nan')):.3f}")
 
     smoothed = runs.smooth(run, table)
     one = table.one()

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_mask",),
     ("_parameters",),
     ("_linalg",),
-    ("_prefix",),
+    ("_parts", "_prefix"),
     ("_gaussian",),
     ("_factored", "_mixture"),
     ("_kernel",),

@@ -1,5 +1,7 @@
 """Learning: families, models and both; interruptions, restarts and what must be refused."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -537,8 +539,10 @@ def test_bad_input_is_refused(ys, change, error, words):
         fit(arguments.pop("family"), tanh_model(), arguments.pop("ys"), **arguments)
 
 
-@pytest.mark.slow
-def test_a_quasi_newton_optimiser_finds_scales_in_thousands():
+@pytest.mark.parametrize(
+    "optimiser", ["lbfgs", pytest.param(optax.lbfgs(), id="optax", marks=pytest.mark.slow)]
+)
+def test_a_quasi_newton_optimiser_finds_scales_in_thousands(optimiser: Any):
     """Adam's steps of 0.01 would take a hundred thousand of them."""
     rng = np.random.default_rng(5)
     steps, noise = rng.standard_normal((2, 60, 1))
@@ -553,7 +557,7 @@ def test_a_quasi_newton_optimiser_finds_scales_in_thousands():
             rd.LinearGaussianKernel(one, none, starts[1]),
         ),
         ys,
-        optimiser=optax.lbfgs(),
+        optimiser=optimiser,
         num_steps=60,
         chunk_size=20,
         progress=False,
@@ -571,3 +575,6 @@ def test_a_quasi_newton_optimiser_finds_scales_in_thousands():
     best = log_evidence(*scales)
     for factors in ((1.02, 1.0), (0.98, 1.0), (1.0, 1.02), (1.0, 0.98)):
         assert log_evidence(*(scales * factors)) < best
+    constant = -30 * np.log(2 * np.pi)
+    assert result.log_evidence == pytest.approx(best + constant, rel=1e-6)
+    assert result.history[-1] == pytest.approx(result.log_evidence / 60, rel=1e-6)

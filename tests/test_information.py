@@ -216,6 +216,23 @@ def test_louis_identity_agrees_with_the_exact_information(
 
 @pytest.mark.slow
 @pytest.mark.statistical
+def test_replicates_are_drawn_until_what_is_identified_is_told_from_noise(
+    found: rd.ParameterErrors, maximum: rd.StateSpaceModel, series: np.ndarray
+):
+    """Four Monte Carlo standard errors of three quantities: false alarms in one of 5,000."""
+    options = {"method": "louis", "num_particles": 100, "num_samples": 10, "num_replicates": 8}
+    few = exact(maximum, series, **options)
+    assert few.status == "not identified"
+    more = exact(maximum, series, **options, most_replicates=4096)
+    assert more.status == "fine"
+    for name, error in found.standard_error.items():
+        noise = more.monte_carlo_error[name]
+        assert np.all(np.abs(more.standard_error[name] - error) < 4 * noise)
+        assert np.all(noise < 0.2 * error)
+
+
+@pytest.mark.slow
+@pytest.mark.statistical
 def test_louis_identity_on_weighted_paths_of_a_chain(maximum: rd.StateSpaceModel):
     ys = maximum.simulate(jax.random.key(5), num_times=15)[1]
     near = level(0.75, 0.55, 0.75)

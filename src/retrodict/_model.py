@@ -74,6 +74,11 @@ class StateSpaceModel(eqx.Module):
         model = unwrap(self)
         return model.transition.takes_input or model.emission.takes_input
 
+    @property
+    def is_linear_gaussian(self) -> bool:
+        """Whether prior and kernels are linear and Gaussian, so that the posterior is known."""
+        return is_linear_gaussian(unwrap(self))
+
     def simulate(
         self, key: PRNGKey, num_times: int, *, inputs: Any = None
     ) -> tuple[Float[Array, "time state"], Float[Array, "time obs"]]:

@@ -1,7 +1,7 @@
 """Learning a linear-Gaussian model by ascent of its exact log-evidence."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -11,7 +11,8 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from retrodict._fit.batch import batch_for, minibatch, num_rows, num_series, take
-from retrodict._kalman import check_linear_gaussian, smooth_series
+from retrodict._fit.quasi_newton import minimise
+from retrodict._kalman import check_linear_gaussian, log_evidence_of
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, learnable
 from retrodict._parameters import unwrap
@@ -50,7 +51,7 @@ def fit_evidence(
     length: Any = None,
     batch_size: int | None = None,
     learning_rate: float = 1e-2,
-    optimiser: optax.GradientTransformation | None = None,
+    optimiser: optax.GradientTransformation | Literal["lbfgs"] | None = None,
     log_prior: Callable[[StateSpaceModel], Scalar] | None = None,
     patience: int | None = None,
     chunk_size: int = 100,
@@ -70,11 +71,12 @@ def fit_evidence(
         length: how many rows exist, one integer a series or one for all.
         batch_size: how many series a step sees; all of them if it is left out.
         learning_rate: the largest rate of the default optimiser.
-        optimiser: an optax transformation instead. `optax.lbfgs()` takes tens of steps where all
-            series are seen at each, and does not depend on the units of the data.
+        optimiser: an optax transformation instead; or `"lbfgs"`, which sees all series at each
+            step, takes tens of them whatever the units of the data, and ends by itself.
         log_prior: a log density of the parameters, for maximum a posteriori estimates; called with
             the unwrapped model.
-        patience: how many chunks may pass without a better evidence before it stops.
+        patience: how many chunks may pass without a better evidence before it stops; not for
+            `"lbfgs"`.
         chunk_size: steps between two visits of Python.
         progress: whether to show a progress line.
 
@@ -92,9 +94,25 @@ def fit_evidence(
 
     def objective(parameters: PyTree, data: Series) -> Scalar:
         model = unwrap(eqx.combine(parameters, fixed))
-        found = jax.vmap(lambda series: smooth_series(model, series, False).log_evidence)(data)
+        found = jax.vmap(lambda series: log_evidence_of(model, series))(data)
         value = -jnp.sum(found) / num_rows(data)
         return value if log_prior is None else value - share * log_prior(model)
+
+    line = ProgressLine("log-evidence {:.4f} nats a time step", num_steps) if progress else None
+    if isinstance(optimiser, str):
+        if optimiser != "lbfgs" or size != num_series(batch):
+            raise ValueError(
+                'fit_evidence expects an optax transformation, or "lbfgs" without a batch_size, got'
+                f" {optimiser!r} with batch_size={batch_size}."
+            )
+        found = minimise(objective, parameters, batch, num_steps=num_steps, show=line)
+        return EvidenceResult(
+            eqx.combine(found.parameters, fixed),
+            -found.losses,
+            -found.value / share,
+            found.num_skipped,
+            found.status,
+        )
 
     def loss(parameters: PyTree, data: Series, key: PRNGKey, step: Array) -> Scalar:
         if size == num_series(batch):
@@ -112,7 +130,7 @@ def fit_evidence(
         num_starts=None,
         chunk_size=chunk_size,
         patience=patience,
-        show=ProgressLine("log-evidence {:.4f} nats a time step", num_steps) if progress else None,
+        show=line,
     )
     return EvidenceResult(
         eqx.combine(trained.state.kept, fixed),

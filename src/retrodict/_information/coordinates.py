@@ -1,6 +1,5 @@
 """The learnable parameters of a model as one vector of unconstrained numbers."""
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -68,14 +67,6 @@ def coordinates_of(model: StateSpaceModel) -> Coordinates:
         for entry in np.argwhere(chosen).tolist():
             names.append(owner + (f"[{','.join(map(str, entry))}]" if entry else ""))
     return Coordinates(model, tuple(places), tuple(names))
-
-
-def in_parts(fn: Callable[[Any], PyTree], xs: PyTree, size: int) -> PyTree:
-    """The values of a function at each row, at most `size` of them at once."""
-    if jax.tree.leaves(xs)[0].shape[0] <= size:
-        # A loop of one turn would be compiled beside its remainder.
-        return jax.vmap(fn)(xs)
-    return jax.lax.map(fn, xs, batch_size=size)
 
 
 def _moving(tree: PyTree) -> PyTree:

@@ -46,6 +46,10 @@ MOST = 200
 FEWEST_REPLICATES = 4
 """From how many replicates on their spread says something."""
 
+SURE = 4.0
+"""By how many Monte Carlo standard errors an information is to be above zero before no more
+replicates are drawn: standard errors are then known to about an eighth."""
+
 NEAR = 0.1
 """Up to how many standard errors from a maximum parameters count as being there."""
 
@@ -65,6 +69,7 @@ def parameter_errors(
     num_particles: int = 500,
     num_samples: int = 500,
     num_replicates: int = 20,
+    most_replicates: int | None = None,
     backward: AbstractBackwardSampler = _EXACT,
 ) -> ParameterErrors:
     """Standard errors of learned parameters, from the observed information −∇² log p_θ(y).
@@ -117,6 +122,9 @@ def parameter_errors(
         num_particles: how many particles each filter has.
         num_samples: how many paths each replicate draws.
         num_replicates: how many independent replicates there are.
+        most_replicates: if this is more, as many again are drawn, up to this number, as long as
+            noise does not let tell whether every direction is identified. What the data do not
+            identify takes all of them.
         backward: how `ffbsi` draws paths; `RejectionBackward()` makes many of them cheap.
 
     Returns:
@@ -156,17 +164,21 @@ def parameter_errors(
                 f" is the Monte Carlo error, got num_replicates={num_replicates}."
             )
         sizes = (check_count(num_particles, "num_particles"), check_count(num_samples, "samples"))
-        replicates, messages = (
-            _from_particles(key, coordinates, batch, sizes, num_replicates, backward)
-            if chain is None
-            else _from_chain(key, coordinates, batch, chain, sizes[1], num_replicates)
-        )
+        most = num_replicates if most_replicates is None else most_replicates
+        most = check_count(most, "most_replicates")
+
+        def draw(key: PRNGKey) -> tuple[Replicates, list[str]]:
+            if chain is None:
+                return _from_particles(key, coordinates, batch, sizes, num_replicates, backward)
+            return _from_chain(key, coordinates, batch, chain, sizes[1], num_replicates)
+
+        replicates, messages = _until_sure(key, draw, coordinates, most)
         score, information, scores, informations = combine(replicates)
     _refuse_undefined(score, information, coordinates.names)
 
     theta = coordinates.theta()
     raw = np.asarray(theta, np.float64)
-    found = inverse(information, raw, informations, float(jnp.finfo(theta.dtype).eps))
+    found = inverse(information, raw, informations, _precision(coordinates))
     is_open = found.touches(np.eye(raw.size)) > LEAST_SHARE[informations is None]
     distance = float(np.sqrt(score @ found.covariance @ score))
     poor = bool(messages)
@@ -235,6 +247,38 @@ def _method(
     if method is None:
         return "exact" if is_linear_gaussian(model) else "louis"
     return method
+
+
+def _precision(coordinates: Coordinates) -> float:
+    return float(jnp.finfo(coordinates.theta().dtype).eps)
+
+
+def _until_sure(
+    key: PRNGKey,
+    draw: Callable[[PRNGKey], tuple[Replicates, list[str]]],
+    coordinates: Coordinates,
+    most: int,
+) -> tuple[Replicates, list[str]]:
+    """Replicates, twice as many each time, until no direction may owe its sign to noise."""
+    replicates, messages = draw(key)
+    first = replicates.log_weight.shape[1]
+    raw = np.asarray(coordinates.theta(), np.float64)
+    rounds = 1
+    while not messages and 2 * rounds * first <= most:
+        _, information, _, informations = combine(replicates)
+        if not np.all(np.isfinite(information)):
+            break
+        found = inverse(information, raw, informations, _precision(coordinates), SURE)
+        if not np.any(np.abs(found.eigenvalues) <= SURE * found.noise):
+            break
+        for turn in range(rounds, 2 * rounds):
+            more, warned = draw(jax.random.fold_in(key, turn))
+            messages = messages or warned
+            replicates = Replicates(
+                *(np.concatenate(pair, axis=1) for pair in zip(replicates, more, strict=True))
+            )
+        rounds *= 2
+    return replicates, messages
 
 
 def _from_particles(

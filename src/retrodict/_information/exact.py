@@ -5,10 +5,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from retrodict._information.coordinates import Coordinates, in_parts
-from retrodict._kalman import smooth_series
+from retrodict._information.coordinates import Coordinates
+from retrodict._kalman import log_evidence_of
+from retrodict._linalg import UNROLLED
 from retrodict._mask import Series
 from retrodict._parameters import unwrap
+from retrodict._parts import in_parts
 from retrodict._types import Scalar
 
 DIRECTIONS = 16
@@ -17,17 +19,32 @@ DIRECTIONS = 16
 SERIES_AT_ONCE = 8
 """How many series are held at once."""
 
+MANY = 500_000
+"""From how many rows times directions on a program is worth being compiled with care."""
 
-@eqx.filter_jit
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""For programs that run once: compiled in half the time, and several times slower."""
+
+
 def exact_information(
     coordinates: Coordinates, batch: Series
 ) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
     """The gradient of log p_θ(y), summed over the series, and minus its Hessian."""
+    work = batch.ys.shape[0] * batch.ys.shape[1] * len(coordinates.names)
+    # With calls of LAPACK a program compiled in haste was seen never to end, all threads waiting.
+    plain = coordinates.model.state_dim <= UNROLLED
+    quick = work < MANY and plain and jax.default_backend() == "cpu"
+    return (_quickly if quick else _with_care)(coordinates, batch)
+
+
+def _information(
+    coordinates: Coordinates, batch: Series
+) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
     theta = coordinates.theta()
 
     def one(series: Series) -> tuple[Array, Array]:
         def log_evidence(theta: Array) -> Scalar:
-            return smooth_series(unwrap(coordinates.model_at(theta)), series, False).log_evidence
+            return log_evidence_of(unwrap(coordinates.model_at(theta)), series)
 
         def along(direction: Array) -> tuple[Array, Array]:
             return jax.jvp(jax.grad(log_evidence), (theta,), (direction,))
@@ -38,3 +55,7 @@ def exact_information(
 
     scores, information = in_parts(one, batch, SERIES_AT_ONCE)
     return jnp.sum(scores, axis=0), jnp.sum(information, axis=0)
+
+
+_with_care = eqx.filter_jit(_information)
+_quickly = eqx.filter_jit(_information, compiler_options=QUICKLY)  # pyright: ignore[reportCallIssue]

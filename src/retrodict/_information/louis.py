@@ -13,11 +13,12 @@ from jaxtyping import Array, Float, Int, Key
 
 from retrodict._chain import AbstractBackwardChain
 from retrodict._importance.weights import log_weights_of
-from retrodict._information.coordinates import Coordinates, in_parts
+from retrodict._information.coordinates import Coordinates
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._particle import AbstractBackwardSampler, ffbsi
+from retrodict._parts import in_parts
 from retrodict._types import PRNGKey, Scalar
 
 PATHS_AT_ONCE = 50

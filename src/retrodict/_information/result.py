@@ -11,9 +11,10 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, PyTree
 from scipy.special import ndtri
 
-from retrodict._information.coordinates import Coordinates, in_parts
+from retrodict._information.coordinates import Coordinates
 from retrodict._information.louis import jackknife
 from retrodict._model import StateSpaceModel
+from retrodict._parts import in_parts
 
 Read = Callable[[StateSpaceModel], PyTree]
 
@@ -107,6 +108,7 @@ def inverse(
     theta: Float[np.ndarray, "parameter"],
     replicates: Float[np.ndarray, "replicate parameter parameter"] | None,
     precision: float,
+    noise_level: float = NOISE,
 ) -> Inverse:
     """Inverts an information as far as the data identify the parameters.
 
@@ -115,6 +117,7 @@ def inverse(
         theta: the parameters.
         replicates: estimates of it that each leave one replicate out; `None` if it is exact.
         precision: the rounding error of the floating type that it was computed in.
+        noise_level: by how many Monte Carlo standard errors an eigenvalue must be above zero.
     """
     # Below this a parameter could move by many orders of its own size and nothing would be noticed.
     least = precision**0.75 / np.maximum(1.0, theta**2)
@@ -124,7 +127,7 @@ def inverse(
     if replicates is not None:
         turned = vectors.T @ (replicates * units[:, None] * units[None]) @ vectors
         noise = jackknife(np.diagonal(turned, axis1=1, axis2=2))
-    kept = eigenvalues > np.maximum(np.sqrt(precision), NOISE * noise)
+    kept = eigenvalues > np.maximum(np.sqrt(precision), noise_level * noise)
     basis = units[:, None] * vectors[:, kept]
     covariance = (basis / eigenvalues[kept]) @ basis.T
     return Inverse(covariance, units, vectors[:, ~kept], eigenvalues[~kept], noise[~kept])

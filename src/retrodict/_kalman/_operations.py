@@ -22,6 +22,7 @@ from retrodict._factored import (
     reverse,
 )
 from retrodict._gaussian import LOG_2PI, Scale, masked_scale, scale_log_det, scale_solve
+from retrodict._parts import in_parts
 from retrodict._prefix import affine_suffix_scan
 from retrodict._types import Scalar
 
@@ -342,7 +343,7 @@ def backward_kernels(
     if parallel:
         gains, offsets, scales = jax.vmap(kernel)(rows)
     else:
-        gains, offsets, scales = lax.map(kernel, rows, batch_size=CHUNK)
+        gains, offsets, scales = in_parts(kernel, rows, CHUNK)
     if exists is not None:
         real = exists[1:, None, None]
         gains = jnp.where(real, gains, jnp.eye(laws.dim, dtype=gains.dtype))

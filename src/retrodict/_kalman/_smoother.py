@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from retrodict._chain import LinearGaussianChain
+from retrodict._factored import Factored
 from retrodict._gaussian import Gaussian, dense_scale, scale_diagonal
 from retrodict._kalman._operations import (
     Prior,
@@ -95,6 +96,26 @@ def kalman_smoother(
 @eqx.filter_jit
 def smooth_series(model: StateSpaceModel, series: Series, parallel: bool) -> KalmanPosterior:
     """The posterior from an unwrapped model and a series that were checked."""
+    laws, transition, log_evidence = _filtered(model, series, parallel)
+    kernels = backward_kernels(laws, transition, series.exists(), parallel=parallel)
+    chain = LinearGaussianChain.from_arrays(laws.mean, laws.scale_tril, *kernels, series.length)
+    return KalmanPosterior(chain, log_evidence)
+
+
+@eqx.filter_jit
+def log_evidence_of(model: StateSpaceModel, series: Series) -> Scalar:
+    """The log-evidence alone, from an unwrapped model and a series that were checked.
+
+    Backward kernels would be left out by the compiler, but not before they are traced and, where
+    the log-evidence is differentiated, traced again with their derivatives.
+    """
+    return _filtered(model, series, False)[2]
+
+
+def _filtered(
+    model: StateSpaceModel, series: Series, parallel: bool
+) -> tuple[Factored, Transition, Scalar]:
+    """The filtering laws, the transition's parameters and the log-evidence."""
     prior = Prior(model.prior.mean, dense_scale(model.prior.scale_tril))
     transition = _transition_arrays(model.transition, series)
     data, constant = _whitened_data(model.emission, series)
@@ -102,9 +123,7 @@ def smooth_series(model: StateSpaceModel, series: Series, parallel: bool) -> Kal
     laws, log_prob = with_closed_form_score(run, parallel=parallel)(
         prior, transition, data, series.exists()
     )
-    kernels = backward_kernels(laws, transition, series.exists(), parallel=parallel)
-    chain = LinearGaussianChain.from_arrays(laws.mean, laws.scale_tril, *kernels, series.length)
-    return KalmanPosterior(chain, log_prob + constant)
+    return laws, transition, log_prob + constant
 
 
 def _transition_arrays(kernel: AbstractLinearGaussianKernel, series: Series) -> Transition:

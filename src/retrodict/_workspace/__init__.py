@@ -2,6 +2,7 @@
 
 from retrodict._workspace.files import as_csv as as_csv
 from retrodict._workspace.files import as_json as as_json
+from retrodict._workspace.files import library_version as library_version
 from retrodict._workspace.files import make_writable as make_writable
 from retrodict._workspace.files import write_atomically as write_atomically
 from retrodict._workspace.folder import Folder as Folder

@@ -1,6 +1,7 @@
 """Files that are written whole or not at all: tables and numbers."""
 
 import csv
+import importlib.metadata
 import io
 import json
 import math
@@ -59,3 +60,11 @@ def _plain(tree: Any) -> Any:
     if isinstance(tree, float) and not math.isfinite(tree):
         return None
     return tree
+
+
+def library_version() -> str:
+    """The version of the library that is installed, for the record of what it made."""
+    try:
+        return importlib.metadata.version("retrodict")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from retrodict._workspace import library_version
 from retrodict.data._errors import optional
-from retrodict.data._results import to_xarray, version
+from retrodict.data._results import to_xarray
 from retrodict.data._table import Table
 
 
@@ -89,7 +90,7 @@ def arviz_groups(
     """The datasets of `to_arviz` by group."""
     xarray = optional("xarray")
     groups: dict[str, Any] = {}
-    posterior = xarray.Dataset(attrs={"library": "retrodict", "version": version()})
+    posterior = xarray.Dataset(attrs={"library": "retrodict", "version": library_version()})
     if states is not None:
         drawn = to_xarray(table, states=states, state_names=state_names)
         posterior = _in_chains(drawn, num_chains)

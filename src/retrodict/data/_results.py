@@ -1,12 +1,12 @@
 """Results with names: as xarray datasets, as pandas frames, or as what the table was read from."""
 
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
+from retrodict._workspace import library_version
 from retrodict.data._errors import optional
 from retrodict.data._table import Table
 
@@ -228,16 +228,8 @@ def _padded(times: np.ndarray, rows: int) -> np.ndarray:
     return np.concatenate([times, np.full(short, nothing)]) if short else times
 
 
-def version() -> str:
-    """The version of the library that is installed, for the attributes of a result."""
-    try:
-        return importlib.metadata.version("retrodict")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def _attributes(result: Any) -> dict[str, Any]:
-    known = {"library": "retrodict", "version": version()}
+    known = {"library": "retrodict", "version": library_version()}
     for name in ("method", "reason"):
         if isinstance(value := getattr(result, name, None), str):
             known[name] = value

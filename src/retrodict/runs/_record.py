@@ -4,13 +4,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import retrodict as rd
 from retrodict import models
-from retrodict._workspace import as_json, write_atomically
+from retrodict._workspace import as_json, library_version, write_atomically
 
 FORMAT = 1
 """The version of the layout of a run folder."""
@@ -54,14 +53,6 @@ class Run:
     def smoother(self) -> rd.AbstractFamily:
         """The family by which rows are smoothed as they come; the exact one if there is one."""
         return rd.KalmanFamily(rd.unwrap(self.model)) if self.family is None else self.family
-
-
-def library_version() -> str:
-    """The version of the library, as far as it is known."""
-    try:
-        return version("retrodict")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def write(

@@ -13,7 +13,7 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
-from retrodict._workspace import write_atomically
+from retrodict._workspace import library_version, write_atomically
 from retrodict.runs._answer import forecast, smooth
 from retrodict.runs._check import Check, check
 from retrodict.runs._content import (
@@ -28,7 +28,7 @@ from retrodict.runs._content import (
 from retrodict.runs._names import state_names
 from retrodict.runs._page import MAX_SERIES, page
 from retrodict.runs._plot import plot
-from retrodict.runs._record import TRAINING, Run, library_version
+from retrodict.runs._record import TRAINING, Run
 
 REPORT = "report.html"
 
