@@ -44,6 +44,7 @@ from retrodict._family import AbstractFactorFamily as AbstractFactorFamily
 from retrodict._family import AbstractFamily as AbstractFamily
 from retrodict._family import AbstractLinearGaussianFamily as AbstractLinearGaussianFamily
 from retrodict._family import AbstractSampledFamily as AbstractSampledFamily
+from retrodict._family import AssimilationFamily as AssimilationFamily
 from retrodict._family import ConjugateFamily as ConjugateFamily
 from retrodict._family import Factor as Factor
 from retrodict._family import GatedFamily as GatedFamily
