@@ -112,6 +112,15 @@ from retrodict._linearised import iterated_smoother as iterated_smoother
 from retrodict._linearised import unscented_smoother as unscented_smoother
 from retrodict._mixture import GaussianMixture as GaussianMixture
 from retrodict._model import StateSpaceModel as StateSpaceModel
+from retrodict._online import AbstractRecursiveGradient as AbstractRecursiveGradient
+from retrodict._online import KalmanScore as KalmanScore
+from retrodict._online import LearnerOutput as LearnerOutput
+from retrodict._online import LearnerState as LearnerState
+from retrodict._online import OnlineLearner as OnlineLearner
+from retrodict._online import RowGradient as RowGradient
+from retrodict._online import TruncatedBackprop as TruncatedBackprop
+from retrodict._online import recursive_gradient as recursive_gradient
+from retrodict._online import robbins_monro as robbins_monro
 from retrodict._parameters import AbstractParameter as AbstractParameter
 from retrodict._parameters import Bounded as Bounded
 from retrodict._parameters import Frozen as Frozen
