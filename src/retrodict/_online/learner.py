@@ -1,6 +1,6 @@
 """Learning a family and a model from one stream, row by row, in memory that does not grow."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,14 +18,13 @@ from retrodict._lag import LagMoments
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._online.gradient import (
     AbstractRecursiveGradient,
-    RowGradient,
     check_gradient,
     one_row,
     rows_and_count,
 )
 from retrodict._online.parts import Learn, Parts, dtype_of, parts_of
 from retrodict._parameters import unwrap
-from retrodict._types import PRNGKey
+from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import as_real_array, check_count, check_finite, check_key
 
 NUM_DRAWS = 64
@@ -258,6 +257,18 @@ def _unknown(shape: jax.ShapeDtypeStruct) -> Array:
     return jnp.full(shape.shape, jnp.nan if inexact else 0, shape.dtype)
 
 
+class Seen(NamedTuple):
+    """What a step made of a row: the gradient's next state, and what is put out."""
+
+    after: PyTree
+    factor: Factor
+    elbo_increment: Scalar
+    norm: Scalar
+    ok: Bool[Array, ""]
+
+
+# Compiled by itself, it is traced once, for its shapes and for its loop.
+@eqx.filter_jit
 def _learn(
     learner: OnlineLearner, state: LearnerState, row: Row
 ) -> tuple[LearnerState, LearnerOutput]:
@@ -265,7 +276,7 @@ def _learn(
     key = jax.random.fold_in(state.key, state.num_read.astype(jnp.uint32))
     fixed = learner.parts.fixed
 
-    def step(carry: tuple, number: Array) -> tuple[tuple, tuple[PyTree, RowGradient, Array]]:
+    def step(carry: tuple, number: Array) -> tuple[tuple, Seen]:
         parameters, optimiser = carry
         after, found = learner.gradient.update(
             Parts(parameters, fixed), state.gradient, row, jax.random.fold_in(key, number)
@@ -281,34 +292,31 @@ def _learn(
         parameters = _choose(taken, applied, parameters)
         optimiser = _choose(taken, moved, optimiser)
         norm = jnp.where(found.due, optax.global_norm(ascended), 0.0)
-        found = eqx.tree_at(
-            lambda f: (f.gradient, f.increment), found, (None, None), is_leaf=lambda _: True
-        )
-        return (parameters, optimiser), (after, found, norm, ok)
+        kept = Seen(after, found.factor, found.elbo_increment, norm, ok)
+        return (parameters, optimiser), kept
 
     carry = (state.parameters, state.optimiser)
     if learner.steps_per_row == 1:
-        carry, (after, found, norm, ok) = step(carry, jnp.zeros((), jnp.uint32))
+        carry, seen = step(carry, jnp.zeros((), jnp.uint32))
     else:
         # Every step reads the same row from the state before it; the last one is kept.
         steps = jnp.arange(learner.steps_per_row, dtype=jnp.uint32)
         carry, several = lax.scan(step, carry, steps)
-        after, found, norm, ok = jax.tree.map(lambda leaf: leaf[-1], several)
+        seen = jax.tree.map(lambda leaf: leaf[-1], several)
     parameters, optimiser = carry
-    kept = _choose(ok, after, state.gradient)
     state = LearnerState(
         parameters,
         optimiser,
-        kept,
+        _choose(seen.ok, seen.after, state.gradient),
         state.num_read + 1,
-        state.num_skipped + jnp.where(ok, 0, 1),
+        state.num_skipped + jnp.where(seen.ok, 0, 1),
         state.key,
     )
     family, _ = Parts(parameters, fixed).whole
-    filtered = _exact(found.factor.law.mean, found.factor.law.covariance)
-    smoothed = _one_back(family, found.factor, jax.random.fold_in(key, learner.steps_per_row))
+    filtered = _exact(seen.factor.law.mean, seen.factor.law.covariance)
+    smoothed = _one_back(family, seen.factor, jax.random.fold_in(key, learner.steps_per_row))
     smoothed = jax.tree.map(lambda leaf: jnp.where(state.num_read > 1, leaf, jnp.nan), smoothed)
-    return state, LearnerOutput(filtered, smoothed, found.elbo_increment, norm, ~ok)
+    return state, LearnerOutput(filtered, smoothed, seen.elbo_increment, seen.norm, ~seen.ok)
 
 
 def _one_back(family: Any, factor: Factor, key: PRNGKey) -> LagMoments:

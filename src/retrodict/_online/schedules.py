@@ -1,5 +1,7 @@
 """Step sizes for learning along a stream."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import optax
 
@@ -36,7 +38,7 @@ def robbins_monro(rate: float, exponent: float = 0.6, warmup: int = 0) -> optax.
     if warmup < 0:
         raise ValueError(f"robbins_monro expects a warmup of at least 0 steps, got {warmup}.")
 
-    def schedule(count: optax.ScalarOrSchedule) -> Scalar:
+    def schedule(count: Any) -> Scalar:
         step = jnp.asarray(count, jnp.result_type(float)) + 1.0
         shrunk = rate * jnp.maximum(step - warmup, 1.0) ** -exponent
         return shrunk * jnp.minimum(step / warmup, 1.0) if warmup else shrunk

@@ -1,16 +1,19 @@
 """Truncated backpropagation: the gradient of the last rows, from a state that is held fixed."""
 
+from typing import Any, NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._elbo import elbo_of_series
 from retrodict._estimator import AbstractEstimator
-from retrodict._family import AbstractFactorFamily, Factor, factors, infer_series
+from retrodict._family import AbstractFactorFamily, Factor, factors
 from retrodict._family._base import Row
 from retrodict._fit.variational import default_estimator
+from retrodict._gaussian import Gaussian, dense_scale
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel
 from retrodict._online.gradient import AbstractRecursiveGradient, RowGradient, check_has_family
@@ -88,8 +91,7 @@ class TruncatedBackprop(AbstractRecursiveGradient):
         self, parts: Parts, state: TruncatedState, row: Row, key: PRNGKey
     ) -> tuple[TruncatedState, RowGradient]:
         """Puts a row into the window, and backpropagates through it if it is its turn."""
-        family, model = parts.whole
-        after = self._read(family, state, row)
+        after = self._read(parts.whole[0], state, row)
         due = after.num_read % self.every == 0
         key, pair_key = jax.random.split(key)
 
@@ -103,8 +105,7 @@ class TruncatedBackprop(AbstractRecursiveGradient):
         )
         num_rows = jnp.minimum(after.num_read, self.window + 1)
         num_rows = jnp.where(after.num_read > self.window + 1, self.window, num_rows)
-        estimator = self._estimator(family, model)
-        increment, factor = _last_pair(family, model, after, row, estimator, pair_key)
+        increment, factor = self._last_pair(parts, after, pair_key)
         mean = jax.tree.map(lambda leaf: leaf / num_rows.astype(leaf.dtype), gradient)
         return after, RowGradient(increment, gradient, mean, due, factor)
 
@@ -130,75 +131,91 @@ class TruncatedBackprop(AbstractRecursiveGradient):
     def _elbo(self, parts: Parts, state: TruncatedState, key: PRNGKey) -> Scalar:
         """The ELBO of the stream, or its increment over the window once rows have left."""
         family, model = parts.whole
-        estimator = self._estimator(family, model)
-        return lax.cond(
-            state.num_read > self.window + 1,
-            lambda: _of_window(family, model, state.oldest, state.rows, estimator, key)[0],
-            lambda: _of_start(family, model, state.rows, state.num_read, estimator, key),
-        )
+        length = jnp.minimum(state.num_read, self.window + 1)
+        window = Window(state.oldest, state.rows, length, state.num_read <= self.window + 1)
+        return _value(family, model, window, self._estimator(family, model), key)[0]
+
+    def _last_pair(
+        self, parts: Parts, state: TruncatedState, key: PRNGKey
+    ) -> tuple[Scalar, Factor]:
+        """What the last row added to the ELBO, over its state and the one before; its factors."""
+        family, model = parts.whole
+        first = state.num_read == 1
+        begin = jnp.clip(state.num_read - 2, 0, self.window - 1)
+        rows = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, 2), state.rows)
+        length = jnp.where(first, 1, 2)
+        window = Window(state.previous, rows, length, first)
+        value, read = _value(family, model, window, self._estimator(family, model), key)
+        return value, jax.tree.map(lambda leaf: leaf[length - 1], read)
 
     def _estimator(self, family: AbstractFactorFamily, model: StateSpaceModel) -> AbstractEstimator:
         return default_estimator(family, model) if self.estimator is None else self.estimator
 
 
-def _of_start(
-    family: AbstractFactorFamily,
-    model: StateSpaceModel,
-    rows: Row,
-    length: Int[Array, ""],
-    estimator: AbstractEstimator,
-    key: PRNGKey,
-) -> Scalar:
-    """The ELBO of rows that begin with the first of the stream."""
-    series = Series(rows.y, rows.seen, rows.u, length)
-    return elbo_of_series(model, infer_series(family, series), series, estimator, key).value
+class Window(NamedTuple):
+    """Some rows of a stream, and what lies before them.
+
+    Attributes:
+        before: the family's state before the first row.
+        rows: the rows.
+        length: how many of them exist.
+        from_start: whether the first row is that of the stream. If not, it stands for the past: its
+            law is the prior of the rows after it.
+    """
+
+    before: PyTree
+    rows: Row
+    length: Int[Array, ""]
+    from_start: Bool[Array, ""]
 
 
-def _of_window(
+class EitherLaw(eqx.Module):
+    """One of two laws, known when the program runs."""
+
+    first: Bool[Array, ""]
+    one: Any
+    other: Any
+
+    def log_prob(self, x: Float[Array, "state"]) -> Scalar:
+        """The log density of the law that it is."""
+        one = jnp.sum(jnp.asarray(self.one.log_prob(x)))
+        return jnp.where(self.first, one, self.other.log_prob(x))
+
+    def sample(self, key: PRNGKey) -> Float[Array, "state"]:
+        """Draws from the law that it is."""
+        return jnp.where(self.first, self.one.sample(key), self.other.sample(key))
+
+
+def _value(
     family: AbstractFactorFamily,
     model: StateSpaceModel,
-    before: PyTree,
-    rows: Row,
+    window: Window,
     estimator: AbstractEstimator,
     key: PRNGKey,
 ) -> tuple[Scalar, Factor]:
-    """The increment of the ELBO over all rows but the first, and the factors of the last.
+    """The ELBO of rows from the start, or its increment over all but the first; their factors.
 
     If the law of the first row were exact, the increment would be the ELBO of the others under it
-    as a prior. That prior is held fixed.
+    as a prior. That prior is held fixed, and so is the state before it.
     """
-    read, _ = factors(family, lax.stop_gradient(before), rows, None)
-    chain = family.assemble(read, None, None)
-    prior = lax.stop_gradient(jax.tree.map(lambda leaf: leaf[0], read.law))
-    local = StateSpaceModel(prior, model.transition, model.emission)
-    seen = jnp.ones(rows.y.shape, bool) if rows.seen is None else rows.seen
-    series = Series(rows.y, seen.at[0].set(False), rows.u, None)
-    value = elbo_of_series(local, chain, series, estimator, key).value
-    return value, jax.tree.map(lambda leaf: leaf[-1], read)
+    rows, start = window.rows, window.from_start
+    before = _where(start, family.init(), lax.stop_gradient(window.before))
+    exists = jnp.arange(rows.y.shape[0]) < window.length
+    read, _ = factors(family, before, rows, exists)
+    past = lax.stop_gradient(jax.tree.map(lambda leaf: leaf[0], read.law))
+    local = StateSpaceModel(_either(start, model.prior, past), model.transition, model.emission)
+    seen = exists[:, None] if rows.seen is None else rows.seen & exists[:, None]
+    series = Series(rows.y, seen.at[0].set(seen[0] & start), rows.u, window.length)
+    chain = family.assemble(read, exists, window.length)
+    return elbo_of_series(local, chain, series, estimator, key).value, read
 
 
-def _last_pair(
-    family: AbstractFactorFamily,
-    model: StateSpaceModel,
-    state: TruncatedState,
-    row: Row,
-    estimator: AbstractEstimator,
-    key: PRNGKey,
-) -> tuple[Scalar, Factor]:
-    """What the last row added to the ELBO, over its state and the one before it; its factors."""
-    place = jnp.minimum(state.num_read, state.rows.y.shape[0]) - 1
-
-    def first() -> tuple[Scalar, Factor]:
-        rows = jax.tree.map(lambda leaf: leaf[None], row)
-        read, _ = factors(family, state.latest, rows, None)
-        value = _of_start(family, model, rows, jnp.ones((), state.num_read.dtype), estimator, key)
-        return value, jax.tree.map(lambda leaf: leaf[0], read)
-
-    def later() -> tuple[Scalar, Factor]:
-        rows = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, place - 1, 2), state.rows)
-        return _of_window(family, model, state.previous, rows, estimator, key)
-
-    return lax.cond(state.num_read == 1, first, later)
+def _either(first: Bool[Array, ""], one: Any, other: Any) -> Any:
+    if isinstance(one, Gaussian) and isinstance(other, Gaussian):
+        # Still a Gaussian, of which expectations have a closed form.
+        pairs = [(law.mean, dense_scale(law.scale_tril)) for law in (one, other)]
+        return Gaussian(*_where(first, *pairs))
+    return EitherLaw(first, one, other)
 
 
 def _advanced(family: AbstractFactorFamily, state: PyTree, row: Row) -> PyTree:
