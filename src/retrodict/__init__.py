@@ -112,11 +112,16 @@ from retrodict._linearised import iterated_smoother as iterated_smoother
 from retrodict._linearised import unscented_smoother as unscented_smoother
 from retrodict._mixture import GaussianMixture as GaussianMixture
 from retrodict._model import StateSpaceModel as StateSpaceModel
+from retrodict._online import AbstractFeatures as AbstractFeatures
 from retrodict._online import AbstractRecursiveGradient as AbstractRecursiveGradient
 from retrodict._online import KalmanScore as KalmanScore
 from retrodict._online import LearnerOutput as LearnerOutput
 from retrodict._online import LearnerState as LearnerState
 from retrodict._online import OnlineLearner as OnlineLearner
+from retrodict._online import QuadraticFeatures as QuadraticFeatures
+from retrodict._online import RandomFeatures as RandomFeatures
+from retrodict._online import RecursivePathwise as RecursivePathwise
+from retrodict._online import RecursiveScore as RecursiveScore
 from retrodict._online import RowGradient as RowGradient
 from retrodict._online import TruncatedBackprop as TruncatedBackprop
 from retrodict._online import recursive_gradient as recursive_gradient
