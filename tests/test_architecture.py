@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_checkpoint",),
     ("_train",),
     ("_fit",),
+    ("_online",),
     ("_information",),
     ("_smooth",),
     ("_workspace",),
