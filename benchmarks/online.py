@@ -227,7 +227,7 @@ def errors_of(means: Any, smoothed: Any, xs: Any) -> dict[str, float]:
     """Errors of filtering and one step back: as published, and pooled over rows and entries.
 
     Published figures average over time, from row 50 on, the root of the mean square of a row's
-    entries. That is less than the root of the mean over all, by a twentieth at d = 5.
+    entries. That is less than the root of the mean over all, by a fifteenth at d = 5.
     """
     squares = np.asarray((means - xs) ** 2)
     figures = {

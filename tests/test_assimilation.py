@@ -65,10 +65,9 @@ def test_a_predictor_stands_in_for_a_location_that_does_not_move():
     """Of a stochastic volatility the location says nothing; its logarithm of the scale does."""
     model = walk(rd.DistributionKernel(lambda x: dist.Normal(0.0 * x, jnp.exp(x / 2))))
     ys = np.array(model.simulate(jax.random.key(1), N)[1])
-    options = {"num_looks": 3}
-    blind = silent(rd.AssimilationFamily(jax.random.key(0), model, **options))
+    blind = silent(rd.AssimilationFamily(jax.random.key(0), model, num_looks=3))
     family = silent(
-        rd.AssimilationFamily(jax.random.key(0), model, predictor=lambda x: x, **options)
+        rd.AssimilationFamily(jax.random.key(0), model, num_looks=3, predictor=lambda x: x)
     )
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-7.0]), jnp.array([7.0]), 400))
     std = np.sqrt(np.asarray(exact.covariance)[:, 0, 0])
@@ -86,7 +85,7 @@ def test_the_model_inside_is_replaced_by_that_of_prepare():
     other = family.prepare(two, np.zeros((N, 3)))
     assert isinstance(other.model, rd.Frozen)
     np.testing.assert_array_equal(
-        rd.unwrap(other.model).transition.weight, rd.unwrap(two).transition.weight
+        other.model.value.transition.weight, rd.unwrap(two).transition.weight
     )
 
 
@@ -103,7 +102,7 @@ def test_models_that_cannot_be_predicted_are_refused():
     with pytest.raises(TypeError, match="expects a StateSpaceModel, got int"):
         make(key, 3)  # pyright: ignore
     with pytest.raises(TypeError, match="one typed key"):
-        make(0, walk(rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1))))
+        make(0, walk(rd.DistributionKernel(dist.Poisson)))  # pyright: ignore
     law = rd.DistributionKernel(lambda x: dist.Laplace(x, 1.0))
     with pytest.raises(TypeError, match="transition with Gaussian noise, got .*DistributionKernel"):
         make(key, rd.StateSpaceModel(rd.Gaussian(jnp.zeros(1), jnp.eye(1)), law, law))
