@@ -52,7 +52,7 @@ def gradients(arguments: Any) -> dict[str, Any]:
     )
     truth = _flat(exact.gradient)[-1]
     methods: dict[str, Any] = {}
-    for count in (25, 50, 100, 200, 400):
+    for count in (32, 64, 128, 256):
         methods[f"score, N={count}"] = rd.RecursiveScore(count)
         methods[f"score, unbiased, N={count}"] = rd.RecursiveScore(count, normalised=False)
         methods[f"pathwise, N={count}"] = rd.RecursivePathwise(count)
