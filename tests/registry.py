@@ -156,12 +156,14 @@ class FamilyCase(NamedTuple):
         has_network: whether it has random weights, and starts from the prior chain of the model
             that `prepare` is given.
         sampled: whether its chains are drawn, and have no marginals in closed form.
+        holds_model: whether it keeps a frozen copy of the model.
     """
 
     make: Callable[[rd.StateSpaceModel, int, int, int], rd.AbstractFactorFamily]
     parallel: bool = False
     has_network: bool = True
     sampled: bool = False
+    holds_model: bool = False
 
 
 def _network_family(kind: Any, **options: Any) -> Callable[..., rd.AbstractFactorFamily]:
@@ -184,6 +186,11 @@ FAMILIES: dict[str, FamilyCase] = {
     ),
     "mixture": FamilyCase(
         _network_family(rd.MixtureFamily, num_components=4, hidden=8, width=8), sampled=True
+    ),
+    "assimilation": FamilyCase(
+        lambda model, *_: rd.AssimilationFamily(jax.random.key(0), model),
+        has_network=False,
+        holds_model=True,
     ),
 }
 """Every amortised family, in each of its variants."""

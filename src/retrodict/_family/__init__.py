@@ -9,6 +9,7 @@ from retrodict._family._base import advance_over as advance_over
 from retrodict._family._base import factors as factors
 from retrodict._family._base import infer_series as infer_series
 from retrodict._family._base import rows_of as rows_of
+from retrodict._family.assimilation import AssimilationFamily as AssimilationFamily
 from retrodict._family.conjugate import ConjugateFamily as ConjugateFamily
 from retrodict._family.gated import GatedFamily as GatedFamily
 from retrodict._family.kalman import KalmanFamily as KalmanFamily

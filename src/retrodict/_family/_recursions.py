@@ -214,7 +214,27 @@ def _inverse_cholesky(a: Array) -> Array:
     if a.shape == (1, 1):
         # One operation, where the general form has five that XLA does not fuse.
         return lax.rsqrt(a)
-    return linalg.solve_triangular(linalg.cholesky(a), jnp.eye(a.shape[0], dtype=a.dtype))
+    return _inverse_of_lower(linalg.cholesky(a))
+
+
+BLOCK = 32
+"""The most rows of a triangular matrix that are inverted in one call."""
+
+
+def _inverse_of_lower(lower: Array) -> Array:
+    """The inverse of a lower factor, by halves: [a 0; c b]⁻¹ = [a⁻¹ 0; −b⁻¹ c a⁻¹ b⁻¹].
+
+    Products of large blocks are quicker than a triangular solve against the identity: eleven times
+    with d = 100 in float64 on two busy cores.
+    """
+    count = lower.shape[0]
+    if count <= BLOCK:
+        return linalg.solve_triangular(lower, jnp.eye(count, dtype=lower.dtype))
+    half = count // 2
+    one, other = _inverse_of_lower(lower[:half, :half]), _inverse_of_lower(lower[half:, half:])
+    below = -linalg.matmul(linalg.matmul(other, lower[half:, :half]), one)
+    zeros = jnp.zeros((half, count - half), lower.dtype)
+    return jnp.block([[one, zeros], [below, other]])
 
 
 @jax.custom_vjp

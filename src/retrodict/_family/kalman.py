@@ -80,7 +80,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
             lambda leaf: jnp.array(leaf) if eqx.is_array(leaf) else leaf, learnable(model)
         )
         self.state_dim = plain.state_dim
-        self.input_dim = _input_dim(plain, input_dim)
+        self.input_dim = input_dim_of("KalmanFamily", plain, input_dim)
         u = jnp.zeros(self.input_dim) if self.input_dim else None
         self.obs_dim = jax.eval_shape(
             lambda: plain.emission.at(u if plain.emission.takes_input else None).bias
@@ -139,7 +139,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         return Factor(Gaussian(after.mean, after.scale), LinearGaussianKernel(*back))
 
 
-def _input_dim(model: StateSpaceModel, given: int | None) -> int:
+def input_dim_of(owner: str, model: StateSpaceModel, given: int | None) -> int:
     """The dimension of the inputs, read off an `input_weight` where there is one."""
     known = None
     for kernel in (model.transition, model.emission):
@@ -154,6 +154,6 @@ def _input_dim(model: StateSpaceModel, given: int | None) -> int:
         return given
     if known is None and model.takes_input:
         raise ValueError(
-            "KalmanFamily cannot read the number of inputs off this model: pass input_dim."
+            f"{owner} cannot read the number of inputs off this model: pass input_dim."
         )
     return known or 0

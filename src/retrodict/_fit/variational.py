@@ -185,7 +185,7 @@ def fit(
         family = family.prepare(model, ys, mask=mask, inputs=inputs, length=length)
     if isinstance(learn, str) and learn != "family":
         model = learnable(model)
-    estimator = _default_estimator(family, unwrap(model)) if estimator is None else estimator
+    estimator = default_estimator(family, unwrap(model)) if estimator is None else estimator
     graded = _graded(model, batch, held_out)
 
     moving = _moving((family, model), learn)
@@ -319,7 +319,8 @@ def _graded(model: StateSpaceModel, batch: Series, held_out: Any) -> Series:
     return _checked_batch(model, ys, **{"mask": None, "inputs": None, "length": None, **rest})
 
 
-def _default_estimator(family: AbstractFamily, model: StateSpaceModel) -> AbstractEstimator:
+def default_estimator(family: AbstractFamily, model: StateSpaceModel) -> AbstractEstimator:
+    """The cheapest estimator of the ELBO that family and model allow."""
     if not isinstance(family, AbstractLinearGaussianFamily):
         return BackwardSampling(NUM_PATHS, by_component=True, stop_score=True)
     if all(term.quadratic for term in LogJoint(model).terms()):

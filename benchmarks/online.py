@@ -1,0 +1,503 @@
+"""Learning while the data arrive: gradients, recursive likelihood, a chaotic network, throughput.
+
+    python benchmarks/online.py gradients linear chaotic throughput shocks [--folder online]
+
+`--dims`, `--num-sets`, `--num-rows` and `--num-seeds` make parts smaller. Each part writes its
+figures into the folder, one JSON file a run, with the machine beside them; `--collect FILE` joins
+them, and `benchmarks/online_figures.py FILE` draws them.
+"""
+
+import argparse
+import functools
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import retrodict as rd
+
+BURN_IN = 50
+"""Rows before the errors of the chaotic network count, as in the published figures."""
+
+
+# --- bias and variance of recursive gradients -----------------------------------------------------
+
+
+def plane(weight: float, noise: float = 0.5) -> rd.StateSpaceModel:
+    """Two coupled states, seen with noise."""
+    turn = jnp.array([[weight, 0.2], [-0.2, weight]])
+    eye, zeros = jnp.eye(2), jnp.zeros(2)
+    return rd.StateSpaceModel(
+        rd.Gaussian(zeros, eye),
+        rd.LinearGaussianKernel(turn, zeros, 0.5 * eye),
+        rd.LinearGaussianKernel(eye, zeros, noise * eye),
+    )
+
+
+def gradients(arguments: Any) -> dict[str, Any]:
+    """Bias and spread of recursive gradients, against autodiff through all 50 rows."""
+    num_rows, model, family = 50, plane(0.8), rd.KalmanFamily(plane(0.6, 0.7))
+    ys = model.simulate(jax.random.key(1), num_rows)[1]
+    exact = rd.recursive_gradient(
+        rd.TruncatedBackprop(num_rows), family, model, ys, key=jax.random.key(0)
+    )
+    truth = _flat(exact.gradient)[-1]
+    methods: dict[str, Any] = {}
+    for count in (32, 64, 128, 256):
+        methods[f"score, N={count}"] = rd.RecursiveScore(count)
+        methods[f"score, unbiased, N={count}"] = rd.RecursiveScore(count, normalised=False)
+        methods[f"pathwise, N={count}"] = rd.RecursivePathwise(count)
+    for window in (1, 2, 5, 10, 20):
+        methods[f"truncated, window={window}"] = rd.TruncatedBackprop(window)
+    figures: dict[str, Any] = {"n": num_rows, "d": 2, "num_seeds": arguments.num_seeds}
+    keys = jax.random.split(jax.random.key(2), arguments.num_seeds)
+    for name, method in methods.items():
+
+        @jax.jit
+        def one(key: jax.Array, method: Any = method) -> jax.Array:
+            found = rd.recursive_gradient(method, family, model, ys, key=key)
+            return _flat(found.gradient)[-1]
+
+        # One after another: the weights of many runs at once would not fit into the cache.
+        drawn = np.stack([np.asarray(one(key)) for key in keys])
+        if name.startswith("truncated"):
+            # The window's gradient is that of its own rows; a stream ascends its increments.
+            found = rd.recursive_gradient(method, family, model, ys, key=keys[0])
+            drawn = np.sum(_flat(found.increment), axis=0)[None]
+        off, size = drawn.mean(axis=0) - truth, np.linalg.norm(truth)
+        noise = drawn.var(axis=0, ddof=1) if len(drawn) > 1 else np.zeros_like(truth)
+        figures[name] = {
+            "relative_bias": float(np.linalg.norm(off) / size),
+            "standard_error_of_bias": float(np.sqrt(noise.sum() / len(drawn)) / size),
+            "relative_deviation": float(np.sqrt(noise.sum()) / size),
+            "largest_bias_in_standard_errors": float(
+                np.max(np.abs(off) / np.sqrt(np.maximum(noise / len(drawn), 1e-300)))
+            )
+            if len(drawn) > 1
+            else None,
+        }
+        print(f"  {name}: {figures[name]}", flush=True)
+    return figures
+
+
+def _flat(tree: Any) -> np.ndarray:
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    return np.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], axis=1)
+
+
+# --- recursive likelihood -------------------------------------------------------------------------
+
+
+class DiagonalWeight(rd.AbstractParameter):
+    """A diagonal matrix, of which the diagonal is learned."""
+
+    raw: jax.Array
+
+    @property
+    def value(self) -> jax.Array:
+        """The matrix."""
+        return jnp.diag(self.raw)
+
+
+def diagonal_model(transition: jax.Array, emission: jax.Array) -> rd.StateSpaceModel:
+    """Diagonal F and G to be learned; all else is known."""
+    d = transition.shape[0]
+    zeros, frozen = jnp.zeros(d), rd.Frozen
+    return rd.StateSpaceModel(
+        frozen(rd.Gaussian(zeros, 0.1 * jnp.eye(d))),
+        rd.LinearGaussianKernel(
+            DiagonalWeight(transition), frozen(zeros), frozen(0.1 * jnp.eye(d))
+        ),
+        rd.LinearGaussianKernel(DiagonalWeight(emission), frozen(zeros), frozen(0.25 * jnp.eye(d))),
+    )
+
+
+def linear(arguments: Any) -> dict[str, Any]:
+    """F and G of a linear model of ten states, learned along 50,000 rows; the exact score beside.
+
+    Robbins–Monro steps of rate 3e-2 and exponent 0.6, all entries started at 0.75.
+    """
+    d, num_rows, chunk = 10, arguments.num_rows or 50_000, 1000
+    figures: dict[str, Any] = {"n": num_rows, "d": d, "rate": 3e-2, "exponent": 0.6}
+    for seed in range(arguments.num_sets or 1):
+        one, two, key = jax.random.split(jax.random.key(seed), 3)
+        truth = [jax.random.uniform(k, (d,), minval=0.5, maxval=1.0) for k in (one, two)]
+        ys = rd.unwrap(diagonal_model(*truth)).simulate(key, num_rows)[1]
+        start = diagonal_model(jnp.full(d, 0.75), jnp.full(d, 0.75))
+        step = optax.sgd(rd.robbins_monro(3e-2, 0.6))
+        learners = {
+            "exact score": rd.OnlineLearner(None, start, rd.KalmanScore(), step),
+            "truncated, window=10": rd.OnlineLearner(
+                rd.KalmanFamily(start), start, rd.TruncatedBackprop(10), step
+            ),
+            "pathwise, N=100": rd.OnlineLearner(
+                rd.KalmanFamily(start), start, rd.RecursivePathwise(100), step
+            ),
+        }
+        for name, learner in learners.items():
+            state, curve, began = learner.init(jax.random.key(seed)), [], time.perf_counter()
+            for first in range(0, num_rows, chunk):
+                state, _ = learner.scan(state, ys[first : first + chunk])
+                found = rd.unwrap(learner.model(state))
+                weights = (found.transition.weight, found.emission.weight)
+                errors = [np.abs(np.diag(w) - t) for w, t in zip(weights, truth, strict=True)]
+                curve.append(float(np.mean(errors)))
+            seconds = time.perf_counter() - began
+            figures[f"{name}, seed {seed}"] = {
+                "mean_absolute_error": curve,
+                "every": chunk,
+                "seconds": seconds,
+                "skipped": int(state.num_skipped),
+            }
+            print(f"  {name}, seed {seed}: {curve[-1]:.4f} after {seconds:.0f} s", flush=True)
+    return figures
+
+
+# --- the chaotic network --------------------------------------------------------------------------
+
+
+class Drift(eqx.Module):
+    """x + (Δ/τ)(−x + γ W tanh x), with Δ/τ = 0.04 and γ = 2.5."""
+
+    weight: jax.Array
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The mean of the next state."""
+        pull = jnp.matmul(self.weight, jnp.tanh(x), precision="highest")
+        return x + 0.04 * (-x + 2.5 * pull)
+
+
+class Student(eqx.Module):
+    """loc + 0.1 t with t of Student's law of two degrees of freedom: its variance is infinite."""
+
+    loc: jax.Array
+
+    def log_prob(self, value: jax.Array) -> jax.Array:
+        """The log density of each entry, of which t's is (2 + t²)^(−3/2)."""
+        return -1.5 * jnp.log(2.0 + ((value - self.loc) / 0.1) ** 2) - np.log(0.1)
+
+    def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+        """A draw."""
+        return self.loc + 0.1 * jax.random.t(key, 2.0, (*sample_shape, *self.loc.shape))
+
+
+def chaotic_model(seed: int, dim: int) -> rd.StateSpaceModel:
+    """The chaotic recurrent network of Campbell et al. (2021)."""
+    weight = jax.random.normal(jax.random.key(seed), (dim, dim)) / np.sqrt(dim)
+    return rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(dim), 0.1 * jnp.eye(dim)),
+        rd.NonlinearGaussianKernel(Drift(weight), rd.Diagonal(0.1 * jnp.ones(dim))),
+        rd.DistributionKernel(Student),
+    )
+
+
+@functools.cache
+def proposal() -> Any:
+    """The transition times a Gaussian that touches the Student density, four times over."""
+
+    def initial(data: Any) -> rd.Gaussian:
+        return toward(jnp.zeros_like(data.ys), data)
+
+    def toward(mean: jax.Array, data: Any) -> rd.Gaussian:
+        at = mean
+        for _ in range(4):
+            precision = 3.0 / (2.0 + ((data.ys - at) / 0.1) ** 2)
+            at = (mean + precision * data.ys) / (1.0 + precision)
+        return rd.Gaussian(at, rd.Diagonal(0.11 / jnp.sqrt(1.0 + precision)))
+
+    return initial, toward
+
+
+def guide(model: rd.StateSpaceModel) -> rd.Guided:
+    """A guided filter's proposal for this network."""
+    initial, toward = proposal()
+    return rd.Guided(initial, lambda before, data: toward(model.transition.fn(before), data))
+
+
+def errors_of(means: Any, smoothed: Any, xs: Any) -> dict[str, float]:
+    """Errors of filtering and one step back: as published, and pooled over rows and entries.
+
+    Published figures average over time, from row 50 on, the root of the mean square of a row's
+    entries. That is less than the root of the mean over all, by a fifteenth at d = 5.
+    """
+    squares = np.asarray((means - xs) ** 2)
+    figures = {
+        "filter": float(np.sqrt(squares.mean(axis=1))[BURN_IN:].mean()),
+        "filter_pooled": float(np.sqrt(squares.mean())),
+    }
+    if smoothed is not None:
+        back = np.asarray((smoothed[1:] - xs[:-1]) ** 2)
+        figures["one_back"] = float(np.sqrt(back.mean(axis=1))[BURN_IN:].mean())
+        figures["one_back_pooled"] = float(np.sqrt(back.mean()))
+    return figures
+
+
+@eqx.filter_jit
+def frozen(family: Any, ys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Filtered and one-step smoothed means of a family as it stands."""
+    chain = family.infer(ys, mask=True)
+    kernels, means = chain.kernels, chain.laws.mean
+    back = jnp.einsum("tij,tj->ti", kernels.weight, means[1:], precision="highest") + kernels.bias
+    return means, jnp.concatenate([jnp.zeros_like(means[:1]), back])
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """What a call returns the second time, and the seconds that took."""
+    jax.block_until_ready(call())
+    began = time.perf_counter()
+    found = jax.block_until_ready(call())
+    return found, time.perf_counter() - began
+
+
+OPTIMISER = optax.flatten(
+    optax.chain(optax.clip_by_global_norm(10.0), optax.adam(rd.robbins_monro(3e-2, 0.6, warmup=10)))
+)
+"""One object for all data sets, so that the learner is compiled once a dimension."""
+
+
+def chaotic(arguments: Any) -> dict[str, Any]:
+    """The chaotic network: errors while learning and once trained, with milliseconds a row.
+
+    Particle filters get the wall time of the learner. The family frozen at its start and the one
+    that was learned also smooth a second series of the same network.
+    """
+    figures: dict[str, Any] = {}
+    num_rows, paths = arguments.num_rows or 500, rd.BackwardSampling(arguments.num_paths)
+    for dim in arguments.dims or (5, 20, 100):
+        for looks in arguments.looks:
+            rows: dict[str, list[dict[str, float]]] = {}
+            for seed in range(arguments.num_sets or 10):
+                model = chaotic_model(seed, dim)
+                (xs, ys), (fresh_xs, fresh) = (
+                    model.simulate(jax.random.key(number), num_rows)
+                    for number in (1000 + seed, 2000 + seed)
+                )
+                family = rd.AssimilationFamily(jax.random.key(seed), model, num_looks=looks)
+                learner = rd.OnlineLearner(
+                    family,
+                    model,
+                    rd.TruncatedBackprop(1, paths),
+                    OPTIMISER,
+                    learn="family",
+                    steps_per_row=arguments.steps_per_row,
+                )
+                begin = learner.init(jax.random.key(seed))
+                (state, out), seconds = timed(lambda: learner.scan(begin, ys))  # noqa: B023
+                learned = learner.family(state)
+                found = {"learning": errors_of(out.filtered.mean, out.smoothed.mean, xs)}
+                found["learning"]["skipped"] = int(state.num_skipped)
+                for name, chosen in (("frozen", family), ("trained", learned)):
+                    means, spent = timed(lambda: frozen(chosen, ys))  # noqa: B023
+                    found[name] = errors_of(*means, xs) | {"ms_a_row": 1e3 * spent / num_rows}
+                    again = frozen(chosen, fresh)
+                    found[f"{name}, second series"] = errors_of(*again, fresh_xs)
+                found["learning"]["ms_a_row"] = 1e3 * seconds / num_rows
+                found |= particle_errors(model, xs, ys, seconds)
+                for name, figure in found.items():
+                    rows.setdefault(name, []).append(figure)
+                print(f"  d={dim}, {looks} looks, seed {seed}: {found}", flush=True)
+            figures[f"d={dim}, {looks} looks"] = summary(rows) | {"n": num_rows}
+    return figures
+
+
+def summary(rows: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Means and standard errors over data sets, and of differences between pairs."""
+    found: dict[str, Any] = {}
+    for name, figures in rows.items():
+        columns = {key: np.array([figure[key] for figure in figures]) for key in figures[0]}
+        found[name] = {key: _mean(column) for key, column in columns.items()}
+    for one, other in (
+        ("learning", "frozen"),
+        ("trained", "frozen"),
+        ("trained, second series", "frozen, second series"),
+    ):
+        for key in ("filter", "one_back"):
+            gain = np.array([a[key] - b[key] for a, b in zip(rows[one], rows[other], strict=True)])
+            found[f"{one} less {other}: {key}"] = _mean(gain)
+    return found
+
+
+def _mean(values: np.ndarray) -> dict[str, float]:
+    error = float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
+    return {"mean": float(values.mean()), "standard_error": error}
+
+
+def particle_errors(
+    model: rd.StateSpaceModel, xs: jax.Array, ys: jax.Array, seconds: float
+) -> dict[str, dict[str, float]]:
+    """Bootstrap and guided particle filters with about this much wall time."""
+    found = {}
+    # All particles of all rows are kept: two gigabytes of them at most.
+    most = int(2**31 / (xs.size * xs.dtype.itemsize))
+    for name, chosen in (("bootstrap", None), ("guided", guide(model))):
+
+        @eqx.filter_jit
+        def run(count: int, chosen: Any = chosen) -> jax.Array:
+            key = jax.random.key(0)
+            return rd.particle_filter(
+                key, model, ys, count, proposal=chosen, strict=False, mask=True
+            ).mean
+
+        _, short = timed(lambda: run(1000))  # noqa: B023
+        count = int(np.clip(1000 * seconds / short, 100, most))
+        means, spent = timed(lambda: run(count))  # noqa: B023
+        found[name] = errors_of(means, None, xs) | {"num_particles": count, "seconds": spent}
+    return found
+
+
+# --- throughput and memory ------------------------------------------------------------------------
+
+
+def throughput(arguments: Any) -> dict[str, Any]:
+    """Rows a second of inference and of learning, and the memory of a million rows."""
+    figures: dict[str, Any] = {}
+    for dim in arguments.dims or (1, 5, 20):
+        model = chaotic_model(0, dim)
+        family = rd.AssimilationFamily(jax.random.key(0), model)
+        live = rd.FixedLag(family, lag=1)
+        learner = rd.OnlineLearner(
+            family, model, rd.TruncatedBackprop(1, rd.BackwardSampling(4)), learn="family"
+        )
+        ys = model.simulate(jax.random.key(1), 2000)[1]
+        for name, thing, state in (
+            ("inference", live, live.init()),
+            ("learning", learner, learner.init(jax.random.key(2))),
+        ):
+            _, seconds = timed(lambda: thing.scan(state, ys))  # noqa: B023
+            one, again = ys[0], min(200, len(ys))
+            jax.block_until_ready(thing.update(state, one))
+            began, carried = time.perf_counter(), state
+            for row in range(again):
+                carried = jax.block_until_ready(thing.update(carried, ys[row])[0])
+            alone = time.perf_counter() - began
+            figures[f"{name}, d={dim}"] = {
+                "rows_a_second_in_chunks": len(ys) / seconds,
+                "rows_a_second_one_by_one": again / alone,
+            }
+            print(f"  {name}, d={dim}: {figures[f'{name}, d={dim}']}", flush=True)
+    num_rows, chunk = arguments.num_rows or 1_000_000, 1000
+    model = chaotic_model(0, 1)
+    learner = rd.OnlineLearner(
+        rd.AssimilationFamily(jax.random.key(0), model),
+        model,
+        rd.TruncatedBackprop(1, rd.BackwardSampling(2)),
+        learn="family",
+    )
+    state, peaks = learner.init(jax.random.key(3)), []
+    ys, began = model.simulate(jax.random.key(4), chunk)[1], time.perf_counter()
+    for count in range(0, num_rows, chunk):
+        state, out = learner.scan(state, ys)
+        jax.block_until_ready(out)
+        if count % max(num_rows // 10, chunk) == 0:
+            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    figures["memory, d=1, learning"] = {
+        "num_rows": num_rows,
+        "peak_megabytes_every_tenth": peaks,
+        "rows_a_second": num_rows / (time.perf_counter() - began),
+        "finite": bool(np.all(np.isfinite(np.asarray(out.filtered.mean)))),
+    }
+    print(f"  {figures['memory, d=1, learning']}", flush=True)
+    return figures
+
+
+# --- shocks ---------------------------------------------------------------------------------------
+
+
+def autoregression(weight: float) -> rd.StateSpaceModel:
+    """One state with a weight to be learned; all else is known."""
+    eye, frozen = jnp.eye(1), rd.Frozen
+    return rd.StateSpaceModel(
+        frozen(rd.Gaussian(jnp.zeros(1), eye)),
+        rd.LinearGaussianKernel(weight * eye, frozen(jnp.zeros(1)), frozen(0.5 * eye)),
+        frozen(rd.LinearGaussianKernel(eye, jnp.zeros(1), 0.3 * eye)),
+    )
+
+
+def shocks(arguments: Any) -> dict[str, Any]:
+    """A change of regime, a burst of missing rows and a burst of outliers, half-way in a stream."""
+    half = (arguments.num_rows or 6000) // 2
+    before = autoregression(0.9).simulate(jax.random.key(0), half)[1]
+    rest = autoregression(0.9).simulate(jax.random.key(1), half)[1]
+    other = autoregression(-0.5).simulate(jax.random.key(2), half)[1]
+    burst = np.array(rest)
+    burst[: half // 10] = np.nan
+    wild = np.array(rest)
+    wild[:20] *= 1e3
+    figures: dict[str, Any] = {"n": 2 * half, "shock_at": half}
+    for name, after in (("regime", other), ("missing", burst), ("outliers", wild)):
+        ys = np.concatenate([before, after])
+        start = autoregression(0.5)
+        learner = rd.OnlineLearner(
+            rd.KalmanFamily(start), start, rd.TruncatedBackprop(8), optax.adam(3e-3)
+        )
+        state, weights, increments = learner.init(jax.random.key(3)), [], []
+        chunk = max(half // 100, 1)
+        for first in range(0, 2 * half, chunk):
+            state, out = learner.scan(state, ys[first : first + chunk])
+            weights.append(float(rd.unwrap(learner.model(state)).transition.weight[0, 0]))
+            increments.append(float(np.mean(out.elbo_increment)))
+        figures[name] = {
+            "every": chunk,
+            "weight": weights,
+            "elbo_increment": increments,
+            "finite": bool(np.all(np.isfinite(weights)) and np.all(np.isfinite(increments))),
+            "skipped": int(state.num_skipped),
+        }
+        print(f"  {name}: weight {weights[-1]:.3f}, {figures[name]['finite']}", flush=True)
+    return figures
+
+
+PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "gradients": gradients,
+    "linear": linear,
+    "chaotic": chaotic,
+    "throughput": throughput,
+    "shocks": shocks,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
+    parser.add_argument("--folder", type=Path, default=Path("online"))
+    parser.add_argument("--dims", type=int, nargs="+")
+    parser.add_argument("--looks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--num-sets", type=int, help="data sets")
+    parser.add_argument("--num-rows", type=int, help="rows of a stream")
+    parser.add_argument("--num-seeds", type=int, default=200, help="seeds of `gradients`")
+    parser.add_argument("--num-paths", type=int, default=4, help="paths of a step of `chaotic`")
+    parser.add_argument("--steps-per-row", type=int, default=2, help="steps of `chaotic`")
+    parser.add_argument("--float32", action="store_true")
+    parser.add_argument("--collect", type=Path, help="a JSON file that joins all runs")
+    arguments = parser.parse_args()
+    jax.config.update("jax_enable_x64", not arguments.float32)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for name in [] if arguments.collect else arguments.parts or PARTS:
+        print(f"== {name}: {PARTS[name].__doc__}", flush=True)
+        record = {
+            "part": name,
+            "device": jax.devices()[0].device_kind,
+            "cores": os.cpu_count(),
+            "jax": jax.__version__,
+            "precision": "float32" if arguments.float32 else "float64",
+            "options": {k: str(v) for k, v in vars(arguments).items()},
+            "figures": PARTS[name](arguments),
+        }
+        place = arguments.folder / f"{name}-{os.getpid()}.json"
+        place.write_text(json.dumps(record, indent=1) + "\n")
+    if arguments.collect:
+        records = [json.loads(path.read_text()) for path in sorted(arguments.folder.glob("*.json"))]
+        arguments.collect.write_text(json.dumps(records, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Draws the figures of `benchmarks/online.py` from the file that `--collect` wrote.
+
+python benchmarks/online_figures.py online.json docs/images
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+def gradients(figures: dict[str, Any], folder: Path) -> None:
+    """Spread against the number of samples, for each method that draws."""
+    figure, axes = plt.subplots(figsize=(5, 3.5), layout="constrained")
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for name, found in figures.items():
+        if ", N=" in name:
+            method, count = name.rsplit(", N=", 1)
+            curves.setdefault(method, []).append((int(count), found["relative_deviation"] ** 2))
+    for method, points in curves.items():
+        axes.loglog(*zip(*points, strict=True), marker="o", label=method)
+    axes.set(xlabel="samples", ylabel="variance over the squared norm of the gradient")
+    axes.legend()
+    figure.savefig(folder / "online-gradients.png", dpi=150)
+
+
+def linear(figures: dict[str, Any], folder: Path) -> None:
+    """Mean absolute error of F and G along the stream."""
+    figure, axes = plt.subplots(figsize=(5, 3.5), layout="constrained")
+    for name, found in figures.items():
+        if isinstance(found, dict):
+            curve = found["mean_absolute_error"]
+            rows = [found["every"] * (k + 1) for k in range(len(curve))]
+            axes.loglog(rows, curve, label=name)
+    axes.set(xlabel="rows", ylabel="mean absolute error of F and G")
+    axes.legend()
+    figure.savefig(folder / "online-linear.png", dpi=150)
+
+
+def shocks(figures: dict[str, Any], folder: Path) -> None:
+    """The learned weight and the increment of the ELBO through each shock."""
+    figure, rows = plt.subplots(2, 3, figsize=(9, 4), layout="constrained", sharex=True)
+    for (above, below), name in zip(rows.T, ("regime", "missing", "outliers"), strict=True):
+        found = figures[name]
+        times = [found["every"] * (k + 1) for k in range(len(found["weight"]))]
+        above.plot(times, found["weight"])
+        below.plot(times, found["elbo_increment"])
+        below.set_yscale("symlog")
+        for axes in (above, below):
+            axes.axvline(figures["shock_at"], color="grey", linewidth=0.5)
+        above.set_title(name)
+        below.set_xlabel("rows")
+    rows[0, 0].set_ylabel("weight")
+    rows[1, 0].set_ylabel("ELBO, nats a row")
+    figure.savefig(folder / "online-shocks.png", dpi=150)
+
+
+DRAWN = {"gradients": gradients, "linear": linear, "shocks": shocks}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
+    parser.add_argument("records", type=Path)
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    for record in json.loads(arguments.records.read_text()):
+        if record["part"] in DRAWN:
+            DRAWN[record["part"]](record["figures"], arguments.folder)
+
+
+if __name__ == "__main__":
+    main()
