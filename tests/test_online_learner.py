@@ -26,12 +26,12 @@ def model(weight: jax.Array) -> rd.StateSpaceModel:
     )
 
 
-TRUTH = jnp.array([[0.8, 0.2], [-0.2, 0.7]])
+TRUTH = np.array([[0.8, 0.2], [-0.2, 0.7]])
 
 
 @pytest.fixture(scope="module")
 def stream() -> jax.Array:
-    return model(TRUTH).simulate(jax.random.key(0), 3000)[1]
+    return model(jnp.asarray(TRUTH)).simulate(jax.random.key(0), 3000)[1]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_model_is_learned_from_a_stream(exact: rd.OnlineLearner, stream: jax.A
     assert np.max(errors) < 0.06
     assert int(state.num_read) == 3000 and int(state.num_skipped) == 0
     # The last rows are filtered and smoothed as at the true model.
-    true = rd.kalman_smoother(model(TRUTH), stream[-200:]).chain
+    true = rd.kalman_smoother(model(jnp.asarray(TRUTH)), stream[-200:]).chain
     assert np.max(np.abs(rows.filtered.mean[-50:] - true.laws.mean[-50:])) < 0.1
     smoothed = jax.vmap(lambda k, m: k.weight @ m + k.bias)(true.kernels, true.laws.mean[1:])
     assert np.max(np.abs(rows.smoothed.mean[-50:] - smoothed[-50:])) < 0.1
@@ -74,7 +74,7 @@ def test_a_family_and_a_model_are_learned_together(stream: jax.Array):
     assert np.max(np.abs(weight(learner, state) - TRUTH)) < 0.06
     family = learner.family(state)
     assert np.max(np.abs(family.model.transition.weight - TRUTH)) < 0.1
-    evidence = rd.kalman_smoother(model(TRUTH), stream).log_evidence / 3000
+    evidence = rd.kalman_smoother(model(jnp.asarray(TRUTH)), stream).log_evidence / 3000
     assert abs(float(jnp.mean(rows.elbo_increment[-1000:])) - float(evidence)) < 0.1
 
 
@@ -120,7 +120,8 @@ def test_chunks_and_a_saved_state_go_on_to_the_last_bit(windowed: rd.OnlineLearn
     start = windowed.init(jax.random.key(1))
     whole, rows = windowed.scan(start, ys)
     state, first = windowed.scan(start, ys, length=7)
-    assert same(jax.tree.map(lambda leaf: leaf[:7], rows), jax.tree.map(lambda l: l[:7], first))
+    one, other = jax.tree.map(lambda leaf: np.nan_to_num(leaf[:7]), (rows, first))
+    assert same(one, other)
     assert np.all(np.isnan(first.elbo_increment[7:]))
     rd.save(tmp_path / "state.rd", state)
     state = rd.load(tmp_path / "state.rd")
