@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict import _linalg as linalg
@@ -291,7 +292,7 @@ def _learn(
         taken = ok & found.due
         parameters = _choose(taken, applied, parameters)
         optimiser = _choose(taken, moved, optimiser)
-        norm = jnp.where(found.due, optax.global_norm(ascended), 0.0)
+        norm = jnp.where(found.due, _norm(ascended), 0.0)
         kept = Seen(after, found.factor, found.elbo_increment, norm, ok)
         return (parameters, optimiser), kept
 
@@ -346,6 +347,10 @@ def _error(draws: Float[Array, "sample *shape"]) -> Float[Array, "*shape"]:
 
 def _exact(mean: Array, covariance: Array) -> LagMoments:
     return LagMoments(mean, covariance, jnp.zeros_like(mean), jnp.zeros_like(covariance))
+
+
+def _norm(tree: PyTree) -> Scalar:
+    return jnp.linalg.norm(ravel_pytree(tree)[0])
 
 
 def _all_finite(tree: PyTree) -> Bool[Array, ""]:
