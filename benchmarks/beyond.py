@@ -35,7 +35,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "nonlinear2": partial(rd.NonlinearFamily, num_components=2, width=16),
     "mixture": rd.MixtureFamily,
 }
-STEPS = {"nonlinear": 20_000, "nonlinear2": 10_000, "mixture": 4_000}
+STEPS = {"nonlinear": 20_000, "nonlinear2": 6_000, "mixture": 4_000}
 """Steps of `fit` on section 5.2's model."""
 SHARES = rd.BackwardSampling(64, noise="stratified", by_component=True)
 """The paths with which a new series is smoothed."""

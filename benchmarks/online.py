@@ -208,7 +208,7 @@ def proposal() -> Any:
         return toward(jnp.zeros_like(data.ys), data)
 
     def toward(mean: jax.Array, data: Any) -> rd.Gaussian:
-        at = mean
+        at, precision = mean, jnp.zeros_like(mean)
         for _ in range(4):
             precision = 3.0 / (2.0 + ((data.ys - at) / 0.1) ** 2)
             at = (mean + precision * data.ys) / (1.0 + precision)
@@ -297,9 +297,11 @@ def chaotic(arguments: Any) -> dict[str, Any]:
                 found["learning"]["skipped"] = int(state.num_skipped)
                 for name, chosen in (("frozen", family), ("trained", learned)):
                     means, spent = timed(lambda: frozen(chosen, ys))  # noqa: B023
-                    found[name] = errors_of(*means, xs) | {"ms_a_row": 1e3 * spent / num_rows}
+                    found[name] = errors_of(means[0], means[1], xs) | {
+                        "ms_a_row": 1e3 * spent / num_rows
+                    }
                     again = frozen(chosen, fresh)
-                    found[f"{name}, second series"] = errors_of(*again, fresh_xs)
+                    found[f"{name}, second series"] = errors_of(again[0], again[1], fresh_xs)
                 found["learning"]["ms_a_row"] = 1e3 * seconds / num_rows
                 found |= particle_errors(model, xs, ys, seconds)
                 for name, figure in found.items():
@@ -357,6 +359,20 @@ def particle_errors(
 # --- throughput and memory ------------------------------------------------------------------------
 
 
+def rates(stream: Any, state: Any, ys: jax.Array) -> dict[str, float]:
+    """Rows a second of a live posterior or a learner, in one chunk and one by one."""
+    _, seconds = timed(lambda: stream.scan(state, ys))
+    jax.block_until_ready(stream.update(state, ys[0]))
+    alone = ys[:200]
+    began = time.perf_counter()
+    for row in alone:
+        state = jax.block_until_ready(stream.update(state, row)[0])
+    return {
+        "rows_a_second_in_chunks": len(ys) / seconds,
+        "rows_a_second_one_by_one": len(alone) / (time.perf_counter() - began),
+    }
+
+
 def throughput(arguments: Any) -> dict[str, Any]:
     """Rows a second of inference and of learning, and the memory of a million rows."""
     figures: dict[str, Any] = {}
@@ -368,22 +384,12 @@ def throughput(arguments: Any) -> dict[str, Any]:
             family, model, rd.TruncatedBackprop(1, rd.BackwardSampling(4)), learn="family"
         )
         ys = model.simulate(jax.random.key(1), 2000)[1]
-        for name, thing, state in (
-            ("inference", live, live.init()),
-            ("learning", learner, learner.init(jax.random.key(2))),
+        for name, found in (
+            ("inference", rates(live, live.init(), ys)),
+            ("learning", rates(learner, learner.init(jax.random.key(2)), ys)),
         ):
-            _, seconds = timed(lambda: thing.scan(state, ys))  # noqa: B023
-            one, again = ys[0], min(200, len(ys))
-            jax.block_until_ready(thing.update(state, one))
-            began, carried = time.perf_counter(), state
-            for row in range(again):
-                carried = jax.block_until_ready(thing.update(carried, ys[row])[0])
-            alone = time.perf_counter() - began
-            figures[f"{name}, d={dim}"] = {
-                "rows_a_second_in_chunks": len(ys) / seconds,
-                "rows_a_second_one_by_one": again / alone,
-            }
-            print(f"  {name}, d={dim}: {figures[f'{name}, d={dim}']}", flush=True)
+            figures[f"{name}, d={dim}"] = found
+            print(f"  {name}, d={dim}: {found}", flush=True)
     num_rows, chunk = arguments.num_rows or 1_000_000, 1000
     model = chaotic_model(0, 1)
     learner = rd.OnlineLearner(
@@ -392,7 +398,7 @@ def throughput(arguments: Any) -> dict[str, Any]:
         rd.TruncatedBackprop(1, rd.BackwardSampling(2)),
         learn="family",
     )
-    state, peaks = learner.init(jax.random.key(3)), []
+    state, peaks, out = learner.init(jax.random.key(3)), [], None
     ys, began = model.simulate(jax.random.key(4), chunk)[1], time.perf_counter()
     for count in range(0, num_rows, chunk):
         state, out = learner.scan(state, ys)
@@ -403,7 +409,7 @@ def throughput(arguments: Any) -> dict[str, Any]:
         "num_rows": num_rows,
         "peak_megabytes_every_tenth": peaks,
         "rows_a_second": num_rows / (time.perf_counter() - began),
-        "finite": bool(np.all(np.isfinite(np.asarray(out.filtered.mean)))),
+        "finite": out is not None and bool(np.all(np.isfinite(np.asarray(out.filtered.mean)))),
     }
     print(f"  {figures['memory, d=1, learning']}", flush=True)
     return figures
