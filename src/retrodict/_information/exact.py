@@ -31,14 +31,16 @@ def exact_information(
 ) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
     """The gradient of log p_θ(y), summed over the series, and minus its Hessian."""
     work = batch.ys.shape[0] * batch.ys.shape[1] * len(coordinates.names)
-    # With calls of LAPACK a program compiled in haste was seen never to end, all threads waiting.
-    plain = coordinates.model.state_dim <= UNROLLED
-    quick = work < MANY and plain and jax.default_backend() == "cpu"
-    return (_quickly if quick else _with_care)(coordinates, batch)
+    if jax.default_backend() == "cpu" and coordinates.model.state_dim > UNROLLED:
+        # Calls of LAPACK for several matrices at once share a pool of threads and wait in it: on
+        # two cores such programs were seen never to end.
+        return _with_care(coordinates, batch, 1, 1)
+    quick = work < MANY and jax.default_backend() == "cpu"
+    return (_quickly if quick else _with_care)(coordinates, batch, DIRECTIONS, SERIES_AT_ONCE)
 
 
 def _information(
-    coordinates: Coordinates, batch: Series
+    coordinates: Coordinates, batch: Series, directions: int, series_at_once: int
 ) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
     theta = coordinates.theta()
 
@@ -50,10 +52,10 @@ def _information(
             return jax.jvp(jax.grad(log_evidence), (theta,), (direction,))
 
         basis = jnp.eye(theta.shape[0], dtype=theta.dtype)
-        gradients, columns = in_parts(along, basis, DIRECTIONS)
+        gradients, columns = in_parts(along, basis, directions)
         return gradients[0], -columns
 
-    scores, information = in_parts(one, batch, SERIES_AT_ONCE)
+    scores, information = in_parts(one, batch, series_at_once)
     return jnp.sum(scores, axis=0), jnp.sum(information, axis=0)
 
 
