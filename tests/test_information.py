@@ -122,6 +122,20 @@ def test_the_exact_information_is_that_of_the_joint_gaussian(
     assert found.distance < 1e-6
 
 
+def test_differences_of_gradients_are_second_derivatives(
+    found: rd.ParameterErrors,
+    maximum: rd.StateSpaceModel,
+    series: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What larger states get on a CPU."""
+    monkeypatch.setattr("retrodict._information.exact.UNROLLED", 0)
+    differenced = exact(maximum, series)
+    np.testing.assert_allclose(differenced.information, found.information, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(differenced.score, found.score, atol=1e-9)
+    assert np.any(differenced.information != found.information)
+
+
 def test_coordinates_are_what_fit_moves(found: rd.ParameterErrors, maximum: rd.StateSpaceModel):
     assert found.names == (
         "transition.weight[0,0]",

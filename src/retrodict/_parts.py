@@ -13,10 +13,8 @@ def in_parts(fn: Callable[[Any], PyTree], xs: PyTree, size: int) -> PyTree:
 
     `jax.lax.map` with a batch size has the function twice in its program, the second time for the
     remainder, and takes twice as long to compile. Here the last part is filled up with copies of
-    the first rows, whose values are dropped. With a size of one nothing is batched.
+    the first rows, whose values are dropped.
     """
-    if size == 1:
-        return jax.lax.map(fn, xs)
     count = jax.tree.leaves(xs)[0].shape[0]
     turns = max(1, -(-count // size))
     if turns == 1:
