@@ -100,25 +100,33 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
     shapes = np.array([float(each.k_hat) for each in found])
     messages = [message for each in found for message in each.messages]
     worst = int(np.argmax(gaps))
-    error = float(
-        np.hypot(found[worst].elbo_standard_error, found[worst].log_evidence_standard_error)
+    errors = np.array(
+        [
+            float(np.hypot(each.elbo_standard_error, each.log_evidence_standard_error)) / n
+            for each, n in zip(found, rows, strict=True)
+        ]
     )
-    verdicts: list[Verdict] = [
-        "good" if gaps.max() < 0.02 else "doubtful" if gaps.max() < 0.2 else "bad",
-        "good" if shapes.max() < 0.7 else "doubtful" if shapes.max() < 1.5 else "bad",
-    ]
+    off: Verdict = "good" if gaps.max() < 0.02 else "doubtful" if gaps.max() < 0.2 else "bad"
+    meaning = "an estimate of how far the posterior is off: KL(q ‖ posterior) a row"
+    if off == "good" and np.any(gaps < -4 * errors - 1e-3):
+        # No ELBO is above the evidence: the particles have lost what explains the data.
+        off, meaning = (
+            "doubtful",
+            "a particle evidence below the ELBO is too low: take more of them",
+        )
+    shaped: Verdict = "good" if shapes.max() < 0.7 else "doubtful" if shapes.max() < 1.5 else "bad"
     return [
         Finding(
             "gap of the ELBO to the particle evidence",
-            f"{gaps.max():.4f} ± {error / rows[worst]:.4f} nats a row, largest of {len(found)}",
-            "an estimate of how far the posterior is off: KL(q ‖ posterior) a row",
-            verdicts[0],
+            f"{gaps[worst]:.4f} ± {errors[worst]:.4f} nats a row, largest of {len(found)}",
+            meaning,
+            off,
         ),
         Finding(
             "k-hat of path weights",
             f"{shapes.max():.2f}, largest of {len(found)}",
             "below 0.7 weights could correct whole paths; it grows with the length of a series",
-            verdicts[1],
+            shaped,
         ),
         Finding(
             "comparison with a particle smoother",
