@@ -534,3 +534,9 @@ def test_a_set_parameter_keeps_its_domain():
 def test_wrong_options_are_refused(call: Callable[[], Any], reason: str):
     with pytest.raises(ValueError, match=reason):
         call()
+
+
+def test_a_state_is_not_named_as_a_column_is():
+    model = rd.models.autoregressive()
+    assert rd.models.state_names(model, ["value"]) == ["signal"]
+    assert rd.models.state_names(model, ["signal"]) == ["signal_state"]

@@ -155,6 +155,15 @@ def test_a_forecast_is_what_missing_rows_would_be(run: runs.Run, table: data.Tab
     found = runs.forecast(run, table, 3)
     np.testing.assert_allclose(found.state_mean[0], exact.mean[-3:], rtol=1e-9)
     np.testing.assert_allclose(found.state_covariance[0], exact.covariance[-3:], rtol=1e-9)
+    # A table of it has these moments, and not those of draws.
+    shown, name = data.to_frame(table, found, state_names=["level"]), table.names[0]
+    noise = run.record["results"]["parameters"]["obs_scale[0]"]["value"] ** 2
+    spread = np.sqrt(np.asarray(exact.covariance)[-3:, 0, 0] + noise)
+    np.testing.assert_allclose(shown["level_mean"], exact.mean[-3:, 0], rtol=1e-9)
+    np.testing.assert_allclose(shown[f"{name}_mean"], exact.mean[-3:, 0], rtol=1e-9)
+    np.testing.assert_allclose(shown[f"{name}_std"], spread, rtol=1e-9)
+    reach = 1.6448536269514722 * spread
+    np.testing.assert_allclose(shown[f"{name}_upper"] - shown[f"{name}_mean"], reach, rtol=1e-9)
     assert table.future_times(3)[0].tolist() == [1931, 1932, 1933]
 
 

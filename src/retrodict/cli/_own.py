@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
         forecast: "retrodict forecast nile-run nile.csv --steps 12",
         check: "retrodict check nile-run nile.csv",
         plot: "retrodict plot nile-run nile.csv --out nile.png --forecast 12",
-        stream: "tail -f new.csv | retrodict stream nile-run --lag 10",
+        stream: "tail -n +1 -f new.csv | retrodict stream nile-run --lag 10",
         info: "retrodict info nile-run",
     }
     for command, example in examples.items():
@@ -58,7 +58,7 @@ def _explained() -> Iterator[None]:
         sys.path.append(here)
     try:
         yield
-    except ValueError as error:  # those of tables, models and runs are
+    except (ValueError, FloatingPointError) as error:  # those of tables, models and runs are
         raise UserError(str(error)) from error
 
 
@@ -173,8 +173,7 @@ def smooth(
 ) -> None:
     """Smooth a table: the hidden states of each row given all rows.
 
-    One line a row with the mean, standard deviation and interval of each state, and of the observed
-    columns where they were missing.
+    One line a row with the mean, standard deviation and interval of each state.
     """
     from retrodict import data, runs
 
@@ -350,14 +349,15 @@ def _say_run(run: Any, as_json: bool) -> None:
     typer.echo(f"model: {run.spec.reference}")
     for line in run.record["data"]["described"]:
         typer.echo(line)
-    per_row = results["nats_a_row"]
-    typer.echo(f"smoothing: {results['method']}; {results['objective']} {per_row:.4f} nats a row")
+    per_row = "–" if results["nats_a_row"] is None else f"{results['nats_a_row']:.4f}"
+    typer.echo(f"smoothing: {results['method']}; {results['objective']} {per_row} nats a row")
     grid = Grid(box=SIMPLE, pad_edge=False)
     for heading in ("parameter", "value", "standard error", "90% interval"):
         grid.add_column(heading, justify="left" if heading == "parameter" else "right")
     for name, found in results["parameters"].items():
         grid.add_row(name, *_cells(found))
     Console().print(grid)
+    typer.echo(results["uncertainty"])
 
 
 def _cells(found: dict[str, Any]) -> tuple[str, str, str]:
@@ -366,4 +366,4 @@ def _cells(found: dict[str, Any]) -> tuple[str, str, str]:
         return value, "fixed", ""
     if found.get("error") is None:
         return value, "–", "–"
-    return value, f"{found['error']:.2g}", f"{found['lower']:.4g} to {found['upper']:.4g}"
+    return value, f"{found['error']:.3g}", f"{found['lower']:.4g} to {found['upper']:.4g}"

@@ -241,8 +241,9 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
 
     For each coordinate of the state, and each observed column of which there are draws, the columns
     `NAME_mean`, `NAME_std`, `NAME_lower` and `NAME_upper`. The last two bound the central interval
-    of probability `level`: quantiles of draws where there are any, and otherwise those of a
-    Gaussian law. Without any result, the observations, and inputs, of the table itself.
+    of probability `level`: quantiles of draws where there are any, and otherwise, as for forecasts
+    that are exactly Gaussian, those of a Gaussian law. Without any result, the observations, and
+    inputs, of the table itself.
 
     Example:
         >>> import numpy as np, retrodict as rd
@@ -266,6 +267,8 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
     dataset = to_xarray(table, result, **options)
     apart = "series" in dataset.dims
     columns = _summaries(dataset if apart else dataset.expand_dims("series"), level)
+    if hasattr(result, "gaussian"):
+        columns |= _of_forecast(dataset, result, level)
     rows = dataset.sizes["time"]
     future = options.get("future")
     times = table.times
@@ -302,6 +305,26 @@ def _summaries(dataset: Any, level: float) -> dict[str, np.ndarray]:
                     reach = NormalDist().inv_cdf(0.5 + level / 2) * std
                     columns[f"{name}_lower"] = mean - reach
                     columns[f"{name}_upper"] = mean + reach
+    return columns
+
+
+def _of_forecast(dataset: Any, result: Any, level: float) -> dict[str, np.ndarray]:
+    """Moments that a forecast has itself, exact or averaged, in place of those of its draws."""
+    reach = NormalDist().inv_cdf(0.5 + level / 2)
+    columns: dict[str, np.ndarray] = {}
+    for names, mean, covariance in (
+        ("state", result.state_mean, result.state_covariance),
+        ("obs", result.mean, result.covariance),
+    ):
+        means = np.asarray(mean)
+        std = np.sqrt(np.maximum(np.diagonal(np.asarray(covariance), axis1=-2, axis2=-1), 0.0))
+        if means.ndim == 2:
+            means, std = means[None], std[None]
+        for i, name in enumerate(dataset[names].values):
+            columns[f"{name}_mean"], columns[f"{name}_std"] = means[..., i], std[..., i]
+            if result.gaussian:
+                columns[f"{name}_lower"] = means[..., i] - reach * std[..., i]
+                columns[f"{name}_upper"] = means[..., i] + reach * std[..., i]
     return columns
 
 

@@ -49,7 +49,10 @@ def state_names(model: StateSpaceModel, columns: Sequence[str] = ("y",)) -> list
         axes = ("x", "y") if equation.kind == "range_bearing" else tuple(columns)
         names = [f"{axis}_{part}" for part in ("position", "velocity") for axis in axes]
     count = model.state_dim
-    return names if len(names) == count else [f"state{i}" for i in range(count)]
+    if len(names) != count:
+        names = [f"state{i}" for i in range(count)]
+    # A column of that name is another thing, and both stand in one table.
+    return [f"{name}_state" if name in columns else name for name in names]
 
 
 def _parts(equation: AbstractEquation) -> list[str]:
@@ -66,8 +69,8 @@ def _parts(equation: AbstractEquation) -> list[str]:
             parts += ["season", *(f"season_lag{i}" for i in range(1, equation.period - 1))]
         return parts
     if isinstance(equation, MeanReverting):
-        return [first or "value", *(["shock"] if equation.augmented else [])]
+        return [first or "signal", *(["shock"] if equation.augmented else [])]
     if isinstance(equation, Lagged):
         order = equation.coefficients.shape[1]
-        return ["value", *(f"value_lag{i}" for i in range(1, order))]
+        return ["signal", *(f"signal_lag{i}" for i in range(1, order))]
     return []
