@@ -540,3 +540,11 @@ def test_a_state_is_not_named_as_a_column_is():
     model = rd.models.autoregressive()
     assert rd.models.state_names(model, ["value"]) == ["signal"]
     assert rd.models.state_names(model, ["signal"]) == ["signal_state"]
+
+
+@pytest.mark.parametrize("name", ["poisson_counts", "negative_binomial_counts"])
+def test_what_is_not_a_count_is_refused(name: str):
+    for value in (2.5, -1.0):
+        ys = np.array([[3.0], [np.nan], [value]])
+        with pytest.raises(ValueError, match=f"row 3 of series 1, column 1, holds {value:g}"):
+            rd.models.start_from(rd.models.from_options(name, {}, obs_dim=1), ys)

@@ -46,6 +46,14 @@ def register(app: typer.Typer) -> None:
         app.command(epilog=f"Example: {example}")(command)
 
 
+OPTIONS = {
+    "step_input=True": "--step-input",
+    "freq='irregular'": "--freq irregular",
+    "overwrite=True": "--overwrite",
+}
+"""What Python's arguments are called here."""
+
+
 @contextmanager
 def _explained() -> Iterator[None]:
     """Errors of the user's files, models and options as one line.
@@ -59,7 +67,10 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (ValueError, FloatingPointError) as error:  # those of tables, models and runs are
-        raise UserError(str(error)) from error
+        message = str(error)
+        for argument, option in OPTIONS.items():
+            message = message.replace(argument, option)
+        raise UserError(message) from error
 
 
 def fit(
@@ -82,7 +93,8 @@ def fit(
         list[str] | None, typer.Option(help="A column of inputs; may be repeated.")
     ] = None,
     freq: Annotated[
-        str | None, typer.Option(help="The step of the times: a number, or D, W, MS, 6h, ...")
+        str | None,
+        typer.Option(help="The step of the times: a number, irregular, or D, W, MS, 6h, ..."),
     ] = None,
     step_input: Annotated[
         bool, typer.Option("--step-input", help="Make the length of the step an input.")
@@ -317,6 +329,12 @@ def stream(
 
     with _explained():
         opened = runs.open_run(run)
+        place = run / f"stream-{lag}.rd" if state is None else state
+        if place.exists():
+            typer.echo(
+                f"Going on from {place}: rows that it knows are skipped; remove it to begin anew.",
+                err=True,
+            )
         try:
             runs.stream(
                 opened,

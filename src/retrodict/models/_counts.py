@@ -202,6 +202,7 @@ def start_counts(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
     equation: Any = model.transition.fn
     law: Any = model.emission.fn
     ys = sample.ys
+    _refuse_unless_counts(ys)
     # What a row was exposed to: an array that broadcasts over columns.
     exposed = np.ones((1, 1, 1))
     if model.emission.takes_input and sample.inputs is not None:
@@ -234,6 +235,18 @@ def start_counts(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
         }
     phi = np.full(sample.obs_dim, 0.9) ** (1 / step)
     return found | {"mean": means, "persistence": phi, "scale": spreads * np.sqrt(1 - phi**2)}
+
+
+def _refuse_unless_counts(ys: np.ndarray) -> None:
+    """Refuses values that no count has, with the first of them."""
+    wrong = np.argwhere(np.isfinite(ys) & ((ys < 0) | (ys != np.rint(ys))))
+    if len(wrong):
+        series, row, column = wrong[0]
+        raise ValueError(
+            f"Counts are whole numbers that are not negative, and row {row + 1} of series"
+            f" {series + 1}, column {column + 1}, holds {ys[series, row, column]:g}. Choose another"
+            " model, or another column."
+        )
 
 
 def _mean(column: np.ndarray) -> float:

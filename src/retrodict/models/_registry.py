@@ -295,7 +295,9 @@ def start_from(
 def ready_model(name: str) -> ReadyModel:
     """The record of a ready model, refused with the nearest name if there is none."""
     if name not in READY:
-        raise ModelError(f"There is no ready model {name}.{nearest(name, READY)}")
+        raise ModelError(
+            f"There is no ready model {name}.{nearest(name, READY)} There are {', '.join(READY)}."
+        )
     return READY[name]
 
 
