@@ -170,6 +170,8 @@ def _say_dry_run(table: Any, spec: Any, as_json: bool) -> None:
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False, default=str))
         return
     typer.echo(f"model: {spec.reference}")
+    for name, value in spec.options.items():
+        typer.echo(f"option {name}: {value}")
     for line in table.described():
         typer.echo(line)
 
@@ -283,11 +285,14 @@ def plot(
     steps: Annotated[
         int, typer.Option("--forecast", min=0, help="Rows to forecast beyond the data.")
     ] = 0,
+    series: Annotated[
+        str | None, typer.Option(help="Which of several series.", show_default="the first")
+    ] = None,
     level: Level = 0.9,
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Draw a table, its smoothed states and a forecast."""
+    """Draw a series of a table, its smoothed states and a forecast."""
     from retrodict import data, runs
 
     with _explained():
@@ -295,11 +300,16 @@ def plot(
         table = data.read(source, **opened.layout)
         if out.exists() and not overwrite:
             raise UserError(f"{out} exists; pass --overwrite, or choose another name")
+        names = [str(name) for name in table.series or ()]
+        if series is not None and series not in names:
+            raise UserError(f"there is no series {series}; there are {', '.join(names) or 'none'}")
+        place = 0 if series is None else names.index(series)
         try:
-            runs.draw(opened, table, out, steps=steps, level=level, seed=seed)
+            runs.draw(opened, table, out, steps=steps, level=level, seed=seed, series=place)
         except OSError as error:
             raise UserError(cannot_write(error, out)) from error
-    typer.echo(f"Wrote {out}.")
+    of = f", series {names[place]} of {len(names)}" if len(names) > 1 else ""
+    typer.echo(f"Wrote {out}{of}.")
 
 
 def stream(

@@ -185,7 +185,9 @@ def _hidden(run: Run, table: data.Table, key: Any, seed: int) -> Finding:
     away = hide(hide_key, table.mask, HIDDEN_SHARE)
     name = "hidden points in their 90% intervals"
     if away.sum() < FEWEST_HIDDEN:
-        return Finding(name, "too few rows", f"at least {FEWEST_HIDDEN} are needed", "unknown")
+        needed = round(FEWEST_HIDDEN / HIDDEN_SHARE)
+        value = f"too few rows: {FEWEST_HIDDEN} points, a tenth of some {needed}, are needed"
+        return Finding(name, value, "points that were seen are hidden and drawn again", "unknown")
     draws = impute(run, table, 400, hidden=away, seed=seed)
     truth = table.ys[:, None]
     below, equal = (draws < truth).mean(axis=1)[away], (draws == truth).mean(axis=1)[away]

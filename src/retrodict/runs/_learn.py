@@ -189,7 +189,8 @@ def _started(spec: models.ModelSpec, table: data.Table, key: Any) -> rd.StateSpa
     if not model.takes_input and table.inputs is not None:
         raise RunError(
             f"The model {spec.reference} takes no inputs, and the table has"
-            f" {', '.join(table.input_names)}."
+            f" {', '.join(table.input_names)}. Leave the inputs out, or choose a model that reads"
+            " them: ready models read the length of the step with irregular = true in a model file."
         )
     return model
 
