@@ -588,3 +588,11 @@ def test_arviz_of_the_next_major_is_a_tree(key: jax.Array):
     assert tree["posterior_predictive"]["y0"].sizes["draw"] == 20
     with pytest.raises(ValueError, match="40 draws"):
         rd.data.to_arviz(rd.data.read(np.ones((6, 1))), states=made["states"], num_chains=3)
+
+
+def test_a_column_that_counts_rows_is_left_aside():
+    frame = pd.DataFrame({"rownames": [1, 2, 3], "year": [2001, 2002, 2003], "y": [5.0, 1.0, 2.0]})
+    table = rd.data.read(frame)
+    assert list(table.names) == ["y"] and "left aside: rownames" in table.notes
+    assert len(rd.data.read(frame, columns=["rownames", "y"]).names) == 2
+    assert len(rd.data.read(frame.assign(rownames=[1, 2, 4])).names) == 2

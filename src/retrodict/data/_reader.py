@@ -176,10 +176,20 @@ def _data_columns(table: Source, taken: list[str], notes: list[str]) -> list[str
             f"there is no column of numbers besides {listed(taken) or 'the index'}; name what is"
             " observed with columns=..."
         )
+    measured = [name for name in found if not _counts_rows(table, name)]
+    found = measured or found
     ignored = [name for name in table.frame.columns if name not in (*taken, *found)]
     if ignored:
         notes.append(f"left aside: {listed(ignored)}")
     return found
+
+
+def _counts_rows(table: Source, name: str) -> bool:
+    """Whether a column is the number of the row, as many programs write it."""
+    if str(name).lower() not in ("rownames", "row", "index", "id"):
+        return False
+    values = table.frame[name].tolist()
+    return any(values == list(range(start, start + len(values))) for start in (0, 1))
 
 
 def _check_filled(
