@@ -291,3 +291,18 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     np.testing.assert_array_equal(draws[0, 0, :7], ys[:7])
     checked = runs.check(again, table, num_particles=200)
     assert {finding.name for finding in checked.findings} >= {"k-hat of path weights"}
+
+
+@pytest.mark.slow
+def test_a_stream_of_irregular_times(tmp_path):
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.exponential(size=30))
+    frame = pd.DataFrame({"t": times, "y": np.cumsum(rng.normal(size=30))})
+    table = data.read(frame, step_input=True)
+    spec = models.ModelSpec("local_level", "local_level", options={"irregular": True})
+    found, out = runs.fit(table, spec, tmp_path / "run"), io.BytesIO()
+    runs.stream(found, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True)
+    answers = pd.read_csv(io.BytesIO(out.getvalue()))
+    # The last rows are smoothed by all of them.
+    exact = runs.smooth(found, table).mean[0, -LAG:, 0]
+    np.testing.assert_allclose(answers["level_smoothed_mean"][-LAG:], exact, rtol=1e-8)

@@ -52,7 +52,10 @@ class Run:
     @property
     def smoother(self) -> rd.AbstractFamily:
         """The family by which rows are smoothed as they come; the exact one if there is one."""
-        return rd.KalmanFamily(rd.unwrap(self.model)) if self.family is None else self.family
+        if self.family is not None:
+            return self.family
+        width = len(self.layout["inputs"] or ()) + bool(self.layout["step_input"])
+        return rd.KalmanFamily(rd.unwrap(self.model), input_dim=width or None)
 
 
 def write(
