@@ -9,6 +9,7 @@ import pytest
 
 import retrodict as rd
 from linear_models import random_model
+from retrodict._family._recursions import _inverse_of_lower
 
 N = 12
 
@@ -111,3 +112,12 @@ def test_models_that_cannot_be_predicted_are_refused():
     )
     with pytest.raises(ValueError, match=r"log_prob has shape \(2,\), got \(\)"):
         make(key, walk(joint))
+
+
+@pytest.mark.parametrize("count", [32, 33, 71])
+def test_factors_of_many_states_are_inverted_by_halves(count: int):
+    lower = np.tril(np.random.default_rng(count).normal(size=(count, count)))
+    lower[np.diag_indices(count)] = 3.0 + np.abs(np.diag(lower))
+    found = _inverse_of_lower(jnp.asarray(lower))
+    np.testing.assert_allclose(found @ lower, np.eye(count), atol=1e-10)
+    assert not np.any(np.triu(found, 1))
