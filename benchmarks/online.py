@@ -50,7 +50,7 @@ def gradients(arguments: Any) -> dict[str, Any]:
     exact = rd.recursive_gradient(
         rd.TruncatedBackprop(num_rows), family, model, ys, key=jax.random.key(0)
     )
-    truth = _flat(exact.gradient)[-1]
+    truth = np.asarray(_flat(exact.gradient)[-1])
     methods: dict[str, Any] = {}
     for count in (32, 64, 128, 256):
         methods[f"score, N={count}"] = rd.RecursiveScore(count)
@@ -72,7 +72,7 @@ def gradients(arguments: Any) -> dict[str, Any]:
         if name.startswith("truncated"):
             # The window's gradient is that of its own rows; a stream ascends its increments.
             found = rd.recursive_gradient(method, family, model, ys, key=keys[0])
-            drawn = np.sum(_flat(found.increment), axis=0)[None]
+            drawn = np.asarray(jnp.sum(_flat(found.increment), axis=0))[None]
         off, size = drawn.mean(axis=0) - truth, np.linalg.norm(truth)
         noise = drawn.var(axis=0, ddof=1) if len(drawn) > 1 else np.zeros_like(truth)
         figures[name] = {
@@ -89,9 +89,9 @@ def gradients(arguments: Any) -> dict[str, Any]:
     return figures
 
 
-def _flat(tree: Any) -> np.ndarray:
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    return np.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], axis=1)
+def _flat(tree: Any) -> jax.Array:
+    leaves = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(tree)]
+    return jnp.concatenate(leaves, axis=1)
 
 
 # --- recursive likelihood -------------------------------------------------------------------------
