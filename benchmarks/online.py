@@ -495,7 +495,11 @@ def main() -> None:
             "cores": os.cpu_count(),
             "jax": jax.__version__,
             "precision": "float32" if arguments.float32 else "float64",
-            "options": {k: str(v) for k, v in vars(arguments).items()},
+            "options": {
+                name: str(value)
+                for name, value in vars(arguments).items()
+                if name not in ("folder", "collect")
+            },
             "figures": PARTS[name](arguments),
         }
         place = arguments.folder / f"{name}-{os.getpid()}.json"

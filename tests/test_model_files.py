@@ -131,7 +131,10 @@ def test_objects_are_found_by_reference(own_module: str):
         ("own_models_of_a_user:broken", r"calling it raised RuntimeError: no\."),
         ("no_such_module_anywhere:model", r"cannot be imported: ModuleNotFoundError"),
         ("broken_models_of_a_user:model", r"cannot be imported: ZeroDivisionError"),
-        ("local_levle", r"Did you mean local_level\? A model is one of these names"),
+        (
+            "local_levle",
+            r"Did you mean local_level\? There are local_level, .* A model is one of these names",
+        ),
         ("no/such/file.toml", r"no/such/file.toml cannot be read"),
     ],
 )
