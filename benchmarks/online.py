@@ -2,9 +2,10 @@
 
     python benchmarks/online.py gradients linear chaotic throughput shocks [--folder online]
 
-`--dims`, `--num-sets`, `--num-rows` and `--num-seeds` make parts smaller. Each part writes its
-figures into the folder, one JSON file a run, with the machine beside them; `--collect FILE` joins
-them, and `benchmarks/online_figures.py FILE` draws them.
+`--dims`, `--methods`, `--first-set`, `--num-sets`, `--num-rows` and `--num-seeds` make parts
+smaller, so that several processes can share the work. Each writes its figures into the folder, one
+JSON file a run, with the machine beside them; `--collect FILE` joins them, and
+`benchmarks/online_figures.py FILE` draws them.
 """
 
 import argparse
@@ -121,29 +122,38 @@ def diagonal_model(transition: jax.Array, emission: jax.Array) -> rd.StateSpaceM
     )
 
 
+def methods_of_likelihood(start: rd.StateSpaceModel) -> dict[str, tuple[Any, Any]]:
+    """Families and gradients by which F and G are learned.
+
+    The coordinates of this model are independent, so that squares are features enough.
+    """
+    family, squares = rd.KalmanFamily(start), rd.QuadraticFeatures(products=False)
+    return {
+        "exact": (None, rd.KalmanScore()),
+        "truncated": (family, rd.TruncatedBackprop(10)),
+        "pathwise": (family, rd.RecursivePathwise(84, features=squares)),
+    }
+
+
 def linear(arguments: Any) -> dict[str, Any]:
     """F and G of a linear model of ten states, learned along 50,000 rows; the exact score beside.
 
-    Robbins–Monro steps of rate 3e-2 and exponent 0.6, all entries started at 0.75.
+    Robbins–Monro steps of rate 3e-2 and exponent 0.6, all entries started at 0.75; of the gradient
+    itself, or of Adam.
     """
     d, num_rows, chunk = 10, arguments.num_rows or 50_000, 1000
-    figures: dict[str, Any] = {"n": num_rows, "d": d, "rate": 3e-2, "exponent": 0.6}
-    for seed in range(arguments.num_sets or 1):
+    schedule = rd.robbins_monro(3e-2, 0.6)
+    step = optax.adam(schedule) if arguments.optimiser == "adam" else optax.sgd(schedule)
+    figures: dict[str, Any] = {"n": num_rows, "d": d, "every": chunk}
+    for seed in sets(arguments, 1):
         one, two, key = jax.random.split(jax.random.key(seed), 3)
         truth = [jax.random.uniform(k, (d,), minval=0.5, maxval=1.0) for k in (one, two)]
         ys = rd.unwrap(diagonal_model(*truth)).simulate(key, num_rows)[1]
         start = diagonal_model(jnp.full(d, 0.75), jnp.full(d, 0.75))
-        step = optax.sgd(rd.robbins_monro(3e-2, 0.6))
-        learners = {
-            "exact score": rd.OnlineLearner(None, start, rd.KalmanScore(), step),
-            "truncated, window=10": rd.OnlineLearner(
-                rd.KalmanFamily(start), start, rd.TruncatedBackprop(10), step
-            ),
-            "pathwise, N=100": rd.OnlineLearner(
-                rd.KalmanFamily(start), start, rd.RecursivePathwise(100), step
-            ),
-        }
-        for name, learner in learners.items():
+        for name, (family, gradient) in methods_of_likelihood(start).items():
+            if arguments.methods and name not in arguments.methods:
+                continue
+            learner = rd.OnlineLearner(family, start, gradient, step)
             state, curve, began = learner.init(jax.random.key(seed)), [], time.perf_counter()
             for first in range(0, num_rows, chunk):
                 state, _ = learner.scan(state, ys[first : first + chunk])
@@ -151,15 +161,21 @@ def linear(arguments: Any) -> dict[str, Any]:
                 weights = (found.transition.weight, found.emission.weight)
                 errors = [np.abs(np.diag(w) - t) for w, t in zip(weights, truth, strict=True)]
                 curve.append(float(np.mean(errors)))
+                if (first // chunk) % 10 == 9:
+                    print(f"  {name}, seed {seed}: {curve[-1]:.4f} at row {first + chunk}")
             seconds = time.perf_counter() - began
             figures[f"{name}, seed {seed}"] = {
                 "mean_absolute_error": curve,
-                "every": chunk,
                 "seconds": seconds,
                 "skipped": int(state.num_skipped),
             }
             print(f"  {name}, seed {seed}: {curve[-1]:.4f} after {seconds:.0f} s", flush=True)
     return figures
+
+
+def sets(arguments: Any, default: int) -> range:
+    """The numbers of the data sets."""
+    return range(arguments.first_set, arguments.first_set + (arguments.num_sets or default))
 
 
 # --- the chaotic network --------------------------------------------------------------------------
@@ -258,9 +274,12 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
     return found, time.perf_counter() - began
 
 
-OPTIMISER = optax.flatten(
-    optax.chain(optax.clip_by_global_norm(10.0), optax.adam(rd.robbins_monro(3e-2, 0.6, warmup=10)))
-)
+def clipped(optimiser: optax.GradientTransformation, norm: float) -> optax.GradientTransformation:
+    """An optimiser to which no gradient is larger than this, on one long vector."""
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(norm), optimiser))
+
+
+OPTIMISER = clipped(optax.adam(rd.robbins_monro(3e-2, 0.6, warmup=10)), 10.0)
 """One object for all data sets, so that the learner is compiled once a dimension."""
 
 
@@ -274,8 +293,8 @@ def chaotic(arguments: Any) -> dict[str, Any]:
     num_rows, paths = arguments.num_rows or 500, rd.BackwardSampling(arguments.num_paths)
     for dim in arguments.dims or (5, 20, 100):
         for looks in arguments.looks:
-            rows: dict[str, list[dict[str, float]]] = {}
-            for seed in range(arguments.num_sets or 10):
+            found_in: dict[str, dict[str, dict[str, float]]] = {}
+            for seed in sets(arguments, 10):
                 model = chaotic_model(seed, dim)
                 (xs, ys), (fresh_xs, fresh) = (
                     model.simulate(jax.random.key(number), num_rows)
@@ -285,7 +304,7 @@ def chaotic(arguments: Any) -> dict[str, Any]:
                 learner = rd.OnlineLearner(
                     family,
                     model,
-                    rd.TruncatedBackprop(1, paths),
+                    rd.TruncatedBackprop(1, paths, every=arguments.every),
                     OPTIMISER,
                     learn="family",
                     steps_per_row=arguments.steps_per_row,
@@ -304,16 +323,18 @@ def chaotic(arguments: Any) -> dict[str, Any]:
                     found[f"{name}, second series"] = errors_of(again[0], again[1], fresh_xs)
                 found["learning"]["ms_a_row"] = 1e3 * seconds / num_rows
                 found |= particle_errors(model, xs, ys, seconds)
-                for name, figure in found.items():
-                    rows.setdefault(name, []).append(figure)
+                found_in[str(seed)] = found
                 print(f"  d={dim}, {looks} looks, seed {seed}: {found}", flush=True)
-            figures[f"d={dim}, {looks} looks"] = summary(rows) | {"n": num_rows}
+            figures[f"d={dim}, {looks} looks"] = {"n": num_rows, "sets": found_in}
     return figures
 
 
-def summary(rows: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+def summary(found_in: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
     """Means and standard errors over data sets, and of differences between pairs."""
-    found: dict[str, Any] = {}
+    rows = {
+        name: [found[name] for found in found_in.values()] for name in next(iter(found_in.values()))
+    }
+    found: dict[str, Any] = {"num_sets": len(found_in)}
     for name, figures in rows.items():
         columns = {key: np.array([figure[key] for figure in figures]) for key in figures[0]}
         found[name] = {key: _mean(column) for key, column in columns.items()}
@@ -443,7 +464,7 @@ def shocks(arguments: Any) -> dict[str, Any]:
         ys = np.concatenate([before, after])
         start = autoregression(0.5)
         learner = rd.OnlineLearner(
-            rd.KalmanFamily(start), start, rd.TruncatedBackprop(8), optax.adam(3e-3)
+            rd.KalmanFamily(start), start, rd.TruncatedBackprop(8), clipped(optax.adam(3e-3), 1.0)
         )
         state, weights, increments = learner.init(jax.random.key(3)), [], []
         chunk = max(half // 100, 1)
@@ -477,11 +498,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("online"))
     parser.add_argument("--dims", type=int, nargs="+")
     parser.add_argument("--looks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--methods", nargs="+", help="of `linear`: exact truncated pathwise")
+    parser.add_argument("--optimiser", choices=["sgd", "adam"], default="sgd", help="of `linear`")
+    parser.add_argument("--first-set", type=int, default=0, help="the first data set")
     parser.add_argument("--num-sets", type=int, help="data sets")
     parser.add_argument("--num-rows", type=int, help="rows of a stream")
     parser.add_argument("--num-seeds", type=int, default=200, help="seeds of `gradients`")
     parser.add_argument("--num-paths", type=int, default=4, help="paths of a step of `chaotic`")
     parser.add_argument("--steps-per-row", type=int, default=2, help="steps of `chaotic`")
+    parser.add_argument("--every", type=int, default=1, help="rows from step to step of `chaotic`")
     parser.add_argument("--float32", action="store_true")
     parser.add_argument("--collect", type=Path, help="a JSON file that joins all runs")
     arguments = parser.parse_args()
@@ -506,7 +531,34 @@ def main() -> None:
         place.write_text(json.dumps(record, indent=1) + "\n")
     if arguments.collect:
         records = [json.loads(path.read_text()) for path in sorted(arguments.folder.glob("*.json"))]
-        arguments.collect.write_text(json.dumps(records, indent=1) + "\n")
+        arguments.collect.write_text(json.dumps(joined(records), indent=1) + "\n")
+
+
+SHARED = ("first_set", "num_sets", "methods", "dims", "looks", "parts")
+"""Options that tell how work was shared, and nothing of what was done."""
+
+
+def joined(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record for each part with the same machine and options, and a summary of data sets."""
+    found: dict[str, dict[str, Any]] = {}
+    for record in records:
+        for option in SHARED:
+            record["options"].pop(option)
+        name = json.dumps({key: value for key, value in record.items() if key != "figures"})
+        _merge(found.setdefault(name, {**record, "figures": {}})["figures"], record["figures"])
+    for record in found.values():
+        if record["part"] == "chaotic":
+            for figure in record["figures"].values():
+                figure["summary"] = summary(figure["sets"])
+    return list(found.values())
+
+
+def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
 
 
 if __name__ == "__main__":

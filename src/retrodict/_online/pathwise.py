@@ -30,6 +30,9 @@ from retrodict._online.weights import backward_law
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 
+SAMPLES_PER_FEATURE = 3
+"""The fewest samples for each feature. With two the noise of one fit enters the next and grows."""
+
 
 class AbstractFeatures(eqx.Module):
     """Functions of a state in standard coordinates, the first of them the constant one."""
@@ -40,11 +43,18 @@ class AbstractFeatures(eqx.Module):
 
 
 class QuadraticFeatures(AbstractFeatures):
-    """Polynomials of degree two: with linear-Gaussian models and kernels nothing is lost."""
+    """Polynomials of degree two: with linear-Gaussian models and kernels nothing is lost.
+
+    Args:
+        products: whether products of two coordinates are among them, (d + 1)(d + 2)/2 features in
+            all. Without them there are 2 d + 1, which is enough where coordinates are independent.
+    """
+
+    products: bool = eqx.field(static=True, default=True)
 
     def __call__(self, z: Float[Array, "state"]) -> Float[Array, "feature"]:
-        """1, the coordinates, and their products."""
-        rows, columns = np.triu_indices(z.shape[0])
+        """1, the coordinates, and their squares or products."""
+        rows, columns = np.triu_indices(z.shape[0]) if self.products else 2 * (np.arange(len(z)),)
         return jnp.concatenate([jnp.ones(1, z.dtype), z, z[rows] * z[columns]])
 
 
@@ -157,13 +167,14 @@ class RecursivePathwise(AbstractRecursiveGradient):
         self.sensitivity = sensitivity
 
     def check(self, parts: Parts) -> None:
-        """Refuses a missing family, and fewer samples than features."""
+        """Refuses a missing family, and too few samples for the features."""
         check_has_family(parts, "RecursivePathwise")
         count = self._num_features(parts)
-        if self.num_samples <= count:
+        if self.num_samples < SAMPLES_PER_FEATURE * count:
             raise ValueError(
-                f"RecursivePathwise fits {count} features by {self.num_samples} samples: it needs"
-                f" more of them, {4 * count} for example."
+                f"RecursivePathwise fits {count} features by {self.num_samples} samples, and their"
+                f" noise would grow from row to row. Draw {4 * count} samples, or use fewer"
+                " features, such as QuadraticFeatures(products=False)."
             )
 
     def _num_features(self, parts: Parts) -> int:
