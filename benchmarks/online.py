@@ -1,6 +1,6 @@
 """Learning while the data arrive: gradients, recursive likelihood, a chaotic network, throughput.
 
-    python benchmarks/online.py gradients linear chaotic throughput shocks [--folder online]
+    python benchmarks/online.py gradients linear chaotic throughput memory shocks [--folder online]
 
 `--dims`, `--methods`, `--first-set`, `--num-sets`, `--num-rows` and `--num-seeds` make parts
 smaller, so that several processes can share the work. Each writes its figures into the folder, one
@@ -68,12 +68,14 @@ def gradients(arguments: Any) -> dict[str, Any]:
             found = rd.recursive_gradient(method, family, model, ys, key=key)
             return _flat(found.gradient)[-1]
 
-        # One after another: the weights of many runs at once would not fit into the cache.
-        drawn = np.stack([np.asarray(one(key)) for key in keys])
         if name.startswith("truncated"):
-            # The window's gradient is that of its own rows; a stream ascends its increments.
+            # Nothing is drawn. The window's gradient is that of its own rows; a stream ascends its
+            # increments.
             found = rd.recursive_gradient(method, family, model, ys, key=keys[0])
             drawn = np.asarray(jnp.sum(_flat(found.increment), axis=0))[None]
+        else:
+            # One after another: the weights of many runs at once would not fit into the cache.
+            drawn = np.stack([np.asarray(one(key)) for key in keys])
         off, size = drawn.mean(axis=0) - truth, np.linalg.norm(truth)
         noise = drawn.var(axis=0, ddof=1) if len(drawn) > 1 else np.zeros_like(truth)
         figures[name] = {
@@ -279,7 +281,7 @@ def clipped(optimiser: optax.GradientTransformation, norm: float) -> optax.Gradi
     return optax.flatten(optax.chain(optax.clip_by_global_norm(norm), optimiser))
 
 
-OPTIMISER = clipped(optax.adam(rd.robbins_monro(3e-2, 0.6, warmup=10)), 10.0)
+OPTIMISER = clipped(optax.adam(rd.robbins_monro(1e-2, 0.6, warmup=10)), 1.0)
 """One object for all data sets, so that the learner is compiled once a dimension."""
 
 
@@ -290,10 +292,13 @@ def chaotic(arguments: Any) -> dict[str, Any]:
     that was learned also smooth a second series of the same network.
     """
     figures: dict[str, Any] = {}
-    num_rows, paths = arguments.num_rows or 500, rd.BackwardSampling(arguments.num_paths)
+    num_rows = arguments.num_rows or 500
+    # Pairs of opposite noise, and no score: with neither, early steps are worse than none.
+    paths = rd.BackwardSampling(arguments.num_paths, noise="antithetic", stop_score=True)
     for dim in arguments.dims or (5, 20, 100):
         for looks in arguments.looks:
             found_in: dict[str, dict[str, dict[str, float]]] = {}
+            counts: dict[str, int] = {}
             for seed in sets(arguments, 10):
                 model = chaotic_model(seed, dim)
                 (xs, ys), (fresh_xs, fresh) = (
@@ -322,7 +327,7 @@ def chaotic(arguments: Any) -> dict[str, Any]:
                     again = frozen(chosen, fresh)
                     found[f"{name}, second series"] = errors_of(again[0], again[1], fresh_xs)
                 found["learning"]["ms_a_row"] = 1e3 * seconds / num_rows
-                found |= particle_errors(model, xs, ys, seconds)
+                found |= particle_errors(model, xs, ys, seconds, counts)
                 found_in[str(seed)] = found
                 print(f"  d={dim}, {looks} looks, seed {seed}: {found}", flush=True)
             figures[f"d={dim}, {looks} looks"] = {"n": num_rows, "sets": found_in}
@@ -355,9 +360,16 @@ def _mean(values: np.ndarray) -> dict[str, float]:
 
 
 def particle_errors(
-    model: rd.StateSpaceModel, xs: jax.Array, ys: jax.Array, seconds: float
+    model: rd.StateSpaceModel,
+    xs: jax.Array,
+    ys: jax.Array,
+    seconds: float,
+    counts: dict[str, int],
 ) -> dict[str, dict[str, float]]:
-    """Bootstrap and guided particle filters with about this much wall time."""
+    """Bootstrap and guided particle filters with about this much wall time.
+
+    How many particles that is, is found out once, and kept in `counts`.
+    """
     found = {}
     # All particles of all rows are kept: two gigabytes of them at most.
     most = int(2**31 / (xs.size * xs.dtype.itemsize))
@@ -370,10 +382,14 @@ def particle_errors(
                 key, model, ys, count, proposal=chosen, strict=False, mask=True
             ).mean
 
-        _, short = timed(lambda: run(1000))  # noqa: B023
-        count = int(np.clip(1000 * seconds / short, 100, most))
-        means, spent = timed(lambda: run(count))  # noqa: B023
-        found[name] = errors_of(means, None, xs) | {"num_particles": count, "seconds": spent}
+        if name not in counts:
+            _, short = timed(lambda: run(1000))  # noqa: B023
+            counts[name] = int(np.clip(1000 * seconds / short, 100, most))
+        means, spent = timed(lambda: run(counts[name]))  # noqa: B023
+        found[name] = errors_of(means, None, xs) | {
+            "num_particles": counts[name],
+            "ms_a_row": 1e3 * spent / len(ys),
+        }
     return found
 
 
@@ -395,7 +411,7 @@ def rates(stream: Any, state: Any, ys: jax.Array) -> dict[str, float]:
 
 
 def throughput(arguments: Any) -> dict[str, Any]:
-    """Rows a second of inference and of learning, and the memory of a million rows."""
+    """Rows a second of inference and of learning."""
     figures: dict[str, Any] = {}
     for dim in arguments.dims or (1, 5, 20):
         model = chaotic_model(0, dim)
@@ -411,6 +427,11 @@ def throughput(arguments: Any) -> dict[str, Any]:
         ):
             figures[f"{name}, d={dim}"] = found
             print(f"  {name}, d={dim}: {found}", flush=True)
+    return figures
+
+
+def memory(arguments: Any) -> dict[str, Any]:
+    """The memory of this process while it learns from a million rows."""
     num_rows, chunk = arguments.num_rows or 1_000_000, 1000
     model = chaotic_model(0, 1)
     learner = rd.OnlineLearner(
@@ -419,21 +440,28 @@ def throughput(arguments: Any) -> dict[str, Any]:
         rd.TruncatedBackprop(1, rd.BackwardSampling(2)),
         learn="family",
     )
-    state, peaks, out = learner.init(jax.random.key(3)), [], None
+    state, held, out = learner.init(jax.random.key(3)), [], None
     ys, began = model.simulate(jax.random.key(4), chunk)[1], time.perf_counter()
     for count in range(0, num_rows, chunk):
         state, out = learner.scan(state, ys)
         jax.block_until_ready(out)
         if count % max(num_rows // 10, chunk) == 0:
-            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    figures["memory, d=1, learning"] = {
+            held.append(megabytes_held())
+    figures = {
         "num_rows": num_rows,
-        "peak_megabytes_every_tenth": peaks,
+        "d": 1,
+        "megabytes_at_every_tenth": held,
         "rows_a_second": num_rows / (time.perf_counter() - began),
         "finite": out is not None and bool(np.all(np.isfinite(np.asarray(out.filtered.mean)))),
     }
-    print(f"  {figures['memory, d=1, learning']}", flush=True)
+    print(f"  {figures}", flush=True)
     return figures
+
+
+def megabytes_held() -> float:
+    """The memory that this process holds now; what it held at most would hide growth."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
 
 
 # --- shocks ---------------------------------------------------------------------------------------
@@ -488,6 +516,7 @@ PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "linear": linear,
     "chaotic": chaotic,
     "throughput": throughput,
+    "memory": memory,
     "shocks": shocks,
 }
 
@@ -504,8 +533,8 @@ def main() -> None:
     parser.add_argument("--num-sets", type=int, help="data sets")
     parser.add_argument("--num-rows", type=int, help="rows of a stream")
     parser.add_argument("--num-seeds", type=int, default=200, help="seeds of `gradients`")
-    parser.add_argument("--num-paths", type=int, default=4, help="paths of a step of `chaotic`")
-    parser.add_argument("--steps-per-row", type=int, default=2, help="steps of `chaotic`")
+    parser.add_argument("--num-paths", type=int, default=16, help="paths of a step of `chaotic`")
+    parser.add_argument("--steps-per-row", type=int, default=1, help="steps of `chaotic`")
     parser.add_argument("--every", type=int, default=1, help="rows from step to step of `chaotic`")
     parser.add_argument("--float32", action="store_true")
     parser.add_argument("--collect", type=Path, help="a JSON file that joins all runs")
