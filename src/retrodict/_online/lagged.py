@@ -98,7 +98,9 @@ class LaggedLearner(eqx.Module):
         input_dim: int | None = None,
     ):
         if not isinstance(learner, OnlineLearner):
-            raise TypeError(f"LaggedLearner expects an OnlineLearner, got {type(learner).__name__}.")
+            raise TypeError(
+                f"LaggedLearner expects an OnlineLearner, got {type(learner).__name__}."
+            )
         self.learner = learner
         family, model = eqx.combine(*learner.parts)
         if family is None:

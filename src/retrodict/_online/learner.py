@@ -31,7 +31,7 @@ from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import as_real_array, check_count, check_finite, check_key
 
 S = TypeVar("S")
-O = TypeVar("O")
+T = TypeVar("T")
 
 NUM_DRAWS = 64
 """How many states are drawn for the smoothed moments of families that draw."""
@@ -245,8 +245,8 @@ def _scan(
 
 
 def along(
-    read: Callable[[S, Row], tuple[S, O]], state: S, rows: Row, count: Int[Array, ""]
-) -> tuple[S, O]:
+    read: Callable[[S, Row], tuple[S, T]], state: S, rows: Row, count: Int[Array, ""]
+) -> tuple[S, T]:
     """Reads the first `count` rows, one after another: what comes after puts out NaN.
 
     The program of a row is the same wherever it stands, and so are its last bits.
@@ -255,7 +255,7 @@ def along(
     shapes = jax.eval_shape(lambda: read(state, first)[1])
     nothing = jax.tree.map(_unknown, shapes)
 
-    def move(state: S, at: tuple) -> tuple[S, O]:
+    def move(state: S, at: tuple) -> tuple[S, T]:
         row, k = at
         return lax.cond(k < count, lambda: read(state, row), lambda: (state, nothing))
 
