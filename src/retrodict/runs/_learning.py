@@ -1,5 +1,6 @@
 """How a stream is learned from: what moves, by which gradient, and in which steps."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,9 +118,11 @@ class Learning:
         Raises:
             RunError: if the run has nothing of what is to be learned.
         """
-        gradient, part = self._gradient(run), "model" if run.is_exact else self.what
+        gradient, steps = self._gradient(run), _steps(self.schedule, self.largest_step)
+        part: Any = "model" if run.is_exact else self.what
+        family: Any = run.family
         try:
-            learner = rd.OnlineLearner(run.family, run.model, gradient, self._steps(), learn=part)  # pyright: ignore
+            learner = rd.OnlineLearner(family, run.model, gradient, steps, learn=part)
         except (TypeError, ValueError) as error:
             raise RunError(f"{run.path} cannot be learned from a stream: {error}") from error
         width = len(run.layout["inputs"] or ()) + bool(run.layout["step_input"])
@@ -138,15 +141,17 @@ class Learning:
             )
         return rd.KalmanScore()
 
-    def _steps(self) -> optax.GradientTransformation:
-        """Adam, for the parameters of the model in units of their own size."""
-        rate: Any = self.largest_step
-        if self.schedule == "robbins-monro":
-            rate = rd.robbins_monro(rate, warmup=WARMUP)
-        adam = optax.chain(optax.clip_by_global_norm(LARGEST_GRADIENT), optax.adam(rate))
-        in_units = optax.stateless(_in_units)
-        # On one long vector: many small arrays take longer to compile and to update.
-        return optax.chain(in_units, optax.flatten(adam), in_units)
+
+@functools.cache  # the same object again, so that a program that knows it is not compiled again
+def _steps(schedule: str, largest: float) -> optax.GradientTransformation:
+    """Adam, for the parameters of the model in units of their own size."""
+    rate: Any = largest
+    if schedule == "robbins-monro":
+        rate = rd.robbins_monro(largest, warmup=WARMUP)
+    adam = optax.chain(optax.clip_by_global_norm(LARGEST_GRADIENT), optax.adam(rate))
+    in_units = optax.stateless(_in_units)
+    # On one long vector: many small arrays take longer to compile and to update.
+    return optax.chain(in_units, optax.flatten(adam), in_units)
 
 
 def _in_units(updates: Any, parameters: Any) -> Any:

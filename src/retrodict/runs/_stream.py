@@ -103,15 +103,19 @@ def stream(
         # Nothing is known yet of files whose first rows were killed on their way to the state.
         unread = place.exists() and not kept.waiting.size
         handle = _opened(out, int(kept.written), unread, files) if isinstance(out, Path) else out
-        session = _Session(run, live, learning, place, handle, handle is not out)
+        watch = None
         if isinstance(live, rd.LaggedLearner) and learning is not None:
-            session.watch = _watching(live, learning, fresh, kept, unread, files)
+            watch = _watching(live, learning, fresh, kept, unread, files)
+        fingerprint = _fingerprint(run, live, learning)
+        session = _Session(run, live, place, fingerprint, handle, handle is not out, watch)
         kept, count = session.answer(source, kept, as_json)
         if flush and kept.waiting.size:
             handle.write(written(_remaining(live, kept), session.names, as_json))
             handle.flush()
-    if isinstance(live, rd.LaggedLearner) and learning is not None and learning.save_run:
-        _save_run(run, live, learning, kept, learning.save_run)
+        if watch is not None:
+            watch.show(kept.live, last=True)
+            if watch.learning.save_run is not None:
+                _save_run(run, watch, kept, watch.learning.save_run)
     return count
 
 
@@ -150,25 +154,26 @@ class _Session:
     Args:
         run: the run.
         live: what answers the rows.
-        learning: what is learned.
         place: the file of the state.
+        fingerprint: what the state is of.
         handle: where answers go.
         owned: whether that is a file that is cut back when the stream goes on.
+        watch: who follows what is learned.
     """
 
     def __init__(
         self,
         run: Run,
         live: Live,
-        learning: Learning | None,
         place: Path,
+        fingerprint: str,
         handle: Any,
         owned: bool,
+        watch: Watch | None,
     ):
         self.layout, self.names, self.live = run.layout, state_names(run), live
-        self.place, self.fingerprint = place, _fingerprint(run, live, learning)
-        self.handle, self.owned = handle, owned
-        self.watch: Watch | None = None
+        self.place, self.fingerprint = place, fingerprint
+        self.handle, self.owned, self.watch = handle, owned, watch
 
     def answer(self, source: Any, kept: Kept, as_json: bool) -> tuple[Kept, int]:
         """Answers all rows; what is to be kept, and how many there were."""
@@ -202,8 +207,6 @@ class _Session:
                 kept, saved = self.save(kept), time.monotonic()
         if count:
             kept = self.save(kept)
-        if self.watch is not None:
-            self.watch.show(kept.live, last=True)
         return kept, count
 
     def cuts(self, kept: Kept, count: int) -> Iterator[tuple[int, int]]:
@@ -231,18 +234,18 @@ class _Session:
         return kept
 
 
-def _save_run(run: Run, live: rd.LaggedLearner, learning: Learning, kept: Kept, out: Path) -> None:
+def _save_run(run: Run, watch: Watch, kept: Kept, out: Path) -> None:
     """Makes a new run of what was learned."""
     if not kept.waiting.size:
         raise RunError("No row was read, and nothing learned: there is no run to save.")
     adopt(
         run,
-        live.model(kept.live),
-        live.family(kept.live),
+        watch.live.model(kept.live),
+        watch.live.family(kept.live),
         out,
-        learning=learning,
+        learning=watch.learning,
         num_rows=int(kept.live.learner.num_read),
-        nats_a_row=float(kept.watched[0]),
+        nats_a_row=watch.elbo,
         last=as_texts(np.atleast_1d(_as_time(kept.last, kept)))[0],
     )
 

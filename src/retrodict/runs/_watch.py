@@ -19,7 +19,7 @@ from retrodict.runs._lines import as_texts
 from retrodict.runs._plot import plain, write_picture
 
 MEMORY = 500
-"""Rows over which the ELBO is averaged: older ones fade."""
+"""Rows over which the ELBO is averaged. Older ones are forgotten, outliers with them."""
 
 SECONDS_BETWEEN_FIGURES = 30.0
 SECONDS_BETWEEN_TELLING = 0.5
@@ -36,19 +36,19 @@ class Watched(NamedTuple):
     """What a `Watch` needs to go on.
 
     Attributes:
-        average: the moving average of the ELBO's increments.
+        recent: what the last rows added to the ELBO, in a circle.
         counted: how many rows have entered it.
         noted: how many bytes were written to the history.
     """
 
-    average: np.ndarray
+    recent: np.ndarray
     counted: np.ndarray
     noted: np.ndarray
 
     @staticmethod
     def nothing() -> "Watched":
         """Before the first row."""
-        return Watched(np.zeros(()), np.zeros((), int), np.zeros((), int))
+        return Watched(np.zeros(MEMORY), np.zeros((), int), np.zeros((), int))
 
 
 class Watch:
@@ -65,14 +65,21 @@ class Watch:
     def __init__(
         self, live: rd.LaggedLearner, learning: Learning, start: Any, watched: Watched, history: Any
     ):
-        self.learning, self.history = learning, history
-        self.average, self.counted = float(watched.average), int(watched.counted)
+        self.live, self.learning, self.history = live, learning, history
+        self.recent, self.counted = np.array(watched.recent), int(watched.counted)
         self.noted = int(watched.noted)
         self.names, self._read = _reader(live, learning, start)
         self.start = self.values(start)
         self.told = self.drawn = time.monotonic()
         if history is not None and not self.noted:
             history.write(_csv([*FIRST_COLUMNS, *self.names]))
+
+    @property
+    def elbo(self) -> float:
+        """What a row adds to the ELBO, on average over the last in which something was seen."""
+        known = self.recent[: min(self.counted, MEMORY)]
+        with np.errstate(over="ignore"):  # of an outlier beyond measure
+            return float(np.mean(known)) if known.size else math.nan
 
     def values(self, state: Any) -> dict[str, float]:
         """What is learned, by name."""
@@ -89,13 +96,13 @@ class Watch:
         """
         count = len(rows.times)
         told = ~np.asarray(skipped)[:count] & ~np.isnan(rows.ys).all(axis=1)
-        for increment in np.asarray(increments)[:count][told].tolist():
+        for increment in np.asarray(increments)[:count][told]:
+            self.recent[self.counted % MEMORY] = increment
             self.counted += 1
-            self.average += (increment - self.average) / min(self.counted, MEMORY)
         read = int(state.learner.num_read)
         if self.history is not None and read % self.learning.history_every == 0:
-            elbo = self.average if self.counted else math.nan
-            first = [read, as_texts(rows.times[-1:])[0], elbo, int(state.learner.num_skipped)]
+            skipped = int(state.learner.num_skipped)
+            first = [read, as_texts(rows.times[-1:])[0], self.elbo, skipped]
             self.history.write(_csv([*first, *self.values(state).values()]))
 
     def keep(self) -> Watched:
@@ -104,7 +111,7 @@ class Watch:
             self.history.flush()
             os.fsync(self.history.fileno())
             self.noted = self.history.tell()
-        return Watched(np.asarray(self.average), np.asarray(self.counted), np.asarray(self.noted))
+        return Watched(self.recent.copy(), np.asarray(self.counted), np.asarray(self.noted))
 
     def show(self, state: Any, *, last: bool = False) -> None:
         """Tells how far it is and draws, if it is time to."""
@@ -121,9 +128,8 @@ class Watch:
 
     def learned(self, state: Any) -> Learned:
         """How far it is."""
-        elbo = self.average if self.counted else math.nan
         read, skipped = int(state.learner.num_read), int(state.learner.num_skipped)
-        return Learned(read, skipped, elbo, self.start, self.values(state))
+        return Learned(read, skipped, self.elbo, self.start, self.values(state))
 
 
 def _reader(live: rd.LaggedLearner, learning: Learning, start: Any) -> tuple[list[str], Any]:
@@ -169,9 +175,8 @@ def draw_history(history: Path, figure: Path) -> None:
         for place, ax in zip(places, axes, strict=True):
             values = [float(line[place] or "nan") for line in lines]
             ax.plot(rows, values, color="#1f65b0", linewidth=1.2)
-            ax.set_title(
-                f"ELBO a row, nats, average of {MEMORY} rows" if place == 2 else plain(names[place])
-            )
+            title = f"nats a row, average of {MEMORY}: {names[place]}"
+            ax.set_title(plain(names[place]) if names[place] != "elbo_a_row" else title)
             ax.margins(x=0.01)
         axes[-1].set_xlabel("row")
 
