@@ -15,19 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
+from rich.console import Console
 
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs import _record, _stream
+from retrodict.cli._stream import Telling
+from retrodict.runs import _adopt, _record, _stream
 
 LAG = 3
 TRUTH = {"level_scale": 80.0, "obs_scale": 60.0}
 START = {"level_scale": 40.0, "obs_scale": 120.0}
 
 
-def local_level(**scales: float) -> rd.StateSpaceModel:
-    return models.local_level(prior_mean=1000.0, prior_scale=100.0, **scales)
+def local_level(level_scale: float, obs_scale: float) -> rd.StateSpaceModel:
+    return models.local_level(
+        level_scale=level_scale, obs_scale=obs_scale, prior_mean=1000.0, prior_scale=100.0
+    )
 
 
 def written_run(path: Path, model: rd.StateSpaceModel, family: Any, name: str) -> runs.Run:
@@ -155,6 +159,8 @@ def test_a_stream_that_was_cut_learns_the_same_to_the_last_bit(exact, lines, tmp
         runs.stream(exact, source, out, lag=LAG, state=state, learning=learning(name))
 
     go("whole", source_of(lines))
+    with pytest.raises(KeyboardInterrupt):  # before anything was kept
+        go("cut", Pieces(lines, [50], KeyboardInterrupt))
     monkeypatch.setattr(_stream, "SECONDS_BETWEEN_SAVES", 0.0)
     with pytest.raises(KeyboardInterrupt):
         go("cut", Pieces(lines, [1, 1, 2, 70, 1], KeyboardInterrupt))
@@ -270,6 +276,55 @@ def test_the_command_says_what_was_learned(exact, lines, tmp_path, monkeypatch, 
     assert "Going on from" in said and f"Wrote {tmp_path / 'new'}." in said
     record = json.loads((tmp_path / "new" / "run.json").read_text())
     assert record["learned"]["rows"] == 99
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_learned_is_told(terminal: bool):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=80, color_system=None)
+    start, now = {"a": 2.0, "b": 0.0}, {"a": 3.0, "b": -0.5}
+    with Telling(console) as told:
+        told(runs.Learned(1000, 0, -1.25, start, start))
+        assert bool(text.getvalue()) == terminal
+        told(runs.Learned(2000, 3, -1.0, start, now))
+    last = text.getvalue()
+    assert "2,000 rows (3 skipped); ELBO -1.0000 nats a row" in last
+    for words in ("+50.0%", "-0.5") if terminal else ("a 3, b -0.5",):
+        assert words in last
+
+
+def test_scales_that_were_plain_are_plain_in_the_new_run():
+    eye = jnp.eye(1)
+    plain = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.zeros(1), eye),
+        transition=rd.LinearGaussianKernel(eye, jnp.zeros(1), rd.Diagonal(jnp.ones(1))),
+        emission=rd.Frozen(rd.LinearGaussianKernel(eye, jnp.zeros(1), eye)),
+    )
+    learner = rd.OnlineLearner(None, plain, rd.KalmanScore())
+    learned = learner.model(learner.init(jax.random.key(0)))
+    learned = models.with_parameters(learned, {"transition.scale_tril.std": 3.0})
+    found = _adopt.as_before(plain, learned)
+    assert jax.tree.structure(found) == jax.tree.structure(plain)
+    np.testing.assert_allclose(found.transition.scale_tril.std, 3.0)
+
+
+@pytest.mark.slow
+def test_irregular_times_are_learned_from(tmp_path):
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.exponential(size=300))
+    frame = pd.DataFrame({"t": times, "y": np.cumsum(rng.normal(size=300))})
+    table = data.read(frame.iloc[:40], step_input=True)
+    spec = models.ModelSpec("local_level", "local_level", options={"irregular": True})
+    run = runs.fit(table, spec, tmp_path / "run")
+    lines = frame.to_csv(index=False).encode()
+
+    def answers(learning: runs.Learning | None) -> pd.DataFrame:
+        out = io.BytesIO()
+        runs.stream(run, io.BytesIO(lines), out, lag=LAG, learning=learning)
+        return pd.read_csv(io.BytesIO(out.getvalue()))
+
+    frozen, still = answers(None), answers(runs.Learning("model", 0.0))
+    np.testing.assert_allclose(frozen, still, rtol=1e-8)
 
 
 @pytest.mark.slow

@@ -76,14 +76,14 @@ def adopt(
     partial.mkdir(parents=True)
     try:
         shutil.copyfile(run.path / TRAINING, partial / TRAINING)
-        write(partial, run.spec, _as_before(run.model, model), family, record)
+        write(partial, run.spec, as_before(run.model, model), family, record)
         os.rename(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return open_run(out)
 
 
-def _as_before(before: rd.StateSpaceModel, learned: rd.StateSpaceModel) -> rd.StateSpaceModel:
+def as_before(before: rd.StateSpaceModel, learned: rd.StateSpaceModel) -> rd.StateSpaceModel:
     """The learned model in the structure of the one before.
 
     Scales that were plain arrays are held positive while they are learned; a model of the user's
