@@ -262,6 +262,25 @@ def test_a_file_of_something_else_is_not_touched(exact, lines, tmp_path):
     assert letter.read_text() == "dear"
 
 
+def test_an_input_that_cannot_be_read_leaves_nothing_in_the_way(exact, lines, tmp_path):
+    history, figure, out = (tmp_path / name for name in ("h.csv", "f.png", "out.csv"))
+    learning = runs.Learning("model", 0.01, history=history, figure=figure)
+    with pytest.raises(data.DataError, match="flow"):
+        runs.stream(exact, source_of([b"year,flw\n", b"1900,1.0\n"]), out, learning=learning)
+    runs.stream(exact, source_of(lines[:5]), out, learning=learning)
+    assert len(pd.read_csv(out)) == 4 and len(pd.read_csv(history)) == 0
+    assert not figure.exists()
+
+
+def test_a_history_may_begin_later(exact, lines, tmp_path):
+    state, history = tmp_path / "state", tmp_path / "history.csv"
+    for upto, place in ((5, None), (60, history)):
+        learning = runs.Learning("model", 0.01, history=place, history_every=20)
+        source = source_of(lines[: upto + 1])
+        runs.stream(exact, source, io.BytesIO(), lag=LAG, state=state, learning=learning)
+    assert pd.read_csv(history)["row"].tolist() == [20, 40, 60]
+
+
 def test_the_command_says_what_was_learned(exact, lines, tmp_path, monkeypatch, capsys):
     def go(*options: str, rows: list[bytes]) -> str:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(source_of(rows)))

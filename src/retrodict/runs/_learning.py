@@ -101,7 +101,7 @@ class Learning:
     @property
     def settings(self) -> list[Any]:
         """What the state of a stream depends on."""
-        return [self.what, self.largest_step, self.schedule, self.window]
+        return [self.what, self.largest_step, self.schedule, self.window or WINDOW]
 
     @property
     def largest_step(self) -> float:

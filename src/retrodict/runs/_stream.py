@@ -338,9 +338,14 @@ def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
             " one by --state, or remove it to begin anew."
         )
     kept = Kept(*fields)
-    if isinstance(kept.live, list):
-        kept = kept._replace(live=jax.tree.unflatten(jax.tree.structure(fresh.live), kept.live))
-    return kept
+    if not isinstance(kept.live, list):
+        return kept
+    try:
+        return kept._replace(live=jax.tree.unflatten(jax.tree.structure(fresh.live), kept.live))
+    except ValueError as error:
+        raise RunError(
+            f"{place} was written by another version of retrodict. Remove it to begin anew."
+        ) from error
 
 
 def _opened(out: Path, known: int, unread: bool, files: ExitStack) -> Any:

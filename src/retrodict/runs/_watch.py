@@ -71,8 +71,6 @@ class Watch:
         self.names, self._read = _reader(live, learning, start)
         self.start = self.values(start)
         self.told = self.drawn = time.monotonic()
-        if history is not None and not self.noted:
-            history.write(_csv([*FIRST_COLUMNS, *self.names]))
 
     @property
     def elbo(self) -> float:
@@ -101,6 +99,7 @@ class Watch:
             self.counted += 1
         read = int(state.learner.num_read)
         if self.history is not None and read % self.learning.history_every == 0:
+            self._begin()
             skipped = int(state.learner.num_skipped)
             first = [read, as_texts(rows.times[-1:])[0], self.elbo, skipped]
             self.history.write(_csv([*first, *self.values(state).values()]))
@@ -108,10 +107,16 @@ class Watch:
     def keep(self) -> Watched:
         """What is to be kept, after the history that it stands for."""
         if self.history is not None:
+            self._begin()
             self.history.flush()
             os.fsync(self.history.fileno())
             self.noted = self.history.tell()
         return Watched(self.recent.copy(), np.asarray(self.counted), np.asarray(self.noted))
+
+    def _begin(self) -> None:
+        """Writes the names of the columns; not before there are rows, lest a file is in the way."""
+        if not self.history.tell():
+            self.history.write(_csv([*FIRST_COLUMNS, *self.names]))
 
     def show(self, state: Any, *, last: bool = False) -> None:
         """Tells how far it is and draws, if it is time to."""
@@ -120,7 +125,7 @@ class Watch:
         if told is not None and (last or now - self.told > SECONDS_BETWEEN_TELLING):
             self.told = now
             told(self.learned(state))
-        if figure is not None and history is not None:
+        if figure is not None and history is not None and self.noted:
             if last or now - self.drawn > SECONDS_BETWEEN_FIGURES:
                 self.history.flush()
                 draw_history(history, figure)
@@ -162,12 +167,16 @@ def _csv(cells: list[Any]) -> bytes:
 def draw_history(history: Path, figure: Path) -> None:
     """Draws the history of a stream that learned: its ELBO and its parameters, row by row.
 
+    Nothing is drawn before there is a line of it.
+
     Args:
         history: the file that `stream` wrote.
         figure: a .png, .svg or .pdf file, which is replaced.
     """
     with open(history, newline="", encoding="utf-8") as file:
         names, *lines = csv.reader(file)
+    if not lines:
+        return
     rows = [int(line[0]) for line in lines]
     places = [names.index("elbo_a_row"), *range(len(FIRST_COLUMNS), len(names))][:MOST_PANELS]
 
