@@ -183,6 +183,7 @@ class _Session:
         untitled = not as_json and not (self.owned and self.handle.tell())
         if not self.owned and untitled:
             self.handle.write(header(self.names))
+            self.handle.flush()
             untitled = False
         for lines in arriving(source):
             if reader is None:
@@ -202,9 +203,9 @@ class _Session:
                 if self.watch is not None:
                     self.watch.saw(kept.live, part, out.elbo_increment, out.skipped)
                     self.watch.show(kept.live)
-            self.handle.flush()
-            if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
-                kept, saved = self.save(kept), time.monotonic()
+                self.handle.flush()
+                if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
+                    kept, saved = self.save(kept), time.monotonic()
         if count:
             kept = self.save(kept)
         return kept, count
