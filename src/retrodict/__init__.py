@@ -116,6 +116,9 @@ from retrodict._model import StateSpaceModel as StateSpaceModel
 from retrodict._online import AbstractFeatures as AbstractFeatures
 from retrodict._online import AbstractRecursiveGradient as AbstractRecursiveGradient
 from retrodict._online import KalmanScore as KalmanScore
+from retrodict._online import LaggedLearner as LaggedLearner
+from retrodict._online import LaggedLearnerOutput as LaggedLearnerOutput
+from retrodict._online import LaggedLearnerState as LaggedLearnerState
 from retrodict._online import LearnerOutput as LearnerOutput
 from retrodict._online import LearnerState as LearnerState
 from retrodict._online import OnlineLearner as OnlineLearner

@@ -4,6 +4,9 @@ from retrodict._online.gradient import AbstractRecursiveGradient as AbstractRecu
 from retrodict._online.gradient import RowGradient as RowGradient
 from retrodict._online.gradient import recursive_gradient as recursive_gradient
 from retrodict._online.kalman import KalmanScore as KalmanScore
+from retrodict._online.lagged import LaggedLearner as LaggedLearner
+from retrodict._online.lagged import LaggedLearnerOutput as LaggedLearnerOutput
+from retrodict._online.lagged import LaggedLearnerState as LaggedLearnerState
 from retrodict._online.learner import LearnerOutput as LearnerOutput
 from retrodict._online.learner import LearnerState as LearnerState
 from retrodict._online.learner import OnlineLearner as OnlineLearner

@@ -1,6 +1,8 @@
 """Learning a family and a model from one stream, row by row, in memory that does not grow."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -27,6 +29,9 @@ from retrodict._online.parts import Learn, Parts, dtype_of, parts_of
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import as_real_array, check_count, check_finite, check_key
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 NUM_DRAWS = 64
 """How many states are drawn for the smoothed moments of families that draw."""
@@ -228,7 +233,7 @@ def _update(
 ) -> tuple[LearnerState, LearnerOutput]:
     model = unwrap(eqx.combine(*learner.parts)[1])
     rows, count = one_row(y, mask, u, model.takes_input, dtype_of(state.parameters))
-    state, out = _along(learner, state, rows, count)
+    state, out = along(partial(learn_row, learner), state, rows, count)
     return state, jax.tree.map(lambda leaf: leaf[0], out)
 
 
@@ -236,19 +241,23 @@ def _update(
 def _scan(
     learner: OnlineLearner, state: LearnerState, rows: Row, count: Int[Array, ""]
 ) -> tuple[LearnerState, LearnerOutput]:
-    return _along(learner, state, rows, count)
+    return along(partial(learn_row, learner), state, rows, count)
 
 
-def _along(
-    learner: OnlineLearner, state: LearnerState, rows: Row, count: Int[Array, ""]
-) -> tuple[LearnerState, LearnerOutput]:
+def along(
+    read: Callable[[S, Row], tuple[S, T]], state: S, rows: Row, count: Int[Array, ""]
+) -> tuple[S, T]:
+    """Reads the first `count` rows, one after another: what comes after puts out NaN.
+
+    The program of a row is the same wherever it stands, and so are its last bits.
+    """
     first = jax.tree.map(lambda leaf: leaf[0], rows)
-    shapes = jax.eval_shape(lambda: _learn(learner, state, first)[1])
+    shapes = jax.eval_shape(lambda: read(state, first)[1])
     nothing = jax.tree.map(_unknown, shapes)
 
-    def move(state: LearnerState, at: tuple) -> tuple[LearnerState, LearnerOutput]:
+    def move(state: S, at: tuple) -> tuple[S, T]:
         row, k = at
-        return lax.cond(k < count, lambda: _learn(learner, state, row), lambda: (state, nothing))
+        return lax.cond(k < count, lambda: read(state, row), lambda: (state, nothing))
 
     return lax.scan(move, state, (rows, jnp.arange(rows.y.shape[0])))
 
@@ -270,7 +279,7 @@ class Seen(NamedTuple):
 
 # Compiled by itself, it is traced once, for its shapes and for its loop.
 @eqx.filter_jit
-def _learn(
+def learn_row(
     learner: OnlineLearner, state: LearnerState, row: Row
 ) -> tuple[LearnerState, LearnerOutput]:
     """Reads one row."""

@@ -16,6 +16,18 @@ from rich.table import Table as Grid
 from retrodict.cli._errors import UserError, cannot_write
 from retrodict.cli._options import AsJson, Seed
 from retrodict.cli._progress import Stages
+from retrodict.cli._stream import (
+    Figure,
+    History,
+    HistoryEvery,
+    Learn,
+    Rate,
+    SaveRun,
+    Steps,
+    Telling,
+    Window,
+    learning_of,
+)
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder that `fit` made.")]
 DataFile = Annotated[
@@ -50,6 +62,7 @@ OPTIONS = {
     "step_input=True": "--step-input",
     "freq='irregular'": "--freq irregular",
     "overwrite=True": "--overwrite",
+    "history_every": "--history-every",
 }
 """What Python's arguments are called here."""
 
@@ -321,11 +334,21 @@ def stream(
     ] = None,
     state: Annotated[
         Path | None,
-        typer.Option(help="Where the state is kept.", show_default="RUN/stream-LAG.rd"),
+        typer.Option(
+            help="Where the state is kept.", show_default="RUN/stream-LAG.rd; -PART if it learns"
+        ),
     ] = None,
     flush: Annotated[
         bool, typer.Option("--flush", help="Smooth the last rows too when the input ends.")
     ] = False,
+    learn: Learn = None,
+    rate: Rate = None,
+    schedule: Steps = None,
+    window: Window = None,
+    history: History = None,
+    history_every: HistoryEvery = None,
+    figure: Figure = None,
+    save_run: SaveRun = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -334,30 +357,49 @@ def stream(
     Rows are comma-separated with a header, in order of time. Each is answered at once by a line
     with the filtered state and the state `lag` rows before given all rows so far. The state is kept
     in the run: rows that were answered before a restart are recognised by their time and skipped.
+
+    With --learn, rows are learned from too, and answered at the parameters as they stand. What was
+    learned is in the state; with --save-run it becomes a run of its own when the input ends.
     """
     from retrodict import runs
 
+    telling = Telling(Console(stderr=True), quiet=out is None and sys.stdout.isatty())
     with _explained():
         opened = runs.open_run(run)
-        place = run / f"stream-{lag}.rd" if state is None else state
+        learning = learning_of(
+            learn,
+            telling,
+            rate=rate,
+            schedule=schedule,
+            window=window,
+            history=history,
+            history_every=history_every,
+            figure=figure,
+            save_run=save_run,
+        )
+        place = runs.state_place(opened, lag, learning) if state is None else state
         if place.exists():
             typer.echo(
                 f"Going on from {place}: rows that it knows are skipped; remove it to begin anew.",
                 err=True,
             )
         try:
-            runs.stream(
-                opened,
-                sys.stdin.buffer,
-                sys.stdout.buffer if out is None else out,
-                lag=lag,
-                state=state,
-                flush=flush,
-                seed=seed,
-                as_json=as_json,
-            )
+            with telling:
+                runs.stream(
+                    opened,
+                    sys.stdin.buffer,
+                    sys.stdout.buffer if out is None else out,
+                    lag=lag,
+                    state=state,
+                    flush=flush,
+                    seed=seed,
+                    as_json=as_json,
+                    learning=learning,
+                )
         except OSError as error:
             raise UserError(cannot_write(error, out or run)) from error
+    if save_run is not None:
+        typer.echo(f"Wrote {save_run}.", err=True)
 
 
 def info(run: RunFolder, as_json: AsJson = False) -> None:

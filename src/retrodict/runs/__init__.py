@@ -16,6 +16,8 @@ from retrodict.runs._content import Series as Series
 from retrodict.runs._content import SeriesPanel as SeriesPanel
 from retrodict.runs._learn import NUM_STAGES as NUM_STAGES
 from retrodict.runs._learn import fit as fit
+from retrodict.runs._learning import Learned as Learned
+from retrodict.runs._learning import Learning as Learning
 from retrodict.runs._names import state_names as state_names
 from retrodict.runs._page import page as page
 from retrodict.runs._plot import plot as plot
@@ -24,4 +26,6 @@ from retrodict.runs._record import RunError as RunError
 from retrodict.runs._record import open_run as open_run
 from retrodict.runs._report import draw as draw
 from retrodict.runs._report import write_report as write_report
+from retrodict.runs._stream import state_place as state_place
 from retrodict.runs._stream import stream as stream
+from retrodict.runs._watch import draw_history as draw_history

@@ -2,12 +2,13 @@
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from retrodict._workspace import write_atomically
 from retrodict.runs._content import Band, SeriesPanel, is_dated, percent
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -53,12 +54,31 @@ def plot(
         ValueError: if there are no panels, or the suffix is another.
         ImportError: if matplotlib is not installed.
     """
-    path = Path(path)
-    suffix = path.suffix.lower()
-    if suffix not in FORMATS:
-        raise ValueError(f"{path.name}: a picture ends in {', '.join(FORMATS)}, not {suffix!r}.")
     if not panels:
         raise ValueError("There are no panels to draw; give at least one.")
+
+    def draw(figure: Any, axes: list[Any]) -> None:
+        for panel, ax in zip(panels, axes, strict=True):
+            _draw(panel, ax, level)
+        _legend(figure, axes)
+        if title:
+            figure.suptitle(plain(title), x=0.01, ha="left", fontsize=10)
+
+    write_picture(path, len(panels), draw)
+
+
+def write_picture(
+    path: str | os.PathLike[str], num_panels: int, draw: Callable[[Any, list[Any]], None]
+) -> None:
+    """Writes panels below one another, whole or not at all, in the style of this library.
+
+    Args:
+        path: where to; the suffix says the format: .png, .svg or .pdf.
+        num_panels: how many panels.
+        draw: draws into the figure and its axes.
+    """
+    path = Path(path)
+    suffix = check_picture(path)
     try:
         from matplotlib import rc_context, rcdefaults, rcParams
         from matplotlib.figure import Figure
@@ -69,27 +89,26 @@ def plot(
     with rc_context():
         rcdefaults()  # not what a user has set for figures of their own
         rcParams.update(_STYLE)
-        height = 0.5 + 1.9 * len(panels)
+        height = 0.5 + 1.9 * num_panels
         figure = Figure(figsize=(7.5, height), dpi=160, layout="constrained")
-        axes = list(figure.subplots(len(panels), 1, squeeze=False, sharex=True).ravel())
-        for panel, ax in zip(panels, axes, strict=True):
-            _draw(panel, ax, level)
-        _legend(figure, axes)
-        if title:
-            figure.suptitle(_plain(title), x=0.01, ha="left", fontsize=10)
+        draw(figure, list(figure.subplots(num_panels, 1, squeeze=False, sharex=True).ravel()))
         content = io.BytesIO()
         # Without the date the bytes are the same on every day.
         dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[suffix]
         figure.savefig(content, format=suffix[1:], metadata=dated)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content.getvalue())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(path, content.getvalue())
 
 
-def _plain(text: str) -> str:
+def check_picture(path: Path) -> str:
+    """The suffix of a picture, refused if it is no format that is drawn."""
+    suffix = path.suffix.lower()
+    if suffix not in FORMATS:
+        raise ValueError(f"{path.name}: a picture ends in {', '.join(FORMATS)}, not {suffix!r}.")
+    return suffix
+
+
+def plain(text: str) -> str:
+    """Text as it stands, for a picture."""
     # A dollar sign in a name is no formula.
     return text.replace("$", r"\$")
 
@@ -137,7 +156,7 @@ def _draw(panel: SeriesPanel, ax: Any, level: float) -> None:
             label="missing",
             zorder=5,
         )
-    ax.set_title(_plain(panel.title))
+    ax.set_title(plain(panel.title))
     ax.margins(x=0.01)
     if is_dated(panel.times):
         from matplotlib.dates import AutoDateLocator, ConciseDateFormatter

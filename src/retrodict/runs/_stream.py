@@ -4,16 +4,24 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
 import retrodict as rd
 from retrodict import data
+from retrodict.runs._adopt import adopt, refuse_existing
+from retrodict.runs._learning import Learning
+from retrodict.runs._lines import Answers, arriving, as_texts, header, written
 from retrodict.runs._names import state_names
 from retrodict.runs._record import Run, RunError
+from retrodict.runs._watch import Watch, Watched
+
+Live: TypeAlias = rd.FixedLag | rd.LaggedLearner
+"""What answers the rows: a family that stays, or one that learns."""
 
 CHUNK = 256
 """Rows that are read by one compiled program. A shorter chunk is padded to it."""
@@ -25,11 +33,12 @@ class Kept(NamedTuple):
     """What a stream needs to go on.
 
     Attributes:
-        live: the state of `retrodict.FixedLag`.
+        live: the state of what answers the rows.
         last: the time of the last row, as a number; dates in microseconds.
         dates: whether times are dates.
         waiting: the times of the rows that are not smoothed yet, likewise.
         written: how many bytes were written to the file of answers.
+        watched: what was seen of the learning; `None` if nothing is learned.
     """
 
     live: Any
@@ -37,6 +46,7 @@ class Kept(NamedTuple):
     dates: np.ndarray
     waiting: np.ndarray
     written: np.ndarray
+    watched: Any = None
 
 
 def stream(
@@ -49,6 +59,7 @@ def stream(
     flush: bool = False,
     seed: int = 0,
     as_json: bool = False,
+    learning: Learning | None = None,
 ) -> int:
     """Answers rows of comma-separated values as they come.
 
@@ -58,6 +69,10 @@ def stream(
     knows are skipped, and what follows is the same as if nothing had happened. If `out` is a file
     it is first cut back to that row, so that it holds every answer once; a reader of a pipe may see
     the rows of the last second again, with the same answers.
+
+    With `learning`, each row is answered at the parameters as they stand, and then learned from.
+    What was learned, and what it takes to go on, is in the same file: killed and gone on with, it
+    learns and answers the same to the last bit.
 
     Args:
         run: the run.
@@ -69,97 +84,175 @@ def stream(
             this ends the stream.
         seed: of the draws of families that draw.
         as_json: whether an answer is a line of JSON, instead of comma-separated values.
+        learning: what is learned from the rows, and how; by default nothing is.
 
     Returns:
         How many rows were answered.
 
     Raises:
         DataError: if a row cannot be read.
-        RunError: if the state is of another run, lag or file.
+        RunError: if the state is of another run, lag, learning or file.
     """
-    place = run.path / f"stream-{lag}.rd" if state is None else state
-    names = state_names(run)
-    live = rd.FixedLag(run.smoother, lag)
-    kept = _read_state(place, live, run, seed)
-    handle, owned = _opened(out, kept)
-    try:
-        return _answer(run, live, source, handle, owned, kept, place, names, flush, as_json)
-    finally:
-        if owned:
-            handle.close()
-
-
-def _answer(
-    run: Run,
-    live: rd.FixedLag,
-    source: Any,
-    handle: Any,
-    owned: bool,
-    kept: Kept,
-    place: Path,
-    names: list[str],
-    flush: bool,
-    as_json: bool,
-) -> int:
-    reader: data.LiveReader | None = None
-    last = None if not kept.waiting.size else _as_time(kept.last, kept)
-    count, saved = 0, time.monotonic()
-    if not as_json and not (owned and handle.tell()):
-        handle.write(_header(names))
-    for lines in _arriving(source):
-        if reader is None:
-            reader = data.LiveReader(run.layout, lines.pop(0), last=last)
-        rows = reader.read(lines)
-        for begin in range(0, len(rows.times), CHUNK):
-            part = rows.cut(begin, begin + CHUNK)
-            kept, answers = _advanced(live, kept, part)
-            handle.write(_written(answers, names, as_json))
-            count += len(part.times)
-        handle.flush()
-        if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
-            kept = _save(place, kept, handle, owned, run, live)
-            saved = time.monotonic()
-    if count:
-        kept = _save(place, kept, handle, owned, run, live)
-    if flush and kept.waiting.size:
-        handle.write(_written(_remaining(live, kept), names, as_json))
-        handle.flush()
+    place = state_place(run, lag, learning) if state is None else state
+    live = rd.FixedLag(run.smoother, lag) if learning is None else learning.learner(run, lag)
+    if learning is not None and learning.save_run is not None:
+        refuse_existing(learning.save_run)
+    fresh = _fresh(live, seed)
+    kept = _read_state(place, _fingerprint(run, live, learning), fresh)
+    with ExitStack() as files:
+        # Nothing is known yet of files whose first rows were killed on their way to the state.
+        unread = place.exists() and not kept.waiting.size
+        handle = _opened(out, int(kept.written), unread, files) if isinstance(out, Path) else out
+        watch = None
+        if isinstance(live, rd.LaggedLearner) and learning is not None:
+            watch = _watching(live, learning, fresh, kept, unread, files)
+        fingerprint = _fingerprint(run, live, learning)
+        session = _Session(run, live, place, fingerprint, handle, handle is not out, watch)
+        kept, count = session.answer(source, kept, as_json)
+        if flush and kept.waiting.size:
+            handle.write(written(_remaining(live, kept), session.names, as_json))
+            handle.flush()
+        if watch is not None:
+            watch.show(kept.live, last=True)
+            if watch.learning.save_run is not None:
+                _save_run(run, watch, kept, watch.learning.save_run)
     return count
 
 
-def _arriving(source: Any) -> Iterator[list[str]]:
-    """Lines as they come: as many as are there, and at least one."""
-    rest = b""
-    read = getattr(source, "read1", source.read)
-    while block := read(1 << 16):
-        *lines, rest = (rest + block).split(b"\n")
-        if lines:
-            yield [_decoded(line) for line in lines]
-    if rest.strip():
-        yield [_decoded(rest)]
+def state_place(run: Run, lag: int, learning: Learning | None = None) -> Path:
+    """Where the state of a stream is kept unless a place is named.
+
+    Args:
+        run: the run.
+        lag: how many rows a smoothed row waits for.
+        learning: what is learned.
+    """
+    what = "" if learning is None else f"-{learning.what}"
+    return run.path / f"stream-{lag}{what}.rd"
 
 
-def _decoded(line: bytes) -> str:
-    try:
-        return line.decode("utf-8-sig").rstrip("\r")
-    except UnicodeDecodeError as error:
-        raise data.DataError(
-            f"standard input: {line[:40]!r} is not UTF-8; send text in UTF-8."
-        ) from error
+def _watching(
+    live: rd.LaggedLearner,
+    learning: Learning,
+    fresh: Kept,
+    kept: Kept,
+    unread: bool,
+    files: ExitStack,
+) -> Watch:
+    watched, history = Watched(*kept.watched), None
+    figure, known = learning.figure, int(watched.noted)
+    if figure is not None and figure.exists() and not (known or unread):
+        raise RunError(f"{figure} exists, and is not of this stream; name another.")
+    if learning.history is not None:
+        history = _opened(learning.history, known, unread, files)
+    return Watch(live, learning, fresh.live, watched, history)
 
 
-class Answers(NamedTuple):
-    """Rows of answers; moments of the smoothed row are NaN before there is one."""
+class _Session:
+    """What answers the rows of one source, and keeps the state meanwhile.
 
-    times: np.ndarray
-    filtered: tuple[np.ndarray, np.ndarray] | None
-    smoothed_times: np.ndarray
-    smoothed: tuple[np.ndarray, np.ndarray]
-    ready: np.ndarray
+    Args:
+        run: the run.
+        live: what answers the rows.
+        place: the file of the state.
+        fingerprint: what the state is of.
+        handle: where answers go.
+        owned: whether that is a file that is cut back when the stream goes on.
+        watch: who follows what is learned.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        live: Live,
+        place: Path,
+        fingerprint: str,
+        handle: Any,
+        owned: bool,
+        watch: Watch | None,
+    ):
+        self.layout, self.names, self.live = run.layout, state_names(run), live
+        self.place, self.fingerprint = place, fingerprint
+        self.handle, self.owned, self.watch = handle, owned, watch
+
+    def answer(self, source: Any, kept: Kept, as_json: bool) -> tuple[Kept, int]:
+        """Answers all rows; what is to be kept, and how many there were."""
+        reader: data.LiveReader | None = None
+        last = None if not kept.waiting.size else _as_time(kept.last, kept)
+        count, saved = 0, time.monotonic()
+        untitled = not as_json and not (self.owned and self.handle.tell())
+        if not self.owned and untitled:
+            self.handle.write(header(self.names))
+            self.handle.flush()
+            untitled = False
+        for lines in arriving(source):
+            if reader is None:
+                reader = data.LiveReader(self.layout, lines.pop(0), last=last)
+            rows = reader.read(lines)
+            if not count and len(rows.times) and not self.place.exists():
+                # Before any answer: a file of answers without a state would be somebody else's.
+                kept = self.save(kept)
+            if untitled and len(rows.times):
+                self.handle.write(header(self.names))
+                untitled = False
+            for begin, end in self.cuts(kept, len(rows.times)):
+                part = rows.cut(begin, end)
+                kept, answers, out = _advanced(self.live, kept, part)
+                self.handle.write(written(answers, self.names, as_json))
+                count += len(part.times)
+                if self.watch is not None:
+                    self.watch.saw(kept.live, part, out.elbo_increment, out.skipped)
+                    self.watch.show(kept.live)
+                self.handle.flush()
+                if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
+                    kept, saved = self.save(kept), time.monotonic()
+        if count:
+            kept = self.save(kept)
+        return kept, count
+
+    def cuts(self, kept: Kept, count: int) -> Iterator[tuple[int, int]]:
+        """Where rows are cut: into chunks, and where a line of the history is due."""
+        begin = 0
+        read = 0 if self.watch is None else int(kept.live.learner.num_read)
+        while begin < count:
+            room = CHUNK
+            if self.watch is not None and self.watch.history is not None:
+                every = self.watch.learning.history_every
+                room = min(CHUNK, every - (read + begin) % every)
+            end = min(begin + room, count)
+            yield begin, end
+            begin = end
+
+    def save(self, kept: Kept) -> Kept:
+        """Keeps the state, after the answers that it stands for."""
+        if self.owned:
+            self.handle.flush()
+            os.fsync(self.handle.fileno())
+            kept = kept._replace(written=np.asarray(self.handle.tell()))
+        if self.watch is not None:
+            kept = kept._replace(watched=tuple(self.watch.keep()))
+        rd.save(self.place, (tuple(_packed(self.live, kept)), self.fingerprint))
+        return kept
 
 
-def _advanced(live: rd.FixedLag, kept: Kept, rows: data.Rows) -> tuple[Kept, Answers]:
-    """Reads at most a chunk of rows."""
+def _save_run(run: Run, watch: Watch, kept: Kept, out: Path) -> None:
+    """Makes a new run of what was learned."""
+    if not kept.waiting.size:
+        raise RunError("No row was read, and nothing learned: there is no run to save.")
+    adopt(
+        run,
+        watch.live.model(kept.live),
+        watch.live.family(kept.live),
+        out,
+        learning=watch.learning,
+        num_rows=int(kept.live.learner.num_read),
+        nats_a_row=watch.elbo,
+        last=as_texts(np.atleast_1d(_as_time(kept.last, kept)))[0],
+    )
+
+
+def _advanced(live: Live, kept: Kept, rows: data.Rows) -> tuple[Kept, Answers, Any]:
+    """Reads at most a chunk of rows; the state after them, their answers, and all that was said."""
     count = len(rows.times)
     padding = ((0, CHUNK - count), (0, 0))
     ys = np.pad(rows.ys, padding)
@@ -171,14 +264,17 @@ def _advanced(live: rd.FixedLag, kept: Kept, rows: data.Rows) -> tuple[Kept, Ans
     begin = len(every) - count
     behind = np.maximum(begin + np.arange(count) - live.lag, 0)
     ready = np.asarray(out.ready)[:count]
-    now = Kept(state, every[-1], np.asarray(dates), every[-live.lag :], kept.written)
-    return now, Answers(
+    now = kept._replace(
+        live=state, last=every[-1], dates=np.asarray(dates), waiting=every[-live.lag :]
+    )
+    answers = Answers(
         rows.times,
         _moments(out.filtered, count),
         _as_time(every[behind], now),
         _moments(out.smoothed, count),
         ready,
     )
+    return now, answers, out
 
 
 def _moments(found: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -187,7 +283,7 @@ def _moments(found: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(found.mean)[:count], std
 
 
-def _remaining(live: rd.FixedLag, kept: Kept) -> Answers:
+def _remaining(live: Live, kept: Kept) -> Answers:
     """The rows that nothing came after, given all of them."""
     found = live.flush(kept.live)
     ready = np.asarray(found.ready)
@@ -203,112 +299,70 @@ def _as_time(values: Any, kept: Kept) -> Any:
     return values.astype(np.int64).astype("datetime64[us]") if bool(kept.dates) else values
 
 
-def _header(names: list[str]) -> bytes:
-    parts = ["time", *(f"{name}_{what}" for name in names for what in ("mean", "std"))]
-    parts += ["smoothed_time"]
-    parts += [f"{name}_smoothed_{what}" for name in names for what in ("mean", "std")]
-    return (",".join(parts) + "\n").encode()
+def _fingerprint(run: Run, live: Live, learning: Learning | None) -> str:
+    fixed = live if isinstance(live, rd.FixedLag) else live.live
+    settings: list[Any] = [run.record["files"], fixed.lag, fixed.num_samples]
+    if learning is not None:
+        settings.append(learning.settings)
+    return json.dumps(settings, sort_keys=True)
 
 
-def _written(answers: Answers, names: list[str], as_json: bool) -> bytes:
-    lines = []
-    times = _texts(answers.times)
-    behind = _texts(answers.smoothed_times)
-    smoothed = _interleaved(answers.smoothed)
-    filtered = None if answers.filtered is None else _interleaved(answers.filtered)
-    empty = [None] * (2 * len(names))
-    for i, stamp in enumerate(times):
-        now = empty if filtered is None else filtered[i]
-        later = [behind[i], *smoothed[i]] if answers.ready[i] else [None, *empty]
-        lines.append((stamp, now, later))
-    if not as_json:
-        rows = ([stamp, *now, *later] for stamp, now, later in lines)
-        return "".join(
-            ",".join("" if cell is None else str(cell) for cell in row) + "\n" for row in rows
-        ).encode()
-    return "".join(
-        json.dumps(
-            {
-                "time": stamp,
-                "filtered": None if filtered is None else _by_name(names, now),
-                "smoothed_time": later[0],
-                "smoothed": None if later[0] is None else _by_name(names, later[1:]),
-            }
-        )
-        + "\n"
-        for stamp, now, later in lines
-    ).encode()
-
-
-def _by_name(names: list[str], cells: list[Any]) -> dict[str, dict[str, float]]:
-    return {name: {"mean": cells[2 * i], "std": cells[2 * i + 1]} for i, name in enumerate(names)}
-
-
-def _interleaved(moments: tuple[np.ndarray, np.ndarray]) -> list[list[float]]:
-    """Means and deviations side by side, to ten digits.
-
-    How rows are cut into chunks changes the last of the sixteen digits, and must not be seen.
-    """
-    rows = np.stack(moments, axis=-1).reshape(len(moments[0]), -1).tolist()
-    return [[float(f"{cell:.10g}") for cell in row] for row in rows]
-
-
-def _texts(times: np.ndarray) -> list[str]:
-    if times.dtype.kind == "M":
-        return [str(stamp).removesuffix(".000000") for stamp in times]
-    return [repr(stamp) for stamp in times.tolist()]
-
-
-def _fingerprint(run: Run, live: rd.FixedLag) -> str:
-    return json.dumps([run.record["files"], live.lag, live.num_samples], sort_keys=True)
-
-
-def _read_state(place: Path, live: rd.FixedLag, run: Run, seed: int) -> Kept:
-    fresh = Kept(
+def _fresh(live: Live, seed: int) -> Kept:
+    """Before the first row."""
+    return Kept(
         live.init(jax.random.key(seed)),
         np.zeros(()),
         np.zeros((), bool),
         np.zeros(0),
         np.zeros((), int),
+        None if isinstance(live, rd.FixedLag) else tuple(Watched.nothing()),
     )
+
+
+def _packed(live: Live, kept: Kept) -> Kept:
+    """What is written: of a learner the arrays alone, as a model may hold functions of a user."""
+    if isinstance(live, rd.FixedLag):
+        return kept
+    return kept._replace(live=jax.tree.leaves(kept.live))
+
+
+def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
     if not place.exists():
         return fresh
     try:
-        kept, fingerprint = rd.load(place, like=None)
+        fields, found = rd.load(place, like=None)
     except rd.CheckpointError as error:
         raise RunError(f"{place}: {error} Remove it to begin anew.") from error
-    if fingerprint != _fingerprint(run, live):
+    if found != fingerprint:
         raise RunError(
-            f"{place} is the state of another run or lag; name another one by --state, or remove it"
-            " to begin anew."
+            f"{place} is the state of another run or lag, or of other ways to learn; name another"
+            " one by --state, or remove it to begin anew."
         )
-    return Kept(*kept)
+    kept = Kept(*fields)
+    if not isinstance(kept.live, list):
+        return kept
+    try:
+        return kept._replace(live=jax.tree.unflatten(jax.tree.structure(fresh.live), kept.live))
+    except ValueError as error:
+        raise RunError(
+            f"{place} was written by another version of retrodict. Remove it to begin anew."
+        ) from error
 
 
-def _save(place: Path, kept: Kept, handle: Any, owned: bool, run: Run, live: rd.FixedLag) -> Kept:
-    """Keeps the state, after the answers that it stands for."""
-    if owned:
-        handle.flush()
-        os.fsync(handle.fileno())
-        kept = kept._replace(written=np.asarray(handle.tell()))
-    rd.save(place, (tuple(kept), _fingerprint(run, live)))
-    return kept
+def _opened(out: Path, known: int, unread: bool, files: ExitStack) -> Any:
+    """A file that is appended to, cut back to what the state knows of.
 
-
-def _opened(out: Any, kept: Kept) -> tuple[Any, bool]:
-    """Where answers go; a file is cut back to what the state knows of."""
-    if not isinstance(out, Path):
-        return out, False
-    known = int(kept.written)
+    A file of which the state knows nothing is somebody else's, unless the state has read no row.
+    """
     size = out.stat().st_size if out.exists() else 0
     if size < known:
         raise RunError(
             f"{out} has {size} bytes, and the state knows of {known}: it is not the file that this"
             " stream was written to. Name that one, or another state by --state."
         )
-    if size and not kept.waiting.size:
+    if size and not (known or unread):
         raise RunError(f"{out} exists, and no state says that it is of this stream; name another.")
-    handle = open(out, "r+b" if size else "wb")
+    handle = files.enter_context(open(out, "r+b" if size else "wb"))
     handle.truncate(known)
     handle.seek(known)
-    return handle, True
+    return handle

@@ -1,0 +1,99 @@
+"""The lines of a stream: rows as they are read, and answers as they are written."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from retrodict import data
+
+
+def arriving(source: Any) -> Iterator[list[str]]:
+    """Lines as they come: as many as are there, and at least one."""
+    rest = b""
+    read = getattr(source, "read1", source.read)
+    while block := read(1 << 16):
+        *lines, rest = (rest + block).split(b"\n")
+        if lines:
+            yield [_decoded(line) for line in lines]
+    if rest.strip():
+        yield [_decoded(rest)]
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode("utf-8-sig").rstrip("\r")
+    except UnicodeDecodeError as error:
+        raise data.DataError(
+            f"standard input: {line[:40]!r} is not UTF-8; send text in UTF-8."
+        ) from error
+
+
+class Answers(NamedTuple):
+    """Rows of answers; moments of the smoothed row are NaN before there is one."""
+
+    times: np.ndarray
+    filtered: tuple[np.ndarray, np.ndarray] | None
+    smoothed_times: np.ndarray
+    smoothed: tuple[np.ndarray, np.ndarray]
+    ready: np.ndarray
+
+
+def header(names: list[str]) -> bytes:
+    """The first line of answers."""
+    parts = ["time", *(f"{name}_{what}" for name in names for what in ("mean", "std"))]
+    parts += ["smoothed_time"]
+    parts += [f"{name}_smoothed_{what}" for name in names for what in ("mean", "std")]
+    return (",".join(parts) + "\n").encode()
+
+
+def written(answers: Answers, names: list[str], as_json: bool) -> bytes:
+    """Answers as lines of comma-separated values, or of JSON."""
+    lines = []
+    times = as_texts(answers.times)
+    behind = as_texts(answers.smoothed_times)
+    smoothed = _interleaved(answers.smoothed)
+    filtered = None if answers.filtered is None else _interleaved(answers.filtered)
+    empty = [None] * (2 * len(names))
+    for i, stamp in enumerate(times):
+        now = empty if filtered is None else filtered[i]
+        later = [behind[i], *smoothed[i]] if answers.ready[i] else [None, *empty]
+        lines.append((stamp, now, later))
+    if not as_json:
+        rows = ([stamp, *now, *later] for stamp, now, later in lines)
+        return "".join(
+            ",".join("" if cell is None else str(cell) for cell in row) + "\n" for row in rows
+        ).encode()
+    return "".join(
+        json.dumps(
+            {
+                "time": stamp,
+                "filtered": None if filtered is None else _by_name(names, now),
+                "smoothed_time": later[0],
+                "smoothed": None if later[0] is None else _by_name(names, later[1:]),
+            }
+        )
+        + "\n"
+        for stamp, now, later in lines
+    ).encode()
+
+
+def _by_name(names: list[str], cells: list[Any]) -> dict[str, dict[str, float]]:
+    return {name: {"mean": cells[2 * i], "std": cells[2 * i + 1]} for i, name in enumerate(names)}
+
+
+def _interleaved(moments: tuple[np.ndarray, np.ndarray]) -> list[list[float]]:
+    """Means and deviations side by side, to ten digits.
+
+    How rows are cut into chunks changes the last of the sixteen digits, and must not be seen.
+    """
+    rows = np.stack(moments, axis=-1).reshape(len(moments[0]), -1).tolist()
+    return [[float(f"{cell:.10g}") for cell in row] for row in rows]
+
+
+def as_texts(times: np.ndarray) -> list[str]:
+    """Times as they are written."""
+    if times.dtype.kind == "M":
+        return [str(stamp).removesuffix(".000000") for stamp in times]
+    return [repr(stamp) for stamp in times.tolist()]

@@ -1,0 +1,430 @@
+"""Streams that are learned from: what is answered, what is learned, and how they go on."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+import retrodict as rd
+from retrodict import data, models, runs
+from retrodict.cli._app import run as command
+from retrodict.cli._stream import Telling
+from retrodict.runs import _adopt, _record, _stream
+
+LAG = 3
+TRUTH = {"level_scale": 80.0, "obs_scale": 60.0}
+START = {"level_scale": 40.0, "obs_scale": 120.0}
+
+
+def local_level(level_scale: float, obs_scale: float) -> rd.StateSpaceModel:
+    return models.local_level(
+        level_scale=level_scale, obs_scale=obs_scale, prior_mean=1000.0, prior_scale=100.0
+    )
+
+
+def written_run(path: Path, model: rd.StateSpaceModel, family: Any, name: str) -> runs.Run:
+    """A run as `fit` writes it, with a model that is far from what will come."""
+    table = data.read({"year": np.arange(1871, 1881), "flow": np.arange(10.0)})
+    path.mkdir()
+    (path / _record.TRAINING).write_text("stage,step,nats a row\nparameters,1,-6.0\n")
+    record = {
+        "layout": table.layout,
+        "options": {"family": None, "num_steps": 1, "seed": 0},
+        "data": {"sha256": "0", "described": table.described()},
+        "results": {
+            "method": "exact" if family is None else "amortised",
+            "objective": "log-evidence" if family is None else "ELBO",
+            "nats_a_row": -6.0,
+            "seconds": 1.0,
+            "parameters": {},
+            "uncertainty": "None.",
+        },
+    }
+    return _record.write(path, models.resolve(name), model, family, record)
+
+
+@pytest.fixture
+def exact(tmp_path: Path) -> runs.Run:
+    return written_run(tmp_path / "exact", local_level(**START), None, "local_level")
+
+
+def rows_of(ys: np.ndarray) -> list[bytes]:
+    frame = pd.DataFrame({"year": 1900 + np.arange(len(ys)), "flow": ys})
+    return frame.to_csv(index=False).encode().splitlines(keepends=True)
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[bytes]:
+    ys = local_level(**TRUTH).simulate(jax.random.key(0), 1500)[1]
+    return rows_of(np.asarray(ys)[:, 0])
+
+
+def source_of(lines: list[bytes]) -> io.BytesIO:
+    return io.BytesIO(b"".join(lines))
+
+
+class Pieces:
+    """A source that gives some lines at a time, and ends as a killed program would see it."""
+
+    def __init__(self, lines: list[bytes], sizes: list[int], then: type[BaseException]):
+        self.lines, self.sizes, self.then = list(lines), list(sizes), then
+
+    def read(self, _: int) -> bytes:
+        if not self.sizes:
+            raise self.then
+        size = self.sizes.pop(0)
+        now, self.lines = self.lines[:size], self.lines[size:]
+        return b"".join(now)
+
+
+def learned_arrays(place: Path) -> list[np.ndarray]:
+    """Every number of a state."""
+    fields, _ = rd.load(place)
+    arrays = [leaf for leaf in jax.tree.leaves(fields)]
+    return [
+        np.asarray(jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a)
+        for a in arrays
+    ]
+
+
+def test_without_steps_a_stream_is_answered_as_if_nothing_were_learned(exact, lines, tmp_path):
+    frozen, still = tmp_path / "frozen.csv", tmp_path / "still.csv"
+    runs.stream(exact, source_of(lines[:300]), frozen, lag=LAG, flush=True)
+    learning = runs.Learning("model", rate=0.0)
+    runs.stream(exact, source_of(lines[:300]), still, lag=LAG, flush=True, learning=learning)
+    one, other = pd.read_csv(frozen), pd.read_csv(still)
+    assert list(one) == list(other) and len(one) == 299 + LAG
+    np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+def test_a_model_is_learned_and_becomes_a_run(exact, lines, tmp_path):
+    told: list[runs.Learned] = []
+    learning = runs.Learning(
+        "both",
+        rate=0.01,
+        history=tmp_path / "history.csv",
+        figure=tmp_path / "history.png",
+        save_run=tmp_path / "new",
+        told=told.append,
+    )
+    out = io.BytesIO()
+    assert runs.stream(exact, source_of(lines), out, lag=LAG, learning=learning) == 1500
+    last = told[-1]
+    assert (last.rows, last.skipped) == (1500, 0)
+    assert last.start == {f"{name}[0]": pytest.approx(value) for name, value in START.items()}
+    for name, value in TRUTH.items():
+        assert last.now[f"{name}[0]"] == pytest.approx(value, rel=0.15)
+    history = pd.read_csv(tmp_path / "history.csv")
+    assert history["row"].tolist() == list(range(100, 1501, 100))
+    assert history["time"].tolist() == list(range(1999, 3400, 100))
+    assert history["elbo_a_row"].iloc[-1] > history["elbo_a_row"].iloc[0] + 0.05
+    assert history["obs_scale[0]"].iloc[-1] == last.now["obs_scale[0]"]
+    assert (tmp_path / "history.png").read_bytes()[:4] == b"\x89PNG"
+
+    new = runs.open_run(tmp_path / "new")
+    found = models.named_parameters(new.model, entries=True)
+    assert {name: float(value) for name, value in found.items()} == last.now
+    # Rows at the end are answered as the new run smooths them.
+    table = data.read(pd.read_csv(source_of([lines[0], *lines[-200:]])), **new.layout)
+    smoothed = runs.smooth(new, table)
+    answers = pd.read_csv(io.BytesIO(out.getvalue()))
+    off = np.abs(answers["level_mean"].iloc[-1] - float(smoothed.mean[0, -1, 0]))
+    assert off < 0.05 * answers["level_std"].iloc[-1]
+    assert command(["info", str(new.path)]) == 0
+    with pytest.raises(runs.RunError, match="exists, and runs are not overwritten"):
+        runs.stream(exact, source_of([]), io.BytesIO(), lag=LAG, learning=learning)
+
+
+def test_a_stream_that_was_cut_learns_the_same_to_the_last_bit(exact, lines, tmp_path, monkeypatch):
+    """However rows arrive, and wherever it is interrupted."""
+    lines = [*lines[:150], b"2049,\n", *lines[155:400]]  # nothing seen, and rows that are missing
+
+    def learning(name: str) -> runs.Learning:
+        return runs.Learning("model", 0.01, history=tmp_path / f"{name}.h", history_every=30)
+
+    def go(name: str, source: Any) -> None:
+        state, out = tmp_path / f"{name}.rd", tmp_path / f"{name}.csv"
+        runs.stream(exact, source, out, lag=LAG, state=state, learning=learning(name))
+
+    go("whole", source_of(lines))
+    with pytest.raises(KeyboardInterrupt):  # before anything was kept
+        go("cut", Pieces(lines, [50], KeyboardInterrupt))
+    monkeypatch.setattr(_stream, "SECONDS_BETWEEN_SAVES", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        go("cut", Pieces(lines, [1, 1, 2, 70, 1], KeyboardInterrupt))
+    monkeypatch.setattr(_stream, "SECONDS_BETWEEN_SAVES", 1e9)
+    with pytest.raises(KeyboardInterrupt):  # what came after the last state is done again
+        go("cut", Pieces(lines, [90, 200], KeyboardInterrupt))
+    assert (tmp_path / "cut.csv").stat().st_size > 0
+    go("cut", Pieces(lines, [40, 260, 90, 10, 0], KeyboardInterrupt))
+    assert (tmp_path / "cut.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+    assert (tmp_path / "cut.h").read_bytes() == (tmp_path / "whole.h").read_bytes()
+    for one, other in zip(
+        learned_arrays(tmp_path / "cut.rd"), learned_arrays(tmp_path / "whole.rd"), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_bursts_leave_no_trace_that_is_not_finite(exact, lines, tmp_path):
+    ys = np.array([float(line.split(b",")[1]) for line in lines[1:]])
+    ys[300:330] = np.nan
+    ys[500:505] = 1e6 * (-1.0) ** np.arange(5)
+    told: list[runs.Learned] = []
+    out = io.BytesIO()
+    learning = runs.Learning("model", 0.01, told=told.append)
+    runs.stream(exact, source_of(rows_of(ys)), out, lag=LAG, learning=learning)
+    answers = pd.read_csv(io.BytesIO(out.getvalue()))
+    assert len(answers) == 1500
+    assert np.all(np.isfinite(answers.iloc[LAG:]))
+    for name, value in TRUTH.items():
+        assert told[-1].now[f"{name}[0]"] == pytest.approx(value, rel=0.3)
+    assert -6.3 < told[-1].elbo < -6.0
+
+
+def test_rows_of_which_nothing_finite_follows_are_counted(lines, tmp_path):
+    tiny = local_level(level_scale=1e-6, obs_scale=1e-6)
+    run = written_run(tmp_path / "tiny", tiny, None, "local_level")
+    ys = np.full(30, 1000.0)
+    ys[10:12] = 1e150  # whose squares overflow in units of the noise
+    told: list[runs.Learned] = []
+    out, learning = io.BytesIO(), runs.Learning("model", 0.01, told=told.append)
+    runs.stream(run, source_of(rows_of(ys)), out, lag=LAG, learning=learning)
+    answers = pd.read_csv(io.BytesIO(out.getvalue()))
+    assert told[-1].skipped == 2 and np.isfinite(told[-1].elbo)
+    # They are answered as rows in which nothing was seen.
+    np.testing.assert_allclose(answers["level_mean"], 1000.0)
+    assert np.all(answers["level_std"][10:12] > answers["level_std"][9])
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "nothing to learn": (["--rate", "0.1"], "--rate: nothing is learned without --learn"),
+    "no family": (["--learn", "family"], "has no family to learn"),
+    "no window": (["--learn", "model", "--window", "4"], "needs no window"),
+    "a rate beyond": (["--learn", "model", "--rate", "1.5"], "less than 1"),
+    "a rate that never shrinks": (
+        ["--learn", "model", "--rate", "0", "--schedule", "robbins-monro"],
+        "never shrinks",
+    ),
+    "a figure of nothing": (["--learn", "model", "--figure", "a.png"], "drawn from the history"),
+    "a figure of no format": (
+        ["--learn", "model", "--history", "h.csv", "--figure", "a.jpg"],
+        "ends in .png",
+    ),
+    "a folder nowhere": (["--learn", "model", "--save-run", "no/where"], "does not exist"),
+    "another part": (["--learn", "all"], "'all' is not one of"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_refused_in_one_line(name, exact, monkeypatch, tmp_path, capsys):
+    options, words = BAD[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert command(["stream", str(exact.path), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
+
+
+def test_the_state_of_another_learning_is_refused(exact, lines, tmp_path):
+    place = tmp_path / "state"
+
+    def go(learning: runs.Learning | None) -> None:
+        source = source_of(lines[:5])
+        runs.stream(exact, source, io.BytesIO(), lag=LAG, state=place, learning=learning)
+
+    go(runs.Learning("model", 0.01))
+    for other in (runs.Learning("model", 0.02), None):
+        with pytest.raises(runs.RunError, match="other ways to learn"):
+            go(other)
+
+
+def test_a_file_of_something_else_is_not_touched(exact, lines, tmp_path):
+    letter = tmp_path / "letter.txt"
+    letter.write_text("dear")
+    learning = runs.Learning("model", 0.01, history=letter)
+    with pytest.raises(runs.RunError, match="no state says that it is of this stream"):
+        runs.stream(exact, source_of(lines[:5]), io.BytesIO(), lag=LAG, learning=learning)
+    runs.stream(exact, source_of(lines[:5]), io.BytesIO(), lag=LAG, state=tmp_path / "s")
+    with pytest.raises(runs.RunError, match="no state says that it is of this stream"):
+        runs.stream(exact, source_of(lines[:9]), letter, lag=LAG, state=tmp_path / "s")
+    assert letter.read_text() == "dear"
+
+
+def test_an_input_that_cannot_be_read_leaves_nothing_in_the_way(exact, lines, tmp_path):
+    history, figure, out = (tmp_path / name for name in ("h.csv", "f.png", "out.csv"))
+    learning = runs.Learning("model", 0.01, history=history, figure=figure)
+    with pytest.raises(data.DataError, match="flow"):
+        runs.stream(exact, source_of([b"year,flw\n", b"1900,1.0\n"]), out, learning=learning)
+    runs.stream(exact, source_of(lines[:5]), out, learning=learning)
+    assert len(pd.read_csv(out)) == 4 and len(pd.read_csv(history)) == 0
+    assert not figure.exists()
+
+
+def test_a_history_may_begin_later(exact, lines, tmp_path):
+    state, history = tmp_path / "state", tmp_path / "history.csv"
+    for upto, place in ((5, None), (60, history)):
+        learning = runs.Learning("model", 0.01, history=place, history_every=20)
+        source = source_of(lines[: upto + 1])
+        runs.stream(exact, source, io.BytesIO(), lag=LAG, state=state, learning=learning)
+    assert pd.read_csv(history)["row"].tolist() == [20, 40, 60]
+
+
+def test_the_command_says_what_was_learned(exact, lines, tmp_path, monkeypatch, capsys):
+    def go(*options: str, rows: list[bytes]) -> str:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(source_of(rows)))
+        learn = ["--learn", "model", "--rate", "0.01", "--lag", str(LAG)]
+        out = ["--out", str(tmp_path / "out.csv")]
+        assert command(["stream", str(exact.path), *learn, *out, *options]) == 0
+        return capsys.readouterr().err
+
+    assert "99 rows; ELBO" in go(rows=lines[:100])
+    # On demand: no rows, and a run of what was learned before.
+    said = go("--save-run", str(tmp_path / "new"), rows=[])
+    assert "Going on from" in said and f"Wrote {tmp_path / 'new'}." in said
+    record = json.loads((tmp_path / "new" / "run.json").read_text())
+    assert record["learned"]["rows"] == 99
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_is_learned_is_told(terminal: bool):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=80, color_system=None)
+    start, now = {"a": 2.0, "b": 0.0}, {"a": 3.0, "b": -0.5}
+    with Telling(console) as told:
+        told(runs.Learned(1000, 0, -1.25, start, start))
+        assert bool(text.getvalue()) == terminal
+        told(runs.Learned(2000, 3, -1.0, start, now))
+    last = text.getvalue()
+    assert "2,000 rows (3 skipped); ELBO -1.0000 nats a row" in last
+    for words in ("+50.0%", "-0.5") if terminal else ("a 3, b -0.5",):
+        assert words in last
+
+
+def test_scales_that_were_plain_are_plain_in_the_new_run():
+    eye = jnp.eye(1)
+    plain = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.zeros(1), eye),
+        transition=rd.LinearGaussianKernel(eye, jnp.zeros(1), rd.Diagonal(jnp.ones(1))),
+        emission=rd.Frozen(rd.LinearGaussianKernel(eye, jnp.zeros(1), eye)),
+    )
+    learner = rd.OnlineLearner(None, plain, rd.KalmanScore())
+    learned = learner.model(learner.init(jax.random.key(0)))
+    learned = models.with_parameters(learned, {"transition.scale_tril.std": 3.0})
+    found = _adopt.as_before(plain, learned)
+    assert jax.tree.structure(found) == jax.tree.structure(plain)
+    np.testing.assert_allclose(found.transition.scale_tril.std, 3.0)
+
+
+@pytest.mark.slow
+def test_irregular_times_are_learned_from(tmp_path):
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.exponential(size=300))
+    frame = pd.DataFrame({"t": times, "y": np.cumsum(rng.normal(size=300))})
+    table = data.read(frame.iloc[:40], step_input=True)
+    spec = models.ModelSpec("local_level", "local_level", options={"irregular": True})
+    run = runs.fit(table, spec, tmp_path / "run")
+    lines = frame.to_csv(index=False).encode()
+
+    def answers(learning: runs.Learning | None) -> pd.DataFrame:
+        out = io.BytesIO()
+        runs.stream(run, io.BytesIO(lines), out, lag=LAG, learning=learning)
+        return pd.read_csv(io.BytesIO(out.getvalue()))
+
+    frozen, still = answers(None), answers(runs.Learning("model", 0.0))
+    np.testing.assert_allclose(frozen, still, rtol=1e-8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["recurrent", "mixture", "nonlinear"])
+def test_families_are_learned(kind: str, tmp_path: Path, monkeypatch):
+    """At rest it is the frozen stream; cut into pieces it learns the same; it becomes a run."""
+    model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
+    ys = np.asarray(model.simulate(jax.random.key(0), 700)[1])
+    make = {
+        "recurrent": rd.RecurrentFamily,
+        "mixture": rd.MixtureFamily,
+        "nonlinear": rd.NonlinearFamily,
+    }[kind]
+    family = make(jax.random.key(1), 1, 1).prepare(model, ys)
+    run = written_run(tmp_path / "run", model, family, "poisson_counts")
+    lines = rows_of(ys[:, 0])
+
+    def go(name: str, source: Any, learning: runs.Learning | None) -> pd.DataFrame:
+        out, state = tmp_path / f"{name}.csv", tmp_path / f"{name}.rd"
+        runs.stream(run, source, out, lag=LAG, state=state, learning=learning)
+        return pd.read_csv(out)
+
+    frozen = go("frozen", source_of(lines[:100]), None)
+    still = go("still", source_of(lines[:100]), runs.Learning("both", 0.0, window=2))
+    np.testing.assert_allclose(frozen, still, rtol=1e-8)
+
+    told: list[runs.Learned] = []
+    history, save_run = tmp_path / "history.csv", tmp_path / "new"
+    whole = runs.Learning(
+        "both", 0.01, window=2, history=history, save_run=save_run, told=told.append
+    )
+    go("whole", source_of(lines), whole)
+    first = pd.read_csv(history)
+    assert first["elbo_a_row"].iloc[-1] > first["elbo_a_row"].iloc[0]
+    assert first["family_moved"].iloc[-1] > 0 and told[-1].skipped == 0
+    new = runs.open_run(save_run)
+    assert isinstance(new.family, make)
+    found = runs.smooth(new, data.read(pd.read_csv(source_of(lines[:60])), **new.layout))
+    assert np.all(np.isfinite(found.mean))
+
+    cut = runs.Learning("both", 0.01, window=2)
+    monkeypatch.setattr(_stream, "SECONDS_BETWEEN_SAVES", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        go("cut", Pieces(lines, [5, 1, 300], KeyboardInterrupt), cut)
+    go("cut", source_of(lines), cut)
+    assert (tmp_path / "cut.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_killed_stream_learns_the_same(exact, tmp_path: Path):
+    """Killed without notice in the middle: answers, history and parameters are the same."""
+    ys = local_level(**TRUTH).simulate(jax.random.key(1), 20_000)[1]
+    lines = rows_of(np.asarray(ys)[:, 0])
+
+    def stream(name: str) -> list[str]:
+        files = {"--state": ".rd", "--out": ".csv", "--history": ".h"}
+        named = [part for o, end in files.items() for part in (o, str(tmp_path / (name + end)))]
+        program = [sys.executable, "-c", "from retrodict.cli import main; main()"]
+        return [*program, "stream", str(exact.path), "--learn", "model", *named]
+
+    everything = b"".join(lines)
+    subprocess.run(stream("whole"), input=everything, check=True, timeout=250)
+    process = subprocess.Popen(stream("cut"), stdin=subprocess.PIPE)
+    if process.stdin is None:
+        raise RuntimeError("the stream has no input")
+    deadline = time.monotonic() + 120
+    for start in range(0, 15_000, 500):
+        process.stdin.write(b"".join(lines[start : start + 500]))
+        process.stdin.flush()
+        time.sleep(0.1)
+    while not (tmp_path / "cut.rd").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdin.close()
+    assert (tmp_path / "cut.rd").exists()
+    subprocess.run(stream("cut"), input=everything, check=True, timeout=250)
+    for end in (".csv", ".h"):
+        assert (tmp_path / f"cut{end}").read_bytes() == (tmp_path / f"whole{end}").read_bytes()
+    for one, other in zip(
+        learned_arrays(tmp_path / "cut.rd"), learned_arrays(tmp_path / "whole.rd"), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
