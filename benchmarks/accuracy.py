@@ -40,6 +40,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gated": rd.GatedFamily,
     "gated, scale": lambda *a, **k: rd.GatedFamily(*a, gate="scale", **k),
     "recurrent": rd.RecurrentFamily,
+    "scan": rd.ScanFamily,
     "recurrent, tied": lambda *a, **k: rd.RecurrentFamily(*a, tied=True, **k),
 }
 

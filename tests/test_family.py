@@ -24,6 +24,7 @@ OTHERS = (
     "gated_scale",
     "recurrent_free",
     "recurrent_tied",
+    "scan",
     "nonlinear",
     "nonlinear_mixture",
 )
@@ -574,7 +575,7 @@ def irregular() -> rd.StateSpaceModel:
         "conjugate",
         "recurrent_free",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("gated_scale", "gated_natural")),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("recurrent_tied", "mixture")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("recurrent_tied", "scan", "mixture")),
     ],
 )
 def test_irregular_time_is_kept_by_the_variational_transition(name: str):
@@ -710,6 +711,8 @@ def test_a_kalman_family_of_irregular_time():
     [
         ("kalman", "d1"),
         ("conjugate", "d1"),
+        ("scan", "d1"),
+        pytest.param("scan", "d2-inputs", marks=pytest.mark.slow),
         pytest.param("conjugate", "d2-inputs", marks=pytest.mark.slow),
         pytest.param("kalman", "d2-inputs", marks=pytest.mark.slow),
     ],
@@ -877,6 +880,8 @@ def test_particular_arguments_are_checked():
         rd.ConjugateFamily(key, 1, 1, depth=0)
     with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
         rd.NonlinearFamily(key, 1, 1, depth=0)
+    with pytest.raises(ValueError, match="depth must be at least 1, got 0"):
+        rd.ScanFamily(key, 1, 1, depth=0)
     with pytest.raises(ValueError, match="num_components must be at least 1, got 0"):
         rd.MixtureFamily(key, 1, 1, num_components=0)
     with pytest.raises(ValueError, match="num_components must be at least 1, got 0"):

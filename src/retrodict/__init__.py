@@ -52,6 +52,7 @@ from retrodict._family import KalmanFamily as KalmanFamily
 from retrodict._family import MixtureFamily as MixtureFamily
 from retrodict._family import NonlinearFamily as NonlinearFamily
 from retrodict._family import RecurrentFamily as RecurrentFamily
+from retrodict._family import ScanFamily as ScanFamily
 from retrodict._fit import EMResult as EMResult
 from retrodict._fit import EvidenceResult as EvidenceResult
 from retrodict._fit import FitResult as FitResult

@@ -47,6 +47,7 @@ def elbo(
     inputs: Any = None,
     length: Any = None,
     with_standard_error: bool = False,
+    parallel: bool = False,
 ) -> Any:
     """The evidence lower bound E_q[log p(x, y) − log q(x)], in nats for the whole series.
 
@@ -78,6 +79,8 @@ def elbo(
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
         length: how many rows exist; that of the chain if it is left out.
         with_standard_error: whether to return the standard error as well.
+        parallel: whether recursions over time are run in O(log n) depth, for long series on
+            accelerators; the value is the same to rounding. For a `LinearGaussianChain`.
 
     Returns:
         The bound, or the pair (bound, standard error).
@@ -93,7 +96,7 @@ def elbo(
     estimator = _default_estimator(model, chain) if estimator is None else estimator
     check_estimator(estimator, key, with_standard_error, "elbo")
     series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs, length=length)
-    found = _jitted_estimate(model, chain, series, estimator, key)
+    found = _jitted_estimate(model, chain, series, estimator, key, parallel)
     return tuple(found) if with_standard_error else found.value
 
 
@@ -103,6 +106,7 @@ def elbo_of_series(
     series: Series,
     estimator: AbstractEstimator,
     key: Any,
+    parallel: bool = False,
 ) -> Estimate:
     """The bound from arguments that were checked, to be called inside `jax.jit`.
 
@@ -112,12 +116,13 @@ def elbo_of_series(
         series: a prepared series.
         estimator: how the expectation is taken.
         key: a typed key, or `None` if the estimator does not draw.
+        parallel: whether recursions over time are run in O(log n) depth.
     """
     data = Observations(series.ys, series.mask, series.inputs)
     functional = LogJoint(model)
     if isinstance(estimator, BackwardSampling):
-        return _over_paths(chain, functional, data, estimator, key)
-    found = estimate(chain, functional, data, estimator, key)
+        return _over_paths(chain, functional, data, estimator, key, parallel)
+    found = estimate(chain, functional, data, estimator, key, parallel)
     if not isinstance(chain, LinearGaussianChain):
         raise TypeError(
             f"The entropy of {type(chain).__name__} has no closed form. Use"
@@ -135,6 +140,7 @@ def _over_paths(
     data: Observations,
     estimator: BackwardSampling,
     key: Any,
+    parallel: bool,
 ) -> Estimate:
     """The mean of log p − log q over paths: what both vary by cancels path by path."""
     data, terms = fill_padding(data, existing_rows(chain)), functional.terms()
@@ -146,7 +152,8 @@ def _over_paths(
     def replicate(group: Paths) -> Scalar:
         return estimator.over_group(one, group)
 
-    return average(estimator, replicate, estimator.draw(terms, chain, key))
+    paths = estimator.draw(terms, chain, key, parallel=parallel)
+    return average(estimator, replicate, paths)
 
 
 class RunningElboState(eqx.Module):

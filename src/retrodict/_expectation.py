@@ -61,6 +61,7 @@ def expectation(
     with_standard_error: bool = False,
     tolerance: float | None = None,
     max_samples: int = 1_000_000,
+    parallel: bool = False,
 ) -> PyTree:
     """The expectation E_q[h_0(x_0, data_0) + Σ_{k≥1} h_k(x_{k-1}, x_k, data_k)] under a chain.
 
@@ -88,6 +89,8 @@ def expectation(
         tolerance: the largest standard error that the value may have: an estimator that draws is
             run as often as that asks for. Not inside `jax.jit`. What is exact keeps any.
         max_samples: how many paths a tolerance may ask for, of each component with `by_component`.
+        parallel: whether recursions over time are run in O(log n) depth, for long series on
+            accelerators; the value is the same to rounding. For a `LinearGaussianChain`.
 
     Returns:
         The value, a pytree of arrays as the functional has it, or the pair (value, standard error).
@@ -107,7 +110,7 @@ def expectation(
     data = _check_data(chain, functional, data)
 
     def run(key: Any) -> Estimate:
-        return _estimate(chain, functional, data, estimator, key)
+        return _estimate(chain, functional, data, estimator, key, parallel)
 
     found = _within(tolerance, run, lambda found: found.standard_error, estimator, key, max_samples)
     return (found.value, found.standard_error) if with_standard_error else found.value
@@ -120,6 +123,7 @@ def marginals(
     key: Any = None,
     tolerance: float | None = None,
     max_samples: int = 1_000_000,
+    parallel: bool = False,
 ) -> Marginals:
     """The means and covariances of the states, with their standard errors.
 
@@ -140,6 +144,8 @@ def marginals(
         tolerance: the largest standard error that a mean may have: paths are drawn until it is
             reached. Not inside `jax.jit`.
         max_samples: how many paths a tolerance may ask for, of each component with `by_component`.
+        parallel: whether recursions over time are run in O(log n) depth, for long series on
+            accelerators; the value is the same to rounding. For a `LinearGaussianChain`.
 
     Raises:
         TypeError: if the chain has no closed form and the estimator needs one.
@@ -150,9 +156,9 @@ def marginals(
         _check_key(estimator, key, "marginals")
 
         def run(key: Any) -> Marginals:
-            if isinstance(chain, SampledChain):
+            if isinstance(chain, SampledChain) and not parallel:
                 return _conditional_marginals(chain, estimator, key)
-            return _sampled_marginals(estimator.draw((), chain, key))
+            return _sampled_marginals(estimator.draw((), chain, key, parallel=parallel))
 
         return _within(
             tolerance, run, lambda found: found.mean_standard_error, estimator, key, max_samples
@@ -165,7 +171,7 @@ def marginals(
         )
     if tolerance is not None:
         _check_tolerance(tolerance)
-    laws = chain.marginals()
+    laws = chain.marginals(parallel=parallel)
     covariance = laws.covariance
     return Marginals(laws.mean, covariance, jnp.zeros_like(laws.mean), jnp.zeros_like(covariance))
 
@@ -176,6 +182,7 @@ def estimate(
     data: PyTree,
     estimator: AbstractEstimator,
     key: Any,
+    parallel: bool = False,
 ) -> Estimate:
     """The estimate from arguments that were checked, to be called inside `jax.jit`.
 
@@ -183,7 +190,7 @@ def estimate(
     fixed, which costs one backward pass and no Hessian of a gradient.
     """
     data = fill_padding(data, existing_rows(chain))
-    view = estimator.view(chain)
+    view = estimator.view(chain, parallel=parallel)
     integrated = LogJoint(functional.model) if isinstance(functional, Score) else functional
 
     def evaluate(functional: AbstractFunctional, noise: Any) -> PyTree:
@@ -195,7 +202,8 @@ def estimate(
             return slope(functional.model)
         return evaluate(functional, noise)
 
-    return average(estimator, replicate, estimator.draw(integrated.terms(), view, key))
+    noise = estimator.draw(integrated.terms(), view, key, parallel=parallel)
+    return average(estimator, replicate, noise)
 
 
 def average(estimator: AbstractEstimator, replicate: Any, noise: Any) -> Estimate:

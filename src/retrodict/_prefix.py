@@ -112,3 +112,52 @@ def affine_suffix_scan(
     neutral = (eye, jnp.zeros_like(biases[0]), jnp.zeros_like(eye))
     _, means, spreads = prefix_scan(compose, (weights, biases, covariances), neutral, reverse=True)
     return means, spreads
+
+
+def affine_suffix_paths(
+    weights: Float[Array, "time d d"], biases: Float[Array, "time d sample"]
+) -> Float[Array, "time d sample"]:
+    """Solves x_k = w_k x_{k+1} + b_k from x_n = 0 for many b at once, in O(log n) rounds."""
+
+    def compose(later: tuple, earlier: tuple) -> tuple:
+        (weight_1, bias_1), (weight_2, bias_2) = later, earlier
+        return linalg.matmul(weight_2, weight_1), linalg.matmul(weight_2, bias_1) + bias_2
+
+    neutral = (jnp.eye(weights.shape[1], dtype=weights.dtype), jnp.zeros_like(biases[0]))
+    return prefix_scan(compose, (weights, biases), neutral, reverse=True)[1]
+
+
+@jax.custom_vjp
+def linear_recurrence(
+    decays: Float[Array, "time units"], drives: Float[Array, "time units"]
+) -> Float[Array, "time units"]:
+    """Solves h_k = a_k h_{k-1} + b_k from h_{-1} = 0, unit by unit, in O(log n) rounds.
+
+    Its derivative is for reverse mode, and a recurrence of the same kind from the end: with g_k the
+    cotangent of h_k, λ_k = g_k + a_{k+1} λ_{k+1} is that of b_k, and λ_k h_{k-1} that of a_k.
+    """
+    return _recur(decays, drives, reverse=False)
+
+
+def _recur(decays: Array, drives: Array, *, reverse: bool) -> Array:
+    def compose(first: tuple, second: tuple) -> tuple:
+        return first[0] * second[0], second[0] * first[1] + second[1]
+
+    neutral = (jnp.ones_like(decays[0]), jnp.zeros_like(drives[0]))
+    return prefix_scan(compose, (decays, drives), neutral, reverse=reverse)[1]
+
+
+def _recurrence_forward(decays: Array, drives: Array) -> tuple[Array, tuple]:
+    states = _recur(decays, drives, reverse=False)
+    return states, (decays, states)
+
+
+def _recurrence_backward(kept: tuple, cotangents: Array) -> tuple[Array, Array]:
+    decays, states = kept
+    onward = jnp.concatenate([decays[1:], jnp.zeros_like(decays[:1])])
+    adjoints = _recur(onward, cotangents, reverse=True)
+    before = jnp.concatenate([jnp.zeros_like(states[:1]), states[:-1]])
+    return adjoints * before, adjoints
+
+
+linear_recurrence.defvjp(_recurrence_forward, _recurrence_backward)

@@ -15,7 +15,7 @@ from retrodict._gaussian import LOG_2PI, Gaussian
 from retrodict._kernel import LinearGaussianKernel
 from retrodict._mask import prepare_length
 from retrodict._model import prepare_path
-from retrodict._prefix import affine_suffix_scan
+from retrodict._prefix import affine_suffix_paths, affine_suffix_scan
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 
@@ -116,28 +116,35 @@ class LinearGaussianChain(AbstractKernelChain):
             A `Gaussian` with a leading time axis: `.mean`, `.scale_tril`, `.covariance`, `.std`.
         """
         self._check_single()
-        return _marginals_in_parallel(self) if parallel else _marginals(self)
+        return _marginals(self, parallel)
 
-    def pairwise(self) -> Gaussian:
+    def pairwise(self, *, parallel: bool = False) -> Gaussian:
         """The joint laws of (x_{k-1}, x_k), k = 1..n-1, as stacked vectors of dimension 2d.
+
+        Args:
+            parallel: as in `marginals`.
 
         Returns:
             A `Gaussian` with a leading axis `time-1`; row k-1 holds the pair (x_{k-1}, x_k).
         """
         self._check_single()
-        return _pairwise(self)
+        return _pairwise(self, parallel)
 
-    def sample(self, key: PRNGKey, num_samples: int) -> Float[Array, "sample time state"]:
+    def sample(
+        self, key: PRNGKey, num_samples: int, *, parallel: bool = False
+    ) -> Float[Array, "sample time state"]:
         """Draws paths: the terminal state, then one kernel after another.
 
         Args:
             key: a typed key.
             num_samples: how many paths.
+            parallel: whether to compose kernels by an associative scan, once their noise is drawn;
+                the paths are the same to rounding.
         """
         check_key(key, "LinearGaussianChain.sample")
         num_samples = check_count(num_samples, "num_samples")
         self._check_single()
-        return _sample(self, key, num_samples)
+        return _sample(self, key, num_samples, parallel)
 
     @property
     def noise_dim(self) -> int:
@@ -145,11 +152,16 @@ class LinearGaussianChain(AbstractKernelChain):
         return self.state_dim
 
     def from_noise(
-        self, noise: Float[Array, "sample time noise"]
+        self, noise: Float[Array, "sample time noise"], *, parallel: bool = False
     ) -> Float[Array, "sample time state"]:
-        """The paths x_{k-1} = G_k x_k + c_k + s_k ε_{k-1} of given noise."""
+        """The paths x_{k-1} = G_k x_k + c_k + s_k ε_{k-1} of given noise.
+
+        Args:
+            noise: standard normal numbers.
+            parallel: as in `sample`.
+        """
         self._check_single()
-        return _from_noise(self, jnp.swapaxes(noise, 0, 1))
+        return _from_noise(self, jnp.swapaxes(noise, 0, 1), parallel)
 
     def log_prob(self, xs: Any) -> Scalar:
         """The log density log q(x_{0:n-1}) of one path of shape `(time, state)`."""
@@ -179,7 +191,11 @@ class LinearGaussianChain(AbstractKernelChain):
 
 
 @eqx.filter_jit
-def _marginals(chain: LinearGaussianChain) -> Gaussian:
+def _marginals(chain: LinearGaussianChain, parallel: bool) -> Gaussian:
+    return _marginals_in_parallel(chain) if parallel else _marginals_one_by_one(chain)
+
+
+def _marginals_one_by_one(chain: LinearGaussianChain) -> Gaussian:
     terminal = chain.terminal
     last = Factored.from_scale(terminal.mean, terminal.scale_tril)
 
@@ -193,13 +209,15 @@ def _marginals(chain: LinearGaussianChain) -> Gaussian:
     return jax.vmap(Gaussian)(laws.mean, laws.scale_tril)
 
 
-def marginals_with_density(chain: LinearGaussianChain) -> Gaussian:
+def marginals_with_density(chain: LinearGaussianChain, *, parallel: bool = False) -> Gaussian:
     """The marginals of a chain whose kernels all have a density, quick to differentiate.
 
     Covariances are carried in the scan and factored after it, all times at once: a third less time
     for a training step with one state dimension than a triangularisation in every step, far less
     with ten, and safe where nothing is singular.
     """
+    if parallel:
+        return _marginals_in_parallel(chain)
     terminal, kernels = chain.terminal, chain.kernels
     spreads = jax.vmap(linalg.outer_gram)(kernels.scale_tril)
 
@@ -221,7 +239,6 @@ def marginals_with_density(chain: LinearGaussianChain) -> Gaussian:
     )
 
 
-@eqx.filter_jit
 def _marginals_in_parallel(chain: LinearGaussianChain) -> Gaussian:
     """Marginals by composing all backward kernels, the terminal law as a constant map."""
     terminal, kernels = chain.terminal, chain.kernels
@@ -236,8 +253,8 @@ def _marginals_in_parallel(chain: LinearGaussianChain) -> Gaussian:
 
 
 @eqx.filter_jit
-def _pairwise(chain: LinearGaussianChain) -> Gaussian:
-    marginals, d = _marginals(chain), chain.state_dim
+def _pairwise(chain: LinearGaussianChain, parallel: bool) -> Gaussian:
+    marginals, d = _marginals(chain, parallel), chain.state_dim
 
     def joint(gain: Array, scale: Array, mean: Array, after: Array, spread: Array) -> Gaussian:
         past = jnp.concatenate([linalg.matmul(gain, spread), scale], axis=1)
@@ -257,16 +274,18 @@ def _pairwise(chain: LinearGaussianChain) -> Gaussian:
 
 @eqx.filter_jit
 def _sample(
-    chain: LinearGaussianChain, key: PRNGKey, num_samples: int
+    chain: LinearGaussianChain, key: PRNGKey, num_samples: int, parallel: bool
 ) -> Float[Array, "sample time state"]:
     shape = (chain.num_times, num_samples, chain.state_dim)
-    return _from_noise(chain, jax.random.normal(key, shape, chain.laws.mean.dtype))
+    return _from_noise(chain, jax.random.normal(key, shape, chain.laws.mean.dtype), parallel)
 
 
 @eqx.filter_jit
 def _from_noise(
-    chain: LinearGaussianChain, noise: Float[Array, "time sample noise"]
+    chain: LinearGaussianChain, noise: Float[Array, "time sample noise"], parallel: bool
 ) -> Float[Array, "sample time state"]:
+    if parallel:
+        return _from_noise_in_parallel(chain, noise)
     terminal = chain.terminal
     last = jax.vmap(terminal.from_noise)(noise[-1])
 
@@ -281,6 +300,24 @@ def _from_noise(
 
     _, rest = lax.scan(back, last, (chain.kernels, noise[:-1]), reverse=True)
     return jnp.swapaxes(jnp.concatenate([rest, last[None]]), 0, 1)
+
+
+def _from_noise_in_parallel(
+    chain: LinearGaussianChain, noise: Float[Array, "time sample noise"]
+) -> Float[Array, "sample time state"]:
+    """Paths by composing all backward maps x ↦ G x + c + s ε, the last state as a constant one."""
+    terminal, kernels = chain.terminal, chain.kernels
+    zero = jnp.zeros((1, chain.state_dim, chain.state_dim), terminal.mean.dtype)
+
+    def moved(bias: Array, scale: Array, e: Array) -> Array:
+        return bias[:, None] + linalg.matmul(scale, e.T)
+
+    shifts = jax.vmap(moved)(kernels.bias, kernels.scale_tril, noise[:-1])
+    last = jax.vmap(terminal.from_noise)(noise[-1]).T
+    paths = affine_suffix_paths(
+        jnp.concatenate([kernels.weight, zero]), jnp.concatenate([shifts, last[None]])
+    )
+    return jnp.transpose(paths, (2, 0, 1))
 
 
 @eqx.filter_jit

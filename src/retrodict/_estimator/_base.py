@@ -39,17 +39,25 @@ class AbstractEstimator(eqx.Module):
         """What is known of the error: there is none, nothing, or a standard error."""
 
     @abstractmethod
-    def view(self, chain: AbstractBackwardChain) -> Any:
-        """What is read off the chain, once an estimate."""
+    def view(self, chain: AbstractBackwardChain, *, parallel: bool = False) -> Any:
+        """What is read off the chain, once an estimate.
+
+        Args:
+            chain: the law of paths.
+            parallel: whether recursions over time are run in O(log n) depth.
+        """
 
     @abstractmethod
-    def draw(self, terms: Sequence[AbstractTerm], view: Any, key: Any) -> Any:
+    def draw(
+        self, terms: Sequence[AbstractTerm], view: Any, key: Any, *, parallel: bool = False
+    ) -> Any:
         """The randomness of all replicates, with a leading axis `sample`; `None` if there is none.
 
         Args:
             terms: the terms that will be evaluated.
             view: what `view` returned.
             key: a typed key; `None` for an estimator that does not draw.
+            parallel: whether recursions over time are run in O(log n) depth.
         """
 
     @abstractmethod
@@ -121,14 +129,14 @@ class Moments(eqx.Module):
     exists: Bool[Array, "time"] | None
 
     @classmethod
-    def of(cls, chain: AbstractBackwardChain, owner: str) -> "Moments":
+    def of(cls, chain: AbstractBackwardChain, owner: str, *, parallel: bool = False) -> "Moments":
         """Reads a chain, refused unless it is linear Gaussian."""
         if not isinstance(chain, LinearGaussianChain):
             raise TypeError(
                 f"{owner} reads the moments of a LinearGaussianChain, got {type(chain).__name__}."
                 " Use BackwardSampling(num_samples) with a key: it takes any chain."
             )
-        laws, exists = marginals_with_density(chain), existing_rows(chain)
+        laws, exists = marginals_with_density(chain, parallel=parallel), existing_rows(chain)
         kernels = chain.kernels
         pairs = PairRow(
             laws.mean[:-1],

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Bool, Float, PyTree
 
-from retrodict._chain import AbstractBackwardChain, AbstractKernelChain, SampledChain, Trace
+from retrodict._chain import (
+    AbstractBackwardChain,
+    AbstractKernelChain,
+    LinearGaussianChain,
+    SampledChain,
+    Trace,
+)
 from retrodict._estimator._base import (
     AbstractEstimator,
     existing_rows,
@@ -94,20 +100,36 @@ class BackwardSampling(AbstractEstimator):
         """A standard error."""
         return "sampled"
 
-    def view(self, chain: AbstractBackwardChain) -> AbstractBackwardChain:
+    def view(
+        self, chain: AbstractBackwardChain, *, parallel: bool = False
+    ) -> AbstractBackwardChain:
         """The chain itself."""
         return chain
 
-    def draw(self, terms: Sequence[AbstractTerm], view: AbstractBackwardChain, key: Any) -> Paths:
+    def draw(
+        self,
+        terms: Sequence[AbstractTerm],
+        view: AbstractBackwardChain,
+        key: Any,
+        *,
+        parallel: bool = False,
+    ) -> Paths:
         """Paths, in groups."""
+        if parallel and not isinstance(view, LinearGaussianChain):
+            raise TypeError(
+                f"The paths of a {type(view).__name__} are drawn one row after another, since its"
+                " kernels do not compose. Use parallel=False."
+            )
+        options = {"parallel": True} if parallel else {}
         if isinstance(view, SampledChain):
             trace, weights = self.trace(view, key)
             return Paths(trace.paths, weights)
         if self.noise == "independent":
-            paths = view.sample(key, self.num_samples)
+            paths = view.sample(key, self.num_samples, **options)
         elif isinstance(view, AbstractKernelChain):
             shape = (self.num_samples, view.num_times, view.noise_dim)
-            paths = view.from_noise(self._numbers(key, shape, view.laws.mean.dtype))
+            noise = self._numbers(key, shape, view.laws.mean.dtype)
+            paths = view.from_noise(noise, **options)
         else:
             raise TypeError(
                 f"{type(view).__name__} does not say how noise makes a path. Use"

@@ -58,11 +58,13 @@ class ClosedForm(AbstractEstimator):
         """None."""
         return "none"
 
-    def view(self, chain: AbstractBackwardChain) -> Moments:
+    def view(self, chain: AbstractBackwardChain, *, parallel: bool = False) -> Moments:
         """The moments of states and pairs."""
-        return Moments.of(chain, "ClosedForm")
+        return Moments.of(chain, "ClosedForm", parallel=parallel)
 
-    def draw(self, terms: Sequence[AbstractTerm], view: Moments, key: Any) -> None:
+    def draw(
+        self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: bool = False
+    ) -> None:
         """Nothing."""
         return None
 

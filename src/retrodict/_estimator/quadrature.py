@@ -59,11 +59,13 @@ class Quadrature(AbstractEstimator):
         """It depends on how smooth the terms are, and is not known."""
         return "unknown"
 
-    def view(self, chain: AbstractBackwardChain) -> Moments:
+    def view(self, chain: AbstractBackwardChain, *, parallel: bool = False) -> Moments:
         """The moments of states and pairs."""
-        return Moments.of(chain, "Quadrature")
+        return Moments.of(chain, "Quadrature", parallel=parallel)
 
-    def draw(self, terms: Sequence[AbstractTerm], view: Moments, key: Any) -> None:
+    def draw(
+        self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: bool = False
+    ) -> None:
         """Nothing."""
         return None
 

@@ -42,12 +42,12 @@ class RaoBlackwellised(AbstractEstimator):
         """A standard error."""
         return "sampled"
 
-    def view(self, chain: AbstractBackwardChain) -> Moments:
+    def view(self, chain: AbstractBackwardChain, *, parallel: bool = False) -> Moments:
         """The moments of states and pairs."""
-        return Moments.of(chain, "RaoBlackwellised")
+        return Moments.of(chain, "RaoBlackwellised", parallel=parallel)
 
     def draw(
-        self, terms: Sequence[AbstractTerm], view: Moments, key: Any
+        self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: bool = False
     ) -> tuple[Float[Array, "sample row noise"] | None, ...]:
         """Standard normal noise for each term that needs any."""
         d, dtype = view.states.mean.shape[1], view.states.mean.dtype

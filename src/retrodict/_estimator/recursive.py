@@ -115,16 +115,28 @@ class Recursive(AbstractEstimator):
         """None."""
         return "none"
 
-    def view(self, chain: AbstractBackwardChain) -> LinearGaussianChain:
+    def view(self, chain: AbstractBackwardChain, *, parallel: bool = False) -> LinearGaussianChain:
         """The chain itself, refused unless it is linear Gaussian."""
         if not isinstance(chain, LinearGaussianChain):
             raise TypeError(
                 f"Recursive follows a LinearGaussianChain, got {type(chain).__name__}. Use"
                 " BackwardSampling(num_samples) with a key: it takes any chain."
             )
+        if parallel:
+            raise ValueError(
+                "Recursive goes forward one row after another. Use ClosedForm(), which gives the"
+                " same value, or parallel=False."
+            )
         return chain
 
-    def draw(self, terms: Sequence[AbstractTerm], view: LinearGaussianChain, key: Any) -> None:
+    def draw(
+        self,
+        terms: Sequence[AbstractTerm],
+        view: LinearGaussianChain,
+        key: Any,
+        *,
+        parallel: bool = False,
+    ) -> None:
         """Nothing."""
         return None
 

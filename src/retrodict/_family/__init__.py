@@ -16,3 +16,4 @@ from retrodict._family.kalman import KalmanFamily as KalmanFamily
 from retrodict._family.mixture import MixtureFamily as MixtureFamily
 from retrodict._family.nonlinear import NonlinearFamily as NonlinearFamily
 from retrodict._family.recurrent import RecurrentFamily as RecurrentFamily
+from retrodict._family.scan import ScanFamily as ScanFamily

@@ -392,7 +392,7 @@ def refuse_parallel(family: AbstractFamily) -> NoReturn:
     """Says that a family has no parallel form."""
     raise ValueError(
         f"{type(family).__name__} has no parallel form: what it reads of a row depends on the rows"
-        " before it. Use parallel=False, or ConjugateFamily."
+        " before it. Use parallel=False, or ScanFamily."
     )
 
 

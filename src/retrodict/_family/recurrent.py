@@ -1,49 +1,29 @@
 """The recurrent family: a gated recurrent unit, from which every factor is read."""
 
-from typing import Any, NamedTuple
-
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
-from retrodict._family._base import AbstractLinearGaussianFamily, Factor, Row, refuse_parallel
+from retrodict._family._base import refuse_parallel
 from retrodict._family._network import (
     Embedded,
     RecurrentState,
     Transition,
     at_rest,
     check_dimensions,
-    embed,
-    mlp,
-    prepared,
-    transition_into,
-    tril_from,
-    tril_size,
 )
-from retrodict._family._recursions import contraction, expansion, reverse, shared_product
+from retrodict._family._readout import (
+    AbstractReadoutFamily,
+    BackwardStart,
+    draw_readouts,
+    reversed_start,
+)
 from retrodict._family._start import Coordinates
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import Frozen, unwrap
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
 
-class BackwardStart(NamedTuple):
-    """The backward kernel of an untrained family, in standard coordinates.
-
-    Attributes:
-        raw_gain: w, of which the gain is `contraction(w)`.
-        offset: the offset.
-        scale: the lower factor.
-    """
-
-    raw_gain: Any
-    offset: Any
-    scale: Any
-
-
-class RecurrentFamily(AbstractLinearGaussianFamily):
+class RecurrentFamily(AbstractReadoutFamily):
     """The general form: a recurrent state a_k = f(a_{k-1}, y_k), and factors g(a_k) read from it.
 
     The filtering law comes from a_k, the backward kernel q_{k-1|k} from a_{k-1} and the input of
@@ -98,26 +78,7 @@ class RecurrentFamily(AbstractLinearGaussianFamily):
         )
         self.transition = Transition.default(state_dim, input_dim)
         self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)
-        self.backward_start = _reversed(self.coordinates, self.transition)
-
-    @property
-    def tied(self) -> bool:
-        """Whether the backward kernels are the variational transition reversed."""
-        return self.backward is None
-
-    def prepare(
-        self,
-        model: StateSpaceModel,
-        ys: Any,
-        *,
-        mask: Any = None,
-        inputs: Any = None,
-        length: Any = None,
-    ) -> "RecurrentFamily":
-        """The family in the units of these data, started near the model's prior chain."""
-        family = prepared(self, model, ys, mask, inputs, length)
-        first = _reversed(family.coordinates, family.transition)
-        return eqx.tree_at(lambda f: f.backward_start, family, first)
+        self.backward_start = reversed_start(self.coordinates, self.transition)
 
     def redraw(self, key: PRNGKey) -> "RecurrentFamily":
         """The same family with a freshly drawn cell and readouts."""
@@ -138,10 +99,6 @@ class RecurrentFamily(AbstractLinearGaussianFamily):
         """Hidden units at rest."""
         return at_rest(self.cell)
 
-    def embed(self, row: Row) -> Embedded:
-        """The row in standard coordinates."""
-        return embed(self.coordinates, self.transition, row)
-
     def advance(self, state: RecurrentState, embedded: Embedded) -> RecurrentState:
         """One update of the cell."""
         return RecurrentState(self.cell(embedded.features, state.hidden))
@@ -151,28 +108,6 @@ class RecurrentFamily(AbstractLinearGaussianFamily):
     ) -> RecurrentState:
         """Refused: the cell is not associative."""
         refuse_parallel(self)
-
-    def read(self, before: RecurrentState, after: RecurrentState, embedded: Embedded) -> Factor:
-        """The law from the state after the row, the backward kernel from the one before it."""
-        if self.backward is None:
-            kernel = transition_into(self.transition, embedded)
-            back = reverse(*self._law(before.hidden), kernel.weight, kernel.bias, kernel.scale_tril)
-        else:
-            back = self._backward(before.hidden, embedded.u)
-        return self.coordinates.factor(*self._law(after.hidden), *back)
-
-    def _law(self, hidden: Float[Array, "hidden"]) -> tuple[Array, Array]:
-        out, d = self.law(hidden), self.state_dim
-        return out[:d], tril_from(out[d:], d)
-
-    def _backward(
-        self, hidden: Float[Array, "hidden"], u: Float[Array, "input"] | None
-    ) -> tuple[Array, Array, Array]:
-        known = hidden if u is None else jnp.concatenate([hidden, u])
-        out, d, first = self.backward(known), self.state_dim, self.backward_start  # pyright: ignore
-        gain = contraction(first.raw_gain + out[: d * d].reshape(d, d))
-        offset = first.offset + out[d * d : d * d + d]
-        return gain, offset, shared_product(first.scale, tril_from(out[d * d + d :], d))
 
 
 def _draw(
@@ -187,29 +122,5 @@ def _draw(
     """The cell and the two readouts."""
     check_key(key, "RecurrentFamily")
     cell_key, law_key, backward_key = jax.random.split(key, 3)
-    size = state_dim + tril_size(state_dim)
     cell = eqx.nn.GRUCell(features, hidden, key=cell_key)
-    law = mlp(law_key, hidden, size, width, 1)
-    if tied:
-        return cell, law, None
-    return cell, law, mlp(backward_key, hidden + input_dim, state_dim**2 + size, width, 1)
-
-
-def _reversed(coordinates: Coordinates, transition: Transition) -> BackwardStart:
-    """The backward kernel of the prior chain where it is stationary, at the mean input."""
-    coordinates, transition = unwrap(coordinates), unwrap(transition)
-    u = coordinates.input_location if coordinates.input_location.size else None
-    row = Row(coordinates.obs_location, None, u)
-    kernel = transition.moving(coordinates, row)
-    kernel = transition.fixed() if kernel is None else kernel
-    d = kernel.bias.shape[0]
-    gain, offset, scale = reverse(
-        jnp.zeros(d), jnp.eye(d), kernel.weight, kernel.bias, kernel.scale_tril
-    )
-    norm = jnp.linalg.norm(gain, ord=2)
-    gain = gain * jnp.minimum(1.0, MAX_GAIN / jnp.where(norm > 0, norm, 1.0))
-    return BackwardStart(Frozen(expansion(gain)), Frozen(offset), Frozen(scale))
-
-
-MAX_GAIN = 0.99
-"""The largest gain that an untrained family starts with; a random walk's would be one."""
+    return cell, *draw_readouts(law_key, backward_key, state_dim, input_dim, hidden, width, tied)

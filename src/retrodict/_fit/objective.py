@@ -40,12 +40,14 @@ class Objective(eqx.Module):
         estimator: how the ELBO is taken.
         log_prior: the log density of the model's parameters, or `None`.
         share: one over the number of rows of all data, which is what the prior is spread over.
+        parallel: whether whole series are read in O(log n) depth.
     """
 
     fixed: PyTree
     estimator: AbstractEstimator
     log_prior: Callable[[StateSpaceModel], Scalar] | None
     share: float
+    parallel: bool = eqx.field(static=True, default=False)
 
     def __call__(self, parameters: PyTree, batch: Series, key: PRNGKey) -> Scalar:
         """The value for whole series."""
@@ -57,8 +59,8 @@ class Objective(eqx.Module):
         keys = jax.random.split(key, num_series(batch))
 
         def one(series: Series, key: PRNGKey) -> Estimate:
-            chain = infer_series(family, series)
-            return elbo_of_series(model, chain, series, self.estimator, key)
+            chain = infer_series(family, series, parallel=self.parallel)
+            return elbo_of_series(model, chain, series, self.estimator, key, self.parallel)
 
         found, rows = jax.vmap(one)(batch, keys), num_rows(batch)
         value = self.total(found.value, rows, model)

@@ -111,6 +111,7 @@ def fit(
     chunk_size: int = 100,
     checkpoint: str | Path | None = None,
     prepare: bool = True,
+    parallel: bool = False,
     progress: bool | Callable[[int, float], None] = True,
 ) -> FitResult:
     """Ascends the ELBO in the parameters of a family, of the model, or of both.
@@ -166,6 +167,8 @@ def fit(
             on from it, to the parameters that it would have ended with.
         prepare: whether to set the units of the family first; `False` goes on with a family that
             was trained before.
+        parallel: whether series are read and graded in O(log n) depth, for long series on
+            accelerators and a family that is parallel in time; not with a `window`.
         progress: whether to show a progress line, or a function that is called after each chunk
             with the number of steps taken and the best grade so far, in nats a time step.
 
@@ -180,6 +183,11 @@ def fit(
     num_steps, chunk_size = check_count(num_steps, "num_steps"), check_count(chunk_size, "chunk")
     restarts, batch_size = check_count(restarts, "restarts"), check_count(batch_size, "batch_size")
     _check_kinds(family, model)
+    if parallel and window is not None:
+        raise ValueError(
+            f"fit reads a series row by row up to a window, got window={window} and parallel=True."
+            " Leave out the window, or the option."
+        )
     batch = _checked_batch(model, ys, mask=mask, inputs=inputs, length=length)
     if prepare:
         family = family.prepare(model, ys, mask=mask, inputs=inputs, length=length)
@@ -193,7 +201,7 @@ def fit(
     parameters, num_starts = _starts(key, family, model, moving, restarts)
     cut = _chunks(num_steps, tournament, chunk_size) if num_starts else 0
 
-    objective = Objective(fixed, estimator, log_prior, 1.0 / float(num_rows(batch)))
+    objective = Objective(fixed, estimator, log_prior, 1.0 / float(num_rows(batch)), parallel)
     stages = stages_of(objective, batch, num_steps, batch_size, window, growing, chunk_size)
     judge = eqx.tree_at(lambda o: o.estimator, objective, _for_grades(estimator))
     grade_key = jax.random.key(0)

@@ -1,0 +1,153 @@
+"""What a program costs at least: its arithmetic and its bytes, against what the device can do.
+
+XLA's own cost analysis counts the body of a loop once, however often it runs. Operations are
+therefore counted in the traced program, with the length of each loop; bytes are those of arguments
+and results, each moved once.
+"""
+
+import math
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+
+from measure import time_calls
+
+FREE = {
+    "broadcast_in_dim",
+    "concatenate",
+    "convert_element_type",
+    "copy",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "gather",
+    "iota",
+    "optimization_barrier",
+    "pad",
+    "reshape",
+    "rev",
+    "select_n",
+    "slice",
+    "split",
+    "squeeze",
+    "stop_gradient",
+    "transpose",
+}
+"""What moves numbers and computes none."""
+
+
+class Peaks(NamedTuple):
+    """What the device reaches.
+
+    Attributes:
+        flops_per_s: of a product of large matrices, in full precision.
+        bytes_per_s: read and written by a plain copy.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+def measured_peaks(dtype: Any) -> Peaks:
+    """Both, measured here and now."""
+    on_cpu = jax.default_backend() == "cpu"
+    size = 1024 if on_cpu else 8192
+    a = jnp.ones((size, size), dtype)
+    product = jax.jit(lambda a: jnp.matmul(a, a, precision="highest"))
+    x = jnp.zeros(2**24 if on_cpu else 2**28, dtype)
+    add = jax.jit(lambda x: x + 1)
+    return Peaks(2 * size**3 / _quickest(product, a), 2 * x.nbytes / _quickest(add, x))
+
+
+def _quickest(function: Callable[[Any], Any], argument: Any, queued: int = 4) -> float:
+    """Seconds of one call, of several in a row so that launching does not count."""
+
+    def calls() -> None:
+        for _ in range(queued - 1):
+            function(argument)
+        function(argument).block_until_ready()
+
+    return min(time_calls(calls, 5)) / queued
+
+
+def flops_of(function: Callable[..., Any], *arguments: Any) -> float:
+    """Operations of a program, loops included; an elementary function counts as one."""
+    return _flops(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+def _flops(jaxpr: Any) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+        name, inner = equation.primitive.name, list(jaxprs_in_params(equation.params))
+        if name == "cond":
+            total += max(map(_flops, inner))
+        elif inner:
+            times = equation.params["length"] if name == "scan" else 1
+            total += times * sum(map(_flops, inner))
+        elif name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            each = 2 * math.prod(shape[axis] for axis in contracted)
+            total += each * math.prod(equation.outvars[0].aval.shape)
+        elif name.startswith("reduce") or name.startswith("cum"):
+            total += math.prod(equation.invars[0].aval.shape)
+        elif name not in FREE:
+            total += sum(math.prod(getattr(out.aval, "shape", ())) for out in equation.outvars)
+    return total
+
+
+def measure(
+    function: Callable[..., Any], arguments: tuple[Any, ...], peaks: Peaks, repetitions: int = 10
+) -> dict[str, Any]:
+    """Compile time, run time, memory, and the share of the time that nothing could do without.
+
+    Args:
+        function: what to compile.
+        arguments: pytrees of arrays, passed and not closed over.
+        peaks: what the device reaches.
+        repetitions: how many runs are timed, of which the least counts.
+    """
+    began = time.perf_counter()
+    compiled = jax.jit(function).lower(*arguments).compile()
+    compile_s = time.perf_counter() - began
+
+    def call() -> Any:
+        return jax.block_until_ready(compiled(*arguments))
+
+    moved = sum(leaf.nbytes for leaf in jax.tree.leaves((arguments, call())))
+    times = time_calls(call, repetitions)
+    best, flops = min(times), flops_of(function, *arguments)
+    at_least = max(flops / peaks.flops_per_s, moved / peaks.bytes_per_s)
+    return {
+        "compile_s": compile_s,
+        "best_s": best,
+        "median_s": statistics.median(times),
+        "flops": flops,
+        "bytes": moved,
+        "arithmetic_alone_s": flops / peaks.flops_per_s,
+        "bytes_alone_s": moved / peaks.bytes_per_s,
+        "share_of_time_needed": at_least / best,
+        **memory_of(compiled),
+    }
+
+
+def memory_of(compiled: Any) -> dict[str, int]:
+    """Bytes that the program holds at once, and the peak of the process so far."""
+    held = compiled.memory_analysis()
+    stats = jax.local_devices()[0].memory_stats()
+    if stats is None:
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    else:
+        peak = stats["peak_bytes_in_use"]
+    return {
+        "temporary_bytes": held.temp_size_in_bytes,
+        "program_bytes": (
+            held.argument_size_in_bytes + held.output_size_in_bytes + held.temp_size_in_bytes
+        ),
+        "peak_bytes_of_process": peak,
+    }

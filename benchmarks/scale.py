@@ -1,0 +1,196 @@
+"""Times what grows: one long series, and training on many, with the families parallel in time.
+
+    python benchmarks/scale.py inference training --float32 --out benchmarks/results/scale-gpu.json
+
+Three states and four observed entries. Every figure comes with the seconds of compilation, the
+memory, and the share of the time that its arithmetic and its bytes alone would need, at peaks that
+are measured in the same run unless they are given. A part is a generator of figures: write one, and
+add it to `PARTS`.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+import retrodict as rd
+from kalman import problem, retrodict_model
+from measure import Task
+from roofline import Peaks, measure, measured_peaks
+
+STATE, OBS = 3, 4
+
+FAMILIES: dict[str, tuple[Callable[..., Any], bool]] = {
+    "scan": (rd.ScanFamily, True),
+    "recurrent": (rd.RecurrentFamily, False),
+}
+"""Each family, and whether it runs in parallel over time."""
+
+
+class Setting(NamedTuple):
+    """What all parts share.
+
+    Attributes:
+        options: the command line.
+        dtype: the precision.
+        peaks: what the device reaches.
+    """
+
+    options: argparse.Namespace
+    dtype: Any
+    peaks: Peaks
+
+    def measure(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+        """The figures of one program."""
+        return measure(function, arguments, self.peaks, self.options.repetitions)
+
+
+def inference(setting: Setting) -> Iterator[dict[str, Any]]:
+    """One series: filtering laws, backward kernels and marginals, amortised and exact."""
+    rows = sorted(setting.options.rows)
+    given = problem(Task("retrodict", "smoother", STATE, OBS, rows[-1]))
+    model = retrodict_model(given, setting.dtype)
+    head = given.ys[:1000]
+    for n in rows:
+        ys = jnp.asarray(given.ys[:n], setting.dtype)
+
+        def exact(model: rd.StateSpaceModel, ys: Any) -> Any:
+            chain = rd.kalman_smoother(model, ys, mask=True, parallel=True).chain
+            return chain, chain.marginals(parallel=True)
+
+        yield {"what": "kalman", "num_times": n, **setting.measure(exact, model, ys)}
+        for name, (kind, parallel) in FAMILIES.items():
+            if not parallel and n > setting.options.sequential_rows:
+                continue
+            family = kind(jax.random.key(0), STATE, OBS).prepare(model, head)
+            arrays, rest = eqx.partition(family, eqx.is_array)
+
+            def smooth(arrays: Any, ys: Any, rest: Any = rest, parallel: bool = parallel) -> Any:
+                family = eqx.combine(arrays, rest)
+                chain = family.infer(ys, mask=True, parallel=parallel)
+                return chain, chain.marginals(parallel=parallel)
+
+            found = setting.measure(smooth, arrays, ys)
+            yield {"what": name, "num_times": n, **found, "rows_per_s": n / found["best_s"]}
+        chain = jax.jit(exact)(model, ys)[0]
+        found = setting.measure(lambda chain: chain.marginals(parallel=True), chain)
+        yield {"what": "marginals alone", "num_times": n, **found}
+
+
+def training(setting: Setting) -> Iterator[dict[str, Any]]:
+    """A step of Adam on a batch, with one draw of a nonlinear emission term."""
+    batch, n = setting.options.batch, setting.options.length
+    model = nonlinear_model(setting.dtype)
+    keys = jax.random.split(jax.random.key(1), batch)
+    ys = jax.jit(jax.vmap(lambda key: model.simulate(key, n)[1]))(keys)
+    optimiser = optax.adam(1e-3)
+    for name, (kind, parallel) in FAMILIES.items():
+        family = kind(jax.random.key(0), STATE, OBS).prepare(model, ys)
+        parameters, fixed = eqx.partition(family, eqx.is_inexact_array)
+
+        def step(
+            parameters: Any,
+            state: Any,
+            ys: Any,
+            key: Any,
+            fixed: Any = fixed,
+            parallel: Any = parallel,
+        ) -> Any:
+            def loss(parameters: Any) -> Any:
+                family = eqx.combine(parameters, fixed)
+
+                def one(y: Any, key: Any) -> Any:
+                    chain = family.infer(y, mask=True, parallel=parallel)
+                    estimator = rd.RaoBlackwellised(1)
+                    return rd.elbo(
+                        model, chain, y, estimator=estimator, key=key, mask=True, parallel=parallel
+                    )
+
+                return -jnp.mean(jax.vmap(one)(ys, jax.random.split(key, batch))) / n
+
+            value, gradient = jax.value_and_grad(loss)(parameters)
+            updates, state = optimiser.update(gradient, state, parameters)
+            return optax.apply_updates(parameters, updates), state, value
+
+        state = optimiser.init(parameters)
+        found = setting.measure(step, parameters, state, ys, jax.random.key(2))
+        found["rows_per_s"] = batch * n / found["best_s"]
+        yield {"what": name, "batch": batch, "num_times": n, **found}
+
+
+def nonlinear_model(dtype: Any) -> rd.StateSpaceModel:
+    """The linear model of the other parts, seen through a hyperbolic tangent."""
+    linear = retrodict_model(problem(Task("retrodict", "smoother", STATE, OBS, 2)), dtype)
+    design, noise = linear.emission.weight, linear.emission.scale_tril
+    emission = rd.NonlinearGaussianKernel(lambda x: jnp.tanh(design @ x), noise)
+    return rd.StateSpaceModel(linear.prior, linear.transition, emission)
+
+
+PARTS: dict[str, Callable[[Setting], Iterator[dict[str, Any]]]] = {
+    "inference": inference,
+    "training": training,
+}
+
+
+def main() -> None:
+    options = _parse()
+    dtype = jnp.float32 if options.float32 else jnp.float64
+    jax.config.update("jax_enable_x64", not options.float32)
+    peaks = measured_peaks(dtype)
+    peaks = Peaks(options.peak_flops or peaks.flops_per_s, options.peak_bytes or peaks.bytes_per_s)
+    report: dict[str, Any] = {
+        "machine": {
+            "backend": jax.default_backend(),
+            "device": jax.devices()[0].device_kind,
+            "num_devices": jax.device_count(),
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "jax": jax.__version__,
+            "precision": jnp.dtype(dtype).name,
+            **peaks._asdict(),
+        },
+        "runs": [],
+    }
+    print(json.dumps(report["machine"]), flush=True)
+    for name in options.parts or PARTS:
+        print(f"== {name}: {PARTS[name].__doc__}", flush=True)
+        for figures in PARTS[name](Setting(options, dtype, peaks)):
+            run = {"part": name, "state_dim": STATE, "obs_dim": OBS, **figures}
+            report["runs"].append(run)
+            print(json.dumps(run), flush=True)
+            if options.out is not None:
+                _write(options.out, report)
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time long series and large batches.")
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
+    parser.add_argument("--float32", action="store_true", help="instead of float64")
+    parser.add_argument("--rows", nargs="+", type=int, default=[10**k for k in range(3, 7)])
+    parser.add_argument(
+        "--sequential-rows", type=int, default=10_000, help="the longest series read row by row"
+    )
+    parser.add_argument("--batch", type=int, default=1024, help="series of a training step")
+    parser.add_argument("--length", type=int, default=256, help="rows of each of them")
+    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--peak-flops", type=float, help="operations a second, instead of measured")
+    parser.add_argument("--peak-bytes", type=float, help="bytes a second, instead of measured")
+    parser.add_argument("--out", type=Path, help="a JSON file, written after every figure")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
