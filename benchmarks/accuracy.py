@@ -46,7 +46,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
 
 
 CHOSEN = ["conjugate", "gated", "recurrent"]
-"""The families that are graded against particles; `--families` names others."""
+"""The families that are graded by default; `--families` names others."""
 
 
 def simulate(model: rd.StateSpaceModel, seed: int, num_series: int, num_times: int):
@@ -173,7 +173,7 @@ def nonlinear() -> dict[str, Any]:
     long_xs, long_ys = simulate(NONLINEAR, 998, 4, 6400)
     long_oracles = exact_by_grid(long_ys)
     figures = {}
-    for name in ("conjugate", "gated", "recurrent"):
+    for name in CHOSEN:
         result, seconds = trained(name)
         figures[name] = grade(result.family, xs, ys, oracles)
         figures[name]["seconds"], figures[name]["status"] = seconds, result.status
@@ -442,7 +442,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fits families and grades them.")
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
     parser.add_argument("--out", type=Path, help="a JSON file, to which parts are added")
-    parser.add_argument("--families", nargs="+", choices=[*FAMILIES], help="graded by particles")
+    parser.add_argument("--families", nargs="+", choices=[*FAMILIES], help="which to grade")
     arguments = parser.parse_args()
     CHOSEN[:] = arguments.families or CHOSEN
     results = {}

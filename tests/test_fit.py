@@ -419,8 +419,8 @@ class ExactButDrawn(rd.AbstractSampledFamily):
     def advance(self, state, embedded):
         return self.inner.advance(state, embedded)
 
-    def advance_in_parallel(self, embedded, exists):
-        return self.inner.advance_in_parallel(embedded, exists)
+    def advance_in_parallel(self, embedded, exists, parallel=True):
+        return self.inner.advance_in_parallel(embedded, exists, parallel)
 
     def read(self, before, after, embedded):
         return self.inner.read(before, after, embedded)

@@ -159,6 +159,7 @@ from retrodict._particle import forward_smoother as forward_smoother
 from retrodict._particle import mean_lookahead as mean_lookahead
 from retrodict._particle import paris as paris
 from retrodict._particle import particle_filter as particle_filter
+from retrodict._sharded import time_mesh as time_mesh
 from retrodict._smooth import Simulated as Simulated
 from retrodict._smooth import Smoothed as Smoothed
 from retrodict._smooth import simulate_like as simulate_like

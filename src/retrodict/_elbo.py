@@ -29,6 +29,7 @@ from retrodict._kernel import (
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import Frozen, unwrap
+from retrodict._sharded import Parallel
 from retrodict._types import Scalar
 from retrodict._validate import is_concrete
 
@@ -47,7 +48,7 @@ def elbo(
     inputs: Any = None,
     length: Any = None,
     with_standard_error: bool = False,
-    parallel: bool = False,
+    parallel: Parallel = False,
 ) -> Any:
     """The evidence lower bound E_q[log p(x, y) − log q(x)], in nats for the whole series.
 
@@ -80,7 +81,8 @@ def elbo(
         length: how many rows exist; that of the chain if it is left out.
         with_standard_error: whether to return the standard error as well.
         parallel: whether recursions over time are run in O(log n) depth, for long series on
-            accelerators; the value is the same to rounding. For a `LinearGaussianChain`.
+            accelerators, or over the devices of a `time_mesh`; the value is the same to rounding.
+            For a `LinearGaussianChain`.
 
     Returns:
         The bound, or the pair (bound, standard error).
@@ -106,7 +108,7 @@ def elbo_of_series(
     series: Series,
     estimator: AbstractEstimator,
     key: Any,
-    parallel: bool = False,
+    parallel: Parallel = False,
 ) -> Estimate:
     """The bound from arguments that were checked, to be called inside `jax.jit`.
 
@@ -140,7 +142,7 @@ def _over_paths(
     data: Observations,
     estimator: BackwardSampling,
     key: Any,
-    parallel: bool,
+    parallel: Parallel,
 ) -> Estimate:
     """The mean of log p − log q over paths: what both vary by cancels path by path."""
     data, terms = fill_padding(data, existing_rows(chain)), functional.terms()

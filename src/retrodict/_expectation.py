@@ -21,6 +21,7 @@ from retrodict._estimator import (
     fill_padding,
 )
 from retrodict._functional import AbstractFunctional, LogJoint, Observations, Score
+from retrodict._sharded import Parallel
 from retrodict._validate import check_key, is_concrete
 
 _EXACT = ClosedForm()
@@ -61,7 +62,7 @@ def expectation(
     with_standard_error: bool = False,
     tolerance: float | None = None,
     max_samples: int = 1_000_000,
-    parallel: bool = False,
+    parallel: Parallel = False,
 ) -> PyTree:
     """The expectation E_q[h_0(x_0, data_0) + Σ_{k≥1} h_k(x_{k-1}, x_k, data_k)] under a chain.
 
@@ -90,7 +91,8 @@ def expectation(
             run as often as that asks for. Not inside `jax.jit`. What is exact keeps any.
         max_samples: how many paths a tolerance may ask for, of each component with `by_component`.
         parallel: whether recursions over time are run in O(log n) depth, for long series on
-            accelerators; the value is the same to rounding. For a `LinearGaussianChain`.
+            accelerators, or over the devices of a `time_mesh`; the value is the same to rounding.
+            For a `LinearGaussianChain`.
 
     Returns:
         The value, a pytree of arrays as the functional has it, or the pair (value, standard error).
@@ -123,7 +125,7 @@ def marginals(
     key: Any = None,
     tolerance: float | None = None,
     max_samples: int = 1_000_000,
-    parallel: bool = False,
+    parallel: Parallel = False,
 ) -> Marginals:
     """The means and covariances of the states, with their standard errors.
 
@@ -145,7 +147,8 @@ def marginals(
             reached. Not inside `jax.jit`.
         max_samples: how many paths a tolerance may ask for, of each component with `by_component`.
         parallel: whether recursions over time are run in O(log n) depth, for long series on
-            accelerators; the value is the same to rounding. For a `LinearGaussianChain`.
+            accelerators, or over the devices of a `time_mesh`; the value is the same to rounding.
+            For a `LinearGaussianChain`.
 
     Raises:
         TypeError: if the chain has no closed form and the estimator needs one.
@@ -182,7 +185,7 @@ def estimate(
     data: PyTree,
     estimator: AbstractEstimator,
     key: Any,
-    parallel: bool = False,
+    parallel: Parallel = False,
 ) -> Estimate:
     """The estimate from arguments that were checked, to be called inside `jax.jit`.
 

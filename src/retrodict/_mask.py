@@ -4,14 +4,17 @@ Every verb that takes `ys` calls `prepare_series` first. A NaN becomes a masked 
 harmless fill before any arithmetic, because `where(isnan(y), 0, f(y))` has a NaN gradient.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from retrodict._validate import as_real_array, check_finite, check_rows, is_concrete
+
+T = TypeVar("T")
 
 
 class Series(eqx.Module):
@@ -37,6 +40,16 @@ class Series(eqx.Module):
     def exists(self) -> Bool[Array, "time"] | None:
         """Which rows exist; `None` if all of them do."""
         return None if self.length is None else jnp.arange(self.num_times) < self.length
+
+
+def repeating_the_last(tree: T, exists: Bool[Array, "time"]) -> T:
+    """The tree with rows that do not exist replaced by the last one that does."""
+    last = jnp.sum(exists) - 1
+
+    def repeat(leaf: Array) -> Array:
+        return jnp.where(exists.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, leaf[last][None])
+
+    return jax.tree.map(repeat, tree)
 
 
 def prepare_series(

@@ -6,6 +6,7 @@ times, whatever n is.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from retrodict import _linalg as linalg
+from retrodict._sharded import Parallel, appended, mesh_of, prepended, scan_over_devices
 
 T = TypeVar("T")
 
@@ -22,7 +24,12 @@ BLOCK = 16
 
 
 def prefix_scan(
-    combine: Callable[[T, T], T], elements: T, neutral: T, *, reverse: bool = False
+    combine: Callable[[T, T], T],
+    elements: T,
+    neutral: T,
+    *,
+    reverse: bool = False,
+    parallel: Parallel = True,
 ) -> T:
     """All sums e_0 ∘ … ∘ e_k of an associative operator.
 
@@ -36,10 +43,14 @@ def prefix_scan(
         elements: a pytree of arrays with a leading axis.
         neutral: an element that changes nothing, without that axis.
         reverse: whether to sum from the end; `combine` then has the later element first.
+        parallel: a mesh to sum over several devices; `True` for one.
 
     Returns:
         The sums, shaped as `elements`.
     """
+    mesh = mesh_of(parallel)
+    if mesh is not None:
+        return scan_over_devices(prefix_scan, combine, elements, neutral, mesh, reverse=reverse)
     n = jax.tree.leaves(elements)[0].shape[0]
     block = min(BLOCK, n)
     blocks = -(-n // block)
@@ -93,6 +104,7 @@ def affine_suffix_scan(
     weights: Float[Array, "time d d"],
     biases: Float[Array, "time d"],
     covariances: Float[Array, "time d d"],
+    parallel: Parallel = True,
 ) -> tuple[Float[Array, "time d"], Float[Array, "time d d"]]:
     """Solves m_k = w_k m_{k+1} + b_k and P_k = w_k P_{k+1} w_kᵀ + c_k from m_n = 0, P_n = 0.
 
@@ -110,12 +122,15 @@ def affine_suffix_scan(
 
     eye = jnp.eye(biases.shape[1], dtype=biases.dtype)
     neutral = (eye, jnp.zeros_like(biases[0]), jnp.zeros_like(eye))
-    _, means, spreads = prefix_scan(compose, (weights, biases, covariances), neutral, reverse=True)
+    elements = (weights, biases, covariances)
+    _, means, spreads = prefix_scan(compose, elements, neutral, reverse=True, parallel=parallel)
     return means, spreads
 
 
 def affine_suffix_paths(
-    weights: Float[Array, "time d d"], biases: Float[Array, "time d sample"]
+    weights: Float[Array, "time d d"],
+    biases: Float[Array, "time d sample"],
+    parallel: Parallel = True,
 ) -> Float[Array, "time d sample"]:
     """Solves x_k = w_k x_{k+1} + b_k from x_n = 0 for many b at once, in O(log n) rounds."""
 
@@ -124,39 +139,41 @@ def affine_suffix_paths(
         return linalg.matmul(weight_2, weight_1), linalg.matmul(weight_2, bias_1) + bias_2
 
     neutral = (jnp.eye(weights.shape[1], dtype=weights.dtype), jnp.zeros_like(biases[0]))
-    return prefix_scan(compose, (weights, biases), neutral, reverse=True)[1]
+    return prefix_scan(compose, (weights, biases), neutral, reverse=True, parallel=parallel)[1]
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def linear_recurrence(
-    decays: Float[Array, "time units"], drives: Float[Array, "time units"]
+    decays: Float[Array, "time units"],
+    drives: Float[Array, "time units"],
+    parallel: Parallel = True,
 ) -> Float[Array, "time units"]:
     """Solves h_k = a_k h_{k-1} + b_k from h_{-1} = 0, unit by unit, in O(log n) rounds.
 
     Its derivative is for reverse mode, and a recurrence of the same kind from the end: with g_k the
     cotangent of h_k, λ_k = g_k + a_{k+1} λ_{k+1} is that of b_k, and λ_k h_{k-1} that of a_k.
     """
-    return _recur(decays, drives, reverse=False)
+    return _recur(decays, drives, parallel, reverse=False)
 
 
-def _recur(decays: Array, drives: Array, *, reverse: bool) -> Array:
+def _recur(decays: Array, drives: Array, parallel: Parallel, *, reverse: bool) -> Array:
     def compose(first: tuple, second: tuple) -> tuple:
         return first[0] * second[0], second[0] * first[1] + second[1]
 
     neutral = (jnp.ones_like(decays[0]), jnp.zeros_like(drives[0]))
-    return prefix_scan(compose, (decays, drives), neutral, reverse=reverse)[1]
+    return prefix_scan(compose, (decays, drives), neutral, reverse=reverse, parallel=parallel)[1]
 
 
-def _recurrence_forward(decays: Array, drives: Array) -> tuple[Array, tuple]:
-    states = _recur(decays, drives, reverse=False)
+def _recurrence_forward(decays: Array, drives: Array, parallel: Parallel) -> tuple[Array, tuple]:
+    states = _recur(decays, drives, parallel, reverse=False)
     return states, (decays, states)
 
 
-def _recurrence_backward(kept: tuple, cotangents: Array) -> tuple[Array, Array]:
+def _recurrence_backward(parallel: Parallel, kept: tuple, cotangents: Array) -> tuple[Array, Array]:
     decays, states = kept
-    onward = jnp.concatenate([decays[1:], jnp.zeros_like(decays[:1])])
-    adjoints = _recur(onward, cotangents, reverse=True)
-    before = jnp.concatenate([jnp.zeros_like(states[:1]), states[:-1]])
+    onward = appended(decays[1:], jnp.zeros_like(decays[0]), parallel)
+    adjoints = _recur(onward, cotangents, parallel, reverse=True)
+    before = prepended(jnp.zeros_like(states[0]), states[:-1], parallel)
     return adjoints * before, adjoints
 
 

@@ -16,6 +16,7 @@ from retrodict._kernel import LinearGaussianKernel
 from retrodict._mask import prepare_length
 from retrodict._model import prepare_path
 from retrodict._prefix import affine_suffix_paths, affine_suffix_scan
+from retrodict._sharded import Parallel, appended
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 
@@ -102,7 +103,7 @@ class LinearGaussianChain(AbstractKernelChain):
         self._check_single()
         return jax.tree.map(lambda leaf: leaf[-1], self.laws)
 
-    def marginals(self, *, parallel: bool = False) -> Gaussian:
+    def marginals(self, *, parallel: Parallel = False) -> Gaussian:
         """The marginal laws of the states, given the whole series.
 
         Backward in time, m_{k-1} = G_k m_k + c_k and P_{k-1} = G_k P_k G_kᵀ + s_k s_kᵀ, carried as
@@ -110,7 +111,7 @@ class LinearGaussianChain(AbstractKernelChain):
 
         Args:
             parallel: whether to compose kernels by an associative scan, which is quicker on
-                accelerators for long series.
+                accelerators for long series; a `time_mesh` to do so over several devices.
 
         Returns:
             A `Gaussian` with a leading time axis: `.mean`, `.scale_tril`, `.covariance`, `.std`.
@@ -118,7 +119,7 @@ class LinearGaussianChain(AbstractKernelChain):
         self._check_single()
         return _marginals(self, parallel)
 
-    def pairwise(self, *, parallel: bool = False) -> Gaussian:
+    def pairwise(self, *, parallel: Parallel = False) -> Gaussian:
         """The joint laws of (x_{k-1}, x_k), k = 1..n-1, as stacked vectors of dimension 2d.
 
         Args:
@@ -131,7 +132,7 @@ class LinearGaussianChain(AbstractKernelChain):
         return _pairwise(self, parallel)
 
     def sample(
-        self, key: PRNGKey, num_samples: int, *, parallel: bool = False
+        self, key: PRNGKey, num_samples: int, *, parallel: Parallel = False
     ) -> Float[Array, "sample time state"]:
         """Draws paths: the terminal state, then one kernel after another.
 
@@ -152,7 +153,7 @@ class LinearGaussianChain(AbstractKernelChain):
         return self.state_dim
 
     def from_noise(
-        self, noise: Float[Array, "sample time noise"], *, parallel: bool = False
+        self, noise: Float[Array, "sample time noise"], *, parallel: Parallel = False
     ) -> Float[Array, "sample time state"]:
         """The paths x_{k-1} = G_k x_k + c_k + s_k ε_{k-1} of given noise.
 
@@ -191,8 +192,8 @@ class LinearGaussianChain(AbstractKernelChain):
 
 
 @eqx.filter_jit
-def _marginals(chain: LinearGaussianChain, parallel: bool) -> Gaussian:
-    return _marginals_in_parallel(chain) if parallel else _marginals_one_by_one(chain)
+def _marginals(chain: LinearGaussianChain, parallel: Parallel) -> Gaussian:
+    return _marginals_in_parallel(chain, parallel) if parallel else _marginals_one_by_one(chain)
 
 
 def _marginals_one_by_one(chain: LinearGaussianChain) -> Gaussian:
@@ -209,7 +210,7 @@ def _marginals_one_by_one(chain: LinearGaussianChain) -> Gaussian:
     return jax.vmap(Gaussian)(laws.mean, laws.scale_tril)
 
 
-def marginals_with_density(chain: LinearGaussianChain, *, parallel: bool = False) -> Gaussian:
+def marginals_with_density(chain: LinearGaussianChain, *, parallel: Parallel = False) -> Gaussian:
     """The marginals of a chain whose kernels all have a density, quick to differentiate.
 
     Covariances are carried in the scan and factored after it, all times at once: a third less time
@@ -217,7 +218,7 @@ def marginals_with_density(chain: LinearGaussianChain, *, parallel: bool = False
     with ten, and safe where nothing is singular.
     """
     if parallel:
-        return _marginals_in_parallel(chain)
+        return _marginals_in_parallel(chain, parallel)
     terminal, kernels = chain.terminal, chain.kernels
     spreads = jax.vmap(linalg.outer_gram)(kernels.scale_tril)
 
@@ -239,21 +240,19 @@ def marginals_with_density(chain: LinearGaussianChain, *, parallel: bool = False
     )
 
 
-def _marginals_in_parallel(chain: LinearGaussianChain) -> Gaussian:
+def _marginals_in_parallel(chain: LinearGaussianChain, parallel: Parallel) -> Gaussian:
     """Marginals by composing all backward kernels, the terminal law as a constant map."""
     terminal, kernels = chain.terminal, chain.kernels
-    zero = jnp.zeros((1, chain.state_dim, chain.state_dim), terminal.mean.dtype)
+    zero = jnp.zeros((chain.state_dim, chain.state_dim), terminal.mean.dtype)
     spreads = jax.vmap(linalg.outer_gram)(kernels.scale_tril)
-    means, covariances = affine_suffix_scan(
-        jnp.concatenate([kernels.weight, zero]),
-        jnp.concatenate([kernels.bias, terminal.mean[None]]),
-        jnp.concatenate([spreads, terminal.covariance[None]]),
-    )
+    rows = (kernels.weight, kernels.bias, spreads)
+    maps = appended(rows, (zero, terminal.mean, terminal.covariance), parallel)
+    means, covariances = affine_suffix_scan(*maps, parallel)
     return jax.vmap(Gaussian)(means, jax.vmap(linalg.semidefinite_cholesky)(covariances))
 
 
 @eqx.filter_jit
-def _pairwise(chain: LinearGaussianChain, parallel: bool) -> Gaussian:
+def _pairwise(chain: LinearGaussianChain, parallel: Parallel) -> Gaussian:
     marginals, d = _marginals(chain, parallel), chain.state_dim
 
     def joint(gain: Array, scale: Array, mean: Array, after: Array, spread: Array) -> Gaussian:
@@ -274,7 +273,7 @@ def _pairwise(chain: LinearGaussianChain, parallel: bool) -> Gaussian:
 
 @eqx.filter_jit
 def _sample(
-    chain: LinearGaussianChain, key: PRNGKey, num_samples: int, parallel: bool
+    chain: LinearGaussianChain, key: PRNGKey, num_samples: int, parallel: Parallel
 ) -> Float[Array, "sample time state"]:
     shape = (chain.num_times, num_samples, chain.state_dim)
     return _from_noise(chain, jax.random.normal(key, shape, chain.laws.mean.dtype), parallel)
@@ -282,10 +281,10 @@ def _sample(
 
 @eqx.filter_jit
 def _from_noise(
-    chain: LinearGaussianChain, noise: Float[Array, "time sample noise"], parallel: bool
+    chain: LinearGaussianChain, noise: Float[Array, "time sample noise"], parallel: Parallel
 ) -> Float[Array, "sample time state"]:
     if parallel:
-        return _from_noise_in_parallel(chain, noise)
+        return _from_noise_in_parallel(chain, noise, parallel)
     terminal = chain.terminal
     last = jax.vmap(terminal.from_noise)(noise[-1])
 
@@ -303,11 +302,11 @@ def _from_noise(
 
 
 def _from_noise_in_parallel(
-    chain: LinearGaussianChain, noise: Float[Array, "time sample noise"]
+    chain: LinearGaussianChain, noise: Float[Array, "time sample noise"], parallel: Parallel
 ) -> Float[Array, "sample time state"]:
     """Paths by composing all backward maps x ↦ G x + c + s ε, the last state as a constant one."""
     terminal, kernels = chain.terminal, chain.kernels
-    zero = jnp.zeros((1, chain.state_dim, chain.state_dim), terminal.mean.dtype)
+    zero = jnp.zeros((chain.state_dim, chain.state_dim), terminal.mean.dtype)
 
     def moved(bias: Array, scale: Array, e: Array) -> Array:
         return bias[:, None] + linalg.matmul(scale, e.T)
@@ -315,7 +314,7 @@ def _from_noise_in_parallel(
     shifts = jax.vmap(moved)(kernels.bias, kernels.scale_tril, noise[:-1])
     last = jax.vmap(terminal.from_noise)(noise[-1]).T
     paths = affine_suffix_paths(
-        jnp.concatenate([kernels.weight, zero]), jnp.concatenate([shifts, last[None]])
+        *appended((kernels.weight, shifts), (zero, last), parallel), parallel
     )
     return jnp.transpose(paths, (2, 0, 1))
 

@@ -16,6 +16,7 @@ from retrodict._chain import (
     marginals_with_density,
 )
 from retrodict._functional import AbstractInitialTerm, AbstractPairTerm, AbstractTerm
+from retrodict._sharded import Parallel
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class AbstractEstimator(eqx.Module):
         """What is known of the error: there is none, nothing, or a standard error."""
 
     @abstractmethod
-    def view(self, chain: AbstractBackwardChain, *, parallel: bool = False) -> Any:
+    def view(self, chain: AbstractBackwardChain, *, parallel: Parallel = False) -> Any:
         """What is read off the chain, once an estimate.
 
         Args:
@@ -49,7 +50,7 @@ class AbstractEstimator(eqx.Module):
 
     @abstractmethod
     def draw(
-        self, terms: Sequence[AbstractTerm], view: Any, key: Any, *, parallel: bool = False
+        self, terms: Sequence[AbstractTerm], view: Any, key: Any, *, parallel: Parallel = False
     ) -> Any:
         """The randomness of all replicates, with a leading axis `sample`; `None` if there is none.
 
@@ -129,7 +130,9 @@ class Moments(eqx.Module):
     exists: Bool[Array, "time"] | None
 
     @classmethod
-    def of(cls, chain: AbstractBackwardChain, owner: str, *, parallel: bool = False) -> "Moments":
+    def of(
+        cls, chain: AbstractBackwardChain, owner: str, *, parallel: Parallel = False
+    ) -> "Moments":
         """Reads a chain, refused unless it is linear Gaussian."""
         if not isinstance(chain, LinearGaussianChain):
             raise TypeError(

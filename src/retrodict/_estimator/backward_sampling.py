@@ -24,6 +24,7 @@ from retrodict._estimator._base import (
 )
 from retrodict._functional import AbstractInitialTerm, AbstractPairTerm, AbstractTerm, add
 from retrodict._mixture import GaussianMixture
+from retrodict._sharded import Parallel
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
 
@@ -101,7 +102,7 @@ class BackwardSampling(AbstractEstimator):
         return "sampled"
 
     def view(
-        self, chain: AbstractBackwardChain, *, parallel: bool = False
+        self, chain: AbstractBackwardChain, *, parallel: Parallel = False
     ) -> AbstractBackwardChain:
         """The chain itself."""
         return chain
@@ -112,7 +113,7 @@ class BackwardSampling(AbstractEstimator):
         view: AbstractBackwardChain,
         key: Any,
         *,
-        parallel: bool = False,
+        parallel: Parallel = False,
     ) -> Paths:
         """Paths, in groups."""
         if parallel and not isinstance(view, LinearGaussianChain):

@@ -29,6 +29,7 @@ from retrodict._gaussian import (
     scale_solve,
 )
 from retrodict._kernel import AbstractLinearGaussianKernel
+from retrodict._sharded import Parallel
 from retrodict._types import Scalar
 
 
@@ -58,12 +59,12 @@ class ClosedForm(AbstractEstimator):
         """None."""
         return "none"
 
-    def view(self, chain: AbstractBackwardChain, *, parallel: bool = False) -> Moments:
+    def view(self, chain: AbstractBackwardChain, *, parallel: Parallel = False) -> Moments:
         """The moments of states and pairs."""
         return Moments.of(chain, "ClosedForm", parallel=parallel)
 
     def draw(
-        self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: bool = False
+        self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: Parallel = False
     ) -> None:
         """Nothing."""
         return None

@@ -16,6 +16,7 @@ from retrodict._estimator._base import AbstractEstimator, Moments
 from retrodict._estimator._integrand import integrand, noise_dim
 from retrodict._estimator.closed_form import closed_form
 from retrodict._functional import AbstractTerm, add
+from retrodict._sharded import Parallel
 from retrodict._validate import check_count
 
 MAX_NODES = 100_000
@@ -59,12 +60,12 @@ class Quadrature(AbstractEstimator):
         """It depends on how smooth the terms are, and is not known."""
         return "unknown"
 
-    def view(self, chain: AbstractBackwardChain, *, parallel: bool = False) -> Moments:
+    def view(self, chain: AbstractBackwardChain, *, parallel: Parallel = False) -> Moments:
         """The moments of states and pairs."""
         return Moments.of(chain, "Quadrature", parallel=parallel)
 
     def draw(
-        self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: bool = False
+        self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: Parallel = False
     ) -> None:
         """Nothing."""
         return None

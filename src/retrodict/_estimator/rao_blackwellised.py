@@ -12,6 +12,7 @@ from retrodict._estimator._base import AbstractEstimator, Moments
 from retrodict._estimator._integrand import integrand, noise_dim
 from retrodict._estimator.closed_form import closed_form
 from retrodict._functional import AbstractTerm, add
+from retrodict._sharded import Parallel
 from retrodict._validate import check_count
 
 
@@ -42,12 +43,12 @@ class RaoBlackwellised(AbstractEstimator):
         """A standard error."""
         return "sampled"
 
-    def view(self, chain: AbstractBackwardChain, *, parallel: bool = False) -> Moments:
+    def view(self, chain: AbstractBackwardChain, *, parallel: Parallel = False) -> Moments:
         """The moments of states and pairs."""
         return Moments.of(chain, "RaoBlackwellised", parallel=parallel)
 
     def draw(
-        self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: bool = False
+        self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: Parallel = False
     ) -> tuple[Float[Array, "sample row noise"] | None, ...]:
         """Standard normal noise for each term that needs any."""
         d, dtype = view.states.mean.shape[1], view.states.mean.dtype

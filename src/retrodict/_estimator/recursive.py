@@ -22,6 +22,7 @@ from retrodict._functional import (
 )
 from retrodict._gaussian import Gaussian, dense_scale
 from retrodict._kernel import LinearGaussianKernel
+from retrodict._sharded import Parallel
 from retrodict._types import State
 
 
@@ -115,7 +116,9 @@ class Recursive(AbstractEstimator):
         """None."""
         return "none"
 
-    def view(self, chain: AbstractBackwardChain, *, parallel: bool = False) -> LinearGaussianChain:
+    def view(
+        self, chain: AbstractBackwardChain, *, parallel: Parallel = False
+    ) -> LinearGaussianChain:
         """The chain itself, refused unless it is linear Gaussian."""
         if not isinstance(chain, LinearGaussianChain):
             raise TypeError(
@@ -135,7 +138,7 @@ class Recursive(AbstractEstimator):
         view: LinearGaussianChain,
         key: Any,
         *,
-        parallel: bool = False,
+        parallel: Parallel = False,
     ) -> None:
         """Nothing."""
         return None

@@ -26,6 +26,7 @@ from retrodict._kernel import LinearGaussianKernel
 from retrodict._mask import Series, prepare_series
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
+from retrodict._sharded import Parallel, laid_out, prepended
 from retrodict._types import PRNGKey
 from retrodict._validate import as_real_array, check_finite
 
@@ -140,12 +141,15 @@ class AbstractFactorFamily(AbstractFamily, Generic[C]):
         """The next state; the only part that runs one row after another."""
 
     @abstractmethod
-    def advance_in_parallel(self, embedded: Any, exists: Bool[Array, "time"] | None) -> Any:
+    def advance_in_parallel(
+        self, embedded: Any, exists: Bool[Array, "time"] | None, parallel: Parallel = True
+    ) -> Any:
         """The states after every row in O(log n) depth, or an error if there is no such form.
 
         Args:
             embedded: what `embed` gave for each row, with a leading time axis.
             exists: which of the rows exist.
+            parallel: a mesh to run over several devices; `True` for one.
         """
 
     @abstractmethod
@@ -174,7 +178,7 @@ class AbstractFactorFamily(AbstractFamily, Generic[C]):
         mask: Any = None,
         inputs: Any = None,
         length: Any = None,
-        parallel: bool = False,
+        parallel: Parallel = False,
     ) -> C:
         """The chain of a whole series: a scan of `step`.
 
@@ -183,7 +187,8 @@ class AbstractFactorFamily(AbstractFamily, Generic[C]):
             mask: true where an entry was seen; `True` alone promises that everything was.
             inputs: inputs of shape `(time, input)`, if the family takes them.
             length: how many rows exist; the rest is padding.
-            parallel: whether to run in O(log n) depth, for families that are associative.
+            parallel: whether to run in O(log n) depth, for families that are associative; a
+                `time_mesh` to do so over several devices.
         """
         series = prepare_for(self, ys, mask=mask, inputs=inputs, length=length)
         return _infer(self, series, parallel)
@@ -226,11 +231,13 @@ def _step(family: AbstractFactorFamily, state: Any, row: Row) -> tuple[Any, Fact
 
 
 @eqx.filter_jit
-def _infer(family: AbstractFactorFamily[C], series: Series, parallel: bool) -> C:
+def _infer(family: AbstractFactorFamily[C], series: Series, parallel: Parallel) -> C:
     return infer_series(unwrap(family), series, parallel=parallel)
 
 
-def infer_series(family: AbstractFactorFamily[C], series: Series, *, parallel: bool = False) -> C:
+def infer_series(
+    family: AbstractFactorFamily[C], series: Series, *, parallel: Parallel = False
+) -> C:
     """The chain of a prepared series, to be called inside `jax.jit`.
 
     Args:
@@ -238,6 +245,7 @@ def infer_series(family: AbstractFactorFamily[C], series: Series, *, parallel: b
         series: a series that fits it.
         parallel: whether to run in O(log n) depth.
     """
+    series = laid_out(series, parallel)
     exists = series.exists()
     read, _ = factors(family, family.init(), rows_of(series), exists, parallel=parallel)
     return family.assemble(read, exists, series.length)
@@ -249,7 +257,7 @@ def factors(
     rows: Row,
     exists: Bool[Array, "time"] | None,
     *,
-    parallel: bool = False,
+    parallel: Parallel = False,
 ) -> tuple[Factor, Any]:
     """The factors of all rows (the first kernel leads back before them), and the last state.
 
@@ -262,12 +270,10 @@ def factors(
     """
     embedded = jax.vmap(family.embed)(rows)
     if parallel:
-        afters = family.advance_in_parallel(embedded, exists)
+        afters = family.advance_in_parallel(embedded, exists, parallel)
     else:
         afters = _advance_one_by_one(family, state, embedded, exists)
-    befores = jax.tree.map(
-        lambda start, rest: jnp.concatenate([start[None], rest[:-1]]), state, afters
-    )
+    befores = prepended(state, jax.tree.map(lambda leaf: leaf[:-1], afters), parallel)
     read = jax.vmap(family.read)(befores, afters, embedded)
     return read, jax.tree.map(lambda leaf: leaf[-1], afters)
 

@@ -23,6 +23,7 @@ from retrodict._gaussian import Gaussian
 from retrodict._kalman._operations import Prior, Transition, Whitened
 from retrodict._kalman._parallel import filter_laws_in_parallel
 from retrodict._kernel import LinearGaussianKernel
+from retrodict._sharded import Parallel
 
 
 class GaussianState(NamedTuple):
@@ -126,6 +127,7 @@ def filtered_in_parallel(
     design: Float[Array, "time p d"],
     value: Float[Array, "time p"],
     exists: Bool[Array, "time"] | None,
+    parallel: Parallel,
 ) -> GaussianState:
     """The states after every row by an associative scan.
 
@@ -135,12 +137,13 @@ def filtered_in_parallel(
         design: h of each row.
         value: what each row observed of h x + ε.
         exists: which rows exist.
+        parallel: a mesh to run over several devices; `True` for one.
     """
     varies = kernel.bias.ndim == 2
     arrays = (kernel.weight, kernel.bias, kernel.scale_tril)
     transition = Transition(*(leaf[1:] if varies else leaf for leaf in arrays))
     laws, _ = filter_laws_in_parallel(
-        Prior(prior.mean, prior.scale), transition, Whitened(design, value), exists
+        Prior(prior.mean, prior.scale), transition, Whitened(design, value), exists, parallel
     )
     counts = jnp.arange(1, value.shape[0] + 1, dtype=prior.num_read.dtype)
     return GaussianState(laws.mean, laws.scale_tril, counts)

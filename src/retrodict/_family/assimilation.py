@@ -38,6 +38,7 @@ from retrodict._kernel import (
 )
 from retrodict._model import StateSpaceModel, check_densities
 from retrodict._parameters import Frozen, Positive, unwrap
+from retrodict._sharded import Parallel
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
@@ -181,7 +182,7 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
         return GaussianState(at, factor, state.num_read + 1)
 
     def advance_in_parallel(
-        self, embedded: Row, exists: Bool[Array, "time"] | None
+        self, embedded: Row, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> GaussianState:
         """Refused: a row is looked at from the prediction."""
         refuse_parallel(self)

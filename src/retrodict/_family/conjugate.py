@@ -31,6 +31,7 @@ from retrodict._family._recursions import (
 from retrodict._family._start import Coordinates
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
+from retrodict._sharded import Parallel
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
 
@@ -134,11 +135,13 @@ class ConjugateFamily(AbstractLinearGaussianFamily):
         return GaussianState(*condition(*law, embedded.design, embedded.value), state.num_read + 1)
 
     def advance_in_parallel(
-        self, embedded: Potential, exists: Bool[Array, "time"] | None
+        self, embedded: Potential, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> GaussianState:
         """All filtering laws by an associative scan."""
         kernel = transition_into(self.transition, embedded.row)
-        return filtered_in_parallel(self.init(), kernel, embedded.design, embedded.value, exists)
+        return filtered_in_parallel(
+            self.init(), kernel, embedded.design, embedded.value, exists, parallel
+        )
 
     def read(self, before: GaussianState, after: GaussianState, embedded: Potential) -> Factor:
         """The law, and the variational transition reversed under the law before it."""

@@ -36,6 +36,7 @@ from retrodict._family._start import Coordinates
 from retrodict._kernel import LinearGaussianKernel
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
+from retrodict._sharded import Parallel
 from retrodict._types import PRNGKey
 
 
@@ -163,7 +164,7 @@ class GatedFamily(AbstractLinearGaussianFamily):
         return out[:d], tril_from(out[d : d + tril_size(d)], d), gates[:d], gates[d:]
 
     def advance_in_parallel(
-        self, embedded: Embedded, exists: Bool[Array, "time"] | None
+        self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> GaussianState:
         """Refused: the network reads the prediction."""
         refuse_parallel(self)

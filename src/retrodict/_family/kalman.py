@@ -21,6 +21,7 @@ from retrodict._kalman._operations import whiten
 from retrodict._kernel import AbstractLinearGaussianKernel, LinearGaussianKernel
 from retrodict._model import StateSpaceModel, check_densities, learnable
 from retrodict._parameters import unwrap
+from retrodict._sharded import Parallel
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
 
@@ -125,11 +126,11 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         return GaussianState(*condition(*law, embedded.design, embedded.value), state.num_read + 1)
 
     def advance_in_parallel(
-        self, embedded: Evidence, exists: Bool[Array, "time"] | None
+        self, embedded: Evidence, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> GaussianState:
         """All filtering laws by an associative scan."""
         return filtered_in_parallel(
-            self.init(), embedded.transition, embedded.design, embedded.value, exists
+            self.init(), embedded.transition, embedded.design, embedded.value, exists, parallel
         )
 
     def read(self, before: GaussianState, after: GaussianState, embedded: Evidence) -> Factor:

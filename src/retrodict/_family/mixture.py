@@ -30,6 +30,7 @@ from retrodict._kernel import LinearGaussianKernel
 from retrodict._mixture import GaussianMixture
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import Frozen
+from retrodict._sharded import Parallel
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
@@ -153,7 +154,7 @@ class MixtureFamily(AbstractSampledFamily):
         return RecurrentState(self.cell(embedded.features, state.hidden))
 
     def advance_in_parallel(
-        self, embedded: Embedded, exists: Bool[Array, "time"] | None
+        self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> RecurrentState:
         """Refused: the cell is not associative."""
         refuse_parallel(self)

@@ -25,6 +25,7 @@ from retrodict._kernel import LinearGaussianKernel
 from retrodict._mixture import GaussianMixture
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import Frozen
+from retrodict._sharded import Parallel
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
@@ -223,10 +224,10 @@ class NonlinearFamily(AbstractSampledFamily):
         return self.base.advance(state, embedded)
 
     def advance_in_parallel(
-        self, embedded: Embedded, exists: Bool[Array, "time"] | None
+        self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> RecurrentState:
         """Refused: the cell is not associative."""
-        return self.base.advance_in_parallel(embedded, exists)
+        return self.base.advance_in_parallel(embedded, exists, parallel)
 
     def read(self, before: RecurrentState, after: RecurrentState, embedded: Embedded) -> Factor:
         """The law and the kernel of the recurrent family, and the context of the correction."""

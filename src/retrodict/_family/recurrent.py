@@ -19,6 +19,7 @@ from retrodict._family._readout import (
     reversed_start,
 )
 from retrodict._family._start import Coordinates
+from retrodict._sharded import Parallel
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
@@ -104,7 +105,7 @@ class RecurrentFamily(AbstractReadoutFamily):
         return RecurrentState(self.cell(embedded.features, state.hidden))
 
     def advance_in_parallel(
-        self, embedded: Embedded, exists: Bool[Array, "time"] | None
+        self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> RecurrentState:
         """Refused: the cell is not associative."""
         refuse_parallel(self)

@@ -16,7 +16,9 @@ from retrodict._family._readout import (
     reversed_start,
 )
 from retrodict._family._start import Coordinates
+from retrodict._mask import repeating_the_last
 from retrodict._prefix import linear_recurrence
+from retrodict._sharded import Parallel
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
@@ -164,23 +166,15 @@ class ScanFamily(AbstractReadoutFamily):
         return ScanState(jnp.stack(memory), below)
 
     def advance_in_parallel(
-        self, embedded: Embedded, exists: Bool[Array, "time"] | None
+        self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> ScanState:
         """All rows of one recurrence after another."""
         below, memory = embedded.features, []
         for layer in self.layers:
-            memory.append(linear_recurrence(*jax.vmap(layer.recurrence)(below)))
+            memory.append(linear_recurrence(*jax.vmap(layer.recurrence)(below), parallel))
             below = jax.vmap(layer.above)(memory[-1], below)
         states = ScanState(jnp.stack(memory, axis=1), below)
-        if exists is None:
-            return states
-        last = jnp.sum(exists) - 1
-        return jax.tree.map(
-            lambda leaf: jnp.where(
-                exists.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, leaf[last][None]
-            ),
-            states,
-        )
+        return states if exists is None else repeating_the_last(states, exists)
 
     def _draw(
         self, key: PRNGKey, depth: int, tied: bool

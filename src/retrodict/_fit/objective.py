@@ -24,6 +24,7 @@ from retrodict._fit.batch import first_rows, minibatch, num_rows, num_series, ta
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import Frozen, unwrap
+from retrodict._sharded import Parallel
 from retrodict._train import Stage
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count
@@ -47,7 +48,7 @@ class Objective(eqx.Module):
     estimator: AbstractEstimator
     log_prior: Callable[[StateSpaceModel], Scalar] | None
     share: float
-    parallel: bool = eqx.field(static=True, default=False)
+    parallel: Parallel = eqx.field(static=True, default=False)
 
     def __call__(self, parameters: PyTree, batch: Series, key: PRNGKey) -> Scalar:
         """The value for whole series."""

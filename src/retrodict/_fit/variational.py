@@ -32,6 +32,7 @@ from retrodict._functional import LogJoint
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, learnable
 from retrodict._parameters import unwrap
+from retrodict._sharded import Parallel
 from retrodict._train import (
     ProgressLine,
     Stage,
@@ -111,7 +112,7 @@ def fit(
     chunk_size: int = 100,
     checkpoint: str | Path | None = None,
     prepare: bool = True,
-    parallel: bool = False,
+    parallel: Parallel = False,
     progress: bool | Callable[[int, float], None] = True,
 ) -> FitResult:
     """Ascends the ELBO in the parameters of a family, of the model, or of both.
@@ -168,7 +169,8 @@ def fit(
         prepare: whether to set the units of the family first; `False` goes on with a family that
             was trained before.
         parallel: whether series are read and graded in O(log n) depth, for long series on
-            accelerators and a family that is parallel in time; not with a `window`.
+            accelerators and a family that is parallel in time, or over the devices of a
+            `time_mesh`; not with a `window`.
         progress: whether to show a progress line, or a function that is called after each chunk
             with the number of steps taken and the best grade so far, in nats a time step.
 

@@ -24,6 +24,7 @@ from retrodict._factored import (
 from retrodict._gaussian import LOG_2PI, Scale, masked_scale, scale_log_det, scale_solve
 from retrodict._parts import in_parts
 from retrodict._prefix import affine_suffix_scan
+from retrodict._sharded import Parallel, appended, prepended
 from retrodict._types import Scalar
 
 
@@ -138,7 +139,7 @@ def filter_laws(
 
 
 def with_closed_form_score(
-    run: Callable[..., tuple[Factored, Scalar]], *, parallel: bool
+    run: Callable[..., tuple[Factored, Scalar]], *, parallel: Parallel
 ) -> Callable[..., tuple[Factored, Scalar]]:
     """A filter whose log density is differentiated by `score`.
 
@@ -185,7 +186,7 @@ def score(
     exists: Bool[Array, "time"] | None,
     laws: Factored,
     *,
-    parallel: bool = False,
+    parallel: Parallel = False,
 ) -> tuple[Prior, Transition, Whitened]:
     """The gradient of the log density in every argument, from one backward pass.
 
@@ -204,20 +205,16 @@ def score(
         scale = jnp.where(real, scale, 0.0)
         bias = jnp.where(exists[1:, None], bias, 0.0)
     before = jax.tree.map(lambda leaf: leaf[:-1], laws)
-    predicted = jax.tree.map(
-        lambda start, rest: jnp.concatenate([start[None], rest]),
-        Factored.from_scale(*prior),
-        jax.vmap(propagate)(before, weight, bias, scale),
-    )
+    later = jax.vmap(propagate)(before, weight, bias, scale)
+    predicted = prepended(Factored.from_scale(*prior), later, parallel)
     reading = jax.vmap(read)(predicted, design, data.value)
     product, apply = jax.vmap(linalg.matmul), jax.vmap(linalg.matvec)
-    onward = jnp.concatenate(
-        [product(weight, reading.carry[:-1]), jnp.zeros((1, d, d), weight.dtype)]
-    )
+    zero_vector, zero_matrix = jnp.zeros(d, weight.dtype), jnp.zeros((d, d), weight.dtype)
+    onward = appended(product(weight, reading.carry[:-1]), zero_matrix, parallel)
 
     adjoint = jnp.swapaxes(onward, -1, -2)
-    solve = affine_suffix_scan if parallel else _affine_suffix_loop
-    r, big_n = solve(adjoint, reading.slope, reading.curvature)
+    rows = (adjoint, reading.slope, reading.curvature)
+    r, big_n = affine_suffix_scan(*rows, parallel) if parallel else _affine_suffix_loop(*rows)
     outer = r[:, :, None] * r[:, None, :] - big_n
 
     covariance = jax.vmap(lambda s: linalg.outer_gram(s))(laws.scale_tril)
@@ -231,10 +228,9 @@ def score(
             transition_bar,
         )
     # The smoothed moments, from the filtering law and what comes after it.
-    end = jnp.zeros((1, d), weight.dtype), jnp.zeros((1, d, d), weight.dtype)
     transposed = jnp.swapaxes(weight, -1, -2)
-    r_after = jnp.concatenate([apply(transposed, r[1:]), end[0]])
-    n_after = jnp.concatenate([product(transposed, product(big_n[1:], weight)), end[1]])
+    r_after = appended(apply(transposed, r[1:]), zero_vector, parallel)
+    n_after = appended(product(transposed, product(big_n[1:], weight)), zero_matrix, parallel)
     mean = laws.mean + apply(covariance, r_after)
     # With unit noise H P = Kᵀ after conditioning: H times the smoothed covariance, unsubtracted.
     gain = jnp.swapaxes(reading.gain, -1, -2)
@@ -325,7 +321,7 @@ def backward_kernels(
     transition: Transition,
     exists: Bool[Array, "time"] | None,
     *,
-    parallel: bool = False,
+    parallel: Parallel = False,
 ) -> tuple[Float[Array, "steps d d"], Float[Array, "steps d"], Float[Array, "steps d d"]]:
     """Gains, offsets and scales of all backward kernels, from the filtering laws.
 

@@ -22,7 +22,9 @@ from retrodict._kalman._operations import (
     repeat_over_time,
     step,
 )
+from retrodict._mask import repeating_the_last
 from retrodict._prefix import prefix_scan
+from retrodict._sharded import Parallel, prepended
 from retrodict._types import Scalar
 
 
@@ -75,7 +77,11 @@ def _inverse_of_one_plus(
 
 
 def filter_laws_in_parallel(
-    prior: Prior, transition: Transition, data: Whitened, exists: Bool[Array, "time"] | None
+    prior: Prior,
+    transition: Transition,
+    data: Whitened,
+    exists: Bool[Array, "time"] | None,
+    parallel: Parallel = True,
 ) -> tuple[Factored, Scalar]:
     """The filtering laws and the log density of the whitened values, in O(log n) depth.
 
@@ -102,22 +108,15 @@ def filter_laws_in_parallel(
     start = Element(
         zero_matrix, first.mean, linalg.outer_gram(first.scale_tril), zero_vector, zero_matrix
     )
-    elements = jax.tree.map(lambda head, tail: jnp.concatenate([head[None], tail]), start, elements)
-    summed = prefix_scan(combine, elements, _standing_still(first.dim, bias.dtype))
+    neutral = _standing_still(first.dim, bias.dtype)
+    summed = prefix_scan(combine, prepended(start, elements, parallel), neutral, parallel=parallel)
     before = jax.vmap(
         lambda mean, covariance: Factored.from_scale(mean, linalg.semidefinite_cholesky(covariance))
     )(summed.bias[:-1], summed.covariance[:-1])
     after, later = jax.vmap(step)(before, weight, bias, scale, design[1:], data.value[1:])
-    laws, innovations = jax.tree.map(
-        lambda head, tail: jnp.concatenate([head[None], tail]),
-        (first, innovations),
-        (after, later),
-    )
+    laws, innovations = prepended((first, innovations), (after, later), parallel)
     if exists is not None:
-        # Rows that do not exist repeat the last one that does.
-        last = jnp.sum(exists) - 1
-        index = jnp.minimum(jnp.arange(steps + 1), last)
-        laws = jax.tree.map(lambda leaf: leaf[index], laws)
+        laws = repeating_the_last(laws, exists)
     return laws, innovations.log_prob()
 
 

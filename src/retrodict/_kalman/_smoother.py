@@ -1,5 +1,6 @@
 """The driver of exact smoothing: a linear-Gaussian model and a series to a backward chain."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -25,6 +26,7 @@ from retrodict._kernel import AbstractLinearGaussianKernel, LinearGaussianKernel
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._parameters import unwrap
+from retrodict._sharded import Parallel, laid_out
 from retrodict._types import Scalar
 from retrodict._validate import check_finite, is_concrete
 
@@ -45,7 +47,7 @@ def kalman_smoother(
     model: StateSpaceModel,
     ys: Any,
     *,
-    parallel: bool = False,
+    parallel: Parallel = False,
     mask: Any = None,
     inputs: Any = None,
     length: Any = None,
@@ -74,7 +76,8 @@ def kalman_smoother(
         ys: observations, of shape `(time, obs)`; NaN where missing.
         parallel: whether to run in O(log n) depth, for long series on accelerators. It forms
             covariances: in float32 it needs noise levels within four orders of each other and a
-            state whose variance stays bounded, where the sequential form needs neither.
+            state whose variance stays bounded, where the sequential form needs neither. A
+            `time_mesh` lays the rows over several devices.
         mask: true where an entry was seen; `True` alone promises that everything was.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
         length: how many rows exist; the rest is padding.
@@ -94,8 +97,9 @@ def kalman_smoother(
 
 
 @eqx.filter_jit
-def smooth_series(model: StateSpaceModel, series: Series, parallel: bool) -> KalmanPosterior:
+def smooth_series(model: StateSpaceModel, series: Series, parallel: Parallel) -> KalmanPosterior:
     """The posterior from an unwrapped model and a series that were checked."""
+    series = laid_out(series, parallel)
     laws, transition, log_evidence = _filtered(model, series, parallel)
     kernels = backward_kernels(laws, transition, series.exists(), parallel=parallel)
     chain = LinearGaussianChain.from_arrays(laws.mean, laws.scale_tril, *kernels, series.length)
@@ -113,13 +117,13 @@ def log_evidence_of(model: StateSpaceModel, series: Series) -> Scalar:
 
 
 def _filtered(
-    model: StateSpaceModel, series: Series, parallel: bool
+    model: StateSpaceModel, series: Series, parallel: Parallel
 ) -> tuple[Factored, Transition, Scalar]:
     """The filtering laws, the transition's parameters and the log-evidence."""
     prior = Prior(model.prior.mean, dense_scale(model.prior.scale_tril))
     transition = _transition_arrays(model.transition, series)
     data, constant = _whitened_data(model.emission, series)
-    run = filter_laws_in_parallel if parallel else filter_laws
+    run = partial(filter_laws_in_parallel, parallel=parallel) if parallel else filter_laws
     laws, log_prob = with_closed_form_score(run, parallel=parallel)(
         prior, transition, data, series.exists()
     )
