@@ -177,7 +177,7 @@ CASES: dict[str, tuple[Callable[[str, bool], dict[str, Any]], tuple[str, ...]]] 
     "small": (small, ("gated", "gated, scale", "conjugate", "recurrent")),
     "large": (large, ("gated", "gated, scale", "conjugate", "recurrent")),
     "lengths": (lengths, ("gated", "recurrent")),
-    "inference": (inference, ("gated", "recurrent", "conjugate")),
+    "inference": (inference, ("gated", "recurrent", "scan", "conjugate")),
 }
 
 

@@ -87,8 +87,7 @@ def _flops(jaxpr: Any) -> float:
         if name == "cond":
             total += max(map(_flops, inner))
         elif inner:
-            times = equation.params["length"] if name == "scan" else 1
-            total += times * sum(map(_flops, inner))
+            total += _repetitions(name, equation.params) * sum(map(_flops, inner))
         elif name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
@@ -99,6 +98,13 @@ def _flops(jaxpr: Any) -> float:
         elif name not in FREE:
             total += sum(math.prod(getattr(out.aval, "shape", ())) for out in equation.outvars)
     return total
+
+
+def _repetitions(name: str, params: dict[str, Any]) -> int:
+    """How often what an operation holds is run, on all devices together."""
+    if name == "scan":
+        return params["length"]
+    return params["mesh"].size if name == "shard_map" else 1
 
 
 def measure(

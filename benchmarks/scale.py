@@ -1,4 +1,4 @@
-"""Times what grows: one long series, and training on many, with the families parallel in time.
+"""Times what grows: one long series, on one device or several, and training on many.
 
     python benchmarks/scale.py inference training --float32 --out benchmarks/results/scale-gpu.json
 
@@ -12,18 +12,21 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import retrodict as rd
 from kalman import problem, retrodict_model
 from measure import Task
-from roofline import Peaks, measure, measured_peaks
+from roofline import Peaks, measure, measured_peaks, memory_of
 
 STATE, OBS = 3, 4
 
@@ -125,6 +128,45 @@ def training(setting: Setting) -> Iterator[dict[str, Any]]:
         yield {"what": name, "batch": batch, "num_times": n, **found}
 
 
+def sharded(setting: Setting) -> Iterator[dict[str, Any]]:
+    """One series over all devices; memory is that of one device, beside that of one alone."""
+    mesh = rd.time_mesh()
+    count, rows = mesh.size, max(setting.options.rows)
+    n = rows - rows % count
+    given = problem(Task("retrodict", "smoother", STATE, OBS, n))
+    model = retrodict_model(given, setting.dtype)
+    family = rd.ScanFamily(jax.random.key(0), STATE, OBS).prepare(model, given.ys[:1000])
+    arrays, rest = eqx.partition(family, eqx.is_array)
+
+    def exact(model: rd.StateSpaceModel, ys: Any, parallel: Any) -> rd.Gaussian:
+        chain = rd.kalman_smoother(model, ys, mask=True, parallel=parallel).chain
+        return chain.marginals(parallel=parallel)
+
+    def amortised(arrays: Any, ys: Any, parallel: Any) -> rd.Gaussian:
+        chain = eqx.combine(arrays, rest).infer(ys, mask=True, parallel=parallel)
+        return chain.marginals(parallel=parallel)
+
+    ys = jax.device_put(
+        np.asarray(given.ys, setting.dtype), NamedSharding(mesh, PartitionSpec("time"))
+    )
+    alone = jax.ShapeDtypeStruct(ys.shape, ys.dtype)
+    for name, smooth, parameters in (("kalman", exact, model), ("scan", amortised, arrays)):
+        found = setting.measure(partial(smooth, parallel=mesh), parameters, ys)
+        whole = jax.jit(partial(smooth, parallel=True)).lower(parameters, alone).compile()
+        over_devices = jax.jit(partial(smooth, parallel=mesh))(parameters, ys)
+        by_row = jax.jit(partial(smooth, parallel=False))(parameters, jnp.asarray(np.asarray(ys)))
+        errors = np.abs(np.asarray(over_devices.mean) - np.asarray(by_row.mean))
+        yield {
+            "what": name,
+            "num_times": n,
+            "devices": count,
+            **found,
+            "one_device_alone": memory_of(whole)["program_bytes"],
+            "rows_of_a_block": over_devices.mean.addressable_shards[0].data.shape[0],
+            "worst_mean_in_sds": float(np.max(errors / np.asarray(by_row.std))),
+        }
+
+
 def nonlinear_model(dtype: Any) -> rd.StateSpaceModel:
     """The linear model of the other parts, seen through a hyperbolic tangent."""
     linear = retrodict_model(problem(Task("retrodict", "smoother", STATE, OBS, 2)), dtype)
@@ -136,6 +178,7 @@ def nonlinear_model(dtype: Any) -> rd.StateSpaceModel:
 PARTS: dict[str, Callable[[Setting], Iterator[dict[str, Any]]]] = {
     "inference": inference,
     "training": training,
+    "sharded": sharded,
 }
 
 
@@ -143,6 +186,8 @@ def main() -> None:
     options = _parse()
     dtype = jnp.float32 if options.float32 else jnp.float64
     jax.config.update("jax_enable_x64", not options.float32)
+    if options.devices is not None:
+        jax.config.update("jax_num_cpu_devices", options.devices)
     peaks = measured_peaks(dtype)
     peaks = Peaks(options.peak_flops or peaks.flops_per_s, options.peak_bytes or peaks.bytes_per_s)
     report: dict[str, Any] = {
@@ -159,7 +204,7 @@ def main() -> None:
         "runs": [],
     }
     print(json.dumps(report["machine"]), flush=True)
-    for name in options.parts or PARTS:
+    for name in options.parts or ("inference", "training"):
         print(f"== {name}: {PARTS[name].__doc__}", flush=True)
         for figures in PARTS[name](Setting(options, dtype, peaks)):
             run = {"part": name, "state_dim": STATE, "obs_dim": OBS, **figures}
@@ -179,12 +224,15 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time long series and large batches.")
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
     parser.add_argument("--float32", action="store_true", help="instead of float64")
-    parser.add_argument("--rows", nargs="+", type=int, default=[10**k for k in range(3, 7)])
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=[10**k for k in range(3, 7)], help="of one series"
+    )
     parser.add_argument(
         "--sequential-rows", type=int, default=10_000, help="the longest series read row by row"
     )
     parser.add_argument("--batch", type=int, default=1024, help="series of a training step")
     parser.add_argument("--length", type=int, default=256, help="rows of each of them")
+    parser.add_argument("--devices", type=int, help="how many a CPU simulates")
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--peak-flops", type=float, help="operations a second, instead of measured")
     parser.add_argument("--peak-bytes", type=float, help="bytes a second, instead of measured")
