@@ -78,11 +78,15 @@ def memory() -> dict[str, float]:
     found = {}
     for name, smooth in {"exact": exact, "amortised": amortised}.items():
         programs = [jax.jit(smooth, static_argnums=1).lower(ys, p).compile() for p in (True, mesh)]
-        one, eight = (program.memory_analysis().temp_size_in_bytes for program in programs)
+        one, eight = (_temporary_bytes(program) for program in programs)
         means = programs[1](jax.device_put(ys, programs[1].input_shardings[0][0]))
         found[name] = eight / one
         found[f"{name}, rows of a block"] = means.addressable_shards[0].data.shape[0]
     return found
+
+
+def _temporary_bytes(program: Any) -> int:
+    return program.memory_analysis().temp_size_in_bytes
 
 
 def main() -> None:

@@ -27,7 +27,11 @@ def time_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh for one long series, whose rows are laid over the devices in blocks.
 
     Pass it as `parallel` to `kalman_smoother`, `infer`, `marginals`, `elbo` and `fit`: every device
-    then holds and works on its share of the rows.
+    then holds and works on its share of the rows. Two things keep it so. The devices must divide
+    the number of rows: pad the series, and pass its `length`. And what a program returns should
+    have one row a time: the n − 1 backward kernels of a chain cannot lie evenly, so infer and take
+    marginals, bounds or sums in one `jax.jit`. Otherwise the results are the same, and memory is
+    not saved.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
