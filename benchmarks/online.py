@@ -57,8 +57,10 @@ def gradients(arguments: Any) -> dict[str, Any]:
         methods[f"score, N={count}"] = rd.RecursiveScore(count)
         methods[f"score, unbiased, N={count}"] = rd.RecursiveScore(count, normalised=False)
         methods[f"pathwise, N={count}"] = rd.RecursivePathwise(count)
-    for window in (1, 2, 5, 10, 20):
-        methods[f"truncated, window={window}"] = rd.TruncatedBackprop(window)
+    for window in (1, 2, 5, 10, 25):
+        # Each row is gone over once, so that the gradients of the windows add up to that of all.
+        methods[f"truncated, window={window}"] = rd.TruncatedBackprop(window, every=window)
+    methods = {name: method for name, method in methods.items() if named(name, arguments)}
     figures: dict[str, Any] = {"n": num_rows, "d": 2, "num_seeds": arguments.num_seeds}
     keys = jax.random.split(jax.random.key(2), arguments.num_seeds)
     for name, method in methods.items():
@@ -69,10 +71,9 @@ def gradients(arguments: Any) -> dict[str, Any]:
             return _flat(found.gradient)[-1]
 
         if name.startswith("truncated"):
-            # Nothing is drawn. The window's gradient is that of its own rows; a stream ascends its
-            # increments.
+            # Nothing is drawn.
             found = rd.recursive_gradient(method, family, model, ys, key=keys[0])
-            drawn = np.asarray(jnp.sum(_flat(found.increment), axis=0))[None]
+            drawn = np.asarray(jnp.sum(_flat(found.gradient), axis=0))[None]
         else:
             # One after another: the weights of many runs at once would not fit into the cache.
             drawn = np.stack([np.asarray(one(key)) for key in keys])
@@ -90,6 +91,11 @@ def gradients(arguments: Any) -> dict[str, Any]:
         }
         print(f"  {name}: {figures[name]}", flush=True)
     return figures
+
+
+def named(name: str, arguments: Any) -> bool:
+    """Whether a method was asked for: its name begins like one of those that were."""
+    return not arguments.methods or name.startswith(tuple(arguments.methods))
 
 
 def _flat(tree: Any) -> jax.Array:
@@ -153,7 +159,7 @@ def linear(arguments: Any) -> dict[str, Any]:
         ys = rd.unwrap(diagonal_model(*truth)).simulate(key, num_rows)[1]
         start = diagonal_model(jnp.full(d, 0.75), jnp.full(d, 0.75))
         for name, (family, gradient) in methods_of_likelihood(start).items():
-            if arguments.methods and name not in arguments.methods:
+            if not named(name, arguments):
                 continue
             learner = rd.OnlineLearner(family, start, gradient, step)
             state, curve, began = learner.init(jax.random.key(seed)), [], time.perf_counter()
@@ -347,8 +353,12 @@ def summary(found_in: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
         ("learning", "frozen"),
         ("trained", "frozen"),
         ("trained, second series", "frozen, second series"),
+        ("learning", "bootstrap"),
+        ("learning", "guided"),
     ):
         for key in ("filter", "one_back"):
+            if key not in rows[other][0]:
+                continue
             gain = np.array([a[key] - b[key] for a, b in zip(rows[one], rows[other], strict=True)])
             found[f"{one} less {other}: {key}"] = _mean(gain)
     return found
@@ -527,7 +537,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("online"))
     parser.add_argument("--dims", type=int, nargs="+")
     parser.add_argument("--looks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--methods", nargs="+", help="of `linear`: exact truncated pathwise")
+    parser.add_argument("--methods", nargs="+", help="of `gradients` and `linear`, as they begin")
     parser.add_argument("--optimiser", choices=["sgd", "adam"], default="sgd", help="of `linear`")
     parser.add_argument("--first-set", type=int, default=0, help="the first data set")
     parser.add_argument("--num-sets", type=int, help="data sets")

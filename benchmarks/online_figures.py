@@ -15,8 +15,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 
-def gradients(figures: dict[str, Any], folder: Path) -> None:
+def gradients(records: list[dict[str, Any]], folder: Path) -> None:
     """Spread against the number of samples, for each method that draws."""
+    figures = records[-1]["figures"]
     figure, axes = plt.subplots(figsize=(5, 3.5), layout="constrained")
     curves: dict[str, list[tuple[int, float]]] = {}
     for name, found in figures.items():
@@ -25,26 +26,38 @@ def gradients(figures: dict[str, Any], folder: Path) -> None:
             curves.setdefault(method, []).append((int(count), found["relative_deviation"] ** 2))
     for method, points in curves.items():
         axes.loglog(*zip(*points, strict=True), marker="o", label=method)
-    axes.set(xlabel="samples", ylabel="variance over the squared norm of the gradient")
+    counts = sorted({count for points in curves.values() for count, _ in points})
+    axes.set(xlabel="samples", ylabel="relative variance of the gradient")
+    axes.set_xticks(counts, map(str, counts), minor=False)
+    axes.minorticks_off()
     axes.legend()
     figure.savefig(folder / "online-gradients.png", dpi=150)
 
 
-def linear(figures: dict[str, Any], folder: Path) -> None:
-    """Mean absolute error of F and G along the stream."""
-    figure, axes = plt.subplots(figsize=(5, 3.5), layout="constrained")
-    for name, found in figures.items():
-        if isinstance(found, dict):
-            curve = found["mean_absolute_error"]
-            rows = [found["every"] * (k + 1) for k in range(len(curve))]
-            axes.loglog(rows, curve, label=name)
-    axes.set(xlabel="rows", ylabel="mean absolute error of F and G")
-    axes.legend()
+def linear(records: list[dict[str, Any]], folder: Path) -> None:
+    """Mean absolute error of F and G along the stream, a panel an optimiser; means of data sets."""
+    figure, panels = plt.subplots(
+        1, len(records), figsize=(8, 3.5), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, record in zip(panels[0], records, strict=True):
+        figures, curves = record["figures"], {}
+        for name, found in figures.items():
+            if isinstance(found, dict):
+                method = name.split(", seed")[0]
+                curves.setdefault(method, []).append(found["mean_absolute_error"])
+        for method, several in sorted(curves.items()):
+            rows = [figures["every"] * (k + 1) for k in range(len(several[0]))]
+            means = [sum(at) / len(at) for at in zip(*several, strict=True)]
+            axes.loglog(rows, means, label=f"{method}, {len(several)} data sets")
+        axes.set(xlabel="rows", title=record["options"]["optimiser"])
+        axes.legend()
+    panels[0, 0].set_ylabel("mean absolute error of F and G")
     figure.savefig(folder / "online-linear.png", dpi=150)
 
 
-def shocks(figures: dict[str, Any], folder: Path) -> None:
+def shocks(records: list[dict[str, Any]], folder: Path) -> None:
     """The learned weight and the increment of the ELBO through each shock."""
+    figures = records[-1]["figures"]
     figure, rows = plt.subplots(2, 3, figsize=(9, 4), layout="constrained", sharex=True)
     for (above, below), name in zip(rows.T, ("regime", "missing", "outliers"), strict=True):
         found = figures[name]
@@ -69,9 +82,9 @@ def main() -> None:
     parser.add_argument("records", type=Path)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
-    for record in json.loads(arguments.records.read_text()):
-        if record["part"] in DRAWN:
-            DRAWN[record["part"]](record["figures"], arguments.folder)
+    records = json.loads(arguments.records.read_text())
+    for part, draw in DRAWN.items():
+        draw([record for record in records if record["part"] == part], arguments.folder)
 
 
 if __name__ == "__main__":
