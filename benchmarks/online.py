@@ -410,7 +410,7 @@ def rates(stream: Any, state: Any, ys: jax.Array) -> dict[str, float]:
     """Rows a second of a live posterior or a learner, in one chunk and one by one."""
     _, seconds = timed(lambda: stream.scan(state, ys))
     jax.block_until_ready(stream.update(state, ys[0]))
-    alone = ys[:200]
+    alone = np.asarray(ys[:200])
     began = time.perf_counter()
     for row in alone:
         state = jax.block_until_ready(stream.update(state, row)[0])
