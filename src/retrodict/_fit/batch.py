@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from retrodict._devices import is_spread, to_hosts
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._types import PRNGKey
@@ -30,6 +31,7 @@ def batch_for(
         ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input, owner=owner
     )
     first = take(batch, 0)
+    first = to_hosts(first) if is_spread(first) else first
     prepare_data(model, first.ys, inputs=first.inputs)
     return batch
 
@@ -38,6 +40,8 @@ def prepare_batch(
     ys: Any, *, mask: Any, inputs: Any, length: Any, takes_input: bool, owner: str
 ) -> Series:
     """A `Series` whose arrays have a leading axis `batch`.
+
+    Arrays that lie on the devices of several processes are checked where they lie.
 
     Args:
         ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for a single series.
@@ -56,21 +60,22 @@ def prepare_batch(
     single = values.ndim == 2
     values = values[None] if single else values
     check_finite(values, "ys", allow_nan=True)
-    seen = ~np.isnan(np.asarray(values))
+    host = jnp if is_spread(values) else np
+    seen = ~host.isnan(host.asarray(values))
     if mask is not None and mask is not True:
-        given = np.asarray(mask)
+        given = host.asarray(mask)
         given = given[None] if single and given.ndim == 2 else given
         if given.dtype != np.bool_ or given.shape != values.shape:
             raise ValueError(
                 f"mask must be boolean of the shape of ys, {values.shape}, got shape {given.shape}"
                 f" of dtype {given.dtype}."
             )
-        seen &= given
+        seen = seen & given
     elif mask is True and not seen.all():
         raise ValueError("mask=True promises that nothing is missing, and ys holds NaN.")
     lengths = _lengths(length, values.shape[0], values.shape[1])
     if lengths is not None:
-        seen &= (np.arange(values.shape[1])[None] < lengths[:, None])[:, :, None]
+        seen = seen & (np.arange(values.shape[1])[None] < lengths[:, None])[:, :, None]
     missing = not seen.all()
     return jax.vmap(Series)(
         jnp.where(seen, values, 0.0) if missing else values,
@@ -83,7 +88,7 @@ def prepare_batch(
 def _lengths(length: Any, batch: int, time: int) -> np.ndarray | None:
     if length is None:
         return None
-    lengths = np.asarray(length)
+    lengths = np.asarray(to_hosts(length))
     if not np.issubdtype(lengths.dtype, np.integer) or lengths.shape not in ((), (batch,)):
         raise TypeError(
             f"length must be one integer or {batch} of them, got shape {lengths.shape} of dtype"

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from retrodict._chain import AbstractKernelChain
 from retrodict._elbo import elbo_of_series
@@ -20,7 +20,7 @@ from retrodict._family import (
     infer_series,
     rows_of,
 )
-from retrodict._fit.batch import first_rows, minibatch, num_rows, num_series, take
+from retrodict._fit.source import AbstractSource, Batch
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import Frozen, unwrap
@@ -50,27 +50,26 @@ class Objective(eqx.Module):
     share: float
     parallel: Parallel = eqx.field(static=True, default=False)
 
-    def __call__(self, parameters: PyTree, batch: Series, key: PRNGKey) -> Scalar:
+    def __call__(self, parameters: PyTree, batch: Batch, key: PRNGKey) -> Scalar:
         """The value for whole series."""
         return self.graded(parameters, batch, key)[0]
 
-    def graded(self, parameters: PyTree, batch: Series, key: PRNGKey) -> tuple[Scalar, Scalar]:
+    def graded(self, parameters: PyTree, batch: Batch, key: PRNGKey) -> tuple[Scalar, Scalar]:
         """The value for whole series, and its standard error, zero for what does not draw."""
         family, model = unwrap(eqx.combine(parameters, self.fixed))
-        keys = jax.random.split(key, num_series(batch))
 
         def one(series: Series, key: PRNGKey) -> Estimate:
             chain = infer_series(family, series, parallel=self.parallel)
             return elbo_of_series(model, chain, series, self.estimator, key, self.parallel)
 
-        found, rows = jax.vmap(one)(batch, keys), num_rows(batch)
-        value = self.total(found.value, rows, model)
+        found, rows = jax.vmap(one)(batch.series, batch.keys(key)), batch.num_rows()
+        value = self.total(batch.total(found.value), rows, model)
         if self.estimator.error != "sampled":
             return value, jnp.zeros_like(value)
-        return value, jnp.sqrt(jnp.sum(found.standard_error**2)) / rows
+        return value, jnp.sqrt(batch.total(found.standard_error**2)) / rows
 
     def over_window(
-        self, parameters: PyTree, batch: Series, key: PRNGKey, begin: Any, count: int
+        self, parameters: PyTree, batch: Batch, key: PRNGKey, begin: Any, count: int
     ) -> Scalar:
         """The value of the increment of the ELBO over rows begin..begin+count-1.
 
@@ -78,7 +77,7 @@ class Objective(eqx.Module):
         rows a..b-1 under the prior q_{a-1} for the state before them. That prior is held fixed.
         """
         family, model = unwrap(eqx.combine(parameters, self.fixed))
-        keys = jax.random.split(key, num_series(batch))
+        keys = batch.keys(key)
 
         def from_start(series: Series, key: PRNGKey) -> Scalar:
             head = _rows(series, 0, count)
@@ -94,17 +93,15 @@ class Objective(eqx.Module):
 
         values = lax.cond(
             begin == 0,
-            lambda: jax.vmap(from_start)(batch, keys),
-            lambda: jax.vmap(later)(batch, keys),
+            lambda: jax.vmap(from_start)(batch.series, keys),
+            lambda: jax.vmap(later)(batch.series, keys),
         )
-        rows = num_series(batch) * count
-        if batch.length is not None:
-            rows = jnp.maximum(jnp.sum(jnp.clip(batch.length - begin, 0, count)), 1)
-        return self.total(values, rows, model)
+        rows = jnp.maximum(batch.num_rows(begin, begin + count), 1)
+        return self.total(batch.total(values), rows, model)
 
-    def total(self, values: Float[Array, "batch"], rows: Any, model: StateSpaceModel) -> Scalar:
-        """The loss from the ELBOs of the series of a batch."""
-        value = -jnp.sum(values) / rows
+    def total(self, elbo: Scalar, rows: Any, model: StateSpaceModel) -> Scalar:
+        """The loss from the ELBO of all series of a batch."""
+        value = -elbo / rows
         if self.log_prior is not None:
             value = value - self.share * self.log_prior(model)
         return value
@@ -140,34 +137,37 @@ def _rows(series: Series, begin: Any, count: int) -> Series:
 
 def stages_of(
     objective: Objective,
-    batch: Series,
+    num_times: int,
     num_steps: int,
-    batch_size: int,
     window: int | None,
     growing: bool,
     chunk_size: int,
 ) -> list[Stage]:
-    """The losses of a fit, one after another."""
-    size, n = min(batch_size, num_series(batch)), batch.ys.shape[1]
+    """The losses of a fit, one after another; the first part of their data is a source."""
+    n = num_times
 
     def on_rows(count: int) -> Callable[..., Scalar]:
-        def loss(parameters: PyTree, data: tuple, key: PRNGKey, step: Array) -> Scalar:
-            series = take(data[0], minibatch(key, step, num_series(batch), size))
+        def loss(
+            parameters: PyTree, data: tuple[AbstractSource, Any], key: PRNGKey, step: Array
+        ) -> Scalar:
+            batch = data[0].draw(key, step)
             draw_key = jax.random.fold_in(jax.random.fold_in(key, 1), step)
-            return objective(parameters, first_rows(series, count), draw_key)
+            return objective(parameters, batch.first_rows(count), draw_key)
 
         return loss
 
     def on_windows(count: int) -> Callable[..., Scalar]:
         starts = -(-n // count)
 
-        def loss(parameters: PyTree, data: tuple, key: PRNGKey, step: Array) -> Scalar:
-            series = take(data[0], minibatch(key, step, num_series(batch), size))
+        def loss(
+            parameters: PyTree, data: tuple[AbstractSource, Any], key: PRNGKey, step: Array
+        ) -> Scalar:
+            batch = data[0].draw(key, step)
             draw_key, place_key = jax.random.split(
                 jax.random.fold_in(jax.random.fold_in(key, 1), step)
             )
             begin = jnp.minimum(jax.random.randint(place_key, (), 0, starts) * count, n - count)
-            return objective.over_window(parameters, series, draw_key, begin, count)
+            return objective.over_window(parameters, batch, draw_key, begin, count)
 
         return loss
 
