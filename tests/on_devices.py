@@ -44,10 +44,8 @@ def fitted(ys: np.ndarray, mesh: object, **options: object) -> rd.FitResult:
         model_of_levels(),
         ys,
         num_steps=50,
-        chunk_size=25,
-        progress=False,
         mesh=mesh,
-        **options,
+        **{"chunk_size": 25, "progress": False, **options},
     )
 
 

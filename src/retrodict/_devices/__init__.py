@@ -2,6 +2,7 @@
 
 from retrodict._devices.mesh import MeshLike as MeshLike
 from retrodict._devices.mesh import as_mesh as as_mesh
+from retrodict._devices.mesh import automatic as automatic
 from retrodict._devices.mesh import fill_up as fill_up
 from retrodict._devices.mesh import is_spread as is_spread
 from retrodict._devices.mesh import lay as lay

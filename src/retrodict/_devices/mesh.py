@@ -33,17 +33,18 @@ def as_mesh(mesh: MeshLike) -> Mesh | None:
     if mesh is None:
         return None
     if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=_automatic(mesh.devices.ndim))
+        return _with_automatic_axes(mesh)
     if mesh != "all":
         raise ValueError(f'mesh must be None, "all" or a jax.sharding.Mesh, got {mesh!r}.')
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if jax.device_count() == 1 or chosen is not None:
         return None
-    return Mesh(np.asarray(jax.devices()), ("batch",), axis_types=_automatic(1))
+    return _with_automatic_axes(Mesh(np.asarray(jax.devices()), ("batch",)))
 
 
-def _automatic(count: int) -> tuple[AxisType, ...]:
-    return (AxisType.Auto,) * count
+def _with_automatic_axes(mesh: Any) -> Mesh:
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def num_devices(mesh: Mesh, axes: Sequence[str]) -> int:
@@ -77,6 +78,20 @@ def lay(tree: PyTree, mesh: Mesh, spec: P) -> PyTree:
 
     arrays, rest = eqx.partition(tree, eqx.is_array)
     return eqx.combine(jax.tree.map(laid, arrays), rest)
+
+
+def automatic(tree: PyTree) -> PyTree:
+    """The arrays of a tree where they lie, on meshes whose axes are laid out by the compiler."""
+
+    def of(leaf: Any) -> Any:
+        sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+        if not isinstance(sharding, NamedSharding):
+            return leaf
+        shards = [shard.data for shard in leaf.addressable_shards]
+        devices = NamedSharding(_with_automatic_axes(sharding.mesh), sharding.spec)
+        return jax.make_array_from_single_device_arrays(leaf.shape, devices, shards)
+
+    return jax.tree.map(of, tree)
 
 
 def to_hosts(tree: PyTree) -> PyTree:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from retrodict._devices import is_spread, to_hosts
+from retrodict._devices import automatic, is_spread, to_hosts
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._types import PRNGKey
@@ -51,6 +51,7 @@ def prepare_batch(
         takes_input: whether the model reads inputs.
         owner: who asks, for messages.
     """
+    ys, mask, inputs, length = automatic((ys, mask, inputs, length))
     values = as_real_array(ys, "ys")
     if values.ndim not in (2, 3) or 0 in values.shape:
         raise ValueError(
