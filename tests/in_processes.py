@@ -1,8 +1,8 @@
 """One process of several that fit together over loopback: run by `test_devices`.
 
-Arguments: coordinator, number of processes, which of them, steps, checkpoint, and a file for the
-parameters. With `share`, each process holds its own series alone; with `dies`, process 1 is killed
-after its second chunk; with `alone` there is one process, and nothing is distributed.
+Arguments: coordinator, number of processes, which of them, checkpoint, a file for the parameters,
+and flags. With `share` each process holds its own series alone; with `dies` the last process is
+killed after its second chunk, with `dies first` the first one is.
 """
 
 import os
@@ -11,9 +11,9 @@ import sys
 
 import jax
 import numpy as np
-from on_devices import fitted, series
 
 import retrodict as rd
+from on_devices import fitted, series
 
 
 def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *flags: str) -> None:
@@ -22,15 +22,17 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
         rd.initialise_distributed(coordinator, number, index, heartbeat_seconds=10)
     ys = series(12)
     if "share" in flags:
-        mesh = jax.make_mesh((number,), ("batch",))
-        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
+        rows = jax.sharding.NamedSharding(
+            jax.make_mesh((number,), ("batch",)), jax.sharding.PartitionSpec("batch")
+        )
         share = len(ys) // number
         own = ys[index * share : (index + 1) * share]
         ys = jax.make_array_from_process_local_data(rows, own)
+    doomed = {"dies": number - 1, "dies first": 0}
 
     def tell(step: int, _: float) -> None:
         print(f"process {index} at step {step}", flush=True)
-        if "dies" in flags and index == 1 and step == 20:
+        if step == 20 and index in [doomed.get(flag) for flag in flags]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:

@@ -212,7 +212,7 @@ def train(
     """
     if placement is not None:
         state, key = placement.place(state), lay(key, placement.mesh, P())
-    graded = eqx.filter_jit(_known(_each_with(grade, num_starts), placement))
+    graded = eqx.filter_jit(_known(_each_with(grade, num_starts, placement), placement))
     if history is None:
         scores, noise = graded(state.parameters, data)
         state = keep(state, scores, noise)
@@ -285,8 +285,10 @@ def _compiled_chunk(
 
     def take(state: TrainState, at: tuple[PyTree, PRNGKey, Array]) -> tuple[TrainState, Array]:
         data, key, until = at
-        axes = (0, 0, None, None, None)
-        each = one_start if num_starts is None else jax.vmap(one_start, in_axes=axes)
+        each = one_start
+        if num_starts is not None:
+            starts = None if placement is None else placement.starts
+            each = jax.vmap(one_start, in_axes=(0, 0, None, None, None), spmd_axis_name=starts)
         parameters, moved, value, ok = each(
             state.parameters, state.optimiser, data, key, state.step
         )
@@ -378,8 +380,11 @@ def _each(fn: Callable[[Any], Any], num_starts: int | None) -> Callable[[Any], A
     return fn if num_starts is None else jax.vmap(fn)
 
 
-def _each_with(fn: Callable[[Any, Any], Any], num_starts: int | None) -> Callable[..., Any]:
-    return fn if num_starts is None else jax.vmap(fn, in_axes=(0, None))
+def _each_with(
+    fn: Callable[[Any, Any], Any], num_starts: int | None, placement: Placement | None
+) -> Callable[..., Any]:
+    starts = None if placement is None else placement.starts
+    return fn if num_starts is None else jax.vmap(fn, in_axes=(0, None), spmd_axis_name=starts)
 
 
 class ProgressLine:

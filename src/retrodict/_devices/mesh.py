@@ -116,9 +116,7 @@ def said_by_all(value: int, mesh: Mesh) -> list[int]:
     return to_hosts(said).tolist()
 
 
-def rows_where_they_lie(
-    fn: Callable[[PyTree], np.ndarray], tree: PyTree, width: int
-) -> np.ndarray:
+def rows_where_they_lie(fn: Callable[[PyTree], np.ndarray], tree: PyTree, width: int) -> np.ndarray:
     """A table with a row for each entry of the leading axis, of which each process makes its own.
 
     Args:

@@ -165,5 +165,7 @@ def minibatch(key: PRNGKey, step: Any, num_series: int, batch_size: int) -> Int[
         num_series: how many series there are.
         batch_size: how many of them a step sees, at most `num_series`.
     """
-    edges = jnp.arange(batch_size + 1) * num_series // batch_size
-    return jax.random.randint(jax.random.fold_in(key, step), (batch_size,), edges[:-1], edges[1:])
+    # Two ranges and no slices of one: spread over devices, a slice would be sent around.
+    begin = jnp.arange(batch_size) * num_series // batch_size
+    end = jnp.arange(1, batch_size + 1) * num_series // batch_size
+    return jax.random.randint(jax.random.fold_in(key, step), (batch_size,), begin, end)

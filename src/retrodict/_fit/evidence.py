@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,6 +14,7 @@ from retrodict._fit.batch import batch_for, num_rows, num_series
 from retrodict._fit.quasi_newton import minimise
 from retrodict._fit.source import Batch, InMemory, in_memory
 from retrodict._kalman import check_linear_gaussian, log_evidence_of
+from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, learnable
 from retrodict._parameters import unwrap
 from retrodict._train import (
@@ -106,11 +106,14 @@ def fit_evidence(
     devices = as_mesh(mesh)
     source = in_memory(batch, size, devices, () if devices is None else devices.axis_names)
 
+    def log_evidence(parameters: PyTree, series: Series) -> Scalar:
+        return log_evidence_of(unwrap(eqx.combine(parameters, fixed)), series)
+
     def objective(parameters: PyTree, batch: Batch) -> Scalar:
-        model = unwrap(eqx.combine(parameters, fixed))
-        found = jax.vmap(lambda series: log_evidence_of(model, series))(batch.series)
-        value = -batch.total(found) / batch.num_rows()
-        return value if log_prior is None else value - share * log_prior(model)
+        value = -batch.total(batch.each(log_evidence, parameters)) / batch.num_rows()
+        if log_prior is None:
+            return value
+        return value - share * log_prior(unwrap(eqx.combine(parameters, fixed)))
 
     line = ProgressLine("log-evidence {:.4f} nats a time step", num_steps) if progress else None
     if isinstance(optimiser, str):

@@ -56,14 +56,14 @@ class Objective(eqx.Module):
 
     def graded(self, parameters: PyTree, batch: Batch, key: PRNGKey) -> tuple[Scalar, Scalar]:
         """The value for whole series, and its standard error, zero for what does not draw."""
-        family, model = unwrap(eqx.combine(parameters, self.fixed))
 
-        def one(series: Series, key: PRNGKey) -> Estimate:
+        def one(parameters: PyTree, series: Series, key: PRNGKey) -> Estimate:
+            family, model = self.pair(parameters)
             chain = infer_series(family, series, parallel=self.parallel)
             return elbo_of_series(model, chain, series, self.estimator, key, self.parallel)
 
-        found, rows = jax.vmap(one)(batch.series, batch.keys(key)), batch.num_rows()
-        value = self.total(batch.total(found.value), rows, model)
+        found, rows = batch.each(one, parameters, batch.keys(key)), batch.num_rows()
+        value = self.total(batch.total(found.value), rows, parameters)
         if self.estimator.error != "sampled":
             return value, jnp.zeros_like(value)
         return value, jnp.sqrt(batch.total(found.standard_error**2)) / rows
@@ -76,16 +76,17 @@ class Objective(eqx.Module):
         If q_{a-1} were exact, the ELBO of rows 0..b-1 less that of rows 0..a-1 would be the ELBO of
         rows a..b-1 under the prior q_{a-1} for the state before them. That prior is held fixed.
         """
-        family, model = unwrap(eqx.combine(parameters, self.fixed))
         keys = batch.keys(key)
 
-        def from_start(series: Series, key: PRNGKey) -> Scalar:
+        def from_start(parameters: PyTree, series: Series, key: PRNGKey) -> Scalar:
+            family, model = self.pair(parameters)
             head = _rows(series, 0, count)
             return elbo_of_series(
                 model, infer_series(family, head), head, self.estimator, key
             ).value
 
-        def later(series: Series, key: PRNGKey) -> Scalar:
+        def later(parameters: PyTree, series: Series, key: PRNGKey) -> Scalar:
+            family, model = self.pair(parameters)
             chain, rows = _window_chain(family, series, begin, count)
             prior = lax.stop_gradient(jax.tree.map(lambda leaf: leaf[0], chain.laws))
             local = StateSpaceModel(prior, model.transition, model.emission)
@@ -93,17 +94,21 @@ class Objective(eqx.Module):
 
         values = lax.cond(
             begin == 0,
-            lambda: jax.vmap(from_start)(batch.series, keys),
-            lambda: jax.vmap(later)(batch.series, keys),
+            lambda: batch.each(from_start, parameters, keys),
+            lambda: batch.each(later, parameters, keys),
         )
         rows = jnp.maximum(batch.num_rows(begin, begin + count), 1)
-        return self.total(batch.total(values), rows, model)
+        return self.total(batch.total(values), rows, parameters)
 
-    def total(self, elbo: Scalar, rows: Any, model: StateSpaceModel) -> Scalar:
+    def pair(self, parameters: PyTree) -> tuple[Any, StateSpaceModel]:
+        """Family and model with these parameters, unwrapped."""
+        return unwrap(eqx.combine(parameters, self.fixed))
+
+    def total(self, elbo: Scalar, rows: Any, parameters: PyTree) -> Scalar:
         """The loss from the ELBO of all series of a batch."""
         value = -elbo / rows
         if self.log_prior is not None:
-            value = value - self.share * self.log_prior(model)
+            value = value - self.share * self.log_prior(self.pair(parameters)[1])
         return value
 
 
