@@ -5,6 +5,7 @@ Prints as JSON how far they are apart; with the argument `all`, of everything.
 
 import json
 import sys
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from jax import lax
 
 import retrodict as rd
-from retrodict._devices import as_mesh
+from retrodict._devices import MeshLike, as_mesh
 from retrodict._fit.batch import prepare_batch
 from retrodict._fit.source import Batch, in_memory, spread
 from retrodict._mask import Series
@@ -46,7 +47,7 @@ def apart(one: object, other: object) -> float:
     return max(float(np.max(np.abs(a - b), initial=0.0)) for a, b in pairs)
 
 
-def fitted(ys: object, mesh: object, **options: object) -> rd.FitResult:
+def fitted(ys: object, mesh: MeshLike, **options: Any) -> rd.FitResult:
     return rd.fit(
         jax.random.key(1),
         small_family(),
@@ -58,7 +59,7 @@ def fitted(ys: object, mesh: object, **options: object) -> rd.FitResult:
     )
 
 
-def fits(ys: np.ndarray, mesh: object, **options: object) -> dict[str, float]:
+def fits(ys: np.ndarray, mesh: MeshLike, **options: Any) -> dict[str, float]:
     one, several = (fitted(ys, devices, **options) for devices in (None, mesh))
     return {
         "parameters": apart((one.family, one.model), (several.family, several.model)),
@@ -74,7 +75,7 @@ def draws(count: int, batch_size: int) -> float:
         series(count), mask=None, inputs=None, length=None, takes_input=False, owner="test"
     )
 
-    def drawn(mesh: object) -> Batch:
+    def drawn(mesh: MeshLike) -> Batch:
         devices = as_mesh(mesh)
         axes = () if devices is None else devices.axis_names
         source = in_memory(batch, batch_size, devices, axes)
@@ -87,6 +88,8 @@ def draws(count: int, batch_size: int) -> float:
 def num_reductions() -> int:
     """How often a step with a loop over time exchanges something between devices."""
     devices = as_mesh("all")
+    if devices is None:
+        raise ValueError("This is to be run with several devices.")
     batch = prepare_batch(
         series(16), mask=None, inputs=None, length=None, takes_input=False, owner="test"
     )

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._devices import lay, to_hosts, together
+from retrodict._devices import lay, to_hosts
 from retrodict._types import PRNGKey, Scalar
 
 Loss = Callable[[Any, Any, Any, Any], Scalar]
@@ -164,7 +164,6 @@ def start(
     )
 
 
-@together()
 def train(
     key: PRNGKey,
     stages: Sequence[Stage],
@@ -206,9 +205,6 @@ def train(
         show: called after each chunk with the step and the best loss so far.
         placement: the devices; `None` for one. Every process of theirs calls this with the same
             arguments, and finds the same.
-
-    Raises:
-        ProcessLostError: if another process has ended.
     """
     if placement is not None:
         state, key = placement.place(state), lay(key, placement.mesh, P())

@@ -17,3 +17,4 @@ from retrodict._devices.processes import initialise_distributed as initialise_di
 from retrodict._devices.processes import is_main_process as is_main_process
 from retrodict._devices.processes import together as together
 from retrodict._devices.processes import wait_for_processes as wait_for_processes
+from retrodict._devices.processes import word_of_main as word_of_main

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 HEARTBEAT_SECONDS = 60
@@ -85,8 +86,23 @@ def wait_for_processes(name: str) -> None:
     Raises:
         ProcessLostError: if one of them has ended.
     """
+    if jax.process_count() > 1:
+        with together():
+            multihost_utils.sync_global_devices(name)
+
+
+def word_of_main(value: int) -> int:
+    """What the main process says, in every process; all of them must ask.
+
+    What lies in a folder may be seen by one process and not yet by another: one decides for all.
+
+    Raises:
+        ProcessLostError: if one of them has ended.
+    """
+    if jax.process_count() == 1:
+        return value
     with together():
-        multihost_utils.sync_global_devices(name)
+        return int(multihost_utils.broadcast_one_to_all(np.asarray(value)))
 
 
 @contextmanager

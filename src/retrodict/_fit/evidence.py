@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._devices import MeshLike, as_mesh
+from retrodict._devices import MeshLike, as_mesh, together
 from retrodict._fit.batch import batch_for, num_rows, num_series
 from retrodict._fit.quasi_newton import minimise
 from retrodict._fit.source import Batch, InMemory, in_memory
@@ -49,6 +49,7 @@ class EvidenceResult(eqx.Module):
     status: Status = eqx.field(static=True)
 
 
+@together()
 def fit_evidence(
     key: PRNGKey,
     model: StateSpaceModel,
@@ -93,6 +94,9 @@ def fit_evidence(
 
     Returns:
         The best model, the history, and how it ended.
+
+    Raises:
+        ProcessLostError: if another process of the mesh has ended.
     """
     check_key(key, "fit_evidence")
     num_steps, chunk_size = check_count(num_steps, "num_steps"), check_count(chunk_size, "chunk")

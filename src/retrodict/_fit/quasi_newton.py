@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 from scipy.optimize import OptimizeResult, minimize
 
-from retrodict._devices import to_hosts, together
+from retrodict._devices import to_hosts
 from retrodict._train import Status
 from retrodict._types import Scalar
 
@@ -37,7 +37,6 @@ class Minimum(NamedTuple):
     status: Status
 
 
-@together()
 def minimise(
     loss: Callable[[PyTree, PyTree], Scalar],
     parameters: PyTree,

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, PyTree
 
 from retrodict._checkpoint import write_checkpoint
-from retrodict._devices import MeshLike, as_mesh, is_spread, lay, to_hosts, writes_for
+from retrodict._devices import MeshLike, as_mesh, is_spread, lay, to_hosts, together, writes_for
 from retrodict._estimator import (
     AbstractEstimator,
     BackwardSampling,
@@ -96,6 +96,7 @@ class FitResult(eqx.Module):
     status: Status = eqx.field(static=True)
 
 
+@together()
 def fit(
     key: PRNGKey,
     family: AbstractFamily,
