@@ -13,8 +13,8 @@ from jax.experimental import multihost_utils
 import retrodict as rd
 from retrodict.cli._errors import UserError
 
-LOST = 2
-"""The exit code of a process whose job has lost another."""
+LOST = 75
+"""The exit code of a process whose job has lost another: that of sysexits.h for "try again"."""
 
 Distributed = Annotated[
     bool,
