@@ -73,38 +73,46 @@ def test_starts_lengths_windows_evidence_and_particles_on_eight_devices() -> Non
         assert found[name] < ROUNDING, name
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 def together(
     folder: Path, num_processes: int, *flags: str, checkpoint: str = "fit.rd"
 ) -> tuple[Path, list[subprocess.CompletedProcess[str]]]:
     """Runs processes that fit together, and waits for all of them."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     out = folder / "parameters.npz"
     out.unlink(missing_ok=True)
     command = [sys.executable, str(TESTS / "in_processes.py"), f"localhost:{port}"]
     rest = [str(folder / checkpoint), str(out), *flags]
+    return out, all_of(
+        [[*command, str(num_processes), str(i), *rest] for i in range(num_processes)],
+        [environment()] * num_processes,
+    )
+
+
+def all_of(
+    commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]
+) -> list[subprocess.CompletedProcess[str]]:
+    """Runs commands at the same time, and waits for all of them; none outlives the test."""
     processes = [
         subprocess.Popen(
-            [*command, str(num_processes), str(i), *rest],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            command, env=each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        for i in range(num_processes)
+        for command, each in zip(commands, environments, strict=True)
     ]
-    return out, [finished(process) for process in processes]
-
-
-def finished(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     try:
-        out, err = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        pytest.fail(f"A process hung. It said: {out} {err}")
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        said = [process.communicate(timeout=SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *text)
+        for process, text in zip(processes, said, strict=True)
+    ]
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
@@ -184,6 +192,41 @@ def test_a_lost_coordinator_ends_the_others(tmp_path: Path) -> None:
     assert second.returncode != 0
     lost = "could not go on with the others", "another task died"
     assert any(words in second.stderr for words in lost)
+
+
+@pytest.mark.slow
+def test_the_command_line_in_a_job_of_slurm(tmp_path: Path) -> None:
+    """Two tasks as SLURM would start them, and the same command alone."""
+    rng = np.random.default_rng(0)
+    ys = np.cumsum(rng.normal(size=(5, 40)), axis=1) + rng.normal(size=(5, 40))
+    lines = [f"{t},{s},{ys[s, t]}" for s in range(5) for t in range(40)]
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(["t,id,y", *lines]) + "\n")
+    program = [sys.executable, "-c", "from retrodict.cli import main; main()", "fit", str(table)]
+    command = [*program, "--model", "local_level", "--time", "t", "--series", "id", "--json"]
+
+    def job(task: int) -> dict[str, str]:
+        return environment() | {
+            # SLURM has a port for each number of a job: 4096 of them.
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_NTASKS": "2",
+            "SLURM_PROCID": str(task),
+            "SLURM_LOCALID": str(task),
+        }
+
+    own = [*command, "--out", str(tmp_path / "run"), "--distributed"]
+    first, second = all_of([own, own], [job(0), job(1)])
+    assert_all_finished([first, second])
+    assert second.stdout == ""
+    assert "2 processes with 2 devices" in first.stderr
+    (alone,) = all_of([[*command, "--out", str(tmp_path / "alone")]], [environment()])
+    together, by_one = (json.loads(each.stdout)["results"]["parameters"] for each in (first, alone))
+    for name, line in by_one.items():
+        assert together[name]["value"] == pytest.approx(line["value"], rel=1e-6), name
+    (again,) = all_of([own], [environment()])
+    assert again.returncode == 2
+    assert "no job of SLURM or Open MPI was found" in again.stderr
 
 
 def test_wrong_meshes_and_axes_are_refused(untyped: None) -> None:

@@ -49,6 +49,9 @@ def join(
         return True
     if None in given and given != (None, None, None):
         raise UserError("give --coordinator, --num-processes and --process-id together, or none")
+    if hasattr(jax.config, "jax_enable_preemption_service"):
+        # It would wait for a later signal when the job is told to end, and there is a checkpoint.
+        jax.config.update("jax_enable_preemption_service", False)
     with _off_standard_output():
         try:
             rd.initialise_distributed(coordinator, num_processes, process_id)
