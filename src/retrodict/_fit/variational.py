@@ -190,7 +190,7 @@ def fit(
             theirs. The result is that of one device up to rounding. All processes of a mesh must
             call `fit` with the same arguments, and one of them writes checkpoints; instead of all
             series, each may hold its share of them, as `jax.make_array_from_process_local_data`
-            puts them together.
+            puts them together. With a `time_mesh` as `parallel`, its devices are used instead.
 
     Returns:
         The family and the model with the best parameters, the history, and how it ended.
@@ -201,7 +201,7 @@ def fit(
         ProcessLostError: if another process of the mesh has ended.
     """
     check_key(key, "fit")
-    devices = as_mesh(mesh)
+    devices = as_mesh(mesh) if isinstance(parallel, bool) else None
     num_steps, chunk_size = check_count(num_steps, "num_steps"), check_count(chunk_size, "chunk")
     restarts, batch_size = check_count(restarts, "restarts"), check_count(batch_size, "batch_size")
     _check_kinds(family, model)
