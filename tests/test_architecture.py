@@ -22,6 +22,7 @@ ROOT = "retrodict"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_types",),
     ("_validate",),
+    ("_devices",),
     ("_mask",),
     ("_parameters",),
     ("_linalg",),
@@ -71,9 +72,9 @@ OUTSIDE = {
 }
 
 # Checkpoints and the training loop are agnostic of state-space models: they know the vocabulary,
-# and the loop knows checkpoints.
+# and the loop knows checkpoints and devices.
 VOCABULARY = {"_types", "_validate", "_parameters"}
-KNOWS_ONLY = {"_checkpoint": VOCABULARY, "_train": VOCABULARY | {"_checkpoint"}}
+KNOWS_ONLY = {"_checkpoint": VOCABULARY, "_train": VOCABULARY | {"_checkpoint", "_devices"}}
 
 UNWANTED_PACKAGES = {
     "beartype": "annotations are executed by the tests alone",
