@@ -89,43 +89,54 @@ def inference(setting: Setting) -> Iterator[dict[str, Any]]:
 
 def training(setting: Setting) -> Iterator[dict[str, Any]]:
     """A step of Adam on a batch, with one draw of a nonlinear emission term."""
-    batch, n = setting.options.batch, setting.options.length
-    model = nonlinear_model(setting.dtype)
+    for name in FAMILIES:
+        yield training_step(setting, name, setting.options.batch, STATE, OBS)
+
+
+def batches(setting: Setting) -> Iterator[dict[str, Any]]:
+    """A step of Adam by the number of series."""
+    for batch in setting.options.batches:
+        for name in FAMILIES:
+            yield training_step(setting, name, batch, STATE, OBS)
+
+
+def dimensions(setting: Setting) -> Iterator[dict[str, Any]]:
+    """A step of Adam by the number of states, each of which is seen."""
+    for dim in setting.options.dims:
+        for name in FAMILIES:
+            yield training_step(setting, name, setting.options.batch, dim, dim)
+
+
+def training_step(setting: Setting, name: str, batch: int, d: int, m: int) -> dict[str, Any]:
+    """The figures of one step of Adam."""
+    n, (kind, parallel) = setting.options.length, FAMILIES[name]
+    model = nonlinear_model(setting.dtype, d, m)
     keys = jax.random.split(jax.random.key(1), batch)
     ys = jax.jit(jax.vmap(lambda key: model.simulate(key, n)[1]))(keys)
     optimiser = optax.adam(1e-3)
-    for name, (kind, parallel) in FAMILIES.items():
-        family = kind(jax.random.key(0), STATE, OBS).prepare(model, ys)
-        parameters, fixed = eqx.partition(family, eqx.is_inexact_array)
+    family = kind(jax.random.key(0), d, m).prepare(model, ys)
+    parameters, fixed = eqx.partition(family, eqx.is_inexact_array)
 
-        def step(
-            parameters: Any,
-            state: Any,
-            ys: Any,
-            key: Any,
-            fixed: Any = fixed,
-            parallel: Any = parallel,
-        ) -> Any:
-            def loss(parameters: Any) -> Any:
-                family = eqx.combine(parameters, fixed)
+    def step(parameters: Any, state: Any, ys: Any, key: Any) -> Any:
+        def loss(parameters: Any) -> Any:
+            family = eqx.combine(parameters, fixed)
 
-                def one(y: Any, key: Any) -> Any:
-                    chain = family.infer(y, mask=True, parallel=parallel)
-                    estimator = rd.RaoBlackwellised(1)
-                    return rd.elbo(
-                        model, chain, y, estimator=estimator, key=key, mask=True, parallel=parallel
-                    )
+            def one(y: Any, key: Any) -> Any:
+                chain = family.infer(y, mask=True, parallel=parallel)
+                estimator = rd.RaoBlackwellised(1)
+                return rd.elbo(
+                    model, chain, y, estimator=estimator, key=key, mask=True, parallel=parallel
+                )
 
-                return -jnp.mean(jax.vmap(one)(ys, jax.random.split(key, batch))) / n
+            return -jnp.mean(jax.vmap(one)(ys, jax.random.split(key, batch))) / n
 
-            value, gradient = jax.value_and_grad(loss)(parameters)
-            updates, state = optimiser.update(gradient, state, parameters)
-            return optax.apply_updates(parameters, updates), state, value
+        value, gradient = jax.value_and_grad(loss)(parameters)
+        updates, state = optimiser.update(gradient, state, parameters)
+        return optax.apply_updates(parameters, updates), state, value
 
-        state = optimiser.init(parameters)
-        found = setting.measure(step, parameters, state, ys, jax.random.key(2))
-        found["rows_per_s"] = batch * n / found["best_s"]
-        yield {"what": name, "batch": batch, "num_times": n, **found}
+    found = setting.measure(step, parameters, optimiser.init(parameters), ys, jax.random.key(2))
+    found["rows_per_s"] = batch * n / found["best_s"]
+    return {"what": name, "state_dim": d, "obs_dim": m, "batch": batch, "num_times": n, **found}
 
 
 def sharded(setting: Setting) -> Iterator[dict[str, Any]]:
@@ -167,9 +178,9 @@ def sharded(setting: Setting) -> Iterator[dict[str, Any]]:
         }
 
 
-def nonlinear_model(dtype: Any) -> rd.StateSpaceModel:
+def nonlinear_model(dtype: Any, d: int, m: int) -> rd.StateSpaceModel:
     """The linear model of the other parts, seen through a hyperbolic tangent."""
-    linear = retrodict_model(problem(Task("retrodict", "smoother", STATE, OBS, 2)), dtype)
+    linear = retrodict_model(problem(Task("retrodict", "smoother", d, m, 2)), dtype)
     design, noise = linear.emission.weight, linear.emission.scale_tril
     emission = rd.NonlinearGaussianKernel(lambda x: jnp.tanh(design @ x), noise)
     return rd.StateSpaceModel(linear.prior, linear.transition, emission)
@@ -178,6 +189,8 @@ def nonlinear_model(dtype: Any) -> rd.StateSpaceModel:
 PARTS: dict[str, Callable[[Setting], Iterator[dict[str, Any]]]] = {
     "inference": inference,
     "training": training,
+    "batches": batches,
+    "dimensions": dimensions,
     "sharded": sharded,
 }
 
@@ -231,6 +244,8 @@ def _parse() -> argparse.Namespace:
         "--sequential-rows", type=int, default=10_000, help="the longest series read row by row"
     )
     parser.add_argument("--batch", type=int, default=1024, help="series of a training step")
+    parser.add_argument("--batches", nargs="+", type=int, default=[16, 64, 256, 1024])
+    parser.add_argument("--dims", nargs="+", type=int, default=[1, 3, 10], help="of the state")
     parser.add_argument("--length", type=int, default=256, help="rows of each of them")
     parser.add_argument("--devices", type=int, help="how many a CPU simulates")
     parser.add_argument("--repetitions", type=int, default=10)

@@ -1,0 +1,279 @@
+"""Writes the page of what scale costs, tables and a picture, from the results of the benchmarks.
+
+    python benchmarks/scale_page.py [--results benchmarks/results] [--docs docs]
+
+It reads what `scale.py`, `scale_devices.py` and `scale_disk.py` wrote (`scale-*.json`), and leaves
+out what is not there.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt  # noqa: E402
+
+Run = dict[str, Any]
+
+HEADER = """# Scale, measured
+
+Written by `benchmarks/scale_page.py` from `benchmarks/results/scale-*.json`; how to read it is said
+in [Scale](scale.md). Three states and four observed entries where nothing else is said. Times are
+the best of several, without compilation. *Needed* is the share of the time that the arithmetic and
+the bytes alone would take at the rates of a large product of matrices and a large copy on that
+machine.
+
+![cost against length, batch, states and devices](images/scale.png)
+"""
+
+
+def table(columns: list[str], rows: Iterable[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def machine_of(found: dict[str, Any]) -> str:
+    """The machine of a file of results, in words."""
+    machine = found["machine"]
+    name = machine["device"] if machine["backend"] == "gpu" else f"CPU, {machine['cores']} cores"
+    return f"{name}, jax {machine['jax']}, {machine['precision']}, load {machine['load']:.1f}"
+
+
+def of_part(found: dict[str, Any], part: str) -> list[Run]:
+    """The runs of one part."""
+    return [run for run in found["runs"] if run["part"] == part]
+
+
+def milliseconds(run: Run | None) -> str:
+    return "–" if run is None else f"{1e3 * run['best_s']:.3g}"
+
+
+def needed(run: Run | None) -> str:
+    return "–" if run is None else f"{100 * run['share_of_time_needed']:.2g}%"
+
+
+def megabytes(run: Run | None) -> str:
+    return "–" if run is None else f"{run['program_bytes'] / 1e6:,.0f}"
+
+
+def pick(runs: list[Run], **wanted: Any) -> Run | None:
+    """The run with these facts."""
+    matching = [run for run in runs if all(run.get(key) == wanted[key] for key in wanted)]
+    return matching[0] if matching else None
+
+
+def length_section(found: dict[str, Any]) -> str:
+    """One series, by its length."""
+    runs, rows = of_part(found, "inference"), []
+    for n in sorted({run["num_times"] for run in runs}):
+        exact, scan, recurrent = (
+            pick(runs, what=what, num_times=n) for what in ("kalman", "scan", "recurrent")
+        )
+        rows.append(
+            [f"{n:,}", milliseconds(exact), milliseconds(scan), milliseconds(recurrent)]
+            + [needed(exact), needed(scan), megabytes(exact), megabytes(scan)]
+        )
+    columns = ["rows", "exact, ms", "`ScanFamily`, ms", "`RecurrentFamily`, ms"]
+    columns += ["needed, exact", "needed, scan", "MB, exact", "MB, scan"]
+    return f"{machine_of(found)}.\n\n" + table(columns, rows)
+
+
+def training_section(found: dict[str, Any], part: str, key: str) -> str:
+    """Steps of training, by one of their sizes."""
+    runs = of_part(found, part)
+    rows = [
+        [
+            f"{run[key]:,}",
+            f"`{run['what'].capitalize()}Family`",
+            milliseconds(run),
+            f"{run['rows_per_s']:,.0f}",
+            needed(run),
+            megabytes(run),
+            f"{run['compile_s']:.0f}",
+        ]
+        for run in runs
+    ]
+    about = f"{machine_of(found)}; {runs[0]['num_times']} rows a series"
+    about += f", {runs[0]['batch']} series.\n\n" if key != "batch" else ".\n\n"
+    columns = [key.replace("_", " "), "family", "ms a step", "rows a second", "needed", "MB"]
+    return about + table([*columns, "compilation, s"], rows)
+
+
+def ratio_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
+    """Training on an accelerator beside two cores."""
+    rows = []
+    for fast in of_part(gpu, "training"):
+        slow = pick(of_part(cpu, "training"), what=fast["what"], batch=fast["batch"])
+        if slow is not None:
+            ratio = fast["rows_per_s"] / slow["rows_per_s"]
+            rates = [f"{run['rows_per_s']:,.0f}" for run in (fast, slow)]
+            rows.append([f"`{fast['what'].capitalize()}Family`", *rates, f"{ratio:,.0f}"])
+    about = f"{machine_of(gpu)}, beside two of its CPU cores; rows a second.\n\n"
+    return about + table(["family", "accelerator", "two cores", "ratio"], rows)
+
+
+def sharded_section(found: dict[str, Any]) -> str:
+    """One series over several devices."""
+    rows = [
+        [
+            run["what"],
+            f"{run['num_times']:,}",
+            str(run["devices"]),
+            f"{run['program_bytes'] / 1e6:,.0f}",
+            f"{run['one_device_alone'] / 1e6:,.0f}",
+            f"{run['best_s']:.1f}",
+            f"{run['worst_mean_in_sds']:.1e}",
+        ]
+        for run in of_part(found, "sharded")
+    ]
+    columns = ["smoother", "rows", "devices", "MB a device", "MB, one alone", "seconds"]
+    columns += ["largest difference of means from row by row, in sds"]
+    return f"{machine_of(found)}, simulated devices.\n\n" + table(columns, rows)
+
+
+def devices_section(found: dict[str, Any]) -> str:
+    """Training and smoothing by the number of devices."""
+    records = found["records"]
+    rows = [
+        [
+            str(r["devices"]),
+            str(r["batch"]),
+            f"{1e3 * r['step']:.3g}",
+            f"{1e3 * r['smoothing']:.3g}",
+        ]
+        for r in records
+    ]
+    first = records[0]
+    about = f"{found['kind'].capitalize()} devices, {first['device']}, jax {first['jax']}, float32,"
+    about += f" {first['num_times']} rows a series."
+    columns = ["devices", "series", "ms a training step", "ms to smooth them"]
+    return f"{about}\n\n" + table(columns, rows)
+
+
+def disk_section(found: dict[str, Any]) -> str:
+    """An epoch from disk beside the same in memory, and memory by length."""
+    rows = [[name.replace("_", " "), str(value)] for name, value in found["epoch"].items()]
+    return table(["one epoch", ""], rows)
+
+
+BILLION = 1e9
+
+
+def billion_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
+    """What a billion observations would cost, at the rates above."""
+    longest = [run for run in of_part(gpu, "inference") if run["num_times"] == 1_000_000]
+    rows = []
+    for what, name in (("kalman", "exact smoothing"), ("scan", "smoothing by a `ScanFamily`")):
+        run = pick(longest, what=what)
+        if run is not None:
+            times = BILLION / run["num_times"]
+            memory = f"{run['program_bytes'] * times / 1e9:,.0f} GB"
+            rows.append([f"{name}, accelerator", duration(run["best_s"] * times), memory])
+    for found, where in ((gpu, "accelerator"), (cpu, "two cores")):
+        for run in of_part(found, "training"):
+            family = f"an epoch of a `{run['what'].capitalize()}Family`, {where}"
+            memory = f"{run['program_bytes'] / 1e9:.1f} GB"
+            rows.append([family, duration(BILLION / run["rows_per_s"]), memory])
+    about = "Computed from the rates above, not run. Smoothing holds a whole series, so that its memory\n"
+    about += "is what several devices must have together; a step of training holds a batch.\n\n"
+    return about + table(["10⁹ rows", "time", "memory"], rows)
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it."""
+    for size, unit in ((3600.0, "h"), (60.0, "min")):
+        if seconds > 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def load(folder: Path, name: str) -> Any:
+    """A file of results, or `None`."""
+    path = folder / f"scale-{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def sections(folder: Path) -> Iterable[tuple[str, str]]:
+    """Headings and what is under them."""
+    gpu, cpu, growth = (load(folder, name) for name in ("gpu", "cpu", "growth"))
+    for found in (gpu, growth):
+        if found is not None and of_part(found, "inference"):
+            yield "One series, by its length", length_section(found)
+    if gpu is not None and cpu is not None:
+        yield "Training on an accelerator", ratio_section(gpu, cpu)
+        yield "What a step takes there", training_section(gpu, "training", "batch")
+    if growth is not None:
+        yield "By the number of series", training_section(growth, "batches", "batch")
+        yield "By the number of states", training_section(growth, "dimensions", "state_dim")
+    others: list[tuple[str, str, Callable[[Any], str]]] = [
+        ("devices-cpu", "By the number of devices", devices_section),
+        ("sharded", "One series over several devices", sharded_section),
+        ("disk", "Data larger than memory", disk_section),
+    ]
+    for name, heading, write in others:
+        found = load(folder, name)
+        if found is not None:
+            yield heading, write(found)
+    if gpu is not None and cpu is not None:
+        yield "What 10⁹ observations would cost", billion_section(gpu, cpu)
+
+
+def draw(folder: Path, path: Path) -> None:
+    """Cost against length, batch, states and devices."""
+    figure, panels = plt.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
+    gpu, growth, devices = (load(folder, name) for name in ("gpu", "growth", "devices-cpu"))
+    for found, style in ((gpu, "-"), (growth, "--")):
+        runs = [] if found is None else of_part(found, "inference")
+        for index, what in enumerate(("kalman", "scan", "recurrent")):
+            points = [(r["num_times"], 1e3 * r["best_s"]) for r in runs if r["what"] == what]
+            if points:
+                label = f"{what}, {found['machine']['device']}"
+                panels[0, 0].loglog(
+                    *zip(*points, strict=True), style, color=f"C{index}", label=label
+                )
+    panels[0, 0].set(xlabel="rows of one series", ylabel="ms")
+    panels[0, 0].legend(fontsize="small")
+    for axes, part, key in (
+        (panels[0, 1], "batches", "batch"),
+        (panels[1, 0], "dimensions", "state_dim"),
+    ):
+        runs = [] if growth is None else of_part(growth, part)
+        for what in ("scan", "recurrent"):
+            points = [(r[key], r["rows_per_s"]) for r in runs if r["what"] == what]
+            if points:
+                axes.loglog(*zip(*points, strict=True), marker="o", label=what)
+        axes.set(xlabel={"batch": "series", "state_dim": "states"}[key])
+        axes.set(ylabel="rows a second in training")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    records = [] if devices is None else devices["records"]
+    for batch in sorted({r["batch"] for r in records}):
+        points = [(r["devices"], 1e3 * r["step"]) for r in records if r["batch"] == batch]
+        panels[1, 1].loglog(*zip(*points, strict=True), marker="o", label=f"{batch} series")
+    panels[1, 1].set(xlabel="devices, simulated on the same cores", ylabel="ms a training step")
+    if panels[1, 1].get_legend_handles_labels()[0]:
+        panels[1, 1].legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
+    here = Path(__file__).parent
+    parser.add_argument("--results", type=Path, default=here / "results")
+    parser.add_argument("--docs", type=Path, default=here.parent / "docs")
+    arguments = parser.parse_args()
+    draw(arguments.results, arguments.docs / "images" / "scale.png")
+    parts = [f"## {heading}\n\n{text}" for heading, text in sections(arguments.results)]
+    page = "\n".join([HEADER, *parts])
+    (arguments.docs / "scale-measured.md").write_text(page)
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
