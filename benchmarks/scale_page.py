@@ -180,8 +180,10 @@ def billion_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
             family = f"an epoch of a `{run['what'].capitalize()}Family`, {where}"
             memory = f"{run['program_bytes'] / 1e9:.1f} GB"
             rows.append([family, duration(BILLION / run["rows_per_s"]), memory])
-    about = "Computed from the rates above, not run. Smoothing holds a whole series, so that its memory\n"
-    about += "is what several devices must have together; a step of training holds a batch.\n\n"
+    about = (
+        "Computed from the rates above, not run. Smoothing holds a whole series: its memory is\n"
+    )
+    about += "what several devices must have together. A step of training holds a batch.\n\n"
     return about + table(["10⁹ rows", "time", "memory"], rows)
 
 
