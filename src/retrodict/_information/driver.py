@@ -14,6 +14,7 @@ from retrodict._expectation import check_chain
 from retrodict._fit.batch import batch_for, num_series, take
 from retrodict._importance.pareto import K_HAT_GOOD, pareto_shape
 from retrodict._information.coordinates import Coordinates, coordinates_of
+from retrodict._information.edge import edges_of, raised, spread_of
 from retrodict._information.exact import exact_information
 from retrodict._information.louis import (
     Replicates,
@@ -87,8 +88,10 @@ def parameter_errors(
     are independent, and their information adds up.
 
     A quantity a(θ) with gradient g has the standard error √(gᵀΣg), Σ the inverse information. Its
-    interval has as ends its values at θ ± z Σg / √(gᵀΣg), and so stays where the quantity can be: a
-    scale's is positive.
+    interval has as ends its values at θ ± z Σg / √(gᵀΣg), where scales step in their logarithm, and
+    so stays where the quantity can be: a scale's is positive. A scale that was estimated at zero, or another parameter at the edge of its
+    domain, has no curvature there and no interval; the others are given with it fixed at that edge.
+    An exact information alone tells such a parameter from noise.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -151,10 +154,16 @@ def parameter_errors(
     batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length, owner="parameter_errors")
 
     messages: list[str] = []
+    edges: dict[int, float] = {}
+    theta = coordinates.theta()
     if method == "exact":
-        score, information = (np.asarray(x, float) for x in exact_information(coordinates, batch))
+        spread = spread_of(batch)
+        at = raised(np.asarray(theta, np.float64), coordinates, spread)
+        moved_in = coordinates.moved(jnp.asarray(at, theta.dtype))
+        score, information = (np.asarray(x, float) for x in exact_information(moved_in, batch))
         information = (information + information.T) / 2
         scores, informations = None, None
+        edges = edges_of(coordinates, at, score, information, spread)
     else:
         check_densities(plain, "parameter_errors by Louis' identity")
         num_replicates = check_count(num_replicates, "num_replicates")
@@ -176,9 +185,9 @@ def parameter_errors(
         score, information, scores, informations = combine(replicates)
     _refuse_undefined(score, information, coordinates.names)
 
-    theta = coordinates.theta()
     raw = np.asarray(theta, np.float64)
-    found = inverse(information, raw, informations, _precision(coordinates))
+    at_edge = np.isin(np.arange(raw.size), list(edges))
+    found = inverse(information, raw, informations, _precision(coordinates), fixed=at_edge)
     is_open = found.touches(np.eye(raw.size)) > LEAST_SHARE[informations is None]
     distance = float(np.sqrt(score @ found.covariance @ score))
     poor = bool(messages)
@@ -191,23 +200,26 @@ def parameter_errors(
         if unidentified
         else "not at a maximum"
         if moved
+        else "at an edge"
+        if edges
         else "fine"
     )
-    natural = quantities(coordinates, read, found, informations, level)
+    natural = quantities(coordinates, read, found, informations, level, at_edge)
     return ParameterErrors(
         coordinates.names,
         raw,
         information,
         np.zeros_like(information) if informations is None else jackknife(informations),
-        _with_open(found.covariance, is_open),
+        _with_open(found.covariance, is_open, at_edge),
         score,
         np.zeros_like(score) if scores is None else jackknife(scores),
         distance,
-        ~is_open,
+        ~is_open & ~at_edge,
+        at_edge,
         *natural,
         method,
         status,
-        (*messages, *unidentified, *moved),
+        (*messages, *unidentified, *moved, *_at_edges(edges, coordinates.names)),
     )
 
 
@@ -385,7 +397,17 @@ def _not_at_maximum(distance: float, found: Inverse, scores: np.ndarray | None) 
     ]
 
 
-def _with_open(covariance: np.ndarray, is_open: np.ndarray) -> np.ndarray:
-    filled = np.where(is_open[:, None] | is_open[None], np.nan, covariance)
+def _at_edges(edges: dict[int, float], names: tuple[str, ...]) -> list[str]:
+    return [
+        f"at an edge: {names[i]} is at the edge of {'zero' if edge == 0 else f'{edge:g}'}, where the"
+        " likelihood has no curvature: it has no interval, and the others hold with it fixed there"
+        for i, edge in edges.items()
+    ]
+
+
+def _with_open(covariance: np.ndarray, is_open: np.ndarray, at_edge: np.ndarray) -> np.ndarray:
+    unknown = is_open | at_edge
+    filled = np.where(unknown[:, None] | unknown[None], np.nan, covariance)
+    covariance = np.where(at_edge[:, None], np.nan, covariance)
     np.fill_diagonal(filled, np.where(is_open, np.inf, np.diagonal(covariance)))
     return filled

@@ -141,7 +141,7 @@ def fit(
             "nats_a_row": value,
             "seconds": round(folder.seconds, 1),
             "parameters": parameters,
-            "uncertainty": uncertainty,
+            **uncertainty,
         },
     }
     return write(out, spec, model, trained, record)
@@ -314,7 +314,7 @@ def _amortised(
 
 def _uncertain(
     folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table
-) -> tuple[dict[str, Any], str]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters by name, entry by entry, with standard errors, and how these were found."""
     learned = models.named_parameters(model)
     options = table.batch()
@@ -341,10 +341,16 @@ def _uncertain(
         for what in ("standard_error", "lower", "upper"):
             for name, value in getattr(found, what).items():
                 arrays[f"{what} {name}"] = value
-        return {**arrays, "method": np.array(found.method), "status": np.array(found.status)}
+        return {
+            **arrays,
+            "method": np.array(found.method),
+            "status": np.array(found.status),
+            "distance": np.array(found.distance),
+        }
 
     stage = folder.stage("standard errors of the parameters", compute)
     lines: dict[str, Any] = {}
+    domains = models.parameter_domains(model)
     every = models.named_parameters(model, fixed=True)
     for name in (*learned, *(name for name in every if name not in learned)):
         values = every[name]
@@ -352,11 +358,55 @@ def _uncertain(
             entry = f"{name}[{','.join(map(str, index))}]" if index else name
             line = {"value": float(values[index]), "learned": name in learned}
             if name in learned and "refused" not in stage:
-                ends = ("standard_error", "lower", "upper")
-                error, lower, upper = (float(stage[f"{end} {name}"][index]) for end in ends)
-                if np.isfinite(error):
-                    line |= {"error": error, "lower": lower, "upper": upper}
+                line |= _line(stage, name, index, line["value"], domains[entry])
             lines[entry] = line
     if "refused" in stage:
-        return lines, f"No standard errors: {stage['refused']}"
-    return lines, f"{METHODS[str(stage['method'])]} Status: {stage['status']}."
+        return lines, {"uncertainty": f"No standard errors: {stage['refused']}"}
+    status, distance = str(stage["status"]), float(stage["distance"])
+    return lines, {
+        "uncertainty": _in_words(str(stage["method"]), status, distance, lines),
+        "status": status,
+        "distance": distance,
+    }
+
+
+def _line(
+    stage: Mapping[str, Any],
+    name: str,
+    index: tuple[int, ...],
+    value: float,
+    domain: tuple[float, float],
+) -> dict[str, Any]:
+    """What is known of one entry of a parameter: its interval, or the edge that it is at."""
+    ends = ("standard_error", "lower", "upper")
+    error, lower, upper = (float(stage[f"{end} {name}"][index]) for end in ends)
+    if np.isfinite(error):
+        line: dict[str, Any] = {"error": error, "lower": lower, "upper": upper}
+        if np.isfinite(domain[0]):
+            line["scale"] = "logit" if np.isfinite(domain[1]) else "log"
+        return line
+    if not np.isnan(error):
+        return {}
+    edge = min(domain, key=lambda end: abs(end - value))
+    return {"edge": "zero" if edge == 0 else f"{edge:g}"}
+
+
+def _in_words(method: str, status: str, distance: float, lines: Mapping[str, Any]) -> str:
+    """How standard errors were found, on which scale intervals are, and what is to be known."""
+    sentences = [METHODS[method]]
+    for scale in ("log", "logit"):
+        names = [name for name, line in lines.items() if line.get("scale") == scale]
+        if names:
+            sentences.append(
+                f"Intervals of {', '.join(names)} are made on the {scale} scale, and so are not"
+                " symmetric."
+            )
+    for name, line in lines.items():
+        if "edge" in line:
+            sentences.append(
+                f"{name} is at the edge of {line['edge']}: no interval; the others hold with it"
+                " fixed there."
+            )
+    if status == "not at a maximum":
+        status = f"not at a maximum, which is {distance:.2g} standard errors away"
+    return " ".join([*sentences, f"Status: {status}."])
