@@ -1,5 +1,6 @@
 """Runs: a model fitted to a table and kept in a folder, and what it says afterwards."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -15,7 +16,7 @@ import statsmodels.api as sm
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs import _learn, _residuals
+from retrodict.runs import _check, _learn, _report, _residuals
 
 LAG = 4
 
@@ -165,6 +166,89 @@ def test_a_forecast_is_what_missing_rows_would_be(run: runs.Run, table: data.Tab
     reach = 1.6448536269514722 * spread
     np.testing.assert_allclose(shown[f"{name}_upper"] - shown[f"{name}_mean"], reach, rtol=1e-9)
     assert table.future_times(3)[0].tolist() == [1931, 1932, 1933]
+
+
+def told_of(run: runs.Run, **results: Any) -> runs.Run:
+    """The run with another outcome of its fit."""
+    record = {**run.record, "results": {**run.record["results"], **results}}
+    return dataclasses.replace(run, record=record)
+
+
+def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
+    assert run.record["results"]["status"] == "fine"
+    (fine,) = _check._fitted(run)
+    assert fine.verdict == "good"
+    (moved,) = _check._fitted(told_of(run, status="not at a maximum", distance=0.7))
+    assert moved.verdict == "doubtful" and "0.7 standard errors away" in moved.value
+    assert runs.Check((fine, moved), "").worst == "doubtful"
+    (lost,) = _check._fitted(told_of(run, status="not at a maximum", distance=7.0))
+    assert lost.verdict == "bad"
+    old = told_of(run)
+    del old.record["results"]["status"]  # as earlier versions wrote it
+    assert _check._fitted(old)[0].verdict == "unknown"
+
+
+def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
+    stage = {
+        "standard_error scale": np.array([np.nan, 0.2]),
+        "lower scale": np.array([np.nan, 0.5]),
+        "upper scale": np.array([np.nan, 2.0]),
+    }
+    lines = {
+        f"scale[{i}]": _learn._line(stage, "scale", (i,), value, (0.0, np.inf))
+        for i, value in enumerate((1e-151, 1.0))
+    }
+    assert lines["scale[0]"] == {"edge": "zero"}
+    words = _learn._in_words("exact", "at an edge", 0.0, lines)
+    assert "scale[0] is at the edge of zero: no interval" in words
+    assert "Intervals of scale[1] are made on the log scale" in words
+    (found,) = _check._fitted(told_of(run, status="at an edge", parameters=lines))
+    assert found.verdict == "good" and "scale[0] at the edge of zero" in found.value
+    assert _report._parameter("s", {"value": 0.0, "learned": True, **lines["scale[0]"]}).note
+
+
+def test_the_likelihood_is_told_in_all_and_by_row(run: runs.Run, table: data.Table, capsys):
+    one = table.one()
+    exact = rd.kalman_smoother(rd.unwrap(run.model), one["ys"], mask=one["mask"]).log_evidence
+    assert run.record["results"]["total"] == pytest.approx(float(exact), rel=1e-9)
+    assert command(["info", str(run.path)]) == 0
+    said = capsys.readouterr().out
+    assert f"log-likelihood {float(exact):.2f} in all" in said
+    assert "(57 of 60 rows observed)" in said
+    assert "are made on the log scale" in " ".join(said.split())
+
+
+class Told:
+    """Progress that is remembered."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def begin(self, stage: str) -> None:
+        pass
+
+    def step(self, done: int, total: int) -> None:
+        pass
+
+    def end(self, stage: str, *, kept: bool) -> None:
+        self.ended.append(stage)
+
+    def say(self, message: str) -> None:
+        pass
+
+
+def test_a_fit_has_as_many_stages_as_it_says(copy: runs.Run, table: data.Table, monkeypatch):
+    (copy.path / "run.json").unlink()
+    told = Told()
+    again = runs.fit(table, copy.spec, copy.path, progress=told)
+    assert len(told.ended) == runs.num_stages(table, copy.spec) == 2
+    assert runs.num_stages(table, models.resolve("poisson_counts")) == 3
+    for name in ("_posterior", "_residuals"):
+        monkeypatch.setattr(_check, name, lambda *_: [])
+    monkeypatch.setattr(_check, "_hidden", lambda *_: runs.Finding("a", "b", "c", "good"))
+    told = Told()
+    runs.check(again, table, progress=told)
+    assert len(told.ended) == runs.NUM_CHECKS
 
 
 def lines_of(frame: pd.DataFrame) -> list[bytes]:

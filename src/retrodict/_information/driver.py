@@ -89,9 +89,9 @@ def parameter_errors(
 
     A quantity a(θ) with gradient g has the standard error √(gᵀΣg), Σ the inverse information. Its
     interval has as ends its values at θ ± z Σg / √(gᵀΣg), where scales step in their logarithm, and
-    so stays where the quantity can be: a scale's is positive. A scale that was estimated at zero, or another parameter at the edge of its
-    domain, has no curvature there and no interval; the others are given with it fixed at that edge.
-    An exact information alone tells such a parameter from noise.
+    so stays where the quantity can be: a scale's is positive. A scale that was estimated at zero,
+    or another parameter at the edge of its domain, has no curvature there and no interval; the
+    others are given with it fixed there. An exact information alone tells such a one from noise.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -399,8 +399,8 @@ def _not_at_maximum(distance: float, found: Inverse, scores: np.ndarray | None) 
 
 def _at_edges(edges: dict[int, float], names: tuple[str, ...]) -> list[str]:
     return [
-        f"at an edge: {names[i]} is at the edge of {'zero' if edge == 0 else f'{edge:g}'}, where the"
-        " likelihood has no curvature: it has no interval, and the others hold with it fixed there"
+        f"at an edge: {names[i]} is at the edge of {edge or 'zero'}, where the likelihood has no"
+        " curvature: it has no interval, and the others hold with it fixed there"
         for i, edge in edges.items()
     ]
 

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -157,13 +157,14 @@ def fit(
             "family": family or spec.fit.get("family", "mixture"),
             "num_steps": steps or spec.fit.get("num_steps", 2000),
         }
-        with Stages("fit", runs.NUM_STAGES, Console(stderr=True)) as stages:
+        count = runs.num_stages(table, spec) + runs.NUM_CHECKS + 1
+        with Stages("fit", count, Console(stderr=True)) as stages:
             try:
                 run = runs.fit(table, spec, out, seed=seed, progress=stages, **chosen)
-                runs.write_report(run, table, seed=seed)
+                runs.write_report(run, table, seed=seed, progress=stages)
             except OSError as error:
                 raise UserError(cannot_write(error, out)) from error
-    _say_run(run, as_json)
+    _say_run(run.record, as_json)
     if not as_json:
         typer.echo(f"Wrote {out} and {out / 'report.html'}.")
 
@@ -273,7 +274,8 @@ def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = Fa
     with _explained():
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
-        found = runs.check(opened, table, seed=seed)
+        with Stages("check", runs.NUM_CHECKS, Console(stderr=True)) as stages:
+            found = runs.check(opened, table, seed=seed, progress=stages)
     if as_json:
         answer = {
             "verdict": found.worst,
@@ -283,10 +285,10 @@ def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = Fa
         typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
         return
     grid = Grid(box=SIMPLE, pad_edge=False)
-    for heading in ("what", "found", "verdict"):
+    for heading in ("what", "found", "verdict", "what it means"):
         grid.add_column(heading)
     for finding in found.findings:
-        grid.add_row(finding.name, finding.value, finding.verdict)
+        grid.add_row(finding.name, finding.value, finding.verdict, finding.meaning)
     Console().print(grid)
     typer.echo(found.verdict)
 
@@ -407,20 +409,21 @@ def info(run: RunFolder, as_json: AsJson = False) -> None:
     from retrodict import runs
 
     with _explained():
-        opened = runs.open_run(run)
-    _say_run(opened, as_json)
+        record = runs.read_record(run)
+    _say_run(record, as_json)
 
 
-def _say_run(run: Any, as_json: bool) -> None:
+def _say_run(record: Mapping[str, Any], as_json: bool) -> None:
+    from retrodict import runs
+
     if as_json:
-        typer.echo(json.dumps(run.record, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(record, indent=2, ensure_ascii=False))
         return
-    results = run.record["results"]
-    typer.echo(f"model: {run.spec.reference}")
-    for line in run.record["data"]["described"]:
+    results = record["results"]
+    typer.echo(f"model: {record['model']['reference']}")
+    for line in record["data"]["described"]:
         typer.echo(line)
-    per_row = "–" if results["nats_a_row"] is None else f"{results['nats_a_row']:.4f}"
-    typer.echo(f"smoothing: {results['method']}; {results['objective']} {per_row} nats a row")
+    typer.echo(f"smoothing: {results['method']}; {runs.likelihood_in_words(results)}")
     grid = Grid(box=SIMPLE, pad_edge=False)
     for heading in ("parameter", "value", "standard error", "90% interval"):
         grid.add_column(heading, justify="left" if heading == "parameter" else "right")
@@ -434,6 +437,8 @@ def _cells(found: dict[str, Any]) -> tuple[str, str, str]:
     value = f"{found['value']:.5g}"
     if not found["learned"]:
         return value, "fixed", ""
+    if "edge" in found:
+        return value, "–", f"at the edge of {found['edge']}: no interval"
     if found.get("error") is None:
         return value, "–", "–"
     return value, f"{found['error']:.3g}", f"{found['lower']:.4g} to {found['upper']:.4g}"

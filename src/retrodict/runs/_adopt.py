@@ -10,8 +10,9 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import models
+from retrodict.runs._folder import TRAINING, RunError
 from retrodict.runs._learning import Learning
-from retrodict.runs._record import TRAINING, Run, RunError, open_run, write
+from retrodict.runs._record import Run, open_run, write
 
 
 def refuse_existing(out: Path) -> None:

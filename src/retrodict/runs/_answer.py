@@ -8,7 +8,8 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
-from retrodict.runs._record import Run, RunError
+from retrodict.runs._folder import RunError
+from retrodict.runs._record import Run
 
 
 def smooth(run: Run, table: data.Table, *, num_samples: int = 256, seed: int = 0) -> rd.Smoothed:

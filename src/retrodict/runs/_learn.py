@@ -23,7 +23,8 @@ from retrodict._workspace import (
     make_writable,
     write_atomically,
 )
-from retrodict.runs._record import RECORD, TRAINING, Run, RunError, read_record, write
+from retrodict.runs._folder import RECORD, TRAINING, RunError, read_record
+from retrodict.runs._record import Run, write
 
 FAMILIES = {
     "mixture": rd.MixtureFamily,
@@ -35,9 +36,6 @@ FAMILIES = {
 
 SETTINGS = "settings.json"
 """What an unfinished run was asked for."""
-
-NUM_STAGES = 3
-"""How many stages a fit has at most, for those who tell how far it is."""
 
 NUM_SIMULATED, NUM_HELD_OUT, ROWS_SIMULATED = 2048, 128, 64
 """Series that the fitted model makes up, for the family to be trained on."""
@@ -139,12 +137,26 @@ def fit(
             "method": "exact" if exact else "amortised",
             "objective": "log-evidence" if exact else "ELBO",
             "nats_a_row": value,
+            "total": value * int(table.length.sum()),
+            "rows": int(table.length.sum()),
+            "rows_observed": int(table.mask.any(axis=2).sum()),
             "seconds": round(folder.seconds, 1),
             "parameters": parameters,
             **uncertainty,
         },
     }
     return write(out, spec, model, trained, record)
+
+
+def num_stages(table: data.Table, spec: models.ModelSpec) -> int:
+    """How many stages a fit has, for those who tell how far it is.
+
+    Args:
+        table: the data.
+        spec: the model.
+    """
+    model = spec.build(len(table.names), jax.random.key(0))
+    return 2 if model.is_linear_gaussian else 3
 
 
 def fingerprint(table: data.Table) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
-from retrodict._workspace import library_version, write_atomically
+from retrodict._workspace import Progress, Quiet, library_version, write_atomically
 from retrodict.runs._answer import forecast, smooth
 from retrodict.runs._check import Check, check
 from retrodict.runs._content import (
@@ -25,12 +25,15 @@ from retrodict.runs._content import (
     Series,
     SeriesPanel,
 )
+from retrodict.runs._folder import TRAINING, likelihood_in_words
 from retrodict.runs._names import state_names
 from retrodict.runs._page import MAX_SERIES, page
 from retrodict.runs._plot import plot
-from retrodict.runs._record import TRAINING, Run
+from retrodict.runs._record import Run
 
 REPORT = "report.html"
+
+PAGE_STAGE = "the report"
 
 NUM_REPLICATES = 200
 """Draws of each observation, of which the bands around columns are quantiles."""
@@ -47,6 +50,7 @@ def write_report(
     seed: int = 0,
     found: Check | None = None,
     command: str | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Writes the page of a run: data and bands, parameters, training, diagnostics.
 
@@ -58,11 +62,14 @@ def write_report(
         seed: of all that is drawn.
         found: what `check` found, if it was run already.
         command: the command line that makes the run again, if there is one.
+        progress: who is told how far it is: of the checks, and of the page as one more stage.
 
     Returns:
         The path of the page, in the folder of the run.
     """
-    checked = check(run, table, seed=seed) if found is None else found
+    progress = progress or Quiet()
+    checked = check(run, table, seed=seed, progress=progress) if found is None else found
+    progress.begin(PAGE_STAGE)
     results = run.record["results"]
     content = ReportContent(
         title=f"{run.spec.reference}: {', '.join(table.names)}",
@@ -92,6 +99,7 @@ def write_report(
     )
     place = run.path / REPORT
     write_atomically(place, page(content).encode())
+    progress.end(PAGE_STAGE, kept=False)
     return place
 
 
@@ -123,15 +131,17 @@ def draw(
 
 
 def _how(results: Mapping[str, Any]) -> str:
-    value = f"{results['objective']} {results['nats_a_row']:.4f} nats a row"
+    value = likelihood_in_words(results)
+    value = f"{value[0].upper()}{value[1:]}."
     if results["method"] == "exact":
-        return f"The model is linear and Gaussian: smoothing is exact. {value}."
-    return f"Smoothing is by a family that was trained on series of the fitted model. {value}."
+        return f"The model is linear and Gaussian: smoothing is exact. {value}"
+    return f"Smoothing is by a family that was trained on series of the fitted model. {value}"
 
 
 def _parameter(name: str, found: Mapping[str, Any]) -> ParameterLine:
     if found.get("error") is None:
-        return ParameterLine(name, found["value"], learned=found["learned"])
+        note = f"at the edge of {found['edge']}: no interval" if "edge" in found else ""
+        return ParameterLine(name, found["value"], learned=found["learned"], note=note)
     interval = (found["lower"], found["upper"])
     return ParameterLine(name, found["value"], found["error"], interval, found["learned"])
 

@@ -14,10 +14,11 @@ import numpy as np
 import retrodict as rd
 from retrodict import data
 from retrodict.runs._adopt import adopt, refuse_existing
+from retrodict.runs._folder import RunError
 from retrodict.runs._learning import Learning
 from retrodict.runs._lines import Answers, arriving, as_texts, header, written
 from retrodict.runs._names import state_names
-from retrodict.runs._record import Run, RunError
+from retrodict.runs._record import Run
 from retrodict.runs._watch import Watch, Watched
 
 Live: TypeAlias = rd.FixedLag | rd.LaggedLearner
