@@ -1,5 +1,6 @@
 """The commands for a user's own data, as a shell runs them: bad input, kills and restarts."""
 
+import json
 import os
 import signal
 import subprocess
@@ -84,6 +85,34 @@ def test_a_dry_run_says_what_was_understood(tmp_path: Path, capsys):
     assert "1 row inserted in gaps" in lines
     assert "time: column 'year', 1900 to 1929, step 1" in lines
     assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_options_are_given_and_said(tmp_path: Path, capsys):
+    source, out = tmp_path / "table.csv", tmp_path / "run"
+    source.write_text(GOOD)
+    fit = ["fit", str(source), "--model", "seasonal"]
+    assert command([*fit, "--option", "period=4", "--option", "slope=true", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "option period: 4" in lines and "option slope: true" in lines
+    assert "option harmonics: 0 (default)" in lines
+    assert command([*fit, "--option", "period=4", "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["options"]["period"] == 4 and found["model"]["model"]["options"] == {"period": 4}
+    for text, words in (
+        ("periods=4", "no option of seasonal.*period"),
+        ("period=four", "period must be a whole number"),
+        ("slope=1", "slope must be true or false"),
+        ("period", "key=value"),
+        ("period=-4", "period"),
+    ):
+        refused([*fit, "--option", text, "--out", str(out)], words, capsys, out)
+    (tmp_path / "own.toml").write_text(
+        "retrodict = 1\n[model]\nname = 'seasonal'\noptions = {period = 4, slope = true}\n"
+    )
+    fit = ["fit", str(source), "--model", str(tmp_path / "own.toml"), "--option", "period=6"]
+    assert command([*fit, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "option period: 6" in lines and "option slope: true" in lines
 
 
 def program(*arguments: str) -> list[str]:

@@ -16,7 +16,7 @@ import statsmodels.api as sm
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs import _check, _learn, _report, _residuals
+from retrodict.runs import _answer, _check, _learn, _report, _residuals
 
 LAG = 4
 
@@ -375,6 +375,52 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     np.testing.assert_array_equal(draws[0, 0, :7], ys[:7])
     checked = runs.check(again, table, num_particles=200)
     assert {finding.name for finding in checked.findings} >= {"k-hat of path weights"}
+
+
+def test_steps_to_coming_times_are_those_of_the_reader():
+    frame = pd.DataFrame({"t": [0.0, 1.0, 3.0, 3.5, 5.5], "y": np.arange(5.0), "u": np.ones(5)})
+    early, late = frame.iloc[:3], frame.iloc[3:]
+    whole = data.read(frame, inputs="u", step_input=True, step_unit=1.0)
+    table = data.read(early, **whole.layout)
+    times = data.read_times(late, table)
+    expected = np.asarray(whole.inputs)[:, 3:]
+    # What stands in place of the steps is not used.
+    given = np.stack([np.full(2, 7.0), np.ones(2)], axis=1)[None]
+    np.testing.assert_array_equal(_answer._future_inputs(table, 2, given, times), expected)
+    alone = data.read(early[["t", "y"]], freq="irregular", step_input=True, step_unit=1.0)
+    np.testing.assert_array_equal(_answer._future_inputs(alone, 2, None, times), expected[..., :1])
+    with pytest.raises(runs.RunError, match="needs the coming times"):
+        _answer._future_inputs(alone, 2, None, None)
+    with pytest.raises(runs.RunError, match="expects as many times"):
+        _answer._future_inputs(alone, 3, None, times)
+
+
+@pytest.mark.slow
+def test_irregular_times_are_forecast_and_drawn(tmp_path, capsys):
+    rng = np.random.default_rng(1)
+    times = np.cumsum(rng.exponential(size=33))
+    frame = pd.DataFrame({"t": times, "y": np.cumsum(rng.normal(size=33))})
+    source, at = tmp_path / "rows.csv", tmp_path / "coming.csv"
+    frame.iloc[:30].to_csv(source, index=False)
+    frame.iloc[30:][["t"]].to_csv(at, index=False)
+    out = tmp_path / "run"
+    fit = ["fit", str(source), "--model", "local_level", "--option", "irregular=true"]
+    assert command([*fit, "--step-input", "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert command(["forecast", str(out), str(source), "--steps", "3"]) == 2
+    assert "--at FILE" in capsys.readouterr().err
+    assert command(["forecast", str(out), str(source), "--at", str(at)]) == 0
+    shown = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    run = runs.open_run(out)
+    rows = data.read(frame.assign(y=frame["y"].where(frame.index < 30)), **run.layout)
+    exact = runs.smooth(run, rows)
+    np.testing.assert_allclose(shown["t"], times[30:])
+    np.testing.assert_allclose(shown["level_mean"], exact.mean[0, 30:, 0], rtol=1e-8)
+    spread = np.sqrt(np.asarray(exact.covariance)[0, 30:, 0, 0])
+    np.testing.assert_allclose(shown["level_std"], spread, rtol=1e-8)
+    picture = tmp_path / "rows.png"
+    assert command(["plot", str(out), str(source), "--at", str(at), "--out", str(picture)]) == 0
+    assert picture.exists()
 
 
 @pytest.mark.slow

@@ -41,6 +41,13 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file i
 Level = Annotated[
     float, typer.Option(min=0.01, max=0.999, help="The probability of the intervals.")
 ]
+ComingTimes = Annotated[
+    Path | None,
+    typer.Option("--at", help="A file with the times of the coming rows, if these are uneven."),
+]
+ComingInputs = Annotated[
+    Path | None, typer.Option("--inputs", help="A file with the inputs of the coming rows.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -63,6 +70,8 @@ OPTIONS = {
     "freq='irregular'": "--freq irregular",
     "overwrite=True": "--overwrite",
     "history_every": "--history-every",
+    "times=... from read_times": "--at FILE",
+    "times=... from data.read_times": "--at FILE",
 }
 """What Python's arguments are called here."""
 
@@ -94,6 +103,14 @@ def fit(
     ],
     out: Annotated[
         Path | None, typer.Option(help="The folder of the run; needed but for --dry-run.")
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="KEY=VALUE",
+            help="An option of a ready model, such as period=12; may be repeated.",
+        ),
     ] = None,
     time: Annotated[str | None, typer.Option(help="The time column.")] = None,
     series: Annotated[
@@ -136,7 +153,7 @@ def fit(
     from retrodict import data, models, runs
 
     with _explained():
-        spec = models.resolve(model)
+        spec = models.resolve(model).with_options(options or ())
         given = {
             "time": time,
             "series": series,
@@ -180,12 +197,18 @@ def _number_or_text(text: str | None) -> Any:
 
 def _say_dry_run(table: Any, spec: Any, as_json: bool) -> None:
     if as_json:
-        found = {"table": table.described(), "layout": table.layout, "model": spec.to_dict()}
+        found = {
+            "table": table.described(),
+            "layout": table.layout,
+            "model": spec.to_dict(),
+            "options": spec.all_options(),
+        }
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False, default=str))
         return
     typer.echo(f"model: {spec.reference}")
-    for name, value in spec.options.items():
-        typer.echo(f"option {name}: {value}")
+    for name, value in spec.all_options().items():
+        shown = str(value).lower() if isinstance(value, bool) else value
+        typer.echo(f"option {name}: {shown}{'' if name in spec.options else ' (default)'}")
     for line in table.described():
         typer.echo(line)
 
@@ -216,11 +239,14 @@ def smooth(
 def forecast(
     run: RunFolder,
     source: DataFile,
-    steps: Annotated[int, typer.Option(min=1, help="How many rows to forecast.")],
-    future: Annotated[
-        Path | None,
-        typer.Option("--inputs", help="A file with the inputs of the coming rows."),
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How many rows to forecast.", show_default="those of the file of --at"
+        ),
     ] = None,
+    at: ComingTimes = None,
+    future: ComingInputs = None,
     out: OutFile = None,
     overwrite: Overwrite = False,
     level: Level = 0.9,
@@ -233,10 +259,35 @@ def forecast(
     with _explained():
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
-        inputs = None if future is None else runs.read_inputs(opened, table, future, steps)
-        found = runs.forecast(opened, table, steps, inputs=inputs, seed=seed)
-        names = runs.state_names(opened)
-        _put(table, found, out, overwrite, as_json, level=level, state_names=names)
+        count, coming = _coming(opened, table, steps, at, future)
+        if not count:
+            raise UserError("say how many rows to forecast: --steps K, or --at FILE")
+        found = runs.forecast(opened, table, count, seed=seed, **coming)
+        names, times = runs.state_names(opened), coming["times"]
+        _put(table, found, out, overwrite, as_json, level=level, state_names=names, times=times)
+
+
+def _coming(
+    run: Any, table: Any, steps: int | None, at: Path | None, future: Path | None
+) -> tuple[int, dict[str, Any]]:
+    """How many rows come, and their times and inputs from files.
+
+    Where times are irregular, those of a file of inputs are the coming ones too.
+    """
+    from retrodict import data, runs
+
+    if at is None and table.step is None:
+        at = future
+    times = None if at is None else data.read_times(at, table)
+    if times is not None:
+        fewest = min(len(own) for own in times)
+        if steps is not None and fewest < steps:
+            raise UserError(f"{at} has {fewest} times of a series, and {steps} are asked for")
+        steps = fewest if steps is None else steps
+        times = tuple(own[:steps] for own in times)
+    count = steps or 0
+    inputs = None if future is None else runs.read_inputs(run, table, future, count)
+    return count, {"times": times, "inputs": inputs}
 
 
 def _put(
@@ -246,7 +297,8 @@ def _put(
     from retrodict import data
 
     if out is not None and out.suffix.lower() == ".nc":
-        dataset = data.to_xarray(table, found, state_names=options["state_names"])
+        options.pop("level")
+        dataset = data.to_xarray(table, found, **options)
         data.write(dataset, out, overwrite=overwrite)
     else:
         frame = data.to_frame(table, found, **options)
@@ -298,8 +350,10 @@ def plot(
     source: DataFile,
     out: Annotated[Path, typer.Option(help="A .png, .svg or .pdf file.")],
     steps: Annotated[
-        int, typer.Option("--forecast", min=0, help="Rows to forecast beyond the data.")
-    ] = 0,
+        int | None, typer.Option("--forecast", min=0, help="Rows to forecast beyond the data.")
+    ] = None,
+    at: ComingTimes = None,
+    future: ComingInputs = None,
     series: Annotated[
         str | None, typer.Option(help="Which of several series.", show_default="the first")
     ] = None,
@@ -320,7 +374,9 @@ def plot(
             raise UserError(f"there is no series {series}; there are {', '.join(names) or 'none'}")
         place = 0 if series is None else names.index(series)
         try:
-            runs.draw(opened, table, out, steps=steps, level=level, seed=seed, series=place)
+            count, coming = _coming(opened, table, steps, at, future)
+            drawn = {"steps": count, "level": level, "seed": seed, "series": place}
+            runs.draw(opened, table, out, **drawn, **coming)
         except OSError as error:
             raise UserError(cannot_write(error, out)) from error
     of = f", series {names[place]} of {len(names)}" if len(names) > 1 else ""

@@ -202,7 +202,7 @@ def _started(spec: models.ModelSpec, table: data.Table, key: Any) -> rd.StateSpa
         raise RunError(
             f"The model {spec.reference} takes no inputs, and the table has"
             f" {', '.join(table.input_names)}. Leave the inputs out, or choose a model that reads"
-            " them: ready models read the length of the step with irregular = true in a model file."
+            " them: ready models read the length of the step with the option irregular=true."
         )
     return model
 

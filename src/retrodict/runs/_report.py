@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -109,6 +109,8 @@ def draw(
     out: Path,
     *,
     steps: int = 0,
+    inputs: Any = None,
+    times: Sequence[np.ndarray] | None = None,
     level: float = 0.9,
     seed: int = 0,
     series: int = 0,
@@ -120,13 +122,18 @@ def draw(
         table: the data, read with `run.layout`.
         out: a `.png`, `.svg` or `.pdf` file.
         steps: rows to forecast beyond the data.
+        inputs: inputs of those rows, of all series, as in `forecast`.
+        times: of those rows, of all series, as in `forecast`.
         level: the probability within bands.
         seed: of all that is drawn.
         series: which of several series, by its place.
     """
     identifiers = table.series
     one = table if identifiers is None else table.select([identifiers[series]])
-    (found,) = _series(run, one, steps, level, seed)
+    place = slice(series, series + 1)
+    own_inputs = None if inputs is None else np.asarray(inputs)[place]
+    own_times = None if times is None else times[place]
+    (found,) = _series(run, one, steps, level, seed, own_inputs, own_times)
     plot(found.panels, out, title=found.name, level=level)
 
 
@@ -160,21 +167,32 @@ def _curves(path: Path) -> list[Curve]:
     return found
 
 
-def _series(run: Run, table: data.Table, steps: int, level: float, seed: int) -> list[Series]:
+def _series(
+    run: Run,
+    table: data.Table,
+    steps: int,
+    level: float,
+    seed: int,
+    inputs: Any = None,
+    times: Sequence[np.ndarray] | None = None,
+) -> list[Series]:
     """The panels of the first series, as many as a page holds."""
     if table.num_series > MAX_SERIES and table.series is not None:
         table = table.select(table.series[:MAX_SERIES])
     smoothed = smooth(run, table, seed=seed)
-    ahead = None
+    ahead = coming = None
     if steps:
-        ahead = forecast(run, table, steps, seed=seed, smoothed=smoothed)
+        ahead = forecast(
+            run, table, steps, inputs=inputs, times=times, seed=seed, smoothed=smoothed
+        )
+        coming = table.future_times(steps) if times is None else table.coming(times)
     replicates = _replicates(run, table, smoothed, seed)
     return [
         Series(
             "" if table.series is None else str(table.series[i]),
             [
-                *_columns(table, i, replicates[i], ahead, steps, level),
-                *_states(run, table, i, smoothed, ahead, steps, level),
+                *_columns(table, i, replicates[i], ahead, coming, level),
+                *_states(run, table, i, smoothed, ahead, coming, level),
             ],
         )
         for i in range(table.num_series)
@@ -198,7 +216,7 @@ def _replicates(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -
 
 
 def _columns(
-    table: data.Table, i: int, draws: np.ndarray, ahead: Any, steps: int, level: float
+    table: data.Table, i: int, draws: np.ndarray, ahead: Any, coming: Any, level: float
 ) -> Iterator[SeriesPanel]:
     rows = int(table.length[i])
     ends = (0.5 - level / 2, 0.5 + level / 2)
@@ -209,7 +227,7 @@ def _columns(
         if ahead is not None:
             low, high = np.quantile(np.asarray(ahead.observations)[i, :, :, place], ends, axis=0)
             mean = np.asarray(ahead.mean)[i, :, place]
-            band = Band(table.future_times(steps)[i], mean, low, high)
+            band = Band(coming[i], mean, low, high)
         seen = np.where(table.mask[i, :rows, place], table.ys[i, :rows, place], np.nan)
         yield SeriesPanel(
             name, table.times[i], own.mean(axis=0), lower, upper, observed=seen, forecast=band
@@ -217,7 +235,7 @@ def _columns(
 
 
 def _states(
-    run: Run, table: data.Table, i: int, smoothed: Any, ahead: Any, steps: int, level: float
+    run: Run, table: data.Table, i: int, smoothed: Any, ahead: Any, coming: Any, level: float
 ) -> Iterator[SeriesPanel]:
     rows = int(table.length[i])
     reach = NormalDist().inv_cdf(0.5 + level / 2)
@@ -228,7 +246,7 @@ def _states(
         if ahead is not None:
             centre = np.asarray(ahead.state_mean)[i, :, place]
             wide = reach * np.sqrt(np.asarray(ahead.state_covariance)[i, :, place, place])
-            band = Band(table.future_times(steps)[i], centre, centre - wide, centre + wide)
+            band = Band(coming[i], centre, centre - wide, centre + wide)
         yield SeriesPanel(
             name, table.times[i], mean, mean - reach * std, mean + reach * std, forecast=band
         )
