@@ -291,6 +291,26 @@ def test_a_stream_goes_on_as_if_nothing_had_happened(copy, frame, tmp_path):
     assert cut.read_bytes() == whole.read_bytes()
 
 
+def test_a_stream_begins_anew_when_it_is_told_to(copy, frame, tmp_path):
+    source, out, state = b"".join(lines_of(frame)), tmp_path / "out.csv", tmp_path / "state"
+    runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state)
+    first = out.read_bytes()
+    assert runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state) == 0
+    assert out.read_bytes() == first
+    assert runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state, restart=True) == 60
+    assert out.read_bytes() == first
+    other = tmp_path / "letter.txt"  # a file of something else is not replaced
+    other.write_text("dear" * 9999)
+    with pytest.raises(runs.RunError, match="no state says that it is of this stream"):
+        runs.stream(copy, io.BytesIO(source), other, lag=LAG, state=state, restart=True)
+    assert other.read_text() == "dear" * 9999
+    state.write_bytes(b"damaged")
+    with pytest.raises(runs.RunError, match="Pass restart=True"):
+        runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=state)
+    count = runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=state, restart=True)
+    assert count == 60
+
+
 def test_rows_out_of_order_are_refused(copy, frame):
     lines = lines_of(frame)
     wrong = [lines[0], lines[2], lines[1]]

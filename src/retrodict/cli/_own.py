@@ -70,6 +70,7 @@ OPTIONS = {
     "freq='irregular'": "--freq irregular",
     "overwrite=True": "--overwrite",
     "history_every": "--history-every",
+    "restart=True": "--restart",
     "times=... from read_times": "--at FILE",
     "times=... from data.read_times": "--at FILE",
 }
@@ -407,6 +408,9 @@ def stream(
     history_every: HistoryEvery = None,
     figure: Figure = None,
     save_run: SaveRun = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew: replace the state and its answers.")
+    ] = False,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -436,9 +440,9 @@ def stream(
             save_run=save_run,
         )
         place = runs.state_place(opened, lag, learning) if state is None else state
-        if place.exists():
+        if place.exists() and not restart:
             typer.echo(
-                f"Going on from {place}: rows that it knows are skipped; remove it to begin anew.",
+                f"Going on from {place}: rows that it knows are skipped; --restart begins anew.",
                 err=True,
             )
         try:
@@ -453,6 +457,7 @@ def stream(
                     seed=seed,
                     as_json=as_json,
                     learning=learning,
+                    restart=restart,
                 )
         except OSError as error:
             raise UserError(cannot_write(error, out or run)) from error
