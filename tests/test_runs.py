@@ -353,7 +353,16 @@ def test_commands_say_what_python_says(copy: runs.Run, frame, tmp_path, capsys):
     table = data.read(frame)
     expected = runs.smooth(copy, table).mean[0, :, 0]
     np.testing.assert_allclose(pd.read_csv(out)["level_mean"], expected, rtol=1e-12)
-    capsys.readouterr()
+    assert "3 values are missing; --imputed" in capsys.readouterr().err
+    assert command(["smooth", str(copy.path), str(source), "--imputed"]) == 0
+    captured = capsys.readouterr()
+    filled = pd.read_csv(io.StringIO(captured.out))
+    seen = table.mask[0, :, 0]
+    np.testing.assert_array_equal(filled["volume_mean"][seen], table.ys[0, seen, 0])
+    assert (filled["volume_std"][seen] == 0).all() and (filled["volume_std"][~seen] > 0).all()
+    # Within six standard errors of a thousand draws, about the level of that year.
+    off = filled["volume_mean"] - filled["level_mean"]
+    assert (off.abs() < 6 * filled["volume_std"] / 1000**0.5 + 1e-9)[~seen].all()
     assert command(["smooth", str(copy.path), str(source), "--out", str(out)]) == 2
     assert "exists" in capsys.readouterr().err
     assert command(["forecast", str(copy.path), str(source), "--steps", "3"]) == 0

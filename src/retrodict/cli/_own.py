@@ -65,6 +65,9 @@ def register(app: typer.Typer) -> None:
         app.command(epilog=f"Example: {example}")(command)
 
 
+NUM_IMPUTED = 1000
+"""Draws of what is missing."""
+
 OPTIONS = {
     "step_input=True": "--step-input",
     "freq='irregular'": "--freq irregular",
@@ -218,6 +221,9 @@ def smooth(
     run: RunFolder,
     source: DataFile,
     out: OutFile = None,
+    imputed: Annotated[
+        bool, typer.Option("--imputed", help="Add the data, with what is missing filled in.")
+    ] = False,
     overwrite: Overwrite = False,
     level: Level = 0.9,
     seed: Seed = 0,
@@ -225,7 +231,9 @@ def smooth(
 ) -> None:
     """Smooth a table: the hidden states of each row given all rows.
 
-    One line a row with the mean, standard deviation and interval of each state.
+    One line a row with the mean, standard deviation and interval of each state. With --imputed also
+    of each column: as it was where it was seen, with a deviation of 0, and where it is missing what
+    it may have been, by 1,000 draws.
     """
     from retrodict import data, runs
 
@@ -234,7 +242,14 @@ def smooth(
         table = data.read(source, **opened.layout)
         found = runs.smooth(opened, table, seed=seed)
         names = runs.state_names(opened)
-        _put(table, found, out, overwrite, as_json, level=level, state_names=names)
+        missing = int(table.length.sum()) * len(table.names) - int(table.mask.sum())
+        draws = None
+        if imputed:
+            draws = runs.impute(opened, table, NUM_IMPUTED, seed=seed)
+        elif missing:
+            typer.echo(f"{missing} values are missing; --imputed fills them in.", err=True)
+        shown = {"level": level, "state_names": names, "observations": draws}
+        _put(table, found, out, overwrite, as_json, **shown)
 
 
 def forecast(
