@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import retrodict as rd
+from retrodict._information.driver import _is_hopeless
+from retrodict._information.result import Inverse
 
 
 def _scale(kernel: rd.LinearGaussianKernel) -> jax.Array:
@@ -356,6 +358,16 @@ def test_intervals_cover():
     # The error is that of all 200 series together; one series has √200 times as much. The standard
     # deviation of 200 normal draws is within 20% of its own but for 1 of 15,000 seeds.
     assert np.std(estimates) == pytest.approx(float(error[0, 0]) * 200**0.5, rel=0.2)
+
+
+def test_replicates_are_not_wasted_on_what_they_cannot_tell():
+    def hopeless(value: float, most: int) -> bool:
+        directions = (np.ones((1, 1)), np.array([value]), np.ones(1))
+        return _is_hopeless(Inverse(np.eye(1), np.ones(1), *directions), 20, most)
+
+    # With eight times the replicates noise is 0.35; three times as much is to be told from zero.
+    assert hopeless(-1.0, 160) and not hopeless(-0.9, 160)
+    assert hopeless(0.5, 20) and not hopeless(0.5, 80)
 
 
 def redundant(theta: np.ndarray) -> rd.StateSpaceModel:

@@ -251,6 +251,15 @@ def test_a_fit_has_as_many_stages_as_it_says(copy: runs.Run, table: data.Table, 
     assert len(told.ended) == runs.NUM_CHECKS
 
 
+def test_replicates_are_few_where_rows_are_many():
+    def most(rows: int) -> int:
+        return _learn._most_replicates(data.read({"y": np.zeros(rows)}))
+
+    assert most(120) == _learn.MOST_REPLICATES and most(1500) == 80 and most(6000) == 20
+    words = _learn._in_words("louis", "fine", 0.0, {}, noise=0.123)
+    assert "known to 12% or better" in words
+
+
 def lines_of(frame: pd.DataFrame) -> list[bytes]:
     return frame.to_csv(index=False).encode().splitlines(keepends=True)
 
@@ -389,6 +398,7 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     """A family is trained, smooths a series with a gap, and its stream equals it offline."""
     few = {"num_particles": 50, "num_samples": 50, "num_replicates": 5}
     monkeypatch.setattr(_learn, "SIZES_OF_LOUIS", few)
+    monkeypatch.setattr(_learn, "MOST_REPLICATES", 5)
     model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
     _, ys = model.simulate(jax.random.key(0), 60)
     ys = np.array(ys)

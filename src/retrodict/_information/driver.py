@@ -25,6 +25,7 @@ from retrodict._information.louis import (
 )
 from retrodict._information.result import (
     LEAST_SHARE,
+    NOISE,
     Inverse,
     ParameterErrors,
     inverse,
@@ -50,6 +51,9 @@ FEWEST_REPLICATES = 4
 SURE = 4.0
 """By how many Monte Carlo standard errors an information is to be above zero before no more
 replicates are drawn: standard errors are then known to about an eighth."""
+
+BENEFIT = 2.0
+"""How many Monte Carlo standard errors of doubt are in favour of drawing on."""
 
 NEAR = 0.1
 """Up to how many standard errors from a maximum parameters count as being there."""
@@ -126,8 +130,7 @@ def parameter_errors(
         num_samples: how many paths each replicate draws.
         num_replicates: how many independent replicates there are.
         most_replicates: if this is more, as many again are drawn, up to this number, as long as
-            noise does not let tell whether every direction is identified. What the data do not
-            identify takes all of them.
+            noise does not let tell whether every direction is identified, and this many could.
         backward: how `ffbsi` draws paths; `RejectionBackward()` makes many of them cheap.
 
     Returns:
@@ -283,6 +286,8 @@ def _until_sure(
         found = inverse(information, raw, informations, _precision(coordinates), SURE)
         if not np.any(np.abs(found.eigenvalues) <= SURE * found.noise):
             break
+        if _is_hopeless(found, rounds * first, most):
+            break
         for turn in range(rounds, 2 * rounds):
             more, warned = draw(jax.random.fold_in(key, turn))
             messages = messages or warned
@@ -291,6 +296,17 @@ def _until_sure(
             )
         rounds *= 2
     return replicates, messages
+
+
+def _is_hopeless(found: Inverse, count: int, most: int) -> bool:
+    """Whether even all replicates would not tell some direction from noise, by all likelihood.
+
+    Noise falls as one over the root of the replicates. A direction is given the benefit of the
+    doubt, two standard errors more information than was seen.
+    """
+    at_best = np.maximum(found.eigenvalues + BENEFIT * found.noise, 0.0)
+    noise_in_the_end = found.noise * np.sqrt(count / most)
+    return bool(np.any(at_best < NOISE * noise_in_the_end))
 
 
 def _from_particles(

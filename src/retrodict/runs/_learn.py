@@ -50,13 +50,16 @@ METHODS = {
     " particle smoother.",
 }
 
-SIZES_OF_LOUIS: dict[str, Any] = {
-    "num_particles": 500,
-    "num_samples": 1000,
-    "most_replicates": 160,
-}
-"""Some seconds; a minute or two where the data hold a few hundredths of what the states would say,
-and many paths are needed to tell a little from nothing."""
+SIZES_OF_LOUIS: dict[str, Any] = {"num_particles": 500, "num_samples": 1000, "num_replicates": 20}
+"""Some seconds for a hundred rows."""
+
+MOST_REPLICATES = 160
+"""Where the data hold a few hundredths of what the states would say, many paths are needed to tell
+a little from nothing."""
+
+MOST_ROWS_OF_PATHS = 120_000_000
+"""Rows of all paths together, which bound the replicates of a long series to some two minutes; the
+first ones are drawn at any length."""
 
 MOST_ROWS_OF_LOUIS = 20_000
 
@@ -342,7 +345,7 @@ def _uncertain(
         if not model.is_linear_gaussian:
             if table.length.sum() > MOST_ROWS_OF_LOUIS:
                 return {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
-            sizes = SIZES_OF_LOUIS
+            sizes = SIZES_OF_LOUIS | {"most_replicates": _most_replicates(table)}
             if isinstance(rd.unwrap(model).transition, rd.AbstractGaussianKernel):
                 sizes = sizes | {"backward": rd.RejectionBackward()}  # its density is bounded
         try:
@@ -358,6 +361,7 @@ def _uncertain(
             "method": np.array(found.method),
             "status": np.array(found.status),
             "distance": np.array(found.distance),
+            "noise": np.array(_relative_noise(found)),
         }
 
     stage = folder.stage("standard errors of the parameters", compute)
@@ -376,7 +380,9 @@ def _uncertain(
         return lines, {"uncertainty": f"No standard errors: {stage['refused']}"}
     status, distance = str(stage["status"]), float(stage["distance"])
     return lines, {
-        "uncertainty": _in_words(str(stage["method"]), status, distance, lines),
+        "uncertainty": _in_words(
+            str(stage["method"]), status, distance, lines, float(stage["noise"])
+        ),
         "status": status,
         "distance": distance,
     }
@@ -403,9 +409,29 @@ def _line(
     return {"edge": "zero" if edge == 0 else f"{edge:g}"}
 
 
-def _in_words(method: str, status: str, distance: float, lines: Mapping[str, Any]) -> str:
+def _most_replicates(table: data.Table) -> int:
+    rows = int(table.length.sum()) * SIZES_OF_LOUIS["num_samples"]
+    return max(SIZES_OF_LOUIS["num_replicates"], min(MOST_REPLICATES, MOST_ROWS_OF_PATHS // rows))
+
+
+def _relative_noise(found: rd.ParameterErrors) -> float:
+    """The largest Monte Carlo error of a standard error, as a share of it; zero if exact."""
+    shares = [
+        np.ravel(found.monte_carlo_error[name]) / np.ravel(errors)
+        for name, errors in found.standard_error.items()
+        if np.size(errors)
+    ]
+    every = np.concatenate(shares)
+    return float(np.max(every[np.isfinite(every)], initial=0.0))
+
+
+def _in_words(
+    method: str, status: str, distance: float, lines: Mapping[str, Any], noise: float = 0.0
+) -> str:
     """How standard errors were found, on which scale intervals are, and what is to be known."""
     sentences = [METHODS[method]]
+    if noise:
+        sentences.append(f"They are known to {100 * noise:.2g}% or better, by their own spread.")
     for scale in ("log", "logit"):
         names = [name for name, line in lines.items() if line.get("scale") == scale]
         if names:
