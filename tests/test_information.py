@@ -180,7 +180,7 @@ def test_a_scale_at_zero_has_no_interval_and_the_others_keep_theirs():
     weight = before @ after / (before @ before)
     move = np.sqrt(np.mean((after - weight * before) ** 2))
     for noise in (1e-4, 1e-150, 1e-300):  # the last two have squares that are none
-        found = exact(level(weight, move, noise), ys)
+        found = exact(level(float(weight), float(move), noise), ys)
         assert found.status == "at an edge" and "at the edge of zero" in found.messages[0]
         assert found.at_edge.tolist() == [False, False, True]
         assert found.identified.tolist() == [True, True, False]
