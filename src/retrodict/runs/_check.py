@@ -134,7 +134,7 @@ def _fitted(run: Run) -> list[Finding]:
         meaning = "other values explain the data as well: hold some fixed, or use a simpler model"
         return [Finding(name, "not all are determined", meaning, "doubtful")]
     if status not in ("fine", "at an edge"):
-        meaning = "there are no standard errors to tell whether this is a maximum"
+        meaning = "there are no paths, or too poor ones, to tell whether this is a maximum"
         return [Finding(name, "not judged", meaning, "unknown")]
     at_edge = {
         entry: line["edge"] for entry, line in results["parameters"].items() if "edge" in line
