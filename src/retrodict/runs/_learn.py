@@ -431,7 +431,9 @@ def _in_words(
     """How standard errors were found, on which scale intervals are, and what is to be known."""
     sentences = [METHODS[method]]
     if noise:
-        sentences.append(f"They are known to {100 * noise:.2g}% or better, by their own spread.")
+        sentences.append(
+            f"Those given are known to {100 * noise:.2g}% or better, by their own spread."
+        )
     for scale in ("log", "logit"):
         names = [name for name, line in lines.items() if line.get("scale") == scale]
         if names:
