@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_lazy",),
     ("_types",),
     ("_validate",),
+    ("_devices",),
     ("_mask",),
     ("_parameters",),
     ("_linalg",),
@@ -72,9 +73,9 @@ OUTSIDE = {
 }
 
 # Checkpoints and the training loop are agnostic of state-space models: they know the vocabulary,
-# and the loop knows checkpoints.
+# and the loop knows checkpoints and devices.
 VOCABULARY = {"_types", "_validate", "_parameters"}
-KNOWS_ONLY = {"_checkpoint": VOCABULARY, "_train": VOCABULARY | {"_checkpoint"}}
+KNOWS_ONLY = {"_checkpoint": VOCABULARY, "_train": VOCABULARY | {"_checkpoint", "_devices"}}
 
 UNWANTED_PACKAGES = {
     "beartype": "annotations are executed by the tests alone",

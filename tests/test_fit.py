@@ -13,6 +13,7 @@ import retrodict as rd
 from retrodict._fit import variational
 from retrodict._fit.batch import minibatch, prepare_batch
 from retrodict._fit.objective import Objective
+from retrodict._fit.source import Batch
 from retrodict._train import MAX_SKIPPED_IN_A_ROW, keep, start
 
 N, BATCH = 12, 6
@@ -260,7 +261,8 @@ def test_the_increment_over_a_window_is_exact_where_the_filter_is(ys):
     pair = (rd.KalmanFamily(model), model)
     parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
     objective = Objective(fixed, rd.ClosedForm(), None, 0.0)
-    batch = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")
+    series = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")
+    batch = Batch(series, BATCH)
 
     def windowed(parameters):
         head = objective.over_window(parameters, batch, jax.random.key(0), jnp.array(0), begin)
@@ -375,7 +377,8 @@ def test_the_increment_of_a_window_is_exact_where_a_drawn_filter_is(ys):
     pair = (ExactButDrawn(rd.KalmanFamily(model), 1, 1, 0), model)  # pyright: ignore
     parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
     objective = Objective(fixed, rd.BackwardSampling(1, stop_score=True), None, 0.0)
-    batch = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")
+    series = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")
+    batch = Batch(series, BATCH)
 
     def windowed(parameters):
         key = jax.random.key(0)

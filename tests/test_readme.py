@@ -19,6 +19,7 @@ PAGES = [
     "docs/forecast.md",
     "docs/models.md",
     "docs/model-files.md",
+    "docs/scale.md",
 ]
 FENCE = re.compile(r"^```(?P<language>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from retrodict._checkpoint import CheckpointError as CheckpointError
     from retrodict._checkpoint import load as load
     from retrodict._checkpoint import save as save
+    from retrodict._devices import ProcessLostError as ProcessLostError
+    from retrodict._devices import initialise_distributed as initialise_distributed
+    from retrodict._devices import sharded_vmap as sharded_vmap
     from retrodict._elbo import RunningElbo as RunningElbo
     from retrodict._elbo import RunningElboState as RunningElboState
     from retrodict._elbo import elbo as elbo

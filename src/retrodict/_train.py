@@ -16,8 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from retrodict._devices import lay, to_hosts
 from retrodict._types import PRNGKey, Scalar
 
 Loss = Callable[[Any, Any, Any, Any], Scalar]
@@ -84,6 +87,40 @@ class TrainHistory(eqx.Module):
     other_scores: Float[np.ndarray, "others"] | None = None
 
 
+class Placement(NamedTuple):
+    """Which devices train.
+
+    Attributes:
+        mesh: the devices. Parameters lie whole on each of them; the data lie as they were laid.
+        starts: the axis of the mesh over which the starts are spread; `None` if each device trains
+            all of them.
+    """
+
+    mesh: Mesh
+    starts: str | None = None
+
+    def specs(self, state: TrainState) -> PyTree:
+        """Over which axes each array of a state lies."""
+        spread = P() if self.starts is None else P(self.starts)
+        return eqx.tree_at(lambda s: s.step, jax.tree.map(lambda _: spread, state), P())
+
+    def place(self, state: TrainState) -> TrainState:
+        """The state on the devices."""
+        return jax.tree.map(lambda leaf, spec: lay(leaf, self.mesh, spec), state, self.specs(state))
+
+    def held(self, state: TrainState) -> TrainState:
+        """The state, where the compiler must leave it as `place` put it."""
+        return jax.tree.map(
+            lambda leaf, spec: lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec)),
+            state,
+            self.specs(state),
+        )
+
+    def whole(self, tree: PyTree) -> PyTree:
+        """What every device, and so every process, must know whole."""
+        return lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
+
+
 class Trained(NamedTuple):
     """What training returns: the last state, the history and how it ended."""
 
@@ -141,6 +178,7 @@ def train(
     history: TrainHistory | None = None,
     at_chunk: Callable[[TrainState, TrainHistory], None] | None = None,
     show: Callable[[int, float], None] | None = None,
+    placement: Placement | None = None,
 ) -> Trained:
     """Descends a loss, and keeps the parameters that are graded best.
 
@@ -162,10 +200,15 @@ def train(
         chunk_size: steps between two visits of Python.
         patience: how many chunks may pass without a better grade; `None` for all.
         history: what was seen before, if training goes on.
-        at_chunk: called after each chunk, for checkpoints.
+        at_chunk: called after each chunk, for checkpoints, with a state that lies nowhere else than
+            in this process.
         show: called after each chunk with the step and the best loss so far.
+        placement: the devices; `None` for one. Every process of theirs calls this with the same
+            arguments, and finds the same.
     """
-    graded = eqx.filter_jit(_each_with(grade, num_starts))
+    if placement is not None:
+        state, key = placement.place(state), lay(key, placement.mesh, P())
+    graded = eqx.filter_jit(_known(_each_with(grade, num_starts, placement), placement))
     if history is None:
         scores, noise = graded(state.parameters, data)
         state = keep(state, scores, noise)
@@ -176,7 +219,7 @@ def train(
         first = stages[position - 1].until if position else 0
         if int(state.step) >= stage.until:
             continue
-        run = _compiled_chunk(stage.loss, optimiser, num_starts, chunk_size)
+        run = _compiled_chunk(stage.loss, optimiser, num_starts, chunk_size, placement)
         while first <= int(state.step) < stage.until:
             before = int(state.step)
             state, losses = run(state, data, key, jnp.asarray(stage.until))
@@ -185,17 +228,27 @@ def train(
             state = keep(state, scores, noise)
             history = _extend(history, np.asarray(losses)[..., :taken], scores, int(state.step))
             if at_chunk is not None:
-                at_chunk(state, history)
+                at_chunk(_at_home(state, placement), history)
             if show is not None:
-                show(int(state.step), float(np.min(np.asarray(state.kept_score))))
-            if np.all(np.asarray(state.skipped_in_a_row) >= MAX_SKIPPED_IN_A_ROW):
-                return Trained(state, history, "diverged")
+                show(int(state.step), float(np.min(to_hosts(state.kept_score))))
+            if np.all(to_hosts(state.skipped_in_a_row) >= MAX_SKIPPED_IN_A_ROW):
+                return Trained(_at_home(state, placement), history, "diverged")
             known = np.where(np.isnan(history.scores), np.inf, history.scores)
             best = history.score_steps[np.argmin(known, axis=-1)]
             waited = int(state.step) - int(np.max(best))
             if patience is not None and waited >= patience * chunk_size:
-                return Trained(state, history, "stopped early")
-    return Trained(state, history, "finished")
+                return Trained(_at_home(state, placement), history, "stopped early")
+    return Trained(_at_home(state, placement), history, "finished")
+
+
+def _at_home(state: TrainState, placement: Placement | None) -> TrainState:
+    """The state as one device of this process would hold it."""
+    return state if placement is None else jax.tree.map(jnp.asarray, to_hosts(state))
+
+
+def _known(fn: Callable[..., Any], placement: Placement | None) -> Callable[..., Any]:
+    """A function whose answer every process knows."""
+    return fn if placement is None else lambda *args: placement.whole(fn(*args))
 
 
 def _compiled_chunk(
@@ -203,6 +256,7 @@ def _compiled_chunk(
     optimiser: optax.GradientTransformation,
     num_starts: int | None,
     chunk_size: int,
+    placement: Placement | None,
 ) -> Callable[..., tuple[TrainState, Float[Array, "*start step"]]]:
     """A program that takes a chunk of steps, fewer if the stage ends before."""
     # An optimiser that searches along a line, such as optax.lbfgs, evaluates the loss itself.
@@ -227,8 +281,10 @@ def _compiled_chunk(
 
     def take(state: TrainState, at: tuple[PyTree, PRNGKey, Array]) -> tuple[TrainState, Array]:
         data, key, until = at
-        axes = (0, 0, None, None, None)
-        each = one_start if num_starts is None else jax.vmap(one_start, in_axes=axes)
+        each = one_start
+        if num_starts is not None:
+            starts = None if placement is None else placement.starts
+            each = jax.vmap(one_start, in_axes=(0, 0, None, None, None), spmd_axis_name=starts)
         parameters, moved, value, ok = each(
             state.parameters, state.optimiser, data, key, state.step
         )
@@ -251,7 +307,10 @@ def _compiled_chunk(
         state, losses = lax.scan(
             lambda state, _: take(state, (data, key, until)), state, None, length=chunk_size
         )
-        return state, jnp.moveaxis(losses, 0, -1)
+        losses = jnp.moveaxis(losses, 0, -1)
+        if placement is None:
+            return state, losses
+        return placement.held(state), placement.whole(losses)
 
     return run
 
@@ -317,8 +376,11 @@ def _each(fn: Callable[[Any], Any], num_starts: int | None) -> Callable[[Any], A
     return fn if num_starts is None else jax.vmap(fn)
 
 
-def _each_with(fn: Callable[[Any, Any], Any], num_starts: int | None) -> Callable[..., Any]:
-    return fn if num_starts is None else jax.vmap(fn, in_axes=(0, None))
+def _each_with(
+    fn: Callable[[Any, Any], Any], num_starts: int | None, placement: Placement | None
+) -> Callable[..., Any]:
+    starts = None if placement is None else placement.starts
+    return fn if num_starts is None else jax.vmap(fn, in_axes=(0, None), spmd_axis_name=starts)
 
 
 class ProgressLine:

@@ -59,6 +59,11 @@ def check_finite(array: Array, name: str, *, allow_nan: bool = False) -> None:
     """Refuses infinite values, and NaN unless it stands for a missing entry."""
     if not is_concrete(array):
         return
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        bad = jnp.isinf(array) if allow_nan else ~jnp.isfinite(array)
+        if bad.any():
+            raise ValueError(f"{name} must be finite in every process.")
+        return
     values = np.asarray(array)
     bad = np.isinf(values) if allow_nan else ~np.isfinite(values)
     if bad.any():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from retrodict._devices import automatic, is_spread, to_hosts
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._types import PRNGKey
@@ -30,6 +31,7 @@ def batch_for(
         ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input, owner=owner
     )
     first = take(batch, 0)
+    first = to_hosts(first) if is_spread(first) else first
     prepare_data(model, first.ys, inputs=first.inputs)
     return batch
 
@@ -39,6 +41,8 @@ def prepare_batch(
 ) -> Series:
     """A `Series` whose arrays have a leading axis `batch`.
 
+    Arrays that lie on the devices of several processes are checked where they lie.
+
     Args:
         ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for a single series.
         mask: true where an entry was seen, of the shape of `ys`.
@@ -47,6 +51,7 @@ def prepare_batch(
         takes_input: whether the model reads inputs.
         owner: who asks, for messages.
     """
+    ys, mask, inputs, length = automatic((ys, mask, inputs, length))
     values = as_real_array(ys, "ys")
     if values.ndim not in (2, 3) or 0 in values.shape:
         raise ValueError(
@@ -56,21 +61,22 @@ def prepare_batch(
     single = values.ndim == 2
     values = values[None] if single else values
     check_finite(values, "ys", allow_nan=True)
-    seen = ~np.isnan(np.asarray(values))
+    host = jnp if is_spread(values) else np
+    seen = ~host.isnan(host.asarray(values))
     if mask is not None and mask is not True:
-        given = np.asarray(mask)
+        given = host.asarray(mask)
         given = given[None] if single and given.ndim == 2 else given
         if given.dtype != np.bool_ or given.shape != values.shape:
             raise ValueError(
                 f"mask must be boolean of the shape of ys, {values.shape}, got shape {given.shape}"
                 f" of dtype {given.dtype}."
             )
-        seen &= given
+        seen = seen & given
     elif mask is True and not seen.all():
         raise ValueError("mask=True promises that nothing is missing, and ys holds NaN.")
     lengths = _lengths(length, values.shape[0], values.shape[1])
     if lengths is not None:
-        seen &= (np.arange(values.shape[1])[None] < lengths[:, None])[:, :, None]
+        seen = seen & (np.arange(values.shape[1])[None] < lengths[:, None])[:, :, None]
     missing = not seen.all()
     return jax.vmap(Series)(
         jnp.where(seen, values, 0.0) if missing else values,
@@ -83,7 +89,7 @@ def prepare_batch(
 def _lengths(length: Any, batch: int, time: int) -> np.ndarray | None:
     if length is None:
         return None
-    lengths = np.asarray(length)
+    lengths = np.asarray(to_hosts(length))
     if not np.issubdtype(lengths.dtype, np.integer) or lengths.shape not in ((), (batch,)):
         raise TypeError(
             f"length must be one integer or {batch} of them, got shape {lengths.shape} of dtype"
@@ -159,5 +165,7 @@ def minibatch(key: PRNGKey, step: Any, num_series: int, batch_size: int) -> Int[
         num_series: how many series there are.
         batch_size: how many of them a step sees, at most `num_series`.
     """
-    edges = jnp.arange(batch_size + 1) * num_series // batch_size
-    return jax.random.randint(jax.random.fold_in(key, step), (batch_size,), edges[:-1], edges[1:])
+    # Two ranges and no slices of one: spread over devices, a slice would be sent around.
+    begin = jnp.arange(batch_size) * num_series // batch_size
+    end = jnp.arange(1, batch_size + 1) * num_series // batch_size
+    return jax.random.randint(jax.random.fold_in(key, step), (batch_size,), begin, end)

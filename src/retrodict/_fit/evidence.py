@@ -4,19 +4,28 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._fit.batch import batch_for, minibatch, num_rows, num_series, take
+from retrodict._devices import MeshLike, as_mesh, together
+from retrodict._fit.batch import batch_for, num_rows, num_series
 from retrodict._fit.quasi_newton import minimise
+from retrodict._fit.source import Batch, InMemory, in_memory
 from retrodict._kalman import check_linear_gaussian, log_evidence_of
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, learnable
 from retrodict._parameters import unwrap
-from retrodict._train import ProgressLine, Stage, Status, default_optimiser, start, train
+from retrodict._train import (
+    Placement,
+    ProgressLine,
+    Stage,
+    Status,
+    default_optimiser,
+    start,
+    train,
+)
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 
@@ -40,6 +49,7 @@ class EvidenceResult(eqx.Module):
     status: Status = eqx.field(static=True)
 
 
+@together()
 def fit_evidence(
     key: PRNGKey,
     model: StateSpaceModel,
@@ -56,6 +66,7 @@ def fit_evidence(
     patience: int | None = None,
     chunk_size: int = 100,
     progress: bool = True,
+    mesh: MeshLike = "all",
 ) -> EvidenceResult:
     """Ascends the exact log-evidence log p_θ(y) of a linear-Gaussian model in its parameters θ.
 
@@ -79,9 +90,13 @@ def fit_evidence(
             `"lbfgs"`.
         chunk_size: steps between two visits of Python.
         progress: whether to show a progress line.
+        mesh: the devices, over which the series are laid, as in `fit`.
 
     Returns:
         The best model, the history, and how it ended.
+
+    Raises:
+        ProcessLostError: if another process of the mesh has ended.
     """
     check_key(key, "fit_evidence")
     num_steps, chunk_size = check_count(num_steps, "num_steps"), check_count(chunk_size, "chunk")
@@ -92,11 +107,17 @@ def fit_evidence(
     size = num_series(batch) if batch_size is None else min(batch_size, num_series(batch))
     share = 1.0 / float(num_rows(batch))
 
-    def objective(parameters: PyTree, data: Series) -> Scalar:
-        model = unwrap(eqx.combine(parameters, fixed))
-        found = jax.vmap(lambda series: log_evidence_of(model, series))(data)
-        value = -jnp.sum(found) / num_rows(data)
-        return value if log_prior is None else value - share * log_prior(model)
+    devices = as_mesh(mesh)
+    source = in_memory(batch, size, devices, () if devices is None else devices.axis_names)
+
+    def log_evidence(parameters: PyTree, series: Series) -> Scalar:
+        return log_evidence_of(unwrap(eqx.combine(parameters, fixed)), series)
+
+    def objective(parameters: PyTree, batch: Batch) -> Scalar:
+        value = -batch.total(batch.each(log_evidence, parameters)) / batch.num_rows()
+        if log_prior is None:
+            return value
+        return value - share * log_prior(unwrap(eqx.combine(parameters, fixed)))
 
     line = ProgressLine("log-evidence {:.4f} nats a time step", num_steps) if progress else None
     if isinstance(optimiser, str):
@@ -105,7 +126,7 @@ def fit_evidence(
                 'fit_evidence expects an optax transformation, or "lbfgs" without a batch_size, got'
                 f" {optimiser!r} with batch_size={batch_size}."
             )
-        found = minimise(objective, parameters, batch, num_steps=num_steps, show=line)
+        found = minimise(objective, parameters, source.all(), num_steps=num_steps, show=line)
         return EvidenceResult(
             eqx.combine(found.parameters, fixed),
             -found.losses,
@@ -114,23 +135,23 @@ def fit_evidence(
             found.status,
         )
 
-    def loss(parameters: PyTree, data: Series, key: PRNGKey, step: Array) -> Scalar:
-        if size == num_series(batch):
-            return objective(parameters, data)
-        return objective(parameters, take(data, minibatch(key, step, num_series(batch), size)))
+    def loss(parameters: PyTree, data: InMemory, key: PRNGKey, step: Array) -> Scalar:
+        drawn = data.all() if size == num_series(batch) else data.draw(key, step)
+        return objective(parameters, drawn)
 
     optimiser = default_optimiser(learning_rate, num_steps) if optimiser is None else optimiser
     trained = train(
         key,
         [Stage(num_steps, loss)],
-        lambda parameters, data: (objective(parameters, data), jnp.zeros(())),
+        lambda parameters, data: (objective(parameters, data.all()), jnp.zeros(())),
         start(parameters, optimiser, None),
-        batch,
+        source,
         optimiser=optimiser,
         num_starts=None,
         chunk_size=chunk_size,
         patience=patience,
         show=line,
+        placement=None if devices is None else Placement(devices),
     )
     return EvidenceResult(
         eqx.combine(trained.state.kept, fixed),

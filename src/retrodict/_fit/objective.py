@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from retrodict._chain import AbstractKernelChain
 from retrodict._elbo import elbo_of_series
@@ -20,7 +20,7 @@ from retrodict._family import (
     infer_series,
     rows_of,
 )
-from retrodict._fit.batch import first_rows, minibatch, num_rows, num_series, take
+from retrodict._fit.source import AbstractSource, Batch
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import Frozen, unwrap
@@ -50,43 +50,43 @@ class Objective(eqx.Module):
     share: float
     parallel: Parallel = eqx.field(static=True, default=False)
 
-    def __call__(self, parameters: PyTree, batch: Series, key: PRNGKey) -> Scalar:
+    def __call__(self, parameters: PyTree, batch: Batch, key: PRNGKey) -> Scalar:
         """The value for whole series."""
         return self.graded(parameters, batch, key)[0]
 
-    def graded(self, parameters: PyTree, batch: Series, key: PRNGKey) -> tuple[Scalar, Scalar]:
+    def graded(self, parameters: PyTree, batch: Batch, key: PRNGKey) -> tuple[Scalar, Scalar]:
         """The value for whole series, and its standard error, zero for what does not draw."""
-        family, model = unwrap(eqx.combine(parameters, self.fixed))
-        keys = jax.random.split(key, num_series(batch))
 
-        def one(series: Series, key: PRNGKey) -> Estimate:
+        def one(parameters: PyTree, series: Series, key: PRNGKey) -> Estimate:
+            family, model = self.pair(parameters)
             chain = infer_series(family, series, parallel=self.parallel)
             return elbo_of_series(model, chain, series, self.estimator, key, self.parallel)
 
-        found, rows = jax.vmap(one)(batch, keys), num_rows(batch)
-        value = self.total(found.value, rows, model)
+        found, rows = batch.each(one, parameters, batch.keys(key)), batch.num_rows()
+        value = self.total(batch.total(found.value), rows, parameters)
         if self.estimator.error != "sampled":
             return value, jnp.zeros_like(value)
-        return value, jnp.sqrt(jnp.sum(found.standard_error**2)) / rows
+        return value, jnp.sqrt(batch.total(found.standard_error**2)) / rows
 
     def over_window(
-        self, parameters: PyTree, batch: Series, key: PRNGKey, begin: Any, count: int
+        self, parameters: PyTree, batch: Batch, key: PRNGKey, begin: Any, count: int
     ) -> Scalar:
         """The value of the increment of the ELBO over rows begin..begin+count-1.
 
         If q_{a-1} were exact, the ELBO of rows 0..b-1 less that of rows 0..a-1 would be the ELBO of
         rows a..b-1 under the prior q_{a-1} for the state before them. That prior is held fixed.
         """
-        family, model = unwrap(eqx.combine(parameters, self.fixed))
-        keys = jax.random.split(key, num_series(batch))
+        keys = batch.keys(key)
 
-        def from_start(series: Series, key: PRNGKey) -> Scalar:
+        def from_start(parameters: PyTree, series: Series, key: PRNGKey) -> Scalar:
+            family, model = self.pair(parameters)
             head = _rows(series, 0, count)
             return elbo_of_series(
                 model, infer_series(family, head), head, self.estimator, key
             ).value
 
-        def later(series: Series, key: PRNGKey) -> Scalar:
+        def later(parameters: PyTree, series: Series, key: PRNGKey) -> Scalar:
+            family, model = self.pair(parameters)
             chain, rows = _window_chain(family, series, begin, count)
             prior = lax.stop_gradient(jax.tree.map(lambda leaf: leaf[0], chain.laws))
             local = StateSpaceModel(prior, model.transition, model.emission)
@@ -94,19 +94,21 @@ class Objective(eqx.Module):
 
         values = lax.cond(
             begin == 0,
-            lambda: jax.vmap(from_start)(batch, keys),
-            lambda: jax.vmap(later)(batch, keys),
+            lambda: batch.each(from_start, parameters, keys),
+            lambda: batch.each(later, parameters, keys),
         )
-        rows = num_series(batch) * count
-        if batch.length is not None:
-            rows = jnp.maximum(jnp.sum(jnp.clip(batch.length - begin, 0, count)), 1)
-        return self.total(values, rows, model)
+        rows = jnp.maximum(batch.num_rows(begin, begin + count), 1)
+        return self.total(batch.total(values), rows, parameters)
 
-    def total(self, values: Float[Array, "batch"], rows: Any, model: StateSpaceModel) -> Scalar:
-        """The loss from the ELBOs of the series of a batch."""
-        value = -jnp.sum(values) / rows
+    def pair(self, parameters: PyTree) -> tuple[Any, StateSpaceModel]:
+        """Family and model with these parameters, unwrapped."""
+        return unwrap(eqx.combine(parameters, self.fixed))
+
+    def total(self, elbo: Scalar, rows: Any, parameters: PyTree) -> Scalar:
+        """The loss from the ELBO of all series of a batch."""
+        value = -elbo / rows
         if self.log_prior is not None:
-            value = value - self.share * self.log_prior(model)
+            value = value - self.share * self.log_prior(self.pair(parameters)[1])
         return value
 
 
@@ -140,34 +142,37 @@ def _rows(series: Series, begin: Any, count: int) -> Series:
 
 def stages_of(
     objective: Objective,
-    batch: Series,
+    num_times: int,
     num_steps: int,
-    batch_size: int,
     window: int | None,
     growing: bool,
     chunk_size: int,
 ) -> list[Stage]:
-    """The losses of a fit, one after another."""
-    size, n = min(batch_size, num_series(batch)), batch.ys.shape[1]
+    """The losses of a fit, one after another; the first part of their data is a source."""
+    n = num_times
 
     def on_rows(count: int) -> Callable[..., Scalar]:
-        def loss(parameters: PyTree, data: tuple, key: PRNGKey, step: Array) -> Scalar:
-            series = take(data[0], minibatch(key, step, num_series(batch), size))
+        def loss(
+            parameters: PyTree, data: tuple[AbstractSource, Any], key: PRNGKey, step: Array
+        ) -> Scalar:
+            batch = data[0].draw(key, step)
             draw_key = jax.random.fold_in(jax.random.fold_in(key, 1), step)
-            return objective(parameters, first_rows(series, count), draw_key)
+            return objective(parameters, batch.first_rows(count), draw_key)
 
         return loss
 
     def on_windows(count: int) -> Callable[..., Scalar]:
         starts = -(-n // count)
 
-        def loss(parameters: PyTree, data: tuple, key: PRNGKey, step: Array) -> Scalar:
-            series = take(data[0], minibatch(key, step, num_series(batch), size))
+        def loss(
+            parameters: PyTree, data: tuple[AbstractSource, Any], key: PRNGKey, step: Array
+        ) -> Scalar:
+            batch = data[0].draw(key, step)
             draw_key, place_key = jax.random.split(
                 jax.random.fold_in(jax.random.fold_in(key, 1), step)
             )
             begin = jnp.minimum(jax.random.randint(place_key, (), 0, starts) * count, n - count)
-            return objective.over_window(parameters, series, draw_key, begin, count)
+            return objective.over_window(parameters, batch, draw_key, begin, count)
 
         return loss
 

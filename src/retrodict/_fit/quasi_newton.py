@@ -11,6 +11,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 from scipy.optimize import OptimizeResult, minimize
 
+from retrodict._devices import to_hosts
 from retrodict._train import Status
 from retrodict._types import Scalar
 
@@ -67,7 +68,7 @@ def minimise(
 
     def target(at: np.ndarray) -> tuple[float, np.ndarray]:
         nonlocal largest, skipped
-        value, slope = evaluated(jnp.asarray(at, flat.dtype), data)
+        value, slope = to_hosts(evaluated(jnp.asarray(at, flat.dtype), data))
         found, slope = float(value), np.asarray(slope, np.float64)
         if np.isfinite(found) and np.all(np.isfinite(slope)):
             largest = max(largest, abs(found))

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from retrodict._checkpoint import CheckpointError, read_checkpoint
+from retrodict._devices import is_spread, rows_where_they_lie, said_by_all
 from retrodict._estimator import AbstractEstimator
 from retrodict._mask import Series
 from retrodict._train import TrainHistory, TrainState, one_start
@@ -23,8 +25,7 @@ def fingerprint(
 ) -> dict[str, Any]:
     """What must be the same for a checkpoint to be gone on from."""
     digest = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes())
-    for leaf in jax.tree.leaves(batch):
-        digest.update(np.ascontiguousarray(leaf).tobytes())
+    digest.update(_digests(batch).tobytes())
     names = ("num_steps", "restarts", "chunk_size", "batch_size", "window")
     return {
         "data": digest.hexdigest(),
@@ -34,13 +35,34 @@ def fingerprint(
     }
 
 
+def _digests(batch: Series) -> np.ndarray:
+    """The SHA-256 of each series; where each process holds some of them, each reads its own."""
+
+    def of(batch: Series) -> np.ndarray:
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
+        rows = [b"".join(leaf[i].tobytes() for leaf in leaves) for i in range(len(leaves[0]))]
+        return np.stack([np.frombuffer(hashlib.sha256(row).digest(), np.uint8) for row in rows])
+
+    if not is_spread(batch):
+        return of(batch)
+    return rows_where_they_lie(of, batch, hashlib.sha256().digest_size)
+
+
 def resume(
-    path: Path, state: TrainState, num_starts: int | None, metadata: dict[str, Any]
+    path: Path,
+    state: TrainState,
+    num_starts: int | None,
+    metadata: dict[str, Any],
+    mesh: Mesh | None,
 ) -> tuple[TrainState, TrainHistory | None]:
     """The state of a checkpoint if there is one, refused if it belongs to another fit."""
     try:
         found = read_checkpoint(path)
     except FileNotFoundError:
+        found = None
+    if mesh is not None and mesh.is_multi_process:
+        _refuse_disagreement(path, 0 if found is None else int(found.tree[0].step), mesh)
+    if found is None:
         return state, None
     restored, history = found.tree
     for name, expected in metadata.items():
@@ -57,6 +79,16 @@ def resume(
         state = one_start(state, 0)  # the tournament was over when it was written
     _refuse_other_parameters(path, restored, state)
     return restored, history
+
+
+def _refuse_disagreement(path: Path, step: int, mesh: Mesh) -> None:
+    """Refuses to go on if another process has found another checkpoint."""
+    steps = sorted(set(said_by_all(step, mesh)))
+    if len(steps) > 1:
+        raise ValueError(
+            f"The processes found checkpoints of steps {steps} at {path}. It must lie in a folder"
+            " that all processes see."
+        )
 
 
 def _refuse_other_parameters(path: Path, restored: TrainState, state: TrainState) -> None:

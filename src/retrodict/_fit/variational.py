@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, PyTree
 
 from retrodict._checkpoint import write_checkpoint
+from retrodict._devices import MeshLike, as_mesh, is_spread, lay, to_hosts, together, writes_for
 from retrodict._estimator import (
     AbstractEstimator,
     BackwardSampling,
@@ -21,19 +24,17 @@ from retrodict._estimator import (
     RaoBlackwellised,
 )
 from retrodict._family import AbstractFamily, AbstractLinearGaussianFamily
-from retrodict._fit.batch import (
-    batch_for,
-    num_rows,
-    take,
-)
+from retrodict._fit.batch import batch_for, num_rows, take
 from retrodict._fit.objective import Objective, stages_of
 from retrodict._fit.resume import fingerprint, resume
+from retrodict._fit.source import Batch, in_memory, spread
 from retrodict._functional import LogJoint
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, learnable
 from retrodict._parameters import unwrap
 from retrodict._sharded import Parallel
 from retrodict._train import (
+    Placement,
     ProgressLine,
     Stage,
     Status,
@@ -50,6 +51,14 @@ from retrodict._validate import check_count, check_key
 
 NUM_GRADED = 256
 """How many training series grade the parameters where nothing is held out."""
+
+
+NUM_PREPARED = 4096
+"""How many series tell a family the units of the data."""
+
+
+STARTS = "start"
+"""The axis of a mesh over which several starts are spread."""
 
 
 NUM_PATHS = 1
@@ -87,6 +96,7 @@ class FitResult(eqx.Module):
     status: Status = eqx.field(static=True)
 
 
+@together()
 def fit(
     key: PRNGKey,
     family: AbstractFamily,
@@ -114,6 +124,7 @@ def fit(
     prepare: bool = True,
     parallel: Parallel = False,
     progress: bool | Callable[[int, float], None] = True,
+    mesh: MeshLike = "all",
 ) -> FitResult:
     """Ascends the ELBO in the parameters of a family, of the model, or of both.
 
@@ -173,6 +184,13 @@ def fit(
             `time_mesh`; not with a `window`.
         progress: whether to show a progress line, or a function that is called after each chunk
             with the number of steps taken and the best grade so far, in nats a time step.
+        mesh: the devices: `"all"`, those of other processes included, a `jax.sharding.Mesh`, or
+            `None` for JAX's default device. Series are laid over all axes of the mesh, and
+            parameters lie whole on each device; with several starts, an axis named `"start"` is
+            theirs. The result is that of one device up to rounding. All processes of a mesh must
+            call `fit` with the same arguments, and one of them writes checkpoints; instead of all
+            series, each may hold its share of them, as `jax.make_array_from_process_local_data`
+            puts them together. With a `time_mesh` as `parallel`, its devices are used instead.
 
     Returns:
         The family and the model with the best parameters, the history, and how it ended.
@@ -180,8 +198,10 @@ def fit(
     Raises:
         ValueError: if family, model and data do not fit, or a checkpoint belongs to another fit.
         TypeError: if an argument is of the wrong kind.
+        ProcessLostError: if another process of the mesh has ended.
     """
     check_key(key, "fit")
+    devices = as_mesh(mesh) if isinstance(parallel, bool) else None
     num_steps, chunk_size = check_count(num_steps, "num_steps"), check_count(chunk_size, "chunk")
     restarts, batch_size = check_count(restarts, "restarts"), check_count(batch_size, "batch_size")
     _check_kinds(family, model)
@@ -191,8 +211,10 @@ def fit(
             " Leave out the window, or the option."
         )
     batch = _checked_batch(model, ys, mask=mask, inputs=inputs, length=length)
+    if is_spread(batch):
+        batch = _in_equal_shares(batch, devices)
     if prepare:
-        family = family.prepare(model, ys, mask=mask, inputs=inputs, length=length)
+        family = _prepared(family, model, batch)
     if isinstance(learn, str) and learn != "family":
         model = learnable(model)
     estimator = default_estimator(family, unwrap(model)) if estimator is None else estimator
@@ -204,11 +226,11 @@ def fit(
     cut = _chunks(num_steps, tournament, chunk_size) if num_starts else 0
 
     objective = Objective(fixed, estimator, log_prior, 1.0 / float(num_rows(batch)), parallel)
-    stages = stages_of(objective, batch, num_steps, batch_size, window, growing, chunk_size)
+    stages = stages_of(objective, batch.ys.shape[1], num_steps, window, growing, chunk_size)
     judge = eqx.tree_at(lambda o: o.estimator, objective, _for_grades(estimator))
     grade_key = jax.random.key(0)
 
-    def grade(parameters: PyTree, data: tuple[Series, Series]) -> tuple[Scalar, Scalar]:
+    def grade(parameters: PyTree, data: tuple[Any, Batch]) -> tuple[Scalar, Scalar]:
         return judge.graded(parameters, data[1], grade_key)
 
     optimiser = default_optimiser(learning_rate, num_steps) if optimiser is None else optimiser
@@ -218,22 +240,25 @@ def fit(
         path = Path(checkpoint)
         numbers = (num_steps, restarts, chunk_size, batch_size, window)
         metadata = fingerprint(key, batch, estimator, tournament, numbers)
-        state, history = resume(path, state, num_starts, metadata)
+        state, history = resume(path, state, num_starts, metadata, devices)
 
         def write(state: TrainState, history: TrainHistory) -> None:
-            write_checkpoint(path, (state, history), metadata)
+            if writes_for(devices):
+                write_checkpoint(path, (state, history), metadata)
 
         at_chunk = write
 
     def go_on(
         stages: Sequence[Stage], state: TrainState, history: TrainHistory | None, starts: int | None
     ) -> Trained:
+        placement, axes = _placed(devices, starts)
+        source = in_memory(batch, batch_size, devices, axes)
         return train(
             key,
             stages,
             grade,
             state,
-            (batch, graded),
+            (source, spread(graded, devices, axes)),
             optimiser=optimiser,
             num_starts=starts,
             chunk_size=chunk_size,
@@ -241,6 +266,7 @@ def fit(
             history=history,
             at_chunk=at_chunk,
             show=show,
+            placement=placement,
         )
 
     show = _shown(progress, num_steps)
@@ -255,6 +281,42 @@ def fit(
     else:
         trained = Trained(*best_start(trained.state, trained.history), trained.status)
     return _result(trained, fixed)
+
+
+def _placed(mesh: Mesh | None, num_starts: int | None) -> tuple[Placement | None, tuple[str, ...]]:
+    """Where parameters lie, and the axes of the mesh over which series do."""
+    if mesh is None:
+        return None, ()
+    if num_starts is None or STARTS not in mesh.axis_names:
+        return Placement(mesh), mesh.axis_names
+    if num_starts % mesh.shape[STARTS]:
+        raise ValueError(
+            f"{num_starts} starts cannot be spread over an axis {STARTS!r} of"
+            f" {mesh.shape[STARTS]} devices in equal shares."
+        )
+    return Placement(mesh, STARTS), tuple(axis for axis in mesh.axis_names if axis != STARTS)
+
+
+def _in_equal_shares(batch: Series, mesh: Mesh | None) -> Series:
+    """Series of several processes as they lie over a mesh, refused if they cannot."""
+    count = batch.ys.shape[0]
+    if mesh is None or count % mesh.size:
+        raise ValueError(
+            f"The {count} series lie on several processes, and must do so in equal shares: give a"
+            " mesh over which they can be laid, and a multiple of its number of devices."
+        )
+    return lay(batch, mesh, P(mesh.axis_names))
+
+
+def _prepared(family: AbstractFamily, model: StateSpaceModel, batch: Series) -> AbstractFamily:
+    """The family in the units of the data, or of some thousands of series across them."""
+    count = batch.ys.shape[0]
+    if count > NUM_PREPARED:
+        batch = take(batch, np.arange(NUM_PREPARED) * count // NUM_PREPARED)
+    batch = to_hosts(batch)
+    return family.prepare(
+        model, batch.ys, mask=batch.mask, inputs=batch.inputs, length=batch.length
+    )
 
 
 def _shown(
@@ -324,7 +386,8 @@ def _checked_batch(model: StateSpaceModel, ys: Any, **rest: Any) -> Series:
 def _graded(model: StateSpaceModel, batch: Series, held_out: Any) -> Series:
     """The series by which parameters are graded."""
     if held_out is None:
-        return take(batch, slice(0, NUM_GRADED))
+        first = take(batch, slice(0, NUM_GRADED))
+        return to_hosts(first) if is_spread(first) else first
     ys, rest = held_out if isinstance(held_out, tuple) else (held_out, {})
     return _checked_batch(model, ys, **{"mask": None, "inputs": None, "length": None, **rest})
 

@@ -3,6 +3,9 @@
 An experiment is a sequence of *stages*. The result of a stage is written whole or not at all as
 soon as it is there, with checksums, under a name that holds a fingerprint of the settings, and is
 read back instead of being computed again. A fit within a stage goes on from its last checkpoint.
+
+Where several processes run one program, all of them go through all stages; the main process decides
+what is done already, and it alone writes.
 """
 
 import hashlib
@@ -16,6 +19,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from retrodict._checkpoint import CheckpointError, load, save
+from retrodict._devices import is_main_process, wait_for_processes, word_of_main
 from retrodict._family import AbstractFamily
 from retrodict._fit import FitResult, fit
 from retrodict._workspace.files import as_json, make_writable, write_atomically
@@ -78,10 +82,13 @@ class Folder:
         self.seconds = 0.0
         text = json.dumps(settings, sort_keys=True)
         self._fingerprint = hashlib.sha256(text.encode()).hexdigest()[:12]
-        make_writable(path)
-        make_writable(path / "stages")
-        for orphan in (*path.glob(".*.partial"), *(path / "stages").glob(".*.partial")):
-            orphan.unlink(missing_ok=True)
+        self._writes = is_main_process()
+        if self._writes:
+            make_writable(path)
+            make_writable(path / "stages")
+            for orphan in (*path.glob(".*.partial"), *(path / "stages").glob(".*.partial")):
+                orphan.unlink(missing_ok=True)
+        wait_for_processes(f"the folder {path}")
 
     def stage(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> Stage:
         """The result of a stage: read if it is there, computed and kept if not.
@@ -99,7 +106,8 @@ class Folder:
             began = time.perf_counter()
             arrays = {key: np.asarray(value) for key, value in compute().items()}
             kept = arrays, time.perf_counter() - began
-            save(place, kept)
+            if self._writes:
+                save(place, kept)
             self.progress.end(name, kept=False)
         else:
             self.progress.end(name, kept=True)
@@ -140,6 +148,8 @@ class Folder:
             began, before = time.perf_counter(), _read_seconds(clock, checkpoint)
 
             def tell(step: int, _: float) -> None:
+                if not self._writes:
+                    return
                 write_atomically(clock, as_json(before + time.perf_counter() - began))
                 self.progress.step(step, num_steps)
 
@@ -167,7 +177,7 @@ class Folder:
                 )
             return {"seconds_of_fit": _read_seconds(clock, checkpoint)}
 
-        if not checkpoint.exists():
+        if self._writes and not checkpoint.exists():
             self._place(name, ".stage").unlink(missing_ok=True)
         seconds = float(self.stage(name, compute)["seconds_of_fit"])
         return (found[0] if found else go_on()), seconds
@@ -180,7 +190,8 @@ class Folder:
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a result whole or not at all."""
-        write_atomically(self.path / name, content)
+        if self._writes:
+            write_atomically(self.path / name, content)
 
     @property
     def is_complete(self) -> bool:
@@ -189,32 +200,47 @@ class Folder:
 
     def complete(self) -> None:
         """Notes that the experiment was run to its end with these settings."""
-        write_atomically(self._place("complete", ""), b"")
+        if self._writes:
+            write_atomically(self._place("complete", ""), b"")
 
     def _place(self, name: str, suffix: str) -> Path:
         words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
         return self.path / "stages" / f"{'-'.join(words)}.{self._fingerprint}{suffix}"
 
     def _read(self, place: Path) -> tuple[Stage, float] | None:
+        found, damage = None, ""
         try:
-            return load(place)
+            found = load(place)
         except FileNotFoundError:
-            return None
+            pass
         except CheckpointError as error:
-            self._set_aside(place, str(error))
+            damage = str(error)
+        if word_of_main(bool(damage)):
+            self._set_aside(place, damage)
             return None
+        if not word_of_main(found is not None):
+            return None
+        if found is None:
+            raise FileNotFoundError(
+                f"{place} is seen by the main process and not by this one: the folder must be one"
+                " that all processes see."
+            )
+        return found
 
     def _set_aside(self, place: Path, why: str) -> bool:
         """Renames a file that is of no use, and the one before it that a fit keeps; whether any."""
         found = [p for p in (place, place.with_name(place.name + ".previous")) if p.exists()]
-        for path in found:
-            os.replace(path, path.with_name(path.name + ".damaged"))
-        if found:
+        some = bool(word_of_main(len(found)))
+        if self._writes:
+            for path in found:
+                os.replace(path, path.with_name(path.name + ".damaged"))
+        wait_for_processes(f"{place.name} is set aside")
+        if some:
             self.progress.say(
                 f"{place} cannot be used ({why}) It was set aside as {place.name}.damaged, and its"
                 " stage is done again; all other stages are kept."
             )
-        return bool(found)
+        return some
 
 
 def _read_seconds(clock: Path, checkpoint: Path) -> float:

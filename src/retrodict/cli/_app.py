@@ -32,7 +32,8 @@ app = typer.Typer(
     as rd.""",
     epilog=(
         "Exit codes: 0 done; 1 something that the command needs is not installed; 2 the command"
-        " could not be done as asked, one line on standard error says why; 130 interrupted."
+        " could not be done as asked, one line on standard error says why; 75 another process of a"
+        " distributed job was lost, and the same command goes on; 130 interrupted."
     ),
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -14,6 +14,14 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from retrodict.cli._errors import UserError, cannot_write
+from retrodict.cli._job import (
+    Coordinator,
+    Distributed,
+    NumProcesses,
+    ProcessId,
+    ended_together,
+    join,
+)
 from retrodict.cli._options import AsJson, Seed
 from retrodict.cli._progress import Stages
 from retrodict.cli._stream import (
@@ -146,17 +154,23 @@ def fit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what was understood of the file, and stop.")
     ] = False,
+    distributed: Distributed = False,
+    coordinator: Coordinator = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
     as_json: AsJson = False,
 ) -> None:
     """Fit a model to a table, and learn to smooth for it.
 
     Learns the parameters that the model marks as learnable, trains a family where smoothing is not
     exact, and writes a folder with the run and report.html. A fit that was interrupted goes on when
-    it is asked for again; a folder with a finished run is not overwritten.
+    it is asked for again; a folder with a finished run is not overwritten. Series are spread over
+    all devices, with --distributed over those of all processes of a job.
     """
     from retrodict import data, models, runs
 
-    with _explained():
+    with _explained(), ended_together():
+        speaks = join(distributed, coordinator, num_processes, process_id)
         spec = models.resolve(model).with_options(options or ())
         given = {
             "time": time,
@@ -179,12 +193,15 @@ def fit(
             "num_steps": steps or spec.fit.get("num_steps", 2000),
         }
         count = runs.num_stages(table, spec) + runs.NUM_CHECKS + 1
-        with Stages("fit", count, Console(stderr=True)) as stages:
+        terminal = Console(stderr=True, quiet=not speaks)
+        with Stages("fit", count, terminal) as stages:
             try:
                 run = runs.fit(table, spec, out, seed=seed, progress=stages, **chosen)
                 runs.write_report(run, table, seed=seed, progress=stages)
             except OSError as error:
                 raise UserError(cannot_write(error, out)) from error
+    if not speaks:
+        return
     _say_run(run.record, as_json)
     if not as_json:
         typer.echo(f"Wrote {out} and {out / 'report.html'}.")

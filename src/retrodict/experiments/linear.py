@@ -68,7 +68,7 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     data_keys, start_keys, fit_keys = jnp.split(
         keys, [sizes.num_series, sizes.num_series + sizes.num_fits]
     )
-    ys = jax.jit(jax.vmap(lambda key: theta.simulate(key, NUM_TIMES)[1]))(data_keys)
+    ys = rd.sharded_vmap(lambda key: theta.simulate(key, NUM_TIMES)[1])(data_keys)
     evidence = float(folder.stage("evidence", lambda: {"mean": _evidence(theta, ys)})["mean"])
 
     steps_an_epoch = sizes.num_series // sizes.batch_size
@@ -115,7 +115,7 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
 
 
 def _evidence(model: rd.StateSpaceModel, ys: Float[Array, "series time obs"]) -> Array:
-    return jnp.mean(jax.jit(jax.vmap(lambda y: rd.kalman_smoother(model, y).log_evidence))(ys))
+    return jnp.mean(rd.sharded_vmap(lambda y: rd.kalman_smoother(model, y).log_evidence)(ys))
 
 
 def _start(key: Array) -> rd.KalmanFamily:
@@ -140,28 +140,27 @@ def compare(
     """Smoothing under θ and under each λ: errors to the states, and of λ to θ."""
     lengths = jnp.asarray(_lengths(ys.shape[1]))
 
-    @jax.jit
-    def means(model: rd.StateSpaceModel) -> Array:
-        return jax.vmap(lambda y: rd.kalman_smoother(model, y).chain.marginals().mean[:, 0])(ys)
+    def mean_of(model: rd.StateSpaceModel, y: Array) -> Array:
+        return rd.kalman_smoother(model, y).chain.marginals().mean[:, 0]
 
-    @jax.jit
-    def sums(model: rd.StateSpaceModel) -> Array:
-        """E[Σ_{k<n} x_k | y_{0:n-1}] of every series at every length n."""
+    def sums_of(model: rd.StateSpaceModel, y: Array) -> Array:
+        """E[Σ_{k<n} x_k | y_{0:n-1}] at every length n."""
 
-        def one(y: Array, length: Array) -> Array:
+        def one(length: Array) -> Array:
             chain = rd.kalman_smoother(model, y, length=length).chain
             return rd.expectation(chain, rd.StateSum())[0]
 
-        return jax.vmap(lambda y: jax.vmap(partial(one, y))(lengths))(ys)
+        return jax.vmap(one)(lengths)
 
-    exact, exact_sums = means(theta), sums(theta)
+    means, sums = (rd.sharded_vmap(fn, (None, 0)) for fn in (mean_of, sums_of))
+    exact, exact_sums = means(theta, ys), sums(theta, ys)
     squared = (exact - xs[..., 0]) ** 2
     return {
         "mean_error": squared.mean(axis=1),
         "variance_of_error": squared.var(axis=1),
         "lengths": lengths,
-        "additive": jnp.stack([jnp.abs(sums(model) - exact_sums) for model in models]),
-        "marginal": jnp.stack([jnp.abs(means(model) - exact) for model in models]),
+        "additive": jnp.stack([jnp.abs(sums(model, ys) - exact_sums) for model in models]),
+        "marginal": jnp.stack([jnp.abs(means(model, ys) - exact) for model in models]),
     }
 
 

@@ -194,9 +194,11 @@ def _particles(
     num_particles: int,
     num_runs: int,
 ) -> dict[str, Any]:
-    """Marginal means of a particle smoother that resamples at every step, run after run."""
+    """Marginal means of a particle smoother that resamples at every step.
 
-    @jax.jit
+    As many runs at a time as there are devices, one on each.
+    """
+
     def means(key: Array) -> Array:
         def one(y: Array, key: Array) -> Array:
             found = rd.ffbsi(
@@ -207,7 +209,9 @@ def _particles(
         return jax.lax.map(lambda at: one(*at), (ys, jax.random.split(key, len(ys))))
 
     keys = jax.random.split(jax.random.fold_in(key, num_particles), num_runs)
-    return {"means": np.stack([np.asarray(means(k)) for k in folder.track(list(keys))])}
+    runs, devices = rd.sharded_vmap(means), jax.device_count()
+    rounds = [keys[i : i + devices] for i in range(0, num_runs, devices)]
+    return {"means": np.concatenate([np.asarray(runs(some)) for some in folder.track(rounds)])}
 
 
 def _sums(

@@ -20,11 +20,13 @@ from retrodict._workspace import (
     Quiet,
     as_csv,
     as_json,
+    is_main_process,
     make_writable,
+    wait_for_processes,
     write_atomically,
 )
 from retrodict.runs._folder import RECORD, TRAINING, RunError, read_record
-from retrodict.runs._record import Run, write
+from retrodict.runs._record import Run, open_run, write
 
 FAMILIES = {
     "mixture": rd.MixtureFamily,
@@ -86,7 +88,9 @@ def fit(
     exactly for linear-Gaussian models, by ascent of the ELBO for others. Then a family is trained
     on series that the fitted model makes up in the likeness of the data, so that it will smooth
     rows of tomorrow as well. What is done is kept in the folder: a fit that was killed goes on
-    where it was when it is asked for again.
+    where it was when it is asked for again. Where several processes were joined by
+    `retrodict.initialise_distributed`, all of them call this, with a folder that all of them see:
+    the series are spread over their devices, and one of them writes.
 
     Args:
         table: the data.
@@ -103,6 +107,7 @@ def fit(
 
     Raises:
         RunError: if the folder holds something else, or the model does not fit the table.
+        ProcessLostError: if another process has ended.
     """
     if family not in FAMILIES:
         raise RunError(f"There is no family {family!r}; there are {', '.join(FAMILIES)}.")
@@ -118,8 +123,10 @@ def fit(
     _refuse_other(out, settings)
     start_key, learn_key, train_key, error_key = jax.random.split(jax.random.key(seed), 4)
     model = _started(spec, table, start_key)
-    make_writable(out)
-    write_atomically(out / SETTINGS, as_json(settings))
+    wait_for_processes("the folder was looked at")
+    if is_main_process():
+        make_writable(out)
+        write_atomically(out / SETTINGS, as_json(settings))
     folder = Folder(out, settings, progress or Quiet())
     exact = model.is_linear_gaussian
     if exact:
@@ -148,7 +155,9 @@ def fit(
             **uncertainty,
         },
     }
-    return write(out, spec, model, trained, record)
+    run = write(out, spec, model, trained, record) if is_main_process() else None
+    wait_for_processes("the run is written")
+    return open_run(out) if run is None else run
 
 
 def num_stages(table: data.Table, spec: models.ModelSpec) -> int:

@@ -13,7 +13,13 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
-from retrodict._workspace import Progress, Quiet, library_version, write_atomically
+from retrodict._workspace import (
+    Progress,
+    Quiet,
+    is_main_process,
+    library_version,
+    write_atomically,
+)
 from retrodict.runs._answer import forecast, smooth
 from retrodict.runs._check import Check, check
 from retrodict.runs._content import (
@@ -98,7 +104,8 @@ def write_report(
         ],
     )
     place = run.path / REPORT
-    write_atomically(place, page(content).encode())
+    if is_main_process():
+        write_atomically(place, page(content).encode())
     progress.end(PAGE_STAGE, kept=False)
     return place
 

@@ -1,0 +1,125 @@
+"""Several processes that run one program, by `jax.distributed`."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+HEARTBEAT_SECONDS = 60
+"""After how long a process that is silent counts as lost."""
+
+RUNTIME_ERROR = re.compile("(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED):")
+"""What messages of XLA's runtime begin with; their Python type depends on the collective."""
+
+
+class ProcessLostError(RuntimeError):
+    """The work of several processes that could not go on, since one of them has ended.
+
+    What remains of the job cannot be mended: end the process, and start the same program again,
+    with as many processes as there are. A process that ends by itself waits for the lost one until
+    its heartbeat is missed; `os._exit` does not wait.
+    """
+
+
+def initialise_distributed(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat_seconds: int = HEARTBEAT_SECONDS,
+) -> None:
+    """Makes one program of several processes, on one machine or many.
+
+    To be called by each of them, before anything is computed. Then `fit` and all that takes
+    `mesh="all"` runs on the devices of all processes. Within a job of SLURM or Open MPI everything
+    is found; elsewhere all three arguments are needed. A process of which nothing is heard for some
+    time ends the others.
+
+    Args:
+        coordinator: `"host:port"`, where process 0 can be reached by the others.
+        num_processes: how many processes there are.
+        process_id: which of them this is, from 0.
+        heartbeat_seconds: after how many seconds of silence a process counts as lost.
+
+    Raises:
+        ValueError: if only some of the arguments are given, or none, and there is no such job.
+        RuntimeError: if JAX has computed something already.
+    """
+    given = (coordinator, num_processes, process_id)
+    if None in given and given != (None, None, None):
+        raise ValueError(
+            "initialise_distributed expects coordinator, num_processes and process_id together, or"
+            f" none of them in a job of SLURM or Open MPI, got {given}."
+        )
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        raise ValueError(f"coordinator must be host:port, got {coordinator!r}.")
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=heartbeat_seconds,
+        )
+    except ValueError as error:
+        if coordinator is not None:
+            raise
+        raise ValueError(
+            "No job of SLURM or Open MPI was found: start the processes by srun or mpirun, or give"
+            " coordinator, num_processes and process_id."
+        ) from error
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that writes files and speaks."""
+    return jax.process_index() == 0
+
+
+def wait_for_processes(name: str) -> None:
+    """Returns once all processes have come to this point.
+
+    Args:
+        name: the point, the same in all processes.
+
+    Raises:
+        ProcessLostError: if one of them has ended.
+    """
+    if jax.process_count() > 1:
+        with together():
+            multihost_utils.sync_global_devices(name)
+
+
+def word_of_main(value: int) -> int:
+    """What the main process says, in every process; all of them must ask.
+
+    What lies in a folder may be seen by one process and not yet by another: one decides for all.
+
+    Raises:
+        ProcessLostError: if one of them has ended.
+    """
+    if jax.process_count() == 1:
+        return value
+    with together():
+        return int(multihost_utils.broadcast_one_to_all(np.asarray(value)))
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Says so if what is computed with other processes fails since one of them has ended.
+
+    Raises:
+        ProcessLostError: in place of the error of a collective.
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if jax.process_count() == 1 or not RUNTIME_ERROR.match(str(error)):
+            raise
+        raise ProcessLostError(
+            f"Process {jax.process_index()} of {jax.process_count()} could not go on with the"
+            " others, most likely since one of them has ended. Start the job again, with any number"
+            " of processes: what was kept in a checkpoint is not lost."
+            f" JAX says: {' '.join(str(error).split())[:300]}"
+        ) from error

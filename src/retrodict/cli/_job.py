@@ -1,0 +1,99 @@
+"""A command that several processes run together, and how it ends if one of them is lost."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+import retrodict as rd
+from retrodict.cli._errors import UserError
+
+LOST = 75
+"""The exit code of a process whose job has lost another: that of sysexits.h for "try again"."""
+
+Distributed = Annotated[
+    bool,
+    typer.Option("--distributed", help="Work with the other processes of a SLURM or Open MPI job."),
+]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Without such a job: where process 0 can be reached."),
+]
+NumProcesses = Annotated[
+    int | None, typer.Option(min=1, help="Without such a job: how many processes there are.")
+]
+ProcessId = Annotated[
+    int | None, typer.Option(min=0, help="Without such a job: which process this is, from 0.")
+]
+
+
+def join(
+    distributed: bool, coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> bool:
+    """Joins the other processes if there are any; whether this is the one that speaks.
+
+    Raises:
+        UserError: if a job was asked for and none was found, or addresses were given without one.
+    """
+    given = (coordinator, num_processes, process_id)
+    if not distributed:
+        if given != (None, None, None):
+            raise UserError(
+                "--coordinator, --num-processes and --process-id need --distributed beside them"
+            )
+        return True
+    if None in given and given != (None, None, None):
+        raise UserError("give --coordinator, --num-processes and --process-id together, or none")
+    # Other commands, and --help, do without JAX.
+    import jax
+    from jax.experimental import multihost_utils
+
+    if hasattr(jax.config, "jax_enable_preemption_service"):
+        # It would wait for a later signal when the job is told to end, and there is a checkpoint.
+        jax.config.update("jax_enable_preemption_service", False)
+    with _off_standard_output():
+        try:
+            rd.initialise_distributed(coordinator, num_processes, process_id)
+        except ValueError as error:
+            if coordinator is not None:
+                raise
+            raise UserError(
+                "no job of SLURM or Open MPI was found: start the command by srun or mpirun, or"
+                " give --coordinator HOST:PORT, --num-processes N and --process-id I"
+            ) from error
+        multihost_utils.sync_global_devices("all processes have joined")
+    speaks = jax.process_index() == 0
+    if speaks:
+        sys.stderr.write(
+            f"retrodict: {jax.process_count()} processes with {jax.device_count()} devices; if one"
+            " is lost all end, and the same command, with any number of processes, goes on from the"
+            " last checkpoint\n"
+        )
+    return speaks
+
+
+@contextmanager
+def _off_standard_output() -> Iterator[None]:
+    """Sends what libraries print to standard error: Gloo says there whom it has reached."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextmanager
+def ended_together() -> Iterator[None]:
+    """Ends this process with one line if another is lost, without waiting for the lost one."""
+    try:
+        yield
+    except rd.ProcessLostError as error:
+        sys.stderr.write(f"\nretrodict: error: {error}\n")
+        sys.stderr.flush()
+        os._exit(LOST)

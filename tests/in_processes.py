@@ -1,0 +1,49 @@
+"""One process of several that fit together over loopback: run by `test_devices`.
+
+Arguments: coordinator, number of processes, which of them, checkpoint, a file for the parameters,
+and flags. With `share` each process holds its own series alone; with `dies` the last process is
+killed after its second chunk, with `dies first` the first one is.
+"""
+
+import os
+import signal
+import sys
+
+import jax
+import numpy as np
+
+import retrodict as rd
+from on_devices import fitted, series
+
+
+def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *flags: str) -> None:
+    number, index = int(count), int(which)
+    if number > 1:
+        rd.initialise_distributed(coordinator, number, index, heartbeat_seconds=10)
+    ys = series(12)
+    if "share" in flags:
+        rows = jax.sharding.NamedSharding(
+            jax.make_mesh((number,), ("batch",)), jax.sharding.PartitionSpec("batch")
+        )
+        share = len(ys) // number
+        own = ys[index * share : (index + 1) * share]
+        ys = jax.make_array_from_process_local_data(rows, own)
+    doomed = {"dies": number - 1, "dies first": 0}
+
+    def tell(step: int, _: float) -> None:
+        print(f"process {index} at step {step}", flush=True)
+        if step == 20 and index in [doomed.get(flag) for flag in flags]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        found = fitted(ys, "all", batch_size=6, checkpoint=checkpoint, progress=tell, chunk_size=10)
+    except rd.ProcessLostError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(3)  # without waiting for the lost one
+    if index == 0:
+        leaves = [leaf for leaf in jax.tree.leaves(found.family) if isinstance(leaf, jax.Array)]
+        np.savez(out, *leaves, history=found.history)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

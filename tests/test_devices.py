@@ -1,0 +1,255 @@
+"""Several devices and several processes find what one device finds."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import retrodict as rd
+
+TESTS = Path(__file__).parent
+ROUNDING = 1e-10
+SECONDS = 200
+"""After which a process that hangs is killed."""
+
+
+def environment(num_devices: int = 1) -> dict[str, str]:
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={num_devices}"
+    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    return {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": path}
+
+
+def on_eight_devices(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "on_devices.py"), *arguments],
+        env=environment(8),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def few() -> dict[str, Any]:
+    return on_eight_devices()
+
+
+def test_fifty_steps_on_eight_devices_are_those_of_one(few: dict[str, Any]) -> None:
+    assert few["devices"] == 8
+    assert max(few["fit"].values()) < ROUNDING
+
+
+def test_minibatches_do_not_depend_on_devices(few: dict[str, Any]) -> None:
+    assert few["draws"] == [0.0, 0.0, 0.0]
+
+
+def test_gradients_meet_once_a_step_and_not_once_a_row(few: dict[str, Any]) -> None:
+    assert few["reductions"] == 1
+
+
+def test_a_batch_that_does_not_divide_is_inferred_on_all_devices(few: dict[str, Any]) -> None:
+    assert few["infer"] < ROUNDING
+    assert few["shares"] == [8, False]
+
+
+@pytest.mark.slow
+def test_starts_lengths_windows_evidence_and_particles_on_eight_devices() -> None:
+    found = on_eight_devices("all")
+    for name in ("starts", "lengths", "windows"):
+        assert max(found[name].values()) < ROUNDING, name
+    for name in ("evidence", "evidence by steps", "ffbsi"):
+        assert found[name] < ROUNDING, name
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def together(
+    folder: Path, num_processes: int, *flags: str, checkpoint: str = "fit.rd"
+) -> tuple[Path, list[subprocess.CompletedProcess[str]]]:
+    """Runs processes that fit together, and waits for all of them."""
+    port = free_port()
+    out = folder / "parameters.npz"
+    out.unlink(missing_ok=True)
+    command = [sys.executable, str(TESTS / "in_processes.py"), f"localhost:{port}"]
+    rest = [str(folder / checkpoint), str(out), *flags]
+    return out, all_of(
+        [[*command, str(num_processes), str(i), *rest] for i in range(num_processes)],
+        [environment()] * num_processes,
+    )
+
+
+def all_of(
+    commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]
+) -> list[subprocess.CompletedProcess[str]]:
+    """Runs commands at the same time, and waits for all of them; none outlives the test."""
+    processes = [
+        subprocess.Popen(
+            command, env=each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for command, each in zip(commands, environments, strict=True)
+    ]
+    try:
+        said = [process.communicate(timeout=SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *text)
+        for process, text in zip(processes, said, strict=True)
+    ]
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as found:
+        return dict(found)
+
+
+def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(array, other[name], rtol=0, atol=ROUNDING)
+
+
+def steps(done: subprocess.CompletedProcess[str]) -> list[int]:
+    return [int(line.split()[-1]) for line in done.stdout.splitlines() if "at step" in line]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """What one process on one device finds."""
+    out, done = together(tmp_path_factory.mktemp("alone"), 1)
+    assert done[0].returncode == 0, done[0].stderr
+    return arrays(out)
+
+
+def assert_all_finished(done: Sequence[subprocess.CompletedProcess[str]]) -> None:
+    for process in done:
+        assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("share",)], ids=["all series", "a share each"])
+def test_fifty_steps_of_two_processes_are_those_of_one(
+    alone: dict[str, np.ndarray], tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    out, done = together(tmp_path, 2, *flags)
+    assert_all_finished(done)
+    assert_same(arrays(out), alone)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "fit.rd",
+        "fit.rd.previous",
+        "parameters.npz",
+    ]
+
+
+@pytest.mark.slow
+def test_a_lost_process_ends_the_others_and_any_number_goes_on(
+    alone: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    _, (first, killed) = together(tmp_path, 2, "dies")
+    assert killed.returncode == -signal.SIGKILL
+    assert first.returncode == 3
+    assert "Process 0 of 2 could not go on with the others" in first.stderr
+    assert "Start the job again" in first.stderr
+    assert steps(first) == [10, 20]
+    out, done = together(tmp_path, 1)  # what two processes wrote, by one
+    assert_all_finished(done)
+    assert steps(done[0])[0] == 30
+    assert_same(arrays(out), alone)
+
+
+@pytest.mark.slow
+def test_what_one_process_wrote_two_go_on_from(
+    alone: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    together(tmp_path, 1, "dies")
+    out, done = together(tmp_path, 2, "share")
+    assert_all_finished(done)
+    assert [steps(process)[0] for process in done] == [30, 30]
+    assert_same(arrays(out), alone)
+
+
+@pytest.mark.slow
+def test_a_lost_coordinator_ends_the_others(tmp_path: Path) -> None:
+    _, (killed, second) = together(tmp_path, 2, "dies first")
+    assert killed.returncode == -signal.SIGKILL
+    assert second.returncode != 0
+    lost = "could not go on with the others", "another task died"
+    assert any(words in second.stderr for words in lost)
+
+
+@pytest.mark.slow
+def test_the_command_line_in_a_job_of_slurm(tmp_path: Path) -> None:
+    """Two tasks as SLURM would start them, and the same command alone."""
+    rng = np.random.default_rng(0)
+    ys = np.cumsum(rng.normal(size=(5, 40)), axis=1) + rng.normal(size=(5, 40))
+    lines = [f"{t},{s},{ys[s, t]}" for s in range(5) for t in range(40)]
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(["t,id,y", *lines]) + "\n")
+    program = [sys.executable, "-c", "from retrodict.cli import main; main()", "fit", str(table)]
+    command = [*program, "--model", "local_level", "--time", "t", "--series", "id", "--json"]
+
+    def job(task: int) -> dict[str, str]:
+        return environment() | {
+            # SLURM has a port for each number of a job: 4096 of them.
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_NTASKS": "2",
+            "SLURM_PROCID": str(task),
+            "SLURM_LOCALID": str(task),
+        }
+
+    own = [*command, "--out", str(tmp_path / "run"), "--distributed"]
+    first, second = all_of([own, own], [job(0), job(1)])
+    assert_all_finished([first, second])
+    assert second.stdout == ""
+    assert "2 processes with 2 devices" in first.stderr
+    (alone,) = all_of([[*command, "--out", str(tmp_path / "alone")]], [environment()])
+    together, by_one = (json.loads(each.stdout)["results"]["parameters"] for each in (first, alone))
+    for name, line in by_one.items():
+        assert together[name]["value"] == pytest.approx(line["value"], rel=1e-6), name
+    (again,) = all_of([own], [environment()])
+    assert again.returncode == 2
+    assert "no job of SLURM or Open MPI was found" in again.stderr
+
+
+def test_wrong_meshes_and_axes_are_refused(untyped: None) -> None:
+    ys = jnp.ones((4, 3, 1))
+    with pytest.raises(ValueError, match='must be None, "all" or a jax.sharding.Mesh'):
+        rd.sharded_vmap(jnp.sum, mesh="two")(ys)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="expects in_axes 0 or None"):
+        rd.sharded_vmap(jnp.sum, in_axes=1)(ys)
+    with pytest.raises(ValueError, match="expects in_axes 0 or None"):
+        rd.sharded_vmap(jnp.sum, in_axes=(None,))(ys)
+    with pytest.raises(ValueError, match="leading axes have one size"):
+        rd.sharded_vmap(jnp.add)(ys, ys[:2])
+
+
+def test_a_mesh_of_one_device_maps_as_vmap() -> None:
+    mesh = jax.make_mesh((1,), ("batch",))
+    ys = jnp.arange(12.0).reshape(4, 3, 1)
+    found = rd.sharded_vmap(lambda scale, y: scale * jnp.sum(y), (None, 0), mesh=mesh)(2.0, ys)
+    np.testing.assert_allclose(found, 2.0 * jnp.sum(ys, axis=(1, 2)))
+
+
+def test_processes_say_who_they_are_or_are_in_a_job() -> None:
+    with pytest.raises(ValueError, match="coordinator, num_processes and process_id together"):
+        rd.initialise_distributed("localhost:1234", 2)
+    with pytest.raises(ValueError, match="coordinator must be host:port"):
+        rd.initialise_distributed("localhost", 2, 0)
