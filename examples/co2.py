@@ -8,7 +8,7 @@ A level with a slope and three cycles a year, from the weekly averages that come
 from pathlib import Path
 
 import statsmodels.api as sm
-from _command import command
+from _command import command, print_parameters
 
 from retrodict import data, models, runs
 
@@ -24,9 +24,7 @@ def main(out: Path, quick: bool) -> None:
     table = data.read(frame.iloc[-260:] if quick else frame)
     print(*table.described(), sep="\n")
     run = runs.fit(table, SPEC, out / "run")
-    for name, found in run.record["results"]["parameters"].items():
-        if found["learned"]:
-            print(f"{name}: {found['value']:.4f}")
+    print_parameters(run, 4)
     smoothed = runs.smooth(run, table)
     frame = data.to_frame(table, smoothed, state_names=runs.state_names(run))
     print(frame[["index", "level_mean", "level_std", "slope_mean"]].tail(3).to_string(index=False))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import statsmodels.api as sm
-from _command import command
+from _command import command, print_parameters
 
 from retrodict import data, models, runs
 
@@ -19,9 +19,7 @@ def main(out: Path, quick: bool) -> None:
     frame = sm.datasets.nile.load_pandas().data.astype({"year": int})
     table = data.read(frame)
     run = runs.fit(table, models.resolve("local_level"), out / "whole")
-    for name, found in run.record["results"]["parameters"].items():
-        if found["learned"]:
-            print(f"{name}: {found['value']:.2f} ± {found['error']:.2f}")
+    print_parameters(run, 2)
     peer = sm.tsa.UnobservedComponents(frame["volume"].to_numpy(), "llevel").fit(disp=False)
     print("statsmodels, observation and level scale:", np.round(np.sqrt(peer.params), 2))
 

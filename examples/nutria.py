@@ -10,7 +10,7 @@ import importlib.util
 from pathlib import Path
 
 import numpy as np
-from _command import command
+from _command import command, print_parameters
 
 from retrodict import data, models, runs
 
@@ -28,9 +28,7 @@ def main(out: Path, quick: bool) -> None:
     table = data.read({"nutria": counts()})
     steps = 30 if quick else 2000
     run = runs.fit(table, models.resolve("poisson_counts"), out / "run", num_steps=steps)
-    for name, found in run.record["results"]["parameters"].items():
-        if found["learned"]:
-            print(f"{name}: {found['value']:.3f} ± {found.get('error', float('nan')):.3f}")
+    print_parameters(run, 3)
     checked = runs.check(run, table, num_particles=200 if quick else 2000)
     for finding in checked.findings:
         print(f"{finding.name}: {finding.value} ({finding.verdict})")

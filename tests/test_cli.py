@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, and how it refuses."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+import retrodict as rd
 from retrodict._workspace import files as _files
 from retrodict.cli import main
 from retrodict.experiments import demo, reproduction
@@ -80,6 +82,24 @@ def test_help_of_reproduce(retrodict: Callable[..., Outcome]):
     assert code == 0 and err == ""
     words = ("linear", "multivariate", "nonlinear", "bounds", "all", "--quick", "--seed", "--out")
     assert all(word in out for word in (*words, "--json", "Examples"))
+
+
+def test_help_and_info_do_without_jax(tmp_path: Path):
+    """They answer at once: JAX alone takes a second to import."""
+    code = (
+        "import sys; from retrodict.cli._app import run; code = run(sys.argv[1:]);"
+        "sys.exit(code if 'jax' not in sys.modules and 'numpy' not in sys.modules else 9)"
+    )
+    for arguments, expected in ((["--help"], 0), (["fit", "--help"], 0), (["info", "none"], 2)):
+        found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True)
+        assert found.returncode == expected
+
+
+def test_what_is_exported_is_found_when_it_is_asked_for():
+    assert {"fit", "kalman_smoother", "models", "data"} <= {*dir(rd)}
+    assert all(getattr(rd, name) is getattr(rd, name) for name in dir(rd))
+    with pytest.raises(AttributeError, match="'retrodict' has no attribute 'kalman_smother'"):
+        getattr(rd, "kalman_smother")  # noqa: B009
 
 
 def test_version(retrodict: Callable[..., Outcome]):

@@ -596,3 +596,29 @@ def test_a_column_that_counts_rows_is_left_aside():
     assert list(table.names) == ["y"] and "left aside: rownames" in table.notes
     assert len(rd.data.read(frame, columns=["rownames", "y"]).names) == 2
     assert len(rd.data.read(frame.assign(rownames=[1, 2, 4])).names) == 2
+
+
+def test_coming_times_are_read_as_those_of_the_table():
+    days = pd.to_datetime(["2020-01-01", "2020-01-02", "2020-01-05", "2020-01-11"])
+    frame = pd.DataFrame({"day": days, "who": list("abab"), "y": np.arange(4.0)})
+    table = rd.data.read(frame, series="who", freq="irregular", step_input=True, step_unit="D")
+    later = pd.DataFrame({"day": ["2020-01-13", "2020-01-07"], "who": ["b", "a"]})
+    coming = rd.data.read_times(later, table)
+    assert [str(own[0])[:10] for own in coming] == ["2020-01-07", "2020-01-13"]
+    np.testing.assert_allclose(table.steps_to(coming), [[2.0], [2.0]])
+    shown = rd.data.to_frame(
+        table, mean=np.zeros((2, 1, 1)), future=True, times=coming, state_names=["level"]
+    )
+    assert shown["day"].tolist() == list(pd.to_datetime(["2020-01-07", "2020-01-13"]))
+    for wrong, words in (
+        ({"day": ["2020-01-07"], "who": ["a"]}, "series a, b"),
+        ({"day": ["2020-01-01", "2020-02-01"], "who": ["a", "b"]}, "later than the last"),
+        ({"day": [1, 2], "who": ["a", "b"]}, "one row of dates"),
+        ({"date": [1, 2], "who": ["a", "b"]}, "no column 'day'"),
+    ):
+        with pytest.raises(rd.data.DataError, match=words):
+            rd.data.read_times(pd.DataFrame(wrong), table)
+    even = rd.data.read({"t": [0, 1, 2], "y": [1.0, 2.0, 3.0]}, step_input=True)
+    np.testing.assert_array_equal(even.steps_to([np.array([3, 4])]), np.ones((1, 2)))
+    with pytest.raises(ValueError, match="regular, and go on by 1"):
+        even.steps_to([np.array([4, 5])])

@@ -1,5 +1,6 @@
 """The commands for a user's own data, as a shell runs them: bad input, kills and restarts."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from retrodict import runs
 from retrodict.cli._app import run as command
 
 GOOD = "year,flow\n" + "".join(f"{1900 + i},{10 + i % 3}\n" for i in range(30))
@@ -86,6 +88,34 @@ def test_a_dry_run_says_what_was_understood(tmp_path: Path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
 
 
+def test_options_are_given_and_said(tmp_path: Path, capsys):
+    source, out = tmp_path / "table.csv", tmp_path / "run"
+    source.write_text(GOOD)
+    fit = ["fit", str(source), "--model", "seasonal"]
+    assert command([*fit, "--option", "period=4", "--option", "slope=true", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "option period: 4" in lines and "option slope: true" in lines
+    assert "option harmonics: 0 (default)" in lines
+    assert command([*fit, "--option", "period=4", "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["options"]["period"] == 4 and found["model"]["model"]["options"] == {"period": 4}
+    for text, words in (
+        ("periods=4", "no option of seasonal.*period"),
+        ("period=four", "period must be a whole number"),
+        ("slope=1", "slope must be true or false"),
+        ("period", "key=value"),
+        ("period=-4", "period"),
+    ):
+        refused([*fit, "--option", text, "--out", str(out)], words, capsys, out)
+    (tmp_path / "own.toml").write_text(
+        "retrodict = 1\n[model]\nname = 'seasonal'\noptions = {period = 4, slope = true}\n"
+    )
+    fit = ["fit", str(source), "--model", str(tmp_path / "own.toml"), "--option", "period=6"]
+    assert command([*fit, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "option period: 6" in lines and "option slope: true" in lines
+
+
 def program(*arguments: str) -> list[str]:
     return [sys.executable, "-c", "from retrodict.cli import main; main()", *arguments]
 
@@ -130,3 +160,40 @@ def test_a_killed_stream_goes_on(tmp_path: Path):
     whole, cut = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("whole", "cut"))
     assert len(whole) == rows
     pd.testing.assert_frame_equal(cut, whole, rtol=1e-9)
+
+
+@pytest.mark.slow
+def test_a_fit_that_is_killed_ends_as_if_nothing_had_happened(tmp_path: Path):
+    """Killed up to three times, wherever it is: learning, training or at standard errors."""
+    rng = np.random.default_rng(0)
+    rate = np.exp(1.0 + 0.4 * np.sin(np.arange(40) / 4))
+    source = tmp_path / "counts.csv"
+    pd.DataFrame({"t": np.arange(40), "n": rng.poisson(rate)}).to_csv(source, index=False)
+    # What is compiled is kept, so that a fit that goes on does not spend its time on that again.
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+
+    def fit(name: str) -> list[str]:
+        options = ["--model", "poisson_counts", "--family", "gated", "--steps", "600"]
+        return program("fit", str(source), *options, "--out", str(tmp_path / name))
+
+    shared = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    began = time.monotonic()
+    subprocess.run(fit("whole"), check=True, timeout=280, **shared)
+    whole = time.monotonic() - began
+    kills = 0
+    for share in rng.uniform(0.2, 0.8, size=3):
+        process = subprocess.Popen(fit("cut"), **shared)
+        try:
+            process.wait(timeout=share * whole)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+            process.wait()
+    if not (tmp_path / "cut" / "run.json").exists():
+        subprocess.run(fit("cut"), check=True, timeout=280, **shared)
+    assert kills
+    one, other = (runs.read_record(tmp_path / name) for name in ("whole", "cut"))
+    assert other["files"] == one["files"]  # model, family and training, to the last bit
+    for record in (one, other):
+        del record["results"]["seconds"]
+    assert other["results"] == one["results"]

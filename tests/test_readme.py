@@ -84,7 +84,8 @@ def exported(package: str = "retrodict") -> set[str]:
     """What a package exports; of a namespace within it, the names behind a dot."""
     folder = REPOSITORY / "src" / package.replace(".", "/")
     tree = ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))
-    names = {a.name for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {a.name for node in imports for a in node.names if a.asname == a.name}
     inner = {name for name in names if (folder / name / "__init__.py").is_file()}
     below = {f"{name}.{part}" for name in inner for part in exported(f"{package}.{name}")}
     return names | below

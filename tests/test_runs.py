@@ -1,5 +1,6 @@
 """Runs: a model fitted to a table and kept in a folder, and what it says afterwards."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -15,7 +16,7 @@ import statsmodels.api as sm
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs import _learn, _residuals
+from retrodict.runs import _answer, _check, _learn, _report, _residuals
 
 LAG = 4
 
@@ -167,6 +168,108 @@ def test_a_forecast_is_what_missing_rows_would_be(run: runs.Run, table: data.Tab
     assert table.future_times(3)[0].tolist() == [1931, 1932, 1933]
 
 
+def told_of(run: runs.Run, **results: Any) -> runs.Run:
+    """The run with another outcome of its fit."""
+    record = {**run.record, "results": {**run.record["results"], **results}}
+    return dataclasses.replace(run, record=record)
+
+
+def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
+    assert run.record["results"]["status"] == "fine"
+    (fine,) = _check._fitted(run)
+    assert fine.verdict == "good"
+    (moved,) = _check._fitted(told_of(run, status="not at a maximum", distance=0.7))
+    assert moved.verdict == "doubtful" and "0.7 standard errors away" in moved.value
+    assert runs.Check((fine, moved), "").worst == "doubtful"
+    (lost,) = _check._fitted(told_of(run, status="not at a maximum", distance=7.0))
+    assert lost.verdict == "bad"
+    old = told_of(run)
+    del old.record["results"]["status"]  # as earlier versions wrote it
+    assert _check._fitted(old)[0].verdict == "unknown"
+
+
+def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
+    stage = {
+        "standard_error scale": np.array([np.nan, 0.2]),
+        "lower scale": np.array([np.nan, 0.5]),
+        "upper scale": np.array([np.nan, 2.0]),
+    }
+    lines = {
+        f"scale[{i}]": _learn._line(stage, "scale", (i,), value, (0.0, np.inf))
+        for i, value in enumerate((1e-151, 1.0))
+    }
+    assert lines["scale[0]"] == {"edge": "zero"}
+    words = _learn._in_words("exact", "at an edge", 0.0, lines)
+    assert "scale[0] is at the edge of zero: no interval" in words
+    assert "Intervals of scale[1] are made on the log scale" in words
+    (found,) = _check._fitted(told_of(run, status="at an edge", parameters=lines))
+    assert found.verdict == "good" and "scale[0] at the edge of zero" in found.value
+    assert _report._parameter("s", {"value": 0.0, "learned": True, **lines["scale[0]"]}).note
+
+
+def test_the_likelihood_is_told_in_all_and_by_row(run: runs.Run, table: data.Table, capsys):
+    one = table.one()
+    exact = rd.kalman_smoother(rd.unwrap(run.model), one["ys"], mask=one["mask"]).log_evidence
+    assert run.record["results"]["total"] == pytest.approx(float(exact), rel=1e-9)
+    assert command(["info", str(run.path)]) == 0
+    said = capsys.readouterr().out
+    assert f"log-likelihood {float(exact):.2f} in all" in said
+    assert "(57 of 60 rows observed)" in said
+    assert "are made on the log scale" in " ".join(said.split())
+
+
+class Told:
+    """Progress that is remembered."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def begin(self, stage: str) -> None:
+        pass
+
+    def step(self, done: int, total: int) -> None:
+        pass
+
+    def end(self, stage: str, *, kept: bool) -> None:
+        self.ended.append(stage)
+
+    def say(self, message: str) -> None:
+        pass
+
+
+def test_a_fit_has_as_many_stages_as_it_says(copy: runs.Run, table: data.Table, monkeypatch):
+    (copy.path / "run.json").unlink()
+    told = Told()
+    again = runs.fit(table, copy.spec, copy.path, progress=told)
+    assert len(told.ended) == runs.num_stages(table, copy.spec) == 2
+    assert runs.num_stages(table, models.resolve("poisson_counts")) == 3
+    for name in ("_posterior", "_residuals"):
+        monkeypatch.setattr(_check, name, lambda *_: [])
+    monkeypatch.setattr(_check, "_hidden", lambda *_: runs.Finding("a", "b", "c", "good"))
+    told = Told()
+    runs.check(again, table, progress=told)
+    assert len(told.ended) == runs.NUM_CHECKS
+
+
+def test_a_check_says_what_its_rows_mean(run: runs.Run, frame, tmp_path, capsys, monkeypatch):
+    source = tmp_path / "nile.csv"
+    frame.to_csv(source, index=False)
+    found = runs.Check((runs.Finding("this", "that", "so and so", "good"),), "In words.")
+    monkeypatch.setattr(runs, "check", lambda *_, **__: found)
+    assert command(["check", str(run.path), str(source)]) == 0
+    said = capsys.readouterr().out
+    assert "what it means" in said and "so and so" in said and "In words." in said
+
+
+def test_replicates_are_few_where_rows_are_many():
+    def most(rows: int) -> int:
+        return _learn._most_replicates(data.read({"y": np.zeros(rows)}))
+
+    assert most(120) == _learn.MOST_REPLICATES and most(1500) == 80 and most(6000) == 20
+    words = _learn._in_words("louis", "fine", 0.0, {}, noise=0.123)
+    assert "known to 12% or better" in words
+
+
 def lines_of(frame: pd.DataFrame) -> list[bytes]:
     return frame.to_csv(index=False).encode().splitlines(keepends=True)
 
@@ -205,6 +308,26 @@ def test_a_stream_goes_on_as_if_nothing_had_happened(copy, frame, tmp_path):
     count = runs.stream(copy, io.BytesIO(b"".join(lines)), cut, lag=LAG, state=state[1])
     assert count == 60 - (29 + 2)  # two rows of the first part were missing
     assert cut.read_bytes() == whole.read_bytes()
+
+
+def test_a_stream_begins_anew_when_it_is_told_to(copy, frame, tmp_path):
+    source, out, state = b"".join(lines_of(frame)), tmp_path / "out.csv", tmp_path / "state"
+    runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state)
+    first = out.read_bytes()
+    assert runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state) == 0
+    assert out.read_bytes() == first
+    assert runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state, restart=True) == 60
+    assert out.read_bytes() == first
+    other = tmp_path / "letter.txt"  # a file of something else is not replaced
+    other.write_text("dear" * 9999)
+    with pytest.raises(runs.RunError, match="no state says that it is of this stream"):
+        runs.stream(copy, io.BytesIO(source), other, lag=LAG, state=state, restart=True)
+    assert other.read_text() == "dear" * 9999
+    state.write_bytes(b"damaged")
+    with pytest.raises(runs.RunError, match="Pass restart=True"):
+        runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=state)
+    count = runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=state, restart=True)
+    assert count == 60
 
 
 def test_rows_out_of_order_are_refused(copy, frame):
@@ -249,7 +372,17 @@ def test_commands_say_what_python_says(copy: runs.Run, frame, tmp_path, capsys):
     table = data.read(frame)
     expected = runs.smooth(copy, table).mean[0, :, 0]
     np.testing.assert_allclose(pd.read_csv(out)["level_mean"], expected, rtol=1e-12)
-    capsys.readouterr()
+    assert "3 values are missing; --imputed" in capsys.readouterr().err
+    assert command(["smooth", str(copy.path), str(source), "--imputed"]) == 0
+    captured = capsys.readouterr()
+    filled = pd.read_csv(io.StringIO(captured.out))
+    seen = table.mask[0, :, 0]
+    np.testing.assert_array_equal(filled["volume_mean"][seen], table.ys[0, seen, 0])
+    spread = filled["volume_std"].to_numpy()
+    assert np.all(spread[seen] == 0) and np.all(spread[~seen] > 0)
+    # Within six standard errors of a thousand draws, about the level of that year.
+    off = np.abs(np.asarray(filled["volume_mean"] - filled["level_mean"]))
+    assert np.all(off[~seen] < 6 * spread[~seen] / 1000**0.5)
     assert command(["smooth", str(copy.path), str(source), "--out", str(out)]) == 2
     assert "exists" in capsys.readouterr().err
     assert command(["forecast", str(copy.path), str(source), "--steps", "3"]) == 0
@@ -264,7 +397,8 @@ def test_commands_say_what_python_says(copy: runs.Run, frame, tmp_path, capsys):
 @pytest.mark.slow
 def test_check_report_and_picture(copy: runs.Run, table: data.Table, tmp_path):
     found = runs.check(copy, table, num_particles=200)
-    assert found.worst in ("good", "doubtful") and found.findings[0].value == "exact"
+    assert found.worst in ("good", "doubtful")
+    assert {"they are", "exact"} <= {finding.value for finding in found.findings}
     page = runs.write_report(copy, table, steps=3, found=found).read_text()
     assert "level_scale[0]" in page and "https://" not in page
     runs.draw(copy, table, tmp_path / "nile.png", steps=3)
@@ -276,6 +410,7 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     """A family is trained, smooths a series with a gap, and its stream equals it offline."""
     few = {"num_particles": 50, "num_samples": 50, "num_replicates": 5}
     monkeypatch.setattr(_learn, "SIZES_OF_LOUIS", few)
+    monkeypatch.setattr(_learn, "MOST_REPLICATES", 5)
     model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
     _, ys = model.simulate(jax.random.key(0), 60)
     ys = np.array(ys)
@@ -291,6 +426,52 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     np.testing.assert_array_equal(draws[0, 0, :7], ys[:7])
     checked = runs.check(again, table, num_particles=200)
     assert {finding.name for finding in checked.findings} >= {"k-hat of path weights"}
+
+
+def test_steps_to_coming_times_are_those_of_the_reader():
+    frame = pd.DataFrame({"t": [0.0, 1.0, 3.0, 3.5, 5.5], "y": np.arange(5.0), "u": np.ones(5)})
+    early, late = frame.iloc[:3], frame.iloc[3:]
+    whole = data.read(frame, inputs="u", step_input=True, step_unit=1.0)
+    table = data.read(early, **whole.layout)
+    times = data.read_times(late, table)
+    expected = np.asarray(whole.inputs)[:, 3:]
+    # What stands in place of the steps is not used.
+    given = np.stack([np.full(2, 7.0), np.ones(2)], axis=1)[None]
+    np.testing.assert_array_equal(_answer._future_inputs(table, 2, given, times), expected)
+    alone = data.read(early[["t", "y"]], freq="irregular", step_input=True, step_unit=1.0)
+    np.testing.assert_array_equal(_answer._future_inputs(alone, 2, None, times), expected[..., :1])
+    with pytest.raises(runs.RunError, match="needs the coming times"):
+        _answer._future_inputs(alone, 2, None, None)
+    with pytest.raises(runs.RunError, match="expects as many times"):
+        _answer._future_inputs(alone, 3, None, times)
+
+
+@pytest.mark.slow
+def test_irregular_times_are_forecast_and_drawn(tmp_path, capsys):
+    rng = np.random.default_rng(1)
+    times = np.cumsum(rng.exponential(size=33))
+    frame = pd.DataFrame({"t": times, "y": np.cumsum(rng.normal(size=33))})
+    source, at = tmp_path / "rows.csv", tmp_path / "coming.csv"
+    frame.iloc[:30].to_csv(source, index=False)
+    frame.iloc[30:][["t"]].to_csv(at, index=False)
+    out = tmp_path / "run"
+    fit = ["fit", str(source), "--model", "local_level", "--option", "irregular=true"]
+    assert command([*fit, "--step-input", "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert command(["forecast", str(out), str(source), "--steps", "3"]) == 2
+    assert "--at FILE" in capsys.readouterr().err
+    assert command(["forecast", str(out), str(source), "--at", str(at)]) == 0
+    shown = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    run = runs.open_run(out)
+    rows = data.read(frame.assign(y=frame["y"].where(frame.index < 30)), **run.layout)
+    exact = runs.smooth(run, rows)
+    np.testing.assert_allclose(shown["t"], times[30:])
+    np.testing.assert_allclose(shown["level_mean"], exact.mean[0, 30:, 0], rtol=1e-8)
+    spread = np.sqrt(np.asarray(exact.covariance)[0, 30:, 0, 0])
+    np.testing.assert_allclose(shown["level_std"], spread, rtol=1e-8)
+    picture = tmp_path / "rows.png"
+    assert command(["plot", str(out), str(source), "--at", str(at), "--out", str(picture)]) == 0
+    assert picture.exists()
 
 
 @pytest.mark.slow

@@ -1,169 +1,176 @@
 """Smoothing and learning in nonlinear state-space models with backward-factorised posteriors."""
 
-from retrodict import data as data
-from retrodict import models as models
-from retrodict._bounds import AnyBounded as AnyBounded
-from retrodict._bounds import AnyLipschitz as AnyLipschitz
-from retrodict._bounds import ErrorBound as ErrorBound
-from retrodict._bounds import FiniteBounds as FiniteBounds
-from retrodict._bounds import FiniteProblem as FiniteProblem
-from retrodict._bounds import Mixing as Mixing
-from retrodict._bounds import PosteriorCheck as PosteriorCheck
-from retrodict._bounds import check_posterior as check_posterior
-from retrodict._bounds import dobrushin as dobrushin
-from retrodict._bounds import error_bound as error_bound
-from retrodict._bounds import finite_bounds as finite_bounds
-from retrodict._bounds import h1_constants as h1_constants
-from retrodict._bounds import h2_constants as h2_constants
-from retrodict._bounds import total_variation as total_variation
-from retrodict._bounds import two_state_counterexample as two_state_counterexample
-from retrodict._chain import AbstractBackwardChain as AbstractBackwardChain
-from retrodict._chain import AbstractBackwardKernel as AbstractBackwardKernel
-from retrodict._chain import AbstractKernelChain as AbstractKernelChain
-from retrodict._chain import LinearGaussianChain as LinearGaussianChain
-from retrodict._chain import SampledChain as SampledChain
-from retrodict._chain import covered as covered
-from retrodict._checkpoint import CheckpointError as CheckpointError
-from retrodict._checkpoint import load as load
-from retrodict._checkpoint import save as save
-from retrodict._devices import ProcessLostError as ProcessLostError
-from retrodict._devices import initialise_distributed as initialise_distributed
-from retrodict._devices import sharded_vmap as sharded_vmap
-from retrodict._elbo import RunningElbo as RunningElbo
-from retrodict._elbo import RunningElboState as RunningElboState
-from retrodict._elbo import elbo as elbo
-from retrodict._estimator import AbstractEstimator as AbstractEstimator
-from retrodict._estimator import BackwardSampling as BackwardSampling
-from retrodict._estimator import ClosedForm as ClosedForm
-from retrodict._estimator import Quadrature as Quadrature
-from retrodict._estimator import RaoBlackwellised as RaoBlackwellised
-from retrodict._estimator import Recursive as Recursive
-from retrodict._estimator import RecursiveState as RecursiveState
-from retrodict._expectation import Estimate as Estimate
-from retrodict._expectation import Marginals as Marginals
-from retrodict._expectation import expectation as expectation
-from retrodict._expectation import marginals as marginals
-from retrodict._family import AbstractFactorFamily as AbstractFactorFamily
-from retrodict._family import AbstractFamily as AbstractFamily
-from retrodict._family import AbstractLinearGaussianFamily as AbstractLinearGaussianFamily
-from retrodict._family import AbstractSampledFamily as AbstractSampledFamily
-from retrodict._family import AssimilationFamily as AssimilationFamily
-from retrodict._family import ConjugateFamily as ConjugateFamily
-from retrodict._family import Factor as Factor
-from retrodict._family import GatedFamily as GatedFamily
-from retrodict._family import KalmanFamily as KalmanFamily
-from retrodict._family import MixtureFamily as MixtureFamily
-from retrodict._family import NonlinearFamily as NonlinearFamily
-from retrodict._family import RecurrentFamily as RecurrentFamily
-from retrodict._family import ScanFamily as ScanFamily
-from retrodict._fit import EMResult as EMResult
-from retrodict._fit import EvidenceResult as EvidenceResult
-from retrodict._fit import FitResult as FitResult
-from retrodict._fit import em as em
-from retrodict._fit import fit as fit
-from retrodict._fit import fit_evidence as fit_evidence
-from retrodict._forecast import Forecast as Forecast
-from retrodict._forecast import forecast as forecast
-from retrodict._forecast import impute as impute
-from retrodict._forecast import predictive as predictive
-from retrodict._functional import AbstractFunctional as AbstractFunctional
-from retrodict._functional import AdditiveFunctional as AdditiveFunctional
-from retrodict._functional import InitialTerm as InitialTerm
-from retrodict._functional import LogJoint as LogJoint
-from retrodict._functional import Observations as Observations
-from retrodict._functional import PairTerm as PairTerm
-from retrodict._functional import Score as Score
-from retrodict._functional import SecondMoments as SecondMoments
-from retrodict._functional import SecondMomentSums as SecondMomentSums
-from retrodict._functional import StateFunctional as StateFunctional
-from retrodict._functional import StateSum as StateSum
-from retrodict._functional import StateTerm as StateTerm
-from retrodict._functional import observations as observations
-from retrodict._gaussian import Diagonal as Diagonal
-from retrodict._gaussian import Gaussian as Gaussian
-from retrodict._gaussian import NaturalGaussian as NaturalGaussian
-from retrodict._gaussian import kl_divergence as kl_divergence
-from retrodict._grid import Grid as Grid
-from retrodict._grid import GridPosterior as GridPosterior
-from retrodict._grid import grid_smoother as grid_smoother
-from retrodict._importance import GuidedPosterior as GuidedPosterior
-from retrodict._importance import ImportancePosterior as ImportancePosterior
-from retrodict._importance import guided_smoother as guided_smoother
-from retrodict._importance import importance_smoother as importance_smoother
-from retrodict._importance import importance_weighted_bound as importance_weighted_bound
-from retrodict._information import ParameterErrors as ParameterErrors
-from retrodict._information import parameter_errors as parameter_errors
-from retrodict._kalman import KalmanPosterior as KalmanPosterior
-from retrodict._kalman import kalman_smoother as kalman_smoother
-from retrodict._kernel import AbstractGaussianKernel as AbstractGaussianKernel
-from retrodict._kernel import AbstractKernel as AbstractKernel
-from retrodict._kernel import AbstractLinearGaussianKernel as AbstractLinearGaussianKernel
-from retrodict._kernel import DistributionKernel as DistributionKernel
-from retrodict._kernel import LinearGaussianKernel as LinearGaussianKernel
-from retrodict._kernel import NonlinearGaussianKernel as NonlinearGaussianKernel
-from retrodict._kernel import VaryingLinearGaussianKernel as VaryingLinearGaussianKernel
-from retrodict._lag import FixedLag as FixedLag
-from retrodict._lag import LagMoments as LagMoments
-from retrodict._lag import LagOutput as LagOutput
-from retrodict._lag import LagRows as LagRows
-from retrodict._lag import LagState as LagState
-from retrodict._linearised import Cubature as Cubature
-from retrodict._linearised import GaussHermite as GaussHermite
-from retrodict._linearised import LinearisedPosterior as LinearisedPosterior
-from retrodict._linearised import Taylor as Taylor
-from retrodict._linearised import Unscented as Unscented
-from retrodict._linearised import extended_smoother as extended_smoother
-from retrodict._linearised import iterated_smoother as iterated_smoother
-from retrodict._linearised import unscented_smoother as unscented_smoother
-from retrodict._mixture import GaussianMixture as GaussianMixture
-from retrodict._model import StateSpaceModel as StateSpaceModel
-from retrodict._online import AbstractFeatures as AbstractFeatures
-from retrodict._online import AbstractRecursiveGradient as AbstractRecursiveGradient
-from retrodict._online import KalmanScore as KalmanScore
-from retrodict._online import LaggedLearner as LaggedLearner
-from retrodict._online import LaggedLearnerOutput as LaggedLearnerOutput
-from retrodict._online import LaggedLearnerState as LaggedLearnerState
-from retrodict._online import LearnerOutput as LearnerOutput
-from retrodict._online import LearnerState as LearnerState
-from retrodict._online import OnlineLearner as OnlineLearner
-from retrodict._online import QuadraticFeatures as QuadraticFeatures
-from retrodict._online import RandomFeatures as RandomFeatures
-from retrodict._online import RecursivePathwise as RecursivePathwise
-from retrodict._online import RecursiveScore as RecursiveScore
-from retrodict._online import RowGradient as RowGradient
-from retrodict._online import RunningOutput as RunningOutput
-from retrodict._online import RunningPosterior as RunningPosterior
-from retrodict._online import RunningState as RunningState
-from retrodict._online import TruncatedBackprop as TruncatedBackprop
-from retrodict._online import WeightedSamples as WeightedSamples
-from retrodict._online import recursive_gradient as recursive_gradient
-from retrodict._online import robbins_monro as robbins_monro
-from retrodict._parameters import AbstractParameter as AbstractParameter
-from retrodict._parameters import Bounded as Bounded
-from retrodict._parameters import Frozen as Frozen
-from retrodict._parameters import Positive as Positive
-from retrodict._parameters import PositiveTril as PositiveTril
-from retrodict._parameters import unwrap as unwrap
-from retrodict._particle import AbstractBackwardSampler as AbstractBackwardSampler
-from retrodict._particle import AbstractProposal as AbstractProposal
-from retrodict._particle import AdditivePosterior as AdditivePosterior
-from retrodict._particle import ChainProposal as ChainProposal
-from retrodict._particle import ExactBackward as ExactBackward
-from retrodict._particle import Genealogy as Genealogy
-from retrodict._particle import Guided as Guided
-from retrodict._particle import MCMCBackward as MCMCBackward
-from retrodict._particle import OnlineSmoother as OnlineSmoother
-from retrodict._particle import OnlineState as OnlineState
-from retrodict._particle import ParticleFilterPosterior as ParticleFilterPosterior
-from retrodict._particle import ParticlePosterior as ParticlePosterior
-from retrodict._particle import RejectionBackward as RejectionBackward
-from retrodict._particle import ffbsi as ffbsi
-from retrodict._particle import forward_smoother as forward_smoother
-from retrodict._particle import mean_lookahead as mean_lookahead
-from retrodict._particle import paris as paris
-from retrodict._particle import particle_filter as particle_filter
-from retrodict._sharded import time_mesh as time_mesh
-from retrodict._smooth import Simulated as Simulated
-from retrodict._smooth import Smoothed as Smoothed
-from retrodict._smooth import simulate_like as simulate_like
-from retrodict._smooth import smooth as smooth
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from retrodict import data as data
+    from retrodict import models as models
+    from retrodict._bounds import AnyBounded as AnyBounded
+    from retrodict._bounds import AnyLipschitz as AnyLipschitz
+    from retrodict._bounds import ErrorBound as ErrorBound
+    from retrodict._bounds import FiniteBounds as FiniteBounds
+    from retrodict._bounds import FiniteProblem as FiniteProblem
+    from retrodict._bounds import Mixing as Mixing
+    from retrodict._bounds import PosteriorCheck as PosteriorCheck
+    from retrodict._bounds import check_posterior as check_posterior
+    from retrodict._bounds import dobrushin as dobrushin
+    from retrodict._bounds import error_bound as error_bound
+    from retrodict._bounds import finite_bounds as finite_bounds
+    from retrodict._bounds import h1_constants as h1_constants
+    from retrodict._bounds import h2_constants as h2_constants
+    from retrodict._bounds import total_variation as total_variation
+    from retrodict._bounds import two_state_counterexample as two_state_counterexample
+    from retrodict._chain import AbstractBackwardChain as AbstractBackwardChain
+    from retrodict._chain import AbstractBackwardKernel as AbstractBackwardKernel
+    from retrodict._chain import AbstractKernelChain as AbstractKernelChain
+    from retrodict._chain import LinearGaussianChain as LinearGaussianChain
+    from retrodict._chain import SampledChain as SampledChain
+    from retrodict._chain import covered as covered
+    from retrodict._checkpoint import CheckpointError as CheckpointError
+    from retrodict._checkpoint import load as load
+    from retrodict._checkpoint import save as save
+    from retrodict._devices import ProcessLostError as ProcessLostError
+    from retrodict._devices import initialise_distributed as initialise_distributed
+    from retrodict._devices import sharded_vmap as sharded_vmap
+    from retrodict._elbo import RunningElbo as RunningElbo
+    from retrodict._elbo import RunningElboState as RunningElboState
+    from retrodict._elbo import elbo as elbo
+    from retrodict._estimator import AbstractEstimator as AbstractEstimator
+    from retrodict._estimator import BackwardSampling as BackwardSampling
+    from retrodict._estimator import ClosedForm as ClosedForm
+    from retrodict._estimator import Quadrature as Quadrature
+    from retrodict._estimator import RaoBlackwellised as RaoBlackwellised
+    from retrodict._estimator import Recursive as Recursive
+    from retrodict._estimator import RecursiveState as RecursiveState
+    from retrodict._expectation import Estimate as Estimate
+    from retrodict._expectation import Marginals as Marginals
+    from retrodict._expectation import expectation as expectation
+    from retrodict._expectation import marginals as marginals
+    from retrodict._family import AbstractFactorFamily as AbstractFactorFamily
+    from retrodict._family import AbstractFamily as AbstractFamily
+    from retrodict._family import AbstractLinearGaussianFamily as AbstractLinearGaussianFamily
+    from retrodict._family import AbstractSampledFamily as AbstractSampledFamily
+    from retrodict._family import AssimilationFamily as AssimilationFamily
+    from retrodict._family import ConjugateFamily as ConjugateFamily
+    from retrodict._family import Factor as Factor
+    from retrodict._family import GatedFamily as GatedFamily
+    from retrodict._family import KalmanFamily as KalmanFamily
+    from retrodict._family import MixtureFamily as MixtureFamily
+    from retrodict._family import NonlinearFamily as NonlinearFamily
+    from retrodict._family import RecurrentFamily as RecurrentFamily
+    from retrodict._family import ScanFamily as ScanFamily
+    from retrodict._fit import EMResult as EMResult
+    from retrodict._fit import EvidenceResult as EvidenceResult
+    from retrodict._fit import FitResult as FitResult
+    from retrodict._fit import em as em
+    from retrodict._fit import fit as fit
+    from retrodict._fit import fit_evidence as fit_evidence
+    from retrodict._forecast import Forecast as Forecast
+    from retrodict._forecast import forecast as forecast
+    from retrodict._forecast import impute as impute
+    from retrodict._forecast import predictive as predictive
+    from retrodict._functional import AbstractFunctional as AbstractFunctional
+    from retrodict._functional import AdditiveFunctional as AdditiveFunctional
+    from retrodict._functional import InitialTerm as InitialTerm
+    from retrodict._functional import LogJoint as LogJoint
+    from retrodict._functional import Observations as Observations
+    from retrodict._functional import PairTerm as PairTerm
+    from retrodict._functional import Score as Score
+    from retrodict._functional import SecondMoments as SecondMoments
+    from retrodict._functional import SecondMomentSums as SecondMomentSums
+    from retrodict._functional import StateFunctional as StateFunctional
+    from retrodict._functional import StateSum as StateSum
+    from retrodict._functional import StateTerm as StateTerm
+    from retrodict._functional import observations as observations
+    from retrodict._gaussian import Diagonal as Diagonal
+    from retrodict._gaussian import Gaussian as Gaussian
+    from retrodict._gaussian import NaturalGaussian as NaturalGaussian
+    from retrodict._gaussian import kl_divergence as kl_divergence
+    from retrodict._grid import Grid as Grid
+    from retrodict._grid import GridPosterior as GridPosterior
+    from retrodict._grid import grid_smoother as grid_smoother
+    from retrodict._importance import GuidedPosterior as GuidedPosterior
+    from retrodict._importance import ImportancePosterior as ImportancePosterior
+    from retrodict._importance import guided_smoother as guided_smoother
+    from retrodict._importance import importance_smoother as importance_smoother
+    from retrodict._importance import importance_weighted_bound as importance_weighted_bound
+    from retrodict._information import ParameterErrors as ParameterErrors
+    from retrodict._information import parameter_errors as parameter_errors
+    from retrodict._kalman import KalmanPosterior as KalmanPosterior
+    from retrodict._kalman import kalman_smoother as kalman_smoother
+    from retrodict._kernel import AbstractGaussianKernel as AbstractGaussianKernel
+    from retrodict._kernel import AbstractKernel as AbstractKernel
+    from retrodict._kernel import AbstractLinearGaussianKernel as AbstractLinearGaussianKernel
+    from retrodict._kernel import DistributionKernel as DistributionKernel
+    from retrodict._kernel import LinearGaussianKernel as LinearGaussianKernel
+    from retrodict._kernel import NonlinearGaussianKernel as NonlinearGaussianKernel
+    from retrodict._kernel import VaryingLinearGaussianKernel as VaryingLinearGaussianKernel
+    from retrodict._lag import FixedLag as FixedLag
+    from retrodict._lag import LagMoments as LagMoments
+    from retrodict._lag import LagOutput as LagOutput
+    from retrodict._lag import LagRows as LagRows
+    from retrodict._lag import LagState as LagState
+    from retrodict._linearised import Cubature as Cubature
+    from retrodict._linearised import GaussHermite as GaussHermite
+    from retrodict._linearised import LinearisedPosterior as LinearisedPosterior
+    from retrodict._linearised import Taylor as Taylor
+    from retrodict._linearised import Unscented as Unscented
+    from retrodict._linearised import extended_smoother as extended_smoother
+    from retrodict._linearised import iterated_smoother as iterated_smoother
+    from retrodict._linearised import unscented_smoother as unscented_smoother
+    from retrodict._mixture import GaussianMixture as GaussianMixture
+    from retrodict._model import StateSpaceModel as StateSpaceModel
+    from retrodict._online import AbstractFeatures as AbstractFeatures
+    from retrodict._online import AbstractRecursiveGradient as AbstractRecursiveGradient
+    from retrodict._online import KalmanScore as KalmanScore
+    from retrodict._online import LaggedLearner as LaggedLearner
+    from retrodict._online import LaggedLearnerOutput as LaggedLearnerOutput
+    from retrodict._online import LaggedLearnerState as LaggedLearnerState
+    from retrodict._online import LearnerOutput as LearnerOutput
+    from retrodict._online import LearnerState as LearnerState
+    from retrodict._online import OnlineLearner as OnlineLearner
+    from retrodict._online import QuadraticFeatures as QuadraticFeatures
+    from retrodict._online import RandomFeatures as RandomFeatures
+    from retrodict._online import RecursivePathwise as RecursivePathwise
+    from retrodict._online import RecursiveScore as RecursiveScore
+    from retrodict._online import RowGradient as RowGradient
+    from retrodict._online import RunningOutput as RunningOutput
+    from retrodict._online import RunningPosterior as RunningPosterior
+    from retrodict._online import RunningState as RunningState
+    from retrodict._online import TruncatedBackprop as TruncatedBackprop
+    from retrodict._online import WeightedSamples as WeightedSamples
+    from retrodict._online import recursive_gradient as recursive_gradient
+    from retrodict._online import robbins_monro as robbins_monro
+    from retrodict._parameters import AbstractParameter as AbstractParameter
+    from retrodict._parameters import Bounded as Bounded
+    from retrodict._parameters import Frozen as Frozen
+    from retrodict._parameters import Positive as Positive
+    from retrodict._parameters import PositiveTril as PositiveTril
+    from retrodict._parameters import unwrap as unwrap
+    from retrodict._particle import AbstractBackwardSampler as AbstractBackwardSampler
+    from retrodict._particle import AbstractProposal as AbstractProposal
+    from retrodict._particle import AdditivePosterior as AdditivePosterior
+    from retrodict._particle import ChainProposal as ChainProposal
+    from retrodict._particle import ExactBackward as ExactBackward
+    from retrodict._particle import Genealogy as Genealogy
+    from retrodict._particle import Guided as Guided
+    from retrodict._particle import MCMCBackward as MCMCBackward
+    from retrodict._particle import OnlineSmoother as OnlineSmoother
+    from retrodict._particle import OnlineState as OnlineState
+    from retrodict._particle import ParticleFilterPosterior as ParticleFilterPosterior
+    from retrodict._particle import ParticlePosterior as ParticlePosterior
+    from retrodict._particle import RejectionBackward as RejectionBackward
+    from retrodict._particle import ffbsi as ffbsi
+    from retrodict._particle import forward_smoother as forward_smoother
+    from retrodict._particle import mean_lookahead as mean_lookahead
+    from retrodict._particle import paris as paris
+    from retrodict._particle import particle_filter as particle_filter
+    from retrodict._sharded import time_mesh as time_mesh
+    from retrodict._smooth import Simulated as Simulated
+    from retrodict._smooth import Smoothed as Smoothed
+    from retrodict._smooth import simulate_like as simulate_like
+    from retrodict._smooth import smooth as smooth
+else:
+    from retrodict._lazy import lazily
+
+    __getattr__, __dir__, __all__ = lazily(__name__)

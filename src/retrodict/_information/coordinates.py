@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict._model import StateSpaceModel, learnable
-from retrodict._parameters import AbstractParameter, Frozen, Positive, PositiveTril
+from retrodict._parameters import AbstractParameter, Bounded, Frozen, Positive, PositiveTril
 
 
 class Coordinates(eqx.Module):
@@ -19,11 +19,14 @@ class Coordinates(eqx.Module):
         model: the model, with scales as parameters that stay positive.
         places: for each floating array of the model, which of its entries are learned.
         names: what each coordinate of θ is called, such as `"transition.weight[0,0]"`.
+        edges: the ends of the domain of what each coordinate stands for, `None` where it has none:
+            a scale ends at zero alone.
     """
 
     model: StateSpaceModel
     places: tuple[Int[Array, "_"], ...]
     names: tuple[str, ...] = eqx.field(static=True)
+    edges: tuple[tuple[float | None, float | None], ...] = eqx.field(static=True)
 
     def theta(self) -> Float[Array, "parameter"]:
         """The coordinates of the model itself."""
@@ -42,6 +45,21 @@ class Coordinates(eqx.Module):
             start += place.shape[0]
         return eqx.combine(jax.tree.unflatten(structure, moved), self.model)
 
+    def moved(self, theta: Float[Array, "parameter"]) -> "Coordinates":
+        """The same coordinates around the model at θ."""
+        return Coordinates(self.model_at(theta), self.places, self.names, self.edges)
+
+    def beside(
+        self, theta: Float[Array, "parameter"], step: Float[Array, "parameter"]
+    ) -> Float[Array, "parameter"]:
+        """θ a step away, where scales step in their logarithm: so no unit of the data matters."""
+        scale = jax.nn.softplus(theta)
+        moved = scale * jnp.exp(step * jax.nn.sigmoid(theta) / scale)
+        raw = moved + jnp.log(-jnp.expm1(-moved))
+        is_scale = np.array([edge == (0.0, None) for edge in self.edges], bool)
+        # A step of nothing has no logarithm where a scale underflows.
+        return jnp.where(is_scale & (step != 0), raw, theta + step)
+
     def values_at(self, theta: Float[Array, "parameter"]) -> dict[str, PyTree]:
         """The values of the learned parameters, each in its domain, by name."""
         nodes = jax.tree_util.tree_leaves_with_path(self.model_at(theta), is_leaf=_is_parameter)
@@ -57,16 +75,28 @@ def coordinates_of(model: StateSpaceModel) -> Coordinates:
     model = learnable(model)
     moving = jax.tree.leaves(_moving(model))
     leaves = jax.tree_util.tree_leaves_with_path(model)
-    places, names = [], []
+    owners = dict(jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_constrained))
+    places, names, edges = [], [], []
     for (path, leaf), chosen in zip(leaves, moving, strict=True):
         if not eqx.is_inexact_array(leaf):
             continue
         place = np.flatnonzero(chosen)
         places.append(jnp.asarray(place))
-        owner = _name(path).removesuffix(".raw") if _is_raw(model, path) else _name(path)
+        owner = owners.get(path[:-1])
+        name = _name(path) if owner is None else _name(path[:-1])
         for entry in np.argwhere(chosen).tolist():
-            names.append(owner + (f"[{','.join(map(str, entry))}]" if entry else ""))
-    return Coordinates(model, tuple(places), tuple(names))
+            names.append(name + (f"[{','.join(map(str, entry))}]" if entry else ""))
+            edges.append(_edges(owner, entry))
+    return Coordinates(model, tuple(places), tuple(names), tuple(edges))
+
+
+def _edges(owner: Any, entry: list[int]) -> tuple[float | None, float | None]:
+    """The ends of the domain of one entry of a parameter."""
+    if isinstance(owner, Bounded):
+        return owner.lower, owner.upper
+    if isinstance(owner, Positive) or (isinstance(owner, PositiveTril) and len(set(entry)) == 1):
+        return 0.0, None
+    return None, None
 
 
 def _moving(tree: PyTree) -> PyTree:
@@ -90,14 +120,9 @@ def _is_parameter(node: Any) -> bool:
     return isinstance(node, AbstractParameter)
 
 
-def _is_raw(model: StateSpaceModel, path: Any) -> bool:
-    """Whether a leaf is the unconstrained array of one of the library's own parameters."""
-    owners = jax.tree_util.tree_leaves_with_path(
-        model, is_leaf=lambda node: isinstance(node, (Positive, PositiveTril))
-    )
-    return any(
-        isinstance(node, (Positive, PositiveTril)) and owner == path[:-1] for owner, node in owners
-    )
+def _is_constrained(node: Any) -> bool:
+    """Whether it is one of the library's own parameters, which holds one unconstrained array."""
+    return isinstance(node, (Bounded, Positive, PositiveTril))
 
 
 def _name(path: Any) -> str:

@@ -14,6 +14,7 @@ from retrodict._expectation import check_chain
 from retrodict._fit.batch import batch_for, num_series, take
 from retrodict._importance.pareto import K_HAT_GOOD, pareto_shape
 from retrodict._information.coordinates import Coordinates, coordinates_of
+from retrodict._information.edge import edges_of, raised, spread_of
 from retrodict._information.exact import exact_information
 from retrodict._information.louis import (
     Replicates,
@@ -24,6 +25,7 @@ from retrodict._information.louis import (
 )
 from retrodict._information.result import (
     LEAST_SHARE,
+    NOISE,
     Inverse,
     ParameterErrors,
     inverse,
@@ -49,6 +51,9 @@ FEWEST_REPLICATES = 4
 SURE = 4.0
 """By how many Monte Carlo standard errors an information is to be above zero before no more
 replicates are drawn: standard errors are then known to about an eighth."""
+
+BENEFIT = 2.0
+"""How many Monte Carlo standard errors of doubt are in favour of drawing on."""
 
 NEAR = 0.1
 """Up to how many standard errors from a maximum parameters count as being there."""
@@ -87,8 +92,10 @@ def parameter_errors(
     are independent, and their information adds up.
 
     A quantity a(θ) with gradient g has the standard error √(gᵀΣg), Σ the inverse information. Its
-    interval has as ends its values at θ ± z Σg / √(gᵀΣg), and so stays where the quantity can be: a
-    scale's is positive.
+    interval has as ends its values at θ ± z Σg / √(gᵀΣg), where scales step in their logarithm, and
+    so stays where the quantity can be: a scale's is positive. A scale that was estimated at zero,
+    or another parameter at the edge of its domain, has no curvature there and no interval; the
+    others are given with it fixed there. An exact information alone tells such a one from noise.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -123,8 +130,7 @@ def parameter_errors(
         num_samples: how many paths each replicate draws.
         num_replicates: how many independent replicates there are.
         most_replicates: if this is more, as many again are drawn, up to this number, as long as
-            noise does not let tell whether every direction is identified. What the data do not
-            identify takes all of them.
+            noise does not let tell whether every direction is identified, and this many could.
         backward: how `ffbsi` draws paths; `RejectionBackward()` makes many of them cheap.
 
     Returns:
@@ -151,10 +157,16 @@ def parameter_errors(
     batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length, owner="parameter_errors")
 
     messages: list[str] = []
+    edges: dict[int, float] = {}
+    theta = coordinates.theta()
     if method == "exact":
-        score, information = (np.asarray(x, float) for x in exact_information(coordinates, batch))
+        spread = spread_of(batch)
+        at = raised(np.asarray(theta, np.float64), coordinates, spread)
+        moved_in = coordinates.moved(jnp.asarray(at, theta.dtype))
+        score, information = (np.asarray(x, float) for x in exact_information(moved_in, batch))
         information = (information + information.T) / 2
         scores, informations = None, None
+        edges = edges_of(coordinates, at, score, information, spread)
     else:
         check_densities(plain, "parameter_errors by Louis' identity")
         num_replicates = check_count(num_replicates, "num_replicates")
@@ -176,9 +188,9 @@ def parameter_errors(
         score, information, scores, informations = combine(replicates)
     _refuse_undefined(score, information, coordinates.names)
 
-    theta = coordinates.theta()
     raw = np.asarray(theta, np.float64)
-    found = inverse(information, raw, informations, _precision(coordinates))
+    at_edge = np.isin(np.arange(raw.size), list(edges))
+    found = inverse(information, raw, informations, _precision(coordinates), fixed=at_edge)
     is_open = found.touches(np.eye(raw.size)) > LEAST_SHARE[informations is None]
     distance = float(np.sqrt(score @ found.covariance @ score))
     poor = bool(messages)
@@ -191,23 +203,26 @@ def parameter_errors(
         if unidentified
         else "not at a maximum"
         if moved
+        else "at an edge"
+        if edges
         else "fine"
     )
-    natural = quantities(coordinates, read, found, informations, level)
+    natural = quantities(coordinates, read, found, informations, level, at_edge)
     return ParameterErrors(
         coordinates.names,
         raw,
         information,
         np.zeros_like(information) if informations is None else jackknife(informations),
-        _with_open(found.covariance, is_open),
+        _with_open(found.covariance, is_open, at_edge),
         score,
         np.zeros_like(score) if scores is None else jackknife(scores),
         distance,
-        ~is_open,
+        ~is_open & ~at_edge,
+        at_edge,
         *natural,
         method,
         status,
-        (*messages, *unidentified, *moved),
+        (*messages, *unidentified, *moved, *_at_edges(edges, coordinates.names)),
     )
 
 
@@ -271,6 +286,8 @@ def _until_sure(
         found = inverse(information, raw, informations, _precision(coordinates), SURE)
         if not np.any(np.abs(found.eigenvalues) <= SURE * found.noise):
             break
+        if _is_hopeless(found, rounds * first, most):
+            break
         for turn in range(rounds, 2 * rounds):
             more, warned = draw(jax.random.fold_in(key, turn))
             messages = messages or warned
@@ -279,6 +296,17 @@ def _until_sure(
             )
         rounds *= 2
     return replicates, messages
+
+
+def _is_hopeless(found: Inverse, count: int, most: int) -> bool:
+    """Whether even all replicates would not tell some direction from noise, by all likelihood.
+
+    Noise falls as one over the root of the replicates. A direction is given the benefit of the
+    doubt, two standard errors more information than was seen.
+    """
+    at_best = np.maximum(found.eigenvalues + BENEFIT * found.noise, 0.0)
+    noise_in_the_end = found.noise * np.sqrt(count / most)
+    return bool(np.any(at_best < NOISE * noise_in_the_end))
 
 
 def _from_particles(
@@ -385,7 +413,17 @@ def _not_at_maximum(distance: float, found: Inverse, scores: np.ndarray | None) 
     ]
 
 
-def _with_open(covariance: np.ndarray, is_open: np.ndarray) -> np.ndarray:
-    filled = np.where(is_open[:, None] | is_open[None], np.nan, covariance)
+def _at_edges(edges: dict[int, float], names: tuple[str, ...]) -> list[str]:
+    return [
+        f"at an edge: {names[i]} is at the edge of {edge or 'zero'}, where the likelihood has no"
+        " curvature: it has no interval, and the others hold with it fixed there"
+        for i, edge in edges.items()
+    ]
+
+
+def _with_open(covariance: np.ndarray, is_open: np.ndarray, at_edge: np.ndarray) -> np.ndarray:
+    unknown = is_open | at_edge
+    filled = np.where(unknown[:, None] | unknown[None], np.nan, covariance)
+    covariance = np.where(at_edge[:, None], np.nan, covariance)
     np.fill_diagonal(filled, np.where(is_open, np.inf, np.diagonal(covariance)))
     return filled

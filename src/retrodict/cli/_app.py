@@ -10,9 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import jax
 import typer
-from jax.experimental.compilation_cache import compilation_cache
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -111,6 +109,11 @@ def _main(
     ] = False,
 ) -> None:
     # Before any array is made. The library leaves JAX's configuration alone; a program may choose.
+    if "jax" not in sys.modules:
+        os.environ["JAX_ENABLE_X64"] = "1"  # read by JAX when a command imports it
+        return
+    import jax
+
     jax.config.update("jax_enable_x64", True)
 
 
@@ -228,6 +231,9 @@ def _compiled_programs_in(place: Path) -> Iterator[None]:
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         yield
         return
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     try:

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
-import jax
 import typer
-from jax.experimental import multihost_utils
 
 import retrodict as rd
 from retrodict.cli._errors import UserError
@@ -49,6 +47,10 @@ def join(
         return True
     if None in given and given != (None, None, None):
         raise UserError("give --coordinator, --num-processes and --process-id together, or none")
+    # Other commands, and --help, do without JAX.
+    import jax
+    from jax.experimental import multihost_utils
+
     if hasattr(jax.config, "jax_enable_preemption_service"):
         # It would wait for a later signal when the job is told to end, and there is a checkpoint.
         jax.config.update("jax_enable_preemption_service", False)

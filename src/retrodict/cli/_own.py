@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,6 +49,13 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file i
 Level = Annotated[
     float, typer.Option(min=0.01, max=0.999, help="The probability of the intervals.")
 ]
+ComingTimes = Annotated[
+    Path | None,
+    typer.Option("--at", help="A file with the times of the coming rows, if these are uneven."),
+]
+ComingInputs = Annotated[
+    Path | None, typer.Option("--inputs", help="A file with the inputs of the coming rows.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -66,11 +73,17 @@ def register(app: typer.Typer) -> None:
         app.command(epilog=f"Example: {example}")(command)
 
 
+NUM_IMPUTED = 1000
+"""Draws of what is missing."""
+
 OPTIONS = {
     "step_input=True": "--step-input",
     "freq='irregular'": "--freq irregular",
     "overwrite=True": "--overwrite",
     "history_every": "--history-every",
+    "restart=True": "--restart",
+    "times=... from read_times": "--at FILE",
+    "times=... from data.read_times": "--at FILE",
 }
 """What Python's arguments are called here."""
 
@@ -102,6 +115,14 @@ def fit(
     ],
     out: Annotated[
         Path | None, typer.Option(help="The folder of the run; needed but for --dry-run.")
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="KEY=VALUE",
+            help="An option of a ready model, such as period=12; may be repeated.",
+        ),
     ] = None,
     time: Annotated[str | None, typer.Option(help="The time column.")] = None,
     series: Annotated[
@@ -150,7 +171,7 @@ def fit(
 
     with _explained(), ended_together():
         speaks = join(distributed, coordinator, num_processes, process_id)
-        spec = models.resolve(model)
+        spec = models.resolve(model).with_options(options or ())
         given = {
             "time": time,
             "series": series,
@@ -171,16 +192,17 @@ def fit(
             "family": family or spec.fit.get("family", "mixture"),
             "num_steps": steps or spec.fit.get("num_steps", 2000),
         }
+        count = runs.num_stages(table, spec) + runs.NUM_CHECKS + 1
         terminal = Console(stderr=True, quiet=not speaks)
-        with Stages("fit", runs.NUM_STAGES, terminal) as stages:
+        with Stages("fit", count, terminal) as stages:
             try:
                 run = runs.fit(table, spec, out, seed=seed, progress=stages, **chosen)
-                runs.write_report(run, table, seed=seed)
+                runs.write_report(run, table, seed=seed, progress=stages)
             except OSError as error:
                 raise UserError(cannot_write(error, out)) from error
     if not speaks:
         return
-    _say_run(run, as_json)
+    _say_run(run.record, as_json)
     if not as_json:
         typer.echo(f"Wrote {out} and {out / 'report.html'}.")
 
@@ -196,12 +218,18 @@ def _number_or_text(text: str | None) -> Any:
 
 def _say_dry_run(table: Any, spec: Any, as_json: bool) -> None:
     if as_json:
-        found = {"table": table.described(), "layout": table.layout, "model": spec.to_dict()}
+        found = {
+            "table": table.described(),
+            "layout": table.layout,
+            "model": spec.to_dict(),
+            "options": spec.all_options(),
+        }
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False, default=str))
         return
     typer.echo(f"model: {spec.reference}")
-    for name, value in spec.options.items():
-        typer.echo(f"option {name}: {value}")
+    for name, value in spec.all_options().items():
+        shown = str(value).lower() if isinstance(value, bool) else value
+        typer.echo(f"option {name}: {shown}{'' if name in spec.options else ' (default)'}")
     for line in table.described():
         typer.echo(line)
 
@@ -210,6 +238,9 @@ def smooth(
     run: RunFolder,
     source: DataFile,
     out: OutFile = None,
+    imputed: Annotated[
+        bool, typer.Option("--imputed", help="Add the data, with what is missing filled in.")
+    ] = False,
     overwrite: Overwrite = False,
     level: Level = 0.9,
     seed: Seed = 0,
@@ -217,7 +248,9 @@ def smooth(
 ) -> None:
     """Smooth a table: the hidden states of each row given all rows.
 
-    One line a row with the mean, standard deviation and interval of each state.
+    One line a row with the mean, standard deviation and interval of each state. With --imputed also
+    of each column: as it was where it was seen, with a deviation of 0, and where it is missing what
+    it may have been, by 1,000 draws.
     """
     from retrodict import data, runs
 
@@ -226,17 +259,27 @@ def smooth(
         table = data.read(source, **opened.layout)
         found = runs.smooth(opened, table, seed=seed)
         names = runs.state_names(opened)
-        _put(table, found, out, overwrite, as_json, level=level, state_names=names)
+        missing = int(table.length.sum()) * len(table.names) - int(table.mask.sum())
+        draws = None
+        if imputed:
+            draws = runs.impute(opened, table, NUM_IMPUTED, seed=seed)
+        elif missing:
+            typer.echo(f"{missing} values are missing; --imputed fills them in.", err=True)
+        shown = {"level": level, "state_names": names, "observations": draws}
+        _put(table, found, out, overwrite, as_json, **shown)
 
 
 def forecast(
     run: RunFolder,
     source: DataFile,
-    steps: Annotated[int, typer.Option(min=1, help="How many rows to forecast.")],
-    future: Annotated[
-        Path | None,
-        typer.Option("--inputs", help="A file with the inputs of the coming rows."),
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How many rows to forecast.", show_default="those of the file of --at"
+        ),
     ] = None,
+    at: ComingTimes = None,
+    future: ComingInputs = None,
     out: OutFile = None,
     overwrite: Overwrite = False,
     level: Level = 0.9,
@@ -249,10 +292,35 @@ def forecast(
     with _explained():
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
-        inputs = None if future is None else runs.read_inputs(opened, table, future, steps)
-        found = runs.forecast(opened, table, steps, inputs=inputs, seed=seed)
-        names = runs.state_names(opened)
-        _put(table, found, out, overwrite, as_json, level=level, state_names=names)
+        count, coming = _coming(opened, table, steps, at, future)
+        if not count:
+            raise UserError("say how many rows to forecast: --steps K, or --at FILE")
+        found = runs.forecast(opened, table, count, seed=seed, **coming)
+        names, times = runs.state_names(opened), coming["times"]
+        _put(table, found, out, overwrite, as_json, level=level, state_names=names, times=times)
+
+
+def _coming(
+    run: Any, table: Any, steps: int | None, at: Path | None, future: Path | None
+) -> tuple[int, dict[str, Any]]:
+    """How many rows come, and their times and inputs from files.
+
+    Where times are irregular, those of a file of inputs are the coming ones too.
+    """
+    from retrodict import data, runs
+
+    if at is None and table.step is None:
+        at = future
+    times = None if at is None else data.read_times(at, table)
+    if times is not None:
+        fewest = min(len(own) for own in times)
+        if steps is not None and fewest < steps:
+            raise UserError(f"{at} has {fewest} times of a series, and {steps} are asked for")
+        steps = fewest if steps is None else steps
+        times = tuple(own[:steps] for own in times)
+    count = steps or 0
+    inputs = None if future is None else runs.read_inputs(run, table, future, count)
+    return count, {"times": times, "inputs": inputs}
 
 
 def _put(
@@ -262,7 +330,8 @@ def _put(
     from retrodict import data
 
     if out is not None and out.suffix.lower() == ".nc":
-        dataset = data.to_xarray(table, found, state_names=options["state_names"])
+        options.pop("level")
+        dataset = data.to_xarray(table, found, **options)
         data.write(dataset, out, overwrite=overwrite)
     else:
         frame = data.to_frame(table, found, **options)
@@ -290,7 +359,8 @@ def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = Fa
     with _explained():
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
-        found = runs.check(opened, table, seed=seed)
+        with Stages("check", runs.NUM_CHECKS, Console(stderr=True)) as stages:
+            found = runs.check(opened, table, seed=seed, progress=stages)
     if as_json:
         answer = {
             "verdict": found.worst,
@@ -300,10 +370,10 @@ def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = Fa
         typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
         return
     grid = Grid(box=SIMPLE, pad_edge=False)
-    for heading in ("what", "found", "verdict"):
+    for heading in ("what", "found", "verdict", "what it means"):
         grid.add_column(heading)
     for finding in found.findings:
-        grid.add_row(finding.name, finding.value, finding.verdict)
+        grid.add_row(finding.name, finding.value, finding.verdict, finding.meaning)
     Console().print(grid)
     typer.echo(found.verdict)
 
@@ -313,8 +383,10 @@ def plot(
     source: DataFile,
     out: Annotated[Path, typer.Option(help="A .png, .svg or .pdf file.")],
     steps: Annotated[
-        int, typer.Option("--forecast", min=0, help="Rows to forecast beyond the data.")
-    ] = 0,
+        int | None, typer.Option("--forecast", min=0, help="Rows to forecast beyond the data.")
+    ] = None,
+    at: ComingTimes = None,
+    future: ComingInputs = None,
     series: Annotated[
         str | None, typer.Option(help="Which of several series.", show_default="the first")
     ] = None,
@@ -335,7 +407,9 @@ def plot(
             raise UserError(f"there is no series {series}; there are {', '.join(names) or 'none'}")
         place = 0 if series is None else names.index(series)
         try:
-            runs.draw(opened, table, out, steps=steps, level=level, seed=seed, series=place)
+            count, coming = _coming(opened, table, steps, at, future)
+            drawn = {"steps": count, "level": level, "seed": seed, "series": place}
+            runs.draw(opened, table, out, **drawn, **coming)
         except OSError as error:
             raise UserError(cannot_write(error, out)) from error
     of = f", series {names[place]} of {len(names)}" if len(names) > 1 else ""
@@ -366,6 +440,9 @@ def stream(
     history_every: HistoryEvery = None,
     figure: Figure = None,
     save_run: SaveRun = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew: replace the state and its answers.")
+    ] = False,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -395,9 +472,9 @@ def stream(
             save_run=save_run,
         )
         place = runs.state_place(opened, lag, learning) if state is None else state
-        if place.exists():
+        if place.exists() and not restart:
             typer.echo(
-                f"Going on from {place}: rows that it knows are skipped; remove it to begin anew.",
+                f"Going on from {place}: rows that it knows are skipped; --restart begins anew.",
                 err=True,
             )
         try:
@@ -412,6 +489,7 @@ def stream(
                     seed=seed,
                     as_json=as_json,
                     learning=learning,
+                    restart=restart,
                 )
         except OSError as error:
             raise UserError(cannot_write(error, out or run)) from error
@@ -424,20 +502,21 @@ def info(run: RunFolder, as_json: AsJson = False) -> None:
     from retrodict import runs
 
     with _explained():
-        opened = runs.open_run(run)
-    _say_run(opened, as_json)
+        record = runs.read_record(run)
+    _say_run(record, as_json)
 
 
-def _say_run(run: Any, as_json: bool) -> None:
+def _say_run(record: Mapping[str, Any], as_json: bool) -> None:
+    from retrodict import runs
+
     if as_json:
-        typer.echo(json.dumps(run.record, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(record, indent=2, ensure_ascii=False))
         return
-    results = run.record["results"]
-    typer.echo(f"model: {run.spec.reference}")
-    for line in run.record["data"]["described"]:
+    results = record["results"]
+    typer.echo(f"model: {record['model']['reference']}")
+    for line in record["data"]["described"]:
         typer.echo(line)
-    per_row = "–" if results["nats_a_row"] is None else f"{results['nats_a_row']:.4f}"
-    typer.echo(f"smoothing: {results['method']}; {results['objective']} {per_row} nats a row")
+    typer.echo(f"smoothing: {results['method']}; {runs.likelihood_in_words(results)}")
     grid = Grid(box=SIMPLE, pad_edge=False)
     for heading in ("parameter", "value", "standard error", "90% interval"):
         grid.add_column(heading, justify="left" if heading == "parameter" else "right")
@@ -451,6 +530,8 @@ def _cells(found: dict[str, Any]) -> tuple[str, str, str]:
     value = f"{found['value']:.5g}"
     if not found["learned"]:
         return value, "fixed", ""
+    if "edge" in found:
+        return value, "–", f"at the edge of {found['edge']}: no interval"
     if found.get("error") is None:
         return value, "–", "–"
     return value, f"{found['error']:.3g}", f"{found['lower']:.4g} to {found['upper']:.4g}"

@@ -147,6 +147,52 @@ def read(
     )
 
 
+def read_times(source: Any, table: Table) -> tuple[np.ndarray, ...]:
+    """Reads the times of rows that come after a table, which a forecast of uneven times needs.
+
+    Example:
+        >>> import retrodict as rd
+        >>> table = rd.data.read({"t": [0.0, 1.0, 2.5], "y": [1.0, 2.0, 3.0]}, step_input=True)
+        >>> coming = rd.data.read_times({"t": [3.0, 5.5]}, table)
+        >>> coming[0].tolist(), table.steps_to(coming).tolist()
+        ([3.0, 5.5], [[0.4, 2.0]])
+
+    Args:
+        source: what `read` takes, with the time column of the table, and its identifiers if it has
+            several series; other columns are left aside.
+        table: the table that they follow.
+
+    Returns:
+        The times of each series, in the order of the table.
+
+    Raises:
+        DataError: if they cannot be read, or are not those of the table's series, or not later.
+    """
+    layout = table.layout
+    apart = layout["series"] or []
+    if layout["time"] is None:
+        raise DataError(
+            f"{table.source}: the row number is the time, which needs no file of times."
+        )
+    given = to_source(source, time=layout["time"], series=apart, keep=[])
+    given.require([layout["time"]], "time")
+    given.require(apart, "series")
+    if not len(given.frame):
+        raise given.error("there are no rows; add some.")
+    identifiers, groups = _groups(given, apart)
+    if identifiers != table.series:
+        raise given.error(
+            f"there must be times for the series {listed(table.series or ())}, and there are some"
+            f" for {listed(identifiers or ())}."
+        )
+    stamp = stamps(given, layout["time"], layout["time_format"])
+    _, times = _sorted(given, layout["time"], stamp, groups, bool(apart), [])
+    try:
+        return table.coming(times)
+    except ValueError as error:
+        raise given.error(str(error), column=layout["time"]) from error
+
+
 def _names(given: str | Sequence[str] | None) -> list[str]:
     if given is None:
         return []

@@ -23,6 +23,7 @@ def to_xarray(
     states: Any = None,
     observations: Any = None,
     future: bool | None = None,
+    times: Sequence[np.ndarray] | None = None,
     state_names: Sequence[str] | None = None,
     attributes: Mapping[str, str | int | float] | None = None,
 ) -> Any:
@@ -50,6 +51,7 @@ def to_xarray(
         observations: draws, of shape `(sample, time, obs)` or `(batch, sample, time, obs)`.
         future: whether rows are those after the end of each series, as in a forecast, and not those
             of the table; by default for forecasts alone.
+        times: of those rows, one array a series, where the table is irregular: see `read_times`.
         state_names: names of the coordinates of the state; `x0`, `x1`, ... by default.
         attributes: further attributes of the dataset.
 
@@ -83,7 +85,7 @@ def to_xarray(
         diagonal = np.diagonal(arrays["covariance"], axis1=-2, axis2=-1)
         arrays["std"] = np.sqrt(np.maximum(diagonal, 0.0))
     rows = _rows(arrays)
-    times = table.future_times(rows) if future else table.times
+    stamps = _times(table, rows, future, times)
     length = np.full(table.num_series, rows) if future else table.length
     if not future and rows not in (table.ys.shape[1], int(length.max())):
         raise ValueError(
@@ -94,7 +96,7 @@ def to_xarray(
         # Rows that no series has are there for the compiler alone.
         rows = int(length.max())
         arrays = {key: _cut(key, array, rows) for key, array in arrays.items()}
-    coordinates = _coordinates(table, times, length, rows, arrays, state_names)
+    coordinates = _coordinates(table, stamps, length, rows, arrays, state_names)
     variables = {
         key: _variable(table, key, arrays[key], length) for key in DIMENSIONS if key in arrays
     }
@@ -113,6 +115,20 @@ DIMENSIONS = {
     "observed": ("time", "obs"),
     "inputs": ("time", "input"),
 }
+
+
+def _times(
+    table: Table, rows: int, future: bool, given: Sequence[np.ndarray] | None
+) -> tuple[np.ndarray, ...]:
+    """The times of the rows of a result."""
+    if not future:
+        return table.times
+    if given is None:
+        return table.future_times(rows)
+    coming = table.coming(given)
+    if any(len(own) != rows for own in coming):
+        raise ValueError(f"The result has {rows} rows; give as many times of each series.")
+    return coming
 
 
 def _is_forecast(result: Any) -> bool:
@@ -271,9 +287,8 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
         columns |= _of_forecast(dataset, result, level)
     rows = dataset.sizes["time"]
     future = options.get("future")
-    times = table.times
-    if _is_forecast(result) if future is None else future:
-        times = table.future_times(rows)
+    future = _is_forecast(result) if future is None else future
+    times = _times(table, rows, future, options.get("times"))
     frame: dict[str, Any] = {}
     if apart:
         name = "-".join(table.layout["series"] or ["series"])

@@ -139,12 +139,69 @@ class Table:
         """
         if self.step is None:
             raise ValueError(
-                "Irregular times have no next one. Give the times of the forecast yourself."
+                "Irregular times have no next one. Give the coming ones: times=... from read_times."
             )
         if count < 1:
             raise ValueError(f"future_times expects a count of 1 or more, got {count}.")
         step = self._step()
         return tuple(following(times, step, count) for times in self.times)
+
+    def coming(self, times: Sequence[Any]) -> tuple[np.ndarray, ...]:
+        """The times of rows after the last, one array a series, refused unless they are later.
+
+        Args:
+            times: dates or numbers as those of the table, in increasing order.
+
+        Raises:
+            ValueError: if they do not follow the table.
+        """
+        if len(times) != self.num_series:
+            raise ValueError(
+                f"there must be times for each of the {self.num_series} series, got {len(times)}."
+            )
+        found = []
+        for own, given in zip(self.times, times, strict=True):
+            later = np.asarray(given)
+            dates = own.dtype.kind == "M"
+            if later.ndim != 1 or not later.size or (later.dtype.kind == "M") != dates:
+                kind = "dates" if dates else "numbers"
+                raise ValueError(f"coming times must be one row of {kind}, as the table has them.")
+            later = later.astype(own.dtype) if own.dtype.kind in "Mf" else later
+            steps = np.diff(np.concatenate([own[-1:], later]))
+            if not np.all(steps > np.zeros((), steps.dtype)):
+                last = written(own[-1])
+                raise ValueError(f"coming times must increase and be later than the last, {last}.")
+            found.append(later)
+        return tuple(found)
+
+    def steps_to(self, times: Sequence[Any]) -> np.ndarray:
+        """The length of each step to coming times in units of `step_unit`, as `read` counts them.
+
+        Args:
+            times: those of the coming rows, equally many of each series.
+
+        Returns:
+            Lengths of shape `(batch, rows)`.
+
+        Raises:
+            ValueError: if the table has no input `step`, or times do not follow it.
+        """
+        if self.step_unit is None:
+            raise ValueError("The table was read without step_input, and has no unit of steps.")
+        coming = self.coming(times)
+        if len({len(later) for later in coming}) > 1:
+            raise ValueError("There must be equally many coming times of each series.")
+        if self.step is not None:
+            if not all(map(np.array_equal, coming, self.future_times(len(coming[0])))):
+                raise ValueError(f"The times of the table are regular, and go on by {self.step}.")
+            return np.ones((self.num_series, len(coming[0])))
+        unit = parse_step(self.step_unit, self.times[0].dtype.kind == "M", self.source).amount
+        return np.stack(
+            [
+                np.diff(np.concatenate([own[-1:], later])) / unit
+                for own, later in zip(self.times, coming, strict=True)
+            ]
+        )
 
     def _step(self) -> Step:
         return parse_step(self.step, self.times[0].dtype.kind == "M", self.source)

@@ -8,6 +8,7 @@ from retrodict.models._errors import ModelError as ModelError
 from retrodict.models._neural import neural_decoder as neural_decoder
 from retrodict.models._parameters import fix_parameters as fix_parameters
 from retrodict.models._parameters import named_parameters as named_parameters
+from retrodict.models._parameters import parameter_domains as parameter_domains
 from retrodict.models._parameters import with_parameters as with_parameters
 from retrodict.models._registry import READY as READY
 from retrodict.models._registry import Option as Option

@@ -1,5 +1,6 @@
 """Parameters of a model by name: reading them, setting them, and holding them fixed."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -67,6 +68,37 @@ def named_parameters(
         for name, value in found.items()
         for index in np.ndindex(value.shape)
     }
+
+
+def parameter_domains(model: StateSpaceModel) -> dict[str, tuple[float, float]]:
+    """Where each entry of a parameter can be: the open interval that it is learned in.
+
+    Example:
+        >>> import retrodict as rd
+        >>> rd.models.parameter_domains(rd.models.local_level())["obs_scale[0]"]
+        (0.0, inf)
+
+    Args:
+        model: any model.
+
+    Returns:
+        By the names of `named_parameters` with `fixed=True, entries=True`: (0, ∞) of scales, bounds
+        of what is `Bounded`, and (−∞, ∞) of all else.
+    """
+    found = {}
+    for name, place in _places(model).items():
+        for index in np.ndindex(place.value.shape):
+            entry = f"{name}[{','.join(map(str, index))}]" if index else name
+            found[entry] = _domain(place.node, index)
+    return found
+
+
+def _domain(node: Any, index: tuple[int, ...]) -> tuple[float, float]:
+    if isinstance(node, Bounded):
+        return node.lower, node.upper
+    if isinstance(node, Positive) or (isinstance(node, PositiveTril) and len(set(index)) == 1):
+        return 0.0, math.inf
+    return -math.inf, math.inf
 
 
 def with_parameters(model: StateSpaceModel, values: Mapping[str, Any]) -> StateSpaceModel:

@@ -319,6 +319,38 @@ def check_options(
     return dict(options)
 
 
+def option_from_text(ready: ReadyModel, text: str) -> tuple[str, Any]:
+    """An option as a command line gives it, `key=value`, with its value of the right kind."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not equals:
+        raise ModelError(f"An option is key=value, such as period=12, got {text!r}.")
+    if name not in ready.options:
+        known = ", ".join(ready.options)
+        raise ModelError(
+            f"{name} is no option of {ready.name}.{nearest(name, ready.options)} It has {known}."
+        )
+    kind = ready.options[name].kind
+    try:
+        return name, _PARSERS[kind](value)
+    except (KeyError, ValueError) as error:
+        raise ModelError(f"The option {name} must be {_KINDS[kind]}, got {value!r}.") from error
+
+
+_PARSERS: dict[type, Callable[[str], Any]] = {
+    bool: lambda text: {"true": True, "false": False}[text.lower()],
+    int: int,
+    float: float,
+    list: lambda text: [float(part) for part in text.strip("[]()").split(",")],
+}
+
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    list: "numbers with commas between them",
+}
+
+
 def _is_of(value: Any, kind: type) -> bool:
     if kind is list:
         return isinstance(value, (list, tuple)) and all(_is_of(entry, float) for entry in value)

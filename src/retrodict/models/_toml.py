@@ -6,7 +6,7 @@ A file is data. It can name ready models, options and numbers, and nothing in it
 import dataclasses
 import importlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,12 @@ from retrodict._model import StateSpaceModel
 from retrodict._types import PRNGKey
 from retrodict.models._errors import ModelError, nearest
 from retrodict.models._parameters import fix_parameters, with_parameters
-from retrodict.models._registry import check_options, ready_model, start_from
+from retrodict.models._registry import (
+    check_options,
+    option_from_text,
+    ready_model,
+    start_from,
+)
 
 SCHEMA_VERSION = 1
 """The version of the schema, the value of the key `retrodict`."""
@@ -99,6 +104,40 @@ class ModelSpec:
 
     def _finished(self, model: StateSpaceModel) -> StateSpaceModel:
         return fix_parameters(with_parameters(model, self.start), self.fixed)
+
+    def with_options(self, texts: Iterable[str]) -> "ModelSpec":
+        """The same with options of the ready model set, each as a text `key=value`.
+
+        Example:
+            >>> import retrodict as rd
+            >>> rd.models.resolve("seasonal").with_options(["period=4", "slope=true"]).options
+            {'period': 4, 'slope': True}
+
+        Args:
+            texts: such as `"period=52"`, `"slope=true"` or `"sensor=0,1.5"`.
+
+        Raises:
+            ModelError: if the model has no such option, or a value is of the wrong kind.
+        """
+        texts = list(texts)
+        if not texts:
+            return self
+        if self.name is None:
+            raise ModelError(
+                f"{self.reference} is a model of your own, and only ready models have options."
+            )
+        ready = ready_model(self.name)
+        chosen = dict(option_from_text(ready, text) for text in texts)
+        spec = dataclasses.replace(self, options={**self.options, **chosen})
+        _check_ready(spec, self.reference)
+        return spec
+
+    def all_options(self) -> dict[str, Any]:
+        """The options in effect, those that were not chosen at their defaults; none of objects."""
+        if self.name is None:
+            return {}
+        defaults = {key: option.default for key, option in ready_model(self.name).options.items()}
+        return {**defaults, **self.options}
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a dict that JSON can hold, with the keys of a model file."""

@@ -1,31 +1,41 @@
 """Runs: a model fitted to a table, kept in a folder, and what it says of tables of tomorrow."""
 
-from retrodict.runs._answer import forecast as forecast
-from retrodict.runs._answer import impute as impute
-from retrodict.runs._answer import read_inputs as read_inputs
-from retrodict.runs._answer import smooth as smooth
-from retrodict.runs._check import Check as Check
-from retrodict.runs._check import Finding as Finding
-from retrodict.runs._check import check as check
-from retrodict.runs._content import Band as Band
-from retrodict.runs._content import Curve as Curve
-from retrodict.runs._content import Diagnostic as Diagnostic
-from retrodict.runs._content import ParameterLine as ParameterLine
-from retrodict.runs._content import ReportContent as ReportContent
-from retrodict.runs._content import Series as Series
-from retrodict.runs._content import SeriesPanel as SeriesPanel
-from retrodict.runs._learn import NUM_STAGES as NUM_STAGES
-from retrodict.runs._learn import fit as fit
-from retrodict.runs._learning import Learned as Learned
-from retrodict.runs._learning import Learning as Learning
-from retrodict.runs._names import state_names as state_names
-from retrodict.runs._page import page as page
-from retrodict.runs._plot import plot as plot
-from retrodict.runs._record import Run as Run
-from retrodict.runs._record import RunError as RunError
-from retrodict.runs._record import open_run as open_run
-from retrodict.runs._report import draw as draw
-from retrodict.runs._report import write_report as write_report
-from retrodict.runs._stream import state_place as state_place
-from retrodict.runs._stream import stream as stream
-from retrodict.runs._watch import draw_history as draw_history
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from retrodict.runs._answer import forecast as forecast
+    from retrodict.runs._answer import impute as impute
+    from retrodict.runs._answer import read_inputs as read_inputs
+    from retrodict.runs._answer import smooth as smooth
+    from retrodict.runs._check import NUM_CHECKS as NUM_CHECKS
+    from retrodict.runs._check import Check as Check
+    from retrodict.runs._check import Finding as Finding
+    from retrodict.runs._check import check as check
+    from retrodict.runs._content import Band as Band
+    from retrodict.runs._content import Curve as Curve
+    from retrodict.runs._content import Diagnostic as Diagnostic
+    from retrodict.runs._content import ParameterLine as ParameterLine
+    from retrodict.runs._content import ReportContent as ReportContent
+    from retrodict.runs._content import Series as Series
+    from retrodict.runs._content import SeriesPanel as SeriesPanel
+    from retrodict.runs._folder import RunError as RunError
+    from retrodict.runs._folder import likelihood_in_words as likelihood_in_words
+    from retrodict.runs._folder import read_record as read_record
+    from retrodict.runs._learn import fit as fit
+    from retrodict.runs._learn import num_stages as num_stages
+    from retrodict.runs._learning import Learned as Learned
+    from retrodict.runs._learning import Learning as Learning
+    from retrodict.runs._names import state_names as state_names
+    from retrodict.runs._page import page as page
+    from retrodict.runs._plot import plot as plot
+    from retrodict.runs._record import Run as Run
+    from retrodict.runs._record import open_run as open_run
+    from retrodict.runs._report import draw as draw
+    from retrodict.runs._report import write_report as write_report
+    from retrodict.runs._stream import state_place as state_place
+    from retrodict.runs._stream import stream as stream
+    from retrodict.runs._watch import draw_history as draw_history
+else:
+    from retrodict._lazy import lazily
+
+    __getattr__, __dir__, __all__ = lazily(__name__)

@@ -10,8 +10,12 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import models
+from retrodict.runs._folder import TRAINING, RunError
 from retrodict.runs._learning import Learning
-from retrodict.runs._record import TRAINING, Run, RunError, open_run, write
+from retrodict.runs._record import Run, open_run, write
+
+OF_THE_FIT = ("total", "rows", "rows_observed", "status", "distance")
+"""What was found at the parameters as they were fitted, and does not hold for others."""
 
 
 def refuse_existing(out: Path) -> None:
@@ -56,7 +60,9 @@ def adopt(
         RunError: if the folder exists.
     """
     refuse_existing(out)
-    results = run.record["results"]
+    results = {
+        name: value for name, value in run.record["results"].items() if name not in OF_THE_FIT
+    }
     words = f"learned along a stream: {num_rows} rows, up to {last}"
     how = [learning.what, f"{learning.schedule} steps of {learning.largest_step:g}"]
     described = [*run.record["data"]["described"], f"{words} ({', '.join(how)})"]

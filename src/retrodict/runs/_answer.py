@@ -1,5 +1,6 @@
 """What a run says of a table: smoothed states, forecasts, and draws of what was missing."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -8,7 +9,8 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
-from retrodict.runs._record import Run, RunError
+from retrodict.runs._folder import RunError
+from retrodict.runs._record import Run
 
 
 def smooth(run: Run, table: data.Table, *, num_samples: int = 256, seed: int = 0) -> rd.Smoothed:
@@ -47,6 +49,7 @@ def forecast(
     num_times: int,
     *,
     inputs: Any = None,
+    times: Sequence[np.ndarray] | None = None,
     num_samples: int = 1000,
     seed: int = 0,
     smoothed: rd.Smoothed | None = None,
@@ -58,7 +61,9 @@ def forecast(
         table: the data, read with `run.layout`.
         num_times: how many rows to forecast.
         inputs: inputs of those rows, of shape `(batch, num_times, input)`, if the model takes any
-            beside the length of the step, which is 1 unless it is given.
+            beside the length of the step.
+        times: of those rows, `num_times` of each series, where times are irregular: the lengths of
+            the steps are counted from them. See `retrodict.data.read_times`.
         num_samples: how many draws.
         seed: of the draws.
         smoothed: what `smooth` found for this table, if it is there already.
@@ -66,7 +71,7 @@ def forecast(
     Returns:
         As `retrodict.forecast`, with a leading axis for the series.
     """
-    future = _future_inputs(table, num_times, inputs)
+    future = _future_inputs(table, num_times, inputs, times)
     found = smooth(run, table, seed=seed) if smoothed is None else smoothed
     model, count = rd.unwrap(run.model), table.num_series
     keys = jax.random.split(jax.random.key(seed), count)
@@ -116,10 +121,28 @@ def read_inputs(run: Run, table: data.Table, source: Any, num_times: int) -> np.
         raise RunError(f"{given.source} has gaps; inputs must be known in every row.")
     if not layout["step_input"]:
         return us
-    return np.concatenate([np.ones((*us.shape[:2], 1)), us], axis=2)
+    steps = np.ones(us.shape[:2])
+    if table.step is None:
+        steps = table.steps_to([own[:num_times] for own in given.times])
+    return np.concatenate([steps[..., None], us], axis=2)
 
 
-def _future_inputs(table: data.Table, num_times: int, inputs: Any) -> np.ndarray | None:
+def _future_inputs(
+    table: data.Table, num_times: int, inputs: Any, times: Sequence[np.ndarray] | None
+) -> np.ndarray | None:
+    steps = None
+    if times is not None and table.step_unit is not None:
+        steps = table.steps_to(times)
+        if steps.shape[1] != num_times:
+            raise RunError(
+                f"A forecast of {num_times} rows expects as many times of each series, got"
+                f" {steps.shape[1]}."
+            )
+    elif inputs is None and table.step is None and table.step_unit is not None:
+        raise RunError(
+            "The times of this run are irregular: a forecast needs the coming times, times=... from"
+            " data.read_times."
+        )
     if table.inputs is None:
         if inputs is not None:
             raise RunError("The model of this run takes no inputs; leave them out.")
@@ -130,13 +153,15 @@ def _future_inputs(table: data.Table, num_times: int, inputs: Any) -> np.ndarray
             raise RunError(
                 f"A forecast needs the inputs {', '.join(table.input_names)} of the coming rows."
             )
-        return np.ones((table.num_series, num_times, 1))
+        return np.ones((table.num_series, num_times, 1)) if steps is None else steps[..., None]
     given = np.asarray(inputs, float)
     if given.shape != (table.num_series, num_times, width):
         raise RunError(
             f"A forecast of {num_times} rows expects inputs of shape"
             f" {(table.num_series, num_times, width)}, got {given.shape}."
         )
+    if steps is not None:
+        given = np.concatenate([steps[..., None], given[..., 1:]], axis=2)
     return given
 
 

@@ -1,6 +1,7 @@
 """Is the answer of a run to be trusted? The posterior, the model, and hidden points."""
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
+from retrodict._workspace import Progress, Quiet
 from retrodict.runs._answer import impute
 from retrodict.runs._record import Run
 from retrodict.runs._residuals import coverage, hide, levels, residual_tests
@@ -21,6 +23,14 @@ DOUBTFUL, BAD = 1e-2, 1e-4
 """Levels of p-values, for each of some ten tests: false alarms in one of ten and of a thousand."""
 
 HIDDEN_SHARE, FEWEST_HIDDEN = 0.1, 20
+
+NUM_CHECKS = 3
+"""How many stages a check has, for those who tell how far it is."""
+
+FAR_FROM_MAXIMUM = 2.0
+"""Parameters that are so many standard errors from a maximum are no estimates."""
+
+T = TypeVar("T")
 
 
 class Finding(NamedTuple):
@@ -57,30 +67,85 @@ class Check(NamedTuple):
         return next(level for level in ("bad", "doubtful", "good", "unknown") if level in found)
 
 
-def check(run: Run, table: data.Table, *, seed: int = 0, num_particles: int = 1000) -> Check:
+def check(
+    run: Run,
+    table: data.Table,
+    *,
+    seed: int = 0,
+    num_particles: int = 1000,
+    progress: Progress | None = None,
+) -> Check:
     """Looks for what is wrong with a run on a table.
 
-    The posterior is compared with importance weights and a particle smoother; the model by
-    one-step-ahead residuals and by points that are hidden from it. Of many series the longest are
-    looked at, of long ones the last rows.
+    Parameters are to be at a maximum of the likelihood. The posterior is compared with importance
+    weights and a particle smoother; the model by one-step-ahead residuals and by points that are
+    hidden from it. Of many series the longest are looked at, of long ones the last rows.
 
     Args:
         run: the run.
         table: the data, read with `run.layout`.
         seed: of all that is drawn.
         num_particles: particles and paths of each series.
+        progress: who is told how far it is, of `NUM_CHECKS` stages.
     """
+    told = progress or Quiet()
     order = np.argsort(-table.length, kind="stable")[:MOST_SERIES]
     part = table if table.series is None else table.select([table.series[i] for i in order])
     part = part.last(min(MOST_ROWS, int(part.length.max())))
     posterior_key, level_key, hide_key = jax.random.split(jax.random.key(seed), 3)
+
+    def stage(name: str, look: Callable[[], T]) -> T:
+        told.begin(name)
+        found = look()
+        told.end(name, kept=False)
+        return found
+
     findings = [
-        *_posterior(run, part, posterior_key, num_particles),
-        _certificate(run, part),
-        *_residuals(run, part, level_key, num_particles),
-        _hidden(run, part, hide_key, seed),
+        *_fitted(run),
+        *stage(
+            "the posterior",
+            lambda: [
+                *_posterior(run, part, posterior_key, num_particles),
+                _certificate(run, part),
+            ],
+        ),
+        *stage("the residuals", lambda: _residuals(run, part, level_key, num_particles)),
+        stage("the hidden points", lambda: _hidden(run, part, hide_key, seed)),
     ]
     return Check(tuple(findings), _in_words(run, findings))
+
+
+def _fitted(run: Run) -> list[Finding]:
+    """Whether the parameters are estimates: what their standard errors found on the way."""
+    results = run.record["results"]
+    name, status = "parameters at a maximum of the likelihood", results.get("status")
+    if status == "not at a maximum":
+        far = results["distance"]
+        return [
+            Finding(
+                name,
+                f"not at a maximum, which is {far:.2g} standard errors away",
+                "estimates and their intervals are those of a maximum: learn longer, or from"
+                " another start",
+                "bad" if far > FAR_FROM_MAXIMUM else "doubtful",
+            )
+        ]
+    if status == "not identified":
+        meaning = "other values explain the data as well: hold some fixed, or use a simpler model"
+        return [Finding(name, "not all are determined", meaning, "doubtful")]
+    if status not in ("fine", "at an edge"):
+        meaning = "there are no paths, or too poor ones, to tell whether this is a maximum"
+        return [Finding(name, "not judged", meaning, "unknown")]
+    at_edge = {
+        entry: line["edge"] for entry, line in results["parameters"].items() if "edge" in line
+    }
+    if not at_edge:
+        return [Finding(name, "they are", "no other values make the data more likely", "good")]
+    value = "; ".join(
+        f"{entry} at the edge of {edge}: no interval" for entry, edge in at_edge.items()
+    )
+    meaning = "a maximum; the data do not ask for what is at an edge, and a simpler model would do"
+    return [Finding(name, value, meaning, "good")]
 
 
 def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
@@ -174,9 +239,7 @@ def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
             )
             value = "too few rows" if np.isnan(p) else f"p = {p:.3g}"
             name = f"{test.name} ({column})"
-            findings.append(
-                Finding(name, value, "small if the model does not fit the data", verdict)
-            )
+            findings.append(Finding(name, value, test.meaning, verdict))
     return findings
 
 
@@ -209,9 +272,10 @@ def _in_words(run: Run, findings: list[Finding]) -> str:
     doubtful = [finding.name for finding in findings if finding.verdict == "doubtful"]
     if bad:
         return (
-            f"Do not trust this run as it is: {'; '.join(bad)}. If residuals speak against it, it"
-            " needs another model; if the posterior does, longer training or another family."
+            f"Do not trust this run as it is; these failed: {'; '.join(bad)}. If residuals speak"
+            " against it, it needs another model; if the parameters or the posterior do, longer"
+            " training, another start or another family."
         )
     if doubtful:
-        return "With reserve: " + "; ".join(doubtful) + "."
+        return "With reserve; in doubt: " + "; ".join(doubtful) + "."
     return "Nothing that was looked at speaks against this run."

@@ -103,6 +103,7 @@ class ParameterLine:
         interval: the ends of its interval, None where there is none.
         learned: whether it was learned; false if it was held fixed.
         method: how the uncertainty was found, where that differs from line to line.
+        note: what stands in place of an interval that there is not.
     """
 
     name: str
@@ -111,6 +112,7 @@ class ParameterLine:
     interval: tuple[float, float] | None = None
     learned: bool = True
     method: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)

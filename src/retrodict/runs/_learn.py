@@ -25,7 +25,8 @@ from retrodict._workspace import (
     wait_for_processes,
     write_atomically,
 )
-from retrodict.runs._record import RECORD, TRAINING, Run, RunError, open_run, read_record, write
+from retrodict.runs._folder import RECORD, TRAINING, RunError, read_record
+from retrodict.runs._record import Run, open_run, write
 
 FAMILIES = {
     "mixture": rd.MixtureFamily,
@@ -37,9 +38,6 @@ FAMILIES = {
 
 SETTINGS = "settings.json"
 """What an unfinished run was asked for."""
-
-NUM_STAGES = 3
-"""How many stages a fit has at most, for those who tell how far it is."""
 
 NUM_SIMULATED, NUM_HELD_OUT, ROWS_SIMULATED = 2048, 128, 64
 """Series that the fitted model makes up, for the family to be trained on."""
@@ -54,13 +52,16 @@ METHODS = {
     " particle smoother.",
 }
 
-SIZES_OF_LOUIS: dict[str, Any] = {
-    "num_particles": 500,
-    "num_samples": 1000,
-    "most_replicates": 160,
-}
-"""Some seconds; a minute or two where the data hold a few hundredths of what the states would say,
-and many paths are needed to tell a little from nothing."""
+SIZES_OF_LOUIS: dict[str, Any] = {"num_particles": 500, "num_samples": 1000, "num_replicates": 20}
+"""Some seconds for a hundred rows."""
+
+MOST_REPLICATES = 160
+"""Where the data hold a few hundredths of what the states would say, many paths are needed to tell
+a little from nothing."""
+
+MOST_ROWS_OF_PATHS = 120_000_000
+"""Rows of all paths together, which bound the replicates of a long series to some two minutes; the
+first ones are drawn at any length."""
 
 MOST_ROWS_OF_LOUIS = 20_000
 
@@ -146,14 +147,28 @@ def fit(
             "method": "exact" if exact else "amortised",
             "objective": "log-evidence" if exact else "ELBO",
             "nats_a_row": value,
+            "total": value * int(table.length.sum()),
+            "rows": int(table.length.sum()),
+            "rows_observed": int(table.mask.any(axis=2).sum()),
             "seconds": round(folder.seconds, 1),
             "parameters": parameters,
-            "uncertainty": uncertainty,
+            **uncertainty,
         },
     }
     run = write(out, spec, model, trained, record) if is_main_process() else None
     wait_for_processes("the run is written")
     return open_run(out) if run is None else run
+
+
+def num_stages(table: data.Table, spec: models.ModelSpec) -> int:
+    """How many stages a fit has, for those who tell how far it is.
+
+    Args:
+        table: the data.
+        spec: the model.
+    """
+    model = spec.build(len(table.names), jax.random.key(0))
+    return 2 if model.is_linear_gaussian else 3
 
 
 def fingerprint(table: data.Table) -> str:
@@ -199,7 +214,7 @@ def _started(spec: models.ModelSpec, table: data.Table, key: Any) -> rd.StateSpa
         raise RunError(
             f"The model {spec.reference} takes no inputs, and the table has"
             f" {', '.join(table.input_names)}. Leave the inputs out, or choose a model that reads"
-            " them: ready models read the length of the step with irregular = true in a model file."
+            " them: ready models read the length of the step with the option irregular=true."
         )
     return model
 
@@ -323,7 +338,7 @@ def _amortised(
 
 def _uncertain(
     folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table
-) -> tuple[dict[str, Any], str]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters by name, entry by entry, with standard errors, and how these were found."""
     learned = models.named_parameters(model)
     options = table.batch()
@@ -339,7 +354,7 @@ def _uncertain(
         if not model.is_linear_gaussian:
             if table.length.sum() > MOST_ROWS_OF_LOUIS:
                 return {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
-            sizes = SIZES_OF_LOUIS
+            sizes = SIZES_OF_LOUIS | {"most_replicates": _most_replicates(table)}
             if isinstance(rd.unwrap(model).transition, rd.AbstractGaussianKernel):
                 sizes = sizes | {"backward": rd.RejectionBackward()}  # its density is bounded
         try:
@@ -350,10 +365,17 @@ def _uncertain(
         for what in ("standard_error", "lower", "upper"):
             for name, value in getattr(found, what).items():
                 arrays[f"{what} {name}"] = value
-        return {**arrays, "method": np.array(found.method), "status": np.array(found.status)}
+        return {
+            **arrays,
+            "method": np.array(found.method),
+            "status": np.array(found.status),
+            "distance": np.array(found.distance),
+            "noise": np.array(_relative_noise(found)),
+        }
 
     stage = folder.stage("standard errors of the parameters", compute)
     lines: dict[str, Any] = {}
+    domains = models.parameter_domains(model)
     every = models.named_parameters(model, fixed=True)
     for name in (*learned, *(name for name in every if name not in learned)):
         values = every[name]
@@ -361,11 +383,79 @@ def _uncertain(
             entry = f"{name}[{','.join(map(str, index))}]" if index else name
             line = {"value": float(values[index]), "learned": name in learned}
             if name in learned and "refused" not in stage:
-                ends = ("standard_error", "lower", "upper")
-                error, lower, upper = (float(stage[f"{end} {name}"][index]) for end in ends)
-                if np.isfinite(error):
-                    line |= {"error": error, "lower": lower, "upper": upper}
+                line |= _line(stage, name, index, line["value"], domains[entry])
             lines[entry] = line
     if "refused" in stage:
-        return lines, f"No standard errors: {stage['refused']}"
-    return lines, f"{METHODS[str(stage['method'])]} Status: {stage['status']}."
+        return lines, {"uncertainty": f"No standard errors: {stage['refused']}"}
+    status, distance = str(stage["status"]), float(stage["distance"])
+    return lines, {
+        "uncertainty": _in_words(
+            str(stage["method"]), status, distance, lines, float(stage["noise"])
+        ),
+        "status": status,
+        "distance": distance,
+    }
+
+
+def _line(
+    stage: Mapping[str, Any],
+    name: str,
+    index: tuple[int, ...],
+    value: float,
+    domain: tuple[float, float],
+) -> dict[str, Any]:
+    """What is known of one entry of a parameter: its interval, or the edge that it is at."""
+    ends = ("standard_error", "lower", "upper")
+    error, lower, upper = (float(stage[f"{end} {name}"][index]) for end in ends)
+    if np.isfinite(error):
+        line: dict[str, Any] = {"error": error, "lower": lower, "upper": upper}
+        if np.isfinite(domain[0]):
+            line["scale"] = "logit" if np.isfinite(domain[1]) else "log"
+        return line
+    if not np.isnan(error):
+        return {}
+    edge = min(domain, key=lambda end: abs(end - value))
+    return {"edge": "zero" if edge == 0 else f"{edge:g}"}
+
+
+def _most_replicates(table: data.Table) -> int:
+    rows = int(table.length.sum()) * SIZES_OF_LOUIS["num_samples"]
+    return max(SIZES_OF_LOUIS["num_replicates"], min(MOST_REPLICATES, MOST_ROWS_OF_PATHS // rows))
+
+
+def _relative_noise(found: rd.ParameterErrors) -> float:
+    """The largest Monte Carlo error of a standard error, as a share of it; zero if exact."""
+    shares = [
+        np.ravel(found.monte_carlo_error[name]) / np.ravel(errors)
+        for name, errors in found.standard_error.items()
+        if np.size(errors)
+    ]
+    every = np.concatenate(shares)
+    return float(np.max(every[np.isfinite(every)], initial=0.0))
+
+
+def _in_words(
+    method: str, status: str, distance: float, lines: Mapping[str, Any], noise: float = 0.0
+) -> str:
+    """How standard errors were found, on which scale intervals are, and what is to be known."""
+    sentences = [METHODS[method]]
+    if noise:
+        sentences.append(
+            f"Those given are known to {100 * noise:.2g}% or better, by their own spread."
+        )
+    for scale in ("log", "logit"):
+        names = [name for name, line in lines.items() if line.get("scale") == scale]
+        if names:
+            sentences.append(
+                f"Intervals of {', '.join(names)} are made on the {scale} scale, and so are not"
+                " symmetric."
+            )
+    for name, line in lines.items():
+        if "edge" in line:
+            sentences.append(
+                f"{name} is at the edge of {line['edge']}: no interval; the others hold with it"
+                " fixed there."
+            )
+    if status == "not at a maximum":
+        status = f"not at a maximum, which is {distance:.2g} standard errors away"
+    return " ".join([*sentences, f"Status: {status}."])

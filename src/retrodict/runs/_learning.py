@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import optax
 
 import retrodict as rd
+from retrodict.runs._folder import RunError
 from retrodict.runs._plot import check_picture
-from retrodict.runs._record import Run, RunError
+from retrodict.runs._record import Run
 
 PARTS = ("family", "model", "both")
 """What can be learned."""

@@ -306,7 +306,7 @@ def _parameters(content: ReportContent) -> list[str]:
     rows = []
     for line in lines:
         ends = line.interval and [_estimate(end, line.error) for end in line.interval]
-        interval = " to ".join(ends) if ends else "–"
+        interval = " to ".join(ends) if ends else line.note or "–"
         state = "learned" if line.learned else "fixed"
         cells = [line.name, _estimate(line.estimate, line.error), _figure(line.error, 2), interval]
         rows.append([escape(cell) for cell in [*cells, state, line.method][: 5 + methods]])

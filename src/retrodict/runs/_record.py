@@ -1,6 +1,5 @@
-"""The folder of a run: what was fitted to which data and how, checked when it is opened."""
+"""A run: what was fitted to which data and how, written to its folder and found again."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,15 +9,17 @@ from typing import Any
 import retrodict as rd
 from retrodict import models
 from retrodict._workspace import as_json, library_version, write_atomically
-
-FORMAT = 1
-"""The version of the layout of a run folder."""
-
-RECORD, MODEL, FAMILY, TRAINING = "run.json", "model.rd", "family.rd", "training.csv"
-
-
-class RunError(ValueError):
-    """A run folder that cannot be used as asked, in one line."""
+from retrodict.runs._folder import (
+    FAMILY,
+    FORMAT,
+    MODEL,
+    RECORD,
+    TRAINING,
+    RunError,
+    checksum_of,
+    digest_of,
+    read_record,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +76,10 @@ def write(
         "version": library_version(),
         "model": spec.to_dict(),
         **record,
-        "files": {name: _digest((path / name).read_bytes()) for name in named},
+        "files": {name: digest_of((path / name).read_bytes()) for name in named},
     }
     plain = json.loads(as_json(whole))
-    write_atomically(path / RECORD, as_json({**plain, "checksum": _checksum(plain)}))
+    write_atomically(path / RECORD, as_json({**plain, "checksum": checksum_of(plain)}))
     return Run(path, spec, model, family, plain)
 
 
@@ -93,15 +94,6 @@ def open_run(path: str | Path) -> Run:
     """
     path = Path(path)
     record = read_record(path)
-    for name, digest in record["files"].items():
-        try:
-            content = (path / name).read_bytes()
-        except OSError as error:
-            raise RunError(
-                f"{path / name} cannot be read ({error.strerror}); the run needs it. Fit again."
-            ) from error
-        if _digest(content) != digest:
-            raise RunError(f"{path / name} is not as `fit` wrote it. Fit again to another folder.")
     spec = models.ModelSpec.from_dict(record["model"])
     try:
         like = None
@@ -112,43 +104,3 @@ def open_run(path: str | Path) -> Run:
     except rd.CheckpointError as error:
         raise RunError(f"{path}: {error}") from error
     return Run(path, spec, model, family, record)
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """The record of a run, checked, without its arrays."""
-    place = path / RECORD
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise RunError(f"{path} {what}; give the folder that `fit --out` made.")
-    try:
-        record = json.loads(place.read_text(encoding="utf-8"))
-        if not isinstance(record, dict):
-            raise ValueError("it holds no record")
-    except FileNotFoundError as error:
-        unfinished = (path / "stages").is_dir()
-        rest = (
-            "is unfinished: run the same `fit` again, which goes on"
-            if unfinished
-            else f"is no run: it has no {RECORD}. Give the folder that `fit --out` made"
-        )
-        raise RunError(f"{path} {rest}.") from error
-    except (OSError, ValueError) as error:
-        raise RunError(f"{place} cannot be read ({error}). Fit again to another folder.") from error
-    if record.get("retrodict_run") != FORMAT:
-        raise RunError(
-            f"{place} is of format {record.get('retrodict_run')!r}, and this version of retrodict"
-            f" reads format {FORMAT}. Use the version that wrote it"
-            f" ({record.get('version', 'unknown')}), or fit again."
-        )
-    checksum = record.pop("checksum", None)
-    if checksum != _checksum(record):
-        raise RunError(f"{place} was changed after `fit` wrote it. Fit again to another folder.")
-    return record
-
-
-def _checksum(record: Mapping[str, Any]) -> str:
-    return _digest(json.dumps(record, sort_keys=True).encode())
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

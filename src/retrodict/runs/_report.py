@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -13,7 +13,13 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
-from retrodict._workspace import is_main_process, library_version, write_atomically
+from retrodict._workspace import (
+    Progress,
+    Quiet,
+    is_main_process,
+    library_version,
+    write_atomically,
+)
 from retrodict.runs._answer import forecast, smooth
 from retrodict.runs._check import Check, check
 from retrodict.runs._content import (
@@ -25,12 +31,15 @@ from retrodict.runs._content import (
     Series,
     SeriesPanel,
 )
+from retrodict.runs._folder import TRAINING, likelihood_in_words
 from retrodict.runs._names import state_names
 from retrodict.runs._page import MAX_SERIES, page
 from retrodict.runs._plot import plot
-from retrodict.runs._record import TRAINING, Run
+from retrodict.runs._record import Run
 
 REPORT = "report.html"
+
+PAGE_STAGE = "the report"
 
 NUM_REPLICATES = 200
 """Draws of each observation, of which the bands around columns are quantiles."""
@@ -47,6 +56,7 @@ def write_report(
     seed: int = 0,
     found: Check | None = None,
     command: str | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Writes the page of a run: data and bands, parameters, training, diagnostics.
 
@@ -58,11 +68,14 @@ def write_report(
         seed: of all that is drawn.
         found: what `check` found, if it was run already.
         command: the command line that makes the run again, if there is one.
+        progress: who is told how far it is: of the checks, and of the page as one more stage.
 
     Returns:
         The path of the page, in the folder of the run.
     """
-    checked = check(run, table, seed=seed) if found is None else found
+    progress = progress or Quiet()
+    checked = check(run, table, seed=seed, progress=progress) if found is None else found
+    progress.begin(PAGE_STAGE)
     results = run.record["results"]
     content = ReportContent(
         title=f"{run.spec.reference}: {', '.join(table.names)}",
@@ -93,6 +106,7 @@ def write_report(
     place = run.path / REPORT
     if is_main_process():
         write_atomically(place, page(content).encode())
+    progress.end(PAGE_STAGE, kept=False)
     return place
 
 
@@ -102,6 +116,8 @@ def draw(
     out: Path,
     *,
     steps: int = 0,
+    inputs: Any = None,
+    times: Sequence[np.ndarray] | None = None,
     level: float = 0.9,
     seed: int = 0,
     series: int = 0,
@@ -113,26 +129,33 @@ def draw(
         table: the data, read with `run.layout`.
         out: a `.png`, `.svg` or `.pdf` file.
         steps: rows to forecast beyond the data.
+        inputs: inputs of those rows, of all series, as in `forecast`.
+        times: of those rows, of all series, as in `forecast`.
         level: the probability within bands.
         seed: of all that is drawn.
         series: which of several series, by its place.
     """
     identifiers = table.series
     one = table if identifiers is None else table.select([identifiers[series]])
-    (found,) = _series(run, one, steps, level, seed)
+    place = slice(series, series + 1)
+    own_inputs = None if inputs is None else np.asarray(inputs)[place]
+    own_times = None if times is None else times[place]
+    (found,) = _series(run, one, steps, level, seed, own_inputs, own_times)
     plot(found.panels, out, title=found.name, level=level)
 
 
 def _how(results: Mapping[str, Any]) -> str:
-    value = f"{results['objective']} {results['nats_a_row']:.4f} nats a row"
+    value = likelihood_in_words(results)
+    value = f"{value[0].upper()}{value[1:]}."
     if results["method"] == "exact":
-        return f"The model is linear and Gaussian: smoothing is exact. {value}."
-    return f"Smoothing is by a family that was trained on series of the fitted model. {value}."
+        return f"The model is linear and Gaussian: smoothing is exact. {value}"
+    return f"Smoothing is by a family that was trained on series of the fitted model. {value}"
 
 
 def _parameter(name: str, found: Mapping[str, Any]) -> ParameterLine:
     if found.get("error") is None:
-        return ParameterLine(name, found["value"], learned=found["learned"])
+        note = f"at the edge of {found['edge']}: no interval" if "edge" in found else ""
+        return ParameterLine(name, found["value"], learned=found["learned"], note=note)
     interval = (found["lower"], found["upper"])
     return ParameterLine(name, found["value"], found["error"], interval, found["learned"])
 
@@ -151,21 +174,32 @@ def _curves(path: Path) -> list[Curve]:
     return found
 
 
-def _series(run: Run, table: data.Table, steps: int, level: float, seed: int) -> list[Series]:
+def _series(
+    run: Run,
+    table: data.Table,
+    steps: int,
+    level: float,
+    seed: int,
+    inputs: Any = None,
+    times: Sequence[np.ndarray] | None = None,
+) -> list[Series]:
     """The panels of the first series, as many as a page holds."""
     if table.num_series > MAX_SERIES and table.series is not None:
         table = table.select(table.series[:MAX_SERIES])
     smoothed = smooth(run, table, seed=seed)
-    ahead = None
+    ahead = coming = None
     if steps:
-        ahead = forecast(run, table, steps, seed=seed, smoothed=smoothed)
+        ahead = forecast(
+            run, table, steps, inputs=inputs, times=times, seed=seed, smoothed=smoothed
+        )
+        coming = table.future_times(steps) if times is None else table.coming(times)
     replicates = _replicates(run, table, smoothed, seed)
     return [
         Series(
             "" if table.series is None else str(table.series[i]),
             [
-                *_columns(table, i, replicates[i], ahead, steps, level),
-                *_states(run, table, i, smoothed, ahead, steps, level),
+                *_columns(table, i, replicates[i], ahead, coming, level),
+                *_states(run, table, i, smoothed, ahead, coming, level),
             ],
         )
         for i in range(table.num_series)
@@ -189,7 +223,7 @@ def _replicates(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -
 
 
 def _columns(
-    table: data.Table, i: int, draws: np.ndarray, ahead: Any, steps: int, level: float
+    table: data.Table, i: int, draws: np.ndarray, ahead: Any, coming: Any, level: float
 ) -> Iterator[SeriesPanel]:
     rows = int(table.length[i])
     ends = (0.5 - level / 2, 0.5 + level / 2)
@@ -200,7 +234,7 @@ def _columns(
         if ahead is not None:
             low, high = np.quantile(np.asarray(ahead.observations)[i, :, :, place], ends, axis=0)
             mean = np.asarray(ahead.mean)[i, :, place]
-            band = Band(table.future_times(steps)[i], mean, low, high)
+            band = Band(coming[i], mean, low, high)
         seen = np.where(table.mask[i, :rows, place], table.ys[i, :rows, place], np.nan)
         yield SeriesPanel(
             name, table.times[i], own.mean(axis=0), lower, upper, observed=seen, forecast=band
@@ -208,7 +242,7 @@ def _columns(
 
 
 def _states(
-    run: Run, table: data.Table, i: int, smoothed: Any, ahead: Any, steps: int, level: float
+    run: Run, table: data.Table, i: int, smoothed: Any, ahead: Any, coming: Any, level: float
 ) -> Iterator[SeriesPanel]:
     rows = int(table.length[i])
     reach = NormalDist().inv_cdf(0.5 + level / 2)
@@ -219,7 +253,7 @@ def _states(
         if ahead is not None:
             centre = np.asarray(ahead.state_mean)[i, :, place]
             wide = reach * np.sqrt(np.asarray(ahead.state_covariance)[i, :, place, place])
-            band = Band(table.future_times(steps)[i], centre, centre - wide, centre + wide)
+            band = Band(coming[i], centre, centre - wide, centre + wide)
         yield SeriesPanel(
             name, table.times[i], mean, mean - reach * std, mean + reach * std, forecast=band
         )

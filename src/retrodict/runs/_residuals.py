@@ -25,11 +25,13 @@ class Test(NamedTuple):
         name: what is tested.
         statistic: its value.
         p_value: the probability of a larger one; NaN where there are too few points.
+        meaning: what a small one speaks for.
     """
 
     name: str
     statistic: float
     p_value: float
+    meaning: str
 
 
 def levels(
@@ -120,8 +122,16 @@ def residual_tests(found: list[np.ndarray]) -> list[Test]:
     squared = [_centred(each**2 - 1) for each in z]
     return [
         _uniform(np.concatenate(found)),
-        _uncorrelated("residuals do not follow each other", [_centred(each) for each in z]),
-        _uncorrelated("spread of residuals does not follow itself", squared),
+        _uncorrelated(
+            "residuals do not follow each other",
+            [_centred(each) for each in z],
+            "a small p: the past says more than the model uses, such as a season or more lags",
+        ),
+        _uncorrelated(
+            "spread of residuals does not follow itself",
+            squared,
+            "a small p: quiet and wild times alternate, and the model's noise is even",
+        ),
     ]
 
 
@@ -134,18 +144,20 @@ def _uniform(values: np.ndarray) -> Test:
     """Pearson's test of the levels in bins of equal probability."""
     seen = values[~np.isnan(values)]
     name = "residuals have the law that the model says"
+    meaning = "a small p: another law of the noise, such as heavier tails or a skewed one"
     if seen.size < 5 * NUM_BINS:
-        return Test(name, np.nan, np.nan)
+        return Test(name, np.nan, np.nan, meaning)
     counts = np.histogram(seen, NUM_BINS, (0.0, 1.0))[0]
     expected = seen.size / NUM_BINS
-    return _test(name, float(np.sum((counts - expected) ** 2 / expected)), NUM_BINS - 1)
+    statistic = float(np.sum((counts - expected) ** 2 / expected))
+    return _test(name, statistic, NUM_BINS - 1, meaning)
 
 
-def _uncorrelated(name: str, series: list[np.ndarray]) -> Test:
+def _uncorrelated(name: str, series: list[np.ndarray], meaning: str) -> Test:
     """Q = Σ_k n_k ρ_k², where ρ_k is over the n_k pairs that are k rows apart and were seen."""
     seen = np.concatenate([each[~np.isnan(each)] for each in series])
     if seen.size < 5 * NUM_LAGS:
-        return Test(name, np.nan, np.nan)
+        return Test(name, np.nan, np.nan, meaning)
     variance = float(np.mean(seen**2))
     total = 0.0
     for lag in range(1, NUM_LAGS + 1):
@@ -153,11 +165,11 @@ def _uncorrelated(name: str, series: list[np.ndarray]) -> Test:
         pairs = products[~np.isnan(products)]
         if pairs.size:
             total += pairs.size * float(np.mean(pairs) / variance) ** 2
-    return _test(name, total, NUM_LAGS)
+    return _test(name, total, NUM_LAGS, meaning)
 
 
-def _test(name: str, statistic: float, degrees: int) -> Test:
-    return Test(name, statistic, float(chi2.sf(statistic, degrees)))
+def _test(name: str, statistic: float, degrees: int, meaning: str) -> Test:
+    return Test(name, statistic, float(chi2.sf(statistic, degrees)), meaning)
 
 
 class Coverage(NamedTuple):

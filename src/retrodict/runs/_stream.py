@@ -14,11 +14,12 @@ import numpy as np
 import retrodict as rd
 from retrodict import data
 from retrodict.runs._adopt import adopt, refuse_existing
+from retrodict.runs._folder import RunError
 from retrodict.runs._learning import Learning
 from retrodict.runs._lines import Answers, arriving, as_texts, header, written
 from retrodict.runs._names import state_names
-from retrodict.runs._record import Run, RunError
-from retrodict.runs._watch import Watch, Watched
+from retrodict.runs._record import Run
+from retrodict.runs._watch import HISTORY_STARTS, Watch, Watched
 
 Live: TypeAlias = rd.FixedLag | rd.LaggedLearner
 """What answers the rows: a family that stays, or one that learns."""
@@ -60,6 +61,7 @@ def stream(
     seed: int = 0,
     as_json: bool = False,
     learning: Learning | None = None,
+    restart: bool = False,
 ) -> int:
     """Answers rows of comma-separated values as they come.
 
@@ -85,6 +87,8 @@ def stream(
         seed: of the draws of families that draw.
         as_json: whether an answer is a line of JSON, instead of comma-separated values.
         learning: what is learned from the rows, and how; by default nothing is.
+        restart: whether to begin anew: the state, and the files that this stream wrote, are
+            replaced.
 
     Returns:
         How many rows were answered.
@@ -97,6 +101,8 @@ def stream(
     live = rd.FixedLag(run.smoother, lag) if learning is None else learning.learner(run, lag)
     if learning is not None and learning.save_run is not None:
         refuse_existing(learning.save_run)
+    if restart:
+        _forget(place, out, learning, state_names(run))
     fresh = _fresh(live, seed)
     kept = _read_state(place, _fingerprint(run, live, learning), fresh)
     with ExitStack() as files:
@@ -326,17 +332,40 @@ def _packed(live: Live, kept: Kept) -> Kept:
     return kept._replace(live=jax.tree.leaves(kept.live))
 
 
+def _forget(place: Path, out: Any, learning: Learning | None, names: list[str]) -> None:
+    """Removes a state and what its stream wrote: a file of something else is not touched."""
+    if not place.exists():
+        return
+    answers = _emptied(out, (header(names), b'{"time": ')) if isinstance(out, Path) else False
+    if learning is not None:
+        history = learning.history is not None and _emptied(learning.history, (HISTORY_STARTS,))
+        if learning.figure is not None and (answers or history):
+            learning.figure.unlink(missing_ok=True)
+    place.unlink()
+
+
+def _emptied(path: Path, starts: tuple[bytes, ...]) -> bool:
+    """Empties a file if it begins as one of a stream; whether it did."""
+    if not path.exists():
+        return False
+    with open(path, "r+b") as file:
+        ours = file.read(max(map(len, starts))).startswith(starts)
+        if ours:
+            file.truncate(0)
+    return ours
+
+
 def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
     if not place.exists():
         return fresh
     try:
         fields, found = rd.load(place, like=None)
     except rd.CheckpointError as error:
-        raise RunError(f"{place}: {error} Remove it to begin anew.") from error
+        raise RunError(f"{place}: {error} Pass restart=True to begin anew.") from error
     if found != fingerprint:
         raise RunError(
             f"{place} is the state of another run or lag, or of other ways to learn; name another"
-            " one by --state, or remove it to begin anew."
+            " one by --state, or pass restart=True to begin anew."
         )
     kept = Kept(*fields)
     if not isinstance(kept.live, list):
@@ -345,7 +374,7 @@ def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
         return kept._replace(live=jax.tree.unflatten(jax.tree.structure(fresh.live), kept.live))
     except ValueError as error:
         raise RunError(
-            f"{place} was written by another version of retrodict. Remove it to begin anew."
+            f"{place} was written by another version of retrodict. Pass restart=True to begin anew."
         ) from error
 
 

@@ -29,6 +29,9 @@ MOVED = "family_moved"
 
 FIRST_COLUMNS = ("row", "time", "elbo_a_row", "skipped")
 
+HISTORY_STARTS = ",".join(FIRST_COLUMNS).encode()
+"""How a file of a history begins."""
+
 MOST_PANELS = 12
 
 

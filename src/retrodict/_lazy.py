@@ -1,0 +1,52 @@
+"""Names that a package exports, imported when they are asked for.
+
+To import all of the library takes seconds, most of them JAX's, and `retrodict --help` needs none of
+it. A package writes its exports as imports that type checkers read and nothing runs, and its
+`__getattr__` runs one when its name is first used (PEP 562).
+"""
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def lazily(
+    package: str,
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """The `__getattr__`, `__dir__` and `__all__` of a package that is being imported.
+
+    Args:
+        package: its name. Its `__init__` holds `from MODULE import NAME as NAME`, each under
+            `if TYPE_CHECKING`.
+    """
+    module = sys.modules[package]
+    places = _places(package)
+
+    def load(name: str) -> Any:
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        place = places[name]
+        if place == package:  # a namespace within the package
+            found: Any = importlib.import_module(f"{package}.{name}")
+        else:
+            found = getattr(importlib.import_module(place), name)
+        setattr(module, name, found)
+        return found
+
+    return load, lambda: sorted({*vars(module), *places}), sorted(places)
+
+
+def _places(package: str) -> dict[str, str]:
+    """The module that each export comes from, as the source of the package says."""
+    loader: Any = getattr(sys.modules[package].__spec__, "loader", None)
+    tree = ast.parse(loader.get_source(package))
+    return {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }
