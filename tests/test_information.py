@@ -267,7 +267,7 @@ def test_replicates_are_drawn_until_what_is_identified_is_told_from_noise(
     few = exact(maximum, series, **options)
     assert few.status == "not identified"
     more = exact(maximum, series, **options, most_replicates=4096)
-    # With so many replicates the bias of 200 particles is seen in the score.
+    # So many replicates may tell the score, as 200 particles give it, from zero.
     assert more.status in ("fine", "not at a maximum")
     for name, error in found.standard_error.items():
         noise = more.monte_carlo_error[name]
