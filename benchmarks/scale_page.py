@@ -239,8 +239,8 @@ def draw(folder: Path, path: Path) -> None:
                 panels[0, 0].loglog(
                     *zip(*points, strict=True), style, color=f"C{index}", label=label
                 )
-    panels[0, 0].set(xlabel="rows of one series", ylabel="ms")
-    panels[0, 0].legend(fontsize="small")
+    panels[0, 0].set(xlabel="rows of one series", ylabel="ms", ylim=(0.5, 1e5))
+    panels[0, 0].legend(fontsize="small", loc="upper left", ncols=2)
     for axes, part, key in (
         (panels[0, 1], "batches", "batch"),
         (panels[1, 0], "dimensions", "state_dim"),
