@@ -140,13 +140,26 @@ class BackwardSampling(AbstractEstimator):
         return Paths(grouped, jnp.full(grouped.shape[:2], 1 / grouped.shape[1], paths.dtype))
 
     def trace(
-        self, chain: SampledChain, key: PRNGKey
+        self,
+        chain: SampledChain,
+        key: PRNGKey,
+        last: Callable[[Float[Array, "path state"]], Float[Array, "path state"]] | None = None,
     ) -> tuple[Trace, Float[Array, "replicate path"]]:
-        """Paths and the laws of their states, in groups, and the weights of the paths."""
+        """Paths and the laws of their states, in groups, and the weights of the paths.
+
+        Args:
+            chain: the law of paths.
+            key: a typed key.
+            last: makes the terminal states that paths start from out of those that were drawn.
+        """
         terminal, dtype = chain.terminal, chain.laws.mean.dtype
         if not (self.by_component and isinstance(terminal, GaussianMixture)):
             shape = (self.num_samples, chain.num_times, chain.noise_dim)
-            found = chain.trace(self._numbers(key, shape, dtype))
+            noise = self._numbers(key, shape, dtype)
+            start = None
+            if last is not None:
+                start = last(jax.vmap(terminal.from_noise)(noise[:, -1, : terminal.noise_dim]))
+            found = chain.trace(noise, start)
             grouped = Trace(*(self._grouped(leaf) for leaf in found))
             size = grouped.paths.shape[1]
             return grouped, jnp.full(grouped.paths.shape[:2], 1 / size, dtype)
@@ -154,14 +167,15 @@ class BackwardSampling(AbstractEstimator):
         shape = (self.num_samples, chain.num_times, count * width)
         noise = self._numbers(key, shape, dtype)
         noise = noise.reshape(self.num_samples, chain.num_times, count, width).swapaxes(1, 2)
-        last = jax.vmap(lambda component, e: jax.vmap(component.from_noise)(e), (0, 1), 1)(
+        drawn = jax.vmap(lambda component, e: jax.vmap(component.from_noise)(e), (0, 1), 1)(
             terminal.components, noise[:, :, -1, 1 : terminal.noise_dim]
         )
 
         def flat(leaf: Array) -> Array:
             return leaf.reshape(-1, *leaf.shape[2:])
 
-        found = chain.trace(flat(noise), flat(last))
+        start = flat(drawn) if last is None else last(flat(drawn))
+        found = chain.trace(flat(noise), start)
         grouped = Trace(
             *(
                 self._grouped(leaf.reshape(self.num_samples, count, *leaf.shape[1:]))

@@ -5,6 +5,7 @@ from retrodict._family._base import AbstractFamily as AbstractFamily
 from retrodict._family._base import AbstractLinearGaussianFamily as AbstractLinearGaussianFamily
 from retrodict._family._base import AbstractSampledFamily as AbstractSampledFamily
 from retrodict._family._base import Factor as Factor
+from retrodict._family._base import Row as Row
 from retrodict._family._base import advance_over as advance_over
 from retrodict._family._base import factors as factors
 from retrodict._family._base import infer_series as infer_series

@@ -20,6 +20,7 @@ from retrodict._family import (
     infer_series,
     rows_of,
 )
+from retrodict._fit.segments import elbo_in_segments, first_law
 from retrodict._fit.source import AbstractSource, Batch
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel
@@ -42,6 +43,8 @@ class Objective(eqx.Module):
         log_prior: the log density of the model's parameters, or `None`.
         share: one over the number of rows of all data, which is what the prior is spread over.
         parallel: whether whole series are read in O(log n) depth.
+        segment: how many rows are kept in memory at a time where derivatives are taken; `None` for
+            all of them.
     """
 
     fixed: PyTree
@@ -49,6 +52,7 @@ class Objective(eqx.Module):
     log_prior: Callable[[StateSpaceModel], Scalar] | None
     share: float
     parallel: Parallel = eqx.field(static=True, default=False)
+    segment: int | None = eqx.field(static=True, default=None)
 
     def __call__(self, parameters: PyTree, batch: Batch, key: PRNGKey) -> Scalar:
         """The value for whole series."""
@@ -59,8 +63,7 @@ class Objective(eqx.Module):
 
         def one(parameters: PyTree, series: Series, key: PRNGKey) -> Estimate:
             family, model = self.pair(parameters)
-            chain = infer_series(family, series, parallel=self.parallel)
-            return elbo_of_series(model, chain, series, self.estimator, key, self.parallel)
+            return self.bound(model, family, series, key)
 
         found, rows = batch.each(one, parameters, batch.keys(key)), batch.num_rows()
         value = self.total(batch.total(found.value), rows, parameters)
@@ -80,17 +83,24 @@ class Objective(eqx.Module):
 
         def from_start(parameters: PyTree, series: Series, key: PRNGKey) -> Scalar:
             family, model = self.pair(parameters)
-            head = _rows(series, 0, count)
-            return elbo_of_series(
-                model, infer_series(family, head), head, self.estimator, key
-            ).value
+            return self.bound(model, family, _rows(series, 0, count), key).value
 
         def later(parameters: PyTree, series: Series, key: PRNGKey) -> Scalar:
             family, model = self.pair(parameters)
-            chain, rows = _window_chain(family, series, begin, count)
-            prior = lax.stop_gradient(jax.tree.map(lambda leaf: leaf[0], chain.laws))
-            local = StateSpaceModel(prior, model.transition, model.emission)
-            return elbo_of_series(local, chain, rows, self.estimator, key).value
+            before = advance_over(Frozen(family).value, rows_of(series), begin - 1)
+            state, rows = lax.stop_gradient(before), _rows(series, begin - 1, count + 1)
+
+            def under(law: Any) -> StateSpaceModel:
+                return StateSpaceModel(lax.stop_gradient(law), model.transition, model.emission)
+
+            if self.segment is None:
+                chain, unseen_first = _window_chain(family, state, rows)
+                local = under(jax.tree.map(lambda leaf: leaf[0], chain.laws))
+                return elbo_of_series(local, chain, unseen_first, self.estimator, key).value
+            local = under(first_law(family, state, rows))
+            return elbo_in_segments(
+                local, family, state, rows, self.estimator, key, self.segment, first_counts=False
+            ).value
 
         values = lax.cond(
             begin == 0,
@@ -99,6 +109,16 @@ class Objective(eqx.Module):
         )
         rows = jnp.maximum(batch.num_rows(begin, begin + count), 1)
         return self.total(batch.total(values), rows, parameters)
+
+    def bound(
+        self, model: StateSpaceModel, family: AbstractFactorFamily, series: Series, key: PRNGKey
+    ) -> Estimate:
+        """The ELBO of a series from its first row on."""
+        if self.segment is None or series.num_times < 2:
+            chain = infer_series(family, series, parallel=self.parallel)
+            return elbo_of_series(model, chain, series, self.estimator, key, self.parallel)
+        state = family.init()
+        return elbo_in_segments(model, family, state, series, self.estimator, key, self.segment)
 
     def pair(self, parameters: PyTree) -> tuple[Any, StateSpaceModel]:
         """Family and model with these parameters, unwrapped."""
@@ -113,13 +133,11 @@ class Objective(eqx.Module):
 
 
 def _window_chain(
-    family: AbstractFactorFamily, series: Series, begin: Any, count: int
+    family: AbstractFactorFamily, state: Any, rows: Series
 ) -> tuple[AbstractKernelChain, Series]:
     """The chain of a window and of the row before it, and those rows, the first of them unseen."""
-    before = advance_over(Frozen(family).value, rows_of(series), begin - 1)
-    rows = _rows(series, begin - 1, count + 1)
     exists = rows.exists()
-    read, _ = factors(family, lax.stop_gradient(before), rows_of(rows), exists)
+    read, _ = factors(family, state, rows_of(rows), exists)
     seen = jnp.ones(rows.ys.shape, bool) if rows.mask is None else rows.mask
     unseen_first = Series(rows.ys, seen.at[0].set(False), rows.inputs, rows.length)
     return family.assemble(read, exists, rows.length), unseen_first

@@ -27,6 +27,7 @@ from retrodict._family import AbstractFamily, AbstractLinearGaussianFamily
 from retrodict._fit.batch import batch_for, num_rows, take
 from retrodict._fit.objective import Objective, stages_of
 from retrodict._fit.resume import fingerprint, resume
+from retrodict._fit.segments import default_segment
 from retrodict._fit.source import Batch, in_memory, spread
 from retrodict._functional import LogJoint
 from retrodict._mask import Series
@@ -123,6 +124,7 @@ def fit(
     checkpoint: str | Path | None = None,
     prepare: bool = True,
     parallel: Parallel = False,
+    remat: bool | int = False,
     progress: bool | Callable[[int, float], None] = True,
     mesh: MeshLike = "all",
 ) -> FitResult:
@@ -182,6 +184,9 @@ def fit(
         parallel: whether series are read and graded in O(log n) depth, for long series on
             accelerators and a family that is parallel in time, or over the devices of a
             `time_mesh`; not with a `window`.
+        remat: whether rows are read again where derivatives are taken, instead of being kept, so
+            that memory grows with the square root of the rows that a step sees and not with their
+            number; or how many rows are kept at a time. A step then takes about twice as long.
         progress: whether to show a progress line, or a function that is called after each chunk
             with the number of steps taken and the best grade so far, in nats a time step.
         mesh: the devices: `"all"`, those of other processes included, a `jax.sharding.Mesh`, or
@@ -210,6 +215,11 @@ def fit(
             f"fit reads a series row by row up to a window, got window={window} and parallel=True."
             " Leave out the window, or the option."
         )
+    if parallel and remat:
+        raise ValueError(
+            "fit keeps few rows by reading a series one after another, got remat and parallel=True."
+            " Leave out one of them."
+        )
     batch = _checked_batch(model, ys, mask=mask, inputs=inputs, length=length)
     if is_spread(batch):
         batch = _in_equal_shares(batch, devices)
@@ -225,7 +235,9 @@ def fit(
     parameters, num_starts = _starts(key, family, model, moving, restarts)
     cut = _chunks(num_steps, tournament, chunk_size) if num_starts else 0
 
-    objective = Objective(fixed, estimator, log_prior, 1.0 / float(num_rows(batch)), parallel)
+    segment = _segment(remat, batch.ys.shape[1] if window is None else window)
+    share = 1.0 / float(num_rows(batch))
+    objective = Objective(fixed, estimator, log_prior, share, parallel, segment)
     stages = stages_of(objective, batch.ys.shape[1], num_steps, window, growing, chunk_size)
     judge = eqx.tree_at(lambda o: o.estimator, objective, _for_grades(estimator))
     grade_key = jax.random.key(0)
@@ -295,6 +307,13 @@ def _placed(mesh: Mesh | None, num_starts: int | None) -> tuple[Placement | None
             f" {mesh.shape[STARTS]} devices in equal shares."
         )
     return Placement(mesh, STARTS), tuple(axis for axis in mesh.axis_names if axis != STARTS)
+
+
+def _segment(remat: bool | int, num_times: int) -> int | None:
+    """How many rows are kept at a time; `None` for all."""
+    if remat is True:
+        return default_segment(num_times)
+    return check_count(remat, "remat") if remat else None
 
 
 def _in_equal_shares(batch: Series, mesh: Mesh | None) -> Series:
