@@ -1,8 +1,9 @@
 """One process of several that fit together over loopback: run by `test_devices`.
 
 Arguments: coordinator, number of processes, which of them, checkpoint, a file for the parameters,
-and flags. With `share` each process holds its own series alone; with `dies` the last process is
-killed after its second chunk, with `dies first` the first one is.
+and flags. With `share` each process holds its own series alone, with `stored` it reads blocks of a
+store and says which ones it trained on; with `dies` the last process is killed after its second
+chunk, with `dies first` the first one is.
 """
 
 import os
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 import retrodict as rd
+from blocks import InBlocks
 from on_devices import fitted, series
 
 
@@ -28,6 +30,7 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
         share = len(ys) // number
         own = ys[index * share : (index + 1) * share]
         ys = jax.make_array_from_process_local_data(rows, own)
+    store = InBlocks(ys, [2] * 6) if "stored" in flags else None
     doomed = {"dies": number - 1, "dies first": 0}
 
     def tell(step: int, _: float) -> None:
@@ -36,10 +39,17 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        found = fitted(ys, "all", batch_size=6, checkpoint=checkpoint, progress=tell, chunk_size=10)
+        given = ys if store is None else store
+        found = fitted(
+            given, "all", batch_size=6, checkpoint=checkpoint, progress=tell, chunk_size=10
+        )
     except rd.ProcessLostError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(3)  # without waiting for the lost one
+    if store is not None:
+        # All were read once for the units of the data, and the first once more for its shapes.
+        often = [str(block) for block in range(6) if store.loads[block] > 1 + (block == 0)]
+        print(f"process {index} has read: {' '.join(often)}", flush=True)
     if index == 0:
         leaves = [leaf for leaf in jax.tree.leaves(found.family) if isinstance(leaf, jax.Array)]
         np.savez(out, *leaves, history=found.history)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 import retrodict as rd
+from blocks import InBlocks
 from retrodict._devices import MeshLike, as_mesh
 from retrodict._fit.batch import prepare_batch
 from retrodict._fit.source import Batch, in_memory, spread
@@ -59,7 +60,7 @@ def fitted(ys: object, mesh: MeshLike, **options: Any) -> rd.FitResult:
     )
 
 
-def fits(ys: np.ndarray, mesh: MeshLike, **options: Any) -> dict[str, float]:
+def fits(ys: object, mesh: MeshLike, **options: Any) -> dict[str, float]:
     one, several = (fitted(ys, devices, **options) for devices in (None, mesh))
     return {
         "parameters": apart((one.family, one.model), (several.family, several.model)),
@@ -151,6 +152,7 @@ def every() -> dict[str, object]:
         "starts": fits(ys, mesh, batch_size=8, restarts=2, tournament=0.5, learn="both"),
         "lengths": fits(ys[:13], "all", batch_size=5, length=lengths, learn="both"),
         "windows": fits(ys[:13], "all", batch_size=5, window=3),
+        "stored": fits(InBlocks(ys[:13], [4, 6, 3]), "all", batch_size=9),
         "evidence": apart(evidence[0], evidence[1]),
         "evidence by steps": apart(evidence[2], evidence[3]),
         "ffbsi": apart(*(rd.sharded_vmap(smoothed, mesh=m)(keys, ys[:5]) for m in (None, mesh))),

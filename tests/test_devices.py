@@ -67,7 +67,7 @@ def test_a_batch_that_does_not_divide_is_inferred_on_all_devices(few: dict[str, 
 @pytest.mark.slow
 def test_starts_lengths_windows_evidence_and_particles_on_eight_devices() -> None:
     found = on_eight_devices("all")
-    for name in ("starts", "lengths", "windows"):
+    for name in ("starts", "lengths", "windows", "stored"):
         assert max(found[name].values()) < ROUNDING, name
     for name in ("evidence", "evidence by steps", "ffbsi"):
         assert found[name] < ROUNDING, name
@@ -156,6 +156,21 @@ def test_fifty_steps_of_two_processes_are_those_of_one(
         "fit.rd.previous",
         "parameters.npz",
     ]
+
+
+@pytest.mark.slow
+def test_two_processes_read_their_share_of_a_store_and_find_what_one_finds(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    out, done = together(tmp_path / "one", 1, "stored")
+    assert_all_finished(done)
+    (tmp_path / "two").mkdir()
+    both, done = together(tmp_path / "two", 2, "stored")
+    assert_all_finished(done)
+    assert_same(arrays(both), arrays(out))
+    # Six lanes of one block each, of which each process trains on three.
+    for process, lanes in zip(done, ({"0", "1", "2"}, {"3", "4", "5"}), strict=True):
+        (line,) = [line for line in process.stdout.splitlines() if "has read" in line]
+        assert set(line.rpartition(": ")[2].split()) == lanes
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from retrodict._family import NonlinearFamily as NonlinearFamily
     from retrodict._family import RecurrentFamily as RecurrentFamily
     from retrodict._family import ScanFamily as ScanFamily
+    from retrodict._fit import AbstractSeriesStore as AbstractSeriesStore
     from retrodict._fit import EMResult as EMResult
     from retrodict._fit import EvidenceResult as EvidenceResult
     from retrodict._fit import FitResult as FitResult

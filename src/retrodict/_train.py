@@ -174,6 +174,8 @@ def train(
     optimiser: optax.GradientTransformation,
     num_starts: int | None,
     chunk_size: int,
+    feed: Callable[[int, int], PyTree] | None = None,
+    steps_at_once: int | None = None,
     patience: int | None = None,
     history: TrainHistory | None = None,
     at_chunk: Callable[[TrainState, TrainHistory], None] | None = None,
@@ -197,7 +199,11 @@ def train(
         data: what losses and grade read, passed to the compiled program and not baked into it.
         optimiser: an optax transformation.
         num_starts: how many starts are trained side by side; `None` for one without an axis.
-        chunk_size: steps between two visits of Python.
+        chunk_size: steps between two grades.
+        feed: `feed(first, count)`, what losses read at so many steps instead of `data`; for data
+            that are brought along as they are needed.
+        steps_at_once: steps that are taken in one call of the compiled program; a whole chunk by
+            default.
         patience: how many chunks may pass without a better grade; `None` for all.
         history: what was seen before, if training goes on.
         at_chunk: called after each chunk, for checkpoints, with a state that lies nowhere else than
@@ -219,14 +225,17 @@ def train(
         first = stages[position - 1].until if position else 0
         if int(state.step) >= stage.until:
             continue
-        run = _compiled_chunk(stage.loss, optimiser, num_starts, chunk_size, placement)
+        count = chunk_size if steps_at_once is None else steps_at_once
+        run = _compiled_steps(stage.loss, optimiser, num_starts, count, placement)
         while first <= int(state.step) < stage.until:
-            before = int(state.step)
-            state, losses = run(state, data, key, jnp.asarray(stage.until))
-            taken = int(state.step) - before
+            until, seen = min(int(state.step) + chunk_size, stage.until), []
+            while (before := int(state.step)) < until:
+                read = data if feed is None else feed(before, count)
+                state, losses = run(state, read, key, jnp.asarray(until))
+                seen.append(np.asarray(losses)[..., : int(state.step) - before])
             scores, noise = graded(state.parameters, data)
             state = keep(state, scores, noise)
-            history = _extend(history, np.asarray(losses)[..., :taken], scores, int(state.step))
+            history = _extend(history, np.concatenate(seen, -1), scores, int(state.step))
             if at_chunk is not None:
                 at_chunk(_at_home(state, placement), history)
             if show is not None:
@@ -251,14 +260,14 @@ def _known(fn: Callable[..., Any], placement: Placement | None) -> Callable[...,
     return fn if placement is None else lambda *args: placement.whole(fn(*args))
 
 
-def _compiled_chunk(
+def _compiled_steps(
     loss: Loss,
     optimiser: optax.GradientTransformation,
     num_starts: int | None,
-    chunk_size: int,
+    count: int,
     placement: Placement | None,
 ) -> Callable[..., tuple[TrainState, Float[Array, "*start step"]]]:
-    """A program that takes a chunk of steps, fewer if the stage ends before."""
+    """A program that takes so many steps, fewer if the chunk ends before."""
     # An optimiser that searches along a line, such as optax.lbfgs, evaluates the loss itself.
     optimiser = optax.with_extra_args_support(optimiser)
 
@@ -305,7 +314,7 @@ def _compiled_chunk(
     @eqx.filter_jit
     def run(state: TrainState, data: PyTree, key: PRNGKey, until: Array):
         state, losses = lax.scan(
-            lambda state, _: take(state, (data, key, until)), state, None, length=chunk_size
+            lambda state, _: take(state, (data, key, until)), state, None, length=count
         )
         losses = jnp.moveaxis(losses, 0, -1)
         if placement is None:

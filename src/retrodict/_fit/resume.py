@@ -18,14 +18,14 @@ from retrodict._types import PRNGKey
 
 def fingerprint(
     key: PRNGKey,
-    batch: Series,
+    data: bytes,
     estimator: AbstractEstimator,
     tournament: float,
     numbers: tuple[int | None, ...],
 ) -> dict[str, Any]:
     """What must be the same for a checkpoint to be gone on from."""
     digest = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes())
-    digest.update(_digests(batch).tobytes())
+    digest.update(data)
     names = ("num_steps", "restarts", "chunk_size", "batch_size", "window")
     return {
         "data": digest.hexdigest(),
@@ -35,7 +35,7 @@ def fingerprint(
     }
 
 
-def _digests(batch: Series) -> np.ndarray:
+def digests(batch: Series) -> bytes:
     """The SHA-256 of each series; where each process holds some of them, each reads its own."""
 
     def of(batch: Series) -> np.ndarray:
@@ -44,8 +44,8 @@ def _digests(batch: Series) -> np.ndarray:
         return np.stack([np.frombuffer(hashlib.sha256(row).digest(), np.uint8) for row in rows])
 
     if not is_spread(batch):
-        return of(batch)
-    return rows_where_they_lie(of, batch, hashlib.sha256().digest_size)
+        return of(batch).tobytes()
+    return rows_where_they_lie(of, batch, hashlib.sha256().digest_size).tobytes()
 
 
 def resume(

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, PyTree
 
 from retrodict._checkpoint import write_checkpoint
-from retrodict._devices import MeshLike, as_mesh, is_spread, lay, to_hosts, together, writes_for
+from retrodict._devices import MeshLike, as_mesh, together, writes_for
 from retrodict._estimator import (
     AbstractEstimator,
     BackwardSampling,
@@ -24,11 +23,12 @@ from retrodict._estimator import (
     RaoBlackwellised,
 )
 from retrodict._family import AbstractFamily, AbstractLinearGaussianFamily
-from retrodict._fit.batch import batch_for, num_rows, take
+from retrodict._fit.batch import batch_for
+from retrodict._fit.given import given_for
 from retrodict._fit.objective import Objective, stages_of
 from retrodict._fit.resume import fingerprint, resume
 from retrodict._fit.segments import default_segment
-from retrodict._fit.source import Batch, in_memory, spread
+from retrodict._fit.source import Batch, spread
 from retrodict._functional import LogJoint
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, learnable
@@ -52,10 +52,6 @@ from retrodict._validate import check_count, check_key
 
 NUM_GRADED = 256
 """How many training series grade the parameters where nothing is held out."""
-
-
-NUM_PREPARED = 4096
-"""How many series tell a family the units of the data."""
 
 
 STARTS = "start"
@@ -148,7 +144,8 @@ def fit(
         key: a typed key.
         family: the family to start from.
         model: the model.
-        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
+        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series; or series
+            that stay on disk, from `data.open_series`, which come with mask, inputs and lengths.
         num_steps: how many steps to take.
         learn: what moves: `"family"`, `"model"`, `"both"`, or a pytree of booleans over
             `(family, model)`. Scales of a model that is learned by name are held positive.
@@ -220,25 +217,22 @@ def fit(
             "fit keeps few rows by reading a series one after another, got remat and parallel=True."
             " Leave out one of them."
         )
-    batch = _checked_batch(model, ys, mask=mask, inputs=inputs, length=length)
-    if is_spread(batch):
-        batch = _in_equal_shares(batch, devices)
+    given = given_for(unwrap(model), ys, mask=mask, inputs=inputs, length=length, mesh=devices)
     if prepare:
-        family = _prepared(family, model, batch)
+        family = _prepared(family, model, given.across())
     if isinstance(learn, str) and learn != "family":
         model = learnable(model)
     estimator = default_estimator(family, unwrap(model)) if estimator is None else estimator
-    graded = _graded(model, batch, held_out)
+    graded = given.first(NUM_GRADED) if held_out is None else _held_out(model, held_out)
 
     moving = _moving((family, model), learn)
     _, fixed = eqx.partition((family, model), moving)
     parameters, num_starts = _starts(key, family, model, moving, restarts)
     cut = _chunks(num_steps, tournament, chunk_size) if num_starts else 0
 
-    segment = _segment(remat, batch.ys.shape[1] if window is None else window)
-    share = 1.0 / float(num_rows(batch))
-    objective = Objective(fixed, estimator, log_prior, share, parallel, segment)
-    stages = stages_of(objective, batch.ys.shape[1], num_steps, window, growing, chunk_size)
+    segment = _segment(remat, given.num_times if window is None else window)
+    objective = Objective(fixed, estimator, log_prior, 1.0 / given.num_rows, parallel, segment)
+    stages = stages_of(objective, given.num_times, num_steps, window, growing, chunk_size)
     judge = eqx.tree_at(lambda o: o.estimator, objective, _for_grades(estimator))
     grade_key = jax.random.key(0)
 
@@ -251,7 +245,7 @@ def fit(
     if checkpoint is not None:
         path = Path(checkpoint)
         numbers = (num_steps, restarts, chunk_size, batch_size, window)
-        metadata = fingerprint(key, batch, estimator, tournament, numbers)
+        metadata = fingerprint(key, given.digest(), estimator, tournament, numbers)
         state, history = resume(path, state, num_starts, metadata, devices)
 
         def write(state: TrainState, history: TrainHistory) -> None:
@@ -264,22 +258,28 @@ def fit(
         stages: Sequence[Stage], state: TrainState, history: TrainHistory | None, starts: int | None
     ) -> Trained:
         placement, axes = _placed(devices, starts)
-        source = in_memory(batch, batch_size, devices, axes)
-        return train(
-            key,
-            stages,
-            grade,
-            state,
-            (source, spread(graded, devices, axes)),
-            optimiser=optimiser,
-            num_starts=starts,
-            chunk_size=chunk_size,
-            patience=patience,
-            history=history,
-            at_chunk=at_chunk,
-            show=show,
-            placement=placement,
-        )
+        supply = given.supply(key, batch_size, devices, axes, chunk_size)
+        feed = supply.feed
+        try:
+            return train(
+                key,
+                stages,
+                grade,
+                state,
+                (supply.source, spread(graded, devices, axes)),
+                optimiser=optimiser,
+                num_starts=starts,
+                chunk_size=chunk_size,
+                feed=None if feed is None else lambda *steps: (feed(*steps), None),
+                steps_at_once=supply.steps_at_once,
+                patience=patience,
+                history=history,
+                at_chunk=at_chunk,
+                show=show,
+                placement=placement,
+            )
+        finally:
+            supply.close()
 
     show = _shown(progress, num_steps)
     trained = None
@@ -316,26 +316,9 @@ def _segment(remat: bool | int, num_times: int) -> int | None:
     return check_count(remat, "remat") if remat else None
 
 
-def _in_equal_shares(batch: Series, mesh: Mesh | None) -> Series:
-    """Series of several processes as they lie over a mesh, refused if they cannot."""
-    count = batch.ys.shape[0]
-    if mesh is None or count % mesh.size:
-        raise ValueError(
-            f"The {count} series lie on several processes, and must do so in equal shares: give a"
-            " mesh over which they can be laid, and a multiple of its number of devices."
-        )
-    return lay(batch, mesh, P(mesh.axis_names))
-
-
-def _prepared(family: AbstractFamily, model: StateSpaceModel, batch: Series) -> AbstractFamily:
-    """The family in the units of the data, or of some thousands of series across them."""
-    count = batch.ys.shape[0]
-    if count > NUM_PREPARED:
-        batch = take(batch, np.arange(NUM_PREPARED) * count // NUM_PREPARED)
-    batch = to_hosts(batch)
-    return family.prepare(
-        model, batch.ys, mask=batch.mask, inputs=batch.inputs, length=batch.length
-    )
+def _prepared(family: AbstractFamily, model: StateSpaceModel, some: Series) -> AbstractFamily:
+    """The family in the units of the data."""
+    return family.prepare(model, some.ys, mask=some.mask, inputs=some.inputs, length=some.length)
 
 
 def _shown(
@@ -397,18 +380,11 @@ def _moving(pair: tuple[AbstractFamily, StateSpaceModel], learn: Any) -> PyTree:
         ) from error
 
 
-def _checked_batch(model: StateSpaceModel, ys: Any, **rest: Any) -> Series:
-    """The series of a batch, checked against the model."""
-    return batch_for(unwrap(model), ys, owner="fit", **rest)
-
-
-def _graded(model: StateSpaceModel, batch: Series, held_out: Any) -> Series:
-    """The series by which parameters are graded."""
-    if held_out is None:
-        first = take(batch, slice(0, NUM_GRADED))
-        return to_hosts(first) if is_spread(first) else first
+def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
+    """The series by which parameters are graded, checked against the model."""
     ys, rest = held_out if isinstance(held_out, tuple) else (held_out, {})
-    return _checked_batch(model, ys, **{"mask": None, "inputs": None, "length": None, **rest})
+    given = {"mask": None, "inputs": None, "length": None, **rest}
+    return batch_for(unwrap(model), ys, owner="fit", **given)
 
 
 def default_estimator(family: AbstractFamily, model: StateSpaceModel) -> AbstractEstimator:

@@ -60,6 +60,14 @@ def is_missing(cell: Any) -> bool:
     return cell is None or bool(np.all(optional("pandas").isna(cell)))
 
 
+def missing_cells(series: Any) -> np.ndarray:
+    """Which cells of a pandas series hold nothing; text is looked at cell by cell."""
+    types = optional("pandas").api.types
+    if types.is_numeric_dtype(series.dtype) or types.is_datetime64_any_dtype(series.dtype):
+        return series.isna().to_numpy()
+    return np.array([is_missing(cell) for cell in series.tolist()], bool)
+
+
 def parsed(series: Any) -> tuple[np.ndarray, np.ndarray]:
     """The numbers of a pandas series, and where there is something that is none."""
     types = optional("pandas").api.types

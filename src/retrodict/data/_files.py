@@ -40,7 +40,8 @@ def open_file(path: Path, name: str) -> Any:
     return text_source(content, name, SEPARATORS[suffix])
 
 
-def _damaged(name: str, kind: str, error: Exception) -> DataError:
+def damaged(name: str, kind: str, error: Exception) -> DataError:
+    """What to say of a file that its reader refused."""
     lines = str(error).strip().splitlines()
     because = lines[0] if lines else type(error).__name__
     return DataError(
@@ -54,7 +55,7 @@ def _parquet(content: bytes, name: str) -> Source:
     try:
         frame = pandas.read_parquet(io.BytesIO(content), engine="pyarrow")
     except Exception as error:  # pyarrow raises a dozen types on damaged files
-        raise _damaged(name, "Parquet", error) from None
+        raise damaged(name, "Parquet", error) from None
     return frame_source(frame, name, "frame")
 
 
@@ -71,7 +72,7 @@ def _netcdf(content: bytes, name: str) -> Any:
         ) as dataset:
             return dataset.load()
     except Exception as error:  # as above, for HDF5
-        raise _damaged(name, "NetCDF", error) from None
+        raise damaged(name, "NetCDF", error) from None
 
 
 def text_source(content: bytes, name: str, separator: str | None = None) -> Source:

@@ -24,6 +24,8 @@ def to_source(
         series: names of what tells series apart.
         keep: further names that were asked for, which coordinates of a dataset may have.
     """
+    if isinstance(given, Source):
+        return given
     name = f"the {type(given).__name__}"
     if isinstance(given, str | os.PathLike):
         name = os.fspath(given)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict.data._columns import is_missing, is_numeric, numbers
+from retrodict.data._columns import is_numeric, missing_cells, numbers
 from retrodict.data._errors import DataError, listed, optional
 from retrodict.data._objects import to_source
 from retrodict.data._source import Source
@@ -243,7 +243,7 @@ def _check_filled(
 ) -> None:
     """Refuses a column in which nothing was observed, and inputs that are missing."""
     for place, name in enumerate(wanted):
-        if np.isnan(ys[:, place]).all():
+        if np.isnan(ys[:, place]).all() and not table.part:
             raise table.error(
                 "every value is missing; name the others with columns=...", column=name
             )
@@ -262,16 +262,23 @@ def _groups(table: Source, apart: list[str]) -> tuple[tuple[Any, ...] | None, li
     everything = np.arange(len(table.frame))
     if not apart:
         return None, [everything]
-    cells = {name: table.frame[name].tolist() for name in apart}
-    for name, column in cells.items():
-        for row, cell in enumerate(column):
-            if is_missing(cell):
-                raise table.error(
-                    "the identifier is missing; fill it in or remove the row.", row=row, column=name
-                )
-    parts = [_plain(column) for column in cells.values()]
-    keys = parts[0] if len(parts) == 1 else _joined(parts)
-    codes, unique = optional("pandas").factorize(np.array(keys, object))
+    pandas = optional("pandas")
+    columns = [table.frame[name] for name in apart]
+    for name, column in zip(apart, columns, strict=True):
+        gone = missing_cells(column)
+        if gone.any():
+            raise table.error(
+                "the identifier is missing; fill it in or remove the row.",
+                row=int(np.argmax(gone)),
+                column=name,
+            )
+    if len(columns) == 1 and pandas.api.types.is_integer_dtype(columns[0].dtype):
+        keys = columns[0].to_numpy(dtype=np.int64)  # as they are, without a look at each
+    else:
+        parts = [_plain(column.tolist()) for column in columns]
+        keys = np.array(parts[0] if len(parts) == 1 else _joined(parts), object)
+    codes, found = pandas.factorize(keys)
+    unique = found.tolist()
     order = sorted(range(len(unique)), key=lambda i: _sort_key(unique[i]))
     by_code = np.argsort(codes, kind="stable")
     bounds = np.searchsorted(codes[by_code], np.arange(len(unique) + 1))

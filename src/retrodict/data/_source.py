@@ -26,6 +26,7 @@ class Source:
         time_index: the one of them that is surely the time.
         row_index: the one of them that is the time if nothing else is.
         series: the column that tells series apart where the shape says so.
+        part: whether it is a part of a larger table, in which a column may hold nothing.
     """
 
     frame: Any
@@ -37,6 +38,7 @@ class Source:
     time_index: str | None = None
     row_index: str | None = None
     series: tuple[str, ...] = ()
+    part: bool = False
 
     def error(
         self, message: str, *, row: int | None = None, column: str | None = None

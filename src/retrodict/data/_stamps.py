@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict.data._columns import is_missing, parsed
+from retrodict.data._columns import is_missing, missing_cells, parsed
 from retrodict.data._errors import listed, optional, shorten
 from retrodict.data._source import TIME_NAMES, Source
 
@@ -67,7 +67,7 @@ def stamps(source: Source, column: str, time_format: str | None) -> np.ndarray:
     """
     pandas = optional("pandas")
     series = source.frame[column]
-    gone = np.array([is_missing(cell) for cell in series.tolist()], bool)
+    gone = missing_cells(series)
     if gone.any():
         raise source.error(
             "the time is missing; fill it in or remove the row.",

@@ -1,0 +1,330 @@
+"""Tables larger than memory: series that stay in their files, and are read block by block."""
+
+import dataclasses
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retrodict._fit import AbstractSeriesStore, Arrays
+from retrodict._train import ProgressLine
+from retrodict.data._errors import DataError, listed, optional
+from retrodict.data._files import damaged
+from retrodict.data._objects import to_source
+from retrodict.data._reader import read
+from retrodict.data._source import Source, frame_source
+from retrodict.data._table import Table
+
+BLOCK_ROWS = 50_000
+"""How many rows a block has at least, if there are so many."""
+
+
+class StoredSeries(AbstractSeriesStore):
+    """Series in files, as `open_series` found them.
+
+    Attributes:
+        names: the columns that are observed.
+        input_names: the inputs.
+        num_times: the rows of the longest series.
+        num_rows: the rows of all series, those inserted in gaps included.
+        num_missing: how many entries of them were not observed.
+        block_sizes: how many series each block has.
+        layout: the arguments by which `read` reads any of it.
+    """
+
+    def __init__(
+        self, files: Sequence["_File"], layout: dict[str, Any], seen: "_Seen", inputs: Sequence[str]
+    ) -> None:
+        self._places = [(file, block) for file in files for block in range(file.num_blocks)]
+        self._digest, self._equal = seen.hash.hexdigest(), seen.equal
+        self._sources = [file.name for file in files]
+        self.layout, self.names, self.input_names = layout, tuple(layout["columns"]), tuple(inputs)
+        self.num_times, self.num_rows = seen.longest, seen.rows
+        self.num_missing, self.block_sizes = seen.missing, tuple(seen.sizes)
+
+    def __repr__(self) -> str:
+        return (
+            f"StoredSeries({self.num_series} series, up to {self.num_times} rows,"
+            f" {len(self.names)} columns: {listed(self.names)}; {len(self.block_sizes)} blocks)"
+        )
+
+    def table(self, block: int) -> Table:
+        """The series of a block, padded to the longest of all."""
+        file, own = self._places[block]
+        return read(file.read(own, self.layout), **{**self.layout, "pad_to": self.num_times})
+
+    def tables(self) -> Iterator[Table]:
+        """All series, a block at a time: to smooth or summarise more than fits into memory."""
+        return (self.table(block) for block in range(len(self.block_sizes)))
+
+    def load(self, block: int) -> Arrays:
+        """The arrays of a block, as `fit` draws from them."""
+        table = self.table(block)
+        return {
+            "ys": np.where(table.mask, table.ys, 0.0),
+            "mask": table.mask if self.num_missing or not self._equal else None,
+            "inputs": table.inputs,
+            "length": None if self._equal else table.length,
+        }
+
+    def digest(self) -> str:
+        """The SHA-256 of all values, in their order."""
+        return self._digest
+
+    def described(self) -> list[str]:
+        """What was understood of the files, a line each."""
+        gone = self.num_missing / (self.num_rows * len(self.names))
+        return [
+            f"source: {listed(self._sources, 3)}",
+            f"rows: {self.num_rows}, in {self.num_series} series of up to {self.num_times},"
+            f" in {len(self.block_sizes)} blocks",
+            f"time: {self.layout['time'] or 'the row number'}, step {self.layout['freq']}",
+            f"columns: {listed(self.names)}; missing: {100 * gone:.1f} %",
+            *([f"inputs: {listed(self.input_names)}"] if self.input_names else []),
+        ]
+
+
+def open_series(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    series: str | Sequence[str],
+    time: str | None = None,
+    columns: str | Sequence[str] | None = None,
+    inputs: str | Sequence[str] | None = None,
+    freq: str | int | float | None = None,
+    step_input: bool = False,
+    step_unit: str | int | float | None = None,
+    time_format: str | None = None,
+    progress: bool = True,
+) -> StoredSeries:
+    """Opens series that are too large for memory: `fit` draws its batches from where they lie.
+
+    Everything is read once, block by block, and checked as `read` checks it; no more than a block
+    is in memory. The first block says which columns there are and what their step is, unless it is
+    said here. In a Parquet file the rows of a series must follow one another. A block is a row
+    group or several, at least 50,000 rows, and training holds up to eight: write row groups of not
+    much more.
+
+    Example:
+        `rd.fit(key, family, model, rd.data.open_series("big.parquet", series="id"))`.
+
+    Args:
+        source: the path of a `.parquet` or `.nc` file, or of several that go together.
+        series: the column or columns, or the dimension of a NetCDF file, that tell series apart.
+        time: as in `read`, like the rest.
+        columns: what is observed.
+        inputs: columns of inputs.
+        freq: the step of the times.
+        step_input: whether to add the time since the row before as the first input.
+        step_unit: what counts as 1 in that input.
+        time_format: how dates are written.
+        progress: whether to show a progress line.
+
+    Returns:
+        The series, for `fit`, or to go through by `tables()`.
+
+    Raises:
+        DataError: if something cannot be read or does not make sense, in one line.
+    """
+    apart = _names(series)
+    if not apart:
+        raise DataError("open_series: series names nothing; name what tells series apart.")
+    paths = [source] if isinstance(source, str | os.PathLike) else list(source)
+    if not paths:
+        raise DataError("open_series: there is no file; name one.")
+    files = [_open(Path(path), os.fspath(path), apart) for path in paths]
+    layout: dict[str, Any] = {
+        "time": time,
+        "series": apart,
+        "columns": _names(columns),
+        "inputs": _names(inputs),
+        "freq": freq,
+        "step_input": step_input,
+        "step_unit": step_unit,
+        "time_format": time_format,
+    }
+    places = [(file, block) for file in files for block in range(file.num_blocks)]
+    line = ProgressLine("{:.0f} rows were read", len(places)) if progress else None
+    seen, names = _Seen(), ()
+    for number, (file, block) in enumerate(places):
+        table = read(file.read(block, layout), **layout)
+        layout, names = table.layout, table.input_names
+        seen.add(table)
+        if line is not None:
+            line(number + 1, -float(seen.rows))
+    if (twice := seen.twice()) is not None:
+        file, block = places[twice]
+        raise DataError(
+            f"{file.name}: a series of block {block + 1} of {file.num_blocks} stands in another"
+            f" place too; sort the rows by {listed(apart)}, so that each series is in one place."
+        )
+    if seen.missing == seen.rows * len(layout["columns"]):
+        raise DataError(f"{listed(f.name for f in files)}: every value is missing.")
+    return StoredSeries(files, layout, seen, names)
+
+
+def _names(given: str | Sequence[str] | None) -> list[str] | None:
+    return [given] if isinstance(given, str) else given and [str(name) for name in given]
+
+
+class _Seen:
+    """What a first look through all blocks finds."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.sha256()
+        self.sizes: list[int] = []
+        self.rows = self.missing = self.longest = 0
+        self.equal = True
+        self._identifiers: list[np.ndarray] = []
+
+    def add(self, table: Table) -> None:
+        """One more block."""
+        for array in (table.ys, table.inputs, table.length):
+            if array is not None:
+                self.hash.update(np.ascontiguousarray(array).tobytes())
+        rows = int(table.length.sum())
+        self.sizes.append(table.num_series)
+        self.rows += rows
+        self.missing += rows * len(table.names) - int(table.mask.sum())
+        longest = int(table.length.max())
+        self.equal &= int(table.length.min()) == longest and self.longest in (0, longest)
+        self.longest = max(self.longest, longest)
+        self._identifiers.append(np.array([hash(str(i)) for i in table.series or ()]))
+
+    def twice(self) -> int | None:
+        """The last block with a series that stands in another block too."""
+        every = np.concatenate(self._identifiers)
+        values, counts = np.unique(every, return_counts=True)
+        if counts.max() == 1:
+            return None
+        at = int(np.flatnonzero(every == values[np.argmax(counts)])[-1])
+        return int(np.searchsorted(np.cumsum(self.sizes), at, side="right"))
+
+
+class _File(ABC):
+    """A file of several blocks."""
+
+    name: str
+    num_blocks: int
+
+    @abstractmethod
+    def read(self, block: int, layout: dict[str, Any]) -> Source:
+        """A block; of the columns that a layout names, or of all if it does not."""
+
+
+def _open(path: Path, name: str, apart: list[str]) -> _File:
+    if not path.exists():
+        raise DataError(f"{name}: there is no such file; check the path.")
+    kinds = {".parquet": _Parquet, ".nc": _Netcdf}
+    suffix = path.suffix.lower()
+    if suffix not in kinds:
+        raise DataError(
+            f"{name}: the suffix {suffix!r} is not one of {', '.join(kinds)}; write it as such a"
+            " file, or use read if it fits into memory."
+        )
+    return kinds[suffix](path, name, apart)
+
+
+class _Parquet(_File):
+    """Rows of one series after another; a block begins with the first series of a row group."""
+
+    def __init__(self, path: Path, name: str, apart: list[str]) -> None:
+        parquet = optional("pyarrow.parquet")
+        self.name = name
+        try:
+            self._file = parquet.ParquetFile(path)
+        except Exception as error:  # pyarrow raises a dozen types on damaged files
+            raise damaged(name, "Parquet", error) from None
+        known = self._file.schema_arrow.names
+        for column in apart:
+            if column not in known:
+                raise DataError(
+                    f"{name}: there is no column {column!r} (series); it has {listed(known)}."
+                )
+        metadata = self._file.metadata
+        counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        self._groups = np.concatenate([[0], np.cumsum(counts)]).astype(int)
+        if not self._groups[-1]:
+            raise DataError(f"{name}: there are no rows; add some.")
+        self._cuts = self._whole_series(apart)
+        self.num_blocks = len(self._cuts) - 1
+
+    def _whole_series(self, apart: list[str]) -> list[int]:
+        """Rows at which blocks begin, each with the first row of a series, and the end."""
+        cuts, last = [0], None
+        for group, begin in enumerate(self._groups[:-1]):
+            cells = self._table([group], apart).to_pandas(ignore_metadata=True)[apart]
+            if cells.empty:
+                continue
+            changes = (cells != cells.shift()).any(axis=1).to_numpy(copy=True)
+            changes[0] = last is None or tuple(cells.iloc[0]) != last
+            last = tuple(cells.iloc[-1])
+            starts = begin + np.flatnonzero(changes)
+            if starts.size and starts[0] - cuts[-1] >= BLOCK_ROWS:
+                cuts.append(int(starts[0]))
+        return [*cuts, int(self._groups[-1])]
+
+    def read(self, block: int, layout: dict[str, Any]) -> Source:
+        """The rows of a block, from the row groups that hold them."""
+        begin, end = self._cuts[block], self._cuts[block + 1]
+        first = int(np.searchsorted(self._groups, begin, side="right")) - 1
+        stop = int(np.searchsorted(self._groups, end, side="left"))
+        wanted = None
+        if layout["columns"] and layout["time"]:
+            wanted = [layout["time"], *layout["series"], *layout["columns"]]
+            wanted += layout["inputs"] or []
+        table = self._table(list(range(first, stop)), wanted)
+        frame = table.slice(begin - self._groups[first], end - begin).to_pandas()
+        source = frame_source(frame, self.name, "frame")
+        return dataclasses.replace(source, lines=source.lines + begin, part=True)
+
+    def _table(self, groups: list[int], columns: list[str] | None) -> Any:
+        try:
+            return self._file.read_row_groups(groups, columns, use_pandas_metadata=True)
+        except Exception as error:  # as above
+            raise damaged(self.name, "Parquet", error) from None
+
+
+class _Netcdf(_File):
+    """Variables along a dimension of series."""
+
+    def __init__(self, path: Path, name: str, apart: list[str]) -> None:
+        xarray = optional("xarray")
+        self.name, self._apart = name, apart
+        with path.open("rb") as file:
+            engine = "scipy" if file.read(3) == b"CDF" else "h5netcdf"
+        optional(engine)
+        try:
+            self._dataset = xarray.open_dataset(path, engine=engine, decode_timedelta=False)
+        except Exception as error:  # as above, for HDF5
+            raise damaged(name, "NetCDF", error) from None
+        sizes = {str(dimension): size for dimension, size in self._dataset.sizes.items()}
+        if len(apart) != 1 or apart[0] not in sizes:
+            raise DataError(
+                f"{name}: {listed(apart)} is not a dimension of the file; one that tells series"
+                f" apart must be named, and it has {listed(sizes)}."
+            )
+        count = sizes[apart[0]]
+        rows = max([size for dimension, size in sizes.items() if dimension != apart[0]], default=1)
+        if not count:
+            raise DataError(f"{name}: there are no series; add some.")
+        each = max(1, BLOCK_ROWS // rows)
+        self._cuts = [*range(0, count, each), count]
+        self.num_blocks = len(self._cuts) - 1
+
+    def read(self, block: int, layout: dict[str, Any]) -> Source:
+        """The series of a block."""
+        rows = slice(self._cuts[block], self._cuts[block + 1])
+        try:
+            part = self._dataset.isel({self._apart[0]: rows}).load()
+        except Exception as error:  # as above
+            raise damaged(self.name, "NetCDF", error) from None
+        if self._apart[0] not in part.coords:
+            part = part.assign_coords({self._apart[0]: np.arange(rows.start, rows.stop)})
+        keep = [*(layout["columns"] or ()), *(layout["inputs"] or ())]
+        source = to_source(part, time=layout["time"], series=self._apart, keep=keep)
+        return dataclasses.replace(source, name=self.name, part=True)
