@@ -26,6 +26,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import retrodict as rd
 from kalman import problem, retrodict_model
 from measure import Task
+from retrodict._fit.objective import Objective
+from retrodict._fit.segments import default_segment
+from retrodict._fit.source import Batch
+from retrodict._mask import Series
 from roofline import Peaks, measure, measured_peaks, memory_of
 
 STATE, OBS = 3, 4
@@ -178,6 +182,24 @@ def sharded(setting: Setting) -> Iterator[dict[str, Any]]:
         }
 
 
+def remat(setting: Setting) -> Iterator[dict[str, Any]]:
+    """The gradient of the ELBO of one series, all rows kept or read again in segments."""
+    for n in sorted(setting.options.rows):
+        model = nonlinear_model(setting.dtype, STATE, OBS)
+        ys = jax.jit(lambda key, n=n, model=model: model.simulate(key, n)[1])(jax.random.key(1))
+        family = rd.RecurrentFamily(jax.random.key(0), STATE, OBS).prepare(model, ys)
+        parameters, fixed = eqx.partition((family, model), eqx.is_inexact_array)
+        for what, segment in (("kept", None), ("read again", default_segment(n))):
+            objective = Objective(fixed, rd.RaoBlackwellised(1), None, 0.0, segment=segment)
+
+            def loss(parameters: Any, ys: Any, key: Any, objective: Any = objective) -> Any:
+                batch = Batch(jax.vmap(Series)(ys[None], None, None, None), 1)
+                return objective(parameters, batch, key)
+
+            found = setting.measure(jax.value_and_grad(loss), parameters, ys, jax.random.key(2))
+            yield {"what": what, "num_times": n, "segment": segment, **found}
+
+
 def nonlinear_model(dtype: Any, d: int, m: int) -> rd.StateSpaceModel:
     """The linear model of the other parts, seen through a hyperbolic tangent."""
     linear = retrodict_model(problem(Task("retrodict", "smoother", d, m, 2)), dtype)
@@ -192,6 +214,7 @@ PARTS: dict[str, Callable[[Setting], Iterator[dict[str, Any]]]] = {
     "batches": batches,
     "dimensions": dimensions,
     "sharded": sharded,
+    "remat": remat,
 }
 
 

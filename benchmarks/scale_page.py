@@ -157,9 +157,44 @@ def devices_section(found: dict[str, Any]) -> str:
 
 
 def disk_section(found: dict[str, Any]) -> str:
-    """An epoch from disk beside the same in memory, and memory by length."""
-    rows = [[name.replace("_", " "), str(value)] for name, value in found["epoch"].items()]
-    return table(["one epoch", ""], rows)
+    """An epoch from disk beside the same in memory."""
+    records = found["records"]
+    rows = [
+        [
+            {"memory": "in memory", "disk": "on disk"}[r["kind"]],
+            f"{r['rows_per_s']:,.0f}",
+            f"{r['epoch_s']:.0f}",
+            f"{r['open_s']:.0f}",
+            f"{r['peak_bytes'] / 1e6:,.0f}",
+        ]
+        for r in records
+    ]
+    first = records[0]
+    best = {
+        kind: max(r["rows_per_s"] for r in records if r["kind"] == kind)
+        for kind in ("memory", "disk")
+    }
+    about = f"CPU, {found['cores']} cores, jax {first['jax']}, float32, load {first['load']:.1f};"
+    about += f" {first['series']:,} series, {first['rows']:,} rows in a Parquet file of"
+    about += f" {first['file_bytes'] / 1e6:,.0f} MB, batches of {found['batch']}, one epoch of a"
+    about += " `RecurrentFamily` in each of several runs. The best from disk has"
+    about += f" {best['disk'] / best['memory']:.0%} of the speed of the best in memory."
+    columns = ["series", "rows a second", "seconds of the epoch, compilation included"]
+    return f"{about}\n\n" + table([*columns, "seconds to open", "peak MB of the process"], rows)
+
+
+def remat_section(found: dict[str, Any]) -> str:
+    """Memory of a gradient by the rows of a series."""
+    runs, rows = of_part(found, "remat"), []
+    for n in sorted({run["num_times"] for run in runs}):
+        kept, again = (pick(runs, what=what, num_times=n) for what in ("kept", "read again"))
+        if kept is None or again is None:
+            continue
+        cells = [f"{run['temporary_bytes'] / 1e6:,.2f}" for run in (kept, again)]
+        rows.append([f"{n:,}", *cells, f"{again['best_s'] / kept['best_s']:.1f}"])
+    about = f"{machine_of(found)}; the gradient of one series by a `RecurrentFamily`, beside the"
+    about += " rows themselves, all of them kept or read again in segments (`remat=True`).\n\n"
+    return about + table(["rows", "MB, kept", "MB, read again", "times as long"], rows)
 
 
 BILLION = 1e9
@@ -217,6 +252,7 @@ def sections(folder: Path) -> Iterable[tuple[str, str]]:
         ("devices-cpu", "By the number of devices", devices_section),
         ("sharded", "One series over several devices", sharded_section),
         ("disk", "Data larger than memory", disk_section),
+        ("remat", "Long series in little memory", remat_section),
     ]
     for name, heading, write in others:
         found = load(folder, name)
@@ -231,7 +267,9 @@ def draw(folder: Path, path: Path) -> None:
     figure, panels = plt.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
     gpu, growth, devices = (load(folder, name) for name in ("gpu", "growth", "devices-cpu"))
     for found, style in ((gpu, "-"), (growth, "--")):
-        runs = [] if found is None else of_part(found, "inference")
+        if found is None:
+            continue
+        runs = of_part(found, "inference")
         for index, what in enumerate(("kalman", "scan", "recurrent")):
             points = [(r["num_times"], 1e3 * r["best_s"]) for r in runs if r["what"] == what]
             if points:

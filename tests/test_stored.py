@@ -182,7 +182,7 @@ def frame() -> pd.DataFrame:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data._stored, "BLOCK_ROWS", 60)
+    monkeypatch.setattr("retrodict.data._stored.BLOCK_ROWS", 60)
 
 
 def assert_reads_as(found: data.StoredSeries, whole: data.Table) -> None:

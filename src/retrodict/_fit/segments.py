@@ -77,8 +77,10 @@ def elbo_in_segments(
     first = _first(series)
     _, state = factors(family, state, first, None)
     segments = _segments(family, state, series, segment)
-    kind = _Drawn if isinstance(estimator, BackwardSampling) else _InMoments
-    way = kind(model, family, estimator, key)
+    if isinstance(estimator, BackwardSampling):
+        way = _Drawn(model, family, estimator, key)
+    else:
+        way = _InMoments(model, family, estimator, key)
 
     def back(onward: PyTree, segment: _Segment) -> tuple[PyTree, None]:
         return way.back(onward, segment), None

@@ -168,7 +168,9 @@ def open_series(
 
 
 def _names(given: str | Sequence[str] | None) -> list[str] | None:
-    return [given] if isinstance(given, str) else given and [str(name) for name in given]
+    if given is None:
+        return None
+    return [given] if isinstance(given, str) else [str(name) for name in given]
 
 
 class _Seen:

@@ -1,0 +1,145 @@
+"""An epoch of training on series that stay on disk, beside the same with all of them in memory.
+
+A `RecurrentFamily` for a linear-Gaussian model of three states and four observed columns, float32.
+The file is Parquet, one row a time step. Each run has a process of its own, which says how large it
+became; runs of either kind take turns, and what is compared is the time from the first chunk on,
+without compilation, and without the first look through the file, which has a line of its own.
+
+    python benchmarks/scale_disk.py [--series 100000] [--rounds 2] [--out scale-disk.json]
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import retrodict as rd
+from scale_devices import OBS_DIM, STATE_DIM, model
+
+BATCH, CHUNK = 64, 100
+WRITTEN = 2_000
+"""Series that are made and written at a time."""
+
+
+def write(path: Path, num_series: int, num_times: int, group: int) -> None:
+    """Simulates series and writes them, some at a time."""
+    simulate = jax.jit(jax.vmap(lambda key: model().simulate(key, num_times)[1]))
+    columns = [f"y{i}" for i in range(OBS_DIM)]
+    schema = pa.schema(
+        [("id", pa.int32()), ("t", pa.int32()), *((name, pa.float32()) for name in columns)]
+    )
+    with pq.ParquetWriter(path, schema) as writer:
+        for first in range(0, num_series, WRITTEN):
+            count = min(WRITTEN, num_series - first)
+            ys = np.asarray(simulate(jax.random.split(jax.random.key(first), count)), np.float32)
+            arrays = [
+                np.repeat(np.arange(first, first + count, dtype=np.int32), num_times),
+                np.tile(np.arange(num_times, dtype=np.int32), count),
+                *(ys[:, :, i].ravel() for i in range(OBS_DIM)),
+            ]
+            writer.write_table(pa.table(arrays, schema), row_group_size=group)
+
+
+def peak() -> int:
+    """Bytes that the process has held at most."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def measure(kind: str, path: Path) -> dict[str, Any]:
+    """One epoch in this process."""
+    began = time.perf_counter()
+    if kind == "memory":
+        table = pq.read_table(path, columns=[f"y{i}" for i in range(OBS_DIM)])
+        num_times = pq.read_table(path, columns=["t"])["t"].to_numpy().max() + 1
+        ys: Any = np.stack([column.to_numpy() for column in table.columns], axis=1)
+        ys = ys.reshape(-1, num_times, OBS_DIM)
+        num_series, num_rows = ys.shape[0], ys.shape[0] * ys.shape[1]
+        del table
+    else:
+        ys = rd.data.open_series(path, series="id", time="t", progress=False)
+        num_series, num_rows = ys.num_series, ys.num_rows
+    opened, peak_to_open = time.perf_counter() - began, peak()
+    times: list[float] = []
+    rd.fit(
+        jax.random.key(0),
+        rd.RecurrentFamily(jax.random.key(1), STATE_DIM, OBS_DIM),
+        model(),
+        ys,
+        num_steps=num_series // BATCH,
+        batch_size=BATCH,
+        chunk_size=CHUNK,
+        progress=lambda step, grade: times.append(time.perf_counter()),
+    )
+    steps = CHUNK * (len(times) - 2)
+    rows = steps * BATCH * (num_rows // num_series)
+    return {
+        "kind": kind,
+        "series": num_series,
+        "rows": num_rows,
+        "open_s": opened,
+        "epoch_s": times[-1] - began - opened,
+        "rows_per_s": rows / (times[-2] - times[0]),
+        "peak_bytes_to_open": peak_to_open,
+        "peak_bytes": peak(),
+        "jax": jax.__version__,
+        "load": os.getloadavg()[0],
+    }
+
+
+def in_a_process(kind: str, path: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, __file__, "--worker", kind, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=3600,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="An epoch from disk beside one in memory.")
+    parser.add_argument("--series", type=int, default=100_000)
+    parser.add_argument("--num-times", type=int, default=200)
+    parser.add_argument("--group", type=int, default=50_000, help="rows of a row group")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(measure(options.worker[0], Path(options.worker[1]))))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "series.parquet"
+        write(path, options.series, options.num_times, options.group)
+        size = path.stat().st_size
+        records = []
+        for _ in range(options.rounds):
+            for kind in ("memory", "disk"):
+                records.append({**in_a_process(kind, path), "file_bytes": size})
+                print(json.dumps(records[-1]), flush=True)
+    best = {
+        kind: max(r["rows_per_s"] for r in records if r["kind"] == kind)
+        for kind in ("memory", "disk")
+    }
+    print(f"from disk at {best['disk'] / best['memory']:.2f} of the speed in memory")
+    if options.out:
+        partial = options.out.with_suffix(".partial")
+        report = {"cores": os.cpu_count(), "batch": BATCH, "records": records}
+        partial.write_text(json.dumps(report, indent=2) + "\n")
+        partial.replace(options.out)
+
+
+if __name__ == "__main__":
+    main()
