@@ -162,6 +162,8 @@ def disk_section(found: dict[str, Any]) -> str:
     rows = [
         [
             {"memory": "in memory", "disk": "on disk"}[r["kind"]],
+            f"{r['series']:,}",
+            f"{r['rows']:,}",
             f"{r['rows_per_s']:,.0f}",
             f"{r['epoch_s']:.0f}",
             f"{r['open_s']:.0f}",
@@ -169,17 +171,19 @@ def disk_section(found: dict[str, Any]) -> str:
         ]
         for r in records
     ]
-    first = records[0]
+    last = records[-1]
     best = {
-        kind: max(r["rows_per_s"] for r in records if r["kind"] == kind)
+        kind: max(
+            r["rows_per_s"] for r in records if (r["kind"], r["series"]) == (kind, last["series"])
+        )
         for kind in ("memory", "disk")
     }
-    about = f"CPU, {found['cores']} cores, jax {first['jax']}, float32, load {first['load']:.1f};"
-    about += f" {first['series']:,} series, {first['rows']:,} rows in a Parquet file of"
-    about += f" {first['file_bytes'] / 1e6:,.0f} MB, batches of {found['batch']}, one epoch of a"
-    about += " `RecurrentFamily` in each of several runs. The best from disk has"
-    about += f" {best['disk'] / best['memory']:.0%} of the speed of the best in memory."
-    columns = ["series", "rows a second", "seconds of the epoch, compilation included"]
+    about = f"CPU, {found['cores']} cores, jax {last['jax']}, float32, load {last['load']:.1f};"
+    about += f" a Parquet file of {last['file_bytes'] / 1e6:,.0f} MB, batches of {found['batch']},"
+    about += " one epoch of a `RecurrentFamily` in a process of its own. The best from disk has"
+    about += f" {best['disk'] / best['memory']:.0%} of the speed of the best in memory; peaks"
+    about += " include compilation."
+    columns = ["where", "series", "rows", "rows a second", "seconds of the epoch, all included"]
     return f"{about}\n\n" + table([*columns, "seconds to open", "peak MB of the process"], rows)
 
 
