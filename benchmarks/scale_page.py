@@ -204,7 +204,7 @@ def remat_section(found: dict[str, Any]) -> str:
 BILLION = 1e9
 
 
-def billion_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
+def billion_section(gpu: dict[str, Any], cpu: dict[str, Any], disk: dict[str, Any] | None) -> str:
     """What a billion observations would cost, at the rates above."""
     longest = [run for run in of_part(gpu, "inference") if run["num_times"] == 1_000_000]
     rows = []
@@ -219,6 +219,10 @@ def billion_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
             family = f"an epoch of a `{run['what'].capitalize()}Family`, {where}"
             memory = f"{run['program_bytes'] / 1e9:.1f} GB"
             rows.append([family, duration(BILLION / run["rows_per_s"]), memory])
+    if disk is not None:
+        read = max(disk["records"], key=lambda r: r["rows"] / r["open_s"] * (r["kind"] == "disk"))
+        seconds = BILLION / read["rows"] * read["open_s"]
+        rows.append(["reading them from Parquet once, one core", duration(seconds), "a block"])
     about = (
         "Computed from the rates above, not run. Smoothing holds a whole series: its memory is\n"
     )
@@ -263,7 +267,7 @@ def sections(folder: Path) -> Iterable[tuple[str, str]]:
         if found is not None:
             yield heading, write(found)
     if gpu is not None and cpu is not None:
-        yield "What 10⁹ observations would cost", billion_section(gpu, cpu)
+        yield "What 10⁹ observations would cost", billion_section(gpu, cpu, load(folder, "disk"))
 
 
 def draw(folder: Path, path: Path) -> None:
