@@ -88,6 +88,38 @@ def test_a_dry_run_says_what_was_understood(tmp_path: Path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
 
 
+def test_messages_name_the_options_of_the_command_line(tmp_path: Path, capsys):
+    source, out = tmp_path / "table.csv", tmp_path / "run"
+    fit = ["fit", str(source), "--model", "local_level", "--out", str(out)]
+    source.write_text(GOOD + "1903,5\n")
+    refused(fit, "apart with --series\\.", capsys, out)
+    source.write_text(GOOD.replace("19", "01/02/19"))
+    refused(fit, "give --time-format '%d/%m/%Y'", capsys, out)
+    source.write_text(GOOD.replace("flow", "time"))
+    refused(fit, "Say so with --time$", capsys, out)
+    source.write_text(GOOD)
+    refused([*fit, "--freq", "0"], "--freq 0 does not fit", capsys, out)
+    refused([*fit, "--columns", "year,flow"], "Name these columns one by one", capsys, out)
+
+
+def test_a_dry_run_refuses_what_a_fit_would(tmp_path: Path, capsys):
+    source, out = tmp_path / "table.csv", tmp_path / "run"
+    source.write_text(GOOD)
+    fit = ["fit", str(source), "--dry-run", "--model"]
+    irregular = ["--option", "irregular=true"]
+    for arguments, words in (
+        (["local_level", "--step-input"], "takes no inputs, and the table has step"),
+        (["local_level", *irregular], "the length of the step, and the table has none.*--inputs"),
+        (
+            ["poisson_counts", *irregular, "--option", "exposure=true", "--step-input"],
+            "the length of the step, the exposure, and the table has step\\.",
+        ),
+        (["binomial_counts"], "the number of trials, and the table has none"),
+        (["range_bearing"], "model of 2 columns, got 1"),
+    ):
+        refused([*fit, *arguments], words, capsys, out)
+
+
 def test_options_are_given_and_said(tmp_path: Path, capsys):
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)

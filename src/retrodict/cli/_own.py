@@ -22,7 +22,7 @@ from retrodict.cli._job import (
     ended_together,
     join,
 )
-from retrodict.cli._options import AsJson, Seed
+from retrodict.cli._options import ASKED, AsJson, Seed
 from retrodict.cli._progress import Stages
 from retrodict.cli._stream import (
     Figure,
@@ -79,13 +79,19 @@ NUM_IMPUTED = 1000
 OPTIONS = {
     "step_input=True": "--step-input",
     "freq='irregular'": "--freq irregular",
+    "freq=": "--freq ",
+    "time_format=": "--time-format ",
+    "series=...": "--series",
+    "columns=...": "--columns",
+    "inputs=...": "--inputs",
     "overwrite=True": "--overwrite",
     "history_every": "--history-every",
     "restart=True": "--restart",
     "times=... from read_times": "--at FILE",
     "times=... from data.read_times": "--at FILE",
+    "time=...": "--time",
 }
-"""What Python's arguments are called here."""
+"""What Python's arguments are called here; the longer ones first."""
 
 
 @contextmanager
@@ -174,16 +180,17 @@ def fit(
         spec = models.resolve(model).with_options(options or ())
         given = {
             "time": time,
-            "series": series,
-            "columns": columns,
-            "inputs": inputs,
+            "series": series or None,
+            "columns": columns or None,
+            "inputs": inputs or None,
             "freq": _number_or_text(freq),
             "step_input": step_input or None,
             "time_format": time_format,
         }
-        layout = {**spec.data, **{key: value for key, value in given.items() if value}}
+        layout = spec.data | {key: value for key, value in given.items() if value is not None}
         table = data.read(source, **layout)
         if dry_run:
+            runs.starting_model(table, spec, seed=seed)  # refuses a model that does not fit
             _say_dry_run(table, spec, as_json)
             return
         if out is None:
@@ -192,12 +199,14 @@ def fit(
             "family": family or spec.fit.get("family", "mixture"),
             "num_steps": steps or spec.fit.get("num_steps", 2000),
         }
-        count = runs.num_stages(table, spec) + runs.NUM_CHECKS + 1
+        run = runs.finished_before(table, spec, out, seed=seed, **chosen)
+        count = runs.NUM_CHECKS + 1 + (0 if run else runs.num_stages(table, spec))
         terminal = Console(stderr=True, quiet=not speaks)
         with Stages("fit", count, terminal) as stages:
             try:
-                run = runs.fit(table, spec, out, seed=seed, progress=stages, **chosen)
-                runs.write_report(run, table, seed=seed, progress=stages)
+                if run is None:
+                    run = runs.fit(table, spec, out, seed=seed, progress=stages, **chosen)
+                runs.write_report(run, table, seed=seed, command=ASKED.get(), progress=stages)
             except OSError as error:
                 raise UserError(cannot_write(error, out)) from error
     if not speaks:

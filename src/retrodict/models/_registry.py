@@ -101,6 +101,16 @@ class ReadyModel(NamedTuple):
         except ValueError as error:
             raise ModelError(str(error)) from error
 
+    def inputs(self, options: Mapping[str, Any]) -> list[str]:
+        """What the model reads as inputs with these options, in order and in words."""
+        chosen = {name: option.default for name, option in self.options.items()} | dict(options)
+        wanted = ["the length of the step"] if chosen.get("irregular") else []
+        if chosen.get("exposure"):
+            wanted.append("the exposure")
+        if "total_count" in chosen and not chosen["total_count"]:
+            wanted.append("the number of trials")
+        return wanted
+
     def start(
         self,
         model: StateSpaceModel,

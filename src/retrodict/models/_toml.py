@@ -33,9 +33,10 @@ TABLES: dict[str, dict[str, str]] = {
         "time": "text",
         "columns": "list of texts",
         "inputs": "list of texts",
-        "series": "text",
-        "freq": "text",
+        "series": "text or list of texts",
+        "freq": "text or number",
         "step_input": "true or false",
+        "time_format": "text",
     },
     "fit": {"family": "text", "num_steps": "whole number"},
 }
@@ -51,7 +52,7 @@ class ModelSpec:
         options: options of the ready model.
         start: starting values by parameter, in place of those from data.
         fixed: names of parameters that are not learned.
-        data: how to read data: some of `time`, `columns`, `inputs`, `series`, `freq`, `step_input`.
+        data: how to read data: some of the arguments of `retrodict.data.read`.
         fit: how to fit: some of `family` and `num_steps`.
     """
 
@@ -138,6 +139,10 @@ class ModelSpec:
             return {}
         defaults = {key: option.default for key, option in ready_model(self.name).options.items()}
         return {**defaults, **self.options}
+
+    def inputs(self) -> list[str] | None:
+        """What the model reads as inputs, in order and in words; `None` of objects."""
+        return None if self.name is None else ready_model(self.name).inputs(self.options)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a dict that JSON can hold, with the keys of a model file."""
@@ -320,6 +325,8 @@ def _refuse_unless(value: Any, kind: str, where: str, name: str) -> None:
 
 
 def _is_kind(value: Any, kind: str) -> bool:
+    if kind in ("text or list of texts", "text or number"):
+        return any(_is_kind(value, part) for part in kind.split(" or "))
     if kind == "true or false":
         return isinstance(value, bool)
     if kind == "list of texts":

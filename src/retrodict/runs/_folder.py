@@ -14,6 +14,8 @@ FORMAT = 1
 
 RECORD, MODEL, FAMILY, TRAINING = "run.json", "model.rd", "family.rd", "training.csv"
 
+REPORT = "report.html"
+
 
 class RunError(ValueError):
     """A run folder that cannot be used as asked, in one line."""
@@ -85,6 +87,11 @@ def likelihood_in_words(results: Mapping[str, Any]) -> str:
         rows = f"{results['rows_observed']} of {results['rows']} rows observed"
         words = f"{results['total']:.2f} in all, {words} ({rows})"
     return f"{what} {words}"
+
+
+def as_plain(value: Any) -> Any:
+    """What JSON makes of a value: tuples as lists, keys as texts."""
+    return json.loads(json.dumps(value))
 
 
 def checksum_of(record: Mapping[str, Any]) -> str:

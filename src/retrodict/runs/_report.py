@@ -31,13 +31,11 @@ from retrodict.runs._content import (
     Series,
     SeriesPanel,
 )
-from retrodict.runs._folder import TRAINING, likelihood_in_words
+from retrodict.runs._folder import REPORT, TRAINING, likelihood_in_words
 from retrodict.runs._names import state_names
 from retrodict.runs._page import MAX_SERIES, page
 from retrodict.runs._plot import plot
 from retrodict.runs._record import Run
-
-REPORT = "report.html"
 
 PAGE_STAGE = "the report"
 
