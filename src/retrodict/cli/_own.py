@@ -528,8 +528,10 @@ def _say_run(record: Mapping[str, Any], as_json: bool) -> None:
     typer.echo(f"smoothing: {results['method']}; {runs.likelihood_in_words(results)}")
     grid = Grid(box=SIMPLE, pad_edge=False)
     for heading in ("parameter", "value", "standard error", "90% interval"):
-        grid.add_column(heading, justify="left" if heading == "parameter" else "right")
-    for name, found in results["parameters"].items():
+        grid.add_column(
+            heading, justify="left" if heading == "parameter" else "right", overflow="fold"
+        )
+    for name, found in runs.parameter_lines(results):
         grid.add_row(name, *_cells(found))
     Console().print(grid)
     typer.echo(results["uncertainty"])
