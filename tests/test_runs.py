@@ -337,6 +337,23 @@ def test_rows_out_of_order_are_refused(copy, frame):
         runs.stream(copy, io.BytesIO(b"".join(wrong)), io.BytesIO(), lag=LAG)
 
 
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("1871,x\n", "line 2, column 'volume': 'x'"),
+        ("1871,1\n1872,2\n1873.5,3\n", "line 4, column 'year': 1873.5 is not a whole number"),
+        ("1871,1\n1872,2\n9999999,3\n", "line 4.*9998126 rows are missing between 1872 and"),
+    ],
+)
+def test_rows_that_cannot_be_answered_leave_nothing(copy, tmp_path, rows: str, words: str):
+    source, out, pipe = f"year,volume\n{rows}".encode(), tmp_path / "answers.csv", io.BytesIO()
+    for target in (out, pipe):
+        with pytest.raises(data.DataError, match=words):
+            runs.stream(copy, io.BytesIO(source), target, lag=LAG)
+    assert not out.exists() and not pipe.getvalue()
+    assert not list(copy.path.glob("stream*"))
+
+
 def test_the_state_of_another_lag_is_refused(copy, frame, tmp_path):
     place = tmp_path / "state"
     source = b"".join(lines_of(frame)[:5])

@@ -1,5 +1,6 @@
 """The reader: whatever holds a table to series that the verbs of the library take."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from retrodict.data._table import Piece, Table, padded_length, stack, written
 
 STEP_NAME = "step"
 IRREGULAR = "irregular"
+DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 def read(
@@ -220,6 +222,9 @@ def _data_columns(table: Source, taken: list[str], notes: list[str]) -> list[str
     free = [name for name in table.frame.columns if name not in (*taken, *table.index)]
     found = [name for name in free if is_numeric(table, name)]
     if not found:
+        for name in free:
+            if DECIMAL_COMMA.fullmatch(str(table.frame[name].iloc[0]).strip()):
+                numbers(table, name)  # says what is wrong with it
         raise table.error(
             f"there is no column of numbers besides {listed(taken) or 'the index'}; name what is"
             " observed with columns=..."

@@ -160,7 +160,10 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
         one = table.one(i)
         chain = run.smoother.infer(one["ys"], mask=one["mask"], inputs=one["inputs"])
         own = jax.random.fold_in(key, i)
-        found.append(rd.check_posterior(own, run.model, chain, num_samples=count, **one))
+        try:
+            found.append(rd.check_posterior(own, run.model, chain, num_samples=count, **one))
+        except FloatingPointError as error:
+            return [Finding("comparison with a particle smoother", "failed", str(error), "bad")]
     rows = [int(k) for k in table.length]
     gaps = np.array([float(each.gap) / n for each, n in zip(found, rows, strict=True)])
     shapes = np.array([float(each.k_hat) for each in found])

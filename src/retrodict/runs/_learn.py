@@ -111,6 +111,8 @@ def fit(
     """
     if family not in FAMILIES:
         raise RunError(f"There is no family {family!r}; there are {', '.join(FAMILIES)}.")
+    if num_steps < 1:
+        raise RunError(f"A fit takes at least 1 step, got {num_steps}.")
     out = Path(out)
     settings = _settings(table, spec, family, num_steps, seed)
     _refuse_other(out, settings)
@@ -278,7 +280,26 @@ def starting_model(
             " inputs out, or choose a model that reads them: ready models read the length of the"
             " step with the option irregular=true."
         )
+    columns = _num_observed(model, len(table.input_names))
+    if columns != len(table.names):
+        raise RunError(
+            f"The model {spec.reference} observes {columns} columns, and the table has"
+            f" {len(table.names)}: {', '.join(table.names)}. Name those that it observes with"
+            " columns=..."
+        )
     return model
+
+
+def _num_observed(model: rd.StateSpaceModel, num_inputs: int) -> int:
+    """How many columns a model observes, seen in the shape of an observation."""
+    emission, given = rd.unwrap(model).emission, jnp.zeros(num_inputs)
+    drawn = eqx.filter_eval_shape(
+        lambda key, x, u: emission.sample(key, x, u if emission.takes_input else None),
+        jax.random.key(0),
+        jnp.zeros(model.state_dim),
+        given,
+    )
+    return drawn.shape[0]
 
 
 def _by_evidence(

@@ -187,10 +187,6 @@ class _Session:
         last = None if not kept.waiting.size else _as_time(kept.last, kept)
         count, saved = 0, time.monotonic()
         untitled = not as_json and not (self.owned and self.handle.tell())
-        if not self.owned and untitled:
-            self.handle.write(header(self.names))
-            self.handle.flush()
-            untitled = False
         for lines in arriving(source):
             if reader is None:
                 reader = data.LiveReader(self.layout, lines.pop(0), last=last)
@@ -214,6 +210,8 @@ class _Session:
                     kept, saved = self.save(kept), time.monotonic()
         if count:
             kept = self.save(kept)
+        elif untitled and not self.owned:
+            self.handle.write(header(self.names))
         return kept, count
 
     def cuts(self, kept: Kept, count: int) -> Iterator[tuple[int, int]]:
@@ -355,6 +353,11 @@ def _emptied(path: Path, starts: tuple[bytes, ...]) -> bool:
     return ours
 
 
+def _remove_empty(path: Path) -> None:
+    if path.exists() and not path.stat().st_size:
+        path.unlink()
+
+
 def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
     if not place.exists():
         return fresh
@@ -391,6 +394,7 @@ def _opened(out: Path, known: int, unread: bool, files: ExitStack) -> Any:
         )
     if size and not (known or unread):
         raise RunError(f"{out} exists, and no state says that it is of this stream; name another.")
+    files.callback(_remove_empty, out)  # nothing is left of a stream that answered no row
     handle = files.enter_context(open(out, "r+b" if size else "wb"))
     handle.truncate(known)
     handle.seek(known)
