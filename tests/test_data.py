@@ -644,5 +644,5 @@ def test_coming_times_are_read_as_those_of_the_table():
             rd.data.read_times(pd.DataFrame(wrong), table)
     even = rd.data.read({"t": [0, 1, 2], "y": [1.0, 2.0, 3.0]}, step_input=True)
     np.testing.assert_array_equal(even.steps_to([np.array([3, 4])]), np.ones((1, 2)))
-    with pytest.raises(ValueError, match="regular, and go on by 1"):
+    with pytest.raises(ValueError, match="regular and go on by 1"):
         even.steps_to([np.array([4, 5])])

@@ -456,6 +456,28 @@ def test_entries_fixed_at_one_value_are_one_line():
     assert names == ["a[0]", "a[1]", "m[0]", "m[1..3]", "s[0]", "w[0,0]", "w[0,1]"]
 
 
+def test_inputs_of_coming_rows_are_those_after_the_last(run: runs.Run):
+    frame = pd.DataFrame({"t": np.arange(5), "y": np.ones(5), "u": np.arange(5.0)})
+    table = data.read(frame, inputs="u", columns="y")
+    driven = dataclasses.replace(run, record={**run.record, "layout": table.layout})
+    later = pd.DataFrame({"t": np.arange(3, 9), "u": np.arange(3.0, 9.0)})
+    found = runs.read_inputs(driven, table, later, 3)
+    assert found[..., 0].tolist() == [[5.0, 6.0, 7.0]]
+    with pytest.raises(runs.RunError, match="must have 5 rows of inputs.*after its last row"):
+        runs.read_inputs(driven, table, later, 5)
+    with pytest.raises(runs.RunError, match="after 4 comes 5"):
+        runs.read_inputs(driven, table, later.iloc[3:], 2)
+
+
+def test_coming_times_of_a_regular_table_are_the_next_ones(copy: runs.Run, frame, tmp_path, capsys):
+    source, at = tmp_path / "nile.csv", tmp_path / "at.csv"
+    frame.to_csv(source, index=False)
+    for times, code in (("1931\n1932\n", 0), ("1935\n", 2), ("1931.5\n", 2)):
+        at.write_text(f"year\n{times}")
+        assert command(["forecast", str(copy.path), str(source), "--at", str(at)]) == code
+    assert "after 1930 comes 1931" in capsys.readouterr().err
+
+
 def test_coverage_counts_what_lies_inside():
     found = _residuals.coverage(np.array([0.01, 0.3, 0.5, 0.96, 0.94]))
     assert (found.inside, found.hidden) == (3, 5)

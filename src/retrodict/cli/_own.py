@@ -480,12 +480,12 @@ def stream(
             figure=figure,
             save_run=save_run,
         )
-        place = runs.state_place(opened, lag, learning) if state is None else state
-        if place.exists() and not restart:
-            typer.echo(
-                f"Going on from {place}: rows that it knows are skipped; --restart begins anew.",
-                err=True,
-            )
+        timed = opened.layout["time"] is not None
+        known = "rows that it knows are skipped" if timed else "rows have no time, and all are new"
+
+        def going_on(place: Path) -> None:
+            typer.echo(f"Going on from {place}: {known}; --restart begins anew.", err=True)
+
         try:
             with telling:
                 runs.stream(
@@ -499,6 +499,7 @@ def stream(
                     as_json=as_json,
                     learning=learning,
                     restart=restart,
+                    going_on=going_on,
                 )
         except OSError as error:
             raise UserError(cannot_write(error, out or run)) from error

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -62,6 +62,7 @@ def stream(
     as_json: bool = False,
     learning: Learning | None = None,
     restart: bool = False,
+    going_on: Callable[[Path], None] | None = None,
 ) -> int:
     """Answers rows of comma-separated values as they come.
 
@@ -89,6 +90,7 @@ def stream(
         learning: what is learned from the rows, and how; by default nothing is.
         restart: whether to begin anew: the state, and the files that this stream wrote, are
             replaced.
+        going_on: who is told of the state that it goes on from, if there is one.
 
     Returns:
         How many rows were answered.
@@ -105,6 +107,8 @@ def stream(
         _forget(place, out, learning, state_names(run))
     fresh = _fresh(live, seed)
     kept = _read_state(place, _fingerprint(run, live, learning), fresh)
+    if place.exists() and going_on is not None:
+        going_on(place)
     with ExitStack() as files:
         # Nothing is known yet of files whose first rows were killed on their way to the state.
         unread = place.exists() and not kept.waiting.size
@@ -364,7 +368,7 @@ def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
     try:
         fields, found = rd.load(place, like=None)
     except rd.CheckpointError as error:
-        raise RunError(f"{place}: {error} Pass restart=True to begin anew.") from error
+        raise RunError(f"{error} Pass restart=True to begin anew.") from error
     if found != fingerprint:
         raise RunError(
             f"{place} is the state of another run or lag, or of other ways to learn; name another"
