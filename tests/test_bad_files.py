@@ -32,6 +32,11 @@ TEXTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {},
         ["line 3", "'2,5'", "decimal point"],
     ),
+    "decimal commas everywhere": (
+        "t;y\n1;1,5\n2;2,5\n3;1,7\n",
+        {},
+        ["line 2", "'1,5'", "decimal point"],
+    ),
     "thousands": (GOOD.replace("2.5", '"1,234.5"'), {}, ["line 3", "1,234.5"]),
     "underscore": (GOOD.replace("2.5", "1_000"), {}, ["line 3", "1_000"]),
     "duplicated time": (

@@ -598,6 +598,30 @@ def test_a_column_that_counts_rows_is_left_aside():
     assert len(rd.data.read(frame.assign(rownames=[1, 2, 4])).names) == 2
 
 
+def test_a_column_that_counts_rows_is_left_aside_in_a_file_too(tmp_path: Path):
+    (tmp_path / "a.csv").write_text("rownames,year,y\n1,2001,5\n2,2002,1\n3,2003,2\n")
+    table = rd.data.read(tmp_path / "a.csv")
+    assert list(table.names) == ["y"] and "left aside: rownames" in table.notes
+
+
+def test_weeks_are_times():
+    table = rd.data.read({"week": ["1991 W52", "1992 W01", "1992 W03"], "y": [1.0, 2.0, 3.0]})
+    assert (table.time_name, table.step) == ("week", "7D")
+    assert str(table.times[0][0])[:10] == "1991-12-23" and np.isnan(table.ys[0, 2, 0])
+    with pytest.raises(rd.data.DataError, match="row 2, column 'week': '1991-W53'"):
+        rd.data.read({"week": ["1991-W52", "1991-W53"], "y": [1.0, 2.0]})
+
+
+def test_text_that_may_be_the_time_is_mentioned():
+    frame = pd.DataFrame({"month": ["Jan 1969", "Feb 1969", "Mar 1969"], "y": [1.0, 2.0, 4.0]})
+    assert "no time column was found: is it 'month'? Name it, and its format" in (
+        rd.data.read(frame).notes
+    )
+    assert not rd.data.read(frame.assign(month=["wet", "dry", "cold"])).notes[1:]
+    named = rd.data.read(frame, time="month", time_format="%b %Y")
+    assert named.step == "1 month" and not named.notes
+
+
 def test_coming_times_are_read_as_those_of_the_table():
     days = pd.to_datetime(["2020-01-01", "2020-01-02", "2020-01-05", "2020-01-11"])
     frame = pd.DataFrame({"day": days, "who": list("abab"), "y": np.arange(4.0)})
@@ -620,5 +644,5 @@ def test_coming_times_are_read_as_those_of_the_table():
             rd.data.read_times(pd.DataFrame(wrong), table)
     even = rd.data.read({"t": [0, 1, 2], "y": [1.0, 2.0, 3.0]}, step_input=True)
     np.testing.assert_array_equal(even.steps_to([np.array([3, 4])]), np.ones((1, 2)))
-    with pytest.raises(ValueError, match="regular, and go on by 1"):
+    with pytest.raises(ValueError, match="regular and go on by 1"):
         even.steps_to([np.array([4, 5])])

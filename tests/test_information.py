@@ -382,7 +382,8 @@ def redundant(theta: np.ndarray) -> rd.StateSpaceModel:
 
 
 def product(model: rd.StateSpaceModel) -> jax.Array:
-    return model.emission.weight[0, 0] * model.transition.scale_tril[0, 0]
+    plain = rd.unwrap(model)
+    return plain.emission.weight[0, 0] * plain.transition.scale_tril[0, 0]
 
 
 @pytest.mark.slow

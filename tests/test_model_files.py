@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 
 import retrodict as rd
@@ -60,6 +61,16 @@ def test_given_values_prevail_over_those_from_data(tmp_path: Path):
     assert set(rd.models.named_parameters(model)) == {"level_scale"}
 
 
+def test_a_file_says_all_that_a_reader_asks(tmp_path: Path):
+    head = 'retrodict = 1\n[model]\nname = "local_level"\n[data]\n'
+    days = head + 'freq = "2D"\nseries = ["a", "b"]\ntime_format = "%d/%m/%Y"\n'
+    frame = pd.DataFrame({"a": 1, "b": "x", "date": ["01/02/2020", "05/02/2020"], "y": [1.0, 2.0]})
+    table = rd.data.read(frame, **rd.models.read_toml(write(tmp_path, days)).data)
+    assert table.series == ("1-x",) and table.ys.shape == (1, 3, 1)
+    spec = rd.models.read_toml(write(tmp_path, head + "freq = 0.5\n"))
+    assert rd.data.read({"t": [1.0, 2.0], "y": [1.0, 2.0]}, **spec.data).ys.shape == (1, 3, 1)
+
+
 HEAD = 'retrodict = 1\n[model]\nname = "seasonal"\n'
 
 
@@ -77,6 +88,8 @@ HEAD = 'retrodict = 1\n[model]\nname = "seasonal"\n'
         (HEAD + "[modle]", r"no key modle. Did you mean model\?"),
         (HEAD + "[data]\ncolums = []", r"no key data.colums. Did you mean columns\?"),
         (HEAD + '[data]\ncolumns = "a"', r"data.columns must be a list of texts"),
+        (HEAD + "[data]\nfreq = true", r"data.freq must be a text or number"),
+        (HEAD + "[data]\nseries = [1]", r"data.series must be a text or list of texts"),
         (HEAD + "[fit]\nnum_steps = 1.5", r"fit.num_steps must be a whole number"),
         (HEAD + "[fit]\nnum_steps = true", r"fit.num_steps must be a whole number"),
         (HEAD + "[model.options]\nperiods = 4", r"model.options.periods is no .* mean period\?"),

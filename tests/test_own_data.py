@@ -36,6 +36,17 @@ BAD_MODELS = {
     "code in it": ("retrodict = 1\n[model]\nname = '__import__(\"os\")'\n", "no ready model"),
     "another version": ("retrodict = 2\n[model]\nname = 'local_level'\n", "version"),
     "no TOML": ("model: local_level", "not TOML"),
+    "no steps": (
+        "retrodict = 1\n[model]\nname = 'poisson_counts'\n[fit]\nnum_steps = 0\n",
+        "own.toml: fit.num_steps must be at least 1, got 0",
+    ),
+    "a start of another length": (
+        "retrodict = 1\n[model]\nname = 'local_level'\nstart = {obs_scale = [1.0, 2.0]}\n",
+        "own.toml: model.start.obs_scale: .*cannot be",
+    ),
+    "a file of code": ("folder/own.py:model", "name a module, and not its file"),
+    "code that ends the program": ("module_that_exits:model", "imported: SystemExit: 3"),
+    "other columns": ("module_of_two:model", "observes 2 columns, and the table has 1: flow"),
 }
 
 
@@ -60,10 +71,15 @@ def test_bad_tables(name: str, tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize("name", BAD_MODELS)
-def test_bad_models(name: str, tmp_path: Path, capsys):
+def test_bad_models(name: str, tmp_path: Path, capsys, monkeypatch):
     given, words = BAD_MODELS[name]
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
+    (tmp_path / "module_that_exits.py").write_text("import sys\nsys.exit(3)\n")
+    (tmp_path / "module_of_two.py").write_text(
+        "import retrodict as rd\nmodel = rd.models.local_level(obs_dim=2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
     if "\n" in given or given.startswith("model:"):
         (tmp_path / "own.toml").write_text(given)
         given = str(tmp_path / "own.toml")
@@ -86,6 +102,42 @@ def test_a_dry_run_says_what_was_understood(tmp_path: Path, capsys):
     assert "1 row inserted in gaps" in lines
     assert "time: column 'year', 1900 to 1929, step 1" in lines
     assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_messages_name_the_options_of_the_command_line(tmp_path: Path, capsys):
+    source, out = tmp_path / "table.csv", tmp_path / "run"
+    fit = ["fit", str(source), "--model", "local_level", "--out", str(out)]
+    source.write_text(GOOD + "1903,5\n")
+    refused(fit, "apart with --series\\.", capsys, out)
+    source.write_text(GOOD.replace("19", "01/02/19"))
+    refused(fit, "give --time-format '%d/%m/%Y'", capsys, out)
+    source.write_text(GOOD.replace("flow", "time"))
+    refused(fit, "Say so with --time$", capsys, out)
+    source.write_text(GOOD)
+    refused([*fit, "--freq", "0"], "--freq 0 does not fit", capsys, out)
+    refused([*fit, "--columns", "year,flow"], "Name these columns one by one", capsys, out)
+
+
+def test_a_dry_run_refuses_what_a_fit_would(tmp_path: Path, capsys):
+    source, out = tmp_path / "table.csv", tmp_path / "run"
+    source.write_text(GOOD)
+    fit = ["fit", str(source), "--dry-run", "--model"]
+    irregular = ["--option", "irregular=true"]
+    for arguments, words in (
+        (["local_level", "--step-input"], "takes no inputs, and the table has step"),
+        (["local_level", *irregular], "the length of the step, and the table has none.*--inputs"),
+        (
+            ["poisson_counts", *irregular, "--option", "exposure=true", "--step-input"],
+            "the length of the step, the exposure, and the table has step\\.",
+        ),
+        (["binomial_counts"], "the number of trials, and the table has none"),
+        (["range_bearing"], "model of 2 columns, got 1"),
+        (
+            ["binomial_counts", "--option", "total_count=11"],
+            "outnumber trials, and row 3 of series 1, column 1, holds 12 of 11",
+        ),
+    ):
+        refused([*fit, *arguments], words, capsys, out)
 
 
 def test_options_are_given_and_said(tmp_path: Path, capsys):

@@ -16,7 +16,7 @@ import statsmodels.api as sm
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs import _answer, _check, _learn, _report, _residuals
+from retrodict.runs import _answer, _check, _exact, _learn, _report, _residuals
 
 LAG = 4
 
@@ -337,6 +337,23 @@ def test_rows_out_of_order_are_refused(copy, frame):
         runs.stream(copy, io.BytesIO(b"".join(wrong)), io.BytesIO(), lag=LAG)
 
 
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("1871,x\n", "line 2, column 'volume': 'x'"),
+        ("1871,1\n1872,2\n1873.5,3\n", "line 4, column 'year': 1873.5 is not a whole number"),
+        ("1871,1\n1872,2\n9999999,3\n", "line 4.*9998126 rows are missing between 1872 and"),
+    ],
+)
+def test_rows_that_cannot_be_answered_leave_nothing(copy, tmp_path, rows: str, words: str):
+    source, out, pipe = f"year,volume\n{rows}".encode(), tmp_path / "answers.csv", io.BytesIO()
+    for target in (out, pipe):
+        with pytest.raises(data.DataError, match=words):
+            runs.stream(copy, io.BytesIO(source), target, lag=LAG)
+    assert not out.exists() and not pipe.getvalue()
+    assert not list(copy.path.glob("stream*"))
+
+
 def test_the_state_of_another_lag_is_refused(copy, frame, tmp_path):
     place = tmp_path / "state"
     source = b"".join(lines_of(frame)[:5])
@@ -354,6 +371,111 @@ def test_levels_are_uniform_under_the_model_and_not_under_another():
     other = models.local_level(level_scale=0.02, obs_scale=1.0, prior_scale=1.0)
     wrong = _residuals.levels(jax.random.key(1), other, np.asarray(ys), num_particles=500)
     assert min(test.p_value for test in _residuals.residual_tests([wrong[:, 0]])) < 1e-6
+
+
+def test_levels_of_a_model_with_many_states_are_exact():
+    """A thousand particles find none of twelve wide states; fixed seed, as above."""
+    model = models.seasonal(level_scale=0.3, seasonal_scale=0.05, obs_scale=1.0, prior_scale=50.0)
+    _, ys = model.simulate(jax.random.key(0), 240)
+    ys = np.array(ys)
+    ys[30:33] = np.nan
+    found = _residuals.levels(jax.random.key(1), model, ys)
+    assert all(test.p_value > 1e-3 for test in _residuals.residual_tests([found[:, 0]]))
+    # What lies in the wide prior of the first year has no level, and nor has what is missing.
+    assert np.isnan(found[:11]).all() and np.isnan(found[30:33]).all()
+    assert np.isfinite(found[40:]).all()
+    # The level of the last row, by the evidence of the series with it and without.
+    law = _exact.one_step_ahead(rd.unwrap(model), ys)
+    evidences = (rd.kalman_smoother(model, ys[:n]).log_evidence for n in (240, 239))
+    density = -0.5 * ((ys[-1] - law.mean[-1]) / law.std[-1]) ** 2 - np.log(law.std[-1])
+    expected = next(evidences) - next(evidences)
+    np.testing.assert_allclose(density - 0.5 * np.log(2 * np.pi), expected, rtol=1e-8)
+
+
+def test_particles_that_know_nothing_have_no_levels():
+    """Eight states that wander, each seen with little noise, and ten particles."""
+    rate = rd.NonlinearGaussianKernel(lambda x: x + 0 * jnp.sin(x), rd.Diagonal(0.01 * jnp.ones(8)))
+    move = rd.LinearGaussianKernel(jnp.eye(8), jnp.zeros(8), jnp.eye(8))
+    model = rd.StateSpaceModel(rd.Gaussian(jnp.zeros(8), jnp.eye(8)), move, rate)
+    ys = np.asarray(model.simulate(jax.random.key(0), 20)[1])
+    assert np.isnan(_residuals.levels(jax.random.key(1), model, ys, num_particles=100)).all()
+
+
+def test_points_are_hidden_as_often_as_needed():
+    mask = np.ones((1, 60, 1), bool)
+    mask[0, 5] = False
+    away = _residuals.hide(jax.random.key(0), mask, 0.1, 20)
+    assert len(away) > 1 and 20 <= away.sum() <= 30
+    assert not away[:, 0, 5].any() and away.sum(axis=0).max() == 1
+    assert len(_residuals.hide(jax.random.key(0), np.ones((1, 400, 1), bool), 0.1, 20)) == 1
+    all_once = _residuals.hide(jax.random.key(0), mask[:, :12], 0.1, 20)
+    assert (all_once.sum(axis=0) == mask[:, :12]).all()
+
+
+def test_hidden_points_of_a_short_series_are_counted(run: runs.Run, table: data.Table):
+    found = _check._hidden(run, table, jax.random.key(0), 0)
+    assert found.verdict == "good" and "times, another tenth each" in found.meaning
+    few = table.last(12)
+    assert _check._hidden(run, few, jax.random.key(0), 0).verdict == "unknown"
+
+
+def test_bands_of_columns_are_exact_where_the_model_is(run: runs.Run, table: data.Table):
+    ((panel, state),) = (found.panels for found in _report._series(run, table, 4, 0.9, 0))
+    noise = models.named_parameters(run.model)["obs_scale"][0]
+    half = 1.6448536269514722 * np.hypot((state.upper - state.mean) / 1.6448536269514722, noise)
+    np.testing.assert_allclose(panel.upper - panel.mean, half, rtol=1e-6)
+    np.testing.assert_allclose(panel.mean, state.mean, rtol=1e-6)
+    for band in (panel.forecast, state.forecast):
+        assert band is not None and np.all(np.diff(band.upper - band.lower) > 0)
+
+
+def test_a_fit_that_was_killed_at_its_end_writes_its_report(
+    copy: runs.Run, frame: pd.DataFrame, tmp_path, monkeypatch, capsys
+):
+    source, page = tmp_path / "nile $1.csv", copy.path / "report.html"
+    frame.to_csv(source, index=False)
+    findings = (runs.Finding("a thing", "some", "nothing", "unknown"),)
+    monkeypatch.setattr(_report, "check", lambda *_, **__: runs.Check(findings, "Well."))
+    before = (copy.path / "run.json").read_bytes()
+    arguments = ["fit", str(source), "--model", "local_level", "--out", str(copy.path)]
+    assert command([*arguments, "--seed", "1"]) == 2 and not page.exists()
+    assert "holds a finished run" in capsys.readouterr().err
+    assert command(arguments) == 0
+    assert (copy.path / "run.json").read_bytes() == before
+    text = page.read_text()
+    assert "retrodict fit &#x27;" in text and "nile $1.csv" in text and "Not judged" in text
+    assert command(arguments) == 2
+
+
+def test_entries_fixed_at_one_value_are_one_line():
+    fixed, other = {"value": 0.0, "learned": False}, {"value": 2.0, "learned": False}
+    learned = {"value": 0.0, "learned": True}
+    parameters = {"a[0]": learned, "a[1]": learned, "m[0]": other, "m[1]": fixed, "m[2]": fixed}
+    parameters |= {"m[3]": fixed, "s[0]": fixed, "w[0,0]": fixed, "w[0,1]": fixed}
+    names = [name for name, _ in runs.parameter_lines({"parameters": parameters})]
+    assert names == ["a[0]", "a[1]", "m[0]", "m[1..3]", "s[0]", "w[0,0]", "w[0,1]"]
+
+
+def test_inputs_of_coming_rows_are_those_after_the_last(run: runs.Run):
+    frame = pd.DataFrame({"t": np.arange(5), "y": np.ones(5), "u": np.arange(5.0)})
+    table = data.read(frame, inputs="u", columns="y")
+    driven = dataclasses.replace(run, record={**run.record, "layout": table.layout})
+    later = pd.DataFrame({"t": np.arange(3, 9), "u": np.arange(3.0, 9.0)})
+    found = runs.read_inputs(driven, table, later, 3)
+    assert found[..., 0].tolist() == [[5.0, 6.0, 7.0]]
+    with pytest.raises(runs.RunError, match="must have 5 rows of inputs.*after its last row"):
+        runs.read_inputs(driven, table, later, 5)
+    with pytest.raises(runs.RunError, match="after 4 comes 5"):
+        runs.read_inputs(driven, table, later.iloc[3:], 2)
+
+
+def test_coming_times_of_a_regular_table_are_the_next_ones(copy: runs.Run, frame, tmp_path, capsys):
+    source, at = tmp_path / "nile.csv", tmp_path / "at.csv"
+    frame.to_csv(source, index=False)
+    for times, code in (("1931\n1932\n", 0), ("1935\n", 2), ("1931.5\n", 2)):
+        at.write_text(f"year\n{times}")
+        assert command(["forecast", str(copy.path), str(source), "--at", str(at)]) == code
+    assert "after 1930 comes 1931" in capsys.readouterr().err
 
 
 def test_coverage_counts_what_lies_inside():

@@ -121,7 +121,8 @@ def parameter_errors(
         inputs: inputs, of shape `(batch, time, input)`.
         length: how many rows exist, one integer a series or one for all.
         read: the quantities of interest, a function of the model that returns a pytree of
-            arrays; by default the learned parameters themselves, by name.
+            arrays; by default the learned parameters themselves, by name. It is given the model
+            with its parameters, of which `unwrap` makes arrays.
         level: the probability with which an interval is to cover.
         method: `"exact"` or `"louis"`; by default exact for linear-Gaussian models.
         chain: a law of paths from which Louis' identity takes weighted paths, instead of `ffbsi`.

@@ -1,6 +1,7 @@
 """The commands, as a typer application."""
 
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from rich.table import Table
 
 from retrodict.cli import _own
 from retrodict.cli._errors import UserError, cannot_write
-from retrodict.cli._options import AsJson, Seed
+from retrodict.cli._options import ASKED, AsJson, Seed
 from retrodict.cli._progress import Stages
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 2 with one line on stderr after a mistake of the user, 130 if interrupted.
     """
+    ASKED.set(shlex.join(["retrodict", *arguments]))
     try:
         code = app(args=list(arguments) or ["--help"], prog_name="retrodict", standalone_mode=False)
     except UserError as error:

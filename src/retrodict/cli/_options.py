@@ -1,5 +1,6 @@
 """Options that several commands have."""
 
+from contextvars import ContextVar
 from typing import Annotated
 
 import typer
@@ -8,3 +9,6 @@ Seed = Annotated[
     int, typer.Option(min=0, max=2**32 - 1, help="Seed of all that is drawn at random.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON, for machines.")]
+
+ASKED: ContextVar[str | None] = ContextVar("ASKED", default=None)
+"""The command line as it was given, for a report that says how to make it again."""

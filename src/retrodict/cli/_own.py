@@ -22,7 +22,7 @@ from retrodict.cli._job import (
     ended_together,
     join,
 )
-from retrodict.cli._options import AsJson, Seed
+from retrodict.cli._options import ASKED, AsJson, Seed
 from retrodict.cli._progress import Stages
 from retrodict.cli._stream import (
     Figure,
@@ -79,13 +79,19 @@ NUM_IMPUTED = 1000
 OPTIONS = {
     "step_input=True": "--step-input",
     "freq='irregular'": "--freq irregular",
+    "freq=": "--freq ",
+    "time_format=": "--time-format ",
+    "series=...": "--series",
+    "columns=...": "--columns",
+    "inputs=...": "--inputs",
     "overwrite=True": "--overwrite",
     "history_every": "--history-every",
     "restart=True": "--restart",
     "times=... from read_times": "--at FILE",
     "times=... from data.read_times": "--at FILE",
+    "time=...": "--time",
 }
-"""What Python's arguments are called here."""
+"""What Python's arguments are called here; the longer ones first."""
 
 
 @contextmanager
@@ -174,16 +180,17 @@ def fit(
         spec = models.resolve(model).with_options(options or ())
         given = {
             "time": time,
-            "series": series,
-            "columns": columns,
-            "inputs": inputs,
+            "series": series or None,
+            "columns": columns or None,
+            "inputs": inputs or None,
             "freq": _number_or_text(freq),
             "step_input": step_input or None,
             "time_format": time_format,
         }
-        layout = {**spec.data, **{key: value for key, value in given.items() if value}}
+        layout = spec.data | {key: value for key, value in given.items() if value is not None}
         table = data.read(source, **layout)
         if dry_run:
+            runs.starting_model(table, spec, seed=seed)  # refuses a model that does not fit
             _say_dry_run(table, spec, as_json)
             return
         if out is None:
@@ -192,12 +199,14 @@ def fit(
             "family": family or spec.fit.get("family", "mixture"),
             "num_steps": steps or spec.fit.get("num_steps", 2000),
         }
-        count = runs.num_stages(table, spec) + runs.NUM_CHECKS + 1
+        run = runs.finished_before(table, spec, out, seed=seed, **chosen)
+        count = runs.NUM_CHECKS + 1 + (0 if run else runs.num_stages(table, spec))
         terminal = Console(stderr=True, quiet=not speaks)
         with Stages("fit", count, terminal) as stages:
             try:
-                run = runs.fit(table, spec, out, seed=seed, progress=stages, **chosen)
-                runs.write_report(run, table, seed=seed, progress=stages)
+                if run is None:
+                    run = runs.fit(table, spec, out, seed=seed, progress=stages, **chosen)
+                runs.write_report(run, table, seed=seed, command=ASKED.get(), progress=stages)
             except OSError as error:
                 raise UserError(cannot_write(error, out)) from error
     if not speaks:
@@ -471,12 +480,12 @@ def stream(
             figure=figure,
             save_run=save_run,
         )
-        place = runs.state_place(opened, lag, learning) if state is None else state
-        if place.exists() and not restart:
-            typer.echo(
-                f"Going on from {place}: rows that it knows are skipped; --restart begins anew.",
-                err=True,
-            )
+        timed = opened.layout["time"] is not None
+        known = "rows that it knows are skipped" if timed else "rows have no time, and all are new"
+
+        def going_on(place: Path) -> None:
+            typer.echo(f"Going on from {place}: {known}; --restart begins anew.", err=True)
+
         try:
             with telling:
                 runs.stream(
@@ -490,6 +499,7 @@ def stream(
                     as_json=as_json,
                     learning=learning,
                     restart=restart,
+                    going_on=going_on,
                 )
         except OSError as error:
             raise UserError(cannot_write(error, out or run)) from error
@@ -519,8 +529,10 @@ def _say_run(record: Mapping[str, Any], as_json: bool) -> None:
     typer.echo(f"smoothing: {results['method']}; {runs.likelihood_in_words(results)}")
     grid = Grid(box=SIMPLE, pad_edge=False)
     for heading in ("parameter", "value", "standard error", "90% interval"):
-        grid.add_column(heading, justify="left" if heading == "parameter" else "right")
-    for name, found in results["parameters"].items():
+        grid.add_column(
+            heading, justify="left" if heading == "parameter" else "right", overflow="fold"
+        )
+    for name, found in runs.parameter_lines(results):
         grid.add_row(name, *_cells(found))
     Console().print(grid)
     typer.echo(results["uncertainty"])

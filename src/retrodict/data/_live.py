@@ -14,6 +14,9 @@ from retrodict.data._stamps import stamps
 from retrodict.data._steps import Step, complete, parse_step, positions
 from retrodict.data._table import written
 
+MOST_MISSING = 100_000
+"""A longer gap of a stream is a wrong time: each of its rows would be answered."""
+
 
 class Rows(NamedTuple):
     """Rows in order of time, those inserted in gaps included.
@@ -95,8 +98,9 @@ class LiveReader:
         us = None if us is None else us[fresh]
         if not len(times):
             return self._nothing(len(columns))
-        self._check_order(source, times, np.flatnonzero(fresh))
-        return self._on_grid(source, times, ys, us)
+        rows = np.flatnonzero(fresh)
+        self._check_order(source, times, rows)
+        return self._on_grid(source, times, ys, us, rows)
 
     def _times(self, source: Any, count: int) -> np.ndarray:
         time = self.layout["time"]
@@ -121,7 +125,12 @@ class LiveReader:
             )
 
     def _on_grid(
-        self, source: Any, times: np.ndarray, ys: np.ndarray, us: np.ndarray | None
+        self,
+        source: Any,
+        times: np.ndarray,
+        ys: np.ndarray,
+        us: np.ndarray | None,
+        rows: np.ndarray,
     ) -> Rows:
         anchor = times[:0] if self.last is None else np.array([self.last], times.dtype)
         every = np.concatenate([anchor, times])
@@ -132,14 +141,24 @@ class LiveReader:
             return Rows(times, ys, _joined(us, None if steps is None else steps[len(anchor) :]))
         places = positions(every, step)
         if places is None:
+            at = _first_off(every, step)
             raise source.error(
-                f"a time is not a whole number of steps of {step.name} after the row before.",
-                row=0,
+                f"{written(every[at])} is not a whole number of steps of {step.name} after"
+                f" {written(every[at - 1])}, the row before; correct it.",
+                row=int(rows[at - len(anchor)]),
                 column=self.layout["time"],
             )
         count = int(places[-1]) + 1
-        if us is not None and count > len(every):
-            raise source.error("rows are missing, and with them inputs; give them.", row=0)
+        gaps = np.diff(places) - 1
+        widest = int(np.argmax(gaps)) if gaps.size else 0
+        if gaps.size and gaps[widest] > (0 if us is not None else MOST_MISSING):
+            lost = "and with them inputs; give them" if us is not None else "too many to be a gap"
+            raise source.error(
+                f"{gaps[widest]} rows are missing between {written(every[widest])} and"
+                f" {written(every[widest + 1])}, {lost}.",
+                row=int(rows[widest + 1 - len(anchor)]),
+                column=self.layout["time"],
+            )
         grid = complete(every, places, step)
         filled = np.full((count, ys.shape[1]), np.nan)
         filled[places[len(anchor) :]] = ys
@@ -162,6 +181,18 @@ class LiveReader:
     def _nothing(self, width: int) -> Rows:
         inputs = len(self.layout["inputs"] or []) + bool(self.layout["step_input"])
         return Rows(np.zeros(0), np.zeros((0, width)), np.zeros((0, inputs)) if inputs else None)
+
+
+def _first_off(times: np.ndarray, step: Step) -> int:
+    """The first time that is not on the grid of those before it."""
+    low, high = 1, len(times) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if positions(times[: middle + 1], step) is None:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def _joined(us: np.ndarray | None, steps: np.ndarray | None) -> np.ndarray | None:

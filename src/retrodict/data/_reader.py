@@ -1,11 +1,12 @@
 """The reader: whatever holds a table to series that the verbs of the library take."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from retrodict.data._columns import is_numeric, missing_cells, numbers
+from retrodict.data._columns import is_numeric, missing_cells, numbers, parsed
 from retrodict.data._errors import DataError, listed, optional
 from retrodict.data._objects import to_source
 from retrodict.data._source import Source
@@ -23,6 +24,7 @@ from retrodict.data._table import Piece, Table, padded_length, stack, written
 
 STEP_NAME = "step"
 IRREGULAR = "irregular"
+DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 def read(
@@ -100,6 +102,8 @@ def read(
     if columns is None:
         taken = [*apart, *driving, *([time_name] if time_name else [])]
         wanted = _data_columns(table, taken, notes)
+        if time_name is None:
+            notes.extend(_maybe_times(table, [*apart, *driving, *wanted]))
     ys = np.stack([numbers(table, name) for name in wanted], axis=1)
     us = np.stack([numbers(table, name) for name in driving], axis=1) if driving else None
     _check_filled(table, wanted, ys, driving, us)
@@ -218,6 +222,9 @@ def _data_columns(table: Source, taken: list[str], notes: list[str]) -> list[str
     free = [name for name in table.frame.columns if name not in (*taken, *table.index)]
     found = [name for name in free if is_numeric(table, name)]
     if not found:
+        for name in free:
+            if DECIMAL_COMMA.fullmatch(str(table.frame[name].iloc[0]).strip()):
+                numbers(table, name)  # says what is wrong with it
         raise table.error(
             f"there is no column of numbers besides {listed(taken) or 'the index'}; name what is"
             " observed with columns=..."
@@ -230,12 +237,22 @@ def _data_columns(table: Source, taken: list[str], notes: list[str]) -> list[str
     return found
 
 
+def _maybe_times(table: Source, taken: list[str]) -> list[str]:
+    """A note of text that differs in every row, where no column was found to be the time."""
+    for name in table.frame.columns:
+        cells = table.frame[name].tolist()
+        if name not in (*taken, *table.index) and len(set(cells)) == len(cells):
+            if all(isinstance(cell, str) and any(map(str.isdigit, cell)) for cell in cells):
+                return [f"no time column was found: is it {name!r}? Name it, and its format"]
+    return []
+
+
 def _counts_rows(table: Source, name: str) -> bool:
     """Whether a column is the number of the row, as many programs write it."""
     if str(name).lower() not in ("rownames", "row", "index", "id"):
         return False
-    values = table.frame[name].tolist()
-    return any(values == list(range(start, start + len(values))) for start in (0, 1))
+    values, _ = parsed(table.frame[name])
+    return any(np.array_equal(values, start + np.arange(len(values))) for start in (0, 1))
 
 
 def _check_filled(

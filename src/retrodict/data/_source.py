@@ -58,6 +58,8 @@ class Source:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
+                if all(part.strip() in known for part in str(name).split(",")):
+                    hint = " Name these columns one by one."
                 raise self.error(
                     f"there is no column {name!r} ({role}); it has {listed(known)}.{hint}"
                 )

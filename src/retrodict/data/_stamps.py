@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from retrodict.data._source import TIME_NAMES, Source
 
 OFFSET = re.compile(r"(Z|[+-]\d\d(:?\d\d)?)$")
 QUARTER = re.compile(r"^(\d{4})[- ]?Q([1-4])$")
+WEEK = re.compile(r"^(\d{4})[- ]?W(\d\d)$")
 ISO = re.compile(r"^\d{4}-\d\d")
 
 
@@ -53,7 +55,9 @@ def _holds_dates(series: Any) -> bool:
     if types.is_numeric_dtype(series.dtype) or types.is_bool_dtype(series.dtype):
         return False
     cells = [str(cell).strip() for cell in series.iloc[:50].tolist() if not is_missing(cell)]
-    return bool(cells) and all(ISO.match(cell) or QUARTER.match(cell) for cell in cells)
+    return bool(cells) and all(
+        ISO.match(cell) or QUARTER.match(cell) or WEEK.match(cell) for cell in cells
+    )
 
 
 def stamps(source: Source, column: str, time_format: str | None) -> np.ndarray:
@@ -116,9 +120,7 @@ def _look_like_dates(values: np.ndarray) -> bool:
 def _dates(source: Source, column: str, cells: list[str], time_format: str | None) -> np.ndarray:
     pandas = optional("pandas")
     if time_format is None:
-        quarters = [QUARTER.match(cell) for cell in cells]
-        if all(quarters):
-            cells = [f"{m[1]}-{3 * int(m[2]) - 2:02d}-01" for m in quarters if m]
+        cells = _first_days(cells)
         offsets = np.array([bool(OFFSET.search(cell[10:])) for cell in cells], bool)
         if offsets.any() and not offsets.all():
             raise source.error(
@@ -147,6 +149,25 @@ def _dates(source: Source, column: str, cells: list[str], time_format: str | Non
             f"{shorten(cells[row])} is no time by {way}; {hint}.", row=row, column=column
         )
     return _microseconds(source, column, found)
+
+
+def _first_days(cells: list[str]) -> list[str]:
+    """Quarters and weeks of ISO 8601 as their first days, if all cells are such; else as they are.
+
+    A week that its year does not have stays as it is, and is refused like any other text.
+    """
+    if all(quarters := [QUARTER.match(cell) for cell in cells]):
+        return [f"{m[1]}-{3 * int(m[2]) - 2:02d}-01" for m in quarters if m]
+    if all(weeks := [WEEK.match(cell) for cell in cells]):
+        return [_monday(m) for m in weeks if m]
+    return cells
+
+
+def _monday(week: re.Match[str]) -> str:
+    try:
+        return date.fromisocalendar(int(week[1]), int(week[2]), 1).isoformat()
+    except ValueError:
+        return week[0]
 
 
 def _microseconds(source: Source, column: str, series: Any) -> np.ndarray:

@@ -147,7 +147,9 @@ class Table:
         return tuple(following(times, step, count) for times in self.times)
 
     def coming(self, times: Sequence[Any]) -> tuple[np.ndarray, ...]:
-        """The times of rows after the last, one array a series, refused unless they are later.
+        """The times of rows after the last, one array a series, refused unless they follow it.
+
+        They are to be later and, if the table is regular, the next ones of its grid.
 
         Args:
             times: dates or numbers as those of the table, in increasing order.
@@ -171,6 +173,15 @@ class Table:
             if not np.all(steps > np.zeros((), steps.dtype)):
                 last = written(own[-1])
                 raise ValueError(f"coming times must increase and be later than the last, {last}.")
+            if self.step is not None:
+                expected = following(own, self._step(), len(later))
+                close = later == expected if own.dtype.kind != "f" else np.isclose(later, expected)
+                if not np.all(close):
+                    raise ValueError(
+                        f"the times of the table are regular and go on by {self.step}: after"
+                        f" {written(own[-1])} comes {written(expected[0])}; leave them out, or give"
+                        " all of them up to the last that is wanted."
+                    )
             found.append(later)
         return tuple(found)
 
@@ -192,8 +203,6 @@ class Table:
         if len({len(later) for later in coming}) > 1:
             raise ValueError("There must be equally many coming times of each series.")
         if self.step is not None:
-            if not all(map(np.array_equal, coming, self.future_times(len(coming[0])))):
-                raise ValueError(f"The times of the table are regular, and go on by {self.step}.")
             return np.ones((self.num_series, len(coming[0])))
         unit = parse_step(self.step_unit, self.times[0].dtype.kind == "M", self.source).amount
         return np.stack(

@@ -210,6 +210,7 @@ def start_counts(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if isinstance(law, BinomialLaw):
         total = exposed if law.total_count is None else np.full((1, 1, 1), float(law.total_count))
+        _refuse_more_than(total, ys)
         values = np.log((ys + 0.5) / (np.maximum(total - ys, 0) + 0.5))
         means = np.asarray([_mean(column) for column in sample.columns(values)])
         spreads = np.sqrt(
@@ -246,6 +247,19 @@ def _refuse_unless_counts(ys: np.ndarray) -> None:
             f"Counts are whole numbers that are not negative, and row {row + 1} of series"
             f" {series + 1}, column {column + 1}, holds {ys[series, row, column]:g}. Choose another"
             " model, or another column."
+        )
+
+
+def _refuse_more_than(total: np.ndarray, ys: np.ndarray) -> None:
+    """Refuses successes that outnumber their trials, with the first of them."""
+    wrong = np.argwhere(ys > total)
+    if len(wrong):
+        series, row, column = wrong[0]
+        trials = np.broadcast_to(total, ys.shape)[series, row, column]
+        raise ValueError(
+            f"Successes cannot outnumber trials, and row {row + 1} of series {series + 1}, column"
+            f" {column + 1}, holds {ys[series, row, column]:g} of {trials:g}. Correct it, or the"
+            " number of trials."
         )
 
 

@@ -8,10 +8,13 @@ class ModelError(ValueError):
     """A model, its file, an option or a parameter is not what it should be; one line says why."""
 
 
+def guess(name: str, known: Iterable[str]) -> str:
+    """A hint for a name that is not known: the nearest known one, if one is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a name that is not known: the nearest known one, or all of them."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f" Did you mean {close[0]}?"
-    return f" Known: {', '.join(known)}." if known else ""
+    return guess(name, known) or (f" Known: {', '.join(known)}." if known else "")

@@ -13,7 +13,7 @@ from retrodict.models._counts import (
     start_counts,
 )
 from retrodict.models._equations import AbstractEquation
-from retrodict.models._errors import ModelError, nearest
+from retrodict.models._errors import ModelError, guess, nearest
 from retrodict.models._neural import neural_decoder, start_neural
 from retrodict.models._parameters import is_fixed, with_parameters
 from retrodict.models._start import Sample, sample_of
@@ -100,6 +100,16 @@ class ReadyModel(NamedTuple):
             return self.constructor(**chosen)
         except ValueError as error:
             raise ModelError(str(error)) from error
+
+    def inputs(self, options: Mapping[str, Any]) -> list[str]:
+        """What the model reads as inputs with these options, in order and in words."""
+        chosen = {name: option.default for name, option in self.options.items()} | dict(options)
+        wanted = ["the length of the step"] if chosen.get("irregular") else []
+        if chosen.get("exposure"):
+            wanted.append("the exposure")
+        if "total_count" in chosen and not chosen["total_count"]:
+            wanted.append("the number of trials")
+        return wanted
 
     def start(
         self,
@@ -296,7 +306,7 @@ def ready_model(name: str) -> ReadyModel:
     """The record of a ready model, refused with the nearest name if there is none."""
     if name not in READY:
         raise ModelError(
-            f"There is no ready model {name}.{nearest(name, READY)} There are {', '.join(READY)}."
+            f"There is no ready model {name}.{guess(name, READY)} There are {', '.join(READY)}."
         )
     return READY[name]
 
@@ -327,7 +337,7 @@ def option_from_text(ready: ReadyModel, text: str) -> tuple[str, Any]:
     if name not in ready.options:
         known = ", ".join(ready.options)
         raise ModelError(
-            f"{name} is no option of {ready.name}.{nearest(name, ready.options)} It has {known}."
+            f"{name} is no option of {ready.name}.{guess(name, ready.options)} It has {known}."
         )
     kind = ready.options[name].kind
     try:

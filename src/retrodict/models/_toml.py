@@ -33,9 +33,10 @@ TABLES: dict[str, dict[str, str]] = {
         "time": "text",
         "columns": "list of texts",
         "inputs": "list of texts",
-        "series": "text",
-        "freq": "text",
+        "series": "text or list of texts",
+        "freq": "text or number",
         "step_input": "true or false",
+        "time_format": "text",
     },
     "fit": {"family": "text", "num_steps": "whole number"},
 }
@@ -51,7 +52,7 @@ class ModelSpec:
         options: options of the ready model.
         start: starting values by parameter, in place of those from data.
         fixed: names of parameters that are not learned.
-        data: how to read data: some of `time`, `columns`, `inputs`, `series`, `freq`, `step_input`.
+        data: how to read data: some of the arguments of `retrodict.data.read`.
         fit: how to fit: some of `family` and `num_steps`.
     """
 
@@ -103,7 +104,12 @@ class ModelSpec:
         return ready_model(self.name).build(self.options, obs_dim=obs_dim, key=key)
 
     def _finished(self, model: StateSpaceModel) -> StateSpaceModel:
-        return fix_parameters(with_parameters(model, self.start), self.fixed)
+        for name, value in self.start.items():
+            try:
+                model = with_parameters(model, {name: value})
+            except ModelError as error:
+                raise ModelError(f"{self.reference}: model.start.{name}: {error}") from error
+        return fix_parameters(model, self.fixed)
 
     def with_options(self, texts: Iterable[str]) -> "ModelSpec":
         """The same with options of the ready model set, each as a text `key=value`.
@@ -138,6 +144,10 @@ class ModelSpec:
             return {}
         defaults = {key: option.default for key, option in ready_model(self.name).options.items()}
         return {**defaults, **self.options}
+
+    def inputs(self) -> list[str] | None:
+        """What the model reads as inputs, in order and in words; `None` of objects."""
+        return None if self.name is None else ready_model(self.name).inputs(self.options)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a dict that JSON can hold, with the keys of a model file."""
@@ -217,9 +227,11 @@ def _is_object(reference: str) -> bool:
 
 def _object_model(reference: str) -> StateSpaceModel:
     module_name, _, attribute = reference.partition(":")
+    if module_name.endswith(".py") or "/" in module_name or module_name.startswith("."):
+        raise ModelError(f"{reference}: name a module, and not its file, such as my_module:model.")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a module of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
         raise ModelError(f"{reference}: {module_name} cannot be imported: {reason}.") from error
     if not hasattr(module, attribute):
@@ -231,7 +243,7 @@ def _object_model(reference: str) -> StateSpaceModel:
     if callable(found) and not isinstance(found, StateSpaceModel):
         try:
             found = found()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
             raise ModelError(f"{reference}: calling it raised {reason}.") from error
     if not isinstance(found, StateSpaceModel):
@@ -267,6 +279,9 @@ def _checked(
         raise ModelError(f'{where}: model.name is missing: write name = "local_level", say.')
     for name, value in model.get("start", {}).items():
         _refuse_unless(value, "number or list of numbers", where, f"model.start.{name}")
+    if tables["fit"].get("num_steps", 1) < 1:
+        steps = tables["fit"]["num_steps"]
+        raise ModelError(f"{where}: fit.num_steps must be at least 1, got {steps}.")
     spec = ModelSpec(
         reference,
         model.get("name"),
@@ -320,6 +335,8 @@ def _refuse_unless(value: Any, kind: str, where: str, name: str) -> None:
 
 
 def _is_kind(value: Any, kind: str) -> bool:
+    if kind in ("text or list of texts", "text or number"):
+        return any(_is_kind(value, part) for part in kind.split(" or "))
     if kind == "true or false":
         return isinstance(value, bool)
     if kind == "list of texts":

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from retrodict.runs._content import SeriesPanel as SeriesPanel
     from retrodict.runs._folder import RunError as RunError
     from retrodict.runs._folder import likelihood_in_words as likelihood_in_words
+    from retrodict.runs._folder import parameter_lines as parameter_lines
     from retrodict.runs._folder import read_record as read_record
+    from retrodict.runs._learn import finished_before as finished_before
     from retrodict.runs._learn import fit as fit
     from retrodict.runs._learn import num_stages as num_stages
+    from retrodict.runs._learn import starting_model as starting_model
     from retrodict.runs._learning import Learned as Learned
     from retrodict.runs._learning import Learning as Learning
     from retrodict.runs._names import state_names as state_names

@@ -94,7 +94,8 @@ def read_inputs(run: Run, table: data.Table, source: Any, num_times: int) -> np.
     Args:
         run: the run.
         table: the data, read with `run.layout`.
-        source: a file or table with the time, identifiers and inputs of the coming rows.
+        source: a file or table with the time, identifiers and inputs of the coming rows; rows up
+            to the last of the table are passed over.
         num_times: how many rows are wanted of each series.
 
     Returns:
@@ -112,19 +113,29 @@ def read_inputs(run: Run, table: data.Table, source: Any, num_times: int) -> np.
         freq=layout["freq"],
         time_format=layout["time_format"],
     )
-    if given.series != table.series or (given.length < num_times).any():
+    begins = np.zeros(given.num_series, int)
+    if given.series == table.series and layout["time"] is not None:
+        pairs = zip(given.times, table.times, strict=True)
+        begins = np.array([int(np.sum(own <= past[-1])) for own, past in pairs])
+    if given.series != table.series or (given.length - begins < num_times).any():
         raise RunError(
-            f"{given.source} must have {num_times} rows of inputs for each series of the data."
+            f"{given.source} must have {num_times} rows of inputs for each series of the data,"
+            " after its last row."
         )
-    us = given.ys[:, :num_times]
+    rows = begins[:, None] + np.arange(num_times)
+    us = np.take_along_axis(given.ys, rows[..., None], axis=1)
     if np.isnan(us).any():
         raise RunError(f"{given.source} has gaps; inputs must be known in every row.")
-    if not layout["step_input"]:
-        return us
     steps = np.ones(us.shape[:2])
-    if table.step is None:
-        steps = table.steps_to([own[:num_times] for own in given.times])
-    return np.concatenate([steps[..., None], us], axis=2)
+    if layout["time"] is not None:
+        coming = [own[places] for own, places in zip(given.times, rows, strict=True)]
+        try:
+            coming = table.coming(coming)
+        except ValueError as error:
+            raise RunError(f"{given.source}: {error}") from error
+        if layout["step_input"] and table.step is None:
+            steps = table.steps_to(coming)
+    return us if not layout["step_input"] else np.concatenate([steps[..., None], us], axis=2)
 
 
 def _future_inputs(

@@ -1,5 +1,6 @@
 """Is the answer of a run to be trusted? The posterior, the model, and hidden points."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -159,7 +160,10 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
         one = table.one(i)
         chain = run.smoother.infer(one["ys"], mask=one["mask"], inputs=one["inputs"])
         own = jax.random.fold_in(key, i)
-        found.append(rd.check_posterior(own, run.model, chain, num_samples=count, **one))
+        try:
+            found.append(rd.check_posterior(own, run.model, chain, num_samples=count, **one))
+        except FloatingPointError as error:
+            return [Finding("comparison with a particle smoother", "failed", str(error), "bad")]
     rows = [int(k) for k in table.length]
     gaps = np.array([float(each.gap) / n for each, n in zip(found, rows, strict=True)])
     shapes = np.array([float(each.k_hat) for each in found])
@@ -237,7 +241,7 @@ def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
                 if p < DOUBTFUL
                 else "good"
             )
-            value = "too few rows" if np.isnan(p) else f"p = {p:.3g}"
+            value = "too few rows, or too poor particles" if np.isnan(p) else f"p = {p:.3g}"
             name = f"{test.name} ({column})"
             findings.append(Finding(name, value, test.meaning, verdict))
     return findings
@@ -245,12 +249,13 @@ def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
 
 def _hidden(run: Run, table: data.Table, key: Any, seed: int) -> Finding:
     hide_key, tie_key = jax.random.split(key)
-    away = hide(hide_key, table.mask, HIDDEN_SHARE)
+    away = hide(hide_key, table.mask, HIDDEN_SHARE, FEWEST_HIDDEN)
     name = "hidden points in their 90% intervals"
     if away.sum() < FEWEST_HIDDEN:
-        needed = round(FEWEST_HIDDEN / HIDDEN_SHARE)
-        value = f"too few rows: {FEWEST_HIDDEN} points, a tenth of some {needed}, are needed"
+        value = f"too few points: {FEWEST_HIDDEN} are needed"
         return Finding(name, value, "points that were seen are hidden and drawn again", "unknown")
+    times = len(away)
+    table, away = _again(table, times), np.concatenate(away)
     draws = impute(run, table, 400, hidden=away, seed=seed)
     truth = table.ys[:, None]
     below, equal = (draws < truth).mean(axis=1)[away], (draws == truth).mean(axis=1)[away]
@@ -262,8 +267,21 @@ def _hidden(run: Run, table: data.Table, key: Any, seed: int) -> Finding:
     return Finding(
         name,
         f"{100 * share:.1f}% of {found.hidden} (90 ± {100 * error:.1f} expected)",
-        "a tenth of what was seen is hidden from the smoother, and drawn by it",
+        "a tenth of what was seen is hidden from the smoother, and drawn by it"
+        + (f"; {times} times, another tenth each" if times > 1 else ""),
         "bad" if p < BAD else "doubtful" if p < DOUBTFUL else "good",
+    )
+
+
+def _again(table: data.Table, times: int) -> data.Table:
+    """The same series several times over, as one batch: one program for all of them."""
+    return dataclasses.replace(
+        table,
+        ys=np.concatenate([table.ys] * times),
+        mask=np.concatenate([table.mask] * times),
+        inputs=None if table.inputs is None else np.concatenate([table.inputs] * times),
+        length=np.concatenate([table.length] * times),
+        times=table.times * times,
     )
 
 

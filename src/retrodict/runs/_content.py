@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-Verdict = Literal["good", "doubtful", "bad"]
+Verdict = Literal["good", "doubtful", "bad", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Diagnostic:
         name: what was looked at.
         value: what was found: a number, or words.
         meaning: what it means, in a sentence.
-        verdict: "good", "doubtful" or "bad".
+        verdict: "good", "doubtful" or "bad"; "unknown" where it could not be judged.
     """
 
     name: str

@@ -5,6 +5,7 @@ Nothing here needs JAX, so that a run is described at once.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ FORMAT = 1
 """The version of the layout of a run folder."""
 
 RECORD, MODEL, FAMILY, TRAINING = "run.json", "model.rd", "family.rd", "training.csv"
+
+REPORT = "report.html"
 
 
 class RunError(ValueError):
@@ -85,6 +88,32 @@ def likelihood_in_words(results: Mapping[str, Any]) -> str:
         rows = f"{results['rows_observed']} of {results['rows']} rows observed"
         words = f"{results['total']:.2f} in all, {words} ({rows})"
     return f"{what} {words}"
+
+
+def parameter_lines(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The parameters by name, where entries that are fixed at one value are one line.
+
+    Args:
+        results: those of the record of a run.
+    """
+    lines: list[tuple[str, dict[str, Any]]] = []
+    first = last = None
+    for name, found in results["parameters"].items():
+        at = re.fullmatch(r"(.*)\[(\d+)\]", name)
+        here = None if at is None else (at[1], int(at[2]))
+        if here and lines and lines[-1][1] == found and not found["learned"]:
+            if first and last == (here[0], here[1] - 1):
+                lines[-1] = (f"{here[0]}[{first[1]}..{here[1]}]", found)
+                last = here
+                continue
+        lines.append((name, found))
+        first = last = here
+    return lines
+
+
+def as_plain(value: Any) -> Any:
+    """What JSON makes of a value: tuples as lists, keys as texts."""
+    return json.loads(json.dumps(value))
 
 
 def checksum_of(record: Mapping[str, Any]) -> str:

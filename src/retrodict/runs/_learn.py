@@ -25,7 +25,7 @@ from retrodict._workspace import (
     wait_for_processes,
     write_atomically,
 )
-from retrodict.runs._folder import RECORD, TRAINING, RunError, read_record
+from retrodict.runs._folder import RECORD, REPORT, TRAINING, RunError, as_plain, read_record
 from retrodict.runs._record import Run, open_run, write
 
 FAMILIES = {
@@ -111,18 +111,13 @@ def fit(
     """
     if family not in FAMILIES:
         raise RunError(f"There is no family {family!r}; there are {', '.join(FAMILIES)}.")
+    if num_steps < 1:
+        raise RunError(f"A fit takes at least 1 step, got {num_steps}.")
     out = Path(out)
-    settings = {
-        "model": spec.to_dict(),
-        "layout": table.layout,
-        "data": fingerprint(table),
-        "family": family,
-        "num_steps": num_steps,
-        "seed": seed,
-    }
+    settings = _settings(table, spec, family, num_steps, seed)
     _refuse_other(out, settings)
-    start_key, learn_key, train_key, error_key = jax.random.split(jax.random.key(seed), 4)
-    model = _started(spec, table, start_key)
+    _, learn_key, train_key, error_key = jax.random.split(jax.random.key(seed), 4)
+    model = starting_model(table, spec, seed=seed)
     wait_for_processes("the folder was looked at")
     if is_main_process():
         make_writable(out)
@@ -160,6 +155,34 @@ def fit(
     return open_run(out) if run is None else run
 
 
+def finished_before(
+    table: data.Table,
+    spec: models.ModelSpec,
+    out: str | Path,
+    *,
+    family: str = "mixture",
+    num_steps: int = 2000,
+    seed: int = 0,
+) -> Run | None:
+    """The run that `fit` would make, if it is there and only its report is missing.
+
+    A fit of the command line may be killed at its end, while it checks what it found.
+
+    Args:
+        table: the data.
+        spec: the model.
+        out: the folder of the run.
+        family: as in `fit`.
+        num_steps: as in `fit`.
+        seed: as in `fit`.
+    """
+    out = Path(out)
+    if not (out / RECORD).exists() or (out / REPORT).exists():
+        return None
+    settings = _settings(table, spec, family, num_steps, seed)
+    return open_run(out) if _noted(out) == as_plain(settings) else None
+
+
 def num_stages(table: data.Table, spec: models.ModelSpec) -> int:
     """How many stages a fit has, for those who tell how far it is.
 
@@ -181,6 +204,28 @@ def fingerprint(table: data.Table) -> str:
     return digest.hexdigest()
 
 
+def _settings(
+    table: data.Table, spec: models.ModelSpec, family: str, num_steps: int, seed: int
+) -> dict[str, Any]:
+    """What a fit depends on."""
+    return {
+        "model": spec.to_dict(),
+        "layout": table.layout,
+        "data": fingerprint(table),
+        "family": family,
+        "num_steps": num_steps,
+        "seed": seed,
+    }
+
+
+def _noted(out: Path) -> Any:
+    """The settings of the run in a folder; `None` if there is no note of them, or a broken one."""
+    try:
+        return json.loads((out / SETTINGS).read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def _refuse_other(out: Path, settings: Mapping[str, Any]) -> None:
     """Refuses a folder that holds a finished run, one of other settings, or something else."""
     if not out.exists():
@@ -192,7 +237,7 @@ def _refuse_other(out: Path, settings: Mapping[str, Any]) -> None:
         read_record(out)
         raise RunError(f"{out} holds a finished run; give another folder, or remove it.")
     if note.exists():
-        if json.loads(note.read_text()) != json.loads(json.dumps(settings)):
+        if _noted(out) != as_plain(settings):
             raise RunError(
                 f"{out} holds an unfinished run of other data or options; ask for the same again,"
                 " or give another folder."
@@ -201,22 +246,60 @@ def _refuse_other(out: Path, settings: Mapping[str, Any]) -> None:
         raise RunError(f"{out} is not empty and holds no run; give another folder.")
 
 
-def _started(spec: models.ModelSpec, table: data.Table, key: Any) -> rd.StateSpaceModel:
-    """The model with starting values from the data, refused if it does not fit the table."""
+def starting_model(
+    table: data.Table, spec: models.ModelSpec, *, seed: int = 0
+) -> rd.StateSpaceModel:
+    """The model that a fit starts from, with values from the data.
+
+    Args:
+        table: the data.
+        spec: the model, from `retrodict.models.resolve`.
+        seed: of the fit.
+
+    Raises:
+        RunError: if the model does not fit the table.
+    """
+    wanted, given = spec.inputs(), ", ".join(table.input_names)
+    if wanted and len(wanted) != len(table.input_names):
+        raise RunError(
+            f"The model {spec.reference} reads as inputs, in this order, {', '.join(wanted)}, and"
+            f" the table has {given or 'none'}. Name columns with inputs=..., and ask for the"
+            " length of the step with step_input=True."
+        )
     options = table.batch()
+    key = jax.random.split(jax.random.key(seed), 4)[0]
     model = spec.build_from(options.pop("ys"), key=key, **options)
     if model.takes_input and table.inputs is None:
         raise RunError(
-            f"The model {spec.reference} takes inputs, and the table has none: name their columns,"
-            " or ask for the length of the step as an input."
+            f"The model {spec.reference} takes inputs, and the table has none: name their columns"
+            " with inputs=..., or ask for the length of the step with step_input=True."
         )
     if not model.takes_input and table.inputs is not None:
         raise RunError(
-            f"The model {spec.reference} takes no inputs, and the table has"
-            f" {', '.join(table.input_names)}. Leave the inputs out, or choose a model that reads"
-            " them: ready models read the length of the step with the option irregular=true."
+            f"The model {spec.reference} takes no inputs, and the table has {given}. Leave the"
+            " inputs out, or choose a model that reads them: ready models read the length of the"
+            " step with the option irregular=true."
+        )
+    columns = _num_observed(model, len(table.input_names))
+    if columns != len(table.names):
+        raise RunError(
+            f"The model {spec.reference} observes {columns} columns, and the table has"
+            f" {len(table.names)}: {', '.join(table.names)}. Name those that it observes with"
+            " columns=..."
         )
     return model
+
+
+def _num_observed(model: rd.StateSpaceModel, num_inputs: int) -> int:
+    """How many columns a model observes, seen in the shape of an observation."""
+    emission, given = rd.unwrap(model).emission, jnp.zeros(num_inputs)
+    drawn = eqx.filter_eval_shape(
+        lambda key, x, u: emission.sample(key, x, u if emission.takes_input else None),
+        jax.random.key(0),
+        jnp.zeros(model.state_dim),
+        given,
+    )
+    return drawn.shape[0]
 
 
 def _by_evidence(
@@ -345,7 +428,6 @@ def _uncertain(
     ys = options.pop("ys")
 
     def read(model: rd.StateSpaceModel) -> dict[str, Any]:
-        # Wrappers are gone from this model, and with them what was fixed.
         every = models.named_parameters(model, fixed=True)
         return {name: every[name] for name in learned}
 

@@ -32,7 +32,12 @@ MAX_NUMBERS = 1_500_000
 MANY_ROWS = 20_000
 """From this many rows on numbers have one digit less, so that a page stays small."""
 
-_WORDS: dict[Verdict, str] = {"good": "Good", "doubtful": "Doubtful", "bad": "Bad"}
+_WORDS: dict[Verdict, str] = {
+    "good": "Good",
+    "doubtful": "Doubtful",
+    "bad": "Bad",
+    "unknown": "Not judged",
+}
 
 
 def page(content: ReportContent) -> str:

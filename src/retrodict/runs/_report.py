@@ -31,18 +31,18 @@ from retrodict.runs._content import (
     Series,
     SeriesPanel,
 )
-from retrodict.runs._folder import TRAINING, likelihood_in_words
+from retrodict.runs._exact import seen_anew
+from retrodict.runs._folder import REPORT, TRAINING, likelihood_in_words, parameter_lines
 from retrodict.runs._names import state_names
 from retrodict.runs._page import MAX_SERIES, page
 from retrodict.runs._plot import plot
 from retrodict.runs._record import Run
 
-REPORT = "report.html"
-
 PAGE_STAGE = "the report"
 
-NUM_REPLICATES = 200
-"""Draws of each observation, of which the bands around columns are quantiles."""
+FEWEST_REPLICATES, MOST_REPLICATES, MOST_DRAWN = 200, 2000, 4_000_000
+"""Draws of each observation, of which the bands around columns are quantiles where the model does
+not know them: as many as the rows allow."""
 
 MOST_POINTS_OF_TRAINING = 500
 
@@ -86,14 +86,13 @@ def write_report(
         level=level,
         band="Bands of columns are of new observations given all rows; those of states of the"
         " states themselves.",
-        parameters=[_parameter(name, found) for name, found in results["parameters"].items()],
+        parameters=[_parameter(*line) for line in parameter_lines(results)],
         parameters_method=results["uncertainty"],
         training=_curves(run.path / TRAINING),
         training_label=f"{results['objective']}, nats a row",
         diagnostics=[
             Diagnostic(each.name, each.value, each.meaning, each.verdict)
             for each in checked.findings
-            if each.verdict != "unknown"
         ],
         commands=[command] if command else [],
         facts=[
@@ -193,12 +192,12 @@ def _series(
             run, table, steps, inputs=inputs, times=times, seed=seed, smoothed=smoothed
         )
         coming = table.future_times(steps) if times is None else table.coming(times)
-    replicates = _replicates(run, table, smoothed, seed)
+    bands = _bands(run, table, smoothed, level, seed)
     return [
         Series(
             "" if table.series is None else str(table.series[i]),
             [
-                *_columns(table, i, replicates[i], ahead, coming, level),
+                *_columns(table, i, bands[i], ahead, coming, level),
                 *_states(run, table, i, smoothed, ahead, coming, level),
             ],
         )
@@ -206,16 +205,41 @@ def _series(
     ]
 
 
+def _bands(
+    run: Run, table: data.Table, smoothed: rd.Smoothed, level: float, seed: int
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Of each series: means of new observations of its rows, and the ends of their bands."""
+    rows = [int(length) for length in table.length]
+    if run.is_exact:
+        model, reach = rd.unwrap(run.model), NormalDist().inv_cdf(0.5 + level / 2)
+        us = [None] * len(rows) if table.inputs is None else table.inputs
+        found = [
+            seen_anew(model, smoothed.mean[i], smoothed.covariance[i], us[i])
+            for i in range(len(rows))
+        ]
+        return [
+            (law.mean[:n], (law.mean - reach * law.std)[:n], (law.mean + reach * law.std)[:n])
+            for law, n in zip(found, rows, strict=True)
+        ]
+    ends = (0.5 - level / 2, 0.5 + level / 2)
+    draws = _replicates(run, table, smoothed, seed)
+    return [
+        (own[:, :n].mean(axis=0), *np.quantile(own[:, :n], ends, axis=0))
+        for own, n in zip(draws, rows, strict=True)
+    ]
+
+
 def _replicates(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -> np.ndarray:
     """New observations of every row, of shape `(batch, sample, time, obs)`."""
     model = rd.unwrap(run.model)
     keys = jax.random.split(jax.random.key(seed), table.num_series)
-    us = None if table.inputs is None else table.inputs
+    us = table.inputs
+    count = min(MOST_REPLICATES, max(FEWEST_REPLICATES, MOST_DRAWN // table.ys.size))
 
     @eqx.filter_jit
     def each(keys: Any, chains: Any, us: Any) -> jax.Array:
         return eqx.filter_vmap(
-            lambda key, chain, u: rd.predictive(key, model, chain, NUM_REPLICATES, inputs=u),
+            lambda key, chain, u: rd.predictive(key, model, chain, count, inputs=u),
             in_axes=(0, eqx.if_array(0), None if us is None else 0),
         )(keys, chains, us)
 
@@ -223,22 +247,24 @@ def _replicates(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -
 
 
 def _columns(
-    table: data.Table, i: int, draws: np.ndarray, ahead: Any, coming: Any, level: float
+    table: data.Table,
+    i: int,
+    bands: tuple[np.ndarray, np.ndarray, np.ndarray],
+    ahead: Any,
+    coming: Any,
+    level: float,
 ) -> Iterator[SeriesPanel]:
     rows = int(table.length[i])
     ends = (0.5 - level / 2, 0.5 + level / 2)
+    later = None if ahead is None else jax.tree.map(lambda leaf: leaf[i], ahead)
+    outer = None if later is None else np.asarray(later.quantile(ends))
     for place, name in enumerate(table.names):
-        own = draws[:, :rows, place]
-        lower, upper = np.quantile(own, ends, axis=0)
+        mean, lower, upper = (part[:, place] for part in bands)
         band = None
-        if ahead is not None:
-            low, high = np.quantile(np.asarray(ahead.observations)[i, :, :, place], ends, axis=0)
-            mean = np.asarray(ahead.mean)[i, :, place]
-            band = Band(coming[i], mean, low, high)
+        if later is not None and outer is not None:
+            band = Band(coming[i], np.asarray(later.mean)[:, place], *outer[:, :, place])
         seen = np.where(table.mask[i, :rows, place], table.ys[i, :rows, place], np.nan)
-        yield SeriesPanel(
-            name, table.times[i], own.mean(axis=0), lower, upper, observed=seen, forecast=band
-        )
+        yield SeriesPanel(name, table.times[i], mean, lower, upper, observed=seen, forecast=band)
 
 
 def _states(

@@ -6,13 +6,23 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.special import ndtri
+from jax.scipy.special import ndtr, ndtri
 from jax.scipy.stats import chi2
 
 import retrodict as rd
+from retrodict.runs._exact import one_step_ahead
 
 NUM_LAGS = 10
 """Autocorrelations that are tested together."""
+
+TINY = 1e-12
+"""Levels of zero and one would have infinite quantiles."""
+
+LEAST_EFFECTIVE = 0.02
+"""The effective share of particles, in the median of rows, below which a filter knows nothing."""
+
+WIDE = 3.0
+"""Rows whose law is so many times wider than the median are of the prior and say nothing."""
 
 NUM_BINS = 10
 """Bins in which the levels of residuals are counted."""
@@ -46,8 +56,12 @@ def levels(
     """The level of each observation in its law given the rows before it.
 
     u_k = P(y < y_k | y_{0:k-1}) + V P(y = y_k | y_{0:k-1}), with V uniform, which breaks the ties
-    of counts. Under the model these are independent and uniform on (0, 1). Probabilities are those
-    of particles that are moved on and seen anew.
+    of counts. Under the model these are independent and uniform on (0, 1). Probabilities are exact
+    for linear-Gaussian models, and else those of particles that are moved on and seen anew.
+
+    The prior of a state that wanders is made wide, and the first rows lie in the middle of it
+    whatever they are: in linear-Gaussian models, where its width does not depend on the data, rows
+    with a law far wider than the others have no level. If particles are too poor none has.
 
     Args:
         key: a typed key.
@@ -62,9 +76,18 @@ def levels(
     """
     filter_key, draw_key, tie_key = jax.random.split(key, 3)
     model = rd.unwrap(model)
+    seen = ~np.isnan(np.asarray(ys)) if mask is None else np.asarray(mask)
+    if model.is_linear_gaussian:
+        law = one_step_ahead(model, ys, mask=mask, inputs=inputs)
+        found = np.asarray(ndtr((np.where(seen, ys, law.mean) - law.mean) / law.std))
+        narrow = law.std <= WIDE * np.median(law.std, axis=0)
+        return np.where(seen & narrow, np.clip(found, TINY, 1 - TINY), np.nan)
     filtered = rd.particle_filter(
         filter_key, model, ys, num_particles, mask=mask, inputs=inputs, strict=False
     )
+    rows = seen.any(axis=1)
+    if not np.median(np.asarray(filtered.ess)[rows]) > LEAST_EFFECTIVE * num_particles:
+        return np.full(seen.shape, np.nan)
     us = None if inputs is None else jnp.asarray(inputs)
     drawn = _seen_ahead(model, filtered.particles, filtered.log_weights, draw_key, us)
     ties = jax.random.uniform(tie_key, np.shape(ys))
@@ -74,7 +97,6 @@ def levels(
     # Levels of zero and one would have infinite quantiles: half a particle away from them.
     edge = 0.5 / num_particles
     found = np.clip(below + np.asarray(ties) * equal, edge, 1 - edge)
-    seen = ~np.isnan(np.asarray(ys)) if mask is None else np.asarray(mask)
     return np.where(seen, found, np.nan)
 
 
@@ -188,15 +210,23 @@ class Coverage(NamedTuple):
     p_value: float
 
 
-def hide(key: Any, mask: np.ndarray, share: float) -> np.ndarray:
-    """Where seen entries are to be hidden: a share of them, at random.
+def hide(key: Any, mask: np.ndarray, share: float, fewest: int) -> np.ndarray:
+    """Where seen entries are hidden: a share of them at random, and others as often as needed.
 
     Args:
         key: a typed key.
         mask: true where an entry was seen.
-        share: of the entries to hide.
+        share: of the entries to hide at a time.
+        fewest: how many entries are to be hidden in all.
+
+    Returns:
+        Which are hidden each time, of shape `(times, *mask.shape)`. No entry is hidden twice, and
+        all are hidden once where they are too few.
     """
-    return mask & np.asarray(jax.random.uniform(key, mask.shape) < share)
+    drawn = np.asarray(jax.random.uniform(key, mask.shape))
+    parts = [mask & (drawn >= i * share) & (drawn < (i + 1) * share) for i in range(int(1 / share))]
+    enough = np.cumsum([part.sum() for part in parts]) >= fewest
+    return np.stack(parts[: int(np.argmax(enough)) + 1] if enough.any() else parts)
 
 
 def coverage(ranks: np.ndarray, level: float = 0.9) -> Coverage:

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -62,6 +62,7 @@ def stream(
     as_json: bool = False,
     learning: Learning | None = None,
     restart: bool = False,
+    going_on: Callable[[Path], None] | None = None,
 ) -> int:
     """Answers rows of comma-separated values as they come.
 
@@ -89,6 +90,7 @@ def stream(
         learning: what is learned from the rows, and how; by default nothing is.
         restart: whether to begin anew: the state, and the files that this stream wrote, are
             replaced.
+        going_on: who is told of the state that it goes on from, if there is one.
 
     Returns:
         How many rows were answered.
@@ -105,6 +107,8 @@ def stream(
         _forget(place, out, learning, state_names(run))
     fresh = _fresh(live, seed)
     kept = _read_state(place, _fingerprint(run, live, learning), fresh)
+    if place.exists() and going_on is not None:
+        going_on(place)
     with ExitStack() as files:
         # Nothing is known yet of files whose first rows were killed on their way to the state.
         unread = place.exists() and not kept.waiting.size
@@ -187,10 +191,6 @@ class _Session:
         last = None if not kept.waiting.size else _as_time(kept.last, kept)
         count, saved = 0, time.monotonic()
         untitled = not as_json and not (self.owned and self.handle.tell())
-        if not self.owned and untitled:
-            self.handle.write(header(self.names))
-            self.handle.flush()
-            untitled = False
         for lines in arriving(source):
             if reader is None:
                 reader = data.LiveReader(self.layout, lines.pop(0), last=last)
@@ -214,6 +214,8 @@ class _Session:
                     kept, saved = self.save(kept), time.monotonic()
         if count:
             kept = self.save(kept)
+        elif untitled and not self.owned:
+            self.handle.write(header(self.names))
         return kept, count
 
     def cuts(self, kept: Kept, count: int) -> Iterator[tuple[int, int]]:
@@ -355,13 +357,18 @@ def _emptied(path: Path, starts: tuple[bytes, ...]) -> bool:
     return ours
 
 
+def _remove_empty(path: Path) -> None:
+    if path.exists() and not path.stat().st_size:
+        path.unlink()
+
+
 def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
     if not place.exists():
         return fresh
     try:
         fields, found = rd.load(place, like=None)
     except rd.CheckpointError as error:
-        raise RunError(f"{place}: {error} Pass restart=True to begin anew.") from error
+        raise RunError(f"{error} Pass restart=True to begin anew.") from error
     if found != fingerprint:
         raise RunError(
             f"{place} is the state of another run or lag, or of other ways to learn; name another"
@@ -391,6 +398,7 @@ def _opened(out: Path, known: int, unread: bool, files: ExitStack) -> Any:
         )
     if size and not (known or unread):
         raise RunError(f"{out} exists, and no state says that it is of this stream; name another.")
+    files.callback(_remove_empty, out)  # nothing is left of a stream that answered no row
     handle = files.enter_context(open(out, "r+b" if size else "wb"))
     handle.truncate(known)
     handle.seek(known)
