@@ -17,7 +17,7 @@ from retrodict._family import AbstractFactorFamily, AbstractSampledFamily, Facto
 from retrodict._family._base import Row
 from retrodict._gaussian import dense_scale
 from retrodict._kernel import LinearGaussianKernel
-from retrodict._lag import LagMoments
+from retrodict._lag import LagMoments, exact_moments
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._online.gradient import (
     AbstractRecursiveGradient,
@@ -333,7 +333,7 @@ def learn_row(
         state.key,
     )
     family, _ = Parts(parameters, fixed).whole
-    filtered = _exact(seen.factor.law.mean, seen.factor.law.covariance)
+    filtered = exact_moments(seen.factor.law.mean, seen.factor.law.covariance)
     smoothed = _one_back(family, seen.factor, jax.random.fold_in(key, learner.steps_per_row))
     smoothed = jax.tree.map(lambda leaf: jnp.where(state.num_read > 1, leaf, jnp.nan), smoothed)
     return state, LearnerOutput(filtered, smoothed, seen.elbo_increment, seen.norm, ~seen.ok)
@@ -345,7 +345,7 @@ def _one_back(family: Any, factor: Factor, key: PRNGKey) -> LagMoments:
     if isinstance(kernel, LinearGaussianKernel):
         weight, spread = kernel.weight, linalg.outer_gram(dense_scale(kernel.scale_tril))
         moved = linalg.matmul(linalg.matmul(weight, law.covariance), weight.T)
-        return _exact(linalg.matvec(weight, law.mean) + kernel.bias, moved + spread)
+        return exact_moments(linalg.matvec(weight, law.mean) + kernel.bias, moved + spread)
     if not isinstance(family, AbstractSampledFamily):
         raise TypeError(f"{type(family).__name__} does not say what its backward kernels share.")
     shared = family.shared()
@@ -362,10 +362,6 @@ def _one_back(family: Any, factor: Factor, key: PRNGKey) -> LagMoments:
 def _error(draws: Float[Array, "sample *shape"]) -> Float[Array, "*shape"]:
     """The standard error of the mean of draws."""
     return jnp.std(draws, axis=0, ddof=1) / jnp.sqrt(jnp.asarray(draws.shape[0], draws.dtype))
-
-
-def _exact(mean: Array, covariance: Array) -> LagMoments:
-    return LagMoments(mean, covariance, jnp.zeros_like(mean), jnp.zeros_like(covariance))
 
 
 def _norm(tree: PyTree) -> Scalar:
