@@ -111,7 +111,7 @@ class TruncatedBackprop(AbstractRecursiveGradient):
 
     def unseen(self, state: TruncatedState) -> TruncatedState:
         """The state with a window in which nothing was seen."""
-        rows = state.rows._replace(seen=jnp.zeros_like(state.rows.seen))
+        rows = state.rows._replace(seen=jnp.zeros(state.rows.y.shape, bool))
         return eqx.tree_at(lambda kept: kept.rows, state, rows)
 
     def _read(
