@@ -12,6 +12,7 @@ from scipy.special import ndtri
 
 import retrodict as rd
 from retrodict._fit.objective import Objective
+from retrodict._fit.source import Batch
 from retrodict._mask import Series
 from retrodict._model import learnable
 from retrodict._online.parts import Parts, parts_of
@@ -109,7 +110,7 @@ def test_a_window_is_that_of_fit(short: Case):
     objective = Objective(parts.fixed, rd.ClosedForm(), None, 1.0)
     seen = ~jnp.isnan(short.ys)
     series = Series(jnp.where(seen, short.ys, 0.0), seen, None, None)
-    batch = jax.tree.map(lambda leaf: leaf[None], series)
+    batch = Batch(jax.tree.map(lambda leaf: leaf[None], series), 1)
 
     def loss(parameters):
         return -3 * objective.over_window(parameters, batch, KEY, jnp.asarray(5), 3)

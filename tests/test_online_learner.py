@@ -115,6 +115,19 @@ def test_gaps_and_outliers_leave_no_trace_that_is_not_finite(windowed: rd.Online
     assert np.all(np.abs(weight(windowed, state)) < 1)
 
 
+def test_a_row_whose_step_overflows_does_not_stay_in_the_way():
+    """It comes between two steps, is fine by itself, and no step over it is finite."""
+    start = model(jnp.full((1, 1), 0.3))
+    learner = rd.OnlineLearner(
+        rd.KalmanFamily(start), start, rd.TruncatedBackprop(1, every=2), optax.adam(1e-2)
+    )
+    ys = model(0.8 * jnp.eye(1)).simulate(jax.random.key(2), 40)[1].at[10].set(1e100)
+    state, rows = learner.scan(learner.init(jax.random.key(1)), ys)
+    assert rows.skipped.tolist() == [k == 11 for k in range(40)]
+    assert np.all(np.isfinite(rows.elbo_increment))
+    assert np.count_nonzero(rows.gradient_norm[12:]) == 14
+
+
 def test_chunks_and_a_saved_state_go_on_to_the_last_bit(windowed: rd.OnlineLearner, tmp_path: Path):
     ys = rough(20)
     start = windowed.init(jax.random.key(1))

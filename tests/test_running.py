@@ -368,6 +368,68 @@ def test_totals_of_long_streams_keep_their_digits():
     assert float(total) == pytest.approx(200_000 * float(step), rel=1e-7)
 
 
+def every_functional(quadratic: bool) -> dict[str, rd.AbstractFunctional]:
+    """All functionals of the library; those of the user's own are quadratic, or are not."""
+
+    def way(before: jax.Array, x: jax.Array, data: Any) -> jax.Array:
+        return (x - before) ** 2 if quadratic else jnp.abs(x - before)
+
+    def start(x: jax.Array, data: Any) -> jax.Array:
+        return x if quadratic else jnp.tanh(x)
+
+    return {
+        **FUNCTIONALS,
+        "way": rd.AdditiveFunctional(way, start, quadratic=quadratic),
+        "way alone": rd.AdditiveFunctional(way, quadratic=quadratic),
+        "states": rd.StateFunctional(start, quadratic=quadratic),
+        "joint": rd.LogJoint(model()),
+        "score": rd.Score(model()),
+    }
+
+
+def after_all_rows(name: str, named: dict[str, rd.AbstractFunctional], **options: Any) -> Any:
+    """Their expectations under the chain of the whole series."""
+    s = stream()
+    chain = family(name).infer(s.ys, mask=s.mask, inputs=s.inputs)
+    seen = rd.observations(model(), s.ys, mask=s.mask, inputs=s.inputs)
+    at = jax.jit(lambda c: {key: rd.expectation(c, f, seen, **options) for key, f in named.items()})
+    return at(chain)
+
+
+def last_row(name: str, named: dict[str, rd.AbstractFunctional], method: Any) -> rd.RunningOutput:
+    posterior = rd.RunningPosterior(family(name), functionals=named, method=method)
+    return row(read(posterior, posterior.init(KEY), 0, N)[1], -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_every_functional_is_followed(name: str):
+    named = every_functional(quadratic=True)
+    assert_close(last_row(name, named, None).values, after_all_rows(name, named))
+
+
+@pytest.mark.slow
+@pytest.mark.statistical
+@pytest.mark.parametrize("draws", [None, 2])
+def test_every_functional_is_followed_by_draws(draws: int | None):
+    # About 100 numbers, each beyond 7 joint standard errors, of which 16 replicates make up a part,
+    # with probability below 5e-6. The bias of 400 draws is below these errors.
+    named = every_functional(quadratic=False)
+    found = last_row("kalman", named, rd.WeightedSamples(400, draws, num_replicates=16))
+    options: Any = {"key": jax.random.key(4), "with_standard_error": True}
+    exact = after_all_rows("kalman", named, estimator=rd.BackwardSampling(20_000), **options)
+    for key, (value, error) in exact.items():
+        jax.tree.map(
+            lambda a, b, s, t: np.testing.assert_array_less(
+                np.abs(a - b), 7 * np.hypot(s, t) + 1e-9
+            ),
+            found.values[key],
+            value,
+            found.standard_errors[key],
+            error,
+        )
+
+
 @pytest.mark.slow
 def test_functionals_read_data_of_their_own():
     s, price = stream(), np.arange(1.0, N + 1)

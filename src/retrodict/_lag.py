@@ -155,7 +155,7 @@ class FixedLag(eqx.Module):
             check_key(key, "FixedLag.init")
         family = unwrap(self.family)
         start = family.init()
-        read, _ = factor_shapes(self)
+        read, _ = factor_shapes(family, float_type(self.family))
 
         def zeros(leaf: Any, *shape: int) -> Array:
             return jnp.zeros((*shape, *leaf.shape), leaf.dtype)
@@ -217,16 +217,15 @@ class FixedLag(eqx.Module):
     def _draws(self) -> bool:
         return isinstance(self.family, AbstractSampledFamily)
 
-    @property
-    def _dtype(self) -> Any:
-        leaves = jax.tree.leaves(eqx.filter(self.family, eqx.is_inexact_array))
-        return jnp.result_type(*leaves) if leaves else jnp.result_type(float)
+
+def float_type(family: AbstractFamily) -> Any:
+    """The floating type of a family."""
+    leaves = jax.tree.leaves(eqx.filter(family, eqx.is_inexact_array))
+    return jnp.result_type(*leaves) if leaves else jnp.result_type(float)
 
 
-def factor_shapes(lagged: FixedLag) -> tuple[Factor, Row]:
-    """The shapes of the factors of one row, and of the row."""
-    family: Any = unwrap(lagged.family)
-    dtype = lagged._dtype
+def factor_shapes(family: Any, dtype: Any) -> tuple[Factor, Row]:
+    """The shapes of the factors of one row of an unwrapped family, and of the row."""
 
     def read() -> tuple[Factor, Row]:
         u = jnp.zeros(family.input_dim, dtype) if family.input_dim else None
@@ -281,7 +280,7 @@ def advance_rows(
     q_{k-1|k} of each row; the kernel of the first row of a stream has no meaning.
     """
     family: Any = unwrap(lagged.family)
-    dtype = lagged._dtype
+    dtype = float_type(lagged.family)
     u = None if rows.u is None else rows.u.astype(dtype)
     rows = Row(rows.y.astype(dtype), rows.seen, u)
     n, lag = rows.y.shape[0], lagged.lag
@@ -299,7 +298,7 @@ def advance_rows(
         smoothed = _pushed_back(steps, read.law.mean, read.law.covariance, lag)
     else:
         smoothed = _walked_back(lagged, family.shared(), steps, read.law, times, state.key)
-    filtered = _exact(read.law.mean, read.law.covariance)
+    filtered = exact_moments(read.law.mean, read.law.covariance)
     ready = times >= lag
     if exists is not None:
         ready = ready & exists
@@ -348,7 +347,7 @@ def _pushed_back(
         moved = linalg.matmul(linalg.matmul(gain, covariance), gain.T)
         return linalg.matvec(gain, mean) + offset, moved + spread
 
-    return _exact(*jax.vmap(push)(gains, offsets, spreads, means, covariances))
+    return exact_moments(*jax.vmap(push)(gains, offsets, spreads, means, covariances))
 
 
 def _join(
@@ -428,7 +427,8 @@ def _flush(lagged: FixedLag, state: LagState) -> LagRows:
     return LagRows(_nan_unless(rows >= 0, moments), rows, rows >= 0)
 
 
-def _exact(mean: Array, covariance: Array) -> LagMoments:
+def exact_moments(mean: Array, covariance: Array) -> LagMoments:
+    """Moments without an error."""
     return LagMoments(mean, covariance, jnp.zeros_like(mean), jnp.zeros_like(covariance))
 
 

@@ -64,6 +64,14 @@ class AbstractRecursiveGradient(eqx.Module):
             key: a typed key for what is drawn at this row.
         """
 
+    def unseen(self, state: PyTree) -> PyTree:
+        """The state as if nothing had been seen in the rows that later gradients go over again.
+
+        A learner goes on from it where no finite step follows from these rows, since each later
+        step would meet them too. Methods that keep no rows have nothing to do.
+        """
+        return state
+
     @abstractmethod
     def check(self, parts: Parts) -> None:
         """Refuses a family or a model that the method does not take."""

@@ -17,7 +17,7 @@ from retrodict._family import AbstractFactorFamily, AbstractSampledFamily, Facto
 from retrodict._family._base import Row
 from retrodict._gaussian import dense_scale
 from retrodict._kernel import LinearGaussianKernel
-from retrodict._lag import LagMoments
+from retrodict._lag import LagMoments, exact_moments
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._online.gradient import (
     AbstractRecursiveGradient,
@@ -61,7 +61,8 @@ class LearnerOutput(eqx.Module):
     """What is known after row k of a stream; along a leading axis `time` after many of them.
 
     Attributes:
-        filtered: the moments of q_k, the law of x_k given y_{0:k}, before the step of this row.
+        filtered: the moments of q_k, the law of x_k given y_{0:k}, before the step of this row;
+            before the last of them if there are several.
         smoothed: the moments of x_{k-1} given y_{0:k}; NaN at the first row.
         elbo_increment: what the row added to the ELBO, in nats.
         gradient_norm: the norm of what was ascended, zero at rows without a gradient.
@@ -80,10 +81,12 @@ class OnlineLearner(eqx.Module):
 
     Each row adds to the gradient of the ELBO, at the parameters where the learner stands, and a
     step of the optimiser ascends what it added. For θ that is recursive maximum likelihood, by the
-    difference of successive expectations of Fisher's identity. Where a gradient or the state that
-    follows from a row is not finite, the row is left out and counted. The noise of a row is made
-    from the key and its number alone: however a stream is cut into chunks, stored with `save` and
-    gone on with, it learns the same to the last bit.
+    difference of successive expectations of Fisher's identity. What a gradient carries of earlier
+    rows was computed at the parameters of their time: a bias of the order of a step, which vanishes
+    as steps shrink. Where a step or the state that follows from a row is not finite, the row is
+    left out and counted; if it is the step, the rows that a window still holds count as missing.
+    The noise of a row is made from the key and its number alone: however a stream is cut into
+    chunks, stored with `save` and gone on with, it learns the same to the last bit.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, retrodict as rd
@@ -268,12 +271,16 @@ def _unknown(shape: jax.ShapeDtypeStruct) -> Array:
 
 
 class Seen(NamedTuple):
-    """What a step made of a row: the gradient's next state, and what is put out."""
+    """What a step made of a row: the gradient's next state, and what is put out.
+
+    `read` says whether what follows from the row is finite, and `ok` whether the step is as well.
+    """
 
     after: PyTree
     factor: Factor
     elbo_increment: Scalar
     norm: Scalar
+    read: Bool[Array, ""]
     ok: Bool[Array, ""]
 
 
@@ -291,7 +298,8 @@ def learn_row(
         after, found = learner.gradient.update(
             Parts(parameters, fixed), state.gradient, row, jax.random.fold_in(key, number)
         )
-        ok = _all_finite((after, found.elbo_increment, found.increment))
+        read = _all_finite((after, found.elbo_increment))
+        ok = read & _all_finite(found.increment)
         # Zeros in place of what is not finite: the optimiser's own arithmetic stays finite too.
         ascended = jax.tree.map(lambda leaf: jnp.where(ok, leaf, 0.0), found.increment)
         descended = jax.tree.map(jnp.negative, ascended)
@@ -302,7 +310,7 @@ def learn_row(
         parameters = _choose(taken, applied, parameters)
         optimiser = _choose(taken, moved, optimiser)
         norm = jnp.where(found.due, _norm(ascended), 0.0)
-        kept = Seen(after, found.factor, found.elbo_increment, norm, ok)
+        kept = Seen(after, found.factor, found.elbo_increment, norm, read, ok)
         return (parameters, optimiser), kept
 
     carry = (state.parameters, state.optimiser)
@@ -314,16 +322,18 @@ def learn_row(
         carry, several = lax.scan(step, carry, steps)
         seen = jax.tree.map(lambda leaf: leaf[-1], several)
     parameters, optimiser = carry
+    # A row of which only the step is not finite may not be the one at fault.
+    left = _choose(seen.read, learner.gradient.unseen(state.gradient), state.gradient)
     state = LearnerState(
         parameters,
         optimiser,
-        _choose(seen.ok, seen.after, state.gradient),
+        _choose(seen.ok, seen.after, left),
         state.num_read + 1,
         state.num_skipped + jnp.where(seen.ok, 0, 1),
         state.key,
     )
     family, _ = Parts(parameters, fixed).whole
-    filtered = _exact(seen.factor.law.mean, seen.factor.law.covariance)
+    filtered = exact_moments(seen.factor.law.mean, seen.factor.law.covariance)
     smoothed = _one_back(family, seen.factor, jax.random.fold_in(key, learner.steps_per_row))
     smoothed = jax.tree.map(lambda leaf: jnp.where(state.num_read > 1, leaf, jnp.nan), smoothed)
     return state, LearnerOutput(filtered, smoothed, seen.elbo_increment, seen.norm, ~seen.ok)
@@ -335,7 +345,7 @@ def _one_back(family: Any, factor: Factor, key: PRNGKey) -> LagMoments:
     if isinstance(kernel, LinearGaussianKernel):
         weight, spread = kernel.weight, linalg.outer_gram(dense_scale(kernel.scale_tril))
         moved = linalg.matmul(linalg.matmul(weight, law.covariance), weight.T)
-        return _exact(linalg.matvec(weight, law.mean) + kernel.bias, moved + spread)
+        return exact_moments(linalg.matvec(weight, law.mean) + kernel.bias, moved + spread)
     if not isinstance(family, AbstractSampledFamily):
         raise TypeError(f"{type(family).__name__} does not say what its backward kernels share.")
     shared = family.shared()
@@ -352,10 +362,6 @@ def _one_back(family: Any, factor: Factor, key: PRNGKey) -> LagMoments:
 def _error(draws: Float[Array, "sample *shape"]) -> Float[Array, "*shape"]:
     """The standard error of the mean of draws."""
     return jnp.std(draws, axis=0, ddof=1) / jnp.sqrt(jnp.asarray(draws.shape[0], draws.dtype))
-
-
-def _exact(mean: Array, covariance: Array) -> LagMoments:
-    return LagMoments(mean, covariance, jnp.zeros_like(mean), jnp.zeros_like(covariance))
 
 
 def _norm(tree: PyTree) -> Scalar:

@@ -17,7 +17,7 @@ from retrodict._family._base import Row
 from retrodict._model import StateSpaceModel
 from retrodict._online.gradient import AbstractRecursiveGradient, RowGradient, check_has_family
 from retrodict._online.parts import Parts, as_vector, dtype_of
-from retrodict._online.rows import log_emission, log_initial, log_transition
+from retrodict._online.rows import first_terms, log_emission, log_transition
 from retrodict._online.sensitivity import (
     Followed,
     Reading,
@@ -212,7 +212,7 @@ class RecursivePathwise(AbstractRecursiveGradient):
         targets, slopes = lax.cond(
             state.started,
             lambda: self._later(reading, factor, state, xs, back_key),
-            lambda: _first(reading, xs),
+            lambda: first_terms(reading, xs),
         )
         features = jax.vmap(lambda x: self.features(frame(x)))(xs)
         fitted = _least_squares(features, jnp.concatenate([targets[:, None], slopes], axis=1))
@@ -280,21 +280,6 @@ class RecursivePathwise(AbstractRecursiveGradient):
             return target(family, model, factor), reading.gradient(target) + carried
 
         return jax.vmap(one)(xs, noise)
-
-
-def _first(
-    reading: Reading, xs: Float[Array, "sample state"]
-) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
-    """V_0 = log χ g_0 and its derivative in θ."""
-    _, model = reading.parts.whole
-
-    def joint(model: StateSpaceModel, x: Array) -> Scalar:
-        return log_initial(model, x) + log_emission(model, x, reading.row)
-
-    values = jax.vmap(lambda x: joint(model, x))(xs)
-    return values, jax.vmap(
-        lambda x: reading.gradient(lambda family, model, read: joint(model, x))
-    )(xs)
 
 
 def _least_squares(

@@ -1,14 +1,12 @@
 """The log densities that one row adds to that of a path."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, Float
 
-from retrodict._family import AbstractFactorFamily
 from retrodict._family._base import Row
 from retrodict._model import StateSpaceModel
+from retrodict._online.sensitivity import Reading
 from retrodict._types import Scalar, State
 
 
@@ -29,14 +27,14 @@ def log_transition(model: StateSpaceModel, before: State, x: State, row: Row) ->
     return kernel.log_prob(before, x, row.u if kernel.takes_input else None)
 
 
-def zeros_of_law(family: AbstractFactorFamily, dtype: Any) -> PyTree:
-    """Zeros of the shapes of a filtering law."""
+def first_terms(
+    reading: Reading, xs: Float[Array, "sample state"]
+) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
+    """The density log χ g_0 of the first row at some states, and its derivative in θ."""
+    _, model = reading.parts.whole
 
-    def read() -> PyTree:
-        u = jnp.zeros(family.input_dim, dtype) if family.input_dim else None
-        row = Row(jnp.zeros(family.obs_dim, dtype), jnp.ones(family.obs_dim, bool), u)
-        before, embedded = family.init(), family.embed(row)
-        return family.read(before, family.advance(before, embedded), embedded).law
+    def joint(model: StateSpaceModel, x: State) -> Scalar:
+        return log_initial(model, x) + log_emission(model, x, reading.row)
 
-    shapes = jax.eval_shape(read)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    slopes = jax.vmap(lambda x: reading.gradient(lambda family, model, read: joint(model, x)))(xs)
+    return jax.vmap(lambda x: joint(model, x))(xs), slopes

@@ -22,6 +22,7 @@ from retrodict._lag import (
     advance_rows,
     chunk_for,
     factor_shapes,
+    float_type,
 )
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._online.exact import ExactRecursion, refuse_unless_exact
@@ -178,7 +179,7 @@ class RunningPosterior(eqx.Module):
             check_key(key, "RunningPosterior.init")
             key, own = jax.random.split(key)
         family: Any = unwrap(self.lagged.family)
-        read, row = factor_shapes(self.lagged)
+        read, row = factor_shapes(family, float_type(self.lagged.family))
 
         def begin(read: Any, row: Row) -> tuple[Any, Sums]:
             seen = Observations(row.y, row.seen, row.u)

@@ -9,10 +9,12 @@ from jaxtyping import Array, Bool, Float, PyTree
 from retrodict import _linalg as linalg
 from retrodict._family import Factor
 from retrodict._family._base import Row
+from retrodict._lag import factor_shapes
 from retrodict._model import StateSpaceModel
+from retrodict._online.followed import zeros_like_shapes
 from retrodict._online.gradient import AbstractRecursiveGradient, RowGradient, check_has_family
 from retrodict._online.parts import Parts, as_vector, dtype_of
-from retrodict._online.rows import log_emission, log_initial, log_transition, zeros_of_law
+from retrodict._online.rows import first_terms, log_emission, log_transition
 from retrodict._online.sensitivity import (
     Followed,
     Reading,
@@ -95,7 +97,7 @@ class RecursiveScore(AbstractRecursiveGradient):
         none = jnp.zeros_like(as_vector(parts.parameters).values)
         return ScoreState(
             follow(parts),
-            zeros_of_law(family, dtype),
+            zeros_like_shapes(factor_shapes(family, dtype)[0].law),
             jnp.zeros((count, family.state_dim), dtype),
             jnp.zeros(count, dtype),
             jnp.zeros((count, none.shape[0]), dtype),
@@ -150,14 +152,8 @@ def _first(
     reading: Reading, factor: Factor, xs: Float[Array, "sample state"]
 ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
     """T_0 = log χ g_0 − log q_0 and S_0 = ∂_θ log χ g_0."""
-    _, model = reading.parts.whole
-
-    def joint(model: StateSpaceModel, x: Array) -> Scalar:
-        return log_initial(model, x) + log_emission(model, x, reading.row)
-
-    values = jax.vmap(lambda x: joint(model, x) - factor.law.log_prob(x))(xs)
-    scores = jax.vmap(lambda x: reading.gradient(lambda family, model, read: joint(model, x)))(xs)
-    return values, scores
+    joint, scores = first_terms(reading, xs)
+    return joint - jax.vmap(factor.law.log_prob)(xs), scores
 
 
 def _later(

@@ -109,6 +109,11 @@ class TruncatedBackprop(AbstractRecursiveGradient):
         mean = jax.tree.map(lambda leaf: leaf / num_rows.astype(leaf.dtype), gradient)
         return after, RowGradient(increment, gradient, mean, due, factor)
 
+    def unseen(self, state: TruncatedState) -> TruncatedState:
+        """The state with a window in which nothing was seen."""
+        rows = state.rows._replace(seen=jnp.zeros(state.rows.y.shape, bool))
+        return eqx.tree_at(lambda kept: kept.rows, state, rows)
+
     def _read(
         self, family: AbstractFactorFamily, state: TruncatedState, row: Row
     ) -> TruncatedState:
