@@ -48,6 +48,8 @@ LEVEL = 0.9
 METHODS = {
     "exact": "Standard errors are from the observed information, the curvature of the exact"
     " log-evidence at its maximum.",
+    "grid": "Standard errors are from the observed information, the curvature of the log-evidence on"
+    " a grid of states, which is exact up to the grid.",
     "louis": "Standard errors are from the observed information by Louis' identity, over paths of a"
     " particle smoother.",
 }
@@ -64,6 +66,12 @@ MOST_ROWS_OF_PATHS = 120_000_000
 first ones are drawn at any length."""
 
 MOST_ROWS_OF_LOUIS = 20_000
+
+MOST_ROWS_OF_GRID, MOST_POINTS = 100_000, 2000
+"""How long series, and how many states, a grid may have."""
+
+PARTICLES_OF_GRID, DEVIATIONS_OF_GRID = 500, 8.0
+"""By which filter it is seen where states lie, and how far beyond a grid goes."""
 
 MOST_ROWS_A_STEP = 512
 """Of longer series a step of learning sees a window."""
@@ -434,6 +442,9 @@ def _uncertain(
     def compute() -> dict[str, Any]:
         sizes: dict[str, Any] = {}
         if not model.is_linear_gaussian:
+            on_grid = _errors_on_grid(key, model, table, read)
+            if on_grid is not None:
+                return on_grid
             if table.length.sum() > MOST_ROWS_OF_LOUIS:
                 return {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
             sizes = SIZES_OF_LOUIS | {"most_replicates": _most_replicates(table)}
@@ -443,17 +454,7 @@ def _uncertain(
             found = rd.parameter_errors(key, model, ys, read=read, level=LEVEL, **sizes, **options)
         except (ValueError, FloatingPointError) as error:
             return {"refused": np.array(str(error))}
-        arrays = {}
-        for what in ("standard_error", "lower", "upper"):
-            for name, value in getattr(found, what).items():
-                arrays[f"{what} {name}"] = value
-        return {
-            **arrays,
-            "method": np.array(found.method),
-            "status": np.array(found.status),
-            "distance": np.array(found.distance),
-            "noise": np.array(_relative_noise(found)),
-        }
+        return _as_arrays(found)
 
     stage = folder.stage("standard errors of the parameters", compute)
     lines: dict[str, Any] = {}
@@ -477,6 +478,71 @@ def _uncertain(
         "status": status,
         "distance": distance,
     }
+
+
+def _as_arrays(found: rd.ParameterErrors) -> dict[str, Any]:
+    """What is kept of standard errors."""
+    arrays = {}
+    for what in ("standard_error", "lower", "upper"):
+        for name, value in getattr(found, what).items():
+            arrays[f"{what} {name}"] = value
+    return {
+        **arrays,
+        "method": np.array(found.method),
+        "status": np.array(found.status),
+        "distance": np.array(found.distance),
+        "noise": np.array(_relative_noise(found)),
+    }
+
+
+def _errors_on_grid(
+    key: Any, model: rd.StateSpaceModel, table: data.Table, read: Any
+) -> dict[str, Any] | None:
+    """Standard errors of a model with one state; `None` where no grid is good enough.
+
+    They take seconds where paths take minutes, and have no noise.
+    """
+    if model.state_dim != 1 or table.length.sum() > MOST_ROWS_OF_GRID:
+        return None
+    options = table.batch()
+    ys = options.pop("ys")
+    lower, upper, width = _reach(key, rd.unwrap(model), table)
+    if not (np.isfinite(lower) and lower < upper and width > 0):
+        return None
+    fewest = int(np.clip(2 * (upper - lower) / width, 100, MOST_POINTS // 4))
+    for num_points in (fewest, 4 * fewest):
+        grid = rd.Grid(np.array([lower]), np.array([upper]), num_points)
+        try:
+            found = rd.parameter_errors(
+                key, model, ys, read=read, level=LEVEL, grid=grid, **options
+            )
+        except (ValueError, FloatingPointError):
+            continue
+        return _as_arrays(found)
+    return None
+
+
+def _reach(key: Any, model: rd.StateSpaceModel, table: data.Table) -> tuple[float, float, float]:
+    """Where the states of a model with one state lie, and how well each is known, by a filter."""
+
+    @eqx.filter_jit
+    def filtered(keys: Any, ys: Any, mask: Any, us: Any, length: Any) -> tuple[Any, Any]:
+        def one(key: Any, ys: Any, mask: Any, us: Any, length: Any) -> tuple[Any, Any]:
+            options = {"mask": mask, "inputs": us, "length": length, "strict": False}
+            found = rd.particle_filter(key, model, ys, PARTICLES_OF_GRID, **options)
+            return found.mean[:, 0], jnp.sqrt(found.covariance[:, 0, 0])
+
+        axes = (0, 0, 0, None if us is None else 0, 0)
+        return eqx.filter_vmap(one, in_axes=axes)(keys, ys, mask, us, length)
+
+    keys = jax.random.split(key, table.num_series)
+    ys = np.where(table.mask, table.ys, np.nan)
+    found = filtered(keys, ys, table.mask, table.inputs, table.length)
+    exists = np.arange(ys.shape[1]) < table.length[:, None]
+    mean, std = (np.asarray(part)[exists] for part in found)
+    reach = DEVIATIONS_OF_GRID * std
+    width = float(np.quantile(std, 0.05))
+    return float(np.min(mean - reach)), float(np.max(mean + reach)), width
 
 
 def _line(
