@@ -183,6 +183,9 @@ def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
     assert runs.Check((fine, moved), "").worst == "doubtful"
     (lost,) = _check._fitted(told_of(run, status="not at a maximum", distance=7.0))
     assert lost.verdict == "bad"
+    for words, value in (("exact", "determined"), ("louis", "told from noise")):
+        unknown = {"status": "not identified", "uncertainty": _learn.METHODS[words]}
+        assert value in _check._fitted(told_of(run, **unknown))[0].value
     old = told_of(run)
     del old.record["results"]["status"]  # as earlier versions wrote it
     assert _check._fitted(old)[0].verdict == "unknown"
@@ -540,6 +543,8 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     table = data.read({"count": ys[:, 0]})
     run = runs.fit(table, models.resolve("poisson_counts"), tmp_path / "run", num_steps=60)
     assert isinstance(run.family, rd.MixtureFamily)
+    assert "on a grid of states" in run.record["results"]["uncertainty"]
+    assert run.record["results"]["parameters"]["scale[0]"]["error"] > 0
     again = runs.open_run(run.path)
     found = runs.smooth(again, table)
     assert bool(jnp.all(jnp.isfinite(found.mean)))
