@@ -395,6 +395,16 @@ def test_levels_of_a_model_with_many_states_are_exact():
     np.testing.assert_allclose(density - 0.5 * np.log(2 * np.pi), expected, rtol=1e-8)
 
 
+def test_families_meet_gaps_while_they_are_trained():
+    """A family that had seen none filled them with the mean of the model, whatever was around."""
+    given = np.ones((400, 64, 2), bool)
+    given[:, 5, 1] = False
+    seen = np.asarray(_learn._with_gaps(jax.random.key(0), jnp.asarray(given)))
+    assert not seen[:, 5, 1].any() and (seen[..., 0] >= seen[..., 1]).all()
+    gone = (~seen[..., 0]).sum(axis=1)
+    assert 0.4 < np.mean(gone == 0) < 0.6 and 5 < gone[gone > 0].mean() < 14
+
+
 def test_particles_that_know_nothing_have_no_levels():
     """Eight states that wander, each seen with little noise, and ten particles."""
     rate = rd.NonlinearGaussianKernel(lambda x: x + 0 * jnp.sin(x), rd.Diagonal(0.01 * jnp.ones(8)))

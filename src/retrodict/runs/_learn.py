@@ -42,6 +42,9 @@ SETTINGS = "settings.json"
 NUM_SIMULATED, NUM_HELD_OUT, ROWS_SIMULATED = 2048, 128, 64
 """Series that the fitted model makes up, for the family to be trained on."""
 
+LONGEST_GAP = 8
+"""Rows of the longest gap that they are given."""
+
 LEVEL = 0.9
 """The probability of the intervals of parameters."""
 
@@ -410,6 +413,8 @@ def _amortised(
     drawn = rd.simulate_like(
         draw_key, plain, ys, NUM_SIMULATED + NUM_HELD_OUT, num_times=ROWS_SIMULATED, **options
     )
+    seen = _with_gaps(jax.random.fold_in(draw_key, 1), drawn.options["mask"])
+    drawn = drawn._replace(options={**drawn.options, "mask": seen})
     train = jax.tree.map(lambda leaf: leaf[:NUM_SIMULATED], drawn)
     held_out = jax.tree.map(lambda leaf: leaf[NUM_SIMULATED:], drawn)
     width = 0 if table.inputs is None else table.inputs.shape[2]
@@ -425,6 +430,27 @@ def _amortised(
         **train.options,
     )
     return found.family, found.history
+
+
+def _with_gaps(key: Any, mask: Any) -> Any:
+    """What is seen of simulated series, with gaps of their own in every other series.
+
+    A family that has never met a gap knows nothing of one, and rows of tomorrow may have some: in
+    half of the series one row in ten is missing, and a stretch of up to `LONGEST_GAP` rows.
+
+    Args:
+        key: a typed key.
+        mask: what the data lend them, of shape `(batch, time, obs)`.
+    """
+    half_key, row_key, place_key, length_key = jax.random.split(key, 4)
+    count, rows, _ = mask.shape
+    gappy = jax.random.bernoulli(half_key, 0.5, (count, 1))
+    single = jax.random.bernoulli(row_key, 0.1, (count, rows))
+    begin = jax.random.randint(place_key, (count, 1), 0, rows)
+    length = jax.random.randint(length_key, (count, 1), 0, LONGEST_GAP + 1)
+    place = jnp.arange(rows)[None]
+    gone = gappy & (single | ((place >= begin) & (place < begin + length)))
+    return mask & ~gone[..., None]
 
 
 def _uncertain(
