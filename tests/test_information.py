@@ -386,6 +386,27 @@ def product(model: rd.StateSpaceModel) -> jax.Array:
     return plain.emission.weight[0, 0] * plain.transition.scale_tril[0, 0]
 
 
+def test_a_grid_agrees_with_the_exact_information(series: np.ndarray):
+    """Of a linear model, of which both are known, with two series of unequal length and a gap."""
+    ys = np.array(series[:2, :40])
+    ys[0, 5] = np.nan
+    model, length, key = level(), np.array([40, 25]), jax.random.key(0)
+    exact = rd.parameter_errors(key, model, ys, length=length)
+    grid = rd.Grid(np.array([-8.0]), np.array([8.0]), 120)
+    found = rd.parameter_errors(key, model, ys, length=length, grid=grid)
+    assert (found.method, found.status) == ("grid", exact.status)
+    np.testing.assert_allclose(found.information, exact.information, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found.score, exact.score, rtol=1e-6, atol=1e-6)
+    for points, reach in ((120, 1.0), (10, 8.0)):
+        poor = rd.Grid(np.array([-reach]), np.array([reach]), points)
+        with pytest.raises(ValueError, match=r"does not hold the states of the series \[0"):
+            rd.parameter_errors(key, model, ys, length=length, grid=poor)
+    with pytest.raises(TypeError, match="expects a Grid"):
+        rd.parameter_errors(key, model, ys, method="grid")
+    with pytest.raises(ValueError, match="leave out the grid"):
+        rd.parameter_errors(key, model, ys, method="louis", grid=grid)
+
+
 @pytest.mark.slow
 def test_a_direction_that_is_not_identified_is_named(found: rd.ParameterErrors, series: np.ndarray):
     theta, key, ys = found.theta, jax.random.key(0), series[0]
@@ -489,7 +510,7 @@ def test_what_is_refused(untyped: None):
         rd.parameter_errors(key, large, ys)
     with pytest.raises(ValueError, match="level between 0 and 1"):
         rd.parameter_errors(key, model, ys, level=95.0)
-    with pytest.raises(ValueError, match="method 'exact', 'louis'"):
+    with pytest.raises(ValueError, match="method 'exact', 'grid', 'louis'"):
         rd.parameter_errors(key, model, ys, method="fisher")  # pyright: ignore
     with pytest.raises(TypeError, match="linear-Gaussian emission"):
         rd.parameter_errors(key, volatility(0.5, 0.0, 1.0), ys, method="exact")

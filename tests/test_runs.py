@@ -183,6 +183,9 @@ def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
     assert runs.Check((fine, moved), "").worst == "doubtful"
     (lost,) = _check._fitted(told_of(run, status="not at a maximum", distance=7.0))
     assert lost.verdict == "bad"
+    for words, value in (("exact", "determined"), ("louis", "told from noise")):
+        unknown = {"status": "not identified", "uncertainty": _learn.METHODS[words]}
+        assert value in _check._fitted(told_of(run, **unknown))[0].value
     old = told_of(run)
     del old.record["results"]["status"]  # as earlier versions wrote it
     assert _check._fitted(old)[0].verdict == "unknown"
@@ -392,6 +395,16 @@ def test_levels_of_a_model_with_many_states_are_exact():
     np.testing.assert_allclose(density - 0.5 * np.log(2 * np.pi), expected, rtol=1e-8)
 
 
+def test_families_meet_gaps_while_they_are_trained():
+    """A family that had seen none filled them with the mean of the model, whatever was around."""
+    given = np.ones((400, 64, 2), bool)
+    given[:, 5, 1] = False
+    seen = np.asarray(_learn._with_gaps(jax.random.key(0), jnp.asarray(given)))
+    assert not seen[:, 5, 1].any() and (seen[..., 0] >= seen[..., 1]).all()
+    gone = (~seen[..., 0]).sum(axis=1)
+    assert 0.4 < np.mean(gone == 0) < 0.6 and 5 < gone[gone > 0].mean() < 14
+
+
 def test_particles_that_know_nothing_have_no_levels():
     """Eight states that wander, each seen with little noise, and ten particles."""
     rate = rd.NonlinearGaussianKernel(lambda x: x + 0 * jnp.sin(x), rd.Diagonal(0.01 * jnp.ones(8)))
@@ -540,6 +553,8 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     table = data.read({"count": ys[:, 0]})
     run = runs.fit(table, models.resolve("poisson_counts"), tmp_path / "run", num_steps=60)
     assert isinstance(run.family, rd.MixtureFamily)
+    assert "on a grid of states" in run.record["results"]["uncertainty"]
+    assert run.record["results"]["parameters"]["scale[0]"]["error"] > 0
     again = runs.open_run(run.path)
     found = runs.smooth(again, table)
     assert bool(jnp.all(jnp.isfinite(found.mean)))

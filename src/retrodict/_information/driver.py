@@ -12,6 +12,7 @@ from retrodict._chain import AbstractBackwardChain
 from retrodict._elbo import check_model, series_of_chain
 from retrodict._expectation import check_chain
 from retrodict._fit.batch import batch_for, num_series, take
+from retrodict._grid import Grid
 from retrodict._importance.pareto import K_HAT_GOOD, pareto_shape
 from retrodict._information.coordinates import Coordinates, coordinates_of
 from retrodict._information.edge import edges_of, raised, spread_of
@@ -23,6 +24,7 @@ from retrodict._information.louis import (
     particle_replicates,
     weighted_replicates,
 )
+from retrodict._information.on_grid import grid_information
 from retrodict._information.result import (
     LEAST_SHARE,
     NOISE,
@@ -69,7 +71,8 @@ def parameter_errors(
     length: Any = None,
     read: Callable[[StateSpaceModel], PyTree] | None = None,
     level: float = 0.95,
-    method: Literal["exact", "louis"] | None = None,
+    method: Literal["exact", "grid", "louis"] | None = None,
+    grid: Grid | None = None,
     chain: AbstractBackwardChain | None = None,
     num_particles: int = 500,
     num_samples: int = 500,
@@ -81,7 +84,8 @@ def parameter_errors(
 
     The parameters θ are those that `fit` and `fit_evidence` move, in unconstrained coordinates, at
     a maximum of the likelihood; what is `Frozen` is taken as known. For linear-Gaussian models the
-    information is exact. For others it is estimated by Louis' identity (1982),
+    information is exact, and for models of one or two states with a `grid` exact up to that grid.
+    For others it is estimated by Louis' identity (1982),
 
         −∇² log p_θ(y) = E[−∇² log p_θ(x, y) | y] − Cov(∇ log p_θ(x, y) | y),
 
@@ -124,7 +128,9 @@ def parameter_errors(
             arrays; by default the learned parameters themselves, by name. It is given the model
             with its parameters, of which `unwrap` makes arrays.
         level: the probability with which an interval is to cover.
-        method: `"exact"` or `"louis"`; by default exact for linear-Gaussian models.
+        method: `"exact"`, `"grid"` or `"louis"`; by default exact for linear-Gaussian models, and
+            on the grid if there is one.
+        grid: points that hold the states at all times, as `grid_smoother` takes them.
         chain: a law of paths from which Louis' identity takes weighted paths, instead of `ffbsi`.
             For one series, and not a long one: weights of whole paths degenerate.
         num_particles: how many particles each filter has.
@@ -154,7 +160,7 @@ def parameter_errors(
         )
     coordinates = _coordinates(model)
     plain = unwrap(model)
-    method = _method(plain, method, chain)
+    method = _method(plain, method, chain, grid)
     batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length, owner="parameter_errors")
 
     messages: list[str] = []
@@ -168,6 +174,10 @@ def parameter_errors(
         information = (information + information.T) / 2
         scores, informations = None, None
         edges = edges_of(coordinates, at, score, information, spread)
+    elif grid is not None:
+        found_on_grid = grid_information(coordinates, batch, grid)
+        score, information = (np.asarray(x, float) for x in found_on_grid)
+        scores, informations = None, None
     else:
         check_densities(plain, "parameter_errors by Louis' identity")
         num_replicates = check_count(num_replicates, "num_replicates")
@@ -247,12 +257,18 @@ def _coordinates(model: StateSpaceModel) -> Coordinates:
 
 
 def _method(
-    model: StateSpaceModel, method: Any, chain: AbstractBackwardChain | None
-) -> Literal["exact", "louis"]:
-    if method not in (None, "exact", "louis"):
+    model: StateSpaceModel, method: Any, chain: AbstractBackwardChain | None, grid: Any
+) -> Literal["exact", "grid", "louis"]:
+    if method not in (None, "exact", "grid", "louis"):
         raise ValueError(
-            f"parameter_errors expects the method 'exact', 'louis' or None, got {method!r}."
+            f"parameter_errors expects the method 'exact', 'grid', 'louis' or None, got {method!r}."
         )
+    if grid is not None or method == "grid":
+        if not isinstance(grid, Grid):
+            raise TypeError(f"The method 'grid' expects a Grid, got {type(grid).__name__}.")
+        if chain is not None or method not in (None, "grid"):
+            raise ValueError("A grid is for the method 'grid': leave out the grid, or the others.")
+        return "grid"
     if chain is not None:
         check_chain(chain, "parameter_errors")
         if method == "exact":

@@ -1,5 +1,7 @@
 """The observed information of a linear-Gaussian model, by two derivatives of its log-evidence."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from retrodict._information.coordinates import Coordinates
 from retrodict._kalman import log_evidence_of
 from retrodict._linalg import UNROLLED
 from retrodict._mask import Series
+from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._parts import in_parts
 from retrodict._types import Scalar
@@ -32,7 +35,7 @@ def exact_information(
     """The gradient of log p_θ(y), summed over the series, and minus its Hessian."""
     work = batch.ys.shape[0] * batch.ys.shape[1] * len(coordinates.names)
     if jax.default_backend() == "cpu" and coordinates.model.state_dim > UNROLLED:
-        return _by_differences(coordinates, batch)
+        return by_differences(coordinates, batch, log_evidence_of)
     quick = work < MANY and jax.default_backend() == "cpu"
     return (_quickly if quick else _with_care)(coordinates, batch)
 
@@ -58,21 +61,29 @@ def _information(
 
 
 @eqx.filter_jit
-def _by_differences(
-    coordinates: Coordinates, batch: Series
+def by_differences(
+    coordinates: Coordinates,
+    batch: Series,
+    evidence: Callable[[StateSpaceModel, Series], Scalar],
 ) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
     """The same with differences of exact gradients on both sides, to eight digits in float64.
 
     For states of which the factors come from LAPACK. A second derivative has two such calls that do
     not wait for each other; each of them waits for threads of one pool, and on two cores all of
-    them end up waiting (seen in jaxlib 0.10.2).
+    them end up waiting (seen in jaxlib 0.10.2). And for evidences other than that of the Kalman
+    filter, whose second derivatives would hold all steps of a series at once.
+
+    Args:
+        coordinates: the parameters.
+        batch: the series.
+        evidence: the log-evidence of an unwrapped model and a series.
     """
     theta = coordinates.theta()
     step = jnp.finfo(theta.dtype).eps ** (1 / 3) * jnp.maximum(1.0, jnp.abs(theta))
 
     def gradient(at: Array) -> Array:
         def log_evidence(theta: Array, series: Series) -> Scalar:
-            return log_evidence_of(unwrap(coordinates.model_at(theta)), series)
+            return evidence(unwrap(coordinates.model_at(theta)), series)
 
         each = jax.lax.map(lambda series: jax.grad(log_evidence)(at, series), batch)
         return jnp.sum(each, axis=0)

@@ -55,7 +55,7 @@ class ParameterErrors(eqx.Module):
         monte_carlo_error: the Monte Carlo standard error of `standard_error`; zero if it is exact.
         lower: the lower ends of their intervals; NaN if not identified, or at an edge.
         upper: the upper ends.
-        method: `"exact"` or `"louis"`.
+        method: `"exact"`, `"grid"` or `"louis"`.
         status: `"fine"`, `"at an edge"`, `"not identified"`, `"not at a maximum"`, or
             `"unreliable"` if the paths are too poor to say.
         messages: what is to be known, in words; empty if all is fine.
@@ -76,7 +76,7 @@ class ParameterErrors(eqx.Module):
     monte_carlo_error: PyTree
     lower: PyTree
     upper: PyTree
-    method: Literal["exact", "louis"] = eqx.field(static=True)
+    method: Literal["exact", "grid", "louis"] = eqx.field(static=True)
     status: Literal["fine", "at an edge", "not identified", "not at a maximum", "unreliable"] = (
         eqx.field(static=True)
     )

@@ -12,6 +12,7 @@ import retrodict as rd
 from retrodict import data
 from retrodict._workspace import Progress, Quiet
 from retrodict.runs._answer import impute
+from retrodict.runs._learn import METHODS
 from retrodict.runs._record import Run
 from retrodict.runs._residuals import coverage, hide, levels, residual_tests
 
@@ -132,8 +133,12 @@ def _fitted(run: Run) -> list[Finding]:
             )
         ]
     if status == "not identified":
+        value = "not all are determined"
         meaning = "other values explain the data as well: hold some fixed, or use a simpler model"
-        return [Finding(name, "not all are determined", meaning, "doubtful")]
+        if METHODS["louis"] in results["uncertainty"]:
+            value = "not all could be told from noise"
+            meaning = "paths of a particle smoother do not tell how well the data determine them"
+        return [Finding(name, value, meaning, "doubtful")]
     if status not in ("fine", "at an edge"):
         meaning = "there are no paths, or too poor ones, to tell whether this is a maximum"
         return [Finding(name, "not judged", meaning, "unknown")]

@@ -42,12 +42,17 @@ SETTINGS = "settings.json"
 NUM_SIMULATED, NUM_HELD_OUT, ROWS_SIMULATED = 2048, 128, 64
 """Series that the fitted model makes up, for the family to be trained on."""
 
+LONGEST_GAP = 8
+"""Rows of the longest gap that they are given."""
+
 LEVEL = 0.9
 """The probability of the intervals of parameters."""
 
 METHODS = {
     "exact": "Standard errors are from the observed information, the curvature of the exact"
     " log-evidence at its maximum.",
+    "grid": "Standard errors are from the observed information, the curvature of the log-evidence on"
+    " a grid of states, which is exact up to the grid.",
     "louis": "Standard errors are from the observed information by Louis' identity, over paths of a"
     " particle smoother.",
 }
@@ -64,6 +69,12 @@ MOST_ROWS_OF_PATHS = 120_000_000
 first ones are drawn at any length."""
 
 MOST_ROWS_OF_LOUIS = 20_000
+
+MOST_ROWS_OF_GRID, MOST_POINTS = 100_000, 2000
+"""How long series, and how many states, a grid may have."""
+
+PARTICLES_OF_GRID, DEVIATIONS_OF_GRID = 500, 8.0
+"""By which filter it is seen where states lie, and how far beyond a grid goes."""
 
 MOST_ROWS_A_STEP = 512
 """Of longer series a step of learning sees a window."""
@@ -402,6 +413,8 @@ def _amortised(
     drawn = rd.simulate_like(
         draw_key, plain, ys, NUM_SIMULATED + NUM_HELD_OUT, num_times=ROWS_SIMULATED, **options
     )
+    seen = _with_gaps(jax.random.fold_in(draw_key, 1), drawn.options["mask"])
+    drawn = drawn._replace(options={**drawn.options, "mask": seen})
     train = jax.tree.map(lambda leaf: leaf[:NUM_SIMULATED], drawn)
     held_out = jax.tree.map(lambda leaf: leaf[NUM_SIMULATED:], drawn)
     width = 0 if table.inputs is None else table.inputs.shape[2]
@@ -419,6 +432,27 @@ def _amortised(
     return found.family, found.history
 
 
+def _with_gaps(key: Any, mask: Any) -> Any:
+    """What is seen of simulated series, with gaps of their own in every other series.
+
+    A family that has never met a gap knows nothing of one, and rows of tomorrow may have some: in
+    half of the series one row in ten is missing, and a stretch of up to `LONGEST_GAP` rows.
+
+    Args:
+        key: a typed key.
+        mask: what the data lend them, of shape `(batch, time, obs)`.
+    """
+    half_key, row_key, place_key, length_key = jax.random.split(key, 4)
+    count, rows, _ = mask.shape
+    gappy = jax.random.bernoulli(half_key, 0.5, (count, 1))
+    single = jax.random.bernoulli(row_key, 0.1, (count, rows))
+    begin = jax.random.randint(place_key, (count, 1), 0, rows)
+    length = jax.random.randint(length_key, (count, 1), 0, LONGEST_GAP + 1)
+    place = jnp.arange(rows)[None]
+    gone = gappy & (single | ((place >= begin) & (place < begin + length)))
+    return mask & ~gone[..., None]
+
+
 def _uncertain(
     folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -434,6 +468,9 @@ def _uncertain(
     def compute() -> dict[str, Any]:
         sizes: dict[str, Any] = {}
         if not model.is_linear_gaussian:
+            on_grid = _errors_on_grid(key, model, table, read)
+            if on_grid is not None:
+                return on_grid
             if table.length.sum() > MOST_ROWS_OF_LOUIS:
                 return {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
             sizes = SIZES_OF_LOUIS | {"most_replicates": _most_replicates(table)}
@@ -443,17 +480,7 @@ def _uncertain(
             found = rd.parameter_errors(key, model, ys, read=read, level=LEVEL, **sizes, **options)
         except (ValueError, FloatingPointError) as error:
             return {"refused": np.array(str(error))}
-        arrays = {}
-        for what in ("standard_error", "lower", "upper"):
-            for name, value in getattr(found, what).items():
-                arrays[f"{what} {name}"] = value
-        return {
-            **arrays,
-            "method": np.array(found.method),
-            "status": np.array(found.status),
-            "distance": np.array(found.distance),
-            "noise": np.array(_relative_noise(found)),
-        }
+        return _as_arrays(found)
 
     stage = folder.stage("standard errors of the parameters", compute)
     lines: dict[str, Any] = {}
@@ -477,6 +504,71 @@ def _uncertain(
         "status": status,
         "distance": distance,
     }
+
+
+def _as_arrays(found: rd.ParameterErrors) -> dict[str, Any]:
+    """What is kept of standard errors."""
+    arrays = {}
+    for what in ("standard_error", "lower", "upper"):
+        for name, value in getattr(found, what).items():
+            arrays[f"{what} {name}"] = value
+    return {
+        **arrays,
+        "method": np.array(found.method),
+        "status": np.array(found.status),
+        "distance": np.array(found.distance),
+        "noise": np.array(_relative_noise(found)),
+    }
+
+
+def _errors_on_grid(
+    key: Any, model: rd.StateSpaceModel, table: data.Table, read: Any
+) -> dict[str, Any] | None:
+    """Standard errors of a model with one state; `None` where no grid is good enough.
+
+    They take seconds where paths take minutes, and have no noise.
+    """
+    if model.state_dim != 1 or table.length.sum() > MOST_ROWS_OF_GRID:
+        return None
+    options = table.batch()
+    ys = options.pop("ys")
+    lower, upper, width = _reach(key, rd.unwrap(model), table)
+    if not (np.isfinite(lower) and lower < upper and width > 0):
+        return None
+    fewest = int(np.clip(2 * (upper - lower) / width, 100, MOST_POINTS // 4))
+    for num_points in (fewest, 4 * fewest):
+        grid = rd.Grid(np.array([lower]), np.array([upper]), num_points)
+        try:
+            found = rd.parameter_errors(
+                key, model, ys, read=read, level=LEVEL, grid=grid, **options
+            )
+        except (ValueError, FloatingPointError):
+            continue
+        return _as_arrays(found)
+    return None
+
+
+def _reach(key: Any, model: rd.StateSpaceModel, table: data.Table) -> tuple[float, float, float]:
+    """Where the states of a model with one state lie, and how well each is known, by a filter."""
+
+    @eqx.filter_jit
+    def filtered(keys: Any, ys: Any, mask: Any, us: Any, length: Any) -> tuple[Any, Any]:
+        def one(key: Any, ys: Any, mask: Any, us: Any, length: Any) -> tuple[Any, Any]:
+            options = {"mask": mask, "inputs": us, "length": length, "strict": False}
+            found = rd.particle_filter(key, model, ys, PARTICLES_OF_GRID, **options)
+            return found.mean[:, 0], jnp.sqrt(found.covariance[:, 0, 0])
+
+        axes = (0, 0, 0, None if us is None else 0, 0)
+        return eqx.filter_vmap(one, in_axes=axes)(keys, ys, mask, us, length)
+
+    keys = jax.random.split(key, table.num_series)
+    ys = np.where(table.mask, table.ys, np.nan)
+    found = filtered(keys, ys, table.mask, table.inputs, table.length)
+    exists = np.arange(ys.shape[1]) < table.length[:, None]
+    mean, std = (np.asarray(part)[exists] for part in found)
+    reach = DEVIATIONS_OF_GRID * std
+    width = float(np.quantile(std, 0.05))
+    return float(np.min(mean - reach)), float(np.max(mean + reach)), width
 
 
 def _line(
