@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import xarray as xr
 
@@ -228,6 +230,62 @@ def test_a_netcdf_file_in_blocks_reads_as_the_whole(tmp_path: Path, small_blocks
     assert_reads_as(found, whole)
 
 
+@pytest.mark.parametrize("empty", [slice(0, 11), slice(14, 30)])
+def test_blocks_of_a_netcdf_file_in_which_nothing_was_observed_are_passed_over(
+    tmp_path: Path, small_blocks: None, empty: slice
+):
+    values = np.random.default_rng(5).normal(size=(30, 12))
+    values[empty] = np.nan
+    dataset = xr.Dataset({"a": (("who", "time"), values)}, {"who": np.arange(30)})
+    dataset.to_netcdf(tmp_path / "series.nc", engine="h5netcdf")
+    found = data.open_series(tmp_path / "series.nc", series="who", progress=False)
+    whole = data.read(dataset, series="who")
+    tables = list(found.tables())
+    assert found.num_series == whole.num_series == 30 - len(range(*empty.indices(30)))
+    np.testing.assert_array_equal(np.concatenate([table.ys for table in tables]), whole.ys)
+
+
+def test_files_without_a_time_whose_rows_are_numbered_on_are_read_alike(
+    frame: pd.DataFrame, tmp_path: Path, small_blocks: None
+):
+    """A part of a frame is written with the numbers that its rows had."""
+    frame = frame.drop(columns="day").reset_index(drop=True)
+    half = int(np.flatnonzero(frame["who"] == "s20")[0])
+    paths = [tmp_path / f"{part}.parquet" for part in "ab"]
+    frame.iloc[:half].to_parquet(paths[0], row_group_size=20)
+    frame.iloc[half:].to_parquet(paths[1])
+    found = data.open_series(paths, series="who", progress=False)
+    assert_reads_as(found, data.read(frame, series="who"))
+
+
+@pytest.mark.parametrize("how", ["category", "several", "index", "input too", "empty groups"])
+def test_parquet_files_of_other_kinds_read_as_the_whole(
+    frame: pd.DataFrame, tmp_path: Path, small_blocks: None, how: str
+):
+    options: dict[str, Any] = {"series": "who"}
+    if how == "category":
+        frame = frame.astype({"who": "category"})
+    elif how == "several":
+        number = frame["who"].str[1:].astype(int)
+        frame = frame.assign(who=number // 7, part=number % 7)
+        options["series"] = ["who", "part"]
+    elif how == "index":
+        frame = frame.set_index(["who", "day"])
+    elif how == "input too":
+        frame["b"] = np.arange(1.0, len(frame) + 1)
+        options |= {"time": "day", "columns": ["a", "b"], "inputs": "b", "freq": "irregular"}
+    whole, path = data.read(frame, **options), tmp_path / "series.parquet"
+    if how == "empty groups":
+        rows = pa.Table.from_pandas(frame)
+        with pq.ParquetWriter(path, rows.schema) as writer:
+            for first in range(0, len(frame), 17):
+                writer.write_table(rows.slice(0, 0))
+                writer.write_table(rows.slice(first, 17))
+    else:
+        frame.to_parquet(path, row_group_size=17)
+    assert_reads_as(data.open_series(path, progress=False, **options), whole)
+
+
 def test_several_files_are_one_set_of_series(
     frame: pd.DataFrame, tmp_path: Path, small_blocks: None
 ):
@@ -305,6 +363,9 @@ def test_broken_files_are_refused_before_a_fit_begins(
 def test_what_is_no_file_of_series_is_refused(tmp_path: Path):
     with pytest.raises(data.DataError, match="no such file"):
         data.open_series(tmp_path / "gone.parquet", series="who")
+    (tmp_path / "folder.nc").mkdir()
+    with pytest.raises(data.DataError, match="name the files in it"):
+        data.open_series(tmp_path / "folder.nc", series="who")
     (tmp_path / "table.csv").write_text("who,y\n1,2\n")
     with pytest.raises(data.DataError, match="not one of .parquet, .nc"):
         data.open_series(tmp_path / "table.csv", series="who")
