@@ -34,7 +34,7 @@ def store() -> InBlocks:
 
 def seen(stream: Stream, first: int, count: int) -> np.ndarray:
     """The numbers of the series of some steps, from 0."""
-    batches = stream(first, count)
+    batches = stream(first, count, first + count)
     drawn = [batches.draw(KEY, jnp.asarray(step)) for step in range(first, first + count)]
     return np.stack([np.asarray(batch.series.ys[:, 0, 0]) for batch in drawn]).astype(int) - 1
 
@@ -77,10 +77,38 @@ def test_a_lane_holds_one_block_and_reads_it_once_a_pass(store: InBlocks):
     stream = Stream(store, Order(store, KEY, 7), None, ())
     store.loads.clear()
     for first in range(0, 24, 6):
-        stream(first, 6)
+        stream(first, 6, first + 6)
     stream.close()
     passes = -(-7 * 30 // COUNT)
     assert max(store.loads.values()) <= passes
+
+
+def test_a_chunk_that_is_no_multiple_of_its_parts_is_read_ahead_all_the_same(
+    store: InBlocks, monkeypatch: pytest.MonkeyPatch
+):
+    """Chunks of ten steps, four at a time: each part is asked for once, and none beyond the end."""
+    asked: list[tuple[int, int]] = []
+    read = Stream._read
+
+    def note(self: Stream, first: int, count: int) -> Any:
+        asked.append((first, count))
+        return read(self, first, count)
+
+    monkeypatch.setattr(Stream, "_read", note)
+    monkeypatch.setattr(stored, "MOST_BYTES", 6 * N * 8 * 4)
+    fit(store, num_steps=15, chunk_size=10)
+    assert asked == [(0, 4), (4, 4), (8, 4), (10, 4), (14, 4)]
+
+
+def test_batches_have_the_type_that_jax_has_where_the_fit_was_called(store: InBlocks):
+    """Settings of JAX may hold for one thread, and another one reads."""
+    for double in (False, True):
+        with jax.enable_x64(double):
+            stream = Stream(store, Order(store, KEY, 6), None, ())
+            batches = [stream(first, 2, first + 2) for first in (0, 2)]
+            stream.close()
+        kinds = {(str(b.series.ys.dtype), str(b.first.dtype)) for b in batches}
+        assert kinds == {("float64", "int64") if double else ("float32", "int32")}
 
 
 def test_batches_of_a_chunk_that_would_be_too_large_are_read_in_parts(
@@ -156,8 +184,9 @@ def test_a_killed_fit_from_a_store_goes_on_to_the_last_bit(tmp_path: Path):
     resumed = fit(InBlocks(ys, SIZES), learn="both", checkpoint=path)
     assert same(resumed.model, whole.model)
     assert np.array_equal(resumed.history, whole.history)
-    with pytest.raises(ValueError, match="other data"):
-        fit(InBlocks(ys + 1.0, SIZES), learn="both", checkpoint=path)
+    for other in (InBlocks(ys + 1.0, SIZES), InBlocks(ys, SIZES[::-1])):
+        with pytest.raises(ValueError, match="other data"):
+            fit(other, learn="both", checkpoint=path)
 
 
 def test_what_a_store_has_itself_is_not_given_too(store: InBlocks):
