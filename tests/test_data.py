@@ -646,3 +646,22 @@ def test_coming_times_are_read_as_those_of_the_table():
     np.testing.assert_array_equal(even.steps_to([np.array([3, 4])]), np.ones((1, 2)))
     with pytest.raises(ValueError, match="regular and go on by 1"):
         even.steps_to([np.array([4, 5])])
+
+
+def test_rows_of_a_dataset_without_times_keep_their_places():
+    """What is missing at the end of a series is padding, and what is missing before is a gap."""
+    values = np.arange(1.0, 16.0).reshape(3, 5)
+    values[0, 2] = values[1, 3:] = values[2, :2] = np.nan
+    dataset = xr.Dataset({"y": (("who", "time"), values)}, {"who": list("abc")})
+    table = rd.data.read(dataset, series="who")
+    assert table.length.tolist() == [5, 3, 5]
+    np.testing.assert_array_equal(table.ys[..., 0], values)
+
+
+def test_two_series_are_never_joined_into_one():
+    frame = pd.DataFrame(
+        {"a": ["x-y", "x", "x-y", "x"], "b": ["z", "y-z", "z", "y-z"], "t": [0, 2, 1, 3], "y": 1.0}
+    )
+    with pytest.raises(rd.data.DataError, match="two series would be called 'x-y-z'"):
+        rd.data.read(frame, series=["a", "b"])
+    assert rd.data.read(frame.replace("x-y", "x+y"), series=["a", "b"]).series == ("x+y-z", "x-y-z")

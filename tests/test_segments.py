@@ -18,7 +18,7 @@ from retrodict._expectation import Estimate
 from retrodict._family import infer_series
 from retrodict._fit.batch import prepare_batch
 from retrodict._fit.objective import Objective
-from retrodict._fit.segments import elbo_in_segments
+from retrodict._fit.segments import _segments, elbo_in_segments
 from retrodict._fit.source import Batch
 from retrodict._mask import Series
 
@@ -110,6 +110,14 @@ def test_segments_of_any_size_by_quadrature(segment: int):
         rd.KalmanFamily(model), through_tanh(model), batch_of(rng), rd.Quadrature(4), segment
     )
     assert_same(found)
+
+
+def test_a_segment_is_not_longer_than_the_series():
+    """Or ten rows would be filled up to as many as were asked for, and read."""
+    family = rd.KalmanFamily(random_model(np.random.default_rng(0), 2, 2))
+    series = jax.tree.map(lambda leaf: leaf[0], batch_of(np.random.default_rng(0)))
+    cut = jax.eval_shape(lambda: _segments(rd.unwrap(family), family.init(), series, 10**9))
+    assert cut.rows.y.shape == (1, N - 1, 2)
 
 
 def drawn(family: Any, model: Any, batch: Series, estimator: Any) -> Callable[..., Estimate]:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import xarray as xr
 
@@ -32,7 +34,7 @@ def store() -> InBlocks:
 
 def seen(stream: Stream, first: int, count: int) -> np.ndarray:
     """The numbers of the series of some steps, from 0."""
-    batches = stream(first, count)
+    batches = stream(first, count, first + count)
     drawn = [batches.draw(KEY, jnp.asarray(step)) for step in range(first, first + count)]
     return np.stack([np.asarray(batch.series.ys[:, 0, 0]) for batch in drawn]).astype(int) - 1
 
@@ -75,10 +77,38 @@ def test_a_lane_holds_one_block_and_reads_it_once_a_pass(store: InBlocks):
     stream = Stream(store, Order(store, KEY, 7), None, ())
     store.loads.clear()
     for first in range(0, 24, 6):
-        stream(first, 6)
+        stream(first, 6, first + 6)
     stream.close()
     passes = -(-7 * 30 // COUNT)
     assert max(store.loads.values()) <= passes
+
+
+def test_a_chunk_that_is_no_multiple_of_its_parts_is_read_ahead_all_the_same(
+    store: InBlocks, monkeypatch: pytest.MonkeyPatch
+):
+    """Chunks of ten steps, four at a time: each part is asked for once, and none beyond the end."""
+    asked: list[tuple[int, int]] = []
+    read = Stream._read
+
+    def note(self: Stream, first: int, count: int) -> Any:
+        asked.append((first, count))
+        return read(self, first, count)
+
+    monkeypatch.setattr(Stream, "_read", note)
+    monkeypatch.setattr(stored, "MOST_BYTES", 6 * N * 8 * 4)
+    fit(store, num_steps=15, chunk_size=10)
+    assert asked == [(0, 4), (4, 4), (8, 4), (10, 4), (14, 4)]
+
+
+def test_batches_have_the_type_that_jax_has_where_the_fit_was_called(store: InBlocks):
+    """Settings of JAX may hold for one thread, and another one reads."""
+    for double in (False, True):
+        with jax.enable_x64(double):
+            stream = Stream(store, Order(store, KEY, 6), None, ())
+            batches = [stream(first, 2, first + 2) for first in (0, 2)]
+            stream.close()
+        kinds = {(str(b.series.ys.dtype), str(b.first.dtype)) for b in batches}
+        assert kinds == {("float64", "int64") if double else ("float32", "int32")}
 
 
 def test_batches_of_a_chunk_that_would_be_too_large_are_read_in_parts(
@@ -154,8 +184,9 @@ def test_a_killed_fit_from_a_store_goes_on_to_the_last_bit(tmp_path: Path):
     resumed = fit(InBlocks(ys, SIZES), learn="both", checkpoint=path)
     assert same(resumed.model, whole.model)
     assert np.array_equal(resumed.history, whole.history)
-    with pytest.raises(ValueError, match="other data"):
-        fit(InBlocks(ys + 1.0, SIZES), learn="both", checkpoint=path)
+    for other in (InBlocks(ys + 1.0, SIZES), InBlocks(ys, SIZES[::-1])):
+        with pytest.raises(ValueError, match="other data"):
+            fit(other, learn="both", checkpoint=path)
 
 
 def test_what_a_store_has_itself_is_not_given_too(store: InBlocks):
@@ -226,6 +257,62 @@ def test_a_netcdf_file_in_blocks_reads_as_the_whole(tmp_path: Path, small_blocks
     found = data.open_series(path, series="who", time="day", progress=False)
     whole = data.read(dataset.assign_coords(who=np.arange(30)), series="who", time="day")
     assert_reads_as(found, whole)
+
+
+@pytest.mark.parametrize("empty", [slice(0, 11), slice(14, 30)])
+def test_blocks_of_a_netcdf_file_in_which_nothing_was_observed_are_passed_over(
+    tmp_path: Path, small_blocks: None, empty: slice
+):
+    values = np.random.default_rng(5).normal(size=(30, 12))
+    values[empty] = np.nan
+    dataset = xr.Dataset({"a": (("who", "time"), values)}, {"who": np.arange(30)})
+    dataset.to_netcdf(tmp_path / "series.nc", engine="h5netcdf")
+    found = data.open_series(tmp_path / "series.nc", series="who", progress=False)
+    whole = data.read(dataset, series="who")
+    tables = list(found.tables())
+    assert found.num_series == whole.num_series == 30 - len(range(*empty.indices(30)))
+    np.testing.assert_array_equal(np.concatenate([table.ys for table in tables]), whole.ys)
+
+
+def test_files_without_a_time_whose_rows_are_numbered_on_are_read_alike(
+    frame: pd.DataFrame, tmp_path: Path, small_blocks: None
+):
+    """A part of a frame is written with the numbers that its rows had."""
+    frame = frame.drop(columns="day").reset_index(drop=True)
+    half = int(np.flatnonzero(frame["who"] == "s20")[0])
+    paths = [tmp_path / f"{part}.parquet" for part in "ab"]
+    frame.iloc[:half].to_parquet(paths[0], row_group_size=20)
+    frame.iloc[half:].to_parquet(paths[1])
+    found = data.open_series(paths, series="who", progress=False)
+    assert_reads_as(found, data.read(frame, series="who"))
+
+
+@pytest.mark.parametrize("how", ["category", "several", "index", "input too", "empty groups"])
+def test_parquet_files_of_other_kinds_read_as_the_whole(
+    frame: pd.DataFrame, tmp_path: Path, small_blocks: None, how: str
+):
+    options: dict[str, Any] = {"series": "who"}
+    if how == "category":
+        frame = frame.astype({"who": "category"})
+    elif how == "several":
+        number = frame["who"].str[1:].astype(int)
+        frame = frame.assign(who=number // 7, part=number % 7)
+        options["series"] = ["who", "part"]
+    elif how == "index":
+        frame = frame.set_index(["who", "day"])
+    elif how == "input too":
+        frame["b"] = np.arange(1.0, len(frame) + 1)
+        options |= {"time": "day", "columns": ["a", "b"], "inputs": "b", "freq": "irregular"}
+    whole, path = data.read(frame, **options), tmp_path / "series.parquet"
+    if how == "empty groups":
+        rows = pa.Table.from_pandas(frame)
+        with pq.ParquetWriter(path, rows.schema) as writer:
+            for first in range(0, len(frame), 17):
+                writer.write_table(rows.slice(0, 0))
+                writer.write_table(rows.slice(first, 17))
+    else:
+        frame.to_parquet(path, row_group_size=17)
+    assert_reads_as(data.open_series(path, progress=False, **options), whole)
 
 
 def test_several_files_are_one_set_of_series(
@@ -305,6 +392,9 @@ def test_broken_files_are_refused_before_a_fit_begins(
 def test_what_is_no_file_of_series_is_refused(tmp_path: Path):
     with pytest.raises(data.DataError, match="no such file"):
         data.open_series(tmp_path / "gone.parquet", series="who")
+    (tmp_path / "folder.nc").mkdir()
+    with pytest.raises(data.DataError, match="name the files in it"):
+        data.open_series(tmp_path / "folder.nc", series="who")
     (tmp_path / "table.csv").write_text("who,y\n1,2\n")
     with pytest.raises(data.DataError, match="not one of .parquet, .nc"):
         data.open_series(tmp_path / "table.csv", series="who")

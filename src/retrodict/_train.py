@@ -174,7 +174,7 @@ def train(
     optimiser: optax.GradientTransformation,
     num_starts: int | None,
     chunk_size: int,
-    feed: Callable[[int, int], PyTree] | None = None,
+    feed: Callable[[int, int, int | None], PyTree] | None = None,
     steps_at_once: int | None = None,
     patience: int | None = None,
     history: TrainHistory | None = None,
@@ -200,8 +200,9 @@ def train(
         optimiser: an optax transformation.
         num_starts: how many starts are trained side by side; `None` for one without an axis.
         chunk_size: steps between two grades.
-        feed: `feed(first, count)`, what losses read at so many steps instead of `data`; for data
-            that are brought along as they are needed.
+        feed: `feed(first, count, then)`, what losses read at so many steps instead of `data`, for
+            data that are brought along as they are needed; the next call begins with step `then`,
+            and there is none after `None`.
         steps_at_once: steps that are taken in one call of the compiled program; a whole chunk by
             default.
         patience: how many chunks may pass without a better grade; `None` for all.
@@ -230,7 +231,9 @@ def train(
         while first <= int(state.step) < stage.until:
             until, seen = min(int(state.step) + chunk_size, stage.until), []
             while (before := int(state.step)) < until:
-                read = data if feed is None else feed(before, count)
+                then = min(before + count, until)
+                then = then if then < stages[-1].until else None
+                read = data if feed is None else feed(before, count, then)
                 state, losses = run(state, read, key, jnp.asarray(until))
                 seen.append(np.asarray(losses)[..., : int(state.step) - before])
             scores, noise = graded(state.parameters, data)

@@ -30,13 +30,14 @@ class Supply(NamedTuple):
 
     Attributes:
         source: the same for all steps, or `None`.
-        feed: `feed(first, count)`, the source of some steps, or `None`.
+        feed: `feed(first, count, then)`, the source of some steps, or `None`; `then` is the first
+            step of the next ones.
         steps_at_once: how many steps that is at most; `None` for a chunk.
         close: to be called when no more is needed.
     """
 
     source: AbstractSource | None
-    feed: Callable[[int, int], AbstractSource] | None
+    feed: Callable[[int, int, int | None], AbstractSource] | None
     steps_at_once: int | None
     close: Callable[[], None]
 
@@ -150,8 +151,8 @@ class Stored(AbstractGiven):
         return take(self._some, np.arange(min(count, known)) * known // min(count, known))
 
     def digest(self) -> bytes:
-        """The hash of the store."""
-        return self._store.digest().encode()
+        """The hash of the store, and its blocks, on which the order depends."""
+        return f"{self._store.digest()} {list(self._store.block_sizes)}".encode()
 
     def supply(
         self,

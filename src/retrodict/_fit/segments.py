@@ -144,6 +144,7 @@ class _Segment(eqx.Module):
 def _segments(family: AbstractFactorFamily, state: Any, series: Series, count: int) -> _Segment:
     """All segments, with a leading axis; the last is filled up with rows that do not exist."""
     following = series.num_times - 1
+    count = min(count, following)  # a segment is filled up to its size
     number = -(-following // count)
     missing = number * count - following
 

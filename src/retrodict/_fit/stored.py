@@ -186,8 +186,15 @@ class Stream:
             for name, array in store.load(0).items()
         }
         self._held: dict[int, tuple[int, Arrays]] = {}
+        self._sharding, self._filled, self._own = None, order.batch_size, {(0, order.batch_size)}
+        if mesh is not None:
+            shares = num_devices(mesh, axes)
+            self._filled = -(-order.batch_size // shares) * shares
+            self._sharding = NamedSharding(mesh, P(None, axes))
+            places = self._sharding.addressable_devices_indices_map((1, self._filled))
+            self._own = {self._share(index) for index in places.values() if index is not None}
         self._worker = ThreadPoolExecutor(1, "retrodict-batches")
-        self._coming: tuple[tuple[int, int], Future[Streamed]] | None = None
+        self._coming: tuple[tuple[int, int], Future[dict[tuple[int, int], Arrays]]] | None = None
 
     def steps_at_once(self, chunk_size: int) -> int:
         """How many steps' batches are read at a time: equal parts of a chunk, not too large."""
@@ -196,50 +203,61 @@ class Stream:
         parts = -(-chunk_size * self._order.batch_size * bytes_of // MOST_BYTES)
         return -(-chunk_size // min(parts, chunk_size))
 
-    def __call__(self, first: int, count: int) -> Streamed:
-        """The batches of steps first..first+count-1; those after them are read meanwhile."""
+    def __call__(self, first: int, count: int, then: int | None) -> Streamed:
+        """The batches of some steps; those that are needed next are read meanwhile.
+
+        Args:
+            first: the first step.
+            count: how many there are.
+            then: the first step of the next call; `None` if this is the last.
+        """
         asked = (first, count)
         if self._coming is not None and self._coming[0] == asked:
             found = self._coming[1].result()
         else:
             found = self._worker.submit(self._read, *asked).result()
-        after = (first + count, count)
-        self._coming = (after, self._worker.submit(self._read, *after))
-        return found
+        self._coming = None
+        if then is not None:
+            after = (then, count)
+            self._coming = (after, self._worker.submit(self._read, *after))
+        return self._laid(first, count, found)
 
     def close(self) -> None:
         """Reads no more."""
         self._worker.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, first: int, count: int) -> Streamed:
-        size, mesh = self._order.batch_size, self._mesh
-        if mesh is None:
+    def _read(self, first: int, count: int) -> dict[tuple[int, int], Arrays]:
+        """The places of some steps' batches that devices of this process train on.
+
+        Nothing of JAX is called here, in another thread: its settings may be those of one thread.
+        """
+        return {own: self._places(first, count, *own) for own in self._own}
+
+    def _laid(self, first: int, count: int, made: dict[tuple[int, int], Arrays]) -> Streamed:
+        size, mesh, sharding = self._order.batch_size, self._mesh, self._sharding
+        if mesh is None or sharding is None:
+            (found,) = made.values()
             arrays = {
-                name: None if array is None else jnp.asarray(array)
-                for name, array in self._places(first, count, 0, size).items()
+                name: None if array is None else jnp.asarray(array) for name, array in found.items()
             }
             return Streamed(_series(arrays), jnp.asarray(first), size, None, ())
-        shares = num_devices(mesh, self._axes)
-        filled = -(-size // shares) * shares
-        sharding = NamedSharding(mesh, P(None, self._axes))
-        made: dict[tuple[int, int], Arrays] = {}
 
         def part(name: str) -> Callable[[Any], Any]:
-            def of(index: tuple[slice, ...]) -> Any:
-                own = (index[1].start or 0, filled if index[1].stop is None else index[1].stop)
-                if own not in made:
-                    made[own] = self._places(first, count, *own)
-                return made[own][name]
-
-            return of
+            return lambda index: made[self._share(index)][name]
 
         arrays = {
             name: None
             if shape is None
-            else jax.make_array_from_callback((count, filled, *shape.shape), sharding, part(name))
+            else jax.make_array_from_callback(
+                (count, self._filled, *shape.shape), sharding, part(name)
+            )
             for name, shape in self._shapes.items()
         }
         return Streamed(_series(arrays), lay(jnp.asarray(first), mesh, P()), size, mesh, self._axes)
+
+    def _share(self, index: tuple[slice, ...]) -> tuple[int, int]:
+        """The first place of a batch in a share, and the one after its last."""
+        return index[1].start or 0, self._filled if index[1].stop is None else index[1].stop
 
     def _places(self, first: int, count: int, begin: int, end: int) -> Arrays:
         """Places begin..end-1 of some steps' batches; those beyond a batch repeat its last."""

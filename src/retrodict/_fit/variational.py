@@ -230,7 +230,8 @@ def fit(
     parameters, num_starts = _starts(key, family, model, moving, restarts)
     cut = _chunks(num_steps, tournament, chunk_size) if num_starts else 0
 
-    segment = _segment(remat, given.num_times if window is None else window)
+    longest = given.num_times if window is None else check_count(window, "window")
+    segment = _segment(remat, min(longest, given.num_times))
     objective = Objective(fixed, estimator, log_prior, 1.0 / given.num_rows, parallel, segment)
     stages = stages_of(objective, given.num_times, num_steps, window, growing, chunk_size)
     judge = eqx.tree_at(lambda o: o.estimator, objective, _for_grades(estimator))

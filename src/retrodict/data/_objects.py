@@ -109,7 +109,12 @@ def _from_xarray(
     if apart:
         # A rectangle of series has rows for times at which a series has none.
         values = [column for column in frame.columns if column not in order]
-        frame = frame[~frame[values].isna().all(axis=1)].reset_index(drop=True)
+        kept = ~frame[values].isna().all(axis=1)
+        if bare:
+            # The row number is the time: rows that count are all up to the last that was observed.
+            seen = frame[along].where(kept).groupby([frame[i] for i in apart], dropna=False)
+            kept = frame[along] <= seen.transform("max")
+        frame = frame[kept].reset_index(drop=True)
     if bare:
         frame = frame.drop(columns=along)
         order.remove(along)

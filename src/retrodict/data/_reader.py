@@ -293,9 +293,11 @@ def _groups(table: Source, apart: list[str]) -> tuple[tuple[Any, ...] | None, li
         keys = columns[0].to_numpy(dtype=np.int64)  # as they are, without a look at each
     else:
         parts = [_plain(column.tolist()) for column in columns]
-        keys = np.array(parts[0] if len(parts) == 1 else _joined(parts), object)
+        every = parts[0] if len(parts) == 1 else zip(*parts, strict=True)
+        keys = np.fromiter(every, object, len(table.frame))
     codes, found = pandas.factorize(keys)
     unique = found.tolist()
+    unique = unique if len(columns) == 1 else _joined(table, unique)
     order = sorted(range(len(unique)), key=lambda i: _sort_key(unique[i]))
     by_code = np.argsort(codes, kind="stable")
     bounds = np.searchsorted(codes[by_code], np.arange(len(unique) + 1))
@@ -303,8 +305,17 @@ def _groups(table: Source, apart: list[str]) -> tuple[tuple[Any, ...] | None, li
     return tuple(unique[i] for i in order), rows
 
 
-def _joined(parts: list[list[Any]]) -> list[str]:
-    return ["-".join(map(str, key)) for key in zip(*parts, strict=True)]
+def _joined(table: Source, keys: Sequence[tuple[Any, ...]]) -> list[str]:
+    """One name for each combination of identifiers, refused if two would have the same."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for key in keys:
+        other = found.setdefault("-".join(map(str, key)), key)
+        if other is not key:
+            raise table.error(
+                f"two series would be called {'-'.join(map(str, key))!r}, those of {other} and of"
+                f" {key}; rename one of them."
+            )
+    return list(found)
 
 
 def _plain(cells: list[Any]) -> list[Any]:

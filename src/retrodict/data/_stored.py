@@ -37,11 +37,15 @@ class StoredSeries(AbstractSeriesStore):
     """
 
     def __init__(
-        self, files: Sequence["_File"], layout: dict[str, Any], seen: "_Seen", inputs: Sequence[str]
+        self,
+        places: Sequence[tuple["_File", int]],
+        layout: dict[str, Any],
+        seen: "_Seen",
+        inputs: Sequence[str],
     ) -> None:
-        self._places = [(file, block) for file in files for block in range(file.num_blocks)]
+        self._places = list(places)
         self._digest, self._equal = seen.hash.hexdigest(), seen.equal
-        self._sources = [file.name for file in files]
+        self._sources = list(dict.fromkeys(file.name for file, _ in places))
         self.layout, self.names, self.input_names = layout, tuple(layout["columns"]), tuple(inputs)
         self.num_times, self.num_rows = seen.longest, seen.rows
         self.num_missing, self.block_sizes = seen.missing, tuple(seen.sizes)
@@ -55,7 +59,8 @@ class StoredSeries(AbstractSeriesStore):
     def table(self, block: int) -> Table:
         """The series of a block, padded to the longest of all."""
         file, own = self._places[block]
-        return read(file.read(own, self.layout), **{**self.layout, "pad_to": self.num_times})
+        source = file.read(own, self.layout, known=True)
+        return read(source, **{**self.layout, "pad_to": self.num_times})
 
     def tables(self) -> Iterator[Table]:
         """All series, a block at a time: to smooth or summarise more than fits into memory."""
@@ -147,15 +152,21 @@ def open_series(
         "step_unit": step_unit,
         "time_format": time_format,
     }
-    places = [(file, block) for file in files for block in range(file.num_blocks)]
-    line = ProgressLine("{:.0f} rows were read", len(places)) if progress else None
-    seen, names = _Seen(), ()
-    for number, (file, block) in enumerate(places):
-        table = read(file.read(block, layout), **layout)
-        layout, names = table.layout, table.input_names
-        seen.add(table)
+    every = [(file, block) for file in files for block in range(file.num_blocks)]
+    line = ProgressLine("{:.0f} rows were read", len(every)) if progress else None
+    seen, names, places = _Seen(), (), []
+    for number, (file, block) in enumerate(every):
+        part = file.read(block, layout, known=bool(places))
+        if len(part.frame):  # series of a rectangle of which nothing was observed have no rows
+            table = read(part, **layout)
+            if not places:
+                layout, names = table.layout, table.input_names
+            places.append((file, block))
+            seen.add(table)
         if line is not None:
             line(number + 1, -float(seen.rows))
+    if not places:
+        raise DataError(f"{listed(f.name for f in files)}: every value is missing.")
     if (twice := seen.twice()) is not None:
         file, block = places[twice]
         raise DataError(
@@ -164,7 +175,7 @@ def open_series(
         )
     if seen.missing == seen.rows * len(layout["columns"]):
         raise DataError(f"{listed(f.name for f in files)}: every value is missing.")
-    return StoredSeries(files, layout, seen, names)
+    return StoredSeries(places, layout, seen, names)
 
 
 def _names(given: str | Sequence[str] | None) -> list[str] | None:
@@ -214,13 +225,22 @@ class _File(ABC):
     num_blocks: int
 
     @abstractmethod
-    def read(self, block: int, layout: dict[str, Any]) -> Source:
-        """A block; of the columns that a layout names, or of all if it does not."""
+    def read(self, block: int, layout: dict[str, Any], *, known: bool) -> Source:
+        """A block.
+
+        Args:
+            block: which.
+            layout: the arguments of `read`.
+            known: whether they name all that is to be read; else there may be more, and the time
+                is to be looked for.
+        """
 
 
 def _open(path: Path, name: str, apart: list[str]) -> _File:
     if not path.exists():
         raise DataError(f"{name}: there is no such file; check the path.")
+    if path.is_dir():
+        raise DataError(f"{name}: it is a folder; name the files in it.")
     kinds = {".parquet": _Parquet, ".nc": _Netcdf}
     suffix = path.suffix.lower()
     if suffix not in kinds:
@@ -270,18 +290,23 @@ class _Parquet(_File):
                 cuts.append(int(starts[0]))
         return [*cuts, int(self._groups[-1])]
 
-    def read(self, block: int, layout: dict[str, Any]) -> Source:
+    def read(self, block: int, layout: dict[str, Any], *, known: bool) -> Source:
         """The rows of a block, from the row groups that hold them."""
         begin, end = self._cuts[block], self._cuts[block + 1]
         first = int(np.searchsorted(self._groups, begin, side="right")) - 1
         stop = int(np.searchsorted(self._groups, end, side="left"))
         wanted = None
-        if layout["columns"] and layout["time"]:
-            wanted = [layout["time"], *layout["series"], *layout["columns"]]
-            wanted += layout["inputs"] or []
+        if known:
+            wanted = [*layout["series"], *layout["columns"], *(layout["inputs"] or ())]
+            wanted += [layout["time"]] if layout["time"] else []
         table = self._table(list(range(first, stop)), wanted)
         frame = table.slice(begin - self._groups[first], end - begin).to_pandas()
+        if frame.index.name is None and isinstance(frame.index, optional("pandas").RangeIndex):
+            # The number of the row, which a block has only if it is the whole file.
+            frame = frame.reset_index(drop=True)
         source = frame_source(frame, self.name, "frame")
+        if known and layout["time"] is None:
+            source = dataclasses.replace(source, time_index=None, row_index=None)
         return dataclasses.replace(source, lines=source.lines + begin, part=True)
 
     def _table(self, groups: list[int], columns: list[str] | None) -> Any:
@@ -318,7 +343,7 @@ class _Netcdf(_File):
         self._cuts = [*range(0, count, each), count]
         self.num_blocks = len(self._cuts) - 1
 
-    def read(self, block: int, layout: dict[str, Any]) -> Source:
+    def read(self, block: int, layout: dict[str, Any], *, known: bool) -> Source:
         """The series of a block."""
         rows = slice(self._cuts[block], self._cuts[block + 1])
         try:
