@@ -51,8 +51,8 @@ LEVEL = 0.9
 METHODS = {
     "exact": "Standard errors are from the observed information, the curvature of the exact"
     " log-evidence at its maximum.",
-    "grid": "Standard errors are from the observed information, the curvature of the log-evidence on"
-    " a grid of states, which is exact up to the grid.",
+    "grid": "Standard errors are from the observed information, the curvature of the log-evidence"
+    " on a grid of states, which is exact up to the grid.",
     "louis": "Standard errors are from the observed information by Louis' identity, over paths of a"
     " particle smoother.",
 }
@@ -413,7 +413,9 @@ def _amortised(
     drawn = rd.simulate_like(
         draw_key, plain, ys, NUM_SIMULATED + NUM_HELD_OUT, num_times=ROWS_SIMULATED, **options
     )
-    seen = _with_gaps(jax.random.fold_in(draw_key, 1), drawn.options["mask"])
+    given = drawn.options["mask"]
+    seen = jnp.ones(drawn.ys.shape, bool) if given is None else given
+    seen = _with_gaps(jax.random.fold_in(draw_key, 1), seen)
     drawn = drawn._replace(options={**drawn.options, "mask": seen})
     train = jax.tree.map(lambda leaf: leaf[:NUM_SIMULATED], drawn)
     held_out = jax.tree.map(lambda leaf: leaf[NUM_SIMULATED:], drawn)
