@@ -16,7 +16,7 @@ import statsmodels.api as sm
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs import _answer, _check, _exact, _learn, _report, _residuals
+from retrodict.runs import _answer, _check, _exact, _learn, _report, _residuals, _uncertain
 
 LAG = 4
 
@@ -178,13 +178,15 @@ def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
     assert run.record["results"]["status"] == "fine"
     (fine,) = _check._fitted(run)
     assert fine.verdict == "good"
+    (near,) = _check._fitted(told_of(run, status="not at a maximum", distance=0.11))
+    assert near.verdict == "good" and near.value == "to 0.11 standard errors"
     (moved,) = _check._fitted(told_of(run, status="not at a maximum", distance=0.7))
     assert moved.verdict == "doubtful" and "0.7 standard errors away" in moved.value
     assert runs.Check((fine, moved), "").worst == "doubtful"
     (lost,) = _check._fitted(told_of(run, status="not at a maximum", distance=7.0))
     assert lost.verdict == "bad"
     for words, value in (("exact", "determined"), ("louis", "told from noise")):
-        unknown = {"status": "not identified", "uncertainty": _learn.METHODS[words]}
+        unknown = {"status": "not identified", "uncertainty": _uncertain.METHODS[words]}
         assert value in _check._fitted(told_of(run, **unknown))[0].value
     old = told_of(run)
     del old.record["results"]["status"]  # as earlier versions wrote it
@@ -198,11 +200,11 @@ def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
         "upper scale": np.array([np.nan, 2.0]),
     }
     lines = {
-        f"scale[{i}]": _learn._line(stage, "scale", (i,), value, (0.0, np.inf))
+        f"scale[{i}]": _uncertain._line(stage, "scale", (i,), value, (0.0, np.inf))
         for i, value in enumerate((1e-151, 1.0))
     }
     assert lines["scale[0]"] == {"edge": "zero"}
-    words = _learn._in_words("exact", "at an edge", 0.0, lines)
+    words = _uncertain._in_words("exact", "at an edge", 0.0, lines)
     assert "scale[0] is at the edge of zero: no interval" in words
     assert "Intervals of scale[1] are made on the log scale" in words
     (found,) = _check._fitted(told_of(run, status="at an edge", parameters=lines))
@@ -266,10 +268,10 @@ def test_a_check_says_what_its_rows_mean(run: runs.Run, frame, tmp_path, capsys,
 
 def test_replicates_are_few_where_rows_are_many():
     def most(rows: int) -> int:
-        return _learn._most_replicates(data.read({"y": np.zeros(rows)}))
+        return _uncertain._most_replicates(data.read({"y": np.zeros(rows)}))
 
-    assert most(120) == _learn.MOST_REPLICATES and most(1500) == 80 and most(6000) == 20
-    words = _learn._in_words("louis", "fine", 0.0, {}, noise=0.123)
+    assert most(120) == _uncertain.MOST_REPLICATES and most(1500) == 80 and most(6000) == 20
+    words = _uncertain._in_words("louis", "fine", 0.0, {}, noise=0.123)
     assert "known to 12% or better" in words
 
 
@@ -544,8 +546,8 @@ def test_check_report_and_picture(copy: runs.Run, table: data.Table, tmp_path):
 def test_a_run_of_counts(tmp_path, monkeypatch):
     """A family is trained, smooths a series with a gap, and its stream equals it offline."""
     few = {"num_particles": 50, "num_samples": 50, "num_replicates": 5}
-    monkeypatch.setattr(_learn, "SIZES_OF_LOUIS", few)
-    monkeypatch.setattr(_learn, "MOST_REPLICATES", 5)
+    monkeypatch.setattr(_uncertain, "SIZES_OF_LOUIS", few)
+    monkeypatch.setattr(_uncertain, "MOST_REPLICATES", 5)
     model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
     _, ys = model.simulate(jax.random.key(0), 60)
     ys = np.array(ys)

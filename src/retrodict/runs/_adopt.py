@@ -73,7 +73,7 @@ def adopt(
         "results": {
             **results,
             "nats_a_row": nats_a_row,
-            "parameters": parameter_lines(model),
+            "parameters": entries_of(model),
             "uncertainty": f"No standard errors: the parameters were {words}.",
         },
         "learned": {"from": run.record["files"], "settings": learning.settings, "rows": num_rows},
@@ -102,7 +102,7 @@ def as_before(before: rd.StateSpaceModel, learned: rd.StateSpaceModel) -> rd.Sta
     return models.with_parameters(before, {name: values[name] for name in names})
 
 
-def parameter_lines(model: rd.StateSpaceModel) -> dict[str, Any]:
+def entries_of(model: rd.StateSpaceModel) -> dict[str, Any]:
     """The parameters entry by entry as a record holds them, those that are learned first."""
     learned = models.named_parameters(model)
     every = models.named_parameters(model, fixed=True)

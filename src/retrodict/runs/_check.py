@@ -12,9 +12,9 @@ import retrodict as rd
 from retrodict import data
 from retrodict._workspace import Progress, Quiet
 from retrodict.runs._answer import impute
-from retrodict.runs._learn import METHODS
 from retrodict.runs._record import Run
 from retrodict.runs._residuals import coverage, hide, levels, residual_tests
+from retrodict.runs._uncertain import METHODS
 
 Verdict = Literal["good", "doubtful", "bad", "unknown"]
 
@@ -29,8 +29,9 @@ HIDDEN_SHARE, FEWEST_HIDDEN = 0.1, 20
 NUM_CHECKS = 3
 """How many stages a check has, for those who tell how far it is."""
 
-FAR_FROM_MAXIMUM = 2.0
-"""Parameters that are so many standard errors from a maximum are no estimates."""
+NEAR_MAXIMUM, FAR_FROM_MAXIMUM = 0.3, 2.0
+"""How many standard errors from a maximum do not matter: the likelihood there is larger by 0.045
+nats; and from how many on parameters are no estimates."""
 
 T = TypeVar("T")
 
@@ -123,6 +124,9 @@ def _fitted(run: Run) -> list[Finding]:
     name, status = "parameters at a maximum of the likelihood", results.get("status")
     if status == "not at a maximum":
         far = results["distance"]
+        if far <= NEAR_MAXIMUM:
+            meaning = "no other values make the data noticeably more likely"
+            return [Finding(name, f"to {far:.2g} standard errors", meaning, "good")]
         return [
             Finding(
                 name,

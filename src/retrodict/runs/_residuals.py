@@ -211,7 +211,7 @@ class Coverage(NamedTuple):
 
 
 def hide(key: Any, mask: np.ndarray, share: float, fewest: int) -> np.ndarray:
-    """Where seen entries are hidden: a share of them at random, and others as often as needed.
+    """Where seen entries are to be hidden: a share of them at random, then others if needed.
 
     Args:
         key: a typed key.
