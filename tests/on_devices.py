@@ -152,7 +152,10 @@ def every() -> dict[str, object]:
         "starts": fits(ys, mesh, batch_size=8, restarts=2, tournament=0.5, learn="both"),
         "lengths": fits(ys[:13], "all", batch_size=5, length=lengths, learn="both"),
         "windows": fits(ys[:13], "all", batch_size=5, window=3),
-        "stored": fits(InBlocks(ys[:13], [4, 6, 3]), "all", batch_size=9),
+        # Two starts on halves of the devices, and then the better one on all of them.
+        "stored": fits(
+            InBlocks(ys[:13], [4, 6, 3], lengths), mesh, batch_size=9, restarts=2, tournament=0.5
+        ),
         "evidence": apart(evidence[0], evidence[1]),
         "evidence by steps": apart(evidence[2], evidence[3]),
         "ffbsi": apart(*(rd.sharded_vmap(smoothed, mesh=m)(keys, ys[:5]) for m in (None, mesh))),

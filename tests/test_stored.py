@@ -1,5 +1,6 @@
 """Series that stay on disk: what is read of them, in which order, and what a fit makes of it."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,21 @@ def test_a_chunk_that_is_no_multiple_of_its_parts_is_read_ahead_all_the_same(
     monkeypatch.setattr(stored, "MOST_BYTES", 6 * N * 8 * 4)
     fit(store, num_steps=15, chunk_size=10)
     assert asked == [(0, 4), (4, 4), (8, 4), (10, 4), (14, 4)]
+
+
+def test_what_goes_wrong_while_batches_are_read_is_said_when_they_are_asked_for(store: InBlocks):
+    stream = Stream(store, Order(store, KEY, 7), None, ())
+    stream(0, 1, 1)
+
+    def gone(block: int) -> Any:
+        raise OSError("the disk is gone")
+
+    store.load = gone  # pyright: ignore
+    with pytest.raises(OSError, match="the disk is gone"):
+        for step in range(1, 2 * COUNT):
+            stream(step, 1, step + 1)
+    stream.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("retrodict-batches")]
 
 
 def test_batches_have_the_type_that_jax_has_where_the_fit_was_called(store: InBlocks):
