@@ -54,7 +54,14 @@ def _statuses(model: StateSpaceModel, batch: Series, grid: Grid) -> Int[Array, "
     """Of each series, whether the grid was good enough for it: zero if it was."""
 
     def status(series: Series) -> Array:
-        options = {"mask": series.mask, "inputs": series.inputs, "length": series.length}
-        return grid_smoother(model, series.ys, grid, **options).status
+        found = grid_smoother(
+            model,
+            series.ys,
+            grid,
+            mask=series.mask,
+            inputs=series.inputs,
+            length=series.length,
+        )
+        return found.status
 
     return jax.lax.map(status, batch)

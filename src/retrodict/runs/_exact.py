@@ -60,9 +60,9 @@ def _ahead(
 ) -> tuple[jax.Array, jax.Array]:
     later = None if us is None else us[1:]
     moved = _images(model.transition, mean[:-1], covariance[:-1], later)
-    first = (model.prior.mean, model.prior.covariance)
-    states = (jnp.concatenate([a[None], b]) for a, b in zip(first, moved, strict=True))
-    return _images(model.emission, *states, us)
+    means = jnp.concatenate([model.prior.mean[None], moved[0]])
+    covariances = jnp.concatenate([model.prior.covariance[None], moved[1]])
+    return _images(model.emission, means, covariances, us)
 
 
 @eqx.filter_jit
