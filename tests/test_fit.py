@@ -159,6 +159,8 @@ def test_the_checkpoint_of_another_fit_is_refused(ys, tmp_path):
         fit(conjugate(), tanh_model(), ys + 1.0, checkpoint=path, num_steps=5)
     with pytest.raises(ValueError, match="num_steps=5, and this fit has num_steps=10"):
         fit(conjugate(), tanh_model(), ys, checkpoint=path, num_steps=10)
+    with pytest.raises(ValueError, match="growing=False, and this fit has growing=True"):
+        fit(conjugate(), tanh_model(), ys, checkpoint=path, num_steps=5, growing=True)
     assert path.read_bytes() == before
 
 

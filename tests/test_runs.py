@@ -626,3 +626,10 @@ def test_a_stream_of_irregular_times(tmp_path):
     # The last rows are smoothed by all of them.
     exact = runs.smooth(found, table).mean[0, -LAG:, 0]
     np.testing.assert_allclose(answers["level_smoothed_mean"][-LAG:], exact, rtol=1e-8)
+
+
+def test_a_column_with_one_observed_value_is_no_data(tmp_path):
+    table = data.read({"t": [1, 2, 3, 4], "y": [1.0, np.nan, np.nan, np.nan]})
+    with pytest.raises(runs.RunError, match="column 'y': 1 observed value"):
+        runs.fit(table, models.resolve("local_level"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -26,7 +26,7 @@ def fingerprint(
     """What must be the same for a checkpoint to be gone on from."""
     digest = hashlib.sha256(np.asarray(jax.random.key_data(key)).tobytes())
     digest.update(data)
-    names = ("num_steps", "restarts", "chunk_size", "batch_size", "window")
+    names = ("num_steps", "restarts", "chunk_size", "batch_size", "window", "growing", "remat")
     return {
         "data": digest.hexdigest(),
         "estimator": str(estimator),

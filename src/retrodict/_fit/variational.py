@@ -245,7 +245,7 @@ def fit(
     at_chunk = None
     if checkpoint is not None:
         path = Path(checkpoint)
-        numbers = (num_steps, restarts, chunk_size, batch_size, window)
+        numbers = (num_steps, restarts, chunk_size, batch_size, window, growing, segment)
         metadata = fingerprint(key, given.digest(), estimator, tournament, numbers)
         state, history = resume(path, state, num_starts, metadata, devices)
 

@@ -240,6 +240,12 @@ def starting_model(
     Raises:
         RunError: if the model does not fit the table.
     """
+    for name, seen in zip(table.names, table.mask.sum(axis=(0, 1)), strict=True):
+        if seen < 2:
+            raise RunError(
+                f"{table.source}, column {name!r}: {seen} observed value, from which nothing can be"
+                " learned; add rows, or name other columns with columns=..."
+            )
     wanted, given = spec.inputs(), ", ".join(table.input_names)
     if wanted and len(wanted) != len(table.input_names):
         raise RunError(
