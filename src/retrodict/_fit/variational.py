@@ -183,7 +183,7 @@ def fit(
             `time_mesh`; not with a `window`.
         remat: whether rows are read again where derivatives are taken, instead of being kept, so
             that memory grows with the square root of the rows that a step sees and not with their
-            number; or how many rows are kept at a time. A step then takes about twice as long.
+            number; or how many rows are kept at a time. For short series a step takes longer.
         progress: whether to show a progress line, or a function that is called after each chunk
             with the number of steps taken and the best grade so far, in nats a time step.
         mesh: the devices: `"all"`, those of other processes included, a `jax.sharding.Mesh`, or
