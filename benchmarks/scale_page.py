@@ -305,6 +305,9 @@ def draw(folder: Path, path: Path) -> None:
         points = [(r["devices"], 1e3 * r["step"]) for r in records if r["batch"] == batch]
         panels[1, 1].loglog(*zip(*points, strict=True), marker="o", label=f"{batch} series")
     panels[1, 1].set(xlabel="devices, simulated on the same cores", ylabel="ms a training step")
+    counts = sorted({r["devices"] for r in records})
+    panels[1, 1].set_xticks(counts, map(str, counts), minor=False)
+    panels[1, 1].set_xticks([], minor=True)
     if panels[1, 1].get_legend_handles_labels()[0]:
         panels[1, 1].legend(fontsize="small")
     figure.savefig(path, dpi=150)
