@@ -173,7 +173,7 @@ def fit(
         held_out: observations by which parameters are graded, shaped as `ys`, or a pair of them and
             a dictionary with their `mask`, `inputs` and `length`.
         patience: how many chunks may pass without a better grade before the fit stops.
-        chunk_size: steps between two visits of Python, at which parameters are graded.
+        chunk_size: steps between two visits of Python at which parameters are graded.
         checkpoint: a file in which the state is kept after each chunk; if it exists, the fit goes
             on from it, to the parameters that it would have ended with.
         prepare: whether to set the units of the family first; `False` goes on with a family that
