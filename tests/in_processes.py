@@ -1,7 +1,8 @@
 """One process of several that fit together over loopback: run by `test_devices`.
 
 Arguments: coordinator, number of processes, which of them, checkpoint, a file for the parameters,
-and flags. With `share` each process holds its own series alone, with `stored` it reads blocks of a
+and flags. With `share` each process holds its own series alone, in one array of all processes, with
+`shared` as `SharedSeries` of a number that does not divide, with `stored` it reads blocks of a
 store and says which ones it trained on; with `dies` the last process is killed after its second
 chunk, with `dies first` the first one is.
 """
@@ -9,6 +10,7 @@ chunk, with `dies first` the first one is.
 import os
 import signal
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,15 +24,22 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
     number, index = int(count), int(which)
     if number > 1:
         rd.initialise_distributed(coordinator, number, index, heartbeat_seconds=10)
-    ys = series(12)
+    ys, options, store = series(12), {}, None
+    given: Any = ys
+    if "uneven" in flags:
+        given, options = ys[:9], {"length": np.arange(9) % 5 + 2}
+    if "shared" in flags:
+        mine = rd.own_share(9)
+        given = rd.SharedSeries(given[mine], length=options.pop("length")[mine])
     if "share" in flags:
         rows = jax.sharding.NamedSharding(
             jax.make_mesh((number,), ("batch",)), jax.sharding.PartitionSpec("batch")
         )
         share = len(ys) // number
         own = ys[index * share : (index + 1) * share]
-        ys = jax.make_array_from_process_local_data(rows, own)
-    store = InBlocks(ys, [2] * 6) if "stored" in flags else None
+        given = jax.make_array_from_process_local_data(rows, own)
+    if "stored" in flags:
+        given = store = InBlocks(ys, [2] * 6)
     doomed = {"dies": number - 1, "dies first": 0}
 
     def tell(step: int, _: float) -> None:
@@ -39,10 +48,8 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        given = ys if store is None else store
-        found = fitted(
-            given, "all", batch_size=6, checkpoint=checkpoint, progress=tell, chunk_size=10
-        )
+        options |= {"batch_size": 6, "checkpoint": checkpoint, "chunk_size": 10}
+        found = fitted(given, "all", progress=tell, **options)
     except rd.ProcessLostError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(3)  # without waiting for the lost one

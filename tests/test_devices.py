@@ -159,6 +159,23 @@ def test_fifty_steps_of_two_processes_are_those_of_one(
 
 
 @pytest.mark.slow
+def test_shares_that_are_not_equal_are_gone_on_from_by_any_number(tmp_path: Path) -> None:
+    """Nine series of unequal lengths over one, two and four processes, of which one has none."""
+    (tmp_path / "whole").mkdir()
+    out, done = together(tmp_path / "whole", 1, "uneven")
+    assert_all_finished(done)
+    whole = arrays(out)
+    for count in (2, 4):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        together(folder, count, "uneven", "shared", "dies")
+        out, done = together(folder, 6 - count, "uneven", "shared")
+        assert_all_finished(done)
+        assert [steps(process)[0] for process in done] == [30] * (6 - count)
+        assert_same(arrays(out), whole)
+
+
+@pytest.mark.slow
 def test_two_processes_read_their_share_of_a_store_and_find_what_one_finds(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     out, done = together(tmp_path / "one", 1, "stored")

@@ -63,9 +63,11 @@ if TYPE_CHECKING:
     from retrodict._fit import EMResult as EMResult
     from retrodict._fit import EvidenceResult as EvidenceResult
     from retrodict._fit import FitResult as FitResult
+    from retrodict._fit import SharedSeries as SharedSeries
     from retrodict._fit import em as em
     from retrodict._fit import fit as fit
     from retrodict._fit import fit_evidence as fit_evidence
+    from retrodict._fit import own_share as own_share
     from retrodict._forecast import Forecast as Forecast
     from retrodict._forecast import forecast as forecast
     from retrodict._forecast import impute as impute

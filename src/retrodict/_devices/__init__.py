@@ -13,8 +13,11 @@ from retrodict._devices.mesh import sharded_vmap as sharded_vmap
 from retrodict._devices.mesh import to_hosts as to_hosts
 from retrodict._devices.mesh import writes_for as writes_for
 from retrodict._devices.processes import ProcessLostError as ProcessLostError
+from retrodict._devices.processes import by_all as by_all
 from retrodict._devices.processes import initialise_distributed as initialise_distributed
 from retrodict._devices.processes import is_main_process as is_main_process
+from retrodict._devices.processes import said_by_processes as said_by_processes
+from retrodict._devices.processes import sum_over_processes as sum_over_processes
 from retrodict._devices.processes import together as together
 from retrodict._devices.processes import wait_for_processes as wait_for_processes
 from retrodict._devices.processes import word_of_main as word_of_main

@@ -70,6 +70,8 @@ def lay(tree: PyTree, mesh: Mesh, spec: P) -> PyTree:
             data = laid(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         if is_spread(leaf):
+            if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+                return leaf
             return jax.jit(lambda array: array, out_shardings=sharding)(leaf)
         if jax.process_count() == 1:
             return jax.device_put(leaf, sharding)

@@ -1,12 +1,16 @@
 """Several processes that run one program, by `jax.distributed`."""
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 60
 """After how long a process that is silent counts as lost."""
@@ -103,6 +107,62 @@ def word_of_main(value: int) -> int:
         return value
     with together():
         return int(multihost_utils.broadcast_one_to_all(np.asarray(value)))
+
+
+def said_by_processes(value: Any) -> list[Any]:
+    """What each process says, in their order, in every process; all of them must call it.
+
+    Args:
+        value: anything that JSON can hold; numbers keep all their digits.
+
+    Raises:
+        ProcessLostError: if one of them has ended.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    # Text, since an array of 64 bits would be cut to 32 where JAX is not told to keep them.
+    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    with together():
+        sizes = multihost_utils.process_allgather(np.array([own.size], np.int32)).ravel()
+        padded = np.zeros(int(sizes.max()), np.uint8)
+        padded[: own.size] = own
+        every = np.asarray(multihost_utils.process_allgather(padded))
+    rows = zip(every, sizes, strict=True)
+    return [json.loads(row[:size].tobytes()) for row, size in rows]
+
+
+def by_all(compute: Callable[[], T]) -> T:
+    """What each process finds by itself; all of them must call it.
+
+    If one of them fails, all of them do: the others would wait for it for ever.
+
+    Raises:
+        ValueError: if another process has failed, with its number and its message.
+        ProcessLostError: if one of them has ended.
+    """
+    if jax.process_count() == 1:
+        return compute()
+    try:
+        found = compute()
+    except Exception as error:
+        said_by_processes(str(error))
+        raise
+    for who, failure in enumerate(said_by_processes(None)):
+        if failure is not None:
+            raise ValueError(f"Process {who}: {failure}")
+    return found
+
+
+def sum_over_processes(array: np.ndarray) -> np.ndarray:
+    """The sum of an array of each process, in every process; all of them must call it.
+
+    Raises:
+        ProcessLostError: if one of them has ended.
+    """
+    if jax.process_count() == 1:
+        return array
+    said = said_by_processes(np.asarray(array, np.float64).tolist())
+    return np.sum([np.asarray(own, np.float64) for own in said], axis=0)
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from retrodict._devices import MeshLike, as_mesh, together
-from retrodict._fit.batch import batch_for, num_rows, num_series
 from retrodict._fit.quasi_newton import minimise
+from retrodict._fit.shared import counted_for
 from retrodict._fit.source import Batch, InMemory, in_memory
 from retrodict._kalman import check_linear_gaussian, log_evidence_of
 from retrodict._mask import Series
@@ -75,7 +75,8 @@ def fit_evidence(
     Args:
         key: a typed key.
         model: the model to start from.
-        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
+        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series; or
+            `SharedSeries`, which come with mask, inputs and lengths.
         num_steps: how many steps to take.
         mask: true where an entry was seen, of the shape of `ys`.
         inputs: inputs, of shape `(batch, time, input)`.
@@ -102,13 +103,14 @@ def fit_evidence(
     num_steps, chunk_size = check_count(num_steps, "num_steps"), check_count(chunk_size, "chunk")
     plain = unwrap(model)
     check_linear_gaussian(plain)
-    batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length, owner="fit_evidence")
-    parameters, fixed = eqx.partition(learnable(model), eqx.is_inexact_array)
-    size = num_series(batch) if batch_size is None else min(batch_size, num_series(batch))
-    share = 1.0 / float(num_rows(batch))
-
     devices = as_mesh(mesh)
-    source = in_memory(batch, size, devices, () if devices is None else devices.axis_names)
+    options = {"mask": mask, "inputs": inputs, "length": length}
+    batch, count = counted_for(plain, ys, **options, mesh=devices, owner="fit_evidence")
+    parameters, fixed = eqx.partition(learnable(model), eqx.is_inexact_array)
+    size = count if batch_size is None else min(batch_size, count)
+    share = 1.0 / float(Batch(batch, count).num_rows())
+    axes = () if devices is None else devices.axis_names
+    source = in_memory(batch, size, devices, axes, count)
 
     def log_evidence(parameters: PyTree, series: Series) -> Scalar:
         return log_evidence_of(unwrap(eqx.combine(parameters, fixed)), series)
@@ -121,7 +123,7 @@ def fit_evidence(
 
     line = ProgressLine("log-evidence {:.4f} nats a time step", num_steps) if progress else None
     if isinstance(optimiser, str):
-        if optimiser != "lbfgs" or size != num_series(batch):
+        if optimiser != "lbfgs" or size != count:
             raise ValueError(
                 'fit_evidence expects an optax transformation, or "lbfgs" without a batch_size, got'
                 f" {optimiser!r} with batch_size={batch_size}."
@@ -136,7 +138,7 @@ def fit_evidence(
         )
 
     def loss(parameters: PyTree, data: InMemory, key: PRNGKey, step: Array) -> Scalar:
-        drawn = data.all() if size == num_series(batch) else data.draw(key, step)
+        drawn = data.all() if size == count else data.draw(key, step)
         return objective(parameters, drawn)
 
     optimiser = default_optimiser(learning_rate, num_steps) if optimiser is None else optimiser

@@ -9,9 +9,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from retrodict._devices import is_spread, lay, to_hosts
-from retrodict._fit.batch import batch_for, num_rows, num_series, take
+from retrodict._fit.batch import num_series, take
 from retrodict._fit.resume import digests
-from retrodict._fit.source import AbstractSource, in_memory
+from retrodict._fit.shared import counted_for, refuse_beside
+from retrodict._fit.source import AbstractSource, Batch, in_memory
 from retrodict._fit.stored import AbstractSeriesStore, Order, Stream, some_series
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, prepare_data
@@ -90,29 +91,31 @@ class Whole(AbstractGiven):
 
     Args:
         batch: the series; in equal shares over the mesh if several processes hold them.
+        count: how many of them count; the rest fills up.
         mesh: the devices; `None` for one.
     """
 
-    def __init__(self, batch: Series, mesh: Mesh | None) -> None:
+    def __init__(self, batch: Series, count: int, mesh: Mesh | None) -> None:
         self._batch = _in_equal_shares(batch, mesh) if is_spread(batch) else batch
+        self._count = count
         self.num_times = batch.ys.shape[1]
-        self.num_rows = float(num_rows(batch))
+        self.num_rows = float(Batch(self._batch, count).num_rows())
 
     def across(self) -> Series:
         """Some thousands of series."""
-        count, batch = num_series(self._batch), self._batch
+        count, batch = self._count, self._batch
         if count > NUM_PREPARED:
             batch = take(batch, np.arange(NUM_PREPARED) * count // NUM_PREPARED)
-        return to_hosts(batch)
+        return take(to_hosts(batch), slice(0, count))
 
     def first(self, count: int) -> Series:
         """The first series."""
-        first = take(self._batch, slice(0, count))
+        first = take(self._batch, slice(0, min(count, self._count)))
         return to_hosts(first) if is_spread(first) else first
 
     def digest(self) -> bytes:
         """The hashes of all series."""
-        return digests(self._batch)
+        return digests(self._batch, self._count)
 
     def supply(
         self,
@@ -123,7 +126,8 @@ class Whole(AbstractGiven):
         chunk_size: int,
     ) -> Supply:
         """One source for all steps."""
-        return Supply(in_memory(self._batch, batch_size, mesh, axes), None, None, lambda: None)
+        source = in_memory(self._batch, batch_size, mesh, axes, self._count)
+        return Supply(source, None, None, lambda: None)
 
 
 class Stored(AbstractGiven):
@@ -173,11 +177,9 @@ def given_for(
 ) -> AbstractGiven:
     """What a fit was given, checked against an unwrapped model."""
     if not isinstance(ys, AbstractSeriesStore):
-        batch = batch_for(model, ys, mask=mask, inputs=inputs, length=length, owner="fit")
-        return Whole(batch, mesh)
-    for name, value in (("mask", mask), ("inputs", inputs), ("length", length)):
-        if value is not None:
-            raise ValueError(f"fit reads {name} from the store of the series; leave {name} out.")
+        options = {"mask": mask, "inputs": inputs, "length": length}
+        return Whole(*counted_for(model, ys, **options, mesh=mesh, owner="fit"), mesh)
+    refuse_beside("fit", "the store of the series", mask=mask, inputs=inputs, length=length)
     return Stored(ys, model)
 
 

@@ -145,9 +145,23 @@ class InMemory(AbstractSource):
         return Batch(series, count, self.mesh, self.axes)
 
 
-def in_memory(batch: Series, batch_size: int, mesh: Mesh | None, axes: tuple[str, ...]) -> InMemory:
-    """The series of a batch as a source, laid over axes of a mesh."""
-    count = batch.ys.shape[0]
+def in_memory(
+    batch: Series,
+    batch_size: int,
+    mesh: Mesh | None,
+    axes: tuple[str, ...],
+    count: int | None = None,
+) -> InMemory:
+    """The series of a batch as a source, laid over axes of a mesh.
+
+    Args:
+        batch: the series.
+        batch_size: how many a step sees.
+        mesh: the devices; `None` for one.
+        axes: over which axes of the mesh the series lie.
+        count: how many of them count, if the rest fills up; all by default.
+    """
+    count = batch.ys.shape[0] if count is None else count
     laid = spread(batch, mesh, axes).series
     return InMemory(laid, count, min(batch_size, count), mesh, axes)
 

@@ -145,7 +145,8 @@ def fit(
         family: the family to start from.
         model: the model.
         ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series; or series
-            that stay on disk, from `data.open_series`, which come with mask, inputs and lengths.
+            that stay on disk, from `data.open_series`, or `SharedSeries` of several processes: both
+            come with mask, inputs and lengths.
         num_steps: how many steps to take.
         learn: what moves: `"family"`, `"model"`, `"both"`, or a pytree of booleans over
             `(family, model)`. Scales of a model that is learned by name are held positive.
@@ -191,8 +192,8 @@ def fit(
             parameters lie whole on each device; with several starts, an axis named `"start"` is
             theirs. The result is that of one device up to rounding. All processes of a mesh must
             call `fit` with the same arguments, and one of them writes checkpoints; instead of all
-            series, each may hold its share of them, as `jax.make_array_from_process_local_data`
-            puts them together. With a `time_mesh` as `parallel`, its devices are used instead.
+            series, each may hold its share of them, as `SharedSeries`. With a `time_mesh` as
+            `parallel`, its devices are used instead.
 
     Returns:
         The family and the model with the best parameters, the history, and how it ended.

@@ -1,6 +1,6 @@
 """The driver: a model at a maximum of its likelihood, and data, to standard errors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -9,9 +9,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from retrodict._chain import AbstractBackwardChain
+from retrodict._devices import sum_over_processes
 from retrodict._elbo import check_model, series_of_chain
 from retrodict._expectation import check_chain
 from retrodict._fit.batch import batch_for, num_series, take
+from retrodict._fit.shared import SharedSeries, check_shared, refuse_beside
 from retrodict._grid import Grid
 from retrodict._importance.pareto import K_HAT_GOOD, pareto_shape
 from retrodict._information.coordinates import Coordinates, coordinates_of
@@ -120,7 +122,8 @@ def parameter_errors(
     Args:
         key: a typed key; exact information draws nothing.
         model: the model at its maximum, such as `fit_evidence(...).model`.
-        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
+        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series; or, for
+            the exact information, `SharedSeries`.
         mask: true where an entry was seen, of the shape of `ys`.
         inputs: inputs, of shape `(batch, time, input)`.
         length: how many rows exist, one integer a series or one for all.
@@ -161,16 +164,24 @@ def parameter_errors(
     coordinates = _coordinates(model)
     plain = unwrap(model)
     method = _method(plain, method, chain, grid)
-    batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length, owner="parameter_errors")
+    options = {"mask": mask, "inputs": inputs, "length": length}
+    shared = isinstance(ys, SharedSeries)
+    batch = (
+        _own(plain, ys, method, options)
+        if shared
+        else batch_for(plain, ys, **options, owner="parameter_errors")
+    )
 
     messages: list[str] = []
     edges: dict[int, float] = {}
     theta = coordinates.theta()
     if method == "exact":
-        spread = spread_of(batch)
+        total = sum_over_processes if shared else np.asarray
+        spread = spread_of(batch, total)
         at = raised(np.asarray(theta, np.float64), coordinates, spread)
         moved_in = coordinates.moved(jnp.asarray(at, theta.dtype))
-        score, information = (np.asarray(x, float) for x in exact_information(moved_in, batch))
+        found_exactly = exact_information(moved_in, batch)
+        score, information = (total(np.asarray(x, float)) for x in found_exactly)
         information = (information + information.T) / 2
         scores, informations = None, None
         edges = edges_of(coordinates, at, score, information, spread)
@@ -235,6 +246,20 @@ def parameter_errors(
         status,
         (*messages, *unidentified, *moved, *_at_edges(edges, coordinates.names)),
     )
+
+
+def _own(
+    model: StateSpaceModel, shared: SharedSeries, method: str, options: Mapping[str, Any]
+) -> Series:
+    """The series of this process, whose information is added to that of the others'."""
+    refuse_beside("parameter_errors", "the shared series", **options)
+    check_shared(model, shared)
+    if method != "exact":
+        raise ValueError(
+            "parameter_errors adds up the informations of shared series where they are exact, for"
+            f" linear-Gaussian models; for the method {method!r} give all series to each process."
+        )
+    return shared.own
 
 
 def _coordinates(model: StateSpaceModel) -> Coordinates:

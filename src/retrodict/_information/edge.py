@@ -8,6 +8,8 @@ from nothing to the sky.
 """
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -15,6 +17,8 @@ from scipy.special import expit
 
 from retrodict._information.coordinates import Coordinates
 from retrodict._mask import Series
+
+Total: TypeAlias = Callable[[np.ndarray], np.ndarray]
 
 FLAT = 0.02
 """Below it the information in log v, 4cv², puts v within a tenth of a standard error of zero."""
@@ -26,14 +30,20 @@ FAR_OUT = 5.0
 """Beyond it a logistic function is within a hundredth of its bounds."""
 
 
-def spread_of(batch: Series) -> float:
-    """The largest standard deviation of a column of the data, or size if nothing varies."""
+def spread_of(batch: Series, total: Total) -> float:
+    """The largest standard deviation of a column of the data, or size if nothing varies.
+
+    Args:
+        batch: the series.
+        total: the sum of an array over all who hold some of them.
+    """
     ys = np.asarray(batch.ys, np.float64).reshape(-1, batch.ys.shape[-1])
     seen = np.ones(ys.shape, bool) if batch.mask is None else np.asarray(batch.mask)
-    columns = [column[kept] for column, kept in zip(ys.T, seen.reshape(ys.shape).T, strict=True)]
-    columns = [column for column in columns if column.size]
-    spread = max((float(np.std(column)) for column in columns), default=0.0)
-    return spread or max((float(np.max(np.abs(column))) for column in columns), default=0.0) or 1.0
+    seen = seen.reshape(ys.shape)
+    count = np.maximum(total(seen.sum(axis=0).astype(np.float64)), 1.0)
+    mean = total(np.where(seen, ys, 0.0).sum(axis=0)) / count
+    variance = total(np.where(seen, (ys - mean) ** 2, 0.0).sum(axis=0)) / count
+    return float(np.sqrt(np.max(variance)) or np.max(np.abs(mean)) or 1.0)
 
 
 def raised(

@@ -33,6 +33,9 @@ def exact_information(
     coordinates: Coordinates, batch: Series
 ) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
     """The gradient of log p_θ(y), summed over the series, and minus its Hessian."""
+    if not batch.ys.shape[0]:  # a process may hold none of them
+        theta = coordinates.theta()
+        return jnp.zeros_like(theta), jnp.zeros((theta.size, theta.size), theta.dtype)
     work = batch.ys.shape[0] * batch.ys.shape[1] * len(coordinates.names)
     if jax.default_backend() == "cpu" and coordinates.model.state_dim > UNROLLED:
         return by_differences(coordinates, batch, log_evidence_of)

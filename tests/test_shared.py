@@ -1,0 +1,70 @@
+"""Series that several processes share, as one process alone has them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import retrodict as rd
+from retrodict._devices import by_all, said_by_processes, sum_over_processes
+
+KEY = jax.random.key(0)
+
+
+def local_level() -> rd.StateSpaceModel:
+    def walk(scale: float) -> rd.LinearGaussianKernel:
+        scales = rd.Diagonal(rd.Positive(jnp.full(1, scale)))
+        return rd.LinearGaussianKernel(rd.Frozen(jnp.eye(1)), rd.Frozen(jnp.zeros(1)), scales)
+
+    prior = rd.Frozen(rd.Gaussian(jnp.zeros(1), jnp.eye(1)))
+    return rd.StateSpaceModel(prior, walk(1.0), walk(0.5))
+
+
+@pytest.fixture(scope="module")
+def ys() -> np.ndarray:
+    keys = jax.random.split(KEY, 5)
+    drawn = np.array(jax.vmap(lambda key: local_level().simulate(key, 12)[1])(keys))
+    drawn[1, 4] = np.nan
+    return drawn
+
+
+LENGTH = np.array([12, 12, 7, 9, 3])
+
+
+def test_one_process_alone_has_all_series() -> None:
+    assert rd.own_share(7) == slice(0, 7)
+    assert said_by_processes({"a": [1, None]}) == [{"a": [1, None]}]
+    assert by_all(lambda: 3) == 3
+    np.testing.assert_array_equal(sum_over_processes(np.arange(3.0)), np.arange(3.0))
+
+
+def test_what_is_learned_from_shared_series_is_what_all_of_them_teach(ys: np.ndarray) -> None:
+    shared = rd.SharedSeries(ys, length=LENGTH)
+    assert repr(shared) == "SharedSeries(5 series, 12 rows, 1 columns; 5 own)"
+    found, whole = (
+        rd.fit_evidence(KEY, local_level(), given, num_steps=3, progress=False, length=length)
+        for given, length in ((shared, None), (ys, LENGTH))
+    )
+    assert found.log_evidence == whole.log_evidence
+    errors, by_all_series = (
+        rd.parameter_errors(KEY, found.model, given, length=length)
+        for given, length in ((shared, None), (ys, LENGTH))
+    )
+    np.testing.assert_array_equal(errors.information, by_all_series.information)
+
+
+def test_shared_series_that_do_not_fit_are_refused(ys: np.ndarray) -> None:
+    shared = rd.SharedSeries(ys)
+    with pytest.raises(ValueError, match=r"expects ys of shape \(own, time, obs\), got \(12, 1\)"):
+        rd.SharedSeries(ys[0])
+    with pytest.raises(ValueError, match="one series or more in all, got none"):
+        rd.SharedSeries(ys[:0])
+    with pytest.raises(ValueError, match="reads length from the shared series; leave length out"):
+        rd.fit_evidence(KEY, local_level(), shared, length=LENGTH)
+    with pytest.raises(ValueError, match="shared over other devices than its mesh"):
+        mesh = jax.make_mesh((1,), ("batch",))
+        rd.fit_evidence(KEY, local_level(), shared, mesh=mesh)
+    with pytest.raises(ValueError, match="must have 1 columns, got 2"):
+        rd.fit_evidence(KEY, local_level(), rd.SharedSeries(np.ones((3, 4, 2))))
+    with pytest.raises(ValueError, match="give all series to each process"):
+        rd.parameter_errors(KEY, local_level(), shared, method="louis")
