@@ -228,13 +228,13 @@ def test_a_lost_coordinator_ends_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_line_in_a_job_of_slurm(tmp_path: Path) -> None:
-    """Two tasks as SLURM would start them, and the same command alone."""
+    """Two tasks as SLURM would start them, each of which reads its share, and one task alone."""
     rng = np.random.default_rng(0)
     ys = np.cumsum(rng.normal(size=(5, 40)), axis=1) + rng.normal(size=(5, 40))
     lines = [f"{t},{s},{ys[s, t]}" for s in range(5) for t in range(40)]
     table = tmp_path / "table.csv"
     table.write_text("\n".join(["t,id,y", *lines]) + "\n")
-    program = [sys.executable, "-c", "from retrodict.cli import main; main()", "fit", str(table)]
+    program = [sys.executable, str(TESTS / "sharing.py"), "fit", str(table)]
     command = [*program, "--model", "local_level", "--time", "t", "--series", "id", "--json"]
 
     def job(task: int) -> dict[str, str]:
@@ -252,13 +252,42 @@ def test_the_command_line_in_a_job_of_slurm(tmp_path: Path) -> None:
     assert_all_finished([first, second])
     assert second.stdout == ""
     assert "2 processes with 2 devices" in first.stderr
+    assert "Each process reads its share of 5 series." in first.stderr
+    assert rows_read(first) == ["40 rows of (0,)", "120 rows of (0, 1, 2)"]
+    assert rows_read(second) == ["40 rows of (0,)", "80 rows of (3, 4)"]
     (alone,) = all_of([[*command, "--out", str(tmp_path / "alone")]], [environment()])
-    together, by_one = (json.loads(each.stdout)["results"]["parameters"] for each in (first, alone))
+    records = [json.loads(each.stdout) for each in (first, alone)]
+    assert records[0]["data"] == records[1]["data"]
+    together, by_one = (record["results"]["parameters"] for record in records)
     for name, line in by_one.items():
-        assert together[name]["value"] == pytest.approx(line["value"], rel=1e-6), name
+        assert together[name].keys() == line.keys()
+        for what in line.keys() & {"value", "error", "lower", "upper"}:
+            assert together[name][what] == pytest.approx(line[what], rel=1e-6), name
     (again,) = all_of([own], [environment()])
     assert again.returncode == 2
     assert "no job of SLURM or Open MPI was found" in again.stderr
+
+
+def rows_read(done: subprocess.CompletedProcess[str]) -> list[str]:
+    lines = done.stderr.splitlines()
+    return [line.removeprefix("read ") for line in lines if line.startswith("read ")]
+
+
+@pytest.mark.slow
+def test_a_row_that_one_process_cannot_read_ends_all_of_them(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    lines = [
+        f"{t},{s},{'wrong' if (s, t) == (4, 7) else s + t}" for s in range(5) for t in range(40)
+    ]
+    table.write_text("\n".join(["t,id,y", *lines]) + "\n")
+    program = [sys.executable, str(TESTS / "sharing.py"), "fit", str(table)]
+    command = [*program, "--model", "local_level", "--series", "id", "--out", str(tmp_path / "run")]
+    job = [*command, "--distributed", "--coordinator", f"localhost:{free_port()}"]
+    tasks = [[*job, "--num-processes", "2", "--process-id", str(i)] for i in range(2)]
+    for done in all_of(tasks, [environment()] * 2):
+        assert done.returncode == 2
+        assert "line 169, column 'y': 'wrong' is not a number" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_wrong_meshes_and_axes_are_refused(untyped: None) -> None:

@@ -80,7 +80,7 @@ class SharedSeries:
         series: all of them, spread over the devices of all processes, and filled up at the end.
         num_series: how many there are.
         mesh: the devices; `None` for one.
-        own: those of this process, on its first device; there may be none.
+        own: those of this process, on no device; there may be none.
 
     Raises:
         ValueError: if a process holds more or fewer than its share, or series of another shape.
@@ -134,8 +134,8 @@ class SharedSeries:
             own = eqx.tree_at(
                 lambda s: s.mask, own, jnp.ones(own.ys.shape, bool), is_leaf=lambda x: x is None
             )
-        self.own = own
         self.series = _spread(own, self.num_series, self.mesh)
+        self.own = jax.tree.map(np.asarray, own)
 
     def __repr__(self) -> str:
         rows, columns = self.series.ys.shape[1:]

@@ -171,7 +171,8 @@ def fit(
     Learns the parameters that the model marks as learnable, trains a family where smoothing is not
     exact, and writes a folder with the run and report.html. A fit that was interrupted goes on when
     it is asked for again; a folder with a finished run is not overwritten. Series are spread over
-    all devices, with --distributed over those of all processes of a job.
+    all devices, with --distributed over those of all processes of a job, each of which reads its
+    share of them.
     """
     from retrodict import data, models, runs
 
@@ -188,7 +189,9 @@ def fit(
             "time_format": time_format,
         }
         layout = spec.data | {key: value for key, value in given.items() if value is not None}
-        table = data.read(source, **layout)
+        table = data.read_shared(source, **layout)
+        if isinstance(table, data.SharedTable) and speaks:
+            typer.echo(f"Each process reads its share of {table.num_series} series.", err=True)
         if dry_run:
             runs.starting_model(table, spec, seed=seed)  # refuses a model that does not fit
             _say_dry_run(table, spec, as_json)

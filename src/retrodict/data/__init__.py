@@ -9,7 +9,10 @@ from retrodict.data._reader import read_times as read_times
 from retrodict.data._results import like as like
 from retrodict.data._results import to_frame as to_frame
 from retrodict.data._results import to_xarray as to_xarray
+from retrodict.data._shares import SharedTable as SharedTable
+from retrodict.data._shares import read_shared as read_shared
 from retrodict.data._stored import StoredSeries as StoredSeries
 from retrodict.data._stored import open_series as open_series
+from retrodict.data._table import MOST_LEADING_ROWS as MOST_LEADING_ROWS
 from retrodict.data._table import Table as Table
 from retrodict.data._write import write as write

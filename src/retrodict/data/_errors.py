@@ -31,8 +31,15 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def listed(names: Any, most: int = 12) -> str:
-    """Names in a message, not too many of them."""
+def listed(names: Any, most: int = 12, count: int | None = None) -> str:
+    """Names in a message, not too many of them.
+
+    Args:
+        names: the names, or the first of them.
+        most: how many to write.
+        count: how many there are in all, if these are not.
+    """
     names = [str(name) for name in names]
-    more = f", ... ({len(names)} in all)" if len(names) > most else ""
+    count = len(names) if count is None else count
+    more = f", ... ({count} in all)" if count > most else ""
     return ", ".join(names[:most]) + more

@@ -3,7 +3,7 @@
 import csv
 import dataclasses
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,9 @@ def _parquet(content: bytes, name: str) -> Source:
 
 def _netcdf(content: bytes, name: str) -> Any:
     xarray = optional("xarray")
-    # The name of an engine, so that a damaged file is not said to need a package. Numbers in units
-    # of time stay the numbers that they are.
-    classic = content.startswith(b"CDF")
-    engine = "scipy" if classic else "h5netcdf"
-    optional(engine)
+    engine = netcdf_engine(content)
     try:
+        # Numbers in units of time stay the numbers that they are.
         with xarray.open_dataset(
             io.BytesIO(content), engine=engine, decode_timedelta=False
         ) as dataset:
@@ -75,10 +72,71 @@ def _netcdf(content: bytes, name: str) -> Any:
         raise damaged(name, "NetCDF", error) from None
 
 
+def netcdf_engine(content: bytes) -> str:
+    """The engine of xarray for a file that begins so.
+
+    It is named, so that a damaged file is not said to need a package.
+    """
+    engine = "scipy" if content.startswith(b"CDF") else "h5netcdf"
+    optional(engine)
+    return engine
+
+
 def text_source(content: bytes, name: str, separator: str | None = None) -> Source:
     """Comma-separated values, kept as text, with the line of each row."""
+    text = _decoded(content, name)
+    first = text.lstrip("\r\n").partition("\n")[0]
+    records = _records(io.StringIO(text, newline=""), name, separator or _separator(first))
+    header = next(records)[1]
+    lines, rows = [], []
+    for line, cells in records:
+        lines.append(line)
+        rows.append(cells)
+    if len(header) == 1:
+        while rows and rows[-1] == [""]:
+            rows.pop()
+            lines.pop()
+    return text_source_of(header, rows, lines, name)
+
+
+def text_records(path: Path, name: str, separator: str | None) -> Iterator[tuple[int, list[str]]]:
+    """The lines and cells of a file of comma-separated values, one record after another.
+
+    The first is the header. Nothing but the present record is held.
+    """
+
+    def lines() -> Iterator[str]:
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                for line in file:
+                    if "\0" in line:
+                        _decoded(path.read_bytes(), name)  # says where
+                    yield line
+        except UnicodeDecodeError:
+            _decoded(path.read_bytes(), name)  # says where
+
+    first = next((line for line in lines() if line.strip("\r\n")), "")
+    return _records(lines(), name, separator or _separator(first))
+
+
+def text_source_of(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    lines: Sequence[int],
+    name: str,
+    is_numbered: bool | None = None,
+) -> Source:
+    """Rows of text as a table.
+
+    Args:
+        header: the names of columns.
+        rows: the cells of each row.
+        lines: the line of each row.
+        name: the file as it was given.
+        is_numbered: whether a first column without a name counts the rows of the file; looked for
+            if these are all of them.
+    """
     pandas = optional("pandas")
-    header, rows, lines = _records(_decoded(content, name), name, separator)
     if not rows:
         raise DataError(f"{name}: there are no rows below the header; add some.")
     frame = pandas.DataFrame(
@@ -88,19 +146,20 @@ def text_source(content: bytes, name: str, separator: str | None = None) -> Sour
         },
         columns=header,
     )
-    if header[0] != "":
-        source = frame_source(frame, name, "frame")
-    else:
-        source = frame_source(_with_index(frame), name, "frame")
+    if header[0] == "":
+        frame = _with_index(frame, is_numbered)
+    source = frame_source(frame, name, "frame")
     return dataclasses.replace(source, lines=np.array(lines), unit="line")
 
 
-def _with_index(frame: Any) -> Any:
+def _with_index(frame: Any, is_numbered: bool | None) -> Any:
     """A first column without a name is an index that was written with its frame."""
     pandas = optional("pandas")
     cells = frame[""].tolist()
     frame = frame.drop(columns="")
-    if cells == [str(i) for i in range(len(cells))]:
+    if is_numbered is None:
+        is_numbered = cells == [str(i) for i in range(len(cells))]
+    if is_numbered:
         return frame
     try:
         return frame.set_index(pandas.Index([float(cell) for cell in cells]))
@@ -123,16 +182,19 @@ def _decoded(content: bytes, name: str) -> str:
         ) from None
 
 
-def _records(
-    text: str, name: str, separator: str | None
-) -> tuple[list[str], list[list[str]], list[int]]:
-    """The header, the cells of each row, and the line on which each row begins."""
-    first = text.lstrip("\r\n").partition("\n")[0]
-    if separator is None:
-        separator = max(",;\t", key=first.count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-    rows: list[list[str]] = []
-    lines: list[int] = []
+def _separator(first: str) -> str:
+    return max(",;\t", key=first.count)
+
+
+def _records(text: Iterable[str], name: str, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """The line on which each record begins, and its cells; the first is the header.
+
+    Args:
+        text: the lines of the file.
+        name: the file as it was given.
+        separator: between values.
+    """
+    reader = csv.reader(text, delimiter=separator, strict=True)
     header: list[str] | None = None
     begin = 1
     try:
@@ -140,13 +202,14 @@ def _records(
             cells = [cell.strip() for cell in cells]
             if header is None:
                 header = _header(cells, name, begin) if cells else None
+                if header is not None:
+                    yield begin, header
             else:
                 if not cells and len(header) == 1:
                     cells = [""]
                 if cells:
                     _check_width(cells, header, name, begin)
-                    rows.append(cells)
-                    lines.append(begin)
+                    yield begin, cells
             begin = reader.line_num + 1
     except csv.Error as error:
         raise DataError(
@@ -154,11 +217,6 @@ def _records(
         ) from None
     if header is None:
         raise DataError(f"{name}: the file has nothing but empty lines; write it again.")
-    if len(header) == 1:
-        while rows and rows[-1] == [""]:
-            rows.pop()
-            lines.pop()
-    return header, rows, lines
 
 
 def _header(cells: list[str], name: str, line: int) -> list[str]:

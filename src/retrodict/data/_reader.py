@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from retrodict.data._columns import is_numeric, missing_cells, numbers, parsed
-from retrodict.data._errors import DataError, listed, optional
+from retrodict.data._columns import is_numeric, numbers, parsed
+from retrodict.data._errors import DataError, listed
+from retrodict.data._identifiers import grouped
 from retrodict.data._objects import to_source
 from retrodict.data._source import Source
 from retrodict.data._stamps import find_time, stamps
@@ -20,7 +21,8 @@ from retrodict.data._steps import (
     parse_step,
     positions,
 )
-from retrodict.data._table import Piece, Table, padded_length, stack, written
+from retrodict.data._summary import written
+from retrodict.data._table import Piece, Table, padded_length, stack
 
 STEP_NAME = "step"
 IRREGULAR = "irregular"
@@ -108,7 +110,7 @@ def read(
     us = np.stack([numbers(table, name) for name in driving], axis=1) if driving else None
     _check_filled(table, wanted, ys, driving, us)
 
-    identifiers, groups = _groups(table, apart)
+    identifiers, groups = grouped(table, apart)
     stamp = None if time_name is None else stamps(table, time_name, time_format)
     groups, times = _sorted(table, time_name, stamp, groups, bool(apart), notes)
     step = _step(table, times, freq, step_input)
@@ -117,8 +119,6 @@ def read(
         whose = "" if identifiers is None else f" of series {identifiers[place]!r}"
         pieces.append(_piece(table, own, rows, ys, us, driving, step, whose))
     inserted = sum(len(piece.ys) for piece in pieces) - len(ys)
-    if inserted:
-        notes.append(f"{inserted} row{'s' if inserted > 1 else ''} inserted in gaps")
     unit = None
     if step_input:
         if STEP_NAME in driving:
@@ -148,6 +148,7 @@ def read(
         kind=table.kind,
         source=table.name,
         notes=tuple(notes),
+        inserted=inserted,
     )
 
 
@@ -183,7 +184,7 @@ def read_times(source: Any, table: Table) -> tuple[np.ndarray, ...]:
     given.require(apart, "series")
     if not len(given.frame):
         raise given.error("there are no rows; add some.")
-    identifiers, groups = _groups(given, apart)
+    identifiers, groups = grouped(given, apart)
     if identifiers != table.series:
         raise given.error(
             f"there must be times for the series {listed(table.series or ())}, and there are some"
@@ -252,6 +253,8 @@ def _counts_rows(table: Source, name: str) -> bool:
     if str(name).lower() not in ("rownames", "row", "index", "id"):
         return False
     values, _ = parsed(table.frame[name])
+    if table.part:
+        return len(set((values - table.lines).tolist())) == 1
     return any(np.array_equal(values, start + np.arange(len(values))) for start in (0, 1))
 
 
@@ -272,66 +275,6 @@ def _check_filled(
                 row=int(np.argmax(gone)),
                 column=name,
             )
-
-
-def _groups(table: Source, apart: list[str]) -> tuple[tuple[Any, ...] | None, list[np.ndarray]]:
-    """Identifiers in increasing order, and the rows of each."""
-    everything = np.arange(len(table.frame))
-    if not apart:
-        return None, [everything]
-    pandas = optional("pandas")
-    columns = [table.frame[name] for name in apart]
-    for name, column in zip(apart, columns, strict=True):
-        gone = missing_cells(column)
-        if gone.any():
-            raise table.error(
-                "the identifier is missing; fill it in or remove the row.",
-                row=int(np.argmax(gone)),
-                column=name,
-            )
-    if len(columns) == 1 and pandas.api.types.is_integer_dtype(columns[0].dtype):
-        keys = columns[0].to_numpy(dtype=np.int64)  # as they are, without a look at each
-    else:
-        parts = [_plain(column.tolist()) for column in columns]
-        every = parts[0] if len(parts) == 1 else zip(*parts, strict=True)
-        keys = np.fromiter(every, object, len(table.frame))
-    codes, found = pandas.factorize(keys)
-    unique = found.tolist()
-    unique = unique if len(columns) == 1 else _joined(table, unique)
-    order = sorted(range(len(unique)), key=lambda i: _sort_key(unique[i]))
-    by_code = np.argsort(codes, kind="stable")
-    bounds = np.searchsorted(codes[by_code], np.arange(len(unique) + 1))
-    rows = [by_code[bounds[i] : bounds[i + 1]] for i in order]
-    return tuple(unique[i] for i in order), rows
-
-
-def _joined(table: Source, keys: Sequence[tuple[Any, ...]]) -> list[str]:
-    """One name for each combination of identifiers, refused if two would have the same."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for key in keys:
-        other = found.setdefault("-".join(map(str, key)), key)
-        if other is not key:
-            raise table.error(
-                f"two series would be called {'-'.join(map(str, key))!r}, those of {other} and of"
-                f" {key}; rename one of them."
-            )
-    return list(found)
-
-
-def _plain(cells: list[Any]) -> list[Any]:
-    """Identifiers as integers if all are whole numbers, however they are written; else as text."""
-    written_out = [
-        str(int(c)) if isinstance(c, float | np.floating) and float(c).is_integer() else str(c)
-        for c in cells
-    ]
-    digits = set(written_out)
-    if all(text.removeprefix("-").isdecimal() and str(int(text)) == text for text in digits):
-        return [int(text) for text in written_out]
-    return written_out
-
-
-def _sort_key(identifier: Any) -> tuple[int, Any]:
-    return (0, identifier) if isinstance(identifier, int) else (1, identifier)
 
 
 def _sorted(

@@ -27,6 +27,7 @@ class Source:
         row_index: the one of them that is the time if nothing else is.
         series: the column that tells series apart where the shape says so.
         part: whether it is a part of a larger table, in which a column may hold nothing.
+        text: columns of identifiers that are text elsewhere in that table, if whole numbers here.
     """
 
     frame: Any
@@ -39,6 +40,7 @@ class Source:
     row_index: str | None = None
     series: tuple[str, ...] = ()
     part: bool = False
+    text: tuple[str, ...] = ()
 
     def error(
         self, message: str, *, row: int | None = None, column: str | None = None

@@ -1,6 +1,5 @@
 """Tables larger than memory: series that stay in their files, and are read block by block."""
 
-import dataclasses
 import hashlib
 import os
 from abc import ABC, abstractmethod
@@ -12,11 +11,10 @@ import numpy as np
 
 from retrodict._fit import AbstractSeriesStore, Arrays
 from retrodict._train import ProgressLine
-from retrodict.data._errors import DataError, listed, optional
-from retrodict.data._files import damaged
-from retrodict.data._objects import to_source
+from retrodict.data._errors import DataError, listed
+from retrodict.data._parts import NetcdfSeries, ParquetRows
 from retrodict.data._reader import read
-from retrodict.data._source import Source, frame_source
+from retrodict.data._source import Source
 from retrodict.data._table import Table
 
 BLOCK_ROWS = 50_000
@@ -255,103 +253,37 @@ class _Parquet(_File):
     """Rows of one series after another; a block begins with the first series of a row group."""
 
     def __init__(self, path: Path, name: str, apart: list[str]) -> None:
-        parquet = optional("pyarrow.parquet")
-        self.name = name
-        try:
-            self._file = parquet.ParquetFile(path)
-        except Exception as error:  # pyarrow raises a dozen types on damaged files
-            raise damaged(name, "Parquet", error) from None
-        known = self._file.schema_arrow.names
-        for column in apart:
-            if column not in known:
-                raise DataError(
-                    f"{name}: there is no column {column!r} (series); it has {listed(known)}."
-                )
-        metadata = self._file.metadata
-        counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-        self._groups = np.concatenate([[0], np.cumsum(counts)]).astype(int)
-        if not self._groups[-1]:
-            raise DataError(f"{name}: there are no rows; add some.")
-        self._cuts = self._whole_series(apart)
+        self.name, self._rows = name, ParquetRows(path, name, apart)
+        self._cuts = self._whole_series()
         self.num_blocks = len(self._cuts) - 1
 
-    def _whole_series(self, apart: list[str]) -> list[int]:
+    def _whole_series(self) -> list[int]:
         """Rows at which blocks begin, each with the first row of a series, and the end."""
         cuts, last = [0], None
-        for group, begin in enumerate(self._groups[:-1]):
-            cells = self._table([group], apart).to_pandas(ignore_metadata=True)[apart]
-            if cells.empty:
-                continue
+        for begin, cells in self._rows.identifiers():
             changes = (cells != cells.shift()).any(axis=1).to_numpy(copy=True)
             changes[0] = last is None or tuple(cells.iloc[0]) != last
             last = tuple(cells.iloc[-1])
             starts = begin + np.flatnonzero(changes)
             if starts.size and starts[0] - cuts[-1] >= BLOCK_ROWS:
                 cuts.append(int(starts[0]))
-        return [*cuts, int(self._groups[-1])]
+        return [*cuts, self._rows.count]
 
     def read(self, block: int, layout: dict[str, Any], *, known: bool) -> Source:
         """The rows of a block, from the row groups that hold them."""
-        begin, end = self._cuts[block], self._cuts[block + 1]
-        first = int(np.searchsorted(self._groups, begin, side="right")) - 1
-        stop = int(np.searchsorted(self._groups, end, side="left"))
-        wanted = None
-        if known:
-            wanted = [*layout["series"], *layout["columns"], *(layout["inputs"] or ())]
-            wanted += [layout["time"]] if layout["time"] else []
-        table = self._table(list(range(first, stop)), wanted)
-        frame = table.slice(begin - self._groups[first], end - begin).to_pandas()
-        if frame.index.name is None and isinstance(frame.index, optional("pandas").RangeIndex):
-            # The number of the row, which a block has only if it is the whole file.
-            frame = frame.reset_index(drop=True)
-        source = frame_source(frame, self.name, "frame")
-        if known and layout["time"] is None:
-            source = dataclasses.replace(source, time_index=None, row_index=None)
-        return dataclasses.replace(source, lines=source.lines + begin, part=True)
-
-    def _table(self, groups: list[int], columns: list[str] | None) -> Any:
-        try:
-            return self._file.read_row_groups(groups, columns, use_pandas_metadata=True)
-        except Exception as error:  # as above
-            raise damaged(self.name, "Parquet", error) from None
+        return self._rows.read(self._cuts[block], self._cuts[block + 1], layout, known=known)
 
 
 class _Netcdf(_File):
     """Variables along a dimension of series."""
 
     def __init__(self, path: Path, name: str, apart: list[str]) -> None:
-        xarray = optional("xarray")
-        self.name, self._apart = name, apart
-        with path.open("rb") as file:
-            engine = "scipy" if file.read(3) == b"CDF" else "h5netcdf"
-        optional(engine)
-        try:
-            self._dataset = xarray.open_dataset(path, engine=engine, decode_timedelta=False)
-        except Exception as error:  # as above, for HDF5
-            raise damaged(name, "NetCDF", error) from None
-        sizes = {str(dimension): size for dimension, size in self._dataset.sizes.items()}
-        if len(apart) != 1 or apart[0] not in sizes:
-            raise DataError(
-                f"{name}: {listed(apart)} is not a dimension of the file; one that tells series"
-                f" apart must be named, and it has {listed(sizes)}."
-            )
-        count = sizes[apart[0]]
-        rows = max([size for dimension, size in sizes.items() if dimension != apart[0]], default=1)
-        if not count:
-            raise DataError(f"{name}: there are no series; add some.")
-        each = max(1, BLOCK_ROWS // rows)
+        self.name, self._series = name, NetcdfSeries(path, name, apart)
+        count = self._series.count
+        each = max(1, BLOCK_ROWS // self._series.rows)
         self._cuts = [*range(0, count, each), count]
         self.num_blocks = len(self._cuts) - 1
 
     def read(self, block: int, layout: dict[str, Any], *, known: bool) -> Source:
         """The series of a block."""
-        rows = slice(self._cuts[block], self._cuts[block + 1])
-        try:
-            part = self._dataset.isel({self._apart[0]: rows}).load()
-        except Exception as error:  # as above
-            raise damaged(self.name, "NetCDF", error) from None
-        if self._apart[0] not in part.coords:
-            part = part.assign_coords({self._apart[0]: np.arange(rows.start, rows.stop)})
-        keep = [*(layout["columns"] or ()), *(layout["inputs"] or ())]
-        source = to_source(part, time=layout["time"], series=self._apart, keep=keep)
-        return dataclasses.replace(source, name=self.name, part=True)
+        return self._series.read(np.arange(self._cuts[block], self._cuts[block + 1]), layout)

@@ -1,6 +1,7 @@
 """The record of a table that was read: series as padded arrays, and all that names them."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,10 @@ import numpy as np
 
 from retrodict.data._errors import DataError, listed
 from retrodict.data._steps import Step, following, parse_step
+from retrodict.data._summary import Summary, summarise, written
+
+MOST_LEADING_ROWS = 100_000
+"""How many rows of a large table say what a model and a family are to start from."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,6 +41,7 @@ class Table:
             Parquet too) or `"dataset"` (NetCDF too).
         source: the file as it was given, or the type of the object.
         notes: what was done to the rows, and what was left aside.
+        inserted: how many rows were inserted in gaps.
     """
 
     ys: np.ndarray
@@ -53,6 +59,7 @@ class Table:
     kind: str
     source: str
     notes: tuple[str, ...] = ()
+    inserted: int = 0
 
     def __repr__(self) -> str:
         batch, rows, obs = self.ys.shape
@@ -112,15 +119,7 @@ class Table:
         places = [known.index(identifier) for identifier in identifiers]
         if not places:
             raise ValueError("select expects one identifier or more, got none.")
-        return dataclasses.replace(
-            self,
-            ys=self.ys[places],
-            mask=self.mask[places],
-            inputs=None if self.inputs is None else self.inputs[places],
-            length=self.length[places],
-            times=tuple(self.times[i] for i in places),
-            series=tuple(identifiers),
-        )
+        return self._some(np.array(places))
 
     def padded(self, pad_to: int | str) -> "Table":
         """The same series with more rows that do not exist, as `pad_to` of `read`."""
@@ -215,32 +214,34 @@ class Table:
     def _step(self) -> Step:
         return parse_step(self.step, self.times[0].dtype.kind == "M", self.source)
 
+    @functools.cached_property
+    def summary(self) -> Summary:
+        """What is to be known of all series, found once."""
+        return summarise(self)
+
     def described(self) -> list[str]:
         """What was understood of the table, a line each: for people to read before a long run."""
-        rows = int(self.length.sum())
-        lines = [f"source: {self.source}", f"rows: {rows}, in {self.num_series} series"]
-        if self.series is not None:
-            lines.append(f"series: {listed(self.series)}")
-            if self.num_series > 1:
-                lines.append(f"rows of a series: {self.length.min()} to {self.length.max()}")
-        name = "the row number" if self.time_name is None else f"column {self.time_name!r}"
-        first = min(times[0] for times in self.times)
-        last = max(times[-1] for times in self.times)
-        step = "irregular" if self.step is None else f"step {self.step}"
-        lines.append(f"time: {name}, {written(first)} to {written(last)}, {step}")
-        for place, column in enumerate(self.names):
-            gone = rows - int(self.mask[:, :, place].sum())
-            share = f", {gone} missing ({100 * gone / rows:.1f} %)" if gone else ", none missing"
-            seen = self.ys[:, :, place][self.mask[:, :, place]]
-            span = f"{seen.min():g} to {seen.max():g}" if seen.size else "nothing seen"
-            lines.append(f"column {column!r}: {span}{share}")
-        for column in self.input_names:
-            unit = f", in units of {self.step_unit}" if self._is_step(column) else ""
-            lines.append(f"input {column!r}{unit}")
-        return [*lines, *self.notes]
+        return self.summary.described(self)
 
-    def _is_step(self, column: str) -> bool:
-        return self.step_unit is not None and column == self.input_names[0]
+    def leading_series(self) -> "Table":
+        """The first series, as many as have 100,000 rows together, and at least one."""
+        count = np.searchsorted(np.cumsum(self.length), MOST_LEADING_ROWS, side="right")
+        count = max(1, int(count))
+        if count >= self.num_series:
+            return self
+        some = self._some(np.arange(count))
+        return some.padded(int(some.length.max()))
+
+    def _some(self, places: np.ndarray) -> "Table":
+        return dataclasses.replace(
+            self,
+            ys=self.ys[places],
+            mask=self.mask[places],
+            inputs=None if self.inputs is None else self.inputs[places],
+            length=self.length[places],
+            times=tuple(self.times[i] for i in places),
+            series=None if self.series is None else tuple(self.series[i] for i in places),
+        )
 
 
 @dataclass(frozen=True)
@@ -290,10 +291,3 @@ def padded_length(longest: int, pad_to: int | str | None, owner: str) -> int:
             f"{owner}: pad_to={pad_to}, but the longest series has {longest} rows; give more."
         )
     return int(pad_to)
-
-
-def written(time: Any) -> str:
-    """A time as people write it: a date without a clock at midnight."""
-    if isinstance(time, np.datetime64):
-        return str(time).removesuffix("T00:00:00.000000").removesuffix(".000000").replace("T", " ")
-    return f"{time:.12g}" if isinstance(time, float | np.floating) else str(time)

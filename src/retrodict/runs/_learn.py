@@ -1,6 +1,5 @@
 """From a table and the name of a model to a run: parameters, a family, and how sure they are."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +53,7 @@ MOST_STEPS_OF_EVIDENCE = 300
 
 
 def fit(
-    table: data.Table,
+    table: data.Table | data.SharedTable,
     spec: models.ModelSpec,
     out: str | Path,
     *,
@@ -71,10 +70,12 @@ def fit(
     rows of tomorrow as well. What is done is kept in the folder: a fit that was killed goes on
     where it was when it is asked for again. Where several processes were joined by
     `retrodict.initialise_distributed`, all of them call this, with a folder that all of them see:
-    the series are spread over their devices, and one of them writes.
+    the series are spread over their devices, and one of them writes. A model starts from the first
+    series of a table, as many as have 100,000 rows together.
 
     Args:
-        table: the data.
+        table: the data, from `retrodict.data.read`, or from `retrodict.data.read_shared` where each
+            process reads its share.
         spec: the model, from `retrodict.models.resolve`.
         out: the folder of the run, which must not hold another.
         family: the family to train: `"mixture"`, `"nonlinear"`, `"recurrent"`, `"gated"` or
@@ -118,14 +119,14 @@ def fit(
     record = {
         "layout": table.layout,
         "options": {"family": None if exact else family, "num_steps": num_steps, "seed": seed},
-        "data": {"sha256": fingerprint(table), "described": table.described()},
+        "data": {"sha256": table.summary.fingerprint, "described": table.described()},
         "results": {
             "method": "exact" if exact else "amortised",
             "objective": "log-evidence" if exact else "ELBO",
             "nats_a_row": value,
-            "total": value * int(table.length.sum()),
-            "rows": int(table.length.sum()),
-            "rows_observed": int(table.mask.any(axis=2).sum()),
+            "total": value * table.summary.num_rows,
+            "rows": table.summary.num_rows,
+            "rows_observed": table.summary.num_rows_observed,
             "seconds": round(folder.seconds, 1),
             "parameters": parameters,
             **uncertainty,
@@ -137,7 +138,7 @@ def fit(
 
 
 def finished_before(
-    table: data.Table,
+    table: data.Table | data.SharedTable,
     spec: models.ModelSpec,
     out: str | Path,
     *,
@@ -164,7 +165,7 @@ def finished_before(
     return open_run(out) if _noted(out) == as_plain(settings) else None
 
 
-def num_stages(table: data.Table, spec: models.ModelSpec) -> int:
+def num_stages(table: data.Table | data.SharedTable, spec: models.ModelSpec) -> int:
     """How many stages a fit has, for those who tell how far it is.
 
     Args:
@@ -175,24 +176,18 @@ def num_stages(table: data.Table, spec: models.ModelSpec) -> int:
     return 2 if model.is_linear_gaussian else 3
 
 
-def fingerprint(table: data.Table) -> str:
-    """The SHA-256 of what was read: values, what was seen, inputs, lengths and times."""
-    digest = hashlib.sha256()
-    arrays = (np.nan_to_num(table.ys), table.mask, table.inputs, table.length, *table.times)
-    for array in arrays:
-        if array is not None:
-            digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
-
-
 def _settings(
-    table: data.Table, spec: models.ModelSpec, family: str, num_steps: int, seed: int
+    table: data.Table | data.SharedTable,
+    spec: models.ModelSpec,
+    family: str,
+    num_steps: int,
+    seed: int,
 ) -> dict[str, Any]:
     """What a fit depends on."""
     return {
         "model": spec.to_dict(),
         "layout": table.layout,
-        "data": fingerprint(table),
+        "data": table.summary.fingerprint,
         "family": family,
         "num_steps": num_steps,
         "seed": seed,
@@ -228,7 +223,7 @@ def _refuse_other(out: Path, settings: Mapping[str, Any]) -> None:
 
 
 def starting_model(
-    table: data.Table, spec: models.ModelSpec, *, seed: int = 0
+    table: data.Table | data.SharedTable, spec: models.ModelSpec, *, seed: int = 0
 ) -> rd.StateSpaceModel:
     """The model that a fit starts from, with values from the data.
 
@@ -240,7 +235,7 @@ def starting_model(
     Raises:
         RunError: if the model does not fit the table.
     """
-    for name, seen in zip(table.names, table.mask.sum(axis=(0, 1)), strict=True):
+    for name, seen in zip(table.names, table.summary.seen, strict=True):
         if seen < 2:
             raise RunError(
                 f"{table.source}, column {name!r}: {seen} observed value, from which nothing can be"
@@ -253,15 +248,15 @@ def starting_model(
             f" the table has {given or 'none'}. Name columns with inputs=..., and ask for the"
             " length of the step with step_input=True."
         )
-    options = table.batch()
+    options = table.leading_series().batch()
     key = jax.random.split(jax.random.key(seed), 4)[0]
     model = spec.build_from(options.pop("ys"), key=key, **options)
-    if model.takes_input and table.inputs is None:
+    if model.takes_input and not table.input_names:
         raise RunError(
             f"The model {spec.reference} takes inputs, and the table has none: name their columns"
             " with inputs=..., or ask for the length of the step with step_input=True."
         )
-    if not model.takes_input and table.inputs is not None:
+    if not model.takes_input and table.input_names:
         raise RunError(
             f"The model {spec.reference} takes no inputs, and the table has {given}. Leave the"
             " inputs out, or choose a model that reads them: ready models read the length of the"
@@ -290,7 +285,7 @@ def _num_observed(model: rd.StateSpaceModel, num_inputs: int) -> int:
 
 
 def _by_evidence(
-    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table
+    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable
 ) -> tuple[rd.StateSpaceModel, np.ndarray, float]:
     """The model of greatest evidence, the way there, and its evidence in nats a row."""
     options = table.batch()
@@ -318,11 +313,15 @@ def _by_evidence(
     stage = folder.stage("the parameters, by their evidence", compute)
     kept = [jnp.asarray(stage[f"leaf {i}"], leaf.dtype) for i, leaf in enumerate(leaves)]
     fitted = eqx.combine(jax.tree.unflatten(structure, kept), rest)
-    return fitted, stage["history"], float(stage["log_evidence"]) / float(table.length.sum())
+    return fitted, stage["history"], float(stage["log_evidence"]) / table.summary.num_rows
 
 
 def _by_elbo(
-    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table, num_steps: int
+    folder: Folder,
+    key: Any,
+    model: rd.StateSpaceModel,
+    table: data.Table | data.SharedTable,
+    num_steps: int,
 ) -> tuple[rd.StateSpaceModel, np.ndarray, float]:
     """The model of greatest ELBO with a recurrent family beside it, and the way there.
 
@@ -331,10 +330,9 @@ def _by_elbo(
     """
     family_key, fit_key = jax.random.split(key)
     options = table.batch()
-    ys = options.pop("ys")
-    width = 0 if table.inputs is None else table.inputs.shape[2]
-    family = rd.RecurrentFamily(family_key, model.state_dim, ys.shape[-1], input_dim=width)
-    long = int(table.length.max()) > MOST_ROWS_A_STEP
+    ys, width = options.pop("ys"), len(table.input_names)
+    family = rd.RecurrentFamily(family_key, model.state_dim, len(table.names), input_dim=width)
+    long = table.summary.longest > MOST_ROWS_A_STEP
     found, _ = folder.fit(
         "the parameters, by the ELBO",
         fit_key,
@@ -377,13 +375,13 @@ def _amortised(
     folder: Folder,
     key: Any,
     model: rd.StateSpaceModel,
-    table: data.Table,
+    table: data.Table | data.SharedTable,
     name: str,
     num_steps: int,
 ) -> tuple[rd.AbstractFamily, np.ndarray]:
     """A family that was trained on series of the model, and the way there."""
     draw_key, family_key, fit_key = jax.random.split(key, 3)
-    options = table.batch()
+    options = table.leading_series().batch()
     ys = options.pop("ys")
     plain = rd.unwrap(model)
     drawn = rd.simulate_like(
@@ -395,7 +393,7 @@ def _amortised(
     drawn = drawn._replace(options={**drawn.options, "mask": seen})
     train = jax.tree.map(lambda leaf: leaf[:NUM_SIMULATED], drawn)
     held_out = jax.tree.map(lambda leaf: leaf[NUM_SIMULATED:], drawn)
-    width = 0 if table.inputs is None else table.inputs.shape[2]
+    width = len(table.input_names)
     family = FAMILIES[name](family_key, model.state_dim, ys.shape[-1], input_dim=width)
     found, _ = folder.fit(
         f"a {name} family",

@@ -49,7 +49,7 @@ MOST_POINTS_OF_TRAINING = 500
 
 def write_report(
     run: Run,
-    table: data.Table,
+    table: data.Table | data.SharedTable,
     *,
     steps: int = 0,
     level: float = 0.9,
@@ -62,7 +62,8 @@ def write_report(
 
     Args:
         run: the run.
-        table: the data, read with `run.layout`.
+        table: the data, read with `run.layout`; where several processes share them, the first
+            series are looked at.
         steps: rows to forecast beyond the data.
         level: the probability within bands and intervals.
         seed: of all that is drawn.
@@ -74,6 +75,9 @@ def write_report(
         The path of the page, in the folder of the run.
     """
     progress = progress or Quiet()
+    described = table.described()
+    if isinstance(table, data.SharedTable):
+        table = table.leading_series()
     checked = check(run, table, seed=seed, progress=progress) if found is None else found
     progress.begin(PAGE_STAGE)
     results = run.record["results"]
@@ -81,7 +85,7 @@ def write_report(
         title=f"{run.spec.reference}: {', '.join(table.names)}",
         verdict=None if checked.worst == "unknown" else checked.worst,
         summary=[checked.verdict, _how(results)],
-        data=table.described(),
+        data=described,
         series=_series(run, table, steps, level, seed),
         level=level,
         band="Bands of columns are of new observations given all rows; those of states of the"
@@ -99,7 +103,7 @@ def write_report(
             ("retrodict", library_version()),
             ("jax", jax.__version__),
             ("seed", str(run.record["options"]["seed"])),
-            ("SHA-256 of the data", run.record["data"]["sha256"]),
+            ("SHA-256 of the data, summed over series", run.record["data"]["sha256"]),
         ],
     )
     place = run.path / REPORT

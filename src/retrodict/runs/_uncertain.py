@@ -37,7 +37,7 @@ first ones are drawn at any length."""
 
 MOST_ROWS_OF_LOUIS = 20_000
 
-MOST_ROWS_OF_GRID, MOST_POINTS = 100_000, 2000
+MOST_ROWS_OF_GRID, MOST_POINTS = data.MOST_LEADING_ROWS, 2000
 """How long series, and how many states, a grid may have."""
 
 PARTICLES_OF_GRID, DEVIATIONS_OF_GRID = 500, 8.0
@@ -45,7 +45,7 @@ PARTICLES_OF_GRID, DEVIATIONS_OF_GRID = 500, 8.0
 
 
 def uncertain(
-    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table
+    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters by name, entry by entry, with standard errors, and how these were found."""
     learned = models.named_parameters(model)
@@ -62,7 +62,7 @@ def uncertain(
             on_grid = _errors_on_grid(key, model, table, read)
             if on_grid is not None:
                 return on_grid
-            if table.length.sum() > MOST_ROWS_OF_LOUIS:
+            if table.summary.num_rows > MOST_ROWS_OF_LOUIS:
                 return {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
             sizes = SIZES_OF_LOUIS | {"most_replicates": _most_replicates(table)}
             if isinstance(rd.unwrap(model).transition, rd.AbstractGaussianKernel):
@@ -113,14 +113,15 @@ def _as_arrays(found: rd.ParameterErrors) -> dict[str, Any]:
 
 
 def _errors_on_grid(
-    key: Any, model: rd.StateSpaceModel, table: data.Table, read: Any
+    key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable, read: Any
 ) -> dict[str, Any] | None:
     """Standard errors of a model with one state; `None` where no grid is good enough.
 
     They take seconds where paths take minutes, and have no noise.
     """
-    if model.state_dim != 1 or table.length.sum() > MOST_ROWS_OF_GRID:
+    if model.state_dim != 1 or table.summary.num_rows > MOST_ROWS_OF_GRID:
         return None
+    table = table.leading_series()  # which are all of them
     options = table.batch()
     ys = options.pop("ys")
     lower, upper, width = _reach(key, rd.unwrap(model), table)
@@ -183,8 +184,8 @@ def _line(
     return {"edge": "zero" if edge == 0 else f"{edge:g}"}
 
 
-def _most_replicates(table: data.Table) -> int:
-    rows = int(table.length.sum()) * SIZES_OF_LOUIS["num_samples"]
+def _most_replicates(table: data.Table | data.SharedTable) -> int:
+    rows = table.summary.num_rows * SIZES_OF_LOUIS["num_samples"]
     return max(SIZES_OF_LOUIS["num_replicates"], min(MOST_REPLICATES, MOST_ROWS_OF_PATHS // rows))
 
 

@@ -1,0 +1,335 @@
+"""Tables of several processes: each reads the series that lie on its devices, and no others."""
+
+import dataclasses
+import functools
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from retrodict._devices import by_all, said_by_processes
+from retrodict._fit import SharedSeries, own_share
+from retrodict.data._errors import DataError, optional
+from retrodict.data._files import SEPARATORS
+from retrodict.data._identifiers import check_identified, ordered
+from retrodict.data._parts import NetcdfSeries, ParquetRows, TextRows
+from retrodict.data._reader import read
+from retrodict.data._source import Source, frame_source
+from retrodict.data._summary import Summary, add_up, summarise
+from retrodict.data._table import MOST_LEADING_ROWS, Table
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SharedTable:
+    """A table of which each process holds its share, as `read_shared` finds it.
+
+    Attributes:
+        leading: the first series, the same in every process.
+        own: the series of this process; `None` if the devices of others have all of them.
+        share: their places among all series.
+        summary: what is to be known of all series.
+    """
+
+    leading: Table
+    own: Table | None
+    share: slice
+    summary: Summary
+
+    def __repr__(self) -> str:
+        count, own = self.summary.num_series, self.share.stop - self.share.start
+        return f"SharedTable({count} series, up to {self.summary.longest} rows; {own} own)"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the columns that are observed."""
+        return self.leading.names
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Of the inputs."""
+        return self.leading.input_names
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What `read` is to be told so that another table is read in the same way."""
+        return self.leading.layout
+
+    @property
+    def source(self) -> str:
+        """The file as it was given."""
+        return self.leading.source
+
+    @property
+    def num_series(self) -> int:
+        """How many series there are in all processes."""
+        return self.summary.num_series
+
+    def leading_series(self) -> Table:
+        """The first series, the same in every process."""
+        return self.leading
+
+    def described(self) -> list[str]:
+        """What was understood of the table, a line each."""
+        return self.summary.described(self.leading)
+
+    def batch(self) -> dict[str, Any]:
+        """All series as keywords of `fit` and `fit_evidence`: `ys` alone, which brings the rest."""
+        return {"ys": self._series}
+
+    @functools.cached_property
+    def _series(self) -> SharedSeries:
+        if self.own is not None:
+            return SharedSeries(**self.own.padded(self.summary.longest).batch())
+        shape, width = (0, self.summary.longest), len(self.input_names)
+        return SharedSeries(
+            np.zeros((*shape, len(self.names))),
+            inputs=np.zeros((*shape, width)) if width else None,
+            length=np.zeros(0, int),
+        )
+
+
+def read_shared(source: str | os.PathLike[str], **layout: Any) -> Table | SharedTable:
+    """Reads a table of which each process of a job is to hold its share.
+
+    All processes call it, with the same arguments. Each looks at the identifiers of all rows, reads
+    the first series, as many as have 100,000 rows together, and then the series that lie on its
+    devices. What `read` finds by itself, columns and the step of the times, is found in those first
+    series: say it, if they differ from others. Of Parquet files the row groups that hold these
+    series are read, so that rows sorted by series are read quickest; of NetCDF files these series;
+    text is gone through by each process, which keeps its rows.
+
+    A table is read whole by each process if it has no more than 100,000 rows or a single series, or
+    if its times are irregular and make up an input whose unit was not said.
+
+    Args:
+        source: the path of a `.csv`, `.tsv`, `.parquet` or `.nc` file that all processes see.
+        **layout: what else `read` takes, but for `pad_to`.
+
+    Returns:
+        The whole table or, if processes share it, a `SharedTable`.
+
+    Raises:
+        DataError: if the table cannot be read or does not make sense.
+        ValueError: if so in another process.
+        ProcessLostError: if another process has ended.
+    """
+    if jax.process_count() == 1:
+        return read(source, **layout)
+    index = by_all(lambda: _index_of(Path(source), os.fspath(source), layout))
+    sizes = said_by_processes(None if index is None else [index.count, int(index.rows.sum())])
+    if any(size != sizes[0] for size in sizes):
+        raise DataError(
+            f"{os.fspath(source)}: the processes see different files, of"
+            f" {' and '.join('few rows' if s is None else f'{s[1]} rows' for s in sizes)}; it must"
+            " lie where all of them see it."
+        )
+    if index is None:
+        return by_all(lambda: read(source, **layout))
+    leading = by_all(lambda: _leading(index, layout))
+    in_own_unit = leading.step_unit is not None and leading.step is None
+    if leading.num_series == index.count or (in_own_unit and not layout.get("step_unit")):
+        return by_all(lambda: read(source, **layout))
+    share = own_share(index.count)
+    own = by_all(lambda: _own(index, share, leading.layout))
+    said = said_by_processes(None if own is None else summarise(own).to_dict())
+    parts = [Summary(**_with_tuples(part)) for part in said if part is not None]
+    summary = add_up(parts)
+    summary = dataclasses.replace(
+        summary, notes=tuple(dict.fromkeys(leading.notes + summary.notes))
+    )
+    for name, seen in zip(leading.names, summary.seen, strict=True):
+        if not seen:
+            raise DataError(
+                f"{index.name}, column {name!r}: every value is missing; name the others with"
+                " columns=..."
+            )
+    return SharedTable(leading, own, share, summary)
+
+
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
+
+
+class _Index(ABC):
+    """Which series a file has, in the order of `read`, and how to read some of them.
+
+    Attributes:
+        name: the file as it was given.
+        count: how many series there are.
+        rows: how many rows each has.
+        is_exact: whether each has so many, or at most so many.
+    """
+
+    name: str
+    count: int
+    rows: np.ndarray
+    is_exact: bool = True
+
+    @abstractmethod
+    def read(self, share: slice, layout: dict[str, Any], *, known: bool) -> Source:
+        """Some series that follow one another.
+
+        Args:
+            share: their places.
+            layout: the arguments of `read`.
+            known: whether they name all that is to be read.
+        """
+
+
+def _index_of(path: Path, name: str, layout: dict[str, Any]) -> _Index | None:
+    """The index of a file; `None` if it is to be read whole, or to be refused by `read`."""
+    series = layout.get("series")
+    apart: list[str] = [series] if isinstance(series, str) else list(series or ())
+    suffix = path.suffix.lower()
+    if not apart or not path.is_file() or not path.stat().st_size:
+        return None
+    if suffix == ".parquet":
+        index: _Index = _ParquetIndex(path, name, apart)
+    elif suffix in SEPARATORS:
+        index = _TextIndex(path, name, SEPARATORS[suffix], apart)
+    elif suffix == ".nc" and NetcdfSeries.is_along(path, name, apart):
+        index = _NetcdfIndex(path, name, apart)
+    else:
+        return None
+    return index if index.count > 1 and index.rows.sum() > MOST_LEADING_ROWS else None
+
+
+def _leading(index: _Index, layout: dict[str, Any]) -> Table:
+    """The first series, by which it is decided how all are read."""
+    count = max(1, int(np.searchsorted(np.cumsum(index.rows), MOST_LEADING_ROWS, side="right")))
+    while True:
+        table = read(index.read(slice(0, count), layout, known=False), **layout)
+        _check_count(index, table, count)
+        leading = table.leading_series()
+        if index.is_exact or leading is not table or count == index.count:
+            return leading
+        count = min(2 * count, index.count)
+
+
+def _own(index: _Index, share: slice, layout: dict[str, Any]) -> Table | None:
+    """The series of this process."""
+    count = share.stop - share.start
+    if not count:
+        return None
+    table = read(index.read(share, layout, known=True), **layout)
+    _check_count(index, table, count)
+    return table
+
+
+def _check_count(index: _Index, table: Table, count: int) -> None:
+    if table.num_series != count:
+        raise DataError(
+            f"{index.name}: {count - table.num_series} of its series hold no value; leave them out"
+            " of the file."
+        )
+
+
+class _ParquetIndex(_Index):
+    """Series of a Parquet file, and the row groups in which they stand."""
+
+    def __init__(self, path: Path, name: str, apart: list[str]) -> None:
+        self.name, self._apart = name, apart
+        self._file = ParquetRows(path, name, apart)
+        found: dict[tuple[Any, ...], int] = {}
+        parts: list[tuple[int, int, np.ndarray, np.ndarray]] = []
+        for begin, cells in self._file.identifiers():
+            source = frame_source(cells, name, "frame")
+            lines = source.lines + begin
+            check_identified(dataclasses.replace(source, lines=lines), apart)
+            sizes = cells.groupby(apart, sort=False, observed=True).size()
+            keys = [key if len(apart) > 1 else (key,) for key in sizes.index.tolist()]
+            numbers = np.array([found.setdefault(key, len(found)) for key in keys])
+            parts.append((begin, begin + len(cells), numbers, sizes.to_numpy()))
+        order = ordered(_named(name), apart, list(found))
+        self.count, self._text = order.num_series, order.text
+        self.rows = np.zeros(order.num_series, int)
+        for _, _, numbers, sizes in parts:
+            np.add.at(self.rows, order.places[numbers], sizes)
+        self._cells = np.fromiter(found, object, len(found))
+        self._places = order.places
+        self._groups = [(begin, end, order.places[numbers]) for begin, end, numbers, _ in parts]
+
+    def read(self, share: slice, layout: dict[str, Any], *, known: bool) -> Source:
+        """From the row groups that hold some of them."""
+        pandas = optional("pandas")
+        wanted = self._cells[(self._places >= share.start) & (self._places < share.stop)].tolist()
+        parts = []
+        for begin, end, places in self._groups:
+            if np.any((places >= share.start) & (places < share.stop)):
+                part = self._file.read(begin, end, layout, known=known)
+                kept = _isin(part.frame, self._apart, wanted)
+                frame = part.frame[kept]
+                parts.append(dataclasses.replace(part, frame=frame, lines=part.lines[kept]))
+        frame = pandas.concat([part.frame for part in parts], ignore_index=True)
+        lines = np.concatenate([part.lines for part in parts])
+        return dataclasses.replace(parts[0], frame=frame, lines=lines, text=self._text)
+
+
+def _isin(frame: Any, apart: Sequence[str], wanted: Sequence[tuple[Any, ...]]) -> np.ndarray:
+    """Which rows have one of these identifiers."""
+    if len(apart) == 1:
+        return frame[apart[0]].isin([cells[0] for cells in wanted]).to_numpy()
+    return optional("pandas").MultiIndex.from_frame(frame[list(apart)]).isin(wanted)
+
+
+class _TextIndex(_Index):
+    """Series of a file of comma-separated values."""
+
+    def __init__(self, path: Path, name: str, separator: str | None, apart: list[str]) -> None:
+        self.name, self._file = name, TextRows(path, name, separator, apart)
+        found: dict[tuple[str, ...], int] = {}
+        for line, cells in self._file.identifiers():
+            if cells not in found:
+                _check_cells(name, line, apart, cells)
+            found[cells] = found.get(cells, 0) + 1
+        order = ordered(_named(name), apart, list(found))
+        self.count, self._text = order.num_series, order.text
+        self.rows = np.zeros(order.num_series, int)
+        np.add.at(self.rows, order.places, list(found.values()))
+        self._places = dict(zip(found, order.places.tolist(), strict=True))
+
+    def read(self, share: slice, layout: dict[str, Any], *, known: bool) -> Source:
+        """From all rows, one after another."""
+        source = self._file.read(lambda cells: share.start <= self._places[cells] < share.stop)
+        if known and layout["time"] is None:
+            source = dataclasses.replace(source, time_index=None, row_index=None)
+        return dataclasses.replace(source, text=self._text)
+
+
+def _check_cells(name: str, line: int, apart: Sequence[str], cells: Sequence[str]) -> None:
+    """Refuses an identifier that is missing, as `grouped` does."""
+    frame = optional("pandas").DataFrame([cells], columns=list(apart))
+    source = frame_source(frame, name, "frame")
+    lines = np.array([line])
+    check_identified(dataclasses.replace(source, lines=lines, unit="line"), apart)
+
+
+class _NetcdfIndex(_Index):
+    """Series of a NetCDF file: a rectangle, in which a series may have fewer rows."""
+
+    is_exact = False
+
+    def __init__(self, path: Path, name: str, apart: list[str]) -> None:
+        self.name, self._file = name, NetcdfSeries(path, name, apart)
+        cells = [(label,) for label in self._file.identifiers()]
+        order = ordered(_named(name), apart, cells)
+        if order.num_series < len(cells):
+            raise DataError(f"{name}: two series have the same {apart[0]}; rename one of them.")
+        self.count, self._text = order.num_series, order.text
+        self.rows = np.full(order.num_series, self._file.rows)
+        self._by_place = np.argsort(order.places)
+
+    def read(self, share: slice, layout: dict[str, Any], *, known: bool) -> Source:
+        """By their places in the file."""
+        source = self._file.read(np.sort(self._by_place[share]), layout)
+        return dataclasses.replace(source, text=self._text)
+
+
+def _named(name: str) -> Source:
+    """A table of which nothing but the name is needed, for messages."""
+    return Source(None, name, "frame", np.zeros(0, int))

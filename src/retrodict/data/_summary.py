@@ -1,0 +1,173 @@
+"""What is to be known of a table as a whole, which the parts of a table add up to."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from retrodict.data._errors import listed
+
+if TYPE_CHECKING:
+    from retrodict.data._table import Table
+
+MOST_NAMED = 13
+"""How many identifiers are kept: one more than are listed."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is to be known of all series of a table.
+
+    Attributes:
+        series: the first identifiers.
+        num_series: how many series there are.
+        num_rows: how many rows they have, those inserted in gaps included.
+        num_rows_observed: in how many of them something was seen.
+        shortest: the rows of the shortest series.
+        longest: the rows of the longest series.
+        inserted: how many rows were inserted in gaps.
+        begin: the first time; dates in microseconds.
+        end: the last time.
+        seen: how many entries of each column were seen.
+        lowest: the smallest entry of each column; `None` if none was seen.
+        highest: the largest.
+        digest: the sum, modulo 2²⁵⁶, of the SHA-256 of each series: its identifier, times, values,
+            what was seen of them, and inputs.
+        notes: what else was done to the rows, and what was left aside.
+    """
+
+    series: tuple[str, ...]
+    num_series: int
+    num_rows: int
+    num_rows_observed: int
+    shortest: int
+    longest: int
+    inserted: int
+    begin: int | float
+    end: int | float
+    seen: tuple[int, ...]
+    lowest: tuple[float | None, ...]
+    highest: tuple[float | None, ...]
+    digest: int
+    notes: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest in hexadecimals."""
+        return f"{self.digest:064x}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can store, and `Summary(**...)` makes one of again."""
+        return dataclasses.asdict(self)
+
+    def described(self, table: "Table") -> list[str]:
+        """The lines that people read before a long run.
+
+        Args:
+            table: a table that is read in the same way.
+        """
+        lines = [f"source: {table.source}", f"rows: {self.num_rows}, in {self.num_series} series"]
+        if table.series is not None:
+            lines.append(f"series: {listed(self.series, count=self.num_series)}")
+            if self.num_series > 1:
+                lines.append(f"rows of a series: {self.shortest} to {self.longest}")
+        name = "the row number" if table.time_name is None else f"column {table.time_name!r}"
+        dates = table.times[0].dtype.kind == "M"
+        begin, end = (written(as_time(time, dates)) for time in (self.begin, self.end))
+        step = "irregular" if table.step is None else f"step {table.step}"
+        lines.append(f"time: {name}, {begin} to {end}, {step}")
+        columns = zip(table.names, self.seen, self.lowest, self.highest, strict=True)
+        for column, seen, lowest, highest in columns:
+            gone = self.num_rows - seen
+            share = 100 * gone / self.num_rows
+            missing = f", {gone} missing ({share:.1f} %)" if gone else ", none missing"
+            span = f"{lowest:g} to {highest:g}" if seen else "nothing seen"
+            lines.append(f"column {column!r}: {span}{missing}")
+        for place, column in enumerate(table.input_names):
+            is_step = table.step_unit is not None and not place
+            unit = f", in units of {table.step_unit}" if is_step else ""
+            lines.append(f"input {column!r}{unit}")
+        rows = f"{self.inserted} row{'s' if self.inserted > 1 else ''} inserted in gaps"
+        return [*lines, *self.notes, *([rows] if self.inserted else [])]
+
+
+def summarise(table: "Table") -> Summary:
+    """What is to be known of a table."""
+    columns = [table.ys[:, :, i][table.mask[:, :, i]] for i in range(len(table.names))]
+    return Summary(
+        series=tuple(str(name) for name in (table.series or ())[:MOST_NAMED]),
+        num_series=table.num_series,
+        num_rows=int(table.length.sum()),
+        num_rows_observed=int(table.mask.any(axis=2).sum()),
+        shortest=int(table.length.min()),
+        longest=int(table.length.max()),
+        inserted=table.inserted,
+        begin=min(as_number(times[0]) for times in table.times),
+        end=max(as_number(times[-1]) for times in table.times),
+        seen=tuple(int(column.size) for column in columns),
+        lowest=tuple(float(column.min()) if column.size else None for column in columns),
+        highest=tuple(float(column.max()) if column.size else None for column in columns),
+        digest=sum(_digest(table, i) for i in range(table.num_series)) % 2**256,
+        notes=table.notes,
+    )
+
+
+def add_up(parts: Sequence[Summary]) -> Summary:
+    """What is to be known of a table of which these are the parts, in their order."""
+    names = [name for part in parts for name in part.series]
+    notes = [note for part in parts for note in part.notes]
+    return Summary(
+        series=tuple(names[:MOST_NAMED]),
+        num_series=sum(part.num_series for part in parts),
+        num_rows=sum(part.num_rows for part in parts),
+        num_rows_observed=sum(part.num_rows_observed for part in parts),
+        shortest=min(part.shortest for part in parts),
+        longest=max(part.longest for part in parts),
+        inserted=sum(part.inserted for part in parts),
+        begin=min(part.begin for part in parts),
+        end=max(part.end for part in parts),
+        seen=tuple(map(sum, zip(*(part.seen for part in parts), strict=True))),
+        lowest=_extreme(min, [part.lowest for part in parts]),
+        highest=_extreme(max, [part.highest for part in parts]),
+        digest=sum(part.digest for part in parts) % 2**256,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _extreme(which: Any, parts: Sequence[Sequence[float | None]]) -> tuple[float | None, ...]:
+    return tuple(
+        which((value for value in column if value is not None), default=None)
+        for column in zip(*parts, strict=True)
+    )
+
+
+def _digest(table: "Table", place: int) -> int:
+    one = table.one(place)
+    times = table.times[place]
+    # Whole numbers may be integers in one part of a table and fractions in another.
+    times = times if times.dtype.kind == "M" else times.astype(np.float64)
+    digest = hashlib.sha256(str((table.series or ("",))[place]).encode())
+    for array in (times, np.nan_to_num(one["ys"]), one["mask"], one["inputs"]):
+        if array is not None:
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def as_number(time: Any) -> int | float:
+    """A time as a number; dates in microseconds."""
+    return (time.astype(np.int64) if isinstance(time, np.datetime64) else time).item()
+
+
+def as_time(number: int | float, dates: bool) -> Any:
+    """The time of a number."""
+    return np.datetime64(int(number), "us") if dates else number
+
+
+def written(time: Any) -> str:
+    """A time as people write it: a date without a clock at midnight."""
+    if isinstance(time, np.datetime64):
+        return str(time).removesuffix("T00:00:00.000000").removesuffix(".000000").replace("T", " ")
+    return f"{time:.12g}" if isinstance(time, float | np.floating) else str(time)

@@ -1,0 +1,297 @@
+"""Tables that processes share are, put together, the tables that one process reads."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pandas as pd
+import pytest
+
+import retrodict as rd
+from retrodict._devices import processes
+from retrodict.data import _shares, _table
+
+SECONDS = 60
+
+
+class Job:
+    """Processes that are threads: what they say is exchanged at a barrier."""
+
+    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.barrier = count, threading.Barrier(count, timeout=SECONDS)
+        self.said: list[Any] = [None] * count
+        self.local = threading.local()
+        monkeypatch.setattr(jax, "process_count", lambda: count)
+        for module in (processes, _shares):
+            monkeypatch.setattr(module, "said_by_processes", self.say)
+        monkeypatch.setattr(_shares, "own_share", self.share)
+
+    def say(self, value: Any) -> list[Any]:
+        self.barrier.wait()
+        self.said[self.local.index] = value
+        self.barrier.wait()
+        return list(self.said)
+
+    def share(self, num_series: int) -> slice:
+        each = -(-num_series // self.count)
+        begin = min(self.local.index * each, num_series)
+        return slice(begin, min(begin + each, num_series))
+
+    def run(self, task: Callable[[], Any]) -> list[Any]:
+        """What each process finds, or the error with which it ends."""
+        found: list[Any] = [None] * self.count
+
+        def one(index: int) -> None:
+            self.local.index = index
+            try:
+                found[index] = task()
+            except Exception as error:
+                found[index] = error
+
+        threads = [threading.Thread(target=one, args=(i,)) for i in range(self.count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        return found
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Job]]:
+    for module in (_shares, _table):
+        monkeypatch.setattr(module, "MOST_LEADING_ROWS", 25)
+    yield lambda count: Job(count, monkeypatch)
+
+
+def frame(identifiers: Any = range(1, 8), *, seed: int = 0) -> pd.DataFrame:
+    """Seven series of 4 to 12 rows, some of which are missing, of dates and two columns."""
+    rng = np.random.default_rng(seed)
+    parts = []
+    for identifier in identifiers:
+        rows = int(rng.integers(6, 13))
+        days = pd.date_range("2020-02-27", periods=rows)
+        values = rng.normal(size=(rows, 2))
+        values[rng.random((rows, 2)) < 0.1] = np.nan
+        part = pd.DataFrame({"id": identifier, "day": days, "y": values[:, 0], "z": values[:, 1]})
+        kept = np.r_[0, 1 + np.flatnonzero(rng.random(rows - 2) < 0.9), rows - 1]
+        parts.append(part.iloc[kept])
+    return pd.concat(parts, ignore_index=True)
+
+
+def by_time(table: pd.DataFrame) -> pd.DataFrame:
+    return table.sort_values(["day", "id"], kind="stable").reset_index(drop=True)
+
+
+def as_csv(table: pd.DataFrame, folder: Path) -> Path:
+    table.to_csv(folder / "table.csv", index=False)
+    return folder / "table.csv"
+
+
+def as_tsv_with_index(table: pd.DataFrame, folder: Path) -> Path:
+    table.to_csv(folder / "table.tsv", sep="\t")
+    return folder / "table.tsv"
+
+
+def as_parquet(table: pd.DataFrame, folder: Path) -> Path:
+    table.to_parquet(folder / "table.parquet", row_group_size=7)
+    return folder / "table.parquet"
+
+
+def as_indexed_parquet(table: pd.DataFrame, folder: Path) -> Path:
+    table.set_index(["id", "day"]).to_parquet(folder / "table.parquet", row_group_size=7)
+    return folder / "table.parquet"
+
+
+def as_netcdf(table: pd.DataFrame, folder: Path) -> Path:
+    table.set_index(["id", "day"]).to_xarray().to_netcdf(folder / "table.nc", engine="h5netcdf")
+    return folder / "table.nc"
+
+
+WRITERS = (as_csv, as_tsv_with_index, as_parquet, as_indexed_parquet, as_netcdf)
+TABLES = {
+    "sorted": frame(),
+    "by time": by_time(frame()),
+    "from last to first": frame(range(7, 0, -1)),
+    "text": frame(["b", "a", "10", "9", "c", "d", "2"]),
+    "large numbers": frame([10, 9, 100, 1, 11, 2, 20]),
+}
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("write", WRITERS)
+def test_shares_put_together_are_the_table(
+    job: Callable[[int], Job], tmp_path: Path, write: Any, name: str, count: int
+) -> None:
+    path = write(TABLES[name], tmp_path)
+    whole = rd.data.read(path, series="id")
+    found = job(count).run(lambda: rd.data.read_shared(path, series="id"))
+    for each in found:
+        assert isinstance(each, rd.data.SharedTable), each
+        assert each.described() == whole.described()
+        assert each.summary == whole.summary
+        assert each.layout == whole.layout
+        leading = whole.leading_series()
+        assert each.leading.series == leading.series
+        for what, expected in leading.batch().items():
+            np.testing.assert_array_equal(each.leading.batch()[what], expected)
+    owns = [each.own for each in found if each.own is not None]
+    assert sum((own.series for own in owns), ()) == whole.series
+    padded = [own.padded(whole.summary.longest) for own in owns]
+    for what in ("ys", "mask", "length"):
+        together = np.concatenate([getattr(own, what) for own in padded])
+        np.testing.assert_array_equal(together, getattr(whole, what))
+    times = [times for own in owns for times in own.times]
+    for own, expected in zip(times, whole.times, strict=True):
+        np.testing.assert_array_equal(own, expected)
+
+
+def test_several_columns_tell_series_apart_and_steps_are_inputs(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    table = by_time(frame()).assign(half=lambda t: np.where(t["id"] % 2, "odd", "even"))
+    layout = {"series": ["half", "id"], "columns": ["z"], "freq": "D", "step_input": True}
+    for write in (as_csv, as_parquet):
+        path = write(table, tmp_path)
+        whole = rd.data.read(path, **layout)
+        found = job(2).run(lambda path=path: rd.data.read_shared(path, **layout))
+        assert [each.summary for each in found] == [whole.summary] * 2
+        assert sum((each.own.series for each in found), ()) == whole.series
+        assert found[1].own.input_names == ("step",)
+
+
+def test_a_process_reads_the_row_groups_of_its_series_and_no_others(
+    job: Callable[[int], Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = as_parquet(frame(), tmp_path)
+    read: dict[int, set[int]] = {0: set(), 1: set()}
+    now = job(2)
+    original = _shares.ParquetRows.read
+
+    def noted(self: Any, begin: int, end: int, layout: Any, *, known: bool) -> Any:
+        if known:
+            read[now.local.index] |= set(range(begin, end))
+        return original(self, begin, end, layout, known=known)
+
+    monkeypatch.setattr(_shares.ParquetRows, "read", noted)
+    found = now.run(lambda: rd.data.read_shared(path, series="id"))
+    rows = len(frame())
+    assert read[0] | read[1] == set(range(rows))
+    assert len(read[0] & read[1]) <= 7  # one row group has the last of one and the first of others
+    assert all(isinstance(each, rd.data.SharedTable) for each in found)
+
+
+def test_a_column_that_counts_rows_is_left_aside_in_parts_too(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    table = by_time(frame())
+    table.insert(0, "rownames", np.arange(1, len(table) + 1))
+    for write in (as_csv, as_parquet):
+        path = write(table, tmp_path)
+        for each in job(2).run(lambda path=path: rd.data.read_shared(path, series="id")):
+            assert each.names == ("y", "z")
+            assert "left aside: rownames" in each.described()
+
+
+def test_small_tables_and_single_series_are_read_whole(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    small = frame().query("id <= 2")
+    alone = small.query("id == 1").drop(columns="id")
+    for table, series in ((small, "id"), (alone, None)):
+        path = as_csv(table, tmp_path)
+        whole = rd.data.read(path, series=series)
+        found = job(2).run(lambda path=path, id=series: rd.data.read_shared(path, series=id))
+        for each in found:
+            assert isinstance(each, rd.data.Table)
+            assert each.summary == whole.summary
+
+
+def test_a_unit_of_irregular_steps_is_that_of_all_series(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    table = frame()
+    sizes = table.groupby("id").size().tolist()
+    table["day"] = np.concatenate(
+        [np.cumsum(np.linspace(1, 1.7, size) + i) for i, size in enumerate(sizes)]
+    )
+    path = as_csv(table, tmp_path)
+    layout = {"series": "id", "step_input": True, "freq": "irregular", "time": "day"}
+    for each in job(2).run(lambda: rd.data.read_shared(path, **layout)):
+        assert each.step_unit == rd.data.read(path, **layout).step_unit
+    for each in job(2).run(lambda: rd.data.read_shared(path, **layout, step_unit=2.0)):
+        assert isinstance(each, rd.data.SharedTable)
+        assert each.summary == rd.data.read(path, **layout, step_unit=2.0).summary
+
+
+def test_what_one_process_cannot_read_is_said_by_all(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    table = frame().astype({"y": object})
+    table.loc[len(table) - 1, "y"] = "wrong"
+    path = as_csv(table, tmp_path)
+    first, second = job(2).run(lambda: rd.data.read_shared(path, series="id"))
+    wrong = f"{path}, line {len(table) + 1}, column 'y': 'wrong' is not a number"
+    assert isinstance(second, rd.data.DataError) and str(second).startswith(wrong)
+    assert isinstance(first, ValueError) and str(first).startswith(f"Process 1: {wrong}")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.assign(id=t["id"].where(t["id"] != 3)), "the identifier is missing"),
+        (lambda t: t.assign(z=np.nan), "column 'z': every value is missing"),
+        (lambda t: t.rename(columns={"id": "who"}), "there is no column 'id' (series)"),
+        (lambda t: pd.concat([t, t.tail(1)]), "stands in"),
+    ],
+)
+@pytest.mark.parametrize("write", [as_csv, as_parquet])
+def test_wrong_tables_are_refused_in_all_processes(
+    job: Callable[[int], Job], tmp_path: Path, change: Any, words: str, write: Any
+) -> None:
+    path = write(change(frame()), tmp_path)
+    for error in job(2).run(lambda: rd.data.read_shared(path, series="id", columns=["y", "z"])):
+        assert isinstance(error, ValueError) and words in str(error), error
+
+
+def test_files_that_are_not_there_or_not_the_same_are_refused(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    for error in job(2).run(lambda: rd.data.read_shared(tmp_path / "no.csv", series="id")):
+        assert isinstance(error, rd.data.DataError) and "there is no such file" in str(error)
+    path, now = as_csv(frame(), tmp_path), job(2)
+
+    def elsewhere() -> Any:
+        place = path if now.local.index else tmp_path / "no.csv"
+        return rd.data.read_shared(place, series="id")
+
+    for error in now.run(elsewhere):
+        assert isinstance(error, rd.data.DataError) and "see different files" in str(error)
+
+
+def test_series_without_a_value_are_refused_where_files_are_shared(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    dataset = frame().set_index(["id", "day"]).to_xarray()
+    dataset["y"][6], dataset["z"][6] = np.nan, np.nan
+    dataset.to_netcdf(tmp_path / "table.nc", engine="h5netcdf")
+    for error in job(2).run(lambda: rd.data.read_shared(tmp_path / "table.nc", series="id")):
+        assert isinstance(error, ValueError) and "1 of its series hold no value" in str(error)
+
+
+def test_a_rectangle_with_few_rows_is_read_whole(job: Callable[[int], Job], tmp_path: Path) -> None:
+    table = frame().groupby("id").head(3).query("id <= 5")
+    table.loc[table["id"] == 5, "day"] += pd.Timedelta(days=20)
+    path = as_netcdf(table, tmp_path)
+    for each in job(2).run(lambda: rd.data.read_shared(path, series="id", freq="D")):
+        assert isinstance(each, rd.data.Table)
+        assert each.summary == rd.data.read(path, series="id", freq="D").summary
+
+
+def test_one_process_reads_everything(tmp_path: Path) -> None:
+    path = as_csv(frame(), tmp_path)
+    found = rd.data.read_shared(path, series="id")
+    assert isinstance(found, rd.data.Table) and found.num_series == 7
