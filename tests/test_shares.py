@@ -12,7 +12,7 @@ import pytest
 
 import retrodict as rd
 from retrodict._devices import processes
-from retrodict.data import _shares, _table
+from retrodict.data import _shares, _stored, _table
 
 SECONDS = 60
 
@@ -25,7 +25,8 @@ class Job:
         self.said: list[Any] = [None] * count
         self.local = threading.local()
         monkeypatch.setattr(jax, "process_count", lambda: count)
-        for module in (processes, _shares):
+        monkeypatch.setattr(jax, "process_index", lambda: self.local.index)
+        for module in (processes, _shares, _stored):
             monkeypatch.setattr(module, "said_by_processes", self.say)
         monkeypatch.setattr(_shares, "own_share", self.share)
 
@@ -289,6 +290,48 @@ def test_a_rectangle_with_few_rows_is_read_whole(job: Callable[[int], Job], tmp_
     for each in job(2).run(lambda: rd.data.read_shared(path, series="id", freq="D")):
         assert isinstance(each, rd.data.Table)
         assert each.summary == rd.data.read(path, series="id", freq="D").summary
+
+
+@pytest.mark.parametrize("write", [as_parquet, as_netcdf])
+def test_a_store_that_is_opened_together_is_looked_at_in_shares(
+    job: Callable[[int], Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
+) -> None:
+    monkeypatch.setattr(_stored, "BLOCK_ROWS", 10)
+    path = write(frame(), tmp_path)
+    alone = rd.data.open_series(path, series="id", progress=False)
+    blocks: dict[int, list[int]] = {0: [], 1: []}
+    kind = _stored._Parquet if write is as_parquet else _stored._Netcdf
+    original = kind.read
+
+    def noted(self: Any, block: int, layout: Any, *, known: bool) -> Any:
+        blocks[now.local.index].append(block)
+        return original(self, block, layout, known=known)
+
+    monkeypatch.setattr(kind, "read", noted)
+    now = job(2)
+    options = {"series": "id", "progress": False, "together": True}
+    for each in now.run(lambda: rd.data.open_series(path, **options)):
+        assert isinstance(each, rd.data.StoredSeries), each
+        assert each.digest() == alone.digest()
+        assert each.block_sizes == alone.block_sizes
+        assert each.described() == alone.described()
+    every = list(range(len(alone.block_sizes)))
+    half = len(every) // 2
+    assert blocks == {0: every[:half], 1: [0, *every[half:]]}
+
+
+def test_what_is_wrong_in_a_store_ends_all_that_open_it(
+    job: Callable[[int], Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_stored, "BLOCK_ROWS", 10)
+    table = frame()
+    table.loc[len(table) - 1, "y"] = np.inf
+    path = as_parquet(table, tmp_path)
+    options = {"series": "id", "progress": False, "together": True}
+    first, second = job(2).run(lambda: rd.data.open_series(path, **options))
+    wrong = f"{path}, row {len(table)}, column 'y': the value inf is infinite"
+    assert isinstance(second, rd.data.DataError) and str(second).startswith(wrong)
+    assert isinstance(first, ValueError) and str(first).startswith(f"Process 1: {wrong}")
 
 
 def test_one_process_reads_everything(tmp_path: Path) -> None:

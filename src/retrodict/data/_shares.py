@@ -20,7 +20,7 @@ from retrodict.data._identifiers import check_identified, ordered
 from retrodict.data._parts import NetcdfSeries, ParquetRows, TextRows
 from retrodict.data._reader import read
 from retrodict.data._source import Source, frame_source
-from retrodict.data._summary import Summary, add_up, summarise
+from retrodict.data._summary import Summary, add_up
 from retrodict.data._table import MOST_LEADING_ROWS, Table
 
 
@@ -136,9 +136,8 @@ def read_shared(source: str | os.PathLike[str], **layout: Any) -> Table | Shared
         return by_all(lambda: read(source, **layout))
     share = own_share(index.count)
     own = by_all(lambda: _own(index, share, leading.layout))
-    said = said_by_processes(None if own is None else summarise(own).to_dict())
-    parts = [Summary(**_with_tuples(part)) for part in said if part is not None]
-    summary = add_up(parts)
+    said = said_by_processes(None if own is None else own.summary.to_dict())
+    summary = add_up([Summary.from_dict(part) for part in said if part is not None])
     summary = dataclasses.replace(
         summary, notes=tuple(dict.fromkeys(leading.notes + summary.notes))
     )
@@ -149,10 +148,6 @@ def read_shared(source: str | os.PathLike[str], **layout: Any) -> Table | Shared
                 " columns=..."
             )
     return SharedTable(leading, own, share, summary)
-
-
-def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
 
 
 class _Index(ABC):

@@ -3,18 +3,21 @@
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 
+from retrodict._devices import by_all, said_by_processes
 from retrodict._fit import AbstractSeriesStore, Arrays
 from retrodict._train import ProgressLine
 from retrodict.data._errors import DataError, listed
 from retrodict.data._parts import NetcdfSeries, ParquetRows
 from retrodict.data._reader import read
 from retrodict.data._source import Source
+from retrodict.data._summary import Summary, add_up
 from retrodict.data._table import Table
 
 BLOCK_ROWS = 50_000
@@ -38,15 +41,19 @@ class StoredSeries(AbstractSeriesStore):
         self,
         places: Sequence[tuple["_File", int]],
         layout: dict[str, Any],
-        seen: "_Seen",
+        summaries: Sequence[Summary],
         inputs: Sequence[str],
     ) -> None:
         self._places = list(places)
-        self._digest, self._equal = seen.hash.hexdigest(), seen.equal
+        whole = add_up(summaries)
+        prints = " ".join(summary.fingerprint for summary in summaries)
+        self._digest = hashlib.sha256(prints.encode()).hexdigest()
+        self._equal = whole.shortest == whole.longest
         self._sources = list(dict.fromkeys(file.name for file, _ in places))
         self.layout, self.names, self.input_names = layout, tuple(layout["columns"]), tuple(inputs)
-        self.num_times, self.num_rows = seen.longest, seen.rows
-        self.num_missing, self.block_sizes = seen.missing, tuple(seen.sizes)
+        self.num_times, self.num_rows = whole.longest, whole.num_rows
+        self.num_missing = whole.num_rows * len(self.names) - sum(whole.seen)
+        self.block_sizes = tuple(summary.num_series for summary in summaries)
 
     def __repr__(self) -> str:
         return (
@@ -75,7 +82,7 @@ class StoredSeries(AbstractSeriesStore):
         }
 
     def digest(self) -> str:
-        """The SHA-256 of all values, in their order."""
+        """The SHA-256 of what all blocks hold, in their order."""
         return self._digest
 
     def described(self) -> list[str]:
@@ -102,6 +109,7 @@ def open_series(
     step_input: bool = False,
     step_unit: str | int | float | None = None,
     time_format: str | None = None,
+    together: bool = False,
     progress: bool = True,
 ) -> StoredSeries:
     """Opens series that are too large for memory: `fit` draws its batches from where they lie.
@@ -125,6 +133,8 @@ def open_series(
         step_input: whether to add the time since the row before as the first input.
         step_unit: what counts as 1 in that input.
         time_format: how dates are written.
+        together: whether all processes of a job open the same files at this point, so that each
+            has to look at its share of the blocks alone.
         progress: whether to show a progress line.
 
     Returns:
@@ -132,6 +142,8 @@ def open_series(
 
     Raises:
         DataError: if something cannot be read or does not make sense, in one line.
+        ValueError: if so in another process, where they open it together.
+        ProcessLostError: if another process has ended, where they open it together.
     """
     apart = _names(series)
     if not apart:
@@ -139,7 +151,8 @@ def open_series(
     paths = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not paths:
         raise DataError("open_series: there is no file; name one.")
-    files = [_open(Path(path), os.fspath(path), apart) for path in paths]
+    by_each = by_all if together else _alone
+    files = by_each(lambda: [_open(Path(path), os.fspath(path), apart) for path in paths])
     layout: dict[str, Any] = {
         "time": time,
         "series": apart,
@@ -151,69 +164,106 @@ def open_series(
         "time_format": time_format,
     }
     every = [(file, block) for file in files for block in range(file.num_blocks)]
-    line = ProgressLine("{:.0f} rows were read", len(every)) if progress else None
-    seen, names, places = _Seen(), (), []
-    for number, (file, block) in enumerate(every):
-        part = file.read(block, layout, known=bool(places))
-        if len(part.frame):  # series of a rectangle of which nothing was observed have no rows
-            table = read(part, **layout)
-            if not places:
-                layout, names = table.layout, table.input_names
-            places.append((file, block))
-            seen.add(table)
-        if line is not None:
-            line(number + 1, -float(seen.rows))
-    if not places:
-        raise DataError(f"{listed(f.name for f in files)}: every value is missing.")
-    if (twice := seen.twice()) is not None:
+    first, table = by_each(lambda: _first_table(every, layout))
+    looks = by_each(lambda: _look(every, first, table, _own(every, together), progress))
+    if together:
+        looks = _from_all(looks)
+    places = [every[number] for number in sorted(looks)]
+    found = [looks[number] for number in sorted(looks)]
+    if (twice := _twice(found)) is not None:
         file, block = places[twice]
         raise DataError(
             f"{file.name}: a series of block {block + 1} of {file.num_blocks} stands in another"
             f" place too; sort the rows by {listed(apart)}, so that each series is in one place."
         )
-    if seen.missing == seen.rows * len(layout["columns"]):
+    summaries = [look.summary for look in found]
+    if not any(add_up(summaries).seen):
         raise DataError(f"{listed(f.name for f in files)}: every value is missing.")
-    return StoredSeries(places, layout, seen, names)
+    return StoredSeries(places, table.layout, summaries, table.input_names)
+
+
+T = TypeVar("T")
+
+
+def _alone(compute: Callable[[], T]) -> T:
+    return compute()
+
+
+class _Look(NamedTuple):
+    """What is seen of a block at first.
+
+    Attributes:
+        summary: what is to be known of its series.
+        identifiers: hashes of their names, the same in every process.
+    """
+
+    summary: Summary
+    identifiers: list[int]
+
+
+def _first_table(every: Sequence[tuple["_File", int]], layout: dict[str, Any]) -> tuple[int, Table]:
+    """The number of the first block with rows, and the block, which says how others are read."""
+    for number, (file, block) in enumerate(every):
+        part = file.read(block, layout, known=False)
+        if len(part.frame):  # series of a rectangle of which nothing was observed have no rows
+            return number, read(part, **layout)
+    raise DataError(f"{listed(dict.fromkeys(f.name for f, _ in every))}: every value is missing.")
+
+
+def _own(every: Sequence[Any], together: bool) -> range:
+    """The numbers of the blocks that this process looks at."""
+    if not together:
+        return range(len(every))
+    who, count = jax.process_index(), jax.process_count()
+    return range(len(every) * who // count, len(every) * (who + 1) // count)
+
+
+def _look(
+    every: Sequence[tuple["_File", int]], first: int, table: Table, own: range, progress: bool
+) -> dict[int, _Look]:
+    """What is seen of the blocks with rows among some, by their numbers."""
+    line = ProgressLine("{:.0f} rows were read", len(own)) if progress else None
+    looks: dict[int, _Look] = {}
+    rows = 0
+    for done, number in enumerate(own):
+        file, block = every[number]
+        part = None if number == first else file.read(block, table.layout, known=True)
+        if part is None or len(part.frame):
+            found = table if part is None else read(part, **table.layout)
+            hashes = [hashlib.blake2b(str(i).encode(), digest_size=8) for i in found.series or ()]
+            identifiers = [int.from_bytes(each.digest(), "big") for each in hashes]
+            looks[number] = _Look(found.summary, identifiers)
+            rows += found.summary.num_rows
+        if line is not None:
+            line(done + 1, -float(rows))
+    return looks
+
+
+def _from_all(looks: dict[int, _Look]) -> dict[int, _Look]:
+    """The looks of all processes."""
+    own = {number: (look.summary.to_dict(), look.identifiers) for number, look in looks.items()}
+    return {
+        int(number): _Look(Summary.from_dict(summary), identifiers)
+        for said in said_by_processes(own)
+        for number, (summary, identifiers) in said.items()
+    }
+
+
+def _twice(looks: Sequence[_Look]) -> int | None:
+    """The last block with a series that stands in another block too."""
+    every = np.concatenate([np.array(look.identifiers, np.uint64) for look in looks])
+    values, counts = np.unique(every, return_counts=True)
+    if counts.max() == 1:
+        return None
+    at = int(np.flatnonzero(every == values[np.argmax(counts)])[-1])
+    sizes = [look.summary.num_series for look in looks]
+    return int(np.searchsorted(np.cumsum(sizes), at, side="right"))
 
 
 def _names(given: str | Sequence[str] | None) -> list[str] | None:
     if given is None:
         return None
     return [given] if isinstance(given, str) else [str(name) for name in given]
-
-
-class _Seen:
-    """What a first look through all blocks finds."""
-
-    def __init__(self) -> None:
-        self.hash = hashlib.sha256()
-        self.sizes: list[int] = []
-        self.rows = self.missing = self.longest = 0
-        self.equal = True
-        self._identifiers: list[np.ndarray] = []
-
-    def add(self, table: Table) -> None:
-        """One more block."""
-        for array in (table.ys, table.inputs, table.length):
-            if array is not None:
-                self.hash.update(np.ascontiguousarray(array).tobytes())
-        rows = int(table.length.sum())
-        self.sizes.append(table.num_series)
-        self.rows += rows
-        self.missing += rows * len(table.names) - int(table.mask.sum())
-        longest = int(table.length.max())
-        self.equal &= int(table.length.min()) == longest and self.longest in (0, longest)
-        self.longest = max(self.longest, longest)
-        self._identifiers.append(np.array([hash(str(i)) for i in table.series or ()]))
-
-    def twice(self) -> int | None:
-        """The last block with a series that stands in another block too."""
-        every = np.concatenate(self._identifiers)
-        values, counts = np.unique(every, return_counts=True)
-        if counts.max() == 1:
-            return None
-        at = int(np.flatnonzero(every == values[np.argmax(counts)])[-1])
-        return int(np.searchsorted(np.cumsum(self.sizes), at, side="right"))
 
 
 class _File(ABC):

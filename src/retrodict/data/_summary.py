@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,17 @@ class Summary:
         return f"{self.digest:064x}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can store, and `Summary(**...)` makes one of again."""
+        """What JSON can store, and `from_dict` reads."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Summary":
+        """The summary that was turned into a dictionary, of which JSON makes lists of tuples."""
+        known: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        return cls(**known)
 
     def described(self, table: "Table") -> list[str]:
         """The lines that people read before a long run.
