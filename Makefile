@@ -50,6 +50,7 @@ bench: $(BENCH_VENV)/.stamp-bench ## time retrodict and its peers, in an environ
 	$(BENCH_VENV)/bin/python benchmarks/scale.py inference batches dimensions --float32 --batch 64 --rows 1000 10000 100000 --out benchmarks/results/scale-growth.json
 	$(BENCH_VENV)/bin/python benchmarks/scale_devices.py --out benchmarks/results/scale-devices-cpu.json
 	$(BENCH_VENV)/bin/python benchmarks/scale_disk.py --out benchmarks/results/scale-disk.json
+	$(BENCH_VENV)/bin/python benchmarks/scale_shares.py --out benchmarks/results/scale-shares.json
 	$(BENCH_VENV)/bin/python benchmarks/scale.py remat --float32 --rows 1000 4000 16000 64000 --out benchmarks/results/scale-remat.json
 	$(BENCH_VENV)/bin/python benchmarks/scale_page.py
 

@@ -2,7 +2,7 @@
 
     python benchmarks/scale_page.py [--results benchmarks/results] [--docs docs]
 
-It reads what `scale.py`, `scale_devices.py` and `scale_disk.py` wrote (`scale-*.json`), and leaves
+It reads what `scale.py` and `scale_*.py` wrote (`scale-*.json`), and leaves
 out what is not there.
 """
 
@@ -187,6 +187,27 @@ def disk_section(found: dict[str, Any]) -> str:
     return f"{about}\n\n" + table([*columns, "seconds to open", "peak MB of the process"], rows)
 
 
+def shares_section(found: dict[str, Any]) -> str:
+    """A table that processes share: what each of them holds."""
+    records = found["records"]
+    rows = [
+        [
+            str(r["processes"]),
+            f"{r['own_series']:,}",
+            f"{r['seconds']:.1f}",
+            f"{(r['peak_bytes'] - r['peak_bytes_before']) / 1e6:,.0f}",
+            f"{r['peak_bytes_before'] / 1e6:,.0f}",
+        ]
+        for r in records
+    ]
+    about = f"CPU, {found['cores']} cores, jax {found['jax']}, float32; a Parquet file of"
+    about += f" {found['series']:,} series and {records[0]['rows']:,} rows of four columns, read by"
+    about += " `data.read_shared`. The largest figure of all processes of a job; memory while it is"
+    about += " read, beside what Python, JAX and the library take."
+    columns = ["processes", "series of each", "seconds", "MB at most", "MB before"]
+    return f"{about}\n\n" + table(columns, rows)
+
+
 def remat_section(found: dict[str, Any]) -> str:
     """Memory of a gradient by the rows of a series."""
     runs, rows = of_part(found, "remat"), []
@@ -260,6 +281,7 @@ def sections(folder: Path) -> Iterable[tuple[str, str]]:
         ("devices-cpu", "By the number of devices", devices_section),
         ("sharded", "One series over several devices", sharded_section),
         ("disk", "Data larger than memory", disk_section),
+        ("shares", "Shares of several processes", shares_section),
         ("remat", "Long series in little memory", remat_section),
     ]
     for name, heading, write in others:

@@ -75,7 +75,7 @@ class SharedTable:
 
     def described(self) -> list[str]:
         """What was understood of the table, a line each."""
-        return self.summary.described(self.leading)
+        return self.leading.described(self.summary)
 
     def batch(self) -> dict[str, Any]:
         """All series as keywords of `fit` and `fit_evidence`: `ys` alone, which brings the rest."""

@@ -4,14 +4,9 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-from retrodict.data._errors import listed
-
-if TYPE_CHECKING:
-    from retrodict.data._table import Table
 
 MOST_NAMED = 13
 """How many identifiers are kept: one more than are listed."""
@@ -72,57 +67,6 @@ class Summary:
         }
         return cls(**known)
 
-    def described(self, table: "Table") -> list[str]:
-        """The lines that people read before a long run.
-
-        Args:
-            table: a table that is read in the same way.
-        """
-        lines = [f"source: {table.source}", f"rows: {self.num_rows}, in {self.num_series} series"]
-        if table.series is not None:
-            lines.append(f"series: {listed(self.series, count=self.num_series)}")
-            if self.num_series > 1:
-                lines.append(f"rows of a series: {self.shortest} to {self.longest}")
-        name = "the row number" if table.time_name is None else f"column {table.time_name!r}"
-        dates = table.times[0].dtype.kind == "M"
-        begin, end = (written(as_time(time, dates)) for time in (self.begin, self.end))
-        step = "irregular" if table.step is None else f"step {table.step}"
-        lines.append(f"time: {name}, {begin} to {end}, {step}")
-        columns = zip(table.names, self.seen, self.lowest, self.highest, strict=True)
-        for column, seen, lowest, highest in columns:
-            gone = self.num_rows - seen
-            share = 100 * gone / self.num_rows
-            missing = f", {gone} missing ({share:.1f} %)" if gone else ", none missing"
-            span = f"{lowest:g} to {highest:g}" if seen else "nothing seen"
-            lines.append(f"column {column!r}: {span}{missing}")
-        for place, column in enumerate(table.input_names):
-            is_step = table.step_unit is not None and not place
-            unit = f", in units of {table.step_unit}" if is_step else ""
-            lines.append(f"input {column!r}{unit}")
-        rows = f"{self.inserted} row{'s' if self.inserted > 1 else ''} inserted in gaps"
-        return [*lines, *self.notes, *([rows] if self.inserted else [])]
-
-
-def summarise(table: "Table") -> Summary:
-    """What is to be known of a table."""
-    columns = [table.ys[:, :, i][table.mask[:, :, i]] for i in range(len(table.names))]
-    return Summary(
-        series=tuple(str(name) for name in (table.series or ())[:MOST_NAMED]),
-        num_series=table.num_series,
-        num_rows=int(table.length.sum()),
-        num_rows_observed=int(table.mask.any(axis=2).sum()),
-        shortest=int(table.length.min()),
-        longest=int(table.length.max()),
-        inserted=table.inserted,
-        begin=min(as_number(times[0]) for times in table.times),
-        end=max(as_number(times[-1]) for times in table.times),
-        seen=tuple(int(column.size) for column in columns),
-        lowest=tuple(float(column.min()) if column.size else None for column in columns),
-        highest=tuple(float(column.max()) if column.size else None for column in columns),
-        digest=sum(_digest(table, i) for i in range(table.num_series)) % 2**256,
-        notes=table.notes,
-    )
-
 
 def add_up(parts: Sequence[Summary]) -> Summary:
     """What is to be known of a table of which these are the parts, in their order."""
@@ -153,13 +97,14 @@ def _extreme(which: Any, parts: Sequence[Sequence[float | None]]) -> tuple[float
     )
 
 
-def _digest(table: "Table", place: int) -> int:
-    one = table.one(place)
-    times = table.times[place]
+def digest_of(
+    name: Any, times: np.ndarray, ys: np.ndarray, mask: np.ndarray, inputs: np.ndarray | None
+) -> int:
+    """The SHA-256 of one series."""
     # Whole numbers may be integers in one part of a table and fractions in another.
     times = times if times.dtype.kind == "M" else times.astype(np.float64)
-    digest = hashlib.sha256(str((table.series or ("",))[place]).encode())
-    for array in (times, np.nan_to_num(one["ys"]), one["mask"], one["inputs"]):
+    digest = hashlib.sha256(str(name).encode())
+    for array in (times, np.nan_to_num(ys), mask, inputs):
         if array is not None:
             digest.update(np.ascontiguousarray(array).tobytes())
     return int.from_bytes(digest.digest(), "big")

@@ -10,7 +10,14 @@ import numpy as np
 
 from retrodict.data._errors import DataError, listed
 from retrodict.data._steps import Step, following, parse_step
-from retrodict.data._summary import Summary, summarise, written
+from retrodict.data._summary import (
+    MOST_NAMED,
+    Summary,
+    as_number,
+    as_time,
+    digest_of,
+    written,
+)
 
 MOST_LEADING_ROWS = 100_000
 """How many rows of a large table say what a model and a family are to start from."""
@@ -217,11 +224,56 @@ class Table:
     @functools.cached_property
     def summary(self) -> Summary:
         """What is to be known of all series, found once."""
-        return summarise(self)
+        columns = [self.ys[:, :, i][self.mask[:, :, i]] for i in range(len(self.names))]
+        names = ("",) if self.series is None else self.series
+        digests = [digest_of(name, self.times[i], **self.one(i)) for i, name in enumerate(names)]
+        return Summary(
+            series=tuple(str(name) for name in names[:MOST_NAMED]),
+            num_series=self.num_series,
+            num_rows=int(self.length.sum()),
+            num_rows_observed=int(self.mask.any(axis=2).sum()),
+            shortest=int(self.length.min()),
+            longest=int(self.length.max()),
+            inserted=self.inserted,
+            begin=min(as_number(times[0]) for times in self.times),
+            end=max(as_number(times[-1]) for times in self.times),
+            seen=tuple(int(column.size) for column in columns),
+            lowest=tuple(float(column.min()) if column.size else None for column in columns),
+            highest=tuple(float(column.max()) if column.size else None for column in columns),
+            digest=sum(digests) % 2**256,
+            notes=self.notes,
+        )
 
-    def described(self) -> list[str]:
-        """What was understood of the table, a line each: for people to read before a long run."""
-        return self.summary.described(self)
+    def described(self, of: Summary | None = None) -> list[str]:
+        """What was understood of the table, a line each: for people to read before a long run.
+
+        Args:
+            of: what is known of a larger table of which this is a part; by default of this one.
+        """
+        whole = self.summary if of is None else of
+        lines = [f"source: {self.source}", f"rows: {whole.num_rows}, in {whole.num_series} series"]
+        if self.series is not None:
+            lines.append(f"series: {listed(whole.series, count=whole.num_series)}")
+            if whole.num_series > 1:
+                lines.append(f"rows of a series: {whole.shortest} to {whole.longest}")
+        name = "the row number" if self.time_name is None else f"column {self.time_name!r}"
+        dates = self.times[0].dtype.kind == "M"
+        begin, end = (written(as_time(time, dates)) for time in (whole.begin, whole.end))
+        step = "irregular" if self.step is None else f"step {self.step}"
+        lines.append(f"time: {name}, {begin} to {end}, {step}")
+        columns = zip(self.names, whole.seen, whole.lowest, whole.highest, strict=True)
+        for column, seen, lowest, highest in columns:
+            gone = whole.num_rows - seen
+            share = 100 * gone / whole.num_rows
+            missing = f", {gone} missing ({share:.1f} %)" if gone else ", none missing"
+            span = f"{lowest:g} to {highest:g}" if seen else "nothing seen"
+            lines.append(f"column {column!r}: {span}{missing}")
+        for place, column in enumerate(self.input_names):
+            is_step = self.step_unit is not None and not place
+            unit = f", in units of {self.step_unit}" if is_step else ""
+            lines.append(f"input {column!r}{unit}")
+        rows = f"{whole.inserted} row{'s' if whole.inserted > 1 else ''} inserted in gaps"
+        return [*lines, *whole.notes, *([rows] if whole.inserted else [])]
 
     def leading_series(self) -> "Table":
         """The first series, as many as have 100,000 rows together, and at least one."""

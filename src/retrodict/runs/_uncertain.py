@@ -37,7 +37,7 @@ first ones are drawn at any length."""
 
 MOST_ROWS_OF_LOUIS = 20_000
 
-MOST_ROWS_OF_GRID, MOST_POINTS = data.MOST_LEADING_ROWS, 2000
+MOST_ROWS_OF_GRID, MOST_POINTS = 100_000, 2000
 """How long series, and how many states, a grid may have."""
 
 PARTICLES_OF_GRID, DEVIATIONS_OF_GRID = 500, 8.0
@@ -59,11 +59,14 @@ def uncertain(
     def compute() -> dict[str, Any]:
         sizes: dict[str, Any] = {}
         if not model.is_linear_gaussian:
+            too_many = {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
+            if isinstance(table, data.SharedTable):
+                return too_many  # or the processes would not share it
             on_grid = _errors_on_grid(key, model, table, read)
             if on_grid is not None:
                 return on_grid
             if table.summary.num_rows > MOST_ROWS_OF_LOUIS:
-                return {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
+                return too_many
             sizes = SIZES_OF_LOUIS | {"most_replicates": _most_replicates(table)}
             if isinstance(rd.unwrap(model).transition, rd.AbstractGaussianKernel):
                 sizes = sizes | {"backward": rd.RejectionBackward()}  # its density is bounded
@@ -113,7 +116,7 @@ def _as_arrays(found: rd.ParameterErrors) -> dict[str, Any]:
 
 
 def _errors_on_grid(
-    key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable, read: Any
+    key: Any, model: rd.StateSpaceModel, table: data.Table, read: Any
 ) -> dict[str, Any] | None:
     """Standard errors of a model with one state; `None` where no grid is good enough.
 
@@ -121,7 +124,6 @@ def _errors_on_grid(
     """
     if model.state_dim != 1 or table.summary.num_rows > MOST_ROWS_OF_GRID:
         return None
-    table = table.leading_series()  # which are all of them
     options = table.batch()
     ys = options.pop("ys")
     lower, upper, width = _reach(key, rd.unwrap(model), table)
