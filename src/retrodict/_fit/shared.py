@@ -102,6 +102,11 @@ class SharedSeries:
         mesh: MeshLike = "all",
     ) -> None:
         self.mesh = as_mesh(mesh)
+        if self.mesh is None and jax.process_count() > 1:
+            raise ValueError(
+                "SharedSeries lie over the devices of all processes, and the mesh is one device;"
+                ' give mesh="all", and do not set jax.default_device.'
+            )
         shape = np.shape(ys)
         own = by_all(lambda: _prepared(ys, mask, inputs, length))
         said = said_by_processes(
@@ -122,7 +127,7 @@ class SharedSeries:
         self.num_series = sum(each["count"] for each in said)
         if not self.num_series:
             raise ValueError("SharedSeries expects one series or more in all, got none.")
-        share = own_share(self.num_series, mesh=self.mesh)
+        share = by_all(lambda: own_share(self.num_series, mesh=self.mesh))
         fits = said_by_processes(shape[0] == share.stop - share.start)
         if not all(fits):
             raise ValueError(
@@ -176,20 +181,23 @@ def _spread(own: Series, count: int, mesh: Mesh | None) -> Series:
 
 
 def _or_another(own: Series) -> Series:
-    """The series of this process or, if it has none, one of the first, to fill up with.
+    """The series of this process or, if it has none, one of another, to fill up with.
 
     What fills up counts nothing, but is computed with: other values might not be possible ones. All
     processes must call it.
     """
-    if all(said_by_processes(bool(num_series(own)))):
+    counts = said_by_processes(num_series(own))
+    if all(counts):
         return own
-    arrays = (own.ys, own.mask, own.inputs, own.length) if jax.process_index() == 0 else ()
-    first = said_by_processes(
-        [None if array is None else (array[:1].tolist(), str(array.dtype)) for array in arrays]
-    )[0]
+    speaks = jax.process_index() == next(who for who, count in enumerate(counts) if count)
+    arrays = (own.ys, own.mask, own.inputs, own.length)
+    said = said_by_processes(
+        [a if a is None else (a[:1].tolist(), str(a.dtype)) for a in arrays] if speaks else None
+    )
     if num_series(own):
         return own
-    return _series([None if part is None else np.asarray(*part) for part in first])
+    (one,) = [parts for parts in said if parts is not None]
+    return _series([None if part is None else np.asarray(*part) for part in one])
 
 
 def _series(parts: Sequence[Any]) -> Series:
