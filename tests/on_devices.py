@@ -70,20 +70,31 @@ def fits(ys: object, mesh: MeshLike, **options: Any) -> dict[str, float]:
     }
 
 
+def drawn(batch: Series, batch_size: int, mesh: MeshLike, axes: Any = (), count: Any = None) -> Any:
+    """The series of a step."""
+    devices = as_mesh(mesh)
+    axes = axes or (() if devices is None else devices.axis_names)
+    source = in_memory(batch, batch_size, devices, axes, count)
+    draw = eqx.filter_jit(lambda source: source.draw(jax.random.key(0), jnp.asarray(3)))(source)
+    return draw.series.ys[: draw.count]
+
+
 def draws(count: int, batch_size: int) -> float:
     """Minibatches from shares, equal or not, beside those from one device."""
     batch = prepare_batch(
         series(count), mask=None, inputs=None, length=None, takes_input=False, owner="test"
     )
+    return apart(drawn(batch, batch_size, None), drawn(batch, batch_size, "all"))
 
-    def drawn(mesh: MeshLike) -> Batch:
-        devices = as_mesh(mesh)
-        axes = () if devices is None else devices.axis_names
-        source = in_memory(batch, batch_size, devices, axes)
-        return eqx.filter_jit(lambda source: source.draw(jax.random.key(0), jnp.asarray(3)))(source)
 
-    one, several = drawn(None), drawn("all")
-    return apart(one.series.ys, several.series.ys[: several.count])
+def draws_of_shared() -> float:
+    """Minibatches of series that were filled up for more devices than lie along their axis."""
+    mesh, ys = jax.make_mesh((2, 4), ("start", "batch")), series(4)
+    shared = rd.SharedSeries(ys, mesh=mesh)
+    return apart(
+        drawn(rd.SharedSeries(ys, mesh=None).series, 4, None),
+        drawn(shared.series, 4, mesh, ("batch",), shared.num_series),
+    )
 
 
 def num_reductions() -> int:
@@ -119,7 +130,7 @@ def few() -> dict[str, object]:
     return {
         "devices": jax.device_count(),
         "fit": fits(ys, "all", batch_size=8),
-        "draws": [draws(16, 8), draws(13, 5), draws(3, 64)],
+        "draws": [draws(16, 8), draws(13, 5), draws(3, 64), draws_of_shared()],
         "reductions": num_reductions(),
         "infer": apart(*(infer(family, ys[:5]) for infer in inferred)),
         "shares": [len(laid.sharding.device_set), bool(laid.is_fully_replicated)],
@@ -128,7 +139,9 @@ def few() -> dict[str, object]:
 
 def every() -> dict[str, object]:
     ys, model = series(16), model_of_levels()
+    few_starts = {"batch_size": 4, "restarts": 2, "tournament": 0.5}
     mesh = jax.make_mesh((2, 4), ("start", "batch"))
+    shared = rd.SharedSeries(ys[:4], mesh=mesh)
     lengths = np.array([6, 5, 4, 6, 3, 6, 2, 6, 6, 5, 6, 6, 4])
     evidence = [
         rd.fit_evidence(
@@ -150,6 +163,13 @@ def every() -> dict[str, object]:
 
     return {
         "starts": fits(ys, mesh, batch_size=8, restarts=2, tournament=0.5, learn="both"),
+        "shared": {
+            what: apart(getattr(one, what), getattr(other, what))
+            for one, other in [
+                (fitted(ys[:4], None, **few_starts), fitted(shared, mesh, **few_starts))
+            ]
+            for what in ("family", "history", "held_out", "restart_scores")
+        },
         "lengths": fits(ys[:13], "all", batch_size=5, length=lengths, learn="both"),
         "windows": fits(ys[:13], "all", batch_size=5, window=3),
         # Two starts on halves of the devices, and then the better one on all of them.

@@ -52,7 +52,7 @@ def test_fifty_steps_on_eight_devices_are_those_of_one(few: dict[str, Any]) -> N
 
 
 def test_minibatches_do_not_depend_on_devices(few: dict[str, Any]) -> None:
-    assert few["draws"] == [0.0, 0.0, 0.0]
+    assert few["draws"] == [0.0, 0.0, 0.0, 0.0]
 
 
 def test_gradients_meet_once_a_step_and_not_once_a_row(few: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def test_a_batch_that_does_not_divide_is_inferred_on_all_devices(few: dict[str, 
 @pytest.mark.slow
 def test_starts_lengths_windows_evidence_and_particles_on_eight_devices() -> None:
     found = on_eight_devices("all")
-    for name in ("starts", "lengths", "windows", "stored"):
+    for name in ("starts", "shared", "lengths", "windows", "stored"):
         assert max(found[name].values()) < ROUNDING, name
     for name in ("evidence", "evidence by steps", "ffbsi"):
         assert found[name] < ROUNDING, name
@@ -288,6 +288,20 @@ def test_a_row_that_one_process_cannot_read_ends_all_of_them(tmp_path: Path) -> 
         assert done.returncode == 2
         assert "line 169, column 'y': 'wrong' is not a number" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_ends_all_processes(tmp_path: Path) -> None:
+    table, blocked = tmp_path / "table.csv", tmp_path / "file"
+    table.write_text("t,y\n" + "".join(f"{t},{t % 3}\n" for t in range(40)))
+    blocked.write_text("")
+    program = [sys.executable, "-c", "from retrodict.cli import main; main()", "fit", str(table)]
+    command = [*program, "--model", "local_level", "--out", str(blocked / "run")]
+    job = [*command, "--distributed", "--coordinator", f"localhost:{free_port()}"]
+    tasks = [[*job, "--num-processes", "2", "--process-id", str(i)] for i in range(2)]
+    for done in all_of(tasks, [environment()] * 2):
+        assert done.returncode == 2, done.stderr
+        assert "Not a directory" in done.stderr
 
 
 def test_wrong_meshes_and_axes_are_refused(untyped: None) -> None:

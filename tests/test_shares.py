@@ -1,5 +1,6 @@
 """Tables that processes share are, put together, the tables that one process reads."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ class Job:
 
     def say(self, value: Any) -> list[Any]:
         self.barrier.wait()
-        self.said[self.local.index] = value
+        self.said[self.local.index] = json.loads(json.dumps(value))
         self.barrier.wait()
         return list(self.said)
 
@@ -195,6 +196,143 @@ def test_a_column_that_counts_rows_is_left_aside_in_parts_too(
         for each in job(2).run(lambda path=path: rd.data.read_shared(path, series="id")):
             assert each.names == ("y", "z")
             assert "left aside: rownames" in each.described()
+
+
+def counted_from_1000(table: pd.DataFrame) -> Any:
+    return np.arange(1000, 1000 + len(table))
+
+
+def counted_anew(table: pd.DataFrame) -> Any:
+    return table.groupby("id").cumcount() + 1
+
+
+@pytest.mark.parametrize("count", [counted_from_1000, counted_anew])
+def test_other_counters_are_observed_in_parts_too(
+    job: Callable[[int], Job], tmp_path: Path, count: Any
+) -> None:
+    table = frame().assign(row=count)
+    for write in (as_csv, as_parquet):
+        path = write(table, tmp_path)
+        whole = rd.data.read(path, series="id")
+        assert whole.names == ("y", "z", "row")
+        for each in job(2).run(lambda path=path: rd.data.read_shared(path, series="id")):
+            assert each.names == whole.names
+
+
+def test_lines_are_no_rows_where_cells_have_several(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    table = by_time(frame())
+    table.insert(0, "rownames", np.arange(1, len(table) + 1))
+    path = as_csv(table.assign(note="two\nlines"), tmp_path)
+    for each in job(2).run(lambda: rd.data.read_shared(path, series="id")):
+        assert each.names == rd.data.read(path, series="id").names == ("y", "z")
+
+
+@pytest.mark.parametrize("start", [0, 8])
+@pytest.mark.parametrize("name", [None, "row"])
+def test_a_range_that_is_the_index_of_a_parquet_file(
+    job: Callable[[int], Job], tmp_path: Path, start: int, name: str | None
+) -> None:
+    table = frame().drop(columns="day")
+    table.index = pd.RangeIndex(start, start + len(table), name=name)
+    path = as_parquet(table, tmp_path)
+    whole = rd.data.read(path, series="id", freq="irregular")
+    for each in job(2).run(lambda: rd.data.read_shared(path, series="id", freq="irregular")):
+        assert each.layout == whole.layout
+        assert each.summary == whole.summary
+
+
+def test_an_index_without_a_name_tells_series_apart(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    table = frame().set_index("id").rename_axis(None)
+    path = as_parquet(table, tmp_path)
+    whole = rd.data.read(path, series="index")
+    for each in job(2).run(lambda: rd.data.read_shared(path, series="index")):
+        assert each.summary == whole.summary
+
+
+def test_identifiers_beyond_the_integers_with_a_sign(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    names = np.array([2**64 - 1, 3, 2**63 + 5, 1, 2**63, 9, 2], np.uint64)
+    path = as_parquet(frame(names), tmp_path)
+    whole = rd.data.read(path, series="id")
+    assert whole.series == tuple(sorted(int(name) for name in names))
+    found = job(2).run(lambda: rd.data.read_shared(path, series="id"))
+    assert sum((each.own.series for each in found), ()) == whole.series
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda day: f"{day}T00:00:00+03:00", "dates, and those of others dates with an offset"),
+        (lambda day: str(day.day), "dates, and those of others numbers"),
+    ],
+)
+def test_times_of_two_kinds_are_refused(
+    job: Callable[[int], Job], tmp_path: Path, other: Any, words: str
+) -> None:
+    table = frame()
+    own = table["id"] > 4  # those of the second of two processes
+    days = [other(d.date()) if o else str(d.date()) for d, o in zip(table["day"], own, strict=True)]
+    path = as_csv(table.assign(day=days), tmp_path)
+    options: dict[str, Any] = {"series": "id", "time": "day", "freq": "irregular"}
+    with pytest.raises(rd.data.DataError):
+        rd.data.read(path, **options)
+    for error in job(2).run(lambda: rd.data.read_shared(path, **options)):
+        assert isinstance(error, rd.data.DataError) and words in str(error), error
+
+
+def test_a_coordinate_beside_the_dimensions_may_be_named_alone(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    dataset = frame().set_index(["id", "day"]).to_xarray().set_coords("z")
+    dataset.to_netcdf(tmp_path / "table.nc", engine="h5netcdf")
+    whole = rd.data.read(tmp_path / "table.nc", series="id", columns="z")
+    read = job(2).run(lambda: rd.data.read_shared(tmp_path / "table.nc", series="id", columns="z"))
+    for each in read:
+        assert isinstance(each, rd.data.SharedTable), each
+        assert each.summary == whole.summary
+
+
+def test_a_gap_is_long_by_the_rows_of_all_series(job: Callable[[int], Job], tmp_path: Path) -> None:
+    table = frame()
+    table.loc[len(table) - 1, "day"] += pd.Timedelta(days=300)
+    path = as_csv(table, tmp_path)
+    whole = rd.data.read(path, series="id", freq="D")
+    for each in job(2).run(lambda: rd.data.read_shared(path, series="id", freq="D")):
+        assert isinstance(each, rd.data.SharedTable), each
+        assert each.summary == whole.summary
+
+
+def test_the_first_series_go_on_until_every_column_was_seen(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    table = frame()
+    table.loc[table["id"] <= 3, "z"] = np.nan
+    path = as_parquet(table, tmp_path)
+    whole = rd.data.read(path, series="id").leading_series()
+    assert 4 <= whole.num_series < 7
+    for each in job(2).run(lambda: rd.data.read_shared(path, series="id")):
+        assert each.leading_series().series == whole.series
+
+
+def test_who_decides_is_said_where_the_first_series_say_too_little(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    rows = frame(range(40, 80)).groupby("id").head(1)
+    path = as_csv(pd.concat([rows, frame(range(80, 90))]), tmp_path)
+    for error in job(2).run(lambda: rd.data.read_shared(path, series="id")):
+        assert isinstance(error, ValueError)
+        assert "one row is no series" in str(error) and "series decide how all" in str(error)
+
+
+def test_a_frame_has_no_shares(job: Callable[[int], Job], untyped: None) -> None:
+    table: Any = frame()
+    for error in job(2).run(lambda: rd.data.read_shared(table, series="id")):
+        assert isinstance(error, TypeError) and "got DataFrame; use read" in str(error)
 
 
 def test_small_tables_and_single_series_are_read_whole(

@@ -41,7 +41,12 @@ def _places(num_series: int, mesh: Mesh | None) -> slice:
     rows = NamedSharding(mesh, P(mesh.axis_names))
     parts = rows.addressable_devices_indices_map((each * mesh.size,)).values()
     begins = sorted({(index[0].start or 0) for index in parts if index is not None})
-    if not begins or begins[-1] - begins[0] != each * (len(begins) - 1):
+    if not begins:
+        raise ValueError(
+            f"Process {jax.process_index()} has no device in the mesh over which series are shared;"
+            ' give mesh="all", or a mesh with devices of all processes.'
+        )
+    if begins[-1] - begins[0] != each * (len(begins) - 1):
         raise ValueError(
             "Series are shared out in the order of the mesh, in which the devices of each process"
             f" must be next to each other; those of process {jax.process_index()} are not. Give"
@@ -107,18 +112,18 @@ class SharedSeries:
                 "SharedSeries lie over the devices of all processes, and the mesh is one device;"
                 ' give mesh="all", and do not set jax.default_device.'
             )
-        shape = np.shape(ys)
         own = by_all(lambda: _prepared(ys, mask, inputs, length))
+        count = num_series(own)
         said = said_by_processes(
             {
-                "count": shape[0],
-                "rows and columns": shape[1:],
-                "inputs": 0 if inputs is None else np.shape(inputs)[2],
-                "lengths": length is not None,
+                "count": count,
+                "numbers of rows and columns": own.ys.shape[1:],
+                "numbers of inputs": 0 if own.inputs is None else own.inputs.shape[2],
+                "lengths": "none" if length is None else "given",
                 "masks": own.mask is not None,
             }
         )
-        for what in ("rows and columns", "inputs", "lengths"):
+        for what in ("numbers of rows and columns", "numbers of inputs", "lengths"):
             if len({str(each[what]) for each in said}) > 1:
                 raise ValueError(
                     f"SharedSeries expects series of one shape in all processes, and their {what}"
@@ -128,10 +133,10 @@ class SharedSeries:
         if not self.num_series:
             raise ValueError("SharedSeries expects one series or more in all, got none.")
         share = by_all(lambda: own_share(self.num_series, mesh=self.mesh))
-        fits = said_by_processes(shape[0] == share.stop - share.start)
+        fits = said_by_processes(count == share.stop - share.start)
         if not all(fits):
             raise ValueError(
-                f"SharedSeries: process {jax.process_index()} holds {shape[0]} of"
+                f"SharedSeries: process {jax.process_index()} holds {count} of"
                 f" {self.num_series} series, and must hold {share.stop - share.start}, those of"
                 f" own_share({self.num_series}). The same is asked of all processes."
             )
@@ -154,6 +159,10 @@ def _prepared(ys: Any, mask: Any, inputs: Any, length: Any) -> Series:
     if len(shape) != 3:
         raise ValueError(f"{owner} expects ys of shape (own, time, obs), got {shape}.")
     if not shape[0]:
+        if inputs is not None and len(np.shape(inputs)) != 3:
+            raise ValueError(
+                f"{owner} expects inputs of shape (0, {shape[1]}, input), got {np.shape(inputs)}."
+            )
         return _series([ys, None, inputs, length])
     options = {"mask": mask, "inputs": inputs, "length": length}
     return prepare_batch(ys, **options, takes_input=inputs is not None, owner=owner)

@@ -124,7 +124,8 @@ class InMemory(AbstractSource):
         if self.mesh is None:
             return self._batch(take(self.series, index), self.batch_size)
         shares = num_devices(self.mesh, self.axes)
-        if self.num_series % shares or self.batch_size % shares:
+        filled = self.series.ys.shape[0] != self.num_series
+        if filled or self.num_series % shares or self.batch_size % shares:
             rows = NamedSharding(self.mesh, P(self.axes))
             drawn = take(self.series, fill_up(index, shares))
             return self._batch(lax.with_sharding_constraint(drawn, rows), self.batch_size)

@@ -28,7 +28,9 @@ from retrodict._fit.given import given_for
 from retrodict._fit.objective import Objective, stages_of
 from retrodict._fit.resume import fingerprint, resume
 from retrodict._fit.segments import default_segment
+from retrodict._fit.shared import SharedSeries
 from retrodict._fit.source import Batch, spread
+from retrodict._fit.stored import AbstractSeriesStore
 from retrodict._functional import LogJoint
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, learnable
@@ -385,6 +387,11 @@ def _moving(pair: tuple[AbstractFamily, StateSpaceModel], learn: Any) -> PyTree:
 def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
     """The series by which parameters are graded, checked against the model."""
     ys, rest = held_out if isinstance(held_out, tuple) else (held_out, {})
+    if isinstance(ys, SharedSeries | AbstractSeriesStore):
+        raise TypeError(
+            "fit expects held_out to be arrays, the same in every process, got"
+            f" {type(ys).__name__}: some hundred series are enough."
+        )
     given = {"mask": None, "inputs": None, "length": None, **rest}
     return batch_for(unwrap(model), ys, owner="fit", **given)
 

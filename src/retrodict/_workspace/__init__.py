@@ -1,5 +1,6 @@
 """Folders of long computations: written whole or not at all, and taken up where they were left."""
 
+from retrodict._devices import by_all as by_all
 from retrodict._devices import is_main_process as is_main_process
 from retrodict._devices import wait_for_processes as wait_for_processes
 from retrodict._workspace.files import as_csv as as_csv

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from retrodict._checkpoint import CheckpointError, load, save
-from retrodict._devices import is_main_process, wait_for_processes, word_of_main
+from retrodict._devices import by_all, is_main_process, wait_for_processes, word_of_main
 from retrodict._family import AbstractFamily
 from retrodict._fit import FitResult, fit
 from retrodict._workspace.files import as_json, make_writable, write_atomically
@@ -83,12 +83,7 @@ class Folder:
         text = json.dumps(settings, sort_keys=True)
         self._fingerprint = hashlib.sha256(text.encode()).hexdigest()[:12]
         self._writes = is_main_process()
-        if self._writes:
-            make_writable(path)
-            make_writable(path / "stages")
-            for orphan in (*path.glob(".*.partial"), *(path / "stages").glob(".*.partial")):
-                orphan.unlink(missing_ok=True)
-        wait_for_processes(f"the folder {path}")
+        by_all(lambda: _prepare(path) if self._writes else None)
 
     def stage(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> Stage:
         """The result of a stage: read if it is there, computed and kept if not.
@@ -241,6 +236,14 @@ class Folder:
                 " stage is done again; all other stages are kept."
             )
         return some
+
+
+def _prepare(path: Path) -> None:
+    """Makes the folder, without what a killed process had begun to write."""
+    make_writable(path)
+    make_writable(path / "stages")
+    for orphan in (*path.glob(".*.partial"), *(path / "stages").glob(".*.partial")):
+        orphan.unlink(missing_ok=True)
 
 
 def _read_seconds(clock: Path, checkpoint: Path) -> float:

@@ -1,5 +1,6 @@
 """A command that several processes run together, and how it ends if one of them is lost."""
 
+import atexit
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,9 @@ import typer
 
 import retrodict as rd
 from retrodict.cli._errors import UserError
+
+MISTAKE = 2
+"""The exit code after a mistake of the user."""
 
 LOST = 75
 """The exit code of a process whose job has lost another: that of sysexits.h for "try again"."""
@@ -90,10 +94,27 @@ def _off_standard_output() -> Iterator[None]:
 
 @contextmanager
 def ended_together() -> Iterator[None]:
-    """Ends this process with one line if another is lost, without waiting for the lost one."""
+    """Ends a process that cannot go on at once, so that no other waits for it, nor it for them.
+
+    If another is lost, with one line. A process that only one could not go on with would wait for
+    the others when Python ends, and they for what it was to compute.
+    """
     try:
         yield
     except rd.ProcessLostError as error:
         sys.stderr.write(f"\nretrodict: error: {error}\n")
         sys.stderr.flush()
         os._exit(LOST)
+    except BaseException as error:
+        import jax
+
+        if jax.distributed.is_initialized():
+            atexit.register(_leave, MISTAKE if isinstance(error, UserError) else 1)
+        raise
+
+
+def _leave(code: int) -> None:
+    """Ends the process before JAX would wait for the others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -176,7 +176,7 @@ def fit(
     """
     from retrodict import data, models, runs
 
-    with _explained(), ended_together():
+    with ended_together(), _explained():
         speaks = join(distributed, coordinator, num_processes, process_id)
         spec = models.resolve(model).with_options(options or ())
         given = {
@@ -194,7 +194,8 @@ def fit(
             typer.echo(f"Each process reads its share of {table.num_series} series.", err=True)
         if dry_run:
             runs.starting_model(table, spec, seed=seed)  # refuses a model that does not fit
-            _say_dry_run(table, spec, as_json)
+            if speaks:
+                _say_dry_run(table, spec, as_json)
             return
         if out is None:
             raise UserError("name the folder of the run: --out RUN")

@@ -18,7 +18,7 @@ def grouped(table: Source, apart: list[str]) -> tuple[tuple[Any, ...] | None, li
     pandas = optional("pandas")
     columns = [table.frame[name] for name in apart]
     check_identified(table, apart)
-    if len(columns) == 1 and pandas.api.types.is_integer_dtype(columns[0].dtype):
+    if len(columns) == 1 and pandas.api.types.is_signed_integer_dtype(columns[0].dtype):
         keys = columns[0].to_numpy(dtype=np.int64)  # as they are, without a look at each
     else:
         parts = [

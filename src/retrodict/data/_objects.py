@@ -36,7 +36,7 @@ def to_source(
     if kind == "pandas":
         return _from_pandas(given, name)
     if kind == "xarray":
-        return _from_xarray(given, name, time=time, series=series, keep=keep)
+        return from_xarray(given, name, time=time, series=series, keep=keep)
     if isinstance(given, Mapping):
         return _from_mapping(given, name)
     return _from_array(given, name, series)
@@ -88,7 +88,7 @@ def _from_array(given: Any, name: str, series: Sequence[str]) -> Source:
     return frame_source(frame, name, "array")
 
 
-def _from_xarray(
+def from_xarray(
     given: Any, name: str, *, time: str | None, series: Sequence[str], keep: Sequence[str]
 ) -> Source:
     """A dataset of variables along the time, along series too, or with one axis of columns."""

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from retrodict.data._columns import parsed
 from retrodict.data._errors import DataError, listed, optional
 from retrodict.data._files import damaged, netcdf_engine, text_records, text_source_of
-from retrodict.data._objects import to_source
-from retrodict.data._source import Source, frame_source
+from retrodict.data._objects import from_xarray
+from retrodict.data._source import ROW_NAMES, Source, frame_source
 
 
 class ParquetRows:
@@ -27,12 +28,8 @@ class ParquetRows:
     """
 
     def __init__(self, path: Path, name: str, apart: list[str]) -> None:
-        parquet = optional("pyarrow.parquet")
         self.name, self._apart = name, apart
-        try:
-            self._file = parquet.ParquetFile(path)
-        except Exception as error:  # pyarrow raises a dozen types on damaged files
-            raise damaged(name, "Parquet", error) from None
+        self._file = _parquet(path, name)
         known = self._file.schema_arrow.names
         for column in apart:
             if column not in known:
@@ -45,6 +42,32 @@ class ParquetRows:
         self.count = int(self._begins[-1])
         if not self.count:
             raise DataError(f"{name}: there are no rows; add some.")
+
+    @staticmethod
+    def are_apart(path: Path, name: str, apart: list[str]) -> bool:
+        """Whether columns of a file tell series apart, and parts are read as the whole would be.
+
+        A frame may have been written with a range of numbers as its index that is no column.
+        """
+        schema = _parquet(path, name).schema_arrow
+        index = (schema.pandas_metadata or {}).get("index_columns", [])
+        ranges = [each for each in index if isinstance(each, dict)]
+        plain = all((each["start"], each["step"], each["name"]) == (0, 1, None) for each in ranges)
+        return plain and all(column in schema.names for column in apart)
+
+    def counting(self) -> tuple[str, ...]:
+        """The columns with such a name that hold the number of the row."""
+        names = [name for name in self._file.schema_arrow.names if name.lower() in ROW_NAMES]
+        found = []
+        for name in names:
+            if name not in self._apart and _counts(self._column(name)):
+                found.append(name)
+        return tuple(found)
+
+    def _column(self, name: str) -> Iterator[np.ndarray]:
+        for group in range(len(self._begins) - 1):
+            cells = self._table([group], [name]).to_pandas(ignore_metadata=True)[name]
+            yield parsed(cells)[0]
 
     def identifiers(self) -> Iterator[tuple[int, Any]]:
         """The first row of each row group with rows, and a frame of the identifiers of its rows."""
@@ -83,6 +106,26 @@ class ParquetRows:
             return self._file.read_row_groups(groups, columns, use_pandas_metadata=True)
         except Exception as error:  # as above
             raise damaged(self.name, "Parquet", error) from None
+
+
+def _parquet(path: Path, name: str) -> Any:
+    parquet = optional("pyarrow.parquet")
+    try:
+        return parquet.ParquetFile(path)
+    except Exception as error:  # pyarrow raises a dozen types on damaged files
+        raise damaged(name, "Parquet", error) from None
+
+
+def _counts(parts: Iterator[np.ndarray]) -> bool:
+    """Whether numbers count from 0 or 1 on, one part after another."""
+    starts, begin = {0, 1}, 0
+    for values in parts:
+        rows = begin + np.arange(len(values))
+        starts = {start for start in starts if np.array_equal(values, start + rows)}
+        if not starts:
+            return False
+        begin += len(values)
+    return True
 
 
 class NetcdfSeries:
@@ -135,8 +178,10 @@ class NetcdfSeries:
         if self._apart[0] not in part.coords:
             part = part.assign_coords({self._apart[0]: places})
         keep = [*(layout.get("columns") or ()), *(layout.get("inputs") or ())]
-        source = to_source(part, time=layout.get("time"), series=self._apart, keep=keep)
-        return dataclasses.replace(source, name=self.name, part=True)
+        source = from_xarray(
+            part, self.name, time=layout.get("time"), series=self._apart, keep=keep
+        )
+        return dataclasses.replace(source, part=True)
 
 
 def _dataset(path: Path, name: str) -> Any:
@@ -161,6 +206,7 @@ class TextRows:
 
     Attributes:
         name: as above.
+        count: how many rows there are, after `identifiers`.
     """
 
     def __init__(self, path: Path, name: str, separator: str | None, apart: list[str]) -> None:
@@ -173,12 +219,22 @@ class TextRows:
                 )
         self._header, self._places = header, [header.index(column) for column in apart]
         self._is_numbered = header[0] == ""
+        # The place of each column that may count the rows, and from which number on it would.
+        self._counting = {
+            place: {0, 1}
+            for place, column in enumerate(header)
+            if column.lower() in ROW_NAMES and column not in apart
+        }
+        self.count = 0
 
     def identifiers(self) -> Iterator[tuple[int, tuple[str, ...]]]:
         """The line of each row, and its identifiers."""
         for row, (line, cells) in enumerate(self._rows()):
             # A first column without a name that counts all rows says nothing.
             self._is_numbered &= cells[0] == str(row)
+            for place, starts in self._counting.items():
+                starts &= {start for start in starts if cells[place] == str(start + row)}
+            self.count = row + 1
             yield line, tuple(cells[place] for place in self._places)
 
     def read(self, keep: Callable[[tuple[str, ...]], bool]) -> Source:
@@ -189,7 +245,8 @@ class TextRows:
                 kept.append(cells)
                 lines.append(line)
         source = text_source_of(self._header, kept, lines, self.name, self._is_numbered)
-        return dataclasses.replace(source, part=True)
+        counting = tuple(self._header[place] for place, starts in self._counting.items() if starts)
+        return dataclasses.replace(source, part=True, counting=counting)
 
     def _records(self) -> Iterator[tuple[int, list[str]]]:
         return text_records(self._path, self.name, self._separator)

@@ -10,7 +10,7 @@ from retrodict.data._columns import is_numeric, numbers, parsed
 from retrodict.data._errors import DataError, listed
 from retrodict.data._identifiers import grouped
 from retrodict.data._objects import to_source
-from retrodict.data._source import Source
+from retrodict.data._source import ROW_NAMES, Source
 from retrodict.data._stamps import find_time, stamps
 from retrodict.data._steps import (
     MOST_INSERTED,
@@ -250,11 +250,11 @@ def _maybe_times(table: Source, taken: list[str]) -> list[str]:
 
 def _counts_rows(table: Source, name: str) -> bool:
     """Whether a column is the number of the row, as many programs write it."""
-    if str(name).lower() not in ("rownames", "row", "index", "id"):
+    if str(name).lower() not in ROW_NAMES:
         return False
+    if table.counting is not None:
+        return name in table.counting
     values, _ = parsed(table.frame[name])
-    if table.part:
-        return len(set((values - table.lines).tolist())) == 1
     return any(np.array_equal(values, start + np.arange(len(values))) for start in (0, 1))
 
 
@@ -347,7 +347,7 @@ def _piece(
             " correct them, or give another freq."
         )
     count = int(places[-1]) + 1
-    if count > MOST_INSERTED * len(ys):
+    if count > MOST_INSERTED * (table.num_rows or len(ys)):
         raise table.error(
             f"a step of {step.name} would make {count} rows of {len(rows)}{whose}; give a larger"
             " freq, or freq='irregular'."

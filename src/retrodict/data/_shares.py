@@ -20,6 +20,7 @@ from retrodict.data._identifiers import check_identified, ordered
 from retrodict.data._parts import NetcdfSeries, ParquetRows, TextRows
 from retrodict.data._reader import read
 from retrodict.data._source import Source, frame_source
+from retrodict.data._stamps import kind_of_times
 from retrodict.data._summary import Summary, add_up
 from retrodict.data._table import MOST_LEADING_ROWS, Table
 
@@ -100,11 +101,12 @@ def read_shared(source: str | os.PathLike[str], **layout: Any) -> Table | Shared
     the first series, as many as have 100,000 rows together, and then the series that lie on its
     devices. What `read` finds by itself, columns and the step of the times, is found in those first
     series: say it, if they differ from others. Of Parquet files the row groups that hold these
-    series are read, so that rows sorted by series are read quickest; of NetCDF files these series;
-    text is gone through by each process, which keeps its rows.
+    series are read, so that rows sorted by series are read quickest; of NetCDF files these series,
+    of which each must hold a value; text is gone through by each process, which keeps its rows.
 
-    A table is read whole by each process if it has no more than 100,000 rows or a single series, or
-    if its times are irregular and make up an input whose unit was not said.
+    A table is read whole by each process if it has no more than 100,000 rows or a single series; if
+    its times are irregular and make up an input whose unit was not said; if series of a NetCDF file
+    are not told apart by one dimension; or if a Parquet file has an index that is no column.
 
     Args:
         source: the path of a `.csv`, `.tsv`, `.parquet` or `.nc` file that all processes see.
@@ -118,14 +120,20 @@ def read_shared(source: str | os.PathLike[str], **layout: Any) -> Table | Shared
         ValueError: if so in another process.
         ProcessLostError: if another process has ended.
     """
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            f"read_shared expects the path of a file, got {type(source).__name__}; use read."
+        )
     if jax.process_count() == 1:
         return read(source, **layout)
+    names = ("series", "columns", "inputs")
+    layout |= {name: [layout[name]] for name in names if isinstance(layout.get(name), str)}
     index = by_all(lambda: _index_of(Path(source), os.fspath(source), layout))
     sizes = said_by_processes(None if index is None else [index.count, int(index.rows.sum())])
     if any(size != sizes[0] for size in sizes):
+        seen = ["none, or few rows" if size is None else f"{size[1]} rows" for size in sizes]
         raise DataError(
-            f"{os.fspath(source)}: the processes see different files, of"
-            f" {' and '.join('few rows' if s is None else f'{s[1]} rows' for s in sizes)}; it must"
+            f"{os.fspath(source)}: the processes see different files ({'; '.join(seen)}); it must"
             " lie where all of them see it."
         )
     if index is None:
@@ -135,7 +143,13 @@ def read_shared(source: str | os.PathLike[str], **layout: Any) -> Table | Shared
     if leading.num_series == index.count or (in_own_unit and not layout.get("step_unit")):
         return by_all(lambda: read(source, **layout))
     share = own_share(index.count)
-    own = by_all(lambda: _own(index, share, leading.layout))
+    own, kind = by_all(lambda: _own(index, share, leading.layout))
+    kinds = [kind for kind in said_by_processes(kind) if kind is not None]
+    if len(set(kinds)) > 1:
+        raise DataError(
+            f"{index.name}, column {leading.time_name!r}: the times of some series are {kinds[0]},"
+            f" and those of others {next(k for k in kinds if k != kinds[0])}; write all in one way."
+        )
     said = said_by_processes(None if own is None else own.summary.to_dict())
     summary = add_up([Summary.from_dict(part) for part in said if part is not None])
     summary = dataclasses.replace(
@@ -156,14 +170,12 @@ class _Index(ABC):
     Attributes:
         name: the file as it was given.
         count: how many series there are.
-        rows: how many rows each has.
-        is_exact: whether each has so many, or at most so many.
+        rows: how many rows each has, at most.
     """
 
     name: str
     count: int
     rows: np.ndarray
-    is_exact: bool = True
 
     @abstractmethod
     def read(self, share: slice, layout: dict[str, Any], *, known: bool) -> Source:
@@ -183,8 +195,9 @@ def _index_of(path: Path, name: str, layout: dict[str, Any]) -> _Index | None:
     suffix = path.suffix.lower()
     if not apart or not path.is_file() or not path.stat().st_size:
         return None
-    if suffix == ".parquet":
-        index: _Index = _ParquetIndex(path, name, apart)
+    index: _Index
+    if suffix == ".parquet" and ParquetRows.are_apart(path, name, apart):
+        index = _ParquetIndex(path, name, apart)
     elif suffix in SEPARATORS:
         index = _TextIndex(path, name, SEPARATORS[suffix], apart)
     elif suffix == ".nc" and NetcdfSeries.is_along(path, name, apart):
@@ -196,24 +209,34 @@ def _index_of(path: Path, name: str, layout: dict[str, Any]) -> _Index | None:
 
 def _leading(index: _Index, layout: dict[str, Any]) -> Table:
     """The first series, by which it is decided how all are read."""
-    count = max(1, int(np.searchsorted(np.cumsum(index.rows), MOST_LEADING_ROWS, side="right")))
+    # One more than are wanted, so that it is seen where they end.
+    count = 1 + int(np.searchsorted(np.cumsum(index.rows), MOST_LEADING_ROWS, side="right"))
     while True:
-        table = read(index.read(slice(0, count), layout, known=False), **layout)
+        count = min(count, index.count)
+        source = index.read(slice(0, count), layout, known=False)
+        try:
+            table = read(source, **layout)
+        except DataError as error:
+            raise DataError(
+                f"{error} (The first {count} series decide how all are read that processes share.)"
+            ) from error
         _check_count(index, table, count)
         leading = table.leading_series()
-        if index.is_exact or leading is not table or count == index.count:
+        if leading is not table or count == index.count:
             return leading
-        count = min(2 * count, index.count)
+        count *= 2
 
 
-def _own(index: _Index, share: slice, layout: dict[str, Any]) -> Table | None:
-    """The series of this process."""
+def _own(index: _Index, share: slice, layout: dict[str, Any]) -> tuple[Table | None, str | None]:
+    """The series of this process, and what their times are."""
     count = share.stop - share.start
     if not count:
-        return None
-    table = read(index.read(share, layout, known=True), **layout)
+        return None, None
+    source = index.read(share, layout, known=True)
+    table = read(source, **layout)
     _check_count(index, table, count)
-    return table
+    time = table.time_name
+    return table, "numbers" if time is None else kind_of_times(source, time)
 
 
 def _check_count(index: _Index, table: Table, count: int) -> None:
@@ -248,6 +271,7 @@ class _ParquetIndex(_Index):
         self._cells = np.fromiter(found, object, len(found))
         self._places = order.places
         self._groups = [(begin, end, order.places[numbers]) for begin, end, numbers, _ in parts]
+        self._counting = self._file.counting()
 
     def read(self, share: slice, layout: dict[str, Any], *, known: bool) -> Source:
         """From the row groups that hold some of them."""
@@ -262,7 +286,10 @@ class _ParquetIndex(_Index):
                 parts.append(dataclasses.replace(part, frame=frame, lines=part.lines[kept]))
         frame = pandas.concat([part.frame for part in parts], ignore_index=True)
         lines = np.concatenate([part.lines for part in parts])
-        return dataclasses.replace(parts[0], frame=frame, lines=lines, text=self._text)
+        known_of_all = {"text": self._text, "counting": self._counting}
+        return dataclasses.replace(
+            parts[0], frame=frame, lines=lines, num_rows=self._file.count, **known_of_all
+        )
 
 
 def _isin(frame: Any, apart: Sequence[str], wanted: Sequence[tuple[Any, ...]]) -> np.ndarray:
@@ -278,10 +305,15 @@ class _TextIndex(_Index):
     def __init__(self, path: Path, name: str, separator: str | None, apart: list[str]) -> None:
         self.name, self._file = name, TextRows(path, name, separator, apart)
         found: dict[tuple[str, ...], int] = {}
+        lines: list[int] = []
         for line, cells in self._file.identifiers():
             if cells not in found:
-                _check_cells(name, line, apart, cells)
-            found[cells] = found.get(cells, 0) + 1
+                found[cells] = 0
+                lines.append(line)
+            found[cells] += 1
+        frame = optional("pandas").DataFrame(list(found), columns=apart)
+        source = frame_source(frame, name, "frame")
+        check_identified(dataclasses.replace(source, lines=np.array(lines), unit="line"), apart)
         order = ordered(_named(name), apart, list(found))
         self.count, self._text = order.num_series, order.text
         self.rows = np.zeros(order.num_series, int)
@@ -293,21 +325,11 @@ class _TextIndex(_Index):
         source = self._file.read(lambda cells: share.start <= self._places[cells] < share.stop)
         if known and layout["time"] is None:
             source = dataclasses.replace(source, time_index=None, row_index=None)
-        return dataclasses.replace(source, text=self._text)
-
-
-def _check_cells(name: str, line: int, apart: Sequence[str], cells: Sequence[str]) -> None:
-    """Refuses an identifier that is missing, as `grouped` does."""
-    frame = optional("pandas").DataFrame([cells], columns=list(apart))
-    source = frame_source(frame, name, "frame")
-    lines = np.array([line])
-    check_identified(dataclasses.replace(source, lines=lines, unit="line"), apart)
+        return dataclasses.replace(source, text=self._text, num_rows=self._file.count)
 
 
 class _NetcdfIndex(_Index):
     """Series of a NetCDF file: a rectangle, in which a series may have fewer rows."""
-
-    is_exact = False
 
     def __init__(self, path: Path, name: str, apart: list[str]) -> None:
         self.name, self._file = name, NetcdfSeries(path, name, apart)

@@ -11,6 +11,9 @@ from retrodict.data._errors import DataError, listed, optional
 
 TIME_NAMES = ("time", "date", "datetime", "timestamp", "t", "year")
 
+ROW_NAMES = ("rownames", "row", "index", "id")
+"""What many programs call the number of the row."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -28,6 +31,8 @@ class Source:
         series: the column that tells series apart where the shape says so.
         part: whether it is a part of a larger table, in which a column may hold nothing.
         text: columns of identifiers that are text elsewhere in that table, if whole numbers here.
+        counting: columns that hold the number of the row, where a part cannot tell; else `None`.
+        num_rows: how many rows that table has, if it is known.
     """
 
     frame: Any
@@ -41,6 +46,8 @@ class Source:
     series: tuple[str, ...] = ()
     part: bool = False
     text: tuple[str, ...] = ()
+    counting: tuple[str, ...] | None = None
+    num_rows: int | None = None
 
     def error(
         self, message: str, *, row: int | None = None, column: str | None = None

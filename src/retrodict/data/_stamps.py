@@ -89,6 +89,20 @@ def stamps(source: Source, column: str, time_format: str | None) -> np.ndarray:
     return _dates(source, column, [_text(cell) for cell in series.tolist()], time_format)
 
 
+def kind_of_times(source: Source, column: str) -> str:
+    """What the times of a column are, by its first cell, as others of it must be too.
+
+    Args:
+        source: a table of which `stamps` has read the column.
+        column: the time column.
+    """
+    cell = source.frame[column].iloc[0]
+    if getattr(cell, "tzinfo", None) is not None or OFFSET.search(str(cell).strip()[10:]):
+        return "dates with an offset from UTC"
+    values, wrong = parsed(source.frame[column].iloc[:1])
+    return "dates" if wrong.any() or np.isnan(values).any() else "numbers"
+
+
 def _text(cell: Any) -> str:
     if isinstance(cell, float | np.floating) and float(cell).is_integer():
         return str(int(cell))

@@ -47,7 +47,7 @@ class Table:
         kind: what it was read from, which `like` turns results into: `"array"`, `"frame"` (CSV and
             Parquet too) or `"dataset"` (NetCDF too).
         source: the file as it was given, or the type of the object.
-        notes: what was done to the rows, and what was left aside.
+        notes: what else was done to the rows, and what was left aside.
         inserted: how many rows were inserted in gaps.
     """
 
@@ -276,9 +276,14 @@ class Table:
         return [*lines, *whole.notes, *([rows] if whole.inserted else [])]
 
     def leading_series(self) -> "Table":
-        """The first series, as many as have 100,000 rows together, and at least one."""
+        """The first series, as many as have 100,000 rows together, and at least one.
+
+        Twice as many as long as a column was seen less than twice in them.
+        """
         count = np.searchsorted(np.cumsum(self.length), MOST_LEADING_ROWS, side="right")
         count = max(1, int(count))
+        while count < self.num_series and self.mask[:count].sum(axis=(0, 1)).min() < 2:
+            count *= 2
         if count >= self.num_series:
             return self
         some = self._some(np.arange(count))

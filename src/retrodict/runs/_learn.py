@@ -19,6 +19,7 @@ from retrodict._workspace import (
     Quiet,
     as_csv,
     as_json,
+    by_all,
     is_main_process,
     make_writable,
     wait_for_processes,
@@ -97,13 +98,10 @@ def fit(
         raise RunError(f"A fit takes at least 1 step, got {num_steps}.")
     out = Path(out)
     settings = _settings(table, spec, family, num_steps, seed)
-    _refuse_other(out, settings)
     _, learn_key, train_key, error_key = jax.random.split(jax.random.key(seed), 4)
-    model = starting_model(table, spec, seed=seed)
-    wait_for_processes("the folder was looked at")
-    if is_main_process():
-        make_writable(out)
-        write_atomically(out / SETTINGS, as_json(settings))
+    by_all(lambda: _refuse_other(out, settings))
+    model = by_all(lambda: starting_model(table, spec, seed=seed))
+    by_all(lambda: _take(out, settings) if is_main_process() else None)
     folder = Folder(out, settings, progress or Quiet())
     exact = model.is_linear_gaussian
     if exact:
@@ -200,6 +198,12 @@ def _noted(out: Path) -> Any:
         return json.loads((out / SETTINGS).read_text())
     except (OSError, ValueError):
         return None
+
+
+def _take(out: Path, settings: Mapping[str, Any]) -> None:
+    """Makes the folder of a run, and notes whose it is."""
+    make_writable(out)
+    write_atomically(out / SETTINGS, as_json(settings))
 
 
 def _refuse_other(out: Path, settings: Mapping[str, Any]) -> None:
