@@ -253,8 +253,8 @@ def test_the_command_line_in_a_job_of_slurm(tmp_path: Path) -> None:
     assert second.stdout == ""
     assert "2 processes with 2 devices" in first.stderr
     assert "Each process reads its share of 5 series." in first.stderr
-    assert rows_read(first) == ["40 rows of (0,)", "120 rows of (0, 1, 2)"]
-    assert rows_read(second) == ["40 rows of (0,)", "80 rows of (3, 4)"]
+    assert rows_read(first) == ["80 rows of (0, 1)", "120 rows of (0, 1, 2)"]
+    assert rows_read(second) == ["80 rows of (0, 1)", "80 rows of (3, 4)"]
     (alone,) = all_of([[*command, "--out", str(tmp_path / "alone")]], [environment()])
     records = [json.loads(each.stdout) for each in (first, alone)]
     assert records[0]["data"] == records[1]["data"]
