@@ -396,6 +396,28 @@ def test_wrong_tables_are_refused_in_all_processes(
         assert isinstance(error, ValueError) and words in str(error), error
 
 
+def test_a_header_without_rows_is_refused_as_by_one_process(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    path = as_csv(frame().head(0), tmp_path)
+    for error in job(2).run(lambda: rd.data.read_shared(path, series="id")):
+        assert isinstance(error, rd.data.DataError) and "no rows below the header" in str(error)
+
+
+def test_small_fractions_are_numbers_and_no_dates(
+    job: Callable[[int], Job], tmp_path: Path
+) -> None:
+    table = frame()
+    steps = np.where(table["id"] > 4, 1.2345678e-05, 0.1)
+    table["day"] = steps * (1 + table.groupby("id").cumcount())
+    path = as_csv(table, tmp_path)
+    options: dict[str, Any] = {"series": "id", "time": "day", "freq": "irregular"}
+    whole = rd.data.read(path, **options)
+    for each in job(2).run(lambda: rd.data.read_shared(path, **options)):
+        assert isinstance(each, rd.data.SharedTable), each
+        assert each.summary == whole.summary
+
+
 def test_files_that_are_not_there_or_not_the_same_are_refused(
     job: Callable[[int], Job], tmp_path: Path
 ) -> None:

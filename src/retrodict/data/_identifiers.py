@@ -71,6 +71,8 @@ def ordered(table: Source, apart: Sequence[str], cells: Sequence[tuple[Any, ...]
         apart: the columns that tell series apart.
         cells: identifiers as they stand in those columns.
     """
+    if not cells:
+        return Ordered(np.zeros(0, int), 0, ())
     columns = [_plain(list(column)) for column in zip(*cells, strict=True)]
     keys = list(zip(*columns, strict=True))
     unique = list(dict.fromkeys(keys))

@@ -96,11 +96,12 @@ def kind_of_times(source: Source, column: str) -> str:
         source: a table of which `stamps` has read the column.
         column: the time column.
     """
-    cell = source.frame[column].iloc[0]
-    if getattr(cell, "tzinfo", None) is not None or OFFSET.search(str(cell).strip()[10:]):
-        return "dates with an offset from UTC"
-    values, wrong = parsed(source.frame[column].iloc[:1])
-    return "dates" if wrong.any() or np.isnan(values).any() else "numbers"
+    cells = source.frame[column].iloc[:1]
+    if not parsed(cells)[1].any():
+        return "numbers"
+    (cell,) = cells.tolist()
+    zoned = getattr(cell, "tzinfo", None) is not None or OFFSET.search(str(cell).strip()[10:])
+    return "dates with an offset from UTC" if zoned else "dates"
 
 
 def _text(cell: Any) -> str:
