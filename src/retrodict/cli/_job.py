@@ -94,10 +94,10 @@ def _off_standard_output() -> Iterator[None]:
 
 @contextmanager
 def ended_together() -> Iterator[None]:
-    """Ends a process that cannot go on at once, so that no other waits for it, nor it for them.
+    """Ends a process that cannot go on without waiting for the others.
 
-    If another is lost, with one line. A process that only one could not go on with would wait for
-    the others when Python ends, and they for what it was to compute.
+    JAX would wait for them when Python ends, and they might wait for what this one was to compute.
+    If another was lost one line says so; other errors are said as always.
     """
     try:
         yield
