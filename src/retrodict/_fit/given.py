@@ -43,6 +43,24 @@ class Supply(NamedTuple):
     close: Callable[[], None]
 
 
+class Wanted(NamedTuple):
+    """What steps are to see.
+
+    Attributes:
+        key: the key of the training.
+        batch_size: how many series a step sees; all of them if there are fewer.
+        mesh: the devices; `None` for one.
+        axes: over which axes of the mesh the series lie.
+        chunk_size: steps between two grades.
+    """
+
+    key: PRNGKey
+    batch_size: int
+    mesh: Mesh | None
+    axes: tuple[str, ...]
+    chunk_size: int
+
+
 class AbstractGiven(ABC):
     """The series of a fit, checked against its model.
 
@@ -67,23 +85,8 @@ class AbstractGiven(ABC):
         """What tells these data from others."""
 
     @abstractmethod
-    def supply(
-        self,
-        key: PRNGKey,
-        batch_size: int,
-        mesh: Mesh | None,
-        axes: tuple[str, ...],
-        chunk_size: int,
-    ) -> Supply:
-        """What steps draw from.
-
-        Args:
-            key: the key of the training.
-            batch_size: how many series a step sees; all of them if there are fewer.
-            mesh: the devices; `None` for one.
-            axes: over which axes of the mesh the series lie.
-            chunk_size: steps between two grades.
-        """
+    def supply(self, wanted: Wanted) -> Supply:
+        """What steps draw from."""
 
 
 class Whole(AbstractGiven):
@@ -117,16 +120,9 @@ class Whole(AbstractGiven):
         """The hashes of all series."""
         return digests(self._batch, self._count)
 
-    def supply(
-        self,
-        key: PRNGKey,
-        batch_size: int,
-        mesh: Mesh | None,
-        axes: tuple[str, ...],
-        chunk_size: int,
-    ) -> Supply:
+    def supply(self, wanted: Wanted) -> Supply:
         """One source for all steps."""
-        source = in_memory(self._batch, batch_size, mesh, axes, self._count)
+        source = in_memory(self._batch, wanted.batch_size, wanted.mesh, wanted.axes, self._count)
         return Supply(source, None, None, lambda: None)
 
 
@@ -158,18 +154,12 @@ class Stored(AbstractGiven):
         """The hash of the store, and its blocks, on which the order depends."""
         return f"{self._store.digest()} {list(self._store.block_sizes)}".encode()
 
-    def supply(
-        self,
-        key: PRNGKey,
-        batch_size: int,
-        mesh: Mesh | None,
-        axes: tuple[str, ...],
-        chunk_size: int,
-    ) -> Supply:
+    def supply(self, wanted: Wanted) -> Supply:
         """Sources of some steps each, read while others are trained on."""
-        order = Order(self._store, key, min(batch_size, self._store.num_series))
-        stream = Stream(self._store, order, mesh, axes)
-        return Supply(None, stream, stream.steps_at_once(chunk_size), stream.close)
+        size = min(wanted.batch_size, self._store.num_series)
+        order = Order(self._store, wanted.key, size)
+        stream = Stream(self._store, order, wanted.mesh, wanted.axes)
+        return Supply(None, stream, stream.steps_at_once(wanted.chunk_size), stream.close)
 
 
 def given_for(

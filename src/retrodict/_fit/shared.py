@@ -59,8 +59,8 @@ class SharedSeries:
     """Series of which each process holds its share, in the order of `own_share`.
 
     `fit` and `fit_evidence` take them as `ys`, and so does `parameter_errors` for linear-Gaussian
-    models. They then hold what the same call with all series would find, up to rounding. All
-    processes must make it at the same time; one process alone holds everything.
+    models. What they find is, up to rounding, what the same call with all series would find. All
+    processes must make them, and make such calls, together; one process alone holds everything.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd

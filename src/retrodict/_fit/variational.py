@@ -24,7 +24,7 @@ from retrodict._estimator import (
 )
 from retrodict._family import AbstractFamily, AbstractLinearGaussianFamily
 from retrodict._fit.batch import batch_for
-from retrodict._fit.given import given_for
+from retrodict._fit.given import Wanted, given_for
 from retrodict._fit.objective import Objective, stages_of
 from retrodict._fit.resume import fingerprint, resume
 from retrodict._fit.segments import default_segment
@@ -262,7 +262,7 @@ def fit(
         stages: Sequence[Stage], state: TrainState, history: TrainHistory | None, starts: int | None
     ) -> Trained:
         placement, axes = _placed(devices, starts)
-        supply = given.supply(key, batch_size, devices, axes, chunk_size)
+        supply = given.supply(Wanted(key, batch_size, devices, axes, chunk_size))
         feed = supply.feed
         try:
             return train(

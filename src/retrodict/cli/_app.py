@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from retrodict.cli import _own
-from retrodict.cli._errors import UserError, cannot_write
+from retrodict.cli._errors import INTERRUPTED, MISTAKE, UserError, cannot_write
 from retrodict.cli._options import ASKED, AsJson, Seed
 from retrodict.cli._progress import Stages
 
@@ -42,9 +42,6 @@ app = typer.Typer(
 )
 
 _own.register(app)
-
-INTERRUPTED = 130
-"""What a shell expects of a program that was stopped by Ctrl-C; typer may return it itself."""
 
 
 class Experiment(StrEnum):
@@ -88,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _refuse(message: str) -> int:
     sys.stderr.write(f"retrodict: error: {' '.join(message.split())}\n")
-    return 2
+    return MISTAKE
 
 
 def _print_version(wanted: bool) -> bool:

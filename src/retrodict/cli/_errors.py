@@ -1,6 +1,12 @@
-"""Mistakes that one line explains."""
+"""Mistakes that one line explains, and the codes with which a command ends."""
 
 from pathlib import Path
+
+MISTAKE = 2
+"""After a mistake of the user."""
+
+INTERRUPTED = 130
+"""What a shell expects of a program that was stopped by Ctrl-C; typer may return it itself."""
 
 
 class UserError(Exception):

@@ -10,10 +10,7 @@ from typing import Annotated
 import typer
 
 import retrodict as rd
-from retrodict.cli._errors import UserError
-
-MISTAKE = 2
-"""The exit code after a mistake of the user."""
+from retrodict.cli._errors import INTERRUPTED, MISTAKE, UserError
 
 LOST = 75
 """The exit code of a process whose job has lost another: that of sysexits.h for "try again"."""
@@ -109,7 +106,8 @@ def ended_together() -> Iterator[None]:
         import jax
 
         if jax.distributed.is_initialized():
-            atexit.register(_leave, MISTAKE if isinstance(error, UserError) else 1)
+            code = {UserError: MISTAKE, KeyboardInterrupt: INTERRUPTED}.get(type(error), 1)
+            atexit.register(_leave, code)
         raise
 
 

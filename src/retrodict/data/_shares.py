@@ -190,8 +190,7 @@ class _Index(ABC):
 
 def _index_of(path: Path, name: str, layout: dict[str, Any]) -> _Index | None:
     """The index of a file; `None` if it is to be read whole, or to be refused by `read`."""
-    series = layout.get("series")
-    apart: list[str] = [series] if isinstance(series, str) else list(series or ())
+    apart: list[str] = list(layout.get("series") or ())
     suffix = path.suffix.lower()
     if not apart or not path.is_file() or not path.stat().st_size:
         return None

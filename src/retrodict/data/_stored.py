@@ -20,6 +20,8 @@ from retrodict.data._source import Source
 from retrodict.data._summary import Summary, add_up
 from retrodict.data._table import Table
 
+T = TypeVar("T")
+
 BLOCK_ROWS = 50_000
 """How many rows a block has at least, if there are so many."""
 
@@ -180,9 +182,6 @@ def open_series(
     if not any(add_up(summaries).seen):
         raise DataError(f"{listed(f.name for f in files)}: every value is missing.")
     return StoredSeries(places, table.layout, summaries, table.input_names)
-
-
-T = TypeVar("T")
 
 
 def _alone(compute: Callable[[], T]) -> T:
