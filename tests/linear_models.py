@@ -54,3 +54,37 @@ def random_mask(rng: np.random.Generator, num_times: int, obs: int, seen: float)
     mask = rng.random((num_times, obs)) < seen
     mask[rng.random(num_times) < 0.15] = False
     return mask
+
+
+def singular_models() -> dict[str, rd.StateSpaceModel]:
+    """Models whose states stay on a line or a plane that no coordinate axis spans, or nearly so."""
+    factor = np.array([[1.0, 0.0], [0.3, 0.0]])
+    rank_one = 0.9 * np.outer([1.0, 0.3], [0.6, 0.8])
+    shares = np.array([[2.0, 0.0, 0.0], [-1.0, 3.0**0.5, 0.0], [-1.0, -(3.0**0.5), 0.0]])
+    turn = np.array([[np.cos(0.7), -np.sin(0.7)], [np.sin(0.7), np.cos(0.7)]])
+    cycle = np.block([[np.ones((1, 1)), np.zeros((1, 2))], [np.zeros((2, 1)), turn]])
+
+    def thin(width: float) -> np.ndarray:
+        return factor + np.diag([0.0, width])
+
+    def model(prior, weight, noise, design, mean=None) -> rd.StateSpaceModel:
+        d, m = len(weight), len(design)
+        mean = np.zeros(d) if mean is None else mean
+        return rd.StateSpaceModel(
+            prior=rd.Gaussian(jnp.asarray(mean), jnp.asarray(prior)),
+            transition=rd.LinearGaussianKernel(
+                jnp.asarray(weight), jnp.zeros(d), jnp.asarray(noise)
+            ),
+            emission=rd.LinearGaussianKernel(jnp.asarray(design), jnp.zeros(m), 0.7 * jnp.eye(m)),
+        )
+
+    eye, seen = np.eye(2), np.array([[1.0, 0.5]])
+    return {
+        "common factor": model(factor, 0.9 * eye, 0.5 * factor, seen),
+        "weight of rank one": model(eye, rank_one, 0 * eye, seen),
+        "weight and noise of rank one": model(eye, rank_one, 0.5 * factor, seen),
+        "shares": model(shares, np.eye(3), 0.1 * shares, np.eye(3), np.full(3, 1 / 3)),
+        "thin factor, 1e-10": model(thin(1e-10), 0.9 * eye, 0.5 * thin(1e-10), seen),
+        "thin factor, 1e-13": model(thin(1e-13), 0.9 * eye, 0.5 * thin(1e-13), seen),
+        "level and cycle": model(np.eye(3), cycle, 1e-10 * np.eye(3), np.array([[1.0, 1.0, 0.0]])),
+    }

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import retrodict as rd
+from linear_models import singular_models
 from retrodict._fit import variational
 from retrodict._fit.batch import minibatch, prepare_batch
 from retrodict._fit.objective import Objective
@@ -451,6 +452,17 @@ def test_a_killed_fit_of_drawn_paths_resumes_to_the_last_bit(ys, tmp_path, monke
     resumed = fit(family, tanh_model(), ys, checkpoint=path, **options)
     assert same(whole.family, resumed.family)
     assert np.array_equal(whole.history, resumed.history)
+
+
+@pytest.mark.parametrize("name", ["common factor", "shares"])
+def test_em_keeps_states_on_their_line_or_plane(name):
+    model = singular_models()[name]
+    ys = jax.vmap(lambda key: model.simulate(key, 20)[1])(jax.random.split(jax.random.key(0), 4))
+    start = eqx.tree_at(lambda m: m.emission.scale_tril, model, 2.0 * model.emission.scale_tril)
+    result = rd.em(jax.random.key(0), start, ys, num_iterations=5)
+    history = np.asarray(result.history)
+    assert np.all(np.isfinite(history)) and np.all(np.diff(history) > -1e-9)
+    assert history[-1] > history[0] + 0.01
 
 
 @pytest.mark.slow

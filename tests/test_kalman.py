@@ -11,17 +11,16 @@ from jax.test_util import check_grads
 
 import joint_gaussian
 import retrodict as rd
-from linear_models import random_mask, random_model
+from linear_models import random_mask, random_model, singular_models
 
 
-# Seven known coordinates under noise of rank 1 leave eigenvalues that no covariance matrix can
-# store: the parallel form, which forms covariances, is spared them.
 @pytest.mark.parametrize(
     ("state", "obs", "parallel"),
     [
         (2, 1, False),
         pytest.param(2, 1, True, marks=pytest.mark.slow),
         pytest.param(8, 3, False, marks=pytest.mark.slow),
+        pytest.param(8, 3, True, marks=pytest.mark.slow),
     ],
 )
 def test_semidefinite_noise_and_prior(state, obs, parallel):
@@ -30,15 +29,111 @@ def test_semidefinite_noise_and_prior(state, obs, parallel):
     known = jnp.zeros((state, state)).at[-1, -1].set(1.0)
     model = eqx.tree_at(lambda m: m.prior.scale_tril, model, known)
     _, ys = model.simulate(jax.random.key(0), 6)
+    check_against_joint_gaussian(model, ys, parallel=parallel, atol=1e-9)
+
+
+def check_against_joint_gaussian(model, ys, *, parallel, atol):
     exact = rd.kalman_smoother(model, ys, parallel=parallel)
     oracle = joint_gaussian.condition(
-        joint_gaussian.arrays_of(model, 6, None), np.asarray(ys), np.ones(ys.shape, bool)
+        joint_gaussian.arrays_of(model, len(ys), None), np.asarray(ys), np.ones(ys.shape, bool)
     )
     marginals = exact.chain.marginals(parallel=parallel)
-    np.testing.assert_allclose(marginals.mean, oracle.mean, atol=1e-9)
-    for k in range(6):
-        np.testing.assert_allclose(marginals.covariance[k], oracle.block(k, k), atol=1e-9)
+    np.testing.assert_allclose(marginals.mean, oracle.mean, atol=atol)
+    for k in range(len(ys)):
+        np.testing.assert_allclose(marginals.covariance[k], oracle.block(k, k), atol=atol)
     assert exact.log_evidence == pytest.approx(oracle.log_evidence, abs=1e-9)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("name", singular_models())
+def test_states_on_a_line_or_plane_off_the_axes(name, parallel):
+    model = singular_models()[name]
+    _, ys = model.simulate(jax.random.key(0), 40)
+    check_against_joint_gaussian(model, ys, parallel=parallel, atol=1e-8)
+
+
+def test_sampled_shares_sum_to_one():
+    model = singular_models()["shares"]
+    _, ys = model.simulate(jax.random.key(0), 40)
+    paths = rd.kalman_smoother(model, ys).chain.sample(jax.random.key(1), 20)
+    np.testing.assert_allclose(jnp.sum(paths, axis=-1), 1.0, atol=1e-10)
+
+
+def test_parallel_with_more_states_than_are_unrolled():
+    # More rows than one block of the scan, whose neutral element has a covariance of zero.
+    model = random_model(np.random.default_rng(0), 8, 2)
+    _, ys = model.simulate(jax.random.key(0), 20)
+    check_against_joint_gaussian(model, ys, parallel=True, atol=1e-10)
+
+
+def log_evidence_of_one_vector(theta, ys):
+    """The log density of all observations as one Gaussian vector; states start at N(0, I)."""
+    design, noise, weight = theta
+    n, d = ys.shape[0], weight.shape[0]
+    powers = [jnp.eye(d)]
+    for _ in range(n - 1):
+        powers.append(weight @ powers[-1])
+    zero = jnp.zeros((d, d))
+    maps = jnp.block([[powers[i - j] if i >= j else zero for j in range(n)] for i in range(n)])
+    rows = jnp.kron(jnp.eye(n), design) @ maps
+    covariance = rows @ rows.T + jnp.kron(jnp.eye(n), jnp.diag(noise**2))
+    return jax.scipy.stats.multivariate_normal.logpdf(ys.ravel(), jnp.zeros(ys.size), covariance)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_second_derivatives_with_more_entries_than_states(hidden, parallel):
+    # Rows of 5 entries are reduced to 3; with `hidden` the second state is not observed at all.
+    rng = np.random.default_rng(0)
+    ys = jnp.asarray(rng.normal(size=(4, 5)))
+    design = rng.normal(size=(5, 2)) * np.array([1.0, 0.0 if hidden else 1.0])
+    theta = (jnp.asarray(design), jnp.asarray(rng.uniform(0.5, 1.0, 5)), 0.4 * jnp.eye(2))
+
+    def log_evidence(theta):
+        design, noise, weight = theta
+        model = rd.StateSpaceModel(
+            rd.Gaussian(jnp.zeros(2), jnp.eye(2)),
+            rd.LinearGaussianKernel(weight, jnp.zeros(2), jnp.eye(2)),
+            rd.LinearGaussianKernel(design, jnp.zeros(5), rd.Diagonal(noise)),
+        )
+        return rd.kalman_smoother(model, ys, parallel=parallel).log_evidence
+
+    found = jax.jit(jax.hessian(log_evidence))(theta)
+    expected = jax.jit(jax.hessian(lambda theta: log_evidence_of_one_vector(theta, ys)))(theta)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-9)
+
+
+def test_second_derivatives_that_would_be_wrong_are_refused():
+    ys = jnp.ones((3, 4))
+
+    def mean(weight):
+        model = rd.StateSpaceModel(
+            rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+            rd.LinearGaussianKernel(0.5 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+            rd.LinearGaussianKernel(weight * jnp.ones((4, 1)), jnp.zeros(4), jnp.eye(4)),
+        )
+        return rd.kalman_smoother(model, ys).chain.laws.mean[-1, 0]
+
+    weight, step = jnp.array(0.7), 1e-5
+    slope = (mean(weight + step) - mean(weight - step)) / (2 * step)
+    assert jax.grad(mean)(weight) == pytest.approx(slope, rel=1e-8)
+    with pytest.raises(TypeError, match="differentiated only once"):
+        jax.grad(jax.grad(mean))(weight)
+
+
+def test_singular_models_in_float32(x32):
+    def small(tree):
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)
+
+    for name in ("common factor", "weight and noise of rank one", "shares"):
+        with jax.enable_x64(True):
+            model = singular_models()[name]
+            _, ys = model.simulate(jax.random.key(0), 40)
+            expected = rd.kalman_smoother(model, ys).chain.marginals()
+        marginals = rd.kalman_smoother(small(model), small(ys)).chain.marginals()
+        np.testing.assert_allclose(marginals.mean, expected.mean, atol=2e-4)
+        np.testing.assert_allclose(marginals.covariance, expected.covariance, atol=2e-4)
 
 
 @pytest.mark.parametrize("prior_scale", [1e3, 1e6, 1e9])

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import joint_gaussian
 import retrodict as rd
-from linear_models import random_mask, random_model
+from linear_models import random_mask, random_model, singular_models
 from registry import FAMILIES
 
 N, CHUNK = 9, 3
@@ -254,6 +255,21 @@ def test_a_nan_is_a_missing_entry():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["thin factor, 1e-10", "level and cycle"])
+def test_scales_at_the_edge_of_zero(name: str):
+    model, num_times = singular_models()[name], 40
+    _, ys = model.simulate(jax.random.key(0), num_times)
+    oracle = joint_gaussian.condition(
+        joint_gaussian.arrays_of(model, num_times, None), np.asarray(ys), np.ones(ys.shape, bool)
+    )
+    family = rd.KalmanFamily(model)
+    np.testing.assert_allclose(family.infer(ys).marginals().mean, oracle.mean, atol=1e-9)
+    live = rd.FixedLag(family, lag=num_times - 1)
+    _, out = live.scan(live.init(), ys)
+    np.testing.assert_allclose(out.smoothed.mean[-1], oracle.mean[0], atol=1e-9)
+    np.testing.assert_allclose(out.filtered.mean[-1], oracle.mean[-1], atol=1e-9)
+
+
 def test_streams_under_vmap():
     live, s = rd.FixedLag(family("kalman"), 3), stream()
     states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), live.init())

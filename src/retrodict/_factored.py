@@ -197,11 +197,15 @@ def reverse(
     bias: Float[Array, "d"],
     scale: Float[Array, "d k"],
 ) -> tuple[Float[Array, "d d"], Float[Array, "d"], Float[Array, "d d"]]:
-    """The backward kernel of x given z = w x + b + s ε, for x of law N(m, L D Lᵀ).
+    """Return the backward kernel of x given z = w x + b + s ε, for x of law N(m, L D Lᵀ).
 
-    The rows of [[w L, s], [L, 0]], orthogonalised in the weights [D, 1], give the factor
-    [[L_z, 0], [G L_z, L_b]] of the joint law of (z, x): gain and conditional covariance come out of
-    one factorisation, again without a subtraction of covariances.
+    The rows of [w L, s], orthogonalised in the weights [D, 1], give the unit-lower factor L_z of
+    the covariance of z. The rows of [L, 0] have coefficients C = G L_z in terms of them, and what
+    is left of these rows is the factor of the conditional law: gain and conditional covariance come
+    out of one factorisation, without a subtraction of covariances.
+
+    Where the law of z is singular, the gain is not unique. Directions in which z does not move are
+    left out of it, and so are those in which it moves by less than rounding allows to resolve.
 
     Returns:
         The gain G, the offset m − G (w m + b) and the lower Cholesky factor of the conditional law.
@@ -210,10 +214,11 @@ def reverse(
     lower, mean = law.columns[:, :d], law.mean
     future = jnp.concatenate([linalg.matmul(weight, lower), scale], axis=1)
     past = jnp.concatenate([lower, jnp.zeros((d, scale.shape[1]), lower.dtype)], axis=1)
-    one = jnp.ones((), lower.dtype)
-    weights = [*(law.diagonal[k] for k in range(d)), *([one] * scale.shape[1])]
-    factor, diagonal = linalg.weighted_gram_schmidt(jnp.concatenate([future, past]), weights)
-    gain = linalg.solve_triangular(factor[:d, :d], factor[d:, :d].T, transpose=True).T
+    weights = jnp.concatenate([law.diagonal[:d], jnp.ones(scale.shape[1], lower.dtype)])
+    terms = linalg.matmul(jnp.abs(weight), jnp.abs(lower))
+    magnitude = jnp.concatenate([terms, jnp.abs(scale)], axis=1)
+    factor, left = linalg.project_out(jnp.concatenate([future, past]), weights, magnitude)
+    gain = linalg.solve_triangular(factor[:d], factor[d:].T, transpose=True).T
     predicted = linalg.matvec(weight, mean) + bias
     offset = mean - linalg.matvec(gain, predicted)
-    return gain, offset, factor[d:, d:] * linalg.safe_sqrt(diagonal[d:])[None, :]
+    return gain, offset, linalg.tria(left[d:] * linalg.safe_sqrt(weights)[None, :])

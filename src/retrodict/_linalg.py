@@ -11,7 +11,7 @@ zero, so that semidefinite matrices pass.
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -111,16 +111,28 @@ def cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
 
 
 def semidefinite_cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
-    """A lower factor of a symmetric positive-semidefinite matrix, to rounding.
+    """Return a lower factor of a symmetric positive-semidefinite matrix, to rounding.
 
-    Where LAPACK is called, which takes no singular matrix, rounding error of the size of the matrix
-    is added to its diagonal first.
+    A pivot below 10 d ε times the diagonal entry it came from is rounding error, and its column
+    is zero. Without this a singular matrix gets a random direction of size √ε, which differs from
+    one time step to the next.
     """
     d = a.shape[0]
-    if d <= UNROLLED:
-        return cholesky(a)
-    rounding = 10 * d * jnp.finfo(a.dtype).eps * jnp.max(jnp.diagonal(a))
-    return cholesky(a + jnp.where(rounding > 0, rounding, 1.0) * jnp.eye(d, dtype=a.dtype))
+    smallest = 10 * d * jnp.finfo(a.dtype).eps * jnp.diagonal(a)
+
+    def eliminate(j: Any, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        rest, factor = state
+        below = jnp.where(jnp.arange(d) >= j, rest[:, j], 0.0)
+        pivot = jnp.where(rest[j, j] > smallest[j], rest[j, j], 0.0)
+        column = below * safe_reciprocal(safe_sqrt(pivot))
+        return rest - column[:, None] * column[None, :], factor.at[:, j].set(column)
+
+    state = (a, jnp.zeros_like(a))
+    if d > UNROLLED:
+        return lax.fori_loop(0, d, eliminate, state)[1]
+    for j in range(d):
+        state = eliminate(j, state)
+    return state[1]
 
 
 def solve_triangular(
@@ -186,6 +198,61 @@ def _factor_by_qr(
     counted = jnp.asarray([k for k, weight in enumerate(weights) if weight is not None])
     scales = safe_sqrt(jnp.stack([weight for weight in weights if weight is not None]))
     return unit_lower_and_diagonal(tria_by_qr(w[:, counted] * scales[None, :]))
+
+
+def project_out(
+    w: Float[Array, "r c"], weights: Float[Array, "c"], magnitude: Float[Array, "count c"]
+) -> tuple[Float[Array, "r count"], Float[Array, "r c"]]:
+    """Orthogonalise the first rows of `w`, and remove their span from the rows below.
+
+    Modified Gram–Schmidt in the inner product of `weights`, as in `weighted_gram_schmidt`, for
+    rows that may depend on each other. What is left of a dependent row is rounding error. Dividing
+    by its square would give coefficients of any size, so a bound on the rounding error of each
+    entry is carried along: an entry within four times its bound is zero, and a row that is left
+    with less than 1/√ε times its bound is dropped. Entries have bounds of their own because their
+    weights may differ by many orders.
+
+    Args:
+        w: the rows.
+        weights: one nonnegative number per column.
+        magnitude: one row for each row to orthogonalise: the size of the terms that its entries
+            are sums of, of which they carry the rounding error.
+
+    Returns:
+        The coefficients of the rows in terms of the orthogonal ones (ones on the diagonal, zero in
+        the columns of dropped rows), and the rows that are left.
+    """
+    eps = float(jnp.finfo(w.dtype).eps)
+    size, count = w.shape[0], magnitude.shape[0]
+
+    def eliminate(i: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        w, bound, coefficients = state
+        row, error = w[i], bound[i]
+        exact = jnp.abs(row) <= 4.0 * error
+        row, error = jnp.where(exact, 0.0, row), jnp.where(exact, 0.0, error)
+        scaled = row * weights
+        square = jnp.sum(row * scaled)
+        kept = lax.stop_gradient(eps * square) > jnp.sum(error**2 * lax.stop_gradient(weights))
+        inverse = safe_reciprocal(jnp.where(kept, square, 0.0))
+        below = (jnp.arange(size) > i) & kept
+        column = fence(jnp.where(below, jnp.sum(w * scaled[None, :], axis=1) * inverse, 0.0))
+        # |coefficient| times the error of the pivot row, and the rounding of this step itself.
+        sizes = lax.stop_gradient(jnp.abs(column[:count]))
+        rounding = jnp.sum(jnp.abs(w[:count] * scaled[None, :]), axis=1) * inverse
+        rounding = lax.stop_gradient(eps * (sizes + jnp.where(below[:count], rounding, 0.0)))
+        entries = lax.stop_gradient(jnp.abs(row))
+        bound = bound + sizes[:, None] * error[None, :] + rounding[:, None] * entries[None, :]
+        w = w - column[:, None] * row[None, :]
+        return w, bound, coefficients.at[:, i].set(column)
+
+    state = (w, lax.stop_gradient(eps * magnitude), jnp.zeros((size, count), w.dtype))
+    if count > UNROLLED:
+        state = lax.fori_loop(0, count, eliminate, state)
+    else:
+        for i in range(count):
+            state = fence(eliminate(i, state))
+    left, _, coefficients = state
+    return coefficients + jnp.eye(size, count, dtype=w.dtype), left
 
 
 def tria_by_qr(w: Float[Array, "r c"]) -> Float[Array, "r r"]:

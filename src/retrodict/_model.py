@@ -231,13 +231,18 @@ def _learnable_part(part: Any) -> Any:
 
 
 def _learnable_scale(scale: Any) -> Any:
-    if isinstance(scale, AbstractParameter):
+    held = scale.std if isinstance(scale, Diagonal) else scale
+    if isinstance(held, AbstractParameter):
+        return scale
+    pivots = scale_diagonal(scale)
+    if is_concrete(pivots) and np.any(np.asarray(pivots) == 0):
+        # A singular scale is learned as it is. The derivative in a column of zeros is zero, so that
+        # its rank cannot grow.
         return scale
     if isinstance(scale, Diagonal):
-        std = scale.std
-        return scale if isinstance(std, AbstractParameter) else Diagonal(Positive(jnp.abs(std)))
+        return Diagonal(Positive(jnp.abs(held)))
     # The signs of a factor's columns are free.
-    signs = jnp.where(jnp.diagonal(scale) < 0, -1.0, 1.0).astype(scale.dtype)
+    signs = jnp.where(pivots < 0, -1.0, 1.0).astype(scale.dtype)
     return PositiveTril(scale * signs[None, :])
 
 

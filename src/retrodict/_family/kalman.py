@@ -5,19 +5,13 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from retrodict._factored import Factored, condition, propagate, reverse
 from retrodict._family._base import AbstractLinearGaussianFamily, Factor, Row, check_fits
-from retrodict._family._recursions import (
-    GaussianState,
-    before_anything,
-    condition,
-    filtered_in_parallel,
-    predicted,
-    reverse,
-)
 from retrodict._gaussian import Gaussian, dense_scale
-from retrodict._kalman._operations import whiten
+from retrodict._kalman._operations import Prior, Transition, Whitened, reduce_rows, whiten
+from retrodict._kalman._parallel import filter_laws_in_parallel
 from retrodict._kernel import AbstractLinearGaussianKernel, LinearGaussianKernel
 from retrodict._model import StateSpaceModel, check_densities, learnable
 from retrodict._parameters import unwrap
@@ -32,6 +26,18 @@ class Evidence(NamedTuple):
     transition: LinearGaussianKernel
     design: Float[Array, "*time whitened state"]
     value: Float[Array, "*time whitened"]
+
+
+class FilterState(NamedTuple):
+    """The state of the family.
+
+    Attributes:
+        law: the filtering law q_k; the prior before the first row.
+        num_read: how many rows were read.
+    """
+
+    law: Factored
+    num_read: Int[Array, "*time"]
 
 
 class KalmanFamily(AbstractLinearGaussianFamily):
@@ -104,10 +110,11 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         """The family itself: it has no random weights."""
         return self
 
-    def init(self) -> GaussianState:
-        """The prior of λ."""
+    def init(self) -> FilterState:
+        """Return the prior of λ."""
         prior = unwrap(self.model.prior)
-        return before_anything(Gaussian(prior.mean, dense_scale(prior.scale_tril)))
+        law = Factored.from_scale(prior.mean, dense_scale(prior.scale_tril))
+        return FilterState(law, jnp.zeros((), jnp.int32))
 
     def embed(self, row: Row) -> Evidence:
         """The row with unit noise, and the transition into it."""
@@ -117,27 +124,41 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         design, value, _ = whiten(
             emission.weight, emission.scale_tril, row.y - emission.bias, row.seen
         )
+        design, value = reduce_rows(design, value)
         scale = dense_scale(kernel.scale_tril)
         return Evidence(LinearGaussianKernel(kernel.weight, kernel.bias, scale), design, value)
 
-    def advance(self, state: GaussianState, embedded: Evidence) -> GaussianState:
-        """Predicts, and conditions on the row."""
-        law = predicted(state, embedded.transition)
-        return GaussianState(*condition(*law, embedded.design, embedded.value), state.num_read + 1)
+    def advance(self, state: FilterState, embedded: Evidence) -> FilterState:
+        """Predict, and condition on the row."""
+        kernel = embedded.transition
+        moved = propagate(state.law, kernel.weight, kernel.bias, kernel.scale_tril)
+        first = state.num_read == 0
+        law = jax.tree.map(lambda old, new: jnp.where(first, old, new), state.law, moved)
+        law, _ = condition(law, embedded.design, embedded.value)
+        return FilterState(law, state.num_read + 1)
 
     def advance_in_parallel(
         self, embedded: Evidence, exists: Bool[Array, "time"] | None, parallel: Parallel = True
-    ) -> GaussianState:
-        """All filtering laws by an associative scan."""
-        return filtered_in_parallel(
-            self.init(), embedded.transition, embedded.design, embedded.value, exists, parallel
+    ) -> FilterState:
+        """Compute all filtering laws by an associative scan."""
+        prior, kernel = unwrap(self.model.prior), embedded.transition
+        arrays = (kernel.weight, kernel.bias, kernel.scale_tril)
+        laws, _ = filter_laws_in_parallel(
+            Prior(prior.mean, dense_scale(prior.scale_tril)),
+            Transition(*(leaf[1:] for leaf in arrays)),
+            Whitened(embedded.design, embedded.value),
+            exists,
+            parallel,
         )
+        count = embedded.value.shape[0]
+        return FilterState(laws, jnp.arange(1, count + 1, dtype=jnp.int32))
 
-    def read(self, before: GaussianState, after: GaussianState, embedded: Evidence) -> Factor:
-        """The filtering law, and the transition of λ reversed under the law before it."""
+    def read(self, before: FilterState, after: FilterState, embedded: Evidence) -> Factor:
+        """Return the filtering law, and the transition of λ reversed under the law before it."""
         kernel = embedded.transition
-        back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
-        return Factor(Gaussian(after.mean, after.scale), LinearGaussianKernel(*back))
+        back = reverse(before.law, kernel.weight, kernel.bias, kernel.scale_tril)
+        law = Gaussian(after.law.mean, after.law.scale_tril)
+        return Factor(law, LinearGaussianKernel(*back))
 
 
 def input_dim_of(owner: str, model: StateSpaceModel, given: int | None) -> int:

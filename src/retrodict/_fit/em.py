@@ -238,7 +238,7 @@ def _regression(
     out = unwrap(kernel).bias.shape[0]
     split = moments.shape[0] - out
     cross, gram = moments[split:, :split], moments[:split, :split]
-    coefficients = jnp.linalg.solve(gram, cross.T).T
+    coefficients = _solve_semidefinite(gram, cross.T).T
     contrast = jnp.concatenate([-coefficients, jnp.eye(out, dtype=moments.dtype)], axis=1)
     covariance = linalg.matmul(linalg.matmul(contrast, moments), contrast.T) / count
     inputs = coefficients[:, state_dim:-1]
@@ -254,4 +254,20 @@ def _scale_like(scale: Any, covariance: Float[Array, "d d"]) -> Any:
     """A dense factor, or standard deviations where the scale was diagonal."""
     if isinstance(scale, Diagonal):
         return Diagonal(jnp.sqrt(jnp.diagonal(covariance)))
-    return linalg.cholesky(covariance)
+    return linalg.semidefinite_cholesky(covariance)
+
+
+def _solve_semidefinite(
+    gram: Float[Array, "k k"], right: Float[Array, "k out"]
+) -> Float[Array, "k out"]:
+    """Solve `gram` x = `right`, with the shortest x where regressors depend on each other.
+
+    States that stay on a line or a plane make such regressors: what the coefficients do off it
+    cannot be learned and does not matter.
+    """
+    inverse_std = linalg.safe_reciprocal(linalg.safe_sqrt(jnp.diagonal(gram)))
+    values, vectors = jnp.linalg.eigh(gram * inverse_std[:, None] * inverse_std[None, :])
+    smallest = 10 * gram.shape[0] * jnp.finfo(gram.dtype).eps
+    inverse_values = jnp.where(values > smallest, 1.0 / jnp.where(values > 0, values, 1.0), 0.0)
+    projected = linalg.matmul(vectors.T, inverse_std[:, None] * right)
+    return inverse_std[:, None] * linalg.matmul(vectors, inverse_values[:, None] * projected)

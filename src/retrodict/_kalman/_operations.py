@@ -5,6 +5,7 @@ row of zeros, and nothing below this line knows of masks.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -49,18 +50,21 @@ class Whitened(NamedTuple):
     design: Float[Array, "*time whitened state"]
     value: Float[Array, "time whitened"]
 
+    def reduced(self) -> "Whitened":
+        """Return the data with at most d + 1 entries per row: see `reduce_rows`."""
+        if self.value.shape[-1] <= self.design.shape[-1] + 1:
+            return self
+        design_axis = 0 if self.design.ndim == 3 else None
+        return Whitened(*jax.vmap(reduce_rows, in_axes=(design_axis, 0))(*self))
+
 
 def whiten(
     weight: Float[Array, "obs state"],
     scale: Scale,
     residual: Float[Array, "obs"],
     mask: Bool[Array, "obs"] | None,
-) -> tuple[Float[Array, "whitened state"], Float[Array, "whitened"], Scalar]:
-    """Turns y − b = w x + s ε into observations with unit noise.
-
-    With more than d + 1 entries, rotating them into the span of [s⁻¹w, s⁻¹(y − b)] leaves d + 1
-    that say the same (Jungbacker and Koopman 2015). The rotation is a constant to differentiation:
-    the posterior depends on it only through products in which it cancels.
+) -> tuple[Float[Array, "obs state"], Float[Array, "obs"], Scalar]:
+    """Turn y − b = w x + s ε into observations with unit noise.
 
     Returns:
         The design, the values, and what the change of variables adds to the log density.
@@ -73,10 +77,50 @@ def whiten(
         weight, residual = weight * seen[:, None], residual * seen
     design, value = scale_solve(scale, weight), scale_solve(scale, residual)
     constant = -0.5 * LOG_2PI * count - scale_log_det(scale)
-    if design.shape[0] > design.shape[1] + 1:
-        basis = lax.stop_gradient(_row_basis(jnp.concatenate([design, value[:, None]], axis=1).T))
-        design, value = linalg.matmul(basis, design), linalg.matvec(basis, value)
     return design, value, constant
+
+
+def reduce_rows(
+    design: Float[Array, "obs state"], value: Float[Array, "obs"]
+) -> tuple[Float[Array, "whitened state"], Float[Array, "whitened"]]:
+    """Rotate observations with unit noise so that at most d + 1 of them are left.
+
+    With B an orthonormal basis of the span of [H, v], the entries B v with design B H have the
+    likelihood of v with design H, up to a constant (Jungbacker and Koopman 2015). B is a constant
+    to differentiation: the likelihood depends on [H, v] through its Gram matrix alone, and moving
+    out of the span changes that to second order only. Second derivatives would therefore be wrong,
+    and are refused.
+    """
+    if design.shape[0] <= design.shape[1] + 1:
+        return design, value
+    reduced = _reduced(jnp.concatenate([design, value[:, None]], axis=1))
+    return reduced[:, :-1], reduced[:, -1]
+
+
+@jax.custom_jvp
+def _reduced(columns: Float[Array, "obs c"]) -> Float[Array, "c c"]:
+    return linalg.matmul(_row_basis(columns.T), columns)
+
+
+@_reduced.defjvp
+def _reduced_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    basis = _first_order_only(_row_basis(primals[0].T))
+    return _reduced(primals[0]), linalg.matmul(basis, tangents[0])
+
+
+@jax.custom_jvp
+def _first_order_only(basis: Array) -> Array:
+    return basis
+
+
+@_first_order_only.defjvp
+def _refuse(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    raise TypeError(
+        "Filtering laws and chains can be differentiated only once where a row has more than d + 1"
+        " entries (d is the state dimension), and the log-evidence only twice. For higher"
+        " derivatives process the entries of a row as rows of their own, with no transition between"
+        " them."
+    )
 
 
 def _row_basis(rows: Float[Array, "r c"]) -> Float[Array, "r c"]:
@@ -141,22 +185,25 @@ def filter_laws(
 def with_closed_form_score(
     run: Callable[..., tuple[Factored, Scalar]], *, parallel: Parallel
 ) -> Callable[..., tuple[Factored, Scalar]]:
-    """A filter whose log density is differentiated by `score`.
+    """Return a filter whose log density is differentiated by `score`.
 
-    If the laws are differentiated as well, the derivative of the filter itself is taken.
+    Rows of more than d + 1 entries are reduced first. `score` maps its result back to all entries,
+    so that it can be differentiated again: the Hessian of the log density is exact. If the laws are
+    differentiated as well, the derivative of the filter itself is taken.
     """
     zero = jax.custom_derivatives.SymbolicZero
 
     def is_zero(leaf: object) -> bool:
         return isinstance(leaf, zero)
 
-    @jax.custom_vjp
-    def filtered(prior: Prior, transition: Transition, data: Whitened, exists: Array | None):
-        return run(prior, transition, data, exists)
+    def run_reduced(prior: Prior, transition: Transition, data: Whitened, exists: Array | None):
+        return run(prior, transition, data.reduced(), exists)
+
+    filtered = jax.custom_vjp(run_reduced)
 
     def forward(*primals):
         arguments = jax.tree.map(lambda primal: primal.value, primals)
-        laws, log_prob = run(*arguments)
+        laws, log_prob = run_reduced(*arguments)
         return (laws, log_prob), (arguments, laws)
 
     def backward(residuals, cotangents):
@@ -172,7 +219,7 @@ def with_closed_form_score(
             cotangents,
             is_leaf=is_zero,
         )
-        _, pull = jax.vjp(lambda *arrays: run(*arrays, exists), prior, transition, data)
+        _, pull = jax.vjp(partial(run_reduced, exists=exists), prior, transition, data)
         return (*pull(dense), None)
 
     filtered.defvjp(forward, backward, symbolic_zeros=True)
@@ -197,7 +244,8 @@ def score(
     inverse of a state covariance is needed, so that singular noise and singular priors are fine.
     """
     weight, bias, scale = over_time(transition, data.value.shape[0] - 1)
-    design = repeat_over_time(data.design, 3, data.value.shape[0])
+    reduced = data.reduced()
+    design, value = repeat_over_time(reduced.design, 3, data.value.shape[0]), reduced.value
     d = laws.dim
     if exists is not None:
         real = exists[1:, None, None]
@@ -207,7 +255,7 @@ def score(
     before = jax.tree.map(lambda leaf: leaf[:-1], laws)
     later = jax.vmap(propagate)(before, weight, bias, scale)
     predicted = prepended(Factored.from_scale(*prior), later, parallel)
-    reading = jax.vmap(read)(predicted, design, data.value)
+    reading = jax.vmap(read)(predicted, design, value)
     product, apply = jax.vmap(linalg.matmul), jax.vmap(linalg.matvec)
     zero_vector, zero_matrix = jnp.zeros(d, weight.dtype), jnp.zeros((d, d), weight.dtype)
     onward = appended(product(weight, reading.carry[:-1]), zero_matrix, parallel)
@@ -235,7 +283,13 @@ def score(
     # With unit noise H P = Kᵀ after conditioning: H times the smoothed covariance, unsubtracted.
     gain = jnp.swapaxes(reading.gain, -1, -2)
     misfit = reading.residual - apply(gain, r_after)
-    seen = gain - product(gain, product(n_after, covariance))
+    shrinkage = product(n_after, covariance)
+    seen = gain - product(gain, shrinkage)
+    if reduced is not data:
+        smoothed = covariance - product(covariance, shrinkage)
+        misfit, seen = jax.vmap(_at_all_entries, in_axes=(0 if data.design.ndim == 3 else None, 0))(
+            data.design, (data.value, mean, smoothed, misfit, seen)
+        )
     design_bar = misfit[:, :, None] * mean[:, None, :] - seen
     return (
         Prior(r[0], linalg.matmul(outer[0], prior.scale)),
@@ -243,6 +297,28 @@ def score(
             *(_reduce(bar, leaf) for bar, leaf in zip(transition_bar, transition, strict=True))
         ),
         Whitened(_reduce(design_bar, data.design), -misfit),
+    )
+
+
+def _at_all_entries(
+    design: Float[Array, "obs state"], row: tuple[Array, Array, Array, Array, Array]
+) -> tuple[Float[Array, "obs"], Float[Array, "obs state"]]:
+    """Return v − H m and H P for all entries of a row, from those of its reduced entries.
+
+    With the basis B of `reduce_rows`, v − H m = Bᵀ (B v − B H m) + (I − BᵀB)(v − H m), for any B:
+    it may be a constant. The second term is zero, but its derivative is not.
+    """
+    value, mean, covariance, misfit, seen = row
+    columns = jnp.concatenate([design, value[:, None]], axis=1)
+    basis = lax.stop_gradient(_row_basis(columns.T))
+
+    def whole(reduced: Float[Array, "c k"], full: Float[Array, "obs k"]) -> Float[Array, "obs k"]:
+        return full + linalg.matmul(basis.T, reduced - linalg.matmul(basis, full))
+
+    full_misfit = value - linalg.matvec(design, mean)
+    return (
+        whole(misfit[:, None], full_misfit[:, None])[:, 0],
+        whole(seen, linalg.matmul(design, covariance)),
     )
 
 

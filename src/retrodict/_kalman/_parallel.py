@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from retrodict import _linalg as linalg
@@ -39,18 +38,9 @@ class Element(NamedTuple):
 
 
 def combine(first: Element, second: Element) -> Element:
-    """The element of two neighbouring stretches of time.
-
-    (I + C_1 J_2)⁻¹ is taken as a constant and then refined by one Newton step,
-    X (2I − (I + C J) X): the step restores what rounding lost, and its derivative is that of the
-    inverse also where C_1 is singular and its Cholesky factor has none.
-    """
-    d = first.bias.shape[0]
-    eye = jnp.eye(d, dtype=first.bias.dtype)
+    """Return the element of two neighbouring stretches of time."""
     mm, mv = linalg.matmul, linalg.matvec
-    system = eye + mm(first.covariance, second.curvature)
-    guess = lax.stop_gradient(_inverse_of_one_plus(first.covariance, second.curvature))
-    inverse = mm(guess, 2.0 * eye - mm(system, guess))
+    inverse = _inverse_of_one_plus(first.covariance, second.curvature)
     onward = mm(second.weight, inverse)
     back = mm(inverse, first.weight).T
     covariance = mm(mm(onward, first.covariance), second.weight.T) + second.covariance
@@ -64,16 +54,31 @@ def combine(first: Element, second: Element) -> Element:
     )
 
 
+@jax.custom_jvp
 def _inverse_of_one_plus(
     covariance: Float[Array, "d d"], curvature: Float[Array, "d d"]
 ) -> Float[Array, "d d"]:
-    """(I + C J)⁻¹ = I − S (I + SᵀJS)⁻¹ SᵀJ with C = S Sᵀ: a system of at least the identity."""
+    """Return X = (I + C J)⁻¹ = I − S (I + SᵀJS)⁻¹ SᵀJ with C = S Sᵀ.
+
+    The system that is solved is at least the identity. One Newton step X (2I − (I + C J) X)
+    restores what rounding lost. The derivative is that of the inverse, also where C is singular and
+    its Cholesky factor has none.
+    """
     eye = jnp.eye(covariance.shape[0], dtype=covariance.dtype)
     scale = linalg.semidefinite_cholesky(covariance)
     half = linalg.matmul(scale.T, curvature)
     root = linalg.cholesky(eye + linalg.matmul(half, scale))
     solved = linalg.solve_triangular(root, linalg.solve_triangular(root, half), transpose=True)
-    return eye - linalg.matmul(scale, solved)
+    guess = eye - linalg.matmul(scale, solved)
+    system = eye + linalg.matmul(covariance, curvature)
+    return linalg.matmul(guess, 2.0 * eye - linalg.matmul(system, guess))
+
+
+@_inverse_of_one_plus.defjvp
+def _inverse_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]):
+    inverse = _inverse_of_one_plus(*primals)
+    change = linalg.matmul(tangents[0], primals[1]) + linalg.matmul(primals[0], tangents[1])
+    return inverse, -linalg.matmul(linalg.matmul(inverse, change), inverse)
 
 
 def filter_laws_in_parallel(

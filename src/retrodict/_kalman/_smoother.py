@@ -57,7 +57,9 @@ def kalman_smoother(
     The filter runs forward in time on factors L diag(D) Lᵀ of its covariances; all backward kernels
     then follow at once from the filtering laws. Transition noise and prior may be singular; the
     emission's noise must have a density. Derivatives in every parameter are exact; that of
-    `log_evidence` alone is computed in closed form by one backward pass.
+    `log_evidence` alone is computed in closed form by one backward pass. Where a row has more than
+    d + 1 entries, the log-evidence can be differentiated twice and the chain once; more than that
+    raises a `TypeError`.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -151,12 +153,7 @@ def _whitened_data(kernel: AbstractLinearGaussianKernel, series: Series) -> tupl
     def one(kernel: LinearGaussianKernel, y: Array, mask: Array | None):
         return whiten(kernel.weight, kernel.scale_tril, y - kernel.bias, mask)
 
-    # A row with more than d + 1 entries is rotated into a basis of its own.
-    if (
-        isinstance(kernel, LinearGaussianKernel)
-        and series.mask is None
-        and series.ys.shape[1] <= kernel.weight.shape[1] + 1
-    ):
+    if isinstance(kernel, LinearGaussianKernel) and series.mask is None:
         shift = jnp.zeros_like(series.ys)
         if kernel.input_weight is not None:
             shift = jax.vmap(lambda u: kernel.at(u).bias - kernel.bias)(series.inputs)

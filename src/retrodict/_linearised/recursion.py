@@ -13,7 +13,13 @@ from retrodict import _linalg as linalg
 from retrodict._chain import LinearGaussianChain
 from retrodict._factored import Factored, condition, propagate
 from retrodict._gaussian import Gaussian, dense_scale
-from retrodict._kalman._operations import Transition, Whitened, backward_kernels, whiten
+from retrodict._kalman._operations import (
+    Transition,
+    Whitened,
+    backward_kernels,
+    reduce_rows,
+    whiten,
+)
 from retrodict._kernel import AbstractKernel, AbstractLinearGaussianKernel
 from retrodict._linearised.moments import conditional_moments, has_constant_scale, law_moments
 from retrodict._linearised.rules import AbstractRule, Affine
@@ -124,7 +130,8 @@ def _prior(model: StateSpaceModel, series: Series) -> Factored:
 
 def _whiten(affine: Affine, y: Array, mask: Array | None) -> Seen:
     residual = y.astype(affine.bias.dtype) - affine.bias
-    return Seen(*whiten(affine.weight, affine.scale, residual, mask))
+    design, value, constant = whiten(affine.weight, affine.scale, residual, mask)
+    return Seen(*reduce_rows(design, value), constant)
 
 
 def _filter(

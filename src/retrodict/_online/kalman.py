@@ -12,7 +12,7 @@ from retrodict._factored import Factored, condition, propagate, reverse
 from retrodict._family import Factor
 from retrodict._family._base import Row
 from retrodict._gaussian import Gaussian, dense_scale
-from retrodict._kalman._operations import whiten
+from retrodict._kalman._operations import reduce_rows, whiten
 from retrodict._kernel import AbstractLinearGaussianKernel, LinearGaussianKernel
 from retrodict._model import StateSpaceModel, is_linear_gaussian
 from retrodict._online.gradient import AbstractRecursiveGradient, RowGradient
@@ -120,7 +120,7 @@ def _filter(
     design, value, constant = whiten(
         emission.weight, emission.scale_tril, row.y - emission.bias, row.seen
     )
-    law, innovations = condition(predicted, design, value)
+    law, innovations = condition(predicted, *reduce_rows(design, value))
     return law, innovations.log_prob() + constant
 
 
