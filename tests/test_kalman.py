@@ -117,7 +117,7 @@ def test_second_derivatives_that_would_be_wrong_are_refused():
 
     weight, step = jnp.array(0.7), 1e-5
     slope = (mean(weight + step) - mean(weight - step)) / (2 * step)
-    assert jax.grad(mean)(weight) == pytest.approx(slope, rel=1e-8)
+    assert jax.grad(mean)(weight) == pytest.approx(float(slope), rel=1e-8)
     with pytest.raises(TypeError, match="differentiated only once"):
         jax.grad(jax.grad(mean))(weight)
 
