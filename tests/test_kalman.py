@@ -331,3 +331,14 @@ def test_batches_and_a_single_row():
         assert float(alone.log_evidence) == pytest.approx(float(evidence), abs=1e-12)
     with pytest.raises(ValueError, match="vmap"):
         batch.chain.marginals()
+
+
+def test_an_emission_without_noise_at_one_row_is_refused():
+    model = rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        rd.VaryingLinearGaussianKernel(lambda u: (jnp.eye(1), jnp.zeros(1), u[:, None])),
+    )
+    inputs = jnp.ones((4, 1)).at[2].set(0.0)
+    with pytest.raises(ValueError, match="emission scale with a positive diagonal"):
+        rd.kalman_smoother(model, jnp.ones((4, 1)), inputs=inputs)

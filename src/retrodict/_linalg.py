@@ -206,11 +206,17 @@ def project_out(
     """Orthogonalise the first rows of `w`, and remove their span from the rows below.
 
     Modified Gram–Schmidt in the inner product of `weights`, as in `weighted_gram_schmidt`, for
-    rows that may depend on each other. What is left of a dependent row is rounding error. Dividing
-    by its square would give coefficients of any size, so a bound on the rounding error of each
-    entry is carried along: an entry within four times its bound is zero, and a row that is left
-    with less than 1/√ε times its bound is dropped. Entries have bounds of their own because their
-    weights may differ by many orders.
+    rows that may depend on each other. What is left of a dependent row is rounding error, and
+    dividing by its square would give coefficients of any size. An estimate of the rounding error of
+    each entry is therefore carried along, and
+
+    1. an entry within four times its error is zero. Entries have errors of their own because their
+       weights may differ by many orders;
+    2. a row is dropped if its error may change the projection of a row below by more than √ε times
+       what is left of that row;
+    3. a row is dropped if a row below has a coefficient of more than 0.3 ε^(-1/3) in it, both in
+       units of standard deviations. With a coefficient g, rounding in one time step comes out as
+       ε g, and relative to the narrowest direction of the next step as ε g²; dropping costs 1/g.
 
     Args:
         w: the rows.
@@ -224,28 +230,46 @@ def project_out(
     """
     eps = float(jnp.finfo(w.dtype).eps)
     size, count = w.shape[0], magnitude.shape[0]
+    constant = lax.stop_gradient
+    stds = constant(jnp.sqrt(jnp.sum(w**2 * weights[None, :], axis=1)))
 
     def eliminate(i: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        w, bound, coefficients = state
-        row, error = w[i], bound[i]
-        exact = jnp.abs(row) <= 4.0 * error
-        row, error = jnp.where(exact, 0.0, row), jnp.where(exact, 0.0, error)
+        w, squared_errors, coefficients = state
+        row, squared_error = w[i], squared_errors[i]
+        is_zero = row**2 <= 16.0 * squared_error
+        row = jnp.where(is_zero, 0.0, row)
+        squared_error = jnp.where(is_zero, 0.0, squared_error)
         scaled = row * weights
         square = jnp.sum(row * scaled)
-        kept = lax.stop_gradient(eps * square) > jnp.sum(error**2 * lax.stop_gradient(weights))
+        products = jnp.sum(w * scaled[None, :], axis=1)
+        rest = constant(w[count:])
+        size_squared = constant(square)
+        spread = rest**2 * constant(weights)[None, :]
+        left_squared = jnp.sum(spread, axis=1)
+        # Relative errors of the pivot row, by entry, and what they do to the rows below.
+        relative = squared_error * constant(weights) * safe_reciprocal(size_squared)
+        change = jnp.sum(spread * safe_reciprocal(left_squared)[:, None] * relative[None], axis=1)
+        allowed = eps**0.5 + 100.0 * eps * stds[count:] * safe_reciprocal(jnp.sqrt(left_squared))
+        gains = constant(jnp.abs(products[count:])) * stds[i]
+        kept = (
+            (jnp.sum(relative) < 0.01)
+            & jnp.all(change <= allowed**2)
+            & jnp.all(gains <= 0.3 * eps ** (-1 / 3) * stds[count:] * size_squared)
+        )
         inverse = safe_reciprocal(jnp.where(kept, square, 0.0))
         below = (jnp.arange(size) > i) & kept
-        column = fence(jnp.where(below, jnp.sum(w * scaled[None, :], axis=1) * inverse, 0.0))
-        # |coefficient| times the error of the pivot row, and the rounding of this step itself.
-        sizes = lax.stop_gradient(jnp.abs(column[:count]))
-        rounding = jnp.sum(jnp.abs(w[:count] * scaled[None, :]), axis=1) * inverse
-        rounding = lax.stop_gradient(eps * (sizes + jnp.where(below[:count], rounding, 0.0)))
-        entries = lax.stop_gradient(jnp.abs(row))
-        bound = bound + sizes[:, None] * error[None, :] + rounding[:, None] * entries[None, :]
+        column = fence(jnp.where(below, products * inverse, 0.0))
+        # The error of the pivot row, and the rounding of the coefficient and of the difference.
+        rounding = jnp.sum((w[:count] * (scaled * inverse)[None, :]) ** 2, axis=1)
+        rounding = eps**2 * (column[:count] ** 2 + jnp.where(below[:count], rounding, 0.0))
+        squared_errors = squared_errors + constant(
+            column[:count, None] ** 2 * squared_error[None, :] + rounding[:, None] * row[None] ** 2
+        )
         w = w - column[:, None] * row[None, :]
-        return w, bound, coefficients.at[:, i].set(column)
+        return w, squared_errors, coefficients.at[:, i].set(column)
 
-    state = (w, lax.stop_gradient(eps * magnitude), jnp.zeros((size, count), w.dtype))
+    squared_errors = constant(eps * magnitude) ** 2
+    state = (w, squared_errors, jnp.zeros((size, count), w.dtype))
     if count > UNROLLED:
         state = lax.fori_loop(0, count, eliminate, state)
     else:

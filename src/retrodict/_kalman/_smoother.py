@@ -94,7 +94,7 @@ def kalman_smoother(
     model = unwrap(model)
     check_linear_gaussian(model)
     series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
-    _check_values(model)
+    _check_values(model, series)
     return smooth_series(model, series, parallel)
 
 
@@ -187,17 +187,27 @@ def check_linear_gaussian(model: StateSpaceModel) -> None:
             )
 
 
-def _check_values(model: StateSpaceModel) -> None:
-    """Refuses values that can only give NaN, where they are known."""
+def _check_values(model: StateSpaceModel, series: Series) -> None:
+    """Refuse values that can only give NaN, where they are known."""
     for name in ("prior", "transition", "emission"):
         part = getattr(model, name)
         for leaf in jax.tree.leaves(eqx.filter(part, eqx.is_inexact_array)):
             check_finite(leaf, f"The {name}'s parameters")
     kernel = model.emission
-    if isinstance(kernel, LinearGaussianKernel) and is_concrete(scale_diagonal(kernel.scale_tril)):
-        pivots = np.asarray(scale_diagonal(kernel.scale_tril))
-        if np.any(pivots <= 0):
-            raise ValueError(
-                "kalman_smoother expects an emission scale with a positive diagonal, got diagonal"
-                f" {pivots}. An observation without noise has no density: give it a small one."
-            )
+    if isinstance(kernel, LinearGaussianKernel):
+        pivots = scale_diagonal(kernel.scale_tril)
+    else:
+        pivots = _pivots_by_row(kernel, series.inputs)
+    if is_concrete(pivots) and np.any(np.asarray(pivots) <= 0):
+        raise ValueError(
+            "kalman_smoother expects an emission scale with a positive diagonal, got diagonal"
+            f" {np.asarray(pivots)}. An observation without noise has no density: give it a small"
+            " one."
+        )
+
+
+@eqx.filter_jit
+def _pivots_by_row(kernel: AbstractLinearGaussianKernel, inputs: Array | None) -> Array:
+    if inputs is None or not kernel.takes_input:
+        return scale_diagonal(kernel.at(None).scale_tril)
+    return jax.vmap(lambda u: scale_diagonal(kernel.at(u).scale_tril))(inputs)
