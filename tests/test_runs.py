@@ -75,7 +75,7 @@ def test_a_run_is_found_again(run: runs.Run):
     again = runs.open_run(run.path)
     np.testing.assert_array_equal(scales(again), scales(run))
     assert again.layout == run.layout and again.record == run.record
-    line = again.record["results"]["parameters"]["level_scale[0]"]
+    line = again.record["results"]["parameters"]["level_scale[volume]"]
     assert line["lower"] < line["value"] < line["upper"] and line["error"] > 0
 
 
@@ -158,7 +158,7 @@ def test_a_forecast_is_what_missing_rows_would_be(run: runs.Run, table: data.Tab
     np.testing.assert_allclose(found.state_covariance[0], exact.covariance[-3:], rtol=1e-9)
     # A table of it has these moments, and not those of draws.
     shown, name = data.to_frame(table, found, state_names=["level"]), table.names[0]
-    noise = run.record["results"]["parameters"]["obs_scale[0]"]["value"] ** 2
+    noise = run.record["results"]["parameters"]["obs_scale[volume]"]["value"] ** 2
     spread = np.sqrt(np.asarray(exact.covariance)[-3:, 0, 0] + noise)
     np.testing.assert_allclose(shown["level_mean"], exact.mean[-3:, 0], rtol=1e-9)
     np.testing.assert_allclose(shown[f"{name}_mean"], exact.mean[-3:, 0], rtol=1e-9)
@@ -220,6 +220,11 @@ def test_the_likelihood_is_told_in_all_and_by_row(run: runs.Run, table: data.Tab
     said = capsys.readouterr().out
     assert f"log-likelihood {float(exact):.2f} in all" in said
     assert "(57 of 60 rows observed)" in said
+    # One definition wherever nats are given by row: rows in which something was seen.
+    assert f"{float(exact) / 57:.4f} nats per observed row" in said
+    assert run.record["results"]["nats_a_row"] == pytest.approx(float(exact) / 57, rel=1e-9)
+    history = pd.read_csv(run.path / "training.csv")
+    assert history["nats per observed row"].iloc[-1] == pytest.approx(float(exact) / 57, rel=1e-4)
     assert "are made on the log scale" in " ".join(said.split())
 
 
@@ -437,9 +442,9 @@ def test_hidden_points_of_a_short_series_are_counted(run: runs.Run, table: data.
 def test_bands_of_columns_are_exact_where_the_model_is(run: runs.Run, table: data.Table):
     ((panel, state),) = (found.panels for found in _report._series(run, table, 4, 0.9, 0))
     noise = models.named_parameters(run.model)["obs_scale"][0]
-    half = 1.6448536269514722 * np.hypot((state.upper - state.mean) / 1.6448536269514722, noise)
-    np.testing.assert_allclose(panel.upper - panel.mean, half, rtol=1e-6)
-    np.testing.assert_allclose(panel.mean, state.mean, rtol=1e-6)
+    half = 1.6448536269514722 * np.hypot((state.upper - state.centre) / 1.6448536269514722, noise)
+    np.testing.assert_allclose(panel.upper - panel.centre, half, rtol=1e-6)
+    np.testing.assert_allclose(panel.centre, state.centre, rtol=1e-6)
     for band in (panel.forecast, state.forecast):
         assert band is not None and np.all(np.diff(band.upper - band.lower) > 0)
 
@@ -537,7 +542,7 @@ def test_check_report_and_picture(copy: runs.Run, table: data.Table, tmp_path):
     assert found.worst in ("good", "doubtful")
     assert {"they are", "exact"} <= {finding.value for finding in found.findings}
     page = runs.write_report(copy, table, steps=3, found=found).read_text()
-    assert "level_scale[0]" in page and "https://" not in page
+    assert "level_scale[volume]" in page and "https://" not in page
     runs.draw(copy, table, tmp_path / "nile.png", steps=3)
     assert (tmp_path / "nile.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -556,7 +561,7 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     run = runs.fit(table, models.resolve("poisson_counts"), tmp_path / "run", num_steps=60)
     assert isinstance(run.family, rd.MixtureFamily)
     assert "on a grid of states" in run.record["results"]["uncertainty"]
-    assert run.record["results"]["parameters"]["scale[0]"]["error"] > 0
+    assert run.record["results"]["parameters"]["scale[count]"]["error"] > 0
     again = runs.open_run(run.path)
     found = runs.smooth(again, table)
     assert bool(jnp.all(jnp.isfinite(found.mean)))

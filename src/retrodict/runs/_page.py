@@ -20,6 +20,7 @@ from retrodict.runs._content import (
     Verdict,
     is_dated,
     percent,
+    sides,
 )
 from retrodict.runs._still import Shape, still
 
@@ -102,7 +103,10 @@ def _payload(content: ReportContent, shown: Sequence[Series]) -> str:
         return axes.setdefault(_json(_axis(times)), len(axes))
 
     def band(of: Band | SeriesPanel, digits: int) -> dict[str, Any]:
-        values = {name: _numbers(getattr(of, name), digits) for name in ("mean", "lower", "upper")}
+        names = ("centre", "lower", "upper")
+        values: dict[str, Any] = {name: _numbers(getattr(of, name), digits) for name in names}
+        if of.hollow is not None:
+            values["hollow"] = [_numbers(end, digits) for end in (of.hollow.lower, of.hollow.upper)]
         return {"axis": axis(of.times), **values}
 
     def panel(of: SeriesPanel) -> dict[str, Any]:
@@ -147,7 +151,7 @@ def _milliseconds(times: np.ndarray) -> np.ndarray:
 def _digits(panel: SeriesPanel) -> int:
     """Significant digits for a panel: six of what varies, below a level that may be large."""
     least = 5 if panel.times.size > MANY_ROWS else 6
-    columns = [panel.mean, panel.lower, panel.upper, panel.observed]
+    columns = [panel.centre, panel.lower, panel.upper, panel.observed]
     values = np.concatenate([np.asarray(c, float) for c in columns if c is not None])
     values = values[np.isfinite(values)]
     spread = np.ptp(values) if values.size else 0.0
@@ -194,7 +198,7 @@ def _level(content: ReportContent) -> str:
 
 def _charts(content: ReportContent, shown: Sequence[Series]) -> list[str]:
     panels = [panel for one in shown for panel in one.panels]
-    legend = [("band", f"smoothed mean and {_level(content)}")]
+    legend = [("band", f"smoothed {content.centre} and {_level(content)}")]
     if any(panel.observed is not None for panel in panels):
         legend.insert(0, ("dot", "observed"))
     if any(panel.forecast is not None for panel in panels):
@@ -245,15 +249,15 @@ def _still_panels(series: Series) -> str:
         dated = is_dated(panel.times)
         xs = _milliseconds(panel.times) if dated else panel.times
         shapes = [
-            Shape("band", "smoothed", xs, panel.lower, panel.upper),
-            Shape("line", "smoothed", xs, panel.mean),
+            *(Shape("band", "smoothed", xs, *ends) for ends in sides(panel)),
+            Shape("line", "smoothed", xs, panel.centre),
         ]
         if panel.observed is not None:
-            shapes.insert(1, Shape("dots", "observed", xs, panel.observed))
+            shapes.insert(-1, Shape("dots", "observed", xs, panel.observed))
         if (ahead := panel.forecast) is not None:
             later = _milliseconds(ahead.times) if dated else ahead.times
-            shapes.append(Shape("band", "forecast", later, ahead.lower, ahead.upper))
-            shapes.append(Shape("line", "forecast", later, ahead.mean))
+            shapes += [Shape("band", "forecast", later, *ends) for ends in sides(ahead)]
+            shapes.append(Shape("line", "forecast", later, ahead.centre))
         picture = still(shapes, f"{panel.title} over time", dated=dated)
         parts.append(f"<figure><figcaption>{escape(panel.title)}</figcaption>{picture}</figure>")
     return "".join(parts)
