@@ -724,3 +724,57 @@ def test_some_states_can_be_left_out():
     ]  # fmt: skip
     dataset = rd.data.to_xarray(table, **given, **options)
     assert dataset["covariance"].shape == (3, 1, 1) and dataset["mean"].shape == (3, 1)
+
+
+CODED = {
+    "months": ("%Y%m", pd.date_range("1999-11-01", periods=120, freq="MS"), "1 month"),
+    "every third month": ("%Y%m", pd.date_range("1999-12-01", periods=9, freq="3MS"), "3 months"),
+    "days": ("%Y%m%d", pd.date_range("2020-02-20", periods=50), "1D"),
+    "hours": ("%Y%m%d%H", pd.date_range("2020-02-28", periods=50, freq="h"), "1h"),
+    "minutes": ("%Y%m%d%H%M", pd.date_range("2020-02-28", periods=99, freq="15min"), "15min"),
+    "months as text": ("%YM%m", pd.date_range("1999-11-01", periods=20, freq="MS"), "1 month"),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_dates_written_as_numbers_are_dates(name: str, tmp_path: Path):
+    form, dates, step = CODED[name]
+    frame = pd.DataFrame({"t": dates.strftime(form), "y": np.arange(float(len(dates)))})
+    frame.to_csv(tmp_path / "table.csv", index=False)
+    table = rd.data.read(tmp_path / "table.csv")
+    assert table.step == step and table.inserted == 0
+    np.testing.assert_array_equal(table.times[0], dates.to_numpy().astype("datetime64[us]"))
+    if form == "%YM%m":
+        return
+    assert_same(rd.data.read(frame.astype({"t": "int64"})), table)
+    assert any(form in note for note in table.notes)
+    # What was recognised is in the layout: one row of it is read in the same way.
+    later = {"t": [int(frame["t"].iloc[-1])], "y": [1.0]}
+    assert rd.data.read(later, **table.layout).times[0][0] == table.times[0][-1]
+    live = rd.data.LiveReader(table.layout, "t,y").read([f"{later['t'][0]},1"])
+    assert live.times[0] == table.times[0][-1]
+
+
+@pytest.mark.parametrize(
+    ("times", "options"),
+    [
+        (np.arange(1871, 1971), {}),
+        (np.arange(200001, 200013), {}),  # within a year they may be any numbers
+        (np.arange(200001, 200150), {}),
+        (np.arange(20200101, 20200140), {}),
+        (np.arange(100001, 100900), {}),
+        (1_577_836_800 + 3600 * np.arange(50), {}),
+        (np.concatenate([200000 + np.arange(1, 13), 200100 + np.arange(1, 13)]), {"freq": 1}),
+    ],
+)
+def test_numbers_stay_numbers(times: np.ndarray, options: dict[str, Any]):
+    table = rd.data.read({"t": times, "y": np.ones(len(times))}, **options)
+    np.testing.assert_array_equal(table.times[0][[0, -1]], times[[0, -1]])
+    assert table.layout["time_format"] is None
+
+
+def test_a_month_column_is_the_time():
+    table = rd.data.read({"month": [202011, 202012, 202101], "y": [1.0, 2.0, 3.0]})
+    assert table.time_name == "month" and table.names == ("y",) and table.step == "1 month"
+    # The number of a month in its year is none.
+    assert rd.data.read({"month": [11, 12, 1], "y": [1.0, 2.0, 3.0]}).time_name is None

@@ -196,7 +196,8 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
     return [
         Finding(
             "gap of the ELBO to the particle evidence",
-            f"{gaps[worst]:.4f} ± {errors[worst]:.4f} nats per observed row, largest of {len(found)}",
+            f"{gaps[worst]:.4f} ± {errors[worst]:.4f} nats per observed row, largest of"
+            f" {len(found)}",
             meaning,
             off,
         ),
