@@ -12,6 +12,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -527,3 +528,19 @@ def test_marks_of_time_are_round(tmp_path: Path):
     assert labels[7][:3] == ["2022", "Mar", "May"] and labels[6][0].endswith(" 2021")
     assert {np.datetime64(stamp[:10]).astype(object).weekday() for _, _, stamp in found[6]} == {0}
     assert all(stamp.endswith("-01-01T00:00:00.000Z") for _, _, stamp in found[9])
+
+
+@pytest.mark.parametrize(
+    "name", ["bell\x07", "\udcff", "nul\x00", "\u202etxt", "two\nlines\u2028", "\ufffe", "-->$\\x$"]
+)
+def test_names_that_are_no_text_are_marked(name: str, tmp_path: Path):
+    text = runs.page(make_content(name=name))
+    text.encode()  # as it is written
+    Outline(text)
+    assert not re.search("[\x00-\x08\x7f\u2028-\u202e\ufffe]", text)
+    shown = payload(text)["series"][0]["name"]
+    assert shown == payload(text)["series"][0]["panels"][0]["title"]
+    assert shown.isprintable() and "\n" not in shown
+    runs.plot([make_panel(title=name)], tmp_path / "name.svg", title=name)
+    tree = ElementTree.parse(tmp_path / "name.svg")
+    assert not [each for each in tree.iter() if str(each.tag).endswith("script")]

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape as escape_html
 from importlib import resources
 from typing import Any
 
@@ -21,6 +21,7 @@ from retrodict.runs._content import (
     is_dated,
     percent,
     sides,
+    visible,
 )
 from retrodict.runs._still import Shape, still
 
@@ -39,6 +40,11 @@ _WORDS: dict[Verdict, str] = {
     "bad": "Bad",
     "unknown": "Not judged",
 }
+
+
+def escape(text: str) -> str:
+    """Return a text as HTML that shows it."""
+    return escape_html(visible(text))
 
 
 def page(content: ReportContent) -> str:
@@ -112,14 +118,16 @@ def _payload(content: ReportContent, shown: Sequence[Series]) -> str:
     def panel(of: SeriesPanel) -> dict[str, Any]:
         digits = _digits(of)
         return {
-            "title": of.title,
+            "title": visible(of.title),
             **band(of, digits),
             "observed": None if of.observed is None else _numbers(of.observed, digits),
             "missing": of.gaps().tolist(),
             "forecast": None if of.forecast is None else band(of.forecast, digits),
         }
 
-    series = _json([{"name": s.name, "panels": [panel(p) for p in s.panels]} for s in shown])
+    series = _json(
+        [{"name": visible(s.name), "panels": [panel(p) for p in s.panels]} for s in shown]
+    )
     written = f'{{"level":{_json(_level(content))},"axes":[{",".join(axes)}],"series":{series}}}'
     # In a string of JSON this is the same character, and no tag can end or begin.
     return written.replace("<", "\\u003c")
@@ -380,7 +388,7 @@ def _diagnostics(content: ReportContent) -> list[str]:
 def _reproduce(content: ReportContent) -> list[str]:
     parts = []
     if content.commands:
-        parts.append(f"<pre><code>{escape(chr(10).join(content.commands))}</code></pre>")
+        parts.append(f"<pre><code>{chr(10).join(map(escape, content.commands))}</code></pre>")
     if content.facts:
         pairs = (f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in content.facts)
         parts.append(f"<dl>{''.join(pairs)}</dl>")

@@ -2,6 +2,7 @@
 
 import io
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from retrodict._workspace import write_atomically
-from retrodict.runs._content import Band, SeriesPanel, is_dated, percent, sides
+from retrodict.runs._content import Band, SeriesPanel, is_dated, percent, sides, visible
 
 FORMATS = (".png", ".svg", ".pdf")
 """The kinds of file that `plot` writes, by suffix."""
@@ -88,7 +89,10 @@ def write_picture(
         raise ImportError(
             "Pictures need matplotlib: pip install 'retrodict[cli]', or pip install matplotlib."
         ) from error
-    with rc_context():
+    with rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Glyph .* missing"
+        )  # of a name in a script without a font
         rcdefaults()  # not what a user has set for figures of their own
         rcParams.update(_STYLE)
         height = 0.5 + 1.9 * num_panels
@@ -112,7 +116,7 @@ def check_picture(path: Path) -> str:
 def plain(text: str) -> str:
     """Text as it stands, for a picture."""
     # A dollar sign in a name is no formula.
-    return text.replace("$", r"\$")
+    return visible(text).replace("$", r"\$")
 
 
 def _draw(panel: SeriesPanel, ax: Any, level: float, centre: str) -> None:
