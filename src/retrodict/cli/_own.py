@@ -12,6 +12,7 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table as Grid
+from rich.text import Text
 
 from retrodict.cli._errors import UserError, cannot_write
 from retrodict.cli._job import (
@@ -237,6 +238,8 @@ def _number_or_text(text: str | None) -> Any:
 
 
 def _say_dry_run(table: Any, spec: Any, as_json: bool) -> None:
+    from retrodict import runs
+
     if as_json:
         found = {
             "table": table.described(),
@@ -244,14 +247,14 @@ def _say_dry_run(table: Any, spec: Any, as_json: bool) -> None:
             "model": spec.to_dict(),
             "options": spec.all_options(),
         }
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False, default=str))
+        typer.echo(_as_json(found))
         return
     typer.echo(f"model: {spec.reference}")
     for name, value in spec.all_options().items():
         shown = str(value).lower() if isinstance(value, bool) else value
         typer.echo(f"option {name}: {shown}{'' if name in spec.options else ' (default)'}")
     for line in table.described():
-        typer.echo(line)
+        typer.echo(runs.visible(line))
 
 
 def smooth(
@@ -403,7 +406,8 @@ def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = Fa
     for heading in ("what", "found", "verdict", "what it means"):
         grid.add_column(heading)
     for finding in found.findings:
-        grid.add_row(finding.name, finding.value, finding.verdict, finding.meaning)
+        texts = (finding.name, str(finding.value), finding.verdict, finding.meaning)
+        grid.add_row(*(Text(runs.visible(text)) for text in texts))
     Console().print(grid)
     typer.echo(found.verdict)
 
@@ -543,12 +547,12 @@ def _say_run(record: Mapping[str, Any], as_json: bool) -> None:
     from retrodict import runs
 
     if as_json:
-        typer.echo(json.dumps(record, indent=2, ensure_ascii=False))
+        typer.echo(_as_json(record))
         return
     results = record["results"]
     typer.echo(f"model: {record['model']['reference']}{_chosen(record)}")
     for line in record["data"]["described"]:
-        typer.echo(line)
+        typer.echo(runs.visible(line))
     typer.echo(f"smoothing: {results['method']}; {runs.likelihood_in_words(results)}")
     grid = Grid(box=SIMPLE, pad_edge=False)
     for heading in ("parameter", "value", "standard error", "90% interval"):
@@ -556,11 +560,17 @@ def _say_run(record: Mapping[str, Any], as_json: bool) -> None:
             heading, justify="left" if heading == "parameter" else "right", overflow="fold"
         )
     for name, found in runs.parameter_lines(results):
-        grid.add_row(name, *_cells(found))
+        grid.add_row(Text(runs.visible(name)), *_cells(found))  # a name in brackets is no style
     Console().print(grid)
     if unit := runs.unit_in_words(record):
         typer.echo(unit)
-    typer.echo(results["uncertainty"])
+    typer.echo(runs.visible(results["uncertainty"]))
+
+
+def _as_json(tree: Any) -> str:
+    """JSON for standard output; what stands for bytes that are not UTF-8 is escaped."""
+    text = json.dumps(tree, indent=2, ensure_ascii=False, default=str)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _chosen(record: Mapping[str, Any]) -> str:

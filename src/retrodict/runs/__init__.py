@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from retrodict.runs._content import ReportContent as ReportContent
     from retrodict.runs._content import Series as Series
     from retrodict.runs._content import SeriesPanel as SeriesPanel
+    from retrodict.runs._content import visible as visible
     from retrodict.runs._folder import RunError as RunError
     from retrodict.runs._folder import likelihood_in_words as likelihood_in_words
     from retrodict.runs._folder import parameter_lines as parameter_lines
