@@ -699,3 +699,50 @@ def test_one_mode_has_no_hollow(draw):
     draws = draw(np.random.default_rng(0), (1000, 200))
     found = runs.Band.of_draws(np.arange(200), draws, 0.9)
     assert found.hollow is None or np.isfinite(found.hollow.lower).sum() <= 1
+
+
+def test_memory_states_are_left_out_and_parameters_go_by_column(tmp_path, monkeypatch, capsys):
+    """A season of twelve months in numbers such as 200001, with uneven scales of its column."""
+    rng = np.random.default_rng(0)
+    months = [100 * year + month for year in range(2000, 2004) for month in range(1, 13)]
+    season = 3 * np.sin(np.arange(48) * np.pi / 6)
+    frame = pd.DataFrame({"date": months, "[red]infl": season + rng.normal(size=48)})
+    frame.to_csv(tmp_path / "infl.csv", index=False)
+    table = data.read(tmp_path / "infl.csv")
+    assert table.step == "1 month" and table.inserted == 0
+    monkeypatch.setattr(_learn, "MOST_STEPS_OF_EVIDENCE", 2)
+    run = runs.fit(table, models.resolve("seasonal"), tmp_path / "run")
+    assert run.spec.options == {"period": 12}
+    parameters = run.record["results"]["parameters"]
+    assert {"level_scale[[red]infl]", "prior.mean[season_lag10]"} <= set(parameters)
+    assert [runs.state_names(run)[i] for i in runs.shown_states(run)] == ["level", "season"]
+    assert len(runs.shown_states(run, every=True)) == 12
+    assert command(["info", str(run.path)]) == 0
+    said = capsys.readouterr().out
+    assert "seasonal (period=12)" in said and "level_scale[[red]infl]" in said
+    smooth = ["smooth", str(run.path), str(tmp_path / "infl.csv")]
+    assert command(smooth) == 0
+    shown = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    ends = ("mean", "std", "lower", "upper")
+    assert list(shown) == ["date", *(f"{s}_{end}" for s in ("level", "season") for end in ends)]
+    assert command([*smooth, "--all-states"]) == 0
+    assert len(pd.read_csv(io.StringIO(capsys.readouterr().out)).columns) == 1 + 4 * 12
+    (series,) = _report._series(run, table, 2, 0.9, 0)
+    assert [panel.title for panel in series.panels] == ["[red]infl", "level", "season"]
+    (every,) = _report._series(run, table, 0, 0.9, 0, all_states=True)
+    assert len(every.panels) == 13
+
+
+def test_the_unit_of_uneven_times_is_said(tmp_path, monkeypatch, capsys):
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.choice([2.0, 2.5, 7.1], size=30))
+    table = data.read({"t": times, "y": rng.normal(size=30)}, step_input=True)
+    spec = models.resolve("local_level").with_options(["irregular=true"])
+    monkeypatch.setattr(_learn, "MOST_STEPS_OF_EVIDENCE", 2)
+    run = runs.fit(table, spec, tmp_path / "run")
+    words = f"scales, slopes and rates are per step of {table.step_unit}, the median step"
+    assert command(["info", str(run.path)]) == 0
+    assert words in " ".join(capsys.readouterr().out.split())
+    nothing = runs.Check((runs.Finding("a thing", "some", "nothing", "unknown"),), "Well.")
+    assert words in runs.write_report(run, table, found=nothing).read_text()
+    assert runs.unit_in_words({"layout": {"step_input": False, "step_unit": None}}) == ""
