@@ -678,6 +678,7 @@ def test_two_modes_are_seen_in_pictures_and_pages(monkeypatch, tmp_path):
     page = runs.page(content)
     (payload,) = re.findall(r'id="payload">(.*?)</script>', page)
     of_column, shown = json.loads(payload)["series"][0]["panels"]
+    assert state.hollow is not None
     np.testing.assert_allclose(shown["hollow"][0], state.hollow.lower, rtol=1e-4)
     assert shown["forecast"]["hollow"] and "hollow" not in of_column
 
