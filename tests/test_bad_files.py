@@ -57,10 +57,15 @@ TEXTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["line 2", "01/02/2001", "time_format"],
     ),
     "a wrong time format": (GOOD, {"time_format": "%d/%m/%Y"}, ["line 2", "'%d/%m/%Y'"]),
-    "compact dates": (
-        "date,y\n20200101,1\n20200102,2\n",
+    "quarters as numbers": (
+        "t,y\n20003,1\n20004,2\n20011,3\n20012,4\n",
         {},
-        ["line 2", "20200101", "time_format='%Y%m%d'"],
+        ["line 2", "20003", "2000Q3", "freq=1"],
+    ),
+    "weeks as numbers": (
+        "t,y\n200051,1\n200052,2\n200101,3\n200102,4\n",
+        {},
+        ["line 2", "200051", "2000-W51", "freq=1"],
     ),
     "infinite time": ("t,y\n1,1\ninf,2\n3,3\n", {}, ["line 3", "infinite"]),
     "some offsets": (

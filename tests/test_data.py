@@ -21,6 +21,7 @@ import xarray as xr
 from hypothesis import given, settings
 
 import retrodict as rd
+import two_sided
 from retrodict.data._arviz import arviz_groups, data_tree
 from retrodict.data._table import Table
 
@@ -665,3 +666,115 @@ def test_two_series_are_never_joined_into_one():
     with pytest.raises(rd.data.DataError, match="two series would be called 'x-y-z'"):
         rd.data.read(frame, series=["a", "b"])
     assert rd.data.read(frame.replace("x-y", "x+y"), series=["a", "b"]).series == ("x+y-z", "x-y-z")
+
+
+def test_intervals_of_a_sampled_posterior_are_quantiles():
+    """Of states at ±3, against a grid; a false alarm has a probability of 2e-9 per row."""
+    found, exact = two_sided.smoothed(), two_sided.posterior()
+    table = rd.data.read({"y": two_sided.observations()[:, 0]})
+    frame = rd.data.to_frame(table, found, state_names=["x"], level=0.9)
+    dataset = rd.data.to_xarray(table, found, state_names=["x"], level=0.9)
+    for level, end in ((0.05, "lower"), (0.95, "upper")):
+        expected = np.asarray(exact.quantile(level))[:, 0]
+        near = two_sided.tolerance(exact, level, 1000)
+        assert np.all(np.abs(frame[f"x_{end}"] - expected) < near)
+        np.testing.assert_array_equal(dataset[end].values[:, 0], frame[f"x_{end}"])
+    assert "lower" not in rd.data.to_xarray(table, found)
+    # The posterior on the grid knows its quantiles itself, alone and in a batch.
+    own = rd.data.to_frame(table, exact, state_names=["x"])
+    np.testing.assert_allclose(own["x_lower"], np.asarray(exact.quantile(0.05))[:, 0])
+    twice = rd.data.read(np.stack([two_sided.observations()] * 2))
+    batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), exact)
+    np.testing.assert_allclose(rd.data.to_frame(twice, batch)["x0_lower"][:12], own["x_lower"])
+
+
+def test_intervals_of_a_sampled_forecast_are_quantiles():
+    """Against a grid smoother whose last rows are missing, as above."""
+    exact, chain = two_sided.posterior(3), two_sided.smoothed().chain
+    ahead = rd.forecast(jax.random.key(3), two_sided.model(), chain, 3, num_samples=4000)
+    table = rd.data.read({"y": two_sided.observations()[:, 0]})
+    frame = rd.data.to_frame(table, ahead, state_names=["x"])
+    assert not ahead.gaussian and not ahead.gaussian_states
+    for level, end in ((0.05, "lower"), (0.95, "upper")):
+        expected = np.asarray(exact.quantile(level))[-3:, 0]
+        near = two_sided.tolerance(exact, level, 4000)[-3:]
+        assert np.all(np.abs(frame[f"x_{end}"] - expected) < near)
+        np.testing.assert_allclose(ahead.state_quantile(level)[0, :, 0], frame[f"x_{end}"])
+        np.testing.assert_allclose(ahead.quantile(level)[0, :, 0], frame[f"y_{end}"])
+    # States that are Gaussian whatever is observed of them have exact quantiles.
+    bent = two_sided.model()
+    seen = rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1))
+    linear = rd.StateSpaceModel(bent.prior, bent.transition, seen)
+    chain = rd.kalman_smoother(linear, two_sided.observations()).chain
+    ahead = rd.forecast(jax.random.key(3), bent, chain, 3)
+    assert ahead.gaussian_states and not ahead.gaussian
+    std = np.sqrt(np.asarray(ahead.state_covariance)[:, 0, 0])
+    expected = np.asarray(ahead.state_mean)[:, 0] + 1.6448536269514722 * std
+    frame = rd.data.to_frame(table, ahead, state_names=["x"])
+    np.testing.assert_allclose(frame["x_upper"], expected, rtol=1e-6)
+    np.testing.assert_allclose(ahead.state_quantile(0.95)[0, :, 0], expected, rtol=1e-6)
+
+
+def test_some_states_can_be_left_out():
+    table = rd.data.read({"y": [1.0, 2.0, 3.0]})
+    given: dict[str, Any] = {"mean": np.zeros((3, 2)), "covariance": np.stack([np.eye(2)] * 3)}
+    options: dict[str, Any] = {"state_names": ["a", "b"], "shown_states": ["b"]}
+    assert list(rd.data.to_frame(table, **given, **options)) == [
+        "time", "b_mean", "b_std", "b_lower", "b_upper",
+    ]  # fmt: skip
+    dataset = rd.data.to_xarray(table, **given, **options)
+    assert dataset["covariance"].shape == (3, 1, 1) and dataset["mean"].shape == (3, 1)
+
+
+CODED = {
+    "months": ("%Y%m", pd.date_range("1999-11-01", periods=120, freq="MS"), "1 month"),
+    "every third month": ("%Y%m", pd.date_range("1999-12-01", periods=9, freq="3MS"), "3 months"),
+    "days": ("%Y%m%d", pd.date_range("2020-02-20", periods=50), "1D"),
+    "hours": ("%Y%m%d%H", pd.date_range("2020-02-28", periods=50, freq="h"), "1h"),
+    "minutes": ("%Y%m%d%H%M", pd.date_range("2020-02-28", periods=99, freq="15min"), "15min"),
+    "months as text": ("%YM%m", pd.date_range("1999-11-01", periods=20, freq="MS"), "1 month"),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_dates_written_as_numbers_are_dates(name: str, tmp_path: Path):
+    form, dates, step = CODED[name]
+    frame = pd.DataFrame({"t": dates.strftime(form), "y": np.arange(float(len(dates)))})
+    frame.to_csv(tmp_path / "table.csv", index=False)
+    table = rd.data.read(tmp_path / "table.csv")
+    assert table.step == step and table.inserted == 0
+    np.testing.assert_array_equal(table.times[0], dates.to_numpy().astype("datetime64[us]"))
+    if form == "%YM%m":
+        return
+    assert_same(rd.data.read(frame.astype({"t": "int64"})), table)
+    assert any(form in note for note in table.notes)
+    # What was recognised is in the layout: one row of it is read in the same way.
+    later = {"t": [int(frame["t"].iloc[-1])], "y": [1.0]}
+    assert rd.data.read(later, **table.layout).times[0][0] == table.times[0][-1]
+    live = rd.data.LiveReader(table.layout, "t,y").read([f"{later['t'][0]},1"])
+    assert live.times[0] == table.times[0][-1]
+
+
+@pytest.mark.parametrize(
+    ("times", "options"),
+    [
+        (np.arange(1871, 1971), {}),
+        (np.arange(200001, 200013), {}),  # within a year they may be any numbers
+        (np.arange(200001, 200150), {}),
+        (np.arange(20200101, 20200140), {}),
+        (np.arange(100001, 100900), {}),
+        (1_577_836_800 + 3600 * np.arange(50), {}),
+        (np.concatenate([200000 + np.arange(1, 13), 200100 + np.arange(1, 13)]), {"freq": 1}),
+    ],
+)
+def test_numbers_stay_numbers(times: np.ndarray, options: dict[str, Any]):
+    table = rd.data.read({"t": times, "y": np.ones(len(times))}, **options)
+    np.testing.assert_array_equal(table.times[0][[0, -1]], times[[0, -1]])
+    assert table.layout["time_format"] is None
+
+
+def test_a_month_column_is_the_time():
+    table = rd.data.read({"month": [202011, 202012, 202101], "y": [1.0, 2.0, 3.0]})
+    assert table.time_name == "month" and table.names == ("y",) and table.step == "1 month"
+    # The number of a month in its year is none.
+    assert rd.data.read({"month": [11, 12, 1], "y": [1.0, 2.0, 3.0]}).time_name is None

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from retrodict import runs
+from retrodict import data, models, runs
 from retrodict.cli._app import run as command
 
 GOOD = "year,flow\n" + "".join(f"{1900 + i},{10 + i % 3}\n" for i in range(30))
@@ -249,3 +249,32 @@ def test_a_fit_that_is_killed_ends_as_if_nothing_had_happened(tmp_path: Path):
     for record in (one, other):
         del record["results"]["seconds"]
     assert other["results"] == one["results"]
+
+
+@pytest.mark.parametrize(
+    ("freq", "period"), [("h", 24), ("D", 7), ("B", 5), ("MS", 12), ("ME", 12), ("QS", 4)]
+)
+def test_the_period_of_a_season_follows_from_the_step(freq: str, period: int):
+    dates = pd.date_range("2020-01-01", periods=80, freq=freq)
+    table = data.read(pd.DataFrame({"date": dates, "y": np.arange(80.0)}))
+    spec, words = runs.with_period(models.resolve("seasonal"), table)
+    assert spec.options == {"period": period} and f"period={period}," in words
+    assert runs.starting_model(table, models.resolve("seasonal")).state_dim == period
+    # What was chosen stays, and other models have none.
+    for chosen in (models.resolve("seasonal").with_options(["period=9"]), spec):
+        assert runs.with_period(chosen, table) == (chosen, "")
+    assert runs.with_period(models.resolve("local_level"), table)[1] == ""
+
+
+def test_a_period_that_does_not_follow_is_asked_for(tmp_path: Path, capsys):
+    source, out = tmp_path / "table.csv", tmp_path / "run"
+    source.write_text(GOOD)
+    fit = ["fit", str(source), "--model", "seasonal"]
+    refused([*fit, "--out", str(out)], "needs a period.*step of 1,.*period=12", capsys, out)
+    refused([*fit, "--dry-run"], "needs a period", capsys, out)
+    dates = pd.date_range("2020-01-01", periods=30)
+    pd.DataFrame({"date": dates, "flow": np.arange(30.0)}).to_csv(source, index=False)
+    assert command([*fit, "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert "option period: 7" in captured.out.splitlines()
+    assert "The step of the times is 1D: period=7, the days of a week." in captured.err

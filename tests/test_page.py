@@ -12,6 +12,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -182,13 +183,14 @@ def test_data_come_back(dated: bool, level: float):
     unit = "datetime64[ms]" if dated else float
     np.testing.assert_array_equal(times_of(axis), panel.times.astype(unit).astype(float))
     # However high the level, what varies is kept.
-    spread = np.ptp(panel.mean)
-    for name in ("mean", "lower", "upper", "observed"):
+    spread = np.ptp(panel.centre)
+    for name in ("centre", "lower", "upper", "observed"):
         values = floats(found[name])
         np.testing.assert_allclose(values, getattr(panel, name), rtol=0, atol=1e-5 * spread)
     assert found["missing"] == list(range(20, 30))
     assert panel.forecast is not None
-    np.testing.assert_allclose(floats(found["forecast"]["mean"]), panel.forecast.mean, rtol=1e-5)
+    ahead = panel.forecast.centre
+    np.testing.assert_allclose(floats(found["forecast"]["centre"]), ahead, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def test_what_is_not_finite_is_null():
     values = np.array([np.inf, -np.inf, np.nan, 1.5])
     panel = runs.SeriesPanel("t", np.arange(4), values, values, values, observed=values)
     (found,) = payload(runs.page(make_content([runs.Series("s", [panel])])))["series"][0]["panels"]
-    assert found["mean"] == found["observed"] == [None, None, None, 1.5]
+    assert found["centre"] == found["observed"] == [None, None, None, 1.5]
     assert found["missing"] == [2]
 
 
@@ -237,7 +239,7 @@ def test_series_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_long_series_makes_a_page_of_a_few_megabytes():
     panel = make_panel(100_000)
-    level = runs.SeriesPanel("level", panel.times, panel.mean, panel.lower, panel.upper)
+    level = runs.SeriesPanel("level", panel.times, panel.centre, panel.lower, panel.upper)
     text = runs.page(make_content([runs.Series("s", [panel, level])]))
     assert 1e6 < len(text.encode()) < 6e6
 
@@ -265,12 +267,15 @@ def test_a_poor_start_does_not_flatten_the_curve():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda p: runs.Band(p.times[::-1], p.mean, p.lower, p.upper), "increasing"),
-        (lambda p: runs.Band(p.times, p.mean[:-1], p.lower, p.upper), "mean must have one value"),
-        (lambda p: runs.Band(p.times.astype(str), p.mean, p.lower, p.upper), "datetime64"),
+        (lambda p: runs.Band(p.times[::-1], p.centre, p.lower, p.upper), "increasing"),
+        (
+            lambda p: runs.Band(p.times, p.centre[:-1], p.lower, p.upper),
+            "centre must have one",
+        ),
+        (lambda p: runs.Band(p.times.astype(str), p.centre, p.lower, p.upper), "datetime64"),
         (
             lambda p: runs.SeriesPanel(
-                "n", np.arange(60), p.mean, p.lower, p.upper, forecast=p.forecast
+                "n", np.arange(60), p.centre, p.lower, p.upper, forecast=p.forecast
             ),
             "both be dates or both be numbers",
         ),
@@ -523,3 +528,19 @@ def test_marks_of_time_are_round(tmp_path: Path):
     assert labels[7][:3] == ["2022", "Mar", "May"] and labels[6][0].endswith(" 2021")
     assert {np.datetime64(stamp[:10]).astype(object).weekday() for _, _, stamp in found[6]} == {0}
     assert all(stamp.endswith("-01-01T00:00:00.000Z") for _, _, stamp in found[9])
+
+
+@pytest.mark.parametrize(
+    "name", ["bell\x07", "\udcff", "nul\x00", "\u202etxt", "two\nlines\u2028", "\ufffe", "-->$\\x$"]
+)
+def test_names_that_are_no_text_are_marked(name: str, tmp_path: Path):
+    text = runs.page(make_content(name=name))
+    text.encode()  # as it is written
+    Outline(text)
+    assert not re.search("[\x00-\x08\x7f\u2028-\u202e\ufffe]", text)
+    shown = payload(text)["series"][0]["name"]
+    assert shown == payload(text)["series"][0]["panels"][0]["title"]
+    assert shown.isprintable() and "\n" not in shown
+    runs.plot([make_panel(title=name)], tmp_path / "name.svg", title=name)
+    tree = ElementTree.parse(tmp_path / "name.svg")
+    assert not [each for each in tree.iter() if str(each.tag).endswith("script")]

@@ -3,9 +3,11 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import statsmodels.api as sm
 
 import retrodict as rd
+import two_sided
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
 from retrodict.runs import _answer, _check, _exact, _learn, _report, _residuals, _uncertain
@@ -75,7 +78,7 @@ def test_a_run_is_found_again(run: runs.Run):
     again = runs.open_run(run.path)
     np.testing.assert_array_equal(scales(again), scales(run))
     assert again.layout == run.layout and again.record == run.record
-    line = again.record["results"]["parameters"]["level_scale[0]"]
+    line = again.record["results"]["parameters"]["level_scale[volume]"]
     assert line["lower"] < line["value"] < line["upper"] and line["error"] > 0
 
 
@@ -158,7 +161,7 @@ def test_a_forecast_is_what_missing_rows_would_be(run: runs.Run, table: data.Tab
     np.testing.assert_allclose(found.state_covariance[0], exact.covariance[-3:], rtol=1e-9)
     # A table of it has these moments, and not those of draws.
     shown, name = data.to_frame(table, found, state_names=["level"]), table.names[0]
-    noise = run.record["results"]["parameters"]["obs_scale[0]"]["value"] ** 2
+    noise = run.record["results"]["parameters"]["obs_scale[volume]"]["value"] ** 2
     spread = np.sqrt(np.asarray(exact.covariance)[-3:, 0, 0] + noise)
     np.testing.assert_allclose(shown["level_mean"], exact.mean[-3:, 0], rtol=1e-9)
     np.testing.assert_allclose(shown[f"{name}_mean"], exact.mean[-3:, 0], rtol=1e-9)
@@ -220,6 +223,11 @@ def test_the_likelihood_is_told_in_all_and_by_row(run: runs.Run, table: data.Tab
     said = capsys.readouterr().out
     assert f"log-likelihood {float(exact):.2f} in all" in said
     assert "(57 of 60 rows observed)" in said
+    # One definition wherever nats are given by row: rows in which something was seen.
+    assert f"{float(exact) / 57:.4f} nats per observed row" in said
+    assert run.record["results"]["nats_a_row"] == pytest.approx(float(exact) / 57, rel=1e-9)
+    history = pd.read_csv(run.path / "training.csv")
+    assert history["nats per observed row"].iloc[-1] == pytest.approx(float(exact) / 57, rel=1e-4)
     assert "are made on the log scale" in " ".join(said.split())
 
 
@@ -437,9 +445,9 @@ def test_hidden_points_of_a_short_series_are_counted(run: runs.Run, table: data.
 def test_bands_of_columns_are_exact_where_the_model_is(run: runs.Run, table: data.Table):
     ((panel, state),) = (found.panels for found in _report._series(run, table, 4, 0.9, 0))
     noise = models.named_parameters(run.model)["obs_scale"][0]
-    half = 1.6448536269514722 * np.hypot((state.upper - state.mean) / 1.6448536269514722, noise)
-    np.testing.assert_allclose(panel.upper - panel.mean, half, rtol=1e-6)
-    np.testing.assert_allclose(panel.mean, state.mean, rtol=1e-6)
+    half = 1.6448536269514722 * np.hypot((state.upper - state.centre) / 1.6448536269514722, noise)
+    np.testing.assert_allclose(panel.upper - panel.centre, half, rtol=1e-6)
+    np.testing.assert_allclose(panel.centre, state.centre, rtol=1e-6)
     for band in (panel.forecast, state.forecast):
         assert band is not None and np.all(np.diff(band.upper - band.lower) > 0)
 
@@ -537,7 +545,7 @@ def test_check_report_and_picture(copy: runs.Run, table: data.Table, tmp_path):
     assert found.worst in ("good", "doubtful")
     assert {"they are", "exact"} <= {finding.value for finding in found.findings}
     page = runs.write_report(copy, table, steps=3, found=found).read_text()
-    assert "level_scale[0]" in page and "https://" not in page
+    assert "level_scale[volume]" in page and "https://" not in page
     runs.draw(copy, table, tmp_path / "nile.png", steps=3)
     assert (tmp_path / "nile.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -556,7 +564,7 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     run = runs.fit(table, models.resolve("poisson_counts"), tmp_path / "run", num_steps=60)
     assert isinstance(run.family, rd.MixtureFamily)
     assert "on a grid of states" in run.record["results"]["uncertainty"]
-    assert run.record["results"]["parameters"]["scale[0]"]["error"] > 0
+    assert run.record["results"]["parameters"]["scale[count]"]["error"] > 0
     again = runs.open_run(run.path)
     found = runs.smooth(again, table)
     assert bool(jnp.all(jnp.isfinite(found.mean)))
@@ -633,3 +641,109 @@ def test_a_column_with_one_observed_value_is_no_data(tmp_path):
     with pytest.raises(runs.RunError, match="column 'y': 1 observed value"):
         runs.fit(table, models.resolve("local_level"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_two_modes_are_seen_in_pictures_and_pages(monkeypatch, tmp_path):
+    """States at ±3: bands between quantiles of draws, with nothing between the modes.
+
+    Quantiles of 2,000 draws against a grid; a false alarm has a probability of 2e-9 per row.
+    """
+    exact, found = two_sided.posterior(), two_sided.smoothed()
+    arrays, rest = eqx.partition(found, eqx.is_array)
+    batch = eqx.combine(jax.tree.map(lambda leaf: leaf[None], arrays), rest)
+    monkeypatch.setattr(_report, "smooth", lambda *_, **__: batch)
+    table = data.read({"y": two_sided.observations()[:, 0]})
+    record = {"layout": table.layout}
+    family = rd.MixtureFamily(jax.random.key(0), 1, 1)
+    run = runs.Run(tmp_path, models.ModelSpec("own"), two_sided.model(), family, record)
+    (series,) = _report._series(run, table, 3, 0.9, 0)
+    column, state = series.panels
+    for band, rows in ((state, slice(None)), (state.forecast, slice(-3, None))):
+        assert band is not None and band.hollow is not None
+        oracle = exact if rows == slice(None) else two_sided.posterior(3)
+        num_draws = 2000 if rows == slice(None) else 1000
+        for level, end in ((0.05, band.lower), (0.95, band.upper)):
+            expected = np.asarray(oracle.quantile(level))[rows, 0]
+            near = two_sided.tolerance(oracle, level, num_draws)[rows]
+            assert np.all(np.abs(end - expected) < near)
+        # Between the modes there is a hollow, within which the law has hardly any mass.
+        assert np.all((band.hollow.lower < -1.5) & (band.hollow.upper > 1.5))
+    assert column.hollow is None  # their squares have one mode
+    # Modes of weights 0.43 and 0.57: the median says nothing, and no line is drawn at it.
+    assert np.all(np.isnan(state.centre)) and not np.any(np.isnan(column.centre))
+    for end in (".png", ".svg"):
+        runs.plot(series.panels, tmp_path / f"two{end}", centre="median")
+    assert "smoothed median and 90% band" in (tmp_path / "two.svg").read_text()
+    content = runs.ReportContent("t", None, [], [], [series], centre="median")
+    page = runs.page(content)
+    (payload,) = re.findall(r'id="payload">(.*?)</script>', page)
+    of_column, shown = json.loads(payload)["series"][0]["panels"]
+    assert state.hollow is not None
+    np.testing.assert_allclose(shown["hollow"][0], state.hollow.lower, rtol=1e-4)
+    assert shown["forecast"]["hollow"] and "hollow" not in of_column
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda rng, shape: rng.normal(size=shape),
+        lambda rng, shape: rng.standard_t(3, size=shape),
+        lambda rng, shape: rng.exponential(size=shape),
+        lambda rng, shape: rng.uniform(size=shape),
+        lambda rng, shape: rng.poisson(2.0, size=shape).astype(float),
+        lambda rng, shape: np.zeros(shape),
+        lambda rng, shape: np.full(shape, 1e300) * rng.normal(size=shape),
+    ],
+)
+def test_one_mode_has_no_hollow(draw):
+    """1,000 draws of 200 laws each; in 10,000 rows of simulated ones at most 5 were found."""
+    draws = draw(np.random.default_rng(0), (1000, 200))
+    found = runs.Band.of_draws(np.arange(200), draws, 0.9)
+    assert found.hollow is None or np.isfinite(found.hollow.lower).sum() <= 1
+
+
+def test_memory_states_are_left_out_and_parameters_go_by_column(tmp_path, monkeypatch, capsys):
+    """A season of twelve months in numbers such as 200001, with uneven scales of its column."""
+    rng = np.random.default_rng(0)
+    months = [100 * year + month for year in range(2000, 2004) for month in range(1, 13)]
+    season = 3 * np.sin(np.arange(48) * np.pi / 6)
+    frame = pd.DataFrame({"date": months, "[red]infl": season + rng.normal(size=48)})
+    frame.to_csv(tmp_path / "infl.csv", index=False)
+    table = data.read(tmp_path / "infl.csv")
+    assert table.step == "1 month" and table.inserted == 0
+    monkeypatch.setattr(_learn, "MOST_STEPS_OF_EVIDENCE", 2)
+    run = runs.fit(table, models.resolve("seasonal"), tmp_path / "run")
+    assert run.spec.options == {"period": 12}
+    parameters = run.record["results"]["parameters"]
+    assert {"level_scale[[red]infl]", "prior.mean[season_lag10]"} <= set(parameters)
+    assert [runs.state_names(run)[i] for i in runs.shown_states(run)] == ["level", "season"]
+    assert len(runs.shown_states(run, every=True)) == 12
+    assert command(["info", str(run.path)]) == 0
+    said = capsys.readouterr().out
+    assert "seasonal (period=12)" in said and "level_scale[[red]infl]" in said
+    smooth = ["smooth", str(run.path), str(tmp_path / "infl.csv")]
+    assert command(smooth) == 0
+    shown = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    ends = ("mean", "std", "lower", "upper")
+    assert list(shown) == ["date", *(f"{s}_{end}" for s in ("level", "season") for end in ends)]
+    assert command([*smooth, "--all-states"]) == 0
+    assert len(pd.read_csv(io.StringIO(capsys.readouterr().out)).columns) == 1 + 4 * 12
+    (series,) = _report._series(run, table, 2, 0.9, 0)
+    assert [panel.title for panel in series.panels] == ["[red]infl", "level", "season"]
+    (every,) = _report._series(run, table, 0, 0.9, 0, all_states=True)
+    assert len(every.panels) == 13
+
+
+def test_the_unit_of_uneven_times_is_said(tmp_path, monkeypatch, capsys):
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.choice([2.0, 2.5, 7.1], size=30))
+    table = data.read({"t": times, "y": rng.normal(size=30)}, step_input=True)
+    spec = models.resolve("local_level").with_options(["irregular=true"])
+    monkeypatch.setattr(_learn, "MOST_STEPS_OF_EVIDENCE", 2)
+    run = runs.fit(table, spec, tmp_path / "run")
+    words = f"scales, slopes and rates are per step of {table.step_unit}, the median step"
+    assert command(["info", str(run.path)]) == 0
+    assert words in " ".join(capsys.readouterr().out.split())
+    nothing = runs.Check((runs.Finding("a thing", "some", "nothing", "unknown"),), "Well.")
+    assert words in runs.write_report(run, table, found=nothing).read_text()
+    assert runs.unit_in_words({"layout": {"step_input": False, "step_unit": None}}) == ""

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 import retrodict as rd
+import two_sided
 from retrodict._fit.batch import prepare_batch
 from retrodict._smooth import driver
 from retrodict._smooth import grade as grading
@@ -302,3 +305,37 @@ def test_other_misuse_is_refused():
     wrong = rd.smooth(LINEAR, np.zeros((N, 1)))
     with pytest.raises(TypeError, match="Pass its .family"):
         rd.smooth(LINEAR, np.zeros((N, 1)), family=wrong)
+
+
+@pytest.mark.parametrize("level", [0.05, 0.3, 0.95])
+def test_quantiles_of_two_modes_are_those_of_draws(level: float):
+    """Against a grid; a false alarm has a probability of 2e-9 per row."""
+    exact, found = two_sided.posterior(), two_sided.smoothed()
+    expected = np.asarray(exact.quantile(level))[:, 0]
+    near = two_sided.tolerance(exact, level, 1000)
+    quantiles = found.quantile(level)
+    assert quantiles.shape == found.mean.shape
+    assert np.all(np.abs(np.asarray(quantiles)[:, 0] - expected) < near)
+    # A Gaussian interval is elsewhere: modes at ±3 have a standard deviation of 3.
+    gaussian = found.mean[:, 0] + 1.645 * np.sqrt(found.covariance[:, 0, 0])
+    assert np.all(np.abs(gaussian - np.asarray(exact.quantile(0.95))[:, 0]) > 1.5)
+    # A batch has its axis after that of the levels; draws are the same in every call.
+    batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), eqx.filter(found, eqx.is_array))
+    batch = eqx.combine(batch, found)
+    assert batch.quantile([level, 0.5]).shape == (2, 2, *found.mean.shape)
+    np.testing.assert_array_equal(found.quantile(level), quantiles)
+
+
+def test_quantiles_of_a_linear_gaussian_posterior_are_exact():
+    ys = simulated(LINEAR)
+    found = rd.smooth(LINEAR, ys)
+    std = np.sqrt(np.asarray(found.covariance)[:, 0, 0])
+    expected = scipy.stats.norm.ppf(0.95, np.asarray(found.mean)[:, 0], std)
+    np.testing.assert_allclose(found.quantile(0.95)[:, 0], expected, rtol=1e-6)
+    assert found.quantile([[0.1, 0.9]]).shape == (1, 2, N, 1)
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, -0.5, np.nan])
+def test_quantile_refuses_what_is_no_probability(level: float):
+    with pytest.raises(ValueError, match="strictly between 0 and 1"):
+        two_sided.smoothed().quantile(level)

@@ -38,7 +38,7 @@ def written_run(path: Path, model: rd.StateSpaceModel, family: Any, name: str) -
     """A run as `fit` writes it, with a model that is far from what will come."""
     table = data.read({"year": np.arange(1871, 1881), "flow": np.arange(10.0)})
     path.mkdir()
-    (path / _record.TRAINING).write_text("stage,step,nats a row\nparameters,1,-6.0\n")
+    (path / _record.TRAINING).write_text("stage,step,nats per observed row\nparameters,1,-6.0\n")
     record = {
         "layout": table.layout,
         "options": {"family": None, "num_steps": 1, "seed": 0},
@@ -307,7 +307,7 @@ def test_what_is_learned_is_told(terminal: bool):
         assert bool(text.getvalue()) == terminal
         told(runs.Learned(2000, 3, -1.0, start, now))
     last = text.getvalue()
-    assert "2,000 rows (3 skipped); ELBO -1.0000 nats a row" in last
+    assert "2,000 rows (3 skipped); ELBO -1.0000 nats per observed row" in last
     for words in ("+50.0%", "-0.5") if terminal else ("a 3, b -0.5",):
         assert words in last
 

@@ -42,6 +42,7 @@ class Forecast(eqx.Module):
         state_mean_standard_error: of the shape of `state_mean`.
         state_covariance_standard_error: of the shape of `state_covariance`.
         gaussian: whether the observations are exactly Gaussian, so that quantiles are exact too.
+        gaussian_states: whether the states are exactly Gaussian.
     """
 
     states: Float[Array, "sample time state"]
@@ -55,13 +56,29 @@ class Forecast(eqx.Module):
     state_mean_standard_error: Float[Array, "time state"]
     state_covariance_standard_error: Float[Array, "time state state"]
     gaussian: bool = eqx.field(static=True)
+    gaussian_states: bool = eqx.field(static=True)
 
     def quantile(self, levels: Any) -> Float[Array, "level time obs"]:
-        """The quantiles of each observation: exact if `gaussian`, else those of the draws.
+        """Return the quantiles of each observation: exact if `gaussian`, else those of the draws.
 
         Args:
             levels: one level or a vector of them, each above zero and below one.
         """
+        return self._quantile(levels, self.mean, self.covariance, self.observations, self.gaussian)
+
+    def state_quantile(self, levels: Any) -> Float[Array, "level time state"]:
+        """Return the quantiles of each state: exact if `gaussian_states`, else those of the draws.
+
+        Args:
+            levels: one level or a vector of them, each above zero and below one.
+        """
+        return self._quantile(
+            levels, self.state_mean, self.state_covariance, self.states, self.gaussian_states
+        )
+
+    def _quantile(
+        self, levels: Any, mean: Array, covariance: Array, draws: Array, exact: bool
+    ) -> Array:
         if jnp.ndim(self.mean) != 2:
             raise ValueError(
                 f"This forecast holds a batch of series: its mean has shape {self.mean.shape}. Take"
@@ -72,10 +89,10 @@ class Forecast(eqx.Module):
             raise ValueError(f"levels must be a number or a vector, got shape {ps.shape}.")
         if is_concrete(ps) and not np.all((np.asarray(ps) > 0) & (np.asarray(ps) < 1)):
             raise ValueError(f"levels must lie above zero and below one, got {np.asarray(ps)}.")
-        if not self.gaussian:
-            return jnp.quantile(self.observations, ps, axis=0)
-        std = jnp.sqrt(jnp.diagonal(self.covariance, axis1=-2, axis2=-1))
-        return self.mean[None] + ndtri(ps)[:, None, None] * std[None]
+        if not exact:
+            return jnp.quantile(draws, ps, axis=0)
+        std = jnp.sqrt(jnp.diagonal(covariance, axis1=-2, axis2=-1))
+        return mean[None] + ndtri(ps)[:, None, None] * std[None]
 
 
 def forecast(
@@ -254,6 +271,7 @@ def _forecast(
         of_states.mean_standard_error,
         of_states.covariance_standard_error,
         moves and sees and isinstance(law, Gaussian),
+        moves and isinstance(law, Gaussian),
     )
 
 

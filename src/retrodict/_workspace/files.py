@@ -44,8 +44,10 @@ def as_csv(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> bytes:
 
 
 def as_json(tree: Any) -> bytes:
-    """Numbers as JSON, arrays as lists; what is no number is null."""
-    return (json.dumps(_plain(tree), indent=2, ensure_ascii=False) + "\n").encode()
+    """Return a tree as JSON in UTF-8: arrays as lists; non-finite values become null."""
+    text = json.dumps(_plain(tree), indent=2, ensure_ascii=False) + "\n"
+    # A name of a file need not be UTF-8; what stands for its bytes is written as JSON escapes it.
+    return text.encode("utf-8", "backslashreplace")
 
 
 def _plain(tree: Any) -> Any:

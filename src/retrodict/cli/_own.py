@@ -12,6 +12,7 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table as Grid
+from rich.text import Text
 
 from retrodict.cli._errors import UserError, cannot_write
 from retrodict.cli._job import (
@@ -48,6 +49,10 @@ OutFile = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")]
 Level = Annotated[
     float, typer.Option(min=0.01, max=0.999, help="The probability of the intervals.")
+]
+AllStates = Annotated[
+    bool,
+    typer.Option("--all-states", help="Show states that only hold earlier values of others, too."),
 ]
 ComingTimes = Annotated[
     Path | None,
@@ -190,6 +195,9 @@ def fit(
         }
         layout = spec.data | {key: value for key, value in given.items() if value is not None}
         table = data.read_shared(source, **layout)
+        spec, words = runs.with_period(spec, table)
+        if words and speaks:
+            typer.echo(words, err=True)
         if isinstance(table, data.SharedTable) and speaks:
             typer.echo(f"Each process reads its share of {table.num_series} series.", err=True)
         if dry_run:
@@ -230,6 +238,8 @@ def _number_or_text(text: str | None) -> Any:
 
 
 def _say_dry_run(table: Any, spec: Any, as_json: bool) -> None:
+    from retrodict import runs
+
     if as_json:
         found = {
             "table": table.described(),
@@ -237,14 +247,14 @@ def _say_dry_run(table: Any, spec: Any, as_json: bool) -> None:
             "model": spec.to_dict(),
             "options": spec.all_options(),
         }
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False, default=str))
+        typer.echo(_as_json(found))
         return
     typer.echo(f"model: {spec.reference}")
     for name, value in spec.all_options().items():
         shown = str(value).lower() if isinstance(value, bool) else value
         typer.echo(f"option {name}: {shown}{'' if name in spec.options else ' (default)'}")
     for line in table.described():
-        typer.echo(line)
+        typer.echo(runs.visible(line))
 
 
 def smooth(
@@ -256,14 +266,16 @@ def smooth(
     ] = False,
     overwrite: Overwrite = False,
     level: Level = 0.9,
+    all_states: AllStates = False,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Smooth a table: the hidden states of each row given all rows.
 
-    One line a row with the mean, standard deviation and interval of each state. With --imputed also
-    of each column: as it was where it was seen, with a deviation of 0, and where it is missing what
-    it may have been, by 1,000 draws.
+    One line per row with the mean, standard deviation and interval of each state. Intervals are
+    exact where the posterior is Gaussian, and else lie between quantiles of draws. With --imputed
+    also of each column: as it was where it was seen, with a deviation of 0, and where it is missing
+    what it may have been, by 1,000 draws.
     """
     from retrodict import data, runs
 
@@ -271,15 +283,23 @@ def smooth(
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
         found = runs.smooth(opened, table, seed=seed)
-        names = runs.state_names(opened)
         missing = int(table.length.sum()) * len(table.names) - int(table.mask.sum())
         draws = None
         if imputed:
             draws = runs.impute(opened, table, NUM_IMPUTED, seed=seed)
         elif missing:
             typer.echo(f"{missing} values are missing; --imputed fills them in.", err=True)
-        shown = {"level": level, "state_names": names, "observations": draws}
+        shown = {"level": level, "observations": draws, **_states(opened, all_states)}
         _put(table, found, out, overwrite, as_json, **shown)
+
+
+def _states(run: Any, every: bool) -> dict[str, list[str]]:
+    """The names of all states, and of those that are shown."""
+    from retrodict import runs
+
+    names = runs.state_names(run)
+    shown = [names[place] for place in runs.shown_states(run, every=every)]
+    return {"state_names": names, "shown_states": shown}
 
 
 def forecast(
@@ -296,6 +316,7 @@ def forecast(
     out: OutFile = None,
     overwrite: Overwrite = False,
     level: Level = 0.9,
+    all_states: AllStates = False,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -309,8 +330,8 @@ def forecast(
         if not count:
             raise UserError("say how many rows to forecast: --steps K, or --at FILE")
         found = runs.forecast(opened, table, count, seed=seed, **coming)
-        names, times = runs.state_names(opened), coming["times"]
-        _put(table, found, out, overwrite, as_json, level=level, state_names=names, times=times)
+        shown = {"level": level, "times": coming["times"], **_states(opened, all_states)}
+        _put(table, found, out, overwrite, as_json, **shown)
 
 
 def _coming(
@@ -343,7 +364,6 @@ def _put(
     from retrodict import data
 
     if out is not None and out.suffix.lower() == ".nc":
-        options.pop("level")
         dataset = data.to_xarray(table, found, **options)
         data.write(dataset, out, overwrite=overwrite)
     else:
@@ -386,7 +406,8 @@ def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = Fa
     for heading in ("what", "found", "verdict", "what it means"):
         grid.add_column(heading)
     for finding in found.findings:
-        grid.add_row(finding.name, finding.value, finding.verdict, finding.meaning)
+        texts = (finding.name, str(finding.value), finding.verdict, finding.meaning)
+        grid.add_row(*(Text(runs.visible(text)) for text in texts))
     Console().print(grid)
     typer.echo(found.verdict)
 
@@ -404,6 +425,7 @@ def plot(
         str | None, typer.Option(help="Which of several series.", show_default="the first")
     ] = None,
     level: Level = 0.9,
+    all_states: AllStates = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
@@ -421,7 +443,8 @@ def plot(
         place = 0 if series is None else names.index(series)
         try:
             count, coming = _coming(opened, table, steps, at, future)
-            drawn = {"steps": count, "level": level, "seed": seed, "series": place}
+            drawn: dict[str, Any] = {"steps": count, "level": level, "seed": seed, "series": place}
+            drawn["all_states"] = all_states
             runs.draw(opened, table, out, **drawn, **coming)
         except OSError as error:
             raise UserError(cannot_write(error, out)) from error
@@ -524,12 +547,12 @@ def _say_run(record: Mapping[str, Any], as_json: bool) -> None:
     from retrodict import runs
 
     if as_json:
-        typer.echo(json.dumps(record, indent=2, ensure_ascii=False))
+        typer.echo(_as_json(record))
         return
     results = record["results"]
-    typer.echo(f"model: {record['model']['reference']}")
+    typer.echo(f"model: {record['model']['reference']}{_chosen(record)}")
     for line in record["data"]["described"]:
-        typer.echo(line)
+        typer.echo(runs.visible(line))
     typer.echo(f"smoothing: {results['method']}; {runs.likelihood_in_words(results)}")
     grid = Grid(box=SIMPLE, pad_edge=False)
     for heading in ("parameter", "value", "standard error", "90% interval"):
@@ -537,9 +560,27 @@ def _say_run(record: Mapping[str, Any], as_json: bool) -> None:
             heading, justify="left" if heading == "parameter" else "right", overflow="fold"
         )
     for name, found in runs.parameter_lines(results):
-        grid.add_row(name, *_cells(found))
+        grid.add_row(Text(runs.visible(name)), *_cells(found))  # a name in brackets is no style
     Console().print(grid)
-    typer.echo(results["uncertainty"])
+    if unit := runs.unit_in_words(record):
+        typer.echo(unit)
+    typer.echo(runs.visible(results["uncertainty"]))
+
+
+def _as_json(tree: Any) -> str:
+    """JSON for standard output; what stands for bytes that are not UTF-8 is escaped."""
+    text = json.dumps(tree, indent=2, ensure_ascii=False, default=str)
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _chosen(record: Mapping[str, Any]) -> str:
+    """The options of the model of a run, those that were found in the data included."""
+    options = record["model"]["model"].get("options") or {}
+    texts = [
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in options.items()
+    ]
+    return f" ({', '.join(texts)})" if texts else ""
 
 
 def _cells(found: dict[str, Any]) -> tuple[str, str, str]:

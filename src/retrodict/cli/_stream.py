@@ -172,7 +172,7 @@ class Telling:
 
 def _head(learned: "Learned") -> str:
     skipped = f" ({learned.skipped:,} skipped)" if learned.skipped else ""
-    return f"{learned.rows:,} rows{skipped}; ELBO {learned.elbo:.4f} nats a row"
+    return f"{learned.rows:,} rows{skipped}; ELBO {learned.elbo:.4f} nats per observed row"
 
 
 def _moved(start: float, now: float) -> str:

@@ -6,6 +6,7 @@ from retrodict.data._live import LiveReader as LiveReader
 from retrodict.data._live import Rows as Rows
 from retrodict.data._reader import read as read
 from retrodict.data._reader import read_times as read_times
+from retrodict.data._results import gaussian_ends as gaussian_ends
 from retrodict.data._results import like as like
 from retrodict.data._results import to_frame as to_frame
 from retrodict.data._results import to_xarray as to_xarray

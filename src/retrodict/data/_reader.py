@@ -11,7 +11,7 @@ from retrodict.data._errors import DataError, listed
 from retrodict.data._identifiers import grouped
 from retrodict.data._objects import to_source
 from retrodict.data._source import ROW_NAMES, Source
-from retrodict.data._stamps import find_time, stamps
+from retrodict.data._stamps import find_code, find_time, stamps
 from retrodict.data._steps import (
     MOST_INSERTED,
     Step,
@@ -79,7 +79,8 @@ def read(
             1 in the first row.
         step_unit: what counts as 1 in that input; the median step by default. Times on a grid count
             in steps of the grid.
-        time_format: how dates are written, as `"%d/%m/%Y"`; ISO 8601 by default.
+        time_format: how dates are written, as `"%d/%m/%Y"`; ISO 8601 by default. Whole numbers such
+            as 200001 or 20000131 are recognised as dates, unless `freq` is a number.
         pad_to: the number of rows to pad to, or `"bucket"`: the next power of two up to 64, the
             next multiple of 64 beyond. By default the length of the longest series.
 
@@ -111,6 +112,10 @@ def read(
     _check_filled(table, wanted, ys, driving, us)
 
     identifiers, groups = grouped(table, apart)
+    if time_name is not None and time_format is None and (freq is None or isinstance(freq, str)):
+        time_format = find_code(table, time_name)
+        if time_format is not None:
+            notes.append(f"times read as dates by the format {time_format}; as numbers with freq=1")
     stamp = None if time_name is None else stamps(table, time_name, time_format)
     groups, times = _sorted(table, time_name, stamp, groups, bool(apart), notes)
     step = _step(table, times, freq, step_input)

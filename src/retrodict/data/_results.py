@@ -25,6 +25,8 @@ def to_xarray(
     future: bool | None = None,
     times: Sequence[np.ndarray] | None = None,
     state_names: Sequence[str] | None = None,
+    shown_states: Sequence[str] | None = None,
+    level: float | None = None,
     attributes: Mapping[str, str | int | float] | None = None,
 ) -> Any:
     """Moments and draws as a dataset with named dimensions.
@@ -53,11 +55,16 @@ def to_xarray(
             of the table; by default for forecasts alone.
         times: of those rows, one array a series, where the table is irregular: see `read_times`.
         state_names: names of the coordinates of the state; `x0`, `x1`, ... by default.
+        shown_states: the names of those to keep; all by default.
+        level: the probability of the central interval of the states, whose ends are added as
+            `lower` and `upper`: by the `quantile` of the result if it has one, else by those of
+            `states`, else by those of a Gaussian law with this mean and covariance.
         attributes: further attributes of the dataset.
 
     Returns:
-        An xarray Dataset with those of `mean`, `std`, `covariance`, `mean_standard_error`,
-        `states` and `observations` that there are; or `observed` and `inputs`.
+        An xarray Dataset with those of `mean`, `std`, `lower`, `upper`, `covariance`,
+        `mean_standard_error`, `states` and `observations` that there are; or `observed` and
+        `inputs`.
 
     Raises:
         ValueError: if a shape does not fit the table.
@@ -76,6 +83,8 @@ def to_xarray(
         )
     if future is None:
         future = _is_forecast(result)
+    if level is not None:
+        parts |= _interval(result, parts, level)
     if not parts:
         parts = {"observed": table.ys}
         if table.inputs is not None:
@@ -100,14 +109,21 @@ def to_xarray(
     variables = {
         key: _variable(table, key, arrays[key], length) for key in DIMENSIONS if key in arrays
     }
-    return optional("xarray").Dataset(
-        variables, coords=coordinates, attrs=_attributes(result) | dict(attributes or {})
+    known = _attributes(result) | ({} if level is None else {"level": level})
+    dataset = optional("xarray").Dataset(
+        variables, coords=coordinates, attrs=known | dict(attributes or {})
     )
+    if shown_states is None:
+        return dataset
+    kept = {name: list(shown_states) for name in ("state", OTHER_STATE) if name in dataset.dims}
+    return dataset.sel(kept)
 
 
 DIMENSIONS = {
     "mean": ("time", "state"),
     "std": ("time", "state"),
+    "lower": ("time", "state"),
+    "upper": ("time", "state"),
     "covariance": ("time", "state", OTHER_STATE),
     "mean_standard_error": ("time", "state"),
     "states": ("sample", "time", "state"),
@@ -148,6 +164,47 @@ def _parts_of(result: Any) -> dict[str, Any]:
         return known | {"states": result.states, "observations": result.observations}
     names = ("mean", "covariance", "mean_standard_error")
     return {name: getattr(result, name) for name in names if hasattr(result, name)}
+
+
+def _interval(result: Any, parts: Mapping[str, Any], level: float) -> dict[str, np.ndarray]:
+    """The ends of the central interval of each state; nothing if nothing is known of states."""
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level must lie between 0 and 1, got {level}.")
+    ends = (0.5 - level / 2, 0.5 + level / 2)
+    if _is_forecast(result):
+        gaussian = getattr(result, "gaussian_states", False)
+    else:
+        gaussian = "states" not in parts
+        if hasattr(result, "quantile"):
+            found = [_quantile(result, end) for end in ends]
+            return dict(zip(("lower", "upper"), found, strict=True))
+    if not gaussian and "states" in parts:
+        found = np.quantile(np.asarray(parts["states"]), ends, axis=-3)
+    elif "mean" in parts and "covariance" in parts:
+        found = gaussian_ends(parts["mean"], parts["covariance"], level)
+    else:
+        return {}
+    return dict(zip(("lower", "upper"), found, strict=True))
+
+
+def _quantile(result: Any, probability: float) -> np.ndarray:
+    """The quantile of the states of a result of one series, or of a batch."""
+    if np.ndim(result.mean) == 2 or hasattr(result, "draw_key"):
+        return np.asarray(result.quantile(probability))
+    return np.asarray(optional("jax").vmap(lambda one: one.quantile(probability))(result))
+
+
+def gaussian_ends(mean: Any, covariance: Any, level: float) -> np.ndarray:
+    """The ends of the central intervals of Gaussian laws, on a leading axis.
+
+    Args:
+        mean: of shape `(..., d)`.
+        covariance: of shape `(..., d, d)`.
+        level: the probability of the interval.
+    """
+    diagonal = np.diagonal(np.asarray(covariance), axis1=-2, axis2=-1)
+    reach = NormalDist().inv_cdf(0.5 + level / 2) * np.sqrt(np.maximum(diagonal, 0.0))
+    return np.stack([np.asarray(mean) - reach, np.asarray(mean) + reach])
 
 
 def _with_batch(table: Table, key: str, array: np.ndarray) -> np.ndarray:
@@ -257,9 +314,10 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
 
     For each coordinate of the state, and each observed column of which there are draws, the columns
     `NAME_mean`, `NAME_std`, `NAME_lower` and `NAME_upper`. The last two bound the central interval
-    of probability `level`: quantiles of draws where there are any, and otherwise, as for forecasts
-    that are exactly Gaussian, those of a Gaussian law. Without any result, the observations, and
-    inputs, of the table itself.
+    of probability `level`. They are exact quantiles where the law is Gaussian, and else quantiles
+    of draws: a posterior with two modes has no use for its mean and deviation. Only where nothing
+    but `mean` and `covariance` is given is the law taken to be Gaussian. Without any result, the
+    observations, and inputs, of the table itself.
 
     Example:
         >>> import numpy as np, retrodict as rd
@@ -280,11 +338,11 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
     pandas = optional("pandas")
     if not 0.0 < level < 1.0:
         raise ValueError(f"to_frame expects a level between 0 and 1, got {level}.")
-    dataset = to_xarray(table, result, **options)
+    dataset = to_xarray(table, result, level=level, **options)
     apart = "series" in dataset.dims
     columns = _summaries(dataset if apart else dataset.expand_dims("series"), level)
     if hasattr(result, "gaussian"):
-        columns |= _of_forecast(dataset, result, level)
+        columns |= _of_forecast(table, result, level)
     rows = dataset.sizes["time"]
     future = options.get("future")
     future = _is_forecast(result) if future is None else future
@@ -309,38 +367,28 @@ def _summaries(dataset: Any, level: float) -> dict[str, np.ndarray]:
         if key in dataset:
             for name in dataset[names].values:
                 columns |= _of_draws(str(name), dataset[key].sel({names: name}), level)
-    if "mean" in dataset:
-        for name in dataset["state"].values:
-            mean = _by_series(dataset["mean"].sel(state=name))
-            columns[f"{name}_mean"] = mean
-            if "std" in dataset:
-                std = _by_series(dataset["std"].sel(state=name))
-                columns[f"{name}_std"] = std
-                if "states" not in dataset:
-                    reach = NormalDist().inv_cdf(0.5 + level / 2) * std
-                    columns[f"{name}_lower"] = mean - reach
-                    columns[f"{name}_upper"] = mean + reach
+    known = [what for what in ("mean", "std", "lower", "upper") if what in dataset]
+    for name in dataset["state"].values if known else ():
+        for what in known:
+            columns[f"{name}_{what}"] = _by_series(dataset[what].sel(state=name))
     return columns
 
 
-def _of_forecast(dataset: Any, result: Any, level: float) -> dict[str, np.ndarray]:
-    """Moments that a forecast has itself, exact or averaged, in place of those of its draws."""
-    reach = NormalDist().inv_cdf(0.5 + level / 2)
-    columns: dict[str, np.ndarray] = {}
-    for names, mean, covariance in (
-        ("state", result.state_mean, result.state_covariance),
-        ("obs", result.mean, result.covariance),
-    ):
-        means = np.asarray(mean)
-        std = np.sqrt(np.maximum(np.diagonal(np.asarray(covariance), axis1=-2, axis2=-1), 0.0))
-        if means.ndim == 2:
-            means, std = means[None], std[None]
-        for i, name in enumerate(dataset[names].values):
-            columns[f"{name}_mean"], columns[f"{name}_std"] = means[..., i], std[..., i]
-            if result.gaussian:
-                columns[f"{name}_lower"] = means[..., i] - reach * std[..., i]
-                columns[f"{name}_upper"] = means[..., i] + reach * std[..., i]
-    return columns
+def _of_forecast(table: Table, result: Any, level: float) -> dict[str, np.ndarray]:
+    """Moments of observations that a forecast has itself, in place of those of its draws."""
+    mean, covariance = (
+        np.asarray(part) if np.ndim(result.mean) == 3 else np.asarray(part)[None]
+        for part in (result.mean, result.covariance)
+    )
+    std = np.sqrt(np.maximum(np.diagonal(covariance, axis1=-2, axis2=-1), 0.0))
+    found = {"mean": mean, "std": std}
+    if result.gaussian:
+        found["lower"], found["upper"] = gaussian_ends(mean, covariance, level)
+    return {
+        f"{name}_{what}": values[..., i]
+        for i, name in enumerate(table.names)
+        for what, values in found.items()
+    }
 
 
 def _by_series(variable: Any) -> np.ndarray:

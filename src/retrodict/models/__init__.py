@@ -1,5 +1,7 @@
 """Ready models, models from files, and parameters by name."""
 
+from retrodict.models._coordinates import entry_name as entry_name
+from retrodict.models._coordinates import is_memory as is_memory
 from retrodict.models._coordinates import state_names as state_names
 from retrodict.models._counts import binomial_counts as binomial_counts
 from retrodict.models._counts import negative_binomial_counts as negative_binomial_counts

@@ -1,5 +1,6 @@
-"""What the coordinates of a state are, in a word each."""
+"""What the coordinates of a state and the entries of parameters are, in a word each."""
 
+import re
 from collections.abc import Sequence
 
 from retrodict._model import StateSpaceModel
@@ -53,6 +54,66 @@ def state_names(model: StateSpaceModel, columns: Sequence[str] = ("y",)) -> list
         names = [f"state{i}" for i in range(count)]
     # A column of that name is another thing, and both stand in one table.
     return [f"{name}_state" if name in columns else name for name in names]
+
+
+MEMORY = re.compile(r"(season|signal)_lag\d+")
+
+
+def is_memory(model: StateSpaceModel) -> list[bool]:
+    """Return, for each coordinate of the state, whether it only holds an earlier value of another.
+
+    Such coordinates make a model of several lags one of a single lag: the seasons of the last rows
+    in `seasonal`, the earlier values in `autoregressive`. No other model is known to have any.
+
+    Example:
+        >>> import retrodict as rd
+        >>> rd.models.is_memory(rd.models.seasonal(period=4))
+        [False, False, True, True]
+
+    Args:
+        model: any model.
+    """
+    equation = getattr(model.transition, "fn", None)
+    parts = _parts(equation) if isinstance(equation, AbstractColumns) else []
+    if not parts or model.state_dim % len(parts):
+        return [False] * model.state_dim
+    return [MEMORY.fullmatch(part) is not None for part in parts] * (model.state_dim // len(parts))
+
+
+NOT_BY_COLUMN = ("dynamics", "state_scale")
+"""Parameters of ready models that belong to states, and not to columns."""
+
+
+def entry_name(
+    model: StateSpaceModel, name: str, index: tuple[int, ...], columns: Sequence[str]
+) -> str:
+    """Return the name of one entry of a parameter, by the column or the state that it belongs to.
+
+    Entries of models that are not ready ones go by their index.
+
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.models.seasonal(period=4, obs_dim=2)
+        >>> rd.models.entry_name(model, "level_scale", (1,), ["infl", "gdp"])
+        'level_scale[gdp]'
+        >>> rd.models.entry_name(model, "prior.mean", (1,), ["infl", "gdp"])
+        'prior.mean[infl_season]'
+
+    Args:
+        model: any model.
+        name: a name of `named_parameters`.
+        index: the place of the entry in the parameter; empty if it is a single number.
+        columns: the names of the observed columns.
+    """
+    if not index:
+        return name
+    words = [str(place) for place in index]
+    if isinstance(getattr(model.transition, "fn", None), AbstractEquation):
+        if name.startswith("prior.") and len(index) == 1:
+            words = [state_names(model, columns)[index[0]]]
+        elif "." not in name and name not in NOT_BY_COLUMN and index[0] < len(columns):
+            words[0] = columns[index[0]]
+    return f"{name}[{','.join(words)}]"
 
 
 def _parts(equation: AbstractEquation) -> list[str]:

@@ -14,20 +14,25 @@ if TYPE_CHECKING:
     from retrodict.runs._content import Band as Band
     from retrodict.runs._content import Curve as Curve
     from retrodict.runs._content import Diagnostic as Diagnostic
+    from retrodict.runs._content import Hollow as Hollow
     from retrodict.runs._content import ParameterLine as ParameterLine
     from retrodict.runs._content import ReportContent as ReportContent
     from retrodict.runs._content import Series as Series
     from retrodict.runs._content import SeriesPanel as SeriesPanel
+    from retrodict.runs._content import visible as visible
     from retrodict.runs._folder import RunError as RunError
     from retrodict.runs._folder import likelihood_in_words as likelihood_in_words
     from retrodict.runs._folder import parameter_lines as parameter_lines
     from retrodict.runs._folder import read_record as read_record
+    from retrodict.runs._folder import unit_in_words as unit_in_words
     from retrodict.runs._learn import finished_before as finished_before
     from retrodict.runs._learn import fit as fit
     from retrodict.runs._learn import num_stages as num_stages
     from retrodict.runs._learn import starting_model as starting_model
+    from retrodict.runs._learn import with_period as with_period
     from retrodict.runs._learning import Learned as Learned
     from retrodict.runs._learning import Learning as Learning
+    from retrodict.runs._names import shown_states as shown_states
     from retrodict.runs._names import state_names as state_names
     from retrodict.runs._page import page as page
     from retrodict.runs._plot import plot as plot

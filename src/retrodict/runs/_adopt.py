@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def adopt(
         out: the folder of the new run, which must not exist.
         learning: how it was learned.
         num_rows: from how many rows.
-        nats_a_row: the ELBO a row at the end.
+        nats_a_row: the ELBO per observed row at the end.
         last: the time of the last row, as it is written.
 
     Returns:
@@ -73,7 +74,7 @@ def adopt(
         "results": {
             **results,
             "nats_a_row": nats_a_row,
-            "parameters": entries_of(model),
+            "parameters": entries_of(model, run.layout["columns"]),
             "uncertainty": f"No standard errors: the parameters were {words}.",
         },
         "learned": {"from": run.record["files"], "settings": learning.settings, "rows": num_rows},
@@ -102,12 +103,17 @@ def as_before(before: rd.StateSpaceModel, learned: rd.StateSpaceModel) -> rd.Sta
     return models.with_parameters(before, {name: values[name] for name in names})
 
 
-def entries_of(model: rd.StateSpaceModel) -> dict[str, Any]:
-    """The parameters entry by entry as a record holds them, those that are learned first."""
+def entries_of(model: rd.StateSpaceModel, columns: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters entry by entry as a record holds them, those that are learned first.
+
+    Args:
+        model: the model.
+        columns: the names of the observed columns.
+    """
     learned = models.named_parameters(model)
     every = models.named_parameters(model, fixed=True)
     return {
-        f"{name}[{','.join(map(str, index))}]" if index else name: {
+        models.entry_name(model, name, index, columns): {
             "value": float(every[name][index]),
             "learned": name in learned,
         }

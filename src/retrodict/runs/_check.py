@@ -173,7 +173,7 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
             found.append(rd.check_posterior(own, run.model, chain, num_samples=count, **one))
         except FloatingPointError as error:
             return [Finding("comparison with a particle smoother", "failed", str(error), "bad")]
-    rows = [int(k) for k in table.length]
+    rows = [max(1, int(mask.any(axis=1).sum())) for mask in table.mask]
     gaps = np.array([float(each.gap) / n for each, n in zip(found, rows, strict=True)])
     shapes = np.array([float(each.k_hat) for each in found])
     messages = [message for each in found for message in each.messages]
@@ -185,7 +185,7 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
         ]
     )
     off: Verdict = "good" if gaps.max() < 0.02 else "doubtful" if gaps.max() < 0.2 else "bad"
-    meaning = "an estimate of how far the posterior is off: KL(q ‖ posterior) a row"
+    meaning = "an estimate of how far the posterior is off: KL(q ‖ posterior) per observed row"
     if off == "good" and np.any(gaps < -4 * errors - 1e-3):
         # No ELBO is above the evidence: the particles have lost what explains the data.
         off, meaning = (
@@ -196,7 +196,8 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
     return [
         Finding(
             "gap of the ELBO to the particle evidence",
-            f"{gaps[worst]:.4f} ± {errors[worst]:.4f} nats a row, largest of {len(found)}",
+            f"{gaps[worst]:.4f} ± {errors[worst]:.4f} nats per observed row, largest of"
+            f" {len(found)}",
             meaning,
             off,
         ),

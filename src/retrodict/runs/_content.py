@@ -1,5 +1,6 @@
 """What the report of a run says, as plain arrays and strings: no model, no JAX."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,24 +11,58 @@ Verdict = Literal["good", "doubtful", "bad", "unknown"]
 
 
 @dataclass(frozen=True)
-class Band:
-    """A mean over time within a band.
+class Hollow:
+    """The part of a band that hardly any draw visits: between two modes.
 
     Attributes:
-        times: `(time,)`, dates (`datetime64`) or numbers, increasing.
-        mean: `(time,)`.
-        lower: `(time,)`, the lower end of the band.
-        upper: `(time,)`, the upper end of the band.
+        lower: `(time,)`, where it begins; NaN in rows with one mode.
+        upper: `(time,)`, where it ends.
     """
 
-    times: np.ndarray
-    mean: np.ndarray
     lower: np.ndarray
     upper: np.ndarray
 
+
+@dataclass(frozen=True)
+class Band:
+    """A centre over time within a band.
+
+    Attributes:
+        times: `(time,)`, dates (`datetime64`) or numbers, increasing.
+        centre: `(time,)`, a mean or a median.
+        lower: `(time,)`, the lower end of the band.
+        upper: `(time,)`, the upper end of the band.
+        hollow: what lies between two modes, or None.
+    """
+
+    times: np.ndarray
+    centre: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+    hollow: Hollow | None = None
+
     def __post_init__(self):
         _check_times(self.times)
-        _check_rows(self, ("mean", "lower", "upper"))
+        _check_rows(self, ("centre", "lower", "upper"))
+
+    @staticmethod
+    def of_draws(times: np.ndarray, draws: np.ndarray, level: float) -> "Band":
+        """Return the band between quantiles of draws, around their median.
+
+        Args:
+            times: `(time,)`.
+            draws: `(sample, time)`.
+            level: the probability within the band.
+        """
+        ends = (0.5 - level / 2, 0.5, 0.5 + level / 2)
+        lower, centre, upper = np.quantile(draws, ends, axis=0)
+        hollow = find_hollow(draws, lower, upper)
+        if hollow is not None:
+            # Between modes of about equal weight the median is anywhere, and says nothing.
+            share = np.mean(draws < hollow.lower, axis=0)
+            torn = ~np.isnan(hollow.lower) & (np.abs(share - 0.5) < 1 / 6)
+            centre = np.where(torn, np.nan, centre)
+        return Band(times, centre, lower, upper, hollow)
 
 
 @dataclass(frozen=True)
@@ -37,26 +72,28 @@ class SeriesPanel:
     Attributes:
         title: the name of the column or of the state.
         times: `(time,)`, dates (`datetime64`) or numbers, increasing.
-        mean: `(time,)`, the smoothed mean; NaN where there is none.
+        centre: `(time,)`, the smoothed mean or median; NaN where there is none.
         lower: `(time,)`, the lower end of its band.
         upper: `(time,)`, the upper end of its band.
         observed: `(time,)`, what was observed, NaN where nothing was; None for a state.
         missing: `(time,)`, true where an observation is missing; None: where `observed` is NaN.
         forecast: what comes after the last row, or None.
+        hollow: what lies between two modes, or None.
     """
 
     title: str
     times: np.ndarray
-    mean: np.ndarray
+    centre: np.ndarray
     lower: np.ndarray
     upper: np.ndarray
     observed: np.ndarray | None = None
     missing: np.ndarray | None = None
     forecast: Band | None = None
+    hollow: Hollow | None = None
 
     def __post_init__(self):
         _check_times(self.times)
-        _check_rows(self, ("mean", "lower", "upper", "observed", "missing"))
+        _check_rows(self, ("centre", "lower", "upper", "observed", "missing"))
         if self.forecast is not None and is_dated(self.forecast.times) != is_dated(self.times):
             raise ValueError(
                 f"The times of a panel and of its forecast must both be dates or both be numbers; "
@@ -162,6 +199,7 @@ class ReportContent:
         series: the pictures; a page holds the first `MAX_SERIES` of them.
         level: the probability within the bands and the intervals.
         band: what the bands hold, in a sentence.
+        centre: what the lines within them are: "mean" or "median".
         parameters: the parameters of the model.
         parameters_method: how their uncertainty was found.
         training: the curves of training; empty where nothing was trained.
@@ -179,6 +217,7 @@ class ReportContent:
     series: Sequence[Series]
     level: float = 0.9
     band: str = ""
+    centre: Literal["mean", "median"] = "mean"
     parameters: Sequence[ParameterLine] = ()
     parameters_method: str = ""
     training: Sequence[Curve] = ()
@@ -193,9 +232,82 @@ class ReportContent:
             raise ValueError(f"level must lie between 0 and 1, such as 0.9; it is {self.level}.")
 
 
+def sides(band: Band | SeriesPanel) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the parts of a band as pairs of ends: the whole of it, or both sides of its hollow.
+
+    In rows with one mode the two sides touch, at the centre.
+    """
+    if band.hollow is None:
+        return [(band.lower, band.upper)]
+    whole = np.isnan(band.hollow.lower)
+    below = np.where(whole, band.centre, band.hollow.lower)
+    above = np.where(whole, band.centre, band.hollow.upper)
+    return [(band.lower, below), (above, band.upper)]
+
+
+SHALLOW = 0.4
+"""A valley is a hollow if the density in it is below this share of the lower peak beside it."""
+
+FEWEST_IN_WINDOW, WINDOWS = 50, 20
+"""Draws over which a density is averaged: one in `WINDOWS`, and at least so many."""
+
+
+def find_hollow(draws: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> Hollow | None:
+    """Return where draws leave a gap between two modes; None if all rows have one mode.
+
+    The density at a draw is the inverse of the distance between its neighbours on both sides, half
+    a window away. A valley counts if the density in it is below `SHALLOW` times both that of a peak
+    before it and that of a peak after it. Counts, of which many are equal, have no hollow.
+
+    Args:
+        draws: `(sample, time)`.
+        lower: `(time,)`, the lower end of the band.
+        upper: `(time,)`, the upper end of the band; a hollow lies within.
+    """
+    half = max(FEWEST_IN_WINDOW, draws.shape[0] // WINDOWS) // 2
+    if draws.shape[0] < 6 * half or not np.all(np.isfinite(draws)):
+        return None
+    ordered = np.sort(draws, axis=0)
+    width = ordered[2 * half :] - ordered[: -2 * half]
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        density = 1 / width
+        before = np.maximum.accumulate(density, axis=0)
+        after = np.maximum.accumulate(density[::-1], axis=0)[::-1]
+        depth = density / np.minimum(before, after)
+    columns = np.arange(draws.shape[1])
+    deepest = np.argmin(np.where(np.isnan(depth), 1.0, depth), axis=0)
+    # All windows over a gap after draw g have low densities: those that begin at g − 2 half + 1
+    # to g. A valley that is not empty has more of them, and lies between the same two draws.
+    rank = np.arange(len(density))[:, None]
+    high = density >= SHALLOW * np.minimum(before, after)[deepest, columns]
+    first = np.max(np.where(high & (rank < deepest), rank, -1), axis=0) + 1
+    last = np.min(np.where(high & (rank > deepest), rank, len(density)), axis=0) - 1
+    middle = (first + last) // 2 + half
+    begin = ordered[np.minimum(first + 2 * half - 1, middle), columns]
+    end = ordered[np.maximum(last + 1, middle + 1), columns]
+    found = (depth[deepest, columns] < SHALLOW) & (width.min(axis=0) > 0)
+    found &= (begin > lower) & (end < upper)
+    if not found.any():
+        return None
+    return Hollow(np.where(found, begin, np.nan), np.where(found, end, np.nan))
+
+
 def is_dated(times: np.ndarray) -> bool:
     """Whether times are dates rather than numbers."""
     return times.dtype.kind == "M"
+
+
+NOT_TEXT = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+"""Control characters, changes of direction, halves of characters, and codes of no character."""
+
+
+def visible(text: str) -> str:
+    """Return a name as it can be shown: spaces for white space, and a mark for what is not text.
+
+    Names come from files. A bell or half a character would break a page or a picture, and a mark
+    of direction would turn the words after it around.
+    """
+    return NOT_TEXT.sub(lambda found: " " if found[0].isspace() else "\ufffd", text)
 
 
 def percent(level: float) -> str:

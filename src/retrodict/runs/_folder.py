@@ -83,7 +83,7 @@ def likelihood_in_words(results: Mapping[str, Any]) -> str:
     what = "log-likelihood" if exact else "ELBO, a lower bound of the log-likelihood,"
     if results["nats_a_row"] is None:
         return f"{what} –"
-    words = f"{results['nats_a_row']:.4f} nats a row"
+    words = f"{results['nats_a_row']:.4f} nats per observed row"
     if "total" in results:
         rows = f"{results['rows_observed']} of {results['rows']} rows observed"
         words = f"{results['total']:.2f} in all, {words} ({rows})"
@@ -97,18 +97,34 @@ def parameter_lines(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any
         results: those of the record of a run.
     """
     lines: list[tuple[str, dict[str, Any]]] = []
-    first = last = None
+    owner = first = None
     for name, found in results["parameters"].items():
-        at = re.fullmatch(r"(.*)\[(\d+)\]", name)
-        here = None if at is None else (at[1], int(at[2]))
-        if here and lines and lines[-1][1] == found and not found["learned"]:
-            if first and last == (here[0], here[1] - 1):
-                lines[-1] = (f"{here[0]}[{first[1]}..{here[1]}]", found)
-                last = here
-                continue
+        at = _BY_INDEX.fullmatch(name) or _BY_NAME.fullmatch(name)
+        if at and at[1] == owner and lines[-1][1] == found and not found["learned"]:
+            lines[-1] = (f"{owner}[{first}..{at[2]}]", found)
+            continue
         lines.append((name, found))
-        first = last = here
+        owner, first = at.groups() if at else (None, None)
     return lines
+
+
+_BY_INDEX = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
+_BY_NAME = re.compile(r"([^\[]*)\[([^,]*)\]")
+
+
+def unit_in_words(record: Mapping[str, Any]) -> str:
+    """Return in what unit of time the parameters of a run are; empty if it is its regular step.
+
+    Args:
+        record: the record of a run.
+    """
+    unit = record["layout"].get("step_unit")
+    if not record["layout"].get("step_input") or unit is None:
+        return ""
+    return (
+        f"Times are uneven: scales, slopes and rates are per step of {unit}, the median step of the"
+        " data unless another unit was chosen."
+    )
 
 
 def as_plain(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """From a table and the name of a model to a run: parameters, a family, and how sure they are."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,6 +97,7 @@ def fit(
         raise RunError(f"There is no family {family!r}; there are {', '.join(FAMILIES)}.")
     if num_steps < 1:
         raise RunError(f"A fit takes at least 1 step, got {num_steps}.")
+    spec, _ = with_period(spec, table)
     out = Path(out)
     settings = _settings(table, spec, family, num_steps, seed)
     _, learn_key, train_key, error_key = jax.random.split(jax.random.key(seed), 4)
@@ -105,14 +107,16 @@ def fit(
     folder = Folder(out, settings, progress or Quiet())
     exact = model.is_linear_gaussian
     if exact:
-        model, history, value = _by_evidence(folder, learn_key, model, table)
+        model, history, total = _by_evidence(folder, learn_key, model, table)
         trained, rest = None, np.zeros(0)
     else:
-        model, history, value = _by_elbo(folder, learn_key, model, table, num_steps)
+        model, history, total = _by_elbo(folder, learn_key, model, table, num_steps)
         trained, rest = _amortised(folder, train_key, model, table, family, num_steps)
+    # The library counts nats by time step; people ask what a row in which something was seen adds.
+    history = history * (table.summary.num_rows / table.summary.num_rows_observed)
     lines = [("parameters", i + 1, v) for i, v in enumerate(history)]
     lines += [("family", i + 1, v) for i, v in enumerate(rest)]
-    folder.write(TRAINING, as_csv(("stage", "step", "nats a row"), lines))
+    folder.write(TRAINING, as_csv(("stage", "step", "nats per observed row"), lines))
     parameters, uncertainty = uncertain(folder, error_key, model, table)
     record = {
         "layout": table.layout,
@@ -121,8 +125,8 @@ def fit(
         "results": {
             "method": "exact" if exact else "amortised",
             "objective": "log-evidence" if exact else "ELBO",
-            "nats_a_row": value,
-            "total": value * table.summary.num_rows,
+            "nats_a_row": total / table.summary.num_rows_observed,
+            "total": total,
             "rows": table.summary.num_rows,
             "rows_observed": table.summary.num_rows_observed,
             "seconds": round(folder.seconds, 1),
@@ -133,6 +137,45 @@ def fit(
     run = write(out, spec, model, trained, record) if is_main_process() else None
     wait_for_processes("the run is written")
     return open_run(out) if run is None else run
+
+
+PERIODS = {
+    "1h": (24, "hours of a day"),
+    "1D": (7, "days of a week"),
+    "B": (5, "business days of a week"),
+    "1 month": (12, "months of a year"),
+    "3 months": (4, "quarters of a year"),
+}
+"""How many steps a season lasts, by the step of a table, and what they are."""
+
+
+def with_period(
+    spec: models.ModelSpec, table: data.Table | data.SharedTable
+) -> tuple[models.ModelSpec, str]:
+    """Return a specification with a period from the step of the table, and how it was chosen.
+
+    A period that was chosen already stays, and so do models without one; the words are then empty.
+
+    Args:
+        spec: the model.
+        table: the data.
+
+    Raises:
+        RunError: if the model needs a period and the step of the table does not imply one.
+    """
+    if "period" not in spec.all_options() or "period" in spec.options:
+        return spec, ""
+    step = table.layout["freq"]
+    if step not in PERIODS:
+        words = "are uneven" if step == "irregular" else f"have a step of {step}"
+        raise RunError(
+            f"The model {spec.reference} needs a period, and the times of {table.source} {words},"
+            " from which it does not follow. Choose how many steps a season lasts with the option"
+            " period, such as period=12."
+        )
+    period, steps = PERIODS[step]
+    words = f"The step of the times is {step}: period={period}, the {steps}."
+    return dataclasses.replace(spec, options={**spec.options, "period": period}), words
 
 
 def finished_before(
@@ -159,6 +202,7 @@ def finished_before(
     out = Path(out)
     if not (out / RECORD).exists() or (out / REPORT).exists():
         return None
+    spec, _ = with_period(spec, table)
     settings = _settings(table, spec, family, num_steps, seed)
     return open_run(out) if _noted(out) == as_plain(settings) else None
 
@@ -170,6 +214,7 @@ def num_stages(table: data.Table | data.SharedTable, spec: models.ModelSpec) -> 
         table: the data.
         spec: the model.
     """
+    spec, _ = with_period(spec, table)
     model = spec.build(len(table.names), jax.random.key(0))
     return 2 if model.is_linear_gaussian else 3
 
@@ -245,6 +290,7 @@ def starting_model(
                 f"{table.source}, column {name!r}: {seen} observed value, from which nothing can be"
                 " learned; add rows, or name other columns with columns=..."
             )
+    spec, _ = with_period(spec, table)
     wanted, given = spec.inputs(), ", ".join(table.input_names)
     if wanted and len(wanted) != len(table.input_names):
         raise RunError(
@@ -291,7 +337,7 @@ def _num_observed(model: rd.StateSpaceModel, num_inputs: int) -> int:
 def _by_evidence(
     folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable
 ) -> tuple[rd.StateSpaceModel, np.ndarray, float]:
-    """The model of greatest evidence, the way there, and its evidence in nats a row."""
+    """The model of greatest evidence, the way there, and its evidence."""
     options = table.batch()
     ys = options.pop("ys")
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
@@ -317,7 +363,7 @@ def _by_evidence(
     stage = folder.stage("the parameters, by their evidence", compute)
     kept = [jnp.asarray(stage[f"leaf {i}"], leaf.dtype) for i, leaf in enumerate(leaves)]
     fitted = eqx.combine(jax.tree.unflatten(structure, kept), rest)
-    return fitted, stage["history"], float(stage["log_evidence"]) / table.summary.num_rows
+    return fitted, stage["history"], float(stage["log_evidence"])
 
 
 def _by_elbo(
@@ -327,7 +373,7 @@ def _by_elbo(
     table: data.Table | data.SharedTable,
     num_steps: int,
 ) -> tuple[rd.StateSpaceModel, np.ndarray, float]:
-    """The model of greatest ELBO with a recurrent family beside it, and the way there.
+    """The model of greatest ELBO with a recurrent family beside it, the way there, and the ELBO.
 
     That family has ELBOs in closed form or by quadrature, so that parameters settle; it has seen
     the given series alone, and is not kept.
@@ -350,7 +396,7 @@ def _by_elbo(
         **options,
     )
     kept = found.held_out[found.held_out_steps == found.kept_step][-1]
-    return found.model, found.history, float(kept)
+    return found.model, found.history, float(kept) * table.summary.num_rows
 
 
 def _in_units(num_steps: int) -> optax.GradientTransformation:
@@ -409,7 +455,16 @@ def _amortised(
         held_out=tuple(held_out),
         **train.options,
     )
-    return found.family, found.history
+    return found.family, found.history / _share_observed(seen, drawn.options["length"])
+
+
+def _share_observed(mask: Any, length: Any) -> float:
+    """The share of existing rows in which something was seen."""
+    mask = np.asarray(mask).any(axis=2)
+    exists = np.ones(mask.shape, bool)
+    if length is not None:
+        exists = np.arange(mask.shape[1]) < np.asarray(length)[:, None]
+    return float((mask & exists).sum() / exists.sum())
 
 
 def _with_gaps(key: Any, mask: Any) -> Any:

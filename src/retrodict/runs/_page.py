@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape as escape_html
 from importlib import resources
 from typing import Any
 
@@ -20,6 +20,8 @@ from retrodict.runs._content import (
     Verdict,
     is_dated,
     percent,
+    sides,
+    visible,
 )
 from retrodict.runs._still import Shape, still
 
@@ -38,6 +40,11 @@ _WORDS: dict[Verdict, str] = {
     "bad": "Bad",
     "unknown": "Not judged",
 }
+
+
+def escape(text: str) -> str:
+    """Return a text as HTML that shows it."""
+    return escape_html(visible(text))
 
 
 def page(content: ReportContent) -> str:
@@ -102,20 +109,25 @@ def _payload(content: ReportContent, shown: Sequence[Series]) -> str:
         return axes.setdefault(_json(_axis(times)), len(axes))
 
     def band(of: Band | SeriesPanel, digits: int) -> dict[str, Any]:
-        values = {name: _numbers(getattr(of, name), digits) for name in ("mean", "lower", "upper")}
+        names = ("centre", "lower", "upper")
+        values: dict[str, Any] = {name: _numbers(getattr(of, name), digits) for name in names}
+        if of.hollow is not None:
+            values["hollow"] = [_numbers(end, digits) for end in (of.hollow.lower, of.hollow.upper)]
         return {"axis": axis(of.times), **values}
 
     def panel(of: SeriesPanel) -> dict[str, Any]:
         digits = _digits(of)
         return {
-            "title": of.title,
+            "title": visible(of.title),
             **band(of, digits),
             "observed": None if of.observed is None else _numbers(of.observed, digits),
             "missing": of.gaps().tolist(),
             "forecast": None if of.forecast is None else band(of.forecast, digits),
         }
 
-    series = _json([{"name": s.name, "panels": [panel(p) for p in s.panels]} for s in shown])
+    series = _json(
+        [{"name": visible(s.name), "panels": [panel(p) for p in s.panels]} for s in shown]
+    )
     written = f'{{"level":{_json(_level(content))},"axes":[{",".join(axes)}],"series":{series}}}'
     # In a string of JSON this is the same character, and no tag can end or begin.
     return written.replace("<", "\\u003c")
@@ -147,7 +159,7 @@ def _milliseconds(times: np.ndarray) -> np.ndarray:
 def _digits(panel: SeriesPanel) -> int:
     """Significant digits for a panel: six of what varies, below a level that may be large."""
     least = 5 if panel.times.size > MANY_ROWS else 6
-    columns = [panel.mean, panel.lower, panel.upper, panel.observed]
+    columns = [panel.centre, panel.lower, panel.upper, panel.observed]
     values = np.concatenate([np.asarray(c, float) for c in columns if c is not None])
     values = values[np.isfinite(values)]
     spread = np.ptp(values) if values.size else 0.0
@@ -194,7 +206,7 @@ def _level(content: ReportContent) -> str:
 
 def _charts(content: ReportContent, shown: Sequence[Series]) -> list[str]:
     panels = [panel for one in shown for panel in one.panels]
-    legend = [("band", f"smoothed mean and {_level(content)}")]
+    legend = [("band", f"smoothed {content.centre} and {_level(content)}")]
     if any(panel.observed is not None for panel in panels):
         legend.insert(0, ("dot", "observed"))
     if any(panel.forecast is not None for panel in panels):
@@ -245,15 +257,15 @@ def _still_panels(series: Series) -> str:
         dated = is_dated(panel.times)
         xs = _milliseconds(panel.times) if dated else panel.times
         shapes = [
-            Shape("band", "smoothed", xs, panel.lower, panel.upper),
-            Shape("line", "smoothed", xs, panel.mean),
+            *(Shape("band", "smoothed", xs, *ends) for ends in sides(panel)),
+            Shape("line", "smoothed", xs, panel.centre),
         ]
         if panel.observed is not None:
-            shapes.insert(1, Shape("dots", "observed", xs, panel.observed))
+            shapes.insert(-1, Shape("dots", "observed", xs, panel.observed))
         if (ahead := panel.forecast) is not None:
             later = _milliseconds(ahead.times) if dated else ahead.times
-            shapes.append(Shape("band", "forecast", later, ahead.lower, ahead.upper))
-            shapes.append(Shape("line", "forecast", later, ahead.mean))
+            shapes += [Shape("band", "forecast", later, *ends) for ends in sides(ahead)]
+            shapes.append(Shape("line", "forecast", later, ahead.centre))
         picture = still(shapes, f"{panel.title} over time", dated=dated)
         parts.append(f"<figure><figcaption>{escape(panel.title)}</figcaption>{picture}</figure>")
     return "".join(parts)
@@ -376,7 +388,7 @@ def _diagnostics(content: ReportContent) -> list[str]:
 def _reproduce(content: ReportContent) -> list[str]:
     parts = []
     if content.commands:
-        parts.append(f"<pre><code>{escape(chr(10).join(content.commands))}</code></pre>")
+        parts.append(f"<pre><code>{chr(10).join(map(escape, content.commands))}</code></pre>")
     if content.facts:
         pairs = (f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in content.facts)
         parts.append(f"<dl>{''.join(pairs)}</dl>")

@@ -2,6 +2,7 @@
 
 import io
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from retrodict._workspace import write_atomically
-from retrodict.runs._content import Band, SeriesPanel, is_dated, percent
+from retrodict.runs._content import Band, SeriesPanel, is_dated, percent, sides, visible
 
 FORMATS = (".png", ".svg", ".pdf")
 """The kinds of file that `plot` writes, by suffix."""
@@ -39,6 +40,7 @@ def plot(
     *,
     title: str = "",
     level: float = 0.9,
+    centre: str = "mean",
 ) -> None:
     """Draws panels below one another, on one axis of time, and writes the picture whole.
 
@@ -49,6 +51,7 @@ def plot(
         path: where to; the suffix says the format: .png, .svg or .pdf.
         title: the heading.
         level: the probability within the bands, for the legend.
+        centre: what the lines are, for the legend: "mean" or "median".
 
     Raises:
         ValueError: if there are no panels, or the suffix is another.
@@ -59,7 +62,7 @@ def plot(
 
     def draw(figure: Any, axes: list[Any]) -> None:
         for panel, ax in zip(panels, axes, strict=True):
-            _draw(panel, ax, level)
+            _draw(panel, ax, level, centre)
         _legend(figure, axes)
         if title:
             figure.suptitle(plain(title), x=0.01, ha="left", fontsize=10)
@@ -86,7 +89,10 @@ def write_picture(
         raise ImportError(
             "Pictures need matplotlib: pip install 'retrodict[cli]', or pip install matplotlib."
         ) from error
-    with rc_context():
+    with rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Glyph .* missing"
+        )  # of a name in a script without a font
         rcdefaults()  # not what a user has set for figures of their own
         rcParams.update(_STYLE)
         height = 0.5 + 1.9 * num_panels
@@ -110,19 +116,20 @@ def check_picture(path: Path) -> str:
 def plain(text: str) -> str:
     """Text as it stands, for a picture."""
     # A dollar sign in a name is no formula.
-    return text.replace("$", r"\$")
+    return visible(text).replace("$", r"\$")
 
 
-def _draw(panel: SeriesPanel, ax: Any, level: float) -> None:
+def _draw(panel: SeriesPanel, ax: Any, level: float, centre: str) -> None:
     bands: list[tuple[Band | SeriesPanel, str, str]] = [(panel, "#1f65b0", "smoothed")]
     if panel.forecast is not None:
         bands.append((panel.forecast, "#b7410e", "forecast"))
     for band, colour, name in bands:
-        label = f"{name} mean and {percent(level)} band"
-        ax.fill_between(
-            band.times, band.lower, band.upper, color=colour, alpha=0.24, linewidth=0, zorder=2
-        )
-        ax.plot(band.times, band.mean, color=colour, linewidth=1.2, label=label, zorder=3)
+        label = f"{name} {centre} and {percent(level)} band"
+        for lower, upper in sides(band):
+            ax.fill_between(
+                band.times, lower, upper, color=colour, alpha=0.24, linewidth=0, zorder=2
+            )
+        ax.plot(band.times, band.centre, color=colour, linewidth=1.2, label=label, zorder=3)
     if panel.observed is not None:
         count = max(1, int(np.isfinite(panel.observed).sum()))
         size = min(2.6, max(0.8, 1200 / count))

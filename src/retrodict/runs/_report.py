@@ -2,10 +2,10 @@
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -32,8 +32,14 @@ from retrodict.runs._content import (
     SeriesPanel,
 )
 from retrodict.runs._exact import seen_anew
-from retrodict.runs._folder import REPORT, TRAINING, likelihood_in_words, parameter_lines
-from retrodict.runs._names import state_names
+from retrodict.runs._folder import (
+    REPORT,
+    TRAINING,
+    likelihood_in_words,
+    parameter_lines,
+    unit_in_words,
+)
+from retrodict.runs._names import shown_states, state_names
 from retrodict.runs._page import MAX_SERIES, page
 from retrodict.runs._plot import plot
 from retrodict.runs._record import Run
@@ -43,6 +49,8 @@ PAGE_STAGE = "the report"
 FEWEST_REPLICATES, MOST_REPLICATES, MOST_DRAWN = 200, 2000, 4_000_000
 """Draws of each observation, of which the bands around columns are quantiles where the model does
 not know them: as many as the rows allow."""
+
+OPEN = " They lie between quantiles of draws, and are open between two modes."
 
 MOST_POINTS_OF_TRAINING = 500
 
@@ -89,11 +97,12 @@ def write_report(
         series=_series(run, table, steps, level, seed),
         level=level,
         band="Bands of columns are of new observations given all rows; those of states of the"
-        " states themselves.",
+        f" states themselves.{'' if run.is_exact else OPEN}",
+        centre=_centre(run),
         parameters=[_parameter(*line) for line in parameter_lines(results)],
-        parameters_method=results["uncertainty"],
+        parameters_method=f"{unit_in_words(run.record)} {results['uncertainty']}".strip(),
         training=_curves(run.path / TRAINING),
-        training_label=f"{results['objective']}, nats a row",
+        training_label=f"{results['objective']}, nats per observed row",
         diagnostics=[
             Diagnostic(each.name, each.value, each.meaning, each.verdict)
             for each in checked.findings
@@ -124,6 +133,7 @@ def draw(
     level: float = 0.9,
     seed: int = 0,
     series: int = 0,
+    all_states: bool = False,
 ) -> None:
     """Draws a series, its smoothed states and a forecast into a picture.
 
@@ -137,14 +147,20 @@ def draw(
         level: the probability within bands.
         seed: of all that is drawn.
         series: which of several series, by its place.
+        all_states: whether to draw the states that are only earlier values of others, too.
     """
     identifiers = table.series
     one = table if identifiers is None else table.select([identifiers[series]])
     place = slice(series, series + 1)
     own_inputs = None if inputs is None else np.asarray(inputs)[place]
     own_times = None if times is None else times[place]
-    (found,) = _series(run, one, steps, level, seed, own_inputs, own_times)
-    plot(found.panels, out, title=found.name, level=level)
+    (found,) = _series(run, one, steps, level, seed, own_inputs, own_times, all_states=all_states)
+    plot(found.panels, out, title=found.name, level=level, centre=_centre(run))
+
+
+def _centre(run: Run) -> Literal["mean", "median"]:
+    """What the line within a band is."""
+    return "mean" if run.is_exact else "median"
 
 
 def _how(results: Mapping[str, Any]) -> str:
@@ -185,51 +201,118 @@ def _series(
     seed: int,
     inputs: Any = None,
     times: Sequence[np.ndarray] | None = None,
+    *,
+    all_states: bool = False,
 ) -> list[Series]:
     """The panels of the first series, as many as a page holds."""
     if table.num_series > MAX_SERIES and table.series is not None:
         table = table.select(table.series[:MAX_SERIES])
     smoothed = smooth(run, table, seed=seed)
-    ahead = coming = None
+    panels = [*zip(table.names, _columns(run, table, smoothed, level, seed), strict=True)]
+    shown, names = shown_states(run, every=all_states), state_names(run)
+    states = _states(run, table, smoothed, level, seed)
+    panels += [(names[place], states[place]) for place in shown]
+    ahead: list[list[Band]] | None = None
     if steps:
-        ahead = forecast(
+        found = forecast(
             run, table, steps, inputs=inputs, times=times, seed=seed, smoothed=smoothed
         )
         coming = table.future_times(steps) if times is None else table.coming(times)
-    bands = _bands(run, table, smoothed, level, seed)
+        later = _coming(found, coming, level)
+        ahead = later[: len(table.names)] + [later[len(table.names) + place] for place in shown]
     return [
         Series(
             "" if table.series is None else str(table.series[i]),
             [
-                *_columns(table, i, bands[i], ahead, coming, level),
-                *_states(run, table, i, smoothed, ahead, coming, level),
+                _panel(table, i, place, title, bands[i], None if ahead is None else ahead[place][i])
+                for place, (title, bands) in enumerate(panels)
             ],
         )
         for i in range(table.num_series)
     ]
 
 
-def _bands(
+def _panel(
+    table: data.Table, i: int, place: int, title: str, band: Band, ahead: Band | None
+) -> SeriesPanel:
+    """One column or state of a series."""
+    observed = None
+    if place < len(table.names):
+        rows = int(table.length[i])
+        observed = np.where(table.mask[i, :rows, place], table.ys[i, :rows, place], np.nan)
+    ends = (band.centre, band.lower, band.upper)
+    return SeriesPanel(title, band.times, *ends, observed, None, ahead, band.hollow)
+
+
+def _columns(
     run: Run, table: data.Table, smoothed: rd.Smoothed, level: float, seed: int
-) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Of each series: means of new observations of its rows, and the ends of their bands."""
-    rows = [int(length) for length in table.length]
-    if run.is_exact:
-        model, reach = rd.unwrap(run.model), NormalDist().inv_cdf(0.5 + level / 2)
-        us = [None] * len(rows) if table.inputs is None else table.inputs
-        found = [
-            seen_anew(model, smoothed.mean[i], smoothed.covariance[i], us[i])
-            for i in range(len(rows))
-        ]
-        return [
-            (law.mean[:n], (law.mean - reach * law.std)[:n], (law.mean + reach * law.std)[:n])
-            for law, n in zip(found, rows, strict=True)
-        ]
-    ends = (0.5 - level / 2, 0.5 + level / 2)
-    draws = _replicates(run, table, smoothed, seed)
+) -> list[list[Band]]:
+    """Of each column, and of each series: the band of new observations of its rows."""
+    if not run.is_exact:
+        return _of_draws(table.times, _replicates(run, table, smoothed, seed), level)
+    model, reach = rd.unwrap(run.model), NormalDist().inv_cdf(0.5 + level / 2)
+    found = [
+        seen_anew(
+            model,
+            smoothed.mean[i],
+            smoothed.covariance[i],
+            None if table.inputs is None else table.inputs[i],
+        )
+        for i in range(table.num_series)
+    ]
+    means = np.stack([law.mean for law in found])
+    wide = reach * np.stack([law.std for law in found])
+    return _between(table.times, means, means - wide, means + wide)
+
+
+def _states(
+    run: Run, table: data.Table, smoothed: rd.Smoothed, level: float, seed: int
+) -> list[list[Band]]:
+    """Of each state, and of each series: its band."""
+    if not run.is_exact:
+        return _of_draws(table.times, _paths(run, table, smoothed, seed), level)
+    lower, upper = data.gaussian_ends(smoothed.mean, smoothed.covariance, level)
+    return _between(table.times, np.asarray(smoothed.mean), lower, upper)
+
+
+def _coming(ahead: rd.Forecast, times: Sequence[np.ndarray], level: float) -> list[list[Band]]:
+    """Of each column and each state, and of each series: the band of what comes next."""
+    found: list[list[Band]] = []
+    for exact, mean, covariance, draws in (
+        (ahead.gaussian, ahead.mean, ahead.covariance, ahead.observations),
+        (ahead.gaussian_states, ahead.state_mean, ahead.state_covariance, ahead.states),
+    ):
+        if exact:
+            lower, upper = data.gaussian_ends(mean, covariance, level)
+            found += _between(times, np.asarray(mean), lower, upper)
+        else:
+            found += _of_draws(times, np.asarray(draws), level)
+    return found
+
+
+def _between(
+    times: Sequence[np.ndarray], centre: np.ndarray, lower: np.ndarray, upper: np.ndarray
+) -> list[list[Band]]:
+    """Bands from ends of shape `(batch, time, column)`: of each column, and of each series."""
     return [
-        (own[:, :n].mean(axis=0), *np.quantile(own[:, :n], ends, axis=0))
-        for own, n in zip(draws, rows, strict=True)
+        [
+            Band(
+                own,
+                centre[i, : len(own), place],
+                lower[i, : len(own), place],
+                upper[i, : len(own), place],
+            )
+            for i, own in enumerate(times)
+        ]
+        for place in range(centre.shape[-1])
+    ]
+
+
+def _of_draws(times: Sequence[np.ndarray], draws: np.ndarray, level: float) -> list[list[Band]]:
+    """Bands from draws of shape `(batch, sample, time, column)`, likewise."""
+    return [
+        [Band.of_draws(own, draws[i, :, : len(own), place], level) for i, own in enumerate(times)]
+        for place in range(draws.shape[-1])
     ]
 
 
@@ -238,7 +321,7 @@ def _replicates(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -
     model = rd.unwrap(run.model)
     keys = jax.random.split(jax.random.key(seed), table.num_series)
     us = table.inputs
-    count = min(MOST_REPLICATES, max(FEWEST_REPLICATES, MOST_DRAWN // table.ys.size))
+    count = _num_draws(table.ys.size)
 
     @eqx.filter_jit
     def each(keys: Any, chains: Any, us: Any) -> jax.Array:
@@ -250,40 +333,19 @@ def _replicates(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -
     return np.asarray(each(keys, smoothed.chain, us))
 
 
-def _columns(
-    table: data.Table,
-    i: int,
-    bands: tuple[np.ndarray, np.ndarray, np.ndarray],
-    ahead: Any,
-    coming: Any,
-    level: float,
-) -> Iterator[SeriesPanel]:
-    rows = int(table.length[i])
-    ends = (0.5 - level / 2, 0.5 + level / 2)
-    later = None if ahead is None else jax.tree.map(lambda leaf: leaf[i], ahead)
-    outer = None if later is None else np.asarray(later.quantile(ends))
-    for place, name in enumerate(table.names):
-        mean, lower, upper = (part[:, place] for part in bands)
-        band = None
-        if later is not None and outer is not None:
-            band = Band(coming[i], np.asarray(later.mean)[:, place], *outer[:, :, place])
-        seen = np.where(table.mask[i, :rows, place], table.ys[i, :rows, place], np.nan)
-        yield SeriesPanel(name, table.times[i], mean, lower, upper, observed=seen, forecast=band)
+def _paths(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -> np.ndarray:
+    """Paths of the states, of shape `(batch, sample, time, state)`."""
+    keys = jax.random.split(jax.random.key(seed), table.num_series)
+    count = _num_draws(smoothed.mean.size)
+
+    @eqx.filter_jit
+    def each(keys: Any, chains: Any) -> jax.Array:
+        return eqx.filter_vmap(
+            lambda key, chain: chain.sample(key, count), in_axes=(0, eqx.if_array(0))
+        )(keys, chains)
+
+    return np.asarray(each(keys, smoothed.chain))
 
 
-def _states(
-    run: Run, table: data.Table, i: int, smoothed: Any, ahead: Any, coming: Any, level: float
-) -> Iterator[SeriesPanel]:
-    rows = int(table.length[i])
-    reach = NormalDist().inv_cdf(0.5 + level / 2)
-    for place, name in enumerate(state_names(run)):
-        mean = np.asarray(smoothed.mean)[i, :rows, place]
-        std = np.sqrt(np.asarray(smoothed.covariance)[i, :rows, place, place])
-        band = None
-        if ahead is not None:
-            centre = np.asarray(ahead.state_mean)[i, :, place]
-            wide = reach * np.sqrt(np.asarray(ahead.state_covariance)[i, :, place, place])
-            band = Band(coming[i], centre, centre - wide, centre + wide)
-        yield SeriesPanel(
-            name, table.times[i], mean, mean - reach * std, mean + reach * std, forecast=band
-        )
+def _num_draws(size: int) -> int:
+    return min(MOST_REPLICATES, max(FEWEST_REPLICATES, MOST_DRAWN // size))

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from retrodict.runs._content import visible
+
 WIDTH, HEIGHT = 480, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 10, 24
 
@@ -60,7 +62,7 @@ def still(
 
     parts = [
         f'<svg class="still" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(label)}">'
+        f'aria-label="{escape(visible(label))}">'
     ]
     for tick in _ticks(low, high):
         y = at_y(tick)
@@ -138,7 +140,8 @@ def _ticks(low: float, high: float, count: int = 6) -> np.ndarray:
     rough = (high - low) / count
     power = 10.0 ** np.floor(np.log10(rough))
     step = power * next(n for n in (1, 2, 5, 10) if n * power >= rough * (1 - 1e-9))
-    return step * np.arange(np.ceil(low / step), np.floor(high / step) + 1)
+    # A zero may be negative, and is not to be written so.
+    return step * np.arange(np.ceil(low / step), np.floor(high / step) + 1) + 0.0
 
 
 def _steps(left: float, right: float) -> list[tuple[float, str]]:

@@ -83,11 +83,11 @@ def uncertain(
     for name in (*learned, *(name for name in every if name not in learned)):
         values = every[name]
         for index in np.ndindex(values.shape):
-            entry = f"{name}[{','.join(map(str, index))}]" if index else name
             line = {"value": float(values[index]), "learned": name in learned}
             if name in learned and "refused" not in stage:
+                entry = f"{name}[{','.join(map(str, index))}]" if index else name
                 line |= _line(stage, name, index, line["value"], domains[entry])
-            lines[entry] = line
+            lines[models.entry_name(model, name, index, table.names)] = line
     if "refused" in stage:
         return lines, {"uncertainty": f"No standard errors: {stage['refused']}"}
     status, distance = str(stage["status"]), float(stage["distance"])

@@ -187,7 +187,7 @@ def draw_history(history: Path, figure: Path) -> None:
         for place, ax in zip(places, axes, strict=True):
             values = [float(line[place] or "nan") for line in lines]
             ax.plot(rows, values, color="#1f65b0", linewidth=1.2)
-            title = f"nats a row, average of {MEMORY}: {names[place]}"
+            title = f"nats per observed row, average of {MEMORY}: {names[place]}"
             ax.set_title(plain(names[place]) if names[place] != "elbo_a_row" else title)
             ax.margins(x=0.01)
         axes[-1].set_xlabel("row")

@@ -13,9 +13,17 @@ const axes = payload.axes.map(axis => axis.values
   ? Float64Array.from(axis.values)
   : Float64Array.from({ length: axis.count }, (_, i) => axis.start + axis.step * i));
 const numbers = list => list && Float64Array.from(list, value => value === null ? NaN : value);
-const decodeBand = band => band && {
-  times: axes[band.axis],
-  mean: numbers(band.mean), lower: numbers(band.lower), upper: numbers(band.upper),
+// A band with a hollow has two sides, which touch at the centre in rows with one mode.
+const decodeBand = band => {
+  if (!band) return band;
+  const [centre, lower, upper] = [band.centre, band.lower, band.upper].map(numbers);
+  const found = { times: axes[band.axis], centre, lower, upper };
+  if (band.hollow) {
+    const edge = ends => numbers(ends).map((end, i) => end === end ? end : centre[i]);
+    [found.below, found.above] = band.hollow.map(edge);
+    found.hollow = band.hollow.map(numbers);
+  }
+  return found;
 };
 const decodePanel = panel => ({
   title: panel.title, smoothed: decodeBand(panel), forecast: decodeBand(panel.forecast),
@@ -116,7 +124,9 @@ const measure = (panel, font) => {
   const take = (band, key) => decimate(band.times, band[key], view.from, view.to, width);
   for (const [name, band] of Object.entries({ smoothed, forecast })) {
     if (!band) continue;
-    seen[name] = { mean: take(band, "mean"), lower: take(band, "lower"), upper: take(band, "upper") };
+    seen[name] = {};
+    for (const key of ["centre", "lower", "upper"]) seen[name][key] = take(band, key);
+    if (band.hollow) for (const key of ["below", "above"]) seen[name][key] = take(band, key);
   }
   if (observed) {
     seen.observed = decimate(smoothed.times, observed, view.from, view.to, width);
@@ -181,7 +191,12 @@ const paint = (panel, left, ink, font) => {
   const stain = (bins, colour) => {
     pen.fillStyle = colour;
     pen.globalAlpha = 0.24;
-    fill(pen, bins, X, Y);
+    pen.beginPath(); // one path: where two sides overlap, they are no darker
+    if (bins.below) {
+      fill(pen, bins.lower, bins.below, X, Y);
+      fill(pen, bins.above, bins.upper, X, Y);
+    } else fill(pen, bins.lower, bins.upper, X, Y);
+    pen.fill();
     pen.globalAlpha = 1;
   };
   const stroke = (bins, colour) => {
@@ -193,8 +208,8 @@ const paint = (panel, left, ink, font) => {
   if (seen.observed) dot(pen, seen.observed, X, Y, ink("observed"), width, true);
   stain(seen.smoothed, ink("smoothed"));
   if (seen.forecast) stain(seen.forecast, ink("forecast"));
-  stroke(seen.smoothed.mean, ink("smoothed"));
-  if (seen.forecast) stroke(seen.forecast.mean, ink("forecast"));
+  stroke(seen.smoothed.centre, ink("smoothed"));
+  if (seen.forecast) stroke(seen.forecast.centre, ink("forecast"));
   if (seen.observed) dot(pen, seen.observed, X, Y, ink("observed"), width, false);
   pen.fillStyle = ink("missing");
   const marks = new Map(), rows = panel.smoothed.times;
@@ -243,14 +258,14 @@ const trace = (pen, bins, X, Y) => {
 };
 
 // Between the lowest lower and the highest upper end of each column, run by run.
-const fill = (pen, { lower, upper }, X, Y) => {
+const fill = (pen, lower, upper, X, Y) => {
   const above = new Map(upper.map(bin => [bin.column, bin.high]));
   let run = [];
   const close = () => {
-    pen.beginPath();
+    pen.moveTo(X(run[0].x), Y(above.get(run[0].column)));
     for (const bin of run) pen.lineTo(X(bin.x), Y(above.get(bin.column)));
     for (const bin of run.reverse()) pen.lineTo(X(bin.x), Y(bin.low));
-    pen.fill();
+    pen.closePath();
     run = [];
   };
   for (const bin of lower) {
@@ -304,8 +319,12 @@ const point = (panel, event) => {
   }
   if (!band.times.length) return;
   pointer = band.times[i];
-  const rows = [[kind, showNumber(band.mean[i])],
-    [payload.level, `${showNumber(band.lower[i])} to ${showNumber(band.upper[i])}`]];
+  const rows = [[payload.level, `${showNumber(band.lower[i])} to ${showNumber(band.upper[i])}`]];
+  if (band.centre[i] === band.centre[i]) rows.unshift([kind, showNumber(band.centre[i])]);
+  const hollow = band.hollow && band.hollow.map(ends => ends[i]);
+  if (hollow && hollow[0] === hollow[0]) {
+    rows.push(["hardly any", `${showNumber(hollow[0])} to ${showNumber(hollow[1])}`]);
+  }
   if (observed && kind === "smoothed") {
     rows.unshift(["observed", observed[i] === observed[i] ? showNumber(observed[i]) : "missing"]);
   }
