@@ -281,7 +281,9 @@ def lines_of(frame: pd.DataFrame) -> list[bytes]:
 
 def test_a_stream_answers_as_offline_smoothing_does(copy, frame, table):
     out = io.BytesIO()
-    count = runs.stream(copy, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True)
+    count = runs.stream(
+        copy, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True, after="prior"
+    )
     assert count == 60  # rows that were missing move the state too
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     one = table.one()
@@ -305,33 +307,44 @@ def test_a_stream_goes_on_as_if_nothing_had_happened(copy, frame, tmp_path):
     lines = lines_of(frame)
     whole, cut = tmp_path / "whole.csv", tmp_path / "cut.csv"
     state = [tmp_path / "whole.state", tmp_path / "cut.state"]
-    runs.stream(copy, io.BytesIO(b"".join(lines)), whole, lag=LAG, state=state[0])
-    runs.stream(copy, io.BytesIO(b"".join(lines[:30])), cut, lag=LAG, state=state[1])
+    runs.stream(copy, io.BytesIO(b"".join(lines)), whole, lag=LAG, state=state[0], after="prior")
+    runs.stream(copy, io.BytesIO(b"".join(lines[:30])), cut, lag=LAG, state=state[1], after="prior")
     # what was written after the state was kept, as a kill leaves it, is written again
     with cut.open("ab") as file:
         file.write(b"1899,1.0,")
-    count = runs.stream(copy, io.BytesIO(b"".join(lines)), cut, lag=LAG, state=state[1])
+    count = runs.stream(
+        copy, io.BytesIO(b"".join(lines)), cut, lag=LAG, state=state[1], after="prior"
+    )
     assert count == 60 - (29 + 2)  # two rows of the first part were missing
     assert cut.read_bytes() == whole.read_bytes()
 
 
 def test_a_stream_begins_anew_when_it_is_told_to(copy, frame, tmp_path):
     source, out, state = b"".join(lines_of(frame)), tmp_path / "out.csv", tmp_path / "state"
-    runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state)
+    runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state, after="prior")
     first = out.read_bytes()
-    assert runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state) == 0
+    assert runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state, after="prior") == 0
     assert out.read_bytes() == first
-    assert runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state, restart=True) == 60
+    assert (
+        runs.stream(
+            copy, io.BytesIO(source), out, lag=LAG, state=state, restart=True, after="prior"
+        )
+        == 60
+    )
     assert out.read_bytes() == first
     other = tmp_path / "letter.txt"  # a file of something else is not replaced
     other.write_text("dear" * 9999)
     with pytest.raises(runs.RunError, match="no state says that it is of this stream"):
-        runs.stream(copy, io.BytesIO(source), other, lag=LAG, state=state, restart=True)
+        runs.stream(
+            copy, io.BytesIO(source), other, lag=LAG, state=state, restart=True, after="prior"
+        )
     assert other.read_text() == "dear" * 9999
     state.write_bytes(b"damaged")
     with pytest.raises(runs.RunError, match="Pass restart=True"):
-        runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=state)
-    count = runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=state, restart=True)
+        runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=state, after="prior")
+    count = runs.stream(
+        copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=state, restart=True, after="prior"
+    )
     assert count == 60
 
 
@@ -339,7 +352,7 @@ def test_rows_out_of_order_are_refused(copy, frame):
     lines = lines_of(frame)
     wrong = [lines[0], lines[2], lines[1]]
     with pytest.raises(data.DataError, match=r"line 3.*1871 is not later than 1872"):
-        runs.stream(copy, io.BytesIO(b"".join(wrong)), io.BytesIO(), lag=LAG)
+        runs.stream(copy, io.BytesIO(b"".join(wrong)), io.BytesIO(), lag=LAG, after="prior")
 
 
 @pytest.mark.parametrize(
@@ -354,7 +367,7 @@ def test_rows_that_cannot_be_answered_leave_nothing(copy, tmp_path, rows: str, w
     source, out, pipe = f"year,volume\n{rows}".encode(), tmp_path / "answers.csv", io.BytesIO()
     for target in (out, pipe):
         with pytest.raises(data.DataError, match=words):
-            runs.stream(copy, io.BytesIO(source), target, lag=LAG)
+            runs.stream(copy, io.BytesIO(source), target, lag=LAG, after="prior")
     assert not out.exists() and not pipe.getvalue()
     assert not list(copy.path.glob("stream*"))
 
@@ -362,9 +375,9 @@ def test_rows_that_cannot_be_answered_leave_nothing(copy, tmp_path, rows: str, w
 def test_the_state_of_another_lag_is_refused(copy, frame, tmp_path):
     place = tmp_path / "state"
     source = b"".join(lines_of(frame)[:5])
-    runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=place)
-    with pytest.raises(runs.RunError, match="of another run or lag"):
-        runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG + 1, state=place)
+    runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=place, after="prior")
+    with pytest.raises(runs.RunError, match="of another run, start or lag"):
+        runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG + 1, state=place, after="prior")
 
 
 def test_levels_are_uniform_under_the_model_and_not_under_another():
@@ -621,7 +634,9 @@ def test_a_stream_of_irregular_times(tmp_path):
     table = data.read(frame, step_input=True)
     spec = models.ModelSpec("local_level", "local_level", options={"irregular": True})
     found, out = runs.fit(table, spec, tmp_path / "run"), io.BytesIO()
-    runs.stream(found, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True)
+    runs.stream(
+        found, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True, after="prior"
+    )
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     # The last rows are smoothed by all of them.
     exact = runs.smooth(found, table).mean[0, -LAG:, 0]

@@ -87,6 +87,8 @@ OPTIONS = {
     "overwrite=True": "--overwrite",
     "history_every": "--history-every",
     "restart=True": "--restart",
+    'after="prior"': "--from-prior",
+    "after=...": "--after TABLE",
     "times=... from read_times": "--at FILE",
     "times=... from data.read_times": "--at FILE",
     "time=...": "--time",
@@ -107,10 +109,14 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (ValueError, FloatingPointError) as error:  # those of tables, models and runs are
-        message = str(error)
-        for argument, option in OPTIONS.items():
-            message = message.replace(argument, option)
-        raise UserError(message) from error
+        raise UserError(_in_options(str(error))) from error
+
+
+def _in_options(message: str) -> str:
+    """Return a message of the library with the names that its arguments have here."""
+    for argument, option in OPTIONS.items():
+        message = message.replace(argument, option)
+    return message
 
 
 def fit(
@@ -442,6 +448,17 @@ def stream(
             help="Where the state is kept.", show_default="RUN/stream-LAG.rd; -PART if it learns"
         ),
     ] = None,
+    after: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TABLE",
+            help="Start after the rows of this file.",
+            show_default="after the rows of the fit",
+        ),
+    ] = None,
+    from_prior: Annotated[
+        bool, typer.Option("--from-prior", help="Start from the prior of the model.")
+    ] = False,
     flush: Annotated[
         bool, typer.Option("--flush", help="Smooth the last rows too when the input ends.")
     ] = False,
@@ -462,14 +479,18 @@ def stream(
     """Answer rows as they come on standard input.
 
     Rows are comma-separated with a header, in order of time. Each is answered at once by a line
-    with the filtered state and the state `lag` rows before given all rows so far. The state is kept
-    in the run: rows that were answered before a restart are recognised by their time and skipped.
+    with the filtered state and the state `lag` rows before given all rows so far. The stream starts
+    after the rows that the run was fitted to: earlier rows are recognised by their time and
+    skipped. The state is kept in the run, and rows that were answered before a restart are skipped
+    as well.
 
     With --learn, rows are learned from too, and answered at the parameters as they stand. What was
     learned is in the state; with --save-run it becomes a run of its own when the input ends.
     """
-    from retrodict import runs
+    from retrodict import data, runs
 
+    if after is not None and from_prior:
+        raise UserError("give --after TABLE or --from-prior, not both")
     telling = Telling(Console(stderr=True), quiet=out is None and sys.stdout.isatty())
     with _explained():
         opened = runs.open_run(run)
@@ -484,12 +505,9 @@ def stream(
             figure=figure,
             save_run=save_run,
         )
-        timed = opened.layout["time"] is not None
-        known = "rows that it knows are skipped" if timed else "rows have no time, and all are new"
-
-        def going_on(place: Path) -> None:
-            typer.echo(f"Going on from {place}: {known}; --restart begins anew.", err=True)
-
+        start: Any = "prior" if from_prior else "fit"
+        if after is not None:
+            start = data.read(after, **opened.layout)
         try:
             with telling:
                 runs.stream(
@@ -503,12 +521,18 @@ def stream(
                     as_json=as_json,
                     learning=learning,
                     restart=restart,
-                    going_on=going_on,
+                    after=start,
+                    say=_say,
                 )
         except OSError as error:
             raise UserError(cannot_write(error, out or run)) from error
     if save_run is not None:
         typer.echo(f"Wrote {save_run}.", err=True)
+
+
+def _say(message: str) -> None:
+    """Print a message of the library on standard error."""
+    typer.echo(_in_options(message), err=True)
 
 
 def info(run: RunFolder, as_json: AsJson = False) -> None:

@@ -130,7 +130,8 @@ def fit(
             **uncertainty,
         },
     }
-    run = write(out, spec, model, trained, record) if is_main_process() else None
+    rows = data.Rows.of_table(table)
+    run = write(out, spec, model, trained, record, rows) if is_main_process() else None
     wait_for_processes("the run is written")
     return open_run(out) if run is None else run
 

@@ -96,4 +96,8 @@ def as_texts(times: np.ndarray) -> list[str]:
     """Times as they are written."""
     if times.dtype.kind == "M":
         return [str(stamp).removesuffix(".000000") for stamp in times]
-    return [repr(stamp) for stamp in times.tolist()]
+    # Whole numbers look the same whether or not other rows of their chunk are whole.
+    return [
+        repr(int(stamp) if abs(stamp) < 2**53 and stamp == int(stamp) else stamp)
+        for stamp in times.tolist()
+    ]

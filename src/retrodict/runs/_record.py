@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import retrodict as rd
-from retrodict import models
+from retrodict import data, models
 from retrodict._workspace import as_json, library_version, write_atomically
 from retrodict.runs._folder import (
     FAMILY,
     FORMAT,
     MODEL,
     RECORD,
+    ROWS,
     TRAINING,
     RunError,
     checksum_of,
@@ -58,6 +61,19 @@ class Run:
         width = len(self.layout["inputs"] or ()) + bool(self.layout["step_input"])
         return rd.KalmanFamily(rd.unwrap(self.model), input_dim=width or None)
 
+    def rows(self) -> data.Rows | None:
+        """Return the rows that the run was fitted to; `None` if its folder does not hold them.
+
+        Runs of several series, and those that were learned along a stream, do not hold them.
+        """
+        if ROWS not in self.record["files"]:
+            return None
+        try:
+            times, dates, ys, inputs = rd.load(self.path / ROWS)
+        except rd.CheckpointError as error:
+            raise RunError(f"{self.path}: {error}") from error
+        return data.Rows(times.astype("datetime64[us]") if dates else times, ys, inputs)
+
 
 def write(
     path: Path,
@@ -65,12 +81,18 @@ def write(
     model: rd.StateSpaceModel,
     family: rd.AbstractFamily | None,
     record: Mapping[str, Any],
+    rows: data.Rows | None = None,
 ) -> Run:
-    """Writes a finished run: its record last, so that a folder with a record is whole."""
+    """Write a finished run: its record last, so that a folder with a record is whole."""
     rd.save(path / MODEL, model)
     if family is not None:
         rd.save(path / FAMILY, family)
     named = [MODEL, TRAINING, *([FAMILY] if family is not None else [])]
+    if rows is not None:
+        dates = np.asarray(rows.times.dtype.kind == "M")
+        times = rows.times.astype(np.int64) if dates else rows.times
+        rd.save(path / ROWS, (times, dates, rows.ys, rows.inputs))
+        named.append(ROWS)
     whole = {
         "retrodict_run": FORMAT,
         "version": library_version(),

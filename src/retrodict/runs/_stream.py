@@ -1,12 +1,13 @@
 """Rows as they come, answered at once, with a state that survives a restart."""
 
+import dataclasses
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 import retrodict as rd
 from retrodict import data
 from retrodict.runs._adopt import adopt, refuse_existing
-from retrodict.runs._folder import RunError
+from retrodict.runs._folder import RunError, refuse_unwritable
 from retrodict.runs._learning import Learning
 from retrodict.runs._lines import Answers, arriving, as_texts, header, written
 from retrodict.runs._names import state_names
@@ -39,6 +40,7 @@ class Kept(NamedTuple):
         dates: whether times are dates.
         waiting: the times of the rows that are not smoothed yet, likewise.
         written: how many bytes were written to the file of answers.
+        read: how many rows were answered, those that the stream starts after not counted.
         watched: what was seen of the learning; `None` if nothing is learned.
     """
 
@@ -47,7 +49,22 @@ class Kept(NamedTuple):
     dates: np.ndarray
     waiting: np.ndarray
     written: np.ndarray
+    read: np.ndarray
     watched: Any = None
+
+
+class Start(NamedTuple):
+    """What a stream starts after.
+
+    Attributes:
+        rows: the rows before its first; `None` if it starts from the prior of the model.
+        fingerprint: of these rows.
+        words: the start in words.
+    """
+
+    rows: data.Rows | None
+    fingerprint: str | None
+    words: str
 
 
 def stream(
@@ -62,9 +79,15 @@ def stream(
     as_json: bool = False,
     learning: Learning | None = None,
     restart: bool = False,
-    going_on: Callable[[Path], None] | None = None,
+    after: data.Table | Literal["fit", "prior"] = "fit",
+    say: Callable[[str], None] | None = None,
 ) -> int:
-    """Answers rows of comma-separated values as they come.
+    """Answer rows of comma-separated values as they come.
+
+    The stream goes on after the rows that the run was fitted to, or after those of another table:
+    the filtered state of its first row is that of the row in a table of both. A gap between them is
+    a gap of missing rows. Leading rows that are not later than the last row before the stream are
+    skipped, and their number is reported.
 
     Each row is answered by the filtered state, and the state `lag` rows before given all rows so
     far, which is what smoothing these rows offline would say. The state of the stream has a fixed
@@ -90,36 +113,50 @@ def stream(
         learning: what is learned from the rows, and how; by default nothing is.
         restart: whether to begin anew: the state, and the files that this stream wrote, are
             replaced.
-        going_on: who is told of the state that it goes on from, if there is one.
+        after: the rows before the first row of the stream: those that the run was `"fit"` to, a
+            table that was read with `run.layout`, or none, for a start from the `"prior"` of the
+            model. They are neither answered nor learned from.
+        say: a callback for messages: where the stream starts, and how many rows it skips.
 
     Returns:
         How many rows were answered.
 
     Raises:
         DataError: if a row cannot be read.
-        RunError: if the state is of another run, lag, learning or file.
+        RunError: if the state is of another run, start, lag, learning or file, or if the run does
+            not hold the rows that it was fitted to.
     """
+    say = say or (lambda _: None)
+    start = _start(run, after)
     place = state_place(run, lag, learning) if state is None else state
     live = rd.FixedLag(run.smoother, lag) if learning is None else learning.learner(run, lag)
     if learning is not None and learning.save_run is not None:
         refuse_existing(learning.save_run)
     if restart:
         _forget(place, out, learning, state_names(run))
+    refuse_unwritable(place)
     fresh = _fresh(live, seed)
-    kept = _read_state(place, _fingerprint(run, live, learning), fresh)
-    if place.exists() and going_on is not None:
-        going_on(place)
+    fingerprint = _fingerprint(run, live, learning, start)
+    kept = _read_state(place, fingerprint, fresh)
     with ExitStack() as files:
         # Nothing is known yet of files whose first rows were killed on their way to the state.
-        unread = place.exists() and not kept.waiting.size
+        unread = place.exists() and not kept.read
         handle = _opened(out, int(kept.written), unread, files) if isinstance(out, Path) else out
         watch = None
         if isinstance(live, rd.LaggedLearner) and learning is not None:
             watch = _watching(live, learning, fresh, kept, unread, files)
-        fingerprint = _fingerprint(run, live, learning)
-        session = _Session(run, live, place, fingerprint, handle, handle is not out, watch)
+        if place.exists():
+            timed = run.layout["time"] is not None
+            known = "rows that it knows are skipped" if timed else "rows without a time are all new"
+            say(f"Going on from {place}: {known}; restart=True begins anew.")
+        else:
+            say(start.words)
+            if start.rows is not None:
+                kept = _read_before(run, live, learning, kept, start.rows, seed)
+        owned = handle is not out
+        session = _Session(run, live, place, fingerprint, handle, owned, watch, say)
         kept, count = session.answer(source, kept, as_json)
-        if flush and kept.waiting.size:
+        if flush and kept.read:
             handle.write(written(_remaining(live, kept), session.names, as_json))
             handle.flush()
         if watch is not None:
@@ -169,6 +206,7 @@ class _Session:
         handle: where answers go.
         owned: whether that is a file that is cut back when the stream goes on.
         watch: who follows what is learned.
+        say: a callback for messages.
     """
 
     def __init__(
@@ -180,21 +218,25 @@ class _Session:
         handle: Any,
         owned: bool,
         watch: Watch | None,
+        say: Callable[[str], None],
     ):
         self.layout, self.names, self.live = run.layout, state_names(run), live
         self.place, self.fingerprint = place, fingerprint
-        self.handle, self.owned, self.watch = handle, owned, watch
+        self.handle, self.owned, self.watch, self.say = handle, owned, watch, say
 
     def answer(self, source: Any, kept: Kept, as_json: bool) -> tuple[Kept, int]:
         """Answers all rows; what is to be kept, and how many there were."""
         reader: data.LiveReader | None = None
         last = None if not kept.waiting.size else _as_time(kept.last, kept)
-        count, saved = 0, time.monotonic()
+        count, reported, saved = 0, False, time.monotonic()
         untitled = not as_json and not (self.owned and self.handle.tell())
         for lines in arriving(source):
             if reader is None:
                 reader = data.LiveReader(self.layout, lines.pop(0), last=last)
             rows = reader.read(lines)
+            if len(rows.times) and not reported:
+                self.report(reader)
+                reported = True
             if not count and len(rows.times) and not self.place.exists():
                 # Before any answer: a file of answers without a state would be somebody else's.
                 kept = self.save(kept)
@@ -212,11 +254,19 @@ class _Session:
                 self.handle.flush()
                 if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
                     kept, saved = self.save(kept), time.monotonic()
+        if reader is not None and not reported:
+            self.report(reader)
         if count:
             kept = self.save(kept)
         elif untitled and not self.owned:
             self.handle.write(header(self.names))
         return kept, count
+
+    def report(self, reader: data.LiveReader) -> None:
+        """Report how many rows were skipped, if any."""
+        if reader.skipped:
+            last = as_texts(np.atleast_1d(reader.resumed))[0]
+            self.say(f"Skipped {reader.skipped} rows that are not later than {last}, the last row.")
 
     def cuts(self, kept: Kept, count: int) -> Iterator[tuple[int, int]]:
         """Where rows are cut: into chunks, and where a line of the history is due."""
@@ -245,7 +295,7 @@ class _Session:
 
 def _save_run(run: Run, watch: Watch, kept: Kept, out: Path) -> None:
     """Makes a new run of what was learned."""
-    if not kept.waiting.size:
+    if not kept.read:
         raise RunError("No row was read, and nothing learned: there is no run to save.")
     adopt(
         run,
@@ -268,12 +318,16 @@ def _advanced(live: Live, kept: Kept, rows: data.Rows) -> tuple[Kept, Answers, A
     state, out = live.scan(kept.live, ys, inputs=us, length=count)
     dates = rows.times.dtype.kind == "M"
     numbers = rows.times.astype(np.int64) if dates else rows.times
-    every = np.concatenate([kept.waiting.astype(numbers.dtype), numbers])
+    every = np.concatenate([kept.waiting, numbers]) if kept.waiting.size else numbers
     begin = len(every) - count
     behind = np.maximum(begin + np.arange(count) - live.lag, 0)
     ready = np.asarray(out.ready)[:count]
     now = kept._replace(
-        live=state, last=every[-1], dates=np.asarray(dates), waiting=every[-live.lag :]
+        live=state,
+        last=every[-1],
+        dates=np.asarray(dates),
+        waiting=every[-live.lag :],
+        read=kept.read + count,
     )
     answers = Answers(
         rows.times,
@@ -307,9 +361,66 @@ def _as_time(values: Any, kept: Kept) -> Any:
     return values.astype(np.int64).astype("datetime64[us]") if bool(kept.dates) else values
 
 
-def _fingerprint(run: Run, live: Live, learning: Learning | None) -> str:
+def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
+    """Find the rows that a stream starts after.
+
+    Raises:
+        RunError: if there are none, or if the run is of several series.
+    """
+    if run.layout["series"]:
+        raise RunError(
+            f"{run.path} is a run of several series, and rows are answered as they come for one"
+            " series; fit one series alone."
+        )
+    if isinstance(after, str):
+        if after == "prior":
+            words = "Starting from the prior of the model: no row before the first is known."
+            return Start(None, None, words)
+        rows, fingerprint, of = (
+            run.rows(),
+            run.record["data"]["sha256"],
+            "that the run was fitted to",
+        )
+        if rows is None:
+            raise RunError(
+                f"{run.path} does not hold the rows before the stream; give them with after=..., a"
+                ' table of all rows up to now, or start from the prior with after="prior".'
+            )
+    else:
+        rows, fingerprint = data.Rows.of_table(after), after.summary.fingerprint
+        of = f"of {after.source}"
+        if rows is None:
+            raise RunError(f"{after.source} has several series; give a table of one.")
+    last = as_texts(rows.times[-1:])[0]
+    count = len(rows.times)
+    words = f'Starting after the {count} rows {of}, up to {last}; after="prior" leaves them out.'
+    return Start(rows, fingerprint, words)
+
+
+def _read_before(
+    run: Run, live: Live, learning: Learning | None, fresh: Kept, rows: data.Rows, seed: int
+) -> Kept:
+    """Read the rows before a stream, which are neither answered nor learned from.
+
+    A learner reads them with steps of zero, so that its gradients go on from them too.
+    """
+    kept, still = fresh, live
+    if learning is not None:
+        at_rest = dataclasses.replace(learning, rate=0.0, schedule="constant")
+        still = at_rest.learner(run, live.lag)
+        kept = fresh._replace(live=still.init(jax.random.key(seed)))
+    for begin in range(0, len(rows.times), CHUNK):
+        kept, _, _ = _advanced(still, kept, rows.cut(begin, begin + CHUNK))
+    if learning is not None:
+        learner = dataclasses.replace(fresh.live.learner, gradient=kept.live.learner.gradient)
+        learner = dataclasses.replace(fresh.live, learner=learner, lag=kept.live.lag)
+        kept = kept._replace(live=learner)
+    return kept._replace(read=fresh.read)
+
+
+def _fingerprint(run: Run, live: Live, learning: Learning | None, start: Start) -> str:
     fixed = live if isinstance(live, rd.FixedLag) else live.live
-    settings: list[Any] = [run.record["files"], fixed.lag, fixed.num_samples]
+    settings: list[Any] = [run.record["files"], fixed.lag, fixed.num_samples, start.fingerprint]
     if learning is not None:
         settings.append(learning.settings)
     return json.dumps(settings, sort_keys=True)
@@ -322,6 +433,7 @@ def _fresh(live: Live, seed: int) -> Kept:
         np.zeros(()),
         np.zeros((), bool),
         np.zeros(0),
+        np.zeros((), int),
         np.zeros((), int),
         None if isinstance(live, rd.FixedLag) else tuple(Watched.nothing()),
     )
@@ -371,8 +483,12 @@ def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
         raise RunError(f"{error} Pass restart=True to begin anew.") from error
     if found != fingerprint:
         raise RunError(
-            f"{place} is the state of another run or lag, or of other ways to learn; name another"
-            " one by --state, or pass restart=True to begin anew."
+            f"{place} is the state of another run, start or lag, or of other ways to learn; name"
+            " another one by --state, or pass restart=True to begin anew."
+        )
+    if len(fields) != len(Kept._fields):
+        raise RunError(
+            f"{place} was written by another version of retrodict. Pass restart=True to begin anew."
         )
     kept = Kept(*fields)
     if not isinstance(kept.live, list):
