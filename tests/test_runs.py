@@ -16,7 +16,16 @@ import statsmodels.api as sm
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs import _answer, _check, _exact, _learn, _report, _residuals, _uncertain
+from retrodict.runs import (
+    _answer,
+    _check,
+    _exact,
+    _learn,
+    _record,
+    _report,
+    _residuals,
+    _uncertain,
+)
 
 LAG = 4
 
@@ -648,3 +657,119 @@ def test_a_column_with_one_observed_value_is_no_data(tmp_path):
     with pytest.raises(runs.RunError, match="column 'y': 1 observed value"):
         runs.fit(table, models.resolve("local_level"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def driven(weight: float = 1.0, gain: Any = None) -> rd.StateSpaceModel:
+    """A walk that an input pushes; `gain` makes it nonlinear, with a function of one's own."""
+    eye = jnp.eye(1)
+    emission: Any = rd.LinearGaussianKernel(eye, jnp.zeros(1), eye)
+    if gain is not None:
+        emission = rd.NonlinearGaussianKernel(gain, eye)
+    return rd.StateSpaceModel(
+        prior=rd.Frozen(rd.Gaussian(jnp.zeros(1), eye)),
+        transition=rd.LinearGaussianKernel(
+            rd.Frozen(eye), rd.Frozen(jnp.zeros(1)), eye, input_weight=rd.Frozen(weight * eye)
+        ),
+        emission=emission,
+    )
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
+    rng = np.random.default_rng(0)
+    table = data.read({"t": np.arange(30), "y": rng.normal(size=30), "u": np.ones(30)}, inputs="u")
+    return runs.fit(table, driven(), tmp_path_factory.mktemp("given") / "run")
+
+
+def test_a_model_object_is_fitted_and_found_again(pushed: runs.Run):
+    again = runs.open_run(pushed.path)
+    assert again.record["model"]["reference"] == "StateSpaceModel"
+    jax.tree.map(np.testing.assert_array_equal, again.model, pushed.model)
+    assert command(["info", str(pushed.path)]) == 0
+
+
+def test_inputs_of_coming_rows_say_how_many_there_are(pushed: runs.Run, tmp_path, capsys):
+    """Without --steps: as many as the file has; the level rises by the inputs."""
+    rows, later = tmp_path / "rows.csv", tmp_path / "next.csv"
+    frame = pd.DataFrame({"t": np.arange(30), "y": 0.0, "u": 1.0})
+    frame.to_csv(rows, index=False)
+    pd.DataFrame({"t": np.arange(28, 33), "u": [9.0, 9.0, 1.0, 2.0, 3.0]}).to_csv(
+        later, index=False
+    )
+    order = ["forecast", str(pushed.path), str(rows), "--inputs", str(later)]
+    assert command(order) == 0
+    shown = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    assert shown["t"].tolist() == [30, 31, 32]
+    means = shown[[name for name in shown if name.endswith("_mean")][0]]
+    np.testing.assert_allclose(np.diff(means), [2.0, 3.0], atol=1e-9)
+    picture = tmp_path / "rows.svg"
+    assert command(["plot", *order[1:], "--out", str(picture)]) == 0 and picture.exists()
+    pd.DataFrame({"t": [28, 29], "u": 1.0}).to_csv(later, index=False)
+    assert command(order) == 2
+    assert "at least one row of inputs" in capsys.readouterr().err
+
+
+def test_a_model_with_functions_of_ones_own_is_asked_for(pushed: runs.Run, tmp_path):
+    shutil.copytree(pushed.path, tmp_path / "run")
+
+    def build() -> rd.StateSpaceModel:
+        return driven(gain=lambda x: jnp.sin(x))
+
+    fitted = driven(weight=3.0, gain=lambda x: jnp.sin(x))
+    kept = {name: pushed.record[name] for name in ("layout", "options", "data", "results")}
+    _record.write(tmp_path / "run", models.resolve(build), fitted, None, kept)
+    with pytest.raises(runs.RunError, match=r"was given in Python.*model=\.\.\."):
+        runs.open_run(tmp_path / "run")
+    for given in (build, build()):
+        again = runs.open_run(tmp_path / "run", model=given)
+        np.testing.assert_array_equal(rd.unwrap(again.model).transition.input_weight, [[3.0]])
+        assert again.model.emission.fn(jnp.ones(1)) == jnp.sin(1.0)
+
+
+def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
+    table = data.read({"y": np.arange(12.0), "u": np.ones(12)}, inputs="u")
+
+    def settings(gain: Any, weight: float = 1.0) -> Any:
+        spec = models.resolve(driven(weight, gain))
+        return _learn._settings(table, spec, "mixture", 2000, 0)
+
+    first = settings(lambda x: x**2)
+    assert settings(lambda x: x**2) == first
+    assert all(other != first for other in (settings(jnp.sin), settings(lambda x: x + x)))
+    assert settings(lambda x: x**2, 2.0) != first
+    _learn._take(tmp_path, first)
+    with pytest.raises(runs.RunError, match="unfinished run of other data or options"):
+        runs.fit(table, driven(gain=jnp.cos), tmp_path)
+
+
+def test_scales_without_a_wrapper_are_those_of_greatest_evidence(pushed: runs.Run):
+    """They are held positive while they are learned, and plain in the run again."""
+    rng = np.random.default_rng(0)
+    ys, us = rng.normal(size=(30, 1)), np.ones((30, 1))
+    results = pushed.record["results"]
+
+    def total(move: float, noise: float) -> float:
+        model = driven()
+        model = models.with_parameters(
+            model, {"transition.scale_tril": move, "emission.scale_tril": noise}
+        )
+        named = {name: models.named_parameters(pushed.model)[name] for name in free}
+        model = models.with_parameters(model, named)
+        return float(rd.kalman_smoother(rd.unwrap(model), ys, inputs=us).log_evidence)
+
+    found = models.named_parameters(pushed.model)
+    scales = ("transition.scale_tril", "emission.scale_tril")
+    free = [name for name in found if name not in scales]
+    move, noise = (float(found[name][0, 0]) for name in scales)
+    best = total(move, noise)
+    np.testing.assert_allclose(best, results["total"], rtol=1e-9)
+    assert best >= max(
+        total(move + 0.01, noise), total(move, 1.05 * noise), total(move, 0.95 * noise)
+    )
+
+
+def test_what_is_not_a_model_is_refused():
+    with pytest.raises(models.ModelError, match="must be a StateSpaceModel.*got int"):
+        models.resolve(lambda: 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        models.resolve(3)  # type: ignore[arg-type]

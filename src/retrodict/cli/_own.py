@@ -294,7 +294,9 @@ def forecast(
     steps: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How many rows to forecast.", show_default="those of the file of --at"
+            min=1,
+            help="How many rows to forecast.",
+            show_default="those of the file of --at or --inputs",
         ),
     ] = None,
     at: ComingTimes = None,
@@ -313,7 +315,7 @@ def forecast(
         table = data.read(source, **opened.layout)
         count, coming = _coming(opened, table, steps, at, future)
         if not count:
-            raise UserError("say how many rows to forecast: --steps K, or --at FILE")
+            raise UserError("say how many rows to forecast: --steps K, --at FILE or --inputs FILE")
         found = runs.forecast(opened, table, count, seed=seed, **coming)
         names, times = runs.state_names(opened), coming["times"]
         _put(table, found, out, overwrite, as_json, level=level, state_names=names, times=times)
@@ -322,9 +324,10 @@ def forecast(
 def _coming(
     run: Any, table: Any, steps: int | None, at: Path | None, future: Path | None
 ) -> tuple[int, dict[str, Any]]:
-    """How many rows come, and their times and inputs from files.
+    """Return how many rows come, and their times and inputs from files.
 
-    Where times are irregular, those of a file of inputs are the coming ones too.
+    Where times are irregular, those of a file of inputs are the coming ones too. Without a number
+    of rows, there are as many as the files have.
     """
     from retrodict import data, runs
 
@@ -337,9 +340,11 @@ def _coming(
             raise UserError(f"{at} has {fewest} times of a series, and {steps} are asked for")
         steps = fewest if steps is None else steps
         times = tuple(own[:steps] for own in times)
-    count = steps or 0
-    inputs = None if future is None else runs.read_inputs(run, table, future, count)
-    return count, {"times": times, "inputs": inputs}
+    inputs = None
+    if future is not None and steps != 0:
+        inputs = runs.read_inputs(run, table, future, steps)
+        steps = inputs.shape[1]
+    return steps or 0, {"times": times, "inputs": inputs}
 
 
 def _put(

@@ -1,6 +1,8 @@
 """From a table and the name of a model to a run: parameters, a family, and how sure they are."""
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,9 @@ from retrodict._workspace import (
     wait_for_processes,
     write_atomically,
 )
+from retrodict.runs._adopt import as_before
 from retrodict.runs._folder import RECORD, REPORT, TRAINING, RunError, as_plain, read_record
-from retrodict.runs._record import Run, open_run, write
+from retrodict.runs._record import Model, Run, open_run, write
 from retrodict.runs._uncertain import uncertain
 
 FAMILIES = {
@@ -55,7 +58,7 @@ MOST_STEPS_OF_EVIDENCE = 300
 
 def fit(
     table: data.Table | data.SharedTable,
-    spec: models.ModelSpec,
+    spec: Model,
     out: str | Path,
     *,
     family: str = "mixture",
@@ -63,7 +66,7 @@ def fit(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Run:
-    """Learns the parameters of a model from a table, and a family that smooths for it.
+    """Learn the parameters of a model from a table, and a family that smooths for it.
 
     The parameters that the model marks as learnable are those that make the data most likely:
     exactly for linear-Gaussian models, by ascent of the ELBO for others. Then a family is trained
@@ -77,7 +80,10 @@ def fit(
     Args:
         table: the data, from `retrodict.data.read`, or from `retrodict.data.read_shared` where each
             process reads its share.
-        spec: the model, from `retrodict.models.resolve`.
+        spec: the model: its name, a `StateSpaceModel`, a function of no arguments that returns one,
+            or what `retrodict.models.resolve` made of these. A model that was given as an object
+            and holds functions of your own is needed again by `open_run`; the command line reads
+            such a model only if it was named as `module:name`.
         out: the folder of the run, which must not hold another.
         family: the family to train: `"mixture"`, `"nonlinear"`, `"recurrent"`, `"gated"` or
             `"conjugate"`.
@@ -96,7 +102,7 @@ def fit(
         raise RunError(f"There is no family {family!r}; there are {', '.join(FAMILIES)}.")
     if num_steps < 1:
         raise RunError(f"A fit takes at least 1 step, got {num_steps}.")
-    out = Path(out)
+    out, spec = Path(out), models.resolve(spec)
     settings = _settings(table, spec, family, num_steps, seed)
     _, learn_key, train_key, error_key = jax.random.split(jax.random.key(seed), 4)
     by_all(lambda: _refuse_other(out, settings))
@@ -133,12 +139,12 @@ def fit(
     rows = data.Rows.of_table(table)
     run = write(out, spec, model, trained, record, rows) if is_main_process() else None
     wait_for_processes("the run is written")
-    return open_run(out) if run is None else run
+    return open_run(out, model=spec) if run is None else run
 
 
 def finished_before(
     table: data.Table | data.SharedTable,
-    spec: models.ModelSpec,
+    spec: Model,
     out: str | Path,
     *,
     family: str = "mixture",
@@ -157,21 +163,21 @@ def finished_before(
         num_steps: as in `fit`.
         seed: as in `fit`.
     """
-    out = Path(out)
+    out, spec = Path(out), models.resolve(spec)
     if not (out / RECORD).exists() or (out / REPORT).exists():
         return None
     settings = _settings(table, spec, family, num_steps, seed)
-    return open_run(out) if _noted(out) == as_plain(settings) else None
+    return open_run(out, model=spec) if _noted(out) == as_plain(settings) else None
 
 
-def num_stages(table: data.Table | data.SharedTable, spec: models.ModelSpec) -> int:
+def num_stages(table: data.Table | data.SharedTable, spec: Model) -> int:
     """How many stages a fit has, for those who tell how far it is.
 
     Args:
         table: the data.
         spec: the model.
     """
-    model = spec.build(len(table.names), jax.random.key(0))
+    model = models.resolve(spec).build(len(table.names), jax.random.key(0))
     return 2 if model.is_linear_gaussian else 3
 
 
@@ -182,8 +188,10 @@ def _settings(
     num_steps: int,
     seed: int,
 ) -> dict[str, Any]:
-    """What a fit depends on."""
+    """Return what a fit depends on."""
+    given = {} if spec.given is None else {"given": _fingerprint(spec.given)}
     return {
+        **given,
         "model": spec.to_dict(),
         "layout": table.layout,
         "data": table.summary.fingerprint,
@@ -191,6 +199,24 @@ def _settings(
         "num_steps": num_steps,
         "seed": seed,
     }
+
+
+def _fingerprint(model: rd.StateSpaceModel) -> str:
+    """Return a fingerprint of a model: its arrays, its structure and the code of its functions."""
+    leaves, structure = jax.tree.flatten(model)
+    digest = hashlib.sha256(_without_addresses(str(structure)))
+    for leaf in leaves:
+        if eqx.is_array_like(leaf):
+            digest.update(np.asarray(leaf).tobytes())
+        else:
+            digest.update(_without_addresses(repr(leaf)))
+            digest.update(getattr(getattr(leaf, "__code__", None), "co_code", b""))
+    return digest.hexdigest()
+
+
+def _without_addresses(text: str) -> bytes:
+    """Return the text of an object as it is in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text).encode()
 
 
 def _noted(out: Path) -> Any:
@@ -228,18 +254,19 @@ def _refuse_other(out: Path, settings: Mapping[str, Any]) -> None:
 
 
 def starting_model(
-    table: data.Table | data.SharedTable, spec: models.ModelSpec, *, seed: int = 0
+    table: data.Table | data.SharedTable, spec: Model, *, seed: int = 0
 ) -> rd.StateSpaceModel:
     """The model that a fit starts from, with values from the data.
 
     Args:
         table: the data.
-        spec: the model, from `retrodict.models.resolve`.
+        spec: the model, as in `fit`.
         seed: of the fit.
 
     Raises:
         RunError: if the model does not fit the table.
     """
+    spec = models.resolve(spec)
     for name, seen in zip(table.names, table.summary.seen, strict=True):
         if seen < 2:
             raise RunError(
@@ -308,7 +335,7 @@ def _by_evidence(
             progress=False,
             **options,
         )
-        kept = jax.tree.leaves(eqx.filter(found.model, eqx.is_inexact_array))
+        kept = jax.tree.leaves(eqx.filter(as_before(model, found.model), eqx.is_inexact_array))
         return {
             **{f"leaf {i}": leaf for i, leaf in enumerate(kept)},
             "history": found.history,
@@ -351,7 +378,7 @@ def _by_elbo(
         **options,
     )
     kept = found.held_out[found.held_out_steps == found.kept_step][-1]
-    return found.model, found.history, float(kept)
+    return as_before(model, found.model), found.history, float(kept)
 
 
 def _in_units(num_steps: int) -> optax.GradientTransformation:
