@@ -265,6 +265,59 @@ def test_a_fit_has_as_many_stages_as_it_says(copy: runs.Run, table: data.Table, 
     assert len(told.ended) == runs.NUM_CHECKS
 
 
+def test_a_check_gives_numbers_and_how_much_it_looked_at(run: runs.Run, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    walks = 1000 + 100 * np.cumsum(rng.normal(size=(10, 30)), axis=1)
+    frame = pd.DataFrame(
+        {
+            "s": np.repeat(np.arange(10), 30),
+            "year": np.tile(np.arange(30), 10),
+            "volume": walks.ravel(),
+        }
+    )
+    several = data.read(frame, series="s", time="year")
+    found = runs.check(run, several).to_dict()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert (found["series_checked"], found["series"]) == (8, 10)
+    assert (found["rows_checked"], found["rows"]) == (240, 300)
+    named = {line["name"]: line for line in found["findings"]}
+    hidden = named["hidden points in their 90% intervals"]
+    assert 0.5 < hidden["value"] <= 1.0 and hidden["details"]["expected"] == 0.9
+    assert f"{100 * hidden['value']:.1f}% of {hidden['details']['hidden']}" in hidden["text"]
+    tests = [line for name, line in named.items() if name.endswith("(volume)")]
+    assert tests and all(0.0 <= line["value"] <= 1.0 for line in tests)
+    assert "8 of 10 series" in runs.Scope(8, 10, 240, 300).words
+    assert runs.Scope(1, 1, 2000, 2500).words == (
+        "Looked at 2000 of 2500 rows, the last of each series."
+    )
+
+
+@pytest.mark.parametrize("name", ["smooth", "forecast", "plot", "fit"])
+def test_outputs_are_refused_before_any_work(name: str, copy, tmp_path, capsys, monkeypatch):
+    """Neither the run nor the data are read."""
+    monkeypatch.setattr(runs, "open_run", lambda *_: pytest.fail("the run was read"))
+    monkeypatch.setattr(data, "read", lambda *_, **__: pytest.fail("the data were read"))
+    monkeypatch.setattr(data, "read_shared", lambda *_, **__: pytest.fail("the data were read"))
+    out = tmp_path / ("out.svg" if name == "plot" else "out.csv")
+    out.write_text("mine")
+    target, start = out, [name, str(copy.path), str(tmp_path / "rows.csv")]
+    if name == "fit":
+        start, target = ["fit", str(tmp_path / "rows.csv"), "--model", "local_level"], tmp_path
+    for place, words in (
+        (target, "holds no run" if name == "fit" else "exists"),
+        (
+            out if name == "fit" else tmp_path / "no" / out.name,
+            "a file" if name == "fit" else "does not",
+        ),
+    ):
+        assert command([*start, "--out", str(place)]) == 2
+        assert words in capsys.readouterr().err
+    if name != "fit":
+        assert command([*start, "--out", str(tmp_path / "out.xls")]) == 2
+        assert "'.xls' is not known" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+
+
 def test_a_check_says_what_its_rows_mean(run: runs.Run, frame, tmp_path, capsys, monkeypatch):
     source = tmp_path / "nile.csv"
     frame.to_csv(source, index=False)
@@ -472,14 +525,17 @@ def test_a_fit_that_was_killed_at_its_end_writes_its_report(
     source, page = tmp_path / "nile $1.csv", copy.path / "report.html"
     frame.to_csv(source, index=False)
     findings = (runs.Finding("a thing", "some", "nothing", "unknown"),)
-    monkeypatch.setattr(_report, "check", lambda *_, **__: runs.Check(findings, "Well."))
+    scope = runs.Scope(8, 300, 80, 3000)
+    monkeypatch.setattr(runs, "check", lambda *_, **__: runs.Check(findings, "Well.", scope))
     before = (copy.path / "run.json").read_bytes()
     arguments = ["fit", str(source), "--model", "local_level", "--out", str(copy.path)]
     assert command([*arguments, "--seed", "1"]) == 2 and not page.exists()
     assert "holds a finished run" in capsys.readouterr().err
     assert command(arguments) == 0
     assert (copy.path / "run.json").read_bytes() == before
-    text = page.read_text()
+    said, text = capsys.readouterr().out, page.read_text()
+    looked = "Looked at 8 of 300 series, the longest, and 80 of 3000 rows."
+    assert "verdict: unknown. Well.\n" in said and looked in said and looked in text
     assert "retrodict fit &#x27;" in text and "nile $1.csv" in text and "Not judged" in text
     assert command(arguments) == 2
 

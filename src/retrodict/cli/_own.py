@@ -12,6 +12,7 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table as Grid
+from rich.text import Text
 
 from retrodict.cli._errors import UserError, cannot_write
 from retrodict.cli._job import (
@@ -183,7 +184,11 @@ def fit(
     from retrodict import data, models, runs
 
     with ended_together(), _explained():
+        if out is None and not dry_run:
+            raise UserError("name the folder of the run: --out RUN")
         speaks = join(distributed, coordinator, num_processes, process_id)
+        if out is not None and not dry_run:
+            runs.check_folder(out)
         spec = models.resolve(model).with_options(options or ())
         given = {
             "time": time,
@@ -204,7 +209,7 @@ def fit(
                 _say_dry_run(table, spec, as_json)
             return
         if out is None:
-            raise UserError("name the folder of the run: --out RUN")
+            return
         chosen = {
             "family": family or spec.fit.get("family", "mixture"),
             "num_steps": steps or spec.fit.get("num_steps", 2000),
@@ -216,14 +221,27 @@ def fit(
             try:
                 if run is None:
                     run = runs.fit(table, spec, out, seed=seed, progress=stages, **chosen)
-                runs.write_report(run, table, seed=seed, command=ASKED.get(), progress=stages)
+                found = runs.check(run, table, seed=seed, progress=stages)
+                runs.write_report(
+                    run, table, seed=seed, found=found, command=ASKED.get(), progress=stages
+                )
             except OSError as error:
                 raise UserError(cannot_write(error, out)) from error
     if not speaks:
         return
+    if as_json:
+        _say_run({**run.record, "check": found.to_dict()}, as_json)
+        return
     _say_run(run.record, as_json)
-    if not as_json:
-        typer.echo(f"Wrote {out} and {out / 'report.html'}.")
+    _say_verdict(found)
+    typer.echo(f"Wrote {out} and {out / 'report.html'}.")
+
+
+def _say_verdict(found: Any) -> None:
+    """Print how far a run is to be trusted, and how much of the table that is based on."""
+    typer.echo(f"verdict: {found.worst}. {found.verdict}")
+    if found.scope is not None and found.scope.is_partial:
+        typer.echo(found.scope.words)
 
 
 def _number_or_text(text: str | None) -> Any:
@@ -274,6 +292,8 @@ def smooth(
     from retrodict import data, runs
 
     with _explained():
+        if out is not None:
+            data.check_target(out, overwrite=overwrite)
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
         found = runs.smooth(opened, table, seed=seed)
@@ -311,6 +331,8 @@ def forecast(
     from retrodict import data, runs
 
     with _explained():
+        if out is not None:
+            data.check_target(out, overwrite=overwrite)
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
         count, coming = _coming(opened, table, steps, at, future)
@@ -386,20 +408,15 @@ def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = Fa
         with Stages("check", runs.NUM_CHECKS, Console(stderr=True)) as stages:
             found = runs.check(opened, table, seed=seed, progress=stages)
     if as_json:
-        answer = {
-            "verdict": found.worst,
-            "words": found.verdict,
-            "findings": [finding._asdict() for finding in found.findings],
-        }
-        typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
         return
     grid = Grid(box=SIMPLE, pad_edge=False)
     for heading in ("what", "found", "verdict", "what it means"):
         grid.add_column(heading)
     for finding in found.findings:
-        grid.add_row(finding.name, finding.value, finding.verdict, finding.meaning)
+        grid.add_row(*map(Text, (finding.name, finding.value, finding.verdict, finding.meaning)))
     Console().print(grid)
-    typer.echo(found.verdict)
+    _say_verdict(found)
 
 
 def plot(
@@ -422,10 +439,9 @@ def plot(
     from retrodict import data, runs
 
     with _explained():
+        data.check_target(out, overwrite=overwrite, suffixes=runs.FORMATS)
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
-        if out.exists() and not overwrite:
-            raise UserError(f"{out} exists; pass --overwrite, or choose another name")
         names = [str(name) for name in table.series or ()]
         if series is not None and series not in names:
             raise UserError(f"there is no series {series}; there are {', '.join(names) or 'none'}")
@@ -566,7 +582,7 @@ def _say_run(record: Mapping[str, Any], as_json: bool) -> None:
             heading, justify="left" if heading == "parameter" else "right", overflow="fold"
         )
     for name, found in runs.parameter_lines(results):
-        grid.add_row(name, *_cells(found))
+        grid.add_row(Text(name), *_cells(found))
     Console().print(grid)
     typer.echo(results["uncertainty"])
 

@@ -5,7 +5,6 @@ Nothing here needs JAX, so that a run is described at once.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,21 +112,6 @@ def parameter_lines(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any
         lines.append((name, found))
         first = last = here
     return lines
-
-
-def refuse_unwritable(path: Path) -> None:
-    """Refuse a file that cannot be written, before any work is done for it.
-
-    Raises:
-        RunError: if it is a folder, or its folder does not exist or cannot be written to.
-    """
-    parent = path.resolve().parent
-    if path.is_dir():
-        raise RunError(f"{path} is a folder; name a file.")
-    if not parent.is_dir():
-        raise RunError(f"{path} cannot be written: the folder {parent} does not exist; make it.")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise RunError(f"{path} cannot be written: the folder {parent} is read-only.")
 
 
 def as_plain(value: Any) -> Any:

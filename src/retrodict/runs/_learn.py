@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -233,24 +234,51 @@ def _take(out: Path, settings: Mapping[str, Any]) -> None:
     write_atomically(out / SETTINGS, as_json(settings))
 
 
+def check_folder(out: str | Path) -> None:
+    """Refuse a folder in which no fit can be made or gone on with, before data are read.
+
+    Args:
+        out: the folder of the run.
+
+    Raises:
+        RunError: if it holds a finished run with its report, or something else, or is read-only.
+    """
+    out = Path(out)
+    if (out / RECORD).exists() and (out / REPORT).exists():
+        _refuse_finished(out)
+    if out.exists() and not out.is_dir():
+        raise RunError(f"{out} is a file; give a folder that does not exist yet.")
+    if out.is_dir() and not (out / RECORD).exists() and not (out / SETTINGS).exists():
+        _refuse_filled(out)
+    first = next(place for place in (out.resolve(), *out.resolve().parents) if place.exists())
+    if not first.is_dir() or not os.access(first, os.W_OK | os.X_OK):
+        raise RunError(f"{out} cannot be written: {first} is read-only or a file; give another.")
+
+
+def _refuse_finished(out: Path) -> None:
+    read_record(out)
+    raise RunError(f"{out} holds a finished run; give another folder, or remove it.")
+
+
+def _refuse_filled(out: Path) -> None:
+    if any(out.iterdir()):
+        raise RunError(f"{out} is not empty and holds no run; give another folder.")
+
+
 def _refuse_other(out: Path, settings: Mapping[str, Any]) -> None:
-    """Refuses a folder that holds a finished run, one of other settings, or something else."""
+    """Refuse a folder that holds a finished run, one of other settings, or something else."""
+    check_folder(out)
     if not out.exists():
         return
-    if not out.is_dir():
-        raise RunError(f"{out} is a file; give a folder that does not exist yet.")
     note = out / SETTINGS
     if (out / RECORD).exists():
-        read_record(out)
-        raise RunError(f"{out} holds a finished run; give another folder, or remove it.")
+        _refuse_finished(out)
     if note.exists():
         if _noted(out) != as_plain(settings):
             raise RunError(
                 f"{out} holds an unfinished run of other data or options; ask for the same again,"
                 " or give another folder."
             )
-    elif any(out.iterdir()):
-        raise RunError(f"{out} is not empty and holds no run; give another folder.")
 
 
 def starting_model(

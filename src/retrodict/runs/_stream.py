@@ -15,7 +15,7 @@ import numpy as np
 import retrodict as rd
 from retrodict import data
 from retrodict.runs._adopt import adopt, refuse_existing
-from retrodict.runs._folder import RunError, refuse_unwritable
+from retrodict.runs._folder import RunError
 from retrodict.runs._learning import Learning
 from retrodict.runs._lines import Answers, arriving, as_texts, header, written
 from retrodict.runs._names import state_names
@@ -134,7 +134,9 @@ def stream(
         refuse_existing(learning.save_run)
     if restart:
         _forget(place, out, learning, state_names(run))
-    refuse_unwritable(place)
+    for path in (place, out, *((learning.history, learning.figure) if learning else ())):
+        if isinstance(path, Path):
+            data.check_target(path, overwrite=True, suffixes=())
     fresh = _fresh(live, seed)
     fingerprint = _fingerprint(run, live, learning, start)
     kept = _read_state(place, fingerprint, fresh)
