@@ -495,7 +495,7 @@ def test_a_stream_goes_on_after_the_fit(fitted, lines, tmp_path, rate: float | N
     )
     assert count == 4  # three rows that are missing, and the one that came
     assert "Starting after the 40 rows that the run was fitted to, up to 1939" in said[0]
-    assert said[1].startswith("Skipped 10 rows that are not later than 1939")
+    assert said[1].startswith("Skipped 10 rows: they are not later than 1939")
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     assert answers["time"].tolist() == [1940, 1941, 1942, 1943, 1941, 1942, 1943]
     ys = np.array([float(line.split(b",")[1]) for line in lines[1:45]])

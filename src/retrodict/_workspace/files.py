@@ -44,8 +44,10 @@ def as_csv(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> bytes:
 
 
 def as_json(tree: Any) -> bytes:
-    """Numbers as JSON, arrays as lists; what is no number is null."""
-    return (json.dumps(_plain(tree), indent=2, ensure_ascii=False) + "\n").encode()
+    """Return numbers as JSON, arrays as lists; non-finite values become null."""
+    text = json.dumps(_plain(tree), indent=2, ensure_ascii=False) + "\n"
+    # A byte of a file name that is not UTF-8 becomes an escape that JSON reads back.
+    return text.encode(errors="backslashreplace")
 
 
 def _plain(tree: Any) -> Any:

@@ -512,6 +512,8 @@ def stream(
 
     if after is not None and from_prior:
         raise UserError("give --after TABLE or --from-prior, not both")
+    if sys.stdin is None or (out is None and sys.stdout is None):
+        raise UserError("standard input or output is closed: pipe rows to the command")
     telling = Telling(Console(stderr=True), quiet=out is None and sys.stdout.isatty())
     with _explained():
         opened = runs.open_run(run)
@@ -545,8 +547,10 @@ def stream(
                     after=start,
                     say=_say,
                 )
+        except BrokenPipeError:
+            raise
         except OSError as error:
-            raise UserError(cannot_write(error, out or run)) from error
+            raise UserError(cannot_write(error, out or Path("standard output"))) from error
     if save_run is not None:
         typer.echo(f"Wrote {save_run}.", err=True)
 

@@ -109,7 +109,7 @@ def write_report(
     )
     place = run.path / REPORT
     if is_main_process():
-        write_atomically(place, page(content).encode())
+        write_atomically(place, page(content).encode(errors="backslashreplace"))
     progress.end(PAGE_STAGE, kept=False)
     return place
 

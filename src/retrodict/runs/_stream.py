@@ -268,7 +268,9 @@ class _Session:
         """Report how many rows were skipped, if any."""
         if reader.skipped:
             last = as_texts(np.atleast_1d(reader.resumed))[0]
-            self.say(f"Skipped {reader.skipped} rows that are not later than {last}, the last row.")
+            self.say(
+                f"Skipped {reader.skipped} rows: they are not later than {last}, the last one."
+            )
 
     def cuts(self, kept: Kept, count: int) -> Iterator[tuple[int, int]]:
         """Where rows are cut: into chunks, and where a line of the history is due."""
@@ -291,7 +293,11 @@ class _Session:
             kept = kept._replace(written=np.asarray(self.handle.tell()))
         if self.watch is not None:
             kept = kept._replace(watched=tuple(self.watch.keep()))
-        rd.save(self.place, (tuple(_packed(self.live, kept)), self.fingerprint))
+        try:
+            rd.save(self.place, (tuple(_packed(self.live, kept)), self.fingerprint))
+        except OSError as error:
+            error.filename = error.filename or str(self.place)
+            raise
         return kept
 
 
