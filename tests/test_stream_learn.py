@@ -23,7 +23,7 @@ import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
 from retrodict.cli._stream import Telling
-from retrodict.runs import _adopt, _record, _stream
+from retrodict.runs import _adopt, _lines, _record, _stream
 
 LAG = 3
 TRUTH = {"level_scale": 80.0, "obs_scale": 60.0}
@@ -627,3 +627,34 @@ def test_families_go_on_after_the_fit(kind: Any, tmp_path: Path):
         named = answers[[name for name in answers if name.endswith("_mean")][0]]
         np.testing.assert_allclose(named, laws.mean[40:, 0], rtol=1e-8)
         assert answers["smoothed_time"].tolist() == list(range(1940 - LAG, 1950 - LAG))
+
+
+def test_names_with_commas_and_quotes_are_quoted():
+    """Read back by pandas; columns of a table may have any name."""
+    names = ['a "b", c', "d\ne"]
+    table = pd.read_csv(io.BytesIO(_lines.header(names)))
+    assert list(table)[1:5] == [f"{name}_{what}" for name in names for what in ("mean", "std")]
+
+
+def test_two_streams_do_not_share_a_state(fitted, lines, tmp_path):
+    """The second is refused before it touches a file; a state without rows is only read."""
+    out, again = tmp_path / "out.csv", tmp_path / "again.csv"
+    state = tmp_path / "state"
+
+    def go(source: Any, out: Any) -> int:
+        return runs.stream(fitted, source, out, lag=LAG, state=state)
+
+    class Within(Pieces):
+        def read(self, _: int) -> bytes:
+            if not self.sizes:  # a stream is under way, and has answered rows
+                for other in (out, io.BytesIO()):
+                    with pytest.raises(runs.RunError, match="in use by another process"):
+                        go(source_of([lines[0], lines[51]]), other)
+                assert go(source_of([]), io.BytesIO()) == 0
+            return super().read(_)
+
+    with pytest.raises(KeyboardInterrupt):
+        go(Within([lines[0], *lines[41:51]], [5, 6], KeyboardInterrupt), out)
+    go(source_of(lines[:61]), out)
+    runs.stream(fitted, source_of(lines[:61]), again, lag=LAG, state=tmp_path / "other")
+    assert out.read_bytes() == again.read_bytes()

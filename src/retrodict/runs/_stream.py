@@ -12,6 +12,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
+
 import retrodict as rd
 from retrodict import data
 from retrodict.runs._adopt import adopt, refuse_existing
@@ -132,15 +137,20 @@ def stream(
     live = rd.FixedLag(run.smoother, lag) if learning is None else learning.learner(run, lag)
     if learning is not None and learning.save_run is not None:
         refuse_existing(learning.save_run)
-    if restart:
-        _forget(place, out, learning, state_names(run))
-    for path in (place, out, *((learning.history, learning.figure) if learning else ())):
+    written_to = [out, *((learning.history, learning.figure) if learning else ())]
+    for path in (place, *written_to):
         if isinstance(path, Path):
             data.check_target(path, overwrite=True, suffixes=())
-    fresh = _fresh(live, seed)
-    fingerprint = _fingerprint(run, live, learning, start)
-    kept = _read_state(place, fingerprint, fresh)
     with ExitStack() as files:
+        lock = _Lock(place, files)
+        # Without files and without rows a state is only read, and another stream may go on.
+        if restart or any(isinstance(path, Path) for path in written_to):
+            lock.take()
+        if restart:
+            _forget(place, out, learning, state_names(run))
+        fresh = _fresh(live, seed)
+        fingerprint = _fingerprint(run, live, learning, start)
+        kept = _read_state(place, fingerprint, fresh)
         # Nothing is known yet of files whose first rows were killed on their way to the state.
         unread = place.exists() and not kept.read
         handle = _opened(out, int(kept.written), unread, files) if isinstance(out, Path) else out
@@ -156,7 +166,7 @@ def stream(
             if start.rows is not None:
                 kept = _read_before(run, live, learning, kept, start.rows, seed)
         owned = handle is not out
-        session = _Session(run, live, place, fingerprint, handle, owned, watch, say)
+        session = _Session(run, live, place, fingerprint, handle, owned, watch, say, lock)
         kept, count = session.answer(source, kept, as_json)
         if flush and kept.read:
             handle.write(written(_remaining(live, kept), session.names, as_json))
@@ -197,6 +207,48 @@ def _watching(
     return Watch(live, learning, fresh.live, watched, history)
 
 
+class _Lock:
+    """Keeps two processes from going on with one state; it ends with its process.
+
+    Args:
+        place: the file of the state.
+        files: closes what is opened.
+    """
+
+    def __init__(self, place: Path, files: ExitStack):
+        self.place, self.files, self.taken = place, files, False
+        self.before = self._stamp()
+
+    def take(self) -> None:
+        """Take the lock, if it is not taken yet.
+
+        Raises:
+            RunError: if another process has it, or has changed the state since it was read.
+        """
+        if self.taken or fcntl is None:
+            return
+        handle = self.files.enter_context(
+            open(self.place.with_name(f".{self.place.name}.lock"), "ab")
+        )
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(
+                f"{self.place} is in use by another process; end it, or name another state by"
+                " --state."
+            ) from error
+        if self._stamp() != self.before:
+            raise RunError(f"{self.place} was changed by another process; start again.")
+        self.taken = True
+
+    def _stamp(self) -> tuple[int, int] | None:
+        try:
+            found = self.place.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+
 class _Session:
     """What answers the rows of one source, and keeps the state meanwhile.
 
@@ -209,6 +261,7 @@ class _Session:
         owned: whether that is a file that is cut back when the stream goes on.
         watch: who follows what is learned.
         say: a callback for messages.
+        lock: taken before anything is written.
     """
 
     def __init__(
@@ -221,10 +274,12 @@ class _Session:
         owned: bool,
         watch: Watch | None,
         say: Callable[[str], None],
+        lock: "_Lock",
     ):
         self.layout, self.names, self.live = run.layout, state_names(run), live
         self.place, self.fingerprint = place, fingerprint
         self.handle, self.owned, self.watch, self.say = handle, owned, watch, say
+        self.lock = lock
 
     def answer(self, source: Any, kept: Kept, as_json: bool) -> tuple[Kept, int]:
         """Answers all rows; what is to be kept, and how many there were."""
@@ -239,6 +294,7 @@ class _Session:
             if len(rows.times) and not reported:
                 self.report(reader)
                 reported = True
+                self.lock.take()
             if not count and len(rows.times) and not self.place.exists():
                 # Before any answer: a file of answers without a state would be somebody else's.
                 kept = self.save(kept)
