@@ -658,3 +658,18 @@ def test_two_streams_do_not_share_a_state(fitted, lines, tmp_path):
     go(source_of(lines[:61]), out)
     runs.stream(fitted, source_of(lines[:61]), again, lag=LAG, state=tmp_path / "other")
     assert out.read_bytes() == again.read_bytes()
+
+
+def test_a_file_that_begins_later_is_gone_on_with(fitted, lines, tmp_path, monkeypatch):
+    """A stream to a pipe, then to a file, killed before its state was kept again."""
+    state, out = tmp_path / "state", tmp_path / "out.csv"
+
+    def go(source: Any, out: Any) -> None:
+        runs.stream(fitted, source, out, lag=LAG, state=state)
+
+    go(source_of([lines[0], *lines[41:45]]), io.BytesIO())
+    monkeypatch.setattr(_stream, "SECONDS_BETWEEN_SAVES", 1e9)
+    with pytest.raises(KeyboardInterrupt):
+        go(Pieces([lines[0], *lines[45:51]], [7], KeyboardInterrupt), out)
+    go(source_of(lines[:61]), out)
+    assert pd.read_csv(out)["time"].tolist() == list(range(1944, 1960))

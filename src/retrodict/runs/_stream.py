@@ -301,6 +301,8 @@ class _Session:
             if untitled and len(rows.times):
                 self.handle.write(header(self.names))
                 untitled = False
+                if self.owned and kept.read:  # a file that begins later than the stream
+                    kept = self.save(kept)
             for begin, end in self.cuts(kept, len(rows.times)):
                 part = rows.cut(begin, end)
                 kept, answers, out = _advanced(self.live, kept, part)
