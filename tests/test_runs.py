@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import shutil
 from typing import Any
 
@@ -829,3 +830,28 @@ def test_what_is_not_a_model_is_refused():
         models.resolve(lambda: 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         models.resolve(3)  # type: ignore[arg-type]
+
+
+def test_a_closed_pipe_ends_a_command_quietly(run: runs.Run, monkeypatch, capsys):
+    def closed(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("retrodict.cli._own.typer.echo", closed)
+    assert command(["info", str(run.path)]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stream_without_input_is_refused_in_one_line(run: runs.Run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    assert command(["stream", str(run.path)]) == 2
+    assert "standard input or output is closed" in capsys.readouterr().err
+
+
+def test_names_of_files_need_not_be_utf_8(copy: runs.Run):
+    """A byte that is not UTF-8 stands in the record, and is read back."""
+    source = os.fsdecode(b"\xff.csv")
+    described = [f"source: {source}"]
+    kept = {name: copy.record[name] for name in ("layout", "options", "results")}
+    record = {**kept, "data": {**copy.record["data"], "described": described}}
+    _record.write(copy.path, copy.spec, copy.model, None, record)
+    assert runs.open_run(copy.path).record["data"]["described"] == described

@@ -354,7 +354,8 @@ class _Session:
         try:
             rd.save(self.place, (tuple(_packed(self.live, kept)), self.fingerprint))
         except OSError as error:
-            error.filename = error.filename or str(self.place)
+            if error.errno is not None and error.filename is None:
+                error.filename = str(self.place)
             raise
         return kept
 
