@@ -47,7 +47,15 @@ def rate_of_stream(
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
-        runs.stream(run, io.BytesIO(lines), io.BytesIO(), lag=lag, state=state, learning=learning)
+        runs.stream(
+            run,
+            io.BytesIO(lines),
+            io.BytesIO(),
+            lag=lag,
+            state=state,
+            learning=learning,
+            after="prior",
+        )
         seconds.append(time.perf_counter() - start)
         state.unlink()
     return len(ys) / min(seconds[1:])

@@ -2,8 +2,9 @@
 
     python examples/sp500.py --out sp500
 
-Daily returns from 1999 to 2018, from the package arch. The model is fitted to the first years; the
-rest comes row by row, is interrupted, and goes on.
+Daily returns from 1999 to 2018, from the package arch. The model is fitted to the first years. All
+rows come again, those of the fit are recognised, and the rest is answered row by row, interrupted,
+and gone on with.
 """
 
 import io
@@ -29,7 +30,7 @@ def main(out: Path, quick: bool) -> None:
     run = runs.fit(table, models.resolve("stochastic_volatility"), out / "run", num_steps=steps)
 
     text = returns.to_csv(index=False).splitlines(keepends=True)
-    half = len(text) // 2
+    half = (known + len(text)) // 2
     place = out / "answers.csv"
     first = runs.stream(run, io.BytesIO("".join(text[:half]).encode()), place, lag=20)
     print(f"{first} rows answered, then interrupted")

@@ -210,8 +210,8 @@ def test_a_killed_stream_goes_on(tmp_path: Path):
     with source.open("rb") as file:
         subprocess.run(stream("cut"), stdin=file, check=True, timeout=250)
     whole, cut = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("whole", "cut"))
-    assert len(whole) == rows
-    pd.testing.assert_frame_equal(cut, whole, rtol=1e-9)
+    assert len(whole) == rows - 200  # those of the fit are known
+    assert (tmp_path / "cut.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import re
+import os
 import shutil
 from typing import Any
 
@@ -19,7 +20,16 @@ import retrodict as rd
 import two_sided
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs import _answer, _check, _exact, _learn, _report, _residuals, _uncertain
+from retrodict.runs import (
+    _answer,
+    _check,
+    _exact,
+    _learn,
+    _record,
+    _report,
+    _residuals,
+    _uncertain,
+)
 
 LAG = 4
 
@@ -264,6 +274,59 @@ def test_a_fit_has_as_many_stages_as_it_says(copy: runs.Run, table: data.Table, 
     assert len(told.ended) == runs.NUM_CHECKS
 
 
+def test_a_check_gives_numbers_and_how_much_it_looked_at(run: runs.Run, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    walks = 1000 + 100 * np.cumsum(rng.normal(size=(10, 30)), axis=1)
+    frame = pd.DataFrame(
+        {
+            "s": np.repeat(np.arange(10), 30),
+            "year": np.tile(np.arange(30), 10),
+            "volume": walks.ravel(),
+        }
+    )
+    several = data.read(frame, series="s", time="year")
+    found = runs.check(run, several).to_dict()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert (found["series_checked"], found["series"]) == (8, 10)
+    assert (found["rows_checked"], found["rows"]) == (240, 300)
+    named = {line["name"]: line for line in found["findings"]}
+    hidden = named["hidden points in their 90% intervals"]
+    assert 0.5 < hidden["value"] <= 1.0 and hidden["details"]["expected"] == 0.9
+    assert f"{100 * hidden['value']:.1f}% of {hidden['details']['hidden']}" in hidden["text"]
+    tests = [line for name, line in named.items() if name.endswith("(volume)")]
+    assert tests and all(0.0 <= line["value"] <= 1.0 for line in tests)
+    assert "8 of 10 series" in runs.Scope(8, 10, 240, 300).words
+    assert runs.Scope(1, 1, 2000, 2500).words == (
+        "Looked at 2000 of 2500 rows, the last of each series."
+    )
+
+
+@pytest.mark.parametrize("name", ["smooth", "forecast", "plot", "fit"])
+def test_outputs_are_refused_before_any_work(name: str, copy, tmp_path, capsys, monkeypatch):
+    """Neither the run nor the data are read."""
+    monkeypatch.setattr(runs, "open_run", lambda *_: pytest.fail("the run was read"))
+    monkeypatch.setattr(data, "read", lambda *_, **__: pytest.fail("the data were read"))
+    monkeypatch.setattr(data, "read_shared", lambda *_, **__: pytest.fail("the data were read"))
+    out = tmp_path / ("out.svg" if name == "plot" else "out.csv")
+    out.write_text("mine")
+    target, start = out, [name, str(copy.path), str(tmp_path / "rows.csv")]
+    if name == "fit":
+        start, target = ["fit", str(tmp_path / "rows.csv"), "--model", "local_level"], tmp_path
+    for place, words in (
+        (target, "holds no run" if name == "fit" else "exists"),
+        (
+            out if name == "fit" else tmp_path / "no" / out.name,
+            "a file" if name == "fit" else "does not",
+        ),
+    ):
+        assert command([*start, "--out", str(place)]) == 2
+        assert words in capsys.readouterr().err
+    if name != "fit":
+        assert command([*start, "--out", str(tmp_path / "out.xls")]) == 2
+        assert "'.xls' is not known" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+
+
 def test_a_check_says_what_its_rows_mean(run: runs.Run, frame, tmp_path, capsys, monkeypatch):
     source = tmp_path / "nile.csv"
     frame.to_csv(source, index=False)
@@ -289,7 +352,9 @@ def lines_of(frame: pd.DataFrame) -> list[bytes]:
 
 def test_a_stream_answers_as_offline_smoothing_does(copy, frame, table):
     out = io.BytesIO()
-    count = runs.stream(copy, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True)
+    count = runs.stream(
+        copy, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True, after="prior"
+    )
     assert count == 60  # rows that were missing move the state too
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     one = table.one()
@@ -313,33 +378,44 @@ def test_a_stream_goes_on_as_if_nothing_had_happened(copy, frame, tmp_path):
     lines = lines_of(frame)
     whole, cut = tmp_path / "whole.csv", tmp_path / "cut.csv"
     state = [tmp_path / "whole.state", tmp_path / "cut.state"]
-    runs.stream(copy, io.BytesIO(b"".join(lines)), whole, lag=LAG, state=state[0])
-    runs.stream(copy, io.BytesIO(b"".join(lines[:30])), cut, lag=LAG, state=state[1])
+    runs.stream(copy, io.BytesIO(b"".join(lines)), whole, lag=LAG, state=state[0], after="prior")
+    runs.stream(copy, io.BytesIO(b"".join(lines[:30])), cut, lag=LAG, state=state[1], after="prior")
     # what was written after the state was kept, as a kill leaves it, is written again
     with cut.open("ab") as file:
         file.write(b"1899,1.0,")
-    count = runs.stream(copy, io.BytesIO(b"".join(lines)), cut, lag=LAG, state=state[1])
+    count = runs.stream(
+        copy, io.BytesIO(b"".join(lines)), cut, lag=LAG, state=state[1], after="prior"
+    )
     assert count == 60 - (29 + 2)  # two rows of the first part were missing
     assert cut.read_bytes() == whole.read_bytes()
 
 
 def test_a_stream_begins_anew_when_it_is_told_to(copy, frame, tmp_path):
     source, out, state = b"".join(lines_of(frame)), tmp_path / "out.csv", tmp_path / "state"
-    runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state)
+    runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state, after="prior")
     first = out.read_bytes()
-    assert runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state) == 0
+    assert runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state, after="prior") == 0
     assert out.read_bytes() == first
-    assert runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state, restart=True) == 60
+    assert (
+        runs.stream(
+            copy, io.BytesIO(source), out, lag=LAG, state=state, restart=True, after="prior"
+        )
+        == 60
+    )
     assert out.read_bytes() == first
     other = tmp_path / "letter.txt"  # a file of something else is not replaced
     other.write_text("dear" * 9999)
     with pytest.raises(runs.RunError, match="no state says that it is of this stream"):
-        runs.stream(copy, io.BytesIO(source), other, lag=LAG, state=state, restart=True)
+        runs.stream(
+            copy, io.BytesIO(source), other, lag=LAG, state=state, restart=True, after="prior"
+        )
     assert other.read_text() == "dear" * 9999
     state.write_bytes(b"damaged")
     with pytest.raises(runs.RunError, match="Pass restart=True"):
-        runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=state)
-    count = runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=state, restart=True)
+        runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=state, after="prior")
+    count = runs.stream(
+        copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=state, restart=True, after="prior"
+    )
     assert count == 60
 
 
@@ -347,7 +423,7 @@ def test_rows_out_of_order_are_refused(copy, frame):
     lines = lines_of(frame)
     wrong = [lines[0], lines[2], lines[1]]
     with pytest.raises(data.DataError, match=r"line 3.*1871 is not later than 1872"):
-        runs.stream(copy, io.BytesIO(b"".join(wrong)), io.BytesIO(), lag=LAG)
+        runs.stream(copy, io.BytesIO(b"".join(wrong)), io.BytesIO(), lag=LAG, after="prior")
 
 
 @pytest.mark.parametrize(
@@ -362,7 +438,7 @@ def test_rows_that_cannot_be_answered_leave_nothing(copy, tmp_path, rows: str, w
     source, out, pipe = f"year,volume\n{rows}".encode(), tmp_path / "answers.csv", io.BytesIO()
     for target in (out, pipe):
         with pytest.raises(data.DataError, match=words):
-            runs.stream(copy, io.BytesIO(source), target, lag=LAG)
+            runs.stream(copy, io.BytesIO(source), target, lag=LAG, after="prior")
     assert not out.exists() and not pipe.getvalue()
     assert not list(copy.path.glob("stream*"))
 
@@ -370,9 +446,9 @@ def test_rows_that_cannot_be_answered_leave_nothing(copy, tmp_path, rows: str, w
 def test_the_state_of_another_lag_is_refused(copy, frame, tmp_path):
     place = tmp_path / "state"
     source = b"".join(lines_of(frame)[:5])
-    runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=place)
-    with pytest.raises(runs.RunError, match="of another run or lag"):
-        runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG + 1, state=place)
+    runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG, state=place, after="prior")
+    with pytest.raises(runs.RunError, match="of another run, start or lag"):
+        runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG + 1, state=place, after="prior")
 
 
 def test_levels_are_uniform_under_the_model_and_not_under_another():
@@ -458,14 +534,17 @@ def test_a_fit_that_was_killed_at_its_end_writes_its_report(
     source, page = tmp_path / "nile $1.csv", copy.path / "report.html"
     frame.to_csv(source, index=False)
     findings = (runs.Finding("a thing", "some", "nothing", "unknown"),)
-    monkeypatch.setattr(_report, "check", lambda *_, **__: runs.Check(findings, "Well."))
+    scope = runs.Scope(8, 300, 80, 3000)
+    monkeypatch.setattr(runs, "check", lambda *_, **__: runs.Check(findings, "Well.", scope))
     before = (copy.path / "run.json").read_bytes()
     arguments = ["fit", str(source), "--model", "local_level", "--out", str(copy.path)]
     assert command([*arguments, "--seed", "1"]) == 2 and not page.exists()
     assert "holds a finished run" in capsys.readouterr().err
     assert command(arguments) == 0
     assert (copy.path / "run.json").read_bytes() == before
-    text = page.read_text()
+    said, text = capsys.readouterr().out, page.read_text()
+    looked = "Looked at 8 of 300 series, the longest, and 80 of 3000 rows."
+    assert "verdict: unknown. Well.\n" in said and looked in said and looked in text
     assert "retrodict fit &#x27;" in text and "nile $1.csv" in text and "Not judged" in text
     assert command(arguments) == 2
 
@@ -629,7 +708,9 @@ def test_a_stream_of_irregular_times(tmp_path):
     table = data.read(frame, step_input=True)
     spec = models.ModelSpec("local_level", "local_level", options={"irregular": True})
     found, out = runs.fit(table, spec, tmp_path / "run"), io.BytesIO()
-    runs.stream(found, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True)
+    runs.stream(
+        found, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True, after="prior"
+    )
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     # The last rows are smoothed by all of them.
     exact = runs.smooth(found, table).mean[0, -LAG:, 0]
@@ -747,3 +828,144 @@ def test_the_unit_of_uneven_times_is_said(tmp_path, monkeypatch, capsys):
     nothing = runs.Check((runs.Finding("a thing", "some", "nothing", "unknown"),), "Well.")
     assert words in runs.write_report(run, table, found=nothing).read_text()
     assert runs.unit_in_words({"layout": {"step_input": False, "step_unit": None}}) == ""
+
+
+def driven(weight: float = 1.0, gain: Any = None) -> rd.StateSpaceModel:
+    """A walk that an input pushes; `gain` makes it nonlinear, with a function of one's own."""
+    eye = jnp.eye(1)
+    emission: Any = rd.LinearGaussianKernel(eye, jnp.zeros(1), eye)
+    if gain is not None:
+        emission = rd.NonlinearGaussianKernel(gain, eye)
+    return rd.StateSpaceModel(
+        prior=rd.Frozen(rd.Gaussian(jnp.zeros(1), eye)),
+        transition=rd.LinearGaussianKernel(
+            rd.Frozen(eye), rd.Frozen(jnp.zeros(1)), eye, input_weight=rd.Frozen(weight * eye)
+        ),
+        emission=emission,
+    )
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
+    rng = np.random.default_rng(0)
+    table = data.read({"t": np.arange(30), "y": rng.normal(size=30), "u": np.ones(30)}, inputs="u")
+    return runs.fit(table, driven(), tmp_path_factory.mktemp("given") / "run")
+
+
+def test_a_model_object_is_fitted_and_found_again(pushed: runs.Run):
+    again = runs.open_run(pushed.path)
+    assert again.record["model"]["reference"] == "StateSpaceModel"
+    jax.tree.map(np.testing.assert_array_equal, again.model, pushed.model)
+    assert command(["info", str(pushed.path)]) == 0
+
+
+def test_inputs_of_coming_rows_say_how_many_there_are(pushed: runs.Run, tmp_path, capsys):
+    """Without --steps: as many as the file has; the level rises by the inputs."""
+    rows, later = tmp_path / "rows.csv", tmp_path / "next.csv"
+    frame = pd.DataFrame({"t": np.arange(30), "y": 0.0, "u": 1.0})
+    frame.to_csv(rows, index=False)
+    pd.DataFrame({"t": np.arange(28, 33), "u": [9.0, 9.0, 1.0, 2.0, 3.0]}).to_csv(
+        later, index=False
+    )
+    order = ["forecast", str(pushed.path), str(rows), "--inputs", str(later)]
+    assert command(order) == 0
+    shown = pd.read_csv(io.StringIO(capsys.readouterr().out))
+    assert shown["t"].tolist() == [30, 31, 32]
+    means = shown[[name for name in shown if name.endswith("_mean")][0]]
+    np.testing.assert_allclose(np.diff(means), [2.0, 3.0], atol=1e-9)
+    picture = tmp_path / "rows.svg"
+    assert command(["plot", *order[1:], "--out", str(picture)]) == 0 and picture.exists()
+    pd.DataFrame({"t": [28, 29], "u": 1.0}).to_csv(later, index=False)
+    assert command(order) == 2
+    assert "at least one row of inputs" in capsys.readouterr().err
+
+
+def test_a_model_with_functions_of_ones_own_is_asked_for(pushed: runs.Run, tmp_path):
+    shutil.copytree(pushed.path, tmp_path / "run")
+
+    def build() -> rd.StateSpaceModel:
+        return driven(gain=lambda x: jnp.sin(x))
+
+    fitted = driven(weight=3.0, gain=lambda x: jnp.sin(x))
+    kept = {name: pushed.record[name] for name in ("layout", "options", "data", "results")}
+    _record.write(tmp_path / "run", models.resolve(build), fitted, None, kept)
+    with pytest.raises(runs.RunError, match=r"was given in Python.*model=\.\.\."):
+        runs.open_run(tmp_path / "run")
+    for given in (build, build()):
+        again = runs.open_run(tmp_path / "run", model=given)
+        np.testing.assert_array_equal(rd.unwrap(again.model).transition.input_weight, [[3.0]])
+        assert again.model.emission.fn(jnp.ones(1)) == jnp.sin(1.0)
+
+
+def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
+    table = data.read({"y": np.arange(12.0), "u": np.ones(12)}, inputs="u")
+
+    def settings(gain: Any, weight: float = 1.0) -> Any:
+        spec = models.resolve(driven(weight, gain))
+        return _learn._settings(table, spec, "mixture", 2000, 0)
+
+    first = settings(lambda x: x**2)
+    assert settings(lambda x: x**2) == first
+    assert all(other != first for other in (settings(jnp.sin), settings(lambda x: x + x)))
+    assert settings(lambda x: x**2, 2.0) != first
+    _learn._take(tmp_path, first)
+    with pytest.raises(runs.RunError, match="unfinished run of other data or options"):
+        runs.fit(table, driven(gain=jnp.cos), tmp_path)
+
+
+def test_scales_without_a_wrapper_are_those_of_greatest_evidence(pushed: runs.Run):
+    """They are held positive while they are learned, and plain in the run again."""
+    rng = np.random.default_rng(0)
+    ys, us = rng.normal(size=(30, 1)), np.ones((30, 1))
+    results = pushed.record["results"]
+
+    def total(move: float, noise: float) -> float:
+        model = driven()
+        model = models.with_parameters(
+            model, {"transition.scale_tril": move, "emission.scale_tril": noise}
+        )
+        named = {name: models.named_parameters(pushed.model)[name] for name in free}
+        model = models.with_parameters(model, named)
+        return float(rd.kalman_smoother(rd.unwrap(model), ys, inputs=us).log_evidence)
+
+    found = models.named_parameters(pushed.model)
+    scales = ("transition.scale_tril", "emission.scale_tril")
+    free = [name for name in found if name not in scales]
+    move, noise = (float(found[name][0, 0]) for name in scales)
+    best = total(move, noise)
+    np.testing.assert_allclose(best, results["total"], rtol=1e-9)
+    assert best >= max(
+        total(move + 0.01, noise), total(move, 1.05 * noise), total(move, 0.95 * noise)
+    )
+
+
+def test_what_is_not_a_model_is_refused():
+    with pytest.raises(models.ModelError, match="must be a StateSpaceModel.*got int"):
+        models.resolve(lambda: 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        models.resolve(3)  # type: ignore[arg-type]
+
+
+def test_a_closed_pipe_ends_a_command_quietly(run: runs.Run, monkeypatch, capsys):
+    def closed(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("retrodict.cli._own.typer.echo", closed)
+    assert command(["info", str(run.path)]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stream_without_input_is_refused_in_one_line(run: runs.Run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    assert command(["stream", str(run.path)]) == 2
+    assert "standard input or output is closed" in capsys.readouterr().err
+
+
+def test_names_of_files_need_not_be_utf_8(copy: runs.Run):
+    """A byte that is not UTF-8 stands in the record, and is read back."""
+    source = os.fsdecode(b"\xff.csv")
+    described = [f"source: {source}"]
+    kept = {name: copy.record[name] for name in ("layout", "options", "results")}
+    record = {**kept, "data": {**copy.record["data"], "described": described}}
+    _record.write(copy.path, copy.spec, copy.model, None, record)
+    assert runs.open_run(copy.path).record["data"]["described"] == described

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,12 +17,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from rich.console import Console
+from scipy import stats
 
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
 from retrodict.cli._stream import Telling
-from retrodict.runs import _adopt, _record, _stream
+from retrodict.runs import _adopt, _lines, _record, _stream
 
 LAG = 3
 TRUTH = {"level_scale": 80.0, "obs_scale": 60.0}
@@ -34,9 +36,17 @@ def local_level(level_scale: float, obs_scale: float) -> rd.StateSpaceModel:
     )
 
 
-def written_run(path: Path, model: rd.StateSpaceModel, family: Any, name: str) -> runs.Run:
+def written_run(
+    path: Path,
+    model: rd.StateSpaceModel,
+    family: Any,
+    name: str,
+    table: data.Table | None = None,
+) -> runs.Run:
     """A run as `fit` writes it, with a model that is far from what will come."""
-    table = data.read({"year": np.arange(1871, 1881), "flow": np.arange(10.0)})
+    rows = data.Rows.of_table(table)
+    if table is None:
+        table = data.read({"year": np.arange(1871, 1881), "flow": np.arange(10.0)})
     path.mkdir()
     (path / _record.TRAINING).write_text("stage,step,nats per observed row\nparameters,1,-6.0\n")
     record = {
@@ -52,7 +62,7 @@ def written_run(path: Path, model: rd.StateSpaceModel, family: Any, name: str) -
             "uncertainty": "None.",
         },
     }
-    return _record.write(path, models.resolve(name), model, family, record)
+    return _record.write(path, models.resolve(name), model, family, record, rows)
 
 
 @pytest.fixture
@@ -101,9 +111,11 @@ def learned_arrays(place: Path) -> list[np.ndarray]:
 
 def test_without_steps_a_stream_is_answered_as_if_nothing_were_learned(exact, lines, tmp_path):
     frozen, still = tmp_path / "frozen.csv", tmp_path / "still.csv"
-    runs.stream(exact, source_of(lines[:300]), frozen, lag=LAG, flush=True)
+    runs.stream(exact, source_of(lines[:300]), frozen, lag=LAG, flush=True, after="prior")
     learning = runs.Learning("model", rate=0.0)
-    runs.stream(exact, source_of(lines[:300]), still, lag=LAG, flush=True, learning=learning)
+    runs.stream(
+        exact, source_of(lines[:300]), still, lag=LAG, flush=True, learning=learning, after="prior"
+    )
     one, other = pd.read_csv(frozen), pd.read_csv(still)
     assert list(one) == list(other) and len(one) == 299 + LAG
     np.testing.assert_allclose(one, other, rtol=1e-9)
@@ -120,7 +132,9 @@ def test_a_model_is_learned_and_becomes_a_run(exact, lines, tmp_path):
         told=told.append,
     )
     out = io.BytesIO()
-    assert runs.stream(exact, source_of(lines), out, lag=LAG, learning=learning) == 1500
+    assert (
+        runs.stream(exact, source_of(lines), out, lag=LAG, learning=learning, after="prior") == 1500
+    )
     last = told[-1]
     assert (last.rows, last.skipped) == (1500, 0)
     assert last.start == {f"{name}[0]": pytest.approx(value) for name, value in START.items()}
@@ -144,7 +158,7 @@ def test_a_model_is_learned_and_becomes_a_run(exact, lines, tmp_path):
     assert off < 0.05 * answers["level_std"].iloc[-1]
     assert command(["info", str(new.path)]) == 0
     with pytest.raises(runs.RunError, match="exists, and runs are not overwritten"):
-        runs.stream(exact, source_of([]), io.BytesIO(), lag=LAG, learning=learning)
+        runs.stream(exact, source_of([]), io.BytesIO(), lag=LAG, learning=learning, after="prior")
 
 
 def test_a_stream_that_was_cut_learns_the_same_to_the_last_bit(exact, lines, tmp_path, monkeypatch):
@@ -156,7 +170,9 @@ def test_a_stream_that_was_cut_learns_the_same_to_the_last_bit(exact, lines, tmp
 
     def go(name: str, source: Any) -> None:
         state, out = tmp_path / f"{name}.rd", tmp_path / f"{name}.csv"
-        runs.stream(exact, source, out, lag=LAG, state=state, learning=learning(name))
+        runs.stream(
+            exact, source, out, lag=LAG, state=state, learning=learning(name), after="prior"
+        )
 
     go("whole", source_of(lines))
     with pytest.raises(KeyboardInterrupt):  # before anything was kept
@@ -184,7 +200,7 @@ def test_bursts_leave_no_trace_that_is_not_finite(exact, lines, tmp_path):
     told: list[runs.Learned] = []
     out = io.BytesIO()
     learning = runs.Learning("model", 0.01, told=told.append)
-    runs.stream(exact, source_of(rows_of(ys)), out, lag=LAG, learning=learning)
+    runs.stream(exact, source_of(rows_of(ys)), out, lag=LAG, learning=learning, after="prior")
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     assert len(answers) == 1500
     assert np.all(np.isfinite(answers.iloc[LAG:]))
@@ -200,7 +216,7 @@ def test_rows_of_which_nothing_finite_follows_are_counted(lines, tmp_path):
     ys[10:12] = 1e150  # whose squares overflow in units of the noise
     told: list[runs.Learned] = []
     out, learning = io.BytesIO(), runs.Learning("model", 0.01, told=told.append)
-    runs.stream(run, source_of(rows_of(ys)), out, lag=LAG, learning=learning)
+    runs.stream(run, source_of(rows_of(ys)), out, lag=LAG, learning=learning, after="prior")
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     assert told[-1].skipped == 2 and np.isfinite(told[-1].elbo)
     # They are answered as rows in which nothing was seen.
@@ -232,7 +248,7 @@ def test_bad_options_are_refused_in_one_line(name, exact, monkeypatch, tmp_path,
     options, words = BAD[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    assert command(["stream", str(exact.path), *options]) == 2
+    assert command(["stream", str(exact.path), "--from-prior", *options]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and words in captured.err
 
@@ -242,7 +258,9 @@ def test_the_state_of_another_learning_is_refused(exact, lines, tmp_path):
 
     def go(learning: runs.Learning | None) -> None:
         source = source_of(lines[:5])
-        runs.stream(exact, source, io.BytesIO(), lag=LAG, state=place, learning=learning)
+        runs.stream(
+            exact, source, io.BytesIO(), lag=LAG, state=place, learning=learning, after="prior"
+        )
 
     go(runs.Learning("model", 0.01))
     for other in (runs.Learning("model", 0.02), None):
@@ -255,10 +273,16 @@ def test_a_file_of_something_else_is_not_touched(exact, lines, tmp_path):
     letter.write_text("dear")
     learning = runs.Learning("model", 0.01, history=letter)
     with pytest.raises(runs.RunError, match="no state says that it is of this stream"):
-        runs.stream(exact, source_of(lines[:5]), io.BytesIO(), lag=LAG, learning=learning)
-    runs.stream(exact, source_of(lines[:5]), io.BytesIO(), lag=LAG, state=tmp_path / "s")
+        runs.stream(
+            exact, source_of(lines[:5]), io.BytesIO(), lag=LAG, learning=learning, after="prior"
+        )
+    runs.stream(
+        exact, source_of(lines[:5]), io.BytesIO(), lag=LAG, state=tmp_path / "s", after="prior"
+    )
     with pytest.raises(runs.RunError, match="no state says that it is of this stream"):
-        runs.stream(exact, source_of(lines[:9]), letter, lag=LAG, state=tmp_path / "s")
+        runs.stream(
+            exact, source_of(lines[:9]), letter, lag=LAG, state=tmp_path / "s", after="prior"
+        )
     assert letter.read_text() == "dear"
 
 
@@ -266,8 +290,10 @@ def test_an_input_that_cannot_be_read_leaves_nothing_in_the_way(exact, lines, tm
     history, figure, out = (tmp_path / name for name in ("h.csv", "f.png", "out.csv"))
     learning = runs.Learning("model", 0.01, history=history, figure=figure)
     with pytest.raises(data.DataError, match="flow"):
-        runs.stream(exact, source_of([b"year,flw\n", b"1900,1.0\n"]), out, learning=learning)
-    runs.stream(exact, source_of(lines[:5]), out, learning=learning)
+        runs.stream(
+            exact, source_of([b"year,flw\n", b"1900,1.0\n"]), out, learning=learning, after="prior"
+        )
+    runs.stream(exact, source_of(lines[:5]), out, learning=learning, after="prior")
     assert len(pd.read_csv(out)) == 4 and len(pd.read_csv(history)) == 0
     assert not figure.exists()
 
@@ -277,14 +303,16 @@ def test_a_history_may_begin_later(exact, lines, tmp_path):
     for upto, place in ((5, None), (60, history)):
         learning = runs.Learning("model", 0.01, history=place, history_every=20)
         source = source_of(lines[: upto + 1])
-        runs.stream(exact, source, io.BytesIO(), lag=LAG, state=state, learning=learning)
+        runs.stream(
+            exact, source, io.BytesIO(), lag=LAG, state=state, learning=learning, after="prior"
+        )
     assert pd.read_csv(history)["row"].tolist() == [20, 40, 60]
 
 
 def test_the_command_says_what_was_learned(exact, lines, tmp_path, monkeypatch, capsys):
     def go(*options: str, rows: list[bytes]) -> str:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(source_of(rows)))
-        learn = ["--learn", "model", "--rate", "0.01", "--lag", str(LAG)]
+        learn = ["--from-prior", "--learn", "model", "--rate", "0.01", "--lag", str(LAG)]
         out = ["--out", str(tmp_path / "out.csv")]
         assert command(["stream", str(exact.path), *learn, *out, *options]) == 0
         return capsys.readouterr().err
@@ -339,7 +367,7 @@ def test_irregular_times_are_learned_from(tmp_path):
 
     def answers(learning: runs.Learning | None) -> pd.DataFrame:
         out = io.BytesIO()
-        runs.stream(run, io.BytesIO(lines), out, lag=LAG, learning=learning)
+        runs.stream(run, io.BytesIO(lines), out, lag=LAG, learning=learning, after="prior")
         return pd.read_csv(io.BytesIO(out.getvalue()))
 
     frozen, still = answers(None), answers(runs.Learning("model", 0.0))
@@ -363,7 +391,7 @@ def test_families_are_learned(kind: str, tmp_path: Path, monkeypatch):
 
     def go(name: str, source: Any, learning: runs.Learning | None) -> pd.DataFrame:
         out, state = tmp_path / f"{name}.csv", tmp_path / f"{name}.rd"
-        runs.stream(run, source, out, lag=LAG, state=state, learning=learning)
+        runs.stream(run, source, out, lag=LAG, state=state, learning=learning, after="prior")
         return pd.read_csv(out)
 
     frozen = go("frozen", source_of(lines[:100]), None)
@@ -428,3 +456,220 @@ def test_a_killed_stream_learns_the_same(exact, tmp_path: Path):
         learned_arrays(tmp_path / "cut.rd"), learned_arrays(tmp_path / "whole.rd"), strict=True
     ):
         np.testing.assert_array_equal(one, other)
+
+
+def level_after(ys: np.ndarray, times: np.ndarray, level_scale: float, obs_scale: float) -> tuple:
+    """The law of a level at the last time, and the log density of what was seen, by one Gaussian.
+
+    Args:
+        ys: observations at these times, NaN where there is none.
+        times: increasing; the level moves by `level_scale` in a unit of time.
+        level_scale: of the level.
+        obs_scale: of the noise.
+    """
+    walk = 100.0**2 + level_scale**2 * np.minimum.outer(times - times[0], times - times[0])
+    seen = ~np.isnan(ys)
+    joint = walk[np.ix_(seen, seen)] + obs_scale**2 * np.eye(seen.sum())
+    gain = np.linalg.solve(joint, walk[seen, -1])
+    mean = 1000.0 + gain @ (ys[seen] - 1000.0)
+    density = stats.multivariate_normal(np.full(seen.sum(), 1000.0), joint).logpdf(ys[seen])
+    return mean, np.sqrt(walk[-1, -1] - gain @ walk[seen, -1]), density
+
+
+@pytest.fixture
+def fitted(tmp_path: Path, lines: list[bytes]) -> runs.Run:
+    """A run that was fitted to the first forty rows."""
+    table = data.read(pd.read_csv(source_of(lines[:41])))
+    return written_run(tmp_path / "fitted", local_level(**START), None, "local_level", table)
+
+
+@pytest.mark.parametrize("rate", [None, 0.0, 0.01])
+def test_a_stream_goes_on_after_the_fit(fitted, lines, tmp_path, rate: float | None):
+    """The first row after the fit, across a gap, against the joint law of all rows."""
+    told: list[runs.Learned] = []
+    learning = None if rate is None else runs.Learning("model", rate, told=told.append)
+    out, said = io.BytesIO(), []
+    new = [lines[0], *lines[31:41], lines[44]]  # rows that are known, a gap, and a row
+    count = runs.stream(
+        fitted, source_of(new), out, lag=LAG, learning=learning, flush=True, say=said.append
+    )
+    assert count == 4  # three rows that are missing, and the one that came
+    assert "Starting after the 40 rows that the run was fitted to, up to 1939" in said[0]
+    assert said[1].startswith("Skipped 10 rows: they are not later than 1939")
+    answers = pd.read_csv(io.BytesIO(out.getvalue()))
+    assert answers["time"].tolist() == [1940, 1941, 1942, 1943, 1941, 1942, 1943]
+    ys = np.array([float(line.split(b",")[1]) for line in lines[1:45]])
+    ys[40:43] = np.nan
+    after = math.nan
+    for k in range(40, 44):
+        mean, std, after = level_after(ys[: k + 1], np.arange(k + 1), **START)
+        np.testing.assert_allclose(answers["level_mean"][k - 40], mean, rtol=1e-9)
+        np.testing.assert_allclose(answers["level_std"][k - 40], std, rtol=1e-9)
+    if learning is not None:  # what the rows that were known add is not counted
+        before = level_after(ys[:40], np.arange(40), **START)[2]
+        np.testing.assert_allclose(told[-1].elbo, after - before, rtol=1e-9)
+        assert told[-1].rows == 4
+        moved = told[-1].now["obs_scale[0]"] != told[-1].start["obs_scale[0]"]
+        assert moved == (rate == 0.01)
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_a_stream_after_the_fit_is_as_one_of_all_rows(fitted, lines, tmp_path, learn: bool):
+    """Cut anywhere, it gives the lines of a stream from the prior that has read the fit first."""
+    learning = runs.Learning("model", 0.0) if learn else None
+    whole, parts = tmp_path / "whole.csv", tmp_path / "parts.csv"
+
+    def go(source: Any, out: Path, after: Any) -> None:
+        state = tmp_path / f"{out.name}.rd"
+        runs.stream(fitted, source, out, lag=LAG, state=state, learning=learning, after=after)
+
+    go(source_of(lines[:301]), whole, "prior")
+    with pytest.raises(KeyboardInterrupt):
+        go(Pieces([lines[0], *lines[41:301]], [1, 1, 50, 30], KeyboardInterrupt), parts, "fit")
+    go(source_of(lines[:301]), parts, "fit")
+    expected = whole.read_bytes().splitlines()
+    assert parts.read_bytes().splitlines() == [expected[0], *expected[41:]]
+
+
+def test_a_stream_goes_on_after_a_named_table_or_says_what_it_needs(exact, fitted, lines, tmp_path):
+    table, out, said = data.read(pd.read_csv(source_of(lines[:51]))), io.BytesIO(), []
+    new, state = source_of([lines[0], lines[51]]), tmp_path / "state"
+    runs.stream(exact, new, out, lag=LAG, after=table, say=said.append, state=state)
+    assert "50 rows of the DataFrame" in said[0]
+    ys = np.array([float(line.split(b",")[1]) for line in lines[1:52]])
+    mean = level_after(ys, np.arange(51), **START)[0]
+    answers = pd.read_csv(io.BytesIO(out.getvalue()))
+    np.testing.assert_allclose(answers["level_mean"], mean, rtol=1e-9)
+    with pytest.raises(runs.RunError, match=r"does not hold the rows.*after=\.\.\."):
+        runs.stream(exact, source_of(lines[:3]), io.BytesIO(), lag=LAG)
+    with pytest.raises(runs.RunError, match="another run, start or lag"):
+        runs.stream(exact, new, io.BytesIO(), lag=LAG, after="prior", state=state)
+    # Nothing but rows that are known: nothing is answered, and nothing is left behind.
+    out, said = io.BytesIO(), []
+    assert runs.stream(fitted, source_of(lines[:41]), out, flush=True, say=said.append) == 0
+    assert out.getvalue().count(b"\n") == 1 and "Skipped 40 rows" in said[1]
+    assert not list(fitted.path.glob("stream*"))
+
+
+def test_rows_without_a_time_follow_those_of_the_fit(tmp_path):
+    ys = np.array([1010.0, 990.0, 1020.0, 1000.0, 1030.0])
+    table = data.read({"flow": ys[:4]})
+    run = written_run(tmp_path / "run", local_level(**START), None, "local_level", table)
+    out = io.BytesIO()
+    runs.stream(run, source_of([b"flow\n", b"1030\n"]), out, lag=2)
+    answers = pd.read_csv(io.BytesIO(out.getvalue()))
+    assert answers["time"].tolist() == [4] and answers["smoothed_time"].tolist() == [2]
+    np.testing.assert_allclose(
+        answers["level_mean"], level_after(ys, np.arange(5), **START)[0], rtol=1e-9
+    )
+
+
+def test_uneven_times_go_on_from_the_last_of_the_fit(tmp_path):
+    """Whole times among others are written alike, however rows arrive."""
+    times, ys = np.array([0.0, 1.5, 2.0, 4.5, 6.0, 6.25]), 1000.0 + np.arange(6.0)
+    frame = pd.DataFrame({"t": times, "flow": ys})
+    table = data.read(frame.iloc[:4], step_input=True, freq="irregular", step_unit=1.0)
+    model = models.local_level(
+        level_scale=START["level_scale"],
+        obs_scale=START["obs_scale"],
+        prior_mean=1000.0,
+        prior_scale=100.0,
+        irregular=True,
+    )
+    run = written_run(tmp_path / "run", model, None, "local_level", table)
+    lines = frame.iloc[4:].to_csv(index=False).encode().splitlines(keepends=True)
+    found = []
+    for sizes in ([3, 0], [1, 1, 1, 0]):
+        out = io.BytesIO()
+        source: Any = Pieces(lines, sizes, KeyboardInterrupt)
+        runs.stream(run, source, out, lag=1, state=tmp_path / f"{sizes}")
+        found.append(out.getvalue())
+    assert found[0] == found[1]
+    answers = pd.read_csv(io.BytesIO(found[0]))
+    assert answers["smoothed_time"].tolist() == [4.5, 6.0]
+    for i in range(2):
+        mean, std, _ = level_after(ys[: 5 + i], times[: 5 + i], **START)
+        np.testing.assert_allclose(answers["level_mean"][i], mean, rtol=1e-9)
+        np.testing.assert_allclose(answers["level_std"][i], std, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("1940,1\n1935,2\n", "1935 is not later than 1940"),
+        ("1940,1\n1941,2\n1902,2\n", "1902 is not later than 1941"),
+        ("1940.5,1\n", "1940.5 is not a whole number of steps"),
+        ("2020-01-01,1\n", "is a date, and 1939, the last time before it, a number"),
+        ("9999999,1\n", "rows are missing between 1939 and"),
+    ],
+)
+def test_rows_that_do_not_follow_the_fit_are_refused(fitted, rows: str, words: str):
+    source = io.BytesIO(f"year,flow\n{rows}".encode())
+    with pytest.raises(data.DataError, match=words):
+        runs.stream(fitted, source, io.BytesIO(), lag=LAG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [rd.RecurrentFamily, rd.MixtureFamily])
+def test_families_go_on_after_the_fit(kind: Any, tmp_path: Path):
+    """The filtered rows are those of the family on all rows at once, frozen and at rest."""
+    model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
+    ys = np.asarray(model.simulate(jax.random.key(0), 50)[1])
+    family = kind(jax.random.key(1), 1, 1).prepare(model, ys)
+    lines = rows_of(ys[:, 0])
+    table = data.read(pd.read_csv(source_of(lines[:41])))
+    run = written_run(tmp_path / "run", model, family, "poisson_counts", table)
+    laws = family.infer(ys).laws
+    for learning in (None, runs.Learning("both", 0.0, window=2)):
+        out = io.BytesIO()
+        runs.stream(run, source_of([lines[0], *lines[41:]]), out, lag=LAG, learning=learning)
+        answers = pd.read_csv(io.BytesIO(out.getvalue()))
+        named = answers[[name for name in answers if name.endswith("_mean")][0]]
+        np.testing.assert_allclose(named, laws.mean[40:, 0], rtol=1e-8)
+        assert answers["smoothed_time"].tolist() == list(range(1940 - LAG, 1950 - LAG))
+
+
+def test_names_with_commas_and_quotes_are_quoted():
+    """Read back by pandas; columns of a table may have any name."""
+    names = ['a "b", c', "d\ne"]
+    table = pd.read_csv(io.BytesIO(_lines.header(names)))
+    assert list(table)[1:5] == [f"{name}_{what}" for name in names for what in ("mean", "std")]
+
+
+def test_two_streams_do_not_share_a_state(fitted, lines, tmp_path):
+    """The second is refused before it touches a file; a state without rows is only read."""
+    out, again = tmp_path / "out.csv", tmp_path / "again.csv"
+    state = tmp_path / "state"
+
+    def go(source: Any, out: Any) -> int:
+        return runs.stream(fitted, source, out, lag=LAG, state=state)
+
+    class Within(Pieces):
+        def read(self, _: int) -> bytes:
+            if not self.sizes:  # a stream is under way, and has answered rows
+                for other in (out, io.BytesIO()):
+                    with pytest.raises(runs.RunError, match="in use by another process"):
+                        go(source_of([lines[0], lines[51]]), other)
+                assert go(source_of([]), io.BytesIO()) == 0
+            return super().read(_)
+
+    with pytest.raises(KeyboardInterrupt):
+        go(Within([lines[0], *lines[41:51]], [5, 6], KeyboardInterrupt), out)
+    go(source_of(lines[:61]), out)
+    runs.stream(fitted, source_of(lines[:61]), again, lag=LAG, state=tmp_path / "other")
+    assert out.read_bytes() == again.read_bytes()
+
+
+def test_a_file_that_begins_later_is_gone_on_with(fitted, lines, tmp_path, monkeypatch):
+    """A stream to a pipe, then to a file, killed before its state was kept again."""
+    state, out = tmp_path / "state", tmp_path / "out.csv"
+
+    def go(source: Any, out: Any) -> None:
+        runs.stream(fitted, source, out, lag=LAG, state=state)
+
+    go(source_of([lines[0], *lines[41:45]]), io.BytesIO())
+    monkeypatch.setattr(_stream, "SECONDS_BETWEEN_SAVES", 1e9)
+    with pytest.raises(KeyboardInterrupt):
+        go(Pieces([lines[0], *lines[45:51]], [7], KeyboardInterrupt), out)
+    go(source_of(lines[:61]), out)
+    assert pd.read_csv(out)["time"].tolist() == list(range(1944, 1960))

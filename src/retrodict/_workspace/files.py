@@ -34,11 +34,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def as_csv(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> bytes:
+def as_csv(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> bytes:
     """A table as comma-separated values, numbers with all their digits."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(header)
+    writer.writerow([_plain(cell) for cell in header])
     writer.writerows([_plain(cell) for cell in row] for row in rows)
     return buffer.getvalue().encode()
 

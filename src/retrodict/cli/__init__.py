@@ -1,5 +1,6 @@
 """The command line: parse, call, print. `main` is what the console script calls."""
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Here and not above, so that this module can be imported without the extras.
         from retrodict.cli._app import run
 
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # File names may hold bytes that are not UTF-8, and terminals lack characters.
+            sys.stdout.reconfigure(errors="backslashreplace")
         code = run(sys.argv[1:] if arguments is None else arguments)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]

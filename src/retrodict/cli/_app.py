@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from retrodict.cli import _own
-from retrodict.cli._errors import INTERRUPTED, MISTAKE, UserError, cannot_write
+from retrodict.cli._errors import CLOSED, INTERRUPTED, MISTAKE, UserError, cannot_write
 from retrodict.cli._options import ASKED, AsJson, Seed
 from retrodict.cli._progress import Stages
 
@@ -34,7 +34,8 @@ app = typer.Typer(
     epilog=(
         "Exit codes: 0 done; 1 something that the command needs is not installed; 2 the command"
         " could not be done as asked, one line on standard error says why; 75 another process of a"
-        " distributed job was lost, and the same command goes on; 130 interrupted."
+        " distributed job was lost, and the same command goes on; 130 interrupted; 141 nobody reads"
+        " standard output any more."
     ),
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -61,13 +62,20 @@ def run(arguments: Sequence[str]) -> int:
         arguments: what stands after the program's name; with nothing there, help is printed.
 
     Returns:
-        The exit code: 2 with one line on stderr after a mistake of the user, 130 if interrupted.
+        The exit code: 2 with one line on stderr after a mistake of the user, 130 if interrupted,
+        141 if nobody reads standard output any more.
     """
     ASKED.set(shlex.join(["retrodict", *arguments]))
     try:
         code = app(args=list(arguments) or ["--help"], prog_name="retrodict", standalone_mode=False)
     except UserError as error:
         return _refuse(str(error))
+    except BrokenPipeError:
+        return CLOSED
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        return CLOSED  # typer has ended with 1, and said nothing
     except OSError as error:  # standard output may be closed, or a full disk
         return _refuse(error.strerror or str(error))
     except (KeyboardInterrupt, typer.Abort):

@@ -9,6 +9,10 @@ INTERRUPTED = 130
 """What a shell expects of a program that was stopped by Ctrl-C; typer may return it itself."""
 
 
+CLOSED = 141
+"""What a shell expects of a program whose output nobody reads any more."""
+
+
 class UserError(Exception):
     """A mistake that one line explains."""
 

@@ -92,6 +92,8 @@ OPTIONS = {
     "overwrite=True": "--overwrite",
     "history_every": "--history-every",
     "restart=True": "--restart",
+    'after="prior"': "--from-prior",
+    "after=...": "--after TABLE",
     "times=... from read_times": "--at FILE",
     "times=... from data.read_times": "--at FILE",
     "time=...": "--time",
@@ -112,10 +114,14 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (ValueError, FloatingPointError) as error:  # those of tables, models and runs are
-        message = str(error)
-        for argument, option in OPTIONS.items():
-            message = message.replace(argument, option)
-        raise UserError(message) from error
+        raise UserError(_in_options(str(error))) from error
+
+
+def _in_options(message: str) -> str:
+    """Return a message of the library with the names that its arguments have here."""
+    for argument, option in OPTIONS.items():
+        message = message.replace(argument, option)
+    return message
 
 
 def fit(
@@ -182,7 +188,11 @@ def fit(
     from retrodict import data, models, runs
 
     with ended_together(), _explained():
+        if out is None and not dry_run:
+            raise UserError("name the folder of the run: --out RUN")
         speaks = join(distributed, coordinator, num_processes, process_id)
+        if out is not None and not dry_run:
+            runs.check_folder(out)
         spec = models.resolve(model).with_options(options or ())
         given = {
             "time": time,
@@ -206,7 +216,7 @@ def fit(
                 _say_dry_run(table, spec, as_json)
             return
         if out is None:
-            raise UserError("name the folder of the run: --out RUN")
+            return
         chosen = {
             "family": family or spec.fit.get("family", "mixture"),
             "num_steps": steps or spec.fit.get("num_steps", 2000),
@@ -218,14 +228,27 @@ def fit(
             try:
                 if run is None:
                     run = runs.fit(table, spec, out, seed=seed, progress=stages, **chosen)
-                runs.write_report(run, table, seed=seed, command=ASKED.get(), progress=stages)
+                found = runs.check(run, table, seed=seed, progress=stages)
+                runs.write_report(
+                    run, table, seed=seed, found=found, command=ASKED.get(), progress=stages
+                )
             except OSError as error:
                 raise UserError(cannot_write(error, out)) from error
     if not speaks:
         return
+    if as_json:
+        _say_run({**run.record, "check": found.to_dict()}, as_json)
+        return
     _say_run(run.record, as_json)
-    if not as_json:
-        typer.echo(f"Wrote {out} and {out / 'report.html'}.")
+    _say_verdict(found)
+    typer.echo(f"Wrote {out} and {out / 'report.html'}.")
+
+
+def _say_verdict(found: Any) -> None:
+    """Print how far a run is to be trusted, and how much of the table that is based on."""
+    typer.echo(f"verdict: {found.worst}. {found.verdict}")
+    if found.scope is not None and found.scope.is_partial:
+        typer.echo(found.scope.words)
 
 
 def _number_or_text(text: str | None) -> Any:
@@ -280,6 +303,8 @@ def smooth(
     from retrodict import data, runs
 
     with _explained():
+        if out is not None:
+            data.check_target(out, overwrite=overwrite)
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
         found = runs.smooth(opened, table, seed=seed)
@@ -308,7 +333,9 @@ def forecast(
     steps: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How many rows to forecast.", show_default="those of the file of --at"
+            min=1,
+            help="How many rows to forecast.",
+            show_default="those of the file of --at or --inputs",
         ),
     ] = None,
     at: ComingTimes = None,
@@ -324,11 +351,13 @@ def forecast(
     from retrodict import data, runs
 
     with _explained():
+        if out is not None:
+            data.check_target(out, overwrite=overwrite)
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
         count, coming = _coming(opened, table, steps, at, future)
         if not count:
-            raise UserError("say how many rows to forecast: --steps K, or --at FILE")
+            raise UserError("say how many rows to forecast: --steps K, --at FILE or --inputs FILE")
         found = runs.forecast(opened, table, count, seed=seed, **coming)
         shown = {"level": level, "times": coming["times"], **_states(opened, all_states)}
         _put(table, found, out, overwrite, as_json, **shown)
@@ -337,9 +366,10 @@ def forecast(
 def _coming(
     run: Any, table: Any, steps: int | None, at: Path | None, future: Path | None
 ) -> tuple[int, dict[str, Any]]:
-    """How many rows come, and their times and inputs from files.
+    """Return how many rows come, and their times and inputs from files.
 
-    Where times are irregular, those of a file of inputs are the coming ones too.
+    Where times are irregular, those of a file of inputs are the coming ones too. Without a number
+    of rows, there are as many as the files have.
     """
     from retrodict import data, runs
 
@@ -352,9 +382,11 @@ def _coming(
             raise UserError(f"{at} has {fewest} times of a series, and {steps} are asked for")
         steps = fewest if steps is None else steps
         times = tuple(own[:steps] for own in times)
-    count = steps or 0
-    inputs = None if future is None else runs.read_inputs(run, table, future, count)
-    return count, {"times": times, "inputs": inputs}
+    inputs = None
+    if future is not None and steps != 0:
+        inputs = runs.read_inputs(run, table, future, steps)
+        steps = inputs.shape[1]
+    return steps or 0, {"times": times, "inputs": inputs}
 
 
 def _put(
@@ -395,12 +427,7 @@ def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = Fa
         with Stages("check", runs.NUM_CHECKS, Console(stderr=True)) as stages:
             found = runs.check(opened, table, seed=seed, progress=stages)
     if as_json:
-        answer = {
-            "verdict": found.worst,
-            "words": found.verdict,
-            "findings": [finding._asdict() for finding in found.findings],
-        }
-        typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
         return
     grid = Grid(box=SIMPLE, pad_edge=False)
     for heading in ("what", "found", "verdict", "what it means"):
@@ -409,7 +436,7 @@ def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = Fa
         texts = (finding.name, str(finding.value), finding.verdict, finding.meaning)
         grid.add_row(*(Text(runs.visible(text)) for text in texts))
     Console().print(grid)
-    typer.echo(found.verdict)
+    _say_verdict(found)
 
 
 def plot(
@@ -433,10 +460,9 @@ def plot(
     from retrodict import data, runs
 
     with _explained():
+        data.check_target(out, overwrite=overwrite, suffixes=runs.FORMATS)
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
-        if out.exists() and not overwrite:
-            raise UserError(f"{out} exists; pass --overwrite, or choose another name")
         names = [str(name) for name in table.series or ()]
         if series is not None and series not in names:
             raise UserError(f"there is no series {series}; there are {', '.join(names) or 'none'}")
@@ -465,6 +491,17 @@ def stream(
             help="Where the state is kept.", show_default="RUN/stream-LAG.rd; -PART if it learns"
         ),
     ] = None,
+    after: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TABLE",
+            help="Start after the rows of this file.",
+            show_default="after the rows of the fit",
+        ),
+    ] = None,
+    from_prior: Annotated[
+        bool, typer.Option("--from-prior", help="Start from the prior of the model.")
+    ] = False,
     flush: Annotated[
         bool, typer.Option("--flush", help="Smooth the last rows too when the input ends.")
     ] = False,
@@ -485,14 +522,20 @@ def stream(
     """Answer rows as they come on standard input.
 
     Rows are comma-separated with a header, in order of time. Each is answered at once by a line
-    with the filtered state and the state `lag` rows before given all rows so far. The state is kept
-    in the run: rows that were answered before a restart are recognised by their time and skipped.
+    with the filtered state and the state `lag` rows before given all rows so far. The stream starts
+    after the rows that the run was fitted to: earlier rows are recognised by their time and
+    skipped. The state is kept in the run, and rows that were answered before a restart are skipped
+    as well.
 
     With --learn, rows are learned from too, and answered at the parameters as they stand. What was
     learned is in the state; with --save-run it becomes a run of its own when the input ends.
     """
-    from retrodict import runs
+    from retrodict import data, runs
 
+    if after is not None and from_prior:
+        raise UserError("give --after TABLE or --from-prior, not both")
+    if sys.stdin is None or (out is None and sys.stdout is None):
+        raise UserError("standard input or output is closed: pipe rows to the command")
     telling = Telling(Console(stderr=True), quiet=out is None and sys.stdout.isatty())
     with _explained():
         opened = runs.open_run(run)
@@ -507,12 +550,9 @@ def stream(
             figure=figure,
             save_run=save_run,
         )
-        timed = opened.layout["time"] is not None
-        known = "rows that it knows are skipped" if timed else "rows have no time, and all are new"
-
-        def going_on(place: Path) -> None:
-            typer.echo(f"Going on from {place}: {known}; --restart begins anew.", err=True)
-
+        start: Any = "prior" if from_prior else "fit"
+        if after is not None:
+            start = data.read(after, **opened.layout)
         try:
             with telling:
                 runs.stream(
@@ -526,12 +566,20 @@ def stream(
                     as_json=as_json,
                     learning=learning,
                     restart=restart,
-                    going_on=going_on,
+                    after=start,
+                    say=_say,
                 )
+        except BrokenPipeError:
+            raise
         except OSError as error:
-            raise UserError(cannot_write(error, out or run)) from error
+            raise UserError(cannot_write(error, out or Path("standard output"))) from error
     if save_run is not None:
         typer.echo(f"Wrote {save_run}.", err=True)
+
+
+def _say(message: str) -> None:
+    """Print a message of the library on standard error."""
+    typer.echo(_in_options(message), err=True)
 
 
 def info(run: RunFolder, as_json: AsJson = False) -> None:

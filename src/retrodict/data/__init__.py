@@ -16,4 +16,5 @@ from retrodict.data._stored import StoredSeries as StoredSeries
 from retrodict.data._stored import open_series as open_series
 from retrodict.data._summary import Summary as Summary
 from retrodict.data._table import Table as Table
+from retrodict.data._write import check_target as check_target
 from retrodict.data._write import write as write

@@ -13,6 +13,7 @@ from retrodict.data._reader import IRREGULAR
 from retrodict.data._stamps import stamps
 from retrodict.data._steps import Step, complete, parse_step, positions
 from retrodict.data._summary import written
+from retrodict.data._table import Table
 
 MOST_MISSING = 100_000
 """A longer gap of a stream is a wrong time: each of its rows would be answered."""
@@ -36,6 +37,18 @@ class Rows(NamedTuple):
         inputs = None if self.inputs is None else self.inputs[start:stop]
         return Rows(self.times[start:stop], self.ys[start:stop], inputs)
 
+    @classmethod
+    def of_table(cls, table: Any) -> "Rows | None":
+        """Return the rows of a table of one series without identifiers; `None` of any other.
+
+        Args:
+            table: a `Table`, or a `SharedTable`, of which no process holds all rows.
+        """
+        if not isinstance(table, Table) or table.series is not None:
+            return None
+        one = table.one()
+        return cls(table.times[0], one["ys"], one["inputs"])
+
 
 class LiveReader:
     """Reads lines of one series as they come.
@@ -47,8 +60,12 @@ class LiveReader:
     Args:
         layout: the `layout` of the table that a model was fitted to.
         header: the first line, with the names of the columns.
-        last: the time of the last row that was read before, if any: rows up to it are skipped.
+        last: the time of the last row that was read before, if any: leading rows up to it are
+            skipped.
         owner: what the lines come from, for messages.
+
+    Attributes:
+        skipped: how many rows were skipped.
     """
 
     def __init__(
@@ -66,7 +83,7 @@ class LiveReader:
             )
         self.layout, self.header, self.owner = layout, header, owner
         self.last, self.resumed = last, last
-        self.line = 1
+        self.line, self.skipped = 1, 0
 
     def read(self, lines: Sequence[str]) -> Rows:
         """The rows of some lines, which follow those that were read before.
@@ -93,7 +110,12 @@ class LiveReader:
             row, column = np.argwhere(np.isnan(us))[0]
             raise source.error("an input is missing; give it.", row=int(row), column=inputs[column])
         times = self._times(source, len(ys))
-        fresh = np.ones(len(ys), bool) if self.resumed is None else times > self.resumed
+        fresh = np.ones(len(ys), bool)
+        if self.last is not None:
+            self._check_kind(source, times)
+            if self.last == self.resumed:  # nothing new yet; afterwards rows must be in order
+                fresh = np.logical_or.accumulate(times > self.last)
+        self.skipped += int(len(ys) - fresh.sum())
         times, ys = times[fresh], ys[fresh]
         us = None if us is None else us[fresh]
         if not len(times):
@@ -109,13 +131,23 @@ class LiveReader:
         begin = 0 if self.last is None else int(self.last) + 1
         return np.arange(begin, begin + count)
 
+    def _check_kind(self, source: Any, times: np.ndarray) -> None:
+        """Refuse dates after numbers, and numbers after dates."""
+        names = {True: "a date", False: "a number"}
+        known, given = np.asarray(self.last).dtype.kind == "M", times.dtype.kind == "M"
+        if known != given:
+            raise source.error(
+                f"{written(times[0])} is {names[given]}, and {written(self.last)}, the last time"
+                f" before it, {names[known]}; write all times in one way.",
+                row=0,
+                column=self.layout["time"],
+            )
+
     def _check_order(self, source: Any, times: np.ndarray, rows: np.ndarray) -> None:
-        before = times[:1] if self.last is None else np.array([self.last], times.dtype)
-        ahead = np.diff(np.concatenate([before, times])) > np.zeros(1, np.diff(times[:1]).dtype)
-        if self.last is None:
-            ahead[0] = True
+        every = self._anchored(times)
+        ahead = every[1:] > every[:-1]
         if not ahead.all():
-            at = int(np.argmin(ahead))
+            at = int(np.argmin(ahead)) + len(times) + 1 - len(every)
             earlier = self.last if at == 0 else times[at - 1]
             raise source.error(
                 f"{written(times[at])} is not later than {written(earlier)}, the row before; rows"
@@ -123,6 +155,10 @@ class LiveReader:
                 row=int(rows[at]),
                 column=self.layout["time"],
             )
+
+    def _anchored(self, times: np.ndarray) -> np.ndarray:
+        """Times with that of the last row before them, if there is one."""
+        return times if self.last is None else np.concatenate([np.array([self.last]), times])
 
     def _on_grid(
         self,
@@ -132,20 +168,20 @@ class LiveReader:
         us: np.ndarray | None,
         rows: np.ndarray,
     ) -> Rows:
-        anchor = times[:0] if self.last is None else np.array([self.last], times.dtype)
-        every = np.concatenate([anchor, times])
+        every = self._anchored(times)
+        begin = len(every) - len(times)
         step = self._step(every)
         if step is None:
             steps = self._lengths(every) if self.layout["step_input"] else None
             self.last = times[-1]
-            return Rows(times, ys, _joined(us, None if steps is None else steps[len(anchor) :]))
+            return Rows(times, ys, _joined(us, None if steps is None else steps[begin:]))
         places = positions(every, step)
         if places is None:
             at = _first_off(every, step)
             raise source.error(
                 f"{written(every[at])} is not a whole number of steps of {step.name} after"
                 f" {written(every[at - 1])}, the row before; correct it.",
-                row=int(rows[at - len(anchor)]),
+                row=int(rows[at - begin]),
                 column=self.layout["time"],
             )
         count = int(places[-1]) + 1
@@ -156,13 +192,12 @@ class LiveReader:
             raise source.error(
                 f"{gaps[widest]} rows are missing between {written(every[widest])} and"
                 f" {written(every[widest + 1])}, {lost}.",
-                row=int(rows[widest + 1 - len(anchor)]),
+                row=int(rows[widest + 1 - begin]),
                 column=self.layout["time"],
             )
         grid = complete(every, places, step)
         filled = np.full((count, ys.shape[1]), np.nan)
-        filled[places[len(anchor) :]] = ys
-        begin = len(anchor)
+        filled[places[begin:]] = ys
         self.last = times[-1]
         ones = np.ones(count - begin) if self.layout["step_input"] else None
         return Rows(grid[begin:], filled[begin:], _joined(us, ones))

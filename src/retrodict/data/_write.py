@@ -2,12 +2,47 @@
 
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from retrodict.data._errors import DataError, optional
 
 SUFFIXES = (".csv", ".parquet", ".nc")
+
+
+def check_target(
+    path: str | os.PathLike[str], *, overwrite: bool = False, suffixes: Sequence[str] = SUFFIXES
+) -> Path:
+    """Refuse a file that cannot be written, before any work is done for it.
+
+    Args:
+        path: where to write.
+        overwrite: whether a file of this name may be replaced.
+        suffixes: those that are known; any if there are none.
+
+    Returns:
+        The path.
+
+    Raises:
+        DataError: if the suffix is not known, the file exists, or its folder does not or cannot be
+            written to.
+    """
+    target, name = Path(path), os.fspath(path)
+    suffix = target.suffix.lower()
+    if suffixes and suffix not in suffixes:
+        raise DataError(
+            f"{name}: the suffix {suffix!r} is not known; use one of {', '.join(suffixes)}."
+        )
+    if not target.parent.is_dir():
+        raise DataError(f"{name}: the folder does not exist; make it first.")
+    if target.is_dir():
+        raise DataError(f"{name}: this is a folder; name a file in it.")
+    if target.exists() and not overwrite:
+        raise DataError(f"{name}: the file exists; pass overwrite=True, or choose another name.")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise DataError(f"{name}: the folder is read-only; choose another.")
+    return target
 
 
 def write(result: Any, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -26,19 +61,8 @@ def write(result: Any, path: str | os.PathLike[str], *, overwrite: bool = False)
     Raises:
         DataError: if the suffix is not known, the folder is not there, or the file is.
     """
-    target = Path(path)
-    name = os.fspath(path)
-    suffix = target.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise DataError(
-            f"{name}: the suffix {suffix!r} is not known; use one of {', '.join(SUFFIXES)}."
-        )
-    if not target.parent.is_dir():
-        raise DataError(f"{name}: the folder does not exist; make it first.")
-    if target.is_dir():
-        raise DataError(f"{name}: this is a folder; name a file in it.")
-    if target.exists() and not overwrite:
-        raise DataError(f"{name}: the file exists; pass overwrite=True, or choose another name.")
+    target = check_target(path, overwrite=overwrite)
+    name, suffix = os.fspath(path), target.suffix.lower()
     partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
         _write_as(suffix, result, partial)

@@ -6,7 +6,7 @@ A file is data. It can name ready models, options and numbers, and nothing in it
 import dataclasses
 import importlib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ from retrodict.models._registry import (
     ready_model,
     start_from,
 )
+
+GIVEN = "StateSpaceModel"
+"""The reference of a model that was given as a Python object, and has no other name."""
 
 SCHEMA_VERSION = 1
 """The version of the schema, the value of the key `retrodict`."""
@@ -54,6 +57,7 @@ class ModelSpec:
         fixed: names of parameters that are not learned.
         data: how to read data: some of the arguments of `retrodict.data.read`.
         fit: how to fit: some of `family` and `num_steps`.
+        given: the model itself, if the reference is to an object that was given in Python.
     """
 
     reference: str
@@ -63,6 +67,12 @@ class ModelSpec:
     fixed: tuple[str, ...] = ()
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
     fit: dict[str, Any] = dataclasses.field(default_factory=dict)
+    given: StateSpaceModel | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the reference is to an object that was given in Python, and has no name."""
+        return self.reference == GIVEN
 
     def build(self, obs_dim: int = 1, key: PRNGKey | None = None) -> StateSpaceModel:
         """The model, with its starting values set and its fixed parameters frozen.
@@ -99,6 +109,13 @@ class ModelSpec:
         return self._finished(model)
 
     def _bare(self, obs_dim: int, key: PRNGKey | None) -> StateSpaceModel:
+        if self.given is not None:
+            return self.given
+        if self.is_given:
+            raise ModelError(
+                "The model was given as a Python object, which a record does not hold; pass it as"
+                " model=..."
+            )
         if self.name is None:
             return _object_model(self.reference)
         return ready_model(self.name).build(self.options, obs_dim=obs_dim, key=key)
@@ -169,7 +186,8 @@ class ModelSpec:
         if not isinstance(reference, str):
             raise ModelError("A record of a model must have a reference.")
         content = {key: value for key, value in record.items() if key != "reference"}
-        return _checked(content, reference, reference, is_object=_is_object(reference))
+        is_object = _is_object(reference) or reference == GIVEN
+        return _checked(content, reference, reference, is_object=is_object)
 
 
 def read_toml(path: str | Path) -> ModelSpec:
@@ -191,22 +209,38 @@ def read_toml(path: str | Path) -> ModelSpec:
     return _checked(content, str(path), str(path))
 
 
-def resolve(reference: str) -> ModelSpec:
-    """What a reference stands for.
+def resolve(
+    reference: str | StateSpaceModel | Callable[[], StateSpaceModel] | ModelSpec,
+) -> ModelSpec:
+    """Return the specification of a model.
 
     Example:
         >>> import retrodict as rd
         >>> rd.models.resolve("local_trend").build(obs_dim=2).state_dim
         4
+        >>> rd.models.resolve(rd.models.local_level()).build().state_dim
+        1
 
     Args:
         reference: the name of a ready model, the path of a model file that ends in `.toml`, or
             `module:name`, where the object is a `StateSpaceModel` or a function of no arguments
-            that returns one. A module is imported in this last case alone.
+            that returns one; a module is imported in this case alone. Or the object itself: a
+            `StateSpaceModel`, or a function of no arguments that returns one.
 
     Raises:
-        ModelError: if it stands for nothing.
+        ModelError: if there is no such model.
+        TypeError: if it is none of these.
     """
+    if isinstance(reference, ModelSpec):
+        return reference
+    if not isinstance(reference, str):
+        if not (isinstance(reference, StateSpaceModel) or callable(reference)):
+            raise TypeError(
+                "A model must be a name, a StateSpaceModel or a function of no arguments that"
+                f" returns one, got {type(reference).__name__}."
+            )
+        name = getattr(reference, "__qualname__", GIVEN)
+        return ModelSpec(GIVEN, given=_built(reference, name))
     if reference.endswith(".toml"):
         return read_toml(reference)
     if _is_object(reference):
@@ -239,7 +273,11 @@ def _object_model(reference: str) -> StateSpaceModel:
         raise ModelError(
             f"{reference}: {module_name} has no {attribute!r}.{nearest(attribute, known)}"
         )
-    found = getattr(module, attribute)
+    return _built(getattr(module, attribute), reference)
+
+
+def _built(found: Any, reference: str) -> StateSpaceModel:
+    """Return a model, or call the function that returns one."""
     if callable(found) and not isinstance(found, StateSpaceModel):
         try:
             found = found()

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from retrodict.runs._check import NUM_CHECKS as NUM_CHECKS
     from retrodict.runs._check import Check as Check
     from retrodict.runs._check import Finding as Finding
+    from retrodict.runs._check import Scope as Scope
     from retrodict.runs._check import check as check
     from retrodict.runs._content import Band as Band
     from retrodict.runs._content import Curve as Curve
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from retrodict.runs._folder import parameter_lines as parameter_lines
     from retrodict.runs._folder import read_record as read_record
     from retrodict.runs._folder import unit_in_words as unit_in_words
+    from retrodict.runs._learn import check_folder as check_folder
     from retrodict.runs._learn import finished_before as finished_before
     from retrodict.runs._learn import fit as fit
     from retrodict.runs._learn import num_stages as num_stages
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from retrodict.runs._names import shown_states as shown_states
     from retrodict.runs._names import state_names as state_names
     from retrodict.runs._page import page as page
+    from retrodict.runs._plot import FORMATS as FORMATS
     from retrodict.runs._plot import plot as plot
     from retrodict.runs._record import Run as Run
     from retrodict.runs._record import open_run as open_run

@@ -88,15 +88,17 @@ def forecast(
     return each(keys, found.chain, future)
 
 
-def read_inputs(run: Run, table: data.Table, source: Any, num_times: int) -> np.ndarray:
-    """The inputs of the rows after a table, from a file of their own.
+def read_inputs(
+    run: Run, table: data.Table, source: Any, num_times: int | None = None
+) -> np.ndarray:
+    """Read the inputs of the rows after a table from a file of their own.
 
     Args:
         run: the run.
         table: the data, read with `run.layout`.
         source: a file or table with the time, identifiers and inputs of the coming rows; rows up
             to the last of the table are passed over.
-        num_times: how many rows are wanted of each series.
+        num_times: how many rows are wanted of each series; by default as many as all series have.
 
     Returns:
         Inputs of shape `(batch, num_times, input)`.
@@ -117,11 +119,14 @@ def read_inputs(run: Run, table: data.Table, source: Any, num_times: int) -> np.
     if given.series == table.series and layout["time"] is not None:
         pairs = zip(given.times, table.times, strict=True)
         begins = np.array([int(np.sum(own <= past[-1])) for own, past in pairs])
-    if given.series != table.series or (given.length - begins < num_times).any():
+    fewest = int(np.min(given.length - begins))
+    if given.series != table.series or fewest < (num_times or 1):
+        wanted = "at least one row" if num_times is None else f"{num_times} rows"
         raise RunError(
-            f"{given.source} must have {num_times} rows of inputs for each series of the data,"
-            " after its last row."
+            f"{given.source} must have {wanted} of inputs for each series of the data, after its"
+            " last row."
         )
+    num_times = fewest if num_times is None else num_times
     rows = begins[:, None] + np.arange(num_times)
     us = np.take_along_axis(given.ys, rows[..., None], axis=1)
     if np.isnan(us).any():

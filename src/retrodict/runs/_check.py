@@ -1,7 +1,8 @@
 """Is the answer of a run to be trusted? The posterior, the model, and hidden points."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -44,12 +45,47 @@ class Finding(NamedTuple):
         value: what was found, as text.
         meaning: how to read it.
         verdict: `"good"`, `"doubtful"`, `"bad"` or `"unknown"`.
+        numbers: what was found, as numbers by name; the one that is judged is `"value"`.
     """
 
     name: str
     value: str
     meaning: str
     verdict: Verdict
+    numbers: Mapping[str, float] = MappingProxyType({})
+
+
+class Scope(NamedTuple):
+    """How much of a table was looked at.
+
+    Attributes:
+        series_checked: how many series; the longest.
+        series: of how many.
+        rows_checked: how many rows; the last of each series.
+        rows: of how many.
+    """
+
+    series_checked: int
+    series: int
+    rows_checked: int
+    rows: int
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether rows were left out."""
+        return self.rows_checked < self.rows
+
+    @property
+    def words(self) -> str:
+        """The same as a sentence."""
+        if not self.is_partial:
+            return f"Looked at all {self.rows} rows."
+        series = ""
+        if self.series > 1:
+            longest = ", the longest" if self.series_checked < self.series else ""
+            series = f"{self.series_checked} of {self.series} series{longest}, and "
+        which = "" if self.series_checked < self.series else ", the last of each series"
+        return f"Looked at {series}{self.rows_checked} of {self.rows} rows{which}."
 
 
 class Check(NamedTuple):
@@ -58,10 +94,12 @@ class Check(NamedTuple):
     Attributes:
         findings: one a thing that was looked at.
         verdict: in words.
+        scope: how much of the table was looked at.
     """
 
     findings: tuple[Finding, ...]
     verdict: str
+    scope: Scope | None = None
 
     @property
     def worst(self) -> Verdict:
@@ -69,16 +107,31 @@ class Check(NamedTuple):
         found = {finding.verdict for finding in self.findings}
         return next(level for level in ("bad", "doubtful", "good", "unknown") if level in found)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as a dict that JSON can hold; non-finite numbers become `None`.
+
+        Each finding has a `value`, the number that is judged, or `None` where there is none;
+        further numbers are in `details`, and sentences in `text` and `meaning`.
+        """
+        findings = []
+        for each in self.findings:
+            numbers = {name: _finite(number) for name, number in each.numbers.items()}
+            line = {"name": each.name, "verdict": each.verdict, "value": numbers.pop("value", None)}
+            line |= {"details": numbers, "text": each.value, "meaning": each.meaning}
+            findings.append(line)
+        scope = {} if self.scope is None else self.scope._asdict()
+        return {"verdict": self.worst, "words": self.verdict, **scope, "findings": findings}
+
 
 def check(
     run: Run,
-    table: data.Table,
+    table: data.Table | data.SharedTable,
     *,
     seed: int = 0,
     num_particles: int = 1000,
     progress: Progress | None = None,
 ) -> Check:
-    """Looks for what is wrong with a run on a table.
+    """Look for what is wrong with a run on a table.
 
     Parameters are to be at a maximum of the likelihood. The posterior is compared with importance
     weights and a particle smoother; the model by one-step-ahead residuals and by points that are
@@ -86,12 +139,15 @@ def check(
 
     Args:
         run: the run.
-        table: the data, read with `run.layout`.
+        table: the data, read with `run.layout`; where several processes share them, the first
+            series are looked at.
         seed: of all that is drawn.
         num_particles: particles and paths of each series.
         progress: who is told how far it is, of `NUM_CHECKS` stages.
     """
-    told = progress or Quiet()
+    told, whole = progress or Quiet(), table.summary
+    if isinstance(table, data.SharedTable):
+        table = table.leading_series()
     order = np.argsort(-table.length, kind="stable")[:MOST_SERIES]
     part = table if table.series is None else table.select([table.series[i] for i in order])
     part = part.last(min(MOST_ROWS, int(part.length.max())))
@@ -115,7 +171,15 @@ def check(
         *stage("the residuals", lambda: _residuals(run, part, level_key, num_particles)),
         stage("the hidden points", lambda: _hidden(run, part, hide_key, seed)),
     ]
-    return Check(tuple(findings), _in_words(run, findings))
+    scope = Scope(part.num_series, whole.num_series, int(part.length.sum()), whole.num_rows)
+    return Check(tuple(findings), _in_words(run, findings), scope)
+
+
+def _finite(number: Any) -> float | int | bool | None:
+    """Return a number as JSON can hold it."""
+    if isinstance(number, int):
+        return number
+    return float(number) if np.isfinite(number) else None
 
 
 def _fitted(run: Run) -> list[Finding]:
@@ -126,7 +190,8 @@ def _fitted(run: Run) -> list[Finding]:
         far = results["distance"]
         if far <= NEAR_MAXIMUM:
             meaning = "no other values make the data noticeably more likely"
-            return [Finding(name, f"to {far:.2g} standard errors", meaning, "good")]
+            text = f"to {far:.2g} standard errors"
+            return [Finding(name, text, meaning, "good", {"value": far})]
         return [
             Finding(
                 name,
@@ -134,6 +199,7 @@ def _fitted(run: Run) -> list[Finding]:
                 "estimates and their intervals are those of a maximum: learn longer, or from"
                 " another start",
                 "bad" if far > FAR_FROM_MAXIMUM else "doubtful",
+                {"value": far},
             )
         ]
     if status == "not identified":
@@ -149,13 +215,15 @@ def _fitted(run: Run) -> list[Finding]:
     at_edge = {
         entry: line["edge"] for entry, line in results["parameters"].items() if "edge" in line
     }
+    numbers = {"value": results.get("distance", np.nan), "at_an_edge": len(at_edge)}
     if not at_edge:
-        return [Finding(name, "they are", "no other values make the data more likely", "good")]
+        meaning = "no other values make the data more likely"
+        return [Finding(name, "they are", meaning, "good", numbers)]
     value = "; ".join(
         f"{entry} at the edge of {edge}: no interval" for entry, edge in at_edge.items()
     )
     meaning = "a maximum; the data do not ask for what is at an edge, and a simpler model would do"
-    return [Finding(name, value, meaning, "good")]
+    return [Finding(name, value, meaning, "good", numbers)]
 
 
 def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
@@ -200,18 +268,21 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
             f" {len(found)}",
             meaning,
             off,
+            {"value": gaps[worst], "standard_error": errors[worst], "series": len(found)},
         ),
         Finding(
             "k-hat of path weights",
             f"{shapes.max():.2f}, largest of {len(found)}",
             "below 0.7 weights could correct whole paths; it grows with the length of a series",
             shaped,
+            {"value": shapes.max(), "series": len(found)},
         ),
         Finding(
             "comparison with a particle smoother",
             f"{len(messages)} objections" if messages else "no objection",
             " ".join(messages[:2]) or "no state of the particles lies where the posterior has none",
             "doubtful" if messages else "good",
+            {"value": len(messages), "series": len(found)},
         ),
     ]
 
@@ -219,7 +290,7 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
 def _certificate(run: Run, table: data.Table) -> Finding:
     name = "certified bound on the error of the smoothed sum"
     if run.is_exact:
-        return Finding(name, "0", "nothing is approximated", "good")
+        return Finding(name, "0", "nothing is approximated", "good", {"value": 0.0})
     one = table.one(0)
     chain = run.smoother.infer(one["ys"], mask=one["mask"], inputs=one["inputs"])
     try:
@@ -229,7 +300,10 @@ def _certificate(run: Run, table: data.Table) -> Finding:
     value = float(jnp.max(jnp.asarray(bound.value)))
     rests = ", ".join(bound.rests_on)
     kind = "a bound" if bound.rigorous else "an estimate, not a bound"
-    return Finding(name, f"{value:.3g}", f"{kind}; rests on {rests}", "unknown")
+    numbers = {"value": value, "rigorous": bool(bound.rigorous)}
+    longest = "" if table.num_series == 1 else ", of the longest series"
+    meaning = f"{kind}{longest}; rests on {rests}"
+    return Finding(name, f"{value:.3g}", meaning, "unknown", numbers)
 
 
 def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
@@ -253,7 +327,7 @@ def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
             )
             value = "too few rows, or too poor particles" if np.isnan(p) else f"p = {p:.3g}"
             name = f"{test.name} ({column})"
-            findings.append(Finding(name, value, test.meaning, verdict))
+            findings.append(Finding(name, value, test.meaning, verdict, {"value": p}))
     return findings
 
 
@@ -280,6 +354,13 @@ def _hidden(run: Run, table: data.Table, key: Any, seed: int) -> Finding:
         "a tenth of what was seen is hidden from the smoother, and drawn by it"
         + (f"; {times} times, another tenth each" if times > 1 else ""),
         "bad" if p < BAD else "doubtful" if p < DOUBTFUL else "good",
+        {
+            "value": share,
+            "expected": 0.9,
+            "standard_error": error,
+            "p_value": p,
+            "hidden": found.hidden,
+        },
     )
 
 

@@ -15,6 +15,9 @@ FORMAT = 1
 
 RECORD, MODEL, FAMILY, TRAINING = "run.json", "model.rd", "family.rd", "training.csv"
 
+ROWS = "rows.rd"
+"""The rows of the table that the run was fitted to, if it is one series."""
+
 REPORT = "report.html"
 
 

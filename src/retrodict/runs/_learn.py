@@ -1,7 +1,10 @@
 """From a table and the name of a model to a run: parameters, a family, and how sure they are."""
 
 import dataclasses
+import hashlib
 import json
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,9 @@ from retrodict._workspace import (
     wait_for_processes,
     write_atomically,
 )
+from retrodict.runs._adopt import as_before
 from retrodict.runs._folder import RECORD, REPORT, TRAINING, RunError, as_plain, read_record
-from retrodict.runs._record import Run, open_run, write
+from retrodict.runs._record import Model, Run, open_run, write
 from retrodict.runs._uncertain import uncertain
 
 FAMILIES = {
@@ -56,7 +60,7 @@ MOST_STEPS_OF_EVIDENCE = 300
 
 def fit(
     table: data.Table | data.SharedTable,
-    spec: models.ModelSpec,
+    spec: Model,
     out: str | Path,
     *,
     family: str = "mixture",
@@ -64,7 +68,7 @@ def fit(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Run:
-    """Learns the parameters of a model from a table, and a family that smooths for it.
+    """Learn the parameters of a model from a table, and a family that smooths for it.
 
     The parameters that the model marks as learnable are those that make the data most likely:
     exactly for linear-Gaussian models, by ascent of the ELBO for others. Then a family is trained
@@ -78,7 +82,10 @@ def fit(
     Args:
         table: the data, from `retrodict.data.read`, or from `retrodict.data.read_shared` where each
             process reads its share.
-        spec: the model, from `retrodict.models.resolve`.
+        spec: the model: its name, a `StateSpaceModel`, a function of no arguments that returns one,
+            or what `retrodict.models.resolve` made of these. A model that was given as an object
+            and holds functions of your own is needed again by `open_run`; the command line reads
+            such a model only if it was named as `module:name`.
         out: the folder of the run, which must not hold another.
         family: the family to train: `"mixture"`, `"nonlinear"`, `"recurrent"`, `"gated"` or
             `"conjugate"`.
@@ -97,8 +104,7 @@ def fit(
         raise RunError(f"There is no family {family!r}; there are {', '.join(FAMILIES)}.")
     if num_steps < 1:
         raise RunError(f"A fit takes at least 1 step, got {num_steps}.")
-    spec, _ = with_period(spec, table)
-    out = Path(out)
+    out, (spec, _) = Path(out), with_period(models.resolve(spec), table)
     settings = _settings(table, spec, family, num_steps, seed)
     _, learn_key, train_key, error_key = jax.random.split(jax.random.key(seed), 4)
     by_all(lambda: _refuse_other(out, settings))
@@ -134,9 +140,10 @@ def fit(
             **uncertainty,
         },
     }
-    run = write(out, spec, model, trained, record) if is_main_process() else None
+    rows = data.Rows.of_table(table)
+    run = write(out, spec, model, trained, record, rows) if is_main_process() else None
     wait_for_processes("the run is written")
-    return open_run(out) if run is None else run
+    return open_run(out, model=spec) if run is None else run
 
 
 PERIODS = {
@@ -180,7 +187,7 @@ def with_period(
 
 def finished_before(
     table: data.Table | data.SharedTable,
-    spec: models.ModelSpec,
+    spec: Model,
     out: str | Path,
     *,
     family: str = "mixture",
@@ -199,22 +206,22 @@ def finished_before(
         num_steps: as in `fit`.
         seed: as in `fit`.
     """
-    out = Path(out)
+    out, spec = Path(out), models.resolve(spec)
     if not (out / RECORD).exists() or (out / REPORT).exists():
         return None
     spec, _ = with_period(spec, table)
     settings = _settings(table, spec, family, num_steps, seed)
-    return open_run(out) if _noted(out) == as_plain(settings) else None
+    return open_run(out, model=spec) if _noted(out) == as_plain(settings) else None
 
 
-def num_stages(table: data.Table | data.SharedTable, spec: models.ModelSpec) -> int:
+def num_stages(table: data.Table | data.SharedTable, spec: Model) -> int:
     """How many stages a fit has, for those who tell how far it is.
 
     Args:
         table: the data.
         spec: the model.
     """
-    spec, _ = with_period(spec, table)
+    spec, _ = with_period(models.resolve(spec), table)
     model = spec.build(len(table.names), jax.random.key(0))
     return 2 if model.is_linear_gaussian else 3
 
@@ -226,8 +233,10 @@ def _settings(
     num_steps: int,
     seed: int,
 ) -> dict[str, Any]:
-    """What a fit depends on."""
+    """Return what a fit depends on."""
+    given = {} if spec.given is None else {"given": _fingerprint(spec.given)}
     return {
+        **given,
         "model": spec.to_dict(),
         "layout": table.layout,
         "data": table.summary.fingerprint,
@@ -235,6 +244,24 @@ def _settings(
         "num_steps": num_steps,
         "seed": seed,
     }
+
+
+def _fingerprint(model: rd.StateSpaceModel) -> str:
+    """Return a fingerprint of a model: its arrays, its structure and the code of its functions."""
+    leaves, structure = jax.tree.flatten(model)
+    digest = hashlib.sha256(_without_addresses(str(structure)))
+    for leaf in leaves:
+        if eqx.is_array_like(leaf):
+            digest.update(np.asarray(leaf).tobytes())
+        else:
+            digest.update(_without_addresses(repr(leaf)))
+            digest.update(getattr(getattr(leaf, "__code__", None), "co_code", b""))
+    return digest.hexdigest()
+
+
+def _without_addresses(text: str) -> bytes:
+    """Return the text of an object as it is in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text).encode()
 
 
 def _noted(out: Path) -> Any:
@@ -251,39 +278,67 @@ def _take(out: Path, settings: Mapping[str, Any]) -> None:
     write_atomically(out / SETTINGS, as_json(settings))
 
 
+def check_folder(out: str | Path) -> None:
+    """Refuse a folder in which no fit can be made or gone on with, before data are read.
+
+    Args:
+        out: the folder of the run.
+
+    Raises:
+        RunError: if it holds a finished run with its report, or something else, or is read-only.
+    """
+    out = Path(out)
+    if (out / RECORD).exists() and (out / REPORT).exists():
+        _refuse_finished(out)
+    if out.exists() and not out.is_dir():
+        raise RunError(f"{out} is a file; give a folder that does not exist yet.")
+    if out.is_dir() and not (out / RECORD).exists() and not (out / SETTINGS).exists():
+        _refuse_filled(out)
+    first = next(place for place in (out.resolve(), *out.resolve().parents) if place.exists())
+    if not first.is_dir() or not os.access(first, os.W_OK | os.X_OK):
+        raise RunError(f"{out} cannot be written: {first} is read-only or a file; give another.")
+
+
+def _refuse_finished(out: Path) -> None:
+    read_record(out)
+    raise RunError(f"{out} holds a finished run; give another folder, or remove it.")
+
+
+def _refuse_filled(out: Path) -> None:
+    if any(out.iterdir()):
+        raise RunError(f"{out} is not empty and holds no run; give another folder.")
+
+
 def _refuse_other(out: Path, settings: Mapping[str, Any]) -> None:
-    """Refuses a folder that holds a finished run, one of other settings, or something else."""
+    """Refuse a folder that holds a finished run, one of other settings, or something else."""
+    check_folder(out)
     if not out.exists():
         return
-    if not out.is_dir():
-        raise RunError(f"{out} is a file; give a folder that does not exist yet.")
     note = out / SETTINGS
     if (out / RECORD).exists():
-        read_record(out)
-        raise RunError(f"{out} holds a finished run; give another folder, or remove it.")
+        _refuse_finished(out)
     if note.exists():
         if _noted(out) != as_plain(settings):
             raise RunError(
                 f"{out} holds an unfinished run of other data or options; ask for the same again,"
                 " or give another folder."
             )
-    elif any(out.iterdir()):
-        raise RunError(f"{out} is not empty and holds no run; give another folder.")
 
 
 def starting_model(
-    table: data.Table | data.SharedTable, spec: models.ModelSpec, *, seed: int = 0
+    table: data.Table | data.SharedTable, spec: Model, *, seed: int = 0
 ) -> rd.StateSpaceModel:
     """The model that a fit starts from, with values from the data.
 
     Args:
         table: the data.
-        spec: the model, from `retrodict.models.resolve`.
+        spec: the model, as in `fit`.
         seed: of the fit.
 
     Raises:
         RunError: if the model does not fit the table.
     """
+    spec = models.resolve(spec)
     for name, seen in zip(table.names, table.summary.seen, strict=True):
         if seen < 2:
             raise RunError(
@@ -353,7 +408,7 @@ def _by_evidence(
             progress=False,
             **options,
         )
-        kept = jax.tree.leaves(eqx.filter(found.model, eqx.is_inexact_array))
+        kept = jax.tree.leaves(eqx.filter(as_before(model, found.model), eqx.is_inexact_array))
         return {
             **{f"leaf {i}": leaf for i, leaf in enumerate(kept)},
             "history": found.history,
@@ -396,7 +451,7 @@ def _by_elbo(
         **options,
     )
     kept = found.held_out[found.held_out_steps == found.kept_step][-1]
-    return found.model, found.history, float(kept) * table.summary.num_rows
+    return as_before(model, found.model), found.history, float(kept) * table.summary.num_rows
 
 
 def _in_units(num_steps: int) -> optax.GradientTransformation:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from retrodict import data
+from retrodict._workspace import as_csv
 
 
 def arriving(source: Any) -> Iterator[list[str]]:
@@ -45,7 +46,7 @@ def header(names: list[str]) -> bytes:
     parts = ["time", *(f"{name}_{what}" for name in names for what in ("mean", "std"))]
     parts += ["smoothed_time"]
     parts += [f"{name}_smoothed_{what}" for name in names for what in ("mean", "std")]
-    return (",".join(parts) + "\n").encode()
+    return as_csv(parts, [])
 
 
 def written(answers: Answers, names: list[str], as_json: bool) -> bytes:
@@ -96,4 +97,8 @@ def as_texts(times: np.ndarray) -> list[str]:
     """Times as they are written."""
     if times.dtype.kind == "M":
         return [str(stamp).removesuffix(".000000") for stamp in times]
-    return [repr(stamp) for stamp in times.tolist()]
+    # Whole numbers look the same whether or not other rows of their chunk are whole.
+    return [
+        repr(int(stamp) if abs(stamp) < 2**53 and stamp == int(stamp) else stamp)
+        for stamp in times.tolist()
+    ]

@@ -83,16 +83,17 @@ def write_report(
         The path of the page, in the folder of the run.
     """
     progress = progress or Quiet()
-    described = table.described()
+    described, whole = table.described(), table
     if isinstance(table, data.SharedTable):
         table = table.leading_series()
-    checked = check(run, table, seed=seed, progress=progress) if found is None else found
+    checked = check(run, whole, seed=seed, progress=progress) if found is None else found
+    scope = [checked.scope.words] if checked.scope and checked.scope.is_partial else []
     progress.begin(PAGE_STAGE)
     results = run.record["results"]
     content = ReportContent(
         title=f"{run.spec.reference}: {', '.join(table.names)}",
         verdict=None if checked.worst == "unknown" else checked.worst,
-        summary=[checked.verdict, _how(results)],
+        summary=[checked.verdict, *scope, _how(results)],
         data=described,
         series=_series(run, table, steps, level, seed),
         level=level,
@@ -117,7 +118,7 @@ def write_report(
     )
     place = run.path / REPORT
     if is_main_process():
-        write_atomically(place, page(content).encode())
+        write_atomically(place, page(content).encode(errors="backslashreplace"))
     progress.end(PAGE_STAGE, kept=False)
     return place
 

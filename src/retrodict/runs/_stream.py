@@ -1,15 +1,21 @@
 """Rows as they come, answered at once, with a state that survives a restart."""
 
+import dataclasses
 import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
 
 import retrodict as rd
 from retrodict import data
@@ -39,6 +45,7 @@ class Kept(NamedTuple):
         dates: whether times are dates.
         waiting: the times of the rows that are not smoothed yet, likewise.
         written: how many bytes were written to the file of answers.
+        read: how many rows were answered, those that the stream starts after not counted.
         watched: what was seen of the learning; `None` if nothing is learned.
     """
 
@@ -47,7 +54,22 @@ class Kept(NamedTuple):
     dates: np.ndarray
     waiting: np.ndarray
     written: np.ndarray
+    read: np.ndarray
     watched: Any = None
+
+
+class Start(NamedTuple):
+    """What a stream starts after.
+
+    Attributes:
+        rows: the rows before its first; `None` if it starts from the prior of the model.
+        fingerprint: of these rows.
+        words: the start in words.
+    """
+
+    rows: data.Rows | None
+    fingerprint: str | None
+    words: str
 
 
 def stream(
@@ -62,9 +84,15 @@ def stream(
     as_json: bool = False,
     learning: Learning | None = None,
     restart: bool = False,
-    going_on: Callable[[Path], None] | None = None,
+    after: data.Table | Literal["fit", "prior"] = "fit",
+    say: Callable[[str], None] | None = None,
 ) -> int:
-    """Answers rows of comma-separated values as they come.
+    """Answer rows of comma-separated values as they come.
+
+    The stream goes on after the rows that the run was fitted to, or after those of another table:
+    the filtered state of its first row is that of the row in a table of both. A gap between them is
+    a gap of missing rows. Leading rows that are not later than the last row before the stream are
+    skipped, and their number is reported.
 
     Each row is answered by the filtered state, and the state `lag` rows before given all rows so
     far, which is what smoothing these rows offline would say. The state of the stream has a fixed
@@ -90,36 +118,57 @@ def stream(
         learning: what is learned from the rows, and how; by default nothing is.
         restart: whether to begin anew: the state, and the files that this stream wrote, are
             replaced.
-        going_on: who is told of the state that it goes on from, if there is one.
+        after: the rows before the first row of the stream: those that the run was `"fit"` to, a
+            table that was read with `run.layout`, or none, for a start from the `"prior"` of the
+            model. They are neither answered nor learned from.
+        say: a callback for messages: where the stream starts, and how many rows it skips.
 
     Returns:
         How many rows were answered.
 
     Raises:
         DataError: if a row cannot be read.
-        RunError: if the state is of another run, lag, learning or file.
+        RunError: if the state is of another run, start, lag, learning or file, or if the run does
+            not hold the rows that it was fitted to.
     """
+    say = say or (lambda _: None)
+    start = _start(run, after)
     place = state_place(run, lag, learning) if state is None else state
     live = rd.FixedLag(run.smoother, lag) if learning is None else learning.learner(run, lag)
     if learning is not None and learning.save_run is not None:
         refuse_existing(learning.save_run)
-    if restart:
-        _forget(place, out, learning, state_names(run))
-    fresh = _fresh(live, seed)
-    kept = _read_state(place, _fingerprint(run, live, learning), fresh)
-    if place.exists() and going_on is not None:
-        going_on(place)
+    written_to = [out, *((learning.history, learning.figure) if learning else ())]
+    for path in (place, *written_to):
+        if isinstance(path, Path):
+            data.check_target(path, overwrite=True, suffixes=())
     with ExitStack() as files:
+        lock = _Lock(place, files)
+        # Without files and without rows a state is only read, and another stream may go on.
+        if restart or any(isinstance(path, Path) for path in written_to):
+            lock.take()
+        if restart:
+            _forget(place, out, learning, state_names(run))
+        fresh = _fresh(live, seed)
+        fingerprint = _fingerprint(run, live, learning, start)
+        kept = _read_state(place, fingerprint, fresh)
         # Nothing is known yet of files whose first rows were killed on their way to the state.
-        unread = place.exists() and not kept.waiting.size
+        unread = place.exists() and not kept.read
         handle = _opened(out, int(kept.written), unread, files) if isinstance(out, Path) else out
         watch = None
         if isinstance(live, rd.LaggedLearner) and learning is not None:
             watch = _watching(live, learning, fresh, kept, unread, files)
-        fingerprint = _fingerprint(run, live, learning)
-        session = _Session(run, live, place, fingerprint, handle, handle is not out, watch)
+        if place.exists():
+            timed = run.layout["time"] is not None
+            known = "rows that it knows are skipped" if timed else "rows without a time are all new"
+            say(f"Going on from {place}: {known}; restart=True begins anew.")
+        else:
+            say(start.words)
+            if start.rows is not None:
+                kept = _read_before(run, live, learning, kept, start.rows, seed)
+        owned = handle is not out
+        session = _Session(run, live, place, fingerprint, handle, owned, watch, say, lock)
         kept, count = session.answer(source, kept, as_json)
-        if flush and kept.waiting.size:
+        if flush and kept.read:
             handle.write(written(_remaining(live, kept), session.names, as_json))
             handle.flush()
         if watch is not None:
@@ -158,6 +207,48 @@ def _watching(
     return Watch(live, learning, fresh.live, watched, history)
 
 
+class _Lock:
+    """Keeps two processes from going on with one state; it ends with its process.
+
+    Args:
+        place: the file of the state.
+        files: closes what is opened.
+    """
+
+    def __init__(self, place: Path, files: ExitStack):
+        self.place, self.files, self.taken = place, files, False
+        self.before = self._stamp()
+
+    def take(self) -> None:
+        """Take the lock, if it is not taken yet.
+
+        Raises:
+            RunError: if another process has it, or has changed the state since it was read.
+        """
+        if self.taken or fcntl is None:
+            return
+        handle = self.files.enter_context(
+            open(self.place.with_name(f".{self.place.name}.lock"), "ab")
+        )
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(
+                f"{self.place} is in use by another process; end it, or name another state by"
+                " --state."
+            ) from error
+        if self._stamp() != self.before:
+            raise RunError(f"{self.place} was changed by another process; start again.")
+        self.taken = True
+
+    def _stamp(self) -> tuple[int, int] | None:
+        try:
+            found = self.place.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+
 class _Session:
     """What answers the rows of one source, and keeps the state meanwhile.
 
@@ -169,6 +260,8 @@ class _Session:
         handle: where answers go.
         owned: whether that is a file that is cut back when the stream goes on.
         watch: who follows what is learned.
+        say: a callback for messages.
+        lock: taken before anything is written.
     """
 
     def __init__(
@@ -180,27 +273,36 @@ class _Session:
         handle: Any,
         owned: bool,
         watch: Watch | None,
+        say: Callable[[str], None],
+        lock: "_Lock",
     ):
         self.layout, self.names, self.live = run.layout, state_names(run), live
         self.place, self.fingerprint = place, fingerprint
-        self.handle, self.owned, self.watch = handle, owned, watch
+        self.handle, self.owned, self.watch, self.say = handle, owned, watch, say
+        self.lock = lock
 
     def answer(self, source: Any, kept: Kept, as_json: bool) -> tuple[Kept, int]:
         """Answers all rows; what is to be kept, and how many there were."""
         reader: data.LiveReader | None = None
         last = None if not kept.waiting.size else _as_time(kept.last, kept)
-        count, saved = 0, time.monotonic()
+        count, reported, saved = 0, False, time.monotonic()
         untitled = not as_json and not (self.owned and self.handle.tell())
         for lines in arriving(source):
             if reader is None:
                 reader = data.LiveReader(self.layout, lines.pop(0), last=last)
             rows = reader.read(lines)
+            if len(rows.times) and not reported:
+                self.report(reader)
+                reported = True
+                self.lock.take()
             if not count and len(rows.times) and not self.place.exists():
                 # Before any answer: a file of answers without a state would be somebody else's.
                 kept = self.save(kept)
             if untitled and len(rows.times):
                 self.handle.write(header(self.names))
                 untitled = False
+                if self.owned and kept.read:  # a file that begins later than the stream
+                    kept = self.save(kept)
             for begin, end in self.cuts(kept, len(rows.times)):
                 part = rows.cut(begin, end)
                 kept, answers, out = _advanced(self.live, kept, part)
@@ -212,11 +314,21 @@ class _Session:
                 self.handle.flush()
                 if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
                     kept, saved = self.save(kept), time.monotonic()
+        if reader is not None and not reported:
+            self.report(reader)
         if count:
             kept = self.save(kept)
         elif untitled and not self.owned:
             self.handle.write(header(self.names))
         return kept, count
+
+    def report(self, reader: data.LiveReader) -> None:
+        """Report how many rows were skipped, if any."""
+        if reader.skipped:
+            last = as_texts(np.atleast_1d(reader.resumed))[0]
+            self.say(
+                f"Skipped {reader.skipped} rows: they are not later than {last}, the last one."
+            )
 
     def cuts(self, kept: Kept, count: int) -> Iterator[tuple[int, int]]:
         """Where rows are cut: into chunks, and where a line of the history is due."""
@@ -239,13 +351,18 @@ class _Session:
             kept = kept._replace(written=np.asarray(self.handle.tell()))
         if self.watch is not None:
             kept = kept._replace(watched=tuple(self.watch.keep()))
-        rd.save(self.place, (tuple(_packed(self.live, kept)), self.fingerprint))
+        try:
+            rd.save(self.place, (tuple(_packed(self.live, kept)), self.fingerprint))
+        except OSError as error:
+            if error.errno is not None and error.filename is None:
+                error.filename = str(self.place)
+            raise
         return kept
 
 
 def _save_run(run: Run, watch: Watch, kept: Kept, out: Path) -> None:
     """Makes a new run of what was learned."""
-    if not kept.waiting.size:
+    if not kept.read:
         raise RunError("No row was read, and nothing learned: there is no run to save.")
     adopt(
         run,
@@ -268,12 +385,16 @@ def _advanced(live: Live, kept: Kept, rows: data.Rows) -> tuple[Kept, Answers, A
     state, out = live.scan(kept.live, ys, inputs=us, length=count)
     dates = rows.times.dtype.kind == "M"
     numbers = rows.times.astype(np.int64) if dates else rows.times
-    every = np.concatenate([kept.waiting.astype(numbers.dtype), numbers])
+    every = np.concatenate([kept.waiting, numbers]) if kept.waiting.size else numbers
     begin = len(every) - count
     behind = np.maximum(begin + np.arange(count) - live.lag, 0)
     ready = np.asarray(out.ready)[:count]
     now = kept._replace(
-        live=state, last=every[-1], dates=np.asarray(dates), waiting=every[-live.lag :]
+        live=state,
+        last=every[-1],
+        dates=np.asarray(dates),
+        waiting=every[-live.lag :],
+        read=kept.read + count,
     )
     answers = Answers(
         rows.times,
@@ -307,9 +428,66 @@ def _as_time(values: Any, kept: Kept) -> Any:
     return values.astype(np.int64).astype("datetime64[us]") if bool(kept.dates) else values
 
 
-def _fingerprint(run: Run, live: Live, learning: Learning | None) -> str:
+def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
+    """Find the rows that a stream starts after.
+
+    Raises:
+        RunError: if there are none, or if the run is of several series.
+    """
+    if run.layout["series"]:
+        raise RunError(
+            f"{run.path} is a run of several series, and rows are answered as they come for one"
+            " series; fit one series alone."
+        )
+    if isinstance(after, str):
+        if after == "prior":
+            words = "Starting from the prior of the model: no row before the first is known."
+            return Start(None, None, words)
+        rows, fingerprint, of = (
+            run.rows(),
+            run.record["data"]["sha256"],
+            "that the run was fitted to",
+        )
+        if rows is None:
+            raise RunError(
+                f"{run.path} does not hold the rows before the stream; give them with after=..., a"
+                ' table of all rows up to now, or start from the prior with after="prior".'
+            )
+    else:
+        rows, fingerprint = data.Rows.of_table(after), after.summary.fingerprint
+        of = f"of {after.source}"
+        if rows is None:
+            raise RunError(f"{after.source} has several series; give a table of one.")
+    last = as_texts(rows.times[-1:])[0]
+    count = len(rows.times)
+    words = f'Starting after the {count} rows {of}, up to {last}; after="prior" leaves them out.'
+    return Start(rows, fingerprint, words)
+
+
+def _read_before(
+    run: Run, live: Live, learning: Learning | None, fresh: Kept, rows: data.Rows, seed: int
+) -> Kept:
+    """Read the rows before a stream, which are neither answered nor learned from.
+
+    A learner reads them with steps of zero, so that its gradients go on from them too.
+    """
+    kept, still = fresh, live
+    if learning is not None:
+        at_rest = dataclasses.replace(learning, rate=0.0, schedule="constant")
+        still = at_rest.learner(run, live.lag)
+        kept = fresh._replace(live=still.init(jax.random.key(seed)))
+    for begin in range(0, len(rows.times), CHUNK):
+        kept, _, _ = _advanced(still, kept, rows.cut(begin, begin + CHUNK))
+    if learning is not None:
+        learner = dataclasses.replace(fresh.live.learner, gradient=kept.live.learner.gradient)
+        learner = dataclasses.replace(fresh.live, learner=learner, lag=kept.live.lag)
+        kept = kept._replace(live=learner)
+    return kept._replace(read=fresh.read)
+
+
+def _fingerprint(run: Run, live: Live, learning: Learning | None, start: Start) -> str:
     fixed = live if isinstance(live, rd.FixedLag) else live.live
-    settings: list[Any] = [run.record["files"], fixed.lag, fixed.num_samples]
+    settings: list[Any] = [run.record["files"], fixed.lag, fixed.num_samples, start.fingerprint]
     if learning is not None:
         settings.append(learning.settings)
     return json.dumps(settings, sort_keys=True)
@@ -322,6 +500,7 @@ def _fresh(live: Live, seed: int) -> Kept:
         np.zeros(()),
         np.zeros((), bool),
         np.zeros(0),
+        np.zeros((), int),
         np.zeros((), int),
         None if isinstance(live, rd.FixedLag) else tuple(Watched.nothing()),
     )
@@ -371,8 +550,12 @@ def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
         raise RunError(f"{error} Pass restart=True to begin anew.") from error
     if found != fingerprint:
         raise RunError(
-            f"{place} is the state of another run or lag, or of other ways to learn; name another"
-            " one by --state, or pass restart=True to begin anew."
+            f"{place} is the state of another run, start or lag, or of other ways to learn; name"
+            " another one by --state, or pass restart=True to begin anew."
+        )
+    if len(fields) != len(Kept._fields):
+        raise RunError(
+            f"{place} was written by another version of retrodict. Pass restart=True to begin anew."
         )
     kept = Kept(*fields)
     if not isinstance(kept.live, list):

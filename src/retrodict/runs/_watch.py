@@ -14,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 
 import retrodict as rd
 from retrodict import data, models
+from retrodict._workspace import as_csv
 from retrodict.runs._learning import Learned, Learning
 from retrodict.runs._lines import as_texts
 from retrodict.runs._plot import plain, write_picture
@@ -105,7 +106,7 @@ class Watch:
             self._begin()
             skipped = int(state.learner.num_skipped)
             first = [read, as_texts(rows.times[-1:])[0], self.elbo, skipped]
-            self.history.write(_csv([*first, *self.values(state).values()]))
+            self.history.write(as_csv([*first, *self.values(state).values()], []))
 
     def keep(self) -> Watched:
         """What is to be kept, after the history that it stands for."""
@@ -119,7 +120,7 @@ class Watch:
     def _begin(self) -> None:
         """Writes the names of the columns; not before there are rows, lest a file is in the way."""
         if not self.history.tell():
-            self.history.write(_csv([*FIRST_COLUMNS, *self.names]))
+            self.history.write(as_csv([*FIRST_COLUMNS, *self.names], []))
 
     def show(self, state: Any, *, last: bool = False) -> None:
         """Tells how far it is and draws, if it is time to."""
@@ -157,14 +158,6 @@ def _reader(live: rd.LaggedLearner, learning: Learning, start: Any) -> tuple[lis
 
     names = list(named(start))
     return names, eqx.filter_jit(lambda state: jnp.stack(list(named(state).values())))
-
-
-def _csv(cells: list[Any]) -> bytes:
-    """A line of comma-separated values; names with indices have commas of their own."""
-    texts = [
-        "" if cell != cell else cell if isinstance(cell, str) else repr(cell) for cell in cells
-    ]
-    return (",".join(f'"{text}"' if "," in text else text for text in texts) + "\n").encode()
 
 
 def draw_history(history: Path, figure: Path) -> None:
