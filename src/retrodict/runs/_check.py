@@ -216,7 +216,7 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
 
 
 def _certificate(run: Run, table: data.Table) -> Finding:
-    name = "certified bound on the error of the smoothed sum"
+    name = "bound on the error of the smoothed sum"
     if run.is_exact:
         return Finding(name, "0", "nothing is approximated", "good")
     one = table.one(0)
@@ -226,9 +226,8 @@ def _certificate(run: Run, table: data.Table) -> Finding:
     except (TypeError, ValueError) as error:
         return Finding(name, "none applies", str(error).split(". ")[0], "unknown")
     value = float(jnp.max(jnp.asarray(bound.value)))
-    rests = ", ".join(bound.rests_on)
-    kind = "a bound" if bound.rigorous else "an estimate, not a bound"
-    return Finding(name, f"{value:.3g}", f"{kind}; rests on {rests}", "unknown")
+    kind = "a certificate" if bound.rigorous else "no certificate"
+    return Finding(name, f"{value:.3g}", f"{kind}; rests on: {bound.rests_on}", "unknown")
 
 
 def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
