@@ -31,7 +31,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "conjugate": LINEAR_FAMILIES["conjugate"],
     "gated": LINEAR_FAMILIES["gated"],
     "recurrent": LINEAR_FAMILIES["recurrent"],
-    "nonlinear": rd.NonlinearFamily,
+    "nonlinear": partial(rd.NonlinearFamily, num_components=1),
     "nonlinear2": partial(rd.NonlinearFamily, num_components=2, width=16),
     "mixture": rd.MixtureFamily,
 }

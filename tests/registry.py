@@ -181,7 +181,9 @@ FAMILIES: dict[str, FamilyCase] = {
     "recurrent_free": FamilyCase(_network_family(rd.RecurrentFamily)),
     "recurrent_tied": FamilyCase(_network_family(rd.RecurrentFamily, tied=True)),
     "scan": FamilyCase(_network_family(rd.ScanFamily, hidden=8, width=8), True),
-    "nonlinear": FamilyCase(_network_family(rd.NonlinearFamily, hidden=8, width=8), sampled=True),
+    "nonlinear": FamilyCase(
+        _network_family(rd.NonlinearFamily, num_components=1, hidden=8, width=8), sampled=True
+    ),
     "nonlinear_mixture": FamilyCase(
         _network_family(rd.NonlinearFamily, num_components=2, hidden=8, width=8), sampled=True
     ),

@@ -2,8 +2,10 @@
 
 import itertools
 import math
+from fractions import Fraction
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,8 @@ import scipy.stats
 import retrodict as rd
 from bounded_law import Within
 from linear_models import lower_factor, random_mask, random_model
-from retrodict._bounds import curvature, distances, gains, mixing, on_grid, wasserstein
+from retrodict._bounds import curvature, distances, driver, gains, mixing, on_grid, wasserstein
+from retrodict._bounds.methods import Found
 from retrodict._importance.pareto import pareto_shape
 from retrodict._mask import Series
 
@@ -74,8 +77,9 @@ def folded_mean(shift: float, spread: float) -> float:
     """E|shift + spread Z|."""
     if spread == 0:
         return abs(shift)
-    law = scipy.stats.foldnorm(abs(shift / spread), scale=abs(spread))
-    return float(law.mean())
+    shift, spread = abs(shift), abs(spread)
+    density = spread * math.sqrt(2 / math.pi) * math.exp(-0.5 * (shift / spread) ** 2)
+    return density + shift * math.erf(shift / spread / math.sqrt(2))
 
 
 # Distances
@@ -414,9 +418,11 @@ def test_bounds_of_counts_hold_with_and_without_a_grid(counts: Any):
     found = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), reference=posterior, key=key)
     assert set(found.considered) == {"wasserstein_phi", "elbo_gap", "score"}
     assert all(float(value) >= worst * (1 - 1e-6) for value in found.considered.values())
-    assert found.rigorous and "grid" in found.rests_on
+    assert found.method == "wasserstein_phi" and "grid error" in found.rests_on
+    assert not found.rigorous and found.confidence == 1.0
     free = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), key=key)
-    assert free.method == "score" and free.rigorous and free.rests_on.startswith("truth-free")
+    assert free.method == "score" and free.rests_on.startswith("truth-free")
+    assert not free.rigorous and free.confidence == pytest.approx(scipy.stats.norm.cdf(3))
     assert worst <= float(free.value) <= 30 * worst
     assert 0 < float(free.standard_error) < 0.1 * float(free.value)
 
@@ -491,6 +497,195 @@ def test_a_grid_that_misses_the_chain_is_declined(counts: Any):
         )
 
 
+# What is a certificate and what is not
+
+
+def walk(**scales: float) -> rd.StateSpaceModel:
+    """An autoregression that is seen with noise, of one state."""
+    one = {"prior": 1.0, "transition": 1.0, "emission": 1.0, "weight": 0.9, "mean": 0.0} | scales
+    eye = jnp.eye(1)
+    return rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.full(1, one["mean"]), one["prior"] * eye),
+        transition=rd.LinearGaussianKernel(
+            one["weight"] * eye, jnp.full(1, 0.1 * one["mean"]), one["transition"] * eye
+        ),
+        emission=rd.LinearGaussianKernel(eye, jnp.zeros(1), one["emission"] * eye),
+    )
+
+
+def test_a_mean_over_paths_is_no_certificate():
+    model, share, far = walk(), 2e-5, 1e7
+    _, ys = model.simulate(jax.random.key(0), 5)
+    exact = rd.kalman_smoother(model, ys).chain
+    wide = rd.Gaussian(jnp.full(1, far), jnp.eye(1))
+    found = rd.error_bound(
+        model, rd.covered(exact, wide, share), ys, rd.StateSum(), key=jax.random.key(0)
+    )
+    # E x_k = (1 − ε) (G_k E x_{k+1} + c_k) + ε w.
+    mean = (1 - share) * float(exact.terminal.mean[0]) + share * far
+    total = mean
+    kernels = zip(exact.kernels.weight.ravel(), exact.kernels.bias.ravel(), strict=True)
+    for weight, bias in reversed(list(kernels)):
+        mean = (1 - share) * (float(weight) * mean + float(bias)) + share * far
+        total += mean
+    error = abs(total - float(jnp.sum(exact.marginals().mean)))
+    # None of the 1,000 paths met the far law: their mean is no bound, and must not be called one.
+    assert error > 1000 and float(found.value) < 1e-9
+    assert found.method == "score" and not found.rigorous
+    assert found.confidence == pytest.approx(scipy.stats.norm.cdf(3))
+    assert "no certificate" in found.rests_on
+
+
+def test_a_box_that_misses_a_mode_is_no_certificate():
+    # The posterior is symmetric around zero, and the box and its surroundings hold half of it.
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.zeros(1), 3.0 * jnp.eye(1)),
+        transition=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.1 * jnp.eye(1)),
+        emission=rd.NonlinearGaussianKernel(lambda x: x**2, rd.Diagonal(jnp.ones(1))),
+    )
+    ys = jnp.full((4, 1), 9.0)
+    half = rd.grid_smoother(model, ys, rd.Grid([2.0], [4.0], 200))
+    chain = rd.extended_smoother(
+        eqx.tree_at(lambda m: m.prior.mean, model, jnp.full(1, 3.0)), ys
+    ).chain
+    error = abs(float(jnp.sum(chain.marginals().mean)))
+    for functional in (rd.StateSum(), rd.AnyLipschitz()):
+        found = rd.error_bound(model, chain, ys, functional, reference=half)
+        assert float(found.value) < 1 < error
+        assert not found.rigorous and "beyond the box is not bounded" in found.rests_on
+
+
+def test_a_smaller_value_of_a_worse_kind_is_not_returned(monkeypatch: pytest.MonkeyPatch):
+    values: dict[str, Any] = {
+        "exact": ("grid", 2.0),
+        "score": ("samples", 1e-9),
+        "pinsker": ("grid", 3.0),
+    }
+    values |= {"wasserstein_phi": ("closed form", 5.0), "elbo_gap": ("closed form", 4.0)}
+
+    def returned(names: list[str]) -> rd.ErrorBound:
+        found = {
+            name: lambda problem, name=name: Found(
+                jnp.asarray(values[name][1]), jnp.ones(N), "", values[name][0]
+            )
+            for name in names
+        }
+        monkeypatch.setattr(driver, "_METHODS", found)
+        return instance.bound(rd.AnyLipschitz())
+
+    instance = Instance(1, 1)
+    assert returned(list(values)).method == "elbo_gap"
+    assert returned(list(values)).rigorous and returned(list(values)).confidence == 1.0
+    assert returned(["score", "pinsker", "exact"]).method == "exact"
+    assert returned(["score"]).method == "score" and not returned(["score"]).rigorous
+
+
+def test_an_emission_without_noise_at_one_row_has_no_closed_form():
+    model = eqx.tree_at(
+        lambda m: m.emission,
+        walk(),
+        rd.VaryingLinearGaussianKernel(lambda u: (jnp.eye(1), jnp.zeros(1), u[:, None])),
+    )
+    ys, inputs = jnp.array([[1.0], [0.5], [-1.0]]), jnp.array([[1.0], [0.0], [1.0]])
+    chain = rd.kalman_smoother(walk(), ys).chain
+    for functional in (rd.AnyLipschitz(), rd.AnyBounded()):
+        with pytest.raises(ValueError, match="scale of the emission is singular"):
+            rd.error_bound(model, chain, ys, functional, inputs=inputs)
+
+
+def exactly(array: Any) -> np.ndarray:
+    return np.vectorize(Fraction, otypes=[object])(np.asarray(array, float))
+
+
+def inverted(matrix: np.ndarray) -> np.ndarray:
+    """The inverse of a positive definite matrix of fractions."""
+    n = len(matrix)
+    rows = np.concatenate([matrix, exactly(np.eye(n))], axis=1)
+    for i in range(n):
+        rows[i] = rows[i] / rows[i, i]
+        for j in range(n):
+            if j != i:
+                rows[j] = rows[j] - rows[j, i] * rows[i]
+    return rows[:, n:]
+
+
+def moments_of_walk(model: rd.StateSpaceModel, ys: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The exact posterior as one Gaussian law, in rational arithmetic."""
+    n, prior, move, see = len(ys), model.prior, model.transition, model.emission
+    a, b, m = (exactly(v).item() for v in (move.weight, move.bias, prior.mean))
+    p, q, r = (
+        1 / exactly(v).item() ** 2 for v in (prior.scale_tril, move.scale_tril, see.scale_tril)
+    )
+    precision, shift = exactly(r * np.eye(n)), r * exactly(ys)[:, 0]
+    precision[0, 0] += p
+    shift[0] += p * m
+    for k in range(1, n):
+        precision[k - 1 : k + 1, k - 1 : k + 1] += q * np.array([[a * a, -a], [-a, 1]], object)
+        shift[k - 1 : k + 1] += q * b * np.array([-a, 1], object)
+    covariance = inverted(precision)
+    return covariance @ shift, np.diagonal(covariance)
+
+
+def moments_of_chain(chain: rd.LinearGaussianChain) -> tuple[np.ndarray, np.ndarray]:
+    mean = [exactly(chain.terminal.mean).item()]
+    variance = [exactly(chain.terminal.scale_tril).item() ** 2]
+    steps = (exactly(v).ravel()[::-1] for v in jax.tree.leaves(_arrays(chain.kernels)))
+    for weight, bias, scale in zip(*steps, strict=True):
+        mean.append(weight * mean[-1] + bias)
+        variance.append(weight**2 * variance[-1] + scale**2)
+    return np.array(mean[::-1], object), np.array(variance[::-1], object)
+
+
+def _arrays(kernels: Any) -> tuple:
+    return kernels.weight, kernels.bias, kernels.scale_tril
+
+
+ADVERSE = {
+    "plain": {},
+    "slow states": {"transition": 1e-10},
+    "sharp sensor": {"emission": 1e-10},
+    "blunt sensor": {"emission": 1e8},
+    "far from zero": {"mean": 1e8},
+    "unstable": {"weight": 3.0},
+    "no memory": {"weight": 0.0},
+    "diffuse": {"prior": 1e8},
+    "tiny units": {"transition": 1e-12, "emission": 1e-12, "prior": 1e-12},
+    "huge units": {"transition": 1e90, "emission": 1e90, "prior": 1e90},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADVERSE)
+def test_no_certificate_is_below_the_error_in_rational_arithmetic(name: str):
+    model = walk(**ADVERSE[name])
+    _, ys = model.simulate(jax.random.key(1), 5)
+    mean, variance = moments_of_walk(model, ys)
+    rng = np.random.default_rng(3)
+    exact = rd.kalman_smoother(model, ys).chain
+    others = [perturbed(rng, exact, 1e-9), perturbed(rng, exact, 0.1)]
+    others.append(rd.kalman_smoother(perturbed(rng, model, 0.3), ys).chain)
+    for chain in [exact, *others]:
+        ours, spread = moments_of_chain(chain)
+        shifts = [float(shift) for shift in ours - mean]
+        apart = [
+            float(a - b) / (math.sqrt(a) + math.sqrt(b))
+            for a, b in zip(spread, variance, strict=True)
+        ]
+        worst = sum(folded_mean(*pair) for pair in zip(shifts, apart, strict=True))
+        second = abs(float(np.sum(spread + ours**2 - variance - mean**2)))
+        size = float(np.max(np.abs(ours))) + math.sqrt(max(spread))
+        rounding = 1e-14 * size
+        for functional, error, slack in (
+            (rd.StateSum(), abs(float(np.sum(ours - mean))), rounding),
+            (rd.SecondMoments(), second, size * rounding),
+            (rd.AnyLipschitz(), worst, rounding),
+        ):
+            found = rd.error_bound(model, chain, ys, functional)
+            assert found.rigorous
+            values = [float(value) for value in found.considered.values()]
+            assert min(values) >= error * (1 - 1e-12) - slack
+
+
 # Where nothing is rigorous
 
 
@@ -512,7 +707,8 @@ def test_without_anything_rigorous_it_is_an_estimate_and_says_so():
     assert float(found.error[0]) == pytest.approx(error, abs=3 * float(found.standard_error))
     worst = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), key=key, num_samples=500)
     sharp = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), reference=posterior)
-    assert not worst.rigorous and sharp.rigorous
+    assert worst.confidence is None and sharp.confidence == 1.0
+    assert not worst.rigorous and not sharp.rigorous
     assert float(worst.value) == pytest.approx(float(sharp.value), rel=0.2)
     reasons = dict(worst.declined)
     assert "declares no curvature" in reasons["score"]

@@ -108,7 +108,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
         jax.random.key(0), 1, 1, num_components=2, hidden=2, width=2
     ).infer(np.ones((3, 1))),
     "chain with a network": lambda: rd.NonlinearFamily(
-        jax.random.key(0), 1, 1, hidden=2, width=2
+        jax.random.key(0), 1, 1, num_components=1, hidden=2, width=2
     ).infer(np.ones((3, 1))),
     "chain with a network of mixtures": lambda: rd.NonlinearFamily(
         jax.random.key(0), 1, 1, num_components=2, hidden=2, width=2

@@ -337,7 +337,9 @@ DRAWN = {
     "mixture": lambda: rd.MixtureFamily(
         jax.random.key(0), 1, 1, num_components=2, hidden=4, width=4
     ),
-    "nonlinear": lambda: rd.NonlinearFamily(jax.random.key(0), 1, 1, hidden=4, width=4),
+    "nonlinear": lambda: rd.NonlinearFamily(
+        jax.random.key(0), 1, 1, num_components=1, hidden=4, width=4
+    ),
     "nonlinear mixture": lambda: rd.NonlinearFamily(
         jax.random.key(0), 1, 1, num_components=2, hidden=4, width=4
     ),

@@ -504,3 +504,65 @@ def test_misuse_is_refused(untyped: None):
             rd.WeightedSamples(**options)
     with pytest.raises(TypeError, match="no ancestors"):
         rd.WeightedSamples(9, 2, backward=rd.MCMCBackward())
+
+
+def assert_same_but_skipped(found: Any, expected: Any) -> None:
+    found, expected = (eqx.tree_at(lambda o: o.skipped, o, None) for o in (found, expected))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), found, expected
+    )
+
+
+@pytest.mark.parametrize("size", [1e160, 1e153])
+def test_a_row_whose_likelihood_overflows_is_read_as_missing(size: float):
+    # The square of the first overflows; that of the second only in units of the noise.
+    eye = jnp.eye(1)
+    sharp = rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(1), 1e-5 * eye),
+        rd.LinearGaussianKernel(0.9 * eye, jnp.zeros(1), 1e-5 * eye),
+        rd.LinearGaussianKernel(eye, jnp.zeros(1), 1e-5 * eye),
+    )
+    posterior = rd.RunningPosterior(rd.KalmanFamily(sharp), sharp, functionals=FUNCTIONALS, lag=LAG)
+    ys = 1e-5 * np.random.default_rng(0).normal(size=(N, 1))
+    ys[[0, 3]] = size
+    missing = ys.copy()
+    missing[[0, 3]] = np.nan
+    state, out = posterior.scan(posterior.init(), ys)
+    after, expected = posterior.scan(posterior.init(), missing)
+    assert np.flatnonzero(out.skipped).tolist() == [0, 3] and not np.any(expected.skipped)
+    assert_same_but_skipped(out, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), state, after)
+    # Row by row, and the first is still the first.
+    state = posterior.init()
+    for k in range(N):
+        state, one = posterior.update(state, ys[k])
+        assert bool(one.skipped) == (k in (0, 3)) and np.isfinite(one.elbo)
+        assert_same_but_skipped(one, row(expected, k))
+
+
+def test_data_of_a_functional_that_overflow_are_left_out():
+    linear = rd.StateFunctional(lambda x, data: data * x, quadratic=True)
+    posterior = rd.RunningPosterior(family("kalman"), functionals={"linear": linear})
+    s, weights = stream(), np.ones(N)
+    weights[2] = 1e308
+    state = posterior.init(data={"linear": weights[0]})
+    s = s._replace(ys=np.where(s.mask, s.ys, np.nan))
+    ys = s.ys.copy()
+    ys[2] = 1e100
+    state, out = posterior.scan(state, ys, inputs=s.inputs, data={"linear": weights})
+    assert np.flatnonzero(out.skipped).tolist() == [2]
+    assert np.all(np.isfinite(out.values["linear"]))
+
+
+def test_a_row_that_overflows_the_filter_is_read_as_missing():
+    live = rd.FixedLag(family("kalman"), LAG)
+    s = stream()
+    ys = np.where(s.mask, s.ys, np.nan)
+    ys[1], ys[4] = [1.7e308, -1.7e308], [-1.7e308, 1.7e308]
+    state, out = live.scan(live.init(), ys, inputs=s.inputs)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((state, out)))
+    assert np.any(out.skipped)
+    missing = np.where(np.asarray(out.skipped)[:, None], np.nan, ys)
+    _, expected = live.scan(live.init(), missing, inputs=s.inputs)
+    assert not np.any(expected.skipped)
+    np.testing.assert_allclose(out.smoothed.mean, expected.smoothed.mean, rtol=1e-12)

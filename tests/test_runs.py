@@ -3,8 +3,8 @@
 import dataclasses
 import io
 import json
-import re
 import os
+import re
 import shutil
 from typing import Any
 

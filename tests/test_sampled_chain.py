@@ -321,7 +321,9 @@ def test_one_component_is_a_linear_gaussian_chain():
 @pytest.mark.slow
 def test_a_correction_of_zero_leaves_the_recurrent_family():
     model, ys, _ = smoothed(2)
-    family: Any = rd.NonlinearFamily(jax.random.key(0), 2, 2, hidden=4, width=4).prepare(model, ys)
+    family: Any = rd.NonlinearFamily(
+        jax.random.key(0), 2, 2, num_components=1, hidden=4, width=4
+    ).prepare(model, ys)
     last = family.correction.layers[-1]
     silent = eqx.tree_at(
         lambda f: f.correction.layers[-1].weight, family, jnp.zeros_like(last.weight)
@@ -405,11 +407,10 @@ def test_a_kernel_of_several_components_is_a_law_that_bends_with_the_later_state
 def test_one_component_keeps_the_form_that_it_had():
     """Gaussian laws and kernels, and no array more: files of one component stay readable."""
     key = jax.random.key(0)
-    one: Any = rd.NonlinearFamily(key, 2, 1)
+    one: Any = rd.NonlinearFamily(key, 2, 1, num_components=1)
     assert one.num_components == 1 and isinstance(one.correction, eqx.nn.MLP)
     assert isinstance(one.infer(np.ones((3, 1))).laws, rd.Gaussian)
-    again = rd.NonlinearFamily(key, 2, 1, num_components=1)
-    assert eqx.tree_equal(one, again)
+    assert rd.NonlinearFamily(key, 2, 1).num_components == 2
     several: Any = rd.NonlinearFamily(key, 2, 1, num_components=3).redraw(jax.random.key(1))
     assert several.num_components == 3
     assert several.infer(np.ones((3, 1))).laws.means.shape == (3, 3, 2)

@@ -4,7 +4,8 @@ A backward kernel does not depend on what comes after it. The law of x_{k-L} giv
 therefore q_k pushed back through the last L kernels, which is all that has to be kept.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -27,6 +28,9 @@ from retrodict._kernel import LinearGaussianKernel
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
 from retrodict._validate import as_real_array, check_count, check_finite, check_key, is_concrete
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class LagMoments(eqx.Module):
@@ -68,12 +72,15 @@ class LagOutput(eqx.Module):
         smoothed: the moments of x_{k-lag} given y_{0:k}; those of x_0 before that many have come.
         row: the row that `smoothed` is of, k − lag or 0.
         ready: whether k has come to the lag.
+        skipped: whether row k was read as a missing one, since something non-finite followed from
+            it.
     """
 
     filtered: LagMoments
     smoothed: LagMoments
     row: Int[Array, "..."]
     ready: Bool[Array, "..."]
+    skipped: Bool[Array, "..."]
 
 
 class LagState(eqx.Module):
@@ -101,7 +108,8 @@ class FixedLag(eqx.Module):
     at a cost and a memory that do not grow with the stream. Kernels that are linear Gaussian are
     composed in closed form, windows of 2, 4, 8, … at a time; from others paths are drawn, and their
     conditional moments averaged. The noise of row k is made from the key and k alone. However a
-    stream is cut into chunks, stored with `save` and gone on with, its rows come out the same.
+    stream is cut into chunks, stored with `save` and gone on with, its rows come out the same. A
+    row from which something non-finite follows is read as a missing one, and reported as `skipped`.
 
     Example:
         >>> import jax.numpy as jnp, retrodict as rd
@@ -260,7 +268,7 @@ def _update(
 ) -> tuple[LagState, LagOutput]:
     row = prepare_row(lagged.family, y, mask=mask, u=u)
     rows = jax.tree.map(lambda leaf: leaf[None], row)
-    state, out, _ = advance_rows(lagged, state, rows, None)
+    state, out = _advance(lagged, state, rows, None)
     return state, jax.tree.map(lambda leaf: leaf[0], out)
 
 
@@ -268,7 +276,84 @@ def _update(
 def _scan(
     lagged: FixedLag, state: LagState, rows: Row, count: Int[Array, ""]
 ) -> tuple[LagState, LagOutput]:
-    return advance_rows(lagged, state, rows, count)[:2]
+    return _advance(lagged, state, rows, count)
+
+
+def _advance(
+    lagged: FixedLag, state: LagState, rows: Row, count: Int[Array, ""] | None
+) -> tuple[LagState, LagOutput]:
+    def advance(
+        state: LagState, rows: Row, data: None
+    ) -> tuple[LagState, LagOutput, Bool[Array, "time"]]:
+        state, out, read = advance_rows(lagged, state, rows, count)
+        return state, out, finite_rows((read.law, out.smoothed.mean, out.smoothed.covariance))
+
+    nothing = jnp.zeros(rows.y.shape[0], bool)
+    state, out, skipped = skip_nonfinite(advance, state, rows, None, count, nothing)
+    return state, eqx.tree_at(lambda o: o.skipped, out, skipped)
+
+
+def finite_rows(tree: PyTree) -> Bool[Array, "time"]:
+    """Whether all numbers of a tree are finite, for each entry of its leading axis."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if eqx.is_inexact_array(leaf)]
+    fine = [jnp.all(jnp.isfinite(leaf.reshape(leaf.shape[0], -1)), axis=1) for leaf in leaves]
+    return jnp.all(jnp.stack(fine), axis=0)
+
+
+def skip_nonfinite(
+    advance: Callable[[S, Row, Any], tuple[S, T, Bool[Array, "time"]]],
+    state: S,
+    rows: Row,
+    data: PyTree,
+    count: Int[Array, ""] | None,
+    skipped: Bool[Array, "time"],
+) -> tuple[S, T, Bool[Array, "time"]]:
+    """Read rows, and those from which something non-finite follows as missing ones.
+
+    All rows are read at once. While something is not finite, the first row that it follows from is
+    marked as missing, and all of them are read again: one more pass per such row. Whether a row is
+    marked depends on what came before it alone, and not on how a stream is cut into chunks.
+
+    Args:
+        advance: a function of the state, rows and data that returns the next state, an output for
+            each row, and whether what follows from each row is finite.
+        state: the state before the rows.
+        rows: the rows.
+        data: a pytree with one row per time step, which is zero where a row is missing.
+        count: how many rows exist; `None` for all of them.
+        skipped: rows that are missing from the start.
+
+    Returns:
+        The next state, the outputs, and whether each row was read as a missing one.
+    """
+    n = rows.y.shape[0]
+    index, last = jnp.arange(n), (n if count is None else count) - 1
+    exists = index <= last
+    seen = jnp.ones(rows.y.shape, bool) if rows.seen is None else rows.seen
+
+    def read(carry: tuple) -> tuple:
+        skipped = carry[1]
+
+        def unless_skipped(leaf: Array) -> Array:
+            return jnp.where(skipped.reshape(n, *[1] * (leaf.ndim - 1)), jnp.zeros_like(leaf), leaf)
+
+        cleared = Row(unless_skipped(rows.y), unless_skipped(seen), rows.u)
+        after, out, fine = advance(state, cleared, jax.tree.map(unless_skipped, data))
+        whole = finite_rows(jax.tree.map(lambda leaf: leaf[None], _floats(after)))[0]
+        fine = (fine & (whole | (index != last))) | ~exists
+        first = jnp.argmin(fine)
+        again = ~fine[first] & ~skipped[first]
+        return again, skipped | ((index == first) & again), after, out
+
+    start = (jnp.ones((), bool), skipped & exists, state)
+    shapes = jax.eval_shape(lambda: read(start)[3])
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    _, skipped, state, out = lax.while_loop(lambda carry: carry[0], read, (*start, nothing))
+    return state, out, skipped
+
+
+def _floats(tree: PyTree) -> PyTree:
+    return eqx.filter(tree, eqx.is_inexact_array)
 
 
 def advance_rows(
@@ -310,7 +395,8 @@ def advance_rows(
         state.num_read + read_now,
         state.key,
     )
-    return kept, LagOutput(filtered, smoothed, jnp.maximum(times - lag, 0), ready), read
+    row, skipped = jnp.maximum(times - lag, 0), jnp.zeros(n, bool)
+    return kept, LagOutput(filtered, smoothed, row, ready, skipped), read
 
 
 def _identity_where(first: Array, kernel: LinearGaussianKernel) -> LinearGaussianKernel:

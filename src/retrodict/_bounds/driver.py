@@ -10,8 +10,16 @@ from jaxtyping import Array, Float, PyTree
 from retrodict._bounds import methods, wasserstein
 from retrodict._bounds.estimate import by_particles
 from retrodict._bounds.methods import Found
-from retrodict._bounds.problem import AnyBounded, AnyLipschitz, Declined, Problem, prepare
-from retrodict._chain import AbstractBackwardChain
+from retrodict._bounds.problem import (
+    CONFIDENCE,
+    AnyBounded,
+    AnyLipschitz,
+    Basis,
+    Declined,
+    Problem,
+    prepare,
+)
+from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
 from retrodict._functional import AbstractFunctional
 from retrodict._grid import GridPosterior
 from retrodict._model import StateSpaceModel
@@ -40,11 +48,17 @@ class ErrorBound(eqx.Module):
         value: the bound of |E_q h − E h|; of the largest entry if the functional has several.
         per_step: what each time contributes. Contributions to an error that was computed or
             estimated are signed; those to a bound sum to its value.
-        rigorous: whether it is a theorem that the error is not larger, up to what `rests_on` names.
+        rigorous: whether a theorem, evaluated in closed form, says that the error is not larger,
+            up to rounding and given the constants that the functional declares. False for what was
+            computed on a grid, whose error is estimated and whose box may miss part of the
+            posterior; for means over sampled paths; and for estimates.
         rests_on: what was taken for granted, in words.
         method: how it was obtained.
         error: the signed error itself, with the structure of the functional, where it is known.
         standard_error: of the value, if it was taken by Monte Carlo; zero if not.
+        confidence: the nominal probability that the error is not larger: 1 for closed forms, and
+            for a grid up to its error; 0.9987 for a mean over sampled paths plus three standard
+            errors, if that mean is close to normal; `None` for an estimate, which is not a bound.
         considered: the values of all methods that applied.
         declined: why the others did not, as pairs of a method and a reason.
     """
@@ -56,6 +70,7 @@ class ErrorBound(eqx.Module):
     method: Method = eqx.field(static=True)
     error: PyTree
     standard_error: Scalar
+    confidence: float | None = eqx.field(static=True)
     considered: dict[str, Scalar]
     declined: tuple[tuple[str, str], ...] = eqx.field(static=True)
 
@@ -76,18 +91,21 @@ def error_bound(
     inputs: Any = None,
     length: Any = None,
 ) -> ErrorBound:
-    """How far off the expectation E_q[h_0(x_0) + Σ_{k≥1} h_k(x_{k-1}, x_k)] may be.
+    """Bound the error of the expectation E_q[h_0(x_0) + Σ_{k≥1} h_k(x_{k-1}, x_k)] of a chain.
 
     Tries every method that applies to the model, the chain and the functional, and returns the
-    sharpest that is rigorous:
+    sharpest of the most trustworthy ones: closed forms (`rigorous`), then what was computed on a
+    grid, then means over sampled paths. A smaller value of a less trustworthy method is listed in
+    `considered` and never returned in its place. The methods:
 
     - `"exact"`: the error itself, of a quadratic functional of a linear-Gaussian model, or up to
       grid error with a `GridPosterior` as reference;
     - `"wasserstein_phi"`, `"wasserstein_b"`, `"wasserstein_q"`, `"wasserstein_a"`: Theorem 4, for
       Lipschitz functionals of a linear-Gaussian model; the first also with a grid;
     - `"score"`: Theorem 5 without any truth, for log-concave models and Lipschitz functionals. It
-      needs a key;
-    - `"elbo_gap"`: Theorem 5 with the gap to an evidence that is known, exactly or by a grid;
+      is a mean over sampled paths and needs a key;
+    - `"elbo_gap"`: Theorem 5 with the gap to an evidence that is known, exactly or by a grid; with
+      a grid the ELBO is a mean over sampled paths;
     - `"total_variation"`: Theorem 1's S2φ on a grid in one dimension, for bounded functionals;
     - `"hoeffding"`, `"pinsker"`: Theorem 3 and its simpler cousin, for bounded functionals where
       the evidence is known.
@@ -158,11 +176,16 @@ def error_bound(
         except Declined as reason:
             raise ValueError(f"The method {method!r} does not apply here: {reason}.") from None
         return _bound(method, found, {method: found.value}, ())
+    closed_forms = problem.linear_gaussian and isinstance(problem.chain, LinearGaussianChain)
     results: dict[str, Found] = {}
     declined: list[tuple[str, str]] = []
     for name, attempt in _METHODS.items():
-        # An exact error needs no bound beside it, and an estimate is the last resort.
-        if results and (name == "estimate" or "exact" in results):
+        # An exact error needs no bound beside it, unless a grid stands for a posterior that other
+        # methods have in closed form. An estimate is the last resort.
+        if results and (
+            name == "estimate"
+            or ("exact" in results and (_rank(results["exact"]) == 0 or not closed_forms))
+        ):
             break
         try:
             results[name] = _attempt(attempt, problem)
@@ -171,9 +194,14 @@ def error_bound(
     if not results:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in declined)
         raise ValueError(f"No bound applies, and no estimate could be taken:\n{reasons}")
-    best: Any = min(results, key=lambda name: float(results[name].value))
+    best: Any = min(results, key=lambda name: (_rank(results[name]), float(results[name].value)))
     considered = {name: found.value for name, found in results.items()}
     return _bound(best, results[best], considered, tuple(declined))
+
+
+def _rank(found: Found) -> int:
+    """How far a value can be trusted, 0 first: a sharper bound of a worse kind may be too sharp."""
+    return get_args(Basis).index(found.basis)
 
 
 def _attempt(method: Callable[[Problem], Found], problem: Problem) -> Found:
@@ -188,11 +216,12 @@ def _bound(method: Any, found: Found, considered: dict, declined: tuple) -> Erro
     return ErrorBound(
         value=found.value,
         per_step=found.per_step,
-        rigorous=found.rigorous,
+        rigorous=found.basis == "closed form",
         rests_on=found.rests_on,
         method=method,
         error=found.error,
         standard_error=jnp.asarray(found.standard_error, found.value.dtype),
+        confidence={"samples": CONFIDENCE, "particles": None}.get(found.basis, 1.0),
         considered=considered,
         declined=declined,
     )

@@ -47,7 +47,7 @@ def by_particles(problem: Problem) -> Found:
     )
     if problem.chain.state_dim > 1:
         words = f"{words}; distances are those of Gaussian laws with the same moments"
-    return Found(jnp.sum(per_step), per_step, words, rigorous=False)
+    return Found(jnp.sum(per_step), per_step, words, "particles")
 
 
 def _estimated_error(problem: Problem, particles: ParticlePosterior, words: str) -> Found:
@@ -73,7 +73,7 @@ def _estimated_error(problem: Problem, particles: ParticlePosterior, words: str)
     by_time = ours - exact
     value, per_step, error = largest(by_time, like)
     entry = jnp.argmax(jnp.abs(jnp.sum(by_time, axis=0)))
-    return Found(value, per_step, words, False, error, errors[entry])
+    return Found(value, per_step, words, "particles", error, errors[entry])
 
 
 @eqx.filter_jit

@@ -13,7 +13,15 @@ from jaxtyping import Array, Float, PyTree
 from retrodict._bounds import curvature as curved
 from retrodict._bounds import on_grid, wasserstein
 from retrodict._bounds.by_time import closed_form_by_time, grid_by_time, has_pairs, values_on
-from retrodict._bounds.problem import DEVIATIONS, Declined, Problem, grid_words, refuse_misfit
+from retrodict._bounds.problem import (
+    DEVIATIONS,
+    Basis,
+    Declined,
+    Gap,
+    Problem,
+    grid_words,
+    refuse_misfit,
+)
 from retrodict._chain import AbstractBackwardChain
 from retrodict._kernel import AbstractLinearGaussianKernel
 from retrodict._mask import Series
@@ -27,7 +35,7 @@ class Found(NamedTuple):
     value: Scalar
     per_step: Float[Array, "time"]
     rests_on: str
-    rigorous: bool = True
+    basis: Basis = "closed form"
     error: PyTree = None
     standard_error: Scalar | float = 0.0
 
@@ -61,7 +69,7 @@ def exact(problem: Problem) -> Found:
         return _exact_by_cells(problem, functional, chain, like)
     exact = grid_by_time(problem.grid, functional, problem.data)
     value, per_step, error = largest(ours - exact, like)
-    return Found(value, per_step, grid_words(problem.grid), error=error)
+    return Found(value, per_step, grid_words(problem.grid), "grid", error)
 
 
 def _exact_by_cells(problem: Problem, functional: Any, chain: Any, like: PyTree) -> Found:
@@ -87,26 +95,27 @@ def _exact_by_cells(problem: Problem, functional: Any, chain: Any, like: PyTree)
     value, per_step, error = largest(averaged, like)
     moved = jnp.max(jnp.abs(jnp.sum(averaged - plain, axis=0)))
     words = f"{grid_words(grid)}; values within cells of the grid move it by {float(moved):.1e}"
-    return Found(value + moved, per_step, words, error=error)
+    return Found(value + moved, per_step, words, "grid", error)
 
 
 def wasserstein_phi(problem: Problem) -> Found:
     """Theorem 4, Wφ: the variational kernels under the exact marginals."""
     chain, sensitivity = problem.linear_chain(), problem.sensitivity()
+    basis: Basis = "closed form"
     if problem.linear_gaussian:
         per_step = wasserstein.phi(chain, problem.exact(), sensitivity, problem.window)
         words = "exact: the posterior of a linear-Gaussian model in closed form"
     elif problem.grid is None:
         raise Declined("the exact marginals are not known: pass a GridPosterior as reference")
     else:
-        words = grid_words(problem.grid)
+        words, basis = grid_words(problem.grid), "grid"
         if problem.later.before > 0:
             moves, _ = problem.kernel_distances()
             per_step = on_grid.phi_of_pairs(chain, moves, sensitivity, problem.window)
         else:
             per_step, misfit = on_grid.phi(chain, problem.grid, sensitivity, problem.window)
             refuse_misfit(misfit)
-    return Found(jnp.sum(per_step), per_step, words)
+    return Found(jnp.sum(per_step), per_step, words, basis)
 
 
 def by_reference(bound: Callable[..., Array]) -> Callable[[Problem], Found]:
@@ -162,6 +171,7 @@ def score(problem: Problem) -> Found:
         value,
         value * shares,
         f"truth-free: the model's densities alone{declared}; {problem.sampling_words()}",
+        "samples",
         standard_error=0.5 * jnp.sqrt(variance / jnp.where(mean > 0, mean, 1.0)) * error,
     )
 
@@ -189,9 +199,9 @@ def score_terms(
 
 def elbo_gap(problem: Problem) -> Found:
     """Theorem 5 with a known evidence: √(2 v (log p(y) − ELBO))."""
-    gap, error, words = problem.gap()
+    gap = problem.gap()
     _, variances = _curvature(problem)
-    return _from_gap(gap, error, variances, words)
+    return _from_gap(gap, variances)
 
 
 def total_variation(problem: Problem) -> Found:
@@ -204,7 +214,8 @@ def total_variation(problem: Problem) -> Found:
     per_step = on_grid.total_variation(
         chain, grid.grid, variations, oscillations, problem.later.before > 0
     )
-    return Found(jnp.sum(per_step), per_step, f"{grid_words(grid)}, for states inside its box")
+    words = f"{grid_words(grid)}; for states inside the box"
+    return Found(jnp.sum(per_step), per_step, words, "grid")
 
 
 def hoeffding(problem: Problem) -> Found:
@@ -217,25 +228,29 @@ def hoeffding(problem: Problem) -> Found:
         raise Declined("the functional looks at pairs of states")
     _, misfit = on_grid.marginals_on(grid.grid, problem.linear_chain())
     refuse_misfit(misfit)
-    gap, error, words = problem.gap()
+    gap = problem.gap()
     values = values_on(functional, grid.points, problem.data, problem.num_times)
     entries = [on_grid.ranges(grid, values[:, :, i]) for i in range(values.shape[2])]
     squares = jnp.max(jnp.stack(entries), axis=0) ** 2
-    return _from_gap(gap, error, 0.25 * squares, f"{words}; for states inside its box")
+    if gap.basis == "closed form":
+        # The ranges are computed on the grid all the same.
+        gap = gap._replace(rests_on=f"{gap.rests_on}; ranges {grid_words(grid)}", basis="grid")
+    gap = gap._replace(rests_on=f"{gap.rests_on}; for states inside the box")
+    return _from_gap(gap, 0.25 * squares)
 
 
 def pinsker(problem: Problem) -> Found:
     """Pinsker: the oscillation of the whole functional times √(½ (log p(y) − ELBO))."""
     oscillations = problem.oscillations()
-    gap, error, words = problem.gap()
-    return _from_gap(gap, error, 0.25 * oscillations * jnp.sum(oscillations), words)
+    return _from_gap(problem.gap(), 0.25 * oscillations * jnp.sum(oscillations))
 
 
-def _from_gap(gap: Scalar, error: Scalar, variances: Array, words: str) -> Found:
+def _from_gap(gap: Gap, variances: Array) -> Found:
     """√(2 v KL) with the terms of a sub-Gaussian variance proxy v."""
     variance = jnp.sum(variances)
-    upper = jnp.maximum(gap + DEVIATIONS * error, 0.0)
+    upper = jnp.maximum(gap.value + DEVIATIONS * gap.error, 0.0)
     value = jnp.sqrt(2 * variance * upper)
     slope = jnp.sqrt(0.5 * variance / jnp.where(upper > 0, upper, 1.0))
     shares = variances / jnp.where(variance > 0, variance, 1.0)
-    return Found(value, value * shares, words, standard_error=slope * error)
+    error = slope * gap.error
+    return Found(value, value * shares, gap.rests_on, gap.basis, standard_error=error)

@@ -1,7 +1,7 @@
 """What is asked of an error bound, checked, with what several methods need computed once."""
 
 import math
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -45,6 +45,9 @@ MISFIT = 1e-6
 DEVIATIONS = 3.0
 """How many standard errors are added where a bound is taken by Monte Carlo."""
 
+CONFIDENCE = 0.5 * math.erfc(-DEVIATIONS / math.sqrt(2))
+"""The nominal confidence of a mean plus `DEVIATIONS` standard errors, if the mean is normal."""
+
 
 class AnyLipschitz(eqx.Module):
     """Every functional Σ_k f_k(x_k) whose functions are all Lipschitz with one constant.
@@ -76,6 +79,26 @@ class AnyBounded(eqx.Module):
 
 class Declined(Exception):
     """A method that does not apply, with the reason."""
+
+
+Basis: TypeAlias = Literal["closed form", "grid", "samples", "particles"]
+"""What a value was computed with, the most trustworthy first. Only the first is a certificate."""
+
+
+class Gap(NamedTuple):
+    """The gap of the ELBO to the evidence.
+
+    Attributes:
+        value: log p(y) − ELBO.
+        error: its standard error.
+        rests_on: what was taken for granted, in words.
+        basis: what it was computed with.
+    """
+
+    value: Scalar
+    error: Scalar
+    rests_on: str
+    basis: Basis
 
 
 class Problem:
@@ -126,6 +149,8 @@ class Problem:
         if not self.linear_gaussian:
             raise Declined("the model is not linear Gaussian")
         if self._exact is None:
+            if self._singular(self.model.emission, self.series.inputs):
+                raise Declined("the scale of the emission is singular at some time")
             found = kalman_smoother(self.model, self.series.ys, **self.options)
             self._exact = wasserstein.reference_of(found.chain)
         return self._exact
@@ -163,28 +188,36 @@ class Problem:
         return self.key, self._paths
 
     def refuse_singular(self) -> None:
-        """Declines where the chain, or the transition at some row, has no density."""
-        scales = []
-        if isinstance(self.chain, LinearGaussianChain):
-            scales = [self.chain.terminal.scale_tril, self.chain.kernels.scale_tril]
-        kernel, inputs = self.model.transition, self.series.inputs
-        if isinstance(kernel, AbstractLinearGaussianKernel) and inputs is not None:
-            scales.append(jax.vmap(lambda u: dense_scale(kernel.at(u).scale_tril))(inputs[1:]))
-        for scale in scales:
-            if bool(jnp.any(jnp.diagonal(scale, axis1=-2, axis2=-1) == 0)):
-                raise Declined("a scale of the chain or of the transition is singular at some time")
+        """Declines where the chain, its exact counterpart, or the transition has no density."""
+        chains = [self.exact().chain] if self.linear_gaussian else []
+        chains += [self.chain] if isinstance(self.chain, LinearGaussianChain) else []
+        scales = [part.scale_tril for chain in chains for part in (chain.terminal, chain.kernels)]
+        inputs = self.series.inputs
+        later = None if inputs is None else inputs[1:]
+        if any(map(_no_density, scales)) or self._singular(self.model.transition, later):
+            raise Declined(
+                "a scale of the chain, of the transition or of the exact posterior is singular at"
+                " some time"
+            )
 
-    def gap(self) -> tuple[Scalar, Scalar, str]:
-        """The gap of the ELBO to a known evidence, its standard error, and what it rests on."""
+    def _singular(self, kernel: Any, inputs: Float[Array, "time input"] | None) -> bool:
+        """Whether a linear-Gaussian kernel that varies with the input lacks a density at a row."""
+        if not isinstance(kernel, AbstractLinearGaussianKernel) or inputs is None:
+            return False
+        return _no_density(jax.vmap(lambda u: dense_scale(kernel.at(u).scale_tril))(inputs))
+
+    def gap(self) -> "Gap":
+        """The gap of the ELBO to a known evidence."""
         if self._gap is None:
             self._gap = self._find_gap()
         return self._gap
 
-    def _find_gap(self) -> tuple[Scalar, Scalar, str]:
+    def _find_gap(self) -> "Gap":
         self.refuse_singular()
         if self.linear_gaussian and isinstance(self.chain, LinearGaussianChain):
             gap = wasserstein.divergence(self.chain, self.exact())
-            return gap, jnp.zeros_like(gap), "exact: evidence and ELBO in closed form"
+            words = "exact: evidence and ELBO in closed form"
+            return Gap(gap, jnp.zeros_like(gap), words, "closed form")
         if self.grid is None:
             raise Declined(
                 "the evidence is not known: pass a GridPosterior as reference. A particle estimate"
@@ -205,12 +238,13 @@ class Problem:
         gap = self.grid.log_evidence - bound
         if not bool(jnp.isfinite(gap) & jnp.isfinite(error)):
             raise Declined("the ELBO is not finite")
-        return gap, error, f"{grid_words(self.grid)}; {self.sampling_words()}"
+        return Gap(gap, error, f"{grid_words(self.grid)}; {self.sampling_words()}", "samples")
 
     def sampling_words(self) -> str:
         return (
-            f"holds but for Monte Carlo error, {DEVIATIONS:g} standard errors of"
-            f" {self.num_samples} paths being included"
+            f"a mean over {self.num_samples} sampled paths plus {DEVIATIONS:g} standard errors,"
+            f" which is no certificate: the nominal confidence is {CONFIDENCE:.2%} if the mean is"
+            " close to normal, and an event that no path meets is not counted"
         )
 
     def kernel_distances(self) -> tuple[Array, Array]:
@@ -225,11 +259,16 @@ class Problem:
         return self._distances
 
 
+def _no_density(scales: Float[Array, "*time d d"]) -> bool:
+    return bool(jnp.any(jnp.diagonal(scales, axis1=-2, axis2=-1) == 0))
+
+
 def grid_words(posterior: GridPosterior) -> str:
     error = float(posterior.discretisation_error)
     return (
         f"up to grid error, estimated as {error:.1e} of a standard deviation, and less than"
-        f" {MISFIT:.0e} of the chain's mass beyond the box"
+        f" {MISFIT:.0e} of the chain's mass beyond the box; no certificate, since the posterior's"
+        " mass beyond the box is not bounded"
     )
 
 

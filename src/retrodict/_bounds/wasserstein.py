@@ -215,6 +215,8 @@ def auxiliary(
     u = reach(chain.kernels.weight, lipschitz, window)
     v = reach_forward(reference.forward.weight, lipschitz, window)
     tilted = jax.vmap(_tilt)(chain.laws, reference.chain.laws, reference.marginals)
+    # t may be any laws if the last is q_{n-1}: so is what rounding makes of the others.
+    tilted = jax.tree.map(lambda ts, last: ts.at[-1].set(last), tilted, chain.terminal)
     later = jax.tree.map(lambda leaf: leaf[1:], tilted)
     earlier = jax.tree.map(lambda leaf: leaf[:-1], tilted)
     back = jax.vmap(gaussian_distance)(jax.vmap(push)(later, chain.kernels), earlier)

@@ -119,14 +119,17 @@ class MixtureCorrection(eqx.Module):
 class NonlinearFamily(AbstractSampledFamily):
     """A recurrent state, and backward kernels that are nonlinear in the later state.
 
-    The kernels of a `RecurrentFamily` are corrected by a network of the recurrent state and of x_k
-    (see `NonlinearKernel`), which starts near zero: an untrained family is the recurrent one. Paths
-    are drawn, so that `fit` averages over them and marginals come with standard errors.
-
-    With more than one component, filtering laws and kernels are mixtures, for posteriors that are
-    skewed or have several modes: their weights, means and scales are corrected alike (see
+    The kernels of a `RecurrentFamily` are corrected by a network of the recurrent state and of x_k,
+    which starts near zero. Filtering laws and kernels are mixtures, for posteriors that are skewed
+    or have several modes: their weights, means and scales are corrected (see
     `NonlinearMixtureKernel`). Components start somewhat apart, so that they can part, and around
-    the moments of the recurrent family.
+    the moments of the recurrent family. Paths are drawn, so that `fit` averages over them and
+    marginals come with standard errors.
+
+    With one component laws and kernels are Gaussian (see `NonlinearKernel`), and an untrained
+    family is the recurrent one. This takes less than half of the time, in training and in
+    inference. On the paper's nonlinear model the gap to the evidence is then six times as large,
+    and sums of states are biased.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -139,7 +142,8 @@ class NonlinearFamily(AbstractSampledFamily):
         state_dim: the dimension of the state.
         obs_dim: the dimension of an observation.
         input_dim: the dimension of an input; 0 if the model takes none.
-        num_components: components of each filtering law and of each backward kernel.
+        num_components: components of each filtering law and of each backward kernel; 1 for
+            Gaussian ones.
         hidden: units of the recurrent state.
         width: units in each hidden layer of the readouts and of the correction.
         depth: hidden layers of the correction.
@@ -161,7 +165,7 @@ class NonlinearFamily(AbstractSampledFamily):
         obs_dim: int,
         *,
         input_dim: int = 0,
-        num_components: int = 1,
+        num_components: int = 2,
         hidden: int = 16,
         width: int = 32,
         depth: int = 2,

@@ -22,7 +22,9 @@ from retrodict._lag import (
     advance_rows,
     chunk_for,
     factor_shapes,
+    finite_rows,
     float_type,
+    skip_nonfinite,
 )
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._online.exact import ExactRecursion, refuse_unless_exact
@@ -67,6 +69,8 @@ class RunningOutput(eqx.Module):
         standard_errors: of the values, likewise.
         ess: the effective number of draws that stand for one backward kernel, on average; `None`
             if none do, NaN if they were not all weighed.
+        skipped: whether row k was read as a missing one, since something non-finite followed from
+            it.
     """
 
     filtered: LagMoments
@@ -79,6 +83,7 @@ class RunningOutput(eqx.Module):
     values: dict[str, PyTree]
     standard_errors: dict[str, PyTree]
     ess: Any
+    skipped: Bool[Array, "..."]
 
 
 class RunningPosterior(eqx.Module):
@@ -99,7 +104,8 @@ class RunningPosterior(eqx.Module):
     Gaussian (`Recursive()`); otherwise it is carried by draws (`WeightedSamples(num_samples)`).
     Cost and memory do not grow with the stream. The noise of row k is made from the key and k
     alone: however a stream is cut into chunks, stored with `save` and gone on with, its rows come
-    out the same.
+    out the same. A row from which something non-finite follows, such as an observation whose square
+    overflows, is read as a missing one, with zeros for its `data`, and reported as `skipped`.
 
     Example:
         >>> import jax.numpy as jnp, retrodict as rd
@@ -287,7 +293,7 @@ def _update(
 ) -> tuple[RunningState, RunningOutput]:
     row = prepare_row(running.lagged.family, y, mask=mask, u=u)
     rows, data = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (row, data))
-    state, out = _advance(running, state, rows, None, data)
+    state, out = _advance_finite(running, state, rows, None, data)
     return state, jax.tree.map(lambda leaf: leaf[0], out)
 
 
@@ -295,7 +301,29 @@ def _update(
 def _scan(
     running: RunningPosterior, state: RunningState, rows: Row, count: Int[Array, ""], data: Any
 ) -> tuple[RunningState, RunningOutput]:
-    return _advance(running, state, rows, count, data)
+    return _advance_finite(running, state, rows, count, data)
+
+
+def _advance_finite(
+    running: RunningPosterior,
+    state: RunningState,
+    rows: Row,
+    count: Int[Array, ""] | None,
+    data: dict[str, PyTree],
+) -> tuple[RunningState, RunningOutput]:
+    """Reads rows, and those from which something non-finite follows as missing ones."""
+    # Nothing quadratic can be made of an observation whose square overflows.
+    squares = jnp.square(rows.y.astype(float_type(running.lagged.family)))
+    overflowing = ~jnp.all(jnp.isfinite(squares), axis=1)
+    state, out, skipped = skip_nonfinite(
+        lambda state, rows, data: _advance(running, state, rows, count, data),
+        state,
+        rows,
+        data,
+        count,
+        overflowing,
+    )
+    return state, eqx.tree_at(lambda o: o.skipped, out, skipped)
 
 
 def _advance(
@@ -304,8 +332,12 @@ def _advance(
     rows: Row,
     count: Int[Array, ""] | None,
     data: dict[str, PyTree],
-) -> tuple[RunningState, RunningOutput]:
-    """Reads rows of which the first `count` exist; all of them if it is `None`."""
+) -> tuple[RunningState, RunningOutput, Bool[Array, "time"]]:
+    """Reads rows of which the first `count` exist; all of them if it is `None`.
+
+    Returns:
+        The next state, what is known after each row, and whether that is finite.
+    """
     recursion = _recursion(running, unwrap(running.lagged.family))
     lag, out, read = advance_rows(running.lagged, state.lag, rows, count)
     index = jnp.arange(rows.y.shape[0])
@@ -335,7 +367,9 @@ def _advance(
     arriving = (read.law, read.kernel, seen, running._rows(seen, data), times, exists)
     (_, statistics, totals, residues), (sums, increments, ess) = lax.scan(move, start, arriving)
     kept = RunningState(lag, statistics, totals, residues, state.key)
-    return kept, _output(running, recursion, out, times, exists, sums, increments, ess)
+    smoothed = (out.smoothed.mean, out.smoothed.covariance)
+    fine = finite_rows((read.law, smoothed, sums, increments))
+    return kept, _output(running, recursion, out, times, exists, sums, increments, ess), fine
 
 
 def _output(
@@ -372,6 +406,7 @@ def _output(
         estimates.values,
         errors.values,
         ess,
+        out.skipped,
     )
 
 

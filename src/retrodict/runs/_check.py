@@ -288,7 +288,7 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
 
 
 def _certificate(run: Run, table: data.Table) -> Finding:
-    name = "certified bound on the error of the smoothed sum"
+    name = "bound on the error of the smoothed sum"
     if run.is_exact:
         return Finding(name, "0", "nothing is approximated", "good", {"value": 0.0})
     one = table.one(0)
@@ -298,11 +298,10 @@ def _certificate(run: Run, table: data.Table) -> Finding:
     except (TypeError, ValueError) as error:
         return Finding(name, "none applies", str(error).split(". ")[0], "unknown")
     value = float(jnp.max(jnp.asarray(bound.value)))
-    rests = ", ".join(bound.rests_on)
-    kind = "a bound" if bound.rigorous else "an estimate, not a bound"
+    kind = "a certificate" if bound.rigorous else "not a certificate"
     numbers = {"value": value, "rigorous": bool(bound.rigorous)}
     longest = "" if table.num_series == 1 else ", of the longest series"
-    meaning = f"{kind}{longest}; rests on {rests}"
+    meaning = f"{kind}{longest}; rests on: {bound.rests_on}"
     return Finding(name, f"{value:.3g}", meaning, "unknown", numbers)
 
 
