@@ -106,7 +106,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
 
     def init(self) -> GaussianState:
         """The prior of λ."""
-        prior = unwrap(self.model.prior)
+        prior = unwrap(self.model).prior
         return before_anything(Gaussian(prior.mean, dense_scale(prior.scale_tril)))
 
     def embed(self, row: Row) -> Evidence:
