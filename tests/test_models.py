@@ -223,8 +223,9 @@ def test_a_ready_model_is_what_its_equation_says(name: str, tmp_path: Path):
     expected = case.oracle(p, np.asarray(xs), np.asarray(ys), case.inputs)
     prior = rd.unwrap(bare).prior
     if is_stationary:
-        first = (np.asarray(prior.mean), np.asarray(prior.covariance))  # tested below by themselves
-        expected += stats.multivariate_normal.logpdf(np.asarray(xs[0]), *first)
+        mean, covariance = np.asarray(prior.mean), np.asarray(prior.covariance)  # tested below
+        law: Any = stats.multivariate_normal
+        expected += law.logpdf(np.asarray(xs[0]), mean, covariance)
     else:
         expected += normal(xs[0], p["prior.mean"], p["prior.scale_tril.std"]).sum()
     np.testing.assert_allclose(value, expected, rtol=2e-7, err_msg=name)
@@ -354,7 +355,7 @@ def lyapunov(weight: Any, bias: Any, noise: Any) -> tuple[np.ndarray, np.ndarray
 
 
 LAGS = [[1.5, -0.6], [0.4, 0.3, -0.5]]
-REVERTING = {"mean": [1.0, -2.0], "persistence": [0.6, 0.97], "scale": [0.5, 2.0]}
+REVERTING: dict[str, Any] = {"mean": [1.0, -2.0], "persistence": [0.6, 0.97], "scale": [0.5, 2.0]}
 STATIONARY = {
     "one lag": (rd.models.autoregressive(obs_dim=2, **REVERTING), 1e-12),
     "uneven": (rd.models.autoregressive(obs_dim=2, irregular=True, **REVERTING), 1e-12),

@@ -244,7 +244,7 @@ def _replaced(name: str, node: Any, value: Any) -> Any:
             raise ValueError("it must be finite")
         if isinstance(node, Bounded):
             return Bounded(array, node.lower, node.upper)
-        if isinstance(node, CONSTRAINED):
+        if isinstance(node, (Positive, PositiveTril, StationaryCoefficients)):
             return type(node)(array)
         return array
     except (TypeError, ValueError) as error:
