@@ -39,8 +39,8 @@ NO_GAIN = 1e-7
 SETTLED = 1e-5
 """A descent that was begun anew and gains less than this, in nats, is at its end."""
 
-LOW = 0.1
-"""Scales below this share of the largest may be on their way to zero."""
+SMALL = 0.1
+"""Scales below this share of the largest may be on their way to the edge of zero."""
 
 SCREENING_STEPS = 8
 """Steps from each start before the best goes on."""
@@ -60,8 +60,8 @@ UNFELT = 0.5
 FELT = 0.02
 """A scale is of the size of the interior where it costs this much per unit of the loss's share."""
 
-SMALL = 1e-3
-"""Scales below this share of the largest may be at the edge of zero."""
+LEAST = 1e-4
+"""From which share of the largest on scales are raised to find where the loss rises."""
 
 LOGIT = 2.0
 """Starts of bounded parameters, on either side of the middle, on the logistic scale."""
@@ -201,7 +201,7 @@ class _Loss:
                 z
             )
 
-        self._evaluated = lambda *at: evaluated(flat, *at, data)
+        self._evaluated = lambda z, unit: evaluated(flat, z, unit, data)
         self._dtype = flat.dtype
         self.restore = lambda z: restore(
             chart.entries(flat, jnp.asarray(z), jnp.asarray(self.unit))
@@ -210,8 +210,8 @@ class _Loss:
         self.largest, self.skipped = 0.0, 0
 
     def __call__(self, z: np.ndarray) -> tuple[float, np.ndarray]:
-        arrays = (jnp.asarray(part, self._dtype) for part in (z, self.unit))
-        value, slope = to_hosts(self._evaluated(*arrays))
+        at, unit = (jnp.asarray(part, self._dtype) for part in (z, self.unit))
+        value, slope = to_hosts(self._evaluated(at, unit))
         found, slope = float(value), np.asarray(slope, np.float64)
         if np.isfinite(found) and np.all(np.isfinite(slope)):
             self.largest = max(self.largest, abs(found))
@@ -399,7 +399,7 @@ def _lowered(
     if not chart.is_scale.any():
         return None
     found, least = None, value
-    small = chart.is_scale & (z < np.max(z[chart.is_scale]) + np.log(LOW))
+    small = chart.is_scale & (z < np.max(z[chart.is_scale]) + np.log(SMALL))
     for array in np.unique(chart.array[small]):
         inside = small & (chart.array == array)
         base = z if found is None else found
@@ -425,7 +425,7 @@ def _raised(
         inside = small & (chart.array == array)
         if target(np.where(inside, z + np.log(10.0), z))[0] - value > UNFELT * share:
             continue
-        at = np.where(inside, np.maximum(z, largest + np.log(0.1 * SMALL)), z)
+        at = np.where(inside, np.maximum(z, largest + np.log(LEAST)), z)
         for _ in range(12):
             if target(at)[0] - value > max(FELT, 2.0 * share):
                 break
