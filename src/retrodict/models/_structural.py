@@ -200,7 +200,7 @@ def autoregressive(
     Example:
         >>> import retrodict as rd
         >>> model = rd.models.autoregressive(persistence=0.6, scale=0.8)
-        >>> float(rd.unwrap(model).prior.std[0])  # 0.8 / √(1 − 0.6²)
+        >>> round(float(rd.unwrap(model).prior.std[0]), 6)  # 0.8 / √(1 − 0.6²)
         1.0
 
     Args:
