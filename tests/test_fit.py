@@ -597,3 +597,65 @@ def test_a_quasi_newton_optimiser_finds_scales_in_thousands(optimiser: Any):
     constant = -30 * np.log(2 * np.pi)
     assert result.log_evidence == pytest.approx(best + constant, rel=1e-6)
     assert result.history[-1] == pytest.approx(result.log_evidence / 60, rel=1e-6)
+
+
+def hourly_temperatures(num_rows: int) -> np.ndarray:
+    """A day, a year and an autoregression, like hourly temperatures."""
+    rng, hours = np.random.default_rng(2), np.arange(num_rows)
+    noise = 0.7 * rng.normal(size=num_rows)
+    weather = np.zeros(num_rows)
+    for k in range(1, num_rows):
+        weather[k] = 0.97 * weather[k - 1] + noise[k]
+    year = 10 * np.cos(2 * np.pi * (hours / 8766 - 0.55))
+    day = (3 + 0.9 * np.cos(2 * np.pi * hours / 8766)) * np.cos(2 * np.pi * (hours / 24 - 0.6))
+    return (12 + year + day + weather + 0.05 * rng.normal(size=num_rows))[:, None]
+
+
+def test_the_evidence_is_not_left_at_a_maximum_with_scales_of_zero():
+    """From where start_from begins, L-BFGS drives slope and noise to zero, 43 nats too low."""
+    ys = hourly_temperatures(300)
+    model = rd.models.start_from(rd.models.local_trend(), ys)
+    options: Any = {"optimiser": "lbfgs", "progress": False}
+    alone = rd.fit_evidence(jax.random.key(0), model, ys, num_starts=1, **options)
+    best = rd.fit_evidence(jax.random.key(0), model, ys, **options)
+    assert alone.status == best.status == "converged"
+    assert best.log_evidence > alone.log_evidence + 40
+    values = rd.models.named_parameters(best.model)
+    assert min(float(v[0]) for v in values.values()) > 0.2
+    # It also leaves that maximum if it is started there.
+    again = rd.fit_evidence(jax.random.key(0), alone.model, ys, **options)
+    assert again.log_evidence == pytest.approx(best.log_evidence, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["local_trend", pytest.param("autoregressive", marks=pytest.mark.slow)]
+)
+def test_units_of_the_data_do_not_matter(name: str):
+    """Data in units of 1e-9 or 1e9 give the same estimates in those units."""
+    ys = hourly_temperatures(80)
+    found = {}
+    for unit in (1.0, 1e9, 1e-9):
+        model = rd.models.start_from(rd.models.from_options(name), unit * ys)
+        found[unit] = rd.fit_evidence(
+            jax.random.key(0), model, unit * ys, optimiser="lbfgs", progress=False
+        )
+        assert found[unit].status == "converged"
+    plain = rd.models.named_parameters(found[1.0].model)
+    for unit in (1e9, 1e-9):
+        shift = len(ys) * np.log(unit)
+        assert found[unit].log_evidence + shift == pytest.approx(found[1.0].log_evidence, abs=1e-5)
+        for key, value in rd.models.named_parameters(found[unit].model).items():
+            size = np.asarray(value) / (1.0 if key == "persistence" else unit)
+            # What is at the edge of zero is only that.
+            np.testing.assert_allclose(size, plain[key], rtol=1e-4, atol=1e-4, err_msg=key)
+
+
+def test_lbfgs_says_whether_it_converged():
+    ys = hourly_temperatures(40)
+    model = rd.models.start_from(rd.models.local_level(), ys)
+    options: Any = {"optimiser": "lbfgs", "progress": False, "num_starts": 1}
+    assert rd.fit_evidence(jax.random.key(0), model, ys, **options).status == "converged"
+    short = rd.fit_evidence(jax.random.key(0), model, ys, num_steps=2, **options)
+    assert short.status == "finished" and len(short.history) == 2
+    broken = rd.models.with_parameters(model, {"prior.mean": 1e200})
+    assert rd.fit_evidence(jax.random.key(0), broken, ys, **options).status == "diverged"

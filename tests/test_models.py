@@ -9,12 +9,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import linalg, optimize, stats
 
 import retrodict as rd
 from retrodict.models import READY, ModelError
+from retrodict.models._equations import Lagged, Regular
 
 NUM_TIMES = 9
+
+RNG = np.random.default_rng(5)
+WALK = np.cumsum(RNG.normal(size=40)) + np.tile([0.0, 2.0, -1.0, -1.0], 10) + RNG.normal(size=40)
+
+
+def with_lags(lags: Any, **values: Any) -> rd.StateSpaceModel:
+    """An autoregression with these coefficients, one line a column."""
+    columns, order = np.shape(lags)
+    model = rd.models.autoregressive(order=order, obs_dim=columns, **values)
+    return rd.models.with_parameters(model, {"coefficients": lags})
+
+
 normal = stats.norm.logpdf
 
 
@@ -199,14 +212,22 @@ QUICK = ("uneven level", "season", "leverage", "poisson", "range and bearing")
 )
 def test_a_ready_model_is_what_its_equation_says(name: str, tmp_path: Path):
     case = CASES[name]
-    bare = rd.models.with_parameters(build(case), PATH | case.values)
+    bare = rd.models.with_parameters(build(case), case.values)
+    is_stationary = "prior.mean" not in rd.models.named_parameters(bare, fixed=True)
+    bare = bare if is_stationary else rd.models.with_parameters(bare, PATH)
     xs, ys = bare.simulate(jax.random.key(1), NUM_TIMES, inputs=case.inputs)
     assert xs.shape == (NUM_TIMES, bare.state_dim) and ys.shape == (NUM_TIMES, case.obs_dim)
 
     value, gradient = value_and_gradient(bare, xs, ys, case.inputs)
     p = {k: np.asarray(v) for k, v in rd.models.named_parameters(bare, fixed=True).items()}
     expected = case.oracle(p, np.asarray(xs), np.asarray(ys), case.inputs)
-    expected += normal(xs[0], p["prior.mean"], p["prior.scale_tril.std"]).sum()
+    prior = rd.unwrap(bare).prior
+    if is_stationary:
+        mean, covariance = np.asarray(prior.mean), np.asarray(prior.covariance)  # tested below
+        law: Any = stats.multivariate_normal
+        expected += law.logpdf(np.asarray(xs[0]), mean, covariance)
+    else:
+        expected += normal(xs[0], p["prior.mean"], p["prior.scale_tril.std"]).sum()
     np.testing.assert_allclose(value, expected, rtol=2e-7, err_msg=name)
 
     # Learning moves what is listed as learned, and nothing else.
@@ -323,10 +344,145 @@ def test_a_bearing_is_compared_around_the_circle():
     assert np.all(np.abs(drawn[:, 1]) <= np.pi) and {-1, 1} == set(np.sign(drawn[:, 1]).tolist())
 
 
-# --- against statsmodels --------------------------------------------------------------------------
+# --- the stationary law of the first state --------------------------------------------------------
 
-RNG = np.random.default_rng(5)
-WALK = np.cumsum(RNG.normal(size=40)) + np.tile([0.0, 2.0, -1.0, -1.0], 10) + RNG.normal(size=40)
+
+def lyapunov(weight: Any, bias: Any, noise: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The mean and covariance that a step leaves as they are."""
+    weight, noise = np.asarray(weight), np.asarray(noise)
+    mean = np.linalg.solve(np.eye(len(weight)) - weight, np.asarray(bias))
+    return mean, linalg.solve_discrete_lyapunov(weight, noise @ noise.T)
+
+
+LAGS = [[1.5, -0.6], [0.4, 0.3, -0.5]]
+REVERTING: dict[str, Any] = {"mean": [1.0, -2.0], "persistence": [0.6, 0.97], "scale": [0.5, 2.0]}
+STATIONARY = {
+    "one lag": (rd.models.autoregressive(obs_dim=2, **REVERTING), 1e-12),
+    "uneven": (rd.models.autoregressive(obs_dim=2, irregular=True, **REVERTING), 1e-12),
+    "volatility": (rd.models.stochastic_volatility(obs_dim=2, **REVERTING), 1e-12),
+    "leverage": (rd.models.stochastic_volatility(obs_dim=2, leverage=True, **REVERTING), 1e-12),
+    "poisson": (rd.models.poisson_counts(obs_dim=2, **REVERTING), 1e-12),
+    "negative binomial": (rd.models.negative_binomial_counts(obs_dim=2, **REVERTING), 1e-12),
+    "binomial": (rd.models.binomial_counts(obs_dim=2, total_count=9, **REVERTING), 1e-12),
+    # The memory of lags has noise of a thousandth, which the law leaves out.
+    "two lags": (with_lags([LAGS[0], [-0.3, 0.2]]), 2e-5),
+    "three lags": (with_lags([LAGS[1]]), 2e-5),
+    "five lags": (with_lags([[0.9, -0.5, 0.3, 0.1, -0.2]]), 2e-5),
+}
+
+
+@pytest.mark.parametrize("name", STATIONARY)
+def test_a_mean_reverting_model_starts_from_its_stationary_law(name: str):
+    model, tolerance = STATIONARY[name]
+    plain = rd.unwrap(model)
+    for step in (1.0, 0.3, 7.0) if plain.transition.takes_input else (1.0,):
+        kernel = plain.transition.at(jnp.array([step]))
+        mean, covariance = lyapunov(kernel.weight, kernel.bias, kernel.scale_tril)
+        np.testing.assert_allclose(plain.prior.mean, mean, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            plain.prior.covariance, covariance, rtol=tolerance, atol=tolerance
+        )
+    # It has no parameters of its own, and follows those of the process.
+    assert not any(key.startswith("prior") for key in rd.models.named_parameters(model, fixed=True))
+    wider = rd.models.with_parameters(
+        model, {"scale": 3 * rd.models.named_parameters(model)["scale"]}
+    )
+    is_process = np.asarray(plain.prior.mean) != 0  # and not the noise that leverage adds
+    ratio = np.asarray(rd.unwrap(wider).prior.std) / np.asarray(plain.prior.std)
+    np.testing.assert_allclose(ratio[is_process], 3.0, rtol=1e-9)
+
+
+def test_a_prior_that_is_given_stays_as_it_is():
+    model = rd.models.autoregressive(order=2, prior_mean=3.0, prior_scale=0.5)
+    started = rd.models.start_from(model, WALK[:, None])
+    law = rd.unwrap(started).prior
+    np.testing.assert_allclose(law.mean, [3.0, 3.0])
+    np.testing.assert_allclose(law.covariance, 0.25 * np.eye(2))
+    half = rd.unwrap(rd.models.poisson_counts(persistence=0.6, scale=0.8, prior_mean=2.0)).prior
+    np.testing.assert_allclose([half.mean[0], half.std[0]], [2.0, 1.0])
+
+
+@pytest.mark.parametrize("lags", LAGS, ids=["two", "three"])
+@pytest.mark.parametrize("noise", [0.0, 0.7], ids=["exact", "noisy"])
+def test_the_evidence_of_lags_is_that_of_statsmodels(lags: Any, noise: float, monkeypatch: Any):
+    from statsmodels.tsa.statespace.sarimax import SARIMAX
+
+    monkeypatch.setattr("retrodict.models._equations.LAG_NOISE", 0.0)
+    mean, scale = 2.0, 1.3
+    model = with_lags([lags], mean=mean, scale=scale, obs_scale=noise or 1e-7)
+    other = SARIMAX(WALK, order=(len(lags), 0, 0), trend="c", measurement_error=noise > 0)
+    variances = [noise**2, scale**2] if noise else [scale**2]
+    expected = other.loglike([mean * (1 - sum(lags)), *lags, *variances])
+    got = rd.kalman_smoother(model, WALK[:, None]).log_evidence
+    np.testing.assert_allclose(got, expected, atol=1e-8 if noise else 1e-6)
+
+
+def test_short_series_of_lags_are_fitted_by_exact_maximum_likelihood():
+    """The first two of twelve rows have a law of their own, which says much of the lags."""
+    rng = np.random.default_rng(1)
+    xs, noise = np.zeros((60, 112)), rng.normal(size=(60, 112))
+    for t in range(2, 112):
+        xs[:, t] = 1.5 * xs[:, t - 1] - 0.6 * xs[:, t - 2] + noise[:, t]
+    ys = xs[:, 100:, None]
+
+    def loss(theta: np.ndarray) -> float:
+        phi, (mean, scale) = theta[:2], theta[2:]
+        roots = np.abs(np.linalg.eigvals(np.array([phi, [1.0, 0.0]])))
+        if roots.max() >= 1 or scale <= 0:
+            return np.inf
+        law = lyapunov([phi, [1.0, 0.0]], np.zeros(2), np.diag([scale, 0.0]))[1]
+        lags = list(law[0])
+        for _ in range(10):
+            lags.append(phi @ lags[-1:-3:-1])
+        full = stats.multivariate_normal(np.full(12, mean), linalg.toeplitz(lags))  # pyright: ignore
+        return -np.sum(full.logpdf(ys[:, :, 0]))
+
+    options = {"maxiter": 2000, "xatol": 1e-6, "fatol": 1e-7}
+    exact = optimize.minimize(loss, [1.2, -0.4, 0.5, 1.0], method="Nelder-Mead", options=options)
+    start = rd.models.start_from(rd.models.autoregressive(order=2), ys)
+    start = rd.models.with_parameters(start, {"obs_scale": 1e-4})
+    start = rd.models.fix_parameters(start, ["obs_scale"])
+    found = rd.fit_evidence(jax.random.key(0), start, ys, optimiser="lbfgs", progress=False)
+    values = rd.models.named_parameters(found.model)
+    got = np.concatenate([values[k].ravel() for k in ("coefficients", "mean", "scale")])
+    np.testing.assert_allclose(got, exact.x, atol=2e-4)
+    np.testing.assert_allclose(found.log_evidence, -exact.fun, atol=1e-2)
+
+
+def test_coefficients_stay_stationary_wherever_an_optimiser_goes():
+    with pytest.raises(ModelError, match=r"coefficients .*stationary autoregression"):
+        rd.models.with_parameters(rd.models.autoregressive(order=2), {"coefficients": [0.7, 0.5]})
+    entries = {"coefficients[0,0]": 1.5, "coefficients[0,1]": -0.6}
+    moved = rd.models.with_parameters(rd.models.autoregressive(order=2), entries)
+    np.testing.assert_allclose(rd.models.named_parameters(moved)["coefficients"], [[1.5, -0.6]])
+
+    def first(raw: Any) -> Any:
+        """The log density of a first state, which moves with the coefficients."""
+        model = eqx.tree_at(lambda m: m.transition.fn.coefficients.raw, moved, raw.reshape(1, 2))
+        return rd.unwrap(model).prior.log_prob(jnp.array([0.3, -1.1]))
+
+    both = jax.jit(lambda raw: (first(raw), jax.grad(first)(raw), jax.hessian(first)(raw)))
+    for raw in ([30.0, 0.0], [80.0, 80.0], [-60.0, -90.0], [500.0, -500.0]):
+        assert all(np.all(np.isfinite(part)) for part in both(jnp.array(raw))), raw
+    at, step = jnp.array([1.2, -0.8]), 1e-5
+    columns = [(both(at + step * e)[1] - both(at - step * e)[1]) / (2 * step) for e in jnp.eye(2)]
+    np.testing.assert_allclose(both(at)[2], np.stack(columns), rtol=1e-6, atol=1e-6)
+
+
+def test_models_with_a_prior_of_their_own_can_still_be_read(tmp_path: Path):
+    """Files of models whose prior was a fixed Gaussian, and whose coefficients were free."""
+    started = rd.models.autoregressive(order=2)
+    equation = Lagged(jnp.zeros(1), jnp.array([[0.4, 0.2]]), rd.Positive(jnp.ones(1)))
+    law = rd.Gaussian(jnp.zeros(2), rd.Diagonal(rd.Positive(jnp.full(2, 10.0))))
+    old = rd.StateSpaceModel(rd.Frozen(law), Regular(equation), started.emission)
+    rd.save(tmp_path / "model.rd", old)
+    read = rd.load(tmp_path / "model.rd")
+    assert eqx.tree_equal(read, old)
+    assert np.isfinite(rd.kalman_smoother(read, WALK[:, None]).log_evidence)
+    np.testing.assert_allclose(rd.models.named_parameters(read)["coefficients"], [[0.4, 0.2]])
+
+
+# --- against statsmodels --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

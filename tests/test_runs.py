@@ -206,6 +206,29 @@ def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
     assert _check._fitted(old)[0].verdict == "unknown"
 
 
+def test_a_higher_maximum_elsewhere_is_bad(run: runs.Run, table: data.Table, monkeypatch):
+    assert run.record["results"]["search"] == "converged"
+    (tiny,) = _check._fitted(run, 1e-4)
+    assert tiny.verdict == "good"
+    (some,) = _check._fitted(run, 0.5)
+    assert some.verdict == "doubtful" and "higher by 0.5" in some.value
+    (much,) = _check._fitted(told_of(run, status="at an edge"), 705.0)
+    assert much.verdict == "bad" and "higher by 705" in much.value
+    # The level of the Nile at zero: a maximum may be flat there, and another is higher.
+    values = {"level_scale": 1e-8, "obs_scale": 170.0}
+    stuck = dataclasses.replace(run, model=models.with_parameters(run.model, values))
+    one = table.one()
+    low = rd.kalman_smoother(stuck.model, one["ys"], mask=one["mask"]).log_evidence
+    stuck = told_of(stuck, total=float(low))
+    higher = _check._higher(stuck, table)
+    best = run.record["results"]["total"]
+    assert higher is not None and higher > 1
+    assert higher == pytest.approx(best - float(low), abs=1e-3)
+    # Other data are not those that the run was to make likely.
+    monkeypatch.setitem(run.record["data"], "sha256", "of other data")
+    assert _check._higher(run, table) is None
+
+
 def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
     stage = {
         "standard_error scale": np.array([np.nan, 0.2]),

@@ -18,12 +18,18 @@ from retrodict._kernel import (
     NonlinearGaussianKernel,
 )
 from retrodict._mask import Series, prepare_inputs, prepare_series
-from retrodict._parameters import AbstractParameter, Positive, PositiveTril, unwrap
+from retrodict._parameters import (
+    AbstractParameter,
+    AbstractWhole,
+    Positive,
+    PositiveTril,
+    unwrap,
+)
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import as_real_array, check_count, check_key, check_rows, is_concrete
 
 
-class StateSpaceModel(eqx.Module):
+class StateSpaceModel(AbstractWhole):
     """The joint law χ(x_0) g(x_0, y_0) ∏_{k≥1} m(x_{k-1}, x_k) g(x_k, y_k).
 
     Example:

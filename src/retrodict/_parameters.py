@@ -28,6 +28,25 @@ class AbstractParameter(eqx.Module):
         """What the parameter stands for."""
 
 
+class AbstractTied(AbstractParameter):
+    """A parameter whose value follows from other parts of the `AbstractWhole` that holds it."""
+
+    @property
+    def value(self) -> Any:
+        """Refuse: the value needs the rest of the whole."""
+        raise TypeError(
+            f"{type(self).__name__} has no value by itself: unwrap the whole model that holds it."
+        )
+
+    @abstractmethod
+    def value_in(self, whole: Any) -> Any:
+        """Compute the value from the whole, which still holds its parameters."""
+
+
+class AbstractWhole(eqx.Module):
+    """A module that may hold `AbstractTied` parameters, which `unwrap` computes from it."""
+
+
 class Positive(AbstractParameter):
     """A positive array, softplus of an unconstrained one.
 
@@ -96,6 +115,63 @@ class Bounded(AbstractParameter):
         return jnp.clip(value, np.nextafter(lower, upper), np.nextafter(upper, lower))
 
 
+class StationaryCoefficients(AbstractParameter):
+    """Coefficients φ_1, ..., φ_p of a stationary autoregression, by its partial autocorrelations.
+
+    Any partial autocorrelations strictly between −1 and 1 belong to exactly one stationary
+    autoregression (Barndorff-Nielsen and Schou 1973). They are logistic functions of the stored
+    array, so that an optimiser may move it anywhere.
+
+    Args:
+        value: the coefficients to start from, of shape `(..., p)`.
+    """
+
+    raw: Float[Array, "... p"]
+
+    def __init__(self, value: Any):
+        value = jnp.asarray(value, jnp.result_type(float))
+        partial = partial_autocorrelations(value)
+        if is_concrete(partial) and not bool(np.all(np.abs(np.asarray(partial)) < 1)):
+            raise ValueError(
+                "StationaryCoefficients expects the coefficients of a stationary autoregression,"
+                f" whose partial autocorrelations lie between -1 and 1; got {value} with partial"
+                f" autocorrelations {partial}"
+            )
+        self.raw = jnp.log1p(partial) - jnp.log1p(-partial)
+
+    @property
+    def value(self) -> Float[Array, "... p"]:
+        """The coefficients."""
+        one = np.ones((), self.raw.dtype)
+        limit = np.nextafter(one, 0 * one)
+        # The recursion of Durbin and Levinson, upwards in the order k.
+        coefficients: list[Array] = []
+        for k in range(self.raw.shape[-1]):
+            r = jnp.clip(jnp.tanh(0.5 * self.raw[..., k]), -limit, limit)
+            reversed_ = coefficients[::-1]
+            coefficients = [a - r * b for a, b in zip(coefficients, reversed_, strict=True)]
+            coefficients.append(r)
+        return jnp.stack(coefficients, axis=-1)
+
+
+def partial_autocorrelations(coefficients: Float[Array, "... p"]) -> Float[Array, "... p"]:
+    """Compute the partial autocorrelations of an autoregression from its coefficients.
+
+    Those of a stationary one lie strictly between −1 and 1. Where one does not, those of lower
+    order mean nothing.
+    """
+    rest = [coefficients[..., k] for k in range(coefficients.shape[-1])]
+    partial: list[Array] = []
+    while rest:
+        *rest, r = rest
+        partial.append(r)
+        # (1 − r)(1 + r) keeps its digits near the edge; past it the recursion stays finite.
+        shrink = (1.0 - r) * (1.0 + r)
+        shrink = jnp.where(shrink == 0, 1.0, shrink)
+        rest = [(a + r * b) / shrink for a, b in zip(rest, rest[::-1], strict=True)]
+    return jnp.stack(partial[::-1], axis=-1)
+
+
 class PositiveTril(AbstractParameter):
     """A lower-triangular matrix with a positive diagonal: the Cholesky factor of a covariance.
 
@@ -146,11 +222,21 @@ def unwrap(tree: T) -> T:
     Returns:
         The same pytree with plain arrays where it had parameters.
     """
-    return jax.tree.map(
-        lambda leaf: leaf.value if isinstance(leaf, AbstractParameter) else leaf,
-        tree,
-        is_leaf=lambda leaf: isinstance(leaf, AbstractParameter),
-    )
+    return jax.tree.map(_value_of, tree, is_leaf=_is_unwrapped_at_once)
+
+
+def _value_of(node: Any) -> Any:
+    if isinstance(node, AbstractWhole):
+        return jax.tree.map(
+            lambda part: part.value_in(node) if isinstance(part, AbstractTied) else _value_of(part),
+            node,
+            is_leaf=lambda part: part is not node and _is_unwrapped_at_once(part),
+        )
+    return node.value if isinstance(node, AbstractParameter) else node
+
+
+def _is_unwrapped_at_once(node: Any) -> bool:
+    return isinstance(node, (AbstractParameter, AbstractWhole))
 
 
 def _refuse_unless_positive(value: Array, owner: str, what: str) -> None:

@@ -26,7 +26,8 @@ from retrodict._types import PRNGKey, Scalar
 Loss = Callable[[Any, Any, Any, Any], Scalar]
 """`loss(parameters, data, key, step)`: the loss draws its minibatch from key and step."""
 
-Status = Literal["finished", "stopped early", "diverged"]
+Status = Literal["finished", "converged", "stopped early", "diverged"]
+"""How a fit ended: all steps taken, no step gains any more, given up before that, or not finite."""
 
 MAX_SKIPPED_IN_A_ROW = 100
 """How many steps in a row may have a gradient that is not finite before training ends."""

@@ -112,7 +112,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
 
     def init(self) -> FilterState:
         """Return the prior of λ."""
-        prior = unwrap(self.model.prior)
+        prior = unwrap(self.model).prior
         law = Factored.from_scale(prior.mean, dense_scale(prior.scale_tril))
         return FilterState(law, jnp.zeros((), jnp.int32))
 
@@ -141,7 +141,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         self, embedded: Evidence, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> FilterState:
         """Compute all filtering laws by an associative scan."""
-        prior, kernel = unwrap(self.model.prior), embedded.transition
+        prior, kernel = unwrap(self.model).prior, embedded.transition
         arrays = (kernel.weight, kernel.bias, kernel.scale_tril)
         laws, _ = filter_laws_in_parallel(
             Prior(prior.mean, dense_scale(prior.scale_tril)),

@@ -35,11 +35,14 @@ class EvidenceResult(eqx.Module):
 
     Attributes:
         model: the model with the greatest log-evidence that was seen.
-        history: the log-evidence of each step's series, in nats a time step.
+        history: the log-evidence of each step's series, in nats a time step; of several starts, on
+            the way that ended best.
         log_evidence: the log-evidence of all series under `model` (plus its log prior, if there is
             one), in nats.
         num_skipped: how many steps were skipped since their gradient was not finite.
-        status: how it ended.
+        status: `"converged"` if no step of `"lbfgs"` makes the evidence larger, `"finished"` if all
+            steps were taken, `"stopped early"` if patience ran out or a search along a line failed
+            before that, and `"diverged"` if too many steps were not finite.
     """
 
     model: StateSpaceModel
@@ -63,6 +66,7 @@ def fit_evidence(
     learning_rate: float = 1e-2,
     optimiser: optax.GradientTransformation | Literal["lbfgs"] | None = None,
     log_prior: Callable[[StateSpaceModel], Scalar] | None = None,
+    num_starts: int | None = None,
     patience: int | None = None,
     chunk_size: int = 100,
     progress: bool = True,
@@ -84,9 +88,13 @@ def fit_evidence(
         batch_size: how many series a step sees; all of them if it is left out.
         learning_rate: the largest rate of the default optimiser.
         optimiser: an optax transformation instead; or `"lbfgs"`, which sees all series at each
-            step, takes tens of them whatever the units of the data, and ends by itself.
+            step, searches from several starts, takes tens of steps whatever the units of the data,
+            and ends by itself.
         log_prior: a log density of the parameters, for maximum a posteriori estimates; called with
             the unwrapped model.
+        num_starts: from how many starts `"lbfgs"` searches, the given model first; by default from
+            one or two more for each array that is learned. Parameters that end at the edge of zero
+            are started again from the interior, unless this is 1.
         patience: how many chunks may pass without a better evidence before it stops; not for
             `"lbfgs"`.
         chunk_size: steps between two visits of Python.
@@ -106,7 +114,8 @@ def fit_evidence(
     devices = as_mesh(mesh)
     options = {"mask": mask, "inputs": inputs, "length": length}
     batch, count = counted_for(plain, ys, **options, mesh=devices, owner="fit_evidence")
-    parameters, fixed = eqx.partition(learnable(model), eqx.is_inexact_array)
+    model = learnable(model)
+    parameters, fixed = eqx.partition(model, eqx.is_inexact_array)
     size = count if batch_size is None else min(batch_size, count)
     share = 1.0 / float(Batch(batch, count).num_rows())
     axes = () if devices is None else devices.axis_names
@@ -128,7 +137,15 @@ def fit_evidence(
                 'fit_evidence expects an optax transformation, or "lbfgs" without a batch_size, got'
                 f" {optimiser!r} with batch_size={batch_size}."
             )
-        found = minimise(objective, parameters, source.all(), num_steps=num_steps, show=line)
+        found = minimise(
+            objective,
+            model,
+            source.all(),
+            num_steps=num_steps,
+            share=share,
+            num_starts=num_starts,
+            show=line,
+        )
         return EvidenceResult(
             eqx.combine(found.parameters, fixed),
             -found.losses,

@@ -80,8 +80,8 @@ class FitResult(eqx.Module):
         restart_scores: the best of `held_out` of each start, for as long as it was trained; the
             first is that of `family`.
         num_skipped: how many steps were skipped since their gradient was not finite.
-        status: `"finished"`, `"stopped early"`, or `"diverged"` if too many steps in a row had to
-            be skipped.
+        status: `"finished"` if all steps were taken, `"stopped early"` if patience ran out, or
+            `"diverged"` if too many steps in a row had to be skipped.
     """
 
     family: AbstractFamily

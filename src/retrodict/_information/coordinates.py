@@ -9,7 +9,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict._model import StateSpaceModel, learnable
-from retrodict._parameters import AbstractParameter, Bounded, Frozen, Positive, PositiveTril
+from retrodict._parameters import (
+    AbstractParameter,
+    Bounded,
+    Frozen,
+    Positive,
+    PositiveTril,
+    StationaryCoefficients,
+)
 
 
 class Coordinates(eqx.Module):
@@ -83,7 +90,9 @@ def coordinates_of(model: StateSpaceModel) -> Coordinates:
         place = np.flatnonzero(chosen)
         places.append(jnp.asarray(place))
         owner = owners.get(path[:-1])
-        name = _name(path) if owner is None else _name(path[:-1])
+        # Partial autocorrelations are not the coefficients that are read off them.
+        is_own = owner is None or isinstance(owner, StationaryCoefficients)
+        name = _name(path) if is_own else _name(path[:-1])
         for entry in np.argwhere(chosen).tolist():
             names.append(name + (f"[{','.join(map(str, entry))}]" if entry else ""))
             edges.append(_edges(owner, entry))
@@ -94,6 +103,8 @@ def _edges(owner: Any, entry: list[int]) -> tuple[float | None, float | None]:
     """The ends of the domain of one entry of a parameter."""
     if isinstance(owner, Bounded):
         return owner.lower, owner.upper
+    if isinstance(owner, StationaryCoefficients):
+        return -1.0, 1.0  # of a partial autocorrelation
     if isinstance(owner, Positive) or (isinstance(owner, PositiveTril) and len(set(entry)) == 1):
         return 0.0, None
     return None, None
@@ -122,7 +133,7 @@ def _is_parameter(node: Any) -> bool:
 
 def _is_constrained(node: Any) -> bool:
     """Whether it is one of the library's own parameters, which holds one unconstrained array."""
-    return isinstance(node, (Bounded, Positive, PositiveTril))
+    return isinstance(node, (Bounded, Positive, PositiveTril, StationaryCoefficients))
 
 
 def _name(path: Any) -> str:

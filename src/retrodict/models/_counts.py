@@ -19,6 +19,7 @@ from retrodict.models._equations import (
     persistent,
     positive,
     real,
+    stationary_unless,
 )
 from retrodict.models._start import Sample
 
@@ -86,9 +87,10 @@ def poisson_counts(
         mean: the start of the mean of the log rate.
         persistence: the start of its persistence, between −1 and 1, or 0 and 1 if irregular.
         scale: the start of the scale of its innovations; of a random walk, that of its steps.
-        prior_mean: the mean of the first log rate, the mean if left out; not learned.
-        prior_scale: its scale, that of the stationary law, or 3 for a walk, if left out; not
-            learned.
+        prior_mean: the mean of a Gaussian law of the first log rate; not learned. If it and
+            prior_scale are left out, an AR(1) process starts from its stationary law, which follows
+            its parameters while they are learned.
+        prior_scale: the scale of such a law, 3 for a walk if left out; not learned.
     """
     emission = DistributionKernel(PoissonLaw(), takes_input=exposure)
     starts = (mean, persistence, scale, prior_mean, prior_scale)
@@ -121,9 +123,10 @@ def negative_binomial_counts(
         persistence: the start of its persistence, between −1 and 1, or 0 and 1 if irregular.
         scale: the start of the scale of its innovations; of a random walk, that of its steps.
         concentration: the start of k; the counts are Poisson in the limit of a large one.
-        prior_mean: the mean of the first log rate, the mean if left out; not learned.
-        prior_scale: its scale, that of the stationary law, or 3 for a walk, if left out; not
-            learned.
+        prior_mean: the mean of a Gaussian law of the first log rate; not learned. If it and
+            prior_scale are left out, an AR(1) process starts from its stationary law, which follows
+            its parameters while they are learned.
+        prior_scale: the scale of such a law, 3 for a walk if left out; not learned.
     """
     law = NegativeBinomialLaw(positive(concentration, check_count(obs_dim, "obs_dim")))
     emission = DistributionKernel(law, takes_input=exposure)
@@ -156,9 +159,10 @@ def binomial_counts(
         mean: the start of the mean of the log odds.
         persistence: the start of their persistence, between −1 and 1, or 0 and 1 if irregular.
         scale: the start of the scale of their innovations; of a random walk, that of its steps.
-        prior_mean: the mean of the first log odds, the mean if left out; not learned.
-        prior_scale: their scale, that of the stationary law, or 3 for a walk, if left out; not
-            learned.
+        prior_mean: the mean of a Gaussian law of the first log odds; not learned. If it and
+            prior_scale are left out, an AR(1) process starts from its stationary law, which follows
+            its parameters while they are learned.
+        prior_scale: the scale of such a law, 3 for a walk if left out; not learned.
     """
     if total_count < 0:
         raise ValueError(f"binomial_counts expects total_count of at least 0, got {total_count}.")
@@ -181,19 +185,20 @@ def _counts(
     mean, persistence, scale, prior_mean, prior_scale = starts
     if walk:
         equation = Structural(positive(scale, obs_dim), kind=kind, continuous=irregular)
-        width = 3.0
-    else:
-        phi = persistent(persistence, obs_dim, irregular)
-        means = real(mean, obs_dim)
-        equation = MeanReverting(
-            means, phi, positive(scale, obs_dim), kind=kind, continuous=irregular
+        prior = diffuse(
+            mean if prior_mean is None else prior_mean,
+            3.0 if prior_scale is None else prior_scale,
+            obs_dim,
         )
-        width = np.asarray(scale, float) / np.sqrt(1 - np.asarray(persistence, float) ** 2)
-    prior = diffuse(
-        mean if prior_mean is None else prior_mean,
-        width if prior_scale is None else prior_scale,
-        obs_dim,
-    )
+    else:
+        equation = MeanReverting(
+            real(mean, obs_dim),
+            persistent(persistence, obs_dim, irregular),
+            positive(scale, obs_dim),
+            kind=kind,
+            continuous=irregular,
+        )
+        prior = stationary_unless(prior_mean, prior_scale, equation, obs_dim)
     return StateSpaceModel(prior, kernel_of(equation, irregular), emission)
 
 
@@ -228,10 +233,10 @@ def start_counts(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
         if isinstance(law, NegativeBinomialLaw):
             found["concentration"] = 1 / np.clip(0.5 * excess, 0.02, 10.0)
     step = sample.step(equation.continuous)
-    found |= {"prior.mean": means, "prior.scale_tril.std": spreads}
     if isinstance(equation, Structural):
         return found | {
             "level_scale": 0.2 * spreads / np.sqrt(step),
+            "prior.mean": means,
             "prior.scale_tril.std": 3 * spreads,
         }
     phi = np.full(sample.obs_dim, 0.9) ** (1 / step)

@@ -21,7 +21,15 @@ from retrodict._kernel import (
     LinearGaussianKernel,
     VaryingLinearGaussianKernel,
 )
-from retrodict._parameters import AbstractParameter, Bounded, Frozen, Positive, unwrap
+from retrodict._parameters import (
+    AbstractParameter,
+    AbstractTied,
+    Bounded,
+    Frozen,
+    Positive,
+    partial_autocorrelations,
+    unwrap,
+)
 
 LAG_NOISE = 1e-3
 """The noise of coordinates that only remember, as a share of the noise of what they remember.
@@ -56,6 +64,10 @@ class AbstractEquation(AbstractNamed):
     def at(self, step: Any) -> tuple[Any, Any, Any]:
         """The weight, bias and scale of a step of this length."""
 
+    def stationary(self) -> Gaussian:
+        """Compute the stationary law of the state; most equations have none."""
+        raise TypeError(f"{type(self).__name__} has no stationary law.")
+
     def __call__(self, u: Float[Array, "input"]) -> tuple[Any, Any, Any]:
         """The same with the step as the first input, for `VaryingLinearGaussianKernel`."""
         return self.at(jnp.maximum(u[0], SHORTEST_STEP))
@@ -76,6 +88,30 @@ class Regular(AbstractParameter):
         return LinearGaussianKernel(*unwrap(self.fn).at(jnp.ones(())))
 
 
+class Stationary(AbstractTied):
+    """Stands for the stationary law of a model's transition, as the prior of that model.
+
+    It follows the parameters of the transition while they are learned.
+    """
+
+    def value_in(self, whole: Any) -> Gaussian:
+        """Compute the law from the equation of the model's transition."""
+        return _stationary_law(whole.transition)
+
+
+def _stationary_law(transition: Any) -> Gaussian:
+    if isinstance(transition, Frozen):
+        return jax.tree.map(jax.lax.stop_gradient, _stationary_law(transition.tree))
+    equation = getattr(transition, "fn", None)
+    if not isinstance(equation, AbstractEquation):
+        raise TypeError(
+            "A stationary prior expects the transition of a ready model, got"
+            f" {type(transition).__name__}. Unwrap the model before you replace its transition, or"
+            " give it a Gaussian prior."
+        )
+    return unwrap(equation).stationary()
+
+
 def kernel_of(equation: AbstractEquation, irregular: bool) -> AbstractKernel | Regular:
     """The kernel of an equation: at unit steps, or at steps that come as the first input."""
     return VaryingLinearGaussianKernel(equation) if irregular else Regular(equation)
@@ -91,6 +127,15 @@ class AbstractColumns(AbstractEquation):
     @abstractmethod
     def column(self, step: Any) -> tuple[Array, Array, Array]:
         """The weight, bias and lower factor of one column, whose parameters have lost the axis."""
+
+    def stationary_column(self) -> tuple[Array, Array]:
+        """Compute the mean and the lower factor of the stationary law of one column."""
+        raise TypeError(f"{type(self).__name__} has no stationary law.")
+
+    def stationary(self) -> Gaussian:
+        """Compute the stationary law of all columns side by side."""
+        means, scales = jax.vmap(lambda equation: equation.stationary_column())(self)
+        return Gaussian(means.reshape(-1), block_diagonal(scales))
 
     def at(self, step: Any) -> tuple[Array, Array, Array]:
         """All columns side by side."""
@@ -195,6 +240,17 @@ class MeanReverting(AbstractColumns):
         bias = self.mean * (1 - weight)
         return weight.reshape(1, 1), bias.reshape(1), scale.reshape(1, 1)
 
+    def stationary_column(self) -> tuple[Array, Array]:
+        """N(mean, scale² / (1 − persistence²)), the same for steps of any length.
+
+        The second coordinate, if there is one, is independent of the first at the same time.
+        """
+        std = self.scale / jnp.sqrt((1 - self.persistence) * (1 + self.persistence))
+        if not self.augmented:
+            return self.mean.reshape(1), std.reshape(1, 1)
+        mean = jnp.stack([self.mean, jnp.zeros_like(self.mean)])
+        return mean, jnp.diag(jnp.stack([std, jnp.ones_like(std)]))
+
 
 class Lagged(AbstractColumns):
     """An AR(p) process for each column, in companion form.
@@ -220,6 +276,40 @@ class Lagged(AbstractColumns):
         weight = jnp.eye(order, k=-1).at[0].set(self.coefficients)
         bias = jnp.zeros(order).at[0].set(self.mean * (1 - jnp.sum(self.coefficients)))
         return weight, bias, jnp.diag(self.scale * remembering(order))
+
+    def stationary_column(self) -> tuple[Array, Array]:
+        """The law of p neighbours in time of the autoregression, without the memory's noise.
+
+        With partial autocorrelations r_k, the best prediction of a value from k neighbours has the
+        coefficients a^(k) of the autoregression of order k and the error variance
+
+            v_k = scale² / ∏_{j>k} (1 − r_j²).
+
+        The errors e_k = z_k − Σ_j a_j^(k) z_{k-j} of values z_0, z_1, ... in their order in time
+        are uncorrelated. They solve a unit lower-triangular system, and its inverse times √v_k is
+        the Cholesky factor. Reversed in time, the process has the same law: so the same factor
+        serves for the state, whose first coordinate is the latest. No covariance is factored, and
+        nothing breaks where a root of the process comes close to the unit circle.
+        """
+        order = self.coefficients.shape[0]
+        partial = partial_autocorrelations(self.coefficients)
+        least = 4.0 * order * jnp.finfo(partial.dtype).eps
+        shrink = jnp.maximum((1 - partial) * (1 + partial), least)
+        # log v_k relative to scale², from the last order down.
+        above = jnp.cumsum(jnp.log(shrink[::-1]))[::-1]
+        std = self.scale * jnp.exp(-0.5 * above)
+        rows, prediction = [], []
+        for k in range(order):
+            # x_k = Σ_j a_j x_{k-j} + e_k, and earlier x are sums of earlier errors.
+            row = jnp.zeros(order, std.dtype).at[k].set(1.0)
+            for a, earlier in zip(prediction, rows[::-1], strict=True):
+                row = row + a * earlier
+            rows.append(row)
+            r = partial[k]
+            prediction = [a - r * b for a, b in zip(prediction, prediction[::-1], strict=True)] + [
+                r
+            ]
+        return jnp.full(order, self.mean), jnp.stack(rows) * std[None]
 
 
 class ConstantVelocity(AbstractEquation):
@@ -299,6 +389,23 @@ def diffuse(mean: Any, scale: Any, state_dim: int) -> Frozen:
     """A Gaussian prior with independent coordinates, which is not learned."""
     scale = Positive(np.broadcast_to(np.asarray(scale, float), (state_dim,)))
     return Frozen(Gaussian(real(mean, state_dim), Diagonal(scale)))
+
+
+def stationary_unless(mean: Any, scale: Any, start: Any, state_dim: int) -> Stationary | Frozen:
+    """The stationary law, or a fixed Gaussian if a mean or a scale of the prior is given.
+
+    Args:
+        mean: the mean of the prior, or `None`.
+        scale: its scale, or `None`.
+        start: the equation, whose stationary law fills in what is not given.
+        state_dim: the dimension of the state.
+    """
+    if mean is None and scale is None:
+        return Stationary()
+    law = unwrap(start).stationary()
+    return diffuse(
+        law.mean if mean is None else mean, law.std if scale is None else scale, state_dim
+    )
 
 
 def real(value: Any, *shape: int) -> Array:

@@ -12,9 +12,19 @@ import numpy as np
 from jaxtyping import Array
 
 from retrodict._model import StateSpaceModel
-from retrodict._parameters import AbstractParameter, Bounded, Frozen, Positive, PositiveTril
+from retrodict._parameters import (
+    AbstractParameter,
+    Bounded,
+    Frozen,
+    Positive,
+    PositiveTril,
+    StationaryCoefficients,
+)
 from retrodict.models._equations import AbstractNamed
 from retrodict.models._errors import ModelError, nearest
+
+CONSTRAINED = (Positive, PositiveTril, Bounded, StationaryCoefficients)
+"""Parameters that hold one unconstrained array."""
 
 ENTRY = re.compile(r"(?P<name>.*)\[(?P<index>\d+(?:,\d+)*)\]")
 
@@ -83,7 +93,8 @@ def parameter_domains(model: StateSpaceModel) -> dict[str, tuple[float, float]]:
 
     Returns:
         By the names of `named_parameters` with `fixed=True, entries=True`: (0, ∞) of scales, bounds
-        of what is `Bounded`, and (−∞, ∞) of all else.
+        of what is `Bounded`, (−1, 1) of the last coefficient of an autoregression, and (−∞, ∞) of
+        all else.
     """
     found = {}
     for name, place in _places(model).items():
@@ -96,6 +107,8 @@ def parameter_domains(model: StateSpaceModel) -> dict[str, tuple[float, float]]:
 def _domain(node: Any, index: tuple[int, ...]) -> tuple[float, float]:
     if isinstance(node, Bounded):
         return node.lower, node.upper
+    if isinstance(node, StationaryCoefficients) and index[-1] == node.raw.shape[-1] - 1:
+        return -1.0, 1.0  # the last coefficient is a partial autocorrelation; the others are free
     if isinstance(node, Positive) or (isinstance(node, PositiveTril) and len(set(index)) == 1):
         return 0.0, math.inf
     return -math.inf, math.inf
@@ -188,7 +201,7 @@ def _walk(node: Any, path: tuple[Any, ...], short: str | None, fixed: bool) -> I
     if isinstance(node, Frozen):
         tree = jax.tree_util.GetAttrKey("tree")
         yield from _walk(node.tree, (*path, tree), short, True)
-    elif isinstance(node, (Positive, PositiveTril, Bounded)) or eqx.is_inexact_array(node):
+    elif isinstance(node, CONSTRAINED) or eqx.is_inexact_array(node):
         yield _Place(path, short, node, fixed)
     elif node is not None:
         children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda n: n is not node)
@@ -231,7 +244,7 @@ def _replaced(name: str, node: Any, value: Any) -> Any:
             raise ValueError("it must be finite")
         if isinstance(node, Bounded):
             return Bounded(array, node.lower, node.upper)
-        if isinstance(node, (Positive, PositiveTril)):
+        if isinstance(node, (Positive, PositiveTril, StationaryCoefficients)):
             return type(node)(array)
         return array
     except (TypeError, ValueError) as error:

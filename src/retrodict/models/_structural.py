@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from retrodict._model import StateSpaceModel
+from retrodict._parameters import StationaryCoefficients
 from retrodict._validate import check_count
 from retrodict.models._equations import (
     Lagged,
@@ -16,6 +17,7 @@ from retrodict.models._equations import (
     persistent,
     positive,
     real,
+    stationary_unless,
 )
 from retrodict.models._start import (
     PRIOR_WIDTH,
@@ -180,16 +182,26 @@ def autoregressive(
     persistence: Any = 0.5,
     scale: Any = 1.0,
     obs_scale: Any = 0.1,
-    prior_mean: Any = 0.0,
-    prior_scale: Any = 10.0,
+    prior_mean: Any = None,
+    prior_scale: Any = None,
 ) -> StateSpaceModel:
     """An autoregression around a mean, seen with noise.
 
         x_t = mean + Σ_{i=1}^p φ_i (x_{t-i} − mean) + scale η_t,    y_t = x_t + obs_scale ε_t
 
     For p = 1, φ is called `persistence` and lies between −1 and 1. For more lags the state is
-    (x_t, ..., x_{t-p+1}), the φ are called `coefficients`, are free, and start as (persistence, 0,
-    ..., 0); the lags move with a thousandth of the noise, so that the transition has a density.
+    (x_t, ..., x_{t-p+1}), the φ are called `coefficients` and start as (persistence, 0, ..., 0);
+    they are learned by their partial autocorrelations, so that the autoregression stays stationary.
+    The lags move with a thousandth of the noise, so that the transition has a density.
+
+    The first state has the stationary law of the autoregression. It has no parameters of its own,
+    and follows those of the autoregression while they are learned.
+
+    Example:
+        >>> import retrodict as rd
+        >>> model = rd.models.autoregressive(persistence=0.6, scale=0.8)
+        >>> round(float(rd.unwrap(model).prior.std[0]), 6)  # 0.8 / √(1 − 0.6²)
+        1.0
 
     Args:
         order: p.
@@ -200,8 +212,9 @@ def autoregressive(
         persistence: the start of φ_1.
         scale: the start of the scale of the innovations.
         obs_scale: the start of the scale of the noise.
-        prior_mean: the mean of the first state; not learned.
-        prior_scale: its scale; not learned.
+        prior_mean: the mean of a Gaussian law of the first state instead; not learned.
+        prior_scale: the scale of such a law, with independent coordinates; not learned. If only one
+            of the two is given, the other is that of the stationary law of the starting values.
     """
     obs_dim, order = check_count(obs_dim, "obs_dim"), check_count(order, "order")
     if order > 1 and irregular:
@@ -212,9 +225,9 @@ def autoregressive(
         equation = MeanReverting(mean, phi, scale, continuous=irregular)
     else:
         start = real(0.0, obs_dim, order).at[:, 0].set(real(persistence, obs_dim))
-        equation = Lagged(mean, start, scale)
+        equation = Lagged(mean, StationaryCoefficients(start), scale)
     return StateSpaceModel(
-        diffuse(prior_mean, prior_scale, obs_dim * order),
+        stationary_unless(prior_mean, prior_scale, equation, obs_dim * order),
         kernel_of(equation, irregular),
         observed(obs_scale, obs_dim, [1] + [0] * (order - 1)),
     )
@@ -252,8 +265,6 @@ def start_autoregressive(model: StateSpaceModel, sample: Sample) -> dict[str, An
     found: dict[str, Any] = {
         "mean": [centre(column) for column in seen],
         "obs_scale": 0.3 * spreads,
-        "prior.mean": np.repeat([centre(column) for column in seen], width),
-        "prior.scale_tril.std": np.repeat(spreads, width),
     }
     if width == 1:
         step = sample.step(equation.continuous)

@@ -15,7 +15,7 @@ import jax
 from retrodict._model import StateSpaceModel
 from retrodict._types import PRNGKey
 from retrodict.models._errors import ModelError, nearest
-from retrodict.models._parameters import fix_parameters, with_parameters
+from retrodict.models._parameters import fix_parameters, named_parameters, with_parameters
 from retrodict.models._registry import (
     check_options,
     option_from_text,
@@ -121,11 +121,13 @@ class ModelSpec:
         return ready_model(self.name).build(self.options, obs_dim=obs_dim, key=key)
 
     def _finished(self, model: StateSpaceModel) -> StateSpaceModel:
-        for name, value in self.start.items():
-            try:
-                model = with_parameters(model, {name: value})
-            except ModelError as error:
-                raise ModelError(f"{self.reference}: model.start.{name}: {error}") from error
+        # All at once: entries of one parameter may be valid together and not one by one.
+        try:
+            model = with_parameters(model, self.start)
+        except ModelError as error:
+            name = next((name for name in self.start if f" {name}" in f" {error}"), None)
+            where = "model.start" if name is None else f"model.start.{name}"
+            raise ModelError(f"{self.reference}: {where}: {error}") from error
         return fix_parameters(model, self.fixed)
 
     def with_options(self, texts: Iterable[str]) -> "ModelSpec":
@@ -349,7 +351,8 @@ def _check_ready(spec: ModelSpec, where: str) -> None:
     for name, value in spec.start.items():
         try:
             # Lists have the length of the data's columns, which are not known yet.
-            with_parameters(model, {name: value} if not isinstance(value, list) else {name: 0.5})
+            known = named_parameters(model, fixed=True).get(name, 0.5)
+            with_parameters(model, {name: known if isinstance(value, list) else value})
         except ModelError as error:
             raise ModelError(f"{where}: model.start.{name}: {error}") from error
     for name in spec.fixed:

@@ -15,11 +15,11 @@ from retrodict.models._equations import (
     LEVERAGE_SHARE,
     AbstractNamed,
     MeanReverting,
-    diffuse,
     kernel_of,
     persistent,
     positive,
     real,
+    stationary_unless,
 )
 from retrodict.models._start import Sample
 
@@ -79,8 +79,8 @@ def stochastic_volatility(
     standard normal with correlation c ρ/c = ρ; both noises have a density, and ρ is a parameter of
     the emission alone. It asks for |ρ| < 0.9 < c.
 
-    The first log variance has the stationary law of the values that the model is built with, or
-    starts from; it is not learned.
+    The first log variance has the stationary law of the process, which follows its parameters while
+    they are learned.
 
     Args:
         leverage: whether there is such a correlation.
@@ -91,8 +91,9 @@ def stochastic_volatility(
         persistence: the start of its persistence, between −1 and 1, or 0 and 1 if irregular.
         scale: the start of the scale of its innovations.
         correlation: the start of ρ.
-        prior_mean: the mean of the first log variance instead; not learned.
-        prior_scale: its scale instead; not learned.
+        prior_mean: the mean of a Gaussian law of the first log variance instead; not learned.
+        prior_scale: the scale of such a law; not learned. If only one of the two is given, the
+            other is that of the stationary law of the starting values.
     """
     obs_dim = check_count(obs_dim, "obs_dim")
     if leverage and irregular:
@@ -108,17 +109,14 @@ def stochastic_volatility(
         augmented=leverage,
         continuous=irregular,
     )
-    means = mean if prior_mean is None else prior_mean
-    scales = prior_scale
-    if scales is None:
-        scales = np.asarray(scale, float) / np.sqrt(1 - np.asarray(persistence, float) ** 2)
-    if not leverage:
-        prior, emission = diffuse(means, scales, obs_dim), VolatilityEmission()
-    else:
-        means, scales = _beside(means, 0.0, obs_dim), _beside(scales, 1.0, obs_dim)
-        prior = diffuse(means, scales, 2 * obs_dim)
+    if leverage:
+        prior_mean = None if prior_mean is None else _beside(prior_mean, 0.0, obs_dim)
+        prior_scale = None if prior_scale is None else _beside(prior_scale, 1.0, obs_dim)
         rho = Bounded(real(correlation, obs_dim), -LARGEST_LEVERAGE, LARGEST_LEVERAGE)
         emission = VolatilityEmission(rho)
+    else:
+        emission = VolatilityEmission()
+    prior = stationary_unless(prior_mean, prior_scale, equation, (1 + leverage) * obs_dim)
     return StateSpaceModel(prior, kernel_of(equation, irregular), emission)
 
 
@@ -138,12 +136,8 @@ def start_volatility(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
         "mean": means,
         "persistence": phi,
         "scale": spreads * np.sqrt(1 - phi**2),
-        "prior.mean": means,
-        "prior.scale_tril.std": spreads,
     }
     if equation.augmented:
-        found["prior.mean"] = _beside(means, 0.0, sample.obs_dim)
-        found["prior.scale_tril.std"] = _beside(spreads, 1.0, sample.obs_dim)
         found["leverage"] = np.full(sample.obs_dim, -0.1)
     return found
 

@@ -15,7 +15,7 @@ from retrodict.runs._folder import TRAINING, RunError
 from retrodict.runs._learning import Learning
 from retrodict.runs._record import Run, open_run, write
 
-OF_THE_FIT = ("total", "rows", "rows_observed", "status", "distance")
+OF_THE_FIT = ("total", "rows", "rows_observed", "status", "distance", "search")
 """What was found at the parameters as they were fitted, and does not hold for others."""
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import retrodict as rd
-from retrodict import data
+from retrodict import data, models
 from retrodict._workspace import Progress, Quiet
 from retrodict.runs._answer import impute
 from retrodict.runs._record import Run
@@ -27,12 +27,22 @@ DOUBTFUL, BAD = 1e-2, 1e-4
 
 HIDDEN_SHARE, FEWEST_HIDDEN = 0.1, 20
 
-NUM_CHECKS = 3
+NUM_CHECKS = 4
 """How many stages a check has, for those who tell how far it is."""
 
 NEAR_MAXIMUM, FAR_FROM_MAXIMUM = 0.3, 2.0
 """How many standard errors from a maximum do not matter: the likelihood there is larger by 0.045
 nats; and from how many on parameters are no estimates."""
+
+LARGER, MUCH_LARGER = 0.1, 2.0
+"""By how many nats another maximum may be higher without a doubt, and from how many on the
+parameters are no estimates."""
+
+STEPS_OF_SEARCH = 60
+"""Steps of that search, which needs to leave a maximum and not to reach another."""
+
+MOST_ROWS_OF_SEARCH = 100_000
+"""Longer tables are not searched again for a higher maximum."""
 
 T = TypeVar("T")
 
@@ -133,9 +143,10 @@ def check(
 ) -> Check:
     """Look for what is wrong with a run on a table.
 
-    Parameters are to be at a maximum of the likelihood. The posterior is compared with importance
-    weights and a particle smoother; the model by one-step-ahead residuals and by points that are
-    hidden from it. Of many series the longest are looked at, of long ones the last rows.
+    Parameters are to be at a maximum of the likelihood, and where it is exact and the table is that
+    of the fit, other starts are to find none that is higher. The posterior is compared with
+    importance weights and a particle smoother; the model by one-step-ahead residuals and by points
+    that are hidden from it. Of many series the longest are looked at, of long ones the last rows.
 
     Args:
         run: the run.
@@ -160,7 +171,7 @@ def check(
         return found
 
     findings = [
-        *_fitted(run),
+        *stage("the parameters", lambda: _fitted(run, _higher(run, table))),
         *stage(
             "the posterior",
             lambda: [
@@ -182,10 +193,50 @@ def _finite(number: Any) -> float | int | bool | None:
     return float(number) if np.isfinite(number) else None
 
 
-def _fitted(run: Run) -> list[Finding]:
-    """Whether the parameters are estimates: what their standard errors found on the way."""
+def _higher(run: Run, table: data.Table) -> float | None:
+    """By how many nats a maximum found from other starts is higher; `None` if none was searched.
+
+    The curvature at the parameters does not tell: where a scale was driven to zero the likelihood
+    is flat, and far from there it may be much larger.
+    """
+    results = run.record["results"]
+    same = run.record["data"]["sha256"] == table.summary.fingerprint
+    if not run.is_exact or not same or results.get("total") is None:
+        return None
+    if table.summary.num_rows > MOST_ROWS_OF_SEARCH or not models.named_parameters(run.model):
+        return None
+    options = table.batch()
+    found = rd.fit_evidence(
+        jax.random.key(0),
+        run.model,
+        options.pop("ys"),
+        optimiser="lbfgs",
+        num_steps=STEPS_OF_SEARCH,
+        progress=False,
+        **options,
+    )
+    return found.log_evidence - results["total"]
+
+
+def _fitted(run: Run, higher: float | None = None) -> list[Finding]:
+    """Whether the parameters are estimates: what their standard errors found on the way.
+
+    Args:
+        run: the run.
+        higher: by how many nats another maximum is higher; `None` if none was searched for.
+    """
     results = run.record["results"]
     name, status = "parameters at a maximum of the likelihood", results.get("status")
+    if higher is not None and higher > LARGER:
+        return [
+            Finding(
+                name,
+                f"another start finds a log-likelihood that is higher by {higher:.3g}",
+                "these are not the values that make the data most likely: fit again, or from"
+                " another start",
+                "bad" if higher > MUCH_LARGER else "doubtful",
+            )
+        ]
     if status == "not at a maximum":
         far = results["distance"]
         if far <= NEAR_MAXIMUM:

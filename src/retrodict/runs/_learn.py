@@ -113,9 +113,10 @@ def fit(
     folder = Folder(out, settings, progress or Quiet())
     exact = model.is_linear_gaussian
     if exact:
-        model, history, total = _by_evidence(folder, learn_key, model, table)
+        model, history, total, search = _by_evidence(folder, learn_key, model, table)
         trained, rest = None, np.zeros(0)
     else:
+        search = None
         model, history, total = _by_elbo(folder, learn_key, model, table, num_steps)
         trained, rest = _amortised(folder, train_key, model, table, family, num_steps)
     # The library counts nats by time step; people ask what a row in which something was seen adds.
@@ -137,6 +138,7 @@ def fit(
             "rows_observed": table.summary.num_rows_observed,
             "seconds": round(folder.seconds, 1),
             "parameters": parameters,
+            "search": search,
             **uncertainty,
         },
     }
@@ -391,8 +393,8 @@ def _num_observed(model: rd.StateSpaceModel, num_inputs: int) -> int:
 
 def _by_evidence(
     folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable
-) -> tuple[rd.StateSpaceModel, np.ndarray, float]:
-    """The model of greatest evidence, the way there, and its evidence."""
+) -> tuple[rd.StateSpaceModel, np.ndarray, float, str]:
+    """Return the model of greatest evidence, the way there, its evidence and a status."""
     options = table.batch()
     ys = options.pop("ys")
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
@@ -413,12 +415,16 @@ def _by_evidence(
             **{f"leaf {i}": leaf for i, leaf in enumerate(kept)},
             "history": found.history,
             "log_evidence": found.log_evidence,
+            "status": np.array(found.status),
         }
 
     stage = folder.stage("the parameters, by their evidence", compute)
     kept = [jnp.asarray(stage[f"leaf {i}"], leaf.dtype) for i, leaf in enumerate(leaves)]
     fitted = eqx.combine(jax.tree.unflatten(structure, kept), rest)
-    return fitted, stage["history"], float(stage["log_evidence"])
+    status = str(stage["status"]) if "status" in stage else "finished"
+    if status != "converged":
+        folder.progress.say(f"The search for the parameters {status} before it converged.")
+    return fitted, stage["history"], float(stage["log_evidence"]), status
 
 
 def _by_elbo(

@@ -183,6 +183,8 @@ def _line(
     if not np.isnan(error):
         return {}
     edge = min(domain, key=lambda end: abs(end - value))
+    if not np.isfinite(edge):
+        return {"edge": "stationarity"}
     return {"edge": "zero" if edge == 0 else f"{edge:g}"}
 
 
