@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from retrodict._gaussian import Gaussian, Scale, check_scale, scale_dim
+from retrodict._gaussian import Gaussian, Scale, as_scale, check_scale, scale_dim
 from retrodict._kernel._base import AbstractGaussianKernel, given
 from retrodict._parameters import unwrap
 
@@ -30,7 +30,7 @@ class NonlinearGaussianKernel(AbstractGaussianKernel):
     """
 
     fn: Callable[..., Any]
-    scale_tril: Scale
+    scale_tril: Scale = eqx.field(converter=as_scale)
     takes_input: bool = eqx.field(static=True, default=False)  # pyright: ignore
     curvature: Callable[..., Any] | None = None
 
