@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from retrodict._devices import automatic, to_hosts
 from retrodict._validate import (
     as_boolean_array,
     as_real_array,
@@ -153,6 +154,88 @@ def prepare_inputs(
         array = jnp.where((jnp.arange(num_times) < length)[:, None], array, array[0])
     check_finite(array, "inputs")
     return array
+
+
+def prepare_batch(
+    ys: Any, *, mask: Any, inputs: Any, length: Any, takes_input: bool, owner: str
+) -> Series:
+    """Check a batch of series as `prepare_series` checks one; its arrays lead with an axis `batch`.
+
+    Arrays that lie on the devices of several processes are checked where they lie.
+
+    Args:
+        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for a single series.
+        mask: true where an entry was seen, of the shape of `ys`.
+        inputs: inputs, of shape `(batch, time, input)`, or `(time, input)` for all series.
+        length: how many rows exist, one integer per series or one for all.
+        takes_input: whether the model reads inputs.
+        owner: the verb, for messages.
+
+    Raises:
+        ValueError: if shapes do not fit, or values are infinite.
+        TypeError: if an array is of the wrong type.
+    """
+    ys, mask, inputs, length = automatic((ys, mask, inputs, length))
+    values = as_real_array(ys, "ys", missing=True)
+    if values.ndim not in (2, 3) or 0 in values.shape:
+        raise ValueError(
+            f"{owner} expects ys of shape (batch, time, obs), or (time, obs) for one series, got"
+            f" shape {values.shape}."
+        )
+    seen = observed_entries(values, mask)
+    if values.ndim == 2:
+        values, seen = values[None], None if seen is None else seen[None]
+    lengths = _lengths(length, *values.shape[:2])
+    if lengths is not None:
+        exists = (np.arange(values.shape[1])[None] < lengths[:, None])[:, :, None]
+        seen = jnp.broadcast_to(exists, values.shape) if seen is None else seen & exists
+    values = values if seen is None else jnp.where(seen, values, 0.0)
+    check_finite(values, "ys", allow_nan=True)
+    return jax.vmap(Series)(
+        values,
+        None if seen is None or seen.all() else seen,
+        _batch_of_inputs(inputs, values.shape[:2], lengths, takes_input, owner),
+        None if lengths is None else jnp.asarray(lengths),
+    )
+
+
+def _lengths(length: Any, batch: int, time: int) -> np.ndarray | None:
+    if length is None:
+        return None
+    lengths = np.asarray(to_hosts(length))
+    if not np.issubdtype(lengths.dtype, np.integer) or lengths.shape not in ((), (batch,)):
+        raise TypeError(
+            f"length must be one integer, or one per series, of which there are {batch}, got shape"
+            f" {lengths.shape} of dtype {lengths.dtype}."
+        )
+    if lengths.min() < 1 or lengths.max() > time:
+        raise ValueError(
+            f"length must lie between 1 and {time} rows, got {lengths.min()} to {lengths.max()}."
+        )
+    return np.broadcast_to(lengths, (batch,))
+
+
+def _batch_of_inputs(
+    inputs: Any,
+    shape: tuple[int, ...],
+    lengths: np.ndarray | None,
+    takes_input: bool,
+    owner: str,
+) -> Array | None:
+    if (inputs is not None) != takes_input:
+        needs = "needs inputs, and none were given" if takes_input else "reads no inputs"
+        raise ValueError(f"{owner}: the model {needs}.")
+    if inputs is None:
+        return None
+    us = as_real_array(inputs, "inputs")
+    us = jnp.broadcast_to(us, (shape[0], *us.shape)) if us.ndim == 2 else us
+    if us.ndim != 3 or us.shape[:2] != tuple(shape):
+        raise ValueError(f"inputs must have shape ({shape[0]}, {shape[1]}, input), got {us.shape}.")
+    if lengths is not None:
+        exists = jnp.arange(shape[1])[None] < lengths[:, None]
+        us = jnp.where(exists[:, :, None], us, us[:, :1])
+    check_finite(us, "inputs")
+    return us
 
 
 def observed_entries(ys: Array, mask: Any | Literal[True], name: str = "ys") -> Array | None:

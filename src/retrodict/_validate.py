@@ -90,8 +90,8 @@ def _as_numpy(value: Any, name: str, missing: bool) -> np.ndarray:
             where = tuple(int(i) for i in np.argwhere(np.ma.getmaskarray(array))[0])
             raise ValueError(f"{name} must not have missing entries, got one at index {where}.")
         if array.dtype.kind in "biu" or jnp.issubdtype(array.dtype, jnp.floating):
-            array = array if array.dtype in (np.float32, np.float64) else array.astype(float)
-            return array.filled(np.nan)
+            narrow = array.dtype not in (np.float32, np.float64)
+            return np.ma.filled(array.astype(float) if narrow else array, np.nan)
     return array.data
 
 
@@ -105,7 +105,7 @@ def _stacked(value: Any) -> Any:
 
 def _of_columns(frame: Any) -> np.ndarray:
     """Return the values of a frame or series of pandas or polars, or of an array of xarray."""
-    types = getattr(frame, "dtypes", None)
+    types: Any = getattr(frame, "dtypes", None)
     types = list(types) if hasattr(types, "__iter__") else [getattr(frame, "dtype", None)]
     if any(getattr(kind, "na_value", None) is not None for kind in types):
         # Nullable types of pandas become arrays of objects where an entry is null.

@@ -166,7 +166,6 @@ class OnlineSmoother(eqx.Module):
 
     def _row(self, y: Any, mask: Any, u: Any) -> Observations:
         """One row, checked as a series of one."""
-
         y, u = convert_row(y, mask, u)
         series = prepare_data(self.filter.model, y[None], inputs=None if u is None else u[None])
         data = Observations(series.ys, series.mask, series.inputs)
