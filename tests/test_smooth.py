@@ -278,7 +278,7 @@ def test_a_trained_family_knows_both_modes():
         ({"num_steps": 0}, ValueError, "num_steps must be at least 1"),
         ({"inputs": np.zeros((N, 1))}, ValueError, "smooth: the model reads no inputs"),
         ({"mask": np.ones(N, bool)}, ValueError, "boolean of the shape of ys"),
-        ({"length": N + 1}, ValueError, "lengths must lie between 1 and 30"),
+        ({"length": N + 1}, ValueError, "length must lie between 1 and 30"),
     ],
 )
 @pytest.mark.usefixtures("untyped")

@@ -26,7 +26,7 @@ from retrodict._gaussian import Gaussian
 from retrodict._kernel import (
     LinearGaussianKernel,
 )
-from retrodict._mask import Series, convert_row
+from retrodict._mask import Series, convert_row, prepare_length
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import Frozen, unwrap
 from retrodict._sharded import Parallel
@@ -266,6 +266,7 @@ def _default_estimator(model: StateSpaceModel, chain: AbstractBackwardChain) -> 
 def common_length(chain: AbstractBackwardChain, length: Any) -> Any:
     """The length of the series, that of the chain; refused if the two are known to differ."""
     own = getattr(chain, "length", None)
+    length = prepare_length(length, chain.num_times)
     if length is None:
         return own
     if own is None:

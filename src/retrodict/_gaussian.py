@@ -36,7 +36,7 @@ class Diagonal(eqx.Module):
         std = shape_of(self.std)
         if std is not None and len(std) != 1:
             raise ValueError(
-                f"Diagonal expects a vector of standard deviations, got shape {std}."
+                f"Diagonal expects std to be a vector of standard deviations, got shape {std}."
                 " For a dense scale, pass its lower Cholesky factor itself."
             )
         values = known_values(unwrap(self.std))
@@ -73,6 +73,8 @@ def as_scale(scale: Any) -> Scale:
     scale = as_parameter(scale, "scale_tril")
     if isinstance(scale, AbstractParameter) or scale.ndim != 2:
         return scale
+    if scale.shape[0] == scale.shape[1]:
+        check_lower("scale_tril", scale)
     values = known_values(scale)
     if values is None or not np.any(np.diagonal(values) < 0):
         return scale
@@ -151,8 +153,8 @@ class Gaussian(eqx.Module):
     scale_tril: Scale = eqx.field(converter=as_scale)
 
     def __check_init__(self) -> None:
-        mean, dim = shape_of(self.mean), scale_dim(self.scale_tril)
-        if mean is None or dim is None:
+        mean = shape_of(self.mean)
+        if mean is None:
             return
         if len(mean) != 1:
             raise ValueError(
@@ -324,7 +326,7 @@ def check_scale(owner: str, scale: Scale, dim: int) -> None:
             f"{owner} expects scale_tril of shape ({dim}, {dim}), a lower Cholesky factor, got"
             f" {got}. For independent coordinates pass Diagonal(std)."
         )
-    check_lower(owner, scale)
+    check_lower("scale_tril", scale)
 
 
 def factor_of_covariance(owner: str, covariance: Any) -> Float[Array, "d d"]:

@@ -228,9 +228,12 @@ def _batch_of_inputs(
     if inputs is None:
         return None
     us = as_real_array(inputs, "inputs")
-    us = jnp.broadcast_to(us, (shape[0], *us.shape)) if us.ndim == 2 else us
-    if us.ndim != 3 or us.shape[:2] != tuple(shape):
-        raise ValueError(f"inputs must have shape ({shape[0]}, {shape[1]}, input), got {us.shape}.")
+    if us.ndim not in (2, 3) or us.shape[:-1] not in (tuple(shape), tuple(shape[1:])):
+        raise ValueError(
+            f"inputs must have shape ({shape[0]}, {shape[1]}, input), or ({shape[1]}, input) for"
+            f" all series, got {us.shape}."
+        )
+    us = jnp.broadcast_to(us, (*shape, us.shape[-1]))
     if lengths is not None:
         exists = jnp.arange(shape[1])[None] < lengths[:, None]
         us = jnp.where(exists[:, :, None], us, us[:, :1])

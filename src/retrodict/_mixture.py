@@ -54,7 +54,7 @@ class GaussianMixture(eqx.Module):
                 " (component, d) and scale_trils of shape (component, d, d), got"
                 f" {weights}, {means} and {scales}."
             )
-        check_lower("GaussianMixture", self.scale_trils)
+        check_lower("scale_trils", self.scale_trils)
         known = known_values(self.log_weights)
         totals = None if known is None else np.exp(np.asarray(known, float)).sum(axis=-1)
         if totals is not None and np.any(np.abs(totals - 1) > 1e-3):

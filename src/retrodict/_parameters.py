@@ -109,7 +109,7 @@ class PositiveTril(AbstractParameter):
         value = _start(value, "PositiveTril")
         if value.ndim != 2 or value.shape[0] != value.shape[1]:
             raise ValueError(f"PositiveTril expects a square matrix, got shape {value.shape}.")
-        check_lower("PositiveTril", value)
+        check_lower("The value of PositiveTril", value)
         diagonal = jnp.diagonal(value)
         _refuse_unless_positive(diagonal, "PositiveTril", "a diagonal")
         self.raw = jnp.tril(value, -1) + jnp.diag(_inverse_softplus(diagonal))
@@ -168,11 +168,11 @@ def as_parameter(value: Any, name: str) -> Any:
     return value if isinstance(value, AbstractParameter) else as_real_array(value, name)
 
 
-def check_lower(owner: str, factor: Any) -> None:
+def check_lower(name: str, factor: Any) -> None:
     """Refuse a factor with known entries above its diagonal, which would be cut off.
 
     Args:
-        owner: the class that was given the factor, for messages.
+        name: the name of the argument, for messages.
         factor: one square matrix or a batch of them.
     """
     values = known_values(factor)
@@ -181,7 +181,7 @@ def check_lower(owner: str, factor: Any) -> None:
     above = np.triu(values, 1)
     if np.any((above != 0) & ~np.isnan(above)):
         raise ValueError(
-            f"{owner} expects a lower Cholesky factor, zero above its diagonal, got\n{values}.\n"
+            f"{name} must be a lower Cholesky factor, zero above its diagonal, got\n{values}.\n"
             "For a covariance use Gaussian.from_covariance, LinearGaussianKernel.from_covariance or"
             " jnp.linalg.cholesky; transpose an upper factor."
         )

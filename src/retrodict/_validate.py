@@ -55,10 +55,16 @@ def as_real_array(value: Any, name: str, *, missing: bool = False) -> Array:
         raise TypeError(
             f"{name} must be an array of numbers, got {_described(value)}dtype {array.dtype}."
         )
-    if array.dtype not in (np.float32, np.float64):
-        array = array.astype(jnp.result_type(float))
-    # JAX accepts neither the other byte order nor, from NumPy, a reference that may change.
-    return array if isinstance(array, jax.Array) else jnp.array(_in_native_order(array))
+    if array.dtype in (np.float32, np.float64) and isinstance(array, jax.Array):
+        return array
+    dtype = None if array.dtype in (np.float32, np.float64) else jnp.result_type(float)
+    if not is_concrete(array):
+        return array.astype(dtype)
+    # What is known stays known inside jax.jit, where checks of values would be skipped otherwise.
+    # JAX accepts no other byte order, and an array of NumPy may change later: copy it.
+    with jax.ensure_compile_time_eval():
+        native = array if isinstance(array, jax.Array) else _in_native_order(array)
+        return jnp.array(native, dtype)
 
 
 def as_boolean_array(value: Any, name: str, shape: tuple[int, ...], of: str) -> Array:

@@ -82,8 +82,8 @@ class LinearGaussianChain(AbstractKernelChain):
                     f"LinearGaussianChain expects {name} of shape {shape} beside means of shape"
                     f" {(n, d)}, got {array.shape}."
                 )
-        check_lower("LinearGaussianChain", scales)
-        check_lower("LinearGaussianChain", kernel_scales)
+        check_lower("scales", scales)
+        check_lower("kernel_scales", kernel_scales)
         kernels = jax.vmap(LinearGaussianKernel)(gains, offsets, kernel_scales)
         return cls(jax.vmap(Gaussian)(means, scales), kernels, prepare_length(length, n))
 
