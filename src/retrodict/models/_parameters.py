@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import AbstractParameter, Bounded, Frozen, Positive, PositiveTril
+from retrodict._validate import as_real_array
 from retrodict.models._equations import AbstractNamed
 from retrodict.models._errors import ModelError, nearest
 
@@ -226,7 +227,7 @@ def _replaced(name: str, node: Any, value: Any) -> Any:
     """A parameter of the same kind and shape with another value."""
     before = node.value if isinstance(node, AbstractParameter) else node
     try:
-        array = jnp.broadcast_to(jnp.asarray(np.asarray(value), before.dtype), before.shape)
+        array = jnp.broadcast_to(as_real_array(value, name).astype(before.dtype), before.shape)
         if not np.all(np.isfinite(np.asarray(array))):
             raise ValueError("it must be finite")
         if isinstance(node, Bounded):
