@@ -398,7 +398,7 @@ def test_the_evidence_of_a_masked_array_is_that_of_the_joint_gaussian():
     mean = design @ drift + np.repeat(0.2 * US[:, 0], 2)
     covariance = design @ states @ states.T @ design.T + np.kron(np.eye(N), noise @ noise.T)
     seen = ~HOLES.ravel()
-    law = multivariate_normal(mean[seen], covariance[np.ix_(seen, seen)])
+    law = multivariate_normal(mean[seen], covariance[np.ix_(seen, seen)])  # pyright: ignore
     found = rd.kalman_smoother(MODEL, np.ma.array(YS, mask=HOLES), inputs=US).log_evidence
     np.testing.assert_allclose(found, law.logpdf(YS.ravel()[seen]), rtol=1e-10)
 
@@ -635,7 +635,9 @@ SCALES: dict[str, Callable[[Any], Any]] = {
     "function kernel": lambda s: rd.VaryingLinearGaussianKernel(
         lambda u: (jnp.eye(2), jnp.zeros(2), s)
     ).at(jnp.ones(1)),
-    "law of a kernel": lambda s: rd.DistributionKernel(lambda x: rd.Gaussian(x, s)).law(TWO),
+    "law of a kernel": lambda s: rd.DistributionKernel(lambda x: rd.Gaussian(x, s)).law(
+        jnp.zeros(2)
+    ),
     "PositiveTril": rd.PositiveTril,
     "positive matrix": lambda s: rd.Gaussian(TWO, rd.Positive(np.abs(s) + 1e-3)),
     "GaussianMixture": lambda s: rd.GaussianMixture(np.zeros(1), TWO[None], s[None]),

@@ -58,7 +58,7 @@ def as_real_array(value: Any, name: str, *, missing: bool = False) -> Array:
     if array.dtype in (np.float32, np.float64) and isinstance(array, jax.Array):
         return array
     dtype = None if array.dtype in (np.float32, np.float64) else jnp.result_type(float)
-    if not is_concrete(array):
+    if isinstance(array, Tracer):
         return array.astype(dtype)
     # What is known stays known inside jax.jit, where checks of values would be skipped otherwise.
     # JAX accepts no other byte order, and an array of NumPy may change later: copy it.

@@ -45,21 +45,21 @@ class LinearGaussianChain(AbstractKernelChain):
     @classmethod
     def from_arrays(
         cls,
-        means: Float[Array, "time state"],
-        scales: Float[Array, "time state state"],
-        gains: Float[Array, "time-1 state state"],
-        offsets: Float[Array, "time-1 state"],
-        kernel_scales: Float[Array, "time-1 state state"],
+        means: Any,
+        scales: Any,
+        gains: Any,
+        offsets: Any,
+        kernel_scales: Any,
         length: Any = None,
     ) -> "LinearGaussianChain":
         """Builds a chain from stacked parameters.
 
         Args:
-            means: means of the filtering laws.
-            scales: lower Cholesky factors of the filtering laws.
-            gains: G, one a backward kernel.
-            offsets: c, one a backward kernel.
-            kernel_scales: lower Cholesky factors s of the backward kernels.
+            means: means of the filtering laws, of shape `(time, state)`.
+            scales: lower Cholesky factors of the filtering laws, of shape `(time, state, state)`.
+            gains: G, one per backward kernel, of shape `(time-1, state, state)`.
+            offsets: c, one per backward kernel, of shape `(time-1, state)`.
+            kernel_scales: lower Cholesky factors s of the backward kernels, shaped as `gains`.
             length: how many rows exist.
         """
         means, scales = as_real_array(means, "means"), as_real_array(scales, "scales")

@@ -74,10 +74,10 @@ class LinearGaussianKernel(AbstractLinearGaussianKernel):
     @classmethod
     def from_covariance(
         cls,
-        weight: Float[Array, "out state"],
-        bias: Float[Array, "out"],
-        covariance: Float[Array, "out out"],
-        input_weight: Float[Array, "out input"] | None = None,
+        weight: Any,
+        bias: Any,
+        covariance: Any,
+        input_weight: Any = None,
     ) -> "LinearGaussianKernel":
         """Builds the kernel from the covariance of its noise, which must be positive definite."""
         scale = factor_of_covariance("LinearGaussianKernel.from_covariance", covariance)
