@@ -113,6 +113,10 @@ def _of_columns(frame: Any) -> np.ndarray:
     """Return the values of a frame or series of pandas or polars, or of an array of xarray."""
     types: Any = getattr(frame, "dtypes", None)
     types = list(types) if hasattr(types, "__iter__") else [getattr(frame, "dtype", None)]
+    named = [kind for kind in types if hasattr(kind, "is_numeric")]
+    if not all(kind.is_numeric() or str(kind) == "Boolean" for kind in named):
+        # polars would cast dates to numbers beside columns of numbers.
+        raise TypeError(f"expected columns of numbers, got {types}")
     if any(getattr(kind, "na_value", None) is not None for kind in types):
         # Nullable types of pandas become arrays of objects where an entry is null.
         if any(getattr(kind, "kind", "O") not in "biuf" for kind in types):
