@@ -303,13 +303,12 @@ def test_parameters_that_are_not_finite(part: str, bad: float):
         rd.kalman_smoother(rd.StateSpaceModel(**parts), YS)
 
 
-@pytest.mark.parametrize("pivot", [0.0, -1.0])
 @pytest.mark.parametrize("diagonal", [False, True])
-def test_an_emission_scale_that_is_not_positive(pivot: float, diagonal: bool):
-    stds = jnp.array([1.0, pivot, 1.0])
+def test_an_emission_scale_that_is_not_positive(diagonal: bool):
+    stds = jnp.array([1.0, 0.0, 1.0])
     scale = rd.Diagonal(stds) if diagonal else jnp.diag(stds)
     emission = rd.LinearGaussianKernel(jnp.ones((3, 2)), jnp.zeros(3), scale)
-    with refused(ValueError, "emission scale with a positive diagonal", f"{pivot:g}", "density"):
+    with refused(ValueError, "emission scale with a positive diagonal", "0", "density"):
         rd.kalman_smoother(rd.StateSpaceModel(PRIOR, linear(2, 2), emission), YS)
 
 

@@ -56,7 +56,8 @@ def as_nonlinear(model: rd.StateSpaceModel) -> rd.StateSpaceModel:
 
     def hidden(kernel: rd.LinearGaussianKernel) -> rd.NonlinearGaussianKernel:
         takes_input = kernel.takes_input
-        fn = _Mean(rd.LinearGaussianKernel(kernel.weight, kernel.bias, 1.0, kernel.input_weight))
+        scale = jnp.eye(kernel.weight.shape[0])
+        fn = _Mean(rd.LinearGaussianKernel(kernel.weight, kernel.bias, scale, kernel.input_weight))
         return rd.NonlinearGaussianKernel(fn, kernel.scale_tril, takes_input=takes_input)
 
     return rd.StateSpaceModel(model.prior, hidden(model.transition), hidden(model.emission))

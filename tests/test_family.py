@@ -788,7 +788,7 @@ MISUSE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "step_of_nan_u": (lambda f: f.step(f.init(), YS[0], u=np.nan * US[0]), ValueError, "finite"),
     "step_of_wrong_mask": (
         lambda f: f.step(f.init(), YS[0], u=US[0], mask=YS[0]),
-        ValueError,
+        TypeError,
         "mask must be boolean",
     ),
     "other_model": (
@@ -833,15 +833,15 @@ def test_prepare_explains_what_does_not_fit(name: str):
         (YS[:, :2], US, {}, "obs_dim=3, and ys has 2 columns"),
         (YS, US[:, :1], {}, "input_dim=2, and the inputs have 1 columns"),
         (YS, None, {}, "input_dim=2, and the inputs have None columns"),
-        (YS, US[:3], {}, r"inputs of shape .* for all series, got \(3, 2\)"),
-        (YS[0], US, {}, r"\(time, obs\) or \(batch, time, obs\), got shape \(3,\)"),
+        (YS, US[:3], {}, r"inputs must have shape \(1, 8, input\), .*got \(3, 2\)"),
+        (YS[0], US, {}, r"\(batch, time, obs\), or \(time, obs\) .* got shape \(3,\)"),
         (YS + np.inf, US, {}, "finite, got inf"),
         (YS, US + np.inf, {}, "inputs must be finite, got inf"),
         (YS, US, {"mask": US > 0}, "mask must have the shape of ys"),
         (YS, US, {"length": 9}, "length must lie between 1 and 8"),
-        (YS, US, {"length": [3, 3]}, "length must be one integer, or one a series"),
+        (YS, US, {"length": [3, 3]}, "length must be one integer, or one per series"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             family.prepare(model, ys, inputs=inputs, **options)
 
 

@@ -549,7 +549,11 @@ def test_a_result_can_be_saved_and_loaded(whole, tmp_path):
         ({"inputs": jnp.zeros((6, 12, 1))}, ValueError, "reads no inputs"),
         ({"num_steps": 0}, ValueError, "num_steps"),
         ({"family": "gated"}, TypeError, "family"),
-        ({"length": np.array([1, 2])}, TypeError, "one integer or 6 of them"),
+        (
+            {"length": np.array([1, 2])},
+            TypeError,
+            "one integer, or one per series, of which there are 6",
+        ),
     ],
 )
 def test_bad_input_is_refused(ys, change, error, words):

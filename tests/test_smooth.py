@@ -280,8 +280,8 @@ def test_a_trained_family_knows_both_modes():
         ({"check": False}, ValueError, "smooth chooses by a check"),
         ({"num_steps": 0}, ValueError, "num_steps must be at least 1"),
         ({"inputs": np.zeros((N, 1))}, ValueError, "smooth: the model reads no inputs"),
-        ({"mask": np.ones(N, bool)}, ValueError, "boolean of the shape of ys"),
-        ({"length": N + 1}, ValueError, "lengths must lie between 1 and 30"),
+        ({"mask": np.ones(N, bool)}, ValueError, "mask must have the shape of ys"),
+        ({"length": N + 1}, ValueError, "length must lie between 1 and 30"),
     ],
 )
 @pytest.mark.usefixtures("untyped")

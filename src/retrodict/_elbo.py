@@ -26,7 +26,7 @@ from retrodict._gaussian import Gaussian
 from retrodict._kernel import (
     LinearGaussianKernel,
 )
-from retrodict._mask import Series
+from retrodict._mask import Series, convert_row, prepare_length
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import Frozen, unwrap
 from retrodict._sharded import Parallel
@@ -223,10 +223,8 @@ class RunningElbo(eqx.Module):
         return Recursive().value(state.joint) + state.entropy + state.terminal_entropy
 
     def _row(self, y: Any, mask: Any, inputs: Any) -> Observations:
-        def as_rows(row: Any) -> Any:
-            return row if row is None or isinstance(row, bool) else jnp.asarray(row)[None]
-
-        data = observations(self.model, as_rows(y), mask=as_rows(mask), inputs=as_rows(inputs))
+        y, u = convert_row(y, mask, inputs)
+        data = observations(self.model, y[None], inputs=None if u is None else u[None])
         return jax.tree.map(lambda leaf: leaf[0], data)
 
 
@@ -268,6 +266,7 @@ def _default_estimator(model: StateSpaceModel, chain: AbstractBackwardChain) -> 
 def common_length(chain: AbstractBackwardChain, length: Any) -> Any:
     """The length of the series, that of the chain; refused if the two are known to differ."""
     own = getattr(chain, "length", None)
+    length = prepare_length(length, chain.num_times)
     if length is None:
         return own
     if own is None:

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from retrodict import _linalg as linalg
-from retrodict._parameters import AbstractParameter, unwrap
+from retrodict._parameters import AbstractParameter, Frozen, as_parameter, check_lower, unwrap
 from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import is_concrete
+from retrodict._validate import as_real_array, known_values
 
 LOG_2PI = float(np.log(2 * np.pi))
 
@@ -26,17 +26,23 @@ class Diagonal(eqx.Module):
     Accepted wherever a `scale_tril` is.
 
     Args:
-        std: standard deviations, of shape `(d,)`; an array or a parameter such as `Positive`.
+        std: standard deviations, of shape `(d,)`, at least zero; an array or a parameter such as
+            `Positive`.
     """
 
-    std: Any
+    std: Any = eqx.field(converter=lambda value: as_parameter(value, "std"))
 
     def __check_init__(self) -> None:
         std = shape_of(self.std)
         if std is not None and len(std) != 1:
             raise ValueError(
-                f"Diagonal expects a vector of standard deviations, got shape {std}."
+                f"Diagonal expects std to be a vector of standard deviations, got shape {std}."
                 " For a dense scale, pass its lower Cholesky factor itself."
+            )
+        values = known_values(unwrap(self.std))
+        if values is not None and np.any(values < 0):
+            raise ValueError(
+                f"Diagonal expects standard deviations of at least zero, got {values}."
             )
 
 
@@ -54,8 +60,31 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
     return getattr(value, "shape", None)
 
 
+def as_scale(scale: Any) -> Scale:
+    """Convert what a constructor was given for a `scale_tril`.
+
+    The sign of each column of a lower factor is free: s sᵀ stays the same. Columns with a known
+    negative pivot are turned, so that the diagonal of a stored factor is at least zero.
+    """
+    if isinstance(scale, Frozen):
+        return Frozen(as_scale(scale.tree))
+    if isinstance(scale, Diagonal):
+        return scale
+    scale = as_parameter(scale, "scale_tril")
+    if isinstance(scale, AbstractParameter) or scale.ndim != 2:
+        return scale
+    if scale.shape[0] == scale.shape[1]:
+        check_lower("scale_tril", scale)
+    values = known_values(scale)
+    if values is None or not np.any(np.diagonal(values) < 0):
+        return scale
+    signs = np.where(np.diagonal(values) < 0, -1.0, 1.0).astype(values.dtype)
+    return scale * signs[None, :]
+
+
 def scale_dim(scale: Scale) -> int | None:
     """The number d of coordinates of a scale; `None` if it has no shape."""
+    scale = unwrap(scale)
     shape = shape_of(scale.std if isinstance(scale, Diagonal) else scale)
     return shape[-1] if shape else None
 
@@ -115,15 +144,17 @@ class Gaussian(eqx.Module):
 
     Args:
         mean: m, of shape `(d,)`.
-        scale_tril: s, a lower Cholesky factor of shape `(d, d)`, or a `Diagonal`.
+        scale_tril: s, a lower Cholesky factor of shape `(d, d)`, or a `Diagonal`. Nonzero entries
+            above the diagonal are refused, except inside `jax.jit`, which cannot see them and cuts
+            them off; columns with a negative pivot change their sign, which leaves s sᵀ as it is.
     """
 
-    mean: Any
-    scale_tril: Scale
+    mean: Any = eqx.field(converter=lambda value: as_parameter(value, "mean"))
+    scale_tril: Scale = eqx.field(converter=as_scale)
 
     def __check_init__(self) -> None:
-        mean, dim = shape_of(self.mean), scale_dim(self.scale_tril)
-        if mean is None or dim is None:
+        mean = shape_of(self.mean)
+        if mean is None:
             return
         if len(mean) != 1:
             raise ValueError(
@@ -133,9 +164,7 @@ class Gaussian(eqx.Module):
         check_scale("Gaussian", self.scale_tril, mean[0])
 
     @classmethod
-    def from_covariance(
-        cls, mean: Float[Array, "d"], covariance: Float[Array, "d d"]
-    ) -> "Gaussian":
+    def from_covariance(cls, mean: Any, covariance: Any) -> "Gaussian":
         """Builds the law from its covariance, which must be positive definite."""
         return cls(mean, factor_of_covariance("Gaussian.from_covariance", covariance))
 
@@ -282,7 +311,8 @@ def expected_log_density(
 
 
 def check_scale(owner: str, scale: Scale, dim: int) -> None:
-    """Refuses a scale that is not square, not of dimension `dim`, or not an array."""
+    """Refuse a scale that is not of shape `(dim, dim)`, or not lower triangular."""
+    scale = unwrap(scale)
     if isinstance(scale, Diagonal):
         got = shape_of(scale.std)
         if got is not None and got != (dim,):
@@ -294,15 +324,16 @@ def check_scale(owner: str, scale: Scale, dim: int) -> None:
             f"{owner} expects scale_tril of shape ({dim}, {dim}), a lower Cholesky factor, got"
             f" {got}. For independent coordinates pass Diagonal(std)."
         )
+    check_lower("scale_tril", scale)
 
 
 def factor_of_covariance(owner: str, covariance: Any) -> Float[Array, "d d"]:
     """The lower Cholesky factor of a covariance, refused unless it is positive definite."""
-    covariance = jnp.asarray(covariance)
+    covariance = as_real_array(covariance, "covariance")
     if covariance.ndim != 2 or covariance.shape[0] != covariance.shape[1]:
         raise ValueError(f"{owner} expects a square covariance, got shape {covariance.shape}.")
-    if is_concrete(covariance):
-        values = np.asarray(covariance)
+    values = known_values(covariance)
+    if values is not None:
         if not np.all(np.isfinite(values)):
             raise ValueError(
                 f"{owner} expects a positive-definite covariance of finite values, got\n{values}."

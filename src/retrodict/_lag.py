@@ -25,9 +25,10 @@ from retrodict._family import (
 )
 from retrodict._family._base import Row, factors, prepare_for, prepare_row, rows_of
 from retrodict._kernel import LinearGaussianKernel
+from retrodict._mask import convert_row
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
-from retrodict._validate import as_real_array, check_count, check_finite, check_key, is_concrete
+from retrodict._validate import check_count, check_key, is_concrete
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -188,9 +189,8 @@ class FixedLag(eqx.Module):
         Returns:
             The next state, and what is known now.
         """
-        y = as_real_array(y, "y")
-        check_finite(y, "y", allow_nan=True)
-        return _update(self, state, y, mask, u)
+        y, u = convert_row(y, mask, u)
+        return _update(self, state, y, u)
 
     def scan(
         self, state: LagState, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
@@ -264,9 +264,9 @@ def chunk_for(
 
 @eqx.filter_jit
 def _update(
-    lagged: FixedLag, state: LagState, y: Array, mask: Any, u: Any
+    lagged: FixedLag, state: LagState, y: Array, u: Array | None
 ) -> tuple[LagState, LagOutput]:
-    row = prepare_row(lagged.family, y, mask=mask, u=u)
+    row = prepare_row(lagged.family, y, mask=None, u=u)
     rows = jax.tree.map(lambda leaf: leaf[None], row)
     state, out = _advance(lagged, state, rows, None)
     return state, jax.tree.map(lambda leaf: leaf[0], out)

@@ -5,12 +5,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.special import ndtr
 from jaxtyping import Array, Float
 
 from retrodict import _linalg as linalg
 from retrodict._gaussian import LOG_2PI, Gaussian
+from retrodict._parameters import check_lower
 from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import as_real_array, known_values
 
 
 class GaussianMixture(eqx.Module):
@@ -30,9 +33,15 @@ class GaussianMixture(eqx.Module):
         scale_trils: lower Cholesky factors s, of shape `(component, d, d)`.
     """
 
-    log_weights: Float[Array, "*batch component"]
-    means: Float[Array, "*batch component d"]
-    scale_trils: Float[Array, "*batch component d d"]
+    log_weights: Float[Array, "*batch component"] = eqx.field(
+        converter=lambda value: as_real_array(value, "log_weights")
+    )
+    means: Float[Array, "*batch component d"] = eqx.field(
+        converter=lambda value: as_real_array(value, "means")
+    )
+    scale_trils: Float[Array, "*batch component d d"] = eqx.field(
+        converter=lambda value: as_real_array(value, "scale_trils")
+    )
 
     def __check_init__(self) -> None:
         leaves = (self.log_weights, self.means, self.scale_trils)
@@ -44,6 +53,14 @@ class GaussianMixture(eqx.Module):
                 "GaussianMixture expects log_weights of shape (component,), means of shape"
                 " (component, d) and scale_trils of shape (component, d, d), got"
                 f" {weights}, {means} and {scales}."
+            )
+        check_lower("scale_trils", self.scale_trils)
+        known = known_values(self.log_weights)
+        totals = None if known is None else np.exp(np.asarray(known, float)).sum(axis=-1)
+        if totals is not None and np.any(np.abs(totals - 1) > 1e-3):
+            raise ValueError(
+                "GaussianMixture expects log_weights whose exponentials sum to 1, got a sum of"
+                f" {totals}. Use jax.nn.log_softmax, or the logarithm of weights that sum to 1."
             )
 
     @property

@@ -16,6 +16,7 @@ from retrodict._kernel import (
     Distribution,
     LinearGaussianKernel,
     NonlinearGaussianKernel,
+    VaryingLinearGaussianKernel,
 )
 from retrodict._mask import Series, prepare_inputs, prepare_series
 from retrodict._parameters import (
@@ -181,12 +182,29 @@ def prepare_data(
     key = jax.eval_shape(lambda: jax.random.key(0))
     jax.eval_shape(lambda k, x, u: _read(model.transition, "sample", k, x, u=u), key, x, u)
     width = jax.eval_shape(lambda k, x, u: _read(model.emission, "sample", k, x, u=u), key, x, u)
+    _check_parameters_of_inputs(model, series)
     if width.shape != series.ys.shape[1:]:
         raise ValueError(
             f"The model's emission has shape {width.shape}, so that ys must have"
             f" {width.shape[0]} columns, got {series.ys.shape[1]}."
         )
     return series
+
+
+def _check_parameters_of_inputs(model: StateSpaceModel, series: Series) -> None:
+    """Evaluate kernels that follow the input at one row, where their constructors see values.
+
+    Compiled programs evaluate them at traced inputs, where a covariance that was returned for a
+    scale cannot be refused.
+    """
+    if series.inputs is None or not is_concrete(series.inputs):
+        return
+    length = series.num_times if series.length is None else series.length
+    rows = int(length) if is_concrete(length) else 1
+    if isinstance(model.emission, VaryingLinearGaussianKernel):
+        model.emission.at(series.inputs[0])
+    if isinstance(model.transition, VaryingLinearGaussianKernel) and rows > 1:
+        model.transition.at(series.inputs[1])
 
 
 def check_densities(
@@ -247,9 +265,7 @@ def _learnable_scale(scale: Any) -> Any:
         return scale
     if isinstance(scale, Diagonal):
         return Diagonal(Positive(jnp.abs(held)))
-    # The signs of a factor's columns are free.
-    signs = jnp.where(pivots < 0, -1.0, 1.0).astype(scale.dtype)
-    return PositiveTril(scale * signs[None, :])
+    return PositiveTril(scale)
 
 
 def prepare_path(xs: Any, state_dim: int, num_times: int) -> Float[Array, "time state"]:

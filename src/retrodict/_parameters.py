@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._validate import is_concrete
+from retrodict._validate import as_real_array, is_concrete, known_values
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Positive(AbstractParameter):
     raw: Float[Array, "..."]
 
     def __init__(self, value: Any):
-        value = jnp.asarray(value, jnp.result_type(float))
+        value = _start(value, "Positive")
         _refuse_unless_positive(value, "Positive", "a value")
         self.raw = _inverse_softplus(value)
 
@@ -92,7 +92,7 @@ class Bounded(AbstractParameter):
 
     def __init__(self, value: Any, lower: float, upper: float):
         self.lower, self.upper = float(lower), float(upper)
-        value = jnp.asarray(value, jnp.result_type(float))
+        value = _start(value, "Bounded")
         if not -np.inf < self.lower < self.upper < np.inf:
             raise ValueError(
                 f"Bounded expects finite bounds, the lower one first, got {lower} and {upper}."
@@ -176,15 +176,16 @@ class PositiveTril(AbstractParameter):
     """A lower-triangular matrix with a positive diagonal: the Cholesky factor of a covariance.
 
     Args:
-        value: the factor to start from, of shape `(d, d)`; what is above its diagonal is ignored.
+        value: the factor to start from, of shape `(d, d)`, zero above its diagonal.
     """
 
     raw: Float[Array, "d d"]
 
     def __init__(self, value: Any):
-        value = jnp.asarray(value, jnp.result_type(float))
+        value = _start(value, "PositiveTril")
         if value.ndim != 2 or value.shape[0] != value.shape[1]:
             raise ValueError(f"PositiveTril expects a square matrix, got shape {value.shape}.")
+        check_lower("The value of PositiveTril", value)
         diagonal = jnp.diagonal(value)
         _refuse_unless_positive(diagonal, "PositiveTril", "a diagonal")
         self.raw = jnp.tril(value, -1) + jnp.diag(_inverse_softplus(diagonal))
@@ -237,6 +238,44 @@ def _value_of(node: Any) -> Any:
 
 def _is_unwrapped_at_once(node: Any) -> bool:
     return isinstance(node, (AbstractParameter, AbstractWhole))
+
+
+def as_parameter(value: Any, name: str) -> Any:
+    """Convert what a constructor was given for an array; a parameter keeps its type.
+
+    Integers become floating-point numbers, also in a `Frozen`: an optimiser moves no integer.
+
+    Args:
+        value: an array, a parameter, or anything that `as_real_array` accepts.
+        name: the name of the argument, for messages.
+    """
+    if isinstance(value, Frozen):
+        return Frozen(as_parameter(value.tree, name))
+    return value if isinstance(value, AbstractParameter) else as_real_array(value, name)
+
+
+def check_lower(name: str, factor: Any) -> None:
+    """Refuse a factor with known entries above its diagonal, which would be cut off.
+
+    Args:
+        name: the name of the argument, for messages.
+        factor: one square matrix or a batch of them.
+    """
+    values = known_values(factor)
+    if values is None:
+        return
+    above = np.triu(values, 1)
+    if np.any((above != 0) & ~np.isnan(above)):
+        raise ValueError(
+            f"{name} must be a lower Cholesky factor, zero above its diagonal, got\n{values}.\n"
+            "For a covariance use Gaussian.from_covariance, LinearGaussianKernel.from_covariance or"
+            " jnp.linalg.cholesky; transpose an upper factor."
+        )
+
+
+def _start(value: Any, owner: str) -> Array:
+    """Convert the value that a parameter starts from to the default floating type."""
+    return as_real_array(value, f"The value of {owner}").astype(jnp.result_type(float))
 
 
 def _refuse_unless_positive(value: Array, owner: str, what: str) -> None:

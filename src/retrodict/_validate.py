@@ -18,24 +18,120 @@ def is_concrete(value: Any) -> bool:
     return not isinstance(value, Tracer)
 
 
-def as_real_array(value: Any, name: str) -> Array:
-    """An array of the default floating type or of its own; integers are cast, complex refused."""
-    try:
-        array = value if isinstance(value, jax.Array) else jnp.asarray(np.asarray(value))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} must be an array of numbers, got {type(value).__name__}."
-        ) from error
+def known_values(value: Any) -> np.ndarray | None:
+    """Return the values of an array, or `None` if they are traced or lie on other processes."""
+    if not is_concrete(value):
+        return None
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return None
+    return np.asarray(value)
+
+
+def as_real_array(value: Any, name: str, *, missing: bool = False) -> Array:
+    """Convert what a user passed to a real floating-point array.
+
+    Every constructor and every verb converts its numbers here. Accepted are arrays of JAX, NumPy
+    and xarray, masked arrays, frames and series of pandas and polars, nested lists and numbers.
+    float32 and float64 keep their type, if it is enabled; integers, booleans and narrower types
+    become the default floating type.
+
+    Args:
+        value: the object to convert.
+        name: the name of the argument, for messages.
+        missing: whether entries may be missing: masked, or null in a frame. They become NaN.
+
+    Raises:
+        TypeError: if the value does not hold real numbers.
+        ValueError: if an entry is masked or null and `missing` is false.
+    """
+    array = value if isinstance(value, jax.Array) else _as_numpy(value, name, missing)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(
             f"{name} must be real, got dtype {array.dtype}. Stack real and imaginary parts as two"
             " coordinates."
         )
-    if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == jnp.bool_:
-        return array.astype(jnp.result_type(float))
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} must be an array of numbers, got dtype {array.dtype}.")
-    return array
+    real = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)
+    if not real and array.dtype != np.bool_:
+        raise TypeError(
+            f"{name} must be an array of numbers, got {_described(value)}dtype {array.dtype}."
+        )
+    if array.dtype in (np.float32, np.float64) and isinstance(array, jax.Array):
+        return array
+    dtype = None if array.dtype in (np.float32, np.float64) else jnp.result_type(float)
+    if isinstance(array, Tracer):
+        return array.astype(dtype)
+    # What is known stays known inside jax.jit, where checks of values would be skipped otherwise.
+    # JAX accepts no other byte order, and an array of NumPy may change later: copy it.
+    with jax.ensure_compile_time_eval():
+        native = array if isinstance(array, jax.Array) else _in_native_order(array)
+        return jnp.array(native, dtype)
+
+
+def as_boolean_array(value: Any, name: str, shape: tuple[int, ...], of: str) -> Array:
+    """Convert a mask to a boolean array, refused unless it has the shape of `of`."""
+    array = value if isinstance(value, jax.Array) else _as_numpy(value, name, False)
+    if array.dtype != np.bool_:
+        raise TypeError(
+            f"{name} must be boolean, true where an entry was seen, got dtype {array.dtype}."
+        )
+    if array.shape != shape:
+        raise ValueError(f"{name} must have the shape of {of}, {shape}, got {array.shape}.")
+    return jnp.asarray(array)
+
+
+def _as_numpy(value: Any, name: str, missing: bool) -> np.ndarray:
+    """Return the values of anything that is not a JAX array."""
+    try:
+        array = _stacked(value)
+        if not isinstance(array, np.ndarray):
+            array = _of_columns(array) if hasattr(array, "to_numpy") else np.asarray(array)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} must be an array of numbers, got {type(value).__name__}."
+        ) from error
+    if not isinstance(array, np.ma.MaskedArray):
+        return array
+    if np.ma.is_masked(array):
+        if not missing:
+            where = tuple(int(i) for i in np.argwhere(np.ma.getmaskarray(array))[0])
+            raise ValueError(f"{name} must not have missing entries, got one at index {where}.")
+        if array.dtype.kind in "biu" or jnp.issubdtype(array.dtype, jnp.floating):
+            narrow = array.dtype not in (np.float32, np.float64)
+            return np.ma.filled(array.astype(float) if narrow else array, np.nan)
+    return array.data
+
+
+def _stacked(value: Any) -> Any:
+    """Stack lists of masked arrays, whose masks `numpy.asarray` would drop."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    parts = [_stacked(part) for part in value]
+    return np.ma.stack(parts) if any(isinstance(p, np.ma.MaskedArray) for p in parts) else value
+
+
+def _of_columns(frame: Any) -> np.ndarray:
+    """Return the values of a frame or series of pandas or polars, or of an array of xarray."""
+    types: Any = getattr(frame, "dtypes", None)
+    types = list(types) if hasattr(types, "__iter__") else [getattr(frame, "dtype", None)]
+    named = [kind for kind in types if hasattr(kind, "is_numeric")]
+    if not all(kind.is_numeric() or str(kind) == "Boolean" for kind in named):
+        # polars would cast dates to numbers beside columns of numbers.
+        raise TypeError(f"expected columns of numbers, got {types}")
+    if any(getattr(kind, "na_value", None) is not None for kind in types):
+        # Nullable types of pandas become arrays of objects where an entry is null.
+        if any(getattr(kind, "kind", "O") not in "biuf" for kind in types):
+            raise TypeError(f"expected columns of numbers, got {types}")
+        values = frame.to_numpy(dtype=float, na_value=np.nan)
+        return np.ma.masked_where(np.isnan(values), values)
+    return np.asarray(frame.to_numpy())
+
+
+def _in_native_order(array: np.ndarray) -> np.ndarray:
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _described(value: Any) -> str:
+    return "" if isinstance(value, (jax.Array, np.ndarray)) else f"{type(value).__name__} of "
 
 
 def check_rows(array: Array, name: str, columns: str, example: str) -> None:
@@ -47,7 +143,12 @@ def check_rows(array: Array, name: str, columns: str, example: str) -> None:
             f"{name} must have shape (time, {columns}), one series, got {array.shape}. For a batch"
             f" of series use jax.vmap: {example}."
         )
-    hint = f" Use {name}[:, None] for a single column." if array.ndim == 1 else ""
+    hint = ""
+    if array.ndim == 1:
+        hint = (
+            f" Use {name}[:, None] for a single column, or {name}.to_frame() if it is a series of"
+            " pandas or polars."
+        )
     empty = " The series is empty." if 0 in array.shape else ""
     raise ValueError(
         f"{name} must have shape (time, {columns}) with at least one row, got {array.shape}."

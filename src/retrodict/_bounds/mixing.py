@@ -28,7 +28,7 @@ from retrodict._model import (
 )
 from retrodict._parameters import unwrap
 from retrodict._types import Scalar
-from retrodict._validate import check_count, check_key
+from retrodict._validate import as_real_array, check_count, check_key
 
 
 class Mixing(NamedTuple):
@@ -272,7 +272,8 @@ def h2_constants(
         )
     if model.transition.takes_input and inputs is None:
         raise ValueError("The transition takes inputs: pass inputs of shape (time, input).")
-    return _extremes(model, chain, domain, None if inputs is None else jnp.asarray(inputs))
+    us = None if inputs is None else as_real_array(inputs, "inputs")
+    return _extremes(model, chain, domain, us)
 
 
 @eqx.filter_jit

@@ -15,10 +15,11 @@ from retrodict._gaussian import LOG_2PI, Gaussian
 from retrodict._kernel import LinearGaussianKernel
 from retrodict._mask import prepare_length
 from retrodict._model import prepare_path
+from retrodict._parameters import check_lower
 from retrodict._prefix import affine_suffix_paths, affine_suffix_scan
 from retrodict._sharded import Parallel, appended
 from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count, check_key
+from retrodict._validate import as_real_array, check_count, check_key
 
 
 class LinearGaussianChain(AbstractKernelChain):
@@ -44,24 +45,31 @@ class LinearGaussianChain(AbstractKernelChain):
     @classmethod
     def from_arrays(
         cls,
-        means: Float[Array, "time state"],
-        scales: Float[Array, "time state state"],
-        gains: Float[Array, "time-1 state state"],
-        offsets: Float[Array, "time-1 state"],
-        kernel_scales: Float[Array, "time-1 state state"],
+        means: Any,
+        scales: Any,
+        gains: Any,
+        offsets: Any,
+        kernel_scales: Any,
         length: Any = None,
     ) -> "LinearGaussianChain":
         """Builds a chain from stacked parameters.
 
         Args:
-            means: means of the filtering laws.
-            scales: lower Cholesky factors of the filtering laws.
-            gains: G, one a backward kernel.
-            offsets: c, one a backward kernel.
-            kernel_scales: lower Cholesky factors s of the backward kernels.
+            means: means of the filtering laws, of shape `(time, state)`.
+            scales: lower Cholesky factors of the filtering laws, of shape `(time, state, state)`.
+            gains: G, one per backward kernel, of shape `(time-1, state, state)`.
+            offsets: c, one per backward kernel, of shape `(time-1, state)`.
+            kernel_scales: lower Cholesky factors s of the backward kernels, shaped as `gains`.
             length: how many rows exist.
         """
-        n, d = jnp.shape(means)
+        means, scales = as_real_array(means, "means"), as_real_array(scales, "scales")
+        gains, offsets = as_real_array(gains, "gains"), as_real_array(offsets, "offsets")
+        kernel_scales = as_real_array(kernel_scales, "kernel_scales")
+        if means.ndim != 2:
+            raise ValueError(
+                f"LinearGaussianChain expects means of shape (time, state), got {means.shape}."
+            )
+        n, d = means.shape
         expected = {
             "scales": (scales, (n, d, d)),
             "gains": (gains, (n - 1, d, d)),
@@ -69,11 +77,13 @@ class LinearGaussianChain(AbstractKernelChain):
             "kernel_scales": (kernel_scales, (n - 1, d, d)),
         }
         for name, (array, shape) in expected.items():
-            if jnp.shape(array) != shape:
+            if array.shape != shape:
                 raise ValueError(
                     f"LinearGaussianChain expects {name} of shape {shape} beside means of shape"
-                    f" {(n, d)}, got {jnp.shape(array)}."
+                    f" {(n, d)}, got {array.shape}."
                 )
+        check_lower("scales", scales)
+        check_lower("kernel_scales", kernel_scales)
         kernels = jax.vmap(LinearGaussianKernel)(gains, offsets, kernel_scales)
         return cls(jax.vmap(Gaussian)(means, scales), kernels, prepare_length(length, n))
 

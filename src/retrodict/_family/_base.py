@@ -23,12 +23,11 @@ from retrodict._chain import (
     SampledChain,
 )
 from retrodict._kernel import LinearGaussianKernel
-from retrodict._mask import Series, prepare_series
+from retrodict._mask import Series, convert_row, prepare_series
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._sharded import Parallel, laid_out, prepended
 from retrodict._types import PRNGKey
-from retrodict._validate import as_real_array, check_finite
 
 C = TypeVar("C", bound=AbstractKernelChain)
 
@@ -344,24 +343,10 @@ def prepare_for(family: AbstractFamily, ys: Any, *, mask: Any, inputs: Any, leng
 
 def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, u: Any) -> Row:
     """Checks one row against a family's dimensions, and turns NaN into a mask."""
-    y = as_real_array(y, "y")
-    if y.ndim != 1:
-        raise ValueError(f"step expects one observation of shape (obs,), got shape {y.shape}.")
+    y, u = convert_row(y, mask, u)
     _check_width(family, "y", y.shape[0], family.obs_dim, "obs_dim")
-    if mask is True:
-        seen = jnp.ones(y.shape, bool)
-    else:
-        seen = ~jnp.isnan(y)
-        if mask is not None:
-            given = jnp.asarray(mask)
-            if given.shape != y.shape or given.dtype != jnp.bool_:
-                raise ValueError(
-                    f"mask must be boolean of the shape of y, {y.shape}, got shape {given.shape} of"
-                    f" dtype {given.dtype}."
-                )
-            seen = seen & given
+    seen = ~jnp.isnan(y)
     y = jnp.where(seen, y, 0.0)
-    check_finite(y, "y")
     if family.input_dim == 0:
         if u is not None:
             raise ValueError(
@@ -372,10 +357,8 @@ def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, u: Any) -> Row:
         raise ValueError(
             f"This {type(family).__name__} has input_dim={family.input_dim}: step needs u."
         )
-    u = as_real_array(u, "u")
     if u.shape != (family.input_dim,):
         raise ValueError(f"u must have shape ({family.input_dim},), got {u.shape}.")
-    check_finite(u, "u")
     return Row(y, seen, u)
 
 

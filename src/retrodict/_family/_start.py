@@ -19,9 +19,9 @@ from retrodict._family._base import Factor, Row
 from retrodict._family._recursions import shared_product
 from retrodict._gaussian import Gaussian, dense_scale
 from retrodict._kernel import AbstractLinearGaussianKernel, LinearGaussianKernel
+from retrodict._mask import prepare_batch
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import Frozen, unwrap
-from retrodict._validate import as_real_array, check_finite
 
 NUM_PATHS = 512
 """How many paths are drawn from a model whose prior chain is not linear Gaussian."""
@@ -255,52 +255,18 @@ def sample_of(ys: Any, mask: Any, inputs: Any, length: Any) -> Sample:
     Raises:
         ValueError: if shapes do not fit, or values are infinite.
     """
-    array = as_real_array(ys, "ys")
-    if array.ndim not in (2, 3):
-        raise ValueError(
-            "prepare expects ys of shape (time, obs) or (batch, time, obs), got shape"
-            f" {array.shape}."
-        )
-    batch = array if array.ndim == 3 else array[None]
-    check_finite(batch, "ys", allow_nan=True)
-    values = np.array(batch, float)
-    if mask is not None and mask is not True:
-        seen = np.asarray(mask)
-        if seen.shape != array.shape or seen.dtype != bool:
-            raise ValueError(
-                f"mask must have the shape of ys, {array.shape}, and be boolean, got shape"
-                f" {seen.shape} of dtype {seen.dtype}."
-            )
-        values[~seen.reshape(values.shape)] = np.nan
-    lengths = _lengths(length, *values.shape[:2])
-    beyond = np.arange(values.shape[1])[None] >= lengths[:, None]
-    values[beyond] = np.nan
+    options: dict[str, Any] = {"mask": mask, "inputs": inputs, "length": length}
+    batch = prepare_batch(ys, **options, takes_input=inputs is not None, owner="prepare")
+    values = np.array(batch.ys, float)
+    count, most = values.shape[:2]
+    lengths = np.full(count, most) if batch.length is None else np.asarray(batch.length)
+    if batch.mask is not None:
+        values[~np.asarray(batch.mask)] = np.nan
     longest = int(np.argmax(lengths))
     num_times = int(lengths[longest])
     rows = values.reshape(-1, values.shape[-1])
-    if inputs is None:
+    if batch.inputs is None:
         return Sample(rows, None, None, num_times)
-    given = as_real_array(inputs, "inputs")
-    shape = (*values.shape[:2], given.shape[-1] if given.ndim else 0)
-    if given.shape not in (shape, shape[1:]):
-        raise ValueError(
-            f"prepare expects inputs of shape {(*shape[:2], 'input')}, or {(shape[1], 'input')} for"
-            f" all series, got {given.shape}."
-        )
-    us = np.array(np.broadcast_to(given, shape))
-    us[beyond] = us[longest, 0]  # padding may hold anything
-    check_finite(jnp.asarray(us), "inputs")
-    return Sample(rows, us[~beyond], jnp.asarray(us[longest, :num_times]), num_times)
-
-
-def _lengths(length: Any, num_series: int, num_times: int) -> np.ndarray:
-    """How many rows of each series exist."""
-    lengths = np.asarray(num_times if length is None else length)
-    if lengths.shape not in ((), (num_series,)) or not np.issubdtype(lengths.dtype, np.integer):
-        raise ValueError(
-            f"length must be one integer, or one a series, of which there are {num_series}, got"
-            f" shape {lengths.shape} of dtype {lengths.dtype}."
-        )
-    if np.any((lengths < 1) | (lengths > num_times)):
-        raise ValueError(f"length must lie between 1 and {num_times} rows, got {lengths}.")
-    return np.broadcast_to(lengths, (num_series,))
+    us = np.asarray(batch.inputs)
+    exists = np.arange(most)[None] < lengths[:, None]
+    return Sample(rows, us[exists], jnp.asarray(us[longest, :num_times]), num_times)

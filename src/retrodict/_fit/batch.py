@@ -4,14 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int
 
-from retrodict._devices import automatic, is_spread, to_hosts
-from retrodict._mask import Series
+from retrodict._devices import is_spread, to_hosts
+from retrodict._mask import Series, prepare_batch
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._types import PRNGKey
-from retrodict._validate import as_real_array, check_finite
 
 
 def batch_for(
@@ -34,96 +32,6 @@ def batch_for(
     first = to_hosts(first) if is_spread(first) else first
     prepare_data(model, first.ys, inputs=first.inputs)
     return batch
-
-
-def prepare_batch(
-    ys: Any, *, mask: Any, inputs: Any, length: Any, takes_input: bool, owner: str
-) -> Series:
-    """A `Series` whose arrays have a leading axis `batch`.
-
-    Arrays that lie on the devices of several processes are checked where they lie.
-
-    Args:
-        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for a single series.
-        mask: true where an entry was seen, of the shape of `ys`.
-        inputs: inputs, of shape `(batch, time, input)` or `(time, input)`.
-        length: how many rows exist, one integer a series or one for all.
-        takes_input: whether the model reads inputs.
-        owner: who asks, for messages.
-    """
-    ys, mask, inputs, length = automatic((ys, mask, inputs, length))
-    values = as_real_array(ys, "ys")
-    if values.ndim not in (2, 3) or 0 in values.shape:
-        raise ValueError(
-            f"{owner} expects ys of shape (batch, time, obs), or (time, obs) for one series, got"
-            f" shape {values.shape}."
-        )
-    single = values.ndim == 2
-    values = values[None] if single else values
-    check_finite(values, "ys", allow_nan=True)
-    host = jnp if is_spread(values) else np
-    seen = ~host.isnan(host.asarray(values))
-    if mask is not None and mask is not True:
-        given = host.asarray(mask)
-        given = given[None] if single and given.ndim == 2 else given
-        if given.dtype != np.bool_ or given.shape != values.shape:
-            raise ValueError(
-                f"mask must be boolean of the shape of ys, {values.shape}, got shape {given.shape}"
-                f" of dtype {given.dtype}."
-            )
-        seen = seen & given
-    elif mask is True and not seen.all():
-        raise ValueError("mask=True promises that nothing is missing, and ys holds NaN.")
-    lengths = _lengths(length, values.shape[0], values.shape[1])
-    if lengths is not None:
-        seen = seen & (np.arange(values.shape[1])[None] < lengths[:, None])[:, :, None]
-    missing = not seen.all()
-    return jax.vmap(Series)(
-        jnp.where(seen, values, 0.0) if missing else values,
-        jnp.asarray(seen) if missing else None,
-        _inputs(inputs, values.shape[:2], lengths, single, takes_input, owner),
-        None if lengths is None else jnp.asarray(lengths),
-    )
-
-
-def _lengths(length: Any, batch: int, time: int) -> np.ndarray | None:
-    if length is None:
-        return None
-    lengths = np.asarray(to_hosts(length))
-    if not np.issubdtype(lengths.dtype, np.integer) or lengths.shape not in ((), (batch,)):
-        raise TypeError(
-            f"length must be one integer or {batch} of them, got shape {lengths.shape} of dtype"
-            f" {lengths.dtype}."
-        )
-    if lengths.min() < 1 or lengths.max() > time:
-        raise ValueError(
-            f"lengths must lie between 1 and {time} rows, got {lengths.min()} to {lengths.max()}."
-        )
-    return np.broadcast_to(lengths, (batch,))
-
-
-def _inputs(
-    inputs: Any,
-    shape: tuple[int, ...],
-    lengths: np.ndarray | None,
-    single: bool,
-    takes_input: bool,
-    owner: str,
-) -> Array | None:
-    if (inputs is not None) != takes_input:
-        needs = "needs inputs, and none were given" if takes_input else "reads no inputs"
-        raise ValueError(f"{owner}: the model {needs}.")
-    if inputs is None:
-        return None
-    us = as_real_array(inputs, "inputs")
-    us = us[None] if single and us.ndim == 2 else us
-    if us.ndim != 3 or us.shape[:2] != tuple(shape):
-        raise ValueError(f"inputs must have shape ({shape[0]}, {shape[1]}, input), got {us.shape}.")
-    if lengths is not None:
-        exists = jnp.arange(shape[1])[None] < lengths[:, None]
-        us = jnp.where(exists[:, :, None], us, us[:, :1])
-    check_finite(us, "inputs")
-    return us
 
 
 def num_series(batch: Series) -> int:

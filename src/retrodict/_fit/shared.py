@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from retrodict._devices import MeshLike, as_mesh, by_all, said_by_processes
-from retrodict._fit.batch import batch_for, num_series, prepare_batch
-from retrodict._mask import Series
+from retrodict._fit.batch import batch_for, num_series
+from retrodict._mask import Series, prepare_batch
 from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._validate import as_real_array
 
 
 def own_share(num_series: int, *, mesh: MeshLike = "all") -> slice:
@@ -155,13 +156,14 @@ class SharedSeries:
 
 def _prepared(ys: Any, mask: Any, inputs: Any, length: Any) -> Series:
     """The series of one process, which may be none."""
-    owner, shape = "SharedSeries", np.shape(ys)
+    owner, ys = "SharedSeries", as_real_array(ys, "ys", missing=True)
+    inputs, shape = None if inputs is None else as_real_array(inputs, "inputs"), ys.shape
     if len(shape) != 3:
         raise ValueError(f"{owner} expects ys of shape (own, time, obs), got {shape}.")
     if not shape[0]:
-        if inputs is not None and len(np.shape(inputs)) != 3:
+        if inputs is not None and len(inputs.shape) != 3:
             raise ValueError(
-                f"{owner} expects inputs of shape (0, {shape[1]}, input), got {np.shape(inputs)}."
+                f"{owner} expects inputs of shape (0, {shape[1]}, input), got {inputs.shape}."
             )
         return _series([ys, None, inputs, length])
     options = {"mask": mask, "inputs": inputs, "length": length}

@@ -4,12 +4,20 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 from jaxtyping import Array, Float
 
 from retrodict import _linalg as linalg
-from retrodict._gaussian import Gaussian, Scale, check_scale, factor_of_covariance, shape_of
+from retrodict._gaussian import (
+    Gaussian,
+    Scale,
+    as_scale,
+    check_scale,
+    factor_of_covariance,
+    shape_of,
+)
 from retrodict._kernel._base import AbstractGaussianKernel, given
-from retrodict._parameters import unwrap
+from retrodict._parameters import as_parameter, unwrap
 
 
 class AbstractLinearGaussianKernel(AbstractGaussianKernel):
@@ -36,10 +44,13 @@ class LinearGaussianKernel(AbstractLinearGaussianKernel):
         input_weight: v, of shape `(out, input)`; the kernel takes inputs if it is given.
     """
 
-    weight: Any
-    bias: Any
-    scale_tril: Scale
-    input_weight: Any = None
+    weight: Any = eqx.field(converter=lambda value: as_parameter(value, "weight"))
+    bias: Any = eqx.field(converter=lambda value: as_parameter(value, "bias"))
+    scale_tril: Scale = eqx.field(converter=as_scale)
+    input_weight: Any = eqx.field(
+        default=None,
+        converter=lambda value: None if value is None else as_parameter(value, "input_weight"),
+    )
 
     def __check_init__(self) -> None:
         weight, bias = shape_of(self.weight), shape_of(self.bias)
@@ -63,10 +74,10 @@ class LinearGaussianKernel(AbstractLinearGaussianKernel):
     @classmethod
     def from_covariance(
         cls,
-        weight: Float[Array, "out state"],
-        bias: Float[Array, "out"],
-        covariance: Float[Array, "out out"],
-        input_weight: Float[Array, "out input"] | None = None,
+        weight: Any,
+        bias: Any,
+        covariance: Any,
+        input_weight: Any = None,
     ) -> "LinearGaussianKernel":
         """Builds the kernel from the covariance of its noise, which must be positive definite."""
         scale = factor_of_covariance("LinearGaussianKernel.from_covariance", covariance)

@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from retrodict._gaussian import Gaussian, Scale, check_scale, scale_dim
+from retrodict._gaussian import Gaussian, Scale, as_scale, check_scale, scale_dim, shape_of
 from retrodict._kernel._base import AbstractGaussianKernel, given
 from retrodict._parameters import unwrap
 
@@ -30,7 +30,7 @@ class NonlinearGaussianKernel(AbstractGaussianKernel):
     """
 
     fn: Callable[..., Any]
-    scale_tril: Scale
+    scale_tril: Scale = eqx.field(converter=as_scale)
     takes_input: bool = eqx.field(static=True, default=False)  # pyright: ignore
     curvature: Callable[..., Any] | None = None
 
@@ -41,6 +41,11 @@ class NonlinearGaussianKernel(AbstractGaussianKernel):
                 f" {type(self.fn).__name__}. For a matrix use LinearGaussianKernel."
             )
 
+        if shape_of(self.scale_tril) == ():
+            raise ValueError(
+                "NonlinearGaussianKernel expects scale_tril of shape (out, out), a lower Cholesky"
+                " factor, got one number. Use number * jnp.eye(out)."
+            )
         dim = scale_dim(self.scale_tril)
         if dim is not None:
             check_scale("NonlinearGaussianKernel", self.scale_tril, dim)

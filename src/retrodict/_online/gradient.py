@@ -174,17 +174,12 @@ def rows_and_count(series: Series, dtype: Any) -> tuple[Row, Int[Array, ""]]:
     return Row(series.ys.astype(dtype), seen, inputs), count
 
 
-def one_row(y: Array, mask: Any, u: Any, takes_input: bool, dtype: Any) -> tuple[Row, Array]:
+def one_row(y: Array, u: Array | None, takes_input: bool, dtype: Any) -> tuple[Row, Array]:
     """One row, followed by one that does not exist.
 
     A loop of a single step would be compiled without the loop, and round otherwise than that of a
     longer chunk.
     """
-
-    def twice(leaf: Any) -> Any:
-        return leaf if leaf is None or leaf is True else jnp.stack([jnp.asarray(leaf)] * 2)
-
-    series = prepare_series(
-        twice(y), mask=twice(mask), inputs=twice(u), length=1, takes_input=takes_input
-    )
+    us = None if u is None else jnp.stack([u, u])
+    series = prepare_series(jnp.stack([y, y]), inputs=us, length=1, takes_input=takes_input)
     return rows_and_count(series, dtype)

@@ -18,6 +18,7 @@ from retrodict._family._base import Row
 from retrodict._gaussian import dense_scale
 from retrodict._kernel import LinearGaussianKernel
 from retrodict._lag import LagMoments, exact_moments
+from retrodict._mask import convert_row
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._online.gradient import (
     AbstractRecursiveGradient,
@@ -28,7 +29,7 @@ from retrodict._online.gradient import (
 from retrodict._online.parts import Learn, Parts, dtype_of, parts_of
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import as_real_array, check_count, check_finite, check_key
+from retrodict._validate import check_count, check_key
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -186,11 +187,8 @@ class OnlineLearner(eqx.Module):
         Returns:
             The next state, and what is known now.
         """
-        y = as_real_array(y, "y")
-        if y.ndim != 1:
-            raise ValueError(f"update expects one observation of shape (obs,), got {y.shape}.")
-        check_finite(y, "y", allow_nan=True)
-        return _update(self, state, y, mask, u)
+        y, u = convert_row(y, mask, u)
+        return _update(self, state, y, u)
 
     def scan(
         self,
@@ -232,10 +230,10 @@ def default_optimiser() -> optax.GradientTransformation:
 
 @eqx.filter_jit
 def _update(
-    learner: OnlineLearner, state: LearnerState, y: Array, mask: Any, u: Any
+    learner: OnlineLearner, state: LearnerState, y: Array, u: Array | None
 ) -> tuple[LearnerState, LearnerOutput]:
     model = unwrap(eqx.combine(*learner.parts)[1])
-    rows, count = one_row(y, mask, u, model.takes_input, dtype_of(state.parameters))
+    rows, count = one_row(y, u, model.takes_input, dtype_of(state.parameters))
     state, out = along(partial(learn_row, learner), state, rows, count)
     return state, jax.tree.map(lambda leaf: leaf[0], out)
 

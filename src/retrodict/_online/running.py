@@ -26,6 +26,7 @@ from retrodict._lag import (
     float_type,
     skip_nonfinite,
 )
+from retrodict._mask import convert_row
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._online.exact import ExactRecursion, refuse_unless_exact
 from retrodict._online.followed import Arrival, Followed, Sums, add_up, zeros_like_shapes
@@ -33,7 +34,7 @@ from retrodict._online.samples import SampledRecursion, WeightedSamples
 from retrodict._online.weights import backward_law
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
-from retrodict._validate import as_real_array, check_finite, check_key
+from retrodict._validate import check_key
 
 
 class RunningState(eqx.Module):
@@ -219,9 +220,8 @@ class RunningPosterior(eqx.Module):
         Returns:
             The next state, and what is known now.
         """
-        y = as_real_array(y, "y")
-        check_finite(y, "y", allow_nan=True)
-        return _update(self, state, y, mask, u, self._named(data))
+        y, u = convert_row(y, mask, u)
+        return _update(self, state, y, u, self._named(data))
 
     def scan(
         self,
@@ -289,9 +289,9 @@ def _unwrapped(followed: Followed) -> Followed:
 
 @eqx.filter_jit
 def _update(
-    running: RunningPosterior, state: RunningState, y: Array, mask: Any, u: Any, data: Any
+    running: RunningPosterior, state: RunningState, y: Array, u: Array | None, data: Any
 ) -> tuple[RunningState, RunningOutput]:
-    row = prepare_row(running.lagged.family, y, mask=mask, u=u)
+    row = prepare_row(running.lagged.family, y, mask=None, u=u)
     rows, data = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (row, data))
     state, out = _advance_finite(running, state, rows, None, data)
     return state, jax.tree.map(lambda leaf: leaf[0], out)

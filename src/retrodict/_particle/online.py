@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict._functional import AbstractFunctional, Observations, add, input_of
-from retrodict._mask import Series
+from retrodict._mask import Series, convert_row
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._particle.backward import (
@@ -166,13 +166,8 @@ class OnlineSmoother(eqx.Module):
 
     def _row(self, y: Any, mask: Any, u: Any) -> Observations:
         """One row, checked as a series of one."""
-
-        def as_row(value: Any) -> Any:
-            return value if value is None or value is True else jnp.asarray(value)[None]
-
-        series = prepare_data(
-            self.filter.model, as_row(y), mask=as_row(mask), inputs=as_row(u), length=None
-        )
+        y, u = convert_row(y, mask, u)
+        series = prepare_data(self.filter.model, y[None], inputs=None if u is None else u[None])
         data = Observations(series.ys, series.mask, series.inputs)
         return jax.tree.map(lambda leaf: leaf[0], data)
 

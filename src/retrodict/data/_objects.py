@@ -1,4 +1,4 @@
-"""Objects to frames: arrays, mappings of arrays, pandas and xarray."""
+"""Objects to frames: arrays, mappings of arrays, pandas, polars, Arrow and xarray."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ def to_source(
     """Whatever holds a table, as one frame.
 
     Args:
-        given: a path, a pandas or xarray object, an array or a mapping of arrays.
+        given: a path; an object of pandas, polars, Arrow or xarray; an array; a mapping of arrays.
         time: the name of the time, if it was given.
         series: names of what tells series apart.
         keep: further names that were asked for, which coordinates of a dataset may have.
@@ -39,6 +39,8 @@ def to_source(
         return from_xarray(given, name, time=time, series=series, keep=keep)
     if isinstance(given, Mapping):
         return _from_mapping(given, name)
+    if kind == "polars" or hasattr(given, "__arrow_c_stream__"):
+        return _from_arrow(given, name)
     return _from_array(given, name, series)
 
 
@@ -51,14 +53,43 @@ def _from_pandas(given: Any, name: str) -> Source:
     return frame_source(given, name, "frame")
 
 
+def _from_arrow(given: Any, name: str) -> Source:
+    """A frame of polars, or any table that offers its columns by the Arrow protocol."""
+    pandas, pyarrow = optional("pandas"), optional("pyarrow")
+    if hasattr(given, "collect"):
+        raise DataError(f"{name}: the frame is lazy; call its collect() first.")
+    try:
+        if hasattr(given, "to_frame"):  # a single column of polars
+            given = given.to_frame(given.name or "value")
+        table = pyarrow.table(given)
+    except (AttributeError, TypeError, ValueError, pyarrow.ArrowInvalid):
+        raise DataError(f"{name}: expected a table of named columns; give a DataFrame.") from None
+    frame = table.to_pandas(date_as_object=False)
+    if not isinstance(frame, pandas.DataFrame):
+        raise DataError(f"{name}: expected a table of named columns; give a DataFrame.")
+    return frame_source(frame, name, "frame")
+
+
 def _from_mapping(given: Mapping[Any, Any], name: str) -> Source:
     pandas = optional("pandas")
-    columns = {str(key): np.asarray(value) for key, value in given.items()}
-    lengths = {key: value.shape for key, value in columns.items()}
+    columns = {str(key): _column(value) for key, value in given.items()}
+    lengths = {key: np.shape(value) for key, value in columns.items()}
     if len(set(lengths.values())) > 1 or any(len(shape) != 1 for shape in lengths.values()):
         shapes = listed(f"{key} {shape}" for key, shape in lengths.items())
         raise DataError(f"{name}: expected arrays of one length each, got {shapes}.")
     return frame_source(pandas.DataFrame(columns), name, "array")
+
+
+def _column(value: Any) -> Any:
+    """The values of one column; a masked entry is missing."""
+    if isinstance(value, np.ma.MaskedArray) and value.ndim == 1:
+        return optional("pandas").Series(value)
+    return _native(np.asarray(value))
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    """The array in the byte order of the machine, without which pandas cannot sort it."""
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _from_array(given: Any, name: str, series: Sequence[str]) -> Source:
@@ -67,7 +98,7 @@ def _from_array(given: Any, name: str, series: Sequence[str]) -> Source:
     if isinstance(given, np.ma.MaskedArray):
         given = np.ma.filled(given.astype(float), np.nan)
     try:
-        array = np.asarray(given)
+        array = _native(np.asarray(given))
     except ValueError:
         raise DataError(f"{name}: rows of unequal length; pad them with NaN.") from None
     if array.dtype.kind not in "biuf":

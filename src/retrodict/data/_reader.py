@@ -62,9 +62,10 @@ def read(
         1 row inserted in gaps
 
     Args:
-        source: the path of a `.csv`, `.tsv`, `.parquet` or `.nc` file; a pandas DataFrame or
-            Series; an xarray Dataset or DataArray; a mapping of names to arrays; or an array of
-            shape `(time,)`, `(time, obs)` or `(batch, time, obs)`.
+        source: the path of a `.csv`, `.tsv`, `.parquet` or `.nc` file; a DataFrame or
+            Series of pandas or polars; a table of Arrow; an xarray Dataset or DataArray; a mapping
+            of names to arrays; or an array of shape `(time,)`, `(time, obs)` or
+            `(batch, time, obs)`.
         time: the time column. By default an index of dates; else the column called time, date,
             datetime, timestamp, t or year; else the only one that holds dates; else a numeric
             index; else the row number.

@@ -20,6 +20,7 @@ from retrodict._parameters import (
     PositiveTril,
     StationaryCoefficients,
 )
+from retrodict._validate import as_real_array
 from retrodict.models._equations import AbstractNamed
 from retrodict.models._errors import ModelError, nearest
 
@@ -239,7 +240,7 @@ def _replaced(name: str, node: Any, value: Any) -> Any:
     """A parameter of the same kind and shape with another value."""
     before = node.value if isinstance(node, AbstractParameter) else node
     try:
-        array = jnp.broadcast_to(jnp.asarray(np.asarray(value), before.dtype), before.shape)
+        array = jnp.broadcast_to(as_real_array(value, name).astype(before.dtype), before.shape)
         if not np.all(np.isfinite(np.asarray(array))):
             raise ValueError("it must be finite")
         if isinstance(node, Bounded):

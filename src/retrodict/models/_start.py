@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from retrodict._validate import as_real_array
+from retrodict._mask import prepare_batch
 
 PRIOR_WIDTH = 10.0
 """A diffuse prior is this many times as wide as the data."""
@@ -43,21 +43,17 @@ class Sample(NamedTuple):
 
 def sample_of(ys: Any, mask: Any, inputs: Any, length: Any) -> Sample:
     """The data with NaN for what was not seen, whichever way that was said."""
-    values = np.array(as_real_array(ys, "ys"), float)
-    if values.ndim not in (2, 3) or 0 in values.shape:
-        raise ValueError(
-            "A start expects ys of shape (batch, time, obs), or (time, obs) for one series, got"
-            f" shape {values.shape}."
-        )
-    single = values.ndim == 2
-    values = values[None] if single else values
-    if mask is not None and mask is not True:
-        values = np.where(np.asarray(mask).reshape(values.shape), values, np.nan)
-    if length is not None:
-        rows = np.arange(values.shape[1])[None] < np.reshape(np.asarray(length), (-1, 1))
-        values = np.where(rows[:, :, None], values, np.nan)
-    us = None if inputs is None else np.asarray(inputs, float)
-    return Sample(values, us[None] if us is not None and us.ndim == 2 else us)
+    options: dict[str, Any] = {"mask": mask, "inputs": inputs, "length": length}
+    batch = prepare_batch(ys, **options, takes_input=inputs is not None, owner="A start")
+    values = np.array(batch.ys, float)
+    if batch.mask is not None:
+        values[~np.asarray(batch.mask)] = np.nan
+    if batch.inputs is None:
+        return Sample(values, None)
+    us = np.array(batch.inputs, float)
+    if batch.length is not None:
+        us[np.arange(us.shape[1])[None] >= np.asarray(batch.length)[:, None]] = np.nan
+    return Sample(values, us)
 
 
 def centre(column: np.ndarray) -> float:

@@ -1,0 +1,759 @@
+"""Odd inputs give the answer of plain floating-point arrays, or are refused by name.
+
+One table of verbs, one of ways to hold numbers, one of things that are not numbers. Shape
+annotations are off: the checks of the library must do the work.
+"""
+
+import datetime
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+import pyarrow
+import pytest
+import xarray
+from scipy.stats import multivariate_normal
+
+import retrodict as rd
+
+pytestmark = pytest.mark.usefixtures("untyped")
+
+KEY = jax.random.key(0)
+N = 5
+# Zeros and ones, so that booleans and half precision hold the same numbers.
+YS = np.array([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
+US = np.array([[1.0], [0.0], [1.0], [1.0], [0.0]])
+XS = np.array([[0.0], [1.0], [1.0], [0.0], [1.0]])
+HOLES = np.zeros(YS.shape, bool)
+HOLES[1, 0] = HOLES[3] = True
+
+MODEL = rd.StateSpaceModel(
+    rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+    rd.LinearGaussianKernel(
+        0.7 * jnp.eye(1), jnp.zeros(1), 0.8 * jnp.eye(1), 0.1 * jnp.ones((1, 1))
+    ),
+    rd.LinearGaussianKernel(
+        jnp.array([[1.0], [0.5]]),
+        jnp.zeros(2),
+        jnp.array([[0.6, 0.0], [0.2, 0.7]]),
+        0.2 * jnp.ones((2, 1)),
+    ),
+)
+FAMILY = rd.GatedFamily(KEY, state_dim=1, obs_dim=2, input_dim=1)
+LAGGED = rd.FixedLag(FAMILY, 1)
+RUNNING = rd.RunningPosterior(FAMILY, MODEL)
+LEARNER = rd.OnlineLearner(None, MODEL, rd.KalmanScore())
+ONLINE = rd.OnlineSmoother(MODEL, rd.StateSum(), 8)
+
+
+@cache
+def chain() -> rd.LinearGaussianChain:
+    return rd.kalman_smoother(MODEL, YS, inputs=US).chain
+
+
+@cache
+def initial() -> tuple[Any, Any, Any]:
+    """The states of the streams before anything was read."""
+    return LAGGED.init(), RUNNING.init(), LEARNER.init(KEY)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _computed() -> None:
+    """Computes the chain and the states before any test traces a verb."""
+    chain()
+    initial()
+
+
+class Verb(NamedTuple):
+    """A verb and what the tests must know of it.
+
+    Attributes:
+        call: `call(ys, us, **options)` returns arrays to compare; for verbs of single rows, of the
+            second row.
+        rows: whether it takes one row at a time, as `y` and `u`.
+        batch: whether it takes several series, and lengths of them.
+        traceable: whether it runs under `jax.jit`.
+    """
+
+    call: Callable[..., Any]
+    rows: bool = False
+    batch: bool = False
+    traceable: bool = True
+
+
+def _gradient(ys: Any, us: Any, **options: Any) -> Any:
+    found = rd.recursive_gradient(
+        rd.KalmanScore(), None, MODEL, ys, key=KEY, learn="model", inputs=us, **options
+    )
+    return found.elbo_increment
+
+
+VERBS: dict[str, Verb] = {
+    "log_joint": Verb(lambda ys, us, **o: MODEL.log_joint(XS, ys, inputs=us, **o)),
+    "kalman_smoother": Verb(
+        lambda ys, us, **o: rd.kalman_smoother(MODEL, ys, inputs=us, **o).log_evidence
+    ),
+    "grid_smoother": Verb(
+        lambda ys, us, **o: (
+            rd.grid_smoother(MODEL, ys, rd.Grid([-6.0], [6.0], 32), inputs=us, **o).log_evidence
+        )
+    ),
+    "extended_smoother": Verb(
+        lambda ys, us, **o: rd.extended_smoother(MODEL, ys, inputs=us, **o).log_evidence
+    ),
+    "unscented_smoother": Verb(
+        lambda ys, us, **o: rd.unscented_smoother(MODEL, ys, inputs=us, **o).log_evidence
+    ),
+    "iterated_smoother": Verb(
+        lambda ys, us, **o: (
+            rd.iterated_smoother(MODEL, ys, inputs=us, num_iterations=1, **o).log_evidence
+        )
+    ),
+    "particle_filter": Verb(
+        lambda ys, us, **o: rd.particle_filter(KEY, MODEL, ys, 8, inputs=us, **o).log_evidence
+    ),
+    "ffbsi": Verb(lambda ys, us, **o: rd.ffbsi(KEY, MODEL, ys, 8, 2, inputs=us, **o).log_evidence),
+    "paris": Verb(
+        lambda ys, us, **o: rd.paris(KEY, MODEL, ys, rd.StateSum(), 8, inputs=us, **o).log_evidence
+    ),
+    "forward_smoother": Verb(
+        lambda ys, us, **o: (
+            rd.forward_smoother(KEY, MODEL, ys, rd.StateSum(), 8, inputs=us, **o).log_evidence
+        )
+    ),
+    "infer": Verb(lambda ys, us, **o: FAMILY.infer(ys, inputs=us, **o).laws.mean),
+    "elbo": Verb(lambda ys, us, **o: rd.elbo(MODEL, chain(), ys, inputs=us, **o)),
+    "observations": Verb(
+        lambda ys, us, **o: rd.expectation(
+            chain(), rd.LogJoint(MODEL), rd.observations(MODEL, ys, inputs=us, **o)
+        )
+    ),
+    "importance_smoother": Verb(
+        lambda ys, us, **o: (
+            rd.importance_smoother(KEY, MODEL, chain(), ys, 8, inputs=us, **o).log_evidence
+        ),
+        traceable=False,
+    ),
+    "guided_smoother": Verb(
+        lambda ys, us, **o: (
+            rd.guided_smoother(KEY, MODEL, chain(), ys, 8, 2, inputs=us, **o).log_evidence
+        )
+    ),
+    "importance_weighted_bound": Verb(
+        lambda ys, us, **o: (
+            rd.importance_weighted_bound(
+                KEY, MODEL, chain(), ys, 4, num_replicates=2, inputs=us, **o
+            ).value
+        )
+    ),
+    "impute": Verb(lambda ys, us, **o: rd.impute(KEY, MODEL, chain(), ys, 2, inputs=us, **o)),
+    "error_bound": Verb(
+        lambda ys, us, **o: rd.error_bound(MODEL, chain(), ys, rd.StateSum(), inputs=us, **o).value,
+        traceable=False,
+    ),
+    "check_posterior": Verb(
+        lambda ys, us, **o: (
+            rd.check_posterior(KEY, MODEL, chain(), ys, num_samples=200, inputs=us, **o).gap
+        ),
+        traceable=False,
+    ),
+    "recursive_gradient": Verb(_gradient),
+    "FixedLag.scan": Verb(
+        lambda ys, us, **o: LAGGED.scan(initial()[0], ys, inputs=us, **o)[1].filtered.mean
+    ),
+    "RunningPosterior.scan": Verb(
+        lambda ys, us, **o: RUNNING.scan(initial()[1], ys, inputs=us, **o)[1].elbo
+    ),
+    "OnlineLearner.scan": Verb(
+        lambda ys, us, **o: LEARNER.scan(initial()[2], ys, inputs=us, **o)[1].elbo_increment
+    ),
+    "step": Verb(lambda y, u, **o: FAMILY.step(FAMILY.init(), y, u=u, **o)[1].law.mean, rows=True),
+    "FixedLag.update": Verb(
+        lambda y, u, **o: LAGGED.update(initial()[0], y, u=u, **o)[1].filtered.mean, rows=True
+    ),
+    "RunningPosterior.update": Verb(
+        lambda y, u, **o: RUNNING.update(initial()[1], y, u=u, **o)[1].elbo, rows=True
+    ),
+    "OnlineLearner.update": Verb(
+        lambda y, u, **o: LEARNER.update(initial()[2], y, u=u, **o)[1].elbo_increment,
+        rows=True,
+    ),
+    "OnlineSmoother.init": Verb(
+        lambda y, u, **o: ONLINE.init(KEY, y, u=u, **o).log_evidence, rows=True
+    ),
+    "fit": Verb(
+        lambda ys, us, **o: (
+            rd.fit(KEY, FAMILY, MODEL, ys, inputs=us, num_steps=1, progress=False, **o).history
+        ),
+        batch=True,
+        traceable=False,
+    ),
+    "fit_evidence": Verb(
+        lambda ys, us, **o: (
+            rd.fit_evidence(KEY, MODEL, ys, inputs=us, num_steps=1, progress=False, **o).history
+        ),
+        batch=True,
+        traceable=False,
+    ),
+    "em": Verb(
+        lambda ys, us, **o: rd.em(KEY, MODEL, ys, inputs=us, num_iterations=1, **o).history,
+        batch=True,
+        traceable=False,
+    ),
+    "smooth": Verb(
+        lambda ys, us, **o: rd.smooth(MODEL, ys, inputs=us, check=False, progress=False, **o).mean,
+        batch=True,
+        traceable=False,
+    ),
+    "simulate_like": Verb(
+        lambda ys, us, **o: rd.simulate_like(KEY, MODEL, ys, 2, inputs=us, **o).ys,
+        batch=True,
+        traceable=False,
+    ),
+    "parameter_errors": Verb(
+        lambda ys, us, **o: rd.parameter_errors(KEY, MODEL, ys, inputs=us, **o).covariance,
+        batch=True,
+        traceable=False,
+    ),
+    "prepare": Verb(
+        lambda ys, us, **o: (
+            FAMILY.prepare(MODEL, ys, inputs=us, **o).infer(YS, inputs=US).laws.mean
+        ),
+        batch=True,
+        traceable=False,
+    ),
+}
+
+EACH_VERB = pytest.mark.parametrize("verb", list(VERBS.values()), ids=list(VERBS))
+QUICK = ("log_joint", "kalman_smoother", "infer", "elbo", "step")
+EACH_QUICK_VERB = pytest.mark.parametrize("verb", [VERBS[name] for name in QUICK], ids=QUICK)
+
+
+# --- ways to hold numbers -------------------------------------------------------------------------
+
+
+class Frame:
+    """A stand-in for a frame of polars: named columns, and values by `to_numpy`."""
+
+    def __init__(self, values: np.ndarray):
+        self.values = values
+
+    @property
+    def columns(self) -> list[str]:
+        return [f"y{i}" for i in range(self.values.shape[-1])]
+
+    def to_numpy(self) -> np.ndarray:
+        return self.values
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise TypeError("not an array")
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def _pandas(array: np.ndarray) -> Any:
+    return pd.DataFrame(array) if array.ndim == 2 else pd.Series(array)
+
+
+WHOLE: dict[str, Callable[[np.ndarray], Any]] = {
+    "integers": lambda a: a.astype(int),
+    "small integers": lambda a: a.astype(np.uint8),
+    "booleans": lambda a: a.astype(bool),
+    "nullable integers": lambda a: _pandas(a.astype(int)).astype("Int64"),
+}
+"""Ways to hold zeros and ones."""
+
+WAYS: dict[str, Callable[[np.ndarray], Any]] = {
+    "list": lambda a: a.tolist(),
+    "tuple of arrays": lambda a: tuple(a),
+    "float16": lambda a: a.astype(np.float16),
+    "bfloat16": lambda a: jnp.asarray(a, jnp.bfloat16),
+    "bfloat16 of numpy": lambda a: a.astype(jnp.bfloat16),
+    "Fortran order": np.asfortranarray,
+    "read only": _read_only,
+    "other byte order": lambda a: a.astype(a.dtype.newbyteorder("S")),
+    "every other row": lambda a: np.repeat(a, 2, axis=0)[::2],
+    "long double": lambda a: a.astype(np.longdouble),
+    "masked nowhere": np.ma.array,
+    "pandas": _pandas,
+    "nullable pandas": lambda a: _pandas(a).astype("Float64"),
+    "frame": Frame,
+    "xarray": lambda a: xarray.DataArray(a),
+}
+"""Ways to hold any numbers."""
+
+
+def _given(verb: Verb) -> tuple[np.ndarray, np.ndarray]:
+    return (YS[1], US[1]) if verb.rows else (YS, US)
+
+
+@EACH_QUICK_VERB
+def test_every_way_to_hold_numbers_gives_the_plain_answer(verb: Verb):
+    ys, us = _given(verb)
+    plain = verb.call(ys, us)
+    for name, held in (WHOLE | WAYS).items():
+        for answer in (verb.call(held(ys), us), verb.call(ys, held(us))):
+            np.testing.assert_array_equal(answer, plain, err_msg=name)
+            assert answer.dtype == plain.dtype
+
+
+@EACH_QUICK_VERB
+def test_single_precision_beside_a_double_precision_model(verb: Verb):
+    ys, us = _given(verb)
+    answer = verb.call(ys.astype(np.float32), us.astype(np.float32))
+    np.testing.assert_allclose(answer, verb.call(ys, us), rtol=1e-4, atol=1e-6)
+
+
+def test_double_precision_arrays_where_it_is_off(x32: None):
+    model = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), MODEL)
+    evidence = rd.kalman_smoother(model, YS, inputs=US).log_evidence
+    assert evidence.dtype == jnp.float32
+    np.testing.assert_allclose(evidence, -10.71808325, rtol=1e-5)
+
+
+@EACH_VERB
+def test_every_verb_converts(verb: Verb):
+    """Told by a refusal that comes after the conversion, and before anything is compiled."""
+    name, other = ("y", "u") if verb.rows else ("ys", "inputs")
+    ys, us = (array.copy() for array in _given(verb))
+    where = (1,) if verb.rows else (2, 1)
+    ys[where] = np.inf
+    if verb.batch:
+        message = rf"{name} must be finite, got inf at index \((0, )?2, 1\)"
+    else:
+        message = rf"{name} must be finite, got inf at index {re.escape(str(where))}"
+    for held in WAYS.values():
+        with pytest.raises(ValueError, match=message):
+            verb.call(held(ys), us)
+    ys, us = (array.copy() for array in _given(verb))
+    us[-1] = np.inf
+    for held in WAYS.values():
+        with pytest.raises(ValueError, match=f"{other} must be finite, got inf"):
+            verb.call(ys, held(us))
+
+
+# --- missing entries ------------------------------------------------------------------------------
+
+
+def _missing(array: np.ndarray, holes: np.ndarray, fill: float = 99.0) -> dict[str, Any]:
+    """The array with holes, in every way to say so."""
+    filled, nan = np.where(holes, fill, array), np.where(holes, np.nan, array)
+    return {
+        "NaN": nan,
+        "masked": np.ma.array(filled, mask=holes),
+        "masked integers": np.ma.array(filled.astype(int), mask=holes),
+        "masked bfloat16": np.ma.array(filled.astype(jnp.bfloat16), mask=holes),
+        "masked rows": [np.ma.array(a, mask=m) for a, m in zip(filled, holes, strict=True)],
+        "pandas": _pandas(nan),
+        "nullable pandas": _pandas(nan).astype("Float64"),
+    }
+
+
+@EACH_QUICK_VERB
+def test_a_masked_entry_is_a_missing_one(verb: Verb):
+    ys, us = _given(verb)
+    holes = HOLES[1] if verb.rows else HOLES
+    plain = verb.call(ys, us, mask=~holes)
+    assert not np.array_equal(plain, verb.call(ys, us))
+    for name, given in _missing(ys, holes).items():
+        np.testing.assert_allclose(verb.call(given, us), plain, rtol=1e-12, err_msg=name)
+
+
+@EACH_VERB
+def test_no_verb_loses_a_mask(verb: Verb):
+    """The first infinite entry is masked: the refusal names the second one."""
+    ys, us = (array.copy() for array in _given(verb))
+    holes = np.zeros(ys.shape, bool)
+    first, second = ((0,), (1,)) if verb.rows else ((1, 0), (2, 1))
+    ys[first] = ys[second] = np.inf
+    holes[first] = True
+    index = re.escape(str(second)[1:])
+    with pytest.raises(ValueError, match=rf"must be finite, got inf at index \((0, )?{index}"):
+        verb.call(np.ma.array(ys, mask=holes), us)
+    with pytest.raises(ValueError, match="(inputs|u) must not have missing entries"):
+        verb.call(YS[1] if verb.rows else YS, np.ma.array(us, mask=np.ones(us.shape, bool)))
+
+
+def test_the_evidence_of_a_masked_array_is_that_of_the_joint_gaussian():
+    """Of the entries that were seen, written out: states are L ε, observations C x + noise."""
+    lower = np.array(
+        [[0.7 ** (i - j) * (1.0 if j == 0 else 0.8) for j in range(N)] for i in range(N)]
+    )
+    states = np.tril(lower)
+    drift = np.array(
+        [sum(0.7 ** (k - j) * 0.1 * US[j, 0] for j in range(1, k + 1)) for k in range(N)]
+    )
+    design = np.kron(np.eye(N), np.array([[1.0], [0.5]]))
+    noise = np.array([[0.6, 0.0], [0.2, 0.7]])
+    mean = design @ drift + np.repeat(0.2 * US[:, 0], 2)
+    covariance = design @ states @ states.T @ design.T + np.kron(np.eye(N), noise @ noise.T)
+    seen = ~HOLES.ravel()
+    law = multivariate_normal(mean[seen], covariance[np.ix_(seen, seen)])  # pyright: ignore
+    found = rd.kalman_smoother(MODEL, np.ma.array(YS, mask=HOLES), inputs=US).log_evidence
+    np.testing.assert_allclose(found, law.logpdf(YS.ravel()[seen]), rtol=1e-10)
+
+
+def test_a_promise_that_nothing_is_missing_is_checked():
+    with pytest.raises(ValueError, match="mask=True promises .* ys holds NaN"):
+        rd.kalman_smoother(MODEL, np.ma.array(YS, mask=HOLES), inputs=US, mask=True)
+    with pytest.raises(ValueError, match="mask=True promises .* y holds NaN"):
+        FAMILY.step(FAMILY.init(), np.array([np.nan, 0.0]), u=US[0], mask=True)
+
+
+# --- what holds no numbers ------------------------------------------------------------------------
+
+
+def _dated(array: np.ndarray) -> Any:
+    return _pandas(array).assign(date=pd.Timestamp("2020")) if array.ndim == 2 else _dates(array)
+
+
+def _dates(array: np.ndarray) -> np.ndarray:
+    return array.astype(int).astype("datetime64[D]")
+
+
+WRONG: dict[str, Callable[[np.ndarray], Any]] = {
+    "complex": lambda a: a * 1j,
+    "objects": lambda a: a.astype(object),
+    "strings": lambda a: a.astype(str),
+    "string": lambda a: "a string",
+    "none": lambda a: np.full(a.shape, None),
+    "dates": _dates,
+    "frame with dates": _dated,
+    "mapping": lambda a: {"y": a},
+    "ragged": lambda a: [[1.0], [1.0, 2.0]],
+    "one number": lambda a: 1.0,
+    "records": lambda a: np.zeros(a.shape, "f8,i4"),
+    "one axis less": lambda a: a[0],
+    "two axes more": lambda a: a[None, None],
+}
+
+
+@EACH_VERB
+def test_every_verb_refuses_by_name(verb: Verb):
+    name, other = ("y", "u") if verb.rows else ("ys", "inputs")
+    ys, us = _given(verb)
+    for what, wrong in WRONG.items():
+        with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b") as caught:
+            verb.call(wrong(ys), us)
+        assert "inputs" not in str(caught.value), what
+        with pytest.raises((TypeError, ValueError), match=rf"\b{other}\b"):
+            verb.call(ys, wrong(us))
+
+
+@EACH_VERB
+def test_every_verb_refuses_masks(verb: Verb):
+    ys, us = _given(verb)
+    seen = np.ones(ys.shape, bool)
+    for wrong in (seen.astype(int), seen.astype(float), seen.astype(str), seen[..., :1], "all", 1):
+        with pytest.raises((TypeError, ValueError), match=r"\bmask\b"):
+            verb.call(ys, us, mask=wrong)
+    with pytest.raises(ValueError, match="mask must not have missing entries"):
+        verb.call(ys, us, mask=np.ma.array(seen, mask=seen))
+
+
+# --- lengths --------------------------------------------------------------------------------------
+
+
+@EACH_VERB
+def test_every_verb_refuses_lengths(verb: Verb):
+    if verb.rows:
+        pytest.skip("takes no length")
+    for wrong in (0, -1, N + 1, 2.0, True, "3", [2, 3], np.array([[2]]), np.array(0)):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"\blength (must|was given, but the chain)\b"
+        ):
+            verb.call(YS, US, length=wrong)
+
+
+def _traced(verb: Verb, length: int) -> Any:
+    return jax.jit(lambda length: verb.call(YS, US, length=length))(length)
+
+
+@pytest.mark.parametrize("name", ["log_joint", "kalman_smoother", "infer"])
+def test_a_traced_length_out_of_range_gives_nan(name: str):
+    verb = VERBS[name]
+    for length in (0, -3, N + 1):
+        assert np.all(np.isnan(_traced(verb, length))), length
+    np.testing.assert_allclose(
+        _traced(verb, 3), verb.call(YS, US, length=3), rtol=1e-12, atol=1e-15
+    )
+
+
+def test_derivatives_in_a_traced_length_stay_finite():
+    gradient = jax.jit(
+        jax.grad(lambda m, k: rd.kalman_smoother(m, YS, inputs=US, length=k).log_evidence)
+    )(MODEL, 3)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.slow
+@EACH_VERB
+def test_every_verb_gives_the_plain_answer(verb: Verb):
+    ys, us = _given(verb)
+    for held in (WHOLE["integers"], WAYS["pandas"], WAYS["float16"]):
+        np.testing.assert_array_equal(verb.call(held(ys), held(us)), verb.call(ys, us))
+    holes = HOLES[1] if verb.rows else HOLES
+    masked = np.ma.array(np.where(holes, 99.0, ys), mask=holes)
+    np.testing.assert_allclose(verb.call(masked, us), verb.call(ys, us, mask=~holes), rtol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n, v in VERBS.items() if v.traceable and not v.rows])
+def test_no_traced_length_out_of_range_gives_a_finite_answer(name: str):
+    """NaN, or minus infinity and a status from particles; chains without padding refuse."""
+    for length in (0, N + 1):
+        try:
+            answer = _traced(VERBS[name], length)
+        except ValueError as error:
+            assert "length was given, but the chain has 5 rows" in str(error)
+        else:
+            assert not np.all(np.isfinite(answer))
+
+
+# --- constructors ---------------------------------------------------------------------------------
+
+ONES = np.ones((1, 1))
+
+
+def _kernel(**change: Any) -> rd.LinearGaussianKernel:
+    parts: dict[str, Any] = {"weight": ONES, "bias": ONES[0], "scale_tril": ONES}
+    return rd.LinearGaussianKernel(**(parts | change))
+
+
+def _stacked(**change: Any) -> rd.LinearGaussianChain:
+    parts: dict[str, Any] = {
+        "means": np.ones((2, 1)),
+        "scales": np.ones((2, 1, 1)),
+        "gains": np.ones((1, 1, 1)),
+        "offsets": ONES,
+        "kernel_scales": np.ones((1, 1, 1)),
+    }
+    return rd.LinearGaussianChain.from_arrays(**(parts | change))
+
+
+def _mixture(**change: Any) -> rd.GaussianMixture:
+    parts = {"log_weights": np.zeros(1), "means": ONES, "scale_trils": np.ones((1, 1, 1))}
+    return rd.GaussianMixture(**(parts | change))
+
+
+CONSTRUCTORS: dict[str, tuple[Callable[[Any], Any], np.ndarray, str]] = {
+    "Gaussian mean": (lambda v: rd.Gaussian(v, ONES), ONES[0], "mean"),
+    "Gaussian scale": (lambda v: rd.Gaussian(ONES[0], v), ONES, "scale_tril"),
+    "Gaussian frozen": (lambda v: rd.Gaussian(rd.Frozen(v), ONES), ONES[0], "mean"),
+    "Gaussian frozen scale": (lambda v: rd.Gaussian(ONES[0], rd.Frozen(v)), ONES, "scale_tril"),
+    "Gaussian covariance": (
+        lambda v: rd.Gaussian.from_covariance(ONES[0], v),
+        ONES,
+        "covariance",
+    ),
+    "Diagonal": (rd.Diagonal, np.ones(2), "std"),
+    "kernel weight": (lambda v: _kernel(weight=v), ONES, "weight"),
+    "kernel bias": (lambda v: _kernel(bias=v), ONES[0], "bias"),
+    "kernel scale": (lambda v: _kernel(scale_tril=v), ONES, "scale_tril"),
+    "kernel input_weight": (lambda v: _kernel(input_weight=v), ONES, "input_weight"),
+    "nonlinear kernel": (lambda v: rd.NonlinearGaussianKernel(jnp.sin, v), ONES, "scale_tril"),
+    "mixture means": (lambda v: _mixture(means=v), ONES, "means"),
+    "mixture log_weights": (lambda v: _mixture(log_weights=v), np.zeros(1), "log_weights"),
+    "chain means": (lambda v: _stacked(means=v), np.ones((2, 1)), "means"),
+    "chain offsets": (lambda v: _stacked(offsets=v), ONES, "offsets"),
+    "Positive": (rd.Positive, ONES, "Positive"),
+    "PositiveTril": (rd.PositiveTril, ONES, "PositiveTril"),
+    "Bounded": (lambda v: rd.Bounded(v, 0.0, 2.0), ONES, "Bounded"),
+    "Grid": (lambda v: rd.Grid(v, np.full(1, 2.0), 8), ONES[0], "lower"),
+}
+EACH_CONSTRUCTOR = pytest.mark.parametrize(
+    ("make", "value", "name"), list(CONSTRUCTORS.values()), ids=list(CONSTRUCTORS)
+)
+
+
+@EACH_CONSTRUCTOR
+def test_constructors_convert_or_refuse(make: Callable, value: np.ndarray, name: str):
+    plain = make(value)
+    for way, held in (WHOLE | WAYS).items():
+        built = make(held(value))
+        arrays = [jax.tree.leaves(eqx.filter(tree, eqx.is_array_like)) for tree in (built, plain)]
+        for leaf, expected in zip(*arrays, strict=True):
+            assert isinstance(leaf, jax.Array), way
+            assert leaf.dtype == expected.dtype, way
+            np.testing.assert_array_equal(leaf, expected, err_msg=way)
+    for what, wrong in WRONG.items():
+        if what in ("one number", "two axes more") and name in ("Positive", "Bounded"):
+            continue
+        if what == "one axis less" and name in ("Positive", "Bounded"):
+            continue
+        with pytest.raises((TypeError, ValueError), match=f"{name}|{name.replace('_', ' ')}"):
+            make(wrong(value))
+    with pytest.raises(ValueError, match=f"{name} must not have missing entries"):
+        make(np.ma.array(value, mask=np.ones(value.shape, bool)))
+
+
+def test_constructors_copy():
+    """A change of the user's array afterwards does not reach the model."""
+    weight = np.full((64, 64), 0.5)
+    kernel = rd.LinearGaussianKernel(weight, np.zeros(64), np.eye(64))
+    weight[:] = 0.0
+    assert np.all(kernel.weight == 0.5)
+
+
+def test_integers_are_learned():
+    model = rd.StateSpaceModel(
+        rd.Gaussian([0], [[1]]),
+        rd.LinearGaussianKernel([[1]], [0], [[1]]),
+        rd.LinearGaussianKernel(np.array([[1], [2]]), [0, 0], np.eye(2, dtype=int)),
+    )
+    gradient = eqx.filter_grad(lambda m: rd.kalman_smoother(m, YS).log_evidence)(model)
+    assert len(jax.tree.leaves(gradient)) == 8
+    assert np.all(gradient.transition.weight != 0)
+
+
+@pytest.mark.slow
+def test_an_integer_weight_is_fitted():
+    model = rd.StateSpaceModel(
+        rd.Gaussian([0], [[1]]),
+        rd.LinearGaussianKernel([[1]], [0], [[1]]),
+        rd.LinearGaussianKernel(np.array([[1], [2]]), [0, 0], np.eye(2, dtype=int)),
+    )
+    found = rd.fit_evidence(KEY, model, YS, num_steps=2, progress=False).model
+    assert np.all(np.asarray(found.transition.weight) != 1.0)
+
+
+# --- scales ---------------------------------------------------------------------------------------
+
+COVARIANCE = np.array([[2.0, 0.6], [0.6, 1.0]])
+LOWER = np.linalg.cholesky(COVARIANCE)
+TWO = np.zeros(2)
+
+SCALES: dict[str, Callable[[Any], Any]] = {
+    "Gaussian": lambda s: rd.Gaussian(TWO, s),
+    "frozen": lambda s: rd.Gaussian(TWO, rd.Frozen(s)),
+    "LinearGaussianKernel": lambda s: rd.LinearGaussianKernel(np.eye(2), TWO, s),
+    "NonlinearGaussianKernel": lambda s: rd.NonlinearGaussianKernel(jnp.sin, s),
+    "function kernel": lambda s: rd.VaryingLinearGaussianKernel(
+        lambda u: (jnp.eye(2), jnp.zeros(2), s)
+    ).at(jnp.ones(1)),
+    "law of a kernel": lambda s: rd.DistributionKernel(lambda x: rd.Gaussian(x, s)).law(
+        jnp.zeros(2)
+    ),
+    "PositiveTril": rd.PositiveTril,
+    "positive matrix": lambda s: rd.Gaussian(TWO, rd.Positive(np.abs(s) + 1e-3)),
+    "GaussianMixture": lambda s: rd.GaussianMixture(np.zeros(1), TWO[None], s[None]),
+    "filtering laws": lambda s: rd.LinearGaussianChain.from_arrays(
+        TWO[None], s[None], np.zeros((0, 2, 2)), np.zeros((0, 2)), np.zeros((0, 2, 2))
+    ),
+    "backward kernels": lambda s: rd.LinearGaussianChain.from_arrays(
+        np.zeros((2, 2)), np.stack([LOWER] * 2), np.eye(2)[None], TWO[None], s[None]
+    ),
+}
+
+
+@pytest.mark.parametrize("make", list(SCALES.values()), ids=list(SCALES))
+@pytest.mark.parametrize("scale", [COVARIANCE, LOWER.T], ids=["covariance", "upper factor"])
+def test_a_scale_that_is_not_lower_is_refused(make: Callable, scale: np.ndarray):
+    with pytest.raises(ValueError, match=r"lower Cholesky factor[\s\S]*from_covariance"):
+        make(scale)
+    if make is SCALES["positive matrix"]:
+        return  # computed from a parameter, which a compiled program traces
+    with pytest.raises(ValueError, match="lower Cholesky factor"):
+        jax.jit(
+            lambda: jax.tree.leaves(make(scale))[0]
+        )()  # a constant of a compiled program is known too
+
+
+@pytest.mark.parametrize("part", ["transition", "emission"])
+def test_a_function_that_returns_a_covariance_is_refused_by_verbs(part: str):
+    kernels: dict[str, Any] = {
+        "transition": rd.LinearGaussianKernel(np.eye(2), TWO, LOWER),
+        "emission": rd.LinearGaussianKernel(np.eye(2), TWO, LOWER),
+    }
+    kernels[part] = rd.VaryingLinearGaussianKernel(
+        lambda u: (jnp.eye(2), jnp.zeros(2), jnp.asarray(COVARIANCE) * u[0])
+    )
+    model = rd.StateSpaceModel(rd.Gaussian(TWO, LOWER), **kernels)
+    for call in (
+        lambda: rd.kalman_smoother(model, YS, inputs=1 + US),
+        lambda: rd.ffbsi(KEY, model, YS, 8, inputs=1 + US),
+        lambda: rd.fit_evidence(KEY, model, YS, inputs=1 + US, num_steps=1, progress=False),
+    ):
+        with pytest.raises(ValueError, match="lower Cholesky factor"):
+            call()
+
+
+@pytest.mark.parametrize("make", [*SCALES][:5])
+def test_the_sign_of_a_column_is_free(make: str):
+    """A factor from a QR decomposition has any signs: its law is that of the turned one."""
+    turned = LOWER * np.array([[-1.0, 1.0]])
+    built = SCALES[make](turned)
+    scale = rd.unwrap(built).scale_tril
+    np.testing.assert_allclose(scale, LOWER, rtol=1e-15)
+    np.testing.assert_allclose(np.asarray(scale) @ np.asarray(scale).T, COVARIANCE, rtol=1e-12)
+
+
+def test_negative_standard_deviations_are_refused():
+    for std in (np.array([1.0, -1.0]), rd.Frozen(np.array([1.0, -1.0]))):
+        with pytest.raises(ValueError, match="standard deviations of at least zero"):
+            rd.Diagonal(std)
+
+
+def test_singular_scales_are_allowed():
+    assert rd.Diagonal(np.array([1.0, 0.0])).std.tolist() == [1.0, 0.0]
+    noise = np.array([[1.0, 0.0], [0.3, 0.0]])
+    model = rd.StateSpaceModel(
+        rd.Gaussian(TWO, np.eye(2)),
+        rd.LinearGaussianKernel(0.9 * np.eye(2), TWO, noise),
+        rd.LinearGaussianKernel(np.eye(2), TWO, np.eye(2)),
+    )
+    assert np.isfinite(rd.kalman_smoother(model, YS).log_evidence)
+
+
+def test_weights_of_a_mixture_sum_to_one():
+    with pytest.raises(ValueError, match="log_weights whose exponentials sum to 1"):
+        rd.GaussianMixture(np.zeros(2), np.zeros((2, 1)), np.ones((2, 1, 1)))
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def test_a_table_of_arrow_is_read_by_its_columns():
+    """Frames of polars offer the same protocol."""
+    frame = pd.DataFrame(
+        {"date": pd.date_range("2020-01-01", periods=4), "y": [1.0, np.nan, 3.0, 4.0]}
+    )
+    for given in (frame, pyarrow.table(frame)):
+        table = rd.data.read(given)
+        np.testing.assert_array_equal(table.ys[0], [[1.0], [np.nan], [3.0], [4.0]])
+
+
+def test_a_masked_column_is_missing_in_a_table():
+    column = np.ma.array([1.0, 99.0, 3.0], mask=[False, True, False])
+    for given in (column, {"y": column}, {"t": np.arange(3), "y": column.astype(int)}):
+        table = rd.data.read(given)
+        np.testing.assert_array_equal(table.ys[0], [[1.0], [np.nan], [3.0]])
+
+
+def test_frames_of_polars():
+    polars = pytest.importorskip("polars")
+    dates = [datetime.date(2020, 1, day) for day in range(1, 6)]
+    frame = polars.DataFrame({"date": dates, "y": [1.0, None, 0.0, 1.0, 1.0]})
+    table = rd.data.read(frame)
+    np.testing.assert_array_equal(table.ys[0], [[1.0], [np.nan], [0.0], [1.0], [1.0]])
+    np.testing.assert_array_equal(rd.data.read(frame["y"]).ys, table.ys)
+    with pytest.raises(rd.data.DataError, match="collect"):
+        rd.data.read(frame.lazy())
+    with pytest.raises(TypeError, match="ys must be an array of numbers, got DataFrame"):
+        rd.kalman_smoother(MODEL, frame, inputs=US)
+    columns = polars.DataFrame({"a": YS[:, 0], "b": YS[:, 1].astype(int)})
+    holes = columns.with_columns(polars.when(columns["a"] > 0).then(columns["a"]).alias("a"))
+    for given, mask in ((columns, None), (holes, np.stack([YS[:, 0] > 0, YS[:, 1] >= 0], 1))):
+        found = rd.kalman_smoother(MODEL, given, inputs=US).log_evidence
+        plain = rd.kalman_smoother(MODEL, YS, inputs=US, mask=mask).log_evidence
+        np.testing.assert_allclose(found, plain, rtol=1e-12)
