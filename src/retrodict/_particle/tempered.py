@@ -58,7 +58,7 @@ class _Stage(NamedTuple):
         log_g: its log-likelihood.
         ancestors: the index at time k-1.
         total: the increment of the log-evidence so far.
-        count: how many stages there were.
+        num_stages: how many stages there were.
     """
 
     phi: Scalar
@@ -67,7 +67,7 @@ class _Stage(NamedTuple):
     log_g: Float[Array, "particle"]
     ancestors: Int[Array, "particle"]
     total: Scalar
-    count: Int[Array, ""]
+    num_stages: Int[Array, ""]
 
 
 class TemperedFilter(eqx.Module):
@@ -120,14 +120,14 @@ class TemperedFilter(eqx.Module):
 
         def going_on(stage: _Stage) -> Array:
             possible = jnp.isfinite(stage.total)
-            return (stage.phi < 1.0) & (stage.count < MOST_STAGES) & possible
+            return (stage.phi < 1.0) & (stage.num_stages < MOST_STAGES) & possible
 
         def advance(stage: _Stage) -> _Stage:
             phi = _next_temperature(stage.phi, stage.log_g)
             logs = _scaled(phi - stage.phi, stage.log_g)
             total = jax.nn.logsumexp(logs)
             weights = jnp.exp(logs - jnp.where(jnp.isfinite(total), total, 0.0))
-            select_key, move_key = jax.random.split(jax.random.fold_in(key, stage.count))
+            select_key, move_key = jax.random.split(jax.random.fold_in(key, stage.num_stages))
             chosen = resample("systematic", select_key, weights, count)
             befores, xs, log_g = stage.befores[chosen], stage.xs[chosen], stage.log_g[chosen]
             xs, log_g = _moved(move_key, befores, xs, log_g, phi, log_move, log_emission)
@@ -138,7 +138,7 @@ class TemperedFilter(eqx.Module):
                 log_g,
                 stage.ancestors[chosen],
                 stage.total + total - math.log(count),
-                stage.count + 1,
+                stage.num_stages + 1,
             )
 
         log_g = jax.vmap(log_emission)(xs)
