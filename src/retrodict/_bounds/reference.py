@@ -45,8 +45,8 @@ MOST_WORK = {1: 2**32, 2: 2**36}
 """How many pairs of points, times rows, a grid may go through."""
 
 MOST_GRID_ERROR = 0.5
-"""The largest estimated error of a grid, in nats and in standard deviations. The estimate is that of
-a grid with three quarters of the points, and far above that of the grid itself."""
+"""The largest estimated error of a grid, in nats and in standard deviations. The estimate is the
+error of a grid with three quarters of the points, far above that of the grid itself."""
 
 NUM_PRIOR_PATHS = 256
 """How many paths of the prior tell where states may be."""
