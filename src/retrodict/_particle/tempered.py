@@ -193,7 +193,7 @@ def _next_temperature(phi: Scalar, log_g: Float[Array, "particle"]) -> Scalar:
     # Particles that are impossible at any temperature are lost at the first step, whatever it is.
     least = LEAST_ESS * jnp.mean(log_g > -jnp.inf)
 
-    def halve(_: int, ends: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+    def halve(_: Any, ends: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
         low, high = ends
         middle = jnp.exp(0.5 * (jnp.log(low) + jnp.log(high)))
         enough = share(middle) >= least
