@@ -36,6 +36,7 @@ def test_tempered_particles_survive_a_sharp_sensor(exact):
     np.testing.assert_allclose((found.samples < 0).mean(axis=0)[:, 0], negative, atol=4 * 0.04)
 
 
+@pytest.mark.slow
 def test_padding_is_left_out_of_tempered_particles():
     options = {"mask": None, "length": 3}
     padded = tempered_smoother(jax.random.key(0), MODEL, prepare_data(MODEL, YS, **options), 200)
@@ -45,7 +46,7 @@ def test_padding_is_left_out_of_tempered_particles():
 
 def test_an_impossible_observation_is_a_status():
     ys = YS.at[3].set(1e200)
-    found = tempered_smoother(jax.random.key(0), MODEL, prepare_data(MODEL, ys), 200)
+    found = tempered_smoother(jax.random.key(0), MODEL, prepare_data(MODEL, ys), 1000)
     assert int(found.status) == 1 and int(found.status_time) == 3
 
 
@@ -59,6 +60,7 @@ def test_other_starts_find_the_other_root():
     np.testing.assert_allclose(means[1, :2, 0], -roots, atol=0.02)
 
 
+@pytest.mark.slow
 def test_a_reference_has_the_modes_that_a_grid_has(exact, monkeypatch):
     monkeypatch.setattr(reference, "GRIDS", {})
     found = reference.find_reference(jax.random.key(0), MODEL, prepare_data(MODEL, YS))

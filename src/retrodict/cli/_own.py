@@ -278,6 +278,8 @@ def smooth(
             draws = runs.impute(opened, table, NUM_IMPUTED, seed=seed)
         elif missing:
             typer.echo(f"{missing} values are missing; --imputed fills them in.", err=True)
+        if not found.trustworthy:
+            typer.echo(f"not trustworthy: {found.reason} Run retrodict check.", err=True)
         shown = {"level": level, "state_names": names, "observations": draws}
         _put(table, found, out, overwrite, as_json, **shown)
 
