@@ -1011,6 +1011,7 @@ def test_an_exact_posterior_passes_every_check():
     key = jax.random.key(0)
     found = rd.check_posterior(key, instance.model, instance.exact, instance.ys)
     assert found.kinds == found.messages == () and float(found.k_hat) == -math.inf
+    assert found.verdict == "passed" and found.reference == "grid"
     assert abs(float(found.gap)) < 4 * float(found.log_evidence_standard_error)
 
 
@@ -1030,9 +1031,23 @@ def test_a_lost_mode_is_named():
         rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.12 * jnp.eye(1)),
     )
     chain = rd.kalman_smoother(one, jnp.sqrt(ys)).chain
-    found = rd.check_posterior(jax.random.key(0), model, chain, ys)
-    assert "mode loss" in found.kinds and len(found.kinds) == len(found.messages)
-    assert 0.3 < float(jnp.max(found.missed)) < 0.7
+    particles = rd.ffbsi(jax.random.key(1), model, ys, 500)
+    grid = rd.grid_smoother(model, ys, rd.Grid([-6.0], [6.0], 400))
+    for reference in (None, particles, grid):
+        found = rd.check_posterior(jax.random.key(0), model, chain, ys, reference=reference)
+        assert "mode loss" in found.kinds and len(found.kinds) == len(found.messages)
+        assert found.verdict == "failed" and 0.3 < float(jnp.max(found.missed)) < 0.7
+
+
+@pytest.mark.slow
+def test_a_check_whose_reference_degenerates_has_not_passed():
+    instance = Instance(17, 1)
+    few = rd.ffbsi(jax.random.key(0), instance.model, instance.ys, 5)
+    found = rd.check_posterior(
+        jax.random.key(0), instance.model, instance.exact, instance.ys, reference=few
+    )
+    assert found.verdict == "not checked" and "particles" in found.kinds
+    assert "not checked" in found.messages[0]
 
 
 @pytest.mark.slow

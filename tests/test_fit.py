@@ -234,6 +234,27 @@ def test_steps_without_a_finite_gradient_are_skipped_and_counted(ys):
     assert all(np.isfinite(leaf).all() for leaf in arrays)
 
 
+def test_a_fit_far_below_its_training_series_is_called_overfitted(ys):
+    """Held-out series of another law stand for those that a family has not learned to read."""
+    options = {"num_steps": 5, "estimator": rd.Quadrature(3)}
+    result = fit(conjugate(), tanh_model(), ys, held_out=10.0 + ys, **options)
+    assert result.status == "overfitted"
+    assert "ELBO of the held-out series is" in result.reason
+    assert result.history[: result.kept_step].mean() - result.held_out[-1] > 0.5
+    good = fit(conjugate(), tanh_model(), ys, held_out=ys, **options)
+    assert good.status == "finished" and good.reason == ""
+
+
+def test_a_fit_far_below_the_particle_evidence_is_called_underfitted(ys, monkeypatch):
+    monkeypatch.setattr(variational, "FEWEST_COMPARED", 1)
+    options = {"num_steps": 1, "estimator": rd.Quadrature(3)}
+    # Of so little noise an untrained family makes nothing.
+    sharp = eqx.tree_at(lambda m: m.emission.scale_tril.std, tanh_model(), jnp.array([0.01]))
+    result = fit(conjugate(), sharp, ys, **options)
+    assert result.status == "underfitted"
+    assert "a particle estimate of their log-evidence" in result.reason
+
+
 @pytest.mark.slow
 def test_patience_stops_a_fit_that_does_not_improve(ys):
     result = fit(

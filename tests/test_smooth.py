@@ -1,5 +1,6 @@
 """Smoothing without choosing: what is chosen, why, and what must be refused."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import scipy.stats
 
 import retrodict as rd
 import two_sided
+from retrodict._bounds.reference import find_reference
 from retrodict._fit.batch import prepare_batch
 from retrodict._smooth import driver
 from retrodict._smooth import grade as grading
@@ -82,7 +84,7 @@ def test_a_linear_gaussian_model_is_smoothed_exactly():
     expected = rd.kalman_smoother(LINEAR, ys).chain.marginals()
     np.testing.assert_allclose(found.mean, expected.mean, atol=1e-10)
     np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-10)
-    assert found.method == "exact" and "linear and Gaussian" in found.reason
+    assert found.method == "exact" and "linear and Gaussian" in found.reason and found.trustworthy
     assert found.family is None and found.model is LINEAR
     assert not found.mean_standard_error.any() and not found.covariance_standard_error.any()
     assert found.chain.num_times == N
@@ -115,7 +117,10 @@ def mild():
 @pytest.mark.slow
 def test_a_mildly_nonlinear_model_is_linearised(mild):
     assert mild.method == "linearised" and mild.family is None
-    assert "iterated smoother passes check_posterior: the Pareto shape" in mild.reason
+    assert mild.trustworthy
+    assert (
+        "iterated smoother passes check_posterior: compared with a reference (grid)" in mild.reason
+    )
     mean, covariance = grid_moments(MILD, simulated(MILD))
     # A twentieth of the posterior standard deviation.
     assert jnp.max(jnp.abs(mild.mean - mean)) < 0.05 * jnp.sqrt(jnp.min(covariance))
@@ -129,24 +134,102 @@ def test_the_same_call_has_the_same_answer(mild):
     np.testing.assert_array_equal(again.mean, mild.mean)
 
 
+def sharp(error):
+    """A sensor that sees x² with little noise, x near 3, and a prior that allows both signs."""
+    model = rd.StateSpaceModel(
+        rd.Gaussian(jnp.ones(1), 2.0 * jnp.eye(1)),
+        linear(1.0, 0.1),
+        seen_through(jnp.square, error),
+    )
+    draws = np.random.default_rng(0).normal(size=(2, N))
+    return model, (3.0 + 0.1 * np.cumsum(draws[0])) ** 2 + error * draws[1]
+
+
+def negative_mass(model, ys, points):
+    """P(x_k < 0 | y) for each k, by sums over a grid in numpy."""
+    (mean, std), step = (float(each) for each in (model.prior.mean[0], model.prior.std[0])), 0.1
+    error = float(model.emission.scale_tril.std[0])
+
+    def normal(z, scale):
+        return np.exp(-0.5 * (z / scale) ** 2)
+
+    move = normal(points[None] - points[:, None], step)
+    logs = [-0.5 * ((y - points**2) / error) ** 2 for y in ys]
+    likelihoods = [np.exp(each - each.max()) for each in logs]
+    forward = [normal(points - mean, std) * likelihoods[0]]
+    for each in likelihoods[1:]:
+        joint = (forward[-1] @ move) * each
+        forward.append(joint / joint.sum())
+    backward = [np.ones_like(points)]
+    for each in reversed(likelihoods[1:]):
+        earlier = move @ (each * backward[0])
+        backward.insert(0, earlier / earlier.max())
+    smoothed = np.array(forward) * np.array(backward)
+    return smoothed[:, points < 0].sum(axis=1) / smoothed.sum(axis=1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [0.3, pytest.param(0.1, marks=pytest.mark.slow), pytest.param(0.03, marks=pytest.mark.slow)],
+)
+def test_a_linearised_answer_that_lost_a_mode_is_not_trustworthy(error):
+    model, ys = sharp(error)
+    exact = negative_mass(model, ys, np.linspace(-6.0, 6.0, 1501 if error > 0.2 else 4001))
+    np.testing.assert_allclose(exact, 0.18, atol=0.02)
+    found = rd.smooth(model, ys[:, None], method="linearised")
+    assert found.method == "linearised" and not found.trustworthy
+    assert jnp.max(found.covariance) < 0.1  # where the exact variance is above 4
+    assert "does not pass check_posterior (mode loss" in found.reason
+
+
+@pytest.mark.slow
+def test_a_mode_is_found_where_no_grid_is_fine_enough():
+    """At an error of 0.01 the grid is too coarse, and a bootstrap filter degenerates."""
+    model, ys = sharp(0.01)
+    found = rd.smooth(model, ys[:, None], method="linearised")
+    assert not found.trustworthy and "mode loss" in found.reason
+    assert "a reference (particles)" in found.reason
+
+
+def failed_reference(key, model, series):
+    found = find_reference(key, model, series)
+    return dataclasses.replace(found, problem="a smoother degenerates")
+
+
+@pytest.mark.parametrize("method", ["linearised", pytest.param("auto", marks=pytest.mark.slow)])
+def test_an_answer_whose_reference_fails_is_not_checked(monkeypatch, method):
+    monkeypatch.setattr(grading, "find_reference", failed_reference)
+    monkeypatch.setattr(driver, "train_family", untrained)
+    found = rd.smooth(MILD, simulated(MILD), method=method, **QUICK)
+    assert not found.trustworthy
+    assert "was not checked: a smoother degenerates." in found.reason
+    assert ("A family was not trained" in found.reason) == (method == "auto")
+
+
+def test_what_is_not_checked_is_not_trustworthy():
+    found = rd.smooth(MILD, simulated(MILD), method="linearised", check=False)
+    assert not found.trustworthy and "was not checked otherwise" in found.reason
+    assert repr(found).startswith("Smoothed(mean of shape (30, 1), linearised, not trustworthy: ")
+
+
 @pytest.mark.slow
 def test_what_was_forced_is_done_and_graded():
     found = rd.smooth(SQUARE, simulated(SQUARE), method="linearised")
-    assert found.method == "linearised"
-    assert "does not pass check_posterior (loose ELBO" in found.reason
+    assert found.method == "linearised" and not found.trustworthy
+    assert "does not pass check_posterior (" in found.reason
 
 
 @pytest.mark.slow
-def test_particles_that_degenerate_have_no_say(monkeypatch):
-    monkeypatch.setattr(grading, "NUM_PARTICLES", 200)
-    # Of twenty observations with little noise each no particle knows: all weight is on one.
+def test_many_sharp_sensors_do_not_kill_the_reference():
+    # Twenty observations with little noise each: the weights of a bootstrap filter are on one
+    # particle, and no affordable grid is fine enough.
     wide = rd.NonlinearGaussianKernel(
         lambda x: jnp.repeat(bent(x), 20), rd.Diagonal(jnp.full(20, 1e-3))
     )
     model = model_with(wide)
     found = rd.smooth(model, simulated(model, n=8))
-    assert found.method == "linearised"
-    assert "the shape alone decides" in found.reason
+    assert found.method == "linearised" and found.trustworthy
+    assert "a reference (particles)" in found.reason
 
 
 @pytest.mark.slow
@@ -154,6 +237,7 @@ def test_without_a_density_the_smoother_speaks_for_itself():
     stiff = rd.StateSpaceModel(MILD.prior, linear(0.9, 0.0), MILD.emission)
     found = rd.smooth(stiff, simulated(stiff, 2))
     assert found.method == "linearised" and found.mean.shape == (2, N, 1)
+    assert not found.trustworthy
     assert "calls itself 'ok'" in found.reason and "transition with a density" in found.reason
     with pytest.raises(ValueError, match="transition with a density"):
         rd.smooth(stiff, simulated(stiff), method="amortised")
@@ -200,13 +284,14 @@ def test_a_family_breaks_or_is_beaten():
     """NaN compares as nothing: a broken family must not stand."""
 
     def graded(elbo, *objections):
-        return Grade(objections, elbo, "")
+        return Grade(objections, elbo, "", None if objections else "not checked")
 
     assert _stands(graded(-5.0), graded(-6.0))
     assert not _stands(graded(-7.0), graded(-6.0))
     assert _stands(graded(-7.0), graded(-6.0, "mode loss"))
     assert not _stands(graded(-7.0, "mode loss"), graded(-6.0, "mode loss"))
     assert not _stands(graded(float("nan")), graded(-6.0, "mode loss"))
+    assert _stands(Grade((), -7.0, ""), graded(-6.0, "wrong law"))
 
 
 @pytest.mark.slow
@@ -248,7 +333,7 @@ def test_a_family_is_trained_with_gaps_inputs_and_lengths():
 @pytest.mark.slow
 def test_a_smoother_that_a_family_does_not_beat_is_kept(monkeypatch):
     # Nothing is good enough for this check.
-    monkeypatch.setattr("retrodict._bounds.check.K_HAT_GOOD", -1.0)
+    monkeypatch.setattr("retrodict._bounds.check.MOST_DISTANCE", -1.0)
     monkeypatch.setattr(driver, "train_family", untrained)
     found = rd.smooth(MILD, simulated(MILD), **QUICK)
     assert found.method == "linearised" and "which is therefore kept" in found.reason

@@ -59,7 +59,15 @@ def smoothed() -> rd.Smoothed:
     exact = posterior()
     zeros = jnp.zeros_like(exact.mean), jnp.zeros_like(exact.covariance)
     return rd.Smoothed(
-        exact.mean, exact.covariance, *zeros, GridChain(exact), "amortised", "", None, model()
+        exact.mean,
+        exact.covariance,
+        *zeros,
+        GridChain(exact),
+        "amortised",
+        "",
+        None,
+        model(),
+        False,
     )
 
 

@@ -23,7 +23,7 @@ from retrodict._estimator import (
     RaoBlackwellised,
 )
 from retrodict._family import AbstractFamily, AbstractLinearGaussianFamily
-from retrodict._fit.batch import batch_for
+from retrodict._fit.batch import batch_for, first_rows, num_rows, num_series, take
 from retrodict._fit.given import Wanted, given_for
 from retrodict._fit.objective import Objective, stages_of
 from retrodict._fit.resume import fingerprint, resume
@@ -35,12 +35,12 @@ from retrodict._functional import LogJoint
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, learnable
 from retrodict._parameters import unwrap
+from retrodict._particle import particle_filter
 from retrodict._sharded import Parallel
 from retrodict._train import (
     Placement,
     ProgressLine,
     Stage,
-    Status,
     Trained,
     TrainHistory,
     TrainState,
@@ -54,6 +54,29 @@ from retrodict._validate import check_count, check_key
 
 NUM_GRADED = 256
 """How many training series grade the parameters where nothing is held out."""
+
+
+FitStatus = Literal["finished", "stopped early", "diverged", "overfitted", "underfitted"]
+"""How a fit ended; the last two override the first two."""
+
+FAR_BELOW = 0.5
+"""How many nats per row make an ELBO far below another one, or below the evidence: as much as a
+Gaussian law loses that is off by one standard deviation in each row."""
+
+FEWEST_COMPARED = 1000
+"""With fewer steps, the ELBO is not compared with a particle evidence, which takes some seconds."""
+
+NUM_COMPARED = 2
+"""For how many series it is."""
+
+MOST_COMPARED_ROWS = 200
+"""For how many of their first rows it is."""
+
+NUM_AVERAGED = 100
+"""Over how many steps before the kept one the ELBO of the training series is averaged."""
+
+NUM_PARTICLES = 1000
+"""How many particles estimate the evidence."""
 
 
 STARTS = "start"
@@ -81,7 +104,13 @@ class FitResult(eqx.Module):
             first is that of `family`.
         num_skipped: how many steps were skipped since their gradient was not finite.
         status: `"finished"` if all steps were taken, `"stopped early"` if patience ran out, or
-            `"diverged"` if too many steps in a row had to be skipped.
+            `"diverged"` if too many steps in a row had to be skipped. Instead of the first two:
+            `"overfitted"` if the ELBO of `held_out` series is
+            more than 0.5 nats per row below that of the training series; `"underfitted"` if the
+            ELBO of the first two graded series is more than 0.5 nats per row below a particle
+            estimate of their evidence, which is looked at after 1,000 steps or more. `"finished"`
+            does not promise that the posterior is right: see `check_posterior`.
+        reason: the figures behind `"overfitted"` and `"underfitted"`; empty otherwise.
     """
 
     family: AbstractFamily
@@ -92,7 +121,8 @@ class FitResult(eqx.Module):
     kept_step: int = eqx.field(static=True)
     restart_scores: Float[np.ndarray, "restart"]
     num_skipped: int = eqx.field(static=True)
-    status: Status = eqx.field(static=True)
+    status: FitStatus = eqx.field(static=True)
+    reason: str = eqx.field(static=True, default="")
 
 
 @together()
@@ -296,7 +326,82 @@ def fit(
         trained = go_on(stages, state, history, None)
     else:
         trained = Trained(*best_start(trained.state, trained.history), trained.status)
-    return _result(trained, fixed)
+    result = _result(trained, fixed)
+    if held_out is not None:
+        result = _compared_with_training(result)
+    alone = devices is None or not devices.is_multi_process
+    if num_steps >= FEWEST_COMPARED and alone and not callable(log_prior):
+        some = first_rows(take(graded, slice(0, NUM_COMPARED)), MOST_COMPARED_ROWS)
+        result = _compared_with_particles(result, judge, trained.state.kept, some)
+    return result
+
+
+def _compared_with_training(result: FitResult) -> FitResult:
+    """Set the status if held-out series have a far lower ELBO than those trained on."""
+    if result.status == "diverged":
+        return result
+    steps = result.history[max(0, result.kept_step - NUM_AVERAGED) : result.kept_step]
+    steps = steps[np.isfinite(steps)]
+    graded = result.held_out[result.held_out_steps == result.kept_step]
+    if not steps.size or not graded.size:
+        return result
+    noise = float(np.std(steps)) / np.sqrt(steps.size)
+    training, value = float(np.mean(steps)), float(graded[-1])
+    if training - value <= FAR_BELOW + 3 * noise:
+        return result
+    reason = (
+        f"The ELBO of the held-out series is {value:.3f} nats per row, and that of the training"
+        f" series {training:.3f}: more series, a smaller family or fewer steps are needed."
+    )
+    return _with_status(result, "overfitted", reason)
+
+
+def _compared_with_particles(
+    result: FitResult, judge: Objective, kept: PyTree, some: Series
+) -> FitResult:
+    """Set the status if the ELBO is far below an estimate of the evidence of the same series.
+
+    A bootstrap filter estimates the evidence from below on average: what it finds above the ELBO is
+    missing. Where it fails nothing is said.
+    """
+    if result.status in ("diverged", "overfitted"):
+        return result
+    model, rows = unwrap(result.model), float(num_rows(some))
+    try:
+        filters = [
+            particle_filter(
+                jax.random.key(i),
+                model,
+                take(some, i).ys,
+                NUM_PARTICLES,
+                strict=False,
+                mask=True if some.mask is None else some.mask[i],
+                inputs=None if some.inputs is None else some.inputs[i],
+                length=None if some.length is None else some.length[i],
+            )
+            for i in range(num_series(some))
+        ]
+    except (TypeError, ValueError):
+        return result  # a part of the model has no density
+    evidence = sum(float(each.log_evidence) for each in filters) / rows
+    error = np.sqrt(sum(float(each.log_evidence_standard_error()) ** 2 for each in filters)) / rows
+    value, noise = jax.tree.map(
+        float, eqx.filter_jit(judge.graded)(kept, Batch(some, num_series(some)), jax.random.key(0))
+    )
+    if any(int(each.status) for each in filters) or not np.isfinite(evidence):
+        return result
+    if evidence + value <= FAR_BELOW + 3 * np.hypot(error, noise):
+        return result
+    reason = (
+        f"The ELBO of {num_series(some)} series is {-value:.3f} nats per row, and a particle"
+        f" estimate of their log-evidence {evidence:.3f} ± {error:.3f}: the posterior of the family"
+        " is far off. More steps, more series, restarts or another family are needed."
+    )
+    return _with_status(result, "underfitted", reason)
+
+
+def _with_status(result: FitResult, status: FitStatus, reason: str) -> FitResult:
+    return dataclasses.replace(result, status=status, reason=reason)
 
 
 def _placed(mesh: Mesh | None, num_starts: int | None) -> tuple[Placement | None, tuple[str, ...]]:

@@ -177,6 +177,34 @@ def iterate(
         The last pass and its chain, and how far each pass moved the smoothed means from where it
         was linearised, in standard deviations, where that was farthest.
     """
+    chain = start.chain(series)
+    state = (chain.marginals(), start, chain)
+    return _repeat(model, series, rule, state, num_iterations, damping)
+
+
+def iterate_from(
+    model: StateSpaceModel,
+    series: Series,
+    rule: AbstractRule,
+    nominal: Gaussian,
+    num_iterations: int,
+    damping: Scalar,
+) -> LinearGaussianChain:
+    """Linearise along given laws first, and then as `iterate` does; return the last chain."""
+    first = filter_along(model, series, rule, nominal)
+    state = (nominal, first, first.chain(series))
+    return _repeat(model, series, rule, state, num_iterations, damping)[1]
+
+
+def _repeat(
+    model: StateSpaceModel,
+    series: Series,
+    rule: AbstractRule,
+    state: tuple[Gaussian, Pass, LinearGaussianChain],
+    num_iterations: int,
+    damping: Scalar,
+) -> tuple[Pass, LinearGaussianChain, Float[Array, "iteration"]]:
+    """Iterate from laws to linearise at, a pass and its chain."""
 
     def again(state: tuple, _: None) -> tuple[tuple, Scalar]:
         nominal = state[0]
@@ -187,8 +215,6 @@ def iterate(
         after = jax.vmap(Gaussian)(mean, smoothed.scale_tril)
         return (after, found, chain), _largest_move(nominal, smoothed, series.exists())
 
-    chain = start.chain(series)
-    state = (chain.marginals(), start, chain)
     (_, found, chain), changes = lax.scan(again, state, None, length=num_iterations)
     return found, chain, changes
 

@@ -6,7 +6,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
+from retrodict._chain import LinearGaussianChain
 from retrodict._gaussian import Gaussian, scale_diagonal
 from retrodict._kernel import (
     AbstractLinearGaussianKernel,
@@ -16,7 +18,7 @@ from retrodict._kernel import (
 from retrodict._linearised.diagnosis import diagnose, judge
 from retrodict._linearised.moments import check_moments, seen_entries
 from retrodict._linearised.posterior import LinearisedPosterior
-from retrodict._linearised.recursion import iterate, linearised_filter
+from retrodict._linearised.recursion import iterate, iterate_from, linearised_filter
 from retrodict._linearised.rules import AbstractRule, AbstractSigmaPoints, Taylor, Unscented
 from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, prepare_data
@@ -203,6 +205,36 @@ def iterated_smoother(
     return _smooth(
         model, ys, rule, count, jnp.asarray(damping), mask=mask, inputs=inputs, length=length
     )
+
+
+@eqx.filter_jit
+def smooth_from_paths(
+    model: StateSpaceModel,
+    series: Series,
+    paths: Float[Array, "start time state"],
+    scales: Float[Array, "time state state"],
+    num_iterations: int = 30,
+) -> LinearGaussianChain:
+    """Run the iterated smoother from each of several paths, to look for other modes.
+
+    Args:
+        model: an unwrapped model with moments.
+        series: a prepared series.
+        paths: the means to linearise at first.
+        scales: lower factors of the covariances to linearise with first.
+        num_iterations: how often to linearise anew.
+
+    Returns:
+        The chains, with a leading axis for the starts.
+    """
+    series = Series(series.ys, seen_entries(model, series), series.inputs, series.length)
+
+    def one(path: Float[Array, "time state"]) -> LinearGaussianChain:
+        nominal = jax.vmap(Gaussian)(path, scales)
+        half = jnp.asarray(0.5, path.dtype)
+        return iterate_from(model, series, Unscented(), nominal, num_iterations, half)
+
+    return jax.vmap(one)(paths)
 
 
 def _smooth(

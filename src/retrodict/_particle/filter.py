@@ -223,8 +223,8 @@ def _filter(machine: Filter, key: PRNGKey, series: Series) -> ParticleFilterPost
     return run_filter(machine, key, series)
 
 
-def run_filter(machine: Filter, key: PRNGKey, series: Series) -> ParticleFilterPosterior:
-    """The filter over a prepared series, to be called inside `jax.jit`."""
+def run_filter(machine: Any, key: PRNGKey, series: Series) -> ParticleFilterPosterior:
+    """Run a `Filter` or `TemperedFilter` over a prepared series; to be called inside `jax.jit`."""
     data = Observations(series.ys, series.mask, series.inputs)
     exists, n = series.exists(), series.num_times
     steps = None if machine.proposal is None else machine.proposal.steps

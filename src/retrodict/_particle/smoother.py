@@ -220,6 +220,17 @@ def _ffbsi(
     series: Series,
     num_samples: int,
 ) -> ParticlePosterior:
+    return run_smoother(machine, backward, key, series, num_samples)
+
+
+def run_smoother(
+    machine: Any,
+    backward: AbstractBackwardSampler,
+    key: PRNGKey,
+    series: Series,
+    num_samples: int,
+) -> ParticlePosterior:
+    """Run a filter over a prepared series and draw paths back; to be called inside `jax.jit`."""
     filter_key, last_key, path_key = jax.random.split(key, 3)
     filtered = run_filter(machine, filter_key, series)
     data = Observations(series.ys, series.mask, series.inputs)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Float
 
+from retrodict._bounds.reference import options_of
 from retrodict._chain import AbstractBackwardChain, LinearGaussianChain
 from retrodict._estimator import BackwardSampling, ClosedForm
 from retrodict._expectation import Marginals, marginals
@@ -23,7 +24,7 @@ from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian
 from retrodict._parameters import unwrap
 from retrodict._smooth.amortise import train_family
-from retrodict._smooth.grade import Grade, Witness, call_witnesses, grade, options_of, pick
+from retrodict._smooth.grade import Grade, Witness, call_witnesses, grade, pick
 from retrodict._types import PRNGKey
 from retrodict._validate import as_real_array, check_count, check_key
 
@@ -50,8 +51,11 @@ class Smoothed(eqx.Module):
         chain: the law of whole paths, to draw from or to take other expectations under; of a batch
             use `jax.tree.map` or `equinox.filter_vmap`.
         method: `"exact"`, `"linearised"` or `"amortised"`.
-        reason: why, with the figures that decided. Read it: it also says what is wrong where no
-            method passed.
+        trustworthy: whether the answer is exact, or agrees with a reference that was computed
+            independently of it: a grid, or tempered particles (see `check_posterior`). False if it
+            disagrees, if the reference failed, and if nothing was checked.
+        reason: why, with the figures that decided. It also names what is wrong where no method
+            passed.
         family: the family that was trained or given, to be saved, and to be passed as `family` with
             new series of the same model; `None` if there is none.
         model: the model, as it was given.
@@ -67,6 +71,7 @@ class Smoothed(eqx.Module):
     reason: str = eqx.field(static=True)
     family: AbstractFamily | None
     model: StateSpaceModel
+    trustworthy: bool = eqx.field(static=True)
     draw_key: PRNGKey | None = None
 
     def quantile(
@@ -115,7 +120,8 @@ class Smoothed(eqx.Module):
         return jnp.stack(found, axis=1)
 
     def __repr__(self) -> str:
-        return f"Smoothed(mean of shape {self.mean.shape}, {self.method}: {self.reason})"
+        trust = "" if self.trustworthy else ", not trustworthy"
+        return f"Smoothed(mean of shape {self.mean.shape}, {self.method}{trust}: {self.reason})"
 
 
 @eqx.filter_jit
@@ -129,6 +135,7 @@ class Answer(NamedTuple):
     chains: AbstractBackwardChain
     method: Method
     reason: str
+    trustworthy: bool
     family: AbstractFamily | None = None
 
 
@@ -173,17 +180,21 @@ def smooth(
     """Smooths one series or a batch of them by the simplest method that stands up to a check.
 
     1. A linear-Gaussian model is smoothed exactly, by `kalman_smoother`.
-    2. Otherwise `iterated_smoother` is run and graded by `check_posterior`, against importance
-       weights and a particle smoother. If nothing speaks against it, it is the answer.
+    2. Otherwise `iterated_smoother` is run and compared by `check_posterior` with a reference that
+       is computed independently of it: a grid for one or two states, or tempered particles. If it
+       passes, it is the answer.
     3. Otherwise a `MixtureFamily` and a `NonlinearFamily` are trained on series that the model
-       simulates, and the better one is graded in the same way. Moments are then means over drawn
+       simulates, and the better one is checked in the same way. Moments are then means over drawn
        paths, with standard errors. Should its ELBO on the given series be below that of step 2,
        and step 2 have lost no mode that step 3 has, then that one is the answer after all.
 
-    There is one decision for a batch, that of its worst series; of large batches sixteen are
-    checked. The training is on at most 64 rows: if the state does not return to where it was, as
-    that of a random walk, long series lead the family to where it has not been, which `reason`
-    shows. Not inside `jax.jit`.
+    `trustworthy` of the result is whether the answer passed. If the reference itself fails, the
+    answer has not passed: `reason` then contains "not checked". There is one decision for a batch,
+    that of its worst series; of large batches eight are checked.
+
+    The training is on at most 64 rows: if the state does not return to where it was, as that of a
+    random walk, long series lead the family to where it has not been, which `reason` shows. Not
+    inside `jax.jit`.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -208,15 +219,16 @@ def smooth(
         num_series: how many series to simulate for training.
         num_samples: paths over which moments are taken where they have no closed form, for each
             component of the last filtering law; a multiple of 16, and 32 at least.
-        check: whether to grade the answer by `check_posterior`, which costs a particle smoother.
-            Without a `method` or a `family` the grade decides, and cannot be left out.
+        check: whether to check the answer by `check_posterior`, which costs a reference per series.
+            Without a `method` or a `family` the check decides, and cannot be left out. An answer
+            that is not checked is not `trustworthy`.
         mask: true where an entry was seen, of the shape of `ys`.
         inputs: inputs, of shape `(time, input)` or `(batch, time, input)`.
         length: how many rows exist, one integer a series or one for all.
         progress: whether to show the progress of each of the two fits, or a function as in `fit`.
 
     Returns:
-        Moments, the chain, the method and the reason.
+        Moments, the chain, the method, whether to trust them, and the reason.
 
     Raises:
         TypeError: if an argument is of the wrong kind, or the method asks more of the model than it
@@ -260,6 +272,7 @@ def smooth(
         answer.reason,
         answer.family,
         model,
+        answer.trustworthy,
         jax.random.fold_in(draw_key, 2**31),
     )
 
@@ -300,7 +313,7 @@ def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
         method = "amortised"
     if method in ("auto", "exact") and is_linear_gaussian(model):
         found = _over_series(lambda ys, **rest: kalman_smoother(model, ys, **rest), batch)
-        return Answer(found.chain, "exact", "The model is linear and Gaussian.")
+        return Answer(found.chain, "exact", "The model is linear and Gaussian.", True)
     if method == "auto" and not request.check:
         raise ValueError(
             "smooth chooses by a check: with check=False pass method='linearised' or 'amortised',"
@@ -314,7 +327,7 @@ def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
         if method == "amortised":
             raise ValueError(lacking)
         posterior = _linearised(model, batch)
-        return Answer(posterior.chain, "linearised", f"{_status(posterior)}. {lacking}")
+        return Answer(posterior.chain, "linearised", f"{_status(posterior)}. {lacking}", False)
     witness_key, linear_key, key = jax.random.split(key, 3)
     witnesses = call_witnesses(witness_key, model, batch) if request.check else []
     if method == "amortised":
@@ -322,10 +335,11 @@ def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
         return answer._replace(reason=prelude + answer.reason)
     posterior = _linearised(model, batch)
     if not witnesses:
-        return Answer(posterior.chain, "linearised", f"{_status(posterior)}.")
+        return Answer(posterior.chain, "linearised", f"{_status(posterior)}.", False)
     graded = grade(linear_key, model, posterior.chain, witnesses)
-    linearised = Answer(posterior.chain, "linearised", _verdict("The iterated smoother", graded))
-    if method == "linearised" or not graded.objections:
+    reason = _verdict("The iterated smoother", graded)
+    linearised = Answer(posterior.chain, "linearised", reason, graded.passed)
+    if method == "linearised" or graded.passed:
         return linearised
     answer, trained = _amortised(key, request, witnesses)
     refused = f"{linearised.reason} {answer.reason}"
@@ -342,6 +356,8 @@ def _stands(trained: Grade, linearised: Grade) -> bool:
     """Whether a family is at least as good as the smoother that it is to replace."""
     if not math.isfinite(trained.elbo):
         return False
+    if trained.passed:
+        return True
     # A chain that lost a mode may have the larger ELBO of two, and be the worse one.
     found_modes = linearised.modes_lost and not trained.modes_lost
     return found_modes or trained.elbo >= linearised.elbo
@@ -364,10 +380,10 @@ def _amortised(
         )
     chains = _over_series(family.infer, request.batch)
     if not witnesses:
-        return Answer(chains, "amortised", f"{story}, and was not checked.", family), None
+        return Answer(chains, "amortised", f"{story}, and was not checked.", False, family), None
     graded = grade(key, request.model, chains, witnesses)
     reason = f"{story}. {_verdict('It', graded)}"
-    return Answer(chains, "amortised", reason, family), graded
+    return Answer(chains, "amortised", reason, graded.passed, family), graded
 
 
 def _linearised(model: StateSpaceModel, batch: Series) -> LinearisedPosterior:
@@ -398,6 +414,9 @@ def _verdict(name: str, graded: Grade) -> str:
     if graded.objections:
         kinds = ", ".join(graded.objections)
         return f"{name} does not pass check_posterior ({kinds}): {graded.figures}."
+    if graded.unchecked is not None:
+        unchecked = graded.unchecked.removeprefix("not checked: ")
+        return f"{name} was not checked: {unchecked}. Figures: {graded.figures}."
     return f"{name} passes check_posterior: {graded.figures}."
 
 

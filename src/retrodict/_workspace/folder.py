@@ -167,8 +167,9 @@ class Folder:
         def compute() -> Mapping[str, Any]:
             found.append(go_on())
             if found[0].status != "finished":
+                reason = f" {found[0].reason}" if found[0].reason else ""
                 self.progress.say(
-                    f"{name}: the fit {found[0].status}; its best parameters are used."
+                    f"{name}: the fit {found[0].status}; its best parameters are used.{reason}"
                 )
             return {"seconds_of_fit": _read_seconds(clock, checkpoint)}
 

@@ -314,6 +314,12 @@ def smooth(
             draws = runs.impute(opened, table, NUM_IMPUTED, seed=seed)
         elif missing:
             typer.echo(f"{missing} values are missing; --imputed fills them in.", err=True)
+        if not found.trustworthy:
+            typer.echo(
+                "This posterior is not checked on these rows: `retrodict check` compares it with a"
+                " reference.",
+                err=True,
+            )
         shown = {"level": level, "observations": draws, **_states(opened, all_states)}
         _put(table, found, out, overwrite, as_json, **shown)
 

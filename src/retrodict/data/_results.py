@@ -306,6 +306,8 @@ def _attributes(result: Any) -> dict[str, Any]:
     for name in ("method", "reason"):
         if isinstance(value := getattr(result, name, None), str):
             known[name] = value
+    if isinstance(trustworthy := getattr(result, "trustworthy", None), bool):
+        known["trustworthy"] = str(trustworthy).lower()  # NetCDF has no booleans
     return known
 
 

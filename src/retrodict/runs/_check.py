@@ -291,11 +291,12 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
         try:
             found.append(rd.check_posterior(own, run.model, chain, num_samples=count, **one))
         except FloatingPointError as error:
-            return [Finding("comparison with a particle smoother", "failed", str(error), "bad")]
+            return [Finding("comparison with a reference", "failed", str(error), "bad")]
     rows = [max(1, int(mask.any(axis=1).sum())) for mask in table.mask]
     gaps = np.array([float(each.gap) / n for each, n in zip(found, rows, strict=True)])
     shapes = np.array([float(each.k_hat) for each in found])
     messages = [message for each in found for message in each.messages]
+    unchecked = sum(each.verdict == "not checked" for each in found)
     worst = int(np.argmax(gaps))
     errors = np.array(
         [
@@ -329,9 +330,14 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
             {"value": shapes.max(), "series": len(found)},
         ),
         Finding(
-            "comparison with a particle smoother",
-            f"{len(messages)} objections" if messages else "no objection",
-            " ".join(messages[:2]) or "no state of the particles lies where the posterior has none",
+            "comparison with a reference",
+            f"{unchecked} of {len(found)} series not checked"
+            if unchecked
+            else f"{len(messages)} objections"
+            if messages
+            else "no objection",
+            " ".join(messages[:2])
+            or "marginals agree with a grid smoother, or with tempered particles",
             "doubtful" if messages else "good",
             {"value": len(messages), "series": len(found)},
         ),
