@@ -56,8 +56,8 @@ NUM_GRADED = 256
 """How many training series grade the parameters where nothing is held out."""
 
 
-FitStatus = Literal["finished", "stopped early", "diverged", "overfitted", "underfitted"]
-"""How a fit ended; the last two override the first two."""
+FitStatus = Status | Literal["overfitted", "underfitted"]
+"""How a fit ended; the last two override "finished" and "stopped early"."""
 
 FAR_BELOW = 0.5
 """How many nats per row make an ELBO far below another one, or below the evidence: as much as a
