@@ -41,6 +41,7 @@ from retrodict._train import (
     Placement,
     ProgressLine,
     Stage,
+    Status,
     Trained,
     TrainHistory,
     TrainState,
