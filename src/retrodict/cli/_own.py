@@ -38,6 +38,14 @@ from retrodict.cli._stream import (
 )
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder that `fit` made.")]
+OwnModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODULE:NAME",
+        help="The model that the run was fitted with, if it is Python code of your own.",
+    ),
+]
 DataFile = Annotated[
     Path, typer.Argument(metavar="DATA", help="A .csv, .tsv, .parquet or .nc file.")
 ]
@@ -90,19 +98,23 @@ OPTIONS = {
     "times=... from read_times": "--at FILE",
     "times=... from data.read_times": "--at FILE",
     "time=...": "--time",
+    "model=": "--model ",
 }
 """What Python's arguments are called here; the longer ones first."""
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explained(model: str | None = None) -> Iterator[None]:
     """Errors of the user's files, models and options as one line.
 
-    A model may be an object of the user's, in a module beside the data. Its folder is looked in
-    last, so that no file there stands in for a module that something else imports.
+    A model may be an object of the user's, in a module of the present folder. It is looked in only
+    if such a model was named, and last, so that no file there stands in for another module.
+
+    Args:
+        model: the model as it was named.
     """
     here = os.getcwd()
-    if here not in sys.path:
+    if model is not None and ":" in model and here not in sys.path:
         sys.path.append(here)
     try:
         yield
@@ -176,7 +188,7 @@ def fit(
     """
     from retrodict import data, models, runs
 
-    with ended_together(), _explained():
+    with ended_together(), _explained(model):
         speaks = join(distributed, coordinator, num_processes, process_id)
         spec = models.resolve(model).with_options(options or ())
         given = {
@@ -256,6 +268,7 @@ def smooth(
     ] = False,
     overwrite: Overwrite = False,
     level: Level = 0.9,
+    model: OwnModel = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -267,8 +280,8 @@ def smooth(
     """
     from retrodict import data, runs
 
-    with _explained():
-        opened = runs.open_run(run)
+    with _explained(model):
+        opened = runs.open_run(run, model=model)
         table = data.read(source, **opened.layout)
         found = runs.smooth(opened, table, seed=seed)
         names = runs.state_names(opened)
@@ -296,14 +309,15 @@ def forecast(
     out: OutFile = None,
     overwrite: Overwrite = False,
     level: Level = 0.9,
+    model: OwnModel = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Forecast the rows that come after a table."""
     from retrodict import data, runs
 
-    with _explained():
-        opened = runs.open_run(run)
+    with _explained(model):
+        opened = runs.open_run(run, model=model)
         table = data.read(source, **opened.layout)
         count, coming = _coming(opened, table, steps, at, future)
         if not count:
@@ -360,7 +374,13 @@ def _put(
     typer.echo(f"Wrote {out}.")
 
 
-def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = False) -> None:
+def check(
+    run: RunFolder,
+    source: DataFile,
+    model: OwnModel = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
     """Check whether a run is to be trusted on a table.
 
     The ELBO against a particle estimate of the evidence, the Pareto shape of path weights, tests of
@@ -369,8 +389,8 @@ def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = Fa
     """
     from retrodict import data, runs
 
-    with _explained():
-        opened = runs.open_run(run)
+    with _explained(model):
+        opened = runs.open_run(run, model=model)
         table = data.read(source, **opened.layout)
         with Stages("check", runs.NUM_CHECKS, Console(stderr=True)) as stages:
             found = runs.check(opened, table, seed=seed, progress=stages)
@@ -404,14 +424,15 @@ def plot(
         str | None, typer.Option(help="Which of several series.", show_default="the first")
     ] = None,
     level: Level = 0.9,
+    model: OwnModel = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
     """Draw a series of a table, its smoothed states and a forecast."""
     from retrodict import data, runs
 
-    with _explained():
-        opened = runs.open_run(run)
+    with _explained(model):
+        opened = runs.open_run(run, model=model)
         table = data.read(source, **opened.layout)
         if out.exists() and not overwrite:
             raise UserError(f"{out} exists; pass --overwrite, or choose another name")
@@ -456,6 +477,7 @@ def stream(
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew: replace the state and its answers.")
     ] = False,
+    model: OwnModel = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -471,8 +493,8 @@ def stream(
     from retrodict import runs
 
     telling = Telling(Console(stderr=True), quiet=out is None and sys.stdout.isatty())
-    with _explained():
-        opened = runs.open_run(run)
+    with _explained(model):
+        opened = runs.open_run(run, model=model)
         learning = learning_of(
             learn,
             telling,

@@ -5,6 +5,7 @@ A file is data. It can name ready models, options and numbers, and nothing in it
 
 import dataclasses
 import importlib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,9 @@ from retrodict.models._registry import (
     ready_model,
     start_from,
 )
+
+OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+"""A reference to an object of a module."""
 
 SCHEMA_VERSION = 1
 """The version of the schema, the value of the key `retrodict`."""
@@ -168,6 +172,8 @@ class ModelSpec:
         reference = record.get("reference")
         if not isinstance(reference, str):
             raise ModelError("A record of a model must have a reference.")
+        if _is_object(reference) and not OBJECT.fullmatch(reference):
+            raise ModelError(f"{reference!r} is not a reference to an object, as module:name is.")
         content = {key: value for key, value in record.items() if key != "reference"}
         return _checked(content, reference, reference, is_object=_is_object(reference))
 

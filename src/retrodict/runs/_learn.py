@@ -132,7 +132,7 @@ def fit(
     }
     run = write(out, spec, model, trained, record) if is_main_process() else None
     wait_for_processes("the run is written")
-    return open_run(out) if run is None else run
+    return open_run(out, model=spec.reference) if run is None else run
 
 
 def finished_before(
@@ -160,7 +160,9 @@ def finished_before(
     if not (out / RECORD).exists() or (out / REPORT).exists():
         return None
     settings = _settings(table, spec, family, num_steps, seed)
-    return open_run(out) if _noted(out) == as_plain(settings) else None
+    if _noted(out) != as_plain(settings):
+        return None
+    return open_run(out, model=spec.reference)
 
 
 def num_stages(table: data.Table | data.SharedTable, spec: models.ModelSpec) -> int:

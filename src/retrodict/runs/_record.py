@@ -1,7 +1,7 @@
 """A run: what was fitted to which data and how, written to its folder and found again."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,24 +83,55 @@ def write(
     return Run(path, spec, model, family, plain)
 
 
-def open_run(path: str | Path) -> Run:
+def open_run(
+    path: str | Path, *, model: str | rd.StateSpaceModel | Callable[[], Any] | None = None
+) -> Run:
     """Opens the folder of a finished run.
+
+    The folder is data: no code in it is run, and nothing is imported because a run names it. A run
+    of a model of your own refers to Python code, `module:name`, which must be named once more.
 
     Args:
         path: the folder.
+        model: the reference that the run was fitted with, such as `"my_module:model"`, or the model
+            itself, or a function of no arguments that returns it. Needed for models of your own.
 
     Raises:
-        RunError: if there is no run, or it is unfinished, of another version, or was altered.
+        RunError: if there is no run, or it is unfinished, of another version, or was altered, or if
+            it needs a `model` and another one is given.
     """
     path = Path(path)
     record = read_record(path)
     spec = models.ModelSpec.from_dict(record["model"])
+    columns = record["layout"]["columns"]
     try:
-        like = None
-        if spec.name is None:  # functions of the user's own are not stored
-            like = spec.build(obs_dim=len(record["layout"]["columns"]))
-        model = rd.load(path / MODEL, like=like)
+        loaded = rd.load(path / MODEL, like=_like(path, spec, model, len(columns)))
         family = rd.load(path / FAMILY) if FAMILY in record["files"] else None
     except rd.CheckpointError as error:
         raise RunError(f"{path}: {error}") from error
-    return Run(path, spec, model, family, record)
+    if not isinstance(loaded, rd.StateSpaceModel):
+        raise RunError(f"{path / MODEL} holds no model. Fit again to another folder.")
+    if family is not None and not isinstance(family, rd.AbstractFamily):
+        raise RunError(f"{path / FAMILY} holds no family. Fit again to another folder.")
+    return Run(path, spec, loaded, family, record)
+
+
+def _like(
+    path: Path, spec: models.ModelSpec, given: Any, obs_dim: int
+) -> rd.StateSpaceModel | None:
+    """The model that has the functions which a file does not store; `None` of ready models.
+
+    Only a reference that the caller has named is imported.
+    """
+    if isinstance(given, str) and given != spec.reference:
+        raise RunError(f"{path} is a run of {spec.reference}, got model={given}.")
+    if spec.name is not None:
+        return None
+    if given is None:
+        raise RunError(
+            f"{path} is a run of {spec.reference}, a model in Python, which is imported only if you"
+            f" name it: pass model={spec.reference}"
+        )
+    if isinstance(given, str):
+        return spec.build(obs_dim=obs_dim)
+    return given if isinstance(given, rd.StateSpaceModel) else given()
