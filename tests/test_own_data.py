@@ -1,5 +1,6 @@
 """The commands for a user's own data, as a shell runs them: bad input, kills and restarts."""
 
+import io
 import json
 import os
 import signal
@@ -272,7 +273,7 @@ def own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Path:
 
 
 def test_a_run_imports_nothing_that_was_not_named(own_run: Path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", open(os.devnull))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     commands = [
         ["smooth", "run", "table.csv"],
         ["forecast", "run", "table.csv", "--steps", "2"],

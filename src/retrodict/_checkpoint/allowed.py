@@ -133,7 +133,7 @@ CLASSES: dict[str, str] = {
     "retrodict._linearised.diagnosis": "Diagnostics",
     "retrodict._mask": "Series",
     "retrodict._online.exact": "ExactStatistics",
-    "retrodict._online.followed": "Followed",
+    "retrodict._online.followed": "Followed Sums",
     "retrodict._online.kalman": "KalmanScoreState",
     "retrodict._online.pathwise": "Frame PathwiseState",
     "retrodict._online.samples": "SampleStatistics",

@@ -9,7 +9,14 @@ import numpy as np
 
 from retrodict.data._columns import parsed
 from retrodict.data._errors import DataError, listed, optional
-from retrodict.data._files import damaged, netcdf_engine, text_records, text_source_of
+from retrodict.data._files import (
+    check_parquet,
+    check_size,
+    netcdf_engine,
+    reading,
+    text_records,
+    text_source_of,
+)
 from retrodict.data._objects import from_xarray
 from retrodict.data._source import ROW_NAMES, Source, frame_source
 
@@ -102,18 +109,21 @@ class ParquetRows:
         return dataclasses.replace(source, lines=source.lines + begin, part=True)
 
     def _table(self, groups: list[int], columns: list[str] | None) -> Any:
-        try:
+        def read() -> Any:
             return self._file.read_row_groups(groups, columns, use_pandas_metadata=True)
-        except Exception as error:  # as above
-            raise damaged(self.name, "Parquet", error) from None
+
+        return reading(read, self.name, "Parquet")
 
 
 def _parquet(path: Path, name: str) -> Any:
     parquet = optional("pyarrow.parquet")
-    try:
-        return parquet.ParquetFile(path)
-    except Exception as error:  # pyarrow raises a dozen types on damaged files
-        raise damaged(name, "Parquet", error) from None
+
+    def read() -> Any:
+        file = parquet.ParquetFile(path)
+        check_parquet(file, path.stat().st_size, name)
+        return file
+
+    return reading(read, name, "Parquet")
 
 
 def _counts(parts: Iterator[np.ndarray]) -> bool:
@@ -174,10 +184,9 @@ class NetcdfSeries:
         begin, end = int(places[0]), int(places[-1]) + 1
         # Files are much quicker by slices than by lists.
         rows = slice(begin, end) if end - begin == len(places) else places
-        try:
-            part = self._dataset.isel({self._apart[0]: rows}).load()
-        except Exception as error:  # as above
-            raise damaged(self.name, "NetCDF", error) from None
+        part = reading(
+            lambda: self._dataset.isel({self._apart[0]: rows}).load(), self.name, "NetCDF"
+        )
         if self._apart[0] not in part.coords:
             part = part.assign_coords({self._apart[0]: places})
         keep = [*(layout.get("columns") or ()), *(layout.get("inputs") or ())]
@@ -192,10 +201,13 @@ def _dataset(path: Path, name: str) -> Any:
     xarray = optional("xarray")
     with path.open("rb") as file:
         engine = netcdf_engine(file.read(3))
-    try:
-        return xarray.open_dataset(path, engine=engine, decode_timedelta=False)
-    except Exception as error:  # as above, for HDF5
-        raise damaged(name, "NetCDF", error) from None
+
+    def read() -> Any:
+        dataset = xarray.open_dataset(path, engine=engine, decode_timedelta=False)
+        check_size(dataset.nbytes, path.stat().st_size, name)
+        return dataset
+
+    return reading(read, name, "NetCDF")
 
 
 class TextRows:
