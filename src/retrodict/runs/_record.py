@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
+import numpy as np
+
 import retrodict as rd
 from retrodict import models
 from retrodict._workspace import as_json, library_version, write_atomically
@@ -113,7 +116,31 @@ def open_run(
         raise RunError(f"{path / MODEL} holds no model. Fit again to another folder.")
     if family is not None and not isinstance(family, rd.AbstractFamily):
         raise RunError(f"{path / FAMILY} holds no family. Fit again to another folder.")
-    return Run(path, spec, loaded, family, record)
+    run = Run(path, spec, loaded, family, record)
+    try:
+        _trace(run)
+    except Exception as error:  # whatever arrays of other shapes and types may raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise RunError(
+            f"{path}: its model does not work on rows of its table ({reason}). Fit again to another"
+            " folder."
+        ) from error
+    return run
+
+
+def _trace(run: Run) -> None:
+    """Call the model and the family on two rows without computing anything."""
+    width = len(run.layout["inputs"] or ()) + run.layout["step_input"]
+    ys = np.zeros((2, len(run.layout["columns"])))
+    us = np.zeros((2, width)) if width else None
+
+    def call(model: rd.StateSpaceModel, family: rd.AbstractFamily | None) -> Any:
+        inputs = us if rd.unwrap(model).takes_input else None
+        joint = model.log_joint(np.zeros((2, model.state_dim)), ys, inputs=inputs)
+        chain = None if family is None else family.infer(ys, inputs=us)
+        return joint, None if chain is None else chain.laws
+
+    eqx.filter_eval_shape(call, run.model, run.family)
 
 
 def _like(
