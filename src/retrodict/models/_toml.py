@@ -188,11 +188,13 @@ def read_toml(path: str | Path) -> ModelSpec:
         ModelError: if there is no such file, or it is not TOML, or something in it is not known or
             of the wrong type; the message names the file and the key.
     """
+    if Path(path).exists() and not Path(path).is_file():
+        raise ModelError(f"{path} cannot be read: it is not a regular file.")
     try:
         content = tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
         raise ModelError(f"{path} is not TOML: {error}.") from error
     return _checked(content, str(path), str(path))
 
