@@ -565,7 +565,7 @@ def _say_run(record: Mapping[str, Any], as_json: bool) -> None:
 
 
 def _cells(found: dict[str, Any]) -> tuple[str, str, str]:
-    value = f"{found['value']:.5g}"
+    value = "–" if found["value"] is None else f"{found['value']:.5g}"
     if not found["learned"]:
         return value, "fixed", ""
     if "edge" in found:

@@ -56,11 +56,16 @@ class ParquetRows:
 
         A frame may have been written with a range of numbers as its index that is no column.
         """
-        schema = _parquet(path, name).schema_arrow
-        index = (schema.pandas_metadata or {}).get("index_columns", [])
-        ranges = [each for each in index if isinstance(each, dict)]
-        plain = all((each["start"], each["step"], each["name"]) == (0, 1, None) for each in ranges)
-        return plain and all(column in schema.names for column in apart)
+        file = _parquet(path, name)
+
+        def read() -> bool:
+            schema = file.schema_arrow
+            index = (schema.pandas_metadata or {}).get("index_columns", [])
+            ranges = [each for each in index if isinstance(each, dict)]
+            plain = all((e["start"], e["step"], e["name"]) == (0, 1, None) for e in ranges)
+            return plain and all(column in schema.names for column in apart)
+
+        return reading(read, name, "Parquet")
 
     def counting(self) -> tuple[str, ...]:
         """The columns with such a name that hold the number of the row."""
@@ -73,13 +78,12 @@ class ParquetRows:
 
     def _column(self, name: str) -> Iterator[np.ndarray]:
         for group in range(len(self._begins) - 1):
-            cells = self._table([group], [name]).to_pandas(ignore_metadata=True)[name]
-            yield parsed(cells)[0]
+            yield parsed(self._frame([group], [name])[name])[0]
 
     def identifiers(self) -> Iterator[tuple[int, Any]]:
         """The first row of each row group with rows, and a frame of the identifiers of its rows."""
         for group, begin in enumerate(self._begins[:-1]):
-            cells = self._table([group], self._apart).to_pandas(ignore_metadata=True)[self._apart]
+            cells = self._frame([group], self._apart)[self._apart]
             if not cells.empty:
                 yield int(begin), cells
 
@@ -99,7 +103,8 @@ class ParquetRows:
             wanted = [*layout["series"], *layout["columns"], *(layout["inputs"] or ())]
             wanted += [layout["time"]] if layout["time"] else []
         table = self._table(list(range(first, stop)), wanted)
-        frame = table.slice(begin - self._begins[first], end - begin).to_pandas()
+        part = table.slice(begin - self._begins[first], end - begin)
+        frame = reading(part.to_pandas, self.name, "Parquet")
         if frame.index.name is None and isinstance(frame.index, optional("pandas").RangeIndex):
             # The number of the row, which a part has only if it is the whole file.
             frame = frame.reset_index(drop=True)
@@ -107,6 +112,10 @@ class ParquetRows:
         if known and layout["time"] is None:
             source = dataclasses.replace(source, time_index=None, row_index=None)
         return dataclasses.replace(source, lines=source.lines + begin, part=True)
+
+    def _frame(self, groups: list[int], columns: list[str]) -> Any:
+        table = self._table(groups, columns)
+        return reading(lambda: table.to_pandas(ignore_metadata=True), self.name, "Parquet")
 
     def _table(self, groups: list[int], columns: list[str] | None) -> Any:
         def read() -> Any:

@@ -92,6 +92,7 @@ def _read_inside(folder: Path, name: str) -> bytes:
 
 _TEXT, _OPTIONAL_TEXT, _OPTIONAL_TEXTS = (str,), (str, None), ([str], None)
 _NUMBER = (int, float, None)
+_MISSING = object()
 _SCHEMA: dict[str, Any] = {
     "files": {str: _TEXT},
     "model": {"reference": _TEXT},
@@ -139,7 +140,8 @@ def _mismatch(value: Any, expected: Any, name: str) -> str | None:
         return f"{name} is missing or of another type"
     named = {key: expected[str] for key in value} if str in expected else expected
     found = (
-        _mismatch(value.get(key), kind, f"{name}.{key}".strip(".")) for key, kind in named.items()
+        _mismatch(value.get(key, _MISSING), kind, f"{name}.{key}".strip("."))
+        for key, kind in named.items()
     )
     return next((wrong for wrong in found if wrong), None)
 
@@ -149,6 +151,8 @@ def _is_of(value: Any, kind: Any) -> bool:
         return value is None
     if isinstance(kind, list):
         return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    if kind is int and isinstance(value, int) and abs(value) >= 1 << 63:
+        return False
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
