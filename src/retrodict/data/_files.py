@@ -73,7 +73,7 @@ def reading(read: Callable[[], T], name: str, kind: str) -> T:
             except Exception as error:
                 lines = str(error).strip().splitlines()
                 failure = lines[0][:120] if lines else type(error).__name__
-        gc.collect()
+        gc.collect(1)  # what is half made is young; the whole heap would take a second
     finally:
         sys.unraisablehook = hook
     raise DataError(
