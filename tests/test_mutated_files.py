@@ -35,7 +35,8 @@ def good_files(folder: Path) -> dict[str, list[bytes]]:
     one = xr.Dataset({"y": ("time", np.arange(9.0))}, coords={"time": np.arange(9)})
     two = xr.Dataset({"y": (("id", "time"), np.ones((2, 9)))}, coords={"id": ["a", "b"]})
     netcdf = []
-    for dataset, engine in ((one, "scipy"), (two, "h5netcdf"), (one, "h5netcdf")):
+    cases: Any = ((one, "scipy"), (two, "h5netcdf"), (one, "h5netcdf"))
+    for dataset, engine in cases:
         dataset.to_netcdf(folder / "good.nc", engine=engine)
         netcdf.append((folder / "good.nc").read_bytes())
     parquet = [frame.to_parquet(), frame.to_parquet(compression="gzip", index=True)]

@@ -89,7 +89,7 @@ def resume(
 def _classes(tree: Any) -> set[type]:
     """Return the classes of all nodes: of a family, model or optimiser of the caller."""
     classes: set[type] = set()
-    jax.tree.leaves(tree, is_leaf=lambda node: classes.add(type(node)))
+    jax.tree.leaves(tree, is_leaf=lambda node: bool(classes.add(type(node))))
     return classes
 
 
