@@ -22,6 +22,8 @@ import xarray as xr
 import retrodict as rd
 from retrodict import models, runs
 from retrodict.cli._app import run as command
+from retrodict.runs._adopt import entries_of
+from retrodict.runs._record import write
 
 CSV = "time,id,y\n" + "".join(f"2020-01-{i % 9 + 1:02d},{'ab'[i // 9]},{i}.5\n" for i in range(18))
 TOML = 'retrodict = 1\n[model]\nname = "seasonal"\noptions = {period = 4}\n[data]\nfreq = "D"\n'
@@ -157,11 +159,25 @@ def try_runs(run: Path, folder: Path, count: int, seed: int) -> int:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run."""
-    table = rd.data.read({"y": np.cumsum(np.random.default_rng(0).normal(size=20))})
-    return runs.fit(
-        table, models.resolve("local_level"), tmp_path_factory.mktemp("runs") / "a"
-    ).path
+    """A run as `fit` writes it, of a model that was not fitted."""
+    path = tmp_path_factory.mktemp("run")
+    table = rd.data.read({"y": np.arange(20.0)})
+    spec = models.resolve("local_level")
+    model = spec.build()
+    (path / "training.csv").write_text("stage,step,nats a row\n")
+    record = {
+        "layout": table.layout,
+        "options": {"family": None, "num_steps": 1, "seed": 0},
+        "data": {"sha256": "", "described": table.described()},
+        "results": {
+            "method": "exact",
+            "objective": "log-evidence",
+            "nats_a_row": -1.0,
+            "uncertainty": "No standard errors.",
+            "parameters": entries_of(model),
+        },
+    }
+    return write(path, spec, model, None, record).path
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".nc", ".toml"])

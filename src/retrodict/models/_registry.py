@@ -338,7 +338,7 @@ def check_options(
     return dict(options)
 
 
-def _most(name: str, options: Mapping[str, Any]) -> float:
+def _most(name: str, options: Mapping[str, Any]) -> int | float:
     """The largest value of an option, where it is the size of something."""
     if name == "period" and not options.get("harmonics"):
         return MOST_STATES
