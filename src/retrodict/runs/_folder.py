@@ -93,6 +93,7 @@ def _read_inside(folder: Path, name: str) -> bytes:
 _TEXT, _OPTIONAL_TEXT, _OPTIONAL_TEXTS = (str,), (str, None), ([str], None)
 _NUMBER = (int, float, None)
 _MISSING = object()
+_OPTIONAL_NUMBER = (*_NUMBER, _MISSING)
 _SCHEMA: dict[str, Any] = {
     "files": {str: _TEXT},
     "model": {"reference": _TEXT},
@@ -114,7 +115,14 @@ _SCHEMA: dict[str, Any] = {
         "objective": _TEXT,
         "nats_a_row": _NUMBER,
         "uncertainty": _TEXT,
-        "parameters": {str: {"value": _NUMBER, "learned": (bool,)}},
+        **dict.fromkeys(("total", "rows", "rows_observed", "distance"), _OPTIONAL_NUMBER),
+        "parameters": {
+            str: {
+                "value": _NUMBER,
+                "learned": (bool,),
+                **dict.fromkeys(("error", "lower", "upper"), _OPTIONAL_NUMBER),
+            }
+        },
     },
 }
 """What a record must have: a type, one of several, a list of texts, or a table of these."""
@@ -147,8 +155,8 @@ def _mismatch(value: Any, expected: Any, name: str) -> str | None:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    if kind is None:
-        return value is None
+    if kind is None or kind is _MISSING:
+        return value is kind
     if isinstance(kind, list):
         return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
     if kind is int and isinstance(value, int) and abs(value) >= 1 << 63:
