@@ -226,6 +226,18 @@ def test_sizes_beyond_memory_are_refused(tmp_path: Path):
         assert refused(models.read_toml, tmp_path / "large.toml")
 
 
+def test_a_heap_without_end_is_refused(tmp_path: Path):
+    """HDF5 goes through the objects of a heap by their sizes, and never ends at a size of zero."""
+    path = tmp_path / "heap.nc"
+    content = good_files(tmp_path)[".nc"][1]
+    at = content.index(b"GCOL") + 16
+    for index, size in ((0, 0), (0, 8), (2, 1 << 63)):
+        entry = index.to_bytes(8, "little") + size.to_bytes(8, "little")
+        path.write_bytes(content[:at] + entry + content[at + 16 :])
+        assert refused(rd.data.read, path)
+        assert refused(rd.data.open_series, path, series="id", progress=False)
+
+
 CHILD = """
 import resource, signal, sys, tempfile
 from pathlib import Path

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import gc
 import io
+import mmap
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,9 @@ T = TypeVar("T")
 
 SEPARATORS = {".csv": None, ".tsv": "\t"}
 SUFFIXES = (".csv", ".tsv", ".parquet", ".nc")
+
+HEAP = b"GCOL\1\0\0\0"
+"""How a global heap of HDF5 begins."""
 
 MOST_BYTES, MOST_GROWTH = 1 << 30, 1000
 """A file may declare arrays of so many bytes, or of so many times its own size if that is more."""
@@ -119,6 +123,7 @@ def _netcdf(content: bytes, name: str) -> Any:
     engine = netcdf_engine(content)
 
     def read() -> Any:
+        check_heaps(content)
         # Numbers in units of time stay the numbers that they are.
         with xarray.open_dataset(
             io.BytesIO(content), engine=engine, decode_timedelta=False
@@ -127,6 +132,27 @@ def _netcdf(content: bytes, name: str) -> Any:
             return dataset.load()
 
     return reading(read, name, "NetCDF")
+
+
+def check_heaps(content: bytes | mmap.mmap) -> None:
+    """Refuse an HDF5 file on whose damaged heaps the library would loop for ever.
+
+    A global heap is a header of 16 bytes, then objects: index, references, size, data. The library
+    goes from one to the next by its size, and index 0, the free space, counts its header in it. A
+    size of 0 there makes no progress.
+    """
+    at = content.find(HEAP)
+    while at >= 0:
+        place = at + 16
+        end = at + int.from_bytes(content[at + 8 : at + 16], "little")
+        while place + 16 <= min(end, len(content)):
+            index = int.from_bytes(content[place : place + 2], "little")
+            size = int.from_bytes(content[place + 8 : place + 16], "little")
+            step = 16 + -(-size // 8) * 8 if index else size
+            if step < 16 or place + step > end:
+                raise ValueError("a heap is damaged")
+            place += step
+        at = content.find(HEAP, at + 1)
 
 
 def netcdf_engine(content: bytes) -> str:

@@ -1,6 +1,7 @@
 """Parts of files: rows of a Parquet file, series of a NetCDF file, rows of a text file."""
 
 import dataclasses
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from retrodict.data._columns import parsed
 from retrodict.data._errors import DataError, listed, optional
 from retrodict.data._files import (
+    check_heaps,
     check_parquet,
     check_size,
     netcdf_engine,
@@ -212,6 +214,8 @@ def _dataset(path: Path, name: str) -> Any:
         engine = netcdf_engine(file.read(3))
 
     def read() -> Any:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+            check_heaps(whole)
         dataset = xarray.open_dataset(path, engine=engine, decode_timedelta=False)
         check_size(dataset.nbytes, path.stat().st_size, name)
         return dataset
