@@ -168,11 +168,13 @@ def test_a_fit_goes_on_with_classes_of_users(ys, tmp_path):
     model = tanh_model()
     kernel = rd.NonlinearGaussianKernel(Slope(jnp.ones(1)), model.emission.scale_tril)
     model = eqx.tree_at(lambda m: m.emission, model, kernel)
-    counting = optax.GradientTransformation(
-        lambda _: Steps(jnp.zeros(())),
-        lambda updates, state, _=None: (updates, Steps(state.count + 1.0)),
-    )
-    options = {
+
+    def count(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        return updates, Steps(state.count + 1.0)
+
+    counting = optax.GradientTransformation(lambda params: Steps(jnp.zeros(())), count)
+    options: dict[str, Any] = {
         "learn": "both",
         "num_steps": 5,
         "optimiser": optax.chain(optax.sgd(1e-3), counting),
