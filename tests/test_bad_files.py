@@ -107,6 +107,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "no numbers": ("time,name\n1,a\n2,b\n", {}, ["no column of numbers", "columns=..."]),
     "two roles": (GOOD, {"time": "time", "columns": ["time"]}, ["'time'", "choose"]),
     "named twice": (GOOD, {"columns": ["y", "y"]}, ["'y'", "twice"]),
+    "far too much padding": (GOOD, {"pad_to": 10**12}, ["pad_to=1000000000000", "at most"]),
     "too little padding": (GOOD, {"pad_to": 2}, ["pad_to=2", "3 rows"]),
     "empty": ("", {}, ["empty"]),
     "empty lines": ("\n\n\n", {}, ["empty lines"]),

@@ -1,7 +1,10 @@
 """Files give back what was saved, bit by bit, or say why they cannot."""
 
+import ast
 import functools
 import hashlib
+import importlib.util
+import inspect
 import io
 import json
 import os
@@ -23,7 +26,10 @@ import optax
 import pytest
 
 import retrodict as rd
-from retrodict._checkpoint import read_checkpoint, write_checkpoint
+from retrodict._checkpoint import allowed, read_checkpoint, write_checkpoint
+from retrodict._checkpoint.file import FORMAT
+from retrodict._checkpoint.names import name_of, resolve
+from retrodict._checkpoint.records import is_record_class
 
 RNG = np.random.default_rng(0)
 
@@ -145,18 +151,19 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     ],
     "dtypes": lambda: [np.dtype("float32"), jnp.dtype("bfloat16"), np.dtype(">f8"), jnp.float32],
     "functions": lambda: [
-        *(jnp.tanh, jax.nn.relu, jax.nn.gelu, jnp.add, jnp.linalg.norm, jax.lax.tanh, np.exp),
-        *(jax.scipy.special.gammaln, jax.nn.sigmoid, optax.adam, eqx.is_array, dist.Normal),
-        *(rd.unwrap, rd.Gaussian.sample, np.float64, jax.jit),
+        *(jnp.tanh, jax.nn.relu, jax.nn.gelu, jnp.add, jnp.linalg.norm, jax.lax.tanh),
+        *(jax.scipy.special.gammaln, jax.nn.sigmoid, np.float64),
     ],
     "partials": lambda: (
         functools.partial(jnp.add, jnp.ones(2)),
         functools.partial(jax.nn.leaky_relu, negative_slope=0.2),
         jax.tree_util.Partial(jnp.multiply, 2.0),
     ),
+    "distributions": lambda: [
+        *(dist.LogNormal(0.0, 1.0), dist.Normal(jnp.zeros(2), 1.0).to_event(1)),
+        dist.MixtureSameFamily(dist.Categorical(probs=jnp.ones(2) / 2), dist.Poisson(jnp.ones(2))),
+    ],
     "enum": lambda: jax.lax.Precision.HIGHEST,
-    "bound method": lambda: rd.Gaussian(jnp.zeros(1), jnp.eye(1)).sample,
-    "mapped function": lambda: eqx.filter_vmap(jnp.tanh),
     "nothing": lambda: None,
 }
 
@@ -165,7 +172,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 def test_objects_come_back_bit_by_bit(name: str, tmp_path: Path):
     obj = OBJECTS[name]()
     loaded = reload(tmp_path, obj)
-    if name in ("numpyro prior", "bound method", "mapped function"):
+    if name in ("numpyro prior", "distributions"):
         # These have no equality of their own; what they hold has.
         assert jax.tree.structure(loaded) == jax.tree.structure(obj)
         assert same(jax.tree.leaves(loaded), jax.tree.leaves(obj))
@@ -278,6 +285,11 @@ def test_like_may_be_shapes_alone(tmp_path: Path):
         functools.partial(lambda a, x: a * x, 2.0),
         jax.jit(lambda x: x),
         eqx.nn.Lambda(lambda x: x),
+        *(jax.jit, jax.tree.map, optax.adam, eqx.is_array, rd.unwrap, rd.Gaussian.sample, np.exp),
+        dist.Normal,
+        functools.partial(dist.Normal, scale=1.0),
+        rd.Gaussian(jnp.zeros(1), jnp.eye(1)).sample,
+        eqx.filter_vmap(jnp.tanh),
     ],
 )
 def test_functions_of_users_are_taken_from_like(fn: Any, tmp_path: Path):
@@ -559,12 +571,12 @@ def test_other_files_are_refused(data: bytes, tmp_path: Path):
 
 
 @pytest.fixture
-def loading(tmp_path: Path) -> Iterator[Callable[[Any], Any]]:
-    def load(tree: Any) -> Any:
+def loading(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    def load(tree: Any, like: Any = None) -> Any:
         path = tmp_path / "crafted.rd"
         rd.save(path, 1)
         rewrite(path, lambda m, _: m.update(tree=tree), content=True, whole=True)
-        return rd.load(path)
+        return rd.load(path, like=like)
 
     yield load
     shutil.rmtree(tmp_path)
@@ -591,7 +603,7 @@ def loading(tmp_path: Path) -> Iterator[Callable[[Any], Any]]:
         "",
     ],
 )
-def test_only_known_packages_are_named(name: str, loading: Callable[[Any], Any]):
+def test_only_known_packages_are_named(name: str, loading: Callable[..., Any]):
     for node in (
         {"name": name},
         {"class": name, "fields": {}},
@@ -600,6 +612,26 @@ def test_only_known_packages_are_named(name: str, loading: Callable[[Any], Any])
     ):
         with pytest.raises(rd.CheckpointError, match=r"refused|unknown class"):
             loading(node)
+
+
+def evaluating(code: str) -> dict[str, Any]:
+    """A function that evaluates Python text when it is called, made of names within JAX alone."""
+    frame = {"class": "numpyro.distributions:Normal", "fields": {}}
+    frame["fields"] = {"globals": {"dict": []}, "locals": {"dict": []}}
+    debugger = {"class": "numpyro.distributions:Normal", "fields": {}}
+    debugger["fields"] = {"frames": {"list": [frame]}, "frame_index": 0}
+    evaluate = {"name": "jax._src.debugger.cli_debugger:CliDebugger.evaluate"}
+    is_leaf = {"partial": ["functools", evaluate, {"tuple": [debugger]}, {"dict": []}]}
+    arguments = {"tuple": [{"name": "jax.numpy:tanh"}, code]}
+    keywords = {"dict": [["is_leaf", is_leaf]]}
+    return {"partial": ["functools", {"name": "jax.tree_util:tree_map"}, arguments, keywords]}
+
+
+def test_a_file_cannot_run_code(loading: Callable[..., Any], tmp_path: Path):
+    marker = tmp_path / "ran"
+    with pytest.raises(rd.CheckpointError, match="jax.tree_util:tree_map"):
+        loading(evaluating(f"open({str(marker)!r}, 'w').close()"))(1.0)
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize(
@@ -616,9 +648,168 @@ def test_only_known_packages_are_named(name: str, loading: Callable[[Any], Any])
         [1],
     ],
 )
-def test_nonsense_is_refused(node: Any, loading: Callable[[Any], Any]):
+def test_nonsense_is_refused(node: Any, loading: Callable[..., Any]):
     with pytest.raises(rd.CheckpointError):
         loading(node)
+
+
+PRIVATE = {
+    "equinox.nn._mlp:_identity",  # the default of a public argument
+    *(f"numpyro.distributions.constraints:_{name}" for name in ("Real", "Positive", "Interval")),
+    "numpyro.distributions.constraints:_GreaterThan",
+}
+"""Names with an underscore in another package."""
+
+# Calls that reach code, files, processes or a debugger.
+SINKS = set(
+    """
+    __import__ breakpoint compile eval exec exec_module fromfile frompyfunc import_module input load
+    loads memmap open Popen popen read_bytes read_text run_module save savez set_trace system tofile
+    unlink urlopen write_bytes write_text
+""".split()
+)
+HIGHER_ORDER = {"f", "fn", "fun", "func", "function", "callback", "is_leaf", "key_fn"}
+
+
+def calls_in(module: str) -> set[str]:
+    """The names of all that the source of a module calls."""
+    calls = [n.func for n in ast.walk(ast.parse(module_source(module))) if isinstance(n, ast.Call)]
+    named = {call.id for call in calls if isinstance(call, ast.Name)}
+    return named | {call.attr for call in calls if isinstance(call, ast.Attribute)}
+
+
+def module_source(module: str) -> str:
+    return inspect.getsource(importlib.import_module(module))
+
+
+def test_every_allowed_name_exists_and_is_public():
+    for name in (*allowed.RECORD_NAMES, *allowed.VALUE_NAMES, *allowed.ENUM_NAMES):
+        package = name.partition(".")[0].partition(":")[0]
+        assert package in ("equinox", "jax", "numpy", "numpyro", "optax", "retrodict"), name
+        if importlib.util.find_spec(package) is None:
+            continue  # numpyro is optional
+        module, _, attribute = name.partition(":")
+        assert hasattr(importlib.import_module(module), attribute), name
+        private = any(part.startswith("_") for part in (*module.split("."), attribute))
+        assert not private or package == "retrodict" or name in PRIVATE, name
+
+
+def test_every_allowed_class_is_its_fields():
+    for name in allowed.RECORD_NAMES:
+        cls = resolve(name, allowed.RECORD_NAMES)
+        assert is_record_class(cls) and not inspect.isabstract(cls), name
+        assert name_of(cls, allowed.RECORD_NAMES) == name  # it is saved by this name
+
+
+def test_no_allowed_name_leads_to_code_files_or_functions_of_functions():
+    modules = set()
+    for name in (*allowed.RECORD_NAMES, *allowed.FUNCTION_NAMES):
+        value = resolve(name, allowed.RECORD_NAMES | allowed.FUNCTION_NAMES)
+        modules.add(inspect.unwrap(value).__module__)
+        assert value.__name__ not in SINKS
+        if name in allowed.FUNCTION_NAMES and not isinstance(value, jnp.ufunc):
+            assert not HIGHER_ORDER & set(inspect.signature(value).parameters), name
+    # jnp.load stands beside jnp.where, and is not on the list.
+    found = {module: calls_in(module) & SINKS for module in modules}
+    assert {module: calls for module, calls in found.items() if calls} == {
+        "jax._src.numpy.lax_numpy": {"load"}
+    }
+
+
+def test_records_are_written_with_allowed_names_alone(tmp_path: Path):
+    """What the library makes is loaded without `like`."""
+    rd.save(tmp_path / "old.rd", make_model())
+    rewrite(tmp_path / "old.rd", lambda m, _: m.pop("names_version"), content=True, whole=True)
+    assert same(rd.load(tmp_path / "old.rd"), make_model())  # as version 0.1 wrote it
+
+
+def test_a_name_of_a_later_version_asks_for_it(tmp_path: Path):
+    path = tmp_path / "a.rd"
+    rd.save(path, 1)
+
+    def edit(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
+        manifest["tree"] = {"name": "jax.numpy:new"}
+        manifest["names_version"] = allowed.NAMES_VERSION + 1
+
+    rewrite(path, edit, content=True, whole=True)
+    with pytest.raises(rd.CheckpointError, match="later version of retrodict: upgrade"):
+        rd.load(path)
+
+
+def test_a_function_of_another_name_is_not_taken_from_like(loading: Callable[..., Any]):
+    with pytest.raises(rd.CheckpointError, match="differs"):
+        loading({"name": "jax.numpy:load"}, like=jnp.tanh)
+
+
+@pytest.mark.parametrize("field", ["log_prob", "__class__", "sample", "support", "mean", "a b"])
+def test_a_file_cannot_replace_methods(field: str, loading: Callable[..., Any]):
+    node = {"class": "numpyro.distributions:Normal", "fields": {field: {"name": "jax.numpy:tanh"}}}
+    with pytest.raises(rd.CheckpointError, match="no file may set"):
+        loading(node)
+
+
+def npy(header: str) -> bytes:
+    text = header.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + b"\0" * 16
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000,)}",
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (-2,)}",
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (-1, -2)}",
+        "{'descr': '|O', 'fortran_order': False, 'shape': (2,)}",
+        "{'descr': [('a', '<f8')], 'fortran_order': False, 'shape': (2,)}",
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (2L,)}",
+        "{'descr': '<f8'}",
+    ],
+)
+def test_arrays_of_another_size_than_declared_are_refused(header: str, tmp_path: Path):
+    path = tmp_path / "a.rd"
+    rd.save(path, np.zeros(2))
+
+    def edit(manifest: dict[str, Any], members: dict[str, bytes]) -> None:
+        members["arrays/0.npy"] = npy(header)
+        manifest["arrays"][0]["sha256"] = hashlib.sha256(npy(header)).hexdigest()
+
+    rewrite(path, edit, content=True, whole=True)
+    with pytest.raises(rd.CheckpointError):
+        rd.load(path)
+
+
+def test_one_array_is_not_read_many_times(tmp_path: Path):
+    path = tmp_path / "a.rd"
+    rd.save(path, [np.zeros(2)])
+    twice = {"list": [{"array": 0}, {"array": 0}]}
+    rewrite(path, lambda m, _: m.update(tree=twice), content=True, whole=True)
+    with pytest.raises(rd.CheckpointError, match="once more"):
+        rd.load(path)
+
+
+def nested(depth: int) -> Any:
+    node: Any = 1
+    for _ in range(depth):
+        node = {"list": [node]}
+    return node
+
+
+def test_deep_nesting_is_refused(loading: Callable[..., Any], tmp_path: Path):
+    with pytest.raises(rd.CheckpointError):
+        loading(nested(300))
+    deep = "[" * 100_000 + "]" * 100_000
+    with zipfile.ZipFile(tmp_path / "deep.rd", "w") as archive:
+        archive.writestr("manifest.json", f'{{"format": "{FORMAT}", "version": 1, "tree": {deep}}}')
+    with pytest.raises(rd.CheckpointError):
+        rd.load(tmp_path / "deep.rd")
+
+
+def test_files_that_are_not_regular_are_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.rd")
+    (tmp_path / "zero.rd").symlink_to("/dev/zero")
+    for name in ("pipe.rd", "zero.rd"):
+        with pytest.raises(rd.CheckpointError, match="not a regular file"):
+            rd.load(tmp_path / name)
 
 
 def test_no_constructor_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,6 @@
 """Learning: families, models and both; interruptions, restarts and what must be refused."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -148,6 +148,43 @@ def test_a_killed_fit_resumes_to_the_last_bit(whole, ys, tmp_path, monkeypatch):
     # A checkpoint that was cut short: the one before it is gone on from.
     path.write_bytes(path.read_bytes()[:-100])
     assert same(whole.family, fit(conjugate(), tanh_model(), ys, checkpoint=path).family)
+
+
+class Slope(eqx.Module):
+    """A function of a user's, which no file may name."""
+
+    slope: Any
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.tanh(self.slope * x)
+
+
+class Steps(NamedTuple):
+    """The state of an optimiser of a user's."""
+
+    count: Any
+
+
+def test_a_fit_goes_on_with_classes_of_users(ys, tmp_path):
+    model = tanh_model()
+    kernel = rd.NonlinearGaussianKernel(Slope(jnp.ones(1)), model.emission.scale_tril)
+    model = eqx.tree_at(lambda m: m.emission, model, kernel)
+
+    def count(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        return updates, Steps(state.count + 1.0)
+
+    counting = optax.GradientTransformation(lambda params: Steps(jnp.zeros(())), count)
+    options: dict[str, Any] = {
+        "learn": "both",
+        "num_steps": 5,
+        "optimiser": optax.chain(optax.sgd(1e-3), counting),
+        "checkpoint": tmp_path / "fit.rd",
+    }
+    first = fit(conjugate(), model, ys, **options)
+    again = fit(conjugate(), model, ys, **options)
+    assert same(first.family, again.family)
+    assert again.model.emission.fn.slope == first.model.emission.fn.slope != 1.0
 
 
 def test_the_checkpoint_of_another_fit_is_refused(ys, tmp_path):

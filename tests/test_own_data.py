@@ -1,5 +1,6 @@
 """The commands for a user's own data, as a shell runs them: bad input, kills and restarts."""
 
+import io
 import json
 import os
 import signal
@@ -278,3 +279,51 @@ def test_a_period_that_does_not_follow_is_asked_for(tmp_path: Path, capsys):
     captured = capsys.readouterr()
     assert "option period: 7" in captured.out.splitlines()
     assert "The step of the times is 1D: period=7, the days of a week." in captured.err
+
+
+@pytest.fixture
+def own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Path:
+    """A run of a model in Python that notes when it is imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("table.csv").write_text(GOOD)
+    Path("model_of_a_run.py").write_text(
+        "import pathlib, retrodict as rd\n"
+        "pathlib.Path('imported').touch()\n"
+        "model = rd.models.local_level()\n"
+    )
+    fit = ["fit", "table.csv", "--model", "model_of_a_run:model", "--out", "run"]
+    assert command(fit) == 0
+    sys.modules.pop("model_of_a_run")
+    Path("imported").unlink()
+    capsys.readouterr()
+    yield tmp_path
+    sys.modules.pop("model_of_a_run", None)
+
+
+def test_a_run_imports_nothing_that_was_not_named(own_run: Path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    commands = [
+        ["smooth", "run", "table.csv"],
+        ["forecast", "run", "table.csv", "--steps", "2"],
+        ["check", "run", "table.csv"],
+        ["plot", "run", "table.csv", "--out", "a.png"],
+        ["stream", "run"],
+    ]
+    for arguments in commands:
+        words = r"pass --model model_of_a_run:model$"
+        refused(arguments, words, capsys, own_run / "a.png")
+        named = [*arguments, "--model", "os:getcwd"]
+        refused(named, "a run of model_of_a_run:model, got --model os", capsys, own_run / "a.png")
+    assert command(["info", "run"]) == 0
+    assert not Path("imported").exists()
+    with pytest.raises(runs.RunError, match="model=model_of_a_run:model"):
+        runs.open_run("run")
+    capsys.readouterr()
+    assert command([*commands[0], "--model", "model_of_a_run:model"]) == 0
+    assert Path("imported").exists()
+    import retrodict as rd
+
+    direct = runs.open_run("run", model=rd.models.local_level())
+    by_function = runs.open_run("run", model=rd.models.local_level)
+    assert direct.record == by_function.record

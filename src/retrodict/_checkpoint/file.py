@@ -12,10 +12,13 @@ import io
 import json
 import os
 import secrets
+import stat
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from retrodict._checkpoint.allowed import NAMES_VERSION
 from retrodict._checkpoint.errors import CheckpointError, DamagedError
 from retrodict._checkpoint.names import last_name, root_name
 from retrodict._checkpoint.reader import ABSENT, Reader
@@ -47,9 +50,10 @@ def save(path: PathLike, obj: Any, *, metadata: Any = None) -> None:
     """Saves a model, a family, a chain, or any pytree, to one file.
 
     The file appears whole or not at all: whatever interrupts the call, a file that was there before
-    stays. Equal objects give equal files. Functions and classes are stored by name, if JAX,
-    equinox, optax, numpy, numpyro or this library define them. Of others, such as a lambda, the
-    file only says where they stand, and `load` has to be given them again.
+    stays. Equal objects give equal files. Classes of this library, layers of equinox,
+    distributions of numpyro, states of optax and the usual functions of `jax.numpy` and `jax.nn`
+    are stored by name. Of others, such as a lambda, the file only says where they are, and `load`
+    must be given them again.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, retrodict as rd
@@ -74,13 +78,16 @@ def save(path: PathLike, obj: Any, *, metadata: Any = None) -> None:
 def load(path: PathLike, *, like: Any = None) -> Any:
     """Loads what `save` has written, bit by bit as it was.
 
-    No constructor is called, and nothing in a file can make it run code of its own: classes and
-    functions are looked up in JAX, equinox, optax, numpy, numpyro and this library alone.
+    Loading a file, and using what it holds, does not run code from the file. No constructor is
+    called, and a file can name only classes and functions on a fixed list, which compute with
+    arrays and do nothing else. The values in the file remain those that its author chose: they may
+    be wrong, and using them may take long. Functions and classes of `like` are your own, and they
+    are called with these values.
 
     Args:
         path: the file.
-        like: an object of the same structure, from which functions and classes are taken that the
-            file could not name, such as a lambda. Its classes, shapes and dtypes must be those of
+        like: an object of the same structure, from which functions and classes are taken that a
+            file may not name, such as a lambda. Its classes, shapes and dtypes must be those of
             the file; its values do not matter.
 
     Returns:
@@ -106,11 +113,16 @@ def write_checkpoint(path: PathLike, tree: Any, metadata: Any = None) -> None:
     _write(Path(path), _pack(tree, metadata), keep_previous=True)
 
 
-def read_checkpoint(path: PathLike, like: Any = None) -> Checkpoint:
+def read_checkpoint(path: PathLike, like: Any = None, *, known: Iterable[type] = ()) -> Checkpoint:
     """Loads what `write_checkpoint` wrote last, or before that if the newest file is unusable.
 
     A file that does not fit `like`, or that a later version wrote, is an error and no reason to go
     back to an older one.
+
+    Args:
+        path: the file.
+        like: an object of the same structure, as in `load`.
+        known: classes of the caller that the file may name too.
     """
     path = Path(path)
     previous = _previous(path)
@@ -120,7 +132,7 @@ def read_checkpoint(path: PathLike, like: Any = None) -> Checkpoint:
         if not previous.exists():
             raise
         used, contents = previous, _open(previous)
-    tree = _rebuild(used, contents, like)
+    tree = _rebuild(used, contents, like, known)
     return Checkpoint(tree, contents.manifest["metadata"], used is previous)
 
 
@@ -153,6 +165,7 @@ def _pack(obj: Any, metadata: Any) -> bytes | memoryview:
     manifest = {
         "format": FORMAT,
         "version": VERSION,
+        "names_version": NAMES_VERSION,
         "versions": versions,
         "content_sha256": _content_digest(content),
         **content,
@@ -185,7 +198,7 @@ def _write(path: Path, data: bytes | memoryview, *, keep_previous: bool) -> None
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        if keep_previous and path.exists() and _is_intact(path.read_bytes()):
+        if keep_previous and path.exists() and _is_intact(_read(path)):
             os.replace(path, _previous(path))
         os.replace(temporary, path)
     except BaseException:
@@ -202,7 +215,7 @@ def _write(path: Path, data: bytes | memoryview, *, keep_previous: bool) -> None
 
 def _open(path: Path) -> _Contents:
     """The manifest and the archive, checked byte by byte."""
-    data = path.read_bytes()
+    data = _read(path)
     if not data.startswith(b"PK\3\4"):
         what = "is no checkpoint of retrodict" if data else "is empty"
         raise DamagedError(f"{path} {what}.")
@@ -226,6 +239,13 @@ def _open(path: Path) -> _Contents:
     return _Contents(manifest, archive)
 
 
+def _read(path: Path) -> bytes:
+    # Stat first: opening a pipe waits for its writer, and a device may never end.
+    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+        raise CheckpointError(f"{path} is not a regular file.")
+    return path.read_bytes()
+
+
 def _check_hashes(
     path: Path, data: bytes, manifest: dict[str, Any], archive: zipfile.ZipFile
 ) -> None:
@@ -247,7 +267,7 @@ def _check_hashes(
         raise DamagedError(f"{path} was cut short, edited or is damaged.")
 
 
-def _rebuild(path: Path, contents: _Contents, like: Any) -> Any:
+def _rebuild(path: Path, contents: _Contents, like: Any, known: Iterable[type] = ()) -> Any:
     tree = contents.manifest["tree"]
     name = tree.get("class", "") if isinstance(tree, dict) else ""
     root = root_name(last_name(str(name)))
@@ -256,13 +276,17 @@ def _rebuild(path: Path, contents: _Contents, like: Any) -> Any:
         root,
         contents.manifest["arrays"],
         lambda index: _read_member(contents.archive, _member_name(index)),
+        known,
+        contents.manifest.get("names_version", 0),
     )
     try:
         return reader.decode(tree, ABSENT if like is None else like, root)
     except CheckpointError:
         raise
     except Exception as error:  # the hashes are right, and yet it is nothing that we have written
-        raise CheckpointError(f"The manifest of {path} makes no sense: {error!r}.") from error
+        raise CheckpointError(
+            f"The manifest of {path} makes no sense: {repr(error)[:200]}."
+        ) from error
 
 
 def _previous(path: Path) -> Path:

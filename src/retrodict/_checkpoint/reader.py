@@ -1,10 +1,13 @@
 """From nodes of JSON and arrays back to objects."""
 
 import dataclasses
-import enum
 import functools
+import inspect
 import io
-from collections.abc import Callable
+import math
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,8 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from retrodict._checkpoint.allowed import (
+    ENUM_NAMES,
+    FUNCTION_NAMES,
+    NAMES_VERSION,
+    RECORD_NAMES,
+    VALUE_NAMES,
+)
 from retrodict._checkpoint.errors import CheckpointError
-from retrodict._checkpoint.names import described, is_subclass, last_name, name_of, resolve
+from retrodict._checkpoint.names import described, last_name, name_of, resolve
 from retrodict._checkpoint.records import (
     dtype_name,
     fields_of,
@@ -23,6 +33,7 @@ from retrodict._checkpoint.records import (
     is_record_class,
 )
 
+DTYPE_NAME = re.compile(r"[<>=|]?[A-Za-z]\w*(\[\w+\])?")
 ABSENT: Any = object()  # no `like` was given, or none of its parts stands here
 
 
@@ -34,15 +45,26 @@ class Reader:
         root: what messages call the object.
         entries: what the manifest says of each array.
         read: the bytes of an array in numpy's format, by its number.
+        known: classes that the caller has given, beside those that any file may name.
+        names_version: the version of the list of names that the file was written with.
     """
 
     def __init__(
-        self, path: Path, root: str, entries: list[Any], read: Callable[[int], bytes]
+        self,
+        path: Path,
+        root: str,
+        entries: list[Any],
+        read: Callable[[int], bytes],
+        known: Iterable[type] = (),
+        names_version: Any = 0,
     ) -> None:
         self.path = path
         self.root = root
         self.entries = entries
         self.read = read
+        self.known = {described(cls): cls for cls in known}
+        self.names_version = names_version
+        self.unread = set(range(len(entries)))
 
     def decode(self, node: Any, like: Any, path: str) -> Any:
         if isinstance(node, list):
@@ -59,7 +81,7 @@ class Reader:
                 complex(*(self.decode(part, ABSENT, path) for part in c)), *at
             ),
             "dict": self.decode_dict,
-            "dtype": lambda c, *at: self.decode_scalar(np.dtype(c), *at),
+            "dtype": lambda c, *at: self.decode_scalar(_dtype(c), *at),
             "enum": self.decode_enum,
             "float": lambda c, *at: self.decode_scalar(float(c), *at),
             "list": lambda c, *at: self.decode_items(list, c, *at),
@@ -88,6 +110,8 @@ class Reader:
 
     def decode_dict(self, pairs: list[Any], like: Any, path: str) -> dict[Any, Any]:
         keys = [self.decode(key, ABSENT, path) for key, _ in pairs]
+        if len(set(keys)) < len(keys):
+            raise CheckpointError(f"{path} of {self.path} is a dict with a key that occurs twice.")
         if like is not ABSENT and (type(like) is not dict or set(like) != set(keys)):
             self.differ(path, f"a dict with keys {keys}", like)
         return {
@@ -96,23 +120,31 @@ class Reader:
         }
 
     def decode_enum(self, content: list[str], like: Any, path: str) -> Any:
-        cls = self.decode_name(content[0], ABSENT, path)
-        if not is_subclass(cls, enum.Enum):
-            raise CheckpointError(f"{path} of {self.path} names {content[0]}, which is no enum.")
+        cls = self.named(content[0], ENUM_NAMES, ABSENT, path)
         return self.decode_scalar(cls[content[1]], like, path)
 
     def decode_name(self, name: str, like: Any, path: str) -> Any:
         if like is not ABSENT and (not callable(like) or is_record(like)):
             self.differ(path, f"the function {name}", like)
+        return self.named(name, VALUE_NAMES, like, path)
+
+    def named(self, name: Any, allowed: Collection[str], like: Any, path: str) -> Any:
+        """Look up a name, or take the function of this name from `like`."""
         try:
-            return resolve(name)
+            return resolve(name, allowed)
         except LookupError as error:
             if like is not ABSENT:
-                return like  # another version of a package has it under another name
+                return self.decode_callable(name, like, path)
             raise CheckpointError(
-                f"{path} names {name}, which is refused: {error}. If it ought to be here, pass an"
-                f" object of the same structure: rd.load(path, like={self.root})."
+                f"{path} names {name}, which is refused: {error}.{self.hint()} Pass an object of"
+                f" the same structure that has it: rd.load(path, like={self.root})."
             ) from error
+
+    def hint(self) -> str:
+        """Say that a newer version may know a name, if the file was written by one."""
+        if type(self.names_version) is int and self.names_version > NAMES_VERSION:
+            return " The file was written by a later version of retrodict: upgrade it."
+        return ""
 
     def decode_callable(self, name: str, like: Any, path: str) -> Any:
         if like is ABSENT:
@@ -131,9 +163,14 @@ class Reader:
             likes = [like.func, like.args, dict(like.keywords)]
         elif like is not ABSENT:
             self.differ(path, f"a {kind.__name__}", like)
-        parts = zip(content[1:], likes, strict=True)
-        function, args, keywords = (self.decode(node, part, path) for node, part in parts)
-        return kind(function, *args, **keywords)
+        function, args, keywords = content[1:]
+        if like is ABSENT and "callable" not in function:
+            # Of functions on the list alone: not of classes, nor of modules that can be called.
+            called = self.named(function.get("name"), FUNCTION_NAMES, ABSENT, path)
+        else:
+            called = self.decode(function, likes[0], path)
+        args, keywords = self.decode(args, likes[1], path), self.decode(keywords, likes[2], path)
+        return kind(called, *args, **keywords)
 
     def decode_record(self, node: dict[str, Any], like: Any, path: str) -> Any:
         name, nodes = node["class"], node["fields"]
@@ -144,6 +181,8 @@ class Reader:
             expected = {field.name for field in dataclasses.fields(cls)}
         elif issubclass(cls, tuple):
             expected = set(getattr(cls, "_fields", ()))
+        elif hidden := [field for field in nodes if not _is_data(cls, field)]:
+            raise CheckpointError(f"{path} of {self.path}: no file may set {hidden} of a {name}.")
         if expected != set(nodes):
             raise CheckpointError(
                 f"{path} of {self.path} is a {name} with fields {sorted(nodes)}, and here that"
@@ -166,12 +205,12 @@ class Reader:
 
     def find_class(self, name: str, like: Any, path: str) -> type:
         try:
-            cls = resolve(name)
+            cls = self.known.get(name) or resolve(name, RECORD_NAMES)
         except LookupError as error:
             if like is ABSENT:
                 raise CheckpointError(
-                    f"{path} is of the unknown class {name}: {error}. Pass an object of the same"
-                    f" structure: rd.load(path, like={self.root})."
+                    f"{path} is of the unknown class {name}: {error}.{self.hint()} Pass an object"
+                    f" of the same structure that has it: rd.load(path, like={self.root})."
                 ) from error
             cls = type(like)
             if last_name(described(cls)) != last_name(name):
@@ -183,6 +222,10 @@ class Reader:
         return cls
 
     def decode_array(self, index: int, like: Any, path: str) -> Any:
+        if index not in self.unread:
+            # Each array is written once: one that is read a thousand times would fill the memory.
+            raise CheckpointError(f"{path} of {self.path} refers to the array {index} once more.")
+        self.unread.remove(index)
         entry = self.entries[index]
         kind, shape, dtype = entry["kind"], tuple(entry["shape"]), entry["dtype"]
         found = f"an array of shape {shape} and dtype {dtype}"
@@ -190,12 +233,11 @@ class Reader:
             alike = hasattr(like, "shape") and hasattr(like, "dtype")
             if not alike or (tuple(like.shape), dtype_name(like.dtype)) != (shape, dtype):
                 self.differ(path, found, like)
-        buffer = io.BytesIO(self.read(index))
-        array: Any = np.lib.format.read_array(buffer, allow_pickle=False)
+        array: Any = _array(self.read(index))
         if kind == "key":
             array = jax.random.wrap_key_data(jnp.asarray(array), impl=entry["impl"])
-        elif is_extension(np.dtype(dtype)):
-            array = array.view(np.dtype(dtype))
+        elif is_extension(_dtype(dtype)):
+            array = array.view(_dtype(dtype))
         if (array.shape, dtype_name(array.dtype)) != (shape, dtype):
             raise CheckpointError(f"{path} of {self.path} should be {found}, and is not.")
         if kind == "numpy scalar":
@@ -217,6 +259,44 @@ class Reader:
         )
 
 
+def _array(data: bytes) -> np.ndarray:
+    """Read an array in numpy's format, if its declared size is that of its bytes."""
+    buffer = io.BytesIO(data)
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of headers that only an old version would have written
+        shape, fortran, dtype = readers[np.lib.format.read_magic(buffer)](buffer)
+    size = math.prod(shape) * dtype.itemsize
+    if size != len(data) - buffer.tell() or _is_compound(dtype):
+        raise ValueError(f"an array of shape {shape} and dtype {dtype} in {len(data)} bytes")
+    order = "F" if fortran else "C"
+    return np.ndarray(shape, dtype, data, buffer.tell(), order=order).copy()
+
+
+def _dtype(name: str) -> np.dtype:
+    """Return the dtype of a name, of plain numbers, texts and times alone."""
+    if not isinstance(name, str) or not DTYPE_NAME.fullmatch(name):
+        raise ValueError(f"{str(name)[:80]!r} is not the name of a dtype")
+    dtype = np.dtype(name)
+    if _is_compound(dtype):
+        raise ValueError(f"the dtype {name} is not one of plain values")
+    return dtype
+
+
+def _is_compound(dtype: np.dtype) -> bool:
+    return dtype.hasobject or dtype.names is not None or dtype.subdtype is not None
+
+
+def _is_data(cls: type, field: str) -> bool:
+    """Whether a field of an object without declared fields may be set: not in place of a method."""
+    own = inspect.getattr_static(cls, field, None)
+    hides = callable(own) or isinstance(own, (property, classmethod, staticmethod))
+    return field.isidentifier() and not field.startswith("__") and not hides
+
+
 def _category(value: Any) -> type:
     """What must agree between static values: of numbers and of dtypes, no more than that."""
     if type(value) in (int, float, complex):
@@ -233,7 +313,7 @@ def _shown(value: Any) -> str:
     if type(value) is dict:
         return f"a dict with keys {list(value)}"
     if callable(value) and not is_record(value):
-        return f"the function {name_of(value) or described(value)}"
+        return f"the function {name_of(value, VALUE_NAMES) or described(value)}"
     if value is None or isinstance(value, (bool, int, float, complex, str, np.dtype)):
         return repr(value)
-    return f"a {name_of(type(value)) or described(type(value))}"
+    return f"a {name_of(type(value), RECORD_NAMES) or described(type(value))}"

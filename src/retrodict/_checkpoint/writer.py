@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from retrodict._checkpoint.allowed import ENUM_NAMES, RECORD_NAMES, VALUE_NAMES
 from retrodict._checkpoint.names import described, name_of
 from retrodict._checkpoint.records import dtype_name, fields_of, is_extension, is_record
 from retrodict._validate import is_concrete
@@ -51,12 +52,12 @@ class Writer:
         if kind in (functools.partial, jax.tree_util.Partial):
             parts = (value.func, value.args, dict(value.keywords))
             return {"partial": [kind.__module__, *(self.encode(part, path) for part in parts)]}
-        if isinstance(value, enum.Enum) and (name := name_of(kind)):
+        if isinstance(value, enum.Enum) and (name := name_of(kind, ENUM_NAMES)):
             return {"enum": [name, value.name]}
         if is_record(value):
             return self.encode_record(value, path)
         if callable(value):
-            name = name_of(value)
+            name = name_of(value, VALUE_NAMES)
             return {"name": name} if name else {"callable": described(value)}
         raise TypeError(
             f"{path} is of type {kind.__module__}.{kind.__qualname__}, which cannot be saved."
@@ -75,7 +76,8 @@ class Writer:
                 del self.arrays[count:], self.members[count:]
                 return {"callable": described(value)}
             raise
-        return {"class": name_of(type(value)) or described(type(value)), "fields": fields}
+        name = name_of(type(value), RECORD_NAMES) or described(type(value))
+        return {"class": name, "fields": fields}
 
     def encode_array(self, value: Any, path: str) -> Any:
         if not is_concrete(value):

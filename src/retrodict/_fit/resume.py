@@ -62,7 +62,7 @@ def resume(
 ) -> tuple[TrainState, TrainHistory | None]:
     """The state of a checkpoint if there is one, refused if it belongs to another fit."""
     try:
-        found = read_checkpoint(path)
+        found = read_checkpoint(path, known=_classes(state))
     except FileNotFoundError:
         found = None
     if mesh is not None and mesh.is_multi_process:
@@ -84,6 +84,13 @@ def resume(
         state = one_start(state, 0)  # the tournament was over when it was written
     _refuse_other_parameters(path, restored, state)
     return restored, history
+
+
+def _classes(tree: Any) -> set[type]:
+    """Return the classes of all nodes: of a family, model or optimiser of the caller."""
+    classes: set[type] = set()
+    jax.tree.leaves(tree, is_leaf=lambda node: bool(classes.add(type(node))))
+    return classes
 
 
 def _refuse_disagreement(path: Path, step: int, mesh: Mesh) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ def make_writable(path: Path) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file whole or not at all: beside it first, then in its place."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # A name that nobody can foresee, and a file that is new: not a link that somebody put there.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        partial.write_bytes(content)
+        with open(partial, "xb") as file:
+            file.write(content)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -45,6 +45,10 @@ app = typer.Typer(
 _own.register(app)
 
 
+LONGEST_MESSAGE = 2000
+"""Characters of an error."""
+
+
 class Experiment(StrEnum):
     """What `reproduce` can be asked for."""
 
@@ -92,7 +96,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _refuse(message: str) -> int:
-    sys.stderr.write(f"retrodict: error: {' '.join(message.split())}\n")
+    # A message may quote a file, which may hold codes that a terminal obeys, or megabytes.
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))
+    line = line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]}..."
+    sys.stderr.write(f"retrodict: error: {line}\n")
     return MISTAKE
 
 

@@ -39,6 +39,14 @@ from retrodict.cli._stream import (
 )
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder that `fit` made.")]
+OwnModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODULE:NAME",
+        help="The model that the run was fitted with, if it is Python code of your own.",
+    ),
+]
 DataFile = Annotated[
     Path, typer.Argument(metavar="DATA", help="A .csv, .tsv, .parquet or .nc file.")
 ]
@@ -97,19 +105,23 @@ OPTIONS = {
     "times=... from read_times": "--at FILE",
     "times=... from data.read_times": "--at FILE",
     "time=...": "--time",
+    "model=": "--model ",
 }
 """What Python's arguments are called here; the longer ones first."""
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explained(model: str | None = None) -> Iterator[None]:
     """Errors of the user's files, models and options as one line.
 
-    A model may be an object of the user's, in a module beside the data. Its folder is looked in
-    last, so that no file there stands in for a module that something else imports.
+    A model may be an object of the user's, in a module of the present folder. It is looked in only
+    if such a model was named, and last, so that no file there stands in for another module.
+
+    Args:
+        model: the model as it was named.
     """
     here = os.getcwd()
-    if here not in sys.path:
+    if model is not None and ":" in model and here not in sys.path:
         sys.path.append(here)
     try:
         yield
@@ -187,7 +199,7 @@ def fit(
     """
     from retrodict import data, models, runs
 
-    with ended_together(), _explained():
+    with ended_together(), _explained(model):
         if out is None and not dry_run:
             raise UserError("name the folder of the run: --out RUN")
         speaks = join(distributed, coordinator, num_processes, process_id)
@@ -290,6 +302,7 @@ def smooth(
     overwrite: Overwrite = False,
     level: Level = 0.9,
     all_states: AllStates = False,
+    model: OwnModel = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -302,10 +315,10 @@ def smooth(
     """
     from retrodict import data, runs
 
-    with _explained():
+    with _explained(model):
         if out is not None:
             data.check_target(out, overwrite=overwrite)
-        opened = runs.open_run(run)
+        opened = runs.open_run(run, model=model)
         table = data.read(source, **opened.layout)
         found = runs.smooth(opened, table, seed=seed)
         missing = int(table.length.sum()) * len(table.names) - int(table.mask.sum())
@@ -350,16 +363,17 @@ def forecast(
     overwrite: Overwrite = False,
     level: Level = 0.9,
     all_states: AllStates = False,
+    model: OwnModel = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Forecast the rows that come after a table."""
     from retrodict import data, runs
 
-    with _explained():
+    with _explained(model):
         if out is not None:
             data.check_target(out, overwrite=overwrite)
-        opened = runs.open_run(run)
+        opened = runs.open_run(run, model=model)
         table = data.read(source, **opened.layout)
         count, coming = _coming(opened, table, steps, at, future)
         if not count:
@@ -418,7 +432,13 @@ def _put(
     typer.echo(f"Wrote {out}.")
 
 
-def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = False) -> None:
+def check(
+    run: RunFolder,
+    source: DataFile,
+    model: OwnModel = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
     """Check whether a run is to be trusted on a table.
 
     The ELBO against a particle estimate of the evidence, the Pareto shape of path weights, tests of
@@ -427,8 +447,8 @@ def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = Fa
     """
     from retrodict import data, runs
 
-    with _explained():
-        opened = runs.open_run(run)
+    with _explained(model):
+        opened = runs.open_run(run, model=model)
         table = data.read(source, **opened.layout)
         with Stages("check", runs.NUM_CHECKS, Console(stderr=True)) as stages:
             found = runs.check(opened, table, seed=seed, progress=stages)
@@ -459,15 +479,16 @@ def plot(
     ] = None,
     level: Level = 0.9,
     all_states: AllStates = False,
+    model: OwnModel = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
 ) -> None:
     """Draw a series of a table, its smoothed states and a forecast."""
     from retrodict import data, runs
 
-    with _explained():
+    with _explained(model):
         data.check_target(out, overwrite=overwrite, suffixes=runs.FORMATS)
-        opened = runs.open_run(run)
+        opened = runs.open_run(run, model=model)
         table = data.read(source, **opened.layout)
         names = [str(name) for name in table.series or ()]
         if series is not None and series not in names:
@@ -522,6 +543,7 @@ def stream(
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew: replace the state and its answers.")
     ] = False,
+    model: OwnModel = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -543,8 +565,8 @@ def stream(
     if sys.stdin is None or (out is None and sys.stdout is None):
         raise UserError("standard input or output is closed: pipe rows to the command")
     telling = Telling(Console(stderr=True), quiet=out is None and sys.stdout.isatty())
-    with _explained():
-        opened = runs.open_run(run)
+    with _explained(model):
+        opened = runs.open_run(run, model=model)
         learning = learning_of(
             learn,
             telling,
@@ -638,7 +660,7 @@ def _chosen(record: Mapping[str, Any]) -> str:
 
 
 def _cells(found: dict[str, Any]) -> tuple[str, str, str]:
-    value = f"{found['value']:.5g}"
+    value = "–" if found["value"] is None else f"{found['value']:.5g}"
     if not found["learned"]:
         return value, "fixed", ""
     if "edge" in found:

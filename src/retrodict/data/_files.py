@@ -2,18 +2,30 @@
 
 import csv
 import dataclasses
+import gc
 import io
-from collections.abc import Iterable, Iterator, Sequence
+import mmap
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from retrodict.data._errors import DataError, optional, shorten
 from retrodict.data._source import Source, check_names, frame_source
 
+T = TypeVar("T")
+
 SEPARATORS = {".csv": None, ".tsv": "\t"}
 SUFFIXES = (".csv", ".tsv", ".parquet", ".nc")
+
+HEAP = b"GCOL\1\0\0\0"
+"""How a global heap of HDF5 begins."""
+
+MOST_BYTES, MOST_GROWTH = 1 << 30, 1000
+"""A file may declare arrays of so many bytes, or of so many times its own size if that is more."""
 
 
 def open_file(path: Path, name: str) -> Any:
@@ -22,6 +34,8 @@ def open_file(path: Path, name: str) -> Any:
         raise DataError(f"{name}: there is no such file; check the path.")
     if path.is_dir():
         raise DataError(f"{name}: this is a folder; name a file in it.")
+    if not path.is_file():
+        raise DataError(f"{name}: this is not a regular file; write the table to one.")
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise DataError(
@@ -40,36 +54,105 @@ def open_file(path: Path, name: str) -> Any:
     return text_source(content, name, SEPARATORS[suffix])
 
 
-def damaged(name: str, kind: str, error: Exception) -> DataError:
-    """What to say of a file that its reader refused."""
-    lines = str(error).strip().splitlines()
-    because = lines[0] if lines else type(error).__name__
-    return DataError(
-        f"{name}: damaged, cut short or no {kind} file ({because[:120]}); write or fetch it again."
+def reading(read: Callable[[], T], name: str, kind: str) -> T:
+    """Call a reader of binary files, and say in one line what it found wrong.
+
+    Libraries raise a dozen types on damaged files. Objects that they leave half made may raise once
+    more when they are freed, which Python prints: that happens here, and nothing is printed.
+
+    Args:
+        read: reads the file, or a part of it.
+        name: the file as it was given.
+        kind: the format.
+    """
+    failure, hook = None, sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return read()
+            except DataError:
+                raise
+            except Exception as error:
+                lines = str(error).strip().splitlines()
+                failure = lines[0][:120] if lines else type(error).__name__
+        gc.collect(1)  # what is half made is young; the whole heap would take a second
+    finally:
+        sys.unraisablehook = hook
+    raise DataError(
+        f"{name}: damaged, cut short or no {kind} file ({failure}); write or fetch it again."
     )
 
 
+def check_size(declared: int, stored: int, name: str) -> None:
+    """Refuse a file that declares far more than it can hold, before memory is taken for it.
+
+    Args:
+        declared: the bytes of the arrays that it declares.
+        stored: the bytes of the file.
+        name: the file as it was given.
+    """
+    if not 0 <= declared <= max(MOST_BYTES, MOST_GROWTH * stored):
+        raise DataError(
+            f"{name}: a file of {stored} bytes that declares {declared} bytes of data is damaged;"
+            " write or fetch it again."
+        )
+
+
 def _parquet(content: bytes, name: str) -> Source:
-    pandas = optional("pandas")
     optional("pyarrow")
-    try:
-        frame = pandas.read_parquet(io.BytesIO(content), engine="pyarrow")
-    except Exception as error:  # pyarrow raises a dozen types on damaged files
-        raise damaged(name, "Parquet", error) from None
-    return frame_source(frame, name, "frame")
+
+    def read() -> Source:
+        file = optional("pyarrow.parquet").ParquetFile(io.BytesIO(content))
+        check_parquet(file, len(content), name)
+        frame = optional("pandas").read_parquet(io.BytesIO(content), engine="pyarrow")
+        return frame_source(frame, name, "frame")
+
+    return reading(read, name, "Parquet")
+
+
+def check_parquet(file: Any, stored: int, name: str) -> None:
+    """Refuse a Parquet file whose columns could not be stored in its bytes."""
+    cells = file.metadata.num_rows * max(1, file.metadata.num_columns)
+    check_size(8 * cells, stored, name)
 
 
 def _netcdf(content: bytes, name: str) -> Any:
     xarray = optional("xarray")
     engine = netcdf_engine(content)
-    try:
+
+    def read() -> Any:
+        check_heaps(content)
         # Numbers in units of time stay the numbers that they are.
         with xarray.open_dataset(
             io.BytesIO(content), engine=engine, decode_timedelta=False
         ) as dataset:
+            check_size(dataset.nbytes, len(content), name)
             return dataset.load()
-    except Exception as error:  # as above, for HDF5
-        raise damaged(name, "NetCDF", error) from None
+
+    return reading(read, name, "NetCDF")
+
+
+def check_heaps(content: bytes | mmap.mmap) -> None:
+    """Refuse an HDF5 file on whose damaged heaps the library would loop for ever.
+
+    A global heap is a header of 16 bytes, then objects: index, references, size, data. The library
+    goes from one to the next by its size, and index 0, the free space, counts its header in it. A
+    size of 0 there makes no progress.
+    """
+    at = content.find(HEAP)
+    while at >= 0:
+        place = at + 16
+        end = at + int.from_bytes(content[at + 8 : at + 16], "little")
+        while place + 16 <= min(end, len(content)):
+            index = int.from_bytes(content[place : place + 2], "little")
+            size = int.from_bytes(content[place + 8 : place + 16], "little")
+            step = 16 + -(-size // 8) * 8 if index else size
+            if step < 16 or place + step > end:
+                raise ValueError("a heap is damaged")
+            place += step
+        at = content.find(HEAP, at + 1)
 
 
 def netcdf_engine(content: bytes) -> str:

@@ -1,6 +1,7 @@
 """Objects to frames: arrays, mappings of arrays, pandas, polars, Arrow and xarray."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,9 @@ import numpy as np
 from retrodict.data._errors import DataError, listed, optional
 from retrodict.data._files import open_file
 from retrodict.data._source import TIME_NAMES, Source, frame_source
+
+MOST_SPREAD = 100
+"""A dataset may have so many rows a value, where values do not depend on all dimensions."""
 
 
 def to_source(
@@ -136,6 +140,15 @@ def from_xarray(
     dataset = _spread(dataset, name, {along, *apart}, alone)
     bare = along not in dataset.coords
     order = [*apart, along]
+    rows, entries = (
+        math.prod(dataset.sizes[d] for d in order),
+        sum(v.size for v in dataset.values()),
+    )
+    if rows > MOST_SPREAD * max(entries, 100_000):
+        raise DataError(
+            f"{name}: the dimensions {listed(order)} make {rows} rows of {entries} values; give"
+            " variables along all of them."
+        )
     frame = dataset.to_dataframe(dim_order=order).reset_index()
     if apart:
         # A rectangle of series has rows for times at which a series has none.

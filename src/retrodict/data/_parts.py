@@ -1,6 +1,7 @@
 """Parts of files: rows of a Parquet file, series of a NetCDF file, rows of a text file."""
 
 import dataclasses
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,15 @@ import numpy as np
 
 from retrodict.data._columns import parsed
 from retrodict.data._errors import DataError, listed, optional
-from retrodict.data._files import damaged, netcdf_engine, text_records, text_source_of
+from retrodict.data._files import (
+    check_heaps,
+    check_parquet,
+    check_size,
+    netcdf_engine,
+    reading,
+    text_records,
+    text_source_of,
+)
 from retrodict.data._objects import from_xarray
 from retrodict.data._source import ROW_NAMES, Source, frame_source
 
@@ -49,11 +58,16 @@ class ParquetRows:
 
         A frame may have been written with a range of numbers as its index that is no column.
         """
-        schema = _parquet(path, name).schema_arrow
-        index = (schema.pandas_metadata or {}).get("index_columns", [])
-        ranges = [each for each in index if isinstance(each, dict)]
-        plain = all((each["start"], each["step"], each["name"]) == (0, 1, None) for each in ranges)
-        return plain and all(column in schema.names for column in apart)
+        file = _parquet(path, name)
+
+        def read() -> bool:
+            schema = file.schema_arrow
+            index = (schema.pandas_metadata or {}).get("index_columns", [])
+            ranges = [each for each in index if isinstance(each, dict)]
+            plain = all((e["start"], e["step"], e["name"]) == (0, 1, None) for e in ranges)
+            return plain and all(column in schema.names for column in apart)
+
+        return reading(read, name, "Parquet")
 
     def counting(self) -> tuple[str, ...]:
         """The columns with such a name that hold the number of the row."""
@@ -66,13 +80,12 @@ class ParquetRows:
 
     def _column(self, name: str) -> Iterator[np.ndarray]:
         for group in range(len(self._begins) - 1):
-            cells = self._table([group], [name]).to_pandas(ignore_metadata=True)[name]
-            yield parsed(cells)[0]
+            yield parsed(self._frame([group], [name])[name])[0]
 
     def identifiers(self) -> Iterator[tuple[int, Any]]:
         """The first row of each row group with rows, and a frame of the identifiers of its rows."""
         for group, begin in enumerate(self._begins[:-1]):
-            cells = self._table([group], self._apart).to_pandas(ignore_metadata=True)[self._apart]
+            cells = self._frame([group], self._apart)[self._apart]
             if not cells.empty:
                 yield int(begin), cells
 
@@ -92,7 +105,8 @@ class ParquetRows:
             wanted = [*layout["series"], *layout["columns"], *(layout["inputs"] or ())]
             wanted += [layout["time"]] if layout["time"] else []
         table = self._table(list(range(first, stop)), wanted)
-        frame = table.slice(begin - self._begins[first], end - begin).to_pandas()
+        part = table.slice(begin - self._begins[first], end - begin)
+        frame = reading(part.to_pandas, self.name, "Parquet")
         if frame.index.name is None and isinstance(frame.index, optional("pandas").RangeIndex):
             # The number of the row, which a part has only if it is the whole file.
             frame = frame.reset_index(drop=True)
@@ -101,19 +115,26 @@ class ParquetRows:
             source = dataclasses.replace(source, time_index=None, row_index=None)
         return dataclasses.replace(source, lines=source.lines + begin, part=True)
 
+    def _frame(self, groups: list[int], columns: list[str]) -> Any:
+        table = self._table(groups, columns)
+        return reading(lambda: table.to_pandas(ignore_metadata=True), self.name, "Parquet")
+
     def _table(self, groups: list[int], columns: list[str] | None) -> Any:
-        try:
+        def read() -> Any:
             return self._file.read_row_groups(groups, columns, use_pandas_metadata=True)
-        except Exception as error:  # as above
-            raise damaged(self.name, "Parquet", error) from None
+
+        return reading(read, self.name, "Parquet")
 
 
 def _parquet(path: Path, name: str) -> Any:
     parquet = optional("pyarrow.parquet")
-    try:
-        return parquet.ParquetFile(path)
-    except Exception as error:  # pyarrow raises a dozen types on damaged files
-        raise damaged(name, "Parquet", error) from None
+
+    def read() -> Any:
+        file = parquet.ParquetFile(path)
+        check_parquet(file, path.stat().st_size, name)
+        return file
+
+    return reading(read, name, "Parquet")
 
 
 def _counts(parts: Iterator[np.ndarray]) -> bool:
@@ -174,10 +195,9 @@ class NetcdfSeries:
         begin, end = int(places[0]), int(places[-1]) + 1
         # Files are much quicker by slices than by lists.
         rows = slice(begin, end) if end - begin == len(places) else places
-        try:
-            part = self._dataset.isel({self._apart[0]: rows}).load()
-        except Exception as error:  # as above
-            raise damaged(self.name, "NetCDF", error) from None
+        part = reading(
+            lambda: self._dataset.isel({self._apart[0]: rows}).load(), self.name, "NetCDF"
+        )
         if self._apart[0] not in part.coords:
             part = part.assign_coords({self._apart[0]: places})
         keep = [*(layout.get("columns") or ()), *(layout.get("inputs") or ())]
@@ -192,10 +212,15 @@ def _dataset(path: Path, name: str) -> Any:
     xarray = optional("xarray")
     with path.open("rb") as file:
         engine = netcdf_engine(file.read(3))
-    try:
-        return xarray.open_dataset(path, engine=engine, decode_timedelta=False)
-    except Exception as error:  # as above, for HDF5
-        raise damaged(name, "NetCDF", error) from None
+
+    def read() -> Any:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+            check_heaps(whole)
+        dataset = xarray.open_dataset(path, engine=engine, decode_timedelta=False)
+        check_size(dataset.nbytes, path.stat().st_size, name)
+        return dataset
+
+    return reading(read, name, "NetCDF")
 
 
 class TextRows:

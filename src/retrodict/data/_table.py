@@ -331,6 +331,10 @@ def stack(pieces: Sequence[Piece], rows: int) -> dict[str, Any]:
     }
 
 
+MOST_PADDED, MOST_PADDING = 1_000_000, 100
+"""The most rows to pad to, or so many times the longest series if that is more."""
+
+
 def padded_length(longest: int, pad_to: int | str | None, owner: str) -> int:
     """How many rows to pad to.
 
@@ -346,5 +350,10 @@ def padded_length(longest: int, pad_to: int | str | None, owner: str) -> int:
     if pad_to < longest:
         raise DataError(
             f"{owner}: pad_to={pad_to}, but the longest series has {longest} rows; give more."
+        )
+    if pad_to > max(MOST_PADDED, MOST_PADDING * longest):
+        raise DataError(
+            f"{owner}: pad_to={pad_to}, and the longest series has {longest} rows; give at most"
+            f" {max(MOST_PADDED, MOST_PADDING * longest)}."
         )
     return int(pad_to)

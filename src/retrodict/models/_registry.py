@@ -1,6 +1,7 @@
 """The ready models by name: what they are, what can be chosen, and how they start from data."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -32,6 +33,9 @@ from retrodict.models._tracking import (
     start_velocity,
 )
 from retrodict.models._volatility import start_volatility, stochastic_volatility
+
+MOST_STATES = 2000
+"""The largest dimension of a state that an option may ask for: matrices are dense."""
 
 
 class Option(NamedTuple):
@@ -326,7 +330,25 @@ def check_options(
             raise ModelError(
                 f"{prefix}{name} must be {expected}, got {value!r} of type {type(value).__name__}."
             )
+        if not isinstance(value, bool) and isinstance(value, int) and value > _most(name, options):
+            raise ModelError(
+                f"{prefix}{name} must be at most {_most(name, options)}, got {value}: the state or"
+                " its network would not fit into memory."
+            )
     return dict(options)
+
+
+def _most(name: str, options: Mapping[str, Any]) -> int | float:
+    """The largest value of an option, where it is the size of something."""
+    if name == "period" and not options.get("harmonics"):
+        return MOST_STATES
+    return {
+        "harmonics": MOST_STATES // 2,
+        "order": MOST_STATES,
+        "latent_dim": MOST_STATES,
+        "width": 4096,
+        "depth": 64,
+    }.get(name, math.inf)
 
 
 def option_from_text(ready: ReadyModel, text: str) -> tuple[str, Any]:

@@ -5,6 +5,7 @@ A file is data. It can name ready models, options and numbers, and nothing in it
 
 import dataclasses
 import importlib
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ from retrodict.models._registry import (
 
 GIVEN = "StateSpaceModel"
 """The reference of a model that was given as a Python object, and has no other name."""
+OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+"""A reference to an object of a module."""
 
 SCHEMA_VERSION = 1
 """The version of the schema, the value of the key `retrodict`."""
@@ -187,6 +190,8 @@ class ModelSpec:
         reference = record.get("reference")
         if not isinstance(reference, str):
             raise ModelError("A record of a model must have a reference.")
+        if _is_object(reference) and not OBJECT.fullmatch(reference):
+            raise ModelError(f"{reference!r} is not a reference to an object, as module:name is.")
         content = {key: value for key, value in record.items() if key != "reference"}
         is_object = _is_object(reference) or reference == GIVEN
         return _checked(content, reference, reference, is_object=is_object)
@@ -202,11 +207,13 @@ def read_toml(path: str | Path) -> ModelSpec:
         ModelError: if there is no such file, or it is not TOML, or something in it is not known or
             of the wrong type; the message names the file and the key.
     """
+    if Path(path).exists() and not Path(path).is_file():
+        raise ModelError(f"{path} cannot be read: it is not a regular file.")
     try:
         content = tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
         raise ModelError(f"{path} is not TOML: {error}.") from error
     return _checked(content, str(path), str(path))
 

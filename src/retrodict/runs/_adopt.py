@@ -87,7 +87,7 @@ def adopt(
         os.rename(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return open_run(out)
+    return open_run(out, model=run.model)
 
 
 def as_before(before: rd.StateSpaceModel, learned: rd.StateSpaceModel) -> rd.StateSpaceModel:

@@ -6,6 +6,7 @@ Nothing here needs JAX, so that a run is described at once.
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
         what = "is a file" if path.exists() else "does not exist"
         raise RunError(f"{path} {what}; give the folder that `fit --out` made.")
     try:
-        record = json.loads(place.read_text(encoding="utf-8"))
+        record = json.loads(_read_inside(path, RECORD).decode("utf-8"))
         if not isinstance(record, dict):
             raise ValueError("it holds no record")
     except FileNotFoundError as error:
@@ -53,7 +54,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
             else f"is no run: it has no {RECORD}. Give the folder that `fit --out` made"
         )
         raise RunError(f"{path} {rest}.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{place} cannot be read ({error}). Fit again to another folder.") from error
     if record.get("retrodict_run") != FORMAT:
         raise RunError(
@@ -62,18 +63,108 @@ def read_record(path: str | Path) -> dict[str, Any]:
             f" ({record.get('version', 'unknown')}), or fit again."
         )
     checksum = record.pop("checksum", None)
-    if checksum != checksum_of(record):
+    try:
+        whole = checksum == checksum_of(record)
+    except (ValueError, RecursionError):
+        whole = False
+    if not whole:
         raise RunError(f"{place} was changed after `fit` wrote it. Fit again to another folder.")
+    _check(record, place)
     for name, digest in record["files"].items():
         try:
-            content = (path / name).read_bytes()
+            content = _read_inside(path, name)
         except OSError as error:
             raise RunError(
-                f"{path / name} cannot be read ({error.strerror}); the run needs it. Fit again."
+                f"{path / name} cannot be read ({error.strerror or error}); the run needs it. Fit"
+                " again."
             ) from error
         if digest_of(content) != digest:
             raise RunError(f"{path / name} is not as `fit` wrote it. Fit again to another folder.")
     return record
+
+
+def _read_inside(folder: Path, name: str) -> bytes:
+    """Read a regular file of a folder: not a pipe or a device, nor a link out of the folder."""
+    place = folder / name
+    if not stat.S_ISREG(place.stat().st_mode):
+        raise OSError(0, "it is not a regular file")
+    if not place.resolve().is_relative_to(folder.resolve()):
+        raise OSError(0, "it is a link out of the folder")
+    return place.read_bytes()
+
+
+_TEXT, _OPTIONAL_TEXT, _OPTIONAL_TEXTS = (str,), (str, None), ([str], None)
+_NUMBER = (int, float, None)
+_MISSING = object()
+_OPTIONAL_NUMBER = (*_NUMBER, _MISSING)
+_SCHEMA: dict[str, Any] = {
+    "files": {str: _TEXT},
+    "model": {"reference": _TEXT},
+    "layout": {
+        "time": _OPTIONAL_TEXT,
+        "series": _OPTIONAL_TEXTS,
+        "columns": ([str],),
+        "inputs": _OPTIONAL_TEXTS,
+        "freq": (str, *_NUMBER),
+        "step_input": (bool,),
+        "step_unit": (str, *_NUMBER),
+        "time_format": _OPTIONAL_TEXT,
+        "pad_to": _OPTIONAL_TEXT,
+    },
+    "options": {"seed": (int,)},
+    "data": {"described": ([str],), "sha256": _TEXT},
+    "results": {
+        "method": _TEXT,
+        "objective": _TEXT,
+        "nats_a_row": _NUMBER,
+        "uncertainty": _TEXT,
+        **dict.fromkeys(("total", "rows", "rows_observed", "distance"), _OPTIONAL_NUMBER),
+        "parameters": {
+            str: {
+                "value": _NUMBER,
+                "learned": (bool,),
+                **dict.fromkeys(("error", "lower", "upper"), _OPTIONAL_NUMBER),
+            }
+        },
+    },
+}
+"""What a record must have: a type, one of several, a list of texts, or a table of these."""
+
+
+def _check(record: Mapping[str, Any], place: Path) -> None:
+    """Refuse a record without what every run has, or with values of other types."""
+    if wrong := _mismatch(record, _SCHEMA, ""):
+        raise RunError(f"{place}: {wrong}. `fit` did not write it so; fit again to another folder.")
+    unknown = [*set(record["layout"]) - set(_SCHEMA["layout"])]
+    unknown += [name for name in record["files"] if name not in (MODEL, FAMILY, TRAINING, ROWS)]
+    if unknown or MODEL not in record["files"]:
+        what = f"{unknown[0]!r} is not part of a run" if unknown else f"there is no {MODEL}"
+        raise RunError(f"{place}: {what}. Fit again to another folder.")
+
+
+def _mismatch(value: Any, expected: Any, name: str) -> str | None:
+    """Say which entry of a record is missing or of another type; `None` if all are right."""
+    if not isinstance(expected, dict):
+        fits = any(_is_of(value, kind) for kind in expected)
+        return None if fits else f"{name} is missing or of another type"
+    if not isinstance(value, dict):
+        return f"{name} is missing or of another type"
+    named = {key: expected[str] for key in value} if str in expected else expected
+    found = (
+        _mismatch(value.get(key, _MISSING), kind, f"{name}.{key}".strip("."))
+        for key, kind in named.items()
+    )
+    return next((wrong for wrong in found if wrong), None)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if kind is None or kind is _MISSING:
+        return value is kind
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    if kind is int and isinstance(value, int) and abs(value) >= 1 << 63:
+        return False
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def likelihood_in_words(results: Mapping[str, Any]) -> str:

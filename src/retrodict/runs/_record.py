@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import equinox as eqx
 import numpy as np
 
 import retrodict as rd
@@ -111,34 +112,85 @@ def write(
 def open_run(path: str | Path, *, model: Model | None = None) -> Run:
     """Open the folder of a finished run.
 
+    The folder is data: no code in it is run, and nothing is imported because a run names it. A run
+    of a model of your own refers to Python code, `module:name`, which must be named once more.
+
     Args:
         path: the folder.
-        model: the model that was fitted. It is needed if it was given to `fit` as an object with
-            functions of your own, which no file holds; its parameters come from the folder.
+        model: the model that the run was fitted with: its reference, such as `"my_module:model"`,
+            the model itself, or a function of no arguments that returns it. Needed for models of
+            your own, unless they were given as objects without functions that no file stores.
 
     Raises:
         RunError: if there is no run, or it is unfinished, of another version, or was altered, or if
-            its model is needed.
+            it needs a `model` and none or another one is given.
     """
     path = Path(path)
     record = read_record(path)
-    spec = models.ModelSpec.from_dict(record["model"])
-    num_columns = len(record["layout"]["columns"])
-    if spec.is_given and model is not None:
-        spec = replace(spec, given=models.resolve(model).build(num_columns))
+    spec, like = _named(
+        path, models.ModelSpec.from_dict(record["model"]), model, len(record["layout"]["columns"])
+    )
     try:
-        like = None
-        if spec.name is None and (spec.given is not None or not spec.is_given):
-            # functions of the user's own are not stored
-            like = spec.build(num_columns)
-        stored = rd.load(path / MODEL, like=like)
+        loaded = rd.load(path / MODEL, like=like)
         family = rd.load(path / FAMILY) if FAMILY in record["files"] else None
     except rd.CheckpointError as error:
         needed = ""
-        if spec.is_given and spec.given is None:
+        if spec.is_given and like is None:
             needed = (
                 " Its model was given in Python: open it with runs.open_run(path, model=...), or"
                 " fit a model that is named as module:name."
             )
         raise RunError(f"{path}: {error}{needed}") from error
-    return Run(path, spec, stored, family, record)
+    if not isinstance(loaded, rd.StateSpaceModel):
+        raise RunError(f"{path / MODEL} holds no model. Fit again to another folder.")
+    if family is not None and not isinstance(family, rd.AbstractFamily):
+        raise RunError(f"{path / FAMILY} holds no family. Fit again to another folder.")
+    run = Run(path, spec, loaded, family, record)
+    try:
+        _trace(run)
+    except Exception as error:  # whatever arrays of other shapes and types may raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise RunError(
+            f"{path}: its model does not work on rows of its table ({reason}). Fit again to another"
+            " folder."
+        ) from error
+    return run
+
+
+def _trace(run: Run) -> None:
+    """Call the model and the family on two rows without computing anything."""
+    width = len(run.layout["inputs"] or ()) + run.layout["step_input"]
+    ys = np.zeros((2, len(run.layout["columns"])))
+    us = np.zeros((2, width)) if width else None
+
+    def call(model: rd.StateSpaceModel, family: rd.AbstractFamily | None) -> Any:
+        inputs = us if rd.unwrap(model).takes_input else None
+        joint = model.log_joint(np.zeros((2, model.state_dim)), ys, inputs=inputs)
+        chain = None if family is None else family.infer(ys, inputs=us)
+        return joint, None if chain is None else chain.laws
+
+    eqx.filter_eval_shape(call, run.model, run.family)
+
+
+def _named(
+    path: Path, spec: models.ModelSpec, model: Model | None, obs_dim: int
+) -> tuple[models.ModelSpec, rd.StateSpaceModel | None]:
+    """Return the specification, and the model that has the functions which a file does not store.
+
+    The latter is `None` for ready models and for objects that were not given again. Only a
+    reference that the caller has named is imported.
+    """
+    reference = model.reference if isinstance(model, models.ModelSpec) else model
+    if isinstance(reference, str) and not spec.is_given and reference != spec.reference:
+        raise RunError(f"{path} is a run of {spec.reference}, got model={reference}.")
+    if spec.name is not None or (spec.is_given and model is None):
+        return spec, None
+    if model is None:
+        raise RunError(
+            f"{path} is a run of {spec.reference}, a model in Python, which is imported only if you"
+            f" name it: pass model={spec.reference}"
+        )
+    if isinstance(reference, str) and not spec.is_given:
+        return spec, spec.build(obs_dim=obs_dim)
+    like = models.resolve(model).build(obs_dim)
+    return (replace(spec, given=like) if spec.is_given else spec), like

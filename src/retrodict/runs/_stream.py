@@ -545,9 +545,14 @@ def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
     if not place.exists():
         return fresh
     try:
-        fields, found = rd.load(place, like=None)
+        tree = rd.load(place, like=None)
     except rd.CheckpointError as error:
         raise RunError(f"{error} Pass restart=True to begin anew.") from error
+    try:
+        fields, found = tree
+        kept = Kept(*fields)
+    except (TypeError, ValueError) as error:
+        raise _other_state(place) from error
     if found != fingerprint:
         raise RunError(
             f"{place} is the state of another run, start or lag, or of other ways to learn; name"
@@ -557,15 +562,34 @@ def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
         raise RunError(
             f"{place} was written by another version of retrodict. Pass restart=True to begin anew."
         )
-    kept = Kept(*fields)
-    if not isinstance(kept.live, list):
-        return kept
-    try:
-        return kept._replace(live=jax.tree.unflatten(jax.tree.structure(fresh.live), kept.live))
-    except ValueError as error:
-        raise RunError(
-            f"{place} was written by another version of retrodict. Pass restart=True to begin anew."
-        ) from error
+    structure, leaves = jax.tree.structure(fresh.live), jax.tree.leaves(kept.live)
+    expected = jax.tree.leaves(fresh.live)
+    if not isinstance(kept.live, list) and jax.tree.structure(kept.live) != structure:
+        raise _other_state(place)
+    if [_form(leaf) for leaf in leaves] != [_form(leaf) for leaf in expected]:
+        raise _other_state(place)
+    numbers = (kept.last, kept.dates, kept.waiting, kept.written)
+    if [np.ndim(number) for number in numbers] != [0, 0, 1, 0] or not all(
+        isinstance(number, np.ndarray | np.generic) and number.dtype.kind in "bifu"
+        for number in numbers
+    ):
+        raise _other_state(place)
+    if (kept.watched is None) != (fresh.watched is None) or (
+        kept.watched is not None
+        and jax.tree.map(_form, kept.watched) != jax.tree.map(_form, fresh.watched)
+    ):
+        raise _other_state(place)
+    return kept._replace(live=jax.tree.unflatten(structure, leaves))
+
+
+def _form(leaf: Any) -> tuple[Any, str]:
+    return getattr(leaf, "shape", None), str(getattr(leaf, "dtype", type(leaf)))
+
+
+def _other_state(place: Path) -> RunError:
+    return RunError(
+        f"{place} was written by another version of retrodict. Pass restart=True to begin anew."
+    )
 
 
 def _opened(out: Path, known: int, unread: bool, files: ExitStack) -> Any:

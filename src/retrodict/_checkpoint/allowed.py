@@ -1,0 +1,174 @@
+"""The classes and functions that a checkpoint may name, each by its exact name.
+
+Whoever wrote a file chose the names and the values in it. A loaded object calls its functions when
+it is used, with arguments from the same file. An entry here must therefore be harmless whatever it
+is called with: it computes with arrays, and imports, evaluates, reads and writes nothing. A
+function that takes a function is left out, since nothing in a model needs one.
+
+Add an entry, raise `NAMES_VERSION`, and a file with the new name tells an older reader to upgrade.
+"""
+
+NAMES_VERSION = 1
+"""The version of this list; 0 is version 0.1, which looked names up anywhere in six packages."""
+
+_ACTIVATIONS = """
+    celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu log_sigmoid
+    log_softmax logsumexp mish relu relu6 selu sigmoid silu soft_sign softmax softplus sparse_plus
+    sparse_sigmoid squareplus standardize swish tanh
+"""
+
+_ELEMENTWISE = """
+    abs absolute add arccos arccosh arcsin arcsinh arctan arctan2 arctanh cbrt ceil clip cos cosh
+    deg2rad degrees divide exp exp2 expm1 fabs float_power floor fmax fmin hypot log log10 log1p
+    log2 logaddexp logaddexp2 maximum minimum mod multiply negative positive power rad2deg radians
+    reciprocal remainder round sign sin sinc sinh sqrt square subtract tan tanh true_divide
+"""
+
+_ARRAYS = """
+    concatenate cross cumprod cumsum diag dot inner matmul max mean median min outer prod ravel std
+    sum transpose tril triu vdot where
+"""
+
+_SPECIAL = """
+    digamma entr erf erfc erfinv expit gammainc gammaincc gammaln i0 i0e i1 i1e log_ndtr logit
+    logsumexp ndtr ndtri softmax xlog1py xlogy
+"""
+
+FUNCTIONS: dict[str, str] = {
+    "jax.nn": _ACTIVATIONS,
+    "jax.numpy": _ELEMENTWISE + _ARRAYS,
+    "jax.numpy.linalg": "cholesky det inv norm slogdet",
+    "jax.lax": "abs cos erf exp expm1 log log1p logistic rsqrt sin sqrt square tan tanh",
+    "jax.scipy.special": _SPECIAL,
+    # The default activation of the last layer of an MLP, which has no public name.
+    "equinox.nn._mlp": "_identity",
+}
+"""Functions by module."""
+
+DTYPES: dict[str, str] = {
+    "jax.numpy": """
+        bfloat16 bool complex128 complex64 float16 float32 float64 int16 int32 int64 int8 uint16
+        uint32 uint64 uint8
+    """,
+    "numpy": """
+        bool complex128 complex64 float16 float32 float64 int16 int32 int64 int8 uint16 uint32
+        uint64 uint8
+    """,
+}
+"""Types of numbers by module."""
+
+ENUMS: dict[str, str] = {"jax.lax": "Precision"}
+"""Enumerations by module."""
+
+CLASSES: dict[str, str] = {
+    "equinox.nn": """
+        AvgPool1d AvgPool2d AvgPool3d Conv Conv1d Conv2d Conv3d ConvTranspose ConvTranspose1d
+        ConvTranspose2d ConvTranspose3d Dropout Embedding GRUCell GroupNorm Identity LSTMCell Lambda
+        LayerNorm Linear MLP MaxPool1d MaxPool2d MaxPool3d MultiheadAttention PReLU RMSNorm
+        RotaryPositionalEmbedding Sequential
+    """,
+    "numpyro.distributions": """
+        AsymmetricLaplace BernoulliLogits BernoulliProbs Beta BetaBinomial BinomialLogits
+        BinomialProbs CategoricalLogits CategoricalProbs Cauchy Chi2 Dirichlet DirichletMultinomial
+        DiscreteUniform ExpandedDistribution Exponential Gamma GammaPoisson GeometricLogits
+        GeometricProbs Gumbel HalfCauchy HalfNormal Independent InverseGamma Laplace LogNormal
+        Logistic LowRankMultivariateNormal MaskedDistribution MixtureSameFamily MultinomialLogits
+        MultinomialProbs MultivariateNormal MultivariateStudentT NegativeBinomial2
+        NegativeBinomialLogits NegativeBinomialProbs Normal Pareto Poisson SoftLaplace StudentT
+        TransformedDistribution Uniform VonMises Weibull ZeroInflatedPoisson
+    """,
+    "numpyro.distributions.constraints": "_Real _Positive _Interval _GreaterThan",
+    "numpyro.distributions.transforms": "AffineTransform ExpTransform",
+    # States alone: an optimiser is functions.
+    "optax": """
+        AddNoiseState ApplyIfFiniteState EmaState EmptyState FactoredState
+        InjectHyperparamsState InjectStatefulHyperparamsState MaskedNode MaskedState MultiStepsState
+        PartitionState ScaleByAdaDeltaState ScaleByAdamState ScaleByAdanState ScaleByAmsgradState
+        ScaleByBacktrackingLinesearchState ScaleByBeliefState ScaleByLBFGSState ScaleByLionState
+        ScaleByNovogradState ScaleByRStdDevState ScaleByRmsState ScaleByRssState
+        ScaleByScheduleState ScaleByZoomLinesearchState
+        TraceState ZoomLinesearchInfo
+    """,
+    "retrodict": """
+        AdditiveFunctional AdditivePosterior AnyBounded AnyLipschitz AssimilationFamily
+        BackwardSampling Bounded ChainProposal ClosedForm ConjugateFamily Cubature Diagonal
+        DistributionKernel EMResult ErrorBound Estimate EvidenceResult ExactBackward Factor
+        FiniteBounds FiniteProblem FitResult FixedLag Forecast Frozen GatedFamily GaussHermite
+        Gaussian GaussianMixture Genealogy Grid GridPosterior Guided GuidedPosterior
+        ImportancePosterior InitialTerm KalmanFamily KalmanPosterior KalmanScore LagMoments
+        LagOutput LagRows LagState LaggedLearnerOutput LaggedLearnerState LearnerOutput LearnerState
+        LinearGaussianChain LinearGaussianKernel LinearisedPosterior LogJoint MCMCBackward Marginals
+        Mixing MixtureFamily NaturalGaussian NonlinearFamily NonlinearGaussianKernel Observations
+        OnlineSmoother OnlineState PairTerm ParameterErrors ParticleFilterPosterior
+        ParticlePosterior Positive PositiveTril PosteriorCheck QuadraticFeatures Quadrature
+        RandomFeatures RaoBlackwellised RecurrentFamily Recursive RecursivePathwise RecursiveScore
+        RecursiveState RejectionBackward RowGradient RunningElbo RunningElboState RunningOutput
+        RunningPosterior RunningState SampledChain ScanFamily Score SecondMomentSums SecondMoments
+        Simulated Smoothed StateFunctional StateSpaceModel StateSum StateTerm Taylor
+        TruncatedBackprop Unscented VaryingLinearGaussianKernel WeightedSamples
+    """,
+    # Private records of which the public ones are made.
+    "retrodict._bounds.finite.bounds": "FiniteContributions",
+    "retrodict._bounds.finite.quantities": "FiniteQuantities",
+    "retrodict._chain.defensive": "DefensiveKernel DefensiveLaw DefensiveStep",
+    "retrodict._factored": "Factored",
+    "retrodict._family._base": "Row",
+    "retrodict._family._network": "Embedded RecurrentState Transition",
+    "retrodict._family._readout": "BackwardStart",
+    "retrodict._family._recursions": "GaussianState",
+    "retrodict._family._start": "Coordinates",
+    "retrodict._family.assimilation": "Sites",
+    "retrodict._family.conjugate": "Potential",
+    "retrodict._family.kalman": "Evidence FilterState",
+    "retrodict._family.mixture": "MixtureKernel MixtureStep",
+    "retrodict._family.nonlinear": """
+        MixtureCorrection NonlinearKernel NonlinearMixtureKernel NonlinearStep
+    """,
+    "retrodict._family.scan": "ScanLayer ScanState",
+    "retrodict._functional": "LogEmission LogPrior LogTransition",
+    "retrodict._grid.diagnosis": "Diagnostics ErrorEstimate",
+    "retrodict._grid.posterior": "Held",
+    "retrodict._grid.transition": "BlockedTransition DenseTransition SeparableTransition",
+    "retrodict._kalman._operations": "Prior Transition Whitened",
+    "retrodict._linearised.diagnosis": "Diagnostics",
+    "retrodict._mask": "Series",
+    "retrodict._online.exact": "ExactStatistics",
+    "retrodict._online.followed": "Followed Sums",
+    "retrodict._online.kalman": "KalmanScoreState",
+    "retrodict._online.pathwise": "Frame PathwiseState",
+    "retrodict._online.samples": "SampleStatistics",
+    "retrodict._online.score": "ScoreState",
+    "retrodict._online.sensitivity": "Followed Numbers",
+    "retrodict._online.truncated": "TruncatedState",
+    "retrodict._parameters": "StationaryCoefficients",
+    "retrodict._particle.cloud": "Filter",
+    "retrodict._particle.proposal": "_MeanLookahead",
+    "retrodict._train": "TrainHistory TrainState",
+    "retrodict.models._counts": "BinomialLaw NegativeBinomialLaw PoissonLaw",
+    "retrodict.models._equations": """
+        ConstantVelocity Lagged LinearDynamics MeanReverting Observed Regular Stationary Structural
+    """,
+    "retrodict.models._neural": "ObservationStd",
+    "retrodict.models._tracking": """
+        RangeAndBearing RangeBearingLaw RangeBearingStd WrappedRangeBearing
+    """,
+    "retrodict.models._volatility": "VolatilityEmission",
+}
+"""Classes by module, of which a file may build an instance from its fields."""
+
+
+def _names(table: dict[str, str]) -> frozenset[str]:
+    return frozenset(f"{module}:{name}" for module, text in table.items() for name in text.split())
+
+
+RECORD_NAMES = _names(CLASSES)
+"""Names of classes that a file may build."""
+
+VALUE_NAMES = _names(FUNCTIONS) | _names(DTYPES)
+"""Names that may stand for themselves: functions and types of numbers."""
+
+ENUM_NAMES = _names(ENUMS)
+"""Names of enumerations of which a file may hold a member."""
+
+FUNCTION_NAMES = _names(FUNCTIONS)
+"""Names of functions of which a file may hold a partial."""
