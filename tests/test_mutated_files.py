@@ -87,13 +87,14 @@ def sha256(content: bytes) -> str:
 
 
 def alter_run(path: Path, rng: random.Random) -> None:
-    """Alters the record of a run or its model, and makes all hashes right again."""
+    """Alter the record of a run, its model or its rows, and make all hashes right again."""
     record = json.loads((path / "run.json").read_text())
     record.pop("checksum")
     if rng.random() < 0.5:
         altered(record, rng)
     else:
-        with zipfile.ZipFile(path / "model.rd") as archive:
+        target = rng.choice(["model.rd", "rows.rd"])
+        with zipfile.ZipFile(path / target) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
         manifest = json.loads(members.pop("manifest.json"))
         altered(manifest["tree"], rng)
@@ -106,8 +107,8 @@ def alter_run(path: Path, rng: random.Random) -> None:
                 archive.writestr(name, member)
             archive.comment = b"0" * 64
         data = buffer.getvalue()
-        (path / "model.rd").write_bytes(data[:-64] + sha256(data[:-64]).encode())
-        record["files"]["model.rd"] = sha256((path / "model.rd").read_bytes())
+        (path / target).write_bytes(data[:-64] + sha256(data[:-64]).encode())
+        record["files"][target] = sha256((path / target).read_bytes())
     record["checksum"] = sha256(json.dumps(record, sort_keys=True).encode())
     (path / "run.json").write_text(json.dumps(record))
 
@@ -148,12 +149,12 @@ def try_runs(run: Path, folder: Path, count: int, seed: int) -> int:
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(run, path)
         if rng.random() < 0.3:
-            place = path / rng.choice(["run.json", "model.rd", "training.csv"])
+            place = path / rng.choice(["run.json", "model.rd", "rows.rd", "training.csv"])
             place.write_bytes(mutated(place.read_bytes(), rng))
         else:
             alter_run(path, rng)
         assert command(["info", str(path)]) in (0, 2)
-        total += refused(runs.open_run, path)
+        total += refused(lambda path: runs.open_run(path).rows(), path)
     return total
 
 
@@ -174,10 +175,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "objective": "log-evidence",
             "nats_a_row": -1.0,
             "uncertainty": "No standard errors.",
-            "parameters": entries_of(model),
+            "parameters": entries_of(model, table.names),
         },
     }
-    return write(path, spec, model, None, record).path
+    return write(path, spec, model, None, record, rd.data.Rows.of_table(table)).path
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".nc", ".toml"])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -282,7 +283,7 @@ def test_a_period_that_does_not_follow_is_asked_for(tmp_path: Path, capsys):
 
 
 @pytest.fixture
-def own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Path:
+def own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Iterator[Path]:
     """A run of a model in Python that notes when it is imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

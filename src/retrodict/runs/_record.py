@@ -74,9 +74,17 @@ class Run:
             return None
         try:
             times, dates, ys, inputs = rd.load(self.path / ROWS)
-        except rd.CheckpointError as error:
-            raise RunError(f"{self.path}: {error}") from error
-        return data.Rows(times.astype("datetime64[us]") if dates else times, ys, inputs)
+            times = np.asarray(times).astype("datetime64[us]") if dates else np.asarray(times)
+            rows = data.Rows(times, np.asarray(ys), None if inputs is None else np.asarray(inputs))
+            width = 0 if rows.inputs is None else rows.inputs.shape[1]
+            taken = len(self.layout["inputs"] or ()) + bool(self.layout["step_input"])
+            if rows.ys.shape != (len(times), len(self.layout["columns"])) or width != taken:
+                raise ValueError("its rows do not have the columns of the run")
+        except (rd.CheckpointError, TypeError, ValueError, IndexError) as error:
+            raise RunError(
+                f"{self.path / ROWS}: {error}. Fit again, or name a table: --after TABLE."
+            ) from error
+        return rows
 
 
 def write(
