@@ -651,7 +651,10 @@ def _as_json(tree: Any) -> str:
 
 def _chosen(record: Mapping[str, Any]) -> str:
     """The options of the model of a run, those that were found in the data included."""
-    options = record["model"]["model"].get("options") or {}
+    model = record["model"].get("model")
+    options = model.get("options") if isinstance(model, Mapping) else None
+    if not isinstance(options, Mapping):
+        return ""
     texts = [
         f"{name}={str(value).lower() if isinstance(value, bool) else value}"
         for name, value in options.items()
