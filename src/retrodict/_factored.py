@@ -205,7 +205,8 @@ def reverse(
     out of one factorisation, without a subtraction of covariances.
 
     Where the law of z is singular, the gain is not unique. Directions in which z does not move are
-    left out of it, and so are those in which it moves by less than rounding allows to resolve.
+    left out of it, and so are those in which it moves by less than rounding allows to resolve, be
+    it the rounding of the factor or that of the mean.
 
     Returns:
         The gain G, the offset m − G (w m + b) and the lower Cholesky factor of the conditional law.
@@ -217,7 +218,10 @@ def reverse(
     weights = jnp.concatenate([law.diagonal[:d], jnp.ones(scale.shape[1], lower.dtype)])
     terms = linalg.matmul(jnp.abs(weight), jnp.abs(lower))
     magnitude = jnp.concatenate([terms, jnp.abs(scale)], axis=1)
-    factor, left = linalg.project_out(jnp.concatenate([future, past]), weights, magnitude)
+    sizes = jnp.abs(mean)
+    locations = jnp.concatenate([linalg.matvec(jnp.abs(weight), sizes) + jnp.abs(bias), sizes])
+    rows = jnp.concatenate([future, past])
+    factor, left = linalg.project_out(rows, weights, magnitude, locations)
     gain = linalg.solve_triangular(factor[:d], factor[d:].T, transpose=True).T
     predicted = linalg.matvec(weight, mean) + bias
     offset = mean - linalg.matvec(gain, predicted)

@@ -201,7 +201,10 @@ def _factor_by_qr(
 
 
 def project_out(
-    w: Float[Array, "r c"], weights: Float[Array, "c"], magnitude: Float[Array, "count c"]
+    w: Float[Array, "r c"],
+    weights: Float[Array, "c"],
+    magnitude: Float[Array, "count c"],
+    locations: Float[Array, "r"],
 ) -> tuple[Float[Array, "r count"], Float[Array, "r c"]]:
     """Orthogonalise the first rows of `w`, and remove their span from the rows below.
 
@@ -216,13 +219,18 @@ def project_out(
        what is left of that row;
     3. a row is dropped if a row below has a coefficient of more than 0.3 ε^(-1/3) in it, both in
        units of standard deviations. With a coefficient g, rounding in one time step comes out as
-       ε g, and relative to the narrowest direction of the next step as ε g²; dropping costs 1/g.
+       ε g, and relative to the narrowest direction of the next step as ε g²; dropping costs 1/g;
+    4. a row is dropped if the rounding error of its mean, times its coefficient in a row below, is
+       more than ε^(1/5) standard deviations of what is left of that row, and more than the rounding
+       error of the means below. A state that decays towards a fixed point without noise becomes
+       narrower than the rounding error of its mean, and its past cannot be read off it.
 
     Args:
         w: the rows.
         weights: one nonnegative number per column.
         magnitude: one row for each row to orthogonalise: the size of the terms that its entries
             are sums of, of which they carry the rounding error.
+        locations: one number per row of `w`: the size of the terms that its mean is a sum of.
 
     Returns:
         The coefficients of the rows in terms of the orthogonal ones (ones on the diagonal, zero in
@@ -234,7 +242,7 @@ def project_out(
     stds = constant(jnp.sqrt(jnp.sum(w**2 * weights[None, :], axis=1)))
 
     def eliminate(i: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        w, squared_errors, coefficients = state
+        w, squared_errors, mean_errors, coefficients = state
         row, squared_error = w[i], squared_errors[i]
         is_zero = row**2 <= 16.0 * squared_error
         row = jnp.where(is_zero, 0.0, row)
@@ -246,15 +254,19 @@ def project_out(
         size_squared = constant(square)
         spread = rest**2 * constant(weights)[None, :]
         left_squared = jnp.sum(spread, axis=1)
+        left_stds = jnp.sqrt(left_squared)
         # Relative errors of the pivot row, by entry, and what they do to the rows below.
         relative = squared_error * constant(weights) * safe_reciprocal(size_squared)
         change = jnp.sum(spread * safe_reciprocal(left_squared)[:, None] * relative[None], axis=1)
-        allowed = eps**0.5 + 100.0 * eps * stds[count:] * safe_reciprocal(jnp.sqrt(left_squared))
-        gains = constant(jnp.abs(products[count:])) * stds[i]
+        allowed = eps**0.5 + 100.0 * eps * stds[count:] * safe_reciprocal(left_stds)
+        sizes = constant(jnp.abs(products[count:]))
+        own_error = jnp.max(mean_errors[count:] * safe_reciprocal(left_stds))
+        largest_error = jnp.maximum(eps**0.2, 1.001 * own_error)
         kept = (
             (jnp.sum(relative) < 0.01)
             & jnp.all(change <= allowed**2)
-            & jnp.all(gains <= 0.3 * eps ** (-1 / 3) * stds[count:] * size_squared)
+            & jnp.all(sizes * stds[i] <= 0.3 * eps ** (-1 / 3) * stds[count:] * size_squared)
+            & jnp.all(sizes * mean_errors[i] <= largest_error * left_stds * size_squared)
         )
         inverse = safe_reciprocal(jnp.where(kept, square, 0.0))
         below = (jnp.arange(size) > i) & kept
@@ -265,17 +277,18 @@ def project_out(
         squared_errors = squared_errors + constant(
             column[:count, None] ** 2 * squared_error[None, :] + rounding[:, None] * row[None] ** 2
         )
+        mean_errors = mean_errors + constant(jnp.abs(column)) * mean_errors[i]
         w = w - column[:, None] * row[None, :]
-        return w, squared_errors, coefficients.at[:, i].set(column)
+        return w, squared_errors, mean_errors, coefficients.at[:, i].set(column)
 
     squared_errors = constant(eps * magnitude) ** 2
-    state = (w, squared_errors, jnp.zeros((size, count), w.dtype))
+    state = (w, squared_errors, constant(eps * locations), jnp.zeros((size, count), w.dtype))
     if count > UNROLLED:
         state = lax.fori_loop(0, count, eliminate, state)
     else:
         for i in range(count):
             state = fence(eliminate(i, state))
-    left, _, coefficients = state
+    left, _, _, coefficients = state
     return coefficients + jnp.eye(size, count, dtype=w.dtype), left
 
 
