@@ -222,8 +222,9 @@ def project_out(
        ε g, and relative to the narrowest direction of the next step as ε g²; dropping costs 1/g;
     4. a row is dropped if the rounding error of its mean, times its coefficient in a row below, is
        more than ε^(1/5) standard deviations of what is left of that row, and more than the rounding
-       error of the means below. A state that decays towards a fixed point without noise becomes
-       narrower than the rounding error of its mean, and its past cannot be read off it.
+       error of the means below or a quarter of a standard deviation. A state that decays towards a
+       fixed point without noise becomes narrower than the rounding error of its mean, and its past
+       cannot be read off it.
 
     Args:
         w: the rows.
@@ -260,8 +261,8 @@ def project_out(
         change = jnp.sum(spread * safe_reciprocal(left_squared)[:, None] * relative[None], axis=1)
         allowed = eps**0.5 + 100.0 * eps * stds[count:] * safe_reciprocal(left_stds)
         sizes = constant(jnp.abs(products[count:]))
-        own_error = jnp.max(mean_errors[count:] * safe_reciprocal(left_stds))
-        largest_error = jnp.maximum(eps**0.2, 1.001 * own_error)
+        own_error = jnp.max(constant(eps * locations[count:]) * safe_reciprocal(left_stds))
+        largest_error = jnp.clip(1.001 * own_error, eps**0.2, 0.25)
         kept = (
             (jnp.sum(relative) < 0.01)
             & jnp.all(change <= allowed**2)
@@ -277,12 +278,17 @@ def project_out(
         squared_errors = squared_errors + constant(
             column[:count, None] ** 2 * squared_error[None, :] + rounding[:, None] * row[None] ** 2
         )
-        mean_errors = mean_errors + constant(jnp.abs(column)) * mean_errors[i]
+        mean_errors = mean_errors + constant(jnp.abs(column[:count])) * mean_errors[i]
         w = w - column[:, None] * row[None, :]
         return w, squared_errors, mean_errors, coefficients.at[:, i].set(column)
 
     squared_errors = constant(eps * magnitude) ** 2
-    state = (w, squared_errors, constant(eps * locations), jnp.zeros((size, count), w.dtype))
+    state = (
+        w,
+        squared_errors,
+        constant(eps * locations[:count]),
+        jnp.zeros((size, count), w.dtype),
+    )
     if count > UNROLLED:
         state = lax.fori_loop(0, count, eliminate, state)
     else:
