@@ -391,3 +391,19 @@ def test_a_mode_that_decays_faster_than_others_without_noise():
     exact = rd.kalman_smoother(model, ys).chain.marginals()
     np.testing.assert_allclose(exact.mean[0], 1 + start, rtol=0, atol=1e-3)
     np.testing.assert_allclose(exact.covariance[0], covariance, rtol=0, atol=1e-6)
+
+
+def test_a_prior_that_decays_off_the_plane_of_the_noise():
+    """No coordinate becomes narrow, but a direction across them does, by half at each row."""
+    rng = np.random.default_rng(6)
+    prior, noise = np.tril(rng.normal(size=(3, 3))), np.tril(rng.normal(size=(3, 3)))
+    prior[:, 2], noise[:, 2] = 0, 0
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.ones(3), jnp.asarray(prior)),
+        transition=rd.LinearGaussianKernel(0.5 * jnp.eye(3), jnp.ones(3), jnp.asarray(noise)),
+        emission=rd.LinearGaussianKernel(
+            jnp.asarray(rng.normal(size=(1, 3))), jnp.zeros(1), jnp.eye(1)
+        ),
+    )
+    ys = np.asarray(model.simulate(jax.random.key(0), 70)[1])
+    check_against_joint_gaussian(model, ys, parallel=False, atol=1e-3)

@@ -218,10 +218,13 @@ def reverse(
     weights = jnp.concatenate([law.diagonal[:d], jnp.ones(scale.shape[1], lower.dtype)])
     terms = linalg.matmul(jnp.abs(weight), jnp.abs(lower))
     magnitude = jnp.concatenate([terms, jnp.abs(scale)], axis=1)
+    # The sizes of the terms of w m + b and of L⁻¹ m, whose rounding errors the means carry.
     sizes = jnp.abs(mean)
-    locations = jnp.concatenate([linalg.matvec(jnp.abs(weight), sizes) + jnp.abs(bias), sizes])
+    after = linalg.matvec(jnp.abs(weight), sizes) + jnp.abs(bias)
+    inverse = linalg.solve_triangular(lower, jnp.eye(d, dtype=lower.dtype))
+    before = linalg.matvec(jnp.abs(inverse), sizes)
     rows = jnp.concatenate([future, past])
-    factor, left = linalg.project_out(rows, weights, magnitude, locations)
+    factor, left = linalg.project_out(rows, weights, magnitude, after, before)
     gain = linalg.solve_triangular(factor[:d], factor[d:].T, transpose=True).T
     predicted = linalg.matvec(weight, mean) + bias
     offset = mean - linalg.matvec(gain, predicted)

@@ -204,7 +204,8 @@ def project_out(
     w: Float[Array, "r c"],
     weights: Float[Array, "c"],
     magnitude: Float[Array, "count c"],
-    locations: Float[Array, "r"],
+    row_locations: Float[Array, "count"],
+    column_locations: Float[Array, "d"],
 ) -> tuple[Float[Array, "r count"], Float[Array, "r c"]]:
     """Orthogonalise the first rows of `w`, and remove their span from the rows below.
 
@@ -220,18 +221,20 @@ def project_out(
     3. a row is dropped if a row below has a coefficient of more than 0.3 ε^(-1/3) in it, both in
        units of standard deviations. With a coefficient g, rounding in one time step comes out as
        ε g, and relative to the narrowest direction of the next step as ε g²; dropping costs 1/g;
-    4. a row is dropped if the rounding error of its mean, times its coefficient in a row below, is
-       more than ε^(1/5) standard deviations of what is left of that row, and more than the rounding
-       error of the means below or a quarter of a standard deviation. A state that decays towards a
-       fixed point without noise becomes narrower than the rounding error of its mean, and its past
-       cannot be read off it.
+    4. a row is dropped if the rounding error of its mean, times the coefficient of a column in it,
+       is more than ε^(1/5) standard deviations of that column, and more than a quarter of one or
+       the rounding error of the column's own mean. A state that decays towards a fixed point
+       without noise becomes narrower than the rounding error of its mean, and its past cannot be
+       read off it.
 
     Args:
         w: the rows.
         weights: one nonnegative number per column.
         magnitude: one row for each row to orthogonalise: the size of the terms that its entries
             are sums of, of which they carry the rounding error.
-        locations: one number per row of `w`: the size of the terms that its mean is a sum of.
+        row_locations: one number for each row to orthogonalise: the size of the terms that its mean
+            is a sum of.
+        column_locations: the same for the first columns, those that are to be known from the rows.
 
     Returns:
         The coefficients of the rows in terms of the orthogonal ones (ones on the diagonal, zero in
@@ -241,6 +244,9 @@ def project_out(
     size, count = w.shape[0], magnitude.shape[0]
     constant = lax.stop_gradient
     stds = constant(jnp.sqrt(jnp.sum(w**2 * weights[None, :], axis=1)))
+    column_errors = constant(eps * column_locations)
+    column_stds = constant(safe_sqrt(weights[: column_errors.shape[0]]))
+    allowed_errors = jnp.clip(1.001 * column_errors, eps**0.2 * column_stds, 0.25 * column_stds)
 
     def eliminate(i: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
         w, squared_errors, mean_errors, coefficients = state
@@ -255,19 +261,17 @@ def project_out(
         size_squared = constant(square)
         spread = rest**2 * constant(weights)[None, :]
         left_squared = jnp.sum(spread, axis=1)
-        left_stds = jnp.sqrt(left_squared)
         # Relative errors of the pivot row, by entry, and what they do to the rows below.
         relative = squared_error * constant(weights) * safe_reciprocal(size_squared)
         change = jnp.sum(spread * safe_reciprocal(left_squared)[:, None] * relative[None], axis=1)
-        allowed = eps**0.5 + 100.0 * eps * stds[count:] * safe_reciprocal(left_stds)
+        allowed = eps**0.5 + 100.0 * eps * stds[count:] * safe_reciprocal(jnp.sqrt(left_squared))
         sizes = constant(jnp.abs(products[count:]))
-        own_error = jnp.max(constant(eps * locations[count:]) * safe_reciprocal(left_stds))
-        largest_error = jnp.clip(1.001 * own_error, eps**0.2, 0.25)
+        column_sizes = constant(jnp.abs(scaled[: column_errors.shape[0]]))
         kept = (
             (jnp.sum(relative) < 0.01)
             & jnp.all(change <= allowed**2)
             & jnp.all(sizes * stds[i] <= 0.3 * eps ** (-1 / 3) * stds[count:] * size_squared)
-            & jnp.all(sizes * mean_errors[i] <= largest_error * left_stds * size_squared)
+            & jnp.all(column_sizes * mean_errors[i] <= allowed_errors * size_squared)
         )
         inverse = safe_reciprocal(jnp.where(kept, square, 0.0))
         below = (jnp.arange(size) > i) & kept
@@ -286,7 +290,7 @@ def project_out(
     state = (
         w,
         squared_errors,
-        constant(eps * locations[:count]),
+        constant(eps * row_locations),
         jnp.zeros((size, count), w.dtype),
     )
     if count > UNROLLED:
