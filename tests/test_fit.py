@@ -525,6 +525,27 @@ def test_em_keeps_states_on_their_line_or_plane(name):
     assert history[-1] > history[0] + 0.01
 
 
+@pytest.mark.parametrize(("offset", "unit"), [(1e8, 1.0), (0.0, 1e9)])
+def test_em_does_not_depend_on_offset_and_unit_of_the_data(offset, unit):
+    ys = np.cumsum(np.random.default_rng(0).normal(size=(80, 1)), axis=0) % 5.0
+
+    def learned(offset, unit):
+        start = rd.StateSpaceModel(
+            prior=rd.Gaussian(jnp.zeros(1), unit * jnp.eye(1)),
+            transition=rd.LinearGaussianKernel(0.5 * jnp.eye(1), jnp.zeros(1), unit * jnp.eye(1)),
+            emission=rd.LinearGaussianKernel(jnp.eye(1), offset * jnp.ones(1), unit * jnp.eye(1)),
+        )
+        result = rd.em(jax.random.key(0), start, unit * ys + offset, num_iterations=8)
+        model = rd.unwrap(result.model)
+        scales = model.transition.scale_tril / unit, model.emission.scale_tril / unit
+        return result.history + np.log(unit), (model.transition.weight, *scales)
+
+    history, values = learned(offset, unit)
+    expected_history, expected_values = learned(0.0, 1.0)
+    np.testing.assert_allclose(history, expected_history, atol=1e-6)
+    np.testing.assert_allclose(values, expected_values, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_em_never_lowers_the_evidence_and_ends_near_its_maximum(ys):
     result = rd.em(jax.random.key(0), linear_model(0.3, 0.6, 0.5), ys, num_iterations=100)

@@ -342,3 +342,68 @@ def test_an_emission_without_noise_at_one_row_is_refused():
     inputs = jnp.ones((4, 1)).at[2].set(0.0)
     with pytest.raises(ValueError, match="emission scale with a positive diagonal"):
         rd.kalman_smoother(model, jnp.ones((4, 1)), inputs=inputs)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(("weight", "num_times"), [(0.5, 100), (0.9, 400)])
+def test_decay_to_a_fixed_point_without_noise(weight, num_times, parallel):
+    """The state becomes narrower than the rounding error of its mean; its past stays known.
+
+    Without noise the path is a line in x_0, so that its posterior is a regression on one number.
+    """
+    ys = np.random.default_rng(0).normal(size=num_times) + 1 / (1 - weight)
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        transition=rd.LinearGaussianKernel(
+            jnp.full((1, 1), weight), jnp.ones(1), jnp.zeros((1, 1))
+        ),
+        emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+    )
+    powers = weight ** np.arange(num_times)
+    shifts = (1 - powers) / (1 - weight)
+    precision = 1 + np.sum(powers**2)
+    start = np.sum(powers * (ys - shifts)) / precision
+    exact = rd.kalman_smoother(model, ys[:, None], parallel=parallel).chain.marginals()
+    np.testing.assert_allclose(exact.mean[:, 0], shifts + powers * start, rtol=0, atol=3e-3)
+    np.testing.assert_allclose(exact.std[:, 0], powers / precision**0.5, rtol=1e-9)
+
+
+def test_a_mode_that_decays_faster_than_others_without_noise():
+    """Backward gains of 1 / 0.05 would turn rounding errors into the answer within a few rows."""
+    rng = np.random.default_rng(5)
+    basis, n = rng.normal(size=(3, 3)), 20
+    weight = basis @ np.diag([0.9, 0.8, 0.05]) @ np.linalg.inv(basis)
+    design, ys = rng.normal(size=(2, 3)), rng.normal(size=(n, 2))
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.ones(3), jnp.eye(3)),
+        transition=rd.LinearGaussianKernel(jnp.asarray(weight), jnp.ones(3), jnp.zeros((3, 3))),
+        emission=rd.LinearGaussianKernel(jnp.asarray(design), jnp.zeros(2), jnp.eye(2)),
+    )
+    # Each row sees x_0 = 1 + e through the powers of the weight.
+    powers, centres = [np.eye(3)], [np.ones(3)]
+    for _ in range(n - 1):
+        powers.append(weight @ powers[-1])
+        centres.append(weight @ centres[-1] + 1)
+    whole = np.concatenate([design @ power for power in powers])
+    residual = (ys - np.stack(centres) @ design.T).ravel()
+    covariance = np.linalg.inv(np.eye(3) + whole.T @ whole)
+    start = covariance @ whole.T @ residual
+    exact = rd.kalman_smoother(model, ys).chain.marginals()
+    np.testing.assert_allclose(exact.mean[0], 1 + start, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(exact.covariance[0], covariance, rtol=0, atol=1e-6)
+
+
+def test_a_prior_that_decays_off_the_plane_of_the_noise():
+    """No coordinate becomes narrow, but a direction across them does, by half at each row."""
+    rng = np.random.default_rng(6)
+    prior, noise = np.tril(rng.normal(size=(3, 3))), np.tril(rng.normal(size=(3, 3)))
+    prior[:, 2], noise[:, 2] = 0, 0
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.ones(3), jnp.asarray(prior)),
+        transition=rd.LinearGaussianKernel(0.5 * jnp.eye(3), jnp.ones(3), jnp.asarray(noise)),
+        emission=rd.LinearGaussianKernel(
+            jnp.asarray(rng.normal(size=(1, 3))), jnp.zeros(1), jnp.eye(1)
+        ),
+    )
+    ys = np.asarray(model.simulate(jax.random.key(0), 70)[1])
+    check_against_joint_gaussian(model, ys, parallel=False, atol=1e-3)

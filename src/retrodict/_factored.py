@@ -205,7 +205,8 @@ def reverse(
     out of one factorisation, without a subtraction of covariances.
 
     Where the law of z is singular, the gain is not unique. Directions in which z does not move are
-    left out of it, and so are those in which it moves by less than rounding allows to resolve.
+    left out of it, and so are those in which it moves by less than rounding allows to resolve, be
+    it the rounding of the factor or that of the mean.
 
     Returns:
         The gain G, the offset m − G (w m + b) and the lower Cholesky factor of the conditional law.
@@ -217,7 +218,13 @@ def reverse(
     weights = jnp.concatenate([law.diagonal[:d], jnp.ones(scale.shape[1], lower.dtype)])
     terms = linalg.matmul(jnp.abs(weight), jnp.abs(lower))
     magnitude = jnp.concatenate([terms, jnp.abs(scale)], axis=1)
-    factor, left = linalg.project_out(jnp.concatenate([future, past]), weights, magnitude)
+    # The sizes of the terms of w m + b and of L⁻¹ m, whose rounding errors the means carry.
+    sizes = jnp.abs(mean)
+    after = linalg.matvec(jnp.abs(weight), sizes) + jnp.abs(bias)
+    inverse = linalg.solve_triangular(lower, jnp.eye(d, dtype=lower.dtype))
+    before = linalg.matvec(jnp.abs(inverse), sizes)
+    rows = jnp.concatenate([future, past])
+    factor, left = linalg.project_out(rows, weights, magnitude, after, before)
     gain = linalg.solve_triangular(factor[:d], factor[d:].T, transpose=True).T
     predicted = linalg.matvec(weight, mean) + bias
     offset = mean - linalg.matvec(gain, predicted)

@@ -201,7 +201,11 @@ def _factor_by_qr(
 
 
 def project_out(
-    w: Float[Array, "r c"], weights: Float[Array, "c"], magnitude: Float[Array, "count c"]
+    w: Float[Array, "r c"],
+    weights: Float[Array, "c"],
+    magnitude: Float[Array, "count c"],
+    row_locations: Float[Array, "count"],
+    column_locations: Float[Array, "d"],
 ) -> tuple[Float[Array, "r count"], Float[Array, "r c"]]:
     """Orthogonalise the first rows of `w`, and remove their span from the rows below.
 
@@ -216,13 +220,21 @@ def project_out(
        what is left of that row;
     3. a row is dropped if a row below has a coefficient of more than 0.3 ε^(-1/3) in it, both in
        units of standard deviations. With a coefficient g, rounding in one time step comes out as
-       ε g, and relative to the narrowest direction of the next step as ε g²; dropping costs 1/g.
+       ε g, and relative to the narrowest direction of the next step as ε g²; dropping costs 1/g;
+    4. a row is dropped if the rounding error of its mean, times the coefficient of a column in it,
+       is more than ε^(1/5) standard deviations of that column, and more than a quarter of one or
+       the rounding error of the column's own mean. A state that decays towards a fixed point
+       without noise becomes narrower than the rounding error of its mean, and its past cannot be
+       read off it.
 
     Args:
         w: the rows.
         weights: one nonnegative number per column.
         magnitude: one row for each row to orthogonalise: the size of the terms that its entries
             are sums of, of which they carry the rounding error.
+        row_locations: one number for each row to orthogonalise: the size of the terms that its mean
+            is a sum of.
+        column_locations: the same for the first columns, those that are to be known from the rows.
 
     Returns:
         The coefficients of the rows in terms of the orthogonal ones (ones on the diagonal, zero in
@@ -232,9 +244,12 @@ def project_out(
     size, count = w.shape[0], magnitude.shape[0]
     constant = lax.stop_gradient
     stds = constant(jnp.sqrt(jnp.sum(w**2 * weights[None, :], axis=1)))
+    column_errors = constant(eps * column_locations)
+    column_stds = constant(safe_sqrt(weights[: column_errors.shape[0]]))
+    allowed_errors = jnp.clip(1.001 * column_errors, eps**0.2 * column_stds, 0.25 * column_stds)
 
     def eliminate(i: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        w, squared_errors, coefficients = state
+        w, squared_errors, mean_errors, coefficients = state
         row, squared_error = w[i], squared_errors[i]
         is_zero = row**2 <= 16.0 * squared_error
         row = jnp.where(is_zero, 0.0, row)
@@ -250,11 +265,13 @@ def project_out(
         relative = squared_error * constant(weights) * safe_reciprocal(size_squared)
         change = jnp.sum(spread * safe_reciprocal(left_squared)[:, None] * relative[None], axis=1)
         allowed = eps**0.5 + 100.0 * eps * stds[count:] * safe_reciprocal(jnp.sqrt(left_squared))
-        gains = constant(jnp.abs(products[count:])) * stds[i]
+        sizes = constant(jnp.abs(products[count:]))
+        column_sizes = constant(jnp.abs(scaled[: column_errors.shape[0]]))
         kept = (
             (jnp.sum(relative) < 0.01)
             & jnp.all(change <= allowed**2)
-            & jnp.all(gains <= 0.3 * eps ** (-1 / 3) * stds[count:] * size_squared)
+            & jnp.all(sizes * stds[i] <= 0.3 * eps ** (-1 / 3) * stds[count:] * size_squared)
+            & jnp.all(column_sizes * mean_errors[i] <= allowed_errors * size_squared)
         )
         inverse = safe_reciprocal(jnp.where(kept, square, 0.0))
         below = (jnp.arange(size) > i) & kept
@@ -265,17 +282,23 @@ def project_out(
         squared_errors = squared_errors + constant(
             column[:count, None] ** 2 * squared_error[None, :] + rounding[:, None] * row[None] ** 2
         )
+        mean_errors = mean_errors + constant(jnp.abs(column[:count])) * mean_errors[i]
         w = w - column[:, None] * row[None, :]
-        return w, squared_errors, coefficients.at[:, i].set(column)
+        return w, squared_errors, mean_errors, coefficients.at[:, i].set(column)
 
     squared_errors = constant(eps * magnitude) ** 2
-    state = (w, squared_errors, jnp.zeros((size, count), w.dtype))
+    state = (
+        w,
+        squared_errors,
+        constant(eps * row_locations),
+        jnp.zeros((size, count), w.dtype),
+    )
     if count > UNROLLED:
         state = lax.fori_loop(0, count, eliminate, state)
     else:
         for i in range(count):
             state = fence(eliminate(i, state))
-    left, _, coefficients = state
+    left, _, _, coefficients = state
     return coefficients + jnp.eye(size, count, dtype=w.dtype), left
 
 

@@ -121,7 +121,9 @@ class LinearGaussianChain(AbstractKernelChain):
 
         Args:
             parallel: whether to compose kernels by an associative scan, which is quicker on
-                accelerators for long series; a `time_mesh` to do so over several devices.
+                accelerators for long series; a `time_mesh` to do so over several devices. It forms
+                covariances, which cannot hold directions that decay below the rounding error of
+                others.
 
         Returns:
             A `Gaussian` with a leading time axis: `.mean`, `.scale_tril`, `.covariance`, `.std`.

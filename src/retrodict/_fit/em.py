@@ -31,7 +31,9 @@ class EMResult(eqx.Module):
         family: the family of the last E-step; `None` if it was exact.
         history: before each M-step the log-evidence, or its lower bound by the family, of all
             series in nats a time step.
-        status: `"converged"` if the last gain was below the tolerance, else `"finished"`.
+        status: `"converged"` if the last gain was below the tolerance; `"stopped early"` if the
+            evidence fell, which only rounding can cause, and the model is then the one before;
+            else `"finished"`.
     """
 
     model: StateSpaceModel
@@ -83,13 +85,17 @@ def em(
         )
     batch = batch_for(unwrap(model), ys, mask=mask, inputs=inputs, length=length, owner="em")
     rows, history, status = int(num_rows(batch)), [], "finished"
+    before = model
     for iteration in range(num_iterations):
         if family is None:
             exact = _posteriors(unwrap(model), batch)
             chains = exact.chain
             history.append(float(jnp.sum(exact.log_evidence)) / rows)
-            if iteration and history[-1] - history[-2] < tolerance:
-                status = "converged"
+            gain = history[-1] - history[-2] if iteration else tolerance
+            if not gain >= tolerance:
+                fell = not gain >= -max(tolerance, 1e-6 * abs(history[-2]))
+                status = "stopped early" if fell else "converged"
+                model = before if fell else model
                 break
         else:
             found = fit(
@@ -108,7 +114,7 @@ def em(
             family = found.family
             history.append(float(np.max(found.held_out)))
             chains = _chains(unwrap(family), batch)
-        model = maximise(model, chains, batch)
+        before, model = model, maximise(model, chains, batch)
     return EMResult(model, family, np.asarray(history), status)
 
 
@@ -174,25 +180,23 @@ def _new_transition(
 ) -> LinearGaussianKernel:
     """Regresses x_k on (x_{k-1}, u_k, 1) under the pair laws of the chains."""
 
-    def one(chain: LinearGaussianChain, series: Series) -> tuple[Array, Array]:
+    def one(chain: LinearGaussianChain, series: Series) -> tuple[Array, Array, Array]:
         pairs, n = chain.pairwise(), chain.num_times
         d = chain.state_dim
-        known = jnp.ones((n - 1, 1), pairs.mean.dtype)
+        means = [pairs.mean[:, :d], pairs.mean[:, d:]]
         if kernel.input_weight is not None and series.inputs is not None:
-            known = jnp.concatenate([series.inputs[1:], known], axis=1)
-        # The order (x_{k-1}, u_k, 1, x_k) puts the regressors first.
-        means = jnp.concatenate([pairs.mean[:, :d], known, pairs.mean[:, d:]], axis=1)
+            means.insert(1, series.inputs[1:])
+        # The order (x_{k-1}, u_k, x_k) puts the regressors first.
+        means = jnp.concatenate(means, axis=1)
         size = means.shape[1]
         place = np.concatenate([np.arange(d), np.arange(size - d, size)])
         spread = jnp.zeros((n - 1, size, size), means.dtype)
         spread = spread.at[:, place[:, None], place[None, :]].set(pairs.covariance)
         exists = series.exists()
         weights = jnp.ones(n - 1) if exists is None else exists[1:].astype(means.dtype)
-        moments = means[:, :, None] * means[:, None, :] + spread
-        return jnp.sum(moments * weights[:, None, None], axis=0), jnp.sum(weights)
+        return means, spread, weights
 
-    moments, counts = jax.vmap(one)(chains, batch)
-    return _regression(kernel, jnp.sum(moments, axis=0), jnp.sum(counts), chains.state_dim)
+    return _regression(kernel, *jax.vmap(one)(chains, batch), chains.state_dim)
 
 
 def _new_emission(
@@ -213,40 +217,54 @@ def _new_emission(
 def _regressed_emission(
     kernel: LinearGaussianKernel, chains: LinearGaussianChain, batch: Series
 ) -> LinearGaussianKernel:
-    def one(chain: LinearGaussianChain, series: Series) -> tuple[Array, Array]:
+    def one(chain: LinearGaussianChain, series: Series) -> tuple[Array, Array, Array]:
         laws, d = chain.marginals(), chain.state_dim
-        known = jnp.ones((chain.num_times, 1), laws.mean.dtype)
+        means = [laws.mean, series.ys]
         if kernel.input_weight is not None and series.inputs is not None:
-            known = jnp.concatenate([series.inputs, known], axis=1)
-        means = jnp.concatenate([laws.mean, known, series.ys], axis=1)
+            means.insert(1, series.inputs)
+        means = jnp.concatenate(means, axis=1)
         spread = jnp.zeros((means.shape[0], means.shape[1], means.shape[1]), means.dtype)
         spread = spread.at[:, :d, :d].set(laws.covariance)
         weights = jnp.ones(chain.num_times)
         if series.mask is not None:
             weights = jnp.all(series.mask, axis=1).astype(means.dtype)
-        moments = means[:, :, None] * means[:, None, :] + spread
-        return jnp.sum(moments * weights[:, None, None], axis=0), jnp.sum(weights)
+        return means, spread, weights
 
-    moments, counts = jax.vmap(one)(chains, batch)
-    return _regression(kernel, jnp.sum(moments, axis=0), jnp.sum(counts), chains.state_dim)
+    return _regression(kernel, *jax.vmap(one)(chains, batch), chains.state_dim)
 
 
 def _regression(
-    kernel: LinearGaussianKernel, moments: Float[Array, "size size"], count: Array, state_dim: int
+    kernel: LinearGaussianKernel,
+    means: Float[Array, "batch row size"],
+    spreads: Float[Array, "batch row size size"],
+    weights: Float[Array, "batch row"],
+    state_dim: int,
 ) -> LinearGaussianKernel:
-    """Least squares from the second moments of (regressors, response)."""
+    """Least squares of the last entries of each row on those before them and a constant.
+
+    Moments are taken about the mean of all rows: about zero, an offset of the data that is large
+    beside their spread would leave nothing but rounding errors of the spread.
+    """
     out = unwrap(kernel).bias.shape[0]
-    split = moments.shape[0] - out
+    split = means.shape[-1] - out
+    weights = weights / jnp.sum(weights)
+    centre = jnp.sum(means * weights[..., None], axis=(0, 1))
+    shifts = jnp.where(weights[..., None] > 0, means - centre[None, None], 0.0)
+    # What rounding leaves of a regressor that does not move is no regressor.
+    tiny = 10 * jnp.finfo(means.dtype).eps * jnp.abs(centre)
+    moves = jnp.max(jnp.abs(shifts), axis=(0, 1)) > tiny
+    shifts = jnp.where(moves[None, None], shifts, 0.0)
+    moments = jnp.einsum("bk,bki,bkj->ij", weights, shifts, shifts, precision="highest")
+    moments = moments + jnp.sum(spreads * weights[..., None, None], axis=(0, 1))
     cross, gram = moments[split:, :split], moments[:split, :split]
     coefficients = _solve_semidefinite(gram, cross.T).T
     contrast = jnp.concatenate([-coefficients, jnp.eye(out, dtype=moments.dtype)], axis=1)
-    covariance = linalg.matmul(linalg.matmul(contrast, moments), contrast.T) / count
-    inputs = coefficients[:, state_dim:-1]
+    covariance = linalg.matmul(linalg.matmul(contrast, moments), contrast.T)
     return LinearGaussianKernel(
         coefficients[:, :state_dim],
-        coefficients[:, -1],
+        linalg.matvec(contrast, centre),
         _scale_like(kernel.scale_tril, 0.5 * (covariance + covariance.T)),
-        inputs if kernel.input_weight is not None else None,
+        coefficients[:, state_dim:] if kernel.input_weight is not None else None,
     )
 
 

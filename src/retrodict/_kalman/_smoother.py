@@ -77,9 +77,10 @@ def kalman_smoother(
         model: a model with a `Gaussian` prior and linear-Gaussian kernels.
         ys: observations, of shape `(time, obs)`; NaN where missing.
         parallel: whether to run in O(log n) depth, for long series on accelerators. It forms
-            covariances: in float32 it needs noise levels within four orders of each other and a
-            state whose variance stays bounded, where the sequential form needs neither. A
-            `time_mesh` lays the rows over several devices.
+            covariances, where the sequential form carries factors. Prior scale, noise levels and
+            the widths of the state must then lie within three orders of each other in float32 and
+            within six in float64: a prior scale of 1e8 beside unit noise gives wrong numbers, and
+            one of 1e10 gives NaN. A `time_mesh` lays the rows over several devices.
         mask: true where an entry was seen; `True` alone promises that everything was.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
         length: how many rows exist; the rest is padding.
