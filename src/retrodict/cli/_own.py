@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from retrodict.cli._errors import UserError, cannot_write
+from retrodict.cli._errors import UserError, cannot_write, need_output
 from retrodict.cli._job import (
     Coordinator,
     Distributed,
@@ -303,7 +303,9 @@ def smooth(
     from retrodict import data, runs
 
     with _explained():
-        if out is not None:
+        if out is None:
+            need_output()
+        else:
             data.check_target(out, overwrite=overwrite)
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
@@ -351,7 +353,9 @@ def forecast(
     from retrodict import data, runs
 
     with _explained():
-        if out is not None:
+        if out is None:
+            need_output()
+        else:
             data.check_target(out, overwrite=overwrite)
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
@@ -421,6 +425,7 @@ def check(run: RunFolder, source: DataFile, seed: Seed = 0, as_json: AsJson = Fa
     """
     from retrodict import data, runs
 
+    need_output()
     with _explained():
         opened = runs.open_run(run)
         table = data.read(source, **opened.layout)
@@ -534,8 +539,10 @@ def stream(
 
     if after is not None and from_prior:
         raise UserError("give --after TABLE or --from-prior, not both")
-    if sys.stdin is None or (out is None and sys.stdout is None):
-        raise UserError("standard input or output is closed: pipe rows to the command")
+    if sys.stdin is None:
+        raise UserError("standard input is closed: pipe rows to the command")
+    if out is None:
+        need_output()
     telling = Telling(Console(stderr=True), quiet=out is None and sys.stdout.isatty())
     with _explained():
         opened = runs.open_run(run)
@@ -586,6 +593,7 @@ def info(run: RunFolder, as_json: AsJson = False) -> None:
     """Say what a run is: model, data, parameters."""
     from retrodict import runs
 
+    need_output()
     with _explained():
         record = runs.read_record(run)
     _say_run(record, as_json)
