@@ -1,18 +1,21 @@
 """The command line: what it prints, what it writes, and how it refuses."""
 
 import json
+import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 
 import retrodict as rd
 from retrodict._workspace import files as _files
-from retrodict.cli import main
+from retrodict.cli import interrupt_again, main
 from retrodict.experiments import demo, reproduction
 from retrodict.experiments._report import Chapter
 
@@ -257,3 +260,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="no space"):
         _files.write_atomically(path, b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_an_interrupt_that_a_callback_swallowed_is_raised_again():
+    lost = SimpleNamespace(exc_type=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_again(lost)
+        time.sleep(10)
+
+
+def test_files_do_not_take_the_place_of_closed_standard_files(tmp_path):
+    """A message of a library would be written into them; exit codes stay as they are."""
+    code = (
+        "import os, sys; from retrodict.cli import _open_standard_files as opened; opened();"
+        f"assert os.open({str(tmp_path / 'file')!r}, os.O_CREAT) > 2; sys.stderr.write('x')"
+    )
+    text = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} <&- >&- 2>&-"
+    assert subprocess.run(text, shell=True).returncode == 0

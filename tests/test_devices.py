@@ -328,3 +328,26 @@ def test_processes_say_who_they_are_or_are_in_a_job() -> None:
         rd.initialise_distributed("localhost:1234", 2)
     with pytest.raises(ValueError, match="coordinator must be host:port"):
         rd.initialise_distributed("localhost", 2, 0)
+
+
+def test_a_coordinator_that_is_not_there_ends_in_one_line(tmp_path: Path) -> None:
+    code = "from retrodict.cli import _job, main; _job.WAIT_SECONDS = 1; main()"
+    where = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2"]
+    command = [sys.executable, "-c", code, "fit", "table.csv", "--model", "local_level", "--out"]
+    command += [str(tmp_path / "run"), "--distributed", *where, "--process-id", "1"]
+    (done,) = all_of([command], [environment()])
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "retrodict: error: the other processes did not come to localhost" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as server:
+        code = "from retrodict.cli import main; main()"
+        where = ["--coordinator", f"localhost:{server.getsockname()[1]}", "--num-processes", "2"]
+        command = [sys.executable, "-c", code, "fit", "table.csv", "--model", "local_level"]
+        command += ["--out", str(tmp_path / "run"), "--distributed", *where, "--process-id", "0"]
+        (done,) = all_of([command], [environment()])
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "Choose another port" in done.stderr.splitlines()[-1]

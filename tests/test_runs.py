@@ -1,11 +1,15 @@
 """Runs: a model fitted to a table and kept in a folder, and what it says afterwards."""
 
+import contextlib
 import dataclasses
 import io
 import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import equinox as eqx
@@ -931,7 +935,8 @@ def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
     assert settings(lambda x: x**2) == first
     assert all(other != first for other in (settings(jnp.sin), settings(lambda x: x + x)))
     assert settings(lambda x: x**2, 2.0) != first
-    _learn._take(tmp_path, first)
+    with contextlib.ExitStack() as held:
+        _learn._take(tmp_path, first, held)
     with pytest.raises(runs.RunError, match="unfinished run of other data or options"):
         runs.fit(table, driven(gain=jnp.cos), tmp_path)
 
@@ -981,7 +986,15 @@ def test_a_closed_pipe_ends_a_command_quietly(run: runs.Run, monkeypatch, capsys
 def test_a_stream_without_input_is_refused_in_one_line(run: runs.Run, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", None)
     assert command(["stream", str(run.path)]) == 2
-    assert "standard input or output is closed" in capsys.readouterr().err
+    assert "standard input is closed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["smooth", "forecast", "check", "info", "stream"])
+def test_a_closed_output_is_refused_in_one_line(run: runs.Run, name: str, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout", None)
+    source = [] if name in ("info", "stream") else [os.devnull]
+    assert command([name, str(run.path), *source]) == 2
+    assert "standard output is closed" in capsys.readouterr().err
 
 
 def test_names_of_files_need_not_be_utf_8(copy: runs.Run):
@@ -992,3 +1005,35 @@ def test_names_of_files_need_not_be_utf_8(copy: runs.Run):
     record = {**kept, "data": {**copy.record["data"], "described": described}}
     _record.write(copy.path, copy.spec, copy.model, None, record)
     assert runs.open_run(copy.path).record["data"]["described"] == described
+
+
+def test_two_processes_do_not_fit_to_one_folder(table: data.Table, tmp_path):
+    """The folder is free again when the first ends; what a kill left of a file is no matter."""
+    spec = models.resolve("local_level")
+    settings = _learn._settings(table, spec, "mixture", 2000, 0)
+    (tmp_path / ".settings.json.1.partial").write_text("{")
+    with contextlib.ExitStack() as held:
+        _learn._take(tmp_path, settings, held)
+        with pytest.raises(runs.RunError, match="in use by another process"):
+            runs.fit(table, spec, tmp_path)
+    with contextlib.ExitStack() as held:
+        _learn._take(tmp_path, settings, held)
+
+
+def test_a_full_disk_leaves_one_line(run: runs.Run, frame: pd.DataFrame, tmp_path):
+    """In a process of its own: a disk is made full by a limit on the size of files."""
+    frame.to_csv(tmp_path / "nile.csv", index=False)
+    asked = [sys.executable, "-c", "from retrodict.cli import main; main()", "smooth"]
+    asked += [str(run.path), str(tmp_path / "nile.csv"), "--out", str(tmp_path / "out.nc")]
+    done = subprocess.run(
+        f"ulimit -f 1; {shlex.join(asked)}",
+        shell=True,
+        capture_output=True,
+        text=True,
+        env={name: v for name, v in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"},
+    )
+    assert done.returncode == 2, done.stderr
+    *rest, last = done.stderr.splitlines()
+    assert rest == ["3 values are missing; --imputed fills them in."]
+    assert last.startswith("retrodict: error: ") and "File too large" in last
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nile.csv"]

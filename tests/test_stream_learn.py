@@ -673,3 +673,40 @@ def test_a_file_that_begins_later_is_gone_on_with(fitted, lines, tmp_path, monke
         go(Pieces([lines[0], *lines[45:51]], [7], KeyboardInterrupt), out)
     go(source_of(lines[:61]), out)
     assert pd.read_csv(out)["time"].tolist() == list(range(1944, 1960))
+
+
+def test_two_streams_do_not_share_a_file_of_answers(fitted, lines, tmp_path):
+    """The states differ, and so the answers alone are locked."""
+    out, other = tmp_path / "out.csv", tmp_path / "other"
+
+    class Within(Pieces):
+        def read(self, _: int) -> bytes:
+            if not self.sizes:
+                with pytest.raises(runs.RunError, match=r"out.csv is in use by another process"):
+                    runs.stream(fitted, source_of(lines[:61]), out, lag=LAG, state=other)
+            return super().read(_)
+
+    source = Within([lines[0], *lines[41:51]], [5, 6], KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runs.stream(fitted, source, out, lag=LAG, state=tmp_path / "state")
+    assert len(out.read_bytes().splitlines()) > 1 and not other.exists()
+
+
+def test_answers_that_were_removed_meanwhile_are_not_lost_in_silence(fitted, lines, tmp_path):
+    out = tmp_path / "out.csv"
+
+    class Removing(Pieces):
+        def read(self, _: int) -> bytes:
+            if len(self.sizes) == 2:
+                out.unlink()
+            return super().read(_)
+
+    source = Removing([lines[0], *lines[41:51]], [5, 6, 0], KeyboardInterrupt)
+    with pytest.raises(runs.RunError, match="was removed while the stream was writing to it"):
+        runs.stream(fitted, source, out, lag=LAG, state=tmp_path / "state")
+
+
+def test_a_new_run_in_a_read_only_folder_is_refused_before_the_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(runs.RunError, match="is read-only"):
+        _adopt.refuse_existing(tmp_path / "new")

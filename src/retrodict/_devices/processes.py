@@ -15,6 +15,9 @@ T = TypeVar("T")
 HEARTBEAT_SECONDS = 60
 """After how long a process that is silent counts as lost."""
 
+WAIT_SECONDS = 300
+"""How long a process waits for the others when they are joined."""
+
 RUNTIME_ERROR = re.compile("(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED):")
 """What messages of XLA's runtime begin with; their Python type depends on the collective."""
 
@@ -34,6 +37,7 @@ def initialise_distributed(
     process_id: int | None = None,
     *,
     heartbeat_seconds: int = HEARTBEAT_SECONDS,
+    wait_seconds: int = WAIT_SECONDS,
 ) -> None:
     """Makes one program of several processes, on one machine or many.
 
@@ -47,9 +51,12 @@ def initialise_distributed(
         num_processes: how many processes there are.
         process_id: which of them this is, from 0.
         heartbeat_seconds: after how many seconds of silence a process counts as lost.
+        wait_seconds: how many seconds to wait until all processes have come; then JAX aborts this
+            one with a message of its own.
 
     Raises:
-        ValueError: if only some of the arguments are given, or none, and there is no such job.
+        ValueError: if only some of the arguments are given, or none, and there is no such job; or
+            if process 0 cannot listen at the address.
         RuntimeError: if JAX has computed something already.
     """
     given = (coordinator, num_processes, process_id)
@@ -65,8 +72,16 @@ def initialise_distributed(
             coordinator,
             num_processes,
             process_id,
+            initialization_timeout=wait_seconds,
             heartbeat_timeout_seconds=heartbeat_seconds,
         )
+    except RuntimeError as error:
+        if not RUNTIME_ERROR.match(str(error)):
+            raise
+        raise ValueError(
+            f"Process {process_id} cannot use {coordinator or 'the address of the job'}: {error}."
+            " Choose another port if it is in use."
+        ) from error
     except ValueError as error:
         if coordinator is not None:
             raise

@@ -5,6 +5,8 @@ from retrodict._devices import is_main_process as is_main_process
 from retrodict._devices import wait_for_processes as wait_for_processes
 from retrodict._workspace.files import as_csv as as_csv
 from retrodict._workspace.files import as_json as as_json
+from retrodict._workspace.files import hold as hold
+from retrodict._workspace.files import hold_folder as hold_folder
 from retrodict._workspace.files import library_version as library_version
 from retrodict._workspace.files import make_writable as make_writable
 from retrodict._workspace.files import write_atomically as write_atomically

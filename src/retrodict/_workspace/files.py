@@ -8,10 +8,16 @@ import math
 import os
 import secrets
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
 
 
 def make_writable(path: Path) -> None:
@@ -23,6 +29,44 @@ def make_writable(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(13, "Permission denied", str(path))
+
+
+def hold(descriptor: int) -> None:
+    """Lock an open file or folder for this process, until it is closed or the process ends.
+
+    Does nothing where there are no such locks, as on some network file systems.
+
+    Args:
+        descriptor: that of the open file or folder.
+
+    Raises:
+        BlockingIOError: if another process has locked it.
+    """
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass
+
+
+def hold_folder(path: Path, held: ExitStack) -> None:
+    """Lock a folder for this process, until `held` is closed or the process ends.
+
+    Args:
+        path: the folder.
+        held: closes the folder.
+
+    Raises:
+        BlockingIOError: if another process has locked it.
+    """
+    if fcntl is None:  # folders cannot be opened where there are no locks
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    held.callback(os.close, descriptor)
+    hold(descriptor)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

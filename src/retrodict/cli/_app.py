@@ -81,7 +81,9 @@ def run(arguments: Sequence[str]) -> int:
             raise
         return CLOSED  # typer has ended with 1, and said nothing
     except OSError as error:  # standard output may be closed, or a full disk
-        return _refuse(error.strerror or str(error))
+        return _refuse(f"{error.filename or 'standard output'}: {error.strerror or error}")
+    except MemoryError as error:
+        return _refuse(f"not enough memory: {error}; use fewer rows, columns or steps")
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:
@@ -122,6 +124,8 @@ def _main(
         ),
     ] = False,
 ) -> None:
+    # A compiled program that cannot be kept or read is compiled again, and nothing is lost.
+    warnings.filterwarnings("ignore", message=".*persistent compilation cache.*")
     # Before any array is made. The library leaves JAX's configuration alone; a program may choose.
     if "jax" not in sys.modules:
         os.environ["JAX_ENABLE_X64"] = "1"  # read by JAX when a command imports it

@@ -1,5 +1,6 @@
 """Mistakes that one line explains, and the codes with which a command ends."""
 
+import sys
 from pathlib import Path
 
 MISTAKE = 2
@@ -15,6 +16,16 @@ CLOSED = 141
 
 class UserError(Exception):
     """A mistake that one line explains."""
+
+
+def need_output() -> None:
+    """Refuse to compute what nobody can read.
+
+    Raises:
+        UserError: if standard output is closed.
+    """
+    if sys.stdout is None:
+        raise UserError("standard output is closed: open it, or name a file where there is --out")
 
 
 def cannot_write(error: OSError, out: Path) -> str:

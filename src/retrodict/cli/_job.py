@@ -2,7 +2,9 @@
 
 import atexit
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -14,6 +16,12 @@ from retrodict.cli._errors import INTERRUPTED, MISTAKE, UserError
 
 LOST = 75
 """The exit code of a process whose job has lost another: that of sysexits.h for "try again"."""
+
+WAIT_SECONDS = 300
+"""How long a process waits for the others when a job starts."""
+
+PATIENCE_SECONDS = 10
+"""After how long it says that it waits."""
 
 Distributed = Annotated[
     bool,
@@ -55,9 +63,11 @@ def join(
     if hasattr(jax.config, "jax_enable_preemption_service"):
         # It would wait for a later signal when the job is told to end, and there is a checkpoint.
         jax.config.update("jax_enable_preemption_service", False)
-    with _off_standard_output():
+    with _off_standard_output(), _within_time(coordinator or "the address of the job"):
         try:
-            rd.initialise_distributed(coordinator, num_processes, process_id)
+            # JAX would abort the process with a trace of its own, so it waits for longer.
+            patience = WAIT_SECONDS + 60
+            rd.initialise_distributed(coordinator, num_processes, process_id, wait_seconds=patience)
         except ValueError as error:
             if coordinator is not None:
                 raise
@@ -77,9 +87,51 @@ def join(
 
 
 @contextmanager
+def _within_time(place: str) -> Iterator[None]:
+    """End the process with one line if it waits too long for the others, or at Ctrl-C.
+
+    JAX waits outside Python, where nothing can be raised.
+
+    Args:
+        place: where the processes meet, in words.
+    """
+
+    def say() -> None:
+        sys.stderr.write(
+            f"retrodict: waiting for the other processes at {place}, up to {WAIT_SECONDS} seconds\n"
+        )
+        sys.stderr.flush()
+
+    def give_up() -> None:
+        sys.stderr.write(
+            f"retrodict: error: the other processes did not come to {place} within {WAIT_SECONDS}"
+            " seconds; check --coordinator, and that all processes, process 0 among them, were"
+            " started\n"
+        )
+        sys.stderr.flush()
+        os._exit(MISTAKE)
+
+    timers = [threading.Timer(PATIENCE_SECONDS, say), threading.Timer(WAIT_SECONDS, give_up)]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    before = None
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def _off_standard_output() -> Iterator[None]:
     """Sends what libraries print to standard error: Gloo says there whom it has reached."""
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -113,6 +165,7 @@ def ended_together() -> Iterator[None]:
 
 def _leave(code: int) -> None:
     """Ends the process before JAX would wait for the others."""
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

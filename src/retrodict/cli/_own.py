@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from retrodict.cli._errors import UserError, cannot_write
+from retrodict.cli._errors import UserError, cannot_write, need_output
 from retrodict.cli._job import (
     Coordinator,
     Distributed,
@@ -316,7 +316,9 @@ def smooth(
     from retrodict import data, runs
 
     with _explained(model):
-        if out is not None:
+        if out is None:
+            need_output()
+        else:
             data.check_target(out, overwrite=overwrite)
         opened = runs.open_run(run, model=model)
         table = data.read(source, **opened.layout)
@@ -371,7 +373,9 @@ def forecast(
     from retrodict import data, runs
 
     with _explained(model):
-        if out is not None:
+        if out is None:
+            need_output()
+        else:
             data.check_target(out, overwrite=overwrite)
         opened = runs.open_run(run, model=model)
         table = data.read(source, **opened.layout)
@@ -447,6 +451,7 @@ def check(
     """
     from retrodict import data, runs
 
+    need_output()
     with _explained(model):
         opened = runs.open_run(run, model=model)
         table = data.read(source, **opened.layout)
@@ -562,8 +567,10 @@ def stream(
 
     if after is not None and from_prior:
         raise UserError("give --after TABLE or --from-prior, not both")
-    if sys.stdin is None or (out is None and sys.stdout is None):
-        raise UserError("standard input or output is closed: pipe rows to the command")
+    if sys.stdin is None:
+        raise UserError("standard input is closed: pipe rows to the command")
+    if out is None:
+        need_output()
     telling = Telling(Console(stderr=True), quiet=out is None and sys.stdout.isatty())
     with _explained(model):
         opened = runs.open_run(run, model=model)
@@ -614,6 +621,7 @@ def info(run: RunFolder, as_json: AsJson = False) -> None:
     """Say what a run is: model, data, parameters."""
     from retrodict import runs
 
+    need_output()
     with _explained():
         record = runs.read_record(run)
     _say_run(record, as_json)

@@ -1,5 +1,6 @@
 """Results to files, whole or not at all."""
 
+import io
 import os
 import secrets
 from collections.abc import Sequence
@@ -87,7 +88,10 @@ def _write_as(suffix: str, result: Any, path: Path) -> None:
     if suffix == ".nc":
         if isinstance(result, pandas.DataFrame):
             result = xarray.Dataset.from_dataframe(result)
-        result.to_netcdf(path, engine="h5netcdf")
+        # In memory: the HDF5 library crashes at the end of a program if a disk was full.
+        content = io.BytesIO()
+        result.to_netcdf(content, engine="h5netcdf")
+        path.write_bytes(content.getvalue())
         return
     frame = result.to_dataframe() if isinstance(result, xarray.Dataset) else result
     if not (isinstance(frame.index, pandas.RangeIndex) and frame.index.name is None):

@@ -23,12 +23,14 @@ def refuse_existing(out: Path) -> None:
     """Refuses a folder that exists, or a place where none can be made.
 
     Raises:
-        RunError: if there is something of this name, or its parent is no folder.
+        RunError: if there is something of this name, or its parent is no folder or read-only.
     """
     if out.exists():
         raise RunError(f"{out} exists, and runs are not overwritten; name another folder.")
     if not out.resolve().parent.is_dir():
         raise RunError(f"{out.resolve().parent} does not exist; make it, or name another folder.")
+    if not os.access(out.resolve().parent, os.W_OK | os.X_OK):
+        raise RunError(f"{out.resolve().parent} is read-only; name another folder.")
 
 
 def adopt(

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from retrodict._workspace import (
     as_csv,
     as_json,
     by_all,
+    hold_folder,
     is_main_process,
     make_writable,
     wait_for_processes,
@@ -106,11 +108,25 @@ def fit(
         raise RunError(f"A fit takes at least 1 step, got {num_steps}.")
     out, (spec, _) = Path(out), with_period(models.resolve(spec), table)
     settings = _settings(table, spec, family, num_steps, seed)
-    _, learn_key, train_key, error_key = jax.random.split(jax.random.key(seed), 4)
     by_all(lambda: _refuse_other(out, settings))
     model = by_all(lambda: starting_model(table, spec, seed=seed))
-    by_all(lambda: _take(out, settings) if is_main_process() else None)
-    folder = Folder(out, settings, progress or Quiet())
+    with ExitStack() as held:
+        by_all(lambda: _take(out, settings, held) if is_main_process() else None)
+        folder = Folder(out, settings, progress or Quiet())
+        return _run(folder, table, spec, model, family, num_steps, seed)
+
+
+def _run(
+    folder: Folder,
+    table: data.Table | data.SharedTable,
+    spec: models.ModelSpec,
+    model: rd.StateSpaceModel,
+    family: str,
+    num_steps: int,
+    seed: int,
+) -> Run:
+    """Run the stages of a fit in its folder; the arguments are those of `fit`."""
+    _, learn_key, train_key, error_key = jax.random.split(jax.random.key(seed), 4)
     exact = model.is_linear_gaussian
     if exact:
         model, history, total, search = _by_evidence(folder, learn_key, model, table)
@@ -143,9 +159,9 @@ def fit(
         },
     }
     rows = data.Rows.of_table(table)
-    run = write(out, spec, model, trained, record, rows) if is_main_process() else None
+    run = write(folder.path, spec, model, trained, record, rows) if is_main_process() else None
     wait_for_processes("the run is written")
-    return open_run(out, model=spec) if run is None else run
+    return open_run(folder.path, model=spec) if run is None else run
 
 
 PERIODS = {
@@ -274,9 +290,17 @@ def _noted(out: Path) -> Any:
         return None
 
 
-def _take(out: Path, settings: Mapping[str, Any]) -> None:
-    """Makes the folder of a run, and notes whose it is."""
+def _take(out: Path, settings: Mapping[str, Any], held: ExitStack) -> None:
+    """Make the folder of a run, lock it until `held` is closed, and note the settings."""
     make_writable(out)
+    try:
+        hold_folder(out, held)
+    except BlockingIOError as error:
+        raise RunError(
+            f"{out} is in use by another process, which fits to it; wait for it to end, or give"
+            " another folder."
+        ) from error
+    _refuse_other(out, settings)  # another process may have been here meanwhile
     write_atomically(out / SETTINGS, as_json(settings))
 
 
@@ -307,7 +331,8 @@ def _refuse_finished(out: Path) -> None:
 
 
 def _refuse_filled(out: Path) -> None:
-    if any(out.iterdir()):
+    # A process that was killed at once may have left a part of its first file.
+    if any(not re.fullmatch(r"\..*\.partial", place.name) for place in out.iterdir()):
         raise RunError(f"{out} is not empty and holds no run; give another folder.")
 
 

@@ -181,6 +181,8 @@ def _uncorrelated(name: str, series: list[np.ndarray], meaning: str) -> Test:
     if seen.size < 5 * NUM_LAGS:
         return Test(name, np.nan, np.nan, meaning)
     variance = float(np.mean(seen**2))
+    if not variance > 0:  # a constant series, without noise
+        return Test(name, np.nan, np.nan, meaning)
     total = 0.0
     for lag in range(1, NUM_LAGS + 1):
         products = np.concatenate([each[lag:] * each[:-lag] for each in series])

@@ -12,13 +12,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None
-
 import retrodict as rd
 from retrodict import data
+from retrodict._workspace import hold
 from retrodict.runs._adopt import adopt, refuse_existing
 from retrodict.runs._folder import RunError
 from retrodict.runs._learning import Learning
@@ -225,13 +221,13 @@ class _Lock:
         Raises:
             RunError: if another process has it, or has changed the state since it was read.
         """
-        if self.taken or fcntl is None:
+        if self.taken:
             return
         handle = self.files.enter_context(
             open(self.place.with_name(f".{self.place.name}.lock"), "ab")
         )
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hold(handle.fileno())
         except BlockingIOError as error:
             raise RunError(
                 f"{self.place} is in use by another process; end it, or name another state by"
@@ -346,10 +342,13 @@ class _Session:
     def save(self, kept: Kept) -> Kept:
         """Keeps the state, after the answers that it stands for."""
         if self.owned:
+            _refuse_removed(self.handle)
             self.handle.flush()
             os.fsync(self.handle.fileno())
             kept = kept._replace(written=np.asarray(self.handle.tell()))
         if self.watch is not None:
+            if self.watch.history is not None:
+                _refuse_removed(self.watch.history)
             kept = kept._replace(watched=tuple(self.watch.keep()))
         try:
             rd.save(self.place, (tuple(_packed(self.live, kept)), self.fingerprint))
@@ -597,7 +596,15 @@ def _opened(out: Path, known: int, unread: bool, files: ExitStack) -> Any:
 
     A file of which the state knows nothing is somebody else's, unless the state has read no row.
     """
-    size = out.stat().st_size if out.exists() else 0
+    handle = open(out, "r+b" if out.exists() else "x+b")
+    try:
+        hold(handle.fileno())
+    except BlockingIOError as error:
+        handle.close()
+        raise RunError(f"{out} is in use by another process; end it, or name another.") from error
+    files.callback(_remove_empty, out)  # nothing is left of a stream that answered no row
+    files.enter_context(handle)
+    size = out.stat().st_size
     if size < known:
         raise RunError(
             f"{out} has {size} bytes, and the state knows of {known}: it is not the file that this"
@@ -605,8 +612,15 @@ def _opened(out: Path, known: int, unread: bool, files: ExitStack) -> Any:
         )
     if size and not (known or unread):
         raise RunError(f"{out} exists, and no state says that it is of this stream; name another.")
-    files.callback(_remove_empty, out)  # nothing is left of a stream that answered no row
-    handle = files.enter_context(open(out, "r+b" if size else "wb"))
     handle.truncate(known)
     handle.seek(known)
     return handle
+
+
+def _refuse_removed(handle: Any) -> None:
+    """Refuse to go on with a file that somebody has removed: what is written to it is lost."""
+    if not os.fstat(handle.fileno()).st_nlink:
+        raise RunError(
+            f"{handle.name} was removed while the stream was writing to it. Pass restart=True to"
+            " begin anew."
+        )

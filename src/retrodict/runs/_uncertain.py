@@ -195,11 +195,12 @@ def _most_replicates(table: data.Table | data.SharedTable) -> int:
 
 def _relative_noise(found: rd.ParameterErrors) -> float:
     """The largest Monte Carlo error of a standard error, as a share of it; zero if exact."""
-    shares = [
-        np.ravel(found.monte_carlo_error[name]) / np.ravel(errors)
-        for name, errors in found.standard_error.items()
-        if np.size(errors)
-    ]
+    with np.errstate(invalid="ignore", divide="ignore"):  # errors of zero and NaN are left out
+        shares = [
+            np.ravel(found.monte_carlo_error[name]) / np.ravel(errors)
+            for name, errors in found.standard_error.items()
+            if np.size(errors)
+        ]
     every = np.concatenate(shares)
     return float(np.max(every[np.isfinite(every)], initial=0.0))
 
