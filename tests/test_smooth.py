@@ -424,3 +424,22 @@ def test_quantiles_of_a_linear_gaussian_posterior_are_exact():
 def test_quantile_refuses_what_is_no_probability(level: float):
     with pytest.raises(ValueError, match="strictly between 0 and 1"):
         two_sided.smoothed().quantile(level)
+
+
+def explosive(scale: float) -> rd.StateSpaceModel:
+    """A double well, out of which paths that start far away are thrown to infinity."""
+    return rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(1), scale * jnp.eye(1)),
+        rd.NonlinearGaussianKernel(lambda x: x + 0.2 * (x - x**3), rd.Diagonal(jnp.array([0.2]))),
+        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+    )
+
+
+def test_simulated_paths_that_are_not_finite_are_replaced():
+    key, ys = jax.random.key(0), jnp.zeros((20, 1))
+    plain = jax.vmap(lambda key: explosive(2.0).simulate(key, 20)[1])(jax.random.split(key, 64))
+    assert not np.all(np.isfinite(plain))
+    simulated = rd.simulate_like(key, explosive(2.0), ys, 64)
+    assert simulated.ys.shape == (64, 20, 1) and np.all(np.isfinite(simulated.ys))
+    with pytest.raises(ValueError, match="simulates series that are not finite"):
+        rd.simulate_like(key, explosive(50.0), ys, 64)

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from retrodict._fit.batch import batch_for
@@ -83,7 +84,8 @@ def like_batch(
     """Series from the model under the inputs, the gaps and the lengths of given ones.
 
     Each simulated series takes after one of the given, in turn: a window of its rows, placed at
-    random, lends it its inputs, what is seen, and how many rows there are.
+    random, lends it its inputs, what is seen, and how many rows there are. Paths that leave the
+    range of floating-point numbers, as those of an unstable transition may, are replaced by others.
 
     Args:
         key: a typed key.
@@ -91,6 +93,9 @@ def like_batch(
         batch: the series to take after.
         count: how many to simulate.
         most_rows: the longest window.
+
+    Raises:
+        ValueError: if more than half of the paths are not finite.
     """
     path_key, place_key = jax.random.split(key)
     given = jnp.arange(count) % count_series(batch)
@@ -114,4 +119,14 @@ def like_batch(
         "inputs": inputs,
         "length": None if batch.length is None else kept,
     }
-    return Simulated(ys, options)
+    finite = np.asarray(jnp.all(jnp.isfinite(ys), axis=(1, 2)))
+    if finite.all():
+        return Simulated(ys, options)
+    if finite.mean() < 0.5:
+        raise ValueError(
+            f"The model simulates series that are not finite ({np.sum(~finite)} of {count}), so that"
+            " no family can be trained on them. Use a smoother that needs no training, such as"
+            " iterated_smoother or ffbsi, or a transition that stays bounded."
+        )
+    chosen = np.where(finite, np.arange(count), np.resize(np.flatnonzero(finite), count))
+    return jax.tree.map(lambda leaf: leaf[chosen], Simulated(ys, options))
