@@ -124,8 +124,8 @@ def like_batch(
         return Simulated(ys, options)
     if finite.mean() < 0.5:
         raise ValueError(
-            f"The model simulates series that are not finite ({np.sum(~finite)} of {count}), so that"
-            " no family can be trained on them. Use a smoother that needs no training, such as"
+            f"The model simulates series that are not finite ({np.sum(~finite)} of {count}), and no"
+            " family can be trained on them. Use a smoother that needs no training, such as"
             " iterated_smoother or ffbsi, or a transition that stays bounded."
         )
     chosen = np.where(finite, np.arange(count), np.resize(np.flatnonzero(finite), count))
