@@ -407,3 +407,11 @@ def test_a_prior_that_decays_off_the_plane_of_the_noise():
     )
     ys = np.asarray(model.simulate(jax.random.key(0), 70)[1])
     check_against_joint_gaussian(model, ys, parallel=False, atol=1e-3)
+
+
+def test_a_prior_too_wide_for_covariances_is_refused_in_parallel():
+    model = random_model(np.random.default_rng(0), 2, 1, prior_scale=1e9)
+    ys = jnp.ones((20, 1))
+    assert np.isfinite(rd.kalman_smoother(model, ys).log_evidence)
+    with pytest.raises(ValueError, match="parallel=True forms covariances"):
+        rd.kalman_smoother(model, ys, parallel=True)

@@ -79,8 +79,8 @@ def kalman_smoother(
         parallel: whether to run in O(log n) depth, for long series on accelerators. It forms
             covariances, where the sequential form carries factors. Prior scale, noise levels and
             the widths of the state must then lie within three orders of each other in float32 and
-            within six in float64: a prior scale of 1e8 beside unit noise gives wrong numbers, and
-            one of 1e10 gives NaN. A `time_mesh` lays the rows over several devices.
+            within six in float64. A prior beyond that is refused where its values are known. A
+            `time_mesh` lays the rows over several devices.
         mask: true where an entry was seen; `True` alone promises that everything was.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
         length: how many rows exist; the rest is padding.
@@ -96,6 +96,8 @@ def kalman_smoother(
     check_linear_gaussian(model)
     series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
     _check_values(model, series)
+    if parallel:
+        _check_width(model)
     return smooth_series(model, series, parallel)
 
 
@@ -204,6 +206,32 @@ def _check_values(model: StateSpaceModel, series: Series) -> None:
             "kalman_smoother expects an emission scale with a positive diagonal, got diagonal"
             f" {np.asarray(pivots)}. An observation without noise has no density: give it a small"
             " one."
+        )
+
+
+def _check_width(model: StateSpaceModel) -> None:
+    """Refuse a prior that is too wide for covariances, where it is known.
+
+    In units of the noise of an observation, a prior of width w leaves an error of about ε w² in the
+    log-evidence.
+    """
+    kernels = (model.transition, model.emission)
+    if not all(isinstance(kernel, LinearGaussianKernel) for kernel in kernels):
+        return
+    if not all(is_concrete(leaf) for leaf in jax.tree.leaves(model) if eqx.is_array(leaf)):
+        return
+    scale = np.asarray(dense_scale(model.prior.scale_tril))
+    noise = np.asarray(dense_scale(model.emission.scale_tril))
+    seen = np.linalg.solve(np.tril(noise), np.asarray(model.emission.weight))
+    reach = max(
+        np.abs(seen @ scale).max(), np.abs(seen @ np.asarray(model.transition.weight) @ scale).max()
+    )
+    eps = jnp.finfo(scale.dtype).eps
+    if eps * reach**2 > 0.1:
+        raise ValueError(
+            f"parallel=True forms covariances, and in {scale.dtype} they cannot hold a prior that"
+            f" is {reach:.0e} times as wide as the noise of an observation. Use parallel=False, or a"
+            " narrower prior."
         )
 
 
