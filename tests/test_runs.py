@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from typing import Any
 
 import equinox as eqx
@@ -24,11 +25,13 @@ import retrodict as rd
 import two_sided
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
+from retrodict.data import _source
 from retrodict.runs import (
     _answer,
     _check,
     _exact,
     _learn,
+    _lines,
     _record,
     _report,
     _residuals,
@@ -1037,3 +1040,45 @@ def test_a_full_disk_leaves_one_line(run: runs.Run, frame: pd.DataFrame, tmp_pat
     assert rest == ["3 values are missing; --imputed fills them in."]
     assert last.startswith("retrodict: error: ") and "File too large" in last
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nile.csv"]
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch):
+    wide = data.read({f"c{i}": np.arange(4.0) for i in range(60)})
+    monkeypatch.setattr(os, "sysconf", lambda _: 600)  # 360,000 bytes; 576,000 are needed
+    with pytest.raises(runs.RunError, match=r"60 states for 60 columns.*fewer columns"):
+        runs.starting_model(wide, "local_level")
+    assert runs.starting_model(data.read({"y": np.arange(9.0)}), "local_level").state_dim == 1
+
+
+def test_many_columns_are_read_quickly():
+    """Names are compared by hashing: a hundred thousand take no time."""
+    began = time.perf_counter()
+    with pytest.raises(data.DataError, match="'c7'"):
+        _source.check_names([*(f"c{i}" for i in range(100_000)), "c7"], "table")
+    assert time.perf_counter() - began < 10
+
+
+def test_a_forgotten_header_is_refused_before_there_are_rows(copy: runs.Run):
+    with pytest.raises(data.DataError, match="add a line of column names"):
+        runs.stream(copy, io.BytesIO(b"1931,700\n"), io.BytesIO(), lag=LAG)
+
+
+def test_a_line_without_end_is_refused(copy: runs.Run, monkeypatch):
+    monkeypatch.setattr(_lines, "LONGEST_LINE", 1 << 18)
+    source = io.BytesIO(b"year,volume\n" + b"9" * (1 << 20))
+    with pytest.raises(data.DataError, match="a line has more than 262144 bytes"):
+        runs.stream(copy, source, io.BytesIO(), lag=LAG)
+
+
+def test_too_little_memory_is_one_line(run: runs.Run, monkeypatch, capsys):
+    for error in (
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."),
+        MemoryError(),
+    ):
+
+        def fails(*_: Any, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(runs, "read_record", fails)
+        assert command(["info", str(run.path)]) == 2
+        assert capsys.readouterr().err.startswith("retrodict: error: not enough memory")

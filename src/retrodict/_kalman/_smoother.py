@@ -230,8 +230,8 @@ def _check_width(model: StateSpaceModel) -> None:
     if eps * reach**2 > 0.1:
         raise ValueError(
             f"parallel=True forms covariances, and in {scale.dtype} they cannot hold a prior that"
-            f" is {reach:.0e} times as wide as the noise of an observation. Use parallel=False, or a"
-            " narrower prior."
+            f" is {reach:.0e} times as wide as the noise of an observation. Use parallel=False, or"
+            " a narrower prior."
         )
 
 

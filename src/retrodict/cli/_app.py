@@ -83,11 +83,13 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:  # standard output may be closed, or a full disk
         return _refuse(f"{error.filename or 'standard output'}: {error.strerror or error}")
     except MemoryError as error:
-        return _refuse(f"not enough memory: {error}; use fewer rows, columns or steps")
+        return _refuse(_too_large(error))
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:
         # typer's own complaints, whose class has another home in each of its versions
+        if str(error).startswith("RESOURCE_EXHAUSTED"):  # of JAX, whose class is RuntimeError
+            return _refuse(_too_large(error))
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
@@ -95,6 +97,10 @@ def run(arguments: Sequence[str]) -> int:
     if code == INTERRUPTED:
         sys.stderr.write("retrodict: interrupted\n")
     return code if isinstance(code, int) else 0
+
+
+def _too_large(error: Exception) -> str:
+    return f"not enough memory ({error}): use fewer rows, columns, states or steps"
 
 
 def _refuse(message: str) -> int:

@@ -23,7 +23,7 @@ from retrodict.cli._job import (
     ended_together,
     join,
 )
-from retrodict.cli._options import ASKED, AsJson, Seed
+from retrodict.cli._options import ASKED, MOST, AsJson, Seed
 from retrodict.cli._progress import Stages
 from retrodict.cli._stream import (
     Figure,
@@ -177,7 +177,8 @@ def fit(
         str | None, typer.Option(help="The family to train.", show_default="mixture")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of each training.", show_default="2000")
+        int | None,
+        typer.Option(min=1, max=MOST, help="Steps of each training.", show_default="2000"),
     ] = None,
     seed: Seed = 0,
     dry_run: Annotated[
@@ -355,6 +356,7 @@ def forecast(
         int | None,
         typer.Option(
             min=1,
+            max=MOST,
             help="How many rows to forecast.",
             show_default="those of the file of --at or --inputs",
         ),
@@ -475,7 +477,8 @@ def plot(
     source: DataFile,
     out: Annotated[Path, typer.Option(help="A .png, .svg or .pdf file.")],
     steps: Annotated[
-        int | None, typer.Option("--forecast", min=0, help="Rows to forecast beyond the data.")
+        int | None,
+        typer.Option("--forecast", min=0, max=MOST, help="Rows to forecast beyond the data."),
     ] = None,
     at: ComingTimes = None,
     future: ComingInputs = None,
@@ -512,7 +515,9 @@ def plot(
 
 def stream(
     run: RunFolder,
-    lag: Annotated[int, typer.Option(min=1, help="Rows to wait before a row is smoothed.")] = 20,
+    lag: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Rows to wait before a row is smoothed.")
+    ] = 20,
     out: Annotated[
         Path | None,
         typer.Option(help="Append the answers to this file: after a kill each row is there once."),

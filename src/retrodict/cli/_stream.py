@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from retrodict.cli._errors import UserError
+from retrodict.cli._options import MOST
 
 if TYPE_CHECKING:
     from retrodict.runs import Learned, Learning
@@ -60,14 +61,18 @@ Steps = Annotated[
 Window = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Rows that a gradient goes back, in runs with a family.", show_default="8"
+        min=1,
+        max=MOST,
+        help="Rows that a gradient goes back, in runs with a family.",
+        show_default="8",
     ),
 ]
 History = Annotated[
     Path | None, typer.Option(help="Append what is learned to this .csv file now and then.")
 ]
 HistoryEvery = Annotated[
-    int | None, typer.Option(min=1, help="Rows between lines of the history.", show_default="100")
+    int | None,
+    typer.Option(min=1, max=MOST, help="Rows between lines of the history.", show_default="100"),
 ]
 Figure = Annotated[
     Path | None, typer.Option(help="Draw the history into this .png, .svg or .pdf file.")

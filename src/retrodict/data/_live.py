@@ -66,6 +66,9 @@ class LiveReader:
 
     Attributes:
         skipped: how many rows were skipped.
+
+    Raises:
+        DataError: if the header lacks a column of the layout.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class LiveReader:
         self.layout, self.header, self.owner = layout, header, owner
         self.last, self.resumed = last, last
         self.line, self.skipped = 1, 0
+        # The header may have been forgotten. It is its own first row until there is another.
+        self._require(text_source(f"{header}\n{header}\n".encode(), owner))
 
     def read(self, lines: Sequence[str]) -> Rows:
         """The rows of some lines, which follow those that were read before.
@@ -102,8 +107,7 @@ class LiveReader:
             return self._nothing(len(columns))
         source = text_source("\n".join([self.header, *lines]).encode(), self.owner)
         source = dataclasses.replace(source, lines=source.lines + first - 1)
-        time = self.layout["time"]
-        source.require([*columns, *inputs, *([time] if time else [])], "of the run")
+        self._require(source)
         ys = np.stack([numbers(source, name) for name in columns], axis=1)
         us = np.stack([numbers(source, name) for name in inputs], axis=1) if inputs else None
         if us is not None and np.isnan(us).any():
@@ -123,6 +127,12 @@ class LiveReader:
         rows = np.flatnonzero(fresh)
         self._check_order(source, times, rows)
         return self._on_grid(source, times, ys, us, rows)
+
+    def _require(self, source: Any) -> None:
+        """Refuse lines without the columns of the layout."""
+        layout = self.layout
+        time = [layout["time"]] if layout["time"] else []
+        source.require([*layout["columns"], *(layout["inputs"] or []), *time], "of the run")
 
     def _times(self, source: Any, count: int) -> np.ndarray:
         time = self.layout["time"]

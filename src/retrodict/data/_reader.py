@@ -1,6 +1,7 @@
 """The reader: whatever holds a table to series that the verbs of the library take."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -219,8 +220,8 @@ def _check_roles(
         if name in roles:
             raise table.error("it is data and also the time or the series; choose.", column=name)
     for names in (roles, wanted, driving):
-        for name in names:
-            if names.count(name) > 1:
+        for name, count in Counter(names).items():
+            if count > 1:
                 raise table.error("it is named twice; name it once.", column=name)
 
 

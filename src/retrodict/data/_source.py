@@ -1,6 +1,7 @@
 """Where a table came from: its frame, and how to name a row of it in a message."""
 
 import difflib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +115,6 @@ def index_names(names: Sequence[Any]) -> list[str]:
 
 def check_names(names: Sequence[str], owner: str) -> None:
     """Refuses two columns of one name."""
-    double = sorted({name for name in names if list(names).count(name) > 1})
+    double = sorted(name for name, count in Counter(names).items() if count > 1)
     if double:
         raise DataError(f"{owner}: two columns are called {double[0]!r}; rename one of them.")

@@ -240,6 +240,7 @@ def num_stages(table: data.Table | data.SharedTable, spec: Model) -> int:
         spec: the model.
     """
     spec, _ = with_period(models.resolve(spec), table)
+    _refuse_too_large(spec, table)
     model = spec.build(len(table.names), jax.random.key(0))
     return 2 if model.is_linear_gaussian else 3
 
@@ -380,6 +381,7 @@ def starting_model(
             f" the table has {given or 'none'}. Name columns with inputs=..., and ask for the"
             " length of the step with step_input=True."
         )
+    _refuse_too_large(spec, table)
     options = table.leading_series().batch()
     key = jax.random.split(jax.random.key(seed), 4)[0]
     model = spec.build_from(options.pop("ys"), key=key, **options)
@@ -402,6 +404,38 @@ def starting_model(
             " columns=..."
         )
     return model
+
+
+MATRICES_OF_A_START = 16
+"""How many matrices of the size of a covariance are held while a model is started from data."""
+
+
+def _refuse_too_large(spec: models.ModelSpec, table: data.Table | data.SharedTable) -> None:
+    """Refuse a ready model whose matrices do not fit into the memory of this machine.
+
+    Raises:
+        RunError: if it has too many states.
+    """
+    if spec.name is None or not hasattr(os, "sysconf"):
+        return
+    built: list[bool] = []
+
+    def state() -> Any:
+        model = spec.build(len(table.names), jax.random.key(0))
+        built.append(model.is_linear_gaussian)
+        return jnp.zeros(model.state_dim)
+
+    (num_states,) = jax.eval_shape(state).shape  # no matrix is made
+    rows = table.summary.longest if built[0] else 0
+    needed = 8 * num_states**2 * (rows + MATRICES_OF_A_START)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise RunError(
+            f"The model {spec.reference} has {num_states} states for {len(table.names)} columns,"
+            f" whose covariances take {needed / 1e9:.0f} GB, and this machine has"
+            f" {memory / 1e9:.0f} GB of memory. Name fewer columns with columns=..., or choose a"
+            " model with fewer states."
+        )
 
 
 def _num_observed(model: rd.StateSpaceModel, num_inputs: int) -> int:

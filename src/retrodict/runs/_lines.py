@@ -9,15 +9,26 @@ import numpy as np
 from retrodict import data
 from retrodict._workspace import as_csv
 
+LONGEST_LINE = 1 << 24
+"""Bytes of the longest line that is read; what has no end of line would fill the memory."""
+
 
 def arriving(source: Any) -> Iterator[list[str]]:
-    """Lines as they come: as many as are there, and at least one."""
+    """Yield lines as they come: as many as are there, and at least one.
+
+    Raises:
+        DataError: if a line is not UTF-8, or too long.
+    """
     rest = b""
     read = getattr(source, "read1", source.read)
     while block := read(1 << 16):
         *lines, rest = (rest + block).split(b"\n")
         if lines:
             yield [_decoded(line) for line in lines]
+        if len(rest) > LONGEST_LINE:
+            raise data.DataError(
+                f"standard input: a line has more than {LONGEST_LINE} bytes; send rows of text."
+            )
     if rest.strip():
         yield [_decoded(rest)]
 
