@@ -11,6 +11,9 @@ Seed = Annotated[
 MOST = 2**31 - 1
 """The largest number of rows or steps that can be asked for: the largest size of an array."""
 
+LONGEST_MEMORY = 10**6
+"""The largest number of rows that a stream can be asked to hold in memory."""
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON, for machines.")]
 
 ASKED: ContextVar[str | None] = ContextVar("ASKED", default=None)

@@ -23,7 +23,7 @@ from retrodict.cli._job import (
     ended_together,
     join,
 )
-from retrodict.cli._options import ASKED, MOST, AsJson, Seed
+from retrodict.cli._options import ASKED, LONGEST_MEMORY, MOST, AsJson, Seed
 from retrodict.cli._progress import Stages
 from retrodict.cli._stream import (
     Figure,
@@ -516,7 +516,7 @@ def plot(
 def stream(
     run: RunFolder,
     lag: Annotated[
-        int, typer.Option(min=1, max=MOST, help="Rows to wait before a row is smoothed.")
+        int, typer.Option(min=1, max=LONGEST_MEMORY, help="Rows to wait before a row is smoothed.")
     ] = 20,
     out: Annotated[
         Path | None,

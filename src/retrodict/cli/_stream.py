@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from retrodict.cli._errors import UserError
-from retrodict.cli._options import MOST
+from retrodict.cli._options import LONGEST_MEMORY, MOST
 
 if TYPE_CHECKING:
     from retrodict.runs import Learned, Learning
@@ -62,7 +62,7 @@ Window = Annotated[
     int | None,
     typer.Option(
         min=1,
-        max=MOST,
+        max=LONGEST_MEMORY,
         help="Rows that a gradient goes back, in runs with a family.",
         show_default="8",
     ),

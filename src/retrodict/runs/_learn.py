@@ -418,15 +418,12 @@ def _refuse_too_large(spec: models.ModelSpec, table: data.Table | data.SharedTab
     """
     if spec.name is None or not hasattr(os, "sysconf"):
         return
-    built: list[bool] = []
-
-    def state() -> Any:
-        model = spec.build(len(table.names), jax.random.key(0))
-        built.append(model.is_linear_gaussian)
-        return jnp.zeros(model.state_dim)
-
-    (num_states,) = jax.eval_shape(state).shape  # no matrix is made
-    rows = table.summary.longest if built[0] else 0
+    try:  # ready models have as many states more for each column
+        one, two = (spec.build(columns, jax.random.key(0)) for columns in (1, 2))
+    except models.ModelError:
+        return  # of a fixed number of columns
+    num_states = one.state_dim + (len(table.names) - 1) * (two.state_dim - one.state_dim)
+    rows = table.summary.longest if one.is_linear_gaussian else 0
     needed = 8 * num_states**2 * (rows + MATRICES_OF_A_START)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
