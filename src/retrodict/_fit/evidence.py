@@ -35,7 +35,7 @@ class EvidenceResult(eqx.Module):
 
     Attributes:
         model: the model with the greatest log-evidence that was seen.
-        history: the log-evidence of each step's series, in nats a time step; of several starts, on
+        history: the log-evidence of each step's series, in nats per time step; of several starts, on
             the way that ended best.
         log_evidence: the log-evidence of all series under `model` (plus its log prior, if there is
             one), in nats.
