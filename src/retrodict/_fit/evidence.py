@@ -35,8 +35,8 @@ class EvidenceResult(eqx.Module):
 
     Attributes:
         model: the model with the greatest log-evidence that was seen.
-        history: the log-evidence of each step's series, in nats per time step; of several starts, on
-            the way that ended best.
+        history: the log-evidence of each step's series, in nats per time step; of several
+            starts, that of the best one.
         log_evidence: the log-evidence of all series under `model` (plus its log prior, if there is
             one), in nats.
         num_skipped: how many steps were skipped since their gradient was not finite.

@@ -61,10 +61,10 @@ def kalman_smoother(
     d + 1 entries, the log-evidence can be differentiated twice and the chain once; more than that
     raises a `TypeError`.
 
-    A direction of the state that is too narrow for the precision (relative width below about 1e-5 in
-    float64 and 1e-2 in float32, where the backward gain in it is large) is left out of the backward
-    kernels. Means and covariances are then off by about that width, and `chain.log_prob` is not the
-    log density of the exact posterior.
+    A direction of the state that is too narrow for the precision (relative width below about 1e-5
+    in float64 and 1e-2 in float32, where the backward gain in it is large) is left out of the
+    backward kernels. Means and covariances are then off by about that width, and `chain.log_prob`
+    is not the log density of the exact posterior.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
