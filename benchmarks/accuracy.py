@@ -257,8 +257,8 @@ def particles() -> dict[str, Any]:
 
 def windows() -> dict[str, Any]:
     """Section 5.2, series of 256: the gradient over windows beside that over whole series."""
-    from retrodict._fit.batch import prepare_batch
-    from retrodict._fit.objective import Objective
+    from retrodict._learning.batch import prepare_batch
+    from retrodict._learning.objective import Objective
 
     n, short = 256, simulate(NONLINEAR, 0, NUM_SERIES, LENGTH)[1]
     ys = simulate(NONLINEAR, 5, 64, n)[1]

@@ -29,9 +29,9 @@ from accuracy import (
     simulate,
     trained,
 )
-from retrodict._bounds import curvature, methods, on_grid, wasserstein
-from retrodict._bounds.distances import gaussian_distance
-from retrodict._mask import Series
+from retrodict._series import Series
+from retrodict.bounds import curvature, methods, on_grid, wasserstein
+from retrodict.bounds.distances import gaussian_distance
 from retrodict.experiments import published
 
 RESULTS = Path(__file__).with_name("results") / "bounds.json"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from retrodict._bounds.finite import RIGOROUS, FiniteProblem, finite_bounds
+from retrodict.bounds.finite import RIGOROUS, FiniteProblem, finite_bounds
 
 jax.config.update("jax_enable_x64", True)
 

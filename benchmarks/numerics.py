@@ -2,7 +2,7 @@
 
 Prints, for the filter and smoother at n = 2000 in float64, run and compile times by dimension with
 loops unrolled at that dimension and with LAPACK instead, and without fences. This is where the
-threshold `retrodict._linalg.UNROLLED` comes from.
+threshold `retrodict._numerics.linalg.UNROLLED` comes from.
 
     python benchmarks/numerics.py [--dims 2 3 4 5 6 8]
 """
@@ -25,7 +25,7 @@ def measure(spelling: str, dim: int, answers: multiprocessing.Queue) -> None:
     import numpy as np
 
     import retrodict as rd
-    from retrodict import _linalg
+    from retrodict._numerics import linalg as _linalg
 
     jax.config.update("jax_enable_x64", True)
     _linalg.UNROLLED = 0 if spelling == "LAPACK" else 64

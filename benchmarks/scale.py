@@ -26,10 +26,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import retrodict as rd
 from kalman import problem, retrodict_model
 from measure import Task
-from retrodict._fit.objective import Objective
-from retrodict._fit.segments import default_segment
-from retrodict._fit.source import Batch
-from retrodict._mask import Series
+from retrodict._learning.objective import Objective
+from retrodict._learning.segments import default_segment
+from retrodict._learning.source import Batch
+from retrodict._series import Series
 from roofline import Peaks, measure, measured_peaks, memory_of
 
 STATE, OBS = 3, 4

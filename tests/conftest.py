@@ -72,6 +72,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """Drop compiled programs after each file: a process may map a limited number of pages.
+
+    Each program takes several memory mappings. Linux allows 65,530 per process, and the compiler
+    crashes beyond that.
+    """
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def key() -> jax.Array:
     return jax.random.key(0)

@@ -16,7 +16,7 @@ import numpy as np
 
 import retrodict as rd
 from linear_models import random_model
-from retrodict._sharded import Parallel
+from retrodict.distributed.time_sharding import Parallel
 
 LONG = 8192
 

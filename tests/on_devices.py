@@ -15,10 +15,10 @@ from jax import lax
 
 import retrodict as rd
 from blocks import InBlocks
-from retrodict._devices import MeshLike, as_mesh
-from retrodict._fit.batch import prepare_batch
-from retrodict._fit.source import Batch, in_memory, spread
-from retrodict._mask import Series
+from retrodict._learning.batch import prepare_batch
+from retrodict._learning.source import Batch, in_memory, spread
+from retrodict._series import Series
+from retrodict.distributed import MeshLike, as_mesh
 
 jax.config.update("jax_enable_x64", True)
 

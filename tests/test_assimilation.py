@@ -9,7 +9,7 @@ import pytest
 
 import retrodict as rd
 from linear_models import random_model
-from retrodict._family._recursions import _inverse_of_lower
+from retrodict._families.recursions import _inverse_of_lower
 
 N = 12
 

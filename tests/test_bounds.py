@@ -18,10 +18,12 @@ import scipy.stats
 import retrodict as rd
 from bounded_law import Within
 from linear_models import lower_factor, random_mask, random_model
-from retrodict._bounds import curvature, distances, driver, gains, mixing, on_grid, wasserstein
-from retrodict._bounds.methods import Found
-from retrodict._importance.pareto import pareto_shape
-from retrodict._mask import Series
+from retrodict._particles.pareto import pareto_shape
+from retrodict._series import Series
+from retrodict.bounds import curvature, distances, gains, on_grid, wasserstein
+from retrodict.bounds import error_bound as driver
+from retrodict.bounds import hypotheses as mixing
+from retrodict.bounds.methods import Found
 
 N = 12
 WINDOW = 64

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import retrodict as rd
-from retrodict._bounds import finite
-from retrodict._bounds.finite import FiniteBounds, FiniteProblem, finite_bounds
+from retrodict.bounds import finite
+from retrodict.bounds.finite import FiniteBounds, FiniteProblem, finite_bounds
 
 PERTURBATIONS = ("misspecified", "random", "one defect", "noisy", "nearly exact")
 FUNCTIONALS = ("random", "adversarial", "state", "one time", "indicator", "constant sign")

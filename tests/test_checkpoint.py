@@ -30,6 +30,7 @@ from retrodict._checkpoint import allowed, read_checkpoint, write_checkpoint
 from retrodict._checkpoint.file import FORMAT
 from retrodict._checkpoint.names import name_of, resolve
 from retrodict._checkpoint.records import is_record_class
+from retrodict._series import Series
 
 RNG = np.random.default_rng(0)
 
@@ -721,6 +722,22 @@ def test_records_are_written_with_allowed_names_alone(tmp_path: Path):
     rd.save(tmp_path / "old.rd", make_model())
     rewrite(tmp_path / "old.rd", lambda m, _: m.pop("names_version"), content=True, whole=True)
     assert same(rd.load(tmp_path / "old.rd"), make_model())  # as version 0.1 wrote it
+
+
+def test_files_with_the_module_names_of_version_0_1_are_read(tmp_path: Path):
+    path = tmp_path / "series.rd"
+    series = Series(jnp.ones((3, 1)), None, None, None)
+    rd.save(path, series)
+
+    def edit(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
+        text = json.dumps(manifest["tree"])
+        assert "retrodict._series:Series" in text
+        old = text.replace("retrodict._series:Series", "retrodict._mask:Series")
+        manifest["tree"] = json.loads(old)
+
+    rewrite(path, edit, content=True, whole=True)
+    assert same(rd.load(path), series)
+    assert set(allowed.RENAMED.values()) <= set(allowed.CLASSES)
 
 
 def test_a_name_of_a_later_version_asks_for_it(tmp_path: Path):

@@ -11,8 +11,8 @@ import pytest
 import joint_gaussian
 import retrodict as rd
 from linear_models import random_model
-from retrodict._elbo import elbo_of_series
-from retrodict._expectation import check_chain, check_estimator
+from retrodict._expectations.elbo import elbo_of_series
+from retrodict._expectations.expectation import check_chain, check_estimator
 from retrodict._model import prepare_data
 
 LENGTH = 5

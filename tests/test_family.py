@@ -15,7 +15,7 @@ import pytest
 import retrodict as rd
 from linear_models import random_model
 from registry import FAMILIES
-from retrodict._family._network import centres
+from retrodict._families.network import centres
 
 # Quick runs try the exact family, one with gates and one that draws: all of them share their base,
 # and each compiles every test anew. The others are run with the slow tests.

@@ -1,5 +1,6 @@
 """Learning: families, models and both; interruptions, restarts and what must be refused."""
 
+import importlib
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -11,11 +12,13 @@ import pytest
 
 import retrodict as rd
 from linear_models import singular_models
-from retrodict._fit import variational
-from retrodict._fit.batch import minibatch, prepare_batch
-from retrodict._fit.objective import Objective
-from retrodict._fit.source import Batch
-from retrodict._train import MAX_SKIPPED_IN_A_ROW, keep, start
+from retrodict._learning.batch import minibatch, prepare_batch
+from retrodict._learning.objective import Objective
+from retrodict._learning.source import Batch
+from retrodict._learning.train import MAX_SKIPPED_IN_A_ROW, keep, start
+
+# The package exports the function under the same name.
+fit_module = importlib.import_module("retrodict._learning.fit")
 
 N, BATCH = 12, 6
 
@@ -130,7 +133,7 @@ def test_the_same_key_gives_the_same_parameters(whole, ys):
 
 def test_a_killed_fit_resumes_to_the_last_bit(whole, ys, tmp_path, monkeypatch):
     path = tmp_path / "fit.rd"
-    write, calls = variational.write_checkpoint, []
+    write, calls = fit_module.write_checkpoint, []
 
     def die(*arguments):
         write(*arguments)
@@ -138,10 +141,10 @@ def test_a_killed_fit_resumes_to_the_last_bit(whole, ys, tmp_path, monkeypatch):
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(variational, "write_checkpoint", die)
+    monkeypatch.setattr(fit_module, "write_checkpoint", die)
     with pytest.raises(KeyboardInterrupt):
         fit(conjugate(), tanh_model(), ys, checkpoint=path)
-    monkeypatch.setattr(variational, "write_checkpoint", write)
+    monkeypatch.setattr(fit_module, "write_checkpoint", write)
     resumed = fit(conjugate(), tanh_model(), ys, checkpoint=path)
     assert same(whole.family, resumed.family)
     assert np.array_equal(whole.history, resumed.history)
@@ -283,7 +286,7 @@ def test_a_fit_far_below_its_training_series_is_called_overfitted(ys):
 
 
 def test_a_fit_far_below_the_particle_evidence_is_called_underfitted(ys, monkeypatch):
-    monkeypatch.setattr(variational, "FEWEST_COMPARED", 1)
+    monkeypatch.setattr(fit_module, "FEWEST_COMPARED", 1)
     options = {"num_steps": 1, "estimator": rd.Quadrature(3)}
     # Of so little noise an untrained family makes nothing.
     sharp = eqx.tree_at(lambda m: m.emission.scale_tril.std, tanh_model(), jnp.array([0.01]))
@@ -497,7 +500,7 @@ class ExactButDrawn(rd.AbstractSampledFamily):
 
 @pytest.mark.slow
 def test_a_killed_fit_of_drawn_paths_resumes_to_the_last_bit(ys, tmp_path, monkeypatch):
-    path, write = tmp_path / "fit.rd", variational.write_checkpoint
+    path, write = tmp_path / "fit.rd", fit_module.write_checkpoint
     family, options = DRAWN["mixture"](), {"num_steps": 10}
     whole = fit(family, tanh_model(), ys, **options)
 
@@ -505,10 +508,10 @@ def test_a_killed_fit_of_drawn_paths_resumes_to_the_last_bit(ys, tmp_path, monke
         write(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(variational, "write_checkpoint", die)
+    monkeypatch.setattr(fit_module, "write_checkpoint", die)
     with pytest.raises(KeyboardInterrupt):
         fit(family, tanh_model(), ys, checkpoint=path, **options)
-    monkeypatch.setattr(variational, "write_checkpoint", write)
+    monkeypatch.setattr(fit_module, "write_checkpoint", write)
     resumed = fit(family, tanh_model(), ys, checkpoint=path, **options)
     assert same(whole.family, resumed.family)
     assert np.array_equal(whole.history, resumed.history)
@@ -559,7 +562,7 @@ def test_em_never_lowers_the_evidence_and_ends_near_its_maximum(ys):
 @pytest.mark.slow
 def test_the_m_step_maximises_the_intermediate_quantity(ys):
     """No small change of any parameter of the M-step's model raises E_q[log p]."""
-    from retrodict._fit.em import maximise
+    from retrodict._learning.em import maximise
 
     model = linear_model(0.4, 0.5, 0.5)
     batch = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")

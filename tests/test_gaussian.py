@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import retrodict as rd
-from retrodict._gaussian import expected_log_density
+from retrodict._laws.gaussian import expected_log_density
 
 # Its stub takes no array for the covariance.
 multivariate_normal: Any = scipy.stats.multivariate_normal

@@ -13,7 +13,7 @@ import pytest
 import scipy.stats
 
 import retrodict as rd
-from retrodict._grid import diagnosis, transition
+from retrodict._exact.grid import diagnosis, transition
 
 # ---------------------------------------------------------------------------------------------
 # Oracles: numpy alone.
@@ -728,7 +728,7 @@ def test_wrong_calls(ys):
 
 
 def test_a_joint_law_that_would_not_fit_is_refused(oracle, monkeypatch):
-    monkeypatch.setattr("retrodict._grid.posterior.DENSE_ENTRIES", 1000)
+    monkeypatch.setattr("retrodict._exact.grid.posterior.DENSE_ENTRIES", 1000)
     with pytest.raises(ValueError, match="Use expectation_pairwise or cross_covariance"):
         oracle.pairwise(1)
 

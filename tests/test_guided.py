@@ -19,7 +19,7 @@ from jaxtyping import Array
 import retrodict as rd
 from bounded_law import Within
 from linear_models import random_model
-from retrodict._particle.pairs import Pairs
+from retrodict._particles.pairs import Pairs
 from wrong_chain import shaken
 
 UNTYPED = cast(Any, rd)

@@ -19,7 +19,7 @@ import scipy.stats
 import retrodict as rd
 from bounded_law import Within
 from linear_models import random_mask, random_model
-from retrodict._importance.pareto import pareto_shape, pareto_smoothed
+from retrodict._particles.pareto import pareto_shape, pareto_smoothed
 from wrong_chain import shaken
 
 UNTYPED = cast(Any, rd)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import retrodict as rd
-from retrodict._information.driver import _is_hopeless
-from retrodict._information.result import Inverse
+from retrodict._learning.information.parameter_errors import _is_hopeless
+from retrodict._learning.information.result import Inverse
 
 
 def _scale(kernel: rd.LinearGaussianKernel) -> jax.Array:
@@ -131,7 +131,7 @@ def test_differences_of_gradients_are_second_derivatives(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """What larger states get on a CPU."""
-    monkeypatch.setattr("retrodict._information.exact.UNROLLED", 0)
+    monkeypatch.setattr("retrodict._learning.information.exact.UNROLLED", 0)
     differenced = exact(maximum, series)
     np.testing.assert_allclose(differenced.information, found.information, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(differenced.score, found.score, atol=1e-9)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from retrodict import _linalg as linalg
+from retrodict._numerics import linalg
 
 SIZES = (1, 2, 3, 5, 6, 7, 13)
 CASES = pytest.mark.parametrize(

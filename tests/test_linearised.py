@@ -13,9 +13,9 @@ import pytest
 
 import retrodict as rd
 from linear_models import random_mask, random_model
-from retrodict._factored import Factored
 from retrodict._linearised import diagnosis, moments, recursion, rules
 from retrodict._model import prepare_data
+from retrodict._numerics.ldl import Factored
 
 METHODS: dict[str, Any] = {
     "extended": rd.extended_smoother,

@@ -11,11 +11,11 @@ from jax.flatten_util import ravel_pytree
 from scipy.special import ndtri
 
 import retrodict as rd
-from retrodict._fit.objective import Objective
-from retrodict._fit.source import Batch
-from retrodict._mask import Series
+from retrodict._learning.objective import Objective
+from retrodict._learning.source import Batch
 from retrodict._model import learnable
-from retrodict._online.parts import Parts, parts_of
+from retrodict._series import Series
+from retrodict.online.parts import Parts, parts_of
 
 KEY = jax.random.key(0)
 NUM_SEEDS = 200

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 
 import retrodict as rd
 from linear_models import random_model
-from retrodict._prefix import linear_recurrence
+from retrodict._numerics.associative_scan import linear_recurrence
 
 N, LENGTH = 37, 30
 """More rows than the scan sums one after another, and no power of two."""

@@ -17,10 +17,10 @@ import scipy.special
 import scipy.stats
 
 import retrodict as rd
-from retrodict._particle import backward as backward_module
-from retrodict._particle import resampling
-from retrodict._particle.exponential import power_of_two
-from retrodict._particle.pairs import Pairs
+from retrodict._particles import backward as backward_module
+from retrodict._particles import resampling
+from retrodict._particles.exponential import power_of_two
+from retrodict._particles.pairs import Pairs
 
 RARE = 1e-6
 SCHEMES = ("systematic", "stratified", "residual", "multinomial")

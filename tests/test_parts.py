@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from retrodict._parts import in_parts
+from retrodict._numerics.batched_map import in_parts
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 4), (4, 4), (5, 4), (7, 3), (9, 1), (13, 5)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from retrodict._prefix import BLOCK, affine_suffix_scan, prefix_scan
+from retrodict._numerics.associative_scan import BLOCK, affine_suffix_scan, prefix_scan
 
 LENGTHS = (1, 2, 15, 16, 17, 100)
 

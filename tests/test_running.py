@@ -15,9 +15,9 @@ from scipy.stats import multivariate_normal
 import retrodict as rd
 from linear_models import random_mask, random_model
 from registry import FAMILIES
-from retrodict._online import samples
-from retrodict._online.followed import add_up
-from retrodict._online.weights import backward_law, log_weights
+from retrodict.online import samples
+from retrodict.online.followed import add_up
+from retrodict.online.weights import backward_law, log_weights
 
 N, CHUNK, LAG = 6, 3, 2
 KEY = jax.random.key(11)

@@ -12,7 +12,7 @@ from scipy import stats
 
 import retrodict as rd
 from linear_models import lower_factor, random_model
-from retrodict._estimator.backward_sampling import _quantiles
+from retrodict._expectations.backward_sampling import _quantiles
 
 N, LENGTH = 5, 4
 

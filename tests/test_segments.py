@@ -13,14 +13,14 @@ from jaxtyping import Array
 import retrodict as rd
 from linear_models import random_mask, random_model
 from registry import FAMILIES
-from retrodict._elbo import elbo_of_series
-from retrodict._expectation import Estimate
-from retrodict._family import infer_series
-from retrodict._fit.batch import prepare_batch
-from retrodict._fit.objective import Objective
-from retrodict._fit.segments import _segments, elbo_in_segments
-from retrodict._fit.source import Batch
-from retrodict._mask import Series
+from retrodict._expectations.elbo import elbo_of_series
+from retrodict._expectations.expectation import Estimate
+from retrodict._families import infer_series
+from retrodict._learning.batch import prepare_batch
+from retrodict._learning.objective import Objective
+from retrodict._learning.segments import _segments, elbo_in_segments
+from retrodict._learning.source import Batch
+from retrodict._series import Series
 
 N, SEGMENT = 13, 4
 LENGTHS = np.array([13, 12, 9, 6, 5, 2, 1])

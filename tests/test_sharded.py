@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh
 
 import retrodict as rd
 from eight_devices import LONG
-from retrodict._prefix import prefix_scan
-from retrodict._sharded import appended, prepended
+from retrodict._numerics.associative_scan import prefix_scan
+from retrodict.distributed.time_sharding import appended, prepended
 
 WORKER = Path(__file__).with_name("eight_devices.py")
 

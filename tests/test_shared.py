@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import retrodict as rd
-from retrodict._devices import by_all, said_by_processes, sum_over_processes
+from retrodict.distributed import by_all, said_by_processes, sum_over_processes
 
 KEY = jax.random.key(0)
 

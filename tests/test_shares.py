@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 import retrodict as rd
-from retrodict._devices import processes
 from retrodict.data import _shares, _stored, _table
+from retrodict.distributed import processes
 
 SECONDS = 60
 

@@ -12,14 +12,14 @@ import scipy.stats
 
 import retrodict as rd
 import two_sided
-from retrodict._bounds.reference import find_reference
-from retrodict._fit.batch import prepare_batch
-from retrodict._smooth import driver
-from retrodict._smooth import grade as grading
+from retrodict._learning.batch import prepare_batch
+from retrodict._smooth import check as grading
+from retrodict._smooth import smooth as driver
 from retrodict._smooth.amortise import Training
-from retrodict._smooth.driver import _stands
-from retrodict._smooth.grade import Grade
-from retrodict._smooth.likeness import like_batch
+from retrodict._smooth.check import Grade
+from retrodict._smooth.simulate_like import like_batch
+from retrodict._smooth.smooth import _stands
+from retrodict.bounds.reference import find_reference
 
 N, QUICK = 30, {"num_steps": 3, "num_series": 8, "num_samples": 32, "progress": False}
 
@@ -333,7 +333,7 @@ def test_a_family_is_trained_with_gaps_inputs_and_lengths():
 @pytest.mark.slow
 def test_a_smoother_that_a_family_does_not_beat_is_kept(monkeypatch):
     # Nothing is good enough for this check.
-    monkeypatch.setattr("retrodict._bounds.check.MOST_DISTANCE", -1.0)
+    monkeypatch.setattr("retrodict.bounds.check.MOST_DISTANCE", -1.0)
     monkeypatch.setattr(driver, "train_family", untrained)
     found = rd.smooth(MILD, simulated(MILD), **QUICK)
     assert found.method == "linearised" and "which is therefore kept" in found.reason

@@ -18,8 +18,8 @@ import xarray as xr
 import retrodict as rd
 from blocks import InBlocks
 from retrodict import data
-from retrodict._fit import stored
-from retrodict._fit.stored import Order, Stream
+from retrodict._learning import stored
+from retrodict._learning.stored import Order, Stream
 
 KEY = jax.random.key(1)
 COUNT, N = 23, 5

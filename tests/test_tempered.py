@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import retrodict as rd
-from retrodict._bounds import reference
 from retrodict._linearised.smoother import smooth_from_paths
 from retrodict._model import prepare_data
-from retrodict._particle.tempered import tempered_smoother
+from retrodict._particles.tempered import tempered_smoother
+from retrodict.bounds import reference
 
 ERROR = 0.02
 MODEL = rd.StateSpaceModel(

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._gaussian import Diagonal, Gaussian, scale_diagonal
-from retrodict._kernel import (
+from retrodict._kernels import (
     AbstractKernel,
     AbstractLinearGaussianKernel,
     Distribution,
@@ -18,14 +17,9 @@ from retrodict._kernel import (
     NonlinearGaussianKernel,
     VaryingLinearGaussianKernel,
 )
-from retrodict._mask import Series, prepare_inputs, prepare_series
-from retrodict._parameters import (
-    AbstractParameter,
-    AbstractWhole,
-    Positive,
-    PositiveTril,
-    unwrap,
-)
+from retrodict._laws import Diagonal, Gaussian, scale_diagonal
+from retrodict._parameters import AbstractParameter, AbstractWhole, Positive, PositiveTril, unwrap
+from retrodict._series import Series, prepare_inputs, prepare_series
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import as_real_array, check_count, check_key, check_rows, is_concrete
 

@@ -8,8 +8,9 @@ function that takes a function is left out, since nothing in a model needs one.
 Add an entry, raise `NAMES_VERSION`, and a file with the new name tells an older reader to upgrade.
 """
 
-NAMES_VERSION = 1
-"""The version of this list; 0 is version 0.1, which looked names up anywhere in six packages."""
+NAMES_VERSION = 2
+"""The version of this list. Version 0 is release 0.1, which looked names up anywhere in six
+packages; version 2 has the modules of `RENAMED`."""
 
 _ACTIVATIONS = """
     celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu log_sigmoid
@@ -108,42 +109,42 @@ CLASSES: dict[str, str] = {
         TruncatedBackprop Unscented VaryingLinearGaussianKernel WeightedSamples
     """,
     # Private records of which the public ones are made.
-    "retrodict._bounds.finite.bounds": "FiniteContributions",
-    "retrodict._bounds.finite.quantities": "FiniteQuantities",
-    "retrodict._chain.defensive": "DefensiveKernel DefensiveLaw DefensiveStep",
-    "retrodict._factored": "Factored",
-    "retrodict._family._base": "Row",
-    "retrodict._family._network": "Embedded RecurrentState Transition",
-    "retrodict._family._readout": "BackwardStart",
-    "retrodict._family._recursions": "GaussianState",
-    "retrodict._family._start": "Coordinates",
-    "retrodict._family.assimilation": "Sites",
-    "retrodict._family.conjugate": "Potential",
-    "retrodict._family.kalman": "Evidence FilterState",
-    "retrodict._family.mixture": "MixtureKernel MixtureStep",
-    "retrodict._family.nonlinear": """
+    "retrodict.bounds.finite.bounds": "FiniteContributions",
+    "retrodict.bounds.finite.quantities": "FiniteQuantities",
+    "retrodict._chains.defensive": "DefensiveKernel DefensiveLaw DefensiveStep",
+    "retrodict._numerics.ldl": "Factored",
+    "retrodict._families.base": "Row",
+    "retrodict._families.network": "Embedded RecurrentState Transition",
+    "retrodict._families.readout": "BackwardStart",
+    "retrodict._families.recursions": "GaussianState",
+    "retrodict._families.start": "Coordinates",
+    "retrodict._families.assimilation": "Sites",
+    "retrodict._families.conjugate": "Potential",
+    "retrodict._families.kalman": "Evidence FilterState",
+    "retrodict._families.mixture": "MixtureKernel MixtureStep",
+    "retrodict._families.nonlinear": """
         MixtureCorrection NonlinearKernel NonlinearMixtureKernel NonlinearStep
     """,
-    "retrodict._family.scan": "ScanLayer ScanState",
-    "retrodict._functional": "LogEmission LogPrior LogTransition",
-    "retrodict._grid.diagnosis": "Diagnostics ErrorEstimate",
-    "retrodict._grid.posterior": "Held",
-    "retrodict._grid.transition": "BlockedTransition DenseTransition SeparableTransition",
-    "retrodict._kalman._operations": "Prior Transition Whitened",
+    "retrodict._families.scan": "ScanLayer ScanState",
+    "retrodict._expectations.functionals": "LogEmission LogPrior LogTransition",
+    "retrodict._exact.grid.diagnosis": "Diagnostics ErrorEstimate",
+    "retrodict._exact.grid.posterior": "Held",
+    "retrodict._exact.grid.transition": "BlockedTransition DenseTransition SeparableTransition",
+    "retrodict._exact.kalman_filter": "Prior Transition Whitened",
     "retrodict._linearised.diagnosis": "Diagnostics",
-    "retrodict._mask": "Series",
-    "retrodict._online.exact": "ExactStatistics",
-    "retrodict._online.followed": "Followed Sums",
-    "retrodict._online.kalman": "KalmanScoreState",
-    "retrodict._online.pathwise": "Frame PathwiseState",
-    "retrodict._online.samples": "SampleStatistics",
-    "retrodict._online.score": "ScoreState",
-    "retrodict._online.sensitivity": "Followed Numbers",
-    "retrodict._online.truncated": "TruncatedState",
+    "retrodict._series": "Series",
+    "retrodict.online.exact": "ExactStatistics",
+    "retrodict.online.followed": "Followed Sums",
+    "retrodict.online.kalman": "KalmanScoreState",
+    "retrodict.online.pathwise": "Frame PathwiseState",
+    "retrodict.online.samples": "SampleStatistics",
+    "retrodict.online.score": "ScoreState",
+    "retrodict.online.sensitivity": "Followed Numbers",
+    "retrodict.online.truncated": "TruncatedState",
     "retrodict._parameters": "StationaryCoefficients",
-    "retrodict._particle.cloud": "Filter",
-    "retrodict._particle.proposal": "_MeanLookahead",
-    "retrodict._train": "TrainHistory TrainState",
+    "retrodict._particles.cloud": "Filter",
+    "retrodict._particles.proposal": "_MeanLookahead",
+    "retrodict._learning.train": "TrainHistory TrainState",
     "retrodict.models._counts": "BinomialLaw NegativeBinomialLaw PoissonLaw",
     "retrodict.models._equations": """
         ConstantVelocity Lagged LinearDynamics MeanReverting Observed Regular Stationary Structural
@@ -155,6 +156,49 @@ CLASSES: dict[str, str] = {
     "retrodict.models._volatility": "VolatilityEmission",
 }
 """Classes by module, of which a file may build an instance from its fields."""
+
+
+RENAMED: dict[str, str] = {
+    "retrodict._bounds.finite.bounds": "retrodict.bounds.finite.bounds",
+    "retrodict._bounds.finite.quantities": "retrodict.bounds.finite.quantities",
+    "retrodict._chain.defensive": "retrodict._chains.defensive",
+    "retrodict._factored": "retrodict._numerics.ldl",
+    "retrodict._family._base": "retrodict._families.base",
+    "retrodict._family._network": "retrodict._families.network",
+    "retrodict._family._readout": "retrodict._families.readout",
+    "retrodict._family._recursions": "retrodict._families.recursions",
+    "retrodict._family._start": "retrodict._families.start",
+    "retrodict._family.assimilation": "retrodict._families.assimilation",
+    "retrodict._family.conjugate": "retrodict._families.conjugate",
+    "retrodict._family.kalman": "retrodict._families.kalman",
+    "retrodict._family.mixture": "retrodict._families.mixture",
+    "retrodict._family.nonlinear": "retrodict._families.nonlinear",
+    "retrodict._family.scan": "retrodict._families.scan",
+    "retrodict._functional": "retrodict._expectations.functionals",
+    "retrodict._grid.diagnosis": "retrodict._exact.grid.diagnosis",
+    "retrodict._grid.posterior": "retrodict._exact.grid.posterior",
+    "retrodict._grid.transition": "retrodict._exact.grid.transition",
+    "retrodict._kalman._operations": "retrodict._exact.kalman_filter",
+    "retrodict._mask": "retrodict._series",
+    "retrodict._online.exact": "retrodict.online.exact",
+    "retrodict._online.followed": "retrodict.online.followed",
+    "retrodict._online.kalman": "retrodict.online.kalman",
+    "retrodict._online.pathwise": "retrodict.online.pathwise",
+    "retrodict._online.samples": "retrodict.online.samples",
+    "retrodict._online.score": "retrodict.online.score",
+    "retrodict._online.sensitivity": "retrodict.online.sensitivity",
+    "retrodict._online.truncated": "retrodict.online.truncated",
+    "retrodict._particle.cloud": "retrodict._particles.cloud",
+    "retrodict._particle.proposal": "retrodict._particles.proposal",
+    "retrodict._train": "retrodict._learning.train",
+}
+"""Modules that were renamed since version 0.1, whose files name them as they were."""
+
+
+def current_name(name: str) -> str:
+    """Return today's form of a name `module:attribute` from a file."""
+    module, colon, attribute = name.partition(":")
+    return RENAMED.get(module, module) + colon + attribute
 
 
 def _names(table: dict[str, str]) -> frozenset[str]:

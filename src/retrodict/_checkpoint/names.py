@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from retrodict._checkpoint.allowed import FUNCTIONS
+from retrodict._checkpoint.allowed import FUNCTIONS, current_name
 
 # Most functions of JAX say that they live in jax._src; these are the names that will stay.
 JAX_NAMESPACES = (
@@ -33,6 +33,7 @@ def resolve(name: Any, allowed: Collection[str]) -> Any:
         name: the name in a file.
         allowed: one of the sets of names of `allowed.py`.
     """
+    name = current_name(name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in allowed:
         raise LookupError("it is not on the list of names that a file may use here")
     module, _, attribute = name.partition(":")

@@ -1,5 +1,6 @@
-"""Extended, unscented and iterated smoothers: approximate posteriors by linearisation."""
+"""Smoothers that linearise a model along a path."""
 
+from retrodict._linearised.moments import check_moments as check_moments
 from retrodict._linearised.posterior import LinearisedPosterior as LinearisedPosterior
 from retrodict._linearised.rules import Cubature as Cubature
 from retrodict._linearised.rules import GaussHermite as GaussHermite
@@ -7,4 +8,5 @@ from retrodict._linearised.rules import Taylor as Taylor
 from retrodict._linearised.rules import Unscented as Unscented
 from retrodict._linearised.smoother import extended_smoother as extended_smoother
 from retrodict._linearised.smoother import iterated_smoother as iterated_smoother
+from retrodict._linearised.smoother import smooth_from_paths as smooth_from_paths
 from retrodict._linearised.smoother import unscented_smoother as unscented_smoother

@@ -25,11 +25,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from retrodict import _linalg as linalg
-from retrodict._factored import Factored
 from retrodict._linearised.recursion import Pass
-from retrodict._mask import Series
 from retrodict._model import StateSpaceModel
+from retrodict._numerics import Factored, linalg
+from retrodict._series import Series
 from retrodict._types import Scalar
 
 WINDOW = 20

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict import _linalg as linalg
-from retrodict._gaussian import Gaussian, dense_scale
-from retrodict._kernel import (
+from retrodict._kernels import (
     AbstractGaussianKernel,
     AbstractKernel,
     AbstractLinearGaussianKernel,
     NonlinearGaussianKernel,
 )
-from retrodict._mask import Series
+from retrodict._laws import Gaussian, dense_scale
 from retrodict._model import StateSpaceModel
+from retrodict._numerics import linalg
 from retrodict._parameters import unwrap
+from retrodict._series import Series
 from retrodict._validate import is_concrete
 
 

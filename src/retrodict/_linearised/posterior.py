@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from retrodict._chain import LinearGaussianChain
+from retrodict._chains import LinearGaussianChain
 from retrodict._linearised.diagnosis import (
     MOST_CHANGE,
     MOST_MISREAD,

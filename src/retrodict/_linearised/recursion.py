@@ -9,22 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from retrodict import _linalg as linalg
-from retrodict._chain import LinearGaussianChain
-from retrodict._factored import Factored, condition, propagate
-from retrodict._gaussian import Gaussian, dense_scale
-from retrodict._kalman._operations import (
-    Transition,
-    Whitened,
-    backward_kernels,
-    reduce_rows,
-    whiten,
-)
-from retrodict._kernel import AbstractKernel, AbstractLinearGaussianKernel
+from retrodict._chains import LinearGaussianChain
+from retrodict._exact import Transition, Whitened, backward_kernels, reduce_rows, whiten
+from retrodict._kernels import AbstractKernel, AbstractLinearGaussianKernel
+from retrodict._laws import Gaussian, dense_scale
 from retrodict._linearised.moments import conditional_moments, has_constant_scale, law_moments
 from retrodict._linearised.rules import AbstractRule, Affine
-from retrodict._mask import Series
 from retrodict._model import StateSpaceModel
+from retrodict._numerics import Factored, condition, linalg, propagate
+from retrodict._series import Series
 from retrodict._types import Scalar
 
 

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict import _linalg as linalg
-from retrodict._factored import Factored
 from retrodict._linearised.moments import Moments
+from retrodict._numerics import Factored, linalg
 from retrodict._validate import check_count
 
 MAX_NODES = 10_000

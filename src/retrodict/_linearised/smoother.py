@@ -8,21 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._chain import LinearGaussianChain
-from retrodict._gaussian import Gaussian, scale_diagonal
-from retrodict._kernel import (
+from retrodict._chains import LinearGaussianChain
+from retrodict._kernels import (
     AbstractLinearGaussianKernel,
     LinearGaussianKernel,
     NonlinearGaussianKernel,
 )
+from retrodict._laws import Gaussian, scale_diagonal
 from retrodict._linearised.diagnosis import diagnose, judge
 from retrodict._linearised.moments import check_moments, seen_entries
 from retrodict._linearised.posterior import LinearisedPosterior
 from retrodict._linearised.recursion import iterate, iterate_from, linearised_filter
 from retrodict._linearised.rules import AbstractRule, AbstractSigmaPoints, Taylor, Unscented
-from retrodict._mask import Series
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._parameters import unwrap
+from retrodict._series import Series
 from retrodict._types import Scalar
 from retrodict._validate import check_count, check_finite, is_concrete
 

@@ -1,6 +1,6 @@
-"""Smoothing without choosing a smoother."""
+"""`smooth`: choose a smoother, train one if needed, and check its answer."""
 
-from retrodict._smooth.driver import Smoothed as Smoothed
-from retrodict._smooth.driver import smooth as smooth
-from retrodict._smooth.likeness import Simulated as Simulated
-from retrodict._smooth.likeness import simulate_like as simulate_like
+from retrodict._smooth.simulate_like import Simulated as Simulated
+from retrodict._smooth.simulate_like import simulate_like as simulate_like
+from retrodict._smooth.smooth import Smoothed as Smoothed
+from retrodict._smooth.smooth import smooth as smooth

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import jax
 
-from retrodict._family import AbstractFamily, MixtureFamily, NonlinearFamily
-from retrodict._fit import FitResult, fit
-from retrodict._mask import Series
+from retrodict._families import AbstractFamily, MixtureFamily, NonlinearFamily
+from retrodict._learning import FitResult, fit
 from retrodict._model import StateSpaceModel
-from retrodict._smooth.likeness import MOST_ROWS, like_batch
+from retrodict._series import Series
+from retrodict._smooth.simulate_like import MOST_ROWS, like_batch
 from retrodict._types import PRNGKey
 
 NUM_HELD_OUT = 128

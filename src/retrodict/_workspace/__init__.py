@@ -1,8 +1,5 @@
 """Folders of long computations: written whole or not at all, and taken up where they were left."""
 
-from retrodict._devices import by_all as by_all
-from retrodict._devices import is_main_process as is_main_process
-from retrodict._devices import wait_for_processes as wait_for_processes
 from retrodict._workspace.files import as_csv as as_csv
 from retrodict._workspace.files import as_json as as_json
 from retrodict._workspace.files import hold as hold
@@ -14,3 +11,6 @@ from retrodict._workspace.folder import Folder as Folder
 from retrodict._workspace.folder import Progress as Progress
 from retrodict._workspace.folder import Quiet as Quiet
 from retrodict._workspace.folder import Stage as Stage
+from retrodict.distributed import by_all as by_all
+from retrodict.distributed import is_main_process as is_main_process
+from retrodict.distributed import wait_for_processes as wait_for_processes

@@ -19,10 +19,10 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from retrodict._checkpoint import CheckpointError, load, save
-from retrodict._devices import by_all, is_main_process, wait_for_processes, word_of_main
-from retrodict._family import AbstractFamily
-from retrodict._fit import FitResult, fit
+from retrodict._families import AbstractFamily
+from retrodict._learning import FitResult, fit
 from retrodict._workspace.files import as_json, make_writable, write_atomically
+from retrodict.distributed import by_all, is_main_process, wait_for_processes, word_of_main
 
 T = TypeVar("T")
 Stage = dict[str, np.ndarray]

@@ -22,7 +22,7 @@ from retrodict.cli._options import ASKED, AsJson, Seed
 from retrodict.cli._progress import Stages
 
 if TYPE_CHECKING:
-    from retrodict.experiments.demo import Demo
+    from retrodict.experiments import demo as demo_experiment
 
 app = typer.Typer(
     name="retrodict",
@@ -172,16 +172,16 @@ def demo(
     typer.echo(f"Wrote {out / 'report.html'}, {out / 'summary.json'} and pictures.")
 
 
-def _table(found: "Demo") -> Table:
-    from retrodict.experiments.demo import COLUMNS, rows_of
+def _table(found: "demo_experiment.Demo") -> Table:
+    from retrodict.experiments import demo as demo_experiment
 
     title = "Smoothers against the exact posterior"
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-    for heading, form in COLUMNS.items():
+    for heading, form in demo_experiment.COLUMNS.items():
         lines = "\n".join(heading.split())
         table.add_column(lines, justify="right" if form else "left", no_wrap=True)
-    for row in rows_of(found):
-        cells = zip(row, COLUMNS.values(), strict=True)
+    for row in demo_experiment.rows_of(found):
+        cells = zip(row, demo_experiment.COLUMNS.values(), strict=True)
         table.add_row(*("–" if cell != cell else format(cell, form) for cell, form in cells))
     return table
 

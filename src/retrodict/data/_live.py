@@ -10,10 +10,10 @@ from retrodict.data._columns import numbers
 from retrodict.data._errors import DataError
 from retrodict.data._files import text_source
 from retrodict.data._reader import IRREGULAR
-from retrodict.data._stamps import stamps
 from retrodict.data._steps import Step, complete, parse_step, positions
 from retrodict.data._summary import written
 from retrodict.data._table import Table
+from retrodict.data._timestamps import stamps
 
 MOST_MISSING = 100_000
 """A longer gap of a stream is a wrong time: each of its rows would be answered."""

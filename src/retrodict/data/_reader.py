@@ -12,7 +12,6 @@ from retrodict.data._errors import DataError, listed
 from retrodict.data._identifiers import grouped
 from retrodict.data._objects import to_source
 from retrodict.data._source import ROW_NAMES, Source
-from retrodict.data._stamps import find_code, find_time, stamps
 from retrodict.data._steps import (
     MOST_INSERTED,
     Step,
@@ -24,6 +23,7 @@ from retrodict.data._steps import (
 )
 from retrodict.data._summary import written
 from retrodict.data._table import Piece, Table, padded_length, stack
+from retrodict.data._timestamps import find_code, find_time, stamps
 
 STEP_NAME = "step"
 IRREGULAR = "irregular"

@@ -12,17 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from retrodict._devices import by_all, said_by_processes
-from retrodict._fit import SharedSeries, own_share
+from retrodict._learning import SharedSeries, own_share
+from retrodict.data._chunked import NetcdfSeries, ParquetRows, TextRows
 from retrodict.data._errors import DataError, optional
 from retrodict.data._files import SEPARATORS
 from retrodict.data._identifiers import check_identified, ordered
-from retrodict.data._parts import NetcdfSeries, ParquetRows, TextRows
 from retrodict.data._reader import read
 from retrodict.data._source import Source, frame_source
-from retrodict.data._stamps import kind_of_times
 from retrodict.data._summary import Summary, add_up
 from retrodict.data._table import MOST_LEADING_ROWS, Table
+from retrodict.data._timestamps import kind_of_times
+from retrodict.distributed import by_all, said_by_processes
 
 
 @dataclass(frozen=True, eq=False, repr=False)

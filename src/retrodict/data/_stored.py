@@ -10,15 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from retrodict._devices import by_all, said_by_processes
-from retrodict._fit import AbstractSeriesStore, Arrays
-from retrodict._train import ProgressLine
+from retrodict._learning import AbstractSeriesStore, Arrays, ProgressLine
+from retrodict.data._chunked import NetcdfSeries, ParquetRows
 from retrodict.data._errors import DataError, listed
-from retrodict.data._parts import NetcdfSeries, ParquetRows
 from retrodict.data._reader import read
 from retrodict.data._source import Source
 from retrodict.data._summary import Summary, add_up
 from retrodict.data._table import Table
+from retrodict.distributed import by_all, said_by_processes
 
 T = TypeVar("T")
 

@@ -10,14 +10,7 @@ import numpy as np
 
 from retrodict.data._errors import DataError, listed
 from retrodict.data._steps import Step, following, parse_step
-from retrodict.data._summary import (
-    MOST_NAMED,
-    Summary,
-    as_number,
-    as_time,
-    digest_of,
-    written,
-)
+from retrodict.data._summary import MOST_NAMED, Summary, as_number, as_time, digest_of, written
 
 MOST_LEADING_ROWS = 100_000
 """How many rows of a large table say what a model and a family are to start from."""

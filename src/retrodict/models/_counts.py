@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._kernel import DistributionKernel
+from retrodict._kernels import DistributionKernel
 from retrodict._model import StateSpaceModel
 from retrodict._validate import check_count
 from retrodict.models._equations import (

@@ -15,12 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._gaussian import Diagonal, Gaussian
-from retrodict._kernel import (
-    AbstractKernel,
-    LinearGaussianKernel,
-    VaryingLinearGaussianKernel,
-)
+from retrodict._kernels import AbstractKernel, LinearGaussianKernel, VaryingLinearGaussianKernel
+from retrodict._laws import Diagonal, Gaussian
 from retrodict._parameters import (
     AbstractParameter,
     AbstractTied,

@@ -7,19 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from retrodict._gaussian import Diagonal
-from retrodict._kernel import NonlinearGaussianKernel
+from retrodict._kernels import NonlinearGaussianKernel
+from retrodict._laws import Diagonal
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import AbstractParameter, unwrap
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
-from retrodict.models._equations import (
-    AbstractNamed,
-    LinearDynamics,
-    Regular,
-    diffuse,
-    positive,
-)
+from retrodict.models._equations import AbstractNamed, LinearDynamics, Regular, diffuse, positive
 from retrodict.models._start import Sample, centre, spread
 
 

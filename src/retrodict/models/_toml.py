@@ -17,12 +17,7 @@ from retrodict._model import StateSpaceModel
 from retrodict._types import PRNGKey
 from retrodict.models._errors import ModelError, nearest
 from retrodict.models._parameters import fix_parameters, named_parameters, with_parameters
-from retrodict.models._registry import (
-    check_options,
-    option_from_text,
-    ready_model,
-    start_from,
-)
+from retrodict.models._registry import check_options, option_from_text, ready_model, start_from
 
 GIVEN = "StateSpaceModel"
 """The reference of a model that was given as a Python object, and has no other name."""

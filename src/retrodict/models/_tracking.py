@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._gaussian import LOG_2PI, Diagonal
-from retrodict._kernel import DistributionKernel, NonlinearGaussianKernel
+from retrodict._kernels import DistributionKernel, NonlinearGaussianKernel
+from retrodict._laws import LOG_2PI, Diagonal
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import AbstractParameter, unwrap
 from retrodict._types import PRNGKey

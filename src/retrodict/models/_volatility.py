@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._gaussian import Diagonal, Gaussian
-from retrodict._kernel import AbstractGaussianKernel
+from retrodict._kernels import AbstractGaussianKernel
+from retrodict._laws import Diagonal, Gaussian
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import Bounded, unwrap
 from retrodict._validate import check_count

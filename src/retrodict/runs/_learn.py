@@ -24,13 +24,11 @@ from retrodict._workspace import (
     Quiet,
     as_csv,
     as_json,
-    by_all,
     hold_folder,
-    is_main_process,
     make_writable,
-    wait_for_processes,
     write_atomically,
 )
+from retrodict.distributed import by_all, is_main_process, wait_for_processes
 from retrodict.runs._adopt import as_before
 from retrodict.runs._folder import RECORD, REPORT, TRAINING, RunError, as_plain, read_record
 from retrodict.runs._record import Model, Run, open_run, write

@@ -13,13 +13,8 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
-from retrodict._workspace import (
-    Progress,
-    Quiet,
-    is_main_process,
-    library_version,
-    write_atomically,
-)
+from retrodict._workspace import Progress, Quiet, library_version, write_atomically
+from retrodict.distributed import is_main_process
 from retrodict.runs._answer import forecast, smooth
 from retrodict.runs._check import Check, check
 from retrodict.runs._content import (

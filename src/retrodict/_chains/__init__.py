@@ -1,0 +1,10 @@
+"""Backward chains: laws of whole paths, factorised backward in time."""
+
+from retrodict._chains.base import AbstractBackwardChain as AbstractBackwardChain
+from retrodict._chains.base import AbstractKernelChain as AbstractKernelChain
+from retrodict._chains.defensive import covered as covered
+from retrodict._chains.linear_gaussian import LinearGaussianChain as LinearGaussianChain
+from retrodict._chains.linear_gaussian import marginals_with_density as marginals_with_density
+from retrodict._chains.sampled import AbstractBackwardKernel as AbstractBackwardKernel
+from retrodict._chains.sampled import SampledChain as SampledChain
+from retrodict._chains.sampled import Trace as Trace

@@ -1,0 +1,379 @@
+"""The posterior on a grid, and what can be asked of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from retrodict._exact.grid.diagnosis import Diagnostics, ErrorEstimate, Status, explain
+from retrodict._exact.grid.mesh import Grid
+from retrodict._exact.grid.transition import (
+    BLOCK_ENTRIES,
+    DENSE_ENTRIES,
+    Kind,
+    densities,
+    in_blocks,
+    operators,
+)
+from retrodict._kernels import AbstractKernel
+from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import as_real_array, check_count, check_key, is_concrete
+
+
+class Held(eqx.Module):
+    """A kernel split into arrays and the rest, so that `jax.jit` and `jax.vmap` may return it."""
+
+    arrays: Any
+    rest: Any = eqx.field(static=True)
+
+    def __init__(self, kernel: Any):
+        self.arrays, self.rest = eqx.partition(
+            kernel, lambda leaf: isinstance(leaf, (jax.Array, np.ndarray))
+        )
+
+    @property
+    def kernel(self) -> AbstractKernel:
+        """The kernel."""
+        return eqx.combine(self.arrays, self.rest)
+
+
+class GridPosterior(eqx.Module):
+    """The law of the states given the whole series, on the points of a grid.
+
+    Attributes:
+        grid: the grid.
+        weights: smoothing probabilities p(x_k = point | y), each row summing to 1.
+        filter_weights: filtering probabilities p(x_k = point | y_{0:k}).
+        mean: smoothed means.
+        covariance: smoothed covariances.
+        log_evidence: log p(y_{0:n-1}), the sum of the increments.
+        log_evidence_increments: log p(y_k | y_{0:k-1}), zero where there is no row.
+        error: estimated errors of the log-evidence, the means and the covariances.
+        diagnostics: how well the grid held the posterior, at each time.
+        status: 0 if the grid was good enough; 1 if no point explains an observation, 2 if mass lies
+            at the edge, 3 if the grid is too coarse for the posterior or 4 for the transition, 5 if
+            mass leaves the box. `check` explains.
+        status_time: the time at which the status was worst.
+        inputs: the inputs, or `None`.
+        length: how many rows exist, or `None` if all of them do.
+        transition: the transition, held so that it passes through `jax.jit`.
+        tolerance: the mass that was allowed at the edge.
+        kind: how the transition is applied.
+    """
+
+    grid: Grid
+    weights: Float[Array, "time point"]
+    filter_weights: Float[Array, "time point"]
+    mean: Float[Array, "time state"]
+    covariance: Float[Array, "time state state"]
+    log_evidence: Scalar
+    log_evidence_increments: Float[Array, "time"]
+    error: ErrorEstimate
+    diagnostics: Diagnostics
+    status: Int[Array, ""]
+    status_time: Int[Array, ""]
+    inputs: Float[Array, "time input"] | None
+    length: Int[Array, ""] | None
+    transition: Held
+    tolerance: Scalar
+    kind: Kind = eqx.field(static=True)
+
+    @property
+    def points(self) -> Float[Array, "point state"]:
+        """The points of the grid."""
+        return self.grid.points
+
+    @property
+    def density(self) -> Float[Array, "time point"]:
+        """The smoothing density at the points: the weights without the quadrature's."""
+        return self.weights * jnp.exp(-self.grid.log_quadrature)[None, :]
+
+    @property
+    def boundary_mass(self) -> Float[Array, "*batch time"]:
+        """Posterior probability of the outer 2% of the box."""
+        return self.diagnostics.boundary_mass
+
+    @property
+    def discretisation_error(self) -> Float[Array, "*batch"]:
+        """An estimate, on the safe side, of the largest error that the grid makes.
+
+        It is the largest of the error of the log-evidence in nats, of any mean in posterior
+        standard deviations, and of any covariance in products of them; `error` has each by itself.
+        Three times the difference from a second run, with three quarters of the points in each
+        coordinate, is added to the mass at the edge. That is right to a factor of three where the
+        error is a power of the spacing. For smooth densities it is the error of a grid a quarter
+        coarser, and so much above that of this one, about the square root of it.
+        """
+        return self.error.worst
+
+    def check(self) -> "GridPosterior":
+        """Raises a `ValueError` with the remedy unless the grid was good enough; returns itself."""
+        if not is_concrete(self.status):
+            raise ValueError("check needs to know the status: call it outside of jit and vmap.")
+        if np.any(np.asarray(self.status) != Status.FINE):
+            if np.ndim(self.status) > 0:
+                raise ValueError(
+                    f"Of a batch, the series {np.flatnonzero(self.status).tolist()} were refused."
+                    " Check each on its own: jax.tree.map(lambda leaf: leaf[i], posterior).check()."
+                )
+            raise ValueError(
+                explain(
+                    Status(int(self.status)),
+                    int(self.status_time),
+                    self.diagnostics,
+                    self.grid,
+                    (self.mean, self.covariance),
+                    float(self.tolerance),
+                )
+            )
+        return self
+
+    def expectation(self, fn: Callable[[Array], Array]) -> Float[Array, "time ..."]:
+        """E[fn(x_k) | y] for every k.
+
+        Args:
+            fn: a function of one state, of shape `(state,)`, to an array of any shape.
+        """
+        values = jnp.asarray(jax.vmap(fn)(self.points), self.weights.dtype)
+        return jnp.tensordot(self.weights, values, axes=1, precision=jax.lax.Precision.HIGHEST)
+
+    def expectation_pairwise(
+        self, fn: Callable[..., Array], data: Any = None
+    ) -> Float[Array, "pair ..."]:
+        """E[fn(x_{k-1}, x_k) | y] for k = 1, …, n-1, in row k-1; zero where there is no row k.
+
+        Summed over time, it is the smoothed expectation of an additive functional. Pairs of points
+        are gone through in blocks, so that memory does not grow with the grid.
+
+        Args:
+            fn: a function of two neighbouring states to an array of any shape.
+            data: a pytree with one row a time step; if given, `fn(x_{k-1}, x_k, data_k)` is called.
+        """
+        if data is not None:
+            for leaf in jax.tree.leaves(data):
+                if jnp.shape(leaf)[:1] != (self.weights.shape[0],):
+                    raise ValueError(
+                        f"data must have one row a time step, {self.weights.shape[0]} rows, got"
+                        f" shape {jnp.shape(leaf)}."
+                    )
+        return _expectation_pairwise(self, fn, data)
+
+    def cross_covariance(self) -> Float[Array, "pair state state"]:
+        """Cov(x_{k-1}, x_k | y) for k = 1, …, n-1, in row k-1; zero where there is no row k."""
+        return _cross_covariance(self)
+
+    def pairwise(self, k: int) -> Float[Array, "point point"]:
+        """The joint law of neighbours: P(x_{k-1} = point i, x_k = point j | y), rows over i.
+
+        Args:
+            k: the time of the later state, from 1 to n-1.
+        """
+        last = self.weights.shape[0] - 1
+        if self.length is not None and is_concrete(self.length):
+            last = int(self.length) - 1
+        if not 1 <= k <= last:
+            raise ValueError(f"pairwise expects a time k between 1 and {last}, got {k}.")
+        if self.grid.size**2 > DENSE_ENTRIES:
+            raise ValueError(
+                f"The joint law on {self.grid.size} points has {self.grid.size**2} entries. Use"
+                " expectation_pairwise or cross_covariance, which do not hold it."
+            )
+        return _pairwise(self, jnp.asarray(k))
+
+    def quantile(self, probabilities: Any) -> Float[Array, "*shape time state"]:
+        """Quantiles of the smoothed law of each coordinate at each time.
+
+        The distribution function is integrated to sixth order in the spacing and interpolated by
+        a cubic whose slopes are the densities.
+
+        Args:
+            probabilities: one probability or an array of them, strictly between 0 and 1.
+
+        Returns:
+            Quantiles, with the axes of `probabilities` first.
+        """
+        levels = as_real_array(probabilities, "probabilities").astype(self.weights.dtype)
+        if is_concrete(levels):
+            known = np.asarray(levels)
+            if not ((known > 0) & (known < 1)).all():
+                raise ValueError(f"probabilities must lie strictly between 0 and 1, got {known}.")
+        columns = [_quantiles(self, axis, levels.reshape(-1)) for axis in range(self.grid.dim)]
+        return jnp.stack(columns, axis=-1).reshape(*levels.shape, -1, self.grid.dim)
+
+    def sample(self, key: PRNGKey, num_samples: int) -> Float[Array, "sample time state"]:
+        """Draws paths from the joint smoothing law on the grid, backward in time.
+
+        Draws are points of the grid and are not moved within their cells, so that their moments
+        are those of `mean` and `covariance` without bias. Rows that do not exist repeat the last
+        that does.
+
+        Args:
+            key: a typed key.
+            num_samples: the number of paths.
+        """
+        check_key(key, "sample")
+        return _sample(self, key, check_count(num_samples, "num_samples"))
+
+
+def _later(posterior: GridPosterior) -> tuple[Array, Array, Array | None, Array]:
+    """What the steps from k-1 to k read, one row for each k ≥ 1."""
+    num_times = posterior.weights.shape[0]
+    exists = jnp.ones(num_times, bool)
+    if posterior.length is not None:
+        exists = jnp.arange(num_times) < posterior.length
+    us = None if posterior.inputs is None else posterior.inputs[1:]
+    return posterior.filter_weights[:-1], posterior.weights[1:], us, exists[1:]
+
+
+def _ratio(smoothed: Array, predicted: Array) -> Array:
+    """s_k / p_k, so that f_{k-1}(i) m(x_i, x_j) times it is the joint law of a pair."""
+    return jnp.where(predicted > 0, smoothed / jnp.where(predicted > 0, predicted, 1.0), 0.0)
+
+
+@eqx.filter_jit
+def _expectation_pairwise(posterior: GridPosterior, fn: Callable, data: Any) -> Array:
+    kernel, points = posterior.transition.kernel, posterior.points
+    move = operators(kernel, posterior.grid, posterior.kind)
+
+    def value(x: Array, after: Array, row: Any) -> Array:
+        result = fn(x, after) if data is None else fn(x, after, row)
+        return jnp.asarray(result, points.dtype)
+
+    rows = None if data is None else jax.tree.map(lambda leaf: jnp.asarray(leaf)[1:], data)
+    first = None if data is None else jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], data)
+    shape = jax.eval_shape(value, points[0], points[0], first).shape
+    entries = max(1, int(np.prod(shape)))
+
+    def at_time(step: Any) -> Array:
+        (before, smoothed, u, real), row = step
+        operator, _ = move(u)
+        after = _ratio(smoothed, operator.push(before))
+
+        def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
+            sources, mass = block
+            joint = mass[:, None] * densities(kernel, sources, points, u) * after[None, :]
+            values = jax.vmap(lambda x: jax.vmap(lambda z: value(x, z, row))(points))(sources)
+            # Where there is no mass the function may be anything, infinite included.
+            values = values.reshape(*joint.shape, entries)
+            values = jnp.where(joint[:, :, None] > 0, values, 0.0)
+            highest = jax.lax.Precision.HIGHEST
+            return total + jnp.einsum("ij,ije->e", joint, values, precision=highest), None
+
+        count = points.shape[0]
+        blocks = in_blocks(points, count, entries), in_blocks(before, count, entries)
+        total, _ = jax.lax.scan(add, jnp.zeros(entries, points.dtype), blocks)
+        return jnp.where(real, total, 0.0).reshape(shape)
+
+    return jax.lax.map(at_time, (_later(posterior), rows))
+
+
+@eqx.filter_jit
+def _cross_covariance(posterior: GridPosterior) -> Array:
+    points = posterior.points
+    move = operators(posterior.transition.kernel, posterior.grid, posterior.kind)
+
+    def at_time(step: Any) -> Array:
+        (before, smoothed, u, real), mean, next_mean = step
+        operator, _ = move(u)
+        after = _ratio(smoothed, operator.push(before))
+        centred = points - next_mean[None, :]
+        pulled = jnp.stack(
+            [operator.pull(after * centred[:, i]) for i in range(points.shape[1])], axis=1
+        )
+        weighted = before[:, None] * (points - mean[None, :])
+        product = jnp.matmul(weighted.T, pulled, precision=jax.lax.Precision.HIGHEST)
+        return jnp.where(real, product, 0.0)
+
+    means = posterior.mean
+    return jax.lax.map(at_time, (_later(posterior), means[:-1], means[1:]))
+
+
+@eqx.filter_jit
+def _pairwise(posterior: GridPosterior, k: Array) -> Array:
+    kernel, points = posterior.transition.kernel, posterior.points
+    before, smoothed, u, _ = jax.tree.map(lambda leaf: leaf[k - 1], _later(posterior))
+    joint = before[:, None] * densities(kernel, points, points, u)
+    return joint * _ratio(smoothed, jnp.sum(joint, axis=0))[None, :]
+
+
+@eqx.filter_jit
+def _sample(posterior: GridPosterior, key: Array, num_samples: int) -> Array:
+    kernel, points = posterior.transition.kernel, posterior.points
+    num_times, num_points = posterior.weights.shape
+    shape = (num_times, num_samples)
+    uniforms = jax.random.uniform(key, shape, points.dtype)
+    batch = max(1, min(num_samples, BLOCK_ENTRIES // num_points))
+
+    def draw(law: Array, uniform: Array) -> Array:
+        """An index drawn by inverting cumulative sums: one uniform, not one a point."""
+        cumulative = jnp.cumsum(law)
+        # Kept below the total, so that the last point of positive mass is the last to be drawn.
+        level = jnp.minimum(uniform, 1.0 - jnp.finfo(law.dtype).eps) * cumulative[-1]
+        return jnp.searchsorted(cumulative, level, side="right")
+
+    def back(indices: Array, step: Any) -> tuple[Array, Array]:
+        (before, _, u, real), uniform = step
+
+        def draw_one(pair: tuple[Array, Array]) -> Array:
+            after, level = pair
+            return draw(before * densities(kernel, points, points[after][None], u)[:, 0], level)
+
+        earlier = jax.lax.map(draw_one, (indices, uniform), batch_size=batch)
+        earlier = jnp.where(real, earlier, indices)
+        return earlier, earlier
+
+    last = jax.vmap(lambda level: draw(posterior.weights[-1], level))(uniforms[-1])
+    _, earlier = jax.lax.scan(back, last, (_later(posterior), uniforms[:-1]), reverse=True)
+    indices = jnp.concatenate([earlier, last[None]])
+    return jnp.swapaxes(points[indices], 0, 1)
+
+
+@eqx.filter_jit
+def _quantiles(posterior: GridPosterior, axis: int, levels: Array) -> Array:
+    grid = posterior.grid
+    table = posterior.weights.reshape(-1, *grid.num_points)
+    others = tuple(i + 1 for i in range(grid.dim) if i != axis)
+    masses = jnp.sum(table, axis=others)
+    halves = jnp.ones(masses.shape[1], masses.dtype).at[jnp.array([0, -1])].set(0.5)
+    knots, spacing = grid.axes[axis], grid.spacing[axis]
+
+    def of_one(mass: Array) -> Array:
+        slope = mass / halves  # the density times the spacing
+        # The integral of the quintic through six points over its middle interval.
+        wide = jnp.pad(slope, 2)
+        count = slope.shape[0] - 1
+        parts = [wide[i : i + count] + wide[5 - i : 5 - i + count] for i in range(3)]
+        steps = jnp.maximum(11 * parts[0] - 93 * parts[1] + 802 * parts[2], 0.0)
+        heights = jnp.concatenate([jnp.zeros(1, mass.dtype), jnp.cumsum(steps / 1440)])
+        slope, heights = slope / heights[-1], heights / heights[-1]
+        cell = jnp.clip(jnp.searchsorted(heights, levels, side="right") - 1, 0, knots.shape[0] - 2)
+        ends = (heights[cell], heights[cell + 1], slope[cell], slope[cell + 1])
+        return knots[cell] + spacing * _invert_cubic(levels, *ends)
+
+    return jnp.swapaxes(jax.lax.map(of_one, masses), 0, 1)
+
+
+def _invert_cubic(
+    level: Array, low: Array, high: Array, slope_low: Array, slope_high: Array
+) -> Array:
+    """Where in [0, 1] the cubic with these end values and slopes takes the level, by bisection."""
+
+    def halve(interval: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+        left, right = interval
+        t = 0.5 * (left + right)
+        value = (
+            (1 + 2 * t) * (1 - t) ** 2 * low
+            + t * (1 - t) ** 2 * slope_low
+            + t**2 * (3 - 2 * t) * high
+            - t**2 * (1 - t) * slope_high
+        )
+        return (jnp.where(value < level, t, left), jnp.where(value < level, right, t)), None
+
+    (left, right), _ = jax.lax.scan(
+        halve, (jnp.zeros_like(level), jnp.ones_like(level)), None, length=50
+    )
+    return 0.5 * (left + right)

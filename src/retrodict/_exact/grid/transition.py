@@ -1,0 +1,278 @@
+"""Transitions as operators on a grid, applied without more memory than a block of rows needs.
+
+An operator knows the densities m(x_i, x_j) between all pairs of points and does two things with
+them: `push` carries a law forward, `pull` carries a function of the next state back. Densities are
+used as they are. The sums of their rows, Σ_j q_j m(x_i, x_j) under the quadrature weights q, are
+kept beside them: they fall short of 1 where the transition leaves the box and stray from 1 where
+its noise is narrower than the spacing, which a silent renormalisation would hide.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from retrodict._exact.grid.mesh import Grid
+from retrodict._kernels import (
+    AbstractGaussianKernel,
+    AbstractKernel,
+    LinearGaussianKernel,
+    NonlinearGaussianKernel,
+)
+from retrodict._laws import (
+    LOG_2PI,
+    Diagonal,
+    Gaussian,
+    dense_scale,
+    scale_diagonal,
+    scale_log_det,
+    scale_solve,
+)
+from retrodict._numerics import sum_of
+from retrodict._validate import is_concrete
+
+BLOCK_ENTRIES = 2**22
+"""How many densities a block may hold: 32 MiB of float64, whatever the number of points."""
+
+DENSE_ENTRIES = 2**24
+"""How many densities are kept as one matrix: 128 MiB of float64, or 4096 points."""
+
+Kind: TypeAlias = Literal["dense", "separable", "blocked"]
+
+
+class AbstractTransition(eqx.Module):
+    """The densities m(x_i, x_j) between the points of a grid, for one input."""
+
+    @abstractmethod
+    def push(self, weights: Float[Array, "point"]) -> Float[Array, "point"]:
+        """The density Σ_i w_i m(x_i, x_j) of the next state at every point j."""
+
+    @abstractmethod
+    def pull(self, values: Float[Array, "point"]) -> Float[Array, "point"]:
+        """The sum Σ_j m(x_i, x_j) v_j from every point i."""
+
+
+class DenseTransition(AbstractTransition):
+    """All densities as one matrix, computed once."""
+
+    matrix: Float[Array, "point point"]
+
+    def push(self, weights: Float[Array, "point"]) -> Float[Array, "point"]:
+        """See `AbstractTransition`."""
+        return jnp.matmul(weights, self.matrix, precision=jax.lax.Precision.HIGHEST)
+
+    def pull(self, values: Float[Array, "point"]) -> Float[Array, "point"]:
+        """See `AbstractTransition`."""
+        return jnp.matmul(self.matrix, values, precision=jax.lax.Precision.HIGHEST)
+
+
+class SeparableTransition(AbstractTransition):
+    """Densities whose coordinates are independent given the state, in two dimensions.
+
+    With m(x_i, (a, b)) = s(i, a) t(i, b), pushing is the matrix product sᵀ diag(w) t, which costs
+    what a dense product does and needs two tables of N √N entries instead of one of N².
+    """
+
+    first: Float[Array, "point a"]
+    second: Float[Array, "point b"]
+
+    def push(self, weights: Float[Array, "point"]) -> Float[Array, "point"]:
+        """See `AbstractTransition`."""
+        weighted = weights[:, None] * self.second
+        return jnp.matmul(self.first.T, weighted, precision=jax.lax.Precision.HIGHEST).reshape(-1)
+
+    def pull(self, values: Float[Array, "point"]) -> Float[Array, "point"]:
+        """See `AbstractTransition`."""
+        table = values.reshape(self.first.shape[1], self.second.shape[1])
+        inner = jnp.matmul(self.first, table, precision=jax.lax.Precision.HIGHEST)
+        return jnp.sum(inner * self.second, axis=1)
+
+
+class BlockedTransition(AbstractTransition):
+    """Densities computed anew, a block of rows at a time, whenever they are used."""
+
+    kernel: AbstractKernel
+    points: Float[Array, "point state"]
+    u: Float[Array, "input"] | None
+
+    def push(self, weights: Float[Array, "point"]) -> Float[Array, "point"]:
+        """See `AbstractTransition`."""
+
+        def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
+            sources, mass = block
+            rows = densities(self.kernel, sources, self.points, self.u)
+            return total + jnp.matmul(mass, rows, precision=jax.lax.Precision.HIGHEST), None
+
+        blocks = in_blocks(self.points), in_blocks(weights, self.points.shape[0])
+        return jax.lax.scan(add, jnp.zeros_like(weights), blocks)[0]
+
+    def pull(self, values: Float[Array, "point"]) -> Float[Array, "point"]:
+        """See `AbstractTransition`."""
+
+        def integrate(sources: Array) -> Array:
+            rows = densities(self.kernel, sources, self.points, self.u)
+            return jnp.matmul(rows, values, precision=jax.lax.Precision.HIGHEST)
+
+        return jax.lax.map(integrate, in_blocks(self.points)).reshape(-1)[: values.shape[0]]
+
+
+def densities(
+    kernel: AbstractKernel,
+    sources: Float[Array, "source state"],
+    targets: Float[Array, "target state"],
+    u: Float[Array, "input"] | None,
+) -> Float[Array, "source target"]:
+    """The table of m(x_i, x_j)."""
+    u = u if kernel.takes_input else None
+    if isinstance(kernel, AbstractGaussianKernel):
+        return _gaussian_densities(kernel, sources, targets, u)
+
+    def row(x: Array) -> Array:
+        return jax.vmap(lambda value: kernel.log_prob(x, value, u=u))(targets)
+
+    return jnp.exp(jax.vmap(row)(sources)).astype(sources.dtype)
+
+
+def _gaussian_densities(
+    kernel: AbstractGaussianKernel, sources: Array, targets: Array, u: Array | None
+) -> Float[Array, "source target"]:
+    def law_of(x: Array) -> tuple[Array, Array, Array]:
+        law = kernel.law(x, u)
+        eye = jnp.eye(law.dim, dtype=x.dtype)
+        constant = -0.5 * law.dim * LOG_2PI - scale_log_det(law.scale_tril)
+        return law.mean, scale_solve(law.scale_tril, eye), constant
+
+    # XLA would fuse the law of a source into the loop over pairs and compute it anew for each of
+    # them: seven times slower for a transition with one sine.
+    laws = jax.lax.optimization_barrier(jax.vmap(law_of)(sources))
+    means, whiteners, constants = laws
+    differences = [targets[None, :, i] - means[:, None, i] for i in range(targets.shape[1])]
+    exponents = constants[:, None]
+    for i in range(targets.shape[1]):
+        terms = [whiteners[:, None, i, j] * differences[j] for j in range(i + 1)]
+        exponents = exponents - 0.5 * sum_of(terms) ** 2
+    return jnp.exp(exponents).astype(sources.dtype)
+
+
+def in_blocks(rows: Array, num_points: int | None = None, entries: int = 1) -> Array:
+    """Cuts an array over the points into blocks; the last is filled up with zeros.
+
+    Args:
+        rows: an array with one row a point.
+        num_points: the number of columns that each row of densities has; by default, of points.
+        entries: how many numbers stand for one density in what is computed.
+    """
+    count = rows.shape[0]
+    block = max(1, min(count, BLOCK_ENTRIES // ((num_points or count) * entries)))
+    num_blocks = -(-count // block)
+    pad = [(0, num_blocks * block - count)] + [(0, 0)] * (rows.ndim - 1)
+    # Points of the filling repeat the last one: at zero a density might not be finite.
+    filled = jnp.pad(rows, pad, mode="edge") if rows.ndim > 1 else jnp.pad(rows, pad)
+    return filled.reshape(num_blocks, block, *rows.shape[1:])
+
+
+def map_rows(fn: Callable[[Any], Any], rows: Any, entries: int) -> Any:
+    """Applies a function to every row, as many at once as a block holds.
+
+    Args:
+        fn: a function of one row.
+        rows: a pytree of arrays with one common leading axis.
+        entries: how many numbers the function holds for one row.
+    """
+    count = jax.tree.leaves(rows)[0].shape[0]
+    batch = max(1, BLOCK_ENTRIES // entries)
+    # One loop less to compile where everything fits.
+    return jax.vmap(fn)(rows) if count <= batch else jax.lax.map(fn, rows, batch_size=batch)
+
+
+def kind_of(kernel: AbstractKernel, grid: Grid, u: Float[Array, "input"] | None) -> Kind:
+    """How a transition is to be applied; called outside of jit, where scales are known."""
+    if grid.dim == 2 and _is_separable(kernel, grid.lower, u):
+        return "separable"
+    return "dense" if grid.size**2 <= DENSE_ENTRIES else "blocked"
+
+
+def operators(
+    kernel: AbstractKernel, grid: Grid, kind: Kind
+) -> Callable[[Float[Array, "input"] | None], tuple[AbstractTransition, Float[Array, "point"]]]:
+    """A function of the input to the operator and the sums of its rows.
+
+    A kernel that takes no input has one operator, which is built here and now, so that scans over
+    time close over it.
+    """
+
+    def build(u: Array | None) -> tuple[AbstractTransition, Array]:
+        operator = _operator(kernel, grid, kind, u)
+        return operator, operator.pull(jnp.exp(grid.log_quadrature))
+
+    if kernel.takes_input:
+        return build
+    built = build(None)
+    return lambda u: built
+
+
+def _operator(kernel: AbstractKernel, grid: Grid, kind: Kind, u: Any) -> AbstractTransition:
+    points = grid.points
+    if kind == "separable":
+        return _separable(kernel, grid, u)
+    if kind == "dense":
+        return DenseTransition(densities(kernel, points, points, u))
+    return BlockedTransition(kernel, points, u if kernel.takes_input else None)
+
+
+def _separable(kernel: AbstractKernel, grid: Grid, u: Any) -> SeparableTransition:
+    first, second = grid.axes
+    longest = max(grid.num_points)
+    # One evaluation at (first[a], second[a]) gives an entry of either table.
+    values = jnp.stack(
+        [jnp.pad(axis, (0, longest - axis.shape[0]), mode="edge") for axis in (first, second)],
+        axis=1,
+    )
+    u = u if kernel.takes_input else None
+
+    def row(x: Array) -> tuple[Array, Array]:
+        law = kernel.law(x, u)
+        table = jnp.exp(jax.vmap(lambda value: _coordinate_log_prob(law, value))(values))
+        return table[: first.shape[0], 0], table[: second.shape[0], 1]
+
+    tables = map_rows(row, grid.points, 2 * longest)
+    return SeparableTransition(*(table.astype(first.dtype) for table in tables))
+
+
+def _coordinate_log_prob(law: Any, value: Float[Array, "state"]) -> Float[Array, "state"]:
+    """The log density of each coordinate, under a law whose coordinates are independent."""
+    if not isinstance(law, Gaussian):
+        return jnp.asarray(law.log_prob(value))
+    std = jnp.abs(scale_diagonal(law.scale_tril))
+    return -0.5 * (((value - law.mean) / std) ** 2 + LOG_2PI) - jnp.log(std)
+
+
+def _is_separable(kernel: AbstractKernel, x: Array, u: Any) -> bool:
+    if isinstance(kernel, (LinearGaussianKernel, NonlinearGaussianKernel)):
+        scale = kernel.scale_tril
+        if isinstance(scale, Diagonal):
+            return True
+        # A dense scale may be diagonal by value, 0.1 * eye for one, which is known outside of jit.
+        return is_concrete(scale) and not np.tril(np.asarray(scale), -1).any()
+    law: Any = kernel.law(x, u if kernel.takes_input else None)
+    if isinstance(kernel, AbstractGaussianKernel):
+        return isinstance(law.scale_tril, Diagonal)
+    return jax.eval_shape(lambda value: jnp.asarray(law.log_prob(value)), x).shape == x.shape
+
+
+def refuse_without_density(kernel: AbstractKernel, x: Array, u: Any) -> None:
+    """Refuses a Gaussian transition whose scale is singular, where that is known."""
+    if not isinstance(kernel, AbstractGaussianKernel):
+        return
+    law: Any = kernel.law(x, u if kernel.takes_input else None)
+    scale = dense_scale(law.scale_tril)
+    if is_concrete(scale) and (np.diagonal(np.asarray(scale)) == 0).any():
+        raise ValueError(
+            "grid_smoother expects a transition with a density, got a scale_tril with a zero on its"
+            " diagonal. Use kalman_smoother, which takes semidefinite scales, or add some noise."
+        )

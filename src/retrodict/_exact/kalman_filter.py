@@ -1,0 +1,464 @@
+"""Exact inference in linear-Gaussian models on plain arrays: filter, backward kernels, score.
+
+Observations are whitened first: noise of unit covariance, so that an entry that was not seen is a
+row of zeros, and nothing below this line knows of masks.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from retrodict._laws import LOG_2PI, Scale, masked_scale, scale_log_det, scale_solve
+from retrodict._numerics import (
+    Factored,
+    Innovations,
+    affine_suffix_scan,
+    condition,
+    condition_columns,
+    in_parts,
+    linalg,
+    propagate,
+    reverse,
+)
+from retrodict._types import Scalar
+from retrodict.distributed import Parallel, appended, prepended
+
+
+class Prior(NamedTuple):
+    """The law N(mean, scale scaleᵀ) of x_0."""
+
+    mean: Float[Array, "state"]
+    scale: Float[Array, "state noise"]
+
+
+class Transition(NamedTuple):
+    """x_k = weight x_{k-1} + bias + scale ε; each with or without a leading axis `time-1`."""
+
+    weight: Float[Array, "*time state state"]
+    bias: Float[Array, "*time state"]
+    scale: Float[Array, "*time state noise"]
+
+
+class Whitened(NamedTuple):
+    """value_k = design x_k + ε with standard normal ε; the design with or without a time axis."""
+
+    design: Float[Array, "*time whitened state"]
+    value: Float[Array, "time whitened"]
+
+    def reduced(self) -> "Whitened":
+        """Return the data with at most d + 1 entries per row: see `reduce_rows`."""
+        if self.value.shape[-1] <= self.design.shape[-1] + 1:
+            return self
+        design_axis = 0 if self.design.ndim == 3 else None
+        return Whitened(*jax.vmap(reduce_rows, in_axes=(design_axis, 0))(*self))
+
+
+def whiten(
+    weight: Float[Array, "obs state"],
+    scale: Scale,
+    residual: Float[Array, "obs"],
+    mask: Bool[Array, "obs"] | None,
+) -> tuple[Float[Array, "obs state"], Float[Array, "obs"], Scalar]:
+    """Turn y − b = w x + s ε into observations with unit noise.
+
+    Returns:
+        The design, the values, and what the change of variables adds to the log density.
+    """
+    count = jnp.asarray(residual.shape[0], residual.dtype)
+    if mask is not None:
+        seen = mask.astype(residual.dtype)
+        count = jnp.sum(seen)
+        scale = masked_scale(scale, seen)
+        weight, residual = weight * seen[:, None], residual * seen
+    design, value = scale_solve(scale, weight), scale_solve(scale, residual)
+    constant = -0.5 * LOG_2PI * count - scale_log_det(scale)
+    return design, value, constant
+
+
+def reduce_rows(
+    design: Float[Array, "obs state"], value: Float[Array, "obs"]
+) -> tuple[Float[Array, "whitened state"], Float[Array, "whitened"]]:
+    """Rotate observations with unit noise so that at most d + 1 of them are left.
+
+    With B an orthonormal basis of the span of [H, v], the entries B v with design B H have the
+    likelihood of v with design H, up to a constant (Jungbacker and Koopman 2015). B is a constant
+    to differentiation: the likelihood depends on [H, v] through its Gram matrix alone, and moving
+    out of the span changes that to second order only. Second derivatives would therefore be wrong,
+    and are refused.
+    """
+    if design.shape[0] <= design.shape[1] + 1:
+        return design, value
+    reduced = _reduced(jnp.concatenate([design, value[:, None]], axis=1))
+    return reduced[:, :-1], reduced[:, -1]
+
+
+@jax.custom_jvp
+def _reduced(columns: Float[Array, "obs c"]) -> Float[Array, "c c"]:
+    return linalg.matmul(_row_basis(columns.T), columns)
+
+
+@_reduced.defjvp
+def _reduced_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    basis = _first_order_only(_row_basis(primals[0].T))
+    return _reduced(primals[0]), linalg.matmul(basis, tangents[0])
+
+
+@jax.custom_jvp
+def _first_order_only(basis: Array) -> Array:
+    return basis
+
+
+@_first_order_only.defjvp
+def _refuse(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    raise TypeError(
+        "Filtering laws and chains can be differentiated only once where a row has more than d + 1"
+        " entries (d is the state dimension), and the log-evidence only twice. For higher"
+        " derivatives process the entries of a row as rows of their own, with no transition between"
+        " them."
+    )
+
+
+def _row_basis(rows: Float[Array, "r c"]) -> Float[Array, "r c"]:
+    """Orthonormal rows with the span of the given ones; dependent rows become zero."""
+    basis: list[Array] = []
+    tiny = jnp.finfo(rows.dtype).eps
+    for row in rows:
+        size = jnp.sqrt(jnp.sum(row**2))
+        for _ in range(2):  # twice is enough for orthogonality to rounding
+            for other in basis:
+                row = row - other * jnp.sum(other * row)
+        left = jnp.sqrt(jnp.sum(row**2))
+        keep = left > 10 * rows.shape[1] * tiny * size
+        basis.append(jnp.where(keep, row / jnp.where(keep, left, 1.0), 0.0))
+    return jnp.stack(basis)
+
+
+def step(
+    law: Factored,
+    weight: Float[Array, "state state"],
+    bias: Float[Array, "state"],
+    scale: Float[Array, "state noise"],
+    design: Float[Array, "whitened state"],
+    value: Float[Array, "whitened"],
+) -> tuple[Factored, Innovations]:
+    """The filtering law at one time from that at the time before."""
+    return condition(propagate(law, weight, bias, scale), design, value)
+
+
+def filter_laws(
+    prior: Prior, transition: Transition, data: Whitened, exists: Bool[Array, "time"] | None
+) -> tuple[Factored, Scalar]:
+    """The filtering laws of all times, and the log density of the whitened values."""
+    design_varies = data.design.ndim == 3
+    fixed, varying = _split(transition)
+    first_design = data.design[0] if design_varies else data.design
+    first, innovations = condition(Factored.from_scale(*prior), first_design, data.value[0])
+
+    def move(law: Factored, row: tuple) -> tuple[Factored, tuple[Factored, Innovations]]:
+        moving, design, value, real = row
+        design = design if design_varies else data.design
+        after, found = step(law, *_join(fixed, moving), design, value)
+        if real is not None:
+            after = jax.tree.map(lambda new, old: jnp.where(real, new, old), after, law)
+        return after, (after, found)
+
+    rows = (
+        varying,
+        data.design[1:] if design_varies else None,
+        data.value[1:],
+        None if exists is None else exists[1:],
+    )
+    _, (laws, later) = lax.scan(move, first, rows, unroll=linalg.steps_a_loop(first.dim))
+    laws, innovations = jax.tree.map(
+        lambda start, rest: jnp.concatenate([start[None], rest]),
+        (first, innovations),
+        (laws, later),
+    )
+    return laws, innovations.log_prob()
+
+
+def with_closed_form_score(
+    run: Callable[..., tuple[Factored, Scalar]], *, parallel: Parallel
+) -> Callable[..., tuple[Factored, Scalar]]:
+    """Return a filter whose log density is differentiated by `score`.
+
+    Rows of more than d + 1 entries are reduced first. `score` maps its result back to all entries,
+    so that it can be differentiated again: the Hessian of the log density is exact. If the laws are
+    differentiated as well, the derivative of the filter itself is taken.
+    """
+    zero = jax.custom_derivatives.SymbolicZero
+
+    def is_zero(leaf: object) -> bool:
+        return isinstance(leaf, zero)
+
+    def run_reduced(prior: Prior, transition: Transition, data: Whitened, exists: Array | None):
+        return run(prior, transition, data.reduced(), exists)
+
+    filtered = jax.custom_vjp(run_reduced)
+
+    def forward(*primals):
+        arguments = jax.tree.map(lambda primal: primal.value, primals)
+        laws, log_prob = run_reduced(*arguments)
+        return (laws, log_prob), (arguments, laws)
+
+    def backward(residuals, cotangents):
+        (prior, transition, data, exists), laws = residuals
+        laws_bar, log_prob_bar = cotangents
+        if all(is_zero(leaf) for leaf in jax.tree.leaves(laws_bar, is_leaf=is_zero)):
+            scores = score(prior, transition, data, exists, laws, parallel=parallel)
+            if is_zero(log_prob_bar):
+                log_prob_bar = jnp.zeros((), data.value.dtype)
+            return (*jax.tree.map(lambda leaf: leaf * log_prob_bar, scores), None)
+        dense = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if is_zero(leaf) else leaf,
+            cotangents,
+            is_leaf=is_zero,
+        )
+        _, pull = jax.vjp(partial(run_reduced, exists=exists), prior, transition, data)
+        return (*pull(dense), None)
+
+    filtered.defvjp(forward, backward, symbolic_zeros=True)
+    return filtered
+
+
+def score(
+    prior: Prior,
+    transition: Transition,
+    data: Whitened,
+    exists: Bool[Array, "time"] | None,
+    laws: Factored,
+    *,
+    parallel: Parallel = False,
+) -> tuple[Prior, Transition, Whitened]:
+    """The gradient of the log density in every argument, from one backward pass.
+
+    With r_k and N_k the derivative and the curvature of the log density of y_{k:} in the predicted
+    mean at time k (r_k = j_k + Ψ_kᵀ r_{k+1}, N_k = J_k + Ψ_kᵀ N_{k+1} Ψ_k, where Ψ_k takes a
+    predicted mean to the next one), the derivative in a predicted covariance is ½ (r rᵀ − N). The
+    chain rule through w m + b and w P wᵀ + s sᵀ gives the rest (Koopman and Shephard 1992). No
+    inverse of a state covariance is needed, so that singular noise and singular priors are fine.
+    """
+    weight, bias, scale = over_time(transition, data.value.shape[0] - 1)
+    reduced = data.reduced()
+    design, value = repeat_over_time(reduced.design, 3, data.value.shape[0]), reduced.value
+    d = laws.dim
+    if exists is not None:
+        real = exists[1:, None, None]
+        weight = jnp.where(real, weight, jnp.eye(d, dtype=weight.dtype))
+        scale = jnp.where(real, scale, 0.0)
+        bias = jnp.where(exists[1:, None], bias, 0.0)
+    before = jax.tree.map(lambda leaf: leaf[:-1], laws)
+    later = jax.vmap(propagate)(before, weight, bias, scale)
+    predicted = prepended(Factored.from_scale(*prior), later, parallel)
+    reading = jax.vmap(read)(predicted, design, value)
+    product, apply = jax.vmap(linalg.matmul), jax.vmap(linalg.matvec)
+    zero_vector, zero_matrix = jnp.zeros(d, weight.dtype), jnp.zeros((d, d), weight.dtype)
+    onward = appended(product(weight, reading.carry[:-1]), zero_matrix, parallel)
+
+    adjoint = jnp.swapaxes(onward, -1, -2)
+    rows = (adjoint, reading.slope, reading.curvature)
+    r, big_n = affine_suffix_scan(*rows, parallel) if parallel else _affine_suffix_loop(*rows)
+    outer = r[:, :, None] * r[:, None, :] - big_n
+
+    covariance = jax.vmap(lambda s: linalg.outer_gram(s))(laws.scale_tril)
+    weight_bar = r[1:, :, None] * before.mean[:, None, :] + product(
+        outer[1:], product(weight, covariance[:-1])
+    )
+    transition_bar = Transition(weight_bar, r[1:], product(outer[1:], scale))
+    if exists is not None:
+        transition_bar = jax.tree.map(
+            lambda leaf: jnp.where(exists[1:].reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0.0),
+            transition_bar,
+        )
+    # The smoothed moments, from the filtering law and what comes after it.
+    transposed = jnp.swapaxes(weight, -1, -2)
+    r_after = appended(apply(transposed, r[1:]), zero_vector, parallel)
+    n_after = appended(product(transposed, product(big_n[1:], weight)), zero_matrix, parallel)
+    mean = laws.mean + apply(covariance, r_after)
+    # With unit noise H P = Kᵀ after conditioning: H times the smoothed covariance, unsubtracted.
+    gain = jnp.swapaxes(reading.gain, -1, -2)
+    misfit = reading.residual - apply(gain, r_after)
+    shrinkage = product(n_after, covariance)
+    seen = gain - product(gain, shrinkage)
+    if reduced is not data:
+        smoothed = covariance - product(covariance, shrinkage)
+        misfit, seen = jax.vmap(_at_all_entries, in_axes=(0 if data.design.ndim == 3 else None, 0))(
+            data.design, (data.value, mean, smoothed, misfit, seen)
+        )
+    design_bar = misfit[:, :, None] * mean[:, None, :] - seen
+    return (
+        Prior(r[0], linalg.matmul(outer[0], prior.scale)),
+        Transition(
+            *(_reduce(bar, leaf) for bar, leaf in zip(transition_bar, transition, strict=True))
+        ),
+        Whitened(_reduce(design_bar, data.design), -misfit),
+    )
+
+
+def _at_all_entries(
+    design: Float[Array, "obs state"], row: tuple[Array, Array, Array, Array, Array]
+) -> tuple[Float[Array, "obs"], Float[Array, "obs state"]]:
+    """Return v − H m and H P for all entries of a row, from those of its reduced entries.
+
+    With the basis B of `reduce_rows`, v − H m = Bᵀ (B v − B H m) + (I − BᵀB)(v − H m), for any B:
+    it may be a constant. The second term is zero, but its derivative is not.
+    """
+    value, mean, covariance, misfit, seen = row
+    columns = jnp.concatenate([design, value[:, None]], axis=1)
+    basis = lax.stop_gradient(_row_basis(columns.T))
+
+    def whole(reduced: Float[Array, "c k"], full: Float[Array, "obs k"]) -> Float[Array, "obs k"]:
+        return full + linalg.matmul(basis.T, reduced - linalg.matmul(basis, full))
+
+    full_misfit = value - linalg.matvec(design, mean)
+    return (
+        whole(misfit[:, None], full_misfit[:, None])[:, 0],
+        whole(seen, linalg.matmul(design, covariance)),
+    )
+
+
+def _affine_suffix_loop(
+    weights: Float[Array, "time d d"],
+    biases: Float[Array, "time d"],
+    covariances: Float[Array, "time d d"],
+) -> tuple[Float[Array, "time d"], Float[Array, "time d d"]]:
+    """What `affine_suffix_scan` computes, one step after another."""
+
+    def back(state: tuple[Array, Array], row: tuple[Array, Array, Array]):
+        (mean, spread), (weight, bias, covariance) = state, row
+        spread = linalg.matmul(linalg.matmul(weight, spread), weight.T) + covariance
+        state = (linalg.matvec(weight, mean) + bias, spread)
+        return state, state
+
+    start = (jnp.zeros_like(biases[0]), jnp.zeros_like(covariances[0]))
+    return lax.scan(back, start, (weights, biases, covariances), reverse=True)[1]
+
+
+class Reading(NamedTuple):
+    """What an observation with design H said of a state of law N(m, P).
+
+    Here S = H P Hᵀ + I is the covariance of the innovation v = y − H m, and K = P Hᵀ S⁻¹.
+
+    Attributes:
+        law: the conditional law.
+        slope: Hᵀ S⁻¹ v.
+        curvature: Hᵀ S⁻¹ H.
+        carry: I − K H.
+        gain: K.
+        residual: S⁻¹ v, which is y − H m at the conditional mean.
+    """
+
+    law: Factored
+    slope: Float[Array, "*time state"]
+    curvature: Float[Array, "*time state state"]
+    carry: Float[Array, "*time state state"]
+    gain: Float[Array, "*time state whitened"]
+    residual: Float[Array, "*time whitened"]
+
+
+def read(
+    law: Factored, design: Float[Array, "whitened state"], value: Float[Array, "whitened"]
+) -> Reading:
+    """Conditions a law, and keeps what the observation said.
+
+    The identity in the state and in the observation are carried beside the mean through the scalar
+    updates. Everything comes out as sums of squares or as differences of innovations, where the
+    textbook's formulas subtract covariances, or observations from their fit.
+    """
+    d, dtype = law.dim, law.columns.dtype
+    p = value.shape[0]
+    columns = jnp.concatenate(
+        [law.columns, jnp.eye(d, dtype=dtype), jnp.zeros((d, p), dtype)], axis=1
+    )
+    offsets = jnp.concatenate(
+        [value[:, None], jnp.zeros((p, d), dtype), jnp.eye(p, dtype=dtype)], axis=1
+    )
+    columns, diagonal, rows, variances = condition_columns(columns, law.diagonal, design, offsets)
+    # Decorrelating the innovations takes v, H and I to these rows, over their variances.
+    gains, seen, roots = -rows[:, d], rows[:, d + 1 : 2 * d + 1], -rows[:, 2 * d + 1 :]
+    weighted = seen * variances[:, None]
+    return Reading(
+        Factored(columns[:, : d + 1], diagonal),
+        linalg.matvec(weighted.T, gains),
+        linalg.matmul(weighted.T, seen),
+        columns[:, d + 1 : 2 * d + 1],
+        columns[:, 2 * d + 1 :],
+        linalg.matvec((roots * variances[:, None]).T, gains),
+    )
+
+
+def backward_kernels(
+    laws: Factored,
+    transition: Transition,
+    exists: Bool[Array, "time"] | None,
+    *,
+    parallel: Parallel = False,
+) -> tuple[Float[Array, "steps d d"], Float[Array, "steps d"], Float[Array, "steps d d"]]:
+    """Gains, offsets and scales of all backward kernels, from the filtering laws.
+
+    They do not depend on each other. On a CPU they are computed in chunks that stay in its cache;
+    in parallel, all at once.
+    """
+    before = jax.tree.map(lambda leaf: leaf[:-1], laws)
+    fixed, varying = _split(transition)
+
+    def kernel(row: tuple[Factored, tuple]) -> tuple[Array, Array, Array]:
+        law, moving = row
+        return reverse(law, *_join(fixed, moving))
+
+    rows = (before, varying)
+    if parallel:
+        gains, offsets, scales = jax.vmap(kernel)(rows)
+    else:
+        gains, offsets, scales = in_parts(kernel, rows, CHUNK)
+    if exists is not None:
+        real = exists[1:, None, None]
+        gains = jnp.where(real, gains, jnp.eye(laws.dim, dtype=gains.dtype))
+        offsets = jnp.where(exists[1:, None], offsets, 0.0)
+        scales = jnp.where(real, scales, 0.0)
+    return gains, offsets, scales
+
+
+CHUNK = 32
+"""How many backward kernels are computed together."""
+
+_RANKS = (2, 1, 2)
+"""The ranks of a transition's weight, bias and scale at one time."""
+
+
+def _split(transition: Transition) -> tuple[tuple, tuple]:
+    """The leaves that are the same at all times, and those that are not."""
+    varies = [leaf.ndim > rank for leaf, rank in zip(transition, _RANKS, strict=True)]
+    fixed = tuple(None if v else leaf for v, leaf in zip(varies, transition, strict=True))
+    varying = tuple(leaf if v else None for v, leaf in zip(varies, transition, strict=True))
+    return fixed, varying
+
+
+def _join(fixed: tuple, moving: tuple) -> tuple[Array, Array, Array]:
+    weight, bias, scale = (m if f is None else f for f, m in zip(fixed, moving, strict=True))
+    return weight, bias, scale
+
+
+def over_time(transition: Transition, steps: int) -> Transition:
+    """The transition with a time axis on each of its arrays."""
+    return Transition(
+        *(
+            repeat_over_time(leaf, rank + 1, steps)
+            for leaf, rank in zip(transition, _RANKS, strict=True)
+        )
+    )
+
+
+def repeat_over_time(array: Array, rank: int, count: int) -> Array:
+    """The array itself if it has this rank, else as many copies of it along a new first axis."""
+    return array if array.ndim == rank else jnp.broadcast_to(array, (count, *array.shape))
+
+
+def _reduce(bar: Array, leaf: Array) -> Array:
+    """Sums over time the derivative of what is the same at all times."""
+    return bar if bar.ndim == leaf.ndim else jnp.sum(bar, axis=0)

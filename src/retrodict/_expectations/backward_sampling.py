@@ -1,0 +1,259 @@
+"""Expectations over sampled paths: any functional under any chain."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.scipy.special import ndtri
+from jaxtyping import Array, Bool, Float, PyTree
+
+from retrodict._chains import (
+    AbstractBackwardChain,
+    AbstractKernelChain,
+    LinearGaussianChain,
+    SampledChain,
+    Trace,
+)
+from retrodict._expectations.estimator import (
+    AbstractEstimator,
+    existing_rows,
+    fill_padding,
+    sum_rows,
+)
+from retrodict._expectations.functionals import (
+    AbstractInitialTerm,
+    AbstractPairTerm,
+    AbstractTerm,
+    add,
+)
+from retrodict._laws import GaussianMixture
+from retrodict._types import PRNGKey
+from retrodict._validate import check_count
+from retrodict.distributed import Parallel
+
+Noise = Literal["independent", "antithetic", "stratified"]
+
+GROUP = {"independent": 1, "antithetic": 2, "stratified": 16}
+"""How many paths share their noise: one replicate, of which standard errors are taken."""
+
+
+class Paths(NamedTuple):
+    """The paths of one replicate, and what each of them counts for.
+
+    Attributes:
+        paths: the states.
+        weights: nonnegative, with sum one.
+    """
+
+    paths: Float[Array, "*replicate path time state"]
+    weights: Float[Array, "*replicate path"]
+
+
+class BackwardSampling(AbstractEstimator):
+    """Averages over paths drawn backward in time: unbiased, for any functional and any chain.
+
+    Paths may share noise in groups, which lowers the variance of what is smooth in it: `antithetic`
+    pairs ε with −ε, which removes what is odd in the noise, as the whole error of a mean under a
+    linear kernel; `stratified` takes groups of 16 in which every single number of noise has one
+    draw in each sixteenth of its law (Latin hypercubes), which removes what is a sum of functions
+    of single numbers. Standard errors are those of the means of groups.
+
+    Args:
+        num_samples: how many paths; the standard error needs two groups or more.
+        noise: `"independent"`, `"antithetic"` or `"stratified"`.
+        by_component: whether each component of a terminal `GaussianMixture` gets `num_samples`
+            paths of its own, weighed by its probability, instead of being drawn.
+        stop_score: whether gradients leave out the score ∇ log q of the chain at fixed paths. Its
+            expectation is zero, so that gradients of the ELBO stay unbiased, and without it their
+            variance vanishes as the chain becomes exact (Roeder, Wu and Duvenaud, 2017).
+    """
+
+    num_samples: int = eqx.field(static=True)
+    noise: Noise = eqx.field(static=True)
+    by_component: bool = eqx.field(static=True)
+    stop_score: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        noise: Noise = "independent",
+        by_component: bool = False,
+        stop_score: bool = False,
+    ):
+        self.num_samples = check_count(num_samples, "num_samples")
+        if noise not in GROUP:
+            raise ValueError(
+                "BackwardSampling expects noise 'independent', 'antithetic' or 'stratified', got"
+                f" {noise!r}."
+            )
+        if num_samples % GROUP[noise]:
+            raise ValueError(
+                f"BackwardSampling with {noise} noise draws groups of {GROUP[noise]} paths:"
+                f" num_samples must be a multiple of it, got {num_samples}."
+            )
+        self.noise, self.by_component, self.stop_score = noise, by_component, stop_score
+
+    @property
+    def num_replicates(self) -> int:
+        """The number of groups of paths that share noise."""
+        return self.num_samples // GROUP[self.noise]
+
+    @property
+    def error(self) -> Literal["sampled"]:
+        """A standard error."""
+        return "sampled"
+
+    def view(
+        self, chain: AbstractBackwardChain, *, parallel: Parallel = False
+    ) -> AbstractBackwardChain:
+        """The chain itself."""
+        return chain
+
+    def draw(
+        self,
+        terms: Sequence[AbstractTerm],
+        view: AbstractBackwardChain,
+        key: Any,
+        *,
+        parallel: Parallel = False,
+    ) -> Paths:
+        """Paths, in groups."""
+        if parallel and not isinstance(view, LinearGaussianChain):
+            raise TypeError(
+                f"The paths of a {type(view).__name__} are drawn one row after another, since its"
+                " kernels do not compose. Use parallel=False."
+            )
+        options = {"parallel": True} if parallel else {}
+        if isinstance(view, SampledChain):
+            trace, weights = self.trace(view, key)
+            return Paths(trace.paths, weights)
+        if self.noise == "independent":
+            paths = view.sample(key, self.num_samples, **options)
+        elif isinstance(view, AbstractKernelChain):
+            shape = (self.num_samples, view.num_times, view.noise_dim)
+            noise = self._numbers(key, shape, view.laws.mean.dtype)
+            paths = view.from_noise(noise, **options)
+        else:
+            raise TypeError(
+                f"{type(view).__name__} does not say how noise makes a path. Use"
+                " BackwardSampling(num_samples) with independent noise."
+            )
+        grouped = self._grouped(paths)
+        return Paths(grouped, jnp.full(grouped.shape[:2], 1 / grouped.shape[1], paths.dtype))
+
+    def trace(
+        self,
+        chain: SampledChain,
+        key: PRNGKey,
+        last: Callable[[Float[Array, "path state"]], Float[Array, "path state"]] | None = None,
+    ) -> tuple[Trace, Float[Array, "replicate path"]]:
+        """Paths and the laws of their states, in groups, and the weights of the paths.
+
+        Args:
+            chain: the law of paths.
+            key: a typed key.
+            last: makes the terminal states that paths start from out of those that were drawn.
+        """
+        terminal, dtype = chain.terminal, chain.laws.mean.dtype
+        if not (self.by_component and isinstance(terminal, GaussianMixture)):
+            shape = (self.num_samples, chain.num_times, chain.noise_dim)
+            noise = self._numbers(key, shape, dtype)
+            start = None
+            if last is not None:
+                start = last(jax.vmap(terminal.from_noise)(noise[:, -1, : terminal.noise_dim]))
+            found = chain.trace(noise, start)
+            grouped = Trace(*(self._grouped(leaf) for leaf in found))
+            size = grouped.paths.shape[1]
+            return grouped, jnp.full(grouped.paths.shape[:2], 1 / size, dtype)
+        count, width = terminal.num_components, chain.noise_dim
+        shape = (self.num_samples, chain.num_times, count * width)
+        noise = self._numbers(key, shape, dtype)
+        noise = noise.reshape(self.num_samples, chain.num_times, count, width).swapaxes(1, 2)
+        drawn = jax.vmap(lambda component, e: jax.vmap(component.from_noise)(e), (0, 1), 1)(
+            terminal.components, noise[:, :, -1, 1 : terminal.noise_dim]
+        )
+
+        def flat(leaf: Array) -> Array:
+            return leaf.reshape(-1, *leaf.shape[2:])
+
+        start = flat(drawn) if last is None else last(flat(drawn))
+        found = chain.trace(flat(noise), start)
+        grouped = Trace(
+            *(
+                self._grouped(leaf.reshape(self.num_samples, count, *leaf.shape[1:]))
+                for leaf in found
+            )
+        )
+        size = grouped.paths.shape[1]
+        grouped = jax.tree.map(
+            lambda leaf: leaf.reshape(-1, size * count, *leaf.shape[3:]), grouped
+        )
+        shares = jnp.tile(jnp.exp(terminal.log_weights) / size, size)
+        return grouped, jnp.broadcast_to(shares, grouped.paths.shape[:2])
+
+    def evaluate(
+        self,
+        terms: Sequence[AbstractTerm],
+        view: AbstractBackwardChain,
+        noise: Paths,
+        data: PyTree,
+    ) -> PyTree:
+        """The sum of the terms along each path of one group, averaged over the group."""
+        return self.over_group(lambda path: along_path(terms, view, path, data), noise)
+
+    def over_group(self, fn: Callable[[Array], PyTree], group: Paths) -> PyTree:
+        """The weighted mean of a function of paths over one group."""
+        values = jax.vmap(fn)(group.paths)
+        return jax.tree.map(
+            lambda leaf: jnp.tensordot(group.weights, leaf, axes=1, precision="highest"), values
+        )
+
+    def _grouped(self, leaf: Float[Array, "sample *rest"]) -> Array:
+        return leaf.reshape(self.num_replicates, -1, *leaf.shape[1:])
+
+    def _numbers(self, key: PRNGKey, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Standard normal numbers, those of a group next to each other along the first axis."""
+        size, rest = GROUP[self.noise], shape[1:]
+        groups = (shape[0] // size, size, *rest)
+        if self.noise == "independent":
+            return jax.random.normal(key, shape, dtype)
+        if self.noise == "antithetic":
+            half = jax.random.normal(key, (groups[0], 1, *rest), dtype)
+            return jnp.concatenate([half, -half], axis=1).reshape(shape)
+        order_key, within_key = jax.random.split(key)
+        order = jnp.argsort(jax.random.uniform(order_key, groups), axis=1)
+        within = jax.random.uniform(within_key, groups, dtype)
+        return _quantiles((order.astype(dtype) + within) / size).reshape(shape)
+
+
+def _quantiles(levels: Array) -> Array:
+    """Standard normal quantiles; a level that was rounded to zero or one is moved off it."""
+    half = 0.5 * jnp.finfo(levels.dtype).eps
+    return ndtri(jnp.clip(levels, half, 1.0 - half))
+
+
+def along_path(
+    terms: Sequence[AbstractTerm],
+    chain: AbstractBackwardChain,
+    path: Float[Array, "time state"],
+    data: PyTree,
+) -> PyTree:
+    """The sum of the terms along one path, over the rows that exist."""
+    exists = existing_rows(chain)
+    return add([_along_path(term, path, data, exists) for term in terms])
+
+
+def _along_path(
+    term: Any, path: Float[Array, "time state"], data: PyTree, exists: Bool[Array, "time"] | None
+) -> PyTree:
+    if isinstance(term, AbstractInitialTerm):
+        return term(path[0], jax.tree.map(lambda leaf: leaf[0], data))
+    if isinstance(term, AbstractPairTerm):
+        later = None if exists is None else exists[1:]
+        data = jax.tree.map(lambda leaf: leaf[1:], data)
+        before, after = fill_padding((path[:-1], path[1:]), later)
+        return sum_rows(jax.vmap(term)(before, after, data), later)
+    return sum_rows(jax.vmap(term)(fill_padding(path, exists), data), exists)

@@ -1,0 +1,308 @@
+"""The evidence lower bound of a chain under a model, for a whole series or along a stream."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
+from retrodict._expectations.backward_sampling import BackwardSampling, Paths, along_path
+from retrodict._expectations.closed_form import ClosedForm
+from retrodict._expectations.estimator import AbstractEstimator, existing_rows, fill_padding
+from retrodict._expectations.expectation import (
+    Estimate,
+    average,
+    check_chain,
+    check_estimator,
+    estimate,
+)
+from retrodict._expectations.functionals import LogJoint, Observations, observations
+from retrodict._expectations.quadrature import Quadrature
+from retrodict._expectations.recursive import Recursive, RecursiveState
+from retrodict._kernels import LinearGaussianKernel
+from retrodict._laws import Gaussian
+from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._parameters import Frozen, unwrap
+from retrodict._series import Series, convert_row, prepare_length
+from retrodict._types import Scalar
+from retrodict._validate import is_concrete
+from retrodict.distributed import Parallel
+
+DEFAULT_ORDER = 20
+"""The order of the quadrature that is used if no estimator is named."""
+
+
+def elbo(
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    ys: Any,
+    *,
+    estimator: AbstractEstimator | None = None,
+    key: Any = None,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+    with_standard_error: bool = False,
+    parallel: Parallel = False,
+) -> Any:
+    """The evidence lower bound E_q[log p(x, y) − log q(x)], in nats for the whole series.
+
+    It equals the log-evidence if and only if the chain is the exact posterior; under
+    `BackwardSampling` every single path then gives the log-evidence. By quadrature it is an
+    approximation of the bound and not a bound.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ... )
+        >>> xs, ys = model.simulate(jax.random.key(0), num_times=5)
+        >>> exact = rd.kalman_smoother(model, ys)
+        >>> bool(jnp.isclose(rd.elbo(model, exact.chain, ys), exact.log_evidence, rtol=1e-4))
+        True
+
+    Args:
+        model: the model p.
+        chain: the law q of paths.
+        ys: observations, of shape `(time, obs)`; NaN where missing.
+        estimator: how the expectation is taken. Under a `LinearGaussianChain` by default
+            `ClosedForm()` for a linear-Gaussian model and `Quadrature(20)` for others with one or
+            two state dimensions; other chains need `BackwardSampling`.
+        key: a typed key, for estimators that draw.
+        mask: true where an entry was seen; `True` alone promises that everything was.
+        inputs: inputs of shape `(time, input)`, if a kernel takes them.
+        length: how many rows exist; that of the chain if it is left out.
+        with_standard_error: whether to return the standard error as well.
+        parallel: whether recursions over time are run in O(log n) depth, for long series on
+            accelerators, or over the devices of a `time_mesh`; the value is the same to rounding.
+            For a `LinearGaussianChain`.
+
+    Returns:
+        The bound, or the pair (bound, standard error).
+
+    Raises:
+        ValueError: if model, chain and series do not fit, a key is missing, or a scale of the model
+            is singular, so that there is no density to take the logarithm of.
+        TypeError: if a term has no closed form and the estimator needs one.
+    """
+    check_chain(chain, "elbo")
+    model = unwrap(model)
+    check_model(model, chain, "elbo")
+    estimator = _default_estimator(model, chain) if estimator is None else estimator
+    check_estimator(estimator, key, with_standard_error, "elbo")
+    series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs, length=length)
+    found = _jitted_estimate(model, chain, series, estimator, key, parallel)
+    return tuple(found) if with_standard_error else found.value
+
+
+def elbo_of_series(
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    series: Series,
+    estimator: AbstractEstimator,
+    key: Any,
+    parallel: Parallel = False,
+) -> Estimate:
+    """The bound from arguments that were checked, to be called inside `jax.jit`.
+
+    Args:
+        model: an unwrapped model.
+        chain: a chain with as many rows as the series; its length is what counts.
+        series: a prepared series.
+        estimator: how the expectation is taken.
+        key: a typed key, or `None` if the estimator does not draw.
+        parallel: whether recursions over time are run in O(log n) depth.
+    """
+    data = Observations(series.ys, series.mask, series.inputs)
+    functional = LogJoint(model)
+    if isinstance(estimator, BackwardSampling):
+        return _over_paths(chain, functional, data, estimator, key, parallel)
+    found = estimate(chain, functional, data, estimator, key, parallel)
+    if not isinstance(chain, LinearGaussianChain):
+        raise TypeError(
+            f"The entropy of {type(chain).__name__} has no closed form. Use"
+            " BackwardSampling(num_samples) with a key."
+        )
+    return Estimate(found.value + chain.entropy(), found.standard_error)
+
+
+_jitted_estimate = eqx.filter_jit(elbo_of_series)
+
+
+def _over_paths(
+    chain: AbstractBackwardChain,
+    functional: LogJoint,
+    data: Observations,
+    estimator: BackwardSampling,
+    key: Any,
+    parallel: Parallel,
+) -> Estimate:
+    """The mean of log p − log q over paths: what both vary by cancels path by path."""
+    data, terms = fill_padding(data, existing_rows(chain)), functional.terms()
+    density = Frozen(chain).value if estimator.stop_score else chain
+
+    def one(path: Float[Array, "time state"]) -> Scalar:
+        return along_path(terms, chain, path, data) - density.log_prob(path)
+
+    def replicate(group: Paths) -> Scalar:
+        return estimator.over_group(one, group)
+
+    paths = estimator.draw(terms, chain, key, parallel=parallel)
+    return average(estimator, replicate, paths)
+
+
+class RunningElboState(eqx.Module):
+    """What a `RunningElbo` carries from one time to the next, of a size that does not grow.
+
+    Attributes:
+        joint: the expected log joint density so far, as a function of the last state.
+        entropy: the entropy of the backward kernels so far.
+        terminal_entropy: the entropy of the last filtering law.
+    """
+
+    joint: RecursiveState
+    entropy: Scalar
+    terminal_entropy: Scalar
+
+
+class RunningElbo(eqx.Module):
+    """The evidence lower bound of a growing series, for linear-Gaussian models and chains.
+
+    After each step `value` is what `elbo` gives for the chain and the series up to that time.
+
+    Args:
+        model: a linear-Gaussian model.
+    """
+
+    model: StateSpaceModel
+
+    def init(
+        self, law: Gaussian, y: Any, *, mask: Any = None, inputs: Any = None
+    ) -> RunningElboState:
+        """Starts with the first observation.
+
+        Args:
+            law: the filtering law q_0.
+            y: the observation at time 0; NaN where missing.
+            mask: true where an entry was seen.
+            inputs: the input at time 0, of shape `(input,)`.
+        """
+        return start_elbo(self.model, law, self._row(y, mask, inputs))
+
+    def update(
+        self,
+        state: RunningElboState,
+        law: Gaussian,
+        kernel: LinearGaussianKernel,
+        y: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+    ) -> RunningElboState:
+        """Goes on by one observation.
+
+        Args:
+            state: the state at time k-1.
+            law: the filtering law q_k.
+            kernel: the backward kernel q_{k-1|k}.
+            y: the observation at time k; NaN where missing.
+            mask: true where an entry was seen.
+            inputs: the input at time k, of shape `(input,)`.
+        """
+        return advance_elbo(self.model, state, law, kernel, self._row(y, mask, inputs))
+
+    def value(self, state: RunningElboState) -> Scalar:
+        """The bound for the series so far, in nats."""
+        return Recursive().value(state.joint) + state.entropy + state.terminal_entropy
+
+    def _row(self, y: Any, mask: Any, inputs: Any) -> Observations:
+        y, u = convert_row(y, mask, inputs)
+        data = observations(self.model, y[None], inputs=None if u is None else u[None])
+        return jax.tree.map(lambda leaf: leaf[0], data)
+
+
+def start_elbo(model: StateSpaceModel, law: Gaussian, row: Observations) -> RunningElboState:
+    """The state of a `RunningElbo` after the first row, from one that was prepared."""
+    joint = Recursive().init(LogJoint(model), law, row)
+    return RunningElboState(joint, jnp.zeros((), joint.mean.dtype), law.entropy())
+
+
+def advance_elbo(
+    model: StateSpaceModel,
+    state: RunningElboState,
+    law: Gaussian,
+    kernel: LinearGaussianKernel,
+    row: Observations,
+) -> RunningElboState:
+    """The state of a `RunningElbo` after one more row, from one that was prepared."""
+    joint = Recursive().update(LogJoint(model), state.joint, law, kernel, row)
+    of_kernel = Gaussian(kernel.bias, kernel.scale_tril).entropy()
+    return RunningElboState(joint, state.entropy + of_kernel, law.entropy())
+
+
+def _default_estimator(model: StateSpaceModel, chain: AbstractBackwardChain) -> AbstractEstimator:
+    if not isinstance(chain, LinearGaussianChain):
+        raise ValueError(
+            f"The ELBO of a {type(chain).__name__} is taken over drawn paths. Pass"
+            " estimator=BackwardSampling(num_samples) and a key."
+        )
+    if all(term.quadratic for term in LogJoint(model).terms()):
+        return ClosedForm()
+    if model.state_dim <= 2:
+        return Quadrature(DEFAULT_ORDER)
+    raise ValueError(
+        f"A nonlinear model with {model.state_dim} state dimensions has no default estimator. Pass"
+        " estimator=RaoBlackwellised(num_samples) or BackwardSampling(num_samples) and a key."
+    )
+
+
+def common_length(chain: AbstractBackwardChain, length: Any) -> Any:
+    """The length of the series, that of the chain; refused if the two are known to differ."""
+    own = getattr(chain, "length", None)
+    length = prepare_length(length, chain.num_times)
+    if length is None:
+        return own
+    if own is None:
+        if is_concrete(length) and int(length) == chain.num_times:
+            return None
+        raise ValueError(
+            f"length was given, but the chain has {chain.num_times} rows and no padding. Infer it"
+            " with the same length, or take chain.prefix(length)."
+        )
+    if is_concrete(own) and is_concrete(length) and int(own) != int(length):
+        raise ValueError(f"length is {int(length)}, and the chain has length {int(own)}.")
+    return own
+
+
+def series_of_chain(
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    ys: Any,
+    *,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+) -> Series:
+    """The series, checked against an unwrapped model, with the rows and the length of the chain."""
+    length = common_length(chain, length)
+    series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
+    if series.num_times != chain.num_times:
+        raise ValueError(
+            f"ys must have one row a row of the chain, {chain.num_times}, got {series.num_times}."
+        )
+    return series
+
+
+def check_model(model: Any, chain: AbstractBackwardChain, owner: str) -> None:
+    """Refuses a model that does not fit the chain or has no density, where that is known."""
+    if not isinstance(model, StateSpaceModel):
+        raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.")
+    if model.state_dim != chain.state_dim:
+        raise ValueError(
+            f"The model has {model.state_dim} state dimensions, and the chain {chain.state_dim}."
+        )
+    check_densities(model, owner)

@@ -1,0 +1,216 @@
+"""What every estimator offers, and the rows that it integrates over."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+from retrodict._chains import AbstractBackwardChain, LinearGaussianChain, marginals_with_density
+from retrodict._expectations.functionals import AbstractInitialTerm, AbstractPairTerm, AbstractTerm
+from retrodict._numerics import linalg
+from retrodict.distributed import Parallel
+
+T = TypeVar("T")
+
+
+class AbstractEstimator(eqx.Module):
+    """How an expectation under a chain is taken.
+
+    An estimate is the mean of independent replicates, or a single value for an estimator that does
+    not draw: `view` reads off the chain what all replicates share, `draw` makes their randomness,
+    and `evaluate` gives the value of one.
+    """
+
+    @property
+    @abstractmethod
+    def num_replicates(self) -> int | None:
+        """How many independent replicates are averaged; `None` for what does not draw."""
+
+    @property
+    @abstractmethod
+    def error(self) -> Literal["none", "unknown", "sampled"]:
+        """What is known of the error: there is none, nothing, or a standard error."""
+
+    @abstractmethod
+    def view(self, chain: AbstractBackwardChain, *, parallel: Parallel = False) -> Any:
+        """What is read off the chain, once an estimate.
+
+        Args:
+            chain: the law of paths.
+            parallel: whether recursions over time are run in O(log n) depth.
+        """
+
+    @abstractmethod
+    def draw(
+        self, terms: Sequence[AbstractTerm], view: Any, key: Any, *, parallel: Parallel = False
+    ) -> Any:
+        """The randomness of all replicates, with a leading axis `sample`; `None` if there is none.
+
+        Args:
+            terms: the terms that will be evaluated.
+            view: what `view` returned.
+            key: a typed key; `None` for an estimator that does not draw.
+            parallel: whether recursions over time are run in O(log n) depth.
+        """
+
+    @abstractmethod
+    def evaluate(
+        self, terms: Sequence[AbstractTerm], view: Any, noise: Any, data: PyTree
+    ) -> PyTree:
+        """The value of one replicate of E Σ terms.
+
+        Args:
+            terms: the terms to add up.
+            view: what `view` returned.
+            noise: one row of what `draw` returned.
+            data: a pytree with a leading time axis, finite in padded rows too.
+        """
+
+
+class StateRow(eqx.Module):
+    """The law N(m_k, S_k S_kᵀ) of one state.
+
+    Attributes:
+        mean: m_k.
+        scale: S_k, lower triangular.
+    """
+
+    mean: Float[Array, "*time state"]
+    scale: Float[Array, "*time state state"]
+
+
+class PairRow(eqx.Module):
+    """The law of two neighbours, x_k = m_k + S_k e and x_{k-1} = m_{k-1} + G_k S_k e + s_k e'.
+
+    Attributes:
+        before: the mean m_{k-1}.
+        before_scale: S_{k-1}, the factor of the marginal law of x_{k-1}.
+        after: the mean m_k.
+        after_scale: S_k.
+        gain: G_k of the backward kernel.
+        scale: s_k of the backward kernel.
+    """
+
+    before: Float[Array, "*time state"]
+    before_scale: Float[Array, "*time state state"]
+    after: Float[Array, "*time state"]
+    after_scale: Float[Array, "*time state state"]
+    gain: Float[Array, "*time state state"]
+    scale: Float[Array, "*time state state"]
+
+    def factors(self) -> tuple[Float[Array, "state two_state"], Float[Array, "state two_state"]]:
+        """The factors [G S, s] of x_{k-1} and [S, 0] of x_k over the same noise (e, e')."""
+        past = jnp.concatenate([linalg.matmul(self.gain, self.after_scale), self.scale], axis=1)
+        present = jnp.concatenate([self.after_scale, jnp.zeros_like(self.scale)], axis=1)
+        return past, present
+
+
+class Moments(eqx.Module):
+    """The laws of states and of pairs under a linear-Gaussian chain, one row a time.
+
+    Rows that do not exist hold a copy of the first, so that whatever is computed in them is finite
+    if it is finite there.
+
+    Attributes:
+        states: n rows.
+        pairs: n-1 rows; row k-1 is the pair (x_{k-1}, x_k).
+        exists: which of the n rows exist; `None` if all of them do.
+    """
+
+    states: StateRow
+    pairs: PairRow
+    exists: Bool[Array, "time"] | None
+
+    @classmethod
+    def of(
+        cls, chain: AbstractBackwardChain, owner: str, *, parallel: Parallel = False
+    ) -> "Moments":
+        """Reads a chain, refused unless it is linear Gaussian."""
+        if not isinstance(chain, LinearGaussianChain):
+            raise TypeError(
+                f"{owner} reads the moments of a LinearGaussianChain, got {type(chain).__name__}."
+                " Use BackwardSampling(num_samples) with a key: it takes any chain."
+            )
+        laws, exists = marginals_with_density(chain, parallel=parallel), existing_rows(chain)
+        kernels = chain.kernels
+        pairs = PairRow(
+            laws.mean[:-1],
+            laws.scale_tril[:-1],
+            laws.mean[1:],
+            laws.scale_tril[1:],
+            kernels.weight,
+            kernels.scale_tril,
+        )
+        if exists is not None:
+            pairs = fill_padding(pairs, exists[1:])
+            # A series of one row has no pair to copy: its kernels would stay without a density.
+            eye = jnp.eye(chain.state_dim, dtype=pairs.scale.dtype)
+            scale = jnp.where(exists[1:, None, None], pairs.scale, eye[None])
+            pairs = eqx.tree_at(lambda row: row.scale, pairs, scale)
+        return cls(fill_padding(StateRow(laws.mean, laws.scale_tril), exists), pairs, exists)
+
+    def total(
+        self, term: AbstractTerm, expect: Callable[..., PyTree], data: PyTree, *per_row: Any
+    ) -> PyTree:
+        """The sum of `expect(row, data, *extra)` over the rows that a term looks at.
+
+        Args:
+            term: decides which rows: that of time 0, all states, or all pairs.
+            expect: the expectation of the term in one row.
+            data: a pytree with a leading time axis.
+            *per_row: more pytrees, with one leading row for each row of the term.
+        """
+        rows: StateRow | PairRow
+        if isinstance(term, AbstractInitialTerm):
+            rows, exists = jax.tree.map(lambda leaf: leaf[:1], self.states), None
+            data = jax.tree.map(lambda leaf: leaf[:1], data)
+        elif isinstance(term, AbstractPairTerm):
+            rows, exists = self.pairs, None if self.exists is None else self.exists[1:]
+            data = jax.tree.map(lambda leaf: leaf[1:], data)
+        else:
+            rows, exists = self.states, self.exists
+        return sum_rows(jax.vmap(expect)(rows, data, *per_row), exists)
+
+    def num_rows(self, term: AbstractTerm) -> int:
+        """How many rows a term looks at."""
+        if isinstance(term, AbstractInitialTerm):
+            return 1
+        rows = self.pairs.before if isinstance(term, AbstractPairTerm) else self.states.mean
+        return rows.shape[0]
+
+
+def existing_rows(chain: AbstractBackwardChain) -> Bool[Array, "time"] | None:
+    """Which rows of a chain exist; `None` if all of them do."""
+    length = getattr(chain, "length", None)
+    return None if length is None else jnp.arange(chain.num_times) < length
+
+
+def fill_padding(tree: T, exists: Bool[Array, "time"] | None) -> T:
+    """The tree with rows that do not exist replaced by its first.
+
+    What stands in padding may be NaN or a degenerate law, and a `where` after the arithmetic would
+    leave its gradient NaN.
+    """
+    if exists is None:
+        return tree
+
+    def fill(leaf: Array) -> Array:
+        keep = exists.reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(keep, leaf, leaf[:1])
+
+    return jax.tree.map(fill, tree)
+
+
+def sum_rows(values: PyTree, exists: Bool[Array, "time"] | None) -> PyTree:
+    """The sum of a pytree over its leading axis, of the rows that exist."""
+
+    def add_up(leaf: Array) -> Array:
+        if exists is not None:
+            leaf = jnp.where(exists.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0)
+        return jnp.sum(leaf, axis=0)
+
+    return jax.tree.map(add_up, values)

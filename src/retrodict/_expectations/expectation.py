@@ -1,0 +1,418 @@
+"""Expectations of additive functionals under backward chains."""
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from retrodict._chains import AbstractBackwardChain, LinearGaussianChain, SampledChain
+from retrodict._expectations.backward_sampling import BackwardSampling, Paths
+from retrodict._expectations.closed_form import ClosedForm
+from retrodict._expectations.estimator import AbstractEstimator, existing_rows, fill_padding
+from retrodict._expectations.functionals import AbstractFunctional, LogJoint, Observations, Score
+from retrodict._validate import check_key, is_concrete
+from retrodict.distributed import Parallel
+
+_EXACT = ClosedForm()
+
+R = TypeVar("R", bound="Estimate | Marginals")
+
+
+class Estimate(NamedTuple):
+    """A value and its standard error, zero where the value is exact and NaN where unknown."""
+
+    value: PyTree
+    standard_error: PyTree
+
+
+class Marginals(eqx.Module):
+    """Moments of the states given the whole series.
+
+    Attributes:
+        mean: of shape `(time, state)`.
+        covariance: of shape `(time, state, state)`.
+        mean_standard_error: of the shape of `mean`; zero if it is exact.
+        covariance_standard_error: of the shape of `covariance`; zero if it is exact.
+    """
+
+    mean: Float[Array, "time state"]
+    covariance: Float[Array, "time state state"]
+    mean_standard_error: Float[Array, "time state"]
+    covariance_standard_error: Float[Array, "time state state"]
+
+
+def expectation(
+    chain: AbstractBackwardChain,
+    functional: AbstractFunctional,
+    data: PyTree = None,
+    *,
+    estimator: AbstractEstimator = _EXACT,
+    key: Any = None,
+    with_standard_error: bool = False,
+    tolerance: float | None = None,
+    max_samples: int = 1_000_000,
+    parallel: Parallel = False,
+) -> PyTree:
+    """The expectation E_q[h_0(x_0, data_0) + Σ_{k≥1} h_k(x_{k-1}, x_k, data_k)] under a chain.
+
+    Rows from the length of the chain on contribute exactly zero. Derivatives in the functional's
+    parameters, the data and the chain are exact for what is computed: draws are reparameterised.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> chain = rd.LinearGaussianChain.from_arrays(
+        ...     jnp.ones((2, 1)), jnp.ones((2, 1, 1)), jnp.ones((1, 1, 1)), jnp.zeros((1, 1)),
+        ...     jnp.ones((1, 1, 1)),
+        ... )
+        >>> rd.expectation(chain, rd.StateSum()).tolist()
+        [2.0]
+
+    Args:
+        chain: the law of paths.
+        functional: what to take the expectation of.
+        data: a pytree with one row a time step, which the functional reads; `observations(...)` for
+            `LogJoint` and `Score`.
+        estimator: how the expectation is taken.
+        key: a typed key, for estimators that draw.
+        with_standard_error: whether to return the standard error as well: zero for exact
+            estimators, NaN for a single sample.
+        tolerance: the largest standard error that the value may have: an estimator that draws is
+            run as often as that asks for. Not inside `jax.jit`. What is exact keeps any.
+        max_samples: how many paths a tolerance may ask for, of each component with `by_component`.
+        parallel: whether recursions over time are run in O(log n) depth, for long series on
+            accelerators, or over the devices of a `time_mesh`; the value is the same to rounding.
+            For a `LinearGaussianChain`.
+
+    Returns:
+        The value, a pytree of arrays as the functional has it, or the pair (value, standard error).
+
+    Raises:
+        TypeError: if a term has no closed form and the estimator needs one.
+        ValueError: if the data has the wrong number of rows, a key is missing, a standard error is
+            asked of quadrature, whose error is not known, or a tolerance asks for too many paths.
+    """
+    check_chain(chain, "expectation")
+    check_estimator(estimator, key, with_standard_error, "expectation")
+    if not isinstance(functional, AbstractFunctional):
+        raise TypeError(
+            "expectation expects a functional, such as StateSum() or AdditiveFunctional(fn), got"
+            f" {type(functional).__name__}."
+        )
+    data = _check_data(chain, functional, data)
+
+    def run(key: Any) -> Estimate:
+        return _estimate(chain, functional, data, estimator, key, parallel)
+
+    found = _within(tolerance, run, lambda found: found.standard_error, estimator, key, max_samples)
+    return (found.value, found.standard_error) if with_standard_error else found.value
+
+
+def marginals(
+    chain: AbstractBackwardChain,
+    *,
+    estimator: AbstractEstimator = _EXACT,
+    key: Any = None,
+    tolerance: float | None = None,
+    max_samples: int = 1_000_000,
+    parallel: Parallel = False,
+) -> Marginals:
+    """The means and covariances of the states, with their standard errors.
+
+    `BackwardSampling` takes any chain; covariances need two paths, or groups of paths that share
+    noise, and are NaN for one. Under a `SampledChain` it averages the conditional moments
+    E[x_{k-1} | x_k] and Cov[x_{k-1} | x_k] along paths and not the states themselves, which has the
+    same mean and a smaller variance (Rao-Blackwell). Other estimators read the moments of a
+    linear-Gaussian chain off in closed form, since they draw nothing that is quadratic.
+
+    Example:
+        Means to within 0.001, with as many paths as that takes:
+        `rd.marginals(chain, estimator=rd.BackwardSampling(64), key=key, tolerance=1e-3)`.
+
+    Args:
+        chain: the law of paths.
+        estimator: how the moments are taken.
+        key: a typed key, for `BackwardSampling`.
+        tolerance: the largest standard error that a mean may have: paths are drawn until it is
+            reached. Not inside `jax.jit`.
+        max_samples: how many paths a tolerance may ask for, of each component with `by_component`.
+        parallel: whether recursions over time are run in O(log n) depth, for long series on
+            accelerators, or over the devices of a `time_mesh`; the value is the same to rounding.
+            For a `LinearGaussianChain`.
+
+    Raises:
+        TypeError: if the chain has no closed form and the estimator needs one.
+        ValueError: if a key is missing, or a tolerance asks for too many paths.
+    """
+    check_chain(chain, "marginals")
+    if isinstance(estimator, BackwardSampling):
+        _check_key(estimator, key, "marginals")
+
+        def run(key: Any) -> Marginals:
+            if isinstance(chain, SampledChain) and not parallel:
+                return _conditional_marginals(chain, estimator, key)
+            return _sampled_marginals(estimator.draw((), chain, key, parallel=parallel))
+
+        return _within(
+            tolerance, run, lambda found: found.mean_standard_error, estimator, key, max_samples
+        )
+    _refuse_unless_estimator(estimator, "marginals")
+    if not isinstance(chain, LinearGaussianChain):
+        raise TypeError(
+            f"The moments of {type(chain).__name__} have no closed form. Pass"
+            " estimator=BackwardSampling(num_samples) and a key."
+        )
+    if tolerance is not None:
+        _check_tolerance(tolerance)
+    laws = chain.marginals(parallel=parallel)
+    covariance = laws.covariance
+    return Marginals(laws.mean, covariance, jnp.zeros_like(laws.mean), jnp.zeros_like(covariance))
+
+
+def estimate(
+    chain: AbstractBackwardChain,
+    functional: AbstractFunctional,
+    data: PyTree,
+    estimator: AbstractEstimator,
+    key: Any,
+    parallel: Parallel = False,
+) -> Estimate:
+    """The estimate from arguments that were checked, to be called inside `jax.jit`.
+
+    The expectation of a score is the gradient of the expected log joint density with the chain held
+    fixed, which costs one backward pass and no Hessian of a gradient.
+    """
+    data = fill_padding(data, existing_rows(chain))
+    view = estimator.view(chain, parallel=parallel)
+    integrated = LogJoint(functional.model) if isinstance(functional, Score) else functional
+
+    def evaluate(functional: AbstractFunctional, noise: Any) -> PyTree:
+        return estimator.evaluate(functional.terms(), view, noise, data)
+
+    def replicate(noise: Any) -> PyTree:
+        if isinstance(functional, Score):
+            slope = eqx.filter_grad(lambda model: evaluate(LogJoint(model), noise))
+            return slope(functional.model)
+        return evaluate(functional, noise)
+
+    noise = estimator.draw(integrated.terms(), view, key, parallel=parallel)
+    return average(estimator, replicate, noise)
+
+
+def average(estimator: AbstractEstimator, replicate: Any, noise: Any) -> Estimate:
+    """The mean of the replicates of an estimator, and its standard error.
+
+    Args:
+        estimator: says how many replicates there are.
+        replicate: the value of one, from its row of noise.
+        noise: what `estimator.draw` returned.
+    """
+    count = estimator.num_replicates
+    if count is None:
+        value = replicate(noise)
+        fill = 0.0 if estimator.error == "none" else jnp.nan
+        return Estimate(value, jax.tree.map(lambda leaf: jnp.full_like(leaf, fill), value))
+    values = jax.vmap(replicate, axis_size=count)(noise)
+    return Estimate(
+        jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), values),
+        jax.tree.map(_standard_error, values),
+    )
+
+
+def check_chain(chain: Any, owner: str) -> None:
+    """Refuses what is no backward chain."""
+    if not isinstance(chain, AbstractBackwardChain):
+        hint = " Pass its .chain." if hasattr(chain, "chain") else ""
+        raise TypeError(f"{owner} expects a backward chain, got {type(chain).__name__}.{hint}")
+
+
+def check_estimator(estimator: Any, key: Any, with_standard_error: bool, owner: str) -> None:
+    """Refuses what is no estimator, a missing key, and a standard error that nobody knows."""
+    _refuse_unless_estimator(estimator, owner)
+    _check_key(estimator, key, owner)
+    if with_standard_error and estimator.error == "unknown":
+        raise ValueError(
+            f"The error of {type(estimator).__name__} is not known. For a standard error use"
+            " BackwardSampling(num_samples) or RaoBlackwellised(num_samples) with a key."
+        )
+
+
+def _refuse_unless_estimator(estimator: Any, owner: str) -> None:
+    if not isinstance(estimator, AbstractEstimator):
+        got = estimator if isinstance(estimator, type) else type(estimator)
+        raise TypeError(
+            f"{owner} expects an estimator, such as ClosedForm() or BackwardSampling(100), got"
+            f" {got.__name__}."
+        )
+
+
+def _check_key(estimator: AbstractEstimator, key: Any, owner: str) -> None:
+    if estimator.num_replicates is None:
+        return
+    if key is None:
+        raise ValueError(
+            f"{type(estimator).__name__} draws: {owner} needs a key, as from jax.random.key(0)."
+        )
+    check_key(key, owner)
+
+
+def _check_data(
+    chain: AbstractBackwardChain, functional: AbstractFunctional, data: PyTree
+) -> PyTree:
+    n = chain.num_times
+    if isinstance(functional, (LogJoint, Score)):
+        name = type(functional).__name__
+        if not isinstance(data, Observations):
+            raise TypeError(
+                f"{name} reads observations: pass data=observations(model, ys), got"
+                f" {type(data).__name__}."
+            )
+        if functional.model.state_dim != chain.state_dim:
+            raise ValueError(
+                f"{name} has a model with {functional.model.state_dim} state dimensions, and the"
+                f" chain has {chain.state_dim}."
+            )
+    data = jax.tree.map(jnp.asarray, data)
+    for leaf in jax.tree.leaves(data):
+        if leaf.ndim == 0 or leaf.shape[0] != n:
+            raise ValueError(
+                f"data must have one row a time step, {n} rows as the chain, got an array of shape"
+                f" {leaf.shape}."
+            )
+    return data
+
+
+# Compiled once a shape and a functional, whoever calls.
+_estimate = eqx.filter_jit(estimate)
+
+
+@eqx.filter_jit
+def _sampled_marginals(drawn: Paths) -> Marginals:
+    """Moments of weighted paths with a leading axis of replicates."""
+    flat = jnp.zeros((*drawn.paths.shape, drawn.paths.shape[-1]), drawn.paths.dtype)
+    return moments_over_paths(drawn.paths, flat, drawn.weights)
+
+
+@eqx.filter_jit
+def _conditional_marginals(chain: SampledChain, estimator: BackwardSampling, key: Any) -> Marginals:
+    """Moments from the laws that states were drawn from."""
+    trace, weights = estimator.trace(chain, key)
+    return moments_over_paths(trace.means, trace.covariances, weights)
+
+
+def moments_over_paths(
+    means: Float[Array, "replicate path time state"],
+    covariances: Float[Array, "replicate path time state state"],
+    weights: Float[Array, "replicate path"],
+) -> Marginals:
+    """The moments of a mixture of laws, averaged over replicates.
+
+    The spread of the means around their estimated mean falls short of that around the true one by
+    the variance of the estimate, which is known from the replicates and added.
+    """
+    each = jnp.einsum("rp,rptd->rtd", weights, means, precision="highest")
+    mean = jnp.mean(each, axis=0)
+    shifts = means - mean[None, None]
+    products = covariances + shifts[..., :, None] * shifts[..., None, :]
+    spreads = jnp.einsum("rp,rptde->rtde", weights, products, precision="highest")
+    count = each.shape[0]
+    errors = each - mean[None]
+    missing = jnp.sum(errors[..., :, None] * errors[..., None, :], axis=0)
+    missing = missing / (count * (count - 1) if count > 1 else jnp.nan)
+    return Marginals(
+        mean,
+        jnp.mean(spreads, axis=0) + missing,
+        _standard_error(each),
+        _standard_error(spreads),
+    )
+
+
+def _within(
+    tolerance: float | None,
+    run: Callable[[Any], R],
+    errors: Callable[[R], PyTree],
+    estimator: AbstractEstimator,
+    key: Any,
+    max_samples: int,
+) -> R:
+    """The mean of as many runs of an estimator as a tolerance asks for.
+
+    Args:
+        tolerance: the largest standard error; `None` for one run.
+        run: one run, from a key; what it returns holds values and standard errors.
+        errors: the standard errors that must be within the tolerance.
+        estimator: says how many replicates a run has.
+        key: a typed key.
+        max_samples: how many paths may be drawn in all.
+    """
+    if tolerance is None:
+        return run(key)
+    _check_tolerance(tolerance)
+    if estimator.error == "none":
+        return run(key)
+    replicates = estimator.num_replicates
+    if replicates is None or replicates < 2:
+        raise ValueError(
+            f"A tolerance needs an estimator that draws two replicates or more, got {estimator}."
+        )
+
+    count = getattr(estimator, "num_samples", replicates)
+
+    def largest(found: R) -> float:
+        leaves = jax.tree.leaves(errors(found))
+        if not all(is_concrete(leaf) for leaf in leaves):
+            raise ValueError("A tolerance is compared with what was drawn: not inside jax.jit.")
+        # NaN must not be lost among others, as it would be by the max of Python.
+        error = float(np.max([0.0] + [float(jnp.max(leaf)) for leaf in leaves if leaf.size]))
+        if not math.isfinite(error):
+            raise ValueError(f"The standard error is {error}, which no number of paths lowers.")
+        return error
+
+    found, rounds = run(key), 1
+    while (error := largest(found)) > tolerance:
+        # A tenth more than the error so far asks for, since it is itself an estimate.
+        needed = math.ceil(1.1 * rounds * (error / tolerance) ** 2)
+        if needed * count > max_samples:
+            raise ValueError(
+                f"A standard error of {tolerance} needs about {needed * count} paths, and"
+                f" max_samples is {max_samples}: after {rounds * count} it is {error:.2g}."
+            )
+        more = [run(jax.random.fold_in(key, i)) for i in range(rounds, needed)]
+        found, rounds = _pooled(found, rounds, more), needed
+    return found
+
+
+def _check_tolerance(tolerance: float) -> None:
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be a positive standard error, got {tolerance}.")
+
+
+def _pooled(found: R, rounds: int, more: list[R]) -> R:
+    """The mean of several runs: values are averaged, standard errors added in quadrature."""
+    total = rounds + len(more)
+
+    def value(first: Array, *rest: Array) -> Array:
+        return (rounds * first + sum(rest)) / total
+
+    def error(first: Array, *rest: Array) -> Array:
+        return jnp.sqrt((rounds * first) ** 2 + sum(leaf**2 for leaf in rest)) / total
+
+    def pool(name: str) -> PyTree:
+        combine = error if name.endswith("standard_error") else value
+        return jax.tree.map(combine, getattr(found, name), *(getattr(each, name) for each in more))
+
+    names = found._fields if isinstance(found, tuple) else [f.name for f in fields(found)]
+    return type(found)(*(pool(name) for name in names))
+
+
+def _standard_error(values: Float[Array, "sample *value"]) -> Float[Array, "*value"]:
+    """The sample standard deviation over √sample; NaN for a single sample, which has none."""
+    count = values.shape[0]
+    if count == 1:
+        return jnp.full_like(values[0], jnp.nan)
+    return jnp.std(values, axis=0, ddof=1) / jnp.sqrt(jnp.asarray(count, values.dtype))

@@ -1,0 +1,416 @@
+"""What a chain says of observations: those to come, replicates of a series, and missing ones."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import ndtri
+from jaxtyping import Array, Float
+
+from retrodict._chains import AbstractBackwardChain, AbstractKernelChain
+from retrodict._expectations.elbo import series_of_chain
+from retrodict._expectations.estimator import existing_rows
+from retrodict._expectations.expectation import Marginals, check_chain, moments_over_paths
+from retrodict._kernels import AbstractGaussianKernel, AbstractKernel, AbstractLinearGaussianKernel
+from retrodict._laws import Diagonal, Gaussian, dense_scale, masked_scale
+from retrodict._model import StateSpaceModel
+from retrodict._numerics import linalg
+from retrodict._parameters import unwrap
+from retrodict._series import Series, prepare_inputs
+from retrodict._types import PRNGKey
+from retrodict._validate import as_real_array, check_count, check_key, is_concrete
+
+
+class Forecast(eqx.Module):
+    """The states and observations of the rows that come next.
+
+    Moments are exact, with standard errors of zero, where the kernels they pass are linear
+    Gaussian. Elsewhere they average conditional moments over the draws, which has a smaller
+    variance than averaging the draws themselves (Rao-Blackwell).
+
+    Attributes:
+        states: draws of shape `(sample, time, state)`.
+        observations: draws of shape `(sample, time, obs)`, each made from the states of its path.
+        mean: of the observations, of shape `(time, obs)`.
+        covariance: of the observations of each row, of shape `(time, obs, obs)`.
+        mean_standard_error: of the shape of `mean`.
+        covariance_standard_error: of the shape of `covariance`.
+        state_mean: of the states, of shape `(time, state)`.
+        state_covariance: of the states of each row, of shape `(time, state, state)`.
+        state_mean_standard_error: of the shape of `state_mean`.
+        state_covariance_standard_error: of the shape of `state_covariance`.
+        gaussian: whether the observations are exactly Gaussian, so that quantiles are exact too.
+        gaussian_states: whether the states are exactly Gaussian.
+    """
+
+    states: Float[Array, "sample time state"]
+    observations: Float[Array, "sample time obs"]
+    mean: Float[Array, "time obs"]
+    covariance: Float[Array, "time obs obs"]
+    mean_standard_error: Float[Array, "time obs"]
+    covariance_standard_error: Float[Array, "time obs obs"]
+    state_mean: Float[Array, "time state"]
+    state_covariance: Float[Array, "time state state"]
+    state_mean_standard_error: Float[Array, "time state"]
+    state_covariance_standard_error: Float[Array, "time state state"]
+    gaussian: bool = eqx.field(static=True)
+    gaussian_states: bool = eqx.field(static=True)
+
+    def quantile(self, levels: Any) -> Float[Array, "level time obs"]:
+        """Return the quantiles of each observation: exact if `gaussian`, else those of the draws.
+
+        Args:
+            levels: one level or a vector of them, each above zero and below one.
+        """
+        return self._quantile(levels, self.mean, self.covariance, self.observations, self.gaussian)
+
+    def state_quantile(self, levels: Any) -> Float[Array, "level time state"]:
+        """Return the quantiles of each state: exact if `gaussian_states`, else those of the draws.
+
+        Args:
+            levels: one level or a vector of them, each above zero and below one.
+        """
+        return self._quantile(
+            levels, self.state_mean, self.state_covariance, self.states, self.gaussian_states
+        )
+
+    def _quantile(
+        self, levels: Any, mean: Array, covariance: Array, draws: Array, exact: bool
+    ) -> Array:
+        if jnp.ndim(self.mean) != 2:
+            raise ValueError(
+                f"This forecast holds a batch of series: its mean has shape {self.mean.shape}. Take"
+                " quantiles under jax.vmap: jax.vmap(lambda f: f.quantile(levels))(forecasts)."
+            )
+        ps = jnp.atleast_1d(as_real_array(levels, "levels")).astype(self.mean.dtype)
+        if ps.ndim != 1:
+            raise ValueError(f"levels must be a number or a vector, got shape {ps.shape}.")
+        if is_concrete(ps) and not np.all((np.asarray(ps) > 0) & (np.asarray(ps) < 1)):
+            raise ValueError(f"levels must lie above zero and below one, got {np.asarray(ps)}.")
+        if not exact:
+            return jnp.quantile(draws, ps, axis=0)
+        std = jnp.sqrt(jnp.diagonal(covariance, axis1=-2, axis2=-1))
+        return mean[None] + ndtri(ps)[:, None, None] * std[None]
+
+
+def forecast(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    num_times: int,
+    *,
+    inputs: Any = None,
+    num_samples: int = 1000,
+) -> Forecast:
+    """The laws of the states and observations of the rows after the last of a chain.
+
+    The last state, of law q_{n-1}, is moved on by the model's transition, and each state is
+    observed through its emission: no data is needed but what the chain has seen. Series of a batch
+    are forecast under `jax.vmap`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.5 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ... )
+        >>> chain = rd.kalman_smoother(model, jnp.ones((5, 1))).chain
+        >>> ahead = rd.forecast(jax.random.key(0), model, chain, num_times=3)
+        >>> ahead.observations.shape, ahead.mean.shape
+        ((1000, 3, 1), (3, 1))
+        >>> ahead.quantile([0.05, 0.95]).shape
+        (2, 3, 1)
+
+    Args:
+        key: a typed key.
+        model: the model; its transition need not have a density.
+        chain: the posterior of what has been seen; its terminal law is at its last existing row.
+        num_times: how many rows to forecast.
+        inputs: inputs of the *coming* rows, of shape `(num_times, input)`, if a kernel takes them.
+        num_samples: how many paths to draw.
+
+    Raises:
+        TypeError: if `model` is no model, or `chain` no chain.
+        ValueError: if shapes do not fit, or inputs are missing.
+    """
+    check_key(key, "forecast")
+    num_times = check_count(num_times, "num_times")
+    num_samples = check_count(num_samples, "num_samples")
+    plain = _check(model, chain, "forecast")
+    us = prepare_inputs(inputs, num_times, plain.takes_input)
+    start_key, path_key = jax.random.split(key)
+    length = getattr(chain, "length", None)
+    end = chain.num_times - 1 if length is None else length - 1
+    if isinstance(chain, AbstractKernelChain):
+        law = jax.tree.map(lambda leaf: leaf[end], chain.laws)
+        noise = jax.random.normal(start_key, (num_samples, law.noise_dim), law.mean.dtype)
+        return _forecast(plain, law, jax.vmap(law.from_noise)(noise), path_key, us, num_times)
+    last = chain.sample(start_key, num_samples)[:, end]
+    return _forecast(plain, None, last, path_key, us, num_times)
+
+
+def predictive(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    num_samples: int,
+    *,
+    inputs: Any = None,
+) -> Float[Array, "sample time obs"]:
+    """Replicates of the whole series: observations drawn anew along smoothed paths.
+
+    If the model is right, the series that was seen looks like one of them. Rows from the length of
+    the chain on do not exist and hold NaN.
+
+    Args:
+        key: a typed key.
+        model: the model.
+        chain: the posterior.
+        num_samples: how many replicates.
+        inputs: the inputs of the chain's rows, of shape `(time, input)`, if a kernel takes them.
+    """
+    check_key(key, "predictive")
+    num_samples = check_count(num_samples, "num_samples")
+    plain = _check(model, chain, "predictive")
+    us = prepare_inputs(inputs, chain.num_times, plain.takes_input, getattr(chain, "length", None))
+    path_key, emission_key = jax.random.split(key)
+    drawn = _observe(plain.emission, chain.sample(path_key, num_samples), emission_key, us)
+    exists = existing_rows(chain)
+    return drawn if exists is None else jnp.where(exists[None, :, None], drawn, jnp.nan)
+
+
+def impute(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    ys: Any,
+    num_samples: int,
+    *,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+) -> Float[Array, "sample time obs"]:
+    """Completed series: what was seen as it is, and what was not drawn given what was.
+
+    Paths are drawn from the chain, and missing entries given their state. Where the emission is
+    Gaussian they are also drawn given what was seen of their row, with which correlated noise ties
+    them. A `DistributionKernel` with a joint density is drawn by row: the chain has not used the
+    seen entries of such a row, and nor has the draw. Rows from `length` on do not exist and hold
+    NaN.
+
+    Args:
+        key: a typed key.
+        model: the model.
+        chain: the posterior given these `ys`.
+        ys: observations, of shape `(time, obs)`; NaN where missing.
+        num_samples: how many completed series.
+        mask: true where an entry was seen.
+        inputs: inputs of shape `(time, input)`, if a kernel takes them.
+        length: how many rows exist; that of the chain if it is not given.
+    """
+    check_key(key, "impute")
+    num_samples = check_count(num_samples, "num_samples")
+    plain = _check(model, chain, "impute")
+    series = series_of_chain(plain, chain, ys, mask=mask, inputs=inputs, length=length)
+    if series.mask is None:
+        return jnp.broadcast_to(series.ys, (num_samples, *series.ys.shape))
+    path_key, emission_key = jax.random.split(key)
+    drawn = _complete(plain.emission, chain.sample(path_key, num_samples), emission_key, series)
+    exists = existing_rows(chain)
+    return drawn if exists is None else jnp.where(exists[None, :, None], drawn, jnp.nan)
+
+
+@eqx.filter_jit
+def _forecast(
+    model: StateSpaceModel,
+    law: Any,
+    last: Float[Array, "sample state"],
+    key: PRNGKey,
+    us: Float[Array, "time input"] | None,
+    num_times: int,
+) -> Forecast:
+    transition, emission = model.transition, model.emission
+    states_key, observations_key = jax.random.split(key)
+
+    def move(xs: Array, at: tuple[Array, Array | None]) -> tuple[Array, tuple]:
+        step_key, u = at
+        keys = jax.random.split(step_key, xs.shape[0])
+        after = jax.vmap(lambda k, x: _draw(transition, k, x, u))(keys, xs).astype(xs.dtype)
+        moments = jax.vmap(lambda x, drawn: _moments(transition, x, u, drawn))(xs, after)
+        return after, (after, *moments)
+
+    steps = (jax.random.split(states_key, num_times), us)
+    _, rows = jax.lax.scan(move, last, steps, length=num_times)
+    states, *given_before = (jnp.swapaxes(leaf, 0, 1) for leaf in rows)
+    observations = _observe(emission, states, observations_key, us)
+
+    moves = isinstance(transition, AbstractLinearGaussianKernel)
+    sees = isinstance(emission, AbstractLinearGaussianKernel)
+    if law is not None and moves:
+        of_states = _moved(transition, law.mean, law.covariance, us, num_times)
+    else:
+        of_states = _averaged(*given_before)
+    if law is not None and moves and sees:
+        of_rows = _seen(emission, of_states, us)
+    else:
+        over_time = jax.vmap(lambda x, u, y: _moments(emission, x, u, y), in_axes=(0, _axis(us), 0))
+        over_paths = jax.vmap(over_time, in_axes=(0, None, 0))
+        of_rows = _averaged(*over_paths(states, us, observations))
+    return Forecast(
+        states,
+        observations,
+        of_rows.mean,
+        of_rows.covariance,
+        of_rows.mean_standard_error,
+        of_rows.covariance_standard_error,
+        of_states.mean,
+        of_states.covariance,
+        of_states.mean_standard_error,
+        of_states.covariance_standard_error,
+        moves and sees and isinstance(law, Gaussian),
+        moves and isinstance(law, Gaussian),
+    )
+
+
+def _moved(
+    transition: AbstractLinearGaussianKernel,
+    mean: Float[Array, "state"],
+    covariance: Float[Array, "state state"],
+    us: Float[Array, "time input"] | None,
+    num_times: int,
+) -> Marginals:
+    """The moments m ← w m + b, P ← w P wᵀ + s sᵀ of the coming states, whatever the first law."""
+
+    def move(moments: tuple[Array, Array], u: Array | None) -> tuple[tuple, tuple]:
+        moments = _image(transition, *moments, u)
+        return moments, moments
+
+    _, (means, covariances) = jax.lax.scan(move, (mean, covariance), us, length=num_times)
+    return _exact(means, covariances)
+
+
+def _seen(
+    emission: AbstractLinearGaussianKernel, states: Marginals, us: Float[Array, "time input"] | None
+) -> Marginals:
+    """The moments of the observations of states whose moments are known."""
+    image = jax.vmap(lambda m, p, u: _image(emission, m, p, u), in_axes=(0, 0, _axis(us)))
+    return _exact(*image(states.mean, states.covariance, us))
+
+
+def _image(
+    kernel: AbstractLinearGaussianKernel, mean: Array, covariance: Array, u: Array | None
+) -> tuple[Array, Array]:
+    at = kernel.at(_input(kernel, u))
+    spread = linalg.matmul(linalg.matmul(at.weight, covariance), at.weight.T)
+    noise = linalg.outer_gram(dense_scale(at.scale_tril))
+    moved = (linalg.matvec(at.weight, mean) + at.bias).astype(mean.dtype)
+    return moved, (spread + noise).astype(covariance.dtype)
+
+
+def _exact(means: Array, covariances: Array) -> Marginals:
+    return Marginals(means, covariances, jnp.zeros_like(means), jnp.zeros_like(covariances))
+
+
+def _averaged(
+    means: Float[Array, "sample time out"], covariances: Float[Array, "sample time out out"]
+) -> Marginals:
+    """The moments of a mixture with one law a draw."""
+    weights = jnp.ones((means.shape[0], 1), means.dtype)
+    return moments_over_paths(means[:, None], covariances[:, None], weights)
+
+
+def _moments(
+    kernel: AbstractKernel, x: Array, u: Array | None, drawn: Array
+) -> tuple[Float[Array, "out"], Float[Array, "out out"]]:
+    """The conditional mean and covariance, where the law knows them; else a draw without spread."""
+    law: Any = kernel.law(x, _input(kernel, u))
+    if isinstance(kernel, AbstractGaussianKernel):
+        return law.mean.astype(x.dtype), law.covariance.astype(x.dtype)
+    spread = jnp.zeros((*drawn.shape, drawn.shape[0]), drawn.dtype)
+    try:
+        mean, variance = jnp.asarray(law.mean), jnp.asarray(law.variance)
+        shapes = {mean.shape, variance.shape, jnp.shape(law.log_prob(drawn))}
+    except (AttributeError, NotImplementedError):
+        # Not every distribution of numpyro has moments, and one of your own need not.
+        return drawn, spread
+    if shapes != {drawn.shape}:
+        return drawn, spread
+    return mean.astype(x.dtype), jnp.diag(variance.astype(x.dtype))
+
+
+@eqx.filter_jit
+def _observe(
+    emission: AbstractKernel,
+    paths: Float[Array, "sample time state"],
+    key: PRNGKey,
+    us: Float[Array, "time input"] | None,
+) -> Float[Array, "sample time obs"]:
+    """One observation of every state of every path."""
+    keys = jax.random.split(key, paths.shape[:2])
+    over_time = jax.vmap(lambda k, x, u: _draw(emission, k, x, u), in_axes=(0, 0, _axis(us)))
+    return jax.vmap(over_time, in_axes=(0, 0, None))(keys, paths, us)
+
+
+@eqx.filter_jit
+def _complete(
+    emission: AbstractKernel,
+    paths: Float[Array, "sample time state"],
+    key: PRNGKey,
+    series: Series,
+) -> Float[Array, "sample time obs"]:
+    """What was seen, and draws of the rest."""
+    keys = jax.random.split(key, paths.shape[:2])
+    us = series.inputs
+
+    def complete(k: Array, x: Array, y: Array, seen: Any, u: Array | None) -> Array:
+        drawn = _draw(emission, k, x, u)
+        if isinstance(emission, AbstractGaussianKernel):
+            drawn = _given_seen(emission.law(x, _input(emission, u)).scale_tril, drawn, y, seen)
+        return jnp.where(seen, y, drawn.astype(y.dtype))
+
+    over_time = jax.vmap(complete, in_axes=(0, 0, 0, 0, _axis(us)))
+    over_paths = jax.vmap(over_time, in_axes=(0, 0, None, None, None))
+    return over_paths(keys, paths, series.ys, series.mask, us)
+
+
+def _given_seen(scale: Any, drawn: Array, y: Array, seen: Array) -> Array:
+    """A draw of a whole row, made one given the seen entries o of y.
+
+    With C = s sᵀ and z a draw of the row, z + C_{·o} C_oo⁻¹ (y_o − z_o) has the conditional law.
+    """
+    if isinstance(scale, Diagonal):
+        return drawn
+    lower, kept = dense_scale(scale), seen.astype(drawn.dtype)
+    # Unseen entries have a residual of zero and unit scale, and so do not count.
+    factor = dense_scale(masked_scale(lower, kept))
+    residual = linalg.solve_triangular(factor, jnp.where(seen, y - drawn, 0.0))
+    solved = linalg.solve_triangular(factor, residual, transpose=True)
+    return drawn + linalg.matvec(lower, linalg.matvec(lower.T, kept * solved))
+
+
+def _draw(kernel: AbstractKernel, key: PRNGKey, x: Array, u: Array | None) -> Array:
+    return kernel.sample(key, x, _input(kernel, u))
+
+
+def _input(kernel: AbstractKernel, u: Array | None) -> Array | None:
+    return u if kernel.takes_input else None
+
+
+def _axis(us: Array | None) -> int | None:
+    return None if us is None else 0
+
+
+def _check(model: Any, chain: Any, owner: str) -> StateSpaceModel:
+    """The unwrapped model, refused unless it fits the chain of one series."""
+    check_chain(chain, owner)
+    if not isinstance(model, StateSpaceModel):
+        raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.")
+    plain = unwrap(model)
+    if plain.state_dim != chain.state_dim:
+        raise ValueError(
+            f"The model has {plain.state_dim} state dimensions, and the chain {chain.state_dim}."
+        )
+    return plain

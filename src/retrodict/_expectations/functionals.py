@@ -1,0 +1,592 @@
+"""Additive functionals of a path, as sums of terms.
+
+    H(x_{0:n-1}) = initial(x_0, data_0) + Σ_{k=1}^{n-1} increment(x_{k-1}, x_k, data_k)
+
+A functional is a tuple of terms, each of which looks at x_0 alone, at every x_k, or at every pair
+of neighbours, and says whether it is quadratic in the states: estimators integrate one term at a
+time, each in the cheapest way that it allows.
+"""
+
+import math
+import numbers
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, PyTree
+
+from retrodict._kernels import AbstractKernel, AbstractLinearGaussianKernel
+from retrodict._laws import Gaussian
+from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._parameters import unwrap
+from retrodict._types import Scalar, State
+
+Data: TypeAlias = Any
+"""The row of the data at one time: a pytree, or `None` if there is no data."""
+
+
+class Variation(NamedTuple):
+    """How much a function h(x_{k-1}, x_k) can vary; infinite where nothing is known.
+
+    A function with several entries has these constants in each of them.
+
+    Attributes:
+        before: a Lipschitz constant in x_{k-1}.
+        now: a Lipschitz constant in x_k.
+        oscillation: sup h − inf h.
+    """
+
+    before: float
+    now: float
+    oscillation: float
+
+
+UNKNOWN = Variation(math.inf, math.inf, math.inf)
+"""What is known of a term that declares nothing."""
+
+
+def check_constant(value: float | None, name: str) -> float:
+    """A declared constant, which must be finite and not negative; infinity for `None`."""
+    if value is None:
+        return math.inf
+    if not (isinstance(value, (numbers.Real, np.number)) and 0 <= value < math.inf):
+        raise ValueError(f"{name} must be a finite number that is not negative, got {value!r}.")
+    return float(value)
+
+
+class AbstractTerm(eqx.Module):
+    """A part of a functional that looks at the same kind of states at every time."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def quadratic(self) -> bool:
+            """Whether the term is a polynomial of degree at most two in the states."""
+            ...
+
+        @property
+        def name(self) -> str:
+            """What messages call the term."""
+            ...
+    else:
+        # A type checker would take an abstract variable for an argument of the constructor.
+        quadratic: eqx.AbstractVar[bool]
+        name: eqx.AbstractVar[str]
+
+    @abstractmethod
+    def variation(self) -> Variation:
+        """How much the term can vary, for error bounds."""
+
+
+class AbstractInitialTerm(AbstractTerm):
+    """A term at x_0 alone."""
+
+    @abstractmethod
+    def __call__(self, x: State, data: Data) -> PyTree:
+        """The value at x_0 and the data of time 0."""
+
+
+class AbstractStateTerm(AbstractTerm):
+    """A term at every x_k."""
+
+    @abstractmethod
+    def __call__(self, x: State, data: Data) -> PyTree:
+        """The value at x_k and the data of time k."""
+
+
+class AbstractPairTerm(AbstractTerm):
+    """A term at every pair (x_{k-1}, x_k), k ≥ 1."""
+
+    @abstractmethod
+    def __call__(self, before: State, x: State, data: Data) -> PyTree:
+        """The value at x_{k-1}, x_k and the data of time k."""
+
+
+class InitialTerm(AbstractInitialTerm):
+    """A function of x_0 and the data of time 0.
+
+    Args:
+        fn: called as `fn(x, data)`.
+        quadratic: whether it is a polynomial of degree at most two in x.
+        name: what messages call it.
+        lipschitz: a Lipschitz constant of each entry of its value, if one is known.
+        oscillation: sup − inf of each entry of its value, if it is bounded.
+    """
+
+    fn: Callable[[Any, Any], Any]
+    quadratic: bool = eqx.field(static=True, default=False)  # pyright: ignore
+    name: str = eqx.field(static=True, default="an initial term")  # pyright: ignore
+    lipschitz: float | None = eqx.field(static=True, default=None)
+    oscillation: float | None = eqx.field(static=True, default=None)
+
+    def variation(self) -> Variation:
+        """The constants that were declared."""
+        now = check_constant(self.lipschitz, "lipschitz")
+        return Variation(0.0, now, check_constant(self.oscillation, "oscillation"))
+
+    def __call__(self, x: State, data: Data) -> PyTree:
+        """The value at x_0."""
+        return self.fn(x, data)
+
+
+class StateTerm(AbstractStateTerm):
+    """A function of x_k and the data of time k, for every k.
+
+    Args:
+        fn: called as `fn(x, data)`.
+        quadratic: whether it is a polynomial of degree at most two in x.
+        name: what messages call it.
+        lipschitz: a Lipschitz constant of each entry of its value, if one is known.
+        oscillation: sup − inf of each entry of its value, if it is bounded.
+    """
+
+    fn: Callable[[Any, Any], Any]
+    quadratic: bool = eqx.field(static=True, default=False)  # pyright: ignore
+    name: str = eqx.field(static=True, default="a state term")  # pyright: ignore
+    lipschitz: float | None = eqx.field(static=True, default=None)
+    oscillation: float | None = eqx.field(static=True, default=None)
+
+    def variation(self) -> Variation:
+        """The constants that were declared."""
+        now = check_constant(self.lipschitz, "lipschitz")
+        return Variation(0.0, now, check_constant(self.oscillation, "oscillation"))
+
+    def __call__(self, x: State, data: Data) -> PyTree:
+        """The value at x_k."""
+        return self.fn(x, data)
+
+
+class PairTerm(AbstractPairTerm):
+    """A function of x_{k-1}, x_k and the data of time k, for every k ≥ 1.
+
+    Args:
+        fn: called as `fn(before, x, data)`.
+        quadratic: whether it is a polynomial of degree at most two in both states together.
+        name: what messages call it.
+        lipschitz: Lipschitz constants of each entry of its value in x_{k-1} and in x_k, if known.
+        oscillation: sup − inf of each entry of its value, if it is bounded.
+    """
+
+    fn: Callable[[Any, Any, Any], Any]
+    quadratic: bool = eqx.field(static=True, default=False)  # pyright: ignore
+    name: str = eqx.field(static=True, default="a pair term")  # pyright: ignore
+    lipschitz: tuple[float, float] | None = eqx.field(static=True, default=None)
+    oscillation: float | None = eqx.field(static=True, default=None)
+
+    def variation(self) -> Variation:
+        """The constants that were declared."""
+        before, now = (None, None) if self.lipschitz is None else self.lipschitz
+        return Variation(
+            check_constant(before, "lipschitz"),
+            check_constant(now, "lipschitz"),
+            check_constant(self.oscillation, "oscillation"),
+        )
+
+    def __call__(self, before: State, x: State, data: Data) -> PyTree:
+        """The value at (x_{k-1}, x_k)."""
+        return self.fn(before, x, data)
+
+
+class LogPrior(AbstractInitialTerm):
+    """The term log χ(x_0)."""
+
+    law: Any
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether the prior is Gaussian."""
+        return isinstance(self.law, Gaussian)
+
+    @property
+    def name(self) -> str:
+        """What messages call the term."""
+        return f"the log density of the prior ({type(self.law).__name__})"
+
+    def __call__(self, x: State, data: Data) -> Scalar:
+        """The log density at x_0."""
+        return jnp.sum(jnp.asarray(self.law.log_prob(x)))
+
+    def variation(self) -> Variation:
+        """Nothing is known: log densities are not Lipschitz as a rule."""
+        return UNKNOWN
+
+
+class LogEmission(AbstractStateTerm):
+    """The terms log g(x_k, y_k), of the entries that were seen."""
+
+    kernel: AbstractKernel
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether the kernel is linear Gaussian."""
+        return isinstance(self.kernel, AbstractLinearGaussianKernel)
+
+    @property
+    def name(self) -> str:
+        """What messages call the term."""
+        return f"the log density of the emission ({type(self.kernel).__name__})"
+
+    def __call__(self, x: State, data: "Observations") -> Scalar:
+        """The log density of what was seen at time k."""
+        return self.kernel.log_prob(x, data.ys, input_of(self.kernel, data), data.mask)
+
+    def variation(self) -> Variation:
+        """Nothing is known: log densities are not Lipschitz as a rule."""
+        return UNKNOWN
+
+
+class LogTransition(AbstractPairTerm):
+    """The terms log m(x_{k-1}, x_k)."""
+
+    kernel: AbstractKernel
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether the kernel is linear Gaussian."""
+        return isinstance(self.kernel, AbstractLinearGaussianKernel)
+
+    @property
+    def name(self) -> str:
+        """What messages call the term."""
+        return f"the log density of the transition ({type(self.kernel).__name__})"
+
+    def __call__(self, before: State, x: State, data: "Observations") -> Scalar:
+        """The log density of x_k given x_{k-1}."""
+        return self.kernel.log_prob(before, x, input_of(self.kernel, data))
+
+    def variation(self) -> Variation:
+        """Nothing is known: log densities are not Lipschitz as a rule."""
+        return UNKNOWN
+
+
+class Observations(eqx.Module):
+    """The data of `LogJoint` and `Score`, made by `observations`.
+
+    Attributes:
+        ys: observations, finite everywhere, of shape `(time, obs)`.
+        mask: true where an entry was seen; `None` if every entry was.
+        inputs: inputs of shape `(time, input)`, or `None`.
+    """
+
+    ys: Float[Array, "... obs"]
+    mask: Bool[Array, "... obs"] | None
+    inputs: Float[Array, "... input"] | None
+
+
+def observations(
+    model: StateSpaceModel, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
+) -> Observations:
+    """The data that `LogJoint` and `Score` read, checked against the model.
+
+    Args:
+        model: the model of the functional.
+        ys: observations, of shape `(time, obs)`; NaN where missing.
+        mask: true where an entry was seen.
+        inputs: inputs of shape `(time, input)`, if a kernel takes them.
+        length: how many rows exist; the chain's own length is what counts in an expectation.
+    """
+    series = prepare_data(unwrap(model), ys, mask=mask, inputs=inputs, length=length)
+    return Observations(series.ys, series.mask, series.inputs)
+
+
+def input_of(kernel: AbstractKernel, data: Observations) -> Float[Array, "input"] | None:
+    """The input at one time, for a kernel that reads it."""
+    return data.inputs if kernel.takes_input else None
+
+
+class AbstractFunctional(eqx.Module):
+    """An additive functional of a path: the sum of its terms over time."""
+
+    @abstractmethod
+    def terms(self) -> tuple[AbstractTerm, ...]:
+        """The terms that the functional is the sum of; all have values of one structure."""
+
+    def initial(self, x: State, data: Data = None) -> PyTree:
+        """The value of all that looks at x_0 alone: h_0(x_0, data_0)."""
+        return initial_value(self.terms(), x, data)
+
+    def increment(self, before: State, x: State, data: Data = None) -> PyTree:
+        """The value of what time k adds: h_k(x_{k-1}, x_k, data_k)."""
+        return increment_value(self.terms(), before, x, data)
+
+
+def initial_value(terms: Sequence[AbstractTerm], x: State, data: Data) -> PyTree:
+    """The sum at x_0 of initial and state terms; zero if there are none."""
+    kinds = (AbstractInitialTerm, AbstractStateTerm)
+    values = [term(x, data) for term in terms if isinstance(term, kinds)]
+    if values:
+        return add(values)
+    shapes = jax.eval_shape(lambda: increment_value(terms, x, x, data))
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+
+
+def increment_value(terms: Sequence[AbstractTerm], before: State, x: State, data: Data) -> PyTree:
+    """The sum at one pair of state and pair terms; zero if there are none."""
+    values = []
+    for term in terms:
+        if isinstance(term, AbstractStateTerm):
+            values.append(term(x, data))
+        elif isinstance(term, AbstractPairTerm):
+            values.append(term(before, x, data))
+    if values:
+        return add(values)
+    return jax.tree.map(jnp.zeros_like, initial_value(terms, x, data))
+
+
+def add(values: Sequence[PyTree]) -> PyTree:
+    """The sum of pytrees of one structure."""
+    total = values[0]
+    for value in values[1:]:
+        total = jax.tree.map(jnp.add, total, value)
+    return total
+
+
+class StateSum(AbstractFunctional):
+    """The sum Σ_k x_k, a vector of shape `(state,)`.
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> rd.StateSum().increment(jnp.zeros(2), jnp.ones(2)).tolist()
+        [1.0, 1.0]
+    """
+
+    def terms(self) -> tuple[AbstractTerm, ...]:
+        """One linear term at every state."""
+        return (StateTerm(_state, quadratic=True, name="the state", lipschitz=1.0),)
+
+
+def _state(x: Array, data: Data) -> Array:
+    return x
+
+
+class SecondMomentSums(NamedTuple):
+    """The value of `SecondMoments`.
+
+    Attributes:
+        within: Σ_{k≥0} x_k x_kᵀ, of shape `(state, state)`.
+        between: Σ_{k≥1} x_{k-1} x_kᵀ, of shape `(state, state)`.
+    """
+
+    within: Float[Array, "state state"]
+    between: Float[Array, "state state"]
+
+
+class SecondMoments(AbstractFunctional):
+    """The sums Σ_k x_k x_kᵀ and Σ_{k≥1} x_{k-1} x_kᵀ, as `SecondMomentSums`.
+
+    With `StateSum` they are the sufficient statistics of a linear-Gaussian transition.
+    """
+
+    def terms(self) -> tuple[AbstractTerm, ...]:
+        """A quadratic term at every state and one at every pair."""
+        return (
+            StateTerm(_square, quadratic=True, name="the square of the state"),
+            PairTerm(_product, quadratic=True, name="the product of neighbours"),
+        )
+
+
+def _square(x: Array, data: Data) -> SecondMomentSums:
+    square = x[:, None] * x[None, :]
+    return SecondMomentSums(square, jnp.zeros_like(square))
+
+
+def _product(before: Array, x: Array, data: Data) -> SecondMomentSums:
+    product = before[:, None] * x[None, :]
+    return SecondMomentSums(jnp.zeros_like(product), product)
+
+
+class AdditiveFunctional(AbstractFunctional):
+    """A functional of your own: initial(x_0, data_0) + Σ_{k≥1} increment(x_{k-1}, x_k, data_k).
+
+    Example:
+        How far the state travels:
+        `AdditiveFunctional(lambda before, x, data: jnp.sum(jnp.abs(x - before)))`.
+
+    Args:
+        increment: called as `increment(before, x, data)` with two states and the row of the data at
+            the later time (`None` if no data is given); returns any pytree of arrays.
+        initial: called as `initial(x, data)` at time 0, with values of the same structure; `None`
+            for zero.
+        quadratic: a promise that both are polynomials of degree at most two in the states, which
+            lets their expectations be taken in closed form.
+        lipschitz: Lipschitz constants of each entry of the increment in x_{k-1} and in x_k, for
+            error bounds; the second is to hold for `initial` as well.
+        oscillation: a number that sup − inf of each entry of either function does not exceed.
+    """
+
+    increment_fn: Callable[[Any, Any, Any], Any]
+    initial_fn: Callable[[Any, Any], Any] | None
+    quadratic: bool = eqx.field(static=True)
+    lipschitz: tuple[float, float] | None = eqx.field(static=True)
+    oscillation: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        increment: Callable[[Any, Any, Any], Any],
+        initial: Callable[[Any, Any], Any] | None = None,
+        quadratic: bool = False,
+        *,
+        lipschitz: tuple[float, float] | None = None,
+        oscillation: float | None = None,
+    ):
+        for name, fn in (("increment", increment), ("initial", initial)):
+            if not callable(fn) and not (name == "initial" and fn is None):
+                raise TypeError(
+                    f"AdditiveFunctional expects a function as its {name}, got {type(fn).__name__}."
+                )
+        if lipschitz is not None and not (isinstance(lipschitz, tuple) and len(lipschitz) == 2):
+            raise ValueError(
+                "AdditiveFunctional expects lipschitz as a pair of constants, in x_{k-1} and in"
+                f" x_k, got {lipschitz!r}."
+            )
+        self.increment_fn, self.initial_fn, self.quadratic = increment, initial, quadratic
+        self.lipschitz, self.oscillation = lipschitz, oscillation
+        variation(self)
+
+    def terms(self) -> tuple[AbstractTerm, ...]:
+        """The two functions."""
+        pair = PairTerm(
+            self.increment_fn,
+            self.quadratic,
+            "the increment of AdditiveFunctional",
+            self.lipschitz,
+            self.oscillation,
+        )
+        if self.initial_fn is None:
+            return (pair,)
+        initial = InitialTerm(
+            self.initial_fn,
+            self.quadratic,
+            "the initial term of AdditiveFunctional",
+            None if self.lipschitz is None else self.lipschitz[1],
+            self.oscillation,
+        )
+        return (initial, pair)
+
+
+class StateFunctional(AbstractFunctional):
+    """A sum over the states one by one: Σ_k fn(x_k, data_k).
+
+    Example:
+        The time spent above a level, of which each term is 0 or 1:
+        `StateFunctional(lambda x, data: 1.0 * (x[0] > 2), oscillation=1.0)`.
+
+    Args:
+        fn: called as `fn(x, data)` with a state and the row of the data at its time (`None` if no
+            data is given); returns any pytree of arrays.
+        quadratic: a promise that it is a polynomial of degree at most two in the state.
+        lipschitz: a Lipschitz constant of each entry of its value, for error bounds.
+        oscillation: a number that sup − inf of each entry of its value does not exceed.
+    """
+
+    fn: Callable[[Any, Any], Any]
+    quadratic: bool = eqx.field(static=True, default=False)
+    lipschitz: float | None = eqx.field(static=True, default=None, kw_only=True)
+    oscillation: float | None = eqx.field(static=True, default=None, kw_only=True)
+
+    def __check_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(
+                f"StateFunctional expects a function of a state, got {type(self.fn).__name__}."
+            )
+        variation(self)
+
+    def terms(self) -> tuple[AbstractTerm, ...]:
+        """One term at every state."""
+        name = "the function of StateFunctional"
+        return (StateTerm(self.fn, self.quadratic, name, self.lipschitz, self.oscillation),)
+
+
+def variation(functional: AbstractFunctional) -> tuple[Variation, Variation]:
+    """How much a functional can vary: what it adds at time 0, and at every later time."""
+
+    def total(*kinds: type) -> Variation:
+        found = [term.variation() for term in functional.terms() if isinstance(term, kinds)]
+        return Variation(
+            *(math.fsum(column) for column in zip(*found, (0.0, 0.0, 0.0), strict=True))
+        )
+
+    return (
+        total(AbstractInitialTerm, AbstractStateTerm),
+        total(AbstractStateTerm, AbstractPairTerm),
+    )
+
+
+class LogJoint(AbstractFunctional):
+    """The log joint density log χ(x_0) + Σ_{k≥0} log g(x_k, y_k) + Σ_{k≥1} log m(x_{k-1}, x_k).
+
+    Under a chain that was made with another model θ' its expectation is EM's intermediate quantity
+    Q(θ, θ'). The data is `observations(model, ys)`.
+
+    Args:
+        model: the model whose density it is.
+    """
+
+    model: StateSpaceModel
+
+    def __check_init__(self) -> None:
+        _check_model("LogJoint", self.model)
+
+    def terms(self) -> tuple[AbstractTerm, ...]:
+        """The log densities of prior, emission and transition."""
+        model = unwrap(self.model)
+        return (
+            LogPrior(model.prior),
+            LogEmission(model.emission),
+            LogTransition(model.transition),
+        )
+
+
+class Score(AbstractFunctional):
+    """The gradient ∇_θ of the log joint density, in the arrays θ of a model.
+
+    By Fisher's identity its expectation under the exact posterior is the gradient of the
+    log-evidence. The value has the structure of `equinox.filter(model, equinox.is_inexact_array)`;
+    derivatives in a parameter such as `Positive` are those in its unconstrained array. The data is
+    `observations(model, ys)`.
+
+    Args:
+        model: the model to differentiate.
+    """
+
+    model: StateSpaceModel
+
+    def __check_init__(self) -> None:
+        _check_model("Score", self.model)
+
+    def terms(self) -> tuple[AbstractTerm, ...]:
+        """The gradients of the terms of `LogJoint`, quadratic where those are."""
+        prior, emission, transition = LogJoint(self.model).terms()
+        # A polynomial in the states has a gradient in its coefficients of the same degree.
+        return (
+            InitialTerm(_Gradient(self.model, 0), prior.quadratic, f"the gradient of {prior.name}"),
+            StateTerm(
+                _Gradient(self.model, 1), emission.quadratic, f"the gradient of {emission.name}"
+            ),
+            PairTerm(
+                _Gradient(self.model, 2), transition.quadratic, f"the gradient of {transition.name}"
+            ),
+        )
+
+
+class _Gradient(eqx.Module):
+    """The gradient in a model of one of the terms of its log joint density."""
+
+    model: StateSpaceModel
+    position: Literal[0, 1, 2] = eqx.field(static=True)
+
+    def __call__(self, *states_and_data: Any) -> PyTree:
+        def value(model: StateSpaceModel) -> Scalar:
+            term: Any = LogJoint(model).terms()[self.position]
+            return term(*states_and_data)
+
+        return eqx.filter_grad(value)(self.model)
+
+
+def _check_model(owner: str, model: Any) -> None:
+    if not isinstance(model, StateSpaceModel):
+        raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.")

@@ -1,0 +1,393 @@
+"""What every amortised family offers: a map from observations to a backward chain.
+
+A family is written as `init` and `step`, so that the same code smooths a stored series, a batch of
+them and a live stream. A step has two halves. `advance` is what must happen one row after another;
+`read` turns two neighbouring states into the factors q_k and q_{k-1|k} and is evaluated for all
+rows at once when the series is stored.
+"""
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from retrodict._chains import (
+    AbstractBackwardKernel,
+    AbstractKernelChain,
+    LinearGaussianChain,
+    SampledChain,
+)
+from retrodict._kernels import LinearGaussianKernel
+from retrodict._model import StateSpaceModel
+from retrodict._numerics import linalg
+from retrodict._parameters import unwrap
+from retrodict._series import Series, convert_row, prepare_series
+from retrodict._types import PRNGKey
+from retrodict.distributed import Parallel, laid_out, prepended
+
+C = TypeVar("C", bound=AbstractKernelChain)
+
+
+class Row(NamedTuple):
+    """What a family sees at one time.
+
+    Attributes:
+        y: the observation, zero where nothing was seen.
+        seen: true where an entry was seen; `None` if every entry was.
+        u: the input, or `None`.
+    """
+
+    y: Float[Array, "*time obs"]
+    seen: Bool[Array, "*time obs"] | None
+    u: Float[Array, "*time input"] | None
+
+
+class Factor(eqx.Module):
+    """What one step adds to a chain.
+
+    Attributes:
+        law: the filtering law q_k, a `Gaussian` or a `GaussianMixture`.
+        kernel: the backward kernel q_{k-1|k}, a `LinearGaussianKernel`, or the parameters by which
+            the chain's `kernel_law` knows it; at the first step it has no meaning.
+    """
+
+    law: Any
+    kernel: Any
+
+
+class AbstractFamily(eqx.Module):
+    """An amortised variational family: y_{0:n-1} ↦ q_{n-1}(x_{n-1}) ∏ q_{k-1|k}(x_k, x_{k-1})."""
+
+    if TYPE_CHECKING:
+        # A type checker would take abstract variables for properties.
+        state_dim: int
+        obs_dim: int
+        input_dim: int
+    else:
+        state_dim: eqx.AbstractVar[int]
+        obs_dim: eqx.AbstractVar[int]
+        input_dim: eqx.AbstractVar[int]
+
+    @abstractmethod
+    def prepare(
+        self,
+        model: StateSpaceModel,
+        ys: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+    ) -> "AbstractFamily":
+        """The family in the units of these data, started near the model's prior chain.
+
+        Args:
+            model: the model whose posterior is sought.
+            ys: observations, of shape `(time, obs)` or `(batch, time, obs)`.
+            mask: true where an entry was seen.
+            inputs: inputs, of shape `(time, input)` or `(batch, time, input)`.
+            length: how many rows exist, one integer or one a series.
+        """
+
+    @abstractmethod
+    def redraw(self, key: PRNGKey) -> "AbstractFamily":
+        """The same family with fresh random weights, for another start."""
+
+    @abstractmethod
+    def init(self) -> Any:
+        """The state before anything was seen."""
+
+    @abstractmethod
+    def step(self, state: Any, y: Any, *, mask: Any = None, u: Any = None) -> tuple[Any, Factor]:
+        """Reads one row.
+
+        Args:
+            state: what `init` or the previous step returned.
+            y: the observation, of shape `(obs,)`; NaN where an entry is missing.
+            mask: true where an entry was seen.
+            u: the input, of shape `(input,)`, if the family takes one.
+
+        Returns:
+            The next state, and the factors q_k and q_{k-1|k}.
+        """
+
+    @abstractmethod
+    def infer(
+        self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
+    ) -> AbstractKernelChain:
+        """The chain of a whole series.
+
+        Args:
+            ys: observations, of shape `(time, obs)`; NaN where missing.
+            mask: true where an entry was seen.
+            inputs: inputs of shape `(time, input)`, if the family takes them.
+            length: how many rows exist; the rest is padding.
+        """
+
+
+class AbstractFactorFamily(AbstractFamily, Generic[C]):
+    """A family whose factors are read from a state that is advanced row by row."""
+
+    @abstractmethod
+    def embed(self, row: Row) -> Any:
+        """What can be computed from one row alone, before any recurrence."""
+
+    @abstractmethod
+    def advance(self, state: Any, embedded: Any) -> Any:
+        """The next state; the only part that runs one row after another."""
+
+    @abstractmethod
+    def advance_in_parallel(
+        self, embedded: Any, exists: Bool[Array, "time"] | None, parallel: Parallel = True
+    ) -> Any:
+        """The states after every row in O(log n) depth, or an error if there is no such form.
+
+        Args:
+            embedded: what `embed` gave for each row, with a leading time axis.
+            exists: which of the rows exist.
+            parallel: a mesh to run over several devices; `True` for one.
+        """
+
+    @abstractmethod
+    def read(self, before: Any, after: Any, embedded: Any) -> Factor:
+        """The factors q_k and q_{k-1|k}, from the states before and after row k."""
+
+    @abstractmethod
+    def assemble(self, read: Factor, exists: Bool[Array, "time"] | None, length: Any) -> C:
+        """The chain of the factors of all rows, of which the first kernel is left out.
+
+        Args:
+            read: the factors, with a leading time axis.
+            exists: which of the rows exist.
+            length: how many of them do.
+        """
+
+    def step(self, state: Any, y: Any, *, mask: Any = None, u: Any = None) -> tuple[Any, Factor]:
+        """Reads one row: the next state, and the factors q_k and q_{k-1|k}."""
+        row = prepare_row(self, y, mask=mask, u=u)
+        return _step(self, state, row)
+
+    def infer(
+        self,
+        ys: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+        parallel: Parallel = False,
+    ) -> C:
+        """The chain of a whole series: a scan of `step`.
+
+        Args:
+            ys: observations, of shape `(time, obs)`; NaN where missing.
+            mask: true where an entry was seen; `True` alone promises that everything was.
+            inputs: inputs of shape `(time, input)`, if the family takes them.
+            length: how many rows exist; the rest is padding.
+            parallel: whether to run in O(log n) depth, for families that are associative; a
+                `time_mesh` to do so over several devices.
+        """
+        series = prepare_for(self, ys, mask=mask, inputs=inputs, length=length)
+        return _infer(self, series, parallel)
+
+
+class AbstractLinearGaussianFamily(AbstractFactorFamily[LinearGaussianChain]):
+    """A family whose chains are all of type `LinearGaussianChain`."""
+
+    def assemble(
+        self, read: Factor, exists: Bool[Array, "time"] | None, length: Any
+    ) -> LinearGaussianChain:
+        """The chain, with kernels that are the identity where nothing exists."""
+        kernels = read.kernel
+        if exists is not None:
+            kernels = _stay_where_nothing_exists(kernels, exists)
+        return LinearGaussianChain(read.law, jax.tree.map(lambda leaf: leaf[1:], kernels), length)
+
+
+class AbstractSampledFamily(AbstractFactorFamily[SampledChain]):
+    """A family whose backward kernels are drawn from, and not marginalised in closed form."""
+
+    @abstractmethod
+    def shared(self) -> AbstractBackwardKernel:
+        """What the backward kernels of all times share."""
+
+    def assemble(
+        self, read: Factor, exists: Bool[Array, "time"] | None, length: Any
+    ) -> SampledChain:
+        """The chain; it leaves rows out that do not exist."""
+        steps = jax.tree.map(lambda leaf: leaf[1:], read.kernel)
+        return SampledChain(read.law, self.shared(), steps, length)
+
+
+@eqx.filter_jit
+def _step(family: AbstractFactorFamily, state: Any, row: Row) -> tuple[Any, Factor]:
+    family = unwrap(family)
+    embedded = family.embed(row)
+    after = family.advance(state, embedded)
+    return after, family.read(state, after, embedded)
+
+
+@eqx.filter_jit
+def _infer(family: AbstractFactorFamily[C], series: Series, parallel: Parallel) -> C:
+    return infer_series(unwrap(family), series, parallel=parallel)
+
+
+def infer_series(
+    family: AbstractFactorFamily[C], series: Series, *, parallel: Parallel = False
+) -> C:
+    """The chain of a prepared series, to be called inside `jax.jit`.
+
+    Args:
+        family: an unwrapped family.
+        series: a series that fits it.
+        parallel: whether to run in O(log n) depth.
+    """
+    series = laid_out(series, parallel)
+    exists = series.exists()
+    read, _ = factors(family, family.init(), rows_of(series), exists, parallel=parallel)
+    return family.assemble(read, exists, series.length)
+
+
+def factors(
+    family: AbstractFactorFamily,
+    state: Any,
+    rows: Row,
+    exists: Bool[Array, "time"] | None,
+    *,
+    parallel: Parallel = False,
+) -> tuple[Factor, Any]:
+    """The factors of all rows (the first kernel leads back before them), and the last state.
+
+    Args:
+        family: an unwrapped family.
+        state: the state before the first of the rows; that of `init` if `parallel`.
+        rows: the rows, with a leading time axis.
+        exists: which of them exist; from the first that does not, the state stays as it is.
+        parallel: whether to run in O(log n) depth.
+    """
+    embedded = jax.vmap(family.embed)(rows)
+    if parallel:
+        afters = family.advance_in_parallel(embedded, exists, parallel)
+    else:
+        afters = _advance_one_by_one(family, state, embedded, exists)
+    befores = prepended(state, jax.tree.map(lambda leaf: leaf[:-1], afters), parallel)
+    read = jax.vmap(family.read)(befores, afters, embedded)
+    return read, jax.tree.map(lambda leaf: leaf[-1], afters)
+
+
+def _advance_one_by_one(
+    family: AbstractFactorFamily,
+    state: Any,
+    embedded: Any,
+    exists: Bool[Array, "time"] | None,
+) -> Any:
+    def move(before: Any, at: tuple) -> tuple[Any, Any]:
+        row, real = at
+        after = family.advance(before, row)
+        if real is not None:
+            after = jax.tree.map(lambda new, old: jnp.where(real, new, old), after, before)
+        return after, after
+
+    # With large states, writing down what the derivative of a step needs takes longer than doing
+    # the step again: a fifth of the time of a training step with d = 10.
+    if family.state_dim > linalg.UNROLLED:
+        return lax.scan(jax.checkpoint(move), state, (embedded, exists))[1]
+    # With small ones, a step is a few dozen tiny operations. Two steps at a time take a seventh off
+    # the smoothing of one series, for half a second of compilation.
+    return lax.scan(move, state, (embedded, exists), unroll=2)[1]
+
+
+def advance_over(family: AbstractFactorFamily, rows: Row, stop: Any) -> Any:
+    """The state after the first `stop` rows, without keeping what came before it.
+
+    Args:
+        family: an unwrapped family.
+        rows: the rows, with a leading time axis.
+        stop: how many of them to read.
+    """
+
+    def move(k: Array, state: Any) -> Any:
+        return family.advance(state, family.embed(jax.tree.map(lambda leaf: leaf[k], rows)))
+
+    return lax.fori_loop(0, stop, move, family.init())
+
+
+def _stay_where_nothing_exists(
+    kernels: LinearGaussianKernel, exists: Bool[Array, "time"]
+) -> LinearGaussianKernel:
+    """Identity kernels at padded rows, as `LinearGaussianChain` has them."""
+    eye = jnp.eye(kernels.bias.shape[-1], dtype=kernels.bias.dtype)
+    weights = jnp.where(exists[:, None, None], kernels.weight, eye)
+    biases = jnp.where(exists[:, None], kernels.bias, 0.0)
+    scales = jnp.where(exists[:, None, None], kernels.scale_tril, 0.0)
+    return jax.vmap(LinearGaussianKernel)(weights, biases, scales)
+
+
+def rows_of(series: Series) -> Row:
+    """The rows of a prepared series."""
+    return Row(series.ys, series.mask, series.inputs)
+
+
+def prepare_for(family: AbstractFamily, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
+    """Checks one series against a family's dimensions."""
+    series = prepare_series(
+        ys, mask=mask, inputs=inputs, length=length, takes_input=family.input_dim > 0
+    )
+    _check_width(family, "ys", series.ys.shape[1], family.obs_dim, "obs_dim")
+    if series.inputs is not None:
+        _check_width(family, "inputs", series.inputs.shape[1], family.input_dim, "input_dim")
+    return series
+
+
+def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, u: Any) -> Row:
+    """Checks one row against a family's dimensions, and turns NaN into a mask."""
+    y, u = convert_row(y, mask, u)
+    _check_width(family, "y", y.shape[0], family.obs_dim, "obs_dim")
+    seen = ~jnp.isnan(y)
+    y = jnp.where(seen, y, 0.0)
+    if family.input_dim == 0:
+        if u is not None:
+            raise ValueError(
+                f"u was given, but this {type(family).__name__} was built with input_dim=0."
+            )
+        return Row(y, seen, None)
+    if u is None:
+        raise ValueError(
+            f"This {type(family).__name__} has input_dim={family.input_dim}: step needs u."
+        )
+    if u.shape != (family.input_dim,):
+        raise ValueError(f"u must have shape ({family.input_dim},), got {u.shape}.")
+    return Row(y, seen, u)
+
+
+def check_fits(family: AbstractFamily, model: StateSpaceModel) -> None:
+    """Refuses a model of another state dimension."""
+    if model.state_dim != family.state_dim:
+        raise ValueError(
+            f"This {type(family).__name__} has state_dim={family.state_dim}, and the model has"
+            f" {model.state_dim} states. Build the family with state_dim={model.state_dim}."
+        )
+    if model.takes_input != (family.input_dim > 0):
+        raise ValueError(
+            f"This {type(family).__name__} has input_dim={family.input_dim}, and the model takes"
+            f" {'inputs' if model.takes_input else 'no inputs'}. Build the family with the"
+            " input_dim of the model's inputs."
+        )
+
+
+def refuse_parallel(family: AbstractFamily) -> NoReturn:
+    """Says that a family has no parallel form."""
+    raise ValueError(
+        f"{type(family).__name__} has no parallel form: what it reads of a row depends on the rows"
+        " before it. Use parallel=False, or ScanFamily."
+    )
+
+
+def _check_width(family: AbstractFamily, name: str, got: int, expected: int, argument: str) -> None:
+    if got != expected:
+        raise ValueError(
+            f"This {type(family).__name__} was built with {argument}={expected}, so that {name}"
+            f" must have {expected} columns, got {got}."
+        )

@@ -1,0 +1,176 @@
+"""The gated family: a network of the prediction and the row, with a forget gate."""
+
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from retrodict._families.base import AbstractLinearGaussianFamily, Factor, Row, refuse_parallel
+from retrodict._families.network import (
+    Embedded,
+    Transition,
+    check_dimensions,
+    embed,
+    mlp,
+    prepared,
+    redrawn,
+    transition_into,
+    tril_features,
+    tril_from,
+    tril_size,
+)
+from retrodict._families.recursions import (
+    GaussianState,
+    before_anything,
+    inverse_of_upper_factor,
+    predicted,
+    predicted_whitener,
+    product,
+    reverse,
+    transposed,
+)
+from retrodict._families.start import Coordinates
+from retrodict._kernels import LinearGaussianKernel
+from retrodict._model import StateSpaceModel
+from retrodict._numerics import linalg
+from retrodict._parameters import unwrap
+from retrodict._types import PRNGKey
+from retrodict.distributed import Parallel
+
+
+class GatedFamily(AbstractLinearGaussianFamily):
+    """The paper's family: (μ_k, Σ_k) = r(u_k, y_k) with predictive parameters u_k.
+
+    With the variational transition u_k = (Ā μ_{k-1} + ā, Ā Σ_{k-1} Āᵀ + Q̄), a network reads u_k and
+    y_k and proposes a law and a gate s in (0, 1); the filtering law is (1 − s) times the proposal
+    plus s times the prediction, coordinate by coordinate. Backward kernels are the variational
+    transition reversed: q_{k-1|k}(x_k, ·) ∝ m̄(·, x_k) q_{k-1}.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> family = rd.GatedFamily(jax.random.key(0), state_dim=2, obs_dim=1)
+        >>> state, factor = family.step(family.init(), jnp.ones(1))
+        >>> factor.law.mean.shape
+        (2,)
+
+    Args:
+        key: a typed key, for the random weights.
+        state_dim: the dimension of the state.
+        obs_dim: the dimension of an observation.
+        input_dim: the dimension of an input; 0 if the model takes none.
+        width: units in a hidden layer.
+        depth: hidden layers.
+        gate: the coordinates in which the gate acts: `"natural"` for the natural parameters,
+            `"scale"` for the mean and the rows of the lower Cholesky factor.
+    """
+
+    network: eqx.nn.MLP
+    transition: Transition
+    coordinates: Coordinates
+    state_dim: int = eqx.field(static=True)  # pyright: ignore
+    obs_dim: int = eqx.field(static=True)  # pyright: ignore
+    input_dim: int = eqx.field(static=True)  # pyright: ignore
+    gate: Literal["natural", "scale"] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        key: PRNGKey,
+        state_dim: int,
+        obs_dim: int,
+        *,
+        input_dim: int = 0,
+        width: int = 32,
+        depth: int = 2,
+        gate: Literal["natural", "scale"] = "natural",
+    ):
+        check_dimensions(state_dim, obs_dim, input_dim)
+        if gate not in ("natural", "scale"):
+            raise ValueError(f"GatedFamily expects gate 'natural' or 'scale', got {gate!r}.")
+        self.state_dim, self.obs_dim, self.input_dim = state_dim, obs_dim, input_dim
+        self.gate = gate
+        law_size = state_dim + tril_size(state_dim)
+        in_size = 2 * obs_dim + input_dim + law_size
+        self.network = mlp(key, in_size, law_size + 2 * state_dim, width, depth)
+        self.transition = Transition.default(state_dim, input_dim)
+        self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)
+
+    def prepare(
+        self,
+        model: StateSpaceModel,
+        ys: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+    ) -> "GatedFamily":
+        """The family in the units of these data, started near the model's prior chain."""
+        return prepared(self, model, ys, mask, inputs, length)
+
+    def redraw(self, key: PRNGKey) -> "GatedFamily":
+        """The same family with a freshly drawn network."""
+        return eqx.tree_at(lambda f: f.network, self, redrawn(key, self.network))
+
+    def init(self) -> GaussianState:
+        """The variational prior."""
+        return before_anything(unwrap(self.transition.prior))
+
+    def embed(self, row: Row) -> Embedded:
+        """The row in standard coordinates."""
+        return embed(self.coordinates, self.transition, row)
+
+    def advance(self, state: GaussianState, embedded: Embedded) -> GaussianState:
+        """Predicts, and mixes the prediction with the network's proposal."""
+        kernel = transition_into(self.transition, embedded)
+        step = self._in_natural_parameters if self.gate == "natural" else self._in_scales
+        mean, scale = step(state, kernel, embedded.features)
+        return GaussianState(mean, scale, state.num_read + 1)
+
+    def _in_natural_parameters(
+        self, state: GaussianState, kernel: LinearGaussianKernel, features: Float[Array, "features"]
+    ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
+        """Mixes η and Λ; precisions are weighted from both sides and stay positive definite."""
+        mean, whitener = predicted_whitener(state, kernel)
+        proposed, root, mean_gate, gate = self._propose(features, mean, whitener)
+        kept, new = jnp.sqrt(gate)[:, None], jnp.sqrt(1 - gate)[:, None]
+        one, other = kept * transposed(whitener), new * root
+        precision = product(one, transposed(one)) + product(other, transposed(other))
+        scale = inverse_of_upper_factor(precision)
+        precision_mean = mean_gate * linalg.matvec(whitener.T, linalg.matvec(whitener, mean))
+        pull = linalg.matvec(root, linalg.matvec(root.T, proposed))
+        precision_mean = precision_mean + (1 - mean_gate) * pull
+        return linalg.matvec(scale, linalg.matvec(scale.T, precision_mean)), scale
+
+    def _in_scales(
+        self, state: GaussianState, kernel: LinearGaussianKernel, features: Float[Array, "features"]
+    ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
+        """Mixes means and the rows of the lower factors, which stay lower factors."""
+        mean, scale = predicted(state, kernel)
+        proposed, root, mean_gate, gate = self._propose(features, mean, scale)
+        rows = gate[:, None]
+        return mean_gate * mean + (1 - mean_gate) * proposed, rows * scale + (1 - rows) * root
+
+    def _propose(
+        self,
+        features: Float[Array, "features"],
+        mean: Float[Array, "d"],
+        factor: Float[Array, "d d"],
+    ) -> tuple[Float[Array, "d"], Float[Array, "d d"], Float[Array, "d"], Float[Array, "d"]]:
+        """What the network makes of the row and the prediction: mean, lower factor, two gates."""
+        d = self.state_dim
+        out = self.network(jnp.concatenate([features, mean, tril_features(factor)]))
+        gates = jax.nn.sigmoid(out[-2 * d :])
+        return out[:d], tril_from(out[d : d + tril_size(d)], d), gates[:d], gates[d:]
+
+    def advance_in_parallel(
+        self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
+    ) -> GaussianState:
+        """Refused: the network reads the prediction."""
+        refuse_parallel(self)
+
+    def read(self, before: GaussianState, after: GaussianState, embedded: Embedded) -> Factor:
+        """The law, and the variational transition reversed under the law before it."""
+        kernel = transition_into(self.transition, embedded)
+        back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
+        return self.coordinates.factor(after.mean, after.scale, *back)

@@ -1,0 +1,187 @@
+"""The Kalman family: λ is a linear-Gaussian model, and its exact posterior is the chain."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from retrodict._exact import (
+    Prior,
+    Transition,
+    Whitened,
+    filter_laws_in_parallel,
+    reduce_rows,
+    whiten,
+)
+from retrodict._families.base import AbstractLinearGaussianFamily, Factor, Row, check_fits
+from retrodict._kernels import AbstractLinearGaussianKernel, LinearGaussianKernel
+from retrodict._laws import Gaussian, dense_scale
+from retrodict._model import StateSpaceModel, check_densities, learnable
+from retrodict._numerics import Factored, condition, propagate, reverse
+from retrodict._parameters import unwrap
+from retrodict._types import PRNGKey
+from retrodict._validate import check_count
+from retrodict.distributed import Parallel
+
+
+class Evidence(NamedTuple):
+    """One row as conditioning needs it: value = design x + ε, and the transition into the row."""
+
+    transition: LinearGaussianKernel
+    design: Float[Array, "*time whitened state"]
+    value: Float[Array, "*time whitened"]
+
+
+class FilterState(NamedTuple):
+    """The state of the family.
+
+    Attributes:
+        law: the filtering law q_k; the prior before the first row.
+        num_read: how many rows were read.
+    """
+
+    law: Factored
+    num_read: Int[Array, "*time"]
+
+
+class KalmanFamily(AbstractLinearGaussianFamily):
+    """The posteriors of a linear-Gaussian model λ, by its Kalman filter and backward kernels.
+
+    λ is a copy of the model it is made from, never tied to another model: `fit` moves the one and
+    not the other. Its scales are held as positive parameters; wrap a part in `Frozen` to keep it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ... )
+        >>> family = rd.KalmanFamily(model)
+        >>> family.infer(jnp.ones((5, 1))).marginals().mean.shape
+        (5, 1)
+
+    Args:
+        model: the linear-Gaussian model to start from; every scale must have a density.
+        input_dim: the dimension of the inputs, needed only if it cannot be read off an
+            `input_weight`.
+    """
+
+    model: StateSpaceModel
+    state_dim: int = eqx.field(static=True)  # pyright: ignore
+    obs_dim: int = eqx.field(static=True)  # pyright: ignore
+    input_dim: int = eqx.field(static=True)  # pyright: ignore
+
+    def __init__(self, model: StateSpaceModel, *, input_dim: int | None = None):
+        if not isinstance(model, StateSpaceModel):
+            raise TypeError(f"KalmanFamily expects a StateSpaceModel, got {type(model).__name__}.")
+        plain = unwrap(model)
+        linear = AbstractLinearGaussianKernel
+        if not (
+            isinstance(plain.prior, Gaussian)
+            and isinstance(plain.transition, linear)
+            and isinstance(plain.emission, linear)
+        ):
+            raise TypeError(
+                "KalmanFamily expects a linear-Gaussian model with a Gaussian prior. For other"
+                " models use GatedFamily or RecurrentFamily."
+            )
+        check_densities(plain, "KalmanFamily")
+        self.model = jax.tree.map(
+            lambda leaf: jnp.array(leaf) if eqx.is_array(leaf) else leaf, learnable(model)
+        )
+        self.state_dim = plain.state_dim
+        self.input_dim = input_dim_of("KalmanFamily", plain, input_dim)
+        u = jnp.zeros(self.input_dim) if self.input_dim else None
+        self.obs_dim = jax.eval_shape(
+            lambda: plain.emission.at(u if plain.emission.takes_input else None).bias
+        ).shape[0]
+
+    def prepare(
+        self,
+        model: StateSpaceModel,
+        ys: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+    ) -> "KalmanFamily":
+        """The family itself: λ is where it was put, in original units."""
+        check_fits(self, model)
+        return self
+
+    def redraw(self, key: PRNGKey) -> "KalmanFamily":
+        """The family itself: it has no random weights."""
+        return self
+
+    def init(self) -> FilterState:
+        """Return the prior of λ."""
+        prior = unwrap(self.model).prior
+        law = Factored.from_scale(prior.mean, dense_scale(prior.scale_tril))
+        return FilterState(law, jnp.zeros((), jnp.int32))
+
+    def embed(self, row: Row) -> Evidence:
+        """The row with unit noise, and the transition into it."""
+        model = self.model
+        kernel = model.transition.at(row.u if model.transition.takes_input else None)
+        emission = model.emission.at(row.u if model.emission.takes_input else None)
+        design, value, _ = whiten(
+            emission.weight, emission.scale_tril, row.y - emission.bias, row.seen
+        )
+        design, value = reduce_rows(design, value)
+        scale = dense_scale(kernel.scale_tril)
+        return Evidence(LinearGaussianKernel(kernel.weight, kernel.bias, scale), design, value)
+
+    def advance(self, state: FilterState, embedded: Evidence) -> FilterState:
+        """Predict, and condition on the row."""
+        kernel = embedded.transition
+        moved = propagate(state.law, kernel.weight, kernel.bias, kernel.scale_tril)
+        first = state.num_read == 0
+        law = jax.tree.map(lambda old, new: jnp.where(first, old, new), state.law, moved)
+        law, _ = condition(law, embedded.design, embedded.value)
+        return FilterState(law, state.num_read + 1)
+
+    def advance_in_parallel(
+        self, embedded: Evidence, exists: Bool[Array, "time"] | None, parallel: Parallel = True
+    ) -> FilterState:
+        """Compute all filtering laws by an associative scan."""
+        prior, kernel = unwrap(self.model).prior, embedded.transition
+        arrays = (kernel.weight, kernel.bias, kernel.scale_tril)
+        laws, _ = filter_laws_in_parallel(
+            Prior(prior.mean, dense_scale(prior.scale_tril)),
+            Transition(*(leaf[1:] for leaf in arrays)),
+            Whitened(embedded.design, embedded.value),
+            exists,
+            parallel,
+        )
+        count = embedded.value.shape[0]
+        return FilterState(laws, jnp.arange(1, count + 1, dtype=jnp.int32))
+
+    def read(self, before: FilterState, after: FilterState, embedded: Evidence) -> Factor:
+        """Return the filtering law, and the transition of λ reversed under the law before it."""
+        kernel = embedded.transition
+        back = reverse(before.law, kernel.weight, kernel.bias, kernel.scale_tril)
+        law = Gaussian(after.law.mean, after.law.scale_tril)
+        return Factor(law, LinearGaussianKernel(*back))
+
+
+def input_dim_of(owner: str, model: StateSpaceModel, given: int | None) -> int:
+    """The dimension of the inputs, read off an `input_weight` where there is one."""
+    known = None
+    for kernel in (model.transition, model.emission):
+        if isinstance(kernel, LinearGaussianKernel) and kernel.input_weight is not None:
+            known = kernel.input_weight.shape[1]
+    if given is not None:
+        given = check_count(given, "input_dim")
+        if known is not None and known != given or not model.takes_input:
+            raise ValueError(
+                f"input_dim={given} was given, and the model takes {known or 0} inputs."
+            )
+        return given
+    if known is None and model.takes_input:
+        raise ValueError(
+            f"{owner} cannot read the number of inputs off this model: pass input_dim."
+        )
+    return known or 0

@@ -1,0 +1,209 @@
+"""The mixture family: filtering laws with several modes, and the backward kernels they imply."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Bool, Float
+
+from retrodict._chains import AbstractBackwardKernel
+from retrodict._families.base import AbstractSampledFamily, Factor, Row, refuse_parallel
+from retrodict._families.network import (
+    Embedded,
+    RecurrentState,
+    Transition,
+    at_rest,
+    centres,
+    check_dimensions,
+    embed,
+    mlp,
+    prepared,
+    transition_into,
+    tril_from,
+    tril_size,
+)
+from retrodict._families.recursions import product, reverse, shared_product, transposed
+from retrodict._families.start import Coordinates
+from retrodict._kernels import LinearGaussianKernel
+from retrodict._laws import Gaussian, GaussianMixture
+from retrodict._model import StateSpaceModel
+from retrodict._numerics import linalg
+from retrodict._parameters import Frozen
+from retrodict._types import PRNGKey
+from retrodict._validate import check_count, check_key
+from retrodict.distributed import Parallel
+
+
+class MixtureStep(NamedTuple):
+    """The parameters of one backward kernel, one row a component of q_{k-1}.
+
+    Attributes:
+        log_weights: log π_j of q_{k-1}.
+        predicted: the law of x_k if x_{k-1} came from the component.
+        kernels: the law of x_{k-1} given x_k, if it came from the component.
+    """
+
+    log_weights: Float[Array, "*time component"]
+    predicted: Gaussian
+    kernels: LinearGaussianKernel
+
+
+class MixtureKernel(AbstractBackwardKernel):
+    """The kernel q_{k-1|k}(x, ·) ∝ m̄(·, x) q_{k-1}(·) of a mixture under a linear-Gaussian m̄.
+
+    It is a mixture again: component j is N(G_j x + c_j, s_j s_jᵀ), and its weight is in proportion
+    to π_j N(x; F m_j + b, F S_j Fᵀ + Q), how well it explains the later state.
+    """
+
+    def law(self, step: MixtureStep, x: Float[Array, "state"]) -> GaussianMixture:
+        """The mixture, with weights that depend on x."""
+        explained = jax.vmap(lambda law: law.log_prob(x))(step.predicted)
+        means = jax.vmap(lambda kernel: linalg.matvec(kernel.weight, x) + kernel.bias)(step.kernels)
+        return GaussianMixture(
+            jax.nn.log_softmax(step.log_weights + explained), means, step.kernels.scale_tril
+        )
+
+
+class MixtureFamily(AbstractSampledFamily):
+    """A recurrent state, filtering laws that are Gaussian mixtures, and their backward kernels.
+
+    The construction of the linear-Gaussian families, made multimodal: q_k is a mixture whose
+    parameters are read from the recurrent state, the variational transition m̄ is linear Gaussian,
+    and q_{k-1|k}(x_k, ·) ∝ m̄(·, x_k) q_{k-1} follows in closed form (see `MixtureKernel`). If the
+    model's transition is linear Gaussian and the mixtures are the exact filtering laws, so is the
+    chain. Components start apart, so that each mode finds one.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> family = rd.MixtureFamily(jax.random.key(0), state_dim=1, obs_dim=1)
+        >>> family.infer(jnp.ones((5, 1))).laws.means.shape
+        (5, 4, 1)
+
+    Args:
+        key: a typed key, for the random weights.
+        state_dim: the dimension of the state.
+        obs_dim: the dimension of an observation.
+        input_dim: the dimension of an input; 0 if the model takes none.
+        num_components: components of each filtering law.
+        hidden: units of the recurrent state.
+        width: units in the hidden layer of the readout.
+    """
+
+    cell: eqx.nn.GRUCell
+    readout: eqx.nn.MLP
+    centres: Any
+    transition: Transition
+    coordinates: Coordinates
+    state_dim: int = eqx.field(static=True)  # pyright: ignore
+    obs_dim: int = eqx.field(static=True)  # pyright: ignore
+    input_dim: int = eqx.field(static=True)  # pyright: ignore
+    num_components: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        key: PRNGKey,
+        state_dim: int,
+        obs_dim: int,
+        *,
+        input_dim: int = 0,
+        num_components: int = 4,
+        hidden: int = 16,
+        width: int = 32,
+    ):
+        check_dimensions(state_dim, obs_dim, input_dim)
+        self.num_components = check_count(num_components, "num_components")
+        self.state_dim, self.obs_dim, self.input_dim = state_dim, obs_dim, input_dim
+        out_size = num_components * (1 + state_dim + tril_size(state_dim))
+        hidden, width = check_count(hidden, "hidden"), check_count(width, "width")
+        self.cell, self.readout = _draw(key, 2 * obs_dim + input_dim, hidden, width, out_size)
+        self.centres = Frozen(centres(num_components, state_dim))
+        self.transition = Transition.default(state_dim, input_dim)
+        self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)
+
+    def prepare(
+        self,
+        model: StateSpaceModel,
+        ys: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+    ) -> "MixtureFamily":
+        """The family in the units of these data, started near the model's prior chain."""
+        return prepared(self, model, ys, mask, inputs, length)
+
+    def redraw(self, key: PRNGKey) -> "MixtureFamily":
+        """The same family with a freshly drawn cell and readout."""
+        cell, readout = self.cell, self.readout
+        fresh = _draw(
+            key, cell.input_size, cell.hidden_size, readout.width_size, int(readout.out_size)
+        )
+        return eqx.tree_at(lambda f: (f.cell, f.readout), self, fresh)
+
+    def init(self) -> RecurrentState:
+        """Hidden units at rest."""
+        return at_rest(self.cell)
+
+    def embed(self, row: Row) -> Embedded:
+        """The row in standard coordinates."""
+        return embed(self.coordinates, self.transition, row)
+
+    def advance(self, state: RecurrentState, embedded: Embedded) -> RecurrentState:
+        """One update of the cell."""
+        return RecurrentState(self.cell(embedded.features, state.hidden))
+
+    def advance_in_parallel(
+        self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
+    ) -> RecurrentState:
+        """Refused: the cell is not associative."""
+        refuse_parallel(self)
+
+    def read(self, before: RecurrentState, after: RecurrentState, embedded: Embedded) -> Factor:
+        """The mixture after the row, and the transition reversed under the one before it."""
+        log_weights, means, scales = self._mixture(before.hidden)
+        move = transition_into(self.transition, embedded)
+
+        def turn(mean: Array, scale: Array) -> tuple[Gaussian, LinearGaussianKernel]:
+            moved = shared_product(move.weight, scale)
+            spread = product(moved, transposed(moved)) + linalg.outer_gram(move.scale_tril)
+            centre = linalg.matvec(move.weight, mean) + move.bias
+            back = reverse(mean, scale, move.weight, move.bias, move.scale_tril)
+            factor = self.coordinates.factor(centre, linalg.cholesky(spread), *back)
+            return factor.law, factor.kernel
+
+        predicted, kernels = jax.vmap(turn)(means, scales)
+        return Factor(self._law(after.hidden), MixtureStep(log_weights, predicted, kernels))
+
+    def shared(self) -> MixtureKernel:
+        """Nothing but the formula: all parameters differ from row to row."""
+        return MixtureKernel()
+
+    def _mixture(self, hidden: Float[Array, "hidden"]) -> tuple[Array, Array, Array]:
+        """Log weights, means and lower factors in standard coordinates."""
+        count, d = self.num_components, self.state_dim
+        out = self.readout(hidden).reshape(count, -1)
+        scales = jax.vmap(lambda raw: tril_from(raw, d))(out[:, 1 + d :])
+        return jax.nn.log_softmax(out[:, 0]), self.centres + out[:, 1 : 1 + d], SPREAD * scales
+
+    def _law(self, hidden: Float[Array, "hidden"]) -> GaussianMixture:
+        log_weights, means, scales = self._mixture(hidden)
+        spread, location = self.coordinates.state_scale, self.coordinates.state_location
+        return GaussianMixture(
+            log_weights,
+            location[None] + jax.vmap(lambda mean: linalg.matvec(spread, mean))(means),
+            jax.vmap(lambda scale: shared_product(spread, scale))(scales),
+        )
+
+
+SPREAD = 0.5
+"""The standard deviation of an untrained component, in units of the prior's spread."""
+
+
+def _draw(
+    key: PRNGKey, features: int, hidden: int, width: int, out_size: int
+) -> tuple[eqx.nn.GRUCell, eqx.nn.MLP]:
+    """The cell and the readout."""
+    check_key(key, "MixtureFamily")
+    cell_key, readout_key = jax.random.split(key)
+    cell = eqx.nn.GRUCell(features, hidden, key=cell_key)
+    return cell, mlp(readout_key, hidden, out_size, width, 1)

@@ -1,0 +1,314 @@
+"""The nonlinear family: backward kernels whose parameters are networks of the later state."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from retrodict._chains import AbstractBackwardKernel
+from retrodict._families.base import AbstractSampledFamily, Factor, Row
+from retrodict._families.network import Embedded, RecurrentState, centres, mlp, tril_from, tril_size
+from retrodict._families.recurrent import RecurrentFamily
+from retrodict._families.recursions import product
+from retrodict._kernels import LinearGaussianKernel
+from retrodict._laws import Gaussian, GaussianMixture
+from retrodict._model import StateSpaceModel
+from retrodict._numerics import linalg
+from retrodict._parameters import Frozen
+from retrodict._types import PRNGKey
+from retrodict._validate import check_count, check_key
+from retrodict.distributed import Parallel
+
+
+class NonlinearStep(NamedTuple):
+    """The parameters of one backward kernel.
+
+    Attributes:
+        base: the linear-Gaussian kernel that is corrected.
+        context: what the first layer of the correction adds for the recurrent state.
+    """
+
+    base: LinearGaussianKernel
+    context: Float[Array, "*time width"]
+
+
+class NonlinearKernel(AbstractBackwardKernel):
+    """The kernel q_{k-1|k}(x, ·) = N(G x + c + S δ(a, z), (s T(a, z)) (s T(a, z))ᵀ).
+
+    G, c and s are those of a linear-Gaussian kernel read from the recurrent state a; δ and the
+    lower factor T are a network of a and of z, the later state in standard coordinates
+    x = x̄ + S z. Since the network is bounded and G is a contraction, no path runs away.
+
+    Attributes:
+        entry: the weights by which the first layer reads z.
+        layers: the rest of the network: arrays alone, so that `jax.vmap` may return a chain.
+        location: x̄.
+        scale: S.
+    """
+
+    entry: Float[Array, "width state"]
+    layers: tuple[eqx.nn.Linear, ...]
+    location: Float[Array, "state"]
+    scale: Float[Array, "state state"]
+
+    def law(self, step: NonlinearStep, x: Float[Array, "state"]) -> Gaussian:
+        """The Gaussian law of the earlier state."""
+        d, out = x.shape[0], _corrections(self, step, x)
+        linear = linalg.matvec(step.base.weight, x) + step.base.bias
+        return Gaussian(
+            linear + linalg.matvec(self.scale, out[:d]),
+            product(step.base.scale_tril, tril_from(out[d:], d)),
+        )
+
+
+class NonlinearMixtureKernel(AbstractBackwardKernel):
+    """The kernel q_{k-1|k}(x, ·) = Σ_j π_j N(G x + c + s e_j + S δ_j, (s B T_j) (s B T_j)ᵀ).
+
+    As in `NonlinearKernel`, G, c and s are read from the recurrent state, and log π_j, δ_j and T_j
+    are a network of it and of z. The offsets e_j stand apart, and the diagonal B narrows each
+    component by as much: where the network is zero, the mixture has the mean and the covariance of
+    the linear-Gaussian kernel.
+
+    Attributes:
+        entry: the weights by which the first layer reads z.
+        layers: the rest of the network.
+        location: x̄.
+        scale: S.
+        offsets: e, one row a component.
+    """
+
+    entry: Float[Array, "width state"]
+    layers: tuple[eqx.nn.Linear, ...]
+    location: Float[Array, "state"]
+    scale: Float[Array, "state state"]
+    offsets: Float[Array, "component state"]
+
+    def law(self, step: NonlinearStep, x: Float[Array, "state"]) -> GaussianMixture:
+        """The mixture, of which the weights, means and scales depend on x."""
+        base = step.base
+        linear = linalg.matvec(base.weight, x) + base.bias
+        apart = jax.vmap(lambda offset: linalg.matvec(base.scale_tril, offset))(self.offsets)
+        out = _corrections(self, step, x)
+        return _mixture(out, linear[None] + apart, base.scale_tril, self.scale, self.offsets)
+
+
+class MixtureCorrection(eqx.Module):
+    """What corrects the kernels and the laws of a family with several components.
+
+    Attributes:
+        kernel: the network of the later state, after its first layer.
+        law: the readout of the filtering laws.
+        centres: where components start, in standard coordinates.
+    """
+
+    kernel: eqx.nn.MLP
+    law: eqx.nn.MLP
+    centres: Any
+
+
+class NonlinearFamily(AbstractSampledFamily):
+    """A recurrent state, and backward kernels that are nonlinear in the later state.
+
+    The kernels of a `RecurrentFamily` are corrected by a network of the recurrent state and of x_k,
+    which starts near zero. Filtering laws and kernels are mixtures, for posteriors that are skewed
+    or have several modes: their weights, means and scales are corrected (see
+    `NonlinearMixtureKernel`). Components start somewhat apart, so that they can part, and around
+    the moments of the recurrent family. Paths are drawn, so that `fit` averages over them and
+    marginals come with standard errors.
+
+    With one component laws and kernels are Gaussian (see `NonlinearKernel`), and an untrained
+    family is the recurrent one. This takes less than half of the time, in training and in
+    inference. On the paper's nonlinear model the gap to the evidence is then six times as large,
+    and sums of states are biased.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> family = rd.NonlinearFamily(jax.random.key(0), state_dim=2, obs_dim=1)
+        >>> family.infer(jnp.ones((5, 1))).sample(jax.random.key(1), 3).shape
+        (3, 5, 2)
+
+    Args:
+        key: a typed key, for the random weights.
+        state_dim: the dimension of the state.
+        obs_dim: the dimension of an observation.
+        input_dim: the dimension of an input; 0 if the model takes none.
+        num_components: components of each filtering law and of each backward kernel; 1 for
+            Gaussian ones.
+        hidden: units of the recurrent state.
+        width: units in each hidden layer of the readouts and of the correction.
+        depth: hidden layers of the correction.
+    """
+
+    base: RecurrentFamily
+    context: eqx.nn.Linear
+    entry: Float[Array, "width state"]
+    correction: eqx.nn.MLP | MixtureCorrection
+    state_dim: int = eqx.field(static=True)  # pyright: ignore
+    obs_dim: int = eqx.field(static=True)  # pyright: ignore
+    input_dim: int = eqx.field(static=True)  # pyright: ignore
+    depth: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        key: PRNGKey,
+        state_dim: int,
+        obs_dim: int,
+        *,
+        input_dim: int = 0,
+        num_components: int = 2,
+        hidden: int = 16,
+        width: int = 32,
+        depth: int = 2,
+    ):
+        check_key(key, "NonlinearFamily")
+        self.depth = check_count(depth, "depth")
+        num_components = check_count(num_components, "num_components")
+        base_key, key = jax.random.split(key)
+        self.base = RecurrentFamily(
+            base_key, state_dim, obs_dim, input_dim=input_dim, hidden=hidden, width=width
+        )
+        self.state_dim, self.obs_dim, self.input_dim = state_dim, obs_dim, input_dim
+        self.context, self.entry, self.correction = _draw(
+            key, self.base, self.depth, num_components
+        )
+
+    @property
+    def num_components(self) -> int:
+        """Components of each filtering law and of each backward kernel."""
+        if isinstance(self.correction, eqx.nn.MLP):
+            return 1
+        return int(self.correction.law.out_size) // (1 + self.state_dim + tril_size(self.state_dim))
+
+    def prepare(
+        self,
+        model: StateSpaceModel,
+        ys: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+    ) -> "NonlinearFamily":
+        """The family in the units of these data, started near the model's prior chain."""
+        base = self.base.prepare(model, ys, mask=mask, inputs=inputs, length=length)
+        return eqx.tree_at(lambda f: f.base, self, base)
+
+    def redraw(self, key: PRNGKey) -> "NonlinearFamily":
+        """The same family with a freshly drawn cell, readouts and correction."""
+        check_key(key, "NonlinearFamily")
+        base_key, key = jax.random.split(key)
+        return eqx.tree_at(
+            lambda f: (f.base, f.context, f.entry, f.correction),
+            self,
+            (
+                self.base.redraw(base_key),
+                *_draw(key, self.base, self.depth, self.num_components),
+            ),
+        )
+
+    def init(self) -> RecurrentState:
+        """Hidden units at rest."""
+        return self.base.init()
+
+    def embed(self, row: Row) -> Embedded:
+        """The row in standard coordinates."""
+        return self.base.embed(row)
+
+    def advance(self, state: RecurrentState, embedded: Embedded) -> RecurrentState:
+        """One update of the cell."""
+        return self.base.advance(state, embedded)
+
+    def advance_in_parallel(
+        self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
+    ) -> RecurrentState:
+        """Refused: the cell is not associative."""
+        return self.base.advance_in_parallel(embedded, exists, parallel)
+
+    def read(self, before: RecurrentState, after: RecurrentState, embedded: Embedded) -> Factor:
+        """The law and the kernel of the recurrent family, and the context of the correction."""
+        factor = self.base.read(before, after, embedded)
+        known = before.hidden
+        if embedded.u is not None:
+            known = jnp.concatenate([known, embedded.u])
+        step = NonlinearStep(factor.kernel, self.context(known))
+        if isinstance(self.correction, eqx.nn.MLP):
+            return Factor(factor.law, step)
+        base, spread = factor.law, self.base.coordinates.state_scale
+        apart = jax.vmap(lambda centre: linalg.matvec(spread, centre))(self.correction.centres)
+        out = self.correction.law(after.hidden)
+        law = _mixture(
+            out, base.mean[None] + apart, base.scale_tril, spread, self.correction.centres
+        )
+        return Factor(law, step)
+
+    def shared(self) -> NonlinearKernel | NonlinearMixtureKernel:
+        """The network of the later state."""
+        units = self.base.coordinates
+        location, scale = units.state_location, units.state_scale
+        if isinstance(self.correction, eqx.nn.MLP):
+            return NonlinearKernel(self.entry, self.correction.layers, location, scale)
+        layers, offsets = self.correction.kernel.layers, APART * self.correction.centres
+        return NonlinearMixtureKernel(self.entry, layers, location, scale, offsets)
+
+
+APART = 0.5
+"""How far apart the components of an untrained kernel stand, as a share of how far they would if
+they stood at quantiles of the linear-Gaussian kernel."""
+
+
+def _corrections(
+    kernel: NonlinearKernel | NonlinearMixtureKernel, step: NonlinearStep, x: Float[Array, "state"]
+) -> Float[Array, "out"]:
+    """What the network makes of the recurrent state and of the later state x."""
+    z = linalg.solve_triangular(kernel.scale, x - kernel.location)
+    hidden = jnp.tanh(step.context + linalg.matvec(kernel.entry, z))
+    for layer in kernel.layers[:-1]:
+        hidden = jnp.tanh(layer(hidden))
+    return kernel.layers[-1](hidden)
+
+
+def _mixture(
+    out: Float[Array, "out"],
+    means: Float[Array, "component d"],
+    scale: Float[Array, "d d"],
+    units: Float[Array, "d d"],
+    offsets: Float[Array, "component d"],
+) -> GaussianMixture:
+    """A mixture around given means, corrected by free numbers.
+
+    Args:
+        out: log weights, shifts of the means in `units`, and lower factors, component by component.
+        means: where the components stand if `out` is zero.
+        scale: the lower factor of a law that they then share the covariance of.
+        units: S.
+        offsets: how far they stand from its mean, in units of `scale`.
+    """
+    count, d = means.shape
+    out = out.reshape(count, -1)
+    narrowed = jnp.sqrt(1.0 - jnp.mean(offsets**2, axis=0))[:, None]
+    scales = jax.vmap(lambda raw: product(scale, narrowed * tril_from(raw, d)))(out[:, 1 + d :])
+    shifts = jax.vmap(lambda shift: linalg.matvec(units, shift))(out[:, 1 : 1 + d])
+    return GaussianMixture(jax.nn.log_softmax(out[:, 0]), means + shifts, scales)
+
+
+def _draw(
+    key: PRNGKey, base: RecurrentFamily, depth: int, num_components: int
+) -> tuple[eqx.nn.Linear, Float[Array, "width state"], eqx.nn.MLP | MixtureCorrection]:
+    """The first layer of the correction, in its two parts, and the rest."""
+    context_key, entry_key, rest_key = jax.random.split(key, 3)
+    d, hidden, width = base.state_dim, base.cell.hidden_size, base.width
+    known, size = hidden + base.input_dim, d + tril_size(d)
+    context = eqx.nn.Linear(known, width, key=context_key)
+    bound = 1.0 / jnp.sqrt(known + d)
+    entry = jax.random.uniform(entry_key, (width, d), minval=-bound, maxval=bound)
+    if num_components == 1:
+        return context, entry, mlp(rest_key, width, size, width, depth - 1)
+    kernel_key, law_key = jax.random.split(rest_key)
+    size = num_components * (1 + size)
+    correction = MixtureCorrection(
+        mlp(kernel_key, width, size, width, depth - 1),
+        mlp(law_key, hidden, size, width, 1),
+        Frozen(centres(num_components, d)),
+    )
+    return context, entry, correction

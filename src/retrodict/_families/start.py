@@ -1,0 +1,272 @@
+"""Where a family starts: the units of its data, and the model's prior chain.
+
+A family works in standard coordinates: an observation is centred and divided by its standard
+deviation, a state is x = x̄ + S z with the location and the spread of the model's prior paths, so
+that what is learned is of order one whatever the units are.
+"""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from retrodict._families.base import Factor, Row
+from retrodict._families.recursions import shared_product
+from retrodict._kernels import AbstractLinearGaussianKernel, LinearGaussianKernel
+from retrodict._laws import Gaussian, dense_scale
+from retrodict._model import StateSpaceModel
+from retrodict._numerics import linalg
+from retrodict._parameters import Frozen, unwrap
+from retrodict._series import prepare_batch
+
+NUM_PATHS = 512
+"""How many paths are drawn from a model whose prior chain is not linear Gaussian."""
+
+NUM_TIMES = 256
+"""How many rows of them, at most."""
+
+REACH = 1e6
+"""How far beyond its first two rows a path is followed."""
+
+
+class Coordinates(eqx.Module):
+    """The map between original units and standard coordinates.
+
+    Attributes:
+        obs_location: subtracted from an observation.
+        obs_scale: divides it.
+        input_location: subtracted from an input.
+        input_scale: divides it.
+        state_location: x̄.
+        state_scale: S, a lower factor.
+    """
+
+    obs_location: Any
+    obs_scale: Any
+    input_location: Any
+    input_scale: Any
+    state_location: Any
+    state_scale: Any
+
+    @classmethod
+    def identity(cls, state_dim: int, obs_dim: int, input_dim: int) -> "Coordinates":
+        """Units left as they are."""
+        return cls(
+            Frozen(jnp.zeros(obs_dim)),
+            Frozen(jnp.ones(obs_dim)),
+            Frozen(jnp.zeros(input_dim)),
+            Frozen(jnp.ones(input_dim)),
+            Frozen(jnp.zeros(state_dim)),
+            Frozen(jnp.eye(state_dim)),
+        )
+
+    def features(self, row: Row) -> Float[Array, "features"]:
+        """What a network reads of a row: a missing entry as a zero and an indicator."""
+        y = (row.y - self.obs_location) / self.obs_scale
+        seen = jnp.ones_like(y) if row.seen is None else row.seen.astype(y.dtype)
+        parts = [seen * y, seen]
+        if row.u is not None:
+            parts.append(self.standard_input(row.u))
+        return jnp.concatenate(parts)
+
+    def standard_input(self, u: Float[Array, "input"]) -> Float[Array, "input"]:
+        """The input in standard coordinates."""
+        return (u - self.input_location) / self.input_scale
+
+    def standard_kernel(self, kernel: LinearGaussianKernel) -> LinearGaussianKernel:
+        """A kernel on states as it acts on z: weight S⁻¹w S, bias S⁻¹(w x̄ + b − x̄), scale S⁻¹q."""
+        solve, scale = linalg.solve_triangular, self.state_scale
+        moved = linalg.matvec(kernel.weight, self.state_location) + kernel.bias
+        return LinearGaussianKernel(
+            solve(scale, linalg.matmul(kernel.weight, scale)),
+            solve(scale, moved - self.state_location),
+            solve(scale, dense_scale(kernel.scale_tril)),
+        )
+
+    def factor(
+        self,
+        mean: Float[Array, "d"],
+        scale: Float[Array, "d d"],
+        gain: Float[Array, "d d"],
+        offset: Float[Array, "d"],
+        kernel_scale: Float[Array, "d d"],
+    ) -> Factor:
+        """The law and the backward kernel of x, from those of z."""
+        spread, location = self.state_scale, self.state_location
+        whitened = linalg.solve_triangular(spread, jnp.eye(mean.shape[0], dtype=mean.dtype))
+        weight = shared_product(spread, linalg.matmul(gain, whitened))
+        bias = location + linalg.matvec(spread, offset) - linalg.matvec(weight, location)
+        return Factor(
+            Gaussian(location + linalg.matvec(spread, mean), shared_product(spread, scale)),
+            LinearGaussianKernel(weight, bias, shared_product(spread, kernel_scale)),
+        )
+
+
+class PriorChain(NamedTuple):
+    """A linear-Gaussian approximation of a model's law of paths, in original units.
+
+    Attributes:
+        mean: the mean of x_0.
+        scale: the lower factor of x_0.
+        transition: the transition, exact if the model's is linear Gaussian, else by regression.
+        location: the mean of the states over time.
+        spread: the lower factor of their covariance over time.
+    """
+
+    mean: Array
+    scale: Array
+    transition: AbstractLinearGaussianKernel
+    location: Array
+    spread: Array
+
+
+def prior_chain(
+    model: StateSpaceModel, num_times: int, inputs: Float[Array, "time input"] | None
+) -> PriorChain:
+    """The model's law of paths before any observation, as far as a linear-Gaussian one goes."""
+    model = unwrap(model)
+    num_times = min(num_times, NUM_TIMES)
+    us = None if inputs is None else inputs[:num_times]
+    linear = isinstance(model.transition, AbstractLinearGaussianKernel)
+    if linear and isinstance(model.prior, Gaussian):
+        mean, scale = model.prior.mean, dense_scale(model.prior.scale_tril)
+        location, covariance = _spread_of_linear(model, mean, scale, num_times, us)
+        chain = PriorChain(mean, scale, model.transition, location, covariance)
+    else:
+        chain = _by_regression(model, num_times, us)
+    fallback = linalg.outer_gram(chain.scale)
+    covariance = jnp.where(jnp.all(jnp.isfinite(chain.spread)), chain.spread, fallback)
+    location = jnp.where(jnp.isfinite(chain.location), chain.location, chain.mean)
+    # A state that never moves, or a combination of states that is known, still needs a unit.
+    covariance = covariance + jnp.diag(_floor(jnp.diagonal(covariance)))
+    return chain._replace(location=location, spread=linalg.cholesky(covariance))
+
+
+def _floor(variances: Float[Array, "d"]) -> Float[Array, "d"]:
+    largest = jnp.max(variances)
+    relative = jnp.sqrt(jnp.finfo(variances.dtype).eps) * variances
+    return jnp.where(variances > 0, relative, jnp.where(largest > 0, largest, 1.0))
+
+
+def _spread_of_linear(
+    model: StateSpaceModel, mean: Array, scale: Array, num_times: int, us: Array | None
+) -> tuple[Array, Array]:
+    """Mean and covariance of the states, averaged over time."""
+
+    def move(law: tuple[Array, Array], u: Array | None) -> tuple[tuple, tuple]:
+        kernel = model.transition.at(u if model.transition.takes_input else None)
+        spread = linalg.matmul(linalg.matmul(kernel.weight, law[1]), kernel.weight.T)
+        moved = (
+            linalg.matvec(kernel.weight, law[0]) + kernel.bias,
+            spread + linalg.outer_gram(dense_scale(kernel.scale_tril)),
+        )
+        return moved, moved
+
+    first = (mean, linalg.outer_gram(scale))
+    later = None if us is None else us[1:]
+    _, rest = lax.scan(move, first, later, length=num_times - 1)
+    means, covariances = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
+    location = jnp.mean(means, axis=0)
+    shifts = means - location[None]
+    return location, jnp.mean(covariances, axis=0) + linalg.matmul(shifts.T, shifts) / num_times
+
+
+def _by_regression(model: StateSpaceModel, num_times: int, us: Array | None) -> PriorChain:
+    """Least squares of x_k on x_{k-1} over simulated paths."""
+    keys = jax.random.split(jax.random.key(0), NUM_PATHS)
+    paths = jax.vmap(lambda key: model.simulate(key, num_times, inputs=us)[0])(keys)
+    paths = _within_reach(paths)
+    d = paths.shape[-1]
+    initial, states = paths[:, 0], paths.reshape(-1, d)
+    before, after = paths[:, :-1].reshape(-1, d), paths[:, 1:].reshape(-1, d)
+    weight, bias, noise = _regress(before, after)
+    centred = states - jnp.mean(states, axis=0)[None]
+    return PriorChain(
+        jnp.mean(initial, axis=0),
+        _sample_scale(initial - jnp.mean(initial, axis=0)[None]),
+        LinearGaussianKernel(weight, bias, noise),
+        jnp.mean(states, axis=0),
+        linalg.matmul(centred.T, centred) / states.shape[0],
+    )
+
+
+def _within_reach(paths: Float[Array, "sample time d"]) -> Float[Array, "sample time d"]:
+    """Paths of a transition that explodes, cut where no number is left to regress on."""
+    centre = jnp.mean(paths[:, 0], axis=0)[None, None]
+    beginning = jnp.abs(paths[:, :2] - centre)
+    reach = REACH * jnp.max(jnp.where(jnp.isfinite(beginning), beginning, 0.0))
+    return centre + jnp.clip(jnp.nan_to_num(paths - centre), -reach, reach)
+
+
+def _regress(before: Array, after: Array) -> tuple[Array, Array, Array]:
+    if before.shape[0] == 0:  # one row: there is no transition to learn from
+        d = before.shape[1]
+        return jnp.eye(d), jnp.zeros(d), jnp.eye(d)
+    design = jnp.concatenate([before, jnp.ones((before.shape[0], 1), before.dtype)], axis=1)
+    coefficients = jnp.linalg.lstsq(design, after)[0]
+    residual = after - jnp.matmul(design, coefficients, precision=lax.Precision.HIGHEST)
+    return coefficients[:-1].T, coefficients[-1], _sample_scale(residual)
+
+
+def _sample_scale(centred: Float[Array, "rows d"]) -> Float[Array, "d d"]:
+    covariance = linalg.matmul(centred.T, centred) / centred.shape[0]
+    return linalg.cholesky(covariance + jnp.diag(_floor(jnp.diagonal(covariance))))
+
+
+class Units(NamedTuple):
+    """Location and scale of each column, over the entries that were seen."""
+
+    location: Array
+    scale: Array
+
+
+def units(columns: Float[np.ndarray, "rows columns"]) -> Units:
+    """Mean and standard deviation of what is not NaN; a column without spread keeps its unit."""
+    locations, scales = [], []
+    for column in np.asarray(columns, float).T:
+        seen = column[~np.isnan(column)]
+        # Dividing by the largest entry first keeps squares from overflowing.
+        largest = np.max(np.abs(seen), initial=0.0)
+        largest = largest if largest > 0 else 1.0
+        location = largest * np.mean(seen / largest) if seen.size else 0.0
+        spread = largest * np.std(seen / largest) if seen.size else 0.0
+        flat = spread <= 1e-10 * largest
+        locations.append(location)
+        scales.append(largest if flat else spread)
+    return Units(jnp.asarray(locations), jnp.asarray(scales))
+
+
+class Sample(NamedTuple):
+    """The data that `prepare` reads, flattened to rows, NaN where nothing was seen."""
+
+    ys: np.ndarray
+    inputs: np.ndarray | None
+    first_inputs: Array | None
+    num_times: int
+
+
+def sample_of(ys: Any, mask: Any, inputs: Any, length: Any) -> Sample:
+    """Checks one series or a batch of them, and flattens it.
+
+    Raises:
+        ValueError: if shapes do not fit, or values are infinite.
+    """
+    options: dict[str, Any] = {"mask": mask, "inputs": inputs, "length": length}
+    batch = prepare_batch(ys, **options, takes_input=inputs is not None, owner="prepare")
+    values = np.array(batch.ys, float)
+    count, most = values.shape[:2]
+    lengths = np.full(count, most) if batch.length is None else np.asarray(batch.length)
+    if batch.mask is not None:
+        values[~np.asarray(batch.mask)] = np.nan
+    longest = int(np.argmax(lengths))
+    num_times = int(lengths[longest])
+    rows = values.reshape(-1, values.shape[-1])
+    if batch.inputs is None:
+        return Sample(rows, None, None, num_times)
+    us = np.asarray(batch.inputs)
+    exists = np.arange(most)[None] < lengths[:, None]
+    return Sample(rows, us[exists], jnp.asarray(us[longest, :num_times]), num_times)

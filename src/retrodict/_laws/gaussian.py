@@ -1,0 +1,348 @@
+"""Gaussian laws in moment and natural form, and the integrals between them.
+
+Scales come in two types: a dense lower Cholesky factor, which is an array of shape `(d, d)`, and
+`Diagonal`, which holds d standard deviations. Which of the two is meant is never read off a shape.
+"""
+
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from retrodict._numerics import linalg
+from retrodict._parameters import AbstractParameter, Frozen, as_parameter, check_lower, unwrap
+from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import as_real_array, known_values
+
+LOG_2PI = float(np.log(2 * np.pi))
+
+
+class Diagonal(eqx.Module):
+    """A diagonal scale: independent coordinates with these standard deviations.
+
+    Accepted wherever a `scale_tril` is.
+
+    Args:
+        std: standard deviations, of shape `(d,)`, at least zero; an array or a parameter such as
+            `Positive`.
+    """
+
+    std: Any = eqx.field(converter=lambda value: as_parameter(value, "std"))
+
+    def __check_init__(self) -> None:
+        std = shape_of(self.std)
+        if std is not None and len(std) != 1:
+            raise ValueError(
+                f"Diagonal expects std to be a vector of standard deviations, got shape {std}."
+                " For a dense scale, pass its lower Cholesky factor itself."
+            )
+        values = known_values(unwrap(self.std))
+        if values is not None and np.any(values < 0):
+            raise ValueError(
+                f"Diagonal expects standard deviations of at least zero, got {values}."
+            )
+
+
+Scale: TypeAlias = Any
+"""A dense lower factor of shape `(d, d)`, a `Diagonal`, or a parameter that stands for either."""
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """The shape of an array or of a parameter's value; `None` for what has none.
+
+    Inside a transformation equinox rebuilds modules around placeholders, which pass unchecked.
+    """
+    if isinstance(value, AbstractParameter):
+        value = value.value
+    return getattr(value, "shape", None)
+
+
+def as_scale(scale: Any) -> Scale:
+    """Convert what a constructor was given for a `scale_tril`.
+
+    The sign of each column of a lower factor is free: s sᵀ stays the same. Columns with a known
+    negative pivot are turned, so that the diagonal of a stored factor is at least zero.
+    """
+    if isinstance(scale, Frozen):
+        return Frozen(as_scale(scale.tree))
+    if isinstance(scale, Diagonal):
+        return scale
+    scale = as_parameter(scale, "scale_tril")
+    if isinstance(scale, AbstractParameter) or scale.ndim != 2:
+        return scale
+    if scale.shape[0] == scale.shape[1]:
+        check_lower("scale_tril", scale)
+    values = known_values(scale)
+    if values is None or not np.any(np.diagonal(values) < 0):
+        return scale
+    signs = np.where(np.diagonal(values) < 0, -1.0, 1.0).astype(values.dtype)
+    return scale * signs[None, :]
+
+
+def scale_dim(scale: Scale) -> int | None:
+    """The number d of coordinates of a scale; `None` if it has no shape."""
+    scale = unwrap(scale)
+    shape = shape_of(scale.std if isinstance(scale, Diagonal) else scale)
+    return shape[-1] if shape else None
+
+
+def dense_scale(scale: Scale) -> Float[Array, "d d"]:
+    """The lower factor of shape `(d, d)` of either type of scale."""
+    return jnp.diag(scale.std) if isinstance(scale, Diagonal) else jnp.tril(scale)
+
+
+def scale_matvec(scale: Scale, x: Float[Array, "d"]) -> Float[Array, "d"]:
+    """The product s x."""
+    return scale.std * x if isinstance(scale, Diagonal) else linalg.matvec(jnp.tril(scale), x)
+
+
+def scale_solve(scale: Scale, b: Float[Array, "d ..."]) -> Float[Array, "d ..."]:
+    """Solves s x = b for a vector or a matrix b."""
+    if isinstance(scale, Diagonal):
+        return b / (scale.std if b.ndim == 1 else scale.std[:, None])
+    return linalg.solve_triangular(scale, b)
+
+
+def scale_diagonal(scale: Scale) -> Float[Array, "d"]:
+    """The diagonal of the lower factor."""
+    return scale.std if isinstance(scale, Diagonal) else jnp.diagonal(scale)
+
+
+def scale_log_det(scale: Scale) -> Scalar:
+    """The value log |det s|, half the log-determinant of the covariance."""
+    return jnp.sum(jnp.log(jnp.abs(scale_diagonal(scale))))
+
+
+def masked_scale(scale: Scale, mask: Float[Array, "d"]) -> Float[Array, "d d"] | Diagonal:
+    """A scale whose observed block is that of the marginal law of the observed coordinates.
+
+    Coordinates that were not observed become independent, with standard deviation 1: residuals that
+    are zero there then contribute nothing, and the log-determinant neither.
+
+    Args:
+        scale: the scale of all coordinates.
+        mask: 1 where a coordinate was observed, 0 elsewhere.
+    """
+    if isinstance(scale, Diagonal):
+        return Diagonal(jnp.where(mask > 0, scale.std, 1.0))
+    # Rows of the factor of what was observed, and unit rows for what was not, factored anew.
+    lower = jnp.tril(scale) * mask[:, None]
+    return linalg.tria(jnp.concatenate([lower, jnp.diag(1.0 - mask)], axis=1))
+
+
+class Gaussian(eqx.Module):
+    """The law N(m, s sᵀ) on R^d.
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> law = rd.Gaussian(jnp.zeros(2), jnp.eye(2))
+        >>> round(float(law.log_prob(jnp.zeros(2))), 4)
+        -1.8379
+
+    Args:
+        mean: m, of shape `(d,)`.
+        scale_tril: s, a lower Cholesky factor of shape `(d, d)`, or a `Diagonal`. Nonzero entries
+            above the diagonal are refused, except inside `jax.jit`, which cannot see them and cuts
+            them off; columns with a negative pivot change their sign, which leaves s sᵀ as it is.
+    """
+
+    mean: Any = eqx.field(converter=lambda value: as_parameter(value, "mean"))
+    scale_tril: Scale = eqx.field(converter=as_scale)
+
+    def __check_init__(self) -> None:
+        mean = shape_of(self.mean)
+        if mean is None:
+            return
+        if len(mean) != 1:
+            raise ValueError(
+                f"Gaussian expects a mean of shape (d,), got {mean}. For a batch of laws, build"
+                " them under jax.vmap."
+            )
+        check_scale("Gaussian", self.scale_tril, mean[0])
+
+    @classmethod
+    def from_covariance(cls, mean: Any, covariance: Any) -> "Gaussian":
+        """Builds the law from its covariance, which must be positive definite."""
+        return cls(mean, factor_of_covariance("Gaussian.from_covariance", covariance))
+
+    @property
+    def dim(self) -> int:
+        """The dimension d."""
+        return jnp.shape(unwrap(self.mean))[-1]
+
+    @property
+    def covariance(self) -> Float[Array, "*batch d d"]:
+        """The covariance s sᵀ; a batch of laws gives a batch of covariances."""
+        scale = unwrap(self.scale_tril)
+        if isinstance(scale, Diagonal):
+            return jnp.vectorize(jnp.diag, signature="(d)->(d,d)")(scale.std**2)
+        gram = jnp.vectorize(linalg.outer_gram, signature="(d,d)->(d,d)")
+        return gram(jnp.tril(scale))
+
+    @property
+    def std(self) -> Float[Array, "*batch d"]:
+        """The standard deviation of each coordinate."""
+        scale = unwrap(self.scale_tril)
+        if isinstance(scale, Diagonal):
+            return jnp.abs(scale.std)
+        return jnp.linalg.norm(jnp.tril(scale), axis=-1)
+
+    def log_prob(self, x: Float[Array, "d"]) -> Scalar:
+        """The log density log N(x; m, s sᵀ)."""
+        law = unwrap(self)
+        residual = scale_solve(law.scale_tril, x - law.mean)
+        return -0.5 * (jnp.sum(residual**2) + law.dim * LOG_2PI) - scale_log_det(law.scale_tril)
+
+    def masked_log_prob(self, x: Float[Array, "d"], mask: Float[Array, "d"]) -> Scalar:
+        """The log density of the marginal law of the coordinates where `mask` is 1."""
+        law = unwrap(self)
+        scale = masked_scale(law.scale_tril, mask)
+        residual = scale_solve(scale, jnp.where(mask > 0, x - law.mean, 0.0))
+        return -0.5 * (jnp.sum(residual**2) + jnp.sum(mask) * LOG_2PI) - scale_log_det(scale)
+
+    def sample(self, key: PRNGKey, sample_shape: tuple[int, ...] = ()) -> Float[Array, "*shape d"]:
+        """Draws m + s ε with standard normal ε."""
+        law = unwrap(self)
+        noise = jax.random.normal(key, (*sample_shape, law.dim), law.mean.dtype)
+        return jax.vmap(law.from_noise)(noise.reshape(-1, law.dim)).reshape(noise.shape)
+
+    @property
+    def noise_dim(self) -> int:
+        """How many standard normal numbers make one draw."""
+        return self.dim
+
+    def from_noise(self, noise: Float[Array, "d"]) -> Float[Array, "d"]:
+        """The draw m + s ε of given standard normal ε."""
+        law = unwrap(self)
+        return law.mean + scale_matvec(law.scale_tril, noise)
+
+    def entropy(self) -> Scalar:
+        """½ d (1 + log 2π) + log |det s|."""
+        law = unwrap(self)
+        return 0.5 * law.dim * (1.0 + LOG_2PI) + scale_log_det(law.scale_tril)
+
+    def to_natural(self) -> "NaturalGaussian":
+        """The natural parameters (Σ⁻¹ m, Σ⁻¹) of the law."""
+        law = unwrap(self)
+        eye = jnp.eye(law.dim, dtype=law.mean.dtype)
+        whitener = scale_solve(law.scale_tril, eye)
+        precision = linalg.matmul(whitener.T, whitener)
+        return NaturalGaussian(linalg.matvec(precision, law.mean), precision)
+
+
+class NaturalGaussian(eqx.Module):
+    """A Gaussian by its natural parameters: density ∝ exp(ηᵀx − ½ xᵀΛx).
+
+    Products of densities are sums of natural parameters, so that `+` conditions one law on another
+    piece of evidence.
+
+    Args:
+        precision_mean: η = Σ⁻¹ m, of shape `(d,)`.
+        precision: Λ = Σ⁻¹, symmetric, of shape `(d, d)`.
+    """
+
+    precision_mean: Float[Array, "d"]
+    precision: Float[Array, "d d"]
+
+    def __add__(self, other: "NaturalGaussian") -> "NaturalGaussian":
+        """The (unnormalised) product of two densities."""
+        return NaturalGaussian(
+            self.precision_mean + other.precision_mean, self.precision + other.precision
+        )
+
+    def to_moments(self) -> Gaussian:
+        """The mean and lower Cholesky factor; Λ must be positive definite."""
+        # With Λ = UUᵀ for an upper U, Σ = U⁻ᵀU⁻¹ and U⁻ᵀ is lower: no inverse is factored again.
+        upper = linalg.cholesky(self.precision[::-1, ::-1])[::-1, ::-1]
+        eye = jnp.eye(self.precision.shape[0], dtype=self.precision.dtype)
+        scale = linalg.solve_triangular(upper.T, eye)
+        mean = linalg.matvec(scale, linalg.matvec(scale.T, self.precision_mean))
+        return Gaussian(mean, scale)
+
+
+def kl_divergence(q: Gaussian, p: Gaussian) -> Scalar:
+    """KL(q ‖ p) = ½ (tr(Σ_p⁻¹Σ_q) + ‖s_p⁻¹(m_p − m_q)‖² − d) + log |s_p| − log |s_q|.
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> law = rd.Gaussian(jnp.ones(2), jnp.eye(2))
+        >>> float(rd.kl_divergence(law, law))
+        0.0
+    """
+    q, p = unwrap(q), unwrap(p)
+    ratio = scale_solve(p.scale_tril, dense_scale(q.scale_tril))
+    shift = scale_solve(p.scale_tril, p.mean - q.mean)
+    squares = jnp.sum(ratio**2) + jnp.sum(shift**2)
+    return 0.5 * (squares - q.dim) + scale_log_det(p.scale_tril) - scale_log_det(q.scale_tril)
+
+
+def expected_log_density(
+    joint: Gaussian,
+    weight: Float[Array, "e d"],
+    bias: Float[Array, "e"],
+    scale: Scale,
+) -> Scalar:
+    """E log N(z; w x + b, s sᵀ) when (x, z) is jointly Gaussian.
+
+    With residual r = z − w x − b, the value is −½ (E ‖s⁻¹r‖² + e log 2π) − log |det s|, and
+    E ‖s⁻¹r‖² is a squared mean plus the squared entries of s⁻¹ [−w, I] times the joint factor: a
+    sum of squares, so that nothing cancels.
+
+    Args:
+        joint: the law of the stacked vector (x, z), of dimension d + e.
+        weight: w.
+        bias: b.
+        scale: s, dense or `Diagonal`.
+    """
+    e, d = weight.shape
+    contrast = jnp.concatenate([-weight, jnp.eye(e, dtype=weight.dtype)], axis=1)
+    factor = dense_scale(joint.scale_tril)
+    if factor.shape[0] != d + e:
+        raise ValueError(
+            f"expected_log_density expects a joint law of dimension {d} + {e}, got {joint.dim}."
+        )
+    mean = scale_solve(scale, linalg.matvec(contrast, joint.mean) - bias)
+    spread = scale_solve(scale, linalg.matmul(contrast, factor))
+    squares = jnp.sum(mean**2) + jnp.sum(spread**2)
+    return -0.5 * (squares + e * LOG_2PI) - scale_log_det(scale)
+
+
+def check_scale(owner: str, scale: Scale, dim: int) -> None:
+    """Refuse a scale that is not of shape `(dim, dim)`, or not lower triangular."""
+    scale = unwrap(scale)
+    if isinstance(scale, Diagonal):
+        got = shape_of(scale.std)
+        if got is not None and got != (dim,):
+            raise ValueError(f"{owner} expects a Diagonal scale of shape ({dim},), got {got}.")
+        return
+    got = shape_of(scale)
+    if got is not None and got != (dim, dim):
+        raise ValueError(
+            f"{owner} expects scale_tril of shape ({dim}, {dim}), a lower Cholesky factor, got"
+            f" {got}. For independent coordinates pass Diagonal(std)."
+        )
+    check_lower("scale_tril", scale)
+
+
+def factor_of_covariance(owner: str, covariance: Any) -> Float[Array, "d d"]:
+    """The lower Cholesky factor of a covariance, refused unless it is positive definite."""
+    covariance = as_real_array(covariance, "covariance")
+    if covariance.ndim != 2 or covariance.shape[0] != covariance.shape[1]:
+        raise ValueError(f"{owner} expects a square covariance, got shape {covariance.shape}.")
+    values = known_values(covariance)
+    if values is not None:
+        if not np.all(np.isfinite(values)):
+            raise ValueError(
+                f"{owner} expects a positive-definite covariance of finite values, got\n{values}."
+            )
+        if not np.allclose(values, values.T, rtol=1e-5, atol=1e-8 * np.abs(values).max(initial=0)):
+            raise ValueError(f"{owner} expects a symmetric covariance, got\n{values}.")
+        if np.linalg.eigvalsh(values)[0] <= 0:
+            raise ValueError(
+                f"{owner} expects a positive-definite covariance, got\n{values}.\nFor singular"
+                " noise give a scale_tril whose columns span its support."
+            )
+    return linalg.cholesky(covariance)

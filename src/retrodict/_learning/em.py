@@ -1,0 +1,291 @@
+"""Expectation-maximisation with a closed-form M-step."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from retrodict._chains import LinearGaussianChain
+from retrodict._exact import check_linear_gaussian, smooth_series
+from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily, infer_series
+from retrodict._kernels import LinearGaussianKernel
+from retrodict._laws import Diagonal, Gaussian
+from retrodict._learning.batch import batch_for, num_rows
+from retrodict._learning.fit import fit
+from retrodict._model import StateSpaceModel, learnable
+from retrodict._numerics import linalg
+from retrodict._parameters import AbstractParameter, Frozen, unwrap
+from retrodict._series import Series
+from retrodict._types import PRNGKey
+from retrodict._validate import check_count, check_key
+
+
+class EMResult(eqx.Module):
+    """What `em` found.
+
+    Attributes:
+        model: the model after the last M-step.
+        family: the family of the last E-step; `None` if it was exact.
+        history: before each M-step the log-evidence, or its lower bound by the family, of all
+            series in nats a time step.
+        status: `"converged"` if the last gain was below the tolerance; `"stopped early"` if the
+            evidence fell, which only rounding can cause, and the model is then the one before;
+            else `"finished"`.
+    """
+
+    model: StateSpaceModel
+    family: AbstractFamily | None
+    history: Float[np.ndarray, "iteration"]
+    status: str = eqx.field(static=True)
+
+
+def em(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    ys: Any,
+    *,
+    family: AbstractFamily | None = None,
+    num_iterations: int = 50,
+    steps_per_iteration: int = 500,
+    tolerance: float = 1e-7,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+) -> EMResult:
+    """Alternates E-steps and closed-form M-steps.
+
+    The E-step is exact for a linear-Gaussian model, and the evidence then never falls. With a
+    family it is variational: the family is fitted for some steps, and its chains take the
+    posterior's place. The M-step solves the normal equations of every part that is linear Gaussian;
+    other parts, and what is wrapped in `Frozen`, stay as they are.
+
+    Args:
+        key: a typed key.
+        model: the model to start from.
+        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
+        family: a family with linear-Gaussian chains, for models that are not linear Gaussian.
+        num_iterations: how many E-steps and M-steps, at most.
+        steps_per_iteration: how many steps the family is fitted for in one E-step.
+        tolerance: the gain, in nats a time step, below which exact EM stops.
+        mask: true where an entry was seen, of the shape of `ys`.
+        inputs: inputs, of shape `(batch, time, input)`.
+        length: how many rows exist, one integer a series or one for all.
+    """
+    check_key(key, "em")
+    num_iterations = check_count(num_iterations, "num_iterations")
+    if family is None:
+        check_linear_gaussian(unwrap(model))
+    elif not isinstance(family, AbstractLinearGaussianFamily):
+        raise TypeError(
+            "The M-step reads moments of linear-Gaussian chains, and those of"
+            f" {type(family).__name__} are drawn. Use fit(..., learn='both'), or GatedFamily."
+        )
+    batch = batch_for(unwrap(model), ys, mask=mask, inputs=inputs, length=length, owner="em")
+    rows, history, status = int(num_rows(batch)), [], "finished"
+    before = model
+    for iteration in range(num_iterations):
+        if family is None:
+            exact = _posteriors(unwrap(model), batch)
+            chains = exact.chain
+            history.append(float(jnp.sum(exact.log_evidence)) / rows)
+            gain = history[-1] - history[-2] if iteration else tolerance
+            if not gain >= tolerance:
+                fell = not gain >= -max(tolerance, 1e-6 * abs(history[-2]))
+                status = "stopped early" if fell else "converged"
+                model = before if fell else model
+                break
+        else:
+            found = fit(
+                jax.random.fold_in(key, iteration),
+                family,
+                model,
+                ys,
+                mask=mask,
+                inputs=inputs,
+                length=length,
+                num_steps=steps_per_iteration,
+                prepare=iteration == 0,
+                restarts=1,
+                progress=False,
+            )
+            family = found.family
+            history.append(float(np.max(found.held_out)))
+            chains = _chains(unwrap(family), batch)
+        before, model = model, maximise(model, chains, batch)
+    return EMResult(model, family, np.asarray(history), status)
+
+
+@eqx.filter_jit
+def _posteriors(model: StateSpaceModel, batch: Series) -> Any:
+    return jax.vmap(lambda series: smooth_series(model, series, False))(batch)
+
+
+@eqx.filter_jit
+def _chains(family: Any, batch: Series) -> LinearGaussianChain:
+    return jax.vmap(lambda series: infer_series(family, series))(batch)
+
+
+def maximise(model: StateSpaceModel, chains: LinearGaussianChain, batch: Series) -> StateSpaceModel:
+    """The M-step: the model that maximises E_q[log p(x, y)] over its linear-Gaussian parts.
+
+    Args:
+        model: the current model; parts without a closed form are taken from it.
+        chains: the posteriors of the series, with a leading axis `batch`.
+        batch: the series themselves.
+    """
+    prior, transition, emission = model.prior, model.transition, model.emission
+    for name, part in (("transition", transition), ("emission", emission)):
+        if isinstance(part, AbstractParameter) and not isinstance(part, Frozen):
+            raise ValueError(
+                f"The {name} is built from parameters by {type(part).__name__}, for which the"
+                " M-step has no closed form. Learn the model with fit or fit_evidence."
+            )
+    if isinstance(prior, Gaussian) and not _is_frozen(prior, "prior"):
+        prior = _new_prior(prior, chains)
+    if isinstance(transition, LinearGaussianKernel) and not _is_frozen(transition, "transition"):
+        transition = _new_transition(transition, chains, batch)
+    if isinstance(emission, LinearGaussianKernel) and not _is_frozen(emission, "emission"):
+        emission = _new_emission(emission, chains, batch)
+    return learnable(StateSpaceModel(prior, transition, emission))
+
+
+def _is_frozen(part: Any, name: str) -> bool:
+    """Whether all of a part is frozen; refused if only some of it is."""
+    leaves = jax.tree.leaves(part, is_leaf=lambda leaf: isinstance(leaf, Frozen))
+    frozen = [isinstance(leaf, Frozen) for leaf in leaves]
+    if any(frozen) and not all(frozen):
+        raise ValueError(
+            f"The {name} is frozen in part, for which the M-step has no closed form. Freeze all of"
+            " it or none, or learn the model with fit or fit_evidence."
+        )
+    return bool(frozen) and all(frozen)
+
+
+@eqx.filter_jit
+def _new_prior(prior: Gaussian, chains: LinearGaussianChain) -> Gaussian:
+    first = jax.vmap(lambda chain: jax.tree.map(lambda leaf: leaf[0], chain.marginals()))(chains)
+    mean = jnp.mean(first.mean, axis=0)
+    shifts = first.mean - mean[None]
+    covariance = jnp.mean(first.covariance, axis=0)
+    covariance = covariance + linalg.matmul(shifts.T, shifts) / shifts.shape[0]
+    return Gaussian(mean, _scale_like(prior.scale_tril, covariance))
+
+
+@eqx.filter_jit
+def _new_transition(
+    kernel: LinearGaussianKernel, chains: LinearGaussianChain, batch: Series
+) -> LinearGaussianKernel:
+    """Regresses x_k on (x_{k-1}, u_k, 1) under the pair laws of the chains."""
+
+    def one(chain: LinearGaussianChain, series: Series) -> tuple[Array, Array, Array]:
+        pairs, n = chain.pairwise(), chain.num_times
+        d = chain.state_dim
+        means = [pairs.mean[:, :d], pairs.mean[:, d:]]
+        if kernel.input_weight is not None and series.inputs is not None:
+            means.insert(1, series.inputs[1:])
+        # The order (x_{k-1}, u_k, x_k) puts the regressors first.
+        means = jnp.concatenate(means, axis=1)
+        size = means.shape[1]
+        place = np.concatenate([np.arange(d), np.arange(size - d, size)])
+        spread = jnp.zeros((n - 1, size, size), means.dtype)
+        spread = spread.at[:, place[:, None], place[None, :]].set(pairs.covariance)
+        exists = series.exists()
+        weights = jnp.ones(n - 1) if exists is None else exists[1:].astype(means.dtype)
+        return means, spread, weights
+
+    return _regression(kernel, *jax.vmap(one)(chains, batch), chains.state_dim)
+
+
+def _new_emission(
+    kernel: LinearGaussianKernel, chains: LinearGaussianChain, batch: Series
+) -> LinearGaussianKernel:
+    """Regresses y_k on (x_k, u_k, 1) under the marginal laws, over the rows that were seen."""
+    if batch.mask is not None:
+        whole = np.asarray(jnp.all(batch.mask, axis=-1) | ~jnp.any(batch.mask, axis=-1))
+        if not whole.all():
+            raise ValueError(
+                "The M-step of an emission with partly missing rows has no closed form. Learn the"
+                " model with fit or fit_evidence, or wrap the emission's arrays in Frozen."
+            )
+    return _regressed_emission(kernel, chains, batch)
+
+
+@eqx.filter_jit
+def _regressed_emission(
+    kernel: LinearGaussianKernel, chains: LinearGaussianChain, batch: Series
+) -> LinearGaussianKernel:
+    def one(chain: LinearGaussianChain, series: Series) -> tuple[Array, Array, Array]:
+        laws, d = chain.marginals(), chain.state_dim
+        means = [laws.mean, series.ys]
+        if kernel.input_weight is not None and series.inputs is not None:
+            means.insert(1, series.inputs)
+        means = jnp.concatenate(means, axis=1)
+        spread = jnp.zeros((means.shape[0], means.shape[1], means.shape[1]), means.dtype)
+        spread = spread.at[:, :d, :d].set(laws.covariance)
+        weights = jnp.ones(chain.num_times)
+        if series.mask is not None:
+            weights = jnp.all(series.mask, axis=1).astype(means.dtype)
+        return means, spread, weights
+
+    return _regression(kernel, *jax.vmap(one)(chains, batch), chains.state_dim)
+
+
+def _regression(
+    kernel: LinearGaussianKernel,
+    means: Float[Array, "batch row size"],
+    spreads: Float[Array, "batch row size size"],
+    weights: Float[Array, "batch row"],
+    state_dim: int,
+) -> LinearGaussianKernel:
+    """Least squares of the last entries of each row on those before them and a constant.
+
+    Moments are taken about the mean of all rows: about zero, an offset of the data that is large
+    beside their spread would leave nothing but rounding errors of the spread.
+    """
+    out = unwrap(kernel).bias.shape[0]
+    split = means.shape[-1] - out
+    weights = weights / jnp.sum(weights)
+    centre = jnp.sum(means * weights[..., None], axis=(0, 1))
+    shifts = jnp.where(weights[..., None] > 0, means - centre[None, None], 0.0)
+    # What rounding leaves of a regressor that does not move is no regressor.
+    tiny = 10 * jnp.finfo(means.dtype).eps * jnp.abs(centre)
+    moves = jnp.max(jnp.abs(shifts), axis=(0, 1)) > tiny
+    shifts = jnp.where(moves[None, None], shifts, 0.0)
+    moments = jnp.einsum("bk,bki,bkj->ij", weights, shifts, shifts, precision="highest")
+    moments = moments + jnp.sum(spreads * weights[..., None, None], axis=(0, 1))
+    cross, gram = moments[split:, :split], moments[:split, :split]
+    coefficients = _solve_semidefinite(gram, cross.T).T
+    contrast = jnp.concatenate([-coefficients, jnp.eye(out, dtype=moments.dtype)], axis=1)
+    covariance = linalg.matmul(linalg.matmul(contrast, moments), contrast.T)
+    return LinearGaussianKernel(
+        coefficients[:, :state_dim],
+        linalg.matvec(contrast, centre),
+        _scale_like(kernel.scale_tril, 0.5 * (covariance + covariance.T)),
+        coefficients[:, state_dim:] if kernel.input_weight is not None else None,
+    )
+
+
+def _scale_like(scale: Any, covariance: Float[Array, "d d"]) -> Any:
+    """A dense factor, or standard deviations where the scale was diagonal."""
+    if isinstance(scale, Diagonal):
+        return Diagonal(jnp.sqrt(jnp.diagonal(covariance)))
+    return linalg.semidefinite_cholesky(covariance)
+
+
+def _solve_semidefinite(
+    gram: Float[Array, "k k"], right: Float[Array, "k out"]
+) -> Float[Array, "k out"]:
+    """Solve `gram` x = `right`, with the shortest x where regressors depend on each other.
+
+    States that stay on a line or a plane make such regressors: what the coefficients do off it
+    cannot be learned and does not matter.
+    """
+    inverse_std = linalg.safe_reciprocal(linalg.safe_sqrt(jnp.diagonal(gram)))
+    values, vectors = jnp.linalg.eigh(gram * inverse_std[:, None] * inverse_std[None, :])
+    smallest = 10 * gram.shape[0] * jnp.finfo(gram.dtype).eps
+    inverse_values = jnp.where(values > smallest, 1.0 / jnp.where(values > 0, values, 1.0), 0.0)
+    projected = linalg.matmul(vectors.T, inverse_std[:, None] * right)
+    return inverse_std[:, None] * linalg.matmul(vectors, inverse_values[:, None] * projected)

@@ -1,0 +1,324 @@
+"""The ELBO of a long series, segment by segment, so that its gradient needs little memory.
+
+Reverse mode keeps what every row needs. Here the rows after the first are cut into segments of L. A
+first pass, forward, keeps the family's state at their ends only; a second one, backward in time,
+reads each segment again, from the law of its last state that the segments after it have left:
+
+    ELBO = E[log χ(x_0) + log g(x_0, y_0) − log q_{n-1}(x_{n-1})]
+           + Σ_segments Σ_{k in it} E[log m(x_{k-1}, x_k) + log g(x_k, y_k) − log q_{k-1|k}].
+
+What a segment needs is made again when its derivative is taken, so that memory grows with
+L + n / L, and with √n for L = √n; each row is read three times and not once.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from retrodict._chains import (
+    AbstractBackwardKernel,
+    AbstractKernelChain,
+    LinearGaussianChain,
+    SampledChain,
+)
+from retrodict._expectations import (
+    AbstractEstimator,
+    BackwardSampling,
+    Estimate,
+    LogJoint,
+    Observations,
+    Paths,
+    along_path,
+    average,
+    estimate,
+    existing_rows,
+    fill_padding,
+    initial_value,
+)
+from retrodict._families import AbstractFactorFamily, Row, factors, rows_of
+from retrodict._kernels import LinearGaussianKernel
+from retrodict._laws import Gaussian
+from retrodict._model import StateSpaceModel
+from retrodict._parameters import Frozen
+from retrodict._series import Series
+from retrodict._types import Scalar
+
+
+def default_segment(num_times: int) -> int:
+    """About √n rows."""
+    return max(1, math.isqrt(num_times))
+
+
+def elbo_in_segments(
+    model: StateSpaceModel,
+    family: AbstractFactorFamily,
+    state: Any,
+    series: Series,
+    estimator: AbstractEstimator,
+    key: Any,
+    segment: int,
+    *,
+    first_counts: bool = True,
+) -> Estimate:
+    """What `elbo_of_series` finds for the chain that a family infers, in less memory.
+
+    Args:
+        model: an unwrapped model; its prior is the law of the state in the first row.
+        family: an unwrapped family.
+        state: the family's state before the first row.
+        series: a prepared series of two rows or more.
+        estimator: how expectations are taken.
+        key: a typed key, or `None` if the estimator does not draw. Each segment has its own noise.
+        segment: how many rows a segment has.
+        first_counts: whether the observation of the first row, which the family reads, is one that
+            the model is asked for too.
+    """
+    first = _first(series)
+    _, state = factors(family, state, first, None)
+    segments = _segments(family, state, series, segment)
+    if isinstance(estimator, BackwardSampling):
+        way = _Drawn(model, family, estimator, key)
+    else:
+        way = _InMoments(model, family, estimator, key)
+
+    def back(onward: PyTree, segment: _Segment) -> tuple[PyTree, None]:
+        return way.back(onward, segment), None
+
+    last = jax.tree.map(lambda leaf: leaf[-1], segments)
+    onward = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(way.begin, last)
+    )
+    onward, _ = lax.scan(jax.checkpoint(back), onward, segments, reverse=True)
+    data = Observations(*first)
+    if not first_counts:
+        data = Observations(first.y, jnp.zeros(first.y.shape, bool), first.u)
+    return way.end(onward, data)
+
+
+def first_law(family: AbstractFactorFamily, state: Any, series: Series) -> Any:
+    """The filtering law of the first row, from the family's state before it."""
+    read, _ = factors(family, state, _first(series), None)
+    return jax.tree.map(lambda leaf: leaf[0], read.law)
+
+
+def _first(series: Series) -> Row:
+    return jax.tree.map(lambda leaf: leaf[:1], rows_of(series))
+
+
+class _Segment(eqx.Module):
+    """The rows of a segment, behind a node for the row before them.
+
+    Attributes:
+        state: the family's state after that row.
+        rows: the rows of the segment.
+        exists: which of them exist.
+        length: how many nodes do.
+        goes_on: whether a row after the segment exists.
+        ends: whether the chain ends in the segment.
+        number: counted from the start of the series.
+    """
+
+    state: Any
+    rows: Row
+    exists: Bool[Array, "*segment rows"]
+    length: Int[Array, "*segment"]
+    goes_on: Bool[Array, "*segment"]
+    ends: Bool[Array, "*segment"]
+    number: Int[Array, "*segment"]
+
+    def chain(self, family: AbstractFactorFamily) -> AbstractKernelChain:
+        """The chain of the nodes; the law of the first has no meaning unless it is the last."""
+        read, _ = factors(family, self.state, self.rows, self.exists)
+        with_first = jax.tree.map(lambda leaf: jnp.concatenate([leaf[:1], leaf]), read)
+        exists = jnp.concatenate([jnp.ones(1, bool), self.exists])
+        return family.assemble(with_first, exists, self.length)
+
+    def data(self) -> Observations:
+        """What was observed at the nodes, nothing at the first."""
+        ys, seen, inputs = jax.tree.map(lambda leaf: jnp.concatenate([leaf[:1], leaf]), self.rows)
+        seen = jnp.ones(ys.shape, bool) if seen is None else seen
+        return Observations(ys, seen.at[0].set(False), inputs)
+
+
+def _segments(family: AbstractFactorFamily, state: Any, series: Series, count: int) -> _Segment:
+    """All segments, with a leading axis; the last is filled up with rows that do not exist."""
+    following = series.num_times - 1
+    count = min(count, following)  # a segment is filled up to its size
+    number = -(-following // count)
+    missing = number * count - following
+
+    def cut(leaf: Array) -> Array:
+        filled = jnp.concatenate([leaf[1:], jnp.repeat(leaf[-1:], missing, axis=0)])
+        return filled.reshape(number, count, *leaf.shape[1:])
+
+    rows = jax.tree.map(cut, rows_of(series))
+    length = jnp.asarray(series.num_times) if series.length is None else series.length
+    begin = count * jnp.arange(number)  # the row before each segment
+    exists = begin[:, None] + jnp.arange(1, count + 1)[None] < length
+
+    def advance(state: Any, at: tuple[Row, Array]) -> tuple[Any, Any]:
+        return factors(family, state, *at)[1], state
+
+    _, states = lax.scan(jax.checkpoint(advance), state, (rows, exists))
+    end = begin + count
+    goes_on = end + 1 < length
+    return _Segment(
+        states,
+        rows,
+        exists,
+        jnp.clip(length - begin, 1, count + 1),
+        goes_on,
+        ~goes_on & ((begin + 1 < length) | (begin == 0)),
+        jnp.arange(number),
+    )
+
+
+class _Marginal(NamedTuple):
+    """What later segments leave where expectations are taken from moments.
+
+    Attributes:
+        law: the law of the state before them.
+        value: their part of the bound.
+        square: the square of its standard error.
+    """
+
+    law: Gaussian
+    value: Scalar
+    square: Scalar
+
+
+class _InMoments(eqx.Module):
+    """Segments of linear-Gaussian chains, by their marginal laws."""
+
+    model: StateSpaceModel
+    family: AbstractFactorFamily
+    estimator: AbstractEstimator
+    key: Any
+
+    def begin(self, segment: _Segment) -> _Marginal:
+        """Something of the right shape, which the last segment does not look at."""
+        law = self._chain(segment).terminal
+        return _Marginal(law, jnp.sum(law.mean), jnp.sum(law.mean))
+
+    def back(self, onward: _Marginal, segment: _Segment) -> _Marginal:
+        """What the segments from this one on leave."""
+        chain = self._chain(segment)
+        last = jax.tree.map(
+            lambda kept, own: jnp.where(segment.goes_on, kept, own), onward.law, chain.terminal
+        )
+        laws = jax.tree.map(lambda leaf, end: leaf.at[-1].set(end), chain.laws, last)
+        chain = LinearGaussianChain(laws, chain.kernels, chain.length)
+        terms = LogJoint(self.model).terms()[1:]
+        data = fill_padding(segment.data(), existing_rows(chain))
+        view = self.estimator.view(chain)
+        noise = self.estimator.draw(terms, view, _own(self.key, segment.number + 1))
+        found = average(
+            self.estimator,
+            lambda noise: self.estimator.evaluate(terms, view, noise, data),
+            noise,
+        )
+        entropy = chain.entropy() - jnp.where(segment.ends, 0.0, chain.terminal.entropy())
+        return _Marginal(
+            Gaussian(view.states.mean[0], view.states.scale[0]),
+            onward.value + found.value + entropy,
+            onward.square + found.standard_error**2,
+        )
+
+    def end(self, onward: _Marginal, data: Observations) -> Estimate:
+        """The bound, with the terms of the first row."""
+        mean, scale = onward.law.mean[None], onward.law.scale_tril[None]
+        chain = LinearGaussianChain.from_arrays(mean, scale, scale[:0], mean[:0], scale[:0])
+        found = estimate(chain, LogJoint(self.model), data, self.estimator, _own(self.key, 0))
+        error = jnp.sqrt(onward.square + found.standard_error**2)
+        return Estimate(onward.value + found.value, error)
+
+    def _chain(self, segment: _Segment) -> LinearGaussianChain:
+        chain = segment.chain(self.family)
+        if not isinstance(chain, LinearGaussianChain):
+            raise TypeError(
+                f"{type(self.estimator).__name__} reads the moments of a LinearGaussianChain, got"
+                f" {type(chain).__name__}. Use BackwardSampling(num_samples) with a key."
+            )
+        return chain
+
+
+class _PathsSoFar(NamedTuple):
+    """What later segments leave where paths are drawn.
+
+    Attributes:
+        paths: the states before them, and the weights of their paths.
+        values: their part of the bound, one a replicate.
+    """
+
+    paths: Paths
+    values: Float[Array, "replicate"]
+
+
+class _Drawn(eqx.Module):
+    """Segments of any chain, by paths that are drawn on from one to the one before."""
+
+    model: StateSpaceModel
+    family: AbstractFactorFamily
+    estimator: BackwardSampling
+    key: Any
+
+    def begin(self, segment: _Segment) -> _PathsSoFar:
+        """Something of the right shape, which the last segment does not look at."""
+        trace, weights = self.estimator.trace(self._chain(segment), self.key)
+        return _PathsSoFar(Paths(trace.paths[:, :, 0], weights), jnp.sum(weights, axis=1))
+
+    def back(self, onward: _PathsSoFar, segment: _Segment) -> _PathsSoFar:
+        """What the segments from this one on leave."""
+        chain = self._chain(segment)
+        kept, kept_weights = onward.paths
+
+        def last(drawn: Float[Array, "path state"]) -> Float[Array, "path state"]:
+            return jnp.where(segment.goes_on, kept.reshape(drawn.shape), drawn)
+
+        key = _own(self.key, segment.number)
+        trace, weights = self.estimator.trace(chain, key, last)
+        weights = jnp.where(segment.goes_on, kept_weights, weights)
+        terms = LogJoint(self.model).terms()[1:]
+        data = fill_padding(segment.data(), existing_rows(chain))
+        density = Frozen(chain).value if self.estimator.stop_score else chain
+
+        def along(path: Float[Array, "node state"]) -> Scalar:
+            # Later segments drew the last state of a chain that goes on.
+            again = jnp.where(segment.ends, 0.0, density.terminal.log_prob(path[-1]))
+            return along_path(terms, chain, path, data) - density.log_prob(path) + again
+
+        groups = Paths(trace.paths, weights)
+        values = jax.vmap(lambda group: self.estimator.over_group(along, group))(groups)
+        return _PathsSoFar(Paths(trace.paths[:, :, 0], weights), onward.values + values)
+
+    def end(self, onward: _PathsSoFar, data: Observations) -> Estimate:
+        """The bound, with the terms of the first row."""
+        terms, row = LogJoint(self.model).terms(), jax.tree.map(lambda leaf: leaf[0], data)
+        values = jax.vmap(
+            lambda group: self.estimator.over_group(lambda x: initial_value(terms, x, row), group)
+        )(onward.paths)
+        return average(self.estimator, lambda value: value, onward.values + values)
+
+    def _chain(self, segment: _Segment) -> SampledChain:
+        chain = segment.chain(self.family)
+        if isinstance(chain, LinearGaussianChain):
+            return SampledChain(chain.laws, _LinearKernel(), chain.kernels, chain.length)
+        return chain  # pyright: ignore
+
+
+class _LinearKernel(AbstractBackwardKernel):
+    """Linear-Gaussian kernels, as chains whose paths are drawn know them."""
+
+    def law(self, step: LinearGaussianKernel, x: Float[Array, "state"]) -> Gaussian:
+        """The law N(G x + c, s sᵀ)."""
+        return step.law(x, None)
+
+
+def _own(key: Any, number: Any) -> Any:
+    """A key for one segment; `None` for an estimator that does not draw."""
+    return None if key is None else jax.random.fold_in(key, number)

@@ -1,0 +1,323 @@
+"""Drawing the particle of time k-1 that a state of time k came from.
+
+The backward kernel of a particle filter gives particle i of time k-1 the probability
+
+    w_{k-1}^i m(x_{k-1}^i, x_k) / Σ_j w_{k-1}^j m(x_{k-1}^j, x_k).
+"""
+
+from abc import abstractmethod
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from retrodict._particles.exponential import LOG2_E, power_of_two
+from retrodict._particles.pairs import Pairs, by_products, log2_bound, squared_distance
+from retrodict._particles.resampling import cumulative, independent, inverse, uniforms
+from retrodict._types import PRNGKey
+from retrodict._validate import check_count
+
+FAN = 16
+"""How many particles, and then how many groups, are summed into one group."""
+
+LARGEST_TILE = 2**22
+"""How many group sums are held at once; more paths are taken in turn."""
+
+REST = 64
+"""How many paths that were never accepted are drawn at once by the exact sampler."""
+
+
+class AbstractBackwardSampler(eqx.Module):
+    """A way of drawing from the backward kernel."""
+
+    @abstractmethod
+    def draw(
+        self,
+        key: PRNGKey,
+        pairs: Pairs,
+        log_weights: Float[Array, "particle"],
+        xs: Float[Array, "sample state"],
+        ancestors: Int[Array, "sample"],
+    ) -> Int[Array, "sample"]:
+        """One index for each state.
+
+        Args:
+            key: a typed key.
+            pairs: the transition from the particles of time k-1; reversed, that to the particles
+                of time k from states of time k-1.
+            log_weights: their normalised log weights.
+            xs: the states.
+            ancestors: the particles from which these states were moved.
+        """
+
+
+class ExactBackward(AbstractBackwardSampler):
+    """Every particle is weighed for every path: N·M densities a step, in memory N·M/16."""
+
+    def draw(
+        self,
+        key: PRNGKey,
+        pairs: Pairs,
+        log_weights: Float[Array, "particle"],
+        xs: Float[Array, "sample state"],
+        ancestors: Int[Array, "sample"],
+    ) -> Int[Array, "sample"]:
+        """Independent draws from the backward kernel."""
+        shares = jax.random.uniform(key, (xs.shape[0],), xs.dtype)
+        prepared = pairs.prepare(xs)
+        log_weights = LOG2_E * log_weights
+        count, num_paths = log_weights.shape[0], xs.shape[0]
+        # Only group sums are held where distances fuse into them.
+        share = FAN if pairs.whitened and not by_products(pairs.particles) else 1
+        chunk = max(1, LARGEST_TILE * share // count)
+
+        def some(at: tuple[Array, Array, Array]) -> Array:
+            prepared, shares, ancestors = at
+            if pairs.whitened:
+                return _by_distance(pairs.particles, log_weights, prepared, shares, ancestors)
+            return _by_matrix(log_weights[:, None] + pairs.matrix(prepared), shares, ancestors)
+
+        if num_paths <= chunk:
+            return some((prepared, shares, ancestors))
+        return _in_chunks(some, (prepared, shares, ancestors), chunk)
+
+
+class MCMCBackward(AbstractBackwardSampler):
+    """A few Metropolis moves from the true ancestor: cost linear in the paths (Dau and Chopin).
+
+    A move proposes particle i with probability w_{k-1}^i and accepts it with the ratio of
+    transition densities. The start is a draw from the law that the moves leave invariant, given the
+    filter's past, so that the samples are consistent after any number of moves; more of them make
+    paths share fewer particles.
+
+    Args:
+        num_moves: how many moves.
+    """
+
+    num_moves: int = eqx.field(static=True, default=2)
+
+    def __check_init__(self) -> None:
+        check_count(self.num_moves, "num_moves")
+
+    def draw(
+        self,
+        key: PRNGKey,
+        pairs: Pairs,
+        log_weights: Float[Array, "particle"],
+        xs: Float[Array, "sample state"],
+        ancestors: Int[Array, "sample"],
+    ) -> Int[Array, "sample"]:
+        """The ancestors after the moves."""
+        sums, count = cumulative(jnp.exp(log_weights)), xs.shape[0]
+        prepared = pairs.prepare(xs)
+        at, value = ancestors, pairs.each(ancestors, prepared)
+        # Proposals do not depend on where a path is: those of all moves are made at once.
+        positions, levels = uniforms(key, (2, self.num_moves, count), xs.dtype)
+        proposals = inverse(sums, positions)
+        news = jax.vmap(pairs.each, in_axes=(0, None))(proposals, prepared)
+        for proposed, new, level in zip(proposals, news, levels, strict=True):
+            accepted = level < power_of_two(jnp.minimum(new - value, 1.0))
+            at = jnp.where(accepted, proposed, at)
+            value = jnp.where(accepted, new, value)
+        return at
+
+
+class RejectionBackward(AbstractBackwardSampler):
+    """Rejection from the filter's weights, and exact draws for what is left after some trials.
+
+    The draws have the exact law, as those of `ExactBackward`; where the transition density is a
+    good share of its bound, their cost is linear in the number of paths.
+
+    Args:
+        max_trials: how many trials all paths have before those that are left are drawn exactly.
+        log_bound: an upper bound of log m, for transitions that are not Gaussian with one scale.
+    """
+
+    max_trials: int = eqx.field(static=True, default=8)
+    log_bound: float | None = None
+
+    def __check_init__(self) -> None:
+        check_count(self.max_trials, "max_trials")
+
+    def draw(
+        self,
+        key: PRNGKey,
+        pairs: Pairs,
+        log_weights: Float[Array, "particle"],
+        xs: Float[Array, "sample state"],
+        ancestors: Int[Array, "sample"],
+    ) -> Int[Array, "sample"]:
+        """Independent draws from the backward kernel."""
+        bound = log2_bound(pairs.kernel, pairs, self.log_bound)
+        prepared, count = pairs.prepare(xs), xs.shape[0]
+        sums = cumulative(jnp.exp(log_weights))
+        trial_key, rest_key = jax.random.split(key)
+
+        def again(state: tuple[Array, Array, Array]) -> Array:
+            trial, _, open_paths = state
+            return (trial < self.max_trials) & jnp.any(open_paths)
+
+        def attempt(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            trial, chosen, open_paths = state
+            first, second = jax.random.split(jax.random.fold_in(trial_key, trial))
+            proposed = independent(first, sums, (count,))
+            level = uniforms(second, (count,), xs.dtype)
+            ratio = power_of_two(pairs.each(proposed, prepared) - bound)
+            taken = open_paths & (level < ratio)
+            return trial + 1, jnp.where(taken, proposed, chosen), open_paths & ~taken
+
+        start = (jnp.zeros((), jnp.int32), ancestors, jnp.ones(count, bool))
+        _, chosen, open_paths = lax.while_loop(again, attempt, start)
+
+        def left(state: tuple[Array, Array, Array]) -> Array:
+            return jnp.any(state[2])
+
+        def finish(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            turn, chosen, open_paths = state
+            places = jnp.nonzero(open_paths, size=min(REST, count), fill_value=count)[0]
+            some = jnp.minimum(places, count - 1)
+            drawn = ExactBackward().draw(
+                jax.random.fold_in(rest_key, turn), pairs, log_weights, xs[some], ancestors[some]
+            )
+            return (
+                turn + 1,
+                chosen.at[places].set(drawn, mode="drop"),
+                open_paths.at[places].set(False, mode="drop"),
+            )
+
+        return lax.while_loop(left, finish, (jnp.zeros((), jnp.int32), chosen, open_paths))[1]
+
+
+class Genealogy(AbstractBackwardSampler):
+    """The ancestors themselves: paths as the filter drew them, which soon coincide in the past."""
+
+    def draw(
+        self,
+        key: PRNGKey,
+        pairs: Pairs,
+        log_weights: Float[Array, "particle"],
+        xs: Float[Array, "sample state"],
+        ancestors: Int[Array, "sample"],
+    ) -> Int[Array, "sample"]:
+        """The ancestors."""
+        return ancestors
+
+
+def check_sampler(sampler: Any, owner: str) -> None:
+    """Refuses what is no backward sampler."""
+    if not isinstance(sampler, AbstractBackwardSampler):
+        raise TypeError(
+            f"{owner} expects a backward sampler, such as ExactBackward() or MCMCBackward(), got"
+            f" {type(sampler).__name__}."
+        )
+
+
+def _by_distance(
+    befores: Float[Array, "particle state"],
+    log_weights: Float[Array, "particle"],
+    prepared: Float[Array, "sample state"],
+    shares: Float[Array, "sample"],
+    ancestors: Int[Array, "sample"],
+) -> Int[Array, "sample"]:
+    """Exact draws where log₂ m is minus a squared distance, without holding all pairs.
+
+    Weights are summed in groups of `FAN` inside one fused loop, groups in groups of groups; a draw
+    descends from the top, and weighs the particles of its last group once more. Weights are taken
+    relative to that of the path's own ancestor, which has density by construction, so that they
+    neither underflow together nor overflow: they are at most `top` above it.
+    """
+    limit = 0.5 * jnp.finfo(prepared.dtype).maxexp
+    top = jnp.max(log_weights)
+    own = log_weights[ancestors] - jnp.sum((befores[ancestors] - prepared) ** 2, axis=-1)
+    shift = jnp.maximum(own, top - limit)
+    count, d = befores.shape
+    num_groups = -(-count // FAN)
+    missing = num_groups * FAN - count
+    grouped = jnp.pad(befores, ((0, missing), (0, 0)), mode="edge").reshape(num_groups, FAN, d)
+    in_groups = jnp.pad(log_weights, (0, missing), constant_values=-jnp.inf)
+    in_groups = in_groups.reshape(num_groups, FAN)
+    sums = jnp.zeros((num_groups, prepared.shape[0]), prepared.dtype)
+    whole = squared_distance(grouped, prepared) if by_products(grouped) else None
+    for j in range(FAN):
+        distance = squared_distance(grouped[:, j], prepared) if whole is None else whole[:, j]
+        sums = sums + power_of_two(in_groups[:, j, None] - distance - shift[None])
+    group, rest = _descend(sums, shares)
+    members = jnp.moveaxis(grouped[group], 0, 1)
+    distances = jnp.sum((members - prepared[None]) ** 2, axis=-1)
+    weights = power_of_two(in_groups[group].T - distances - shift[None])
+    place, _ = _pick(weights, rest)
+    found = jnp.minimum(group * FAN + place, count - 1)
+    # A state so far from every particle that all weights vanish keeps its ancestor: in single
+    # precision that is some 15 standard deviations of the noise, in double 40.
+    return jnp.where(rest >= 0, found, ancestors).astype(ancestors.dtype)
+
+
+def _by_matrix(
+    log_weights: Float[Array, "particle sample"],
+    shares: Float[Array, "sample"],
+    ancestors: Int[Array, "sample"],
+) -> Int[Array, "sample"]:
+    """Exact draws from the unnormalised log₂ weights of all pairs."""
+    top = jnp.max(log_weights, axis=0)
+    weights = power_of_two(log_weights - jnp.where(jnp.isfinite(top), top, 0.0)[None])
+    found, rest = _descend(weights, shares)
+    return jnp.where(rest >= 0, found, ancestors).astype(ancestors.dtype)
+
+
+def _descend(
+    weights: Float[Array, "entry sample"], shares: Float[Array, "sample"]
+) -> tuple[Int[Array, "sample"], Float[Array, "sample"]]:
+    """The entry at a given share of each column's sum, and what of it lies within that entry.
+
+    Sums of sums are built up to a few groups, and searched from the top. What is returned as the
+    share is −1 for a column whose weights are all zero.
+    """
+    levels = [weights]
+    while levels[-1].shape[0] > FAN:
+        below = levels[-1]
+        num_groups = -(-below.shape[0] // FAN)
+        padded = jnp.pad(below, ((0, num_groups * FAN - below.shape[0]), (0, 0)))
+        levels.append(jnp.sum(padded.reshape(num_groups, FAN, -1), axis=1))
+    total = jnp.sum(levels[-1], axis=0)
+    place, rest = _pick(levels[-1], shares * total)
+    columns = jnp.arange(weights.shape[1])
+    for level in reversed(levels[:-1]):
+        rows = place[None, :] * FAN + jnp.arange(FAN)[:, None]
+        inside = rows < level.shape[0]
+        values = level[jnp.minimum(rows, level.shape[0] - 1), columns[None, :]]
+        chosen, rest = _pick(jnp.where(inside, values, 0.0), rest)
+        place = place * FAN + chosen
+    return place, jnp.where(total > 0, rest, -1.0)
+
+
+def _pick(
+    weights: Float[Array, "entry sample"], rest: Float[Array, "sample"]
+) -> tuple[Int[Array, "sample"], Float[Array, "sample"]]:
+    """The entry in which a share of each column's sum lies, and what of the share is left in it.
+
+    Rounding may leave a share past the end: then it lies in the last entry that has weight.
+    """
+    place = jnp.zeros(rest.shape, jnp.int32)
+    before = jnp.zeros_like(rest)
+    running = jnp.zeros_like(rest)
+    for j in range(weights.shape[0]):
+        here = (weights[j] > 0) & (rest >= running)
+        place = jnp.where(here, j, place)
+        before = jnp.where(here, running, before)
+        running = running + weights[j]
+    return place, jnp.maximum(rest - before, 0.0)
+
+
+def _in_chunks(fn: Any, arrays: tuple[Array, ...], chunk: int) -> Array:
+    """The function over pieces of the leading axis, one after another."""
+    count = arrays[0].shape[0]
+    num_chunks = -(-count // chunk)
+
+    def split(array: Array) -> Array:
+        padding = [(0, num_chunks * chunk - count)] + [(0, 0)] * (array.ndim - 1)
+        return jnp.pad(array, padding, mode="edge").reshape(num_chunks, chunk, *array.shape[1:])
+
+    return lax.map(fn, tuple(split(array) for array in arrays)).reshape(-1)[:count]

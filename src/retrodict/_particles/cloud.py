@@ -1,0 +1,248 @@
+"""Weighted particles at one time, and one step of a filter over them."""
+
+import math
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from retrodict._expectations import Observations, input_of
+from retrodict._kernels import (
+    AbstractGaussianKernel,
+    AbstractLinearGaussianKernel,
+    NonlinearGaussianKernel,
+)
+from retrodict._laws import scale_matvec
+from retrodict._model import StateSpaceModel
+from retrodict._particles.proposal import AbstractProposal, Lookahead
+from retrodict._particles.resampling import Scheme, resample
+from retrodict._types import PRNGKey, Scalar
+
+Cloud = tuple[Float[Array, "particle state"], Float[Array, "particle"]]
+"""Particles and their normalised log weights."""
+
+
+class Step(NamedTuple):
+    """What one step of a filter leaves.
+
+    Attributes:
+        particles: x_k of each particle.
+        log_weights: normalised log weights of the filtering law.
+        ancestors: the index at time k-1 that each particle descends from; its own at time 0.
+        increment: an estimate of log p(y_k | y_{0:k-1}).
+        ess: the effective sample size 1/Σ w².
+        impossible: whether no particle has a positive weight.
+        undefined: whether the log weight of some particle is NaN or +∞.
+    """
+
+    particles: Float[Array, "*time particle state"]
+    log_weights: Float[Array, "*time particle"]
+    ancestors: Int[Array, "*time particle"]
+    increment: Float[Array, "*time"]
+    ess: Float[Array, "*time"]
+    impossible: Bool[Array, "*time"]
+    undefined: Bool[Array, "*time"]
+
+
+class Filter(eqx.Module):
+    """A particle filter, as what happens at time 0 and at each later time.
+
+    Attributes:
+        model: an unwrapped model.
+        proposal: where states are drawn from; `None` for the model's own prior and transition.
+        lookahead: the log weights by which an auxiliary filter resamples; `None` for none.
+        resampling: the scheme.
+        threshold: the share of the particles below which the effective sample size makes the filter
+            resample.
+        num_particles: how many particles.
+    """
+
+    model: StateSpaceModel
+    proposal: AbstractProposal | None
+    lookahead: Lookahead | None
+    resampling: Scheme = eqx.field(static=True)
+    threshold: float = eqx.field(static=True)
+    num_particles: int = eqx.field(static=True)
+
+    def noise(self, key: PRNGKey, dtype: Any) -> PyTree:
+        """The randomness with which all particles move once.
+
+        A Gaussian transition takes one block of normal variables, which is several times quicker
+        than a key for each particle.
+        """
+        if self.proposal is None and isinstance(self.model.transition, AbstractGaussianKernel):
+            return jax.random.normal(key, (self.num_particles, self.model.state_dim), dtype)
+        return jax.random.split(key, self.num_particles)
+
+    def start(self, key: PRNGKey, data: Observations) -> Step:
+        """Particles at time 0."""
+        model, keys = self.model, jax.random.split(key, self.num_particles)
+        law = model.prior if self.proposal is None else self.proposal.initial(data)
+        particles = jax.vmap(lambda key: jnp.asarray(law.sample(key)))(keys)
+        particles = particles.astype(jnp.result_type(particles.dtype, data.ys.dtype))
+        log_weights = self._log_emission(particles, data)
+        if self.proposal is not None:
+            log_weights = log_weights + jax.vmap(
+                lambda x: summed(model.prior.log_prob(x)) - summed(law.log_prob(x))
+            )(particles)
+        log_weights = log_weights - math.log(self.num_particles)
+        return weighed(particles, log_weights, jnp.arange(self.num_particles))
+
+    def move(
+        self, cloud: Cloud, key: PRNGKey, noise: PyTree, data: Observations, step: PyTree
+    ) -> Step:
+        """Particles at time k: resampled if needed, moved, and weighed.
+
+        Args:
+            cloud: particles at time k-1.
+            key: a typed key, for resampling.
+            noise: what `noise` returned.
+            data: the row of time k.
+            step: the row of the proposal's steps.
+        """
+        particles, log_weights = cloud
+        # A model in single precision does not narrow what data in double precision began with.
+        kinds = (particles.dtype, log_weights.dtype)
+        ahead = None
+        if self.lookahead is not None:
+            ahead = jax.vmap(lambda x: self.lookahead(x, data))(particles)  # pyright: ignore
+            # What looks impossible may still be reached, and must be drawn now and then.
+            top = jnp.max(ahead)
+            ahead = jnp.where(jnp.isfinite(top), jnp.maximum(ahead, top - 30.0), 0.0)
+        ancestors, log_weights = select(self.resampling, self.threshold, log_weights, key, ahead)
+        befores = particles[ancestors]
+        particles, ratio = self._propose(befores, noise, data, step)
+        particles = particles.astype(kinds[0])
+        log_weights = log_weights + self._log_emission(particles, data)
+        if ratio is not None:
+            log_weights = log_weights + ratio
+        return weighed(particles, log_weights.astype(kinds[1]), ancestors)
+
+    def _propose(
+        self, befores: Float[Array, "particle state"], noise: PyTree, data: Observations, step: Any
+    ) -> tuple[Float[Array, "particle state"], Float[Array, "particle"] | None]:
+        """Draws of x_k, and the log ratio of transition and proposal unless they are the same."""
+        kernel = self.model.transition
+        u = input_of(kernel, data)
+        if self.proposal is None:
+            if isinstance(kernel, AbstractGaussianKernel):
+                return jax.vmap(lambda x, e: _gaussian_draw(kernel, x, u, e))(befores, noise), None
+            return jax.vmap(lambda x, key: kernel.sample(key, x, u))(befores, noise), None
+        proposal = self.proposal
+
+        def one(before: Array, key: PRNGKey) -> tuple[Array, Scalar]:
+            law = proposal.move(before, data, step)
+            x = jnp.asarray(law.sample(key)).astype(before.dtype)
+            return x, kernel.log_prob(before, x, u) - summed(law.log_prob(x))
+
+        return jax.vmap(one)(befores, noise)
+
+    def _log_emission(
+        self, particles: Float[Array, "particle state"], data: Observations
+    ) -> Float[Array, "particle"]:
+        kernel = self.model.emission
+        u = input_of(kernel, data)
+        return jax.vmap(lambda x: kernel.log_prob(x, data.ys, u, data.mask))(particles)
+
+
+def has_fixed_scale(kernel: Any) -> bool:
+    """Whether a kernel is Gaussian with a scale that does not depend on the state."""
+    return isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel))
+
+
+def select(
+    scheme: Scheme,
+    threshold: float,
+    log_weights: Float[Array, "particle"],
+    key: PRNGKey,
+    ahead: Float[Array, "particle"] | None = None,
+) -> tuple[Int[Array, "particle"], Float[Array, "particle"]]:
+    """Ancestors, and the log weights with which they go on.
+
+    Args:
+        scheme: how to resample.
+        threshold: the share of the particles below which the effective sample size asks for it.
+        log_weights: normalised log weights.
+        key: a typed key.
+        ahead: log weights by which to resample beside those; `None` for none.
+    """
+    count = log_weights.shape[0]
+    first_stage = log_weights if ahead is None else log_weights + ahead
+    constant = jnp.zeros((), log_weights.dtype)
+    if ahead is not None:
+        constant = _log_sum(first_stage)
+    weights = jnp.exp(first_stage - constant)
+
+    def renewed() -> tuple[Array, Array]:
+        chosen = resample(scheme, key, weights, count)
+        fresh = jnp.full_like(log_weights, -math.log(count))
+        return chosen, fresh if ahead is None else fresh + constant - ahead[chosen]
+
+    def kept() -> tuple[Array, Array]:
+        return jnp.arange(count, dtype=jnp.int32), log_weights
+
+    if threshold >= 1.0:
+        return renewed()
+    few = 1.0 / jnp.sum(weights**2) < threshold * count
+    return lax.cond(few, renewed, kept)
+
+
+def _gaussian_draw(
+    kernel: AbstractGaussianKernel, x: Array, u: Array | None, noise: Array
+) -> Float[Array, "state"]:
+    law = kernel.law(x, u)
+    return law.mean + scale_matvec(law.scale_tril, noise)
+
+
+def weighed(
+    particles: Float[Array, "particle state"],
+    log_weights: Float[Array, "particle"],
+    ancestors: Int[Array, "particle"],
+) -> Step:
+    """Normalises weights; where none is positive they become equal, and the step says so."""
+    undefined = jnp.isnan(log_weights) | (log_weights == jnp.inf)
+    log_weights = jnp.where(undefined, -jnp.inf, log_weights)
+    total = _log_sum(log_weights)
+    impossible = total == -jnp.inf
+    equal = -math.log(log_weights.shape[0])
+    log_weights = jnp.where(impossible, equal, log_weights - jnp.where(impossible, 0.0, total))
+    return Step(
+        particles,
+        log_weights,
+        ancestors.astype(jnp.int32),
+        total,
+        1.0 / jnp.sum(jnp.exp(2.0 * log_weights)),
+        impossible,
+        jnp.any(undefined),
+    )
+
+
+def _log_sum(log_weights: Float[Array, "particle"]) -> Scalar:
+    """Log Σ exp, −∞ if every entry is."""
+    top = jnp.max(log_weights)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    return top + jnp.log(jnp.sum(jnp.exp(log_weights - top)))
+
+
+def summed(log_prob: Any) -> Scalar:
+    """The sum over the independent entries of a distribution, if it has several."""
+    return jnp.sum(jnp.asarray(log_prob))
+
+
+def frozen_where(exists: Bool[Array, ""] | None, new: Step, cloud: Cloud) -> Step:
+    """The step, or one in which nothing happens at a row that does not exist."""
+    if exists is None:
+        return new
+    count = cloud[1].shape[0]
+    stays = Step(
+        *cloud,
+        jnp.arange(count, dtype=jnp.int32),
+        jnp.zeros_like(new.increment),
+        1.0 / jnp.sum(jnp.exp(2.0 * cloud[1])),
+        jnp.zeros((), bool),
+        jnp.zeros((), bool),
+    )
+    return jax.tree.map(lambda a, b: jnp.where(exists, a, b), new, stays)

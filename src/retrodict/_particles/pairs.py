@@ -1,0 +1,137 @@
+"""Transition densities between all particles of one time and states of a neighbouring one."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from retrodict._kernels import AbstractKernel
+from retrodict._laws import scale_solve
+from retrodict._particles.cloud import has_fixed_scale
+from retrodict._particles.exponential import LOG2_E
+from retrodict._types import Scalar
+
+
+class Pairs(eqx.Module):
+    """The function (i, x) ↦ log₂ m(x_{k-1}^i, x), up to a constant where only ratios count.
+
+    Reversed, the particles are those of time k and x is a state of time k-1: log₂ m(x, x_k^i). For
+    a Gaussian transition whose scale is the same everywhere, particles and states are whitened
+    once: what is left for each pair is a squared distance.
+
+    Attributes:
+        kernel: the transition.
+        u: its input, or `None`.
+        particles: the particles; whitened, their means or, reversed, themselves.
+        whitened: whether distances stand for densities.
+        reverse: whether the particles are where the transition leads to.
+    """
+
+    kernel: AbstractKernel
+    u: Float[Array, "input"] | None
+    particles: Float[Array, "particle state"]
+    whitened: bool = eqx.field(static=True)
+    reverse: bool = eqx.field(static=True)
+
+    @classmethod
+    def of(
+        cls,
+        kernel: AbstractKernel,
+        u: Float[Array, "input"] | None,
+        particles: Float[Array, "particle state"],
+        *,
+        reverse: bool = False,
+    ) -> "Pairs":
+        """Whitens the particles if the kernel allows it."""
+        if not has_fixed_scale(kernel):
+            return cls(kernel, u, particles, False, reverse)
+        whitened = jax.vmap(lambda x: _whiten(kernel, x, u, mean=not reverse))(particles)
+        return cls(kernel, u, whitened, True, reverse)
+
+    def prepare(self, xs: Float[Array, "sample state"]) -> Float[Array, "sample state"]:
+        """States of the other time as the other methods read them."""
+        if not self.whitened:
+            return xs
+        return jax.vmap(lambda x: _whiten(self.kernel, x, self.u, mean=self.reverse))(xs)
+
+    def each(
+        self, indices: Int[Array, "sample"], prepared: Float[Array, "sample state"]
+    ) -> Float[Array, "sample"]:
+        """log₂ m of one particle for each state."""
+        return self.between(self.particles[indices], prepared)
+
+    def between(
+        self, particles: Float[Array, "sample state"], prepared: Float[Array, "sample state"]
+    ) -> Float[Array, "sample"]:
+        """log₂ m of rows of particles and states."""
+        if self.whitened:
+            return -jnp.sum((particles - prepared) ** 2, axis=-1)
+        return LOG2_E * jax.vmap(self._log_density)(particles, prepared)
+
+    def matrix(self, prepared: Float[Array, "sample state"]) -> Float[Array, "particle sample"]:
+        """log₂ m of all pairs."""
+        if self.whitened:
+            return -squared_distance(self.particles, prepared)
+        one = jax.vmap(self._log_density, in_axes=(None, 0))
+        return LOG2_E * jax.vmap(one, in_axes=(0, None))(self.particles, prepared)
+
+    def _log_density(self, particle: Float[Array, "state"], x: Float[Array, "state"]) -> Scalar:
+        before, after = (x, particle) if self.reverse else (particle, x)
+        return self.kernel.log_prob(before, after, self.u)
+
+
+def squared_distance(
+    a: Float[Array, "*rows state"], b: Float[Array, "sample state"]
+) -> Float[Array, "*rows sample"]:
+    """‖a − b‖² of all pairs."""
+    across = (1,) * (a.ndim - 1) + (b.shape[0],)
+    if not by_products(a):
+        total = jnp.zeros((), a.dtype)
+        for i in range(a.shape[-1]):
+            total = total + (a[..., i, None] - b[:, i].reshape(across)) ** 2
+        return total
+    centre = jnp.mean(a.reshape(-1, a.shape[-1]), axis=0)
+    a, b = a - centre.reshape(*across[:-1], -1), b - centre[None]
+    products = jnp.einsum("...d,sd->...s", a, b, precision="highest")
+    squares = jnp.sum(a**2, axis=-1, keepdims=True) + jnp.sum(b**2, axis=-1).reshape(across)
+    return jnp.maximum(squares - 2.0 * products, 0.0)
+
+
+def by_products(a: Float[Array, "*rows state"]) -> bool:
+    """Whether distances are taken as ‖a‖² − 2 a·b + ‖b‖², around the mean of a.
+
+    A sum over coordinates fuses into what reads it, and does not cancel. From a few coordinates on
+    one product of matrices is several times quicker on CPU; what it loses, about ‖a‖² roundings,
+    is nothing in double precision for a cloud of any sensible spread, and too much in single.
+    """
+    d = a.shape[-1]
+    return d > (FEW if a.dtype == jnp.float64 else MANY)
+
+
+FEW, MANY = 3, 32
+"""Up to how many coordinates distances are summed one by one, in double and single precision."""
+
+
+def log2_bound(kernel: Any, pairs: Pairs, log_bound: float | None) -> Scalar | float:
+    """An upper bound of what `Pairs.each` returns, refused if there is none."""
+    if pairs.whitened:
+        return 0.0
+    if log_bound is None:
+        raise ValueError(
+            "Rejection needs an upper bound of the transition density, which a"
+            f" {type(kernel).__name__} does not give. Pass RejectionBackward(log_bound=...), or use"
+            " MCMCBackward() or ExactBackward()."
+        )
+    return LOG2_E * log_bound
+
+
+def _whiten(kernel: Any, x: Array, u: Array | None, *, mean: bool) -> Array:
+    """s⁻¹ of the mean at x or of x itself, in units in which minus the square is a log₂ density.
+
+    The scale s is the same wherever the law is taken.
+    """
+    law = kernel.law(x, u)
+    return math.sqrt(0.5 * LOG2_E) * scale_solve(law.scale_tril, law.mean if mean else x)

@@ -1,0 +1,259 @@
+"""Particle filters."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from retrodict._expectations import Observations
+from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._parameters import unwrap
+from retrodict._particles.cloud import Filter, Step, frozen_where
+from retrodict._particles.diagnosis import check_single, refuse_failure, status_of
+from retrodict._particles.moments import (
+    log_evidence_variance,
+    num_lineages,
+    weighted_moments,
+    weighted_quantile,
+)
+from retrodict._particles.proposal import AbstractProposal, Lookahead
+from retrodict._particles.resampling import Scheme, check_scheme, check_threshold
+from retrodict._series import Series
+from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import check_count, check_key
+
+
+class ParticleFilterPosterior(eqx.Module):
+    """The filtering laws p(x_k | y_{0:k}) as weighted particles.
+
+    Attributes:
+        particles: of shape `(time, particle, state)`.
+        log_weights: normalised log weights of each time.
+        ancestors: the index at the time before that each particle descends from.
+        log_evidence: an estimate of log p(y_{0:n-1}); its exponential is unbiased.
+        log_evidence_increments: estimates of log p(y_k | y_{0:k-1}), zero where there is no row.
+        ess: effective sample sizes 1/Σ w², before resampling.
+        status: 0 if fine; 1 if no particle explains an observation, 2 if a weight is undefined.
+        status_time: the first time at which it was not fine; −1 if there is none.
+        length: how many rows exist, or `None` if all of them do.
+        resampling: the scheme by which particles were resampled.
+    """
+
+    particles: Float[Array, "time particle state"]
+    log_weights: Float[Array, "time particle"]
+    ancestors: Int[Array, "time particle"]
+    log_evidence: Scalar
+    log_evidence_increments: Float[Array, "time"]
+    ess: Float[Array, "time"]
+    status: Int[Array, ""]
+    status_time: Int[Array, ""]
+    length: Int[Array, ""] | None
+    resampling: Scheme = eqx.field(static=True)
+
+    @property
+    def mean(self) -> Float[Array, "time state"]:
+        """The means of the filtering laws."""
+        check_single(self.particles)
+        return weighted_moments(self.particles, self.log_weights)[0]
+
+    @property
+    def covariance(self) -> Float[Array, "time state state"]:
+        """The covariances of the filtering laws."""
+        check_single(self.particles)
+        return weighted_moments(self.particles, self.log_weights)[1]
+
+    @property
+    def num_ancestors(self) -> Int[Array, "time"]:
+        """How many particles of each time have offspring at the last one."""
+        check_single(self.particles)
+        return num_lineages(self.ancestors)
+
+    def quantile(self, probability: float) -> Float[Array, "time state"]:
+        """The quantile of each coordinate under the filtering laws.
+
+        Args:
+            probability: between 0 and 1.
+        """
+        check_single(self.particles)
+        return weighted_quantile(self.particles, self.log_weights, probability)
+
+    def log_evidence_standard_error(self, lag: int = 20) -> Scalar:
+        """The standard error of `log_evidence`, estimated from this one run.
+
+        The error that resampling and moving at time p make is seen in how unequally the particles
+        of time p share the weights of time p + lag: the variance is the sum over p of what
+        generation p adds to the sum of squared shares. A longer lag is less biased for models that
+        forget slowly, and more variable once few ancestors are left.
+
+        Args:
+            lag: how many steps later shares are looked at.
+        """
+        lag = check_count(lag, "lag")
+        check_single(self.particles)
+        independent = self.resampling == "multinomial"
+        return jnp.sqrt(log_evidence_variance(self.ancestors, self.log_weights, lag, independent))
+
+
+def particle_filter(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    ys: Any,
+    num_particles: int = 1000,
+    *,
+    proposal: AbstractProposal | None = None,
+    lookahead: Lookahead | None = None,
+    resampling: Scheme = "systematic",
+    threshold: float = 0.5,
+    strict: bool = True,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+) -> ParticleFilterPosterior:
+    """Filtering laws and evidence by weighted particles.
+
+    Particles move by the model's transition (a bootstrap filter) or by a proposal (a guided one);
+    with a `lookahead` they are resampled by how well they will explain the next row (an auxiliary
+    filter).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.1 * jnp.ones(1))),
+        ... )
+        >>> xs, ys = model.simulate(jax.random.key(0), num_times=5)
+        >>> rd.particle_filter(jax.random.key(1), model, ys, num_particles=100).mean.shape
+        (5, 1)
+
+    Args:
+        key: a typed key.
+        model: the model.
+        ys: observations, of shape `(time, obs)`; NaN where missing.
+        num_particles: how many particles.
+        proposal: where states are drawn from, such as `Guided` or `ChainProposal`; `None` for the
+            model's prior and transition.
+        lookahead: `lookahead(x, data)`, a log weight in place of log p(y_k | x_{k-1} = x), such as
+            `mean_lookahead(model)`; `None` for none.
+        resampling: `"systematic"`, `"stratified"`, `"residual"` or `"multinomial"`.
+        threshold: the filter resamples once the effective sample size is below this share of the
+            particles; 1 to do so at every step.
+        strict: whether to raise an error if no particle explains an observation, or a weight is
+            undefined; inside `jax.jit` the status in the result says so.
+        mask: true where an entry was seen; `True` alone promises that everything was.
+        inputs: inputs of shape `(time, input)`, if a kernel takes them.
+        length: how many rows exist; the rest is padding.
+
+    Returns:
+        Particles, weights and the estimated evidence.
+
+    Raises:
+        ValueError: if data, model and options do not fit.
+        FloatingPointError: if the filter fails and `strict`; it names the time step.
+    """
+    check_key(key, "particle_filter")
+    machine, series = prepare_filter(
+        model,
+        ys,
+        num_particles,
+        proposal,
+        lookahead,
+        resampling,
+        threshold,
+        {"mask": mask, "inputs": inputs, "length": length},
+    )
+    found = _filter(machine, key, series)
+    refuse_failure("particle_filter", found.status, found.status_time, strict)
+    return found
+
+
+def prepare_filter(
+    model: StateSpaceModel,
+    ys: Any,
+    num_particles: int,
+    proposal: AbstractProposal | None,
+    lookahead: Lookahead | None,
+    resampling: Scheme,
+    threshold: float,
+    rest: dict[str, Any],
+) -> tuple[Filter, Series]:
+    """Checks what a filter is made of, and the series."""
+    model = unwrap(model)
+    series = prepare_data(model, ys, **rest)
+    machine = make_filter(model, num_particles, proposal, lookahead, resampling, threshold)
+    steps = None if proposal is None else jax.tree.leaves(proposal.steps)
+    if steps and steps[0].shape[0] != series.num_times:
+        raise ValueError(
+            f"The proposal was made for {steps[0].shape[0]} rows, and ys has {series.num_times}."
+        )
+    return machine, series
+
+
+def make_filter(
+    model: StateSpaceModel,
+    num_particles: int,
+    proposal: AbstractProposal | None,
+    lookahead: Lookahead | None,
+    resampling: Scheme,
+    threshold: float,
+) -> Filter:
+    """A filter from checked options."""
+    num_particles = check_count(num_particles, "num_particles")
+    check_scheme(resampling)
+    needed = ("emission",) if proposal is None else ("prior", "transition", "emission")
+    check_densities(model, "A particle filter", needed)
+    if proposal is not None and not isinstance(proposal, AbstractProposal):
+        raise TypeError(
+            "proposal must be a proposal, such as Guided(initial, move), got"
+            f" {type(proposal).__name__}."
+        )
+    if lookahead is not None and not callable(lookahead):
+        raise TypeError(
+            f"lookahead must be a function of (x, data), got {type(lookahead).__name__}."
+        )
+    return Filter(model, proposal, lookahead, resampling, check_threshold(threshold), num_particles)
+
+
+@eqx.filter_jit
+def _filter(machine: Filter, key: PRNGKey, series: Series) -> ParticleFilterPosterior:
+    return run_filter(machine, key, series)
+
+
+def run_filter(machine: Any, key: PRNGKey, series: Series) -> ParticleFilterPosterior:
+    """Run a `Filter` or `TemperedFilter` over a prepared series; to be called inside `jax.jit`."""
+    data = Observations(series.ys, series.mask, series.inputs)
+    exists, n = series.exists(), series.num_times
+    steps = None if machine.proposal is None else machine.proposal.steps
+    start_key, noise_key, select_key = jax.random.split(key, 3)
+    first = machine.start(start_key, jax.tree.map(lambda leaf: leaf[0], data))
+    draw = partial(machine.noise, dtype=first.particles.dtype)
+    # The states are kept for all times anyway, so that their noise may be drawn for all at once.
+    noise = jax.vmap(draw)(jax.random.split(noise_key, n - 1))
+    keys = jax.random.split(select_key, n - 1)
+
+    def move(cloud: Any, at: tuple) -> tuple[Any, Step]:
+        key, noise, row, step, exists = at
+        new = frozen_where(exists, machine.move(cloud, key, noise, row, step), cloud)
+        return (new.particles, new.log_weights), new
+
+    later = jax.tree.map(lambda leaf: leaf[1:], (data, steps, exists))
+    cloud = (first.particles, first.log_weights)
+    _, rest = lax.scan(move, cloud, (keys, noise, *later))
+    found = jax.tree.map(lambda head, tail: jnp.concatenate([head[None], tail]), first, rest)
+    status, time = status_of(found.impossible, found.undefined)
+    return ParticleFilterPosterior(
+        found.particles,
+        found.log_weights,
+        found.ancestors,
+        jnp.sum(found.increment),
+        found.increment,
+        found.ess,
+        status,
+        time,
+        series.length,
+        machine.resampling,
+    )

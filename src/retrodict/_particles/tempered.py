@@ -1,0 +1,246 @@
+"""A particle filter that takes in each observation by degrees.
+
+Where the sensor is sharp, none of a thousand draws of the transition explains the next observation,
+and a bootstrap filter keeps the few that happen to lie nearest. Here the law of time k moves from
+the prediction to the filtering law through
+
+    p_φ(x_{k-1}, x_k) ∝ p(x_{k-1} | y_{0:k-1}) m(x_{k-1}, x_k) g(x_k, y_k)^φ,    0 = φ_0 < … < 1,
+
+with steps in φ that keep half of the effective sample size, and Metropolis moves of x_k at each of
+them (Herbst and Schorfheide 2019). All modes that the prediction reaches are followed.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from retrodict._expectations import Observations, input_of
+from retrodict._model import StateSpaceModel
+from retrodict._particles.backward import ExactBackward
+from retrodict._particles.cloud import Cloud, Step, summed
+from retrodict._particles.ffbsi import ParticlePosterior, run_smoother
+from retrodict._particles.resampling import Scheme, resample
+from retrodict._series import Series
+from retrodict._types import PRNGKey, Scalar
+
+LEAST_ESS = 0.5
+"""The share of the effective sample size that a step in the temperature keeps."""
+
+NUM_MOVES = 4
+"""How many Metropolis moves each particle makes at each temperature."""
+
+MOST_STAGES = 60
+"""How many temperatures a row may take: each keeps half of the sample, so 60 take in 40 nats."""
+
+NUM_HALVINGS = 30
+"""How often the interval in which the next temperature lies is halved."""
+
+SMALLEST_STEP = 1e-9
+"""The smallest step in the temperature."""
+
+JUMPS = 0.2
+"""The share of moves by the whole difference of two particles, which may lead to another mode."""
+
+
+class _Stage(NamedTuple):
+    """Particles at a temperature.
+
+    Attributes:
+        phi: the temperature.
+        befores: x_{k-1} of each particle.
+        xs: x_k of each particle.
+        log_g: its log-likelihood.
+        ancestors: the index at time k-1.
+        total: the increment of the log-evidence so far.
+        num_stages: how many stages there were.
+    """
+
+    phi: Scalar
+    befores: Float[Array, "particle state"]
+    xs: Float[Array, "particle state"]
+    log_g: Float[Array, "particle"]
+    ancestors: Int[Array, "particle"]
+    total: Scalar
+    num_stages: Int[Array, ""]
+
+
+class TemperedFilter(eqx.Module):
+    """A particle filter whose steps are tempered; `run_filter` runs it as it does a `Filter`.
+
+    Attributes:
+        model: an unwrapped model; its prior and transition must have densities.
+        num_particles: how many particles.
+    """
+
+    model: StateSpaceModel
+    num_particles: int = eqx.field(static=True)
+    proposal: None = eqx.field(static=True, default=None)
+    resampling: Scheme = eqx.field(static=True, default="systematic")
+
+    def noise(self, key: PRNGKey, dtype: Any) -> Array:
+        """The keys of one step."""
+        return jax.random.split(key, self.num_particles)
+
+    def start(self, key: PRNGKey, data: Observations) -> Step:
+        """Particles at time 0."""
+        prior, (draw_key, key) = self.model.prior, jax.random.split(key)
+        keys = jax.random.split(draw_key, self.num_particles)
+        xs = jax.vmap(lambda key: jnp.asarray(prior.sample(key)))(keys)
+        xs = xs.astype(jnp.result_type(xs.dtype, data.ys.dtype))
+        return self._take_in(key, xs, xs, data, lambda _, x: summed(prior.log_prob(x)))
+
+    def move(self, cloud: Cloud, key: PRNGKey, noise: Array, data: Observations, step: Any) -> Step:
+        """Particles at time k. All weights are equal before and after."""
+        befores, kernel = cloud[0], self.model.transition
+        u = input_of(kernel, data)
+        xs = jax.vmap(lambda x, key: jnp.asarray(kernel.sample(key, x, u)))(befores, noise)
+        xs = xs.astype(befores.dtype)
+        return self._take_in(key, befores, xs, data, lambda x, z: kernel.log_prob(x, z, u))
+
+    def _take_in(
+        self,
+        key: PRNGKey,
+        befores: Float[Array, "particle state"],
+        xs: Float[Array, "particle state"],
+        data: Observations,
+        log_move: Callable[[Array, Array], Scalar],
+    ) -> Step:
+        kernel, count = self.model.emission, self.num_particles
+        u = input_of(kernel, data)
+
+        def log_emission(x: Array) -> Scalar:
+            value = kernel.log_prob(x, data.ys, u, data.mask)
+            return jnp.where(jnp.isnan(value) | (value == jnp.inf), -jnp.inf, value)
+
+        def going_on(stage: _Stage) -> Array:
+            possible = jnp.isfinite(stage.total)
+            return (stage.phi < 1.0) & (stage.num_stages < MOST_STAGES) & possible
+
+        def advance(stage: _Stage) -> _Stage:
+            phi = _next_temperature(stage.phi, stage.log_g)
+            logs = _scaled(phi - stage.phi, stage.log_g)
+            total = jax.nn.logsumexp(logs)
+            weights = jnp.exp(logs - jnp.where(jnp.isfinite(total), total, 0.0))
+            select_key, move_key = jax.random.split(jax.random.fold_in(key, stage.num_stages))
+            chosen = resample("systematic", select_key, weights, count)
+            befores, xs, log_g = stage.befores[chosen], stage.xs[chosen], stage.log_g[chosen]
+            xs, log_g = _moved(move_key, befores, xs, log_g, phi, log_move, log_emission)
+            return _Stage(
+                phi,
+                befores,
+                xs,
+                log_g,
+                stage.ancestors[chosen],
+                stage.total + total - math.log(count),
+                stage.num_stages + 1,
+            )
+
+        log_g = jax.vmap(log_emission)(xs)
+        zero = jnp.zeros((), xs.dtype)
+        places = jnp.arange(count, dtype=jnp.int32)
+        first = _Stage(zero, befores, xs, log_g, places, zero, jnp.zeros((), jnp.int32))
+        last = lax.while_loop(going_on, advance, first)
+        failed = ~((last.phi >= 1.0) & jnp.isfinite(last.total))
+        return Step(
+            last.xs,
+            jnp.full(count, -math.log(count), xs.dtype),
+            last.ancestors,
+            jnp.where(failed, -jnp.inf, last.total),
+            jnp.full((), float(count), xs.dtype),
+            failed,
+            jnp.zeros((), bool),
+        )
+
+
+def tempered_smoother(
+    key: PRNGKey, model: StateSpaceModel, series: Series, num_particles: int
+) -> ParticlePosterior:
+    """Draw paths given the whole series through the particles of a tempered filter.
+
+    Args:
+        key: a typed key.
+        model: an unwrapped model; its prior and transition must have densities.
+        series: a prepared series.
+        num_particles: how many particles, and how many paths.
+    """
+    machine = TemperedFilter(model, num_particles)
+    return _run(machine, key, series)
+
+
+@eqx.filter_jit
+def _run(machine: TemperedFilter, key: PRNGKey, series: Series) -> ParticlePosterior:
+    return run_smoother(machine, ExactBackward(), key, series, machine.num_particles)
+
+
+def _scaled(factor: Scalar, logs: Float[Array, "particle"]) -> Float[Array, "particle"]:
+    """The product, −∞ where the second factor is, even if the first one is zero."""
+    return jnp.where(logs == -jnp.inf, -jnp.inf, factor * jnp.where(logs == -jnp.inf, 0.0, logs))
+
+
+def _next_temperature(phi: Scalar, log_g: Float[Array, "particle"]) -> Scalar:
+    """The largest temperature whose weights keep their share of the effective sample size."""
+
+    def share(step: Scalar) -> Scalar:
+        weights = jax.nn.softmax(_scaled(step, log_g))
+        return 1.0 / (log_g.shape[0] * jnp.sum(weights**2))
+
+    # Particles that are impossible at any temperature are lost at the first step, whatever it is.
+    least = LEAST_ESS * jnp.mean(log_g > -jnp.inf)
+
+    def halve(_: Any, ends: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+        low, high = ends
+        middle = jnp.exp(0.5 * (jnp.log(low) + jnp.log(high)))
+        enough = share(middle) >= least
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    whole = 1.0 - phi
+    smallest = jnp.minimum(jnp.asarray(SMALLEST_STEP, phi.dtype), whole)
+    low, _ = lax.fori_loop(0, NUM_HALVINGS, halve, (smallest, whole))
+    return jnp.where(share(whole) >= least, 1.0, jnp.minimum(phi + low, 1.0))
+
+
+def _moved(
+    key: PRNGKey,
+    befores: Float[Array, "particle state"],
+    xs: Float[Array, "particle state"],
+    log_g: Float[Array, "particle"],
+    phi: Scalar,
+    log_move: Callable[[Array, Array], Scalar],
+    log_emission: Callable[[Array], Scalar],
+) -> tuple[Float[Array, "particle state"], Float[Array, "particle"]]:
+    """Metropolis moves by scaled differences of two other particles (ter Braak 2006).
+
+    The differences of particles within a mode have its width, and those between modes lead from one
+    to the other: nothing need be tuned. Differences are those of the cloud before the moves.
+    """
+    count, dim = xs.shape
+    cloud, widest = xs, 2.38 / math.sqrt(2 * dim)
+
+    def attempt(state: tuple, key: PRNGKey) -> tuple[tuple, None]:
+        xs, log_g, log_m = state
+        pair_key, size_key, jump_key, accept_key = jax.random.split(key, 4)
+        first, second = jax.random.randint(pair_key, (2, count), 0, count)
+        sizes = widest * jnp.exp(-3.0 * jax.random.uniform(size_key, (count,), xs.dtype))
+        jumps = jax.random.bernoulli(jump_key, JUMPS, (count,))
+        sizes = jnp.where(jumps, 1.0, sizes)
+        proposals = xs + sizes[:, None] * (cloud[first] - cloud[second])
+        new_g, new_m = jax.vmap(log_emission)(proposals), jax.vmap(log_move)(befores, proposals)
+        ratio = new_m + _scaled(phi, new_g) - log_m - _scaled(phi, log_g)
+        level = jnp.log(jax.random.uniform(accept_key, (count,), xs.dtype))
+        accepted = level < ratio
+        return (
+            jnp.where(accepted[:, None], proposals, xs),
+            jnp.where(accepted, new_g, log_g),
+            jnp.where(accepted, new_m, log_m),
+        ), None
+
+    log_m = jax.vmap(log_move)(befores, xs).astype(xs.dtype)
+    keys = jax.random.split(key, NUM_MOVES)
+    (xs, log_g, _), _ = lax.scan(attempt, (xs, log_g.astype(xs.dtype), log_m), keys)
+    return xs, log_g

@@ -1,0 +1,293 @@
+"""The quantities of the paper's own theorem: H1's c_k and H2's σ₋ and σ₊."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from retrodict._chains import LinearGaussianChain
+from retrodict._exact import Grid, densities, kalman_smoother, log_emission, log_prior
+from retrodict._expectations import check_chain
+from retrodict._kernels import AbstractLinearGaussianKernel, NonlinearGaussianKernel
+from retrodict._laws import Gaussian
+from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, prepare_data
+from retrodict._parameters import unwrap
+from retrodict._series import Series
+from retrodict._types import Scalar
+from retrodict._validate import as_real_array, check_count, check_key
+from retrodict.bounds.distances import twice_total_variation
+from retrodict.bounds.on_grid import law_on
+from retrodict.bounds.problem import MISFIT
+
+
+class Mixing(NamedTuple):
+    """H2 on a compact domain: bounds of the densities, and the rates that follow from them.
+
+    Attributes:
+        sigma_minus: σ₋, the least density of the transition and of the backward kernels.
+        sigma_plus: σ₊, the largest; for Gaussian kernels of one scale the largest anywhere.
+        rho: 1 − σ₋/σ₊, the rate of the paper.
+        rho_bar: (σ₊ − σ₋) / (σ₊ + σ₋), the sharper one.
+    """
+
+    sigma_minus: Scalar
+    sigma_plus: Scalar
+    rho: Scalar
+    rho_bar: Scalar
+
+
+def h1_constants(
+    model: StateSpaceModel,
+    chain: LinearGaussianChain,
+    ys: Any,
+    *,
+    grid: Grid | None = None,
+    key: Any = None,
+    num_samples: int = 1000,
+    mask: Any = None,
+    inputs: Any = None,
+) -> Float[Array, "time"]:
+    """H1's c_k: how far each step of a chain is from one step of the exact filter.
+
+    With the filtering laws q_k of the chain, c_0 = 2 TV(q_0, φ_0) and
+
+        c_k = 2 TV(q_k ⊗ q_{k-1|k}, law of (x_{k-1}, x_k) given y_k, from x_{k-1} ~ q_{k-1}).
+
+    For a linear-Gaussian model both laws are Gaussian and c_k is at most (2 KL)^½, by Pinsker. For
+    others the laws are summed over a `grid` in one dimension, up to its error, or c_k is estimated
+    by paths of the chain, which is not a bound.
+
+    Args:
+        model: the model.
+        chain: a linear-Gaussian chain.
+        ys: observations, of shape `(time, obs)`; NaN where missing.
+        grid: points to sum over, for a model that is not linear Gaussian.
+        key: a typed key, to estimate by sampling.
+        num_samples: how many pairs to draw at each time.
+        mask: true where an entry was seen.
+        inputs: inputs of shape `(time, input)`, if a kernel takes them.
+
+    Returns:
+        c_0, …, c_{n-1}, none above 2.
+    """
+    check_chain(chain, "h1_constants")
+    if not isinstance(chain, LinearGaussianChain):
+        raise TypeError(
+            f"h1_constants expects a linear-Gaussian chain, got {type(chain).__name__}."
+        )
+    _refuse_padding(chain, "h1_constants")
+    model = unwrap(model)
+    check_densities(model, "h1_constants")
+    series = prepare_data(model, ys, mask=mask, inputs=inputs)
+    if series.num_times != chain.num_times or model.state_dim != chain.state_dim:
+        raise ValueError(
+            f"The chain has {chain.num_times} rows and {chain.state_dim} state dimensions, the data"
+            f" {series.num_times} rows and the model {model.state_dim} state dimensions."
+        )
+    if is_linear_gaussian(model):
+        return _in_closed_form(model, chain, series)
+    if grid is not None:
+        if grid.dim != 1 or model.state_dim != 1:
+            raise ValueError("h1_constants sums over pairs of points in one dimension only.")
+        constants, misfit = _over_grid(model, chain, series, grid)
+        if not float(misfit) <= MISFIT:
+            raise ValueError(
+                f"The grid misses {float(misfit):.1g} of a law of the chain: widen or refine it."
+            )
+        return constants
+    if key is None:
+        raise ValueError(
+            "h1_constants has no closed form for this model: pass a grid, or a key to estimate."
+        )
+    check_key(key, "h1_constants")
+    return _by_sampling(model, chain, series, key, check_count(num_samples, "num_samples"))
+
+
+@eqx.filter_jit
+def _in_closed_form(
+    model: StateSpaceModel, chain: LinearGaussianChain, series: Series
+) -> Float[Array, "time"]:
+    def smoothed(prior: Gaussian, ys: Array, mask: Array, inputs: Array | None) -> Any:
+        started = StateSpaceModel(prior, model.transition, model.emission)
+        return kalman_smoother(started, ys, mask=mask, inputs=inputs).chain
+
+    seen = jnp.ones(series.ys.shape, bool) if series.mask is None else series.mask
+
+    def pair(before: Gaussian, after: Gaussian, kernel: Any, ys: Array, mask: Array, us: Any):
+        # The law of two neighbours given the later row alone: a series whose first row is missing.
+        exact = smoothed(before, ys, mask.at[0].set(False), us).pairwise()
+        laws = jax.tree.map(lambda a, b: jnp.stack([a, b]), before, after)
+        ours = LinearGaussianChain(laws, jax.tree.map(lambda leaf: leaf[None], kernel)).pairwise()
+        first = lambda law: jax.tree.map(lambda leaf: leaf[0], law)  # noqa: E731
+        return twice_total_variation(first(ours), first(exact))
+
+    def neighbours(array: Any) -> Any:
+        return None if array is None else jnp.stack([array[:-1], array[1:]], axis=1)
+
+    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
+    later = jax.tree.map(lambda leaf: leaf[1:], chain.laws)
+    rest = jax.vmap(pair)(
+        earlier,
+        later,
+        chain.kernels,
+        neighbours(series.ys),
+        neighbours(seen),
+        neighbours(series.inputs),
+    )
+    us = None if series.inputs is None else series.inputs[:1]
+    filtered = smoothed(model.prior, series.ys[:1], seen[:1], us).terminal
+    own = jax.tree.map(lambda leaf: leaf[0], chain.laws)
+    return jnp.append(twice_total_variation(own, filtered), rest)
+
+
+def _refuse_padding(chain: LinearGaussianChain, owner: str) -> None:
+    if chain.length is not None:
+        raise ValueError(f"{owner} expects a chain without padding: take chain.prefix(length).")
+
+
+def _log_emission(model: StateSpaceModel, x: Array, row: tuple) -> Scalar:
+    y, mask, u = row
+    return model.emission.log_prob(x, y, u if model.emission.takes_input else None, mask)
+
+
+@eqx.filter_jit
+def _over_grid(
+    model: StateSpaceModel, chain: LinearGaussianChain, series: Series, grid: Grid
+) -> tuple[Float[Array, "time"], Scalar]:
+    """The constants, and the largest misfit of a filtering law or of a mean backward kernel."""
+    points, quadrature = grid.points, jnp.exp(grid.log_quadrature)
+
+    def likelihood(row: tuple) -> Array:
+        logs = log_emission(model, points, *row)
+        return jnp.exp(logs - jnp.max(logs))
+
+    def step(at: tuple) -> tuple[Array, Array]:
+        before, after, kernel, row = at
+        law, misfit = law_on(grid, after)
+        ours = law[:, None] * densities(kernel, points, points, None) * quadrature[None, :]
+        misfit = jnp.maximum(misfit, jnp.abs(1.0 - jnp.sum(ours)))
+        moved = densities(model.transition, points, points, row[2]) * quadrature[None, :]
+        exact = (law_on(grid, before)[0][:, None] * moved * likelihood(row)[None, :]).T
+        return jnp.sum(jnp.abs(ours / jnp.sum(ours) - exact / jnp.sum(exact))), misfit
+
+    rows = (series.ys, series.mask, series.inputs)
+    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
+    later = jax.tree.map(lambda leaf: leaf[1:], chain.laws)
+    rest, misfits = lax.map(
+        step, (earlier, later, chain.kernels, jax.tree.map(lambda r: r[1:], rows))
+    )
+    exact = (
+        jnp.exp(log_prior(model, points))
+        * quadrature
+        * likelihood(jax.tree.map(lambda r: r[0], rows))
+    )
+    own, misfit = law_on(grid, jax.tree.map(lambda leaf: leaf[0], chain.laws))
+    first = jnp.sum(jnp.abs(own - exact / jnp.sum(exact)))
+    return jnp.append(first, rest), jnp.maximum(misfit, jnp.max(misfits, initial=0.0))
+
+
+@eqx.filter_jit
+def _by_sampling(
+    model: StateSpaceModel, chain: LinearGaussianChain, series: Series, key: Any, num_samples: int
+) -> Float[Array, "time"]:
+    """2 TV = E_q|1 − p/q| with the ratios made to average one."""
+
+    def distance(log_ratios: Array) -> Array:
+        ratios = jnp.exp(log_ratios - jnp.max(log_ratios))
+        return jnp.mean(jnp.abs(1.0 - ratios / jnp.mean(ratios)))
+
+    def pairs(key: Any, before: Gaussian, after: Gaussian, kernel: Any, row: tuple) -> Array:
+        def log_ratio(key: Any) -> Array:
+            now_key, past_key = jax.random.split(key)
+            x = after.sample(now_key)
+            past = kernel.sample(past_key, x)
+            u = row[2] if model.transition.takes_input else None
+            exact = before.log_prob(past) + model.transition.log_prob(past, x, u)
+            exact = exact + _log_emission(model, x, row)
+            return exact - after.log_prob(x) - kernel.log_prob(x, past)
+
+        return distance(jax.vmap(log_ratio)(jax.random.split(key, num_samples)))
+
+    def initial(key: Any, law: Gaussian, row: tuple) -> Array:
+        def log_ratio(key: Any) -> Array:
+            x = law.sample(key)
+            prior = jnp.sum(jnp.asarray(model.prior.log_prob(x)))
+            return prior + _log_emission(model, x, row) - law.log_prob(x)
+
+        return distance(jax.vmap(log_ratio)(jax.random.split(key, num_samples)))
+
+    rows = (series.ys, series.mask, series.inputs)
+    keys = jax.random.split(key, chain.num_times)
+    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
+    later = jax.tree.map(lambda leaf: leaf[1:], chain.laws)
+    rest = jax.vmap(pairs)(
+        keys[1:], earlier, later, chain.kernels, jax.tree.map(lambda r: r[1:], rows)
+    )
+    first = jax.tree.map(lambda leaf: leaf[0], (chain.laws, rows))
+    return jnp.append(initial(keys[0], *first), rest)
+
+
+def h2_constants(
+    model: StateSpaceModel,
+    chain: LinearGaussianChain,
+    domain: Grid,
+    *,
+    inputs: Any = None,
+) -> Mixing:
+    """H2's σ₋ and σ₊ on a compact domain: the least and the largest density over its points.
+
+    They are those of the transition and of every backward kernel, with respect to Lebesgue
+    measure on the box; likelihoods may be scaled freely and do not count. On the whole space σ₋
+    would be zero and the hypothesis would fail.
+
+    Args:
+        model: the model.
+        chain: a linear-Gaussian chain.
+        domain: a grid over the domain, whose points stand for all of it.
+        inputs: inputs of shape `(time, input)`, if the transition takes them.
+    """
+    if not isinstance(domain, Grid):
+        raise TypeError(f"h2_constants expects a Grid as its domain, got {type(domain).__name__}.")
+    if not isinstance(chain, LinearGaussianChain):
+        raise TypeError(
+            f"h2_constants expects a linear-Gaussian chain, got {type(chain).__name__}."
+        )
+    _refuse_padding(chain, "h2_constants")
+    model = unwrap(model)
+    check_densities(model, "h2_constants", ("transition",))
+    if domain.dim != model.state_dim:
+        raise ValueError(
+            f"The domain has {domain.dim} dimensions, and the state {model.state_dim}."
+        )
+    if model.transition.takes_input and inputs is None:
+        raise ValueError("The transition takes inputs: pass inputs of shape (time, input).")
+    us = None if inputs is None else as_real_array(inputs, "inputs")
+    return _extremes(model, chain, domain, us)
+
+
+@eqx.filter_jit
+def _extremes(
+    model: StateSpaceModel, chain: LinearGaussianChain, domain: Grid, inputs: Array | None
+) -> Mixing:
+    points = domain.points
+
+    def of(kernel: Any, u: Array | None) -> tuple[Array, Array]:
+        table = densities(kernel, points, points, u)
+        largest = jnp.max(table)
+        if isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel)):
+            # The density at the mean, wherever that lies between the points.
+            law: Any = kernel.law(points[0], u if kernel.takes_input else None)
+            largest = jnp.exp(law.log_prob(law.mean))
+        return jnp.min(table), largest
+
+    low, high = lax.map(lambda kernel: of(kernel, None), chain.kernels)
+    if inputs is not None and model.transition.takes_input:
+        lows, highs = lax.map(lambda u: of(model.transition, u), inputs[1:])
+    else:
+        lows, highs = of(model.transition, None)
+    minus = jnp.minimum(jnp.min(low), jnp.min(lows))
+    plus = jnp.maximum(jnp.max(high), jnp.max(highs))
+    return Mixing(minus, plus, 1.0 - minus / plus, (plus - minus) / (plus + minus))

@@ -1,0 +1,209 @@
+"""Bounds whose exact side is a grid: for any model with one or two state dimensions.
+
+They hold up to the error of the grid, which stands for the exact posterior, and treat states
+outside of its box as if they could not be.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy.special import erf
+from jaxtyping import Array, Float
+
+from retrodict._chains import LinearGaussianChain
+from retrodict._exact import BlockedTransition, Grid, GridPosterior, densities, operators
+from retrodict._kernels import LinearGaussianKernel
+from retrodict._laws import Gaussian
+from retrodict._numerics import linalg
+from retrodict._types import Scalar
+from retrodict.bounds.distances import interval_distance, norms, spectral_norm, table_distance
+from retrodict.bounds.gains import reach
+from retrodict.bounds.wasserstein import Sensitivity
+
+CELL_POINTS = 8
+"""Over how many points a function is averaged within a cell, in each coordinate."""
+
+
+def law_on(grid: Grid, law: Gaussian) -> tuple[Float[Array, "point"], Scalar]:
+    """The probabilities of a Gaussian law at the points, and how far their sum was from one."""
+    constant = LinearGaussianKernel(
+        jnp.zeros((law.dim, law.dim), law.mean.dtype), law.mean, law.scale_tril
+    )
+    table = densities(constant, grid.points[:1], grid.points, None)[0]
+    return _normalised(table * jnp.exp(grid.log_quadrature))
+
+
+def within_cell(grid: Grid) -> Float[np.ndarray, "shift state"]:
+    """Shifts that spread points evenly over the cell of each point of a grid."""
+    steps = (np.arange(CELL_POINTS) + 0.5) / CELL_POINTS - 0.5
+    mesh = np.meshgrid(*(steps * float(h) for h in grid.spacing), indexing="ij")
+    return np.stack([axis.reshape(-1) for axis in mesh], axis=1)
+
+
+def _normalised(weights: Float[Array, "point"]) -> tuple[Float[Array, "point"], Scalar]:
+    total = jnp.sum(weights)
+    return weights / jnp.where(total > 0, total, 1.0), jnp.abs(1.0 - total)
+
+
+def _distance(grid: Grid, p: Array, q: Array) -> Scalar:
+    """W₁ in one dimension, an upper bound of it in two."""
+    if grid.dim == 1:
+        return interval_distance(p, q, grid.spacing[0])
+    return table_distance(p.reshape(grid.num_points), q.reshape(grid.num_points), grid.spacing)
+
+
+@eqx.filter_jit
+def marginals_on(
+    grid: Grid, chain: LinearGaussianChain
+) -> tuple[Float[Array, "time point"], Scalar]:
+    """The marginal laws of a chain at the points, and the largest misfit of their sums."""
+    weights, misfits = lax.map(lambda law: law_on(grid, law), chain.marginals())
+    return weights, jnp.max(misfits)
+
+
+@eqx.filter_jit
+def phi(
+    chain: LinearGaussianChain, posterior: GridPosterior, sensitivity: Sensitivity, window: int
+) -> tuple[Float[Array, "time"], Scalar]:
+    """Wφ with the marginals of the grid, for functionals of single states.
+
+        W(q_{n-1}, φ_{n-1}) u_{n-1} + Σ_{j<n-1} W(φ_{j+1|n} q_{j|j+1}, φ_{j|n}) u_j
+
+    Returns:
+        What each time contributes, and the largest misfit of a law on the grid.
+    """
+    grid = posterior.grid
+    u = reach(chain.kernels.weight, sensitivity.now, window)
+
+    def step(at: tuple) -> tuple[Array, Array]:
+        kernel, later, earlier = at
+        moved = BlockedTransition(kernel, grid.points, None).push(later)
+        law, misfit = _normalised(moved * jnp.exp(grid.log_quadrature))
+        return _distance(grid, law, earlier), misfit
+
+    steps, misfits = lax.map(step, (chain.kernels, posterior.weights[1:], posterior.weights[:-1]))
+    last, misfit = law_on(grid, chain.terminal)
+    steps = jnp.append(steps, _distance(grid, last, posterior.weights[-1]))
+    return steps * u, jnp.maximum(misfit, jnp.max(misfits, initial=0.0))
+
+
+@eqx.filter_jit
+def kernel_distances(
+    chain: LinearGaussianChain, posterior: GridPosterior
+) -> tuple[Float[Array, "time"], Float[Array, "time"], Scalar]:
+    """Mean distances of the variational backward kernels to the exact ones, in one dimension.
+
+    Returns:
+        E_{φ_{j+1|n}} W₁(q_{j|j+1}(X, ·), b_j(X, ·)) for each j, with W₁(q_{n-1}, φ_{n-1}) at the
+        end; the same with total variations; and the largest misfit of a mean law on the grid.
+    """
+    grid, points = posterior.grid, posterior.points
+    quadrature = jnp.exp(grid.log_quadrature)
+    transition = posterior.transition.kernel
+
+    def step(at: tuple) -> tuple[Array, Array, Array]:
+        kernel, filtered, later, u = at
+        table = densities(kernel, points, points, None) * quadrature[None, :]
+        sums = jnp.sum(table, axis=1)
+        ours = table / jnp.where(sums > 0, sums, 1.0)[:, None]
+        exact = filtered[None, :] * densities(transition, points, points, u).T
+        total = jnp.sum(exact, axis=1)[:, None]
+        exact = exact / jnp.where(total > 0, total, 1.0)
+        difference = ours - exact
+        moves = grid.spacing[0] * jnp.sum(jnp.abs(jnp.cumsum(difference, axis=1)), axis=1)
+        variations = 0.5 * jnp.sum(jnp.abs(difference), axis=1)
+        misfit = jnp.abs(1.0 - sums)
+        return jnp.sum(later * moves), jnp.sum(later * variations), jnp.sum(later * misfit)
+
+    us = None if posterior.inputs is None else posterior.inputs[1:]
+    rows = (chain.kernels, posterior.filter_weights[:-1], posterior.weights[1:], us)
+    moves, variations, misfits = lax.map(step, rows)
+    last, misfit = law_on(grid, chain.terminal)
+    difference = last - posterior.weights[-1]
+    return (
+        jnp.append(moves, _distance(grid, last, posterior.weights[-1])),
+        jnp.append(variations, 0.5 * jnp.sum(jnp.abs(difference))),
+        jnp.maximum(misfit, jnp.max(misfits, initial=0.0)),
+    )
+
+
+@eqx.filter_jit
+def phi_of_pairs(
+    chain: LinearGaussianChain, moves: Float[Array, "time"], sensitivity: Sensitivity, window: int
+) -> Float[Array, "time"]:
+    """Wφ of a functional of pairs, from the mean distances of the kernels."""
+    gains = chain.kernels.weight
+    own = sensitivity.now + jnp.append(0.0, norms(gains)) * sensitivity.before
+    u = reach(gains, own, window)
+    return moves * (u + jnp.append(sensitivity.before[1:], 0.0))
+
+
+@eqx.filter_jit
+def total_variation(
+    chain: LinearGaussianChain,
+    grid: Grid,
+    variations: Float[Array, "time"],
+    oscillations: Float[Array, "time"],
+    pairs: bool,
+) -> Float[Array, "time"]:
+    """S2φ on the box, for bounded functionals.
+
+        TV(q_{n-1}, φ_{n-1}) u_{n-1} + Σ_j τ_j (u_j + o_{j+1}),
+        τ_j = E_{φ_{j+1|n}} TV(q_{j|j+1}(X, ·), b_j(X, ·)),
+
+    with u_{j+1} = δ_j u_j + o_{j+1} and u_0 = o_0, o_k the oscillation of h_k, and δ_j the
+    Dobrushin coefficient of q_{j|j+1} on a box of diameter D: two states at distance D give
+    Gaussian laws with TV = erf(‖s⁻¹G‖ D / 2√2) at most. If h_k looks at x_k alone, o_{j+1} drops
+    out of the sum over j.
+    """
+    diameter = jnp.linalg.norm(grid.upper - grid.lower)
+
+    def contraction(kernel: LinearGaussianKernel) -> Array:
+        whitened = linalg.solve_triangular(kernel.scale_tril, kernel.weight)
+        return erf(spectral_norm(whitened) * diameter / np.sqrt(8.0))
+
+    def step(u: Array, at: tuple) -> tuple[Array, Array]:
+        contracts, own = at
+        u = contracts * u + own
+        return u, u
+
+    contractions = jax.vmap(contraction)(chain.kernels)
+    _, later = lax.scan(step, oscillations[0], (contractions, oscillations[1:]))
+    u = jnp.concatenate([oscillations[:1], later])
+    return variations * (u + jnp.append(oscillations[1:], 0.0) if pairs else u)
+
+
+@eqx.filter_jit
+def ranges(posterior: GridPosterior, values: Float[Array, "time point"]) -> Float[Array, "time"]:
+    """The ranges D_j of Theorem 3 of a functional Σ_k f_k(x_k) given by its values at the points.
+
+    Under the exact posterior the functional is a sum of martingale increments, of which the one of
+    time j given x_{j-1} ranges over D_j = osc(f_j + V_{j+1}), where V_{j+1}(x) is the expected sum
+    of what comes after time j from x_j = x on.
+    """
+    move = operators(posterior.transition.kernel, posterior.grid, posterior.kind)
+
+    def predicted(filtered: Array, u: Array | None) -> Array:
+        return move(u)[0].push(filtered)
+
+    us = None if posterior.inputs is None else posterior.inputs[1:]
+    densities_ahead = lax.map(lambda at: predicted(*at), (posterior.filter_weights[:-1], us))
+
+    def back(ahead: Array, at: tuple) -> tuple[Array, Array]:
+        smoothed, density, own, u = at
+        reached = ahead + own
+        ratio = jnp.where(density > 0, smoothed / jnp.where(density > 0, density, 1.0), 0.0)
+        operator, _ = move(u)
+        mass = operator.pull(ratio)
+        mean = operator.pull(ratio * reached) / jnp.where(mass > 0, mass, 1.0)
+        # Where no mass goes on, nothing was computed: such points take the middle of the others.
+        middle = 0.5 * (jnp.max(reached) + jnp.min(reached))
+        return jnp.where(mass > 0, mean, middle), jnp.max(reached) - jnp.min(reached)
+
+    nothing = jnp.zeros_like(values[0])
+    rows = (posterior.weights[1:], densities_ahead, values[1:], us)
+    ahead, later = lax.scan(back, nothing, rows, reverse=True)
+    first = ahead + values[0]
+    return jnp.concatenate([(jnp.max(first) - jnp.min(first))[None], later])

@@ -1,0 +1,344 @@
+"""Posteriors to compare a chain with, computed independently of the chain.
+
+A reference that shares the blind spot of what it checks is no check. A grid sees every mode inside
+its box. Tempered particles follow every mode that the prediction reaches, also where the sensor is
+so sharp that those of a bootstrap filter die out; several independent runs of them must agree.
+Linearised smoothers that start from paths of the prior, and from reflections of the first solution,
+find modes that a filter gave up before later rows spoke for them.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from retrodict._chains import LinearGaussianChain
+from retrodict._exact import Grid, GridPosterior, Status, grid_smoother
+from retrodict._linearised import check_moments, iterated_smoother, smooth_from_paths
+from retrodict._model import StateSpaceModel, check_densities
+from retrodict._particles import ParticlePosterior, log_weights_of, tempered_smoother
+from retrodict._series import Series
+from retrodict._types import PRNGKey, Scalar
+
+NUM_RUNS = 3
+"""How many independent particle smoothers must agree."""
+
+NUM_PARTICLES = (1000, 4000)
+"""How many particles each of them has, and how many if they do not agree."""
+
+MOST_NOISE = 0.1
+"""How far the mean of the runs may be from its limit, as the square root of the mean square over
+time of Kolmogorov distances, for a reference to count."""
+
+GRIDS = {1: (512, 2048, 4096), 2: (48, 96)}
+"""How many points a coordinate has, finer where the grid before was too coarse."""
+
+MOST_WORK = {1: 2**32, 2: 2**36}
+"""How many pairs of points, times rows, a grid may go through."""
+
+MOST_GRID_ERROR = 0.5
+"""The largest estimated error of a grid, in nats and in standard deviations. The estimate is the
+error of a grid with three quarters of the points, far above that of the grid itself."""
+
+NUM_PRIOR_PATHS = 256
+"""How many paths of the prior tell where states may be."""
+
+NUM_STARTS = 12
+"""From how many of them linearised smoothers start."""
+
+NUM_MODE_PATHS = 200
+"""How many paths of a mode estimate its share of the evidence."""
+
+
+class Mode(NamedTuple):
+    """A local solution: paths around it, and the evidence that they account for."""
+
+    paths: Float[Array, "sample time state"]
+    log_evidence: float
+
+
+class Reference(eqx.Module):
+    """What is known of a posterior independently of any chain.
+
+    Attributes:
+        states: draws from the smoothed marginals; paths, for particles.
+        log_evidence: an estimate of the log-evidence.
+        log_evidence_standard_error: its standard error.
+        noise: an estimate of the distance between `states` and the posterior, as the square root of
+            the mean square over time of Kolmogorov distances.
+        modes: local solutions of linearised smoothers with other starts.
+        method: what computed it.
+        problem: why it cannot be trusted, in words; `None` if it can.
+    """
+
+    states: Float[Array, "sample time state"]
+    log_evidence: Scalar
+    log_evidence_standard_error: Scalar
+    noise: float = eqx.field(static=True)
+    modes: tuple[Mode, ...]
+    method: Literal["grid", "particles"] = eqx.field(static=True)
+    problem: str | None = eqx.field(static=True)
+
+
+def find_reference(key: PRNGKey, model: StateSpaceModel, series: Series) -> Reference:
+    """Compute a reference: by a grid for one or two states if one is fine enough, or by particles.
+
+    Args:
+        key: a typed key.
+        model: an unwrapped model whose parts have densities.
+        series: a prepared series.
+    """
+    check_densities(model, "A check by particles or a grid")
+    box_key, particle_key, mode_key = jax.random.split(key, 3)
+    paths = _prior_paths(box_key, model, series)
+    if model.state_dim in GRIDS:
+        posterior = _on_grid(model, series, np.asarray(paths))
+        if posterior is not None:
+            return from_grid(posterior)
+    modes = tuple(_modes(mode_key, model, series, paths))
+    found = None
+    for position, count in enumerate(NUM_PARTICLES):
+        own = jax.random.fold_in(particle_key, position)
+        found = _from_runs(own, model, series, count, modes)
+        if found.problem is None:
+            break
+    return found  # pyright: ignore[reportReturnType]
+
+
+def from_grid(posterior: GridPosterior, num_states: int = 1000) -> Reference:
+    """Turn a posterior on a grid into a reference.
+
+    Args:
+        posterior: that of `grid_smoother`.
+        num_states: how many states of each time to draw, at evenly spread quantiles.
+    """
+    levels = (jnp.arange(num_states) + 0.5) / num_states
+    sums = jnp.cumsum(posterior.weights, axis=1)
+    indices = jax.vmap(lambda sums: jnp.searchsorted(sums, levels * sums[-1]))(sums)
+    states = posterior.points[jnp.minimum(indices, sums.shape[1] - 1)]
+    # Spread over their cells: laws on points are far from laws with densities.
+    within = jax.random.uniform(jax.random.key(0), states.shape, states.dtype, -0.5, 0.5)
+    states = states + within * posterior.grid.spacing[None, None]
+    code = int(posterior.status)
+    problem = None if code == Status.FINE else f"the grid smoother reports status {code}"
+    return Reference(
+        jnp.swapaxes(states, 0, 1),
+        posterior.log_evidence,
+        posterior.error.log_evidence,
+        0.0,
+        (),
+        "grid",
+        problem,
+    )
+
+
+def from_particles(posterior: ParticlePosterior) -> Reference:
+    """Turn one run of a particle smoother into a reference."""
+    code = int(posterior.status)
+    return Reference(
+        posterior.samples,
+        posterior.log_evidence,
+        posterior.filtered.log_evidence_standard_error(),
+        0.0,
+        (),
+        "particles",
+        None if code == 0 else f"the particle smoother itself reports status {code}",
+    )
+
+
+def distances(
+    xs: Float[Array, "sample time state"], zs: Float[Array, "other time state"]
+) -> Float[Array, "time"]:
+    """Kolmogorov distances of two samples at each time, the largest over coordinates and others.
+
+    In several dimensions four fixed directions are added, along standardised states: coordinates
+    alone do not see whether two of them have the same sign.
+    """
+    return _distances(xs, zs)
+
+
+@eqx.filter_jit
+def _distances(xs: Array, zs: Array) -> Array:
+    dim = xs.shape[2]
+    directions = jnp.eye(dim, dtype=xs.dtype)
+    if dim > 1:
+        more = jax.random.normal(jax.random.key(0), (4, dim), xs.dtype)
+        directions = jnp.concatenate([directions, more])
+
+    def along(a: Array, b: Array) -> Array:
+        a, b = jnp.sort(a), jnp.sort(b)
+        both = jnp.concatenate([a, b])
+        share_a = jnp.searchsorted(a, both, side="right") / a.shape[0]
+        share_b = jnp.searchsorted(b, both, side="right") / b.shape[0]
+        return jnp.max(jnp.abs(share_a - share_b))
+
+    def at_time(x: Array, z: Array) -> Array:
+        mean, std = jnp.mean(z, axis=0), jnp.std(z, axis=0)
+        std = jnp.where(std > 0, std, 1.0)
+        a, b = ((each - mean[None]) / std[None] for each in (x, z))
+        a, b = (jnp.matmul(each, directions.T, precision="highest") for each in (a, b))
+        return jnp.max(jax.vmap(along, in_axes=1)(a, b))
+
+    found = jax.lax.map(lambda at: at_time(*at), (jnp.swapaxes(xs, 0, 1), jnp.swapaxes(zs, 0, 1)))
+    return jnp.where(jnp.isnan(found), 1.0, found)
+
+
+def root_mean_square(values: Any) -> float:
+    """The square root of the mean square."""
+    return float(np.sqrt(np.mean(np.asarray(values) ** 2)))
+
+
+def options_of(series: Series) -> dict[str, Any]:
+    """A prepared series as the verbs take it, but for its `ys`."""
+    mask = True if series.mask is None else series.mask
+    return {"mask": mask, "inputs": series.inputs, "length": series.length}
+
+
+def _rows(series: Series) -> int:
+    return series.num_times if series.length is None else int(series.length)
+
+
+@eqx.filter_jit
+def _prior_paths(key: PRNGKey, model: StateSpaceModel, series: Series) -> Array:
+    keys = jax.random.split(key, NUM_PRIOR_PATHS)
+    n, us = series.num_times, series.inputs
+    return jax.vmap(lambda key: model.simulate(key, n, inputs=us)[0])(keys)
+
+
+# --- grid -----------------------------------------------------------------------------------------
+
+
+def _on_grid(model: StateSpaceModel, series: Series, paths: np.ndarray) -> GridPosterior | None:
+    """The posterior on a grid over the states that the prior reaches; `None` if none is good."""
+    dim, rows = paths.shape[2], _rows(series)
+    states = paths[:, :rows].reshape(-1, dim)
+    states = states[np.all(np.isfinite(states), axis=1)]
+    if not len(states):
+        return None
+    low, high = np.quantile(states, [0.005, 0.995], axis=0)
+    width = np.maximum(high - low, 1e-6 * (1 + np.abs(low)))
+    # Of a Gaussian law this is 6.4 standard deviations on either side.
+    low, high = low - 0.75 * width, high + 0.75 * width
+    level, wider = 0, 0
+    while level < len(GRIDS[dim]) and wider < 3:
+        points = GRIDS[dim][level]
+        if series.num_times * float(points) ** (2 * dim) > MOST_WORK[dim]:
+            return None
+        grid = Grid(jnp.asarray(low), jnp.asarray(high), points)
+        try:
+            found = grid_smoother(model, series.ys, grid, throw=False, **options_of(series))
+        except (TypeError, ValueError):
+            return None
+        code = int(found.status)
+        if code == Status.FINE and float(found.discretisation_error) < MOST_GRID_ERROR:
+            return found
+        if code in (Status.EDGE, Status.ESCAPING):
+            wider, margin = wider + 1, 0.5 * (high - low)
+            low, high = low - margin, high + margin
+        else:
+            level += 1
+    return None
+
+
+# --- particles ------------------------------------------------------------------------------------
+
+
+def _from_runs(
+    key: PRNGKey, model: StateSpaceModel, series: Series, count: int, modes: tuple[Mode, ...]
+) -> Reference:
+    """Several runs of tempered particles, and whether they agree."""
+    runs = [tempered_smoother(own, model, series, count) for own in jax.random.split(key, NUM_RUNS)]
+    codes, rows = [int(run.status) for run in runs], _rows(series)
+    evidences = np.array([float(run.log_evidence) for run in runs])
+    problem, noise = None, 0.0
+    if any(codes):
+        at = codes.index(max(codes))
+        problem = (
+            f"a particle smoother with {count} tempered particles reports status {codes[at]} at"
+            f" time {int(runs[at].status_time)}"
+        )
+    else:
+        apart = []
+        for i, run in enumerate(runs):
+            others = jnp.concatenate([each.samples for j, each in enumerate(runs) if j != i])
+            apart.append(root_mean_square(distances(run.samples, others)[:rows]))
+        # A run and the mean of the K - 1 others differ by sqrt(K / (K - 1)) times the error of one
+        # run, and the mean of all K runs has 1 / sqrt(K) of that error.
+        noise = root_mean_square(apart) * np.sqrt((NUM_RUNS - 1) / NUM_RUNS**2)
+        if noise > MOST_NOISE:
+            problem = (
+                f"{NUM_RUNS} particle smoothers with {count} tempered particles disagree: their"
+                f" marginals differ by {root_mean_square(apart):.0%} on average"
+            )
+    peak = np.max(evidences)
+    finite = np.isfinite(peak)
+    pooled = peak + np.log(np.mean(np.exp(evidences - peak))) if finite else peak
+    spread = np.std(evidences, ddof=1) if np.all(np.isfinite(evidences)) else np.inf
+    own = [float(run.filtered.log_evidence_standard_error()) for run in runs]
+    error = max(float(spread), root_mean_square(own)) / np.sqrt(NUM_RUNS)
+    return Reference(
+        jnp.concatenate([run.samples for run in runs]),
+        jnp.asarray(pooled),
+        jnp.asarray(error),
+        float(noise),
+        modes,
+        "particles",
+        problem,
+    )
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
+def _modes(key: PRNGKey, model: StateSpaceModel, series: Series, paths: Array) -> list[Mode]:
+    """Local solutions of linearised smoothers from the prior's paths and from reflections."""
+    try:
+        check_moments(model, series)
+        first = iterated_smoother(model, series.ys, **options_of(series)).chain.marginals()
+    except (TypeError, ValueError):
+        return []
+    centre, spread = jnp.mean(paths, axis=0), jnp.std(paths, axis=0)
+    mean, scales = first.mean, first.scale_tril
+    usable = bool(jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(scales)))
+    starts = [paths[i] for i in range(min(NUM_STARTS, paths.shape[0]))]
+    if not usable:
+        scales = jax.vmap(jnp.diag)(0.1 * spread)
+    else:
+        signs = [jnp.asarray(each, mean.dtype)[None] for each in _flips(mean.shape[1])]
+        starts = [mean, *(centre + each * (mean - centre) for each in signs), *starts]
+    chains = smooth_from_paths(model, series, jnp.stack(starts).astype(mean.dtype), scales)
+    laws = jax.vmap(lambda chain: chain.marginals())(chains)
+    found: list[Mode] = []
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    for i in range(len(starts)):
+        # Whether it has converged is not asked: its weights say what it accounts for.
+        law = (np.asarray(laws.mean[i]), np.linalg.norm(np.asarray(laws.scale_tril[i]), axis=2))
+        if not (np.isfinite(law[0]).all() and np.isfinite(law[1]).all()):
+            continue
+        if any(np.max(np.abs(law[0] - mean) / np.maximum(std, 1e-300)) < 2 for mean, std in seen):
+            continue
+        seen.append(law)
+        chain = jax.tree.map(lambda leaf, i=i: leaf[i] if eqx.is_array(leaf) else leaf, chains)
+        found.append(_weighed(jax.random.fold_in(key, i), model, chain, series))
+    return [mode for mode in found if np.isfinite(mode.log_evidence)]
+
+
+def _flips(dim: int) -> np.ndarray:
+    """Signs by which coordinates are reflected: all of them, and each by itself if they are few."""
+    alone = 1.0 - 2.0 * np.eye(dim) if dim <= 6 else np.zeros((0, dim))
+    return np.unique(np.concatenate([-np.ones((1, dim)), alone]), axis=0)
+
+
+def _weighed(
+    key: PRNGKey, model: StateSpaceModel, chain: LinearGaussianChain, series: Series
+) -> Mode:
+    """Paths of a local solution, and the mean of their importance weights."""
+    paths = chain.sample(key, NUM_MODE_PATHS)
+    logs = np.asarray(log_weights_of(model, chain, paths, series))
+    logs = np.where(np.isfinite(logs), logs, -np.inf)
+    peak = np.max(logs)
+    value = peak + np.log(np.mean(np.exp(logs - peak))) if np.isfinite(peak) else -np.inf
+    return Mode(paths, float(value))

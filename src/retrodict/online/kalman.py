@@ -1,0 +1,130 @@
+"""The exact score of a linear-Gaussian model along a stream, by derivatives of its filter."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Bool, Float
+
+from retrodict._exact import reduce_rows, whiten
+from retrodict._families import Factor, Row
+from retrodict._kernels import AbstractLinearGaussianKernel, LinearGaussianKernel
+from retrodict._laws import Gaussian, dense_scale
+from retrodict._model import StateSpaceModel, is_linear_gaussian
+from retrodict._numerics import Factored, condition, propagate, reverse
+from retrodict._types import PRNGKey, Scalar
+from retrodict.online.gradient import AbstractRecursiveGradient, RowGradient
+from retrodict.online.parts import Parts, as_vector
+
+
+class KalmanScoreState(eqx.Module):
+    """What `KalmanScore` carries from one row to the next.
+
+    Attributes:
+        law: the last filtering law.
+        sensitivity: the derivatives of its arrays in each parameter.
+        gradient: the gradient of the log-evidence so far.
+        started: whether a row was read.
+    """
+
+    law: Factored
+    sensitivity: Float[Array, "parameter entries"]
+    gradient: Float[Array, "parameter"]
+    started: Bool[Array, ""]
+
+
+class KalmanScore(AbstractRecursiveGradient):
+    """The exact gradient of log p(y_{0:k}) of a linear-Gaussian model, for recursive likelihood.
+
+    The derivatives of the filtering law in every parameter are carried beside it, and each row adds
+    the derivative of log p(y_k | y_{0:k-1}). No family is needed, and none is learned. The cost of
+    a row is that of one filtering step for each number that is learned.
+    """
+
+    def check(self, parts: Parts) -> None:
+        """Refuses models that are not linear Gaussian, and families to learn."""
+        _, model = parts.whole
+        if not is_linear_gaussian(model):
+            raise TypeError(
+                "KalmanScore expects a linear-Gaussian model with a Gaussian prior. For others use"
+                " TruncatedBackprop(window) with a family."
+            )
+        if jax.tree.leaves(parts.parameters[0]):
+            raise ValueError("KalmanScore learns no family: pass None for it, or learn='model'.")
+
+    def init(self, parts: Parts) -> KalmanScoreState:
+        """The state before anything was read."""
+        _, model = parts.whole
+        law = _prior(model)
+        values = as_vector(parts.parameters).values
+        entries = ravel_pytree(law)[0].shape[0]
+        return KalmanScoreState(
+            law,
+            jnp.zeros((values.shape[0], entries), values.dtype),
+            jnp.zeros_like(values),
+            jnp.zeros((), bool),
+        )
+
+    def update(
+        self, parts: Parts, state: KalmanScoreState, row: Row, key: PRNGKey
+    ) -> tuple[KalmanScoreState, RowGradient]:
+        """Filters one row, and carries the derivatives along."""
+        vector = as_vector(parts.parameters)
+        entries, unravel = ravel_pytree(state.law)
+
+        def step(values: Array, before: Array) -> tuple[Array, Scalar]:
+            _, model = Parts(vector.unravel(values), parts.fixed).whole
+            law, increment = _filter(model, unravel(before), state.started, row)
+            return ravel_pytree(law)[0], increment
+
+        after, increment = step(vector.values, entries)
+
+        def along(parameter: Array, entry: Array) -> tuple[Array, Scalar]:
+            return jax.jvp(step, (vector.values, entries), (parameter, entry))[1]
+
+        each = jnp.eye(vector.values.shape[0], dtype=vector.values.dtype)
+        sensitivity, slope = jax.vmap(along)(each, state.sensitivity)
+        found = KalmanScoreState(
+            unravel(after), sensitivity, state.gradient + slope, jnp.ones((), bool)
+        )
+        _, model = parts.whole
+        return found, RowGradient(
+            increment,
+            vector.unravel(found.gradient),
+            vector.unravel(slope),
+            jnp.ones((), bool),
+            _factor(model, state.law, found.law, row),
+        )
+
+
+def _prior(model: StateSpaceModel) -> Factored:
+    return Factored.from_scale(model.prior.mean, dense_scale(model.prior.scale_tril))
+
+
+def _at(kernel: AbstractLinearGaussianKernel, row: Row) -> Any:
+    return kernel.at(row.u if kernel.takes_input else None)
+
+
+def _filter(
+    model: StateSpaceModel, before: Factored, started: Array, row: Row
+) -> tuple[Factored, Scalar]:
+    """The filtering law after a row, and log p(y_k | y_{0:k-1}) of what was seen of it."""
+    transition, emission = _at(model.transition, row), _at(model.emission, row)
+    moved = propagate(
+        before, transition.weight, transition.bias, dense_scale(transition.scale_tril)
+    )
+    predicted = jax.tree.map(lambda new, old: jnp.where(started, new, old), moved, _prior(model))
+    design, value, constant = whiten(
+        emission.weight, emission.scale_tril, row.y - emission.bias, row.seen
+    )
+    law, innovations = condition(predicted, *reduce_rows(design, value))
+    return law, innovations.log_prob() + constant
+
+
+def _factor(model: StateSpaceModel, before: Factored, law: Factored, row: Row) -> Factor:
+    """The filtering law, and the transition reversed under the law before it."""
+    transition = _at(model.transition, row)
+    back = reverse(before, transition.weight, transition.bias, dense_scale(transition.scale_tril))
+    return Factor(Gaussian(law.mean, law.scale_tril), LinearGaussianKernel(*back))

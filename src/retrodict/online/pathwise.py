@@ -1,0 +1,289 @@
+"""The pathwise recursion of the ELBO's gradient, with regressions in place of the past."""
+
+from abc import abstractmethod
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Bool, Float
+
+from retrodict._families import Factor, Row
+from retrodict._model import StateSpaceModel
+from retrodict._numerics import linalg
+from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import check_count, check_key
+from retrodict.online.gradient import AbstractRecursiveGradient, RowGradient, check_has_family
+from retrodict.online.parts import Parts, as_vector, dtype_of
+from retrodict.online.rows import first_terms, log_emission, log_transition
+from retrodict.online.sensitivity import (
+    Followed,
+    Reading,
+    Sensitivity,
+    advanced,
+    check_sensitivity,
+    follow,
+)
+from retrodict.online.weights import backward_law
+
+SAMPLES_PER_FEATURE = 3
+"""The fewest samples for each feature. With two the noise of one fit enters the next and grows."""
+
+
+class AbstractFeatures(eqx.Module):
+    """Functions of a state in standard coordinates, the first of them the constant one."""
+
+    @abstractmethod
+    def __call__(self, z: Float[Array, "state"]) -> Float[Array, "feature"]:
+        """The features of one state."""
+
+
+class QuadraticFeatures(AbstractFeatures):
+    """Polynomials of degree two: with linear-Gaussian models and kernels nothing is lost.
+
+    Args:
+        products: whether products of two coordinates are among them, (d + 1)(d + 2)/2 features in
+            all. Without them there are 2 d + 1, which is enough where coordinates are independent.
+    """
+
+    products: bool = eqx.field(static=True, default=True)
+
+    def __call__(self, z: Float[Array, "state"]) -> Float[Array, "feature"]:
+        """1, the coordinates, and their squares or products."""
+        rows, columns = np.triu_indices(z.shape[0]) if self.products else 2 * (np.arange(len(z)),)
+        return jnp.concatenate([jnp.ones(1, z.dtype), z, z[rows] * z[columns]])
+
+
+class RandomFeatures(AbstractFeatures):
+    """Polynomials of degree two, and cosines of random frequencies.
+
+    Args:
+        key: a typed key.
+        state_dim: the dimension of the state.
+        num_features: how many cosines.
+        scale: the standard deviation of the frequencies, in standard deviations of the laws.
+    """
+
+    frequencies: Float[Array, "cosine state"]
+    phases: Float[Array, "cosine"]
+
+    def __init__(self, key: PRNGKey, state_dim: int, num_features: int, *, scale: float = 1.0):
+        check_key(key, "RandomFeatures")
+        state_dim = check_count(state_dim, "state_dim")
+        num_features = check_count(num_features, "num_features")
+        frequency_key, phase_key = jax.random.split(key)
+        self.frequencies = scale * jax.random.normal(frequency_key, (num_features, state_dim))
+        self.phases = jax.random.uniform(phase_key, (num_features,), maxval=2 * np.pi)
+
+    def __call__(self, z: Float[Array, "state"]) -> Float[Array, "feature"]:
+        """The polynomials, and the cosines."""
+        frequencies, phases = (
+            lax.stop_gradient(leaf.astype(z.dtype)) for leaf in (self.frequencies, self.phases)
+        )
+        waves = jnp.cos(linalg.matvec(frequencies, z) + phases)
+        return jnp.concatenate([QuadraticFeatures()(z), waves])
+
+
+class Frame(eqx.Module):
+    """Standard coordinates z = s⁻¹(x − m)."""
+
+    location: Float[Array, "state"]
+    scale: Float[Array, "state state"]
+
+    @classmethod
+    def of(cls, law: Any) -> "Frame":
+        """Those in which a law has mean zero and unit covariance."""
+        return cls(law.mean, linalg.cholesky(law.covariance))
+
+    def __call__(self, x: Float[Array, "state"]) -> Float[Array, "state"]:
+        """The standard coordinates of a state."""
+        return linalg.solve_triangular(self.scale, x - self.location)
+
+
+class PathwiseState(eqx.Module):
+    """What `RecursivePathwise` carries from one row to the next.
+
+    Attributes:
+        family: the family's state and its derivative.
+        frame: the coordinates of the features.
+        value: the coefficients of T_k + log q_k in the features, less the ELBO.
+        slope: those of its derivative in each parameter, less the part that all states share.
+        mean_slope: that part, summed up over the rows.
+        terminal: the part of the gradient that comes from moving q_k.
+        started: whether a row was read.
+    """
+
+    family: Followed
+    frame: Frame
+    value: Float[Array, "feature"]
+    slope: Float[Array, "feature parameter"]
+    mean_slope: Float[Array, "parameter"]
+    terminal: Float[Array, "parameter"]
+    started: Bool[Array, ""]
+
+
+class RecursivePathwise(AbstractRecursiveGradient):
+    """The gradient of the ELBO along reparameterised draws, with the past in a regression.
+
+    With x_{k-1} = r_λ(x_k, ε) a draw of q_{k-1|k}, the function V_k = T_k + log q_k follows
+
+        V_k(x_k) = E_ε[V_{k-1}(r) + log m(r, x_k) + log g_k(x_k) − log q_{k-1|k}(x_k, r)],
+        ∂V_k(x_k) = E_ε[∂V_{k-1}(r) + (d/dr)(V_{k-1} + log m − log q_{k-1|k}) · ∂r + ∂_θ log m g_k],
+
+    and ∂ELBO_k = E[∂V_k(x_k) + ∇(V_k − log q_k)(x_k) · ∂x_k]. Both functions are fitted by least
+    squares at draws of q_k, as sums of features. Scores ∂ log q at fixed states have mean zero and
+    are left out, so that no noise is left in λ where the chain is exact. The gradient is unbiased
+    if V_k and ∂V_k are sums of the features.
+
+    Args:
+        num_samples: how many draws of each filtering law; several times the number of features.
+        features: what the functions of x_k are fitted by.
+        sensitivity: `"exact"`, or `"none"` to take the family's state for a constant.
+    """
+
+    num_samples: int = eqx.field(static=True)
+    features: AbstractFeatures
+    sensitivity: Sensitivity = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        features: AbstractFeatures | None = None,
+        sensitivity: Sensitivity = "exact",
+    ):
+        self.num_samples = check_count(num_samples, "num_samples")
+        if num_samples % 2:
+            raise ValueError(
+                "RecursivePathwise draws pairs of opposite noise: num_samples must be even, got"
+                f" {num_samples}."
+            )
+        check_sensitivity(sensitivity, "RecursivePathwise")
+        self.features = QuadraticFeatures() if features is None else features
+        self.sensitivity = sensitivity
+
+    def check(self, parts: Parts) -> None:
+        """Refuses a missing family, and too few samples for the features."""
+        check_has_family(parts, "RecursivePathwise")
+        count = self._num_features(parts)
+        if self.num_samples < SAMPLES_PER_FEATURE * count:
+            raise ValueError(
+                f"RecursivePathwise fits {count} features by {self.num_samples} samples, and their"
+                f" noise would grow from row to row. Draw {4 * count} samples, or use fewer"
+                " features, such as QuadraticFeatures(products=False)."
+            )
+
+    def _num_features(self, parts: Parts) -> int:
+        family, _ = parts.whole
+        z = jax.ShapeDtypeStruct((family.state_dim,), dtype_of(parts.parameters))
+        return jax.eval_shape(self.features, z).shape[0]
+
+    def init(self, parts: Parts) -> PathwiseState:
+        """The state before anything was read."""
+        family, _ = parts.whole
+        none = jnp.zeros_like(as_vector(parts.parameters).values)
+        count, d = self._num_features(parts), family.state_dim
+        return PathwiseState(
+            follow(parts),
+            Frame(jnp.zeros(d, none.dtype), jnp.eye(d, dtype=none.dtype)),
+            jnp.zeros(count, none.dtype),
+            jnp.zeros((count, none.shape[0]), none.dtype),
+            none,
+            none,
+            jnp.zeros((), bool),
+        )
+
+    def update(
+        self, parts: Parts, state: PathwiseState, row: Row, key: PRNGKey
+    ) -> tuple[PathwiseState, RowGradient]:
+        """Draws pairs of states, and fits the functions of the later one."""
+        vector = as_vector(parts.parameters)
+        after = advanced(parts, state.family, row, self.sensitivity)
+        reading = Reading(parts, state.family, after, row)
+        factor = reading.factor()
+        law, frame = factor.law, Frame.of(factor.law)
+        here_key, back_key = jax.random.split(key)
+        noise = self._opposite(here_key, law.noise_dim, law.mean.dtype)
+        xs = jax.vmap(law.from_noise)(noise)
+        targets, slopes = lax.cond(
+            state.started,
+            lambda: self._later(reading, factor, state, xs, back_key),
+            lambda: first_terms(reading, xs),
+        )
+        features = jax.vmap(lambda x: self.features(frame(x)))(xs)
+        fitted = _least_squares(features, jnp.concatenate([targets[:, None], slopes], axis=1))
+        value, slope = fitted[:, 0], fitted[:, 1:]
+        densities = jax.vmap(law.log_prob)(xs)
+        level = jnp.mean(linalg.matvec(features, value) - densities)
+        mean = jnp.mean(linalg.matmul(features, slope), axis=0)
+
+        def moved(family: Any, model: StateSpaceModel, read: Factor) -> Scalar:
+            def gain(e: Array) -> Scalar:
+                x = read.law.from_noise(e)
+                return jnp.sum(self.features(frame(x)) * value) - law.log_prob(x)
+
+            return jnp.mean(jax.vmap(gain)(noise))
+
+        terminal = reading.gradient(moved)
+        found = PathwiseState(
+            after,
+            frame,
+            value.at[0].add(-level),
+            slope.at[0].add(-mean),
+            state.mean_slope + mean,
+            terminal,
+            jnp.ones((), bool),
+        )
+        return found, RowGradient(
+            level,
+            vector.unravel(found.mean_slope + terminal),
+            vector.unravel(mean + terminal - state.terminal),
+            jnp.ones((), bool),
+            factor,
+        )
+
+    def _opposite(self, key: PRNGKey, width: int, dtype: Any) -> Float[Array, "sample noise"]:
+        half = jax.random.normal(key, (self.num_samples // 2, width), dtype)
+        return jnp.concatenate([half, -half])
+
+    def _later(
+        self,
+        reading: Reading,
+        factor: Factor,
+        state: PathwiseState,
+        xs: Float[Array, "sample state"],
+        key: PRNGKey,
+    ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
+        """What V_k and its derivative are the conditional means of, at draws of both states."""
+        family, model = reading.parts.whole
+        row = reading.row
+        width = jax.eval_shape(
+            lambda x: jnp.zeros(backward_law(family)(factor.kernel, x).noise_dim), xs[0]
+        ).shape[0]
+        noise = self._opposite(key, width, xs.dtype)
+
+        def one(x: Array, e: Array) -> tuple[Scalar, Float[Array, "parameter"]]:
+            kernel = backward_law(family)(factor.kernel, x)
+
+            def target(family: Any, model: StateSpaceModel, read: Factor) -> Scalar:
+                before = backward_law(family)(read.kernel, x).from_noise(e)
+                past = jnp.sum(self.features(state.frame(before)) * state.value)
+                move = log_transition(model, before, x, row) + log_emission(model, x, row)
+                return past + move - kernel.log_prob(before)
+
+            before = kernel.from_noise(e)
+            carried = linalg.matvec(state.slope.T, self.features(state.frame(before)))
+            return target(family, model, factor), reading.gradient(target) + carried
+
+        return jax.vmap(one)(xs, noise)
+
+
+def _least_squares(
+    features: Float[Array, "sample feature"], targets: Float[Array, "sample target"]
+) -> Float[Array, "feature target"]:
+    """The coefficients with the least squared error."""
+    q, r = jnp.linalg.qr(features)
+    return solve_triangular(r, jnp.matmul(q.T, targets, precision=lax.Precision.HIGHEST))
