@@ -215,10 +215,10 @@ def particles() -> dict[str, Any]:
     oracles = exact_by_grid(ys)
     exact = np.asarray(oracles["mean"])
     samplers = {
-        "exact": rd.ExactBackward(),
-        "rejection": rd.RejectionBackward(),
-        "Metropolis": rd.MCMCBackward(),
-        "genealogy": rd.Genealogy(),
+        "exact": rd.particles.ExactBackward(),
+        "rejection": rd.particles.RejectionBackward(),
+        "Metropolis": rd.particles.MCMCBackward(),
+        "genealogy": rd.particles.Genealogy(),
     }
     figures: dict[str, Any] = {}
     for name, sampler in samplers.items():

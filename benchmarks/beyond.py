@@ -209,7 +209,9 @@ def particle_means(model: rd.StateSpaceModel) -> Callable[..., Any]:
     """FFBSi with 20,000 particles and 1,000 paths, drawn by Metropolis steps."""
     return jax.jit(
         lambda key, y: (
-            rd.ffbsi(key, model, y, 20_000, 1000, backward=rd.MCMCBackward(5), mask=True).mean
+            rd.ffbsi(
+                key, model, y, 20_000, 1000, backward=rd.particles.MCMCBackward(5), mask=True
+            ).mean
         )
     )
 
@@ -446,7 +448,10 @@ def guided(arguments: Any) -> dict[str, Any]:
         total, error = found.expectation(rd.StateSum())
         return found.mean[:, 0], total[0], error[0], found.log_evidence
 
-    for sampler, counts in ((rd.ExactBackward(), (1000,)), (rd.MCMCBackward(), (1000, 4000))):
+    for sampler, counts in (
+        (rd.particles.ExactBackward(), (1000,)),
+        (rd.particles.MCMCBackward(), (1000, 4000)),
+    ):
         for count in counts:
             measured(
                 f"bootstrap, {type(sampler).__name__}, {count}",
@@ -478,7 +483,7 @@ def guided(arguments: Any) -> dict[str, Any]:
                     key: Any, y: Any, family: Any = family, share: float = share, count: int = count
                 ) -> Any:
                     chain = family.infer(y, mask=True)
-                    chain = rd.covered(chain, wide, share) if share else chain
+                    chain = rd.defensive_mixture(chain, wide, share) if share else chain
                     return read(rd.guided_smoother(key, NONLINEAR, chain, y, count, mask=True))
 
                 measured(f"guided by {name}, covered {share}, {count}", run)

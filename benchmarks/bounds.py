@@ -346,11 +346,13 @@ def graded(
         weights, _ = on_grid.marginals_on(grid, chain)
         cumulated = jnp.cumsum(weights - posterior.weights, axis=1)
         distances = grid.spacing[0] * jnp.sum(jnp.abs(cumulated), axis=1)
-        found = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), reference=posterior, key=key)
+        found = rd.error_bound(
+            model, chain, ys, rd.bounds.AnyLipschitz(), reference=posterior, key=key
+        )
         signed = rd.error_bound(model, chain, ys, rd.StateSum(), reference=posterior)
         above = rd.StateFunctional(lambda x, data: 1.0 * (x[0] > 0.5), oscillation=1.0)
         share = rd.error_bound(model, chain, ys, above, reference=posterior)
-        alone = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), key=key)
+        alone = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), key=key)
         checked = rd.check_posterior(key, model, chain, ys)
         row = {
             "worst case": float(jnp.sum(distances)),
@@ -407,7 +409,7 @@ def long() -> dict[str, Any]:
         times = []
         for _ in range(4):
             began = time.perf_counter()
-            found = rd.error_bound(theta, chain, ys, rd.AnyLipschitz(), key=key)
+            found = rd.error_bound(theta, chain, ys, rd.bounds.AnyLipschitz(), key=key)
             jax.block_until_ready(found.value)
             times.append(time.perf_counter() - began)
         results[name] = {"first_s": times[0], "s": min(times[1:])}
@@ -418,7 +420,7 @@ def long() -> dict[str, Any]:
     chain = shaken(jax.random.key(3), 0.05, exact)
     for window in (1, 4, 16, 64, 500):
         found = rd.error_bound(
-            model, chain, ys, rd.AnyLipschitz(), window=window, method="wasserstein_phi"
+            model, chain, ys, rd.bounds.AnyLipschitz(), window=window, method="wasserstein_phi"
         )
         results[f"window {window}"] = float(found.value)
         print(f"  n=500, d=3, window {window}: {float(found.value):.6g}")

@@ -60,7 +60,7 @@ def one_gap(arguments: tuple[np.ndarray, int]) -> tuple[int, float, float]:
     gone = np.random.default_rng(seed).choice(len(flow), NUM_REMOVED, replace=False)
     ys = flow.copy()[:, None]
     ys[gone] = np.nan
-    ready = models.resolve("local_level")
+    ready = models.load("local_level")
     model = ready.build_from(ys[None], key=jax.random.key(seed))
     found = rd.fit_evidence(
         jax.random.key(seed),

@@ -48,18 +48,18 @@ def gradients(arguments: Any) -> dict[str, Any]:
     """Bias and spread of recursive gradients, against autodiff through all 50 rows."""
     num_rows, model, family = 50, plane(0.8), rd.KalmanFamily(plane(0.6, 0.7))
     ys = model.simulate(jax.random.key(1), num_rows)[1]
-    exact = rd.recursive_gradient(
-        rd.TruncatedBackprop(num_rows), family, model, ys, key=jax.random.key(0)
+    exact = rd.online.recursive_gradient(
+        rd.online.TruncatedBackprop(num_rows), family, model, ys, key=jax.random.key(0)
     )
     truth = np.asarray(_flat(exact.gradient)[-1])
     methods: dict[str, Any] = {}
     for count in (32, 64, 128, 256):
-        methods[f"score, N={count}"] = rd.RecursiveScore(count)
-        methods[f"score, unbiased, N={count}"] = rd.RecursiveScore(count, normalised=False)
-        methods[f"pathwise, N={count}"] = rd.RecursivePathwise(count)
+        methods[f"score, N={count}"] = rd.online.RecursiveScore(count)
+        methods[f"score, unbiased, N={count}"] = rd.online.RecursiveScore(count, normalised=False)
+        methods[f"pathwise, N={count}"] = rd.online.RecursivePathwise(count)
     for window in (1, 2, 5, 10, 25):
         # Each row is gone over once, so that the gradients of the windows add up to that of all.
-        methods[f"truncated, window={window}"] = rd.TruncatedBackprop(window, every=window)
+        methods[f"truncated, window={window}"] = rd.online.TruncatedBackprop(window, every=window)
     methods = {name: method for name, method in methods.items() if named(name, arguments)}
     figures: dict[str, Any] = {"n": num_rows, "d": 2, "num_seeds": arguments.num_seeds}
     keys = jax.random.split(jax.random.key(2), arguments.num_seeds)
@@ -67,12 +67,12 @@ def gradients(arguments: Any) -> dict[str, Any]:
 
         @jax.jit
         def one(key: jax.Array, method: Any = method) -> jax.Array:
-            found = rd.recursive_gradient(method, family, model, ys, key=key)
+            found = rd.online.recursive_gradient(method, family, model, ys, key=key)
             return _flat(found.gradient)[-1]
 
         if name.startswith("truncated"):
             # Nothing is drawn.
-            found = rd.recursive_gradient(method, family, model, ys, key=keys[0])
+            found = rd.online.recursive_gradient(method, family, model, ys, key=keys[0])
             drawn = np.asarray(jnp.sum(_flat(found.gradient), axis=0))[None]
         else:
             # One after another: the weights of many runs at once would not fit into the cache.
@@ -135,11 +135,11 @@ def methods_of_likelihood(start: rd.StateSpaceModel) -> dict[str, tuple[Any, Any
 
     The coordinates of this model are independent, so that squares are features enough.
     """
-    family, squares = rd.KalmanFamily(start), rd.QuadraticFeatures(products=False)
+    family, squares = rd.KalmanFamily(start), rd.online.QuadraticFeatures(products=False)
     return {
-        "exact": (None, rd.KalmanScore()),
-        "truncated": (family, rd.TruncatedBackprop(10)),
-        "pathwise": (family, rd.RecursivePathwise(84, features=squares)),
+        "exact": (None, rd.online.KalmanScore()),
+        "truncated": (family, rd.online.TruncatedBackprop(10)),
+        "pathwise": (family, rd.online.RecursivePathwise(84, features=squares)),
     }
 
 
@@ -150,7 +150,7 @@ def linear(arguments: Any) -> dict[str, Any]:
     itself, or of Adam.
     """
     d, num_rows, chunk = 10, arguments.num_rows or 50_000, 1000
-    schedule = rd.robbins_monro(3e-2, 0.6)
+    schedule = rd.online.robbins_monro(3e-2, 0.6)
     step = optax.adam(schedule) if arguments.optimiser == "adam" else optax.sgd(schedule)
     figures: dict[str, Any] = {"n": num_rows, "d": d, "every": chunk}
     for seed in sets(arguments, 1):
@@ -161,7 +161,7 @@ def linear(arguments: Any) -> dict[str, Any]:
         for name, (family, gradient) in methods_of_likelihood(start).items():
             if not named(name, arguments):
                 continue
-            learner = rd.OnlineLearner(family, start, gradient, step)
+            learner = rd.online.OnlineLearner(family, start, gradient, step)
             state, curve, began = learner.init(jax.random.key(seed)), [], time.perf_counter()
             for first in range(0, num_rows, chunk):
                 state, _ = learner.scan(state, ys[first : first + chunk])
@@ -241,10 +241,12 @@ def proposal() -> Any:
     return initial, toward
 
 
-def guide(model: rd.StateSpaceModel) -> rd.Guided:
+def guide(model: rd.StateSpaceModel) -> rd.particles.Guided:
     """A guided filter's proposal for this network."""
     initial, toward = proposal()
-    return rd.Guided(initial, lambda before, data: toward(model.transition.fn(before), data))
+    return rd.particles.Guided(
+        initial, lambda before, data: toward(model.transition.fn(before), data)
+    )
 
 
 def errors_of(means: Any, smoothed: Any, xs: Any) -> dict[str, float]:
@@ -296,7 +298,7 @@ def clipped(optimiser: optax.GradientTransformation, norm: float) -> optax.Gradi
     return optax.flatten(optax.chain(optax.clip_by_global_norm(norm), optimiser))
 
 
-OPTIMISER = clipped(optax.adam(rd.robbins_monro(1e-2, 0.6, warmup=10)), 1.0)
+OPTIMISER = clipped(optax.adam(rd.online.robbins_monro(1e-2, 0.6, warmup=10)), 1.0)
 """One object for all data sets, so that the learner is compiled once a dimension."""
 
 
@@ -322,10 +324,10 @@ def chaotic(arguments: Any) -> dict[str, Any]:
                     for number in (1000 + seed, 2000 + seed)
                 )
                 family = rd.AssimilationFamily(jax.random.key(seed), model, num_looks=looks)
-                learner = rd.OnlineLearner(
+                learner = rd.online.OnlineLearner(
                     family,
                     model,
-                    rd.TruncatedBackprop(1, paths, every=arguments.every),
+                    rd.online.TruncatedBackprop(1, paths, every=arguments.every),
                     OPTIMISER,
                     learn="family",
                     steps_per_row=arguments.steps_per_row,
@@ -450,9 +452,9 @@ def throughput(arguments: Any) -> dict[str, Any]:
     for dim in arguments.dims or (1, 5, 20):
         model = chaotic_model(0, dim)
         family = rd.AssimilationFamily(jax.random.key(0), model)
-        live = rd.FixedLag(family, lag=1)
-        learner = rd.OnlineLearner(
-            family, model, rd.TruncatedBackprop(1, rd.BackwardSampling(4)), learn="family"
+        live = rd.online.FixedLag(family, lag=1)
+        learner = rd.online.OnlineLearner(
+            family, model, rd.online.TruncatedBackprop(1, rd.BackwardSampling(4)), learn="family"
         )
         ys = model.simulate(jax.random.key(1), 2000)[1]
         for name, found in (
@@ -468,10 +470,10 @@ def memory(arguments: Any) -> dict[str, Any]:
     """The memory of this process while it learns from a million rows."""
     num_rows, chunk = arguments.num_rows or 1_000_000, 1000
     model = chaotic_model(0, 1)
-    learner = rd.OnlineLearner(
+    learner = rd.online.OnlineLearner(
         rd.AssimilationFamily(jax.random.key(0), model),
         model,
-        rd.TruncatedBackprop(1, rd.BackwardSampling(2)),
+        rd.online.TruncatedBackprop(1, rd.BackwardSampling(2)),
         learn="family",
     )
     state, held, out = learner.init(jax.random.key(3)), [], None
@@ -514,7 +516,7 @@ def autoregression(weight: float) -> rd.StateSpaceModel:
 def best_increments(weight: float, ys: np.ndarray) -> np.ndarray:
     """What each row adds to the log-evidence of a known model."""
     model = rd.unwrap(autoregression(weight))
-    exact = rd.RunningPosterior(rd.KalmanFamily(model), model)
+    exact = rd.online.RunningPosterior(rd.KalmanFamily(model), model)
     return np.asarray(exact.scan(exact.init(), ys)[1].elbo_increment)
 
 
@@ -541,8 +543,11 @@ def shocks(arguments: Any) -> dict[str, Any]:
     ):
         ys = np.concatenate([before, after])
         start = autoregression(0.5)
-        learner = rd.OnlineLearner(
-            rd.KalmanFamily(start), start, rd.TruncatedBackprop(8), clipped(optax.adam(3e-3), 1.0)
+        learner = rd.online.OnlineLearner(
+            rd.KalmanFamily(start),
+            start,
+            rd.online.TruncatedBackprop(8),
+            clipped(optax.adam(3e-3), 1.0),
         )
         state, weights, increments = learner.init(jax.random.key(3)), [], []
         chunk = max(half // 100, 1)

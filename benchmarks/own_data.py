@@ -179,7 +179,7 @@ def volatility(say: Callable[[str], None], quick: bool, _: Path | None) -> dict[
         num_particles=1000,
         num_samples=100 if quick else 5000,
         num_replicates=40,
-        backward=rd.RejectionBackward(),
+        backward=rd.particles.RejectionBackward(),
     )
     seconds = time.perf_counter() - began
     shown = {name: round(float(louis.standard_error[name]), 5) for name in NAMES}
@@ -209,7 +209,7 @@ def volatility_fit(say: Callable[[str], None], quick: bool, folder: Path | None)
     table, ys = data.read({"return": values[:, 0]}), jnp.asarray(values)
     if folder is None:
         with tempfile.TemporaryDirectory() as place:
-            spec = models.resolve("stochastic_volatility")
+            spec = models.load("stochastic_volatility")
             run = runs.fit(table, spec, Path(place) / "run", num_steps=30 if quick else 3000)
     else:
         run = runs.open_run(folder)
@@ -234,7 +234,13 @@ def volatility_fit(say: Callable[[str], None], quick: bool, folder: Path | None)
 
     smoothed = np.asarray(runs.smooth(run, table, num_samples=number).mean)[0, :, 0]
     particles = rd.ffbsi(
-        jax.random.key(1), model, ys, number, number, backward=rd.RejectionBackward(), mask=True
+        jax.random.key(1),
+        model,
+        ys,
+        number,
+        number,
+        backward=rd.particles.RejectionBackward(),
+        mask=True,
     )
     std = np.sqrt(np.asarray(exact.covariance)[:, 0, 0])
     means = {"FFBSi": np.asarray(particles.mean)[:, 0], "the grid": np.asarray(exact.mean)[:, 0]}

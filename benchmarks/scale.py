@@ -145,7 +145,7 @@ def training_step(setting: Setting, name: str, batch: int, d: int, m: int) -> di
 
 def sharded(setting: Setting) -> Iterator[dict[str, Any]]:
     """One series over all devices; memory is that of one device, beside that of one alone."""
-    mesh = rd.time_mesh()
+    mesh = rd.distributed.time_mesh()
     count, rows = mesh.size, max(setting.options.rows)
     n = rows - rows % count
     given = problem(Task("retrodict", "smoother", STATE, OBS, n))

@@ -66,7 +66,7 @@ def measure(num_devices: int, batch: int, num_times: int) -> dict[str, Any]:
         mesh=mesh,
         progress=lambda step, grade: times.append(time.perf_counter()),
     )
-    infer = rd.sharded_vmap(
+    infer = rd.distributed.sharded_vmap(
         lambda family, y: family.infer(y).marginals().mean, (None, 0), mesh=mesh
     )
     smoothing = []

@@ -29,14 +29,14 @@ PROCESSES = (1, 2, 4)
 def measure(path: Path, coordinator: str, count: int, index: int) -> dict[str, Any]:
     """What this process reads and holds."""
     if count > 1:
-        rd.initialise_distributed(coordinator, count, index)
+        rd.distributed.initialise(coordinator, count, index)
     jax.block_until_ready(jax.numpy.ones(1))
     before, began = peak(), time.perf_counter()
     table = rd.data.read_shared(path, series="id", time="t")
     if isinstance(table, rd.data.SharedTable):
         own, laid = table.own, table.batch()["ys"]
     else:
-        own, laid = table, rd.SharedSeries(**table.batch())
+        own, laid = table, rd.data.SharedSeries(**table.batch())
     jax.block_until_ready(laid.series)
     return {
         "seconds": time.perf_counter() - began,

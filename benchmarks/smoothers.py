@@ -62,9 +62,9 @@ def with_retrodict(sampler: str, dim: int) -> Callable[[], Any]:
 
     model, ys = task(dim)
     samplers = {
-        "exact": rd.ExactBackward(),
-        "rejection": rd.RejectionBackward(),
-        "mcmc": rd.MCMCBackward(),
+        "exact": rd.particles.ExactBackward(),
+        "rejection": rd.particles.RejectionBackward(),
+        "mcmc": rd.particles.MCMCBackward(),
     }
 
     def run(key: Any, ys: Any) -> Any:
@@ -226,7 +226,10 @@ def on_accelerator() -> dict[str, Any]:
     model, ys = jax.tree.map(single, task(1))
     device = jax.devices()[0].device_kind
     figures: dict[str, Any] = {"device": device, "jax": jax.__version__}
-    for name, sampler in (("exact", rd.ExactBackward()), ("mcmc", rd.MCMCBackward())):
+    for name, sampler in (
+        ("exact", rd.particles.ExactBackward()),
+        ("mcmc", rd.particles.MCMCBackward()),
+    ):
 
         def run(key: Any, ys: Any, sampler: Any = sampler) -> Any:
             return rd.ffbsi(key, model, ys, 10_000, backward=sampler, mask=True).samples

@@ -59,7 +59,7 @@ def rows_a_second(call: Callable[[Any], Any], state: Any, rows: int, seconds: fl
 
 
 def measure(name: str, dim: int, lag: int, chunk: int, seconds: float) -> list[float]:
-    live = rd.FixedLag(family_of(name, dim), lag)
+    live = rd.online.FixedLag(family_of(name, dim), lag)
     ys = np.asarray(model_of(dim).simulate(jax.random.key(1), chunk)[1])
     state, row = live.init(jax.random.key(2)), ys[0]
     jitted = jax.jit(lambda state, y: live.update(state, y)[:2])

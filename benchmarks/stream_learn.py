@@ -78,10 +78,10 @@ def exact_line(name: str, columns: int, options: argparse.Namespace, folder: Pat
     truth = models.from_options(name, obs_dim=columns)
     ys = series_of(truth, options.rows)
     first = {"t": np.arange(200)} | {f"y{i}": ys[:200, i] for i in range(columns)}
-    run = runs.fit(data.read(first), models.resolve(name), folder / name)
+    run = runs.fit(data.read(first), models.load(name), folder / name)
     learning = runs.Learning("model")
     rates = [rate_of_stream(run, ys, options.lag, how) for how in (None, learning)]
-    lives = (rd.FixedLag(run.smoother, options.lag), learning.learner(run, options.lag))
+    lives = (rd.online.FixedLag(run.smoother, options.lag), learning.learner(run, options.lag))
     rates += [rate_of_program(live, ys) for live in lives]
     return cells(f"{name}, d = {truth.state_dim}", *rates)
 
@@ -91,8 +91,10 @@ def family_line(options: argparse.Namespace) -> list[str]:
     model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
     ys = series_of(model, CHUNK)
     family = rd.MixtureFamily(jax.random.key(0), 1, 1).prepare(model, ys)
-    learner = rd.OnlineLearner(family, model, rd.TruncatedBackprop(8), optax.adam(1e-3))
-    lives = (rd.FixedLag(family, options.lag), rd.LaggedLearner(learner, options.lag))
+    learner = rd.online.OnlineLearner(
+        family, model, rd.online.TruncatedBackprop(8), optax.adam(1e-3)
+    )
+    lives = (rd.online.FixedLag(family, options.lag), rd.online.LaggedLearner(learner, options.lag))
     rates = [rate_of_program(live, ys) for live in lives]
     return cells("poisson_counts, mixture, d = 1", None, None, *rates)
 

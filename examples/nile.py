@@ -18,7 +18,7 @@ from retrodict import data, models, runs
 def main(out: Path, quick: bool) -> None:
     frame = sm.datasets.nile.load_pandas().data.astype({"year": int})
     table = data.read(frame)
-    run = runs.fit(table, models.resolve("local_level"), out / "whole")
+    run = runs.fit(table, models.load("local_level"), out / "whole")
     print_parameters(run, 2)
     peer = sm.tsa.UnobservedComponents(frame["volume"].to_numpy(), "llevel").fit(disp=False)
     print("statsmodels, observation and level scale:", np.round(np.sqrt(peer.params), 2))
@@ -26,7 +26,7 @@ def main(out: Path, quick: bool) -> None:
     gone = np.zeros(len(frame), bool)
     gone[20:40] = gone[60:80] = True
     gaps = data.read(frame[~gone], **table.layout)
-    run = runs.fit(gaps, models.resolve("local_level"), out / "gaps")
+    run = runs.fit(gaps, models.load("local_level"), out / "gaps")
     draws = runs.impute(run, gaps, 200 if quick else 2000)[0, :, gone, 0]
     truth = frame["volume"].to_numpy()[gone]
     lower, upper = np.quantile(draws, [0.05, 0.95], axis=1)

@@ -27,7 +27,7 @@ def counts() -> np.ndarray:
 def main(out: Path, quick: bool) -> None:
     table = data.read({"nutria": counts()})
     steps = 30 if quick else 2000
-    run = runs.fit(table, models.resolve("poisson_counts"), out / "run", num_steps=steps)
+    run = runs.fit(table, models.load("poisson_counts"), out / "run", num_steps=steps)
     print_parameters(run, 3)
     checked = runs.check(run, table, num_particles=200 if quick else 2000)
     for finding in checked.findings:

@@ -27,7 +27,7 @@ def main(out: Path, quick: bool) -> None:
     known = 200 if quick else 1500
     table = data.read(returns.iloc[:known], freq="irregular")
     steps = 30 if quick else 2000
-    run = runs.fit(table, models.resolve("stochastic_volatility"), out / "run", num_steps=steps)
+    run = runs.fit(table, models.load("stochastic_volatility"), out / "run", num_steps=steps)
 
     text = returns.to_csv(index=False).splitlines(keepends=True)
     half = (known + len(text)) // 2

@@ -34,7 +34,7 @@ def tracks(number: int | None = None) -> data.Table:
 def main(out: Path, quick: bool) -> None:
     table = tracks(12 if quick else None)
     print(*table.described(), sep="\n")
-    run = runs.fit(table, models.resolve("constant_velocity"), out / "run")
+    run = runs.fit(table, models.load("constant_velocity"), out / "run")
     print_parameters(run, 4)
     smoothed = runs.smooth(run, table)
     frame = data.to_frame(table, smoothed, state_names=runs.state_names(run))

@@ -32,7 +32,7 @@ def main(out: Path, quick: bool) -> None:
     values = returns()[:150] if quick else returns()
     table = data.read({"return": values})
     steps = 30 if quick else 3000
-    run = runs.fit(table, models.resolve("stochastic_volatility"), out / "run", num_steps=steps)
+    run = runs.fit(table, models.load("stochastic_volatility"), out / "run", num_steps=steps)
     print_parameters(run, 3)
 
     smoothed = runs.smooth(run, table)

@@ -8,7 +8,7 @@ import numpy as np
 import retrodict as rd
 
 
-class InBlocks(rd.AbstractSeriesStore):
+class InBlocks(rd.data.AbstractSeriesStore):
     """Arrays cut into blocks.
 
     Attributes:

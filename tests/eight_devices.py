@@ -59,14 +59,17 @@ def difference(n: int, length: int) -> float:
     model, family, ys = problem(n, length)
     run = jax.jit(answers(model, family, length), static_argnums=3)
     arguments = (model.transition.bias, family.layers[0].gate.weight, ys)
-    found = [jax.tree.leaves(run(*arguments, parallel)) for parallel in (False, rd.time_mesh())]
+    found = [
+        jax.tree.leaves(run(*arguments, parallel))
+        for parallel in (False, rd.distributed.time_mesh())
+    ]
     return max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*found, strict=True))
 
 
 def memory() -> dict[str, float]:
     """Bytes of one of eight devices over those of one alone, and rows of a block of the result."""
     model, family, ys = problem(LONG, LONG)
-    mesh = rd.time_mesh()
+    mesh = rd.distributed.time_mesh()
 
     def exact(ys: Any, parallel: Parallel) -> Any:
         found = rd.kalman_smoother(model, ys, mask=True, parallel=parallel)

@@ -23,14 +23,14 @@ from on_devices import fitted, series
 def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *flags: str) -> None:
     number, index = int(count), int(which)
     if number > 1:
-        rd.initialise_distributed(coordinator, number, index, heartbeat_seconds=10)
+        rd.distributed.initialise(coordinator, number, index, heartbeat_seconds=10)
     ys, options, store = series(12), {}, None
     given: Any = ys
     if "uneven" in flags:
         given, options = ys[:9], {"length": np.arange(9) % 5 + 2}
     if "shared" in flags:
-        mine = rd.own_share(9)
-        given = rd.SharedSeries(given[mine], length=options.pop("length")[mine])
+        mine = rd.distributed.process_slice(9)
+        given = rd.data.SharedSeries(given[mine], length=options.pop("length")[mine])
     if "share" in flags:
         rows = jax.sharding.NamedSharding(
             jax.make_mesh((number,), ("batch",)), jax.sharding.PartitionSpec("batch")
@@ -50,7 +50,7 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
     try:
         options |= {"batch_size": 6, "checkpoint": checkpoint, "chunk_size": 10}
         found = fitted(given, "all", progress=tell, **options)
-    except rd.ProcessLostError as error:
+    except rd.distributed.ProcessLostError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(3)  # without waiting for the lost one
     if store is not None:

@@ -90,9 +90,9 @@ def draws(count: int, batch_size: int) -> float:
 def draws_of_shared() -> float:
     """Minibatches of series that were filled up for more devices than lie along their axis."""
     mesh, ys = jax.make_mesh((2, 4), ("start", "batch")), series(4)
-    shared = rd.SharedSeries(ys, mesh=mesh)
+    shared = rd.data.SharedSeries(ys, mesh=mesh)
     return apart(
-        drawn(rd.SharedSeries(ys, mesh=None).series, 4, None),
+        drawn(rd.data.SharedSeries(ys, mesh=None).series, 4, None),
         drawn(shared.series, 4, mesh, ("batch",), shared.num_series),
     )
 
@@ -123,7 +123,9 @@ def num_reductions() -> int:
 def few() -> dict[str, object]:
     ys, family = series(16), small_family()
     inferred = [
-        rd.sharded_vmap(lambda family, y: family.infer(y).laws.mean, (None, 0), mesh=mesh)
+        rd.distributed.sharded_vmap(
+            lambda family, y: family.infer(y).laws.mean, (None, 0), mesh=mesh
+        )
         for mesh in (None, "all")
     ]
     laid = inferred[1](family, ys)
@@ -141,7 +143,7 @@ def every() -> dict[str, object]:
     ys, model = series(16), model_of_levels()
     few_starts = {"batch_size": 4, "restarts": 2, "tournament": 0.5}
     mesh = jax.make_mesh((2, 4), ("start", "batch"))
-    shared = rd.SharedSeries(ys[:4], mesh=mesh)
+    shared = rd.data.SharedSeries(ys[:4], mesh=mesh)
     lengths = np.array([6, 5, 4, 6, 3, 6, 2, 6, 6, 5, 6, 6, 4])
     evidence = [
         rd.fit_evidence(
@@ -178,7 +180,9 @@ def every() -> dict[str, object]:
         ),
         "evidence": apart(evidence[0], evidence[1]),
         "evidence by steps": apart(evidence[2], evidence[3]),
-        "ffbsi": apart(*(rd.sharded_vmap(smoothed, mesh=m)(keys, ys[:5]) for m in (None, mesh))),
+        "ffbsi": apart(
+            *(rd.distributed.sharded_vmap(smoothed, mesh=m)(keys, ys[:5]) for m in (None, mesh))
+        ),
     }
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 
 import retrodict as rd
+from retrodict._families import AbstractFactorFamily
 
 INPUT_DIM = 2
 """The number of inputs of the kernels here that take them."""
@@ -159,14 +160,14 @@ class FamilyCase(NamedTuple):
         holds_model: whether it keeps a frozen copy of the model.
     """
 
-    make: Callable[[rd.StateSpaceModel, int, int, int], rd.AbstractFactorFamily]
+    make: Callable[[rd.StateSpaceModel, int, int, int], AbstractFactorFamily]
     parallel: bool = False
     has_network: bool = True
     sampled: bool = False
     holds_model: bool = False
 
 
-def _network_family(kind: Any, **options: Any) -> Callable[..., rd.AbstractFactorFamily]:
+def _network_family(kind: Any, **options: Any) -> Callable[..., AbstractFactorFamily]:
     def make(model: rd.StateSpaceModel, state_dim: int, obs_dim: int, input_dim: int) -> Any:
         return kind(jax.random.key(0), state_dim, obs_dim, input_dim=input_dim, **options)
 

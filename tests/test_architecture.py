@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_chains",),
     ("_expectations",),
     ("_exact",),
-    ("_linearised", "_particles", "_families"),
+    ("_linearised", "particles", "_families"),
     ("_checkpoint",),
     ("_learning",),
     ("bounds", "online"),

@@ -18,12 +18,12 @@ import scipy.stats
 import retrodict as rd
 from bounded_law import Within
 from linear_models import lower_factor, random_mask, random_model
-from retrodict._particles.pareto import pareto_shape
 from retrodict._series import Series
-from retrodict.bounds import curvature, distances, gains, on_grid, wasserstein
+from retrodict.bounds import ErrorBound, curvature, distances, gains, on_grid, wasserstein
 from retrodict.bounds import error_bound as driver
 from retrodict.bounds import hypotheses as mixing
 from retrodict.bounds.methods import Found
+from retrodict.particles.pareto import pareto_shape
 
 N = 12
 WINDOW = 64
@@ -53,7 +53,7 @@ class Instance:
         else:
             self.chain = perturbed(rng, self.exact, size)
 
-    def bound(self, functional: Any, **options: Any) -> rd.ErrorBound:
+    def bound(self, functional: Any, **options: Any) -> ErrorBound:
         return rd.error_bound(self.model, self.chain, self.ys, functional, **options)
 
     def worst_case(self) -> float:
@@ -253,7 +253,7 @@ def test_no_bound_is_violated_and_the_first_is_sharp(d: int, count: int, largest
     ratios = []
     for seed in range(count):
         instance = Instance(seed, d)
-        found = instance.bound(rd.AnyLipschitz(), key=jax.random.key(seed), num_samples=200)
+        found = instance.bound(rd.bounds.AnyLipschitz(), key=jax.random.key(seed), num_samples=200)
         worst = instance.worst_case()
         assert set(found.considered) == set(RIGOROUS)
         for name, value in found.considered.items():
@@ -272,7 +272,7 @@ def test_no_bound_is_violated_and_the_first_is_sharp(d: int, count: int, largest
 def test_bounds_vanish_at_the_exact_posterior():
     instance = Instance(6, 2)
     found = rd.error_bound(
-        instance.model, instance.exact, instance.ys, rd.AnyLipschitz(), key=jax.random.key(0)
+        instance.model, instance.exact, instance.ys, rd.bounds.AnyLipschitz(), key=jax.random.key(0)
     )
     for name in ("wasserstein_phi", "wasserstein_b", "wasserstein_q", "wasserstein_a", "score"):
         assert float(found.considered[name]) < 1e-7, name
@@ -281,7 +281,7 @@ def test_bounds_vanish_at_the_exact_posterior():
 @pytest.mark.slow
 def test_a_constant_scales_the_bound():
     instance = Instance(8, 1)
-    one, three = (instance.bound(rd.AnyLipschitz(c)).value for c in (1.0, 3.0))
+    one, three = (instance.bound(rd.bounds.AnyLipschitz(c)).value for c in (1.0, 3.0))
     assert float(three) == pytest.approx(3 * float(one))
 
 
@@ -328,7 +328,7 @@ def test_functionals_of_pairs_are_bounded():
 
 def test_bounded_functionals_are_bounded_by_the_gap():
     instance = Instance(5, 1)
-    found = instance.bound(rd.AnyBounded(2.0))
+    found = instance.bound(rd.bounds.AnyBounded(2.0))
     gap = instance.log_evidence - rd.elbo(instance.model, instance.chain, instance.ys)
     assert found.method == "pinsker"
     assert float(found.value) == pytest.approx(2.0 * N * math.sqrt(float(gap) / 2))
@@ -345,11 +345,11 @@ def test_padding_and_missing_rows_are_left_out():
     ys[4] = np.nan
     model = instance.model
     chain = rd.kalman_smoother(perturbed(np.random.default_rng(0), model, 0.1), ys).chain
-    whole = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), key=jax.random.key(0))
+    whole = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), key=jax.random.key(0))
     padded = np.concatenate([ys, np.full((5, 1), 7.0)])
     other = perturbed(np.random.default_rng(0), model, 0.1)
     long = rd.kalman_smoother(other, padded, length=N).chain
-    found = rd.error_bound(model, long, padded, rd.AnyLipschitz(), key=jax.random.key(0))
+    found = rd.error_bound(model, long, padded, rd.bounds.AnyLipschitz(), key=jax.random.key(0))
     assert found.per_step.shape == (N,)
     for name in ("wasserstein_phi", "elbo_gap"):
         assert float(found.considered[name]) == pytest.approx(float(whole.considered[name]))
@@ -358,7 +358,7 @@ def test_padding_and_missing_rows_are_left_out():
 @pytest.mark.slow
 def test_bounds_in_float32(x32: None):
     instance = Instance(9, 1)
-    found = instance.bound(rd.AnyLipschitz(), key=jax.random.key(0), num_samples=100)
+    found = instance.bound(rd.bounds.AnyLipschitz(), key=jax.random.key(0), num_samples=100)
     assert found.value.dtype == jnp.float32
     assert float(found.value) >= instance.worst_case() * (1 - 1e-3)
 
@@ -417,12 +417,12 @@ def test_bounds_of_counts_hold_with_and_without_a_grid(counts: Any):
     weights, _ = on_grid.marginals_on(GRID, chain)
     spacing = float(GRID.spacing[0])
     worst = spacing * float(jnp.sum(jnp.abs(jnp.cumsum(weights - posterior.weights, axis=1))))
-    found = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), reference=posterior, key=key)
+    found = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), reference=posterior, key=key)
     assert set(found.considered) == {"wasserstein_phi", "elbo_gap", "score"}
     assert all(float(value) >= worst * (1 - 1e-6) for value in found.considered.values())
     assert found.method == "wasserstein_phi" and "grid error" in found.rests_on
     assert not found.rigorous and found.confidence == 1.0
-    free = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), key=key)
+    free = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), key=key)
     assert free.method == "score" and free.rests_on.startswith("truth-free")
     assert not free.rigorous and free.confidence == pytest.approx(scipy.stats.norm.cdf(3))
     assert worst <= float(free.value) <= 30 * worst
@@ -493,7 +493,7 @@ def test_a_grid_that_misses_the_chain_is_declined(counts: Any):
             model,
             shifted,
             ys,
-            rd.AnyLipschitz(),
+            rd.bounds.AnyLipschitz(),
             reference=posterior,
             method="wasserstein_phi",
         )
@@ -521,7 +521,7 @@ def test_a_mean_over_paths_is_no_certificate():
     exact = rd.kalman_smoother(model, ys).chain
     wide = rd.Gaussian(jnp.full(1, far), jnp.eye(1))
     found = rd.error_bound(
-        model, rd.covered(exact, wide, share), ys, rd.StateSum(), key=jax.random.key(0)
+        model, rd.defensive_mixture(exact, wide, share), ys, rd.StateSum(), key=jax.random.key(0)
     )
     # E x_k = (1 − ε) (G_k E x_{k+1} + c_k) + ε w.
     mean = (1 - share) * float(exact.terminal.mean[0]) + share * far
@@ -551,7 +551,7 @@ def test_a_box_that_misses_a_mode_is_no_certificate():
         eqx.tree_at(lambda m: m.prior.mean, model, jnp.full(1, 3.0)), ys
     ).chain
     error = abs(float(jnp.sum(chain.marginals().mean)))
-    for functional in (rd.StateSum(), rd.AnyLipschitz()):
+    for functional in (rd.StateSum(), rd.bounds.AnyLipschitz()):
         found = rd.error_bound(model, chain, ys, functional, reference=half)
         assert float(found.value) < 1 < error
         assert not found.rigorous and "beyond the box is not bounded" in found.rests_on
@@ -565,7 +565,7 @@ def test_a_smaller_value_of_a_worse_kind_is_not_returned(monkeypatch: pytest.Mon
     }
     values |= {"wasserstein_phi": ("closed form", 5.0), "elbo_gap": ("closed form", 4.0)}
 
-    def returned(names: list[str]) -> rd.ErrorBound:
+    def returned(names: list[str]) -> ErrorBound:
         found = {
             name: lambda problem, name=name: Found(
                 jnp.asarray(values[name][1]), jnp.ones(N), "", values[name][0]
@@ -573,7 +573,7 @@ def test_a_smaller_value_of_a_worse_kind_is_not_returned(monkeypatch: pytest.Mon
             for name in names
         }
         monkeypatch.setattr(driver, "_METHODS", found)
-        return instance.bound(rd.AnyLipschitz())
+        return instance.bound(rd.bounds.AnyLipschitz())
 
     instance = Instance(1, 1)
     assert returned(list(values)).method == "elbo_gap"
@@ -590,7 +590,7 @@ def test_an_emission_without_noise_at_one_row_has_no_closed_form():
     )
     ys, inputs = jnp.array([[1.0], [0.5], [-1.0]]), jnp.array([[1.0], [0.0], [1.0]])
     chain = rd.kalman_smoother(walk(), ys).chain
-    for functional in (rd.AnyLipschitz(), rd.AnyBounded()):
+    for functional in (rd.bounds.AnyLipschitz(), rd.bounds.AnyBounded()):
         with pytest.raises(ValueError, match="scale of the emission is singular"):
             rd.error_bound(model, chain, ys, functional, inputs=inputs)
 
@@ -680,7 +680,7 @@ def test_no_certificate_is_below_the_error_in_rational_arithmetic(name: str):
         for functional, error, slack in (
             (rd.StateSum(), abs(float(np.sum(ours - mean))), rounding),
             (rd.SecondMoments(), second, size * rounding),
-            (rd.AnyLipschitz(), worst, rounding),
+            (rd.bounds.AnyLipschitz(), worst, rounding),
         ):
             found = rd.error_bound(model, chain, ys, functional)
             assert found.rigorous
@@ -707,15 +707,15 @@ def test_without_anything_rigorous_it_is_an_estimate_and_says_so():
     error = float(jnp.sum(chain.marginals().mean - posterior.mean))
     # One draw, three standard errors: a false alarm in 400 keys, and the key is fixed.
     assert float(found.error[0]) == pytest.approx(error, abs=3 * float(found.standard_error))
-    worst = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), key=key, num_samples=500)
-    sharp = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), reference=posterior)
+    worst = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), key=key, num_samples=500)
+    sharp = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), reference=posterior)
     assert worst.confidence is None and sharp.confidence == 1.0
     assert not worst.rigorous and not sharp.rigorous
     assert float(worst.value) == pytest.approx(float(sharp.value), rel=0.2)
     reasons = dict(worst.declined)
     assert "declares no curvature" in reasons["score"]
     with pytest.raises(ValueError, match="No bound applies"):
-        rd.error_bound(model, chain, ys, rd.AnyLipschitz())
+        rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz())
 
 
 def test_more_curvature_than_there_is_is_found_out(counts: Any):
@@ -724,7 +724,9 @@ def test_more_curvature_than_there_is_is_found_out(counts: Any):
         lambda x: nd.Poisson(jnp.exp(x)), curvature=lambda y: 5.0 * jnp.ones((1, 1))
     )
     with pytest.raises(ValueError, match="declares more curvature than it has"):
-        rd.error_bound(nonlinear_model(wrong), chain, ys, rd.AnyLipschitz(), key=jax.random.key(0))
+        rd.error_bound(
+            nonlinear_model(wrong), chain, ys, rd.bounds.AnyLipschitz(), key=jax.random.key(0)
+        )
 
 
 @pytest.mark.parametrize(
@@ -745,7 +747,7 @@ def test_bad_input_is_refused(untyped: None, change: dict, message: str):
         "model": instance.model,
         "chain": instance.chain,
         "ys": instance.ys,
-        "functional": rd.AnyLipschitz(),
+        "functional": rd.bounds.AnyLipschitz(),
     }
     with pytest.raises((ValueError, TypeError), match=message):
         rd.error_bound(**(arguments | change))
@@ -757,7 +759,7 @@ def test_constants_of_functionals_are_checked(untyped: None):
     with pytest.raises(ValueError, match="as a pair of constants"):
         rd.AdditiveFunctional(distance_travelled, lipschitz=1.0)  # pyright: ignore
     with pytest.raises(ValueError, match="constant must be a finite number"):
-        rd.AnyLipschitz(math.inf)
+        rd.bounds.AnyLipschitz(math.inf)
 
 
 # Where a bound would be zero by accident
@@ -779,7 +781,9 @@ def test_curvature_that_is_not_positive_is_declined(d: int):
     straight = rd.LinearGaussianKernel(eye, zeros, eye)
     chain = rd.kalman_smoother(rd.StateSpaceModel(model.prior, move, straight), ys).chain
     with pytest.raises(ValueError, match="not positive definite"):
-        rd.error_bound(model, chain, ys, rd.AnyLipschitz(), key=jax.random.key(0), method="score")
+        rd.error_bound(
+            model, chain, ys, rd.bounds.AnyLipschitz(), key=jax.random.key(0), method="score"
+        )
 
 
 @pytest.mark.parametrize("method", ["score", "elbo_gap"])
@@ -798,7 +802,7 @@ def test_laws_without_a_density_have_no_score_and_no_gap(method: Any):
             instance.model,
             point,
             instance.ys,
-            rd.AnyLipschitz(),
+            rd.bounds.AnyLipschitz(),
             key=jax.random.key(0),
             method=method,
         )
@@ -819,7 +823,7 @@ def test_a_time_step_of_zero_leaves_the_wasserstein_bounds():
     _, ys = walk(1.0).simulate(jax.random.key(0), 5, inputs=inputs)
     chain = rd.kalman_smoother(walk(0.8), ys, inputs=inputs).chain
     found = rd.error_bound(
-        walk(1.0), chain, ys, rd.AnyLipschitz(), inputs=inputs, key=jax.random.key(0)
+        walk(1.0), chain, ys, rd.bounds.AnyLipschitz(), inputs=inputs, key=jax.random.key(0)
     )
     assert "elbo_gap" not in found.considered and "score" not in found.considered
     signed = rd.error_bound(walk(1.0), chain, ys, rd.StateSum(), inputs=inputs)
@@ -834,7 +838,7 @@ def test_the_gap_of_a_close_chain_is_not_rounding(x32: None):
     near = jax.tree.map(lambda leaf: leaf * 1.0003, model)
     chain = rd.kalman_smoother(near, ys).chain
     worst = rd.error_bound(model, chain, ys, rd.StateSum())
-    found = rd.error_bound(model, chain, ys, rd.AnyLipschitz(), method="elbo_gap")
+    found = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), method="elbo_gap")
     assert float(found.value) >= float(worst.value) > 0
 
 
@@ -858,8 +862,8 @@ def test_signs_of_scales_do_not_matter():
         chain.kernels.bias,
         -chain.kernels.scale_tril,
     )
-    found = rd.error_bound(instance.model, flipped, instance.ys, rd.AnyBounded())
-    assert float(found.value) == pytest.approx(float(instance.bound(rd.AnyBounded()).value))
+    found = rd.error_bound(instance.model, flipped, instance.ys, rd.bounds.AnyBounded())
+    assert float(found.value) == pytest.approx(float(instance.bound(rd.bounds.AnyBounded()).value))
 
 
 @pytest.mark.slow
@@ -910,7 +914,7 @@ def test_jumps_within_a_cell_are_added():
 def test_a_reference_of_another_series_or_model_is_refused(counts: Any):
     model, ys, chain, posterior = counts
     with pytest.raises(ValueError, match="another model or another series"):
-        rd.error_bound(model, chain, ys[::-1], rd.AnyLipschitz(), reference=posterior)
+        rd.error_bound(model, chain, ys[::-1], rd.bounds.AnyLipschitz(), reference=posterior)
     particles = rd.ffbsi(jax.random.key(0), model, ys, 50)
     with pytest.raises(ValueError, match="its observations differ"):
         rd.error_bound(model, chain, ys[::-1], rd.StateSum(), reference=particles)
@@ -921,7 +925,7 @@ def test_a_reference_of_another_series_or_model_is_refused(counts: Any):
 
 def test_h1_is_the_corrected_formula():
     instance = Instance(13, 2)
-    found = np.asarray(rd.h1_constants(instance.model, instance.chain, instance.ys))
+    found = np.asarray(rd.bounds.h1_constants(instance.model, instance.chain, instance.ys))
     model, chain, d = instance.model, instance.chain, 2
     a, h = np.asarray(model.transition.weight), np.asarray(model.emission.weight)
     noise = np.asarray(model.transition.scale_tril @ model.transition.scale_tril.T)
@@ -949,36 +953,36 @@ def test_h1_is_the_corrected_formula():
         - 2 * d
     )
     assert found[k] == pytest.approx(min(2.0, math.sqrt(squared)), rel=1e-8)
-    exact = np.asarray(rd.h1_constants(instance.model, instance.exact, instance.ys))
+    exact = np.asarray(rd.bounds.h1_constants(instance.model, instance.exact, instance.ys))
     assert (exact < 1e-6).all()
 
 
 @pytest.mark.slow
 def test_h1_on_a_grid_and_by_sampling(counts: Any):
     model, ys, chain, _ = counts
-    by_grid = np.asarray(rd.h1_constants(model, chain, ys, grid=GRID))
+    by_grid = np.asarray(rd.bounds.h1_constants(model, chain, ys, grid=GRID))
     by_paths = np.asarray(
-        rd.h1_constants(model, chain, ys, key=jax.random.key(0), num_samples=4000)
+        rd.bounds.h1_constants(model, chain, ys, key=jax.random.key(0), num_samples=4000)
     )
     np.testing.assert_allclose(by_paths, by_grid, rtol=0.15)
     # Pinsker's closed form is above the sum over a grid, where both apply.
     instance = Instance(15, 1)
-    above = np.asarray(rd.h1_constants(instance.model, instance.chain, instance.ys))
+    above = np.asarray(rd.bounds.h1_constants(instance.model, instance.chain, instance.ys))
     series = Series(instance.ys, None, None, None)
     summed, misfit = mixing._over_grid(instance.model, instance.chain, series, GRID)
     assert float(misfit) < 1e-6
     summed = np.asarray(summed)
     assert (summed <= above + 1e-6).all() and (summed > 0.5 * above).all()
     with pytest.raises(ValueError, match="widen or refine it"):
-        rd.h1_constants(model, chain, ys, grid=rd.Grid([0.0], [1.0], 50))
+        rd.bounds.h1_constants(model, chain, ys, grid=rd.Grid([0.0], [1.0], 50))
     with pytest.raises(ValueError, match="pass a grid, or a key"):
-        rd.h1_constants(model, chain, ys)
+        rd.bounds.h1_constants(model, chain, ys)
 
 
 def test_h2_holds_on_the_domain(counts: Any):
     model, _, chain, _ = counts
     domain = rd.Grid([-1.0], [1.0], 41)
-    found = rd.h2_constants(model, chain, domain)
+    found = rd.bounds.h2_constants(model, chain, domain)
 
     def density(x: float) -> float:
         return float(scipy.stats.norm.pdf(x, scale=0.5))

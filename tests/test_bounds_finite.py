@@ -608,7 +608,7 @@ def test_the_error_on_a_grid_is_that_of_the_grid_smoother(smoothed: Any):
     np.testing.assert_allclose(bounds.identity, error, rtol=1e-10)
     for name in finite.RIGOROUS:
         assert not violated(getattr(bounds, name), error), name
-    h1 = rd.h1_constants(TANH, chain, ys, grid=grid)
+    h1 = rd.bounds.h1_constants(TANH, chain, ys, grid=grid)
     np.testing.assert_allclose(bounds.quantities.h1, h1, atol=1e-12)
 
 
@@ -625,7 +625,7 @@ def test_a_compact_domain_mixes(smoothed: Any):
     assert float(rho) < 1
     assert np.all(bounds.quantities.birkhoff < 1)
     # The least density is one of a backward kernel, at a corner; its row gains what left the box.
-    outside = rd.h2_constants(TANH, chain, grid).sigma_minus
+    outside = rd.bounds.h2_constants(TANH, chain, grid).sigma_minus
     ratio = float(bounds.quantities.sigma_minus / outside)
     assert 1.0 <= ratio < 1.5
 

@@ -307,27 +307,29 @@ def test_a_folder_that_cannot_be_written_ends_all_processes(tmp_path: Path) -> N
 def test_wrong_meshes_and_axes_are_refused(untyped: None) -> None:
     ys = jnp.ones((4, 3, 1))
     with pytest.raises(ValueError, match='must be None, "all" or a jax.sharding.Mesh'):
-        rd.sharded_vmap(jnp.sum, mesh="two")(ys)  # pyright: ignore[reportArgumentType]
+        rd.distributed.sharded_vmap(jnp.sum, mesh="two")(ys)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="expects in_axes 0 or None"):
-        rd.sharded_vmap(jnp.sum, in_axes=1)(ys)
+        rd.distributed.sharded_vmap(jnp.sum, in_axes=1)(ys)
     with pytest.raises(ValueError, match="expects in_axes 0 or None"):
-        rd.sharded_vmap(jnp.sum, in_axes=(None,))(ys)
+        rd.distributed.sharded_vmap(jnp.sum, in_axes=(None,))(ys)
     with pytest.raises(ValueError, match="leading axes have one size"):
-        rd.sharded_vmap(jnp.add)(ys, ys[:2])
+        rd.distributed.sharded_vmap(jnp.add)(ys, ys[:2])
 
 
 def test_a_mesh_of_one_device_maps_as_vmap() -> None:
     mesh = jax.make_mesh((1,), ("batch",))
     ys = jnp.arange(12.0).reshape(4, 3, 1)
-    found = rd.sharded_vmap(lambda scale, y: scale * jnp.sum(y), (None, 0), mesh=mesh)(2.0, ys)
+    found = rd.distributed.sharded_vmap(lambda scale, y: scale * jnp.sum(y), (None, 0), mesh=mesh)(
+        2.0, ys
+    )
     np.testing.assert_allclose(found, 2.0 * jnp.sum(ys, axis=(1, 2)))
 
 
 def test_processes_say_who_they_are_or_are_in_a_job() -> None:
     with pytest.raises(ValueError, match="coordinator, num_processes and process_id together"):
-        rd.initialise_distributed("localhost:1234", 2)
+        rd.distributed.initialise("localhost:1234", 2)
     with pytest.raises(ValueError, match="coordinator must be host:port"):
-        rd.initialise_distributed("localhost", 2, 0)
+        rd.distributed.initialise("localhost", 2, 0)
 
 
 def test_a_coordinator_that_is_not_there_ends_in_one_line(tmp_path: Path) -> None:

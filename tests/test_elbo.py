@@ -11,6 +11,7 @@ import pytest
 import joint_gaussian
 import retrodict as rd
 from linear_models import random_model
+from retrodict._exact import KalmanPosterior
 from retrodict._expectations.elbo import elbo_of_series
 from retrodict._expectations.expectation import check_chain, check_estimator
 from retrodict._model import prepare_data
@@ -24,7 +25,7 @@ class Case(NamedTuple):
     model: rd.StateSpaceModel
     ys: np.ndarray
     inputs: np.ndarray | None
-    exact: rd.KalmanPosterior
+    exact: KalmanPosterior
 
     def elbo(self, model: rd.StateSpaceModel, **options):
         return rd.elbo(
@@ -225,7 +226,7 @@ def test_padding_leaves_values_and_gradients_alone(case: Case):
 
 
 def test_a_running_bound_is_that_of_each_prefix(case: Case):
-    running = rd.RunningElbo(case.model)
+    running = rd.online.RunningElbo(case.model)
     chain = case.exact.chain
 
     def at(k: int) -> tuple:
@@ -311,7 +312,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
     with pytest.raises(TypeError, match="elbo expects an estimator.*got ClosedForm"):
         check_estimator(rd.ClosedForm, None, False, "elbo")
     with pytest.raises(TypeError, match="Pass its .chain"):
-        check_chain(rd.KalmanPosterior(chain, jnp.zeros(())), "elbo")
+        check_chain(KalmanPosterior(chain, jnp.zeros(())), "elbo")
     with pytest.raises(ValueError, match="one row a row of the chain, 4, got 3"):
         rd.elbo(linear, chain, ys[:3])
     with pytest.raises(ValueError, match="no padding"):

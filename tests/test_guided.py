@@ -19,7 +19,10 @@ from jaxtyping import Array
 import retrodict as rd
 from bounded_law import Within
 from linear_models import random_model
-from retrodict._particles.pairs import Pairs
+from retrodict._chains import AbstractKernelChain
+from retrodict._exact import KalmanPosterior
+from retrodict.particles import GuidedPosterior
+from retrodict.particles.pairs import Pairs
 from wrong_chain import shaken
 
 UNTYPED = cast(Any, rd)
@@ -31,14 +34,14 @@ YS = MODEL.simulate(jax.random.key(4), N)[1]
 EXACT = rd.kalman_smoother(MODEL, YS)
 WRONG = shaken(EXACT.chain)
 SAMPLERS = [
-    rd.MCMCBackward(),
+    rd.particles.MCMCBackward(),
     *(
         pytest.param(sampler, marks=pytest.mark.statistical)
         for sampler in (
-            rd.ExactBackward(),
-            rd.RejectionBackward(),
-            rd.Genealogy(),
-            rd.MCMCBackward(1),
+            rd.particles.ExactBackward(),
+            rd.particles.RejectionBackward(),
+            rd.particles.Genealogy(),
+            rd.particles.MCMCBackward(1),
         )
     ),
 ]
@@ -46,7 +49,7 @@ SAMPLERS = [
 
 def runs(
     model: rd.StateSpaceModel,
-    chain: rd.AbstractKernelChain,
+    chain: AbstractKernelChain,
     ys: Any,
     num_particles: int,
     num_keys: int,
@@ -74,7 +77,7 @@ def runs(
     return {name: np.asarray(value) for name, value in run(keys).items()}
 
 
-def wanted_of(exact: rd.KalmanPosterior, length: int) -> dict[str, np.ndarray]:
+def wanted_of(exact: KalmanPosterior, length: int) -> dict[str, np.ndarray]:
     laws = exact.chain.marginals()
     return {
         "mean": np.asarray(laws.mean),
@@ -104,7 +107,7 @@ def check_evidence(found: dict, log_evidence: Any) -> None:
 
 @pytest.mark.parametrize("forward", SAMPLERS)
 def test_under_the_exact_posterior_all_weights_are_equal(
-    forward: rd.AbstractBackwardSampler, key: jax.Array
+    forward: rd.particles.AbstractBackwardSampler, key: jax.Array
 ):
     found = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 200, 100, forward=forward)
     np.testing.assert_allclose(found.log_weights, -np.log(200), rtol=0, atol=1e-9)
@@ -119,7 +122,7 @@ def test_under_the_exact_posterior_all_weights_are_equal(
 
 @pytest.mark.slow
 def test_without_resampling_the_genealogy_is_a_set_of_independent_paths(key: jax.Array):
-    found = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 400, forward=rd.Genealogy())
+    found = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 400, forward=rd.particles.Genealogy())
     np.testing.assert_array_equal(found.num_distinct, 400)
     value, error = found.expectation(rd.StateSum())
     sums = np.asarray(found.samples.sum(1))
@@ -142,7 +145,7 @@ def test_a_series_of_one_row(key: jax.Array):
 
 
 @pytest.mark.parametrize("forward", SAMPLERS)
-def test_a_wrong_chain_is_corrected(forward: rd.AbstractBackwardSampler):
+def test_a_wrong_chain_is_corrected(forward: rd.particles.AbstractBackwardSampler):
     wanted = wanted_of(EXACT, N)
     found = runs(MODEL, WRONG, YS, 100, 300, forward=forward)
     check_means(found, wanted, 100, bias=10.0)
@@ -153,13 +156,13 @@ def test_a_wrong_chain_is_corrected(forward: rd.AbstractBackwardSampler):
         check_means(own, wanted, 100, bias=10.0)
     # Resampling that is better than multinomial, or seldom, leaves standard errors too large.
     scores = (found["sum"] - wanted["sum"]) / found["sum_error"]
-    if not isinstance(forward, rd.Genealogy):
+    if not isinstance(forward, rd.particles.Genealogy):
         assert np.all((scores.std(0) > 0.5) & (scores.std(0) < 1.2)), scores.std(0)
     scores = (found["log_evidence"] - float(EXACT.log_evidence)) / found["log_evidence_error"]
     assert 0.6 < scores.std() < 1.5, scores.std()
 
 
-def kalman_like(chain: rd.LinearGaussianChain) -> rd.KalmanPosterior:
+def kalman_like(chain: rd.LinearGaussianChain) -> KalmanPosterior:
     return eqx.tree_at(lambda exact: exact.chain, EXACT, chain)
 
 
@@ -167,14 +170,14 @@ def kalman_like(chain: rd.LinearGaussianChain) -> rd.KalmanPosterior:
 @pytest.mark.parametrize(
     ("chain", "options"),
     [
-        (rd.covered(WRONG, None, 0.2), {}),
+        (rd.defensive_mixture(WRONG, None, 0.2), {}),
         (WRONG, {"resampling": "multinomial", "threshold": 1.0}),
-        (WRONG, {"resampling": "residual", "forward": rd.ExactBackward()}),
-        (rd.covered(WRONG, None, 0.1), {"resampling": "stratified", "threshold": 0.9}),
+        (WRONG, {"resampling": "residual", "forward": rd.particles.ExactBackward()}),
+        (rd.defensive_mixture(WRONG, None, 0.1), {"resampling": "stratified", "threshold": 0.9}),
     ],
     ids=["covered", "multinomial", "residual", "stratified"],
 )
-def test_a_wrong_chain_is_corrected_in_every_way(chain: rd.AbstractKernelChain, options: dict):
+def test_a_wrong_chain_is_corrected_in_every_way(chain: AbstractKernelChain, options: dict):
     found = runs(MODEL, chain, YS, 200, 200, **options)
     check_means(found, wanted_of(EXACT, N), 200, bias=10.0)
     check_evidence(found, EXACT.log_evidence)
@@ -199,7 +202,7 @@ def test_filtering_laws_cover_kernels_that_are_too_sure_of_themselves():
         lambda q: q.kernels.scale_tril, EXACT.chain, 0.2 * EXACT.chain.kernels.scale_tril
     )
     plain = runs(MODEL, sure, YS, 300, 100)
-    found = runs(MODEL, rd.covered(sure, None, 0.3), YS, 300, 100)
+    found = runs(MODEL, rd.defensive_mixture(sure, None, 0.3), YS, 300, 100)
     assert found["log_evidence"].std() < 0.5 * plain["log_evidence"].std()
     check_evidence(found, EXACT.log_evidence)
 
@@ -212,9 +215,9 @@ BIMODAL = rd.StateSpaceModel(
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("forward", [rd.MCMCBackward(), rd.ExactBackward()])
+@pytest.mark.parametrize("forward", [rd.particles.MCMCBackward(), rd.particles.ExactBackward()])
 def test_a_chain_with_one_mode_finds_both_where_it_covers_them(
-    forward: rd.AbstractBackwardSampler,
+    forward: rd.particles.AbstractBackwardSampler,
 ):
     ys = BIMODAL.simulate(jax.random.key(2), 8)[1]
     exact = rd.grid_smoother(
@@ -261,9 +264,9 @@ def elsewhere(num_times: int) -> rd.LinearGaussianChain:
 def test_without_resampling_particles_are_paths_with_importance_weights(
     cover: tuple[rd.Gaussian | None, float], key: jax.Array
 ):
-    ys, chain = jnp.array([[0.1], [-0.6], [1.2]]), rd.covered(elsewhere(3), *cover)
+    ys, chain = jnp.array([[0.1], [-0.6], [1.2]]), rd.defensive_mixture(elsewhere(3), *cover)
     found = rd.guided_smoother(
-        key, BIMODAL, chain, ys, 40, threshold=1e-9, forward=rd.Genealogy(), strict=False
+        key, BIMODAL, chain, ys, 40, threshold=1e-9, forward=rd.particles.Genealogy(), strict=False
     )
     paths = jnp.swapaxes(found.particles, 0, 1)
     weigh = jax.jit(jax.vmap(lambda x: BIMODAL.log_joint(x, ys) - chain.log_prob(x)))
@@ -294,7 +297,7 @@ def test_a_covered_chain_is_corrected_wherever_it_is():
     ys = BIMODAL.simulate(jax.random.key(2), 5)[1]
     grid = rd.Grid(jnp.array([-9.0]), jnp.array([9.0]), 1500)
     exact = rd.grid_smoother(BIMODAL, ys, grid).check()
-    found = runs(BIMODAL, rd.covered(elsewhere(5), WIDE, 0.5), ys, 2000, 200)
+    found = runs(BIMODAL, rd.defensive_mixture(elsewhere(5), WIDE, 0.5), ys, 2000, 200)
     assert np.max(np.abs(scores(found, exact))) < 4.5, scores(found, exact)
     # An evidence that is wrong by a fifth would be refused,
     ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
@@ -353,10 +356,14 @@ def test_any_chain_corrects_to_the_posterior_of_any_model(share: float | None):
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
     laws = jax.vmap(rd.Gaussian)(jnp.full((5, 1), 0.3), jnp.ones((5, 1, 1)))
     chain = rd.SampledChain(laws, CurvedKernel(), jnp.zeros((4, 1)))
-    chain = chain if share is None else rd.covered(chain, None, share)
+    chain = chain if share is None else rd.defensive_mixture(chain, None, share)
     wanted = {"mean": np.asarray(exact.mean), "covariance": np.asarray(exact.covariance)}
     bound = float(scipy.stats.t.logpdf(0.0, 5.0, 0.0, 0.3))
-    for forward in (rd.MCMCBackward(), rd.ExactBackward(), rd.RejectionBackward(log_bound=bound)):
+    for forward in (
+        rd.particles.MCMCBackward(),
+        rd.particles.ExactBackward(),
+        rd.particles.RejectionBackward(log_bound=bound),
+    ):
         found = runs(model, chain, ys, 300, 100, forward=forward)
         check_means(found, wanted, 300, bias=10.0)
         check_evidence(found, exact.log_evidence)
@@ -445,7 +452,7 @@ def test_a_batch_of_series_of_unequal_length(key: jax.Array):
     model, ys, options = driven()
     rest = {name: options[name] for name in ("mask", "inputs")}
 
-    def smooth(length: Any) -> rd.GuidedPosterior:
+    def smooth(length: Any) -> GuidedPosterior:
         chain = rd.kalman_smoother(model, ys, length=length, **rest).chain
         return rd.guided_smoother(key, model, shaken(chain), ys, 30, length=length, **rest)
 
@@ -463,13 +470,19 @@ def test_a_batch_of_series_of_unequal_length(key: jax.Array):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "forward", [rd.MCMCBackward(), pytest.param(rd.ExactBackward(), marks=pytest.mark.slow)]
+    "forward",
+    [
+        rd.particles.MCMCBackward(),
+        pytest.param(rd.particles.ExactBackward(), marks=pytest.mark.slow),
+    ],
 )
-def test_in_single_precision(x32: None, key: jax.Array, forward: rd.AbstractBackwardSampler):
+def test_in_single_precision(
+    x32: None, key: jax.Array, forward: rd.particles.AbstractBackwardSampler
+):
     model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), MODEL)
     ys = np.asarray(YS, np.float32)
     exact = rd.kalman_smoother(model, ys)
-    chain = rd.covered(exact.chain, None, 0.1)
+    chain = rd.defensive_mixture(exact.chain, None, 0.1)
     found = rd.guided_smoother(key, model, chain, ys, 100, forward=forward)
     assert found.samples.dtype == found.log_weights.dtype == jnp.float32
     assert abs(float(found.log_evidence - exact.log_evidence)) < 0.5

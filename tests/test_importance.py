@@ -19,7 +19,9 @@ import scipy.stats
 import retrodict as rd
 from bounded_law import Within
 from linear_models import random_mask, random_model
-from retrodict._particles.pareto import pareto_shape, pareto_smoothed
+from retrodict._expectations import Estimate
+from retrodict.particles import ImportancePosterior
+from retrodict.particles.pareto import pareto_shape, pareto_smoothed
 from wrong_chain import shaken
 
 UNTYPED = cast(Any, rd)
@@ -145,11 +147,11 @@ def test_paths_of_the_exact_posterior_have_equal_weights(key: jax.Array):
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["smoothed", "raw"])
-def corrected(request: pytest.FixtureRequest) -> rd.ImportancePosterior:
+def corrected(request: pytest.FixtureRequest) -> ImportancePosterior:
     return rd.importance_smoother(jax.random.key(1), MODEL, WRONG, YS, 20_000, smooth=request.param)
 
 
-def test_a_wrong_chain_is_corrected(corrected: rd.ImportancePosterior):
+def test_a_wrong_chain_is_corrected(corrected: ImportancePosterior):
     laws = EXACT.chain.marginals()
     assert -1 < float(corrected.k_hat) < 0.7 and corrected.messages == ()
     value, error = corrected.expectation(rd.StateSum())
@@ -165,7 +167,7 @@ def test_a_wrong_chain_is_corrected(corrected: rd.ImportancePosterior):
     assert 0 < float(corrected.ess) < 20_000
 
 
-def test_evidence_and_elbo_of_a_wrong_chain(corrected: rd.ImportancePosterior):
+def test_evidence_and_elbo_of_a_wrong_chain(corrected: ImportancePosterior):
     # The exponential of the estimate is unbiased, and 20,000 weights make it nearly normal.
     error = float(corrected.log_evidence_standard_error)
     ratio = math.exp(float(corrected.log_evidence - EXACT.log_evidence))
@@ -174,7 +176,7 @@ def test_evidence_and_elbo_of_a_wrong_chain(corrected: rd.ImportancePosterior):
     assert abs(float(gap)) < 4.5 * float(corrected.elbo_standard_error)
 
 
-def test_a_functional_may_read_data_of_its_own(corrected: rd.ImportancePosterior):
+def test_a_functional_may_read_data_of_its_own(corrected: ImportancePosterior):
     functional = rd.AdditiveFunctional(lambda before, x, data: data * x, lambda x, data: data * x)
     data = jnp.zeros((N, 1)).at[2].set(3.0)
     value, _ = corrected.expectation(functional, data)
@@ -256,7 +258,7 @@ def test_the_bound_grows_from_the_elbo_to_the_evidence(key: jax.Array):
 
 @pytest.mark.slow
 def test_the_bound_of_the_exact_posterior_is_the_evidence(key: jax.Array):
-    def value(chain: rd.LinearGaussianChain) -> rd.Estimate:
+    def value(chain: rd.LinearGaussianChain) -> Estimate:
         return rd.importance_weighted_bound(key, MODEL, chain, YS, 10, num_replicates=3)
 
     found = jax.jit(value)(EXACT.chain)

@@ -46,10 +46,10 @@ MODEL = rd.StateSpaceModel(
     ),
 )
 FAMILY = rd.GatedFamily(KEY, state_dim=1, obs_dim=2, input_dim=1)
-LAGGED = rd.FixedLag(FAMILY, 1)
-RUNNING = rd.RunningPosterior(FAMILY, MODEL)
-LEARNER = rd.OnlineLearner(None, MODEL, rd.KalmanScore())
-ONLINE = rd.OnlineSmoother(MODEL, rd.StateSum(), 8)
+LAGGED = rd.online.FixedLag(FAMILY, 1)
+RUNNING = rd.online.RunningPosterior(FAMILY, MODEL)
+LEARNER = rd.online.OnlineLearner(None, MODEL, rd.online.KalmanScore())
+ONLINE = rd.online.OnlineSmoother(MODEL, rd.StateSum(), 8)
 
 
 @cache
@@ -88,8 +88,8 @@ class Verb(NamedTuple):
 
 
 def _gradient(ys: Any, us: Any, **options: Any) -> Any:
-    found = rd.recursive_gradient(
-        rd.KalmanScore(), None, MODEL, ys, key=KEY, learn="model", inputs=us, **options
+    found = rd.online.recursive_gradient(
+        rd.online.KalmanScore(), None, MODEL, ys, key=KEY, learn="model", inputs=us, **options
     )
     return found.elbo_increment
 

@@ -14,6 +14,7 @@ import joint_gaussian
 import retrodict as rd
 from linear_models import random_mask, random_model, singular_models
 from registry import FAMILIES
+from retrodict.online import LagOutput, LagState
 
 N, CHUNK = 9, 3
 KEY = jax.random.key(11)
@@ -68,13 +69,13 @@ def offline(name: str) -> Any:
     return family(name).infer(s.ys, mask=s.mask, inputs=s.inputs)
 
 
-def read(live: rd.FixedLag, state: rd.LagState, start: int, stop: int, **options: Any):
+def read(live: rd.online.FixedLag, state: LagState, start: int, stop: int, **options: Any):
     s = stream()
     rows = slice(start, stop)
     return live.scan(state, s.ys[rows], mask=s.mask[rows], inputs=s.inputs[rows], **options)
 
 
-def read_one(live: rd.FixedLag, state: rd.LagState, k: int):
+def read_one(live: rd.online.FixedLag, state: LagState, k: int):
     s = stream()
     return live.update(state, s.ys[k], mask=s.mask[k], u=s.inputs[k])
 
@@ -84,9 +85,9 @@ def assert_close(a: Any, b: Any, tolerance: float = 1e-12) -> None:
 
 
 @functools.cache
-def whole(name: str, lag: int) -> tuple[rd.LagState, rd.LagOutput]:
+def whole(name: str, lag: int) -> tuple[LagState, LagOutput]:
     """All rows in one call; for families that draw, with few paths."""
-    live = rd.FixedLag(family(name), lag, num_samples=8)
+    live = rd.online.FixedLag(family(name), lag, num_samples=8)
     return read(live, live.init(KEY), 0, N)
 
 
@@ -102,7 +103,7 @@ def pushed_back(chain: rd.LinearGaussianChain, k: int, row: int) -> tuple[np.nda
 
 @pytest.mark.parametrize("name, lag", [*LINEAR, *_slow(*(("kalman", lag) for lag in (1, 6, 20)))])
 def test_rows_are_those_of_offline_smoothing(name: str, lag: int):
-    live, (state, out) = rd.FixedLag(family(name), lag), whole(name, lag)
+    live, (state, out) = rd.online.FixedLag(family(name), lag), whole(name, lag)
     chain = offline(name)
     np.testing.assert_allclose(out.filtered.mean, chain.laws.mean, atol=1e-10)
     np.testing.assert_allclose(out.filtered.covariance, chain.laws.covariance, atol=1e-10)
@@ -160,7 +161,7 @@ def _is_none(leaf: Any) -> bool:
 @pytest.mark.statistical
 def test_flushed_rows_of_a_family_that_draws():
     # 2 rows of 2 means, each beyond 5 joint standard errors with probability 6e-7.
-    live = rd.FixedLag(family("mixture"), 3, num_samples=500)
+    live = rd.online.FixedLag(family("mixture"), 3, num_samples=500)
     state, _ = read(live, live.init(KEY), 0, N)
     last = live.flush(state)
     laws = rd.marginals(
@@ -175,7 +176,7 @@ def test_flushed_rows_of_a_family_that_draws():
 
 @pytest.mark.parametrize("name", [*_slow(("kalman",)), "mixture"])
 def test_chunks_do_not_matter(name: str):
-    live, (end, out) = rd.FixedLag(family(name), 3, num_samples=8), whole(name, 3)
+    live, (end, out) = rd.online.FixedLag(family(name), 3, num_samples=8), whole(name, 3)
     state, parts = live.init(KEY), []
     for start in range(0, N, CHUNK):
         state, part = read(live, state, start, start + CHUNK)
@@ -191,13 +192,13 @@ def test_chunks_do_not_matter(name: str):
     assert_close(_arrays(state), _arrays(end))
 
 
-def _arrays(state: rd.LagState) -> Any:
+def _arrays(state: LagState) -> Any:
     return state.family, state.law, state.steps, state.num_read
 
 
 @pytest.mark.parametrize("name", ["kalman", *_slow(("mixture",))])
 def test_a_partly_filled_chunk(name: str):
-    live, s = rd.FixedLag(family(name), 3, num_samples=8), stream()
+    live, s = rd.online.FixedLag(family(name), 3, num_samples=8), stream()
     end, out = whole(name, 3)
     filler = np.full((N - 4, 1), np.nan)
     state, first = live.scan(
@@ -223,10 +224,10 @@ def test_a_partly_filled_chunk(name: str):
 
 
 def test_a_padded_chunk_is_not_compiled_anew():
-    live, traces = rd.FixedLag(family("kalman"), 3), []
+    live, traces = rd.online.FixedLag(family("kalman"), 3), []
 
     @jax.jit
-    def run(state: rd.LagState, ys: Any, mask: Any, inputs: Any, length: Any) -> Any:
+    def run(state: LagState, ys: Any, mask: Any, inputs: Any, length: Any) -> Any:
         traces.append(1)
         return live.scan(state, ys, mask=mask, inputs=inputs, length=length)
 
@@ -238,7 +239,7 @@ def test_a_padded_chunk_is_not_compiled_anew():
 
 @pytest.mark.parametrize("name", ["kalman", "mixture"])
 def test_a_stored_stream_goes_on_bit_by_bit(name: str, tmp_path: Path):
-    live = rd.FixedLag(family(name), 3, num_samples=8)
+    live = rd.online.FixedLag(family(name), 3, num_samples=8)
     state, _ = read(live, live.init(KEY), 0, CHUNK)
     rd.save(tmp_path / "state.rd", state)
     restored = rd.load(tmp_path / "state.rd")
@@ -248,7 +249,7 @@ def test_a_stored_stream_goes_on_bit_by_bit(name: str, tmp_path: Path):
 
 
 def test_a_nan_is_a_missing_entry():
-    live, s = rd.FixedLag(family("kalman"), 3), stream()
+    live, s = rd.online.FixedLag(family("kalman"), 3), stream()
     ys = np.where(s.mask, s.ys, np.nan)
     _, out = live.scan(live.init(), ys, inputs=s.inputs)
     assert_close(out, whole("kalman", 3)[1])
@@ -264,14 +265,14 @@ def test_scales_at_the_edge_of_zero(name: str):
     )
     family = rd.KalmanFamily(model)
     np.testing.assert_allclose(family.infer(ys).marginals().mean, oracle.mean, atol=1e-9)
-    live = rd.FixedLag(family, lag=num_times - 1)
+    live = rd.online.FixedLag(family, lag=num_times - 1)
     _, out = live.scan(live.init(), ys)
     np.testing.assert_allclose(out.smoothed.mean[-1], oracle.mean[0], atol=1e-9)
     np.testing.assert_allclose(out.filtered.mean[-1], oracle.mean[-1], atol=1e-9)
 
 
 def test_streams_under_vmap():
-    live, s = rd.FixedLag(family("kalman"), 3), stream()
+    live, s = rd.online.FixedLag(family("kalman"), 3), stream()
     states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), live.init())
     ys = jnp.stack([jnp.asarray(s.ys), jnp.ones_like(s.ys)])
     run = jax.vmap(lambda state, y: live.scan(state, y, mask=s.mask, inputs=s.inputs))
@@ -285,7 +286,7 @@ def test_float32_in_a_float64_program():
         lambda leaf: leaf.astype(jnp.float32) if eqx.is_inexact_array(leaf) else leaf,
         family("kalman"),
     )
-    live = rd.FixedLag(small, 3)
+    live = rd.online.FixedLag(small, 3)
     state, out = read(live, live.init(), 0, N)
     assert out.smoothed.mean.dtype == state.law.mean.dtype == jnp.float32
     np.testing.assert_allclose(
@@ -296,12 +297,12 @@ def test_float32_in_a_float64_program():
 def test_misuse_is_refused(untyped: None):
     wanted: Any = "family"
     with pytest.raises(TypeError, match="expects a family"):
-        rd.FixedLag(wanted, 3)
+        rd.online.FixedLag(wanted, 3)
     with pytest.raises(ValueError, match="lag must be at least 1"):
-        rd.FixedLag(family("kalman"), 0)
+        rd.online.FixedLag(family("kalman"), 0)
     with pytest.raises(ValueError, match="init needs a key"):
-        rd.FixedLag(family("mixture"), 3).init()
-    live = rd.FixedLag(family("kalman"), 3)
+        rd.online.FixedLag(family("mixture"), 3).init()
+    live = rd.online.FixedLag(family("kalman"), 3)
     state = live.init()
     with pytest.raises(ValueError, match="none was"):
         live.flush(state)

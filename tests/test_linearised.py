@@ -13,7 +13,7 @@ import pytest
 
 import retrodict as rd
 from linear_models import random_mask, random_model
-from retrodict._linearised import diagnosis, moments, recursion, rules
+from retrodict._linearised import LinearisedPosterior, diagnosis, moments, recursion, rules
 from retrodict._model import prepare_data
 from retrodict._numerics.ldl import Factored
 
@@ -95,7 +95,7 @@ def swing() -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def followed(swing: np.ndarray) -> dict[str, rd.LinearisedPosterior]:
+def followed(swing: np.ndarray) -> dict[str, LinearisedPosterior]:
     """What two smoothers make of it, compiled once."""
     return {
         "extended": rd.extended_smoother(PENDULUM, swing),
@@ -260,7 +260,7 @@ def by_unscented_transform(fn: Any, alpha: float, beta: float, kappa: float) -> 
     return linearise
 
 
-def assert_textbook(found: rd.LinearisedPosterior, expected: tuple) -> None:
+def assert_textbook(found: LinearisedPosterior, expected: tuple) -> None:
     marginals = found.chain.marginals()
     np.testing.assert_allclose(marginals.mean, expected[0], atol=1e-9)
     np.testing.assert_allclose(marginals.covariance, expected[1], atol=1e-9)
@@ -692,7 +692,7 @@ def test_batches_and_padding():
     )
     lengths = jnp.array([8, 1, 5])
 
-    def smooth(y: Any, length: Any) -> rd.LinearisedPosterior:
+    def smooth(y: Any, length: Any) -> LinearisedPosterior:
         return rd.extended_smoother(SATURATING, y, length=length)
 
     batch, single = jax.jit(jax.vmap(smooth))(ys, lengths), jax.jit(smooth)

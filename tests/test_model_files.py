@@ -29,7 +29,7 @@ def full_example() -> str:
 
 
 def test_the_documented_example_is_read(tmp_path: Path):
-    spec = rd.models.resolve(str(write(tmp_path, full_example())))
+    spec = rd.models.load(str(write(tmp_path, full_example())))
     assert spec.name == "stochastic_volatility" and spec.options == {"leverage": True}
     assert spec.data["columns"] == ["return"] and spec.fit == {"family": "gated", "num_steps": 2000}
     model = spec.build(obs_dim=1)
@@ -131,7 +131,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_objects_are_found_by_reference(own_module: str):
     for name, dim in (("ready", 1), ("make", 2)):
-        spec = rd.models.resolve(f"{own_module}:{name}")
+        spec = rd.models.load(f"{own_module}:{name}")
         assert spec.build().state_dim == dim and spec.name is None
         assert rd.models.ModelSpec.from_dict(spec.to_dict()) == spec
 
@@ -154,19 +154,19 @@ def test_objects_are_found_by_reference(own_module: str):
 @pytest.mark.usefixtures("own_module")
 def test_bad_references_are_refused_in_one_line(reference: str, reason: str):
     with pytest.raises(ModelError, match=reason) as found:
-        rd.models.resolve(reference)
+        rd.models.load(reference)
     assert "\n" not in str(found.value)
 
 
 def test_a_name_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "local_level.py").write_text("raise RuntimeError", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    assert rd.models.resolve("local_level").build(2).state_dim == 2
+    assert rd.models.load("local_level").build(2).state_dim == 2
     assert "local_level" not in sys.modules
 
 
 def test_a_decoder_needs_a_key(tmp_path: Path):
-    spec = rd.models.resolve("neural_decoder")
+    spec = rd.models.load("neural_decoder")
     assert spec.build(3, jax.random.key(0)).state_dim == 2
     with pytest.raises(ModelError, match="pass a key"):
         spec.build(3)

@@ -163,7 +163,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run as `fit` writes it, of a model that was not fitted."""
     path = tmp_path_factory.mktemp("run")
     table = rd.data.read({"y": np.arange(20.0)})
-    spec = models.resolve("local_level")
+    spec = models.load("local_level")
     model = spec.build()
     (path / "training.csv").write_text("stage,step,nats a row\n")
     record = {

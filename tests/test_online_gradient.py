@@ -11,6 +11,7 @@ from jax.flatten_util import ravel_pytree
 from scipy.special import ndtri
 
 import retrodict as rd
+from retrodict._families import AbstractFactorFamily
 from retrodict._learning.objective import Objective
 from retrodict._learning.source import Batch
 from retrodict._model import learnable
@@ -34,7 +35,7 @@ class Case(NamedTuple):
     """A series, a family and a model that both differ from what made it."""
 
     ys: jax.Array
-    family: rd.AbstractFactorFamily
+    family: AbstractFactorFamily
     model: rd.StateSpaceModel
 
     @property
@@ -76,8 +77,8 @@ def vector(tree) -> jax.Array:
 
 
 def test_the_kalman_score_is_the_gradient_of_the_log_evidence(short: Case):
-    rows = rd.recursive_gradient(
-        rd.KalmanScore(), None, short.model, short.ys, key=KEY, learn="model"
+    rows = rd.online.recursive_gradient(
+        rd.online.KalmanScore(), None, short.model, short.ys, key=KEY, learn="model"
     )
     model = learnable(short.model)
     for k in (1, 8):
@@ -92,8 +93,8 @@ def test_the_kalman_score_is_the_gradient_of_the_log_evidence(short: Case):
 
 
 def test_backpropagation_is_exact_while_all_rows_are_kept(short: Case):
-    rows = rd.recursive_gradient(
-        rd.TruncatedBackprop(7), short.family, short.model, short.ys, key=KEY
+    rows = rd.online.recursive_gradient(
+        rd.online.TruncatedBackprop(7), short.family, short.model, short.ys, key=KEY
     )
     for k in (1, 8):
         np.testing.assert_allclose(vector(at(rows.gradient, k - 1)), short.exact(k), atol=1e-9)
@@ -103,8 +104,8 @@ def test_backpropagation_is_exact_while_all_rows_are_kept(short: Case):
 
 @pytest.mark.slow
 def test_a_window_is_that_of_fit(short: Case):
-    rows = rd.recursive_gradient(
-        rd.TruncatedBackprop(3, every=2), short.family, short.model, short.ys, key=KEY
+    rows = rd.online.recursive_gradient(
+        rd.online.TruncatedBackprop(3, every=2), short.family, short.model, short.ys, key=KEY
     )
     parts = short.parts
     objective = Objective(parts.fixed, rd.ClosedForm(), None, 1.0)
@@ -123,16 +124,16 @@ def test_a_window_is_that_of_fit(short: Case):
 
 
 SAMPLED = [
-    pytest.param(rd.RecursiveScore(8, normalised=False), id="unbiased"),
-    pytest.param(rd.RecursiveScore(8), id="normalised", marks=pytest.mark.slow),
-    pytest.param(rd.RecursivePathwise(16), id="pathwise"),
+    pytest.param(rd.online.RecursiveScore(8, normalised=False), id="unbiased"),
+    pytest.param(rd.online.RecursiveScore(8), id="normalised", marks=pytest.mark.slow),
+    pytest.param(rd.online.RecursivePathwise(16), id="pathwise"),
 ]
 
 
 @pytest.mark.parametrize("method", SAMPLED)
-def test_an_exact_chain_leaves_no_noise(method: rd.AbstractRecursiveGradient, short: Case):
+def test_an_exact_chain_leaves_no_noise(method: rd.online.AbstractRecursiveGradient, short: Case):
     model = learnable(short.model)
-    rows = rd.recursive_gradient(method, rd.KalmanFamily(model), model, short.ys, key=KEY)
+    rows = rd.online.recursive_gradient(method, rd.KalmanFamily(model), model, short.ys, key=KEY)
     # The family's gradient vanishes draw by draw, and every draw knows the evidence.
     np.testing.assert_allclose(vector(rows.gradient[0]), 0.0, atol=1e-8)
     for k in (1, 8):
@@ -142,11 +143,11 @@ def test_an_exact_chain_leaves_no_noise(method: rd.AbstractRecursiveGradient, sh
     np.testing.assert_allclose(total, vector(at(rows.gradient, -1)), atol=1e-10)
 
 
-def draws(method: rd.AbstractRecursiveGradient, given: Case, num_seeds: int) -> jax.Array:
+def draws(method: rd.online.AbstractRecursiveGradient, given: Case, num_seeds: int) -> jax.Array:
     """The last gradients of many seeds."""
 
     def one(key):
-        rows = rd.recursive_gradient(method, given.family, given.model, given.ys, key=key)
+        rows = rd.online.recursive_gradient(method, given.family, given.model, given.ys, key=key)
         return vector(at(rows.gradient, -1))
 
     keys = jax.random.split(jax.random.key(1), num_seeds)
@@ -175,13 +176,13 @@ def check_unbiased(found: jax.Array, exact: jax.Array, num_family: int) -> None:
         assert abs(distance) < 3
 
 
-METHODS = [rd.RecursiveScore(24, normalised=False), rd.RecursivePathwise(32)]
+METHODS = [rd.online.RecursiveScore(24, normalised=False), rd.online.RecursivePathwise(32)]
 
 
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize("method", METHODS, ids=["score", "pathwise"])
-def test_gradients_are_unbiased_on_a_short_series(method: rd.AbstractRecursiveGradient):
+def test_gradients_are_unbiased_on_a_short_series(method: rd.online.AbstractRecursiveGradient):
     given = case(1, 6)
     num_family = vector(given.parts.parameters[0]).shape[0]
     check_unbiased(draws(method, given, NUM_SEEDS), given.exact(), num_family)
@@ -191,7 +192,7 @@ def test_gradients_are_unbiased_on_a_short_series(method: rd.AbstractRecursiveGr
 @pytest.mark.statistical
 @pytest.mark.parametrize("family", ["kalman", "recurrent"])
 @pytest.mark.parametrize("method", METHODS, ids=["score", "pathwise"])
-def test_gradients_are_unbiased(method: rd.AbstractRecursiveGradient, family: str):
+def test_gradients_are_unbiased(method: rd.online.AbstractRecursiveGradient, family: str):
     given = case(2, 50, family)
     num_family = vector(given.parts.parameters[0]).shape[0]
     check_unbiased(draws(method, given, NUM_SEEDS), given.exact(), num_family)
@@ -201,7 +202,7 @@ def test_gradients_are_unbiased(method: rd.AbstractRecursiveGradient, family: st
 @pytest.mark.statistical
 def test_what_is_left_out_is_seen():
     given = case(1, 20)
-    method = rd.RecursivePathwise(32, sensitivity="none")
+    method = rd.online.RecursivePathwise(32, sensitivity="none")
     found = draws(method, given, NUM_SEEDS)
     num_family = vector(given.parts.parameters[0]).shape[0]
     with pytest.raises(AssertionError):
@@ -211,14 +212,20 @@ def test_what_is_left_out_is_seen():
 @pytest.mark.usefixtures("untyped")
 def test_wrong_arguments_are_refused(short: Case):
     with pytest.raises(ValueError, match="needs a family"):
-        rd.recursive_gradient(rd.TruncatedBackprop(2), None, short.model, short.ys, key=KEY)
+        rd.online.recursive_gradient(
+            rd.online.TruncatedBackprop(2), None, short.model, short.ys, key=KEY
+        )
     with pytest.raises(ValueError, match="learns no family"):
-        rd.recursive_gradient(rd.KalmanScore(), short.family, short.model, short.ys, key=KEY)
+        rd.online.recursive_gradient(
+            rd.online.KalmanScore(), short.family, short.model, short.ys, key=KEY
+        )
     with pytest.raises(ValueError, match="3 features by 8 samples.*Draw 12"):
-        rd.recursive_gradient(rd.RecursivePathwise(8), short.family, short.model, short.ys, key=KEY)
+        rd.online.recursive_gradient(
+            rd.online.RecursivePathwise(8), short.family, short.model, short.ys, key=KEY
+        )
     with pytest.raises(ValueError, match="must be even"):
-        rd.RecursivePathwise(33)
+        rd.online.RecursivePathwise(33)
     with pytest.raises(ValueError, match="sensitivity"):
-        rd.RecursiveScore(8, sensitivity="some")  # pyright: ignore
+        rd.online.RecursiveScore(8, sensitivity="some")  # pyright: ignore
     with pytest.raises(TypeError, match="such as TruncatedBackprop"):
-        rd.recursive_gradient(None, short.family, short.model, short.ys, key=KEY)  # pyright: ignore
+        rd.online.recursive_gradient(None, short.family, short.model, short.ys, key=KEY)  # pyright: ignore

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import retrodict as rd
+from retrodict.online import LearnerState
 
 
 def model(weight: jax.Array) -> rd.StateSpaceModel:
@@ -35,12 +36,14 @@ def stream() -> jax.Array:
 
 
 @pytest.fixture(scope="module")
-def exact() -> rd.OnlineLearner:
-    optimiser = optax.adam(rd.robbins_monro(0.05))
-    return rd.OnlineLearner(None, model(jnp.zeros((2, 2))), rd.KalmanScore(), optimiser)
+def exact() -> rd.online.OnlineLearner:
+    optimiser = optax.adam(rd.online.robbins_monro(0.05))
+    return rd.online.OnlineLearner(
+        None, model(jnp.zeros((2, 2))), rd.online.KalmanScore(), optimiser
+    )
 
 
-def weight(learner: rd.OnlineLearner, state: rd.LearnerState) -> np.ndarray:
+def weight(learner: rd.online.OnlineLearner, state: LearnerState) -> np.ndarray:
     return np.asarray(learner.model(state).transition.weight)
 
 
@@ -48,7 +51,7 @@ def same(one, other) -> bool:
     return bool(eqx.tree_equal(one, other))
 
 
-def test_a_model_is_learned_from_a_stream(exact: rd.OnlineLearner, stream: jax.Array):
+def test_a_model_is_learned_from_a_stream(exact: rd.online.OnlineLearner, stream: jax.Array):
     state, rows = exact.scan(exact.init(jax.random.key(1)), stream)
     errors = np.abs(weight(exact, state) - TRUTH)
     assert np.max(errors) < 0.06
@@ -64,11 +67,11 @@ def test_a_model_is_learned_from_a_stream(exact: rd.OnlineLearner, stream: jax.A
 @pytest.mark.slow
 def test_a_family_and_a_model_are_learned_together(stream: jax.Array):
     start = model(jnp.zeros((2, 2)))
-    learner = rd.OnlineLearner(
+    learner = rd.online.OnlineLearner(
         rd.KalmanFamily(start),
         start,
-        rd.TruncatedBackprop(4),
-        optax.adam(rd.robbins_monro(0.05)),
+        rd.online.TruncatedBackprop(4),
+        optax.adam(rd.online.robbins_monro(0.05)),
     )
     state, rows = learner.scan(learner.init(jax.random.key(1)), stream)
     assert np.max(np.abs(weight(learner, state) - TRUTH)) < 0.06
@@ -81,7 +84,7 @@ def test_a_family_and_a_model_are_learned_together(stream: jax.Array):
 def test_constant_steps_follow_a_change():
     turned = [model(sign * 0.8 * jnp.eye(1)) for sign in (1, -1)]
     ys = [m.simulate(jax.random.key(i), 1500)[1] for i, m in enumerate(turned)]
-    learner = rd.OnlineLearner(None, turned[0], rd.KalmanScore(), optax.adam(5e-3))
+    learner = rd.online.OnlineLearner(None, turned[0], rd.online.KalmanScore(), optax.adam(5e-3))
     state, before = learner.scan(learner.init(jax.random.key(1)), ys[0])
     assert abs(weight(learner, state).item() - 0.8) < 0.1
     state, after = learner.scan(state, ys[1])
@@ -91,11 +94,11 @@ def test_constant_steps_follow_a_change():
 
 
 @pytest.fixture(scope="module")
-def windowed() -> rd.OnlineLearner:
+def windowed() -> rd.online.OnlineLearner:
     """A learner whose every part is exercised: a family that is learned, windows, two steps."""
     start = model(jnp.full((1, 1), 0.3))
     family = rd.KalmanFamily(start)
-    return rd.OnlineLearner(family, start, rd.TruncatedBackprop(2), steps_per_row=2)
+    return rd.online.OnlineLearner(family, start, rd.online.TruncatedBackprop(2), steps_per_row=2)
 
 
 def rough(num_rows: int) -> jax.Array:
@@ -104,7 +107,7 @@ def rough(num_rows: int) -> jax.Array:
     return ys.at[3:6].set(jnp.nan).at[8].set(1e6).at[12].set(1e200)
 
 
-def test_gaps_and_outliers_leave_no_trace_that_is_not_finite(windowed: rd.OnlineLearner):
+def test_gaps_and_outliers_leave_no_trace_that_is_not_finite(windowed: rd.online.OnlineLearner):
     state, rows = windowed.scan(windowed.init(jax.random.key(1)), rough(20))
     assert rows.skipped.tolist() == [k == 12 for k in range(20)]
     assert int(state.num_skipped) == 1
@@ -118,8 +121,8 @@ def test_gaps_and_outliers_leave_no_trace_that_is_not_finite(windowed: rd.Online
 def test_a_row_whose_step_overflows_does_not_stay_in_the_way():
     """It comes between two steps, is fine by itself, and no step over it is finite."""
     start = model(jnp.full((1, 1), 0.3))
-    learner = rd.OnlineLearner(
-        rd.KalmanFamily(start), start, rd.TruncatedBackprop(1, every=2), optax.adam(1e-2)
+    learner = rd.online.OnlineLearner(
+        rd.KalmanFamily(start), start, rd.online.TruncatedBackprop(1, every=2), optax.adam(1e-2)
     )
     ys = model(0.8 * jnp.eye(1)).simulate(jax.random.key(2), 40)[1].at[10].set(1e100)
     state, rows = learner.scan(learner.init(jax.random.key(1)), ys)
@@ -128,7 +131,9 @@ def test_a_row_whose_step_overflows_does_not_stay_in_the_way():
     assert np.count_nonzero(rows.gradient_norm[12:]) == 14
 
 
-def test_chunks_and_a_saved_state_go_on_to_the_last_bit(windowed: rd.OnlineLearner, tmp_path: Path):
+def test_chunks_and_a_saved_state_go_on_to_the_last_bit(
+    windowed: rd.online.OnlineLearner, tmp_path: Path
+):
     ys = rough(20)
     start = windowed.init(jax.random.key(1))
     whole, rows = windowed.scan(start, ys)
@@ -147,8 +152,8 @@ def test_chunks_and_a_saved_state_go_on_to_the_last_bit(windowed: rd.OnlineLearn
 def test_float32_stays_float32(x32: None, stream: jax.Array):
     ys = jnp.asarray(np.asarray(stream[:300]), jnp.float32)
     start = model(jnp.zeros((2, 2), jnp.float32))
-    optimiser = optax.adam(rd.robbins_monro(0.05))
-    learner = rd.OnlineLearner(None, start, rd.KalmanScore(), optimiser)
+    optimiser = optax.adam(rd.online.robbins_monro(0.05))
+    learner = rd.online.OnlineLearner(None, start, rd.online.KalmanScore(), optimiser)
     state, rows = learner.scan(learner.init(jax.random.key(1)), ys)
     assert weight(learner, state).dtype == np.float32
     assert rows.elbo_increment.dtype == jnp.float32
@@ -158,16 +163,16 @@ def test_float32_stays_float32(x32: None, stream: jax.Array):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
-    [rd.RecursiveScore(16), rd.RecursivePathwise(16), rd.TruncatedBackprop(2)],
+    [rd.online.RecursiveScore(16), rd.online.RecursivePathwise(16), rd.online.TruncatedBackprop(2)],
     ids=["score", "pathwise", "truncated"],
 )
 @pytest.mark.parametrize("kind", ["mixture", "nonlinear"])
-def test_families_that_draw_are_learned(method: rd.AbstractRecursiveGradient, kind: str):
+def test_families_that_draw_are_learned(method: rd.online.AbstractRecursiveGradient, kind: str):
     make = {"mixture": rd.MixtureFamily, "nonlinear": rd.NonlinearFamily}[kind]
     start = model(jnp.full((1, 1), 0.3))
     ys = model(0.8 * jnp.eye(1)).simulate(jax.random.key(2), 300)[1]
     family = make(jax.random.key(3), 1, 1, hidden=4, width=4).prepare(start, ys)
-    learner = rd.OnlineLearner(family, start, method, optax.adam(1e-2))
+    learner = rd.online.OnlineLearner(family, start, method, optax.adam(1e-2))
     state, rows = learner.scan(learner.init(jax.random.key(1)), ys)
     assert int(state.num_skipped) == 0
     assert jnp.mean(rows.elbo_increment[-100:]) > jnp.mean(rows.elbo_increment[:100])
@@ -175,25 +180,25 @@ def test_families_that_draw_are_learned(method: rd.AbstractRecursiveGradient, ki
 
 
 def test_step_sizes_shrink_as_asked():
-    schedule = rd.robbins_monro(0.1, exponent=0.75, warmup=10)
+    schedule = rd.online.robbins_monro(0.1, exponent=0.75, warmup=10)
     assert np.asarray(schedule(0)) == pytest.approx(0.01)
     assert np.asarray(schedule(9)) == pytest.approx(0.1)
     assert np.asarray(schedule(10 + 15)) == pytest.approx(0.1 * 16**-0.75)
     with pytest.raises(ValueError, match="exponent in"):
-        rd.robbins_monro(0.1, exponent=0.5)
+        rd.online.robbins_monro(0.1, exponent=0.5)
     with pytest.raises(ValueError, match="positive rate"):
-        rd.robbins_monro(0.0)
+        rd.online.robbins_monro(0.0)
 
 
 @pytest.mark.usefixtures("untyped")
-def test_wrong_arguments_are_refused(exact: rd.OnlineLearner):
+def test_wrong_arguments_are_refused(exact: rd.online.OnlineLearner):
     start = model(jnp.zeros((1, 1)))
     family = rd.KalmanFamily(start)
     with pytest.raises(TypeError, match="expects a family"):
-        rd.OnlineLearner(start, family, rd.KalmanScore())  # pyright: ignore
+        rd.online.OnlineLearner(start, family, rd.online.KalmanScore())  # pyright: ignore
     with pytest.raises(ValueError, match="nothing to learn"):
-        rd.OnlineLearner(None, start, rd.KalmanScore(), learn="family")
+        rd.online.OnlineLearner(None, start, rd.online.KalmanScore(), learn="family")
     with pytest.raises(ValueError, match="'family', 'model', 'both'"):
-        rd.OnlineLearner(family, start, rd.TruncatedBackprop(2), learn="all")
+        rd.online.OnlineLearner(family, start, rd.online.TruncatedBackprop(2), learn="all")
     with pytest.raises(ValueError, match="one observation"):
         exact.update(exact.init(jax.random.key(0)), jnp.zeros((1, 2)))

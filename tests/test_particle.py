@@ -17,6 +17,7 @@ import scipy.stats
 
 import retrodict as rd
 from bounded_law import Within
+from retrodict._exact import KalmanPosterior
 
 UNTYPED = cast(Any, rd)
 """The library as it is called by those who do not read types."""
@@ -93,7 +94,7 @@ def summary(found: rd.ParticlePosterior) -> dict[str, jax.Array]:
     }
 
 
-def exact_summary(exact: rd.KalmanPosterior, length: int) -> dict[str, np.ndarray]:
+def exact_summary(exact: KalmanPosterior, length: int) -> dict[str, np.ndarray]:
     laws = exact.chain.marginals()
     return {
         "mean": np.asarray(laws.mean),
@@ -181,11 +182,11 @@ def test_smoothed_moments_with_inputs_masks_and_padding():
     "options",
     [
         {},
-        {"backward": rd.RejectionBackward()},
-        {"backward": rd.MCMCBackward(2)},
-        {"backward": rd.Genealogy()},
-        {"lookahead": rd.mean_lookahead(LINEAR)},
-        {"resampling": "residual", "backward": rd.MCMCBackward(1)},
+        {"backward": rd.particles.RejectionBackward()},
+        {"backward": rd.particles.MCMCBackward(2)},
+        {"backward": rd.particles.Genealogy()},
+        {"lookahead": rd.particles.mean_lookahead(LINEAR)},
+        {"resampling": "residual", "backward": rd.particles.MCMCBackward(1)},
     ],
     ids=["exact", "rejection", "mcmc", "genealogy", "auxiliary", "residual"],
 )
@@ -195,10 +196,10 @@ def test_smoothed_moments_however_paths_are_drawn(options: dict):
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("backward", [rd.ExactBackward(), rd.MCMCBackward(2)])
-def test_smoothed_moments_under_a_guided_filter(backward: rd.AbstractBackwardSampler):
+@pytest.mark.parametrize("backward", [rd.particles.ExactBackward(), rd.particles.MCMCBackward(2)])
+def test_smoothed_moments_under_a_guided_filter(backward: rd.particles.AbstractBackwardSampler):
     exact = rd.kalman_smoother(LINEAR, YS)
-    options = {"proposal": rd.ChainProposal(exact.chain, 1.5), "backward": backward}
+    options = {"proposal": rd.particles.ChainProposal(exact.chain, 1.5), "backward": backward}
     check_means(smoothed(LINEAR, 200, 200, **options), exact_summary(exact, NUM_TIMES), 200)
 
 
@@ -264,7 +265,7 @@ def test_smoothed_moments_of_counts_under_heavy_tailed_moves():
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
     bound = float(scipy.stats.t.logpdf(0.0, 5.0, 0.0, 0.3))
     wanted = {"mean": np.asarray(exact.mean), "covariance": np.asarray(exact.covariance)}
-    for backward in (rd.ExactBackward(), rd.RejectionBackward(log_bound=bound)):
+    for backward in (rd.particles.ExactBackward(), rd.particles.RejectionBackward(log_bound=bound)):
         found = smoothed(model, 300, 100, ys, backward=backward)
         check_means(found, wanted, 300)
         ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
@@ -287,11 +288,13 @@ def filter_options(kind: str) -> dict[str, Any]:
     name, _, threshold = kind.partition(" ")
     options: dict[str, Any] = {"threshold": float(threshold or 0.5)}
     if name == "guided":
-        return options | {"proposal": rd.Guided(_guide_first, _guide)}
+        return options | {"proposal": rd.particles.Guided(_guide_first, _guide)}
     if name == "chain":
-        return options | {"proposal": rd.ChainProposal(rd.kalman_smoother(LINEAR, YS).chain)}
+        return options | {
+            "proposal": rd.particles.ChainProposal(rd.kalman_smoother(LINEAR, YS).chain)
+        }
     if name == "auxiliary":
-        return options | {"lookahead": rd.mean_lookahead(LINEAR)}
+        return options | {"lookahead": rd.particles.mean_lookahead(LINEAR)}
     if name == "both":
         return options | filter_options("guided") | filter_options("auxiliary 1.0")
     return options | {"resampling": name}
@@ -350,7 +353,7 @@ def test_the_exact_posterior_as_a_proposal_gives_the_exact_evidence():
         DRIVEN,
         ys,
         7,
-        proposal=rd.ChainProposal(exact.chain, inflation=1.0),
+        proposal=rd.particles.ChainProposal(exact.chain, inflation=1.0),
         threshold=1e-9,
         **rest,
     )
@@ -371,7 +374,7 @@ def test_a_lookahead_that_rules_out_every_particle_is_not_believed():
     ys = jnp.array([[0.0], [1.9]])
     options: dict[str, Any] = {"threshold": 1.0, "strict": False}
     found = rd.particle_filter(
-        jax.random.key(0), model, ys, 200, lookahead=rd.mean_lookahead(model), **options
+        jax.random.key(0), model, ys, 200, lookahead=rd.particles.mean_lookahead(model), **options
     )
     assert int(found.status) == 0
     density = scipy.stats.norm(0, np.sqrt(1.01))
@@ -720,7 +723,7 @@ def test_a_weight_that_is_no_number_is_named():
 @pytest.mark.slow
 def test_paths_that_coincide_are_reported():
     ys = LINEAR.simulate(jax.random.key(6), 60)[1]
-    found = rd.ffbsi(jax.random.key(0), LINEAR, ys, 30, backward=rd.Genealogy())
+    found = rd.ffbsi(jax.random.key(0), LINEAR, ys, 30, backward=rd.particles.Genealogy())
     counts = np.asarray(found.num_distinct)
     assert counts.min() < 10 <= counts.max()
     assert (int(found.status), int(found.status_time)) == (3, np.argmin(counts))
@@ -777,12 +780,14 @@ SMALL = np.zeros((3, 1))
             "ffbsi expects a backward sampler.*ExactBackward.*str",
         ),
         (
-            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, backward=rd.ExactBackward),
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, backward=rd.particles.ExactBackward),
             TypeError,
             "ffbsi expects a backward sampler",
         ),
         (
-            lambda: UNTYPED.ffbsi(KEY, STUDENT, SMALL, 5, backward=rd.RejectionBackward()),
+            lambda: UNTYPED.ffbsi(
+                KEY, STUDENT, SMALL, 5, backward=rd.particles.RejectionBackward()
+            ),
             ValueError,
             "upper bound.*DistributionKernel.*log_bound",
         ),
@@ -819,7 +824,7 @@ SMALL = np.zeros((3, 1))
                 LINEAR,
                 YS,
                 5,
-                proposal=rd.ChainProposal(rd.kalman_smoother(LINEAR, YS[:4]).chain),
+                proposal=rd.particles.ChainProposal(rd.kalman_smoother(LINEAR, YS[:4]).chain),
             ),
             ValueError,
             "made for 4 rows.*has 6",
@@ -840,7 +845,11 @@ SMALL = np.zeros((3, 1))
             TypeError,
             "function as its move, got NoneType",
         ),
-        (lambda: rd.mean_lookahead(STUDENT), TypeError, "Gaussian transition.*DistributionKernel"),
+        (
+            lambda: rd.particles.mean_lookahead(STUDENT),
+            TypeError,
+            "Gaussian transition.*DistributionKernel",
+        ),
     ],
 )
 def test_misuse_is_refused(call: Callable, kind: type[Exception], message: str):

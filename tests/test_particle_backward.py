@@ -17,10 +17,10 @@ import scipy.special
 import scipy.stats
 
 import retrodict as rd
-from retrodict._particles import backward as backward_module
-from retrodict._particles import resampling
-from retrodict._particles.exponential import power_of_two
-from retrodict._particles.pairs import Pairs
+from retrodict.particles import backward as backward_module
+from retrodict.particles import resampling
+from retrodict.particles.exponential import power_of_two
+from retrodict.particles.pairs import Pairs
 
 RARE = 1e-6
 SCHEMES = ("systematic", "stratified", "residual", "multinomial")
@@ -239,7 +239,7 @@ def probabilities(log_weights: np.ndarray, log_densities: np.ndarray) -> np.ndar
 
 
 def drawn(
-    sampler: rd.AbstractBackwardSampler,
+    sampler: rd.particles.AbstractBackwardSampler,
     kernel: rd.AbstractKernel,
     particles: np.ndarray,
     log_weights: np.ndarray,
@@ -261,7 +261,7 @@ def drawn(
 
 
 def counted(
-    sampler: rd.AbstractBackwardSampler,
+    sampler: rd.particles.AbstractBackwardSampler,
     kernel: rd.AbstractKernel,
     particles: np.ndarray,
     log_weights: np.ndarray,
@@ -300,31 +300,33 @@ def states(dim: int) -> np.ndarray:
 
 
 def sampler_name(value: Any) -> str | None:
-    return type(value).__name__ if isinstance(value, rd.AbstractBackwardSampler) else None
+    return type(value).__name__ if isinstance(value, rd.particles.AbstractBackwardSampler) else None
 
 
 @pytest.mark.parametrize(
     ("sampler", "dim", "count"),
     [
-        (rd.ExactBackward(), 1, 17),
-        (rd.ExactBackward(), 3, 300),
-        (rd.ExactBackward(), 40, 17),
-        (rd.RejectionBackward(), 3, 300),
-        pytest.param(rd.ExactBackward(), 5, 33, marks=more),
-        pytest.param(rd.ExactBackward(), 1, 1, marks=more),
-        pytest.param(rd.ExactBackward(), 1, 16, marks=more),
-        pytest.param(rd.ExactBackward(), 1, 300, marks=more),
-        pytest.param(rd.ExactBackward(), 3, 33, marks=more),
-        pytest.param(rd.ExactBackward(), 1, 5000, marks=more),
-        pytest.param(rd.ExactBackward(), 40, 300, marks=more),
-        pytest.param(rd.RejectionBackward(), 1, 17, marks=more),
-        pytest.param(rd.RejectionBackward(max_trials=2), 40, 300, marks=more),
-        pytest.param(rd.RejectionBackward(), 1, 1, marks=more),
-        pytest.param(rd.MCMCBackward(1), 1, 1, marks=more),
+        (rd.particles.ExactBackward(), 1, 17),
+        (rd.particles.ExactBackward(), 3, 300),
+        (rd.particles.ExactBackward(), 40, 17),
+        (rd.particles.RejectionBackward(), 3, 300),
+        pytest.param(rd.particles.ExactBackward(), 5, 33, marks=more),
+        pytest.param(rd.particles.ExactBackward(), 1, 1, marks=more),
+        pytest.param(rd.particles.ExactBackward(), 1, 16, marks=more),
+        pytest.param(rd.particles.ExactBackward(), 1, 300, marks=more),
+        pytest.param(rd.particles.ExactBackward(), 3, 33, marks=more),
+        pytest.param(rd.particles.ExactBackward(), 1, 5000, marks=more),
+        pytest.param(rd.particles.ExactBackward(), 40, 300, marks=more),
+        pytest.param(rd.particles.RejectionBackward(), 1, 17, marks=more),
+        pytest.param(rd.particles.RejectionBackward(max_trials=2), 40, 300, marks=more),
+        pytest.param(rd.particles.RejectionBackward(), 1, 1, marks=more),
+        pytest.param(rd.particles.MCMCBackward(1), 1, 1, marks=more),
     ],
     ids=sampler_name,
 )
-def test_law_under_a_gaussian_transition(sampler: rd.AbstractBackwardSampler, dim: int, count: int):
+def test_law_under_a_gaussian_transition(
+    sampler: rd.particles.AbstractBackwardSampler, dim: int, count: int
+):
     kernel = linear_kernel(dim, np.random.default_rng(dim))
     particles, log_weights = cloud(dim, count)
     xs = states(dim)
@@ -337,17 +339,17 @@ def test_law_under_a_gaussian_transition(sampler: rd.AbstractBackwardSampler, di
 @pytest.mark.parametrize(
     ("sampler", "dim", "count"),
     [
-        (rd.ExactBackward(), 1, 300),
-        (rd.RejectionBackward(log_bound=student_bound(1)), 1, 17),
-        pytest.param(rd.ExactBackward(), 1, 1, marks=more),
-        pytest.param(rd.ExactBackward(), 3, 17, marks=more),
-        pytest.param(rd.ExactBackward(), 40, 17, marks=more),
-        pytest.param(rd.RejectionBackward(3, student_bound(3) + 0.7), 3, 300, marks=more),
+        (rd.particles.ExactBackward(), 1, 300),
+        (rd.particles.RejectionBackward(log_bound=student_bound(1)), 1, 17),
+        pytest.param(rd.particles.ExactBackward(), 1, 1, marks=more),
+        pytest.param(rd.particles.ExactBackward(), 3, 17, marks=more),
+        pytest.param(rd.particles.ExactBackward(), 40, 17, marks=more),
+        pytest.param(rd.particles.RejectionBackward(3, student_bound(3) + 0.7), 3, 300, marks=more),
     ],
     ids=sampler_name,
 )
 def test_law_under_a_transition_of_another_kind(
-    sampler: rd.AbstractBackwardSampler, dim: int, count: int
+    sampler: rd.particles.AbstractBackwardSampler, dim: int, count: int
 ):
     particles, log_weights = cloud(dim, count)
     xs = states(dim)
@@ -370,7 +372,7 @@ def test_one_metropolis_move_has_the_law_it_should(general: bool):
     start = int(np.argsort(log_weights)[-3])
     moves = np.exp(log_weights) * np.minimum(1, np.exp(log_m - log_m[:, start, None]))
     moves[:, start] += 1 - moves.sum(1)
-    counts = counted(rd.MCMCBackward(1), kernel, particles, log_weights, xs, start)
+    counts = counted(rd.particles.MCMCBackward(1), kernel, particles, log_weights, xs, start)
     assert p_value(counts, moves) > RARE
 
 
@@ -385,11 +387,11 @@ def test_metropolis_moves_leave_the_backward_law_alone_and_lead_to_it():
     laws = probabilities(log_weights, linear_log_density(kernel, particles, xs))
     ratios = laws[:, np.isfinite(log_weights)] / np.exp(log_weights[np.isfinite(log_weights)])
     assert np.all((1 - 1 / ratios.max(1)) ** 16 < 2e-3)
-    counts = counted(rd.MCMCBackward(16), kernel, particles, log_weights, xs, 1)
+    counts = counted(rd.particles.MCMCBackward(16), kernel, particles, log_weights, xs, 1)
     assert p_value(counts, laws) > RARE
     rng = np.random.default_rng(0)
     starts = np.stack([rng.choice(300, 3000, p=law) for law in laws])
-    counts = counted(rd.MCMCBackward(2), kernel, particles, log_weights, xs, starts)
+    counts = counted(rd.particles.MCMCBackward(2), kernel, particles, log_weights, xs, starts)
     assert p_value(counts, laws) > RARE
 
 
@@ -422,9 +424,9 @@ def test_chunks_of_paths_are_drawn_as_all_at_once(general: bool, monkeypatch: py
     particles, log_weights = cloud(2, 50)
     xs = np.random.default_rng(1).normal(size=(37, 2))
     arrays = (kernel, particles, log_weights, xs, np.zeros(37, np.int32))
-    whole = drawn(rd.ExactBackward(), *arrays)
+    whole = drawn(rd.particles.ExactBackward(), *arrays)
     monkeypatch.setattr(backward_module, "LARGEST_TILE", 50 * 5 // (1 if general else 16))
-    np.testing.assert_array_equal(drawn(rd.ExactBackward(), *arrays), whole)
+    np.testing.assert_array_equal(drawn(rd.particles.ExactBackward(), *arrays), whole)
 
 
 @pytest.mark.parametrize("uniform", [0.0, np.nextafter(1.0, 0.0)])
@@ -462,15 +464,18 @@ def test_weights_and_densities_that_vanish_and_cancel(kind: Any, span: float, st
         log_weights.astype(np.float64), -0.5 * particles[:, 0].astype(np.float64)[None] ** 2
     )
     kernel = random_walk(1, kind)
-    counts = counted(rd.ExactBackward(), kernel, particles, log_weights, x, start % count, 20_000)
+    counts = counted(
+        rd.particles.ExactBackward(), kernel, particles, log_weights, x, start % count, 20_000
+    )
     assert p_value(counts, exact) > RARE
 
 
 @pytest.mark.parametrize(
-    "sampler", [rd.ExactBackward(), pytest.param(rd.RejectionBackward(), marks=more)]
+    "sampler",
+    [rd.particles.ExactBackward(), pytest.param(rd.particles.RejectionBackward(), marks=more)],
 )
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
-def test_weights_that_span_600_nats(sampler: rd.AbstractBackwardSampler, kind: Any):
+def test_weights_that_span_600_nats(sampler: rd.particles.AbstractBackwardSampler, kind: Any):
     rng = np.random.default_rng(0)
     log_weights = normalised(np.linspace(0, -600, 50)[rng.permutation(50)]).astype(kind)
     particles = rng.normal(size=(50, 1)).astype(kind)
@@ -510,24 +515,24 @@ def test_particles_far_from_the_origin_in_units_of_the_noise(
         log_weights.astype(float),
         linear_log_density(kernel, particles.astype(float), xs.astype(float)),
     )
-    counts = counted(rd.ExactBackward(), kernel, particles, log_weights, xs, 0)
+    counts = counted(rd.particles.ExactBackward(), kernel, particles, log_weights, xs, 0)
     assert p_value(counts, exact) > RARE
 
 
 @pytest.mark.parametrize(
     ("sampler", "general"),
     [
-        (rd.ExactBackward(), False),
-        (rd.ExactBackward(), True),
-        pytest.param(rd.RejectionBackward(2, 0.0), False, marks=more),
-        pytest.param(rd.RejectionBackward(2, 0.0), True, marks=more),
-        pytest.param(rd.MCMCBackward(5), False, marks=more),
-        pytest.param(rd.MCMCBackward(5), True, marks=more),
+        (rd.particles.ExactBackward(), False),
+        (rd.particles.ExactBackward(), True),
+        pytest.param(rd.particles.RejectionBackward(2, 0.0), False, marks=more),
+        pytest.param(rd.particles.RejectionBackward(2, 0.0), True, marks=more),
+        pytest.param(rd.particles.MCMCBackward(5), False, marks=more),
+        pytest.param(rd.particles.MCMCBackward(5), True, marks=more),
     ],
     ids=sampler_name,
 )
 def test_a_particle_without_weight_is_never_drawn(
-    sampler: rd.AbstractBackwardSampler, general: bool
+    sampler: rd.particles.AbstractBackwardSampler, general: bool
 ):
     # The particles without weight are those that are nearest to the states.
     rng = np.random.default_rng(0)
@@ -543,9 +548,12 @@ def test_a_particle_without_weight_is_never_drawn(
 
 
 @pytest.mark.parametrize(
-    "sampler", [rd.ExactBackward(), pytest.param(rd.RejectionBackward(), marks=more)]
+    "sampler",
+    [rd.particles.ExactBackward(), pytest.param(rd.particles.RejectionBackward(), marks=more)],
 )
-def test_a_state_that_no_particle_reaches_keeps_its_ancestor(sampler: rd.AbstractBackwardSampler):
+def test_a_state_that_no_particle_reaches_keeps_its_ancestor(
+    sampler: rd.particles.AbstractBackwardSampler,
+):
     ancestors = 3 * np.arange(6, dtype=np.int32)
     arrays = (np.zeros((20, 1)), np.full(20, -np.log(20)), np.full((6, 1), 1e6), ancestors)
     np.testing.assert_array_equal(drawn(sampler, random_walk(1), *arrays), ancestors)
@@ -558,14 +566,16 @@ def test_a_state_far_from_all_particles_goes_back_to_the_nearest(kind: Any, at: 
     particles = np.array([[0.0], [10.0], [0.5], [-3.0]], kind)
     log_weights, xs = np.full(4, -np.log(4), kind), np.full((5, 1), at, kind)
     kernel = random_walk(1, kind)
-    found = drawn(rd.ExactBackward(), kernel, particles, log_weights, xs, np.zeros(5, np.int32))
+    found = drawn(
+        rd.particles.ExactBackward(), kernel, particles, log_weights, xs, np.zeros(5, np.int32)
+    )
     np.testing.assert_array_equal(found, 1)
 
 
 def test_rejection_needs_a_bound_of_a_density_that_is_not_gaussian(key: jax.Array):
     pairs = Pairs.of(student_kernel(1), None, jnp.zeros((3, 1)))
     with pytest.raises(ValueError, match="upper bound.*DistributionKernel.*log_bound"):
-        rd.RejectionBackward().draw(
+        rd.particles.RejectionBackward().draw(
             key, pairs, jnp.full(3, -np.log(3)), jnp.zeros((2, 1)), jnp.zeros(2, jnp.int32)
         )
 
@@ -573,8 +583,8 @@ def test_rejection_needs_a_bound_of_a_density_that_is_not_gaussian(key: jax.Arra
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: rd.MCMCBackward(0), "num_moves"),
-        (lambda: rd.RejectionBackward(max_trials=0), "max_trials"),
+        (lambda: rd.particles.MCMCBackward(0), "num_moves"),
+        (lambda: rd.particles.RejectionBackward(max_trials=0), "max_trials"),
     ],
 )
 def test_samplers_refuse_counts_below_one(make: Callable, name: str):

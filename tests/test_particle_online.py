@@ -17,6 +17,8 @@ import scipy.stats
 
 import retrodict as rd
 from bounded_law import Within
+from retrodict._expectations import SecondMomentSums
+from retrodict.particles import AdditivePosterior
 
 UNTYPED = cast(Any, rd)
 """The library as it is called by those who do not read types."""
@@ -70,7 +72,7 @@ def exact_everything() -> Any:
         MODEL
     )
     # Entries above the diagonal of a factor are not looked at.
-    return mean.sum(0), rd.SecondMomentSums(within, between), score  # pyright: ignore
+    return mean.sum(0), SecondMomentSums(within, between), score  # pyright: ignore
 
 
 def check_averages(found: Any, exact: Any, num_particles: int) -> None:
@@ -95,9 +97,9 @@ def keys(count: int, seed: int = 0) -> jax.Array:
     ("verb", "options"),
     [
         (rd.paris, {}),
-        (rd.paris, {"backward": rd.ExactBackward(), "num_draws": 3}),
-        (rd.paris, {"backward": rd.MCMCBackward(2)}),
-        (rd.paris, {"backward": rd.Genealogy(), "resampling": "stratified"}),
+        (rd.paris, {"backward": rd.particles.ExactBackward(), "num_draws": 3}),
+        (rd.paris, {"backward": rd.particles.MCMCBackward(2)}),
+        (rd.paris, {"backward": rd.particles.Genealogy(), "resampling": "stratified"}),
         (rd.forward_smoother, {"resampling": "residual", "threshold": 1.0}),
         (rd.forward_smoother, {}),
     ],
@@ -109,7 +111,7 @@ def test_smoothed_functionals_of_a_linear_model(verb: Callable, options: dict):
 
     @jax.jit
     @jax.vmap
-    def run(key: jax.Array) -> rd.AdditivePosterior:
+    def run(key: jax.Array) -> AdditivePosterior:
         return verb(key, MODEL, ys, functional, 100, **options, **rest)
 
     found = run(keys(200))
@@ -133,7 +135,7 @@ def test_the_forward_smoother_is_what_many_draws_tend_to():
             ys,
             rd.StateSum(),
             50,
-            backward=rd.ExactBackward(),
+            backward=rd.particles.ExactBackward(),
             num_draws=draws,
         )
         np.testing.assert_allclose(found.log_evidence, whole.log_evidence, rtol=1e-12)
@@ -144,7 +146,7 @@ def test_the_forward_smoother_is_what_many_draws_tend_to():
 def test_forward_smoothing_is_the_sum_over_all_backward_probabilities():
     # The recursion on the particles of one filter, written out in numpy.
     ys = SCALAR.simulate(jax.random.key(1), 4)[1]
-    smoother = rd.OnlineSmoother(SCALAR, rd.SecondMoments(), 30, backward=None)
+    smoother = rd.online.OnlineSmoother(SCALAR, rd.SecondMoments(), 30, backward=None)
     state = smoother.init(jax.random.key(0), ys[0])
     x = np.asarray(state.particles)[:, 0]
     within, between = x**2, np.zeros(30)
@@ -171,11 +173,11 @@ def test_a_stream_is_as_a_whole_series():
         lambda before, x, data: {"x": data * x, "step": x - before},
         lambda x, data: {"x": x + data, "step": jnp.zeros(2)},
     )
-    sampler = rd.MCMCBackward(1)
+    sampler = rd.particles.MCMCBackward(1)
     whole = rd.paris(
         jax.random.key(0), MODEL, ys, functional, 40, data=data, backward=sampler, **rest
     )
-    smoother = rd.OnlineSmoother(MODEL, functional, 40, backward=sampler)
+    smoother = rd.online.OnlineSmoother(MODEL, functional, 40, backward=sampler)
     us, data = rest["inputs"], jnp.asarray(data)
     state = smoother.init(jax.random.key(0), ys[0], u=us[0], data=data[0])
     for k in range(1, 5):
@@ -210,7 +212,7 @@ def test_a_batch_is_as_its_series_one_by_one():
     ys, rest = series()
     lengths = jnp.array([5, 3])
 
-    def run(key: jax.Array, length: jax.Array) -> rd.AdditivePosterior:
+    def run(key: jax.Array, length: jax.Array) -> AdditivePosterior:
         return rd.paris(key, MODEL, ys, rd.StateSum(), 30, inputs=rest["inputs"], length=length)
 
     together = jax.jit(jax.vmap(run))(keys(2), lengths)
@@ -224,7 +226,7 @@ def test_a_batch_is_as_its_series_one_by_one():
 def test_a_single_particle():
     # The state of the one particle, at every time, whatever is drawn backward.
     ys = SCALAR.simulate(jax.random.key(1), 3)[1]
-    smoother = rd.OnlineSmoother(SCALAR, rd.StateSum(), 1)
+    smoother = rd.online.OnlineSmoother(SCALAR, rd.StateSum(), 1)
     state = smoother.init(jax.random.key(4), ys[0])
     total = state.particles[0]
     for y in ys[1:]:
@@ -244,7 +246,7 @@ def test_paris_under_moves_that_are_not_gaussian():
     ys = np.array([[1.0], [0.0], [3.0], [6.0], [2.0]])
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
     bound = float(scipy.stats.t.logpdf(0.0, 5.0, 0.0, 0.3))
-    sampler = rd.RejectionBackward(log_bound=bound)
+    sampler = rd.particles.RejectionBackward(log_bound=bound)
 
     @jax.jit
     @jax.vmap
@@ -346,7 +348,7 @@ def test_a_stream_says_when_it_failed():
         SCALAR,
         rd.DistributionKernel(lambda x: Within(x, 2.0)),
     )
-    smoother = rd.OnlineSmoother(model, rd.StateSum(), 20)
+    smoother = rd.online.OnlineSmoother(model, rd.StateSum(), 20)
     state = smoother.init(jax.random.key(0), jnp.zeros(1))
     for y in (0.5, 1000.0, 0.0, -1000.0):
         state = smoother.update(state, jnp.array([y]))

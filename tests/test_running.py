@@ -15,7 +15,7 @@ from scipy.stats import multivariate_normal
 import retrodict as rd
 from linear_models import random_mask, random_model
 from registry import FAMILIES
-from retrodict.online import samples
+from retrodict.online import RunningOutput, RunningState, samples
 from retrodict.online.followed import add_up
 from retrodict.online.weights import backward_law, log_weights
 
@@ -72,20 +72,20 @@ def family(name: str) -> Any:
 
 METHODS = {
     "exact": rd.Recursive(),
-    "all": rd.WeightedSamples(8, num_replicates=2),
-    "unbiased": rd.WeightedSamples(6, normalised=False, num_replicates=4000),
-    "paris": rd.WeightedSamples(8, 2, num_replicates=2),
+    "all": rd.online.WeightedSamples(8, num_replicates=2),
+    "unbiased": rd.online.WeightedSamples(6, normalised=False, num_replicates=4000),
+    "paris": rd.online.WeightedSamples(8, 2, num_replicates=2),
 }
 
 
 @functools.cache
-def running(name: str, method: str = "exact", **options: Any) -> rd.RunningPosterior:
-    return rd.RunningPosterior(
+def running(name: str, method: str = "exact", **options: Any) -> rd.online.RunningPosterior:
+    return rd.online.RunningPosterior(
         family(name), model(), functionals=FUNCTIONALS, lag=LAG, method=METHODS[method], **options
     )
 
 
-def read(posterior: rd.RunningPosterior, state: rd.RunningState, start: int, stop: int) -> Any:
+def read(posterior: rd.online.RunningPosterior, state: RunningState, start: int, stop: int) -> Any:
     """Reads some of the rows, padded with nonsense to the length of all: compiled once."""
     s, kept = stream(), np.arange(N)[:, None] < stop - start
     ys = np.where(kept & np.roll(s.mask, -start, 0), np.roll(s.ys, -start, 0), np.nan)
@@ -98,7 +98,7 @@ def read(posterior: rd.RunningPosterior, state: rd.RunningState, start: int, sto
 
 
 @functools.cache
-def whole(name: str, method: str = "exact") -> tuple[rd.RunningState, rd.RunningOutput]:
+def whole(name: str, method: str = "exact") -> tuple[RunningState, RunningOutput]:
     posterior = running(name, method)
     return read(posterior, posterior.init(KEY), 0, N)
 
@@ -172,7 +172,7 @@ def test_any_draws_give_the_log_evidence_under_the_exact_posterior(method: str):
     assert np.all(np.isnan(out.ess[1:])) if method == "paris" else np.all(out.ess > 1)
 
 
-def errors(name: str, out: rd.RunningOutput) -> tuple[np.ndarray, np.ndarray]:
+def errors(name: str, out: RunningOutput) -> tuple[np.ndarray, np.ndarray]:
     """Estimates less exact values at all rows after the first, and their standard errors."""
     exact = whole(name)[1]
 
@@ -185,8 +185,10 @@ def errors(name: str, out: rd.RunningOutput) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def sampled(name: str, method: rd.WeightedSamples) -> rd.RunningOutput:
-    posterior = rd.RunningPosterior(family(name), model(), functionals=FUNCTIONALS, method=method)
+def sampled(name: str, method: rd.online.WeightedSamples) -> RunningOutput:
+    posterior = rd.online.RunningPosterior(
+        family(name), model(), functionals=FUNCTIONALS, method=method
+    )
     return read(posterior, posterior.init(KEY), 0, N)[1]
 
 
@@ -200,7 +202,7 @@ def test_weights_that_are_not_normalised_are_unbiased():
 
 @functools.cache
 def biases(count: int, draws: int | None, replicates: int) -> tuple[np.ndarray, np.ndarray]:
-    method = rd.WeightedSamples(count, draws, num_replicates=replicates)
+    method = rd.online.WeightedSamples(count, draws, num_replicates=replicates)
     return errors("shifted", sampled("shifted", method))
 
 
@@ -236,7 +238,7 @@ def test_families_that_draw(name: str, draws: int | None):
     # 6 rows of 11 numbers, each beyond 5 joint standard errors with probability 6e-7; the bias of
     # 200 draws is below the standard errors of 8 replicates, which have heavier tails: 7 instead.
     s = stream()
-    out = sampled(name, rd.WeightedSamples(200, draws, num_replicates=8))
+    out = sampled(name, rd.online.WeightedSamples(200, draws, num_replicates=8))
 
     @jax.jit
     def at(length: jax.Array) -> Any:
@@ -344,7 +346,7 @@ def _single(tree: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", "all", "paris"])
 def test_single_precision(method: str):
-    posterior = rd.RunningPosterior(
+    posterior = rd.online.RunningPosterior(
         _single(family("kalman")),
         _single(model()),
         functionals=FUNCTIONALS,
@@ -396,8 +398,8 @@ def after_all_rows(name: str, named: dict[str, rd.AbstractFunctional], **options
     return at(chain)
 
 
-def last_row(name: str, named: dict[str, rd.AbstractFunctional], method: Any) -> rd.RunningOutput:
-    posterior = rd.RunningPosterior(family(name), functionals=named, method=method)
+def last_row(name: str, named: dict[str, rd.AbstractFunctional], method: Any) -> RunningOutput:
+    posterior = rd.online.RunningPosterior(family(name), functionals=named, method=method)
     return row(read(posterior, posterior.init(KEY), 0, N)[1], -1)
 
 
@@ -415,7 +417,7 @@ def test_every_functional_is_followed_by_draws(draws: int | None):
     # About 100 numbers, each beyond 7 joint standard errors, of which 16 replicates make up a part,
     # with probability below 5e-6. The bias of 400 draws is below these errors.
     named = every_functional(quadratic=False)
-    found = last_row("kalman", named, rd.WeightedSamples(400, draws, num_replicates=16))
+    found = last_row("kalman", named, rd.online.WeightedSamples(400, draws, num_replicates=16))
     options: Any = {"key": jax.random.key(4), "with_standard_error": True}
     exact = after_all_rows("kalman", named, estimator=rd.BackwardSampling(20_000), **options)
     for key, (value, error) in exact.items():
@@ -434,7 +436,7 @@ def test_every_functional_is_followed_by_draws(draws: int | None):
 def test_functionals_read_data_of_their_own():
     s, price = stream(), np.arange(1.0, N + 1)
     weighed = rd.StateFunctional(lambda x, data: data * x, quadratic=True)
-    posterior = rd.RunningPosterior(family("kalman"), functionals={"cost": weighed})
+    posterior = rd.online.RunningPosterior(family("kalman"), functionals={"cost": weighed})
     state = posterior.init(data={"cost": np.zeros(())})
     out = posterior.scan(
         state, s.ys, mask=s.mask, inputs=s.inputs, data={"cost": jnp.asarray(price)}
@@ -473,37 +475,37 @@ def test_misuse_is_refused(untyped: None):
     )
     wrong: Any = "nonsense"
     with pytest.raises(TypeError, match="WeightedSamples"):
-        rd.RunningPosterior(mixture, model())
+        rd.online.RunningPosterior(mixture, model())
     with pytest.raises(TypeError, match="a part of the lower bound"):
-        rd.RunningPosterior(kalman, bent)
+        rd.online.RunningPosterior(kalman, bent)
     with pytest.raises(TypeError, match="by name"):
-        rd.RunningPosterior(kalman, model(), functionals={"sum": wrong})
+        rd.online.RunningPosterior(kalman, model(), functionals={"sum": wrong})
     with pytest.raises(TypeError, match="expects the method"):
-        rd.RunningPosterior(kalman, model(), method=wrong)
+        rd.online.RunningPosterior(kalman, model(), method=wrong)
     with pytest.raises(ValueError, match="not negative"):
-        rd.RunningPosterior(kalman, model(), lag=-1)
+        rd.online.RunningPosterior(kalman, model(), lag=-1)
     with pytest.raises(TypeError, match="StateSpaceModel"):
-        rd.RunningPosterior(kalman, wrong)
+        rd.online.RunningPosterior(kalman, wrong)
     with pytest.raises(ValueError, match="state_dim"):
-        rd.RunningPosterior(kalman, random_model(np.random.default_rng(0), 3, 2, 1))
+        rd.online.RunningPosterior(kalman, random_model(np.random.default_rng(0), 3, 2, 1))
     with pytest.raises(ValueError, match="columns"):
-        rd.RunningPosterior(kalman, random_model(np.random.default_rng(0), 2, 3, 1))
+        rd.online.RunningPosterior(kalman, random_model(np.random.default_rng(0), 2, 3, 1))
     with pytest.raises(ValueError, match="init needs a key"):
         running("kalman", "all").init()
     with pytest.raises(ValueError, match="names of functionals"):
         running("kalman").update(whole("kalman")[0], np.zeros(2), u=np.zeros(1), data={"no": 1})
     with pytest.raises(ValueError, match="lag=0"):
-        rd.RunningPosterior(kalman, model()).flush(whole("kalman")[0])
+        rd.online.RunningPosterior(kalman, model()).flush(whole("kalman")[0])
     for options, message in [
         ({"num_samples": 1}, "at least 2"),
         ({"num_samples": 9, "num_draws": 1}, "at least 2"),
         ({"num_samples": 9, "num_draws": 2, "normalised": False}, "normalised"),
-        ({"num_samples": 9, "backward": rd.ExactBackward()}, "num_draws"),
+        ({"num_samples": 9, "backward": rd.particles.ExactBackward()}, "num_draws"),
     ]:
         with pytest.raises(ValueError, match=message):
-            rd.WeightedSamples(**options)
+            rd.online.WeightedSamples(**options)
     with pytest.raises(TypeError, match="no ancestors"):
-        rd.WeightedSamples(9, 2, backward=rd.MCMCBackward())
+        rd.online.WeightedSamples(9, 2, backward=rd.particles.MCMCBackward())
 
 
 def assert_same_but_skipped(found: Any, expected: Any) -> None:
@@ -522,7 +524,9 @@ def test_a_row_whose_likelihood_overflows_is_read_as_missing(size: float):
         rd.LinearGaussianKernel(0.9 * eye, jnp.zeros(1), 1e-5 * eye),
         rd.LinearGaussianKernel(eye, jnp.zeros(1), 1e-5 * eye),
     )
-    posterior = rd.RunningPosterior(rd.KalmanFamily(sharp), sharp, functionals=FUNCTIONALS, lag=LAG)
+    posterior = rd.online.RunningPosterior(
+        rd.KalmanFamily(sharp), sharp, functionals=FUNCTIONALS, lag=LAG
+    )
     ys = 1e-5 * np.random.default_rng(0).normal(size=(N, 1))
     ys[[0, 3]] = size
     missing = ys.copy()
@@ -542,7 +546,7 @@ def test_a_row_whose_likelihood_overflows_is_read_as_missing(size: float):
 
 def test_data_of_a_functional_that_overflow_are_left_out():
     linear = rd.StateFunctional(lambda x, data: data * x, quadratic=True)
-    posterior = rd.RunningPosterior(family("kalman"), functionals={"linear": linear})
+    posterior = rd.online.RunningPosterior(family("kalman"), functionals={"linear": linear})
     s, weights = stream(), np.ones(N)
     weights[2] = 1e308
     state = posterior.init(data={"linear": weights[0]})
@@ -555,7 +559,7 @@ def test_data_of_a_functional_that_overflow_are_left_out():
 
 
 def test_a_row_that_overflows_the_filter_is_read_as_missing():
-    live = rd.FixedLag(family("kalman"), LAG)
+    live = rd.online.FixedLag(family("kalman"), LAG)
     s = stream()
     ys = np.where(s.mask, s.ys, np.nan)
     ys[1], ys[4] = [1.7e308, -1.7e308], [-1.7e308, 1.7e308]

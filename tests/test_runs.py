@@ -56,7 +56,7 @@ def table(frame: pd.DataFrame) -> data.Table:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, table: data.Table) -> runs.Run:
     out = tmp_path_factory.mktemp("runs") / "nile"
-    return runs.fit(table, models.resolve("local_level"), out)
+    return runs.fit(table, models.load("local_level"), out)
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def test_a_fit_has_as_many_stages_as_it_says(copy: runs.Run, table: data.Table, 
     told = Told()
     again = runs.fit(table, copy.spec, copy.path, progress=told)
     assert len(told.ended) == runs.num_stages(table, copy.spec) == 2
-    assert runs.num_stages(table, models.resolve("poisson_counts")) == 3
+    assert runs.num_stages(table, models.load("poisson_counts")) == 3
     for name in ("_posterior", "_residuals"):
         monkeypatch.setattr(_check, name, lambda *_: [])
     monkeypatch.setattr(_check, "_hidden", lambda *_: runs.Finding("a", "b", "c", "good"))
@@ -670,7 +670,7 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     ys = np.array(ys)
     ys[7] = np.nan
     table = data.read({"count": ys[:, 0]})
-    run = runs.fit(table, models.resolve("poisson_counts"), tmp_path / "run", num_steps=60)
+    run = runs.fit(table, models.load("poisson_counts"), tmp_path / "run", num_steps=60)
     assert isinstance(run.family, rd.MixtureFamily)
     assert "on a grid of states" in run.record["results"]["uncertainty"]
     assert run.record["results"]["parameters"]["scale[count]"]["error"] > 0
@@ -750,7 +750,7 @@ def test_a_stream_of_irregular_times(tmp_path):
 def test_a_column_with_one_observed_value_is_no_data(tmp_path):
     table = data.read({"t": [1, 2, 3, 4], "y": [1.0, np.nan, np.nan, np.nan]})
     with pytest.raises(runs.RunError, match="column 'y': 1 observed value"):
-        runs.fit(table, models.resolve("local_level"), tmp_path / "run")
+        runs.fit(table, models.load("local_level"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -823,7 +823,7 @@ def test_memory_states_are_left_out_and_parameters_go_by_column(tmp_path, monkey
     table = data.read(tmp_path / "infl.csv")
     assert table.step == "1 month" and table.inserted == 0
     monkeypatch.setattr(_learn, "MOST_STEPS_OF_EVIDENCE", 2)
-    run = runs.fit(table, models.resolve("seasonal"), tmp_path / "run")
+    run = runs.fit(table, models.load("seasonal"), tmp_path / "run")
     assert run.spec.options == {"period": 12}
     parameters = run.record["results"]["parameters"]
     assert {"level_scale[[red]infl]", "prior.mean[season_lag10]"} <= set(parameters)
@@ -849,7 +849,7 @@ def test_the_unit_of_uneven_times_is_said(tmp_path, monkeypatch, capsys):
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.choice([2.0, 2.5, 7.1], size=30))
     table = data.read({"t": times, "y": rng.normal(size=30)}, step_input=True)
-    spec = models.resolve("local_level").with_options(["irregular=true"])
+    spec = models.load("local_level").with_options(["irregular=true"])
     monkeypatch.setattr(_learn, "MOST_STEPS_OF_EVIDENCE", 2)
     run = runs.fit(table, spec, tmp_path / "run")
     words = f"scales, slopes and rates are per step of {table.step_unit}, the median step"
@@ -918,7 +918,7 @@ def test_a_model_with_functions_of_ones_own_is_asked_for(pushed: runs.Run, tmp_p
 
     fitted = driven(weight=3.0, gain=lambda x: jnp.sin(x))
     kept = {name: pushed.record[name] for name in ("layout", "options", "data", "results")}
-    _record.write(tmp_path / "run", models.resolve(build), fitted, None, kept)
+    _record.write(tmp_path / "run", models.load(build), fitted, None, kept)
     with pytest.raises(runs.RunError, match=r"was given in Python.*model=\.\.\."):
         runs.open_run(tmp_path / "run")
     for given in (build, build()):
@@ -931,7 +931,7 @@ def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
     table = data.read({"y": np.arange(12.0), "u": np.ones(12)}, inputs="u")
 
     def settings(gain: Any, weight: float = 1.0) -> Any:
-        spec = models.resolve(driven(weight, gain))
+        spec = models.load(driven(weight, gain))
         return _learn._settings(table, spec, "mixture", 2000, 0)
 
     first = settings(lambda x: x**2)
@@ -972,9 +972,9 @@ def test_scales_without_a_wrapper_are_those_of_greatest_evidence(pushed: runs.Ru
 
 def test_what_is_not_a_model_is_refused():
     with pytest.raises(models.ModelError, match="must be a StateSpaceModel.*got int"):
-        models.resolve(lambda: 3)  # type: ignore[arg-type]
+        models.load(lambda: 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        models.resolve(3)  # type: ignore[arg-type]
+        models.load(3)  # type: ignore[arg-type]
 
 
 def test_a_closed_pipe_ends_a_command_quietly(run: runs.Run, monkeypatch, capsys):
@@ -1012,7 +1012,7 @@ def test_names_of_files_need_not_be_utf_8(copy: runs.Run):
 
 def test_two_processes_do_not_fit_to_one_folder(table: data.Table, tmp_path):
     """The folder is free again when the first ends; what a kill left of a file is no matter."""
-    spec = models.resolve("local_level")
+    spec = models.load("local_level")
     settings = _learn._settings(table, spec, "mixture", 2000, 0)
     (tmp_path / ".settings.json.1.partial").write_text("{")
     with contextlib.ExitStack() as held:

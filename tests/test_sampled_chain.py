@@ -679,7 +679,7 @@ def test_a_covered_chain_is_the_mixture_that_it_says():
         mean, scale, jnp.full((1, 1, 1), 0.8), jnp.full((1, 1), 0.1), jnp.full((1, 1, 1), 0.2)
     )
     wide = rd.Gaussian(jnp.zeros(1), 2.0 * jnp.eye(1))
-    chain = rd.covered(inner, wide, 0.25)
+    chain = rd.defensive_mixture(inner, wide, 0.25)
     path = jnp.array([[0.4], [-0.6]])
 
     def normal(x, m, s):
@@ -694,11 +694,11 @@ def test_a_covered_chain_is_the_mixture_that_it_says():
     assert float(ends.mean()) == pytest.approx(float(law.mean[0]), abs=5 * float(ends.std()) / 141)
     assert float(ends.var()) == pytest.approx(float(law.covariance[0, 0]), rel=0.1)
     # The filtering laws of the chain itself: that of the earlier time is what its kernel gets.
-    chain = rd.covered(inner, None, 0.25)
+    chain = rd.defensive_mixture(inner, None, 0.25)
     last = normal(-0.6, -0.2, 0.3)
     first = 0.75 * normal(0.4, 0.8 * -0.6 + 0.1, 0.2) + 0.25 * normal(0.4, 0.5, 0.3)
     assert float(chain.log_prob(path)) == pytest.approx(np.log(last * first), abs=1e-10)
     with pytest.raises(ValueError, match="between zero and one, got 1.5"):
-        rd.covered(inner, wide, 1.5)
+        rd.defensive_mixture(inner, wide, 1.5)
     with pytest.raises(ValueError, match=r"wide law of 1 states.*shape \(2,\)"):
-        rd.covered(inner, rd.Gaussian(jnp.zeros(2), jnp.eye(2)))
+        rd.defensive_mixture(inner, rd.Gaussian(jnp.zeros(2), jnp.eye(2)))

@@ -15,7 +15,7 @@ from linear_models import random_mask, random_model
 from registry import FAMILIES
 from retrodict._expectations.elbo import elbo_of_series
 from retrodict._expectations.expectation import Estimate
-from retrodict._families import infer_series
+from retrodict._families import AbstractFactorFamily, infer_series
 from retrodict._learning.batch import prepare_batch
 from retrodict._learning.objective import Objective
 from retrodict._learning.segments import _segments, elbo_in_segments
@@ -47,7 +47,7 @@ def batch_of(rng: np.random.Generator, inputs: int = 0, lengths: Any = LENGTHS) 
 
 
 def both_ways(
-    family: rd.AbstractFactorFamily,
+    family: AbstractFactorFamily,
     model: rd.StateSpaceModel,
     batch: Series,
     estimator: Any,

@@ -30,7 +30,7 @@ def test_a_scan_over_a_mesh_is_a_scan(reverse: bool):
     def both(weights: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(
             prefix_scan(lambda a, b: b @ a, weights, jnp.eye(2), reverse=reverse, parallel=p)
-            for p in (True, rd.time_mesh())
+            for p in (True, rd.distributed.time_mesh())
         )
 
     one, other = both(weights)
@@ -40,7 +40,7 @@ def test_a_scan_over_a_mesh_is_a_scan(reverse: bool):
 def test_rows_are_joined_alike_with_a_mesh_and_without():
     rows, one = jnp.arange(6.0).reshape(3, 2), jnp.array([7.0, 8.0])
     for join in (lambda p: prepended(one, rows, p), lambda p: appended(rows, one, p)):
-        np.testing.assert_array_equal(join(True), join(rd.time_mesh()))
+        np.testing.assert_array_equal(join(True), join(rd.distributed.time_mesh()))
 
 
 @pytest.mark.usefixtures("untyped")

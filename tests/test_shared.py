@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import retrodict as rd
-from retrodict.distributed import by_all, said_by_processes, sum_over_processes
+from retrodict.distributed import all_gather_object, by_all, sum_over_processes
 
 KEY = jax.random.key(0)
 
@@ -32,14 +32,14 @@ LENGTH = np.array([12, 12, 7, 9, 3])
 
 
 def test_one_process_alone_has_all_series() -> None:
-    assert rd.own_share(7) == slice(0, 7)
-    assert said_by_processes({"a": [1, None]}) == [{"a": [1, None]}]
+    assert rd.distributed.process_slice(7) == slice(0, 7)
+    assert all_gather_object({"a": [1, None]}) == [{"a": [1, None]}]
     assert by_all(lambda: 3) == 3
     np.testing.assert_array_equal(sum_over_processes(np.arange(3.0)), np.arange(3.0))
 
 
 def test_what_is_learned_from_shared_series_is_what_all_of_them_teach(ys: np.ndarray) -> None:
-    shared = rd.SharedSeries(ys, length=LENGTH)
+    shared = rd.data.SharedSeries(ys, length=LENGTH)
     assert repr(shared) == "SharedSeries(5 series, 12 rows, 1 columns; 5 own)"
     found, whole = (
         rd.fit_evidence(KEY, local_level(), given, num_steps=3, progress=False, length=length)
@@ -54,17 +54,17 @@ def test_what_is_learned_from_shared_series_is_what_all_of_them_teach(ys: np.nda
 
 
 def test_shared_series_that_do_not_fit_are_refused(ys: np.ndarray) -> None:
-    shared = rd.SharedSeries(ys)
+    shared = rd.data.SharedSeries(ys)
     with pytest.raises(ValueError, match=r"expects ys of shape \(own, time, obs\), got \(12, 1\)"):
-        rd.SharedSeries(ys[0])
+        rd.data.SharedSeries(ys[0])
     with pytest.raises(ValueError, match="one series or more in all, got none"):
-        rd.SharedSeries(ys[:0])
+        rd.data.SharedSeries(ys[:0])
     with pytest.raises(ValueError, match="reads length from the shared series; leave length out"):
         rd.fit_evidence(KEY, local_level(), shared, length=LENGTH)
     with pytest.raises(ValueError, match="shared over other devices than its mesh"):
         mesh = jax.make_mesh((1,), ("batch",))
         rd.fit_evidence(KEY, local_level(), shared, mesh=mesh)
     with pytest.raises(ValueError, match="must have 1 columns, got 2"):
-        rd.fit_evidence(KEY, local_level(), rd.SharedSeries(np.ones((3, 4, 2))))
+        rd.fit_evidence(KEY, local_level(), rd.data.SharedSeries(np.ones((3, 4, 2))))
     with pytest.raises(ValueError, match="give all series to each process"):
         rd.parameter_errors(KEY, local_level(), shared, method="louis")

@@ -28,8 +28,8 @@ class Job:
         monkeypatch.setattr(jax, "process_count", lambda: count)
         monkeypatch.setattr(jax, "process_index", lambda: self.local.index)
         for module in (processes, _shares, _stored):
-            monkeypatch.setattr(module, "said_by_processes", self.say)
-        monkeypatch.setattr(_shares, "own_share", self.share)
+            monkeypatch.setattr(module, "all_gather_object", self.say)
+        monkeypatch.setattr(_shares, "process_slice", self.share)
 
     def say(self, value: Any) -> list[Any]:
         self.barrier.wait()

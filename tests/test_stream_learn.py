@@ -62,7 +62,7 @@ def written_run(
             "uncertainty": "None.",
         },
     }
-    return _record.write(path, models.resolve(name), model, family, record, rows)
+    return _record.write(path, models.load(name), model, family, record, rows)
 
 
 @pytest.fixture
@@ -347,7 +347,7 @@ def test_scales_that_were_plain_are_plain_in_the_new_run():
         transition=rd.LinearGaussianKernel(eye, jnp.zeros(1), rd.Diagonal(jnp.ones(1))),
         emission=rd.Frozen(rd.LinearGaussianKernel(eye, jnp.zeros(1), eye)),
     )
-    learner = rd.OnlineLearner(None, plain, rd.KalmanScore())
+    learner = rd.online.OnlineLearner(None, plain, rd.online.KalmanScore())
     learned = learner.model(learner.init(jax.random.key(0)))
     learned = models.with_parameters(learned, {"transition.scale_tril.std": 3.0})
     found = _adopt.as_before(plain, learned)

@@ -8,8 +8,8 @@ import pytest
 import retrodict as rd
 from retrodict._linearised.smoother import smooth_from_paths
 from retrodict._model import prepare_data
-from retrodict._particles.tempered import tempered_smoother
 from retrodict.bounds import reference
+from retrodict.particles.tempered import tempered_smoother
 
 ERROR = 0.02
 MODEL = rd.StateSpaceModel(

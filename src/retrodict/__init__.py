@@ -3,20 +3,23 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from retrodict import bounds as bounds
     from retrodict import data as data
+    from retrodict import distributed as distributed
     from retrodict import models as models
+    from retrodict import online as online
+    from retrodict import particles as particles
+    from retrodict import runs as runs
     from retrodict._chains import AbstractBackwardChain as AbstractBackwardChain
     from retrodict._chains import AbstractBackwardKernel as AbstractBackwardKernel
-    from retrodict._chains import AbstractKernelChain as AbstractKernelChain
     from retrodict._chains import LinearGaussianChain as LinearGaussianChain
     from retrodict._chains import SampledChain as SampledChain
-    from retrodict._chains import covered as covered
+    from retrodict._chains import defensive_mixture as defensive_mixture
     from retrodict._checkpoint import CheckpointError as CheckpointError
     from retrodict._checkpoint import load as load
     from retrodict._checkpoint import save as save
     from retrodict._exact import Grid as Grid
     from retrodict._exact import GridPosterior as GridPosterior
-    from retrodict._exact import KalmanPosterior as KalmanPosterior
     from retrodict._exact import grid_smoother as grid_smoother
     from retrodict._exact import kalman_smoother as kalman_smoother
     from retrodict._expectations import AbstractEstimator as AbstractEstimator
@@ -24,22 +27,16 @@ if TYPE_CHECKING:
     from retrodict._expectations import AdditiveFunctional as AdditiveFunctional
     from retrodict._expectations import BackwardSampling as BackwardSampling
     from retrodict._expectations import ClosedForm as ClosedForm
-    from retrodict._expectations import Estimate as Estimate
     from retrodict._expectations import Forecast as Forecast
     from retrodict._expectations import InitialTerm as InitialTerm
     from retrodict._expectations import LogJoint as LogJoint
-    from retrodict._expectations import Marginals as Marginals
     from retrodict._expectations import Observations as Observations
     from retrodict._expectations import PairTerm as PairTerm
     from retrodict._expectations import Quadrature as Quadrature
     from retrodict._expectations import RaoBlackwellised as RaoBlackwellised
     from retrodict._expectations import Recursive as Recursive
-    from retrodict._expectations import RecursiveState as RecursiveState
-    from retrodict._expectations import RunningElbo as RunningElbo
-    from retrodict._expectations import RunningElboState as RunningElboState
     from retrodict._expectations import Score as Score
     from retrodict._expectations import SecondMoments as SecondMoments
-    from retrodict._expectations import SecondMomentSums as SecondMomentSums
     from retrodict._expectations import StateFunctional as StateFunctional
     from retrodict._expectations import StateSum as StateSum
     from retrodict._expectations import StateTerm as StateTerm
@@ -50,13 +47,11 @@ if TYPE_CHECKING:
     from retrodict._expectations import marginals as marginals
     from retrodict._expectations import observations as observations
     from retrodict._expectations import predictive as predictive
-    from retrodict._families import AbstractFactorFamily as AbstractFactorFamily
     from retrodict._families import AbstractFamily as AbstractFamily
     from retrodict._families import AbstractLinearGaussianFamily as AbstractLinearGaussianFamily
     from retrodict._families import AbstractSampledFamily as AbstractSampledFamily
     from retrodict._families import AssimilationFamily as AssimilationFamily
     from retrodict._families import ConjugateFamily as ConjugateFamily
-    from retrodict._families import Factor as Factor
     from retrodict._families import GatedFamily as GatedFamily
     from retrodict._families import KalmanFamily as KalmanFamily
     from retrodict._families import MixtureFamily as MixtureFamily
@@ -75,20 +70,14 @@ if TYPE_CHECKING:
     from retrodict._laws import GaussianMixture as GaussianMixture
     from retrodict._laws import NaturalGaussian as NaturalGaussian
     from retrodict._laws import kl_divergence as kl_divergence
-    from retrodict._learning import AbstractSeriesStore as AbstractSeriesStore
-    from retrodict._learning import EMResult as EMResult
-    from retrodict._learning import EvidenceResult as EvidenceResult
     from retrodict._learning import FitResult as FitResult
     from retrodict._learning import ParameterErrors as ParameterErrors
-    from retrodict._learning import SharedSeries as SharedSeries
     from retrodict._learning import em as em
     from retrodict._learning import fit as fit
     from retrodict._learning import fit_evidence as fit_evidence
-    from retrodict._learning import own_share as own_share
     from retrodict._learning import parameter_errors as parameter_errors
     from retrodict._linearised import Cubature as Cubature
     from retrodict._linearised import GaussHermite as GaussHermite
-    from retrodict._linearised import LinearisedPosterior as LinearisedPosterior
     from retrodict._linearised import Taylor as Taylor
     from retrodict._linearised import Unscented as Unscented
     from retrodict._linearised import extended_smoother as extended_smoother
@@ -101,78 +90,19 @@ if TYPE_CHECKING:
     from retrodict._parameters import Positive as Positive
     from retrodict._parameters import PositiveTril as PositiveTril
     from retrodict._parameters import unwrap as unwrap
-    from retrodict._particles import AbstractBackwardSampler as AbstractBackwardSampler
-    from retrodict._particles import AbstractProposal as AbstractProposal
-    from retrodict._particles import AdditivePosterior as AdditivePosterior
-    from retrodict._particles import ChainProposal as ChainProposal
-    from retrodict._particles import ExactBackward as ExactBackward
-    from retrodict._particles import Genealogy as Genealogy
-    from retrodict._particles import Guided as Guided
-    from retrodict._particles import GuidedPosterior as GuidedPosterior
-    from retrodict._particles import ImportancePosterior as ImportancePosterior
-    from retrodict._particles import MCMCBackward as MCMCBackward
-    from retrodict._particles import OnlineSmoother as OnlineSmoother
-    from retrodict._particles import OnlineState as OnlineState
-    from retrodict._particles import ParticleFilterPosterior as ParticleFilterPosterior
-    from retrodict._particles import ParticlePosterior as ParticlePosterior
-    from retrodict._particles import RejectionBackward as RejectionBackward
-    from retrodict._particles import ffbsi as ffbsi
-    from retrodict._particles import forward_smoother as forward_smoother
-    from retrodict._particles import guided_smoother as guided_smoother
-    from retrodict._particles import importance_smoother as importance_smoother
-    from retrodict._particles import importance_weighted_bound as importance_weighted_bound
-    from retrodict._particles import mean_lookahead as mean_lookahead
-    from retrodict._particles import paris as paris
-    from retrodict._particles import particle_filter as particle_filter
-    from retrodict._smooth import Simulated as Simulated
     from retrodict._smooth import Smoothed as Smoothed
     from retrodict._smooth import simulate_like as simulate_like
     from retrodict._smooth import smooth as smooth
-    from retrodict.bounds import AnyBounded as AnyBounded
-    from retrodict.bounds import AnyLipschitz as AnyLipschitz
-    from retrodict.bounds import ErrorBound as ErrorBound
-    from retrodict.bounds import FiniteBounds as FiniteBounds
-    from retrodict.bounds import FiniteProblem as FiniteProblem
-    from retrodict.bounds import Mixing as Mixing
-    from retrodict.bounds import PosteriorCheck as PosteriorCheck
     from retrodict.bounds import check_posterior as check_posterior
-    from retrodict.bounds import dobrushin as dobrushin
     from retrodict.bounds import error_bound as error_bound
-    from retrodict.bounds import finite_bounds as finite_bounds
-    from retrodict.bounds import h1_constants as h1_constants
-    from retrodict.bounds import h2_constants as h2_constants
-    from retrodict.bounds import total_variation as total_variation
-    from retrodict.bounds import two_state_counterexample as two_state_counterexample
-    from retrodict.distributed import ProcessLostError as ProcessLostError
-    from retrodict.distributed import initialise_distributed as initialise_distributed
-    from retrodict.distributed import sharded_vmap as sharded_vmap
-    from retrodict.distributed import time_mesh as time_mesh
-    from retrodict.online import AbstractFeatures as AbstractFeatures
-    from retrodict.online import AbstractRecursiveGradient as AbstractRecursiveGradient
-    from retrodict.online import FixedLag as FixedLag
-    from retrodict.online import KalmanScore as KalmanScore
-    from retrodict.online import LaggedLearner as LaggedLearner
-    from retrodict.online import LaggedLearnerOutput as LaggedLearnerOutput
-    from retrodict.online import LaggedLearnerState as LaggedLearnerState
-    from retrodict.online import LagMoments as LagMoments
-    from retrodict.online import LagOutput as LagOutput
-    from retrodict.online import LagRows as LagRows
-    from retrodict.online import LagState as LagState
-    from retrodict.online import LearnerOutput as LearnerOutput
-    from retrodict.online import LearnerState as LearnerState
-    from retrodict.online import OnlineLearner as OnlineLearner
-    from retrodict.online import QuadraticFeatures as QuadraticFeatures
-    from retrodict.online import RandomFeatures as RandomFeatures
-    from retrodict.online import RecursivePathwise as RecursivePathwise
-    from retrodict.online import RecursiveScore as RecursiveScore
-    from retrodict.online import RowGradient as RowGradient
-    from retrodict.online import RunningOutput as RunningOutput
-    from retrodict.online import RunningPosterior as RunningPosterior
-    from retrodict.online import RunningState as RunningState
-    from retrodict.online import TruncatedBackprop as TruncatedBackprop
-    from retrodict.online import WeightedSamples as WeightedSamples
-    from retrodict.online import recursive_gradient as recursive_gradient
-    from retrodict.online import robbins_monro as robbins_monro
+    from retrodict.particles import ParticlePosterior as ParticlePosterior
+    from retrodict.particles import ffbsi as ffbsi
+    from retrodict.particles import forward_smoother as forward_smoother
+    from retrodict.particles import guided_smoother as guided_smoother
+    from retrodict.particles import importance_smoother as importance_smoother
+    from retrodict.particles import importance_weighted_bound as importance_weighted_bound
+    from retrodict.particles import paris as paris
+    from retrodict.particles import particle_filter as particle_filter
 else:
     from retrodict._lazy import lazily
 

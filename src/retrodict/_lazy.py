@@ -26,7 +26,8 @@ def lazily(
 
     def load(name: str) -> Any:
         if name not in places:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            hint = "" if name.startswith("_") else _hint(package, name, places)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         place = places[name]
         if place == package:  # a namespace within the package
             found: Any = importlib.import_module(f"{package}.{name}")
@@ -36,6 +37,14 @@ def lazily(
         return found
 
     return load, lambda: sorted({*vars(module), *places}), sorted(places)
+
+
+def _hint(package: str, name: str, places: dict[str, str]) -> str:
+    """Name the namespace of the package that has this attribute, if there is one."""
+    for namespace in [place for place, module in places.items() if module == package]:
+        if hasattr(importlib.import_module(f"{package}.{namespace}"), name):
+            return f"; use {package}.{namespace}.{name}"
+    return ""
 
 
 def _places(package: str) -> dict[str, str]:

@@ -95,7 +95,9 @@ class DefensiveKernel(AbstractBackwardKernel):
         return DefensiveLaw(self.chain.kernel_law(step.inner, x), step.wide, self.share)
 
 
-def covered(chain: AbstractKernelChain, wide: Gaussian | None, share: float = 0.1) -> SampledChain:
+def defensive_mixture(
+    chain: AbstractKernelChain, wide: Gaussian | None, share: float = 0.1
+) -> SampledChain:
     """A chain whose filtering laws and backward kernels are mixed with a wide law.
 
     A chain that is badly trained may leave out part of the posterior, and weights do not find what
@@ -112,7 +114,7 @@ def covered(chain: AbstractKernelChain, wide: Gaussian | None, share: float = 0.
         >>> import jax, jax.numpy as jnp, retrodict as rd
         >>> family = rd.RecurrentFamily(jax.random.key(0), state_dim=1, obs_dim=1)
         >>> wide = rd.Gaussian(jnp.zeros(1), 3.0 * jnp.eye(1))
-        >>> rd.covered(family.infer(jnp.ones((5, 1))), wide, 0.2).num_times
+        >>> rd.defensive_mixture(family.infer(jnp.ones((5, 1))), wide, 0.2).num_times
         5
 
     Args:
@@ -127,16 +129,16 @@ def covered(chain: AbstractKernelChain, wide: Gaussian | None, share: float = 0.
     """
     if not isinstance(chain, AbstractKernelChain):
         raise TypeError(
-            "covered expects a chain with filtering laws and backward kernels, got"
+            "defensive_mixture expects a chain with filtering laws and backward kernels, got"
             f" {type(chain).__name__}."
         )
     if not 0 < share < 1:
-        raise ValueError(f"covered expects a share between zero and one, got {share}.")
+        raise ValueError(f"defensive_mixture expects a share between zero and one, got {share}.")
     n, d = chain.num_times, chain.state_dim
     if wide is not None and wide.mean.shape != (d,):
         raise ValueError(
-            f"covered expects one wide law of {d} states as the chain has, or None, got a mean of"
-            f" shape {wide.mean.shape}."
+            f"defensive_mixture expects one wide law of {d} states as the chain has, or None, got"
+            f" a mean of shape {wide.mean.shape}."
         )
     shares = jnp.full(n, share, chain.laws.mean.dtype)
     if wide is None:

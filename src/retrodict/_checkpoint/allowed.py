@@ -91,29 +91,43 @@ CLASSES: dict[str, str] = {
         TraceState ZoomLinesearchInfo
     """,
     "retrodict": """
-        AdditiveFunctional AdditivePosterior AnyBounded AnyLipschitz AssimilationFamily
-        BackwardSampling Bounded ChainProposal ClosedForm ConjugateFamily Cubature Diagonal
-        DistributionKernel EMResult ErrorBound Estimate EvidenceResult ExactBackward Factor
-        FiniteBounds FiniteProblem FitResult FixedLag Forecast Frozen GatedFamily GaussHermite
-        Gaussian GaussianMixture Genealogy Grid GridPosterior Guided GuidedPosterior
-        ImportancePosterior InitialTerm KalmanFamily KalmanPosterior KalmanScore LagMoments
-        LagOutput LagRows LagState LaggedLearnerOutput LaggedLearnerState LearnerOutput LearnerState
-        LinearGaussianChain LinearGaussianKernel LinearisedPosterior LogJoint MCMCBackward Marginals
-        Mixing MixtureFamily NaturalGaussian NonlinearFamily NonlinearGaussianKernel Observations
-        OnlineSmoother OnlineState PairTerm ParameterErrors ParticleFilterPosterior
-        ParticlePosterior Positive PositiveTril PosteriorCheck QuadraticFeatures Quadrature
-        RandomFeatures RaoBlackwellised RecurrentFamily Recursive RecursivePathwise RecursiveScore
-        RecursiveState RejectionBackward RowGradient RunningElbo RunningElboState RunningOutput
-        RunningPosterior RunningState SampledChain ScanFamily Score SecondMomentSums SecondMoments
-        Simulated Smoothed StateFunctional StateSpaceModel StateSum StateTerm Taylor
-        TruncatedBackprop Unscented VaryingLinearGaussianKernel WeightedSamples
+        AdditiveFunctional AssimilationFamily BackwardSampling Bounded ClosedForm
+        ConjugateFamily Cubature Diagonal DistributionKernel FitResult Forecast Frozen
+        GatedFamily GaussHermite Gaussian GaussianMixture Grid GridPosterior InitialTerm
+        KalmanFamily LinearGaussianChain LinearGaussianKernel LogJoint MixtureFamily
+        NaturalGaussian NonlinearFamily NonlinearGaussianKernel Observations PairTerm
+        ParameterErrors ParticlePosterior Positive PositiveTril Quadrature RaoBlackwellised
+        RecurrentFamily Recursive SampledChain ScanFamily Score SecondMoments Smoothed
+        StateFunctional StateSpaceModel StateSum StateTerm Taylor Unscented
+        VaryingLinearGaussianKernel
+    """,
+    "retrodict._exact.kalman_smoother": "KalmanPosterior",
+    "retrodict._expectations.elbo": "RunningElboState",
+    "retrodict._expectations.expectation": "Estimate Marginals",
+    "retrodict._expectations.recursive": "RecursiveState",
+    "retrodict._learning.em": "EMResult",
+    "retrodict._learning.fit_evidence": "EvidenceResult",
+    "retrodict._linearised.posterior": "LinearisedPosterior",
+    "retrodict._smooth.simulate_like": "Simulated",
+    "retrodict.bounds": """
+        AnyBounded AnyLipschitz ErrorBound FiniteBounds FiniteProblem Mixing PosteriorCheck
+    """,
+    "retrodict.online": """
+        FixedLag KalmanScore LagMoments LagOutput LagRows LagState LaggedLearnerOutput
+        LaggedLearnerState LearnerOutput LearnerState OnlineSmoother QuadraticFeatures
+        RandomFeatures RecursivePathwise RecursiveScore RowGradient RunningElbo RunningOutput
+        RunningPosterior RunningState TruncatedBackprop WeightedSamples
+    """,
+    "retrodict.particles": """
+        AdditivePosterior ChainProposal ExactBackward Genealogy Guided GuidedPosterior
+        ImportancePosterior MCMCBackward OnlineState ParticleFilterPosterior RejectionBackward
     """,
     # Private records of which the public ones are made.
     "retrodict.bounds.finite.bounds": "FiniteContributions",
     "retrodict.bounds.finite.quantities": "FiniteQuantities",
     "retrodict._chains.defensive": "DefensiveKernel DefensiveLaw DefensiveStep",
     "retrodict._numerics.ldl": "Factored",
-    "retrodict._families.base": "Row",
+    "retrodict._families.base": "Factor Row",
     "retrodict._families.network": "Embedded RecurrentState Transition",
     "retrodict._families.readout": "BackwardStart",
     "retrodict._families.recursions": "GaussianState",
@@ -126,7 +140,9 @@ CLASSES: dict[str, str] = {
         MixtureCorrection NonlinearKernel NonlinearMixtureKernel NonlinearStep
     """,
     "retrodict._families.scan": "ScanLayer ScanState",
-    "retrodict._expectations.functionals": "LogEmission LogPrior LogTransition",
+    "retrodict._expectations.functionals": """
+        LogEmission LogPrior LogTransition SecondMomentSums
+    """,
     "retrodict._exact.grid.diagnosis": "Diagnostics ErrorEstimate",
     "retrodict._exact.grid.posterior": "Held",
     "retrodict._exact.grid.transition": "BlockedTransition DenseTransition SeparableTransition",
@@ -142,8 +158,8 @@ CLASSES: dict[str, str] = {
     "retrodict.online.sensitivity": "Followed Numbers",
     "retrodict.online.truncated": "TruncatedState",
     "retrodict._parameters": "StationaryCoefficients",
-    "retrodict._particles.cloud": "Filter",
-    "retrodict._particles.proposal": "_MeanLookahead",
+    "retrodict.particles.cloud": "Filter",
+    "retrodict.particles.proposal": "_MeanLookahead",
     "retrodict._learning.train": "TrainHistory TrainState",
     "retrodict.models._counts": "BinomialLaw NegativeBinomialLaw PoissonLaw",
     "retrodict.models._equations": """
@@ -188,9 +204,60 @@ RENAMED: dict[str, str] = {
     "retrodict._online.score": "retrodict.online.score",
     "retrodict._online.sensitivity": "retrodict.online.sensitivity",
     "retrodict._online.truncated": "retrodict.online.truncated",
-    "retrodict._particle.cloud": "retrodict._particles.cloud",
-    "retrodict._particle.proposal": "retrodict._particles.proposal",
+    "retrodict._particle.cloud": "retrodict.particles.cloud",
+    "retrodict._particle.proposal": "retrodict.particles.proposal",
     "retrodict._train": "retrodict._learning.train",
+    "retrodict:AdditivePosterior": "retrodict.particles:AdditivePosterior",
+    "retrodict:AnyBounded": "retrodict.bounds:AnyBounded",
+    "retrodict:AnyLipschitz": "retrodict.bounds:AnyLipschitz",
+    "retrodict:ChainProposal": "retrodict.particles:ChainProposal",
+    "retrodict:EMResult": "retrodict._learning.em:EMResult",
+    "retrodict:ErrorBound": "retrodict.bounds:ErrorBound",
+    "retrodict:Estimate": "retrodict._expectations.expectation:Estimate",
+    "retrodict:EvidenceResult": "retrodict._learning.fit_evidence:EvidenceResult",
+    "retrodict:ExactBackward": "retrodict.particles:ExactBackward",
+    "retrodict:Factor": "retrodict._families.base:Factor",
+    "retrodict:FiniteBounds": "retrodict.bounds:FiniteBounds",
+    "retrodict:FiniteProblem": "retrodict.bounds:FiniteProblem",
+    "retrodict:FixedLag": "retrodict.online:FixedLag",
+    "retrodict:Genealogy": "retrodict.particles:Genealogy",
+    "retrodict:Guided": "retrodict.particles:Guided",
+    "retrodict:GuidedPosterior": "retrodict.particles:GuidedPosterior",
+    "retrodict:ImportancePosterior": "retrodict.particles:ImportancePosterior",
+    "retrodict:KalmanPosterior": "retrodict._exact.kalman_smoother:KalmanPosterior",
+    "retrodict:KalmanScore": "retrodict.online:KalmanScore",
+    "retrodict:LagMoments": "retrodict.online:LagMoments",
+    "retrodict:LagOutput": "retrodict.online:LagOutput",
+    "retrodict:LagRows": "retrodict.online:LagRows",
+    "retrodict:LagState": "retrodict.online:LagState",
+    "retrodict:LaggedLearnerOutput": "retrodict.online:LaggedLearnerOutput",
+    "retrodict:LaggedLearnerState": "retrodict.online:LaggedLearnerState",
+    "retrodict:LearnerOutput": "retrodict.online:LearnerOutput",
+    "retrodict:LearnerState": "retrodict.online:LearnerState",
+    "retrodict:LinearisedPosterior": "retrodict._linearised.posterior:LinearisedPosterior",
+    "retrodict:MCMCBackward": "retrodict.particles:MCMCBackward",
+    "retrodict:Marginals": "retrodict._expectations.expectation:Marginals",
+    "retrodict:Mixing": "retrodict.bounds:Mixing",
+    "retrodict:OnlineSmoother": "retrodict.online:OnlineSmoother",
+    "retrodict:OnlineState": "retrodict.particles:OnlineState",
+    "retrodict:ParticleFilterPosterior": "retrodict.particles:ParticleFilterPosterior",
+    "retrodict:PosteriorCheck": "retrodict.bounds:PosteriorCheck",
+    "retrodict:QuadraticFeatures": "retrodict.online:QuadraticFeatures",
+    "retrodict:RandomFeatures": "retrodict.online:RandomFeatures",
+    "retrodict:RecursivePathwise": "retrodict.online:RecursivePathwise",
+    "retrodict:RecursiveScore": "retrodict.online:RecursiveScore",
+    "retrodict:RecursiveState": "retrodict._expectations.recursive:RecursiveState",
+    "retrodict:RejectionBackward": "retrodict.particles:RejectionBackward",
+    "retrodict:RowGradient": "retrodict.online:RowGradient",
+    "retrodict:RunningElbo": "retrodict.online:RunningElbo",
+    "retrodict:RunningElboState": "retrodict._expectations.elbo:RunningElboState",
+    "retrodict:RunningOutput": "retrodict.online:RunningOutput",
+    "retrodict:RunningPosterior": "retrodict.online:RunningPosterior",
+    "retrodict:RunningState": "retrodict.online:RunningState",
+    "retrodict:SecondMomentSums": "retrodict._expectations.functionals:SecondMomentSums",
+    "retrodict:Simulated": "retrodict._smooth.simulate_like:Simulated",
+    "retrodict:TruncatedBackprop": "retrodict.online:TruncatedBackprop",
+    "retrodict:WeightedSamples": "retrodict.online:WeightedSamples",
 }
 """Modules that were renamed since version 0.1, whose files name them as they were."""
 

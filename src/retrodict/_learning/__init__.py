@@ -13,7 +13,6 @@ from retrodict._learning.fit_evidence import fit_evidence as fit_evidence
 from retrodict._learning.information.parameter_errors import parameter_errors as parameter_errors
 from retrodict._learning.information.result import ParameterErrors as ParameterErrors
 from retrodict._learning.shared import SharedSeries as SharedSeries
-from retrodict._learning.shared import own_share as own_share
 from retrodict._learning.stored import AbstractSeriesStore as AbstractSeriesStore
 from retrodict._learning.stored import Arrays as Arrays
 from retrodict._learning.train import ProgressLine as ProgressLine

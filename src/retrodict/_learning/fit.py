@@ -46,11 +46,11 @@ from retrodict._learning.train import (
 )
 from retrodict._model import StateSpaceModel, learnable
 from retrodict._parameters import unwrap
-from retrodict._particles import particle_filter
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 from retrodict.distributed import MeshLike, Parallel, as_mesh, together, writes_for
+from retrodict.particles import particle_filter
 
 NUM_GRADED = 256
 """How many training series grade the parameters where nothing is held out."""

@@ -14,50 +14,18 @@ from retrodict._learning.batch import batch_for, num_series
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._series import Series, prepare_batch
 from retrodict._validate import as_real_array
-from retrodict.distributed import MeshLike, as_mesh, by_all, said_by_processes
-
-
-def own_share(num_series: int, *, mesh: MeshLike = "all") -> slice:
-    """Which of all series this process is to hold, as `SharedSeries` takes them.
-
-    Each device has equally many, those at the end of the last ones are filled up. A process has
-    those of its devices: all series if it is alone, and none if the others have enough devices.
-
-    Args:
-        num_series: how many there are in all processes.
-        mesh: the devices over which they lie, as in `fit`.
-
-    Raises:
-        ValueError: if the devices of a process are not next to each other in the mesh.
-    """
-    places = _places(num_series, as_mesh(mesh))
-    return slice(min(places.start, num_series), min(places.stop, num_series))
-
-
-def _places(num_series: int, mesh: Mesh | None) -> slice:
-    """The series of this process's devices, with those that fill them up."""
-    if mesh is None:
-        return slice(0, num_series)
-    each = -(-num_series // mesh.size)
-    rows = NamedSharding(mesh, P(mesh.axis_names))
-    parts = rows.addressable_devices_indices_map((each * mesh.size,)).values()
-    begins = sorted({(index[0].start or 0) for index in parts if index is not None})
-    if not begins:
-        raise ValueError(
-            f"Process {jax.process_index()} has no device in the mesh over which series are shared;"
-            ' give mesh="all", or a mesh with devices of all processes.'
-        )
-    if begins[-1] - begins[0] != each * (len(begins) - 1):
-        raise ValueError(
-            "Series are shared out in the order of the mesh, in which the devices of each process"
-            f" must be next to each other; those of process {jax.process_index()} are not. Give"
-            ' mesh="all", or a mesh of jax.devices() in their order.'
-        )
-    return slice(begins[0], begins[-1] + each)
+from retrodict.distributed import (
+    MeshLike,
+    all_gather_object,
+    as_mesh,
+    by_all,
+    device_slice,
+    process_slice,
+)
 
 
 class SharedSeries:
-    """Series of which each process holds its share, in the order of `own_share`.
+    """Series of which each process holds its share, in the order of `process_slice`.
 
     `fit` and `fit_evidence` take them as `ys`, and so does `parameter_errors` for linear-Gaussian
     models. What they find is, up to rounding, what the same call with all series would find. All
@@ -68,15 +36,15 @@ class SharedSeries:
         >>> walk = rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1))
         >>> model = rd.StateSpaceModel(rd.Gaussian(jnp.zeros(1), jnp.eye(1)), walk, walk)
         >>> every = jax.random.normal(jax.random.key(0), (10, 20, 1))
-        >>> mine = every[rd.own_share(10)]  # read from a file, these rows alone
-        >>> series = rd.SharedSeries(mine)
+        >>> mine = every[rd.distributed.process_slice(10)]  # read from a file, these rows alone
+        >>> series = rd.data.SharedSeries(mine)
         >>> found = rd.fit_evidence(jax.random.key(1), model, series, num_steps=5, progress=False)
         >>> series.num_series, found.status
         (10, 'finished')
 
     Args:
         ys: this process's series, of shape `(own, time, obs)`, padded to the same number of rows
-            in all processes; `own` is 0 where `own_share` is empty.
+            in all processes; `own` is 0 where `process_slice` is empty.
         mask: true where an entry was seen, of the shape of `ys`.
         inputs: inputs, of shape `(own, time, input)`.
         length: how many rows exist, one integer a series; in all processes, or in none.
@@ -115,7 +83,7 @@ class SharedSeries:
             )
         own = by_all(lambda: _prepared(ys, mask, inputs, length))
         count = num_series(own)
-        said = said_by_processes(
+        said = all_gather_object(
             {
                 "count": count,
                 "numbers of rows and columns": own.ys.shape[1:],
@@ -133,13 +101,13 @@ class SharedSeries:
         self.num_series = sum(each["count"] for each in said)
         if not self.num_series:
             raise ValueError("SharedSeries expects one series or more in all, got none.")
-        share = by_all(lambda: own_share(self.num_series, mesh=self.mesh))
-        fits = said_by_processes(count == share.stop - share.start)
+        share = by_all(lambda: process_slice(self.num_series, mesh=self.mesh))
+        fits = all_gather_object(count == share.stop - share.start)
         if not all(fits):
             raise ValueError(
                 f"SharedSeries: process {jax.process_index()} holds {count} of"
                 f" {self.num_series} series, and must hold {share.stop - share.start}, those of"
-                f" own_share({self.num_series}). The same is asked of all processes."
+                f" process_slice({self.num_series}). The same is asked of all processes."
             )
         if own.mask is None and any(each["masks"] for each in said):
             own = eqx.tree_at(
@@ -175,7 +143,7 @@ def _spread(own: Series, count: int, mesh: Mesh | None) -> Series:
     if mesh is None:
         return own
     own = _or_another(own)
-    places, total = _places(count, mesh), -(-count // mesh.size) * mesh.size
+    places, total = device_slice(count, mesh), -(-count // mesh.size) * mesh.size
     index = np.minimum(np.arange(places.stop - places.start), num_series(own) - 1)
     rows = NamedSharding(mesh, P(mesh.axis_names))
 
@@ -197,12 +165,12 @@ def _or_another(own: Series) -> Series:
     What fills up counts nothing, but is computed with: other values might not be possible ones. All
     processes must call it.
     """
-    counts = said_by_processes(num_series(own))
+    counts = all_gather_object(num_series(own))
     if all(counts):
         return own
     speaks = jax.process_index() == next(who for who, count in enumerate(counts) if count)
     arrays = (own.ys, own.mask, own.inputs, own.length)
-    said = said_by_processes(
+    said = all_gather_object(
         [a if a is None else (a[:1].tolist(), str(a.dtype)) for a in arrays] if speaks else None
     )
     if num_series(own):

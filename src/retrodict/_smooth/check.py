@@ -80,7 +80,7 @@ def pick(tree: Any, index: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[index] if eqx.is_array(leaf) else leaf, tree)
 
 
-def call_witnesses(key: PRNGKey, model: StateSpaceModel, batch: Series) -> list[Witness]:
+def run_references(key: PRNGKey, model: StateSpaceModel, batch: Series) -> list[Witness]:
     """Compute references for some of the series, evenly spread over the batch."""
     count = num_series(batch)
     chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_CHECKED)).round().astype(int))

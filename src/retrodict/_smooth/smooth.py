@@ -21,7 +21,7 @@ from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussia
 from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._smooth.amortise import train_family
-from retrodict._smooth.check import Grade, Witness, call_witnesses, grade, pick
+from retrodict._smooth.check import Grade, Witness, grade, pick, run_references
 from retrodict._types import PRNGKey
 from retrodict._validate import as_real_array, check_count, check_key
 from retrodict.bounds import options_of
@@ -327,7 +327,7 @@ def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
         posterior = _linearised(model, batch)
         return Answer(posterior.chain, "linearised", f"{_status(posterior)}. {lacking}", False)
     witness_key, linear_key, key = jax.random.split(key, 3)
-    witnesses = call_witnesses(witness_key, model, batch) if request.check else []
+    witnesses = run_references(witness_key, model, batch) if request.check else []
     if method == "amortised":
         answer = _amortised(key, request, witnesses)[0]
         return answer._replace(reason=prelude + answer.reason)

@@ -22,7 +22,7 @@ from retrodict._checkpoint import CheckpointError, load, save
 from retrodict._families import AbstractFamily
 from retrodict._learning import FitResult, fit
 from retrodict._workspace.files import as_json, make_writable, write_atomically
-from retrodict.distributed import by_all, is_main_process, wait_for_processes, word_of_main
+from retrodict.distributed import broadcast_from_main, by_all, is_main_process, wait_for_processes
 
 T = TypeVar("T")
 Stage = dict[str, np.ndarray]
@@ -211,10 +211,10 @@ class Folder:
             pass
         except CheckpointError as error:
             damage = str(error)
-        if word_of_main(bool(damage)):
+        if broadcast_from_main(bool(damage)):
             self._set_aside(place, damage)
             return None
-        if not word_of_main(found is not None):
+        if not broadcast_from_main(found is not None):
             return None
         if found is None:
             raise FileNotFoundError(
@@ -226,7 +226,7 @@ class Folder:
     def _set_aside(self, place: Path, why: str) -> bool:
         """Renames a file that is of no use, and the one before it that a fit keeps; whether any."""
         found = [p for p in (place, place.with_name(place.name + ".previous")) if p.exists()]
-        some = bool(word_of_main(len(found)))
+        some = bool(broadcast_from_main(len(found)))
         if self._writes:
             for path in found:
                 os.replace(path, path.with_name(path.name + ".damaged"))

@@ -28,3 +28,19 @@ from retrodict.bounds.reference import Reference as Reference
 from retrodict.bounds.reference import find_reference as find_reference
 from retrodict.bounds.reference import options_of as options_of
 from retrodict.bounds.reference import root_mean_square as root_mean_square
+
+__all__ = [
+    "AnyBounded",
+    "AnyLipschitz",
+    "FiniteBounds",
+    "FiniteProblem",
+    "Mixing",
+    "check_posterior",
+    "dobrushin",
+    "error_bound",
+    "finite_bounds",
+    "h1_constants",
+    "h2_constants",
+    "total_variation",
+    "two_state_counterexample",
+]

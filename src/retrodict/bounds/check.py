@@ -16,7 +16,6 @@ from retrodict._expectations import check_chain, common_length
 from retrodict._laws import Gaussian, scale_solve
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._parameters import unwrap
-from retrodict._particles import K_HAT_GOOD, ParticlePosterior, log_weights_of, pareto_shape
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 from retrodict.bounds.distances import sample_moments
@@ -28,6 +27,7 @@ from retrodict.bounds.reference import (
     from_particles,
     root_mean_square,
 )
+from retrodict.particles import K_HAT_GOOD, ParticlePosterior, log_weights_of, pareto_shape
 
 TAIL = 1e-3
 """States with less than this mass of the chain further out are where it has none to speak of."""

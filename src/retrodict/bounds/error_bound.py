@@ -11,7 +11,6 @@ from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._exact import GridPosterior
 from retrodict._expectations import AbstractFunctional
 from retrodict._model import StateSpaceModel
-from retrodict._particles import ParticlePosterior
 from retrodict._types import Scalar
 from retrodict.bounds import methods, wasserstein
 from retrodict.bounds.estimate import by_particles
@@ -25,6 +24,7 @@ from retrodict.bounds.problem import (
     Problem,
     prepare,
 )
+from retrodict.particles import ParticlePosterior
 
 Method: TypeAlias = Literal[
     "exact",
@@ -124,7 +124,7 @@ def error_bound(
         ...     )
         >>> xs, ys = model(0.9).simulate(jax.random.key(0), num_times=50)
         >>> chain = rd.kalman_smoother(model(0.8), ys).chain
-        >>> bound = rd.error_bound(model(0.9), chain, ys, rd.AnyLipschitz())
+        >>> bound = rd.error_bound(model(0.9), chain, ys, rd.bounds.AnyLipschitz())
         >>> exact = rd.error_bound(model(0.9), chain, ys, rd.StateSum())
         >>> exact.method, bool(exact.value <= bound.value), bound.rigorous
         ('exact', True, True)

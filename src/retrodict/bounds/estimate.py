@@ -12,12 +12,12 @@ from jaxtyping import Array, Float
 
 from retrodict._chains import LinearGaussianChain
 from retrodict._expectations import AbstractFunctional
-from retrodict._particles import ParticlePosterior, ffbsi
 from retrodict.bounds.by_time import along_paths, closed_form_by_time
 from retrodict.bounds.distances import empirical_distance, gaussian_distance, sample_moments
 from retrodict.bounds.gains import reach
 from retrodict.bounds.methods import Found, largest
 from retrodict.bounds.problem import Declined, Problem
+from retrodict.particles import ParticlePosterior, ffbsi
 
 
 def by_particles(problem: Problem) -> Found:

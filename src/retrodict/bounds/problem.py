@@ -27,11 +27,11 @@ from retrodict._kernels import AbstractLinearGaussianKernel
 from retrodict._laws import dense_scale
 from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, prepare_data
 from retrodict._parameters import unwrap
-from retrodict._particles import ParticlePosterior
 from retrodict._series import Series
 from retrodict._types import Scalar
 from retrodict._validate import check_count, check_key, is_concrete
 from retrodict.bounds import on_grid, wasserstein
+from retrodict.particles import ParticlePosterior
 
 MISFIT = 1e-6
 """How much of a law may be missing on a grid that stands for the exact posterior."""

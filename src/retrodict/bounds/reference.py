@@ -19,9 +19,9 @@ from retrodict._chains import LinearGaussianChain
 from retrodict._exact import Grid, GridPosterior, Status, grid_smoother
 from retrodict._linearised import check_moments, iterated_smoother, smooth_from_paths
 from retrodict._model import StateSpaceModel, check_densities
-from retrodict._particles import ParticlePosterior, log_weights_of, tempered_smoother
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
+from retrodict.particles import ParticlePosterior, log_weights_of, tempered_smoother
 
 NUM_RUNS = 3
 """How many independent particle smoothers must agree."""

@@ -67,7 +67,7 @@ def join(
         try:
             # JAX would abort the process with a trace of its own, so it waits for longer.
             patience = WAIT_SECONDS + 60
-            rd.initialise_distributed(coordinator, num_processes, process_id, wait_seconds=patience)
+            rd.distributed.initialise(coordinator, num_processes, process_id, wait_seconds=patience)
         except ValueError as error:
             if coordinator is not None:
                 raise
@@ -150,7 +150,7 @@ def ended_together() -> Iterator[None]:
     """
     try:
         yield
-    except rd.ProcessLostError as error:
+    except rd.distributed.ProcessLostError as error:
         sys.stderr.write(f"\nretrodict: error: {error}\n")
         sys.stderr.flush()
         os._exit(LOST)

@@ -206,7 +206,7 @@ def fit(
         speaks = join(distributed, coordinator, num_processes, process_id)
         if out is not None and not dry_run:
             runs.check_folder(out)
-        spec = models.resolve(model).with_options(options or ())
+        spec = models.load(model).with_options(options or ())
         given = {
             "time": time,
             "series": series or None,

@@ -1,5 +1,7 @@
 """Tables in and results out: files, pandas, xarray and arrays."""
 
+from retrodict._learning import AbstractSeriesStore as AbstractSeriesStore
+from retrodict._learning import SharedSeries as SharedSeries
 from retrodict.data._arviz import to_arviz as to_arviz
 from retrodict.data._errors import DataError as DataError
 from retrodict.data._live import LiveReader as LiveReader

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from retrodict._learning import SharedSeries, own_share
+from retrodict._learning import SharedSeries
 from retrodict.data._chunked import NetcdfSeries, ParquetRows, TextRows
 from retrodict.data._errors import DataError, optional
 from retrodict.data._files import SEPARATORS
@@ -22,7 +22,7 @@ from retrodict.data._source import Source, frame_source
 from retrodict.data._summary import Summary, add_up
 from retrodict.data._table import MOST_LEADING_ROWS, Table
 from retrodict.data._timestamps import kind_of_times
-from retrodict.distributed import by_all, said_by_processes
+from retrodict.distributed import all_gather_object, by_all, process_slice
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -129,7 +129,7 @@ def read_shared(source: str | os.PathLike[str], **layout: Any) -> Table | Shared
     names = ("series", "columns", "inputs")
     layout |= {name: [layout[name]] for name in names if isinstance(layout.get(name), str)}
     index = by_all(lambda: _index_of(Path(source), os.fspath(source), layout))
-    sizes = said_by_processes(None if index is None else [index.count, int(index.rows.sum())])
+    sizes = all_gather_object(None if index is None else [index.count, int(index.rows.sum())])
     if any(size != sizes[0] for size in sizes):
         seen = ["none, or few rows" if size is None else f"{size[1]} rows" for size in sizes]
         raise DataError(
@@ -142,15 +142,15 @@ def read_shared(source: str | os.PathLike[str], **layout: Any) -> Table | Shared
     in_own_unit = leading.step_unit is not None and leading.step is None
     if leading.num_series == index.count or (in_own_unit and not layout.get("step_unit")):
         return by_all(lambda: read(source, **layout))
-    share = own_share(index.count)
+    share = process_slice(index.count)
     own, kind = by_all(lambda: _own(index, share, leading.layout))
-    kinds = [kind for kind in said_by_processes(kind) if kind is not None]
+    kinds = [kind for kind in all_gather_object(kind) if kind is not None]
     if len(set(kinds)) > 1:
         raise DataError(
             f"{index.name}, column {leading.time_name!r}: the times of some series are {kinds[0]},"
             f" and those of others {next(k for k in kinds if k != kinds[0])}; write all in one way."
         )
-    said = said_by_processes(None if own is None else own.summary.to_dict())
+    said = all_gather_object(None if own is None else own.summary.to_dict())
     summary = add_up([Summary.from_dict(part) for part in said if part is not None])
     summary = dataclasses.replace(
         summary, notes=tuple(dict.fromkeys(leading.notes + summary.notes))

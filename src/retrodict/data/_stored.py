@@ -17,7 +17,7 @@ from retrodict.data._reader import read
 from retrodict.data._source import Source
 from retrodict.data._summary import Summary, add_up
 from retrodict.data._table import Table
-from retrodict.distributed import by_all, said_by_processes
+from retrodict.distributed import all_gather_object, by_all
 
 T = TypeVar("T")
 
@@ -242,7 +242,7 @@ def _from_all(looks: dict[int, _Look]) -> dict[int, _Look]:
     own = {number: (look.summary.to_dict(), look.identifiers) for number, look in looks.items()}
     return {
         int(number): _Look(Summary.from_dict(summary), identifiers)
-        for said in said_by_processes(own)
+        for said in all_gather_object(own)
         for number, (summary, identifiers) in said.items()
     }
 

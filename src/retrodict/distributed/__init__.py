@@ -3,24 +3,26 @@
 from retrodict.distributed.mesh import MeshLike as MeshLike
 from retrodict.distributed.mesh import as_mesh as as_mesh
 from retrodict.distributed.mesh import automatic as automatic
+from retrodict.distributed.mesh import device_slice as device_slice
 from retrodict.distributed.mesh import fill_up as fill_up
 from retrodict.distributed.mesh import is_spread as is_spread
 from retrodict.distributed.mesh import lay as lay
 from retrodict.distributed.mesh import num_devices as num_devices
+from retrodict.distributed.mesh import process_slice as process_slice
 from retrodict.distributed.mesh import rows_where_they_lie as rows_where_they_lie
 from retrodict.distributed.mesh import said_by_all as said_by_all
 from retrodict.distributed.mesh import sharded_vmap as sharded_vmap
 from retrodict.distributed.mesh import to_hosts as to_hosts
 from retrodict.distributed.mesh import writes_for as writes_for
 from retrodict.distributed.processes import ProcessLostError as ProcessLostError
+from retrodict.distributed.processes import all_gather_object as all_gather_object
+from retrodict.distributed.processes import broadcast_from_main as broadcast_from_main
 from retrodict.distributed.processes import by_all as by_all
-from retrodict.distributed.processes import initialise_distributed as initialise_distributed
+from retrodict.distributed.processes import initialise as initialise
 from retrodict.distributed.processes import is_main_process as is_main_process
-from retrodict.distributed.processes import said_by_processes as said_by_processes
 from retrodict.distributed.processes import sum_over_processes as sum_over_processes
 from retrodict.distributed.processes import together as together
 from retrodict.distributed.processes import wait_for_processes as wait_for_processes
-from retrodict.distributed.processes import word_of_main as word_of_main
 from retrodict.distributed.time_sharding import Parallel as Parallel
 from retrodict.distributed.time_sharding import appended as appended
 from retrodict.distributed.time_sharding import laid_out as laid_out
@@ -28,3 +30,11 @@ from retrodict.distributed.time_sharding import mesh_of as mesh_of
 from retrodict.distributed.time_sharding import prepended as prepended
 from retrodict.distributed.time_sharding import scan_over_devices as scan_over_devices
 from retrodict.distributed.time_sharding import time_mesh as time_mesh
+
+__all__ = [
+    "ProcessLostError",
+    "initialise",
+    "process_slice",
+    "sharded_vmap",
+    "time_mesh",
+]

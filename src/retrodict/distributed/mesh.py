@@ -170,7 +170,7 @@ def sharded_vmap(
         >>> import jax, jax.numpy as jnp, retrodict as rd
         >>> walk = rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1))
         >>> model = rd.StateSpaceModel(rd.Gaussian(jnp.zeros(1), jnp.eye(1)), walk, walk)
-        >>> smooth = rd.sharded_vmap(
+        >>> smooth = rd.distributed.sharded_vmap(
         ...     lambda model, ys: rd.kalman_smoother(model, ys).chain.marginals().mean, (None, 0)
         ... )
         >>> smooth(model, jnp.ones((5, 10, 1))).shape
@@ -239,3 +239,42 @@ def _size_of(mapped: Sequence[Any]) -> int:
             f" {', '.join(map(str, shapes))}."
         )
     return sizes.pop()
+
+
+def process_slice(num_series: int, *, mesh: MeshLike = "all") -> slice:
+    """Return which of all series this process is to hold, as `data.SharedSeries` takes them.
+
+    Each device has equally many, those at the end of the last ones are filled up. A process has
+    those of its devices: all series if it is alone, and none if the others have enough devices.
+
+    Args:
+        num_series: how many there are in all processes.
+        mesh: the devices over which they lie, as in `fit`.
+
+    Raises:
+        ValueError: if the devices of a process are not next to each other in the mesh.
+    """
+    places = device_slice(num_series, as_mesh(mesh))
+    return slice(min(places.start, num_series), min(places.stop, num_series))
+
+
+def device_slice(num_series: int, mesh: Mesh | None) -> slice:
+    """Return the series of this process's devices, with those that fill them up."""
+    if mesh is None:
+        return slice(0, num_series)
+    each = -(-num_series // mesh.size)
+    rows = NamedSharding(mesh, P(mesh.axis_names))
+    parts = rows.addressable_devices_indices_map((each * mesh.size,)).values()
+    begins = sorted({(index[0].start or 0) for index in parts if index is not None})
+    if not begins:
+        raise ValueError(
+            f"Process {jax.process_index()} has no device in the mesh over which series are shared;"
+            ' give mesh="all", or a mesh with devices of all processes.'
+        )
+    if begins[-1] - begins[0] != each * (len(begins) - 1):
+        raise ValueError(
+            "Series are shared out in the order of the mesh, in which the devices of each process"
+            f" must be next to each other; those of process {jax.process_index()} are not. Give"
+            ' mesh="all", or a mesh of jax.devices() in their order.'
+        )
+    return slice(begins[0], begins[-1] + each)

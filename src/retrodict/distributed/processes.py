@@ -31,7 +31,7 @@ class ProcessLostError(RuntimeError):
     """
 
 
-def initialise_distributed(
+def initialise(
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
@@ -62,7 +62,7 @@ def initialise_distributed(
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):
         raise ValueError(
-            "initialise_distributed expects coordinator, num_processes and process_id together, or"
+            "initialise expects coordinator, num_processes and process_id together, or"
             f" none of them in a job of SLURM or Open MPI, got {given}."
         )
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
@@ -110,7 +110,7 @@ def wait_for_processes(name: str) -> None:
             multihost_utils.sync_global_devices(name)
 
 
-def word_of_main(value: int) -> int:
+def broadcast_from_main(value: int) -> int:
     """What the main process says, in every process; all of them must ask.
 
     What lies in a folder may be seen by one process and not yet by another: one decides for all.
@@ -124,7 +124,7 @@ def word_of_main(value: int) -> int:
         return int(multihost_utils.broadcast_one_to_all(np.asarray(value)))
 
 
-def said_by_processes(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """What each process says, in their order, in every process; all of them must call it.
 
     Args:
@@ -160,9 +160,9 @@ def by_all(compute: Callable[[], T]) -> T:
     try:
         found = compute()
     except Exception as error:
-        said_by_processes(str(error))
+        all_gather_object(str(error))
         raise
-    for who, failure in enumerate(said_by_processes(None)):
+    for who, failure in enumerate(all_gather_object(None)):
         if failure is not None:
             raise ValueError(f"Process {who}: {failure}")
     return found
@@ -176,7 +176,7 @@ def sum_over_processes(array: np.ndarray) -> np.ndarray:
     """
     if jax.process_count() == 1:
         return array
-    said = said_by_processes(np.asarray(array, np.float64).tolist())
+    said = all_gather_object(np.asarray(array, np.float64).tolist())
     return np.sum([np.asarray(own, np.float64) for own in said], axis=0)
 
 

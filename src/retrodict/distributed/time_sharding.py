@@ -35,7 +35,7 @@ def time_mesh(devices: Sequence[Any] | None = None) -> Mesh:
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
-        >>> mesh = rd.time_mesh()
+        >>> mesh = rd.distributed.time_mesh()
         >>> family = rd.ScanFamily(jax.random.key(0), state_dim=1, obs_dim=1)
         >>> @jax.jit
         ... def smooth(ys):

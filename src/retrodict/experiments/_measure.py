@@ -15,7 +15,7 @@ def simulate(
 ) -> tuple[Float[Array, "series time state"], Float[Array, "series time obs"]]:
     """States and observations of several series."""
     keys = jax.random.split(key, num_series)
-    return rd.sharded_vmap(lambda key: model.simulate(key, num_times))(keys)
+    return rd.distributed.sharded_vmap(lambda key: model.simulate(key, num_times))(keys)
 
 
 def shortest(call: Callable[[], Any], repeats: int) -> float:

@@ -76,14 +76,16 @@ def _growth(folder: Folder, epoch: int, ys: Array, sizes: Sizes) -> dict[str, An
         chain, exact = smooth(learned, y), smooth(theta, y)
         sums = [rd.expectation(law, rd.StateSum())[0] for law in (chain, exact)]
         errors[i, j] = abs(float(sums[0] - sums[1]))
-        bound = rd.error_bound(theta, chain, y, rd.AnyLipschitz(), method="wasserstein_phi")
+        bound = rd.error_bound(theta, chain, y, rd.bounds.AnyLipschitz(), method="wasserstein_phi")
         bounds[i, j] = float(bound.value)
     return {"error": errors, "bound": bounds}
 
 
 def _two_states(folder: Folder) -> dict[str, Any]:
     """The error of the two-state example, the printed proposition, and corrected bounds."""
-    found = [rd.finite_bounds(rd.two_state_counterexample(e)) for e in folder.track(BIASES)]
+    found = [
+        rd.bounds.finite_bounds(rd.bounds.two_state_counterexample(e)) for e in folder.track(BIASES)
+    ]
     return {
         "error": np.array([abs(float(b.error)) for b in found]),
         "printed": np.array([float(b.printed_proposition) for b in found]),

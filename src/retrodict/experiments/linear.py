@@ -68,7 +68,7 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     data_keys, start_keys, fit_keys = jnp.split(
         keys, [sizes.num_series, sizes.num_series + sizes.num_fits]
     )
-    ys = rd.sharded_vmap(lambda key: theta.simulate(key, NUM_TIMES)[1])(data_keys)
+    ys = rd.distributed.sharded_vmap(lambda key: theta.simulate(key, NUM_TIMES)[1])(data_keys)
     evidence = float(folder.stage("evidence", lambda: {"mean": _evidence(theta, ys)})["mean"])
 
     steps_an_epoch = sizes.num_series // sizes.batch_size
@@ -115,7 +115,9 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
 
 
 def _evidence(model: rd.StateSpaceModel, ys: Float[Array, "series time obs"]) -> Array:
-    return jnp.mean(rd.sharded_vmap(lambda y: rd.kalman_smoother(model, y).log_evidence)(ys))
+    return jnp.mean(
+        rd.distributed.sharded_vmap(lambda y: rd.kalman_smoother(model, y).log_evidence)(ys)
+    )
 
 
 def _start(key: Array) -> rd.KalmanFamily:
@@ -152,7 +154,7 @@ def compare(
 
         return jax.vmap(one)(lengths)
 
-    means, sums = (rd.sharded_vmap(fn, (None, 0)) for fn in (mean_of, sums_of))
+    means, sums = (rd.distributed.sharded_vmap(fn, (None, 0)) for fn in (mean_of, sums_of))
     exact, exact_sums = means(theta, ys), sums(theta, ys)
     squared = (exact - xs[..., 0]) ** 2
     return {

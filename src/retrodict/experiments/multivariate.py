@@ -75,7 +75,7 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     model_key, start_key, data_key, fit_key, test_key = jax.random.split(jax.random.key(seed), 5)
     theta = _model(model_key)
     data_keys = jax.random.split(data_key, sizes.num_series)
-    ys = rd.sharded_vmap(lambda key: theta.simulate(key, LENGTH)[1])(data_keys)
+    ys = rd.distributed.sharded_vmap(lambda key: theta.simulate(key, LENGTH)[1])(data_keys)
     result, seconds = folder.fit(
         "fit",
         fit_key,
@@ -133,7 +133,7 @@ def _smooth(
     """One sequence for the figure, and how often the regions of many hold the states."""
     margin = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     keys = jax.random.split(key, sizes.num_covered)
-    xs, ys = rd.sharded_vmap(lambda key: theta.simulate(key, sizes.num_times))(keys)
+    xs, ys = rd.distributed.sharded_vmap(lambda key: theta.simulate(key, sizes.num_times))(keys)
 
     @jax.jit
     def smooth(model: rd.StateSpaceModel) -> tuple[Array, Array, Array]:

@@ -209,7 +209,7 @@ def _particles(
         return jax.lax.map(lambda at: one(*at), (ys, jax.random.split(key, len(ys))))
 
     keys = jax.random.split(jax.random.fold_in(key, num_particles), num_runs)
-    runs, devices = rd.sharded_vmap(means), jax.device_count()
+    runs, devices = rd.distributed.sharded_vmap(means), jax.device_count()
     rounds = [keys[i : i + devices] for i in range(0, num_runs, devices)]
     return {"means": np.concatenate([np.asarray(runs(some)) for some in folder.track(rounds)])}
 

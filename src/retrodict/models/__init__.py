@@ -22,8 +22,8 @@ from retrodict.models._structural import local_level as local_level
 from retrodict.models._structural import local_trend as local_trend
 from retrodict.models._structural import seasonal as seasonal
 from retrodict.models._toml import ModelSpec as ModelSpec
+from retrodict.models._toml import load as load
 from retrodict.models._toml import read_toml as read_toml
-from retrodict.models._toml import resolve as resolve
 from retrodict.models._tracking import constant_velocity as constant_velocity
 from retrodict.models._tracking import range_bearing as range_bearing
 from retrodict.models._volatility import stochastic_volatility as stochastic_volatility

@@ -133,7 +133,7 @@ class ModelSpec:
 
         Example:
             >>> import retrodict as rd
-            >>> rd.models.resolve("seasonal").with_options(["period=4", "slope=true"]).options
+            >>> rd.models.load("seasonal").with_options(["period=4", "slope=true"]).options
             {'period': 4, 'slope': True}
 
         Args:
@@ -213,16 +213,16 @@ def read_toml(path: str | Path) -> ModelSpec:
     return _checked(content, str(path), str(path))
 
 
-def resolve(
+def load(
     reference: str | StateSpaceModel | Callable[[], StateSpaceModel] | ModelSpec,
 ) -> ModelSpec:
     """Return the specification of a model.
 
     Example:
         >>> import retrodict as rd
-        >>> rd.models.resolve("local_trend").build(obs_dim=2).state_dim
+        >>> rd.models.load("local_trend").build(obs_dim=2).state_dim
         4
-        >>> rd.models.resolve(rd.models.local_level()).build().state_dim
+        >>> rd.models.load(rd.models.local_level()).build().state_dim
         1
 
     Args:

@@ -1,5 +1,6 @@
 """Online inference and learning: one row at a time."""
 
+from retrodict._expectations import RunningElbo as RunningElbo
 from retrodict.online.fixed_lag import FixedLag as FixedLag
 from retrodict.online.fixed_lag import LagMoments as LagMoments
 from retrodict.online.fixed_lag import LagOutput as LagOutput
@@ -26,3 +27,24 @@ from retrodict.online.samples import WeightedSamples as WeightedSamples
 from retrodict.online.schedules import robbins_monro as robbins_monro
 from retrodict.online.score import RecursiveScore as RecursiveScore
 from retrodict.online.truncated import TruncatedBackprop as TruncatedBackprop
+from retrodict.particles import OnlineSmoother as OnlineSmoother
+
+__all__ = [
+    "AbstractFeatures",
+    "AbstractRecursiveGradient",
+    "FixedLag",
+    "KalmanScore",
+    "LaggedLearner",
+    "OnlineLearner",
+    "OnlineSmoother",
+    "QuadraticFeatures",
+    "RandomFeatures",
+    "RecursivePathwise",
+    "RecursiveScore",
+    "RunningElbo",
+    "RunningPosterior",
+    "TruncatedBackprop",
+    "WeightedSamples",
+    "recursive_gradient",
+    "robbins_monro",
+]

@@ -122,7 +122,7 @@ class FixedLag(eqx.Module):
         ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
         ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
         ... )
-        >>> live = rd.FixedLag(rd.KalmanFamily(model), lag=2)
+        >>> live = rd.online.FixedLag(rd.KalmanFamily(model), lag=2)
         >>> state = live.init()
         >>> for y in jnp.ones((5, 1)):
         ...     state, out = live.update(state, y)

@@ -97,8 +97,8 @@ def recursive_gradient(
         ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
         ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
         ... )
-        >>> rows = rd.recursive_gradient(
-        ...     rd.KalmanScore(), None, model, jnp.ones((5, 1)), key=jax.random.key(0)
+        >>> rows = rd.online.recursive_gradient(
+        ...     rd.online.KalmanScore(), None, model, jnp.ones((5, 1)), key=jax.random.key(0)
         ... )
         >>> rows.gradient[1].transition.weight.shape
         (5, 1, 1)

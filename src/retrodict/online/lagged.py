@@ -75,8 +75,9 @@ class LaggedLearner(eqx.Module):
     Example:
         >>> import jax, jax.numpy as jnp, optax, retrodict as rd
         >>> model = rd.models.local_level(level_scale=0.1)
-        >>> learner = rd.OnlineLearner(None, model, rd.KalmanScore(), optax.adam(1e-2))
-        >>> lagged = rd.LaggedLearner(learner, lag=2)
+        >>> gradient, optimiser = rd.online.KalmanScore(), optax.adam(1e-2)
+        >>> learner = rd.online.OnlineLearner(None, model, gradient, optimiser)
+        >>> lagged = rd.online.LaggedLearner(learner, lag=2)
         >>> state, rows = lagged.scan(lagged.init(jax.random.key(0)), jnp.ones((5, 1)))
         >>> rows.row.tolist(), rows.smoothed.mean.shape
         ([0, 0, 0, 1, 2], (5, 1))

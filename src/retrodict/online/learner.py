@@ -101,8 +101,9 @@ class OnlineLearner(eqx.Module):
         ...         ),
         ...     )
         >>> _, ys = model(0.9).simulate(jax.random.key(0), num_times=500)
-        >>> learner = rd.OnlineLearner(
-        ...     None, model(0.1), rd.KalmanScore(), optax.sgd(rd.robbins_monro(0.1)), learn="model"
+        >>> gradient, optimiser = rd.online.KalmanScore(), optax.sgd(rd.online.robbins_monro(0.1))
+        >>> learner = rd.online.OnlineLearner(
+        ...     None, model(0.1), gradient, optimiser, learn="model"
         ... )
         >>> state, rows = learner.scan(learner.init(jax.random.key(1)), ys)
         >>> abs(float(learner.model(state).transition.weight[0, 0]) - 0.9) < 0.1

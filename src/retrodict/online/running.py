@@ -113,7 +113,7 @@ class RunningPosterior(eqx.Module):
         ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
         ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
         ... )
-        >>> running = rd.RunningPosterior(
+        >>> running = rd.online.RunningPosterior(
         ...     rd.KalmanFamily(model), model, functionals={"sum": rd.StateSum()}
         ... )
         >>> state = running.init()

@@ -31,11 +31,11 @@ from retrodict._expectations import (
     add,
 )
 from retrodict._kernels import AbstractKernel, LinearGaussianKernel
-from retrodict._particles import AbstractBackwardSampler, ExactBackward, Pairs, RejectionBackward
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count
 from retrodict.online.followed import Arrival, Followed, Sums
 from retrodict.online.weights import BackwardLaw, log_weights
+from retrodict.particles import AbstractBackwardSampler, ExactBackward, Pairs, RejectionBackward
 
 TILE = 2**18
 """How many pairs of draws are weighed at once."""

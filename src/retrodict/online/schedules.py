@@ -16,7 +16,7 @@ def robbins_monro(rate: float, exponent: float = 0.6, warmup: int = 0) -> optax.
 
     Example:
         >>> import retrodict as rd
-        >>> schedule = rd.robbins_monro(1.0, exponent=1.0)
+        >>> schedule = rd.online.robbins_monro(1.0, exponent=1.0)
         >>> [round(float(schedule(step)), 3) for step in (0, 1, 3)]
         [1.0, 0.5, 0.25]
 

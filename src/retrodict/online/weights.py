@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PyTree
 from retrodict._families import AbstractFamily, AbstractSampledFamily
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import LOG_2PI, scale_log_det, scale_solve
-from retrodict._particles import squared_distance
+from retrodict.particles import squared_distance
 
 BackwardLaw: TypeAlias = Callable[[PyTree, Array], Any]
 """The law q_{k-1|k}(x, ·) from the parameters of its row and the state x."""

@@ -75,7 +75,7 @@ def fit(
     on series that the fitted model makes up in the likeness of the data, so that it will smooth
     rows of tomorrow as well. What is done is kept in the folder: a fit that was killed goes on
     where it was when it is asked for again. Where several processes were joined by
-    `retrodict.initialise_distributed`, all of them call this, with a folder that all of them see:
+    `retrodict.initialise`, all of them call this, with a folder that all of them see:
     the series are spread over their devices, and one of them writes. A model starts from the first
     series of a table, as many as have 100,000 rows together.
 
@@ -83,7 +83,7 @@ def fit(
         table: the data, from `retrodict.data.read`, or from `retrodict.data.read_shared` where each
             process reads its share.
         spec: the model: its name, a `StateSpaceModel`, a function of no arguments that returns one,
-            or what `retrodict.models.resolve` made of these. A model that was given as an object
+            or what `retrodict.models.load` made of these. A model that was given as an object
             and holds functions of your own is needed again by `open_run`; the command line reads
             such a model only if it was named as `module:name`.
         out: the folder of the run, which must not hold another.
@@ -104,7 +104,7 @@ def fit(
         raise RunError(f"There is no family {family!r}; there are {', '.join(FAMILIES)}.")
     if num_steps < 1:
         raise RunError(f"A fit takes at least 1 step, got {num_steps}.")
-    out, (spec, _) = Path(out), with_period(models.resolve(spec), table)
+    out, (spec, _) = Path(out), with_period(models.load(spec), table)
     settings = _settings(table, spec, family, num_steps, seed)
     by_all(lambda: _refuse_other(out, settings))
     model = by_all(lambda: starting_model(table, spec, seed=seed))
@@ -222,7 +222,7 @@ def finished_before(
         num_steps: as in `fit`.
         seed: as in `fit`.
     """
-    out, spec = Path(out), models.resolve(spec)
+    out, spec = Path(out), models.load(spec)
     if not (out / RECORD).exists() or (out / REPORT).exists():
         return None
     spec, _ = with_period(spec, table)
@@ -237,7 +237,7 @@ def num_stages(table: data.Table | data.SharedTable, spec: Model) -> int:
         table: the data.
         spec: the model.
     """
-    spec, _ = with_period(models.resolve(spec), table)
+    spec, _ = with_period(models.load(spec), table)
     _refuse_too_large(spec, table)
     model = spec.build(len(table.names), jax.random.key(0))
     return 2 if model.is_linear_gaussian else 3
@@ -364,7 +364,7 @@ def starting_model(
     Raises:
         RunError: if the model does not fit the table.
     """
-    spec = models.resolve(spec)
+    spec = models.load(spec)
     for name, seen in zip(table.names, table.summary.seen, strict=True):
         if seen < 2:
             raise RunError(

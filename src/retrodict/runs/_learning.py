@@ -109,7 +109,7 @@ class Learning:
         """The rate that was asked for, or that of the schedule."""
         return RATES[self.schedule] if self.rate is None else self.rate
 
-    def learner(self, run: Run, lag: int) -> rd.LaggedLearner:
+    def learner(self, run: Run, lag: int) -> rd.online.LaggedLearner:
         """What learns from the rows of a stream, and answers them.
 
         Args:
@@ -123,15 +123,15 @@ class Learning:
         part: Any = "model" if run.is_exact else self.what
         family: Any = run.family
         try:
-            learner = rd.OnlineLearner(family, run.model, gradient, steps, learn=part)
+            learner = rd.online.OnlineLearner(family, run.model, gradient, steps, learn=part)
         except (TypeError, ValueError) as error:
             raise RunError(f"{run.path} cannot be learned from a stream: {error}") from error
         width = len(run.layout["inputs"] or ()) + bool(run.layout["step_input"])
-        return rd.LaggedLearner(learner, lag, input_dim=width or None)
+        return rd.online.LaggedLearner(learner, lag, input_dim=width or None)
 
-    def _gradient(self, run: Run) -> rd.AbstractRecursiveGradient:
+    def _gradient(self, run: Run) -> rd.online.AbstractRecursiveGradient:
         if not run.is_exact:
-            return rd.TruncatedBackprop(self.window or WINDOW)
+            return rd.online.TruncatedBackprop(self.window or WINDOW)
         if self.what == "family":
             raise RunError(
                 f"{run.path} has no family to learn: its smoothing is exact. Learn the model."
@@ -140,7 +140,7 @@ class Learning:
             raise RunError(
                 f"{run.path} needs no window: its smoothing is exact, and so are its gradients."
             )
-        return rd.KalmanScore()
+        return rd.online.KalmanScore()
 
 
 @functools.cache  # the same object again, so that a program that knows it is not compiled again
@@ -148,7 +148,7 @@ def _steps(schedule: str, largest: float) -> optax.GradientTransformation:
     """Adam, for the parameters of the model in units of their own size."""
     rate: Any = largest
     if schedule == "robbins-monro":
-        rate = rd.robbins_monro(largest, warmup=WARMUP)
+        rate = rd.online.robbins_monro(largest, warmup=WARMUP)
     adam = optax.chain(optax.clip_by_global_norm(LARGEST_GRADIENT), optax.adam(rate))
     in_units = optax.stateless(_in_units)
     # On one long vector: many small arrays take longer to compile and to update.

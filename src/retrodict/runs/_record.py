@@ -26,7 +26,7 @@ from retrodict.runs._folder import (
 )
 
 Model: TypeAlias = str | rd.StateSpaceModel | Callable[[], rd.StateSpaceModel] | models.ModelSpec
-"""What `retrodict.models.resolve` takes."""
+"""What `retrodict.models.load` takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,5 +200,5 @@ def _named(
         )
     if isinstance(reference, str) and not spec.is_given:
         return spec, spec.build(obs_dim=obs_dim)
-    like = models.resolve(model).build(obs_dim)
+    like = models.load(model).build(obs_dim)
     return (replace(spec, given=like) if spec.is_given else spec), like

@@ -23,7 +23,7 @@ from retrodict.runs._names import state_names
 from retrodict.runs._record import Run
 from retrodict.runs._watch import HISTORY_STARTS, Watch, Watched
 
-Live: TypeAlias = rd.FixedLag | rd.LaggedLearner
+Live: TypeAlias = rd.online.FixedLag | rd.online.LaggedLearner
 """What answers the rows: a family that stays, or one that learns."""
 
 CHUNK = 256
@@ -130,7 +130,7 @@ def stream(
     say = say or (lambda _: None)
     start = _start(run, after)
     place = state_place(run, lag, learning) if state is None else state
-    live = rd.FixedLag(run.smoother, lag) if learning is None else learning.learner(run, lag)
+    live = rd.online.FixedLag(run.smoother, lag) if learning is None else learning.learner(run, lag)
     if learning is not None and learning.save_run is not None:
         refuse_existing(learning.save_run)
     written_to = [out, *((learning.history, learning.figure) if learning else ())]
@@ -151,7 +151,7 @@ def stream(
         unread = place.exists() and not kept.read
         handle = _opened(out, int(kept.written), unread, files) if isinstance(out, Path) else out
         watch = None
-        if isinstance(live, rd.LaggedLearner) and learning is not None:
+        if isinstance(live, rd.online.LaggedLearner) and learning is not None:
             watch = _watching(live, learning, fresh, kept, unread, files)
         if place.exists():
             timed = run.layout["time"] is not None
@@ -187,7 +187,7 @@ def state_place(run: Run, lag: int, learning: Learning | None = None) -> Path:
 
 
 def _watching(
-    live: rd.LaggedLearner,
+    live: rd.online.LaggedLearner,
     learning: Learning,
     fresh: Kept,
     kept: Kept,
@@ -485,7 +485,7 @@ def _read_before(
 
 
 def _fingerprint(run: Run, live: Live, learning: Learning | None, start: Start) -> str:
-    fixed = live if isinstance(live, rd.FixedLag) else live.live
+    fixed = live if isinstance(live, rd.online.FixedLag) else live.live
     settings: list[Any] = [run.record["files"], fixed.lag, fixed.num_samples, start.fingerprint]
     if learning is not None:
         settings.append(learning.settings)
@@ -501,13 +501,13 @@ def _fresh(live: Live, seed: int) -> Kept:
         np.zeros(0),
         np.zeros((), int),
         np.zeros((), int),
-        None if isinstance(live, rd.FixedLag) else tuple(Watched.nothing()),
+        None if isinstance(live, rd.online.FixedLag) else tuple(Watched.nothing()),
     )
 
 
 def _packed(live: Live, kept: Kept) -> Kept:
     """What is written: of a learner the arrays alone, as a model may hold functions of a user."""
-    if isinstance(live, rd.FixedLag):
+    if isinstance(live, rd.online.FixedLag):
         return kept
     return kept._replace(live=jax.tree.leaves(kept.live))
 

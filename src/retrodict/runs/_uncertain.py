@@ -69,7 +69,9 @@ def uncertain(
                 return too_many
             sizes = SIZES_OF_LOUIS | {"most_replicates": _most_replicates(table)}
             if isinstance(rd.unwrap(model).transition, rd.AbstractGaussianKernel):
-                sizes = sizes | {"backward": rd.RejectionBackward()}  # its density is bounded
+                sizes = sizes | {
+                    "backward": rd.particles.RejectionBackward()
+                }  # its density is bounded
         try:
             found = rd.parameter_errors(key, model, ys, read=read, level=LEVEL, **sizes, **options)
         except (ValueError, FloatingPointError) as error:

@@ -67,7 +67,12 @@ class Watch:
     """
 
     def __init__(
-        self, live: rd.LaggedLearner, learning: Learning, start: Any, watched: Watched, history: Any
+        self,
+        live: rd.online.LaggedLearner,
+        learning: Learning,
+        start: Any,
+        watched: Watched,
+        history: Any,
     ):
         self.live, self.learning, self.history = live, learning, history
         self.recent, self.counted = np.array(watched.recent), int(watched.counted)
@@ -141,7 +146,7 @@ class Watch:
         return Learned(read, skipped, self.elbo, self.start, self.values(state))
 
 
-def _reader(live: rd.LaggedLearner, learning: Learning, start: Any) -> tuple[list[str], Any]:
+def _reader(live: rd.online.LaggedLearner, learning: Learning, start: Any) -> tuple[list[str], Any]:
     """The names of what is learned, and a compiled function from a state to their values."""
     model_moves = learning.what != "family" or live.family(start) is None
     family_moves = live.family(start) is not None and learning.what != "model"

@@ -16,9 +16,9 @@ from retrodict._learning.information.coordinates import Coordinates
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import in_parts
 from retrodict._parameters import unwrap
-from retrodict._particles import AbstractBackwardSampler, ffbsi, log_weights_of
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
+from retrodict.particles import AbstractBackwardSampler, ffbsi, log_weights_of
 
 PATHS_AT_ONCE = 50
 """How many paths are differentiated at once."""

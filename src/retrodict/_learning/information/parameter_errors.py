@@ -34,7 +34,11 @@ from retrodict._learning.information.result import (
 from retrodict._learning.shared import SharedSeries, check_shared, refuse_beside
 from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian
 from retrodict._parameters import unwrap
-from retrodict._particles import (
+from retrodict._series import Series
+from retrodict._types import PRNGKey
+from retrodict._validate import check_count, check_key, is_concrete
+from retrodict.distributed import sum_over_processes
+from retrodict.particles import (
     DEGENERATE,
     FINE,
     K_HAT_GOOD,
@@ -43,10 +47,6 @@ from retrodict._particles import (
     pareto_shape,
     refuse_failure,
 )
-from retrodict._series import Series
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key, is_concrete
-from retrodict.distributed import sum_over_processes
 
 _EXACT = ExactBackward()
 

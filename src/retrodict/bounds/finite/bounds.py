@@ -126,7 +126,7 @@ def finite_bounds(
 
     Example:
         >>> import retrodict as rd
-        >>> bounds = rd.finite_bounds(rd.two_state_counterexample())
+        >>> bounds = rd.bounds.finite_bounds(rd.bounds.two_state_counterexample())
         >>> [f"{float(bound):.3f}" for bound in (bounds.error, bounds.s2, bounds.classical)]
         ['0.100', '0.100', '0.122']
 

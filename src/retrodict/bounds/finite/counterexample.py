@@ -14,7 +14,7 @@ def two_state_counterexample(e: float = 0.05, filed: int = 0) -> FiniteProblem:
 
     Example:
         >>> import retrodict as rd
-        >>> bounds = rd.finite_bounds(rd.two_state_counterexample())
+        >>> bounds = rd.bounds.finite_bounds(rd.bounds.two_state_counterexample())
         >>> f"{float(bounds.error):.4f} > {float(bounds.printed_proposition):.4f}"
         '0.1000 > 0.0444'
 

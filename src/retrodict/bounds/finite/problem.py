@@ -140,8 +140,8 @@ class FiniteProblem(eqx.Module):
             >>> _, ys = model.simulate(jax.random.key(0), num_times=4)
             >>> chain = rd.extended_smoother(model, ys).chain
             >>> grid = rd.Grid([-5.0], [5.0], 40)
-            >>> problem = rd.FiniteProblem.from_grid(model, chain, ys, grid, rd.StateSum())
-            >>> bounds = rd.finite_bounds(problem)
+            >>> problem = rd.bounds.FiniteProblem.from_grid(model, chain, ys, grid, rd.StateSum())
+            >>> bounds = rd.bounds.finite_bounds(problem)
             >>> bool(jnp.abs(bounds.error) <= bounds.s2_phi)
             True
 

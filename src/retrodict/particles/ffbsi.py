@@ -10,14 +10,17 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict._expectations import AbstractFunctional, Observations, input_of
 from retrodict._model import StateSpaceModel, check_densities
-from retrodict._particles.backward import (
+from retrodict._series import Series
+from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import check_count, check_key
+from retrodict.particles.backward import (
     AbstractBackwardSampler,
     ExactBackward,
     Genealogy,
     check_sampler,
 )
-from retrodict._particles.cloud import Filter
-from retrodict._particles.diagnosis import (
+from retrodict.particles.cloud import Filter
+from retrodict.particles.diagnosis import (
     DEGENERATE,
     FINE,
     check_data,
@@ -25,14 +28,11 @@ from retrodict._particles.diagnosis import (
     check_single,
     refuse_failure,
 )
-from retrodict._particles.moments import num_distinct, path_expectation, path_moments, path_quantile
-from retrodict._particles.pairs import Pairs
-from retrodict._particles.particle_filter import ParticleFilterPosterior, prepare_filter, run_filter
-from retrodict._particles.proposal import AbstractProposal, Lookahead
-from retrodict._particles.resampling import Scheme, resample
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count, check_key
+from retrodict.particles.moments import num_distinct, path_expectation, path_moments, path_quantile
+from retrodict.particles.pairs import Pairs
+from retrodict.particles.particle_filter import ParticleFilterPosterior, prepare_filter, run_filter
+from retrodict.particles.proposal import AbstractProposal, Lookahead
+from retrodict.particles.resampling import Scheme, resample
 
 FEW = 10
 """With paths through fewer particles than this at some time, a smoother has degenerated."""

@@ -17,9 +17,9 @@ from retrodict._kernels import (
 )
 from retrodict._laws import scale_matvec
 from retrodict._model import StateSpaceModel
-from retrodict._particles.proposal import AbstractProposal, Lookahead
-from retrodict._particles.resampling import Scheme, resample
 from retrodict._types import PRNGKey, Scalar
+from retrodict.particles.proposal import AbstractProposal, Lookahead
+from retrodict.particles.resampling import Scheme, resample
 
 Cloud = tuple[Float[Array, "particle state"], Float[Array, "particle"]]
 """Particles and their normalised log weights."""

@@ -19,16 +19,16 @@ from jaxtyping import Array, Float, Int, PyTree
 from retrodict._expectations import AbstractFunctional, Observations, add, input_of
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
-from retrodict._particles.backward import AbstractBackwardSampler, RejectionBackward, check_sampler
-from retrodict._particles.cloud import Filter, Step, frozen_where
-from retrodict._particles.diagnosis import FINE, IMPOSSIBLE, UNDEFINED, check_data, refuse_failure
-from retrodict._particles.exponential import LOG2_E
-from retrodict._particles.pairs import Pairs
-from retrodict._particles.particle_filter import make_filter
-from retrodict._particles.resampling import Scheme
 from retrodict._series import Series, convert_row
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
+from retrodict.particles.backward import AbstractBackwardSampler, RejectionBackward, check_sampler
+from retrodict.particles.cloud import Filter, Step, frozen_where
+from retrodict.particles.diagnosis import FINE, IMPOSSIBLE, UNDEFINED, check_data, refuse_failure
+from retrodict.particles.exponential import LOG2_E
+from retrodict.particles.pairs import Pairs
+from retrodict.particles.particle_filter import make_filter
+from retrodict.particles.resampling import Scheme
 
 _REJECTION = RejectionBackward()
 
@@ -78,7 +78,7 @@ class OnlineSmoother(eqx.Module):
         ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
         ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
         ... )
-        >>> smoother = rd.OnlineSmoother(model, rd.StateSum(), num_particles=50)
+        >>> smoother = rd.online.OnlineSmoother(model, rd.StateSum(), num_particles=50)
         >>> state = smoother.init(jax.random.key(0), jnp.ones(1))
         >>> state = smoother.update(state, jnp.ones(1))
         >>> state.value.shape

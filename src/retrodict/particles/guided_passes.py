@@ -32,12 +32,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from retrodict._chains import AbstractKernelChain
 from retrodict._expectations import Observations, fill_padding, input_of
 from retrodict._model import StateSpaceModel
-from retrodict._particles.backward import AbstractBackwardSampler, Genealogy
-from retrodict._particles.cloud import Step, frozen_where, select, summed, weighed
-from retrodict._particles.pairs import Pairs
-from retrodict._particles.resampling import Scheme
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
+from retrodict.particles.backward import AbstractBackwardSampler, Genealogy
+from retrodict.particles.cloud import Step, frozen_where, select, summed, weighed
+from retrodict.particles.pairs import Pairs
+from retrodict.particles.resampling import Scheme
 
 
 class Clouds(NamedTuple):

@@ -154,7 +154,7 @@ def mean_lookahead(model: StateSpaceModel) -> Lookahead:
     """The log emission density of y_k at the mean of x_k given x_{k-1}, for an auxiliary filter.
 
     Example:
-        `rd.particle_filter(key, model, ys, lookahead=rd.mean_lookahead(model))`.
+        `rd.particle_filter(key, model, ys, lookahead=rd.particles.mean_lookahead(model))`.
 
     Args:
         model: a model whose transition is Gaussian.

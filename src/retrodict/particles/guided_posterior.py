@@ -5,16 +5,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict._expectations import AbstractFunctional, Observations
-from retrodict._particles.diagnosis import check_data, check_functional, check_single
-from retrodict._particles.moments import (
+from retrodict._types import Scalar
+from retrodict._validate import check_count
+from retrodict.particles.diagnosis import check_data, check_functional, check_single
+from retrodict.particles.moments import (
     log_evidence_variance,
     path_expectation,
     path_moments,
     path_quantile,
 )
-from retrodict._particles.resampling import Scheme
-from retrodict._types import Scalar
-from retrodict._validate import check_count
+from retrodict.particles.resampling import Scheme
 
 
 class GuidedPosterior(eqx.Module):

@@ -11,10 +11,10 @@ from retrodict._chains import AbstractBackwardChain
 from retrodict._expectations import Estimate, check_chain, check_model, series_of_chain
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
-from retrodict._particles.path_weights import log_weights_of
 from retrodict._series import Series
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
+from retrodict.particles.path_weights import log_weights_of
 
 
 def importance_weighted_bound(

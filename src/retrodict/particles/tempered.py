@@ -22,12 +22,12 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._expectations import Observations, input_of
 from retrodict._model import StateSpaceModel
-from retrodict._particles.backward import ExactBackward
-from retrodict._particles.cloud import Cloud, Step, summed
-from retrodict._particles.ffbsi import ParticlePosterior, run_smoother
-from retrodict._particles.resampling import Scheme, resample
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
+from retrodict.particles.backward import ExactBackward
+from retrodict.particles.cloud import Cloud, Step, summed
+from retrodict.particles.ffbsi import ParticlePosterior, run_smoother
+from retrodict.particles.resampling import Scheme, resample
 
 LEAST_ESS = 0.5
 """The share of the effective sample size that a step in the temperature keeps."""

@@ -12,19 +12,19 @@ from jaxtyping import Array, Float, Int
 from retrodict._expectations import Observations
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
-from retrodict._particles.cloud import Filter, Step, frozen_where
-from retrodict._particles.diagnosis import check_single, refuse_failure, status_of
-from retrodict._particles.moments import (
+from retrodict._series import Series
+from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import check_count, check_key
+from retrodict.particles.cloud import Filter, Step, frozen_where
+from retrodict.particles.diagnosis import check_single, refuse_failure, status_of
+from retrodict.particles.moments import (
     log_evidence_variance,
     num_lineages,
     weighted_moments,
     weighted_quantile,
 )
-from retrodict._particles.proposal import AbstractProposal, Lookahead
-from retrodict._particles.resampling import Scheme, check_scheme, check_threshold
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count, check_key
+from retrodict.particles.proposal import AbstractProposal, Lookahead
+from retrodict.particles.resampling import Scheme, check_scheme, check_threshold
 
 
 class ParticleFilterPosterior(eqx.Module):

@@ -19,12 +19,12 @@ from retrodict._expectations import (
 )
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
-from retrodict._particles.diagnosis import check_data, check_functional
-from retrodict._particles.moments import path_values, weighted_moments, weighted_quantile
-from retrodict._particles.pareto import FEWEST_WEIGHTS, K_HAT_GOOD, pareto_smoothed
-from retrodict._particles.path_weights import log_weights_of
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key, is_concrete
+from retrodict.particles.diagnosis import check_data, check_functional
+from retrodict.particles.moments import path_values, weighted_moments, weighted_quantile
+from retrodict.particles.pareto import FEWEST_WEIGHTS, K_HAT_GOOD, pareto_smoothed
+from retrodict.particles.path_weights import log_weights_of
 
 
 class ImportancePosterior(eqx.Module):

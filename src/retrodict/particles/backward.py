@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from retrodict._particles.exponential import LOG2_E, power_of_two
-from retrodict._particles.pairs import Pairs, by_products, log2_bound, squared_distance
-from retrodict._particles.resampling import cumulative, independent, inverse, uniforms
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
+from retrodict.particles.exponential import LOG2_E, power_of_two
+from retrodict.particles.pairs import Pairs, by_products, log2_bound, squared_distance
+from retrodict.particles.resampling import cumulative, independent, inverse, uniforms
 
 FAN = 16
 """How many particles, and then how many groups, are summed into one group."""

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._kernels import AbstractKernel
 from retrodict._laws import scale_solve
-from retrodict._particles.cloud import has_fixed_scale
-from retrodict._particles.exponential import LOG2_E
 from retrodict._types import Scalar
+from retrodict.particles.cloud import has_fixed_scale
+from retrodict.particles.exponential import LOG2_E
 
 
 class Pairs(eqx.Module):

@@ -10,16 +10,16 @@ from retrodict._chains import AbstractKernelChain
 from retrodict._expectations import Observations, check_model, series_of_chain
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
-from retrodict._particles.backward import AbstractBackwardSampler, MCMCBackward, check_sampler
-from retrodict._particles.diagnosis import DEGENERATE, FINE, refuse_failure, status_of
-from retrodict._particles.ffbsi import FEW
-from retrodict._particles.guided_passes import Guide, forward_indices, run_backward
-from retrodict._particles.guided_posterior import GuidedPosterior
-from retrodict._particles.moments import num_distinct
-from retrodict._particles.resampling import Scheme, check_scheme, check_threshold, resample
 from retrodict._series import Series
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
+from retrodict.particles.backward import AbstractBackwardSampler, MCMCBackward, check_sampler
+from retrodict.particles.diagnosis import DEGENERATE, FINE, refuse_failure, status_of
+from retrodict.particles.ffbsi import FEW
+from retrodict.particles.guided_passes import Guide, forward_indices, run_backward
+from retrodict.particles.guided_posterior import GuidedPosterior
+from retrodict.particles.moments import num_distinct
+from retrodict.particles.resampling import Scheme, check_scheme, check_threshold, resample
 
 _MOVES = MCMCBackward()
 

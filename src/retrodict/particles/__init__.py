@@ -1,0 +1,55 @@
+"""Particle filters and smoothers, and importance sampling of whole paths."""
+
+from retrodict.particles.backward import AbstractBackwardSampler as AbstractBackwardSampler
+from retrodict.particles.backward import ExactBackward as ExactBackward
+from retrodict.particles.backward import Genealogy as Genealogy
+from retrodict.particles.backward import MCMCBackward as MCMCBackward
+from retrodict.particles.backward import RejectionBackward as RejectionBackward
+from retrodict.particles.diagnosis import DEGENERATE as DEGENERATE
+from retrodict.particles.diagnosis import FINE as FINE
+from retrodict.particles.diagnosis import refuse_failure as refuse_failure
+from retrodict.particles.ffbsi import ParticlePosterior as ParticlePosterior
+from retrodict.particles.ffbsi import ffbsi as ffbsi
+from retrodict.particles.guided_posterior import GuidedPosterior as GuidedPosterior
+from retrodict.particles.guided_smoother import guided_smoother as guided_smoother
+from retrodict.particles.importance_bound import (
+    importance_weighted_bound as importance_weighted_bound,
+)
+from retrodict.particles.importance_smoother import ImportancePosterior as ImportancePosterior
+from retrodict.particles.importance_smoother import importance_smoother as importance_smoother
+from retrodict.particles.online import AdditivePosterior as AdditivePosterior
+from retrodict.particles.online import OnlineSmoother as OnlineSmoother
+from retrodict.particles.online import OnlineState as OnlineState
+from retrodict.particles.online import forward_smoother as forward_smoother
+from retrodict.particles.online import paris as paris
+from retrodict.particles.pairs import Pairs as Pairs
+from retrodict.particles.pairs import squared_distance as squared_distance
+from retrodict.particles.pareto import K_HAT_GOOD as K_HAT_GOOD
+from retrodict.particles.pareto import pareto_shape as pareto_shape
+from retrodict.particles.particle_filter import ParticleFilterPosterior as ParticleFilterPosterior
+from retrodict.particles.particle_filter import particle_filter as particle_filter
+from retrodict.particles.path_weights import log_weights_of as log_weights_of
+from retrodict.particles.proposal import AbstractProposal as AbstractProposal
+from retrodict.particles.proposal import ChainProposal as ChainProposal
+from retrodict.particles.proposal import Guided as Guided
+from retrodict.particles.proposal import mean_lookahead as mean_lookahead
+from retrodict.particles.tempered import tempered_smoother as tempered_smoother
+
+__all__ = [
+    "AbstractBackwardSampler",
+    "AbstractProposal",
+    "ChainProposal",
+    "ExactBackward",
+    "Genealogy",
+    "Guided",
+    "MCMCBackward",
+    "RejectionBackward",
+    "ffbsi",
+    "forward_smoother",
+    "guided_smoother",
+    "importance_smoother",
+    "importance_weighted_bound",
+    "mean_lookahead",
+    "paris",
+    "particle_filter",
+]
