@@ -16,7 +16,7 @@ PINS := pyproject.toml constraints.txt
 .DELETE_ON_ERROR:
 # Two installs into one environment at a time would break it.
 .NOTPARALLEL:
-.PHONY: help demo reproduce test test-slow lint format bench accuracy beyond bounds docs clean
+.PHONY: help demo reproduce test test-slow lint format size bench accuracy beyond bounds docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,9 @@ lint: $(VENV)/.stamp-lint ## check style, format and types; change nothing
 format: $(VENV)/.stamp-lint ## mend what can be mended of style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+size: ## count code lines, files, names, imports and long functions
+	$(PYTHON) benchmarks/size.py --by-package
 
 bench: $(BENCH_VENV)/.stamp-bench ## time retrodict and its peers, in an environment of their own
 	$(BENCH_VENV)/bin/python benchmarks/run.py
