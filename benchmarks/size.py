@@ -110,7 +110,7 @@ def fit_parameters() -> int:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Print the size of the library.")
     parser.add_argument("--by-package", action="store_true", help="code lines of each entry")
     options = parser.parse_args()
     paths = sorted(SOURCE.rglob("*.py"))

@@ -112,12 +112,13 @@ def own_imports(source: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def import_graph(source: Path) -> dict[str, set[str]]:
-    """Which modules of the library each module imports."""
+    """Which modules of the library each module imports; the root imports lazily, so nothing."""
     known = modules(source)
     graph: dict[str, set[str]] = {module: set() for module in known}
     for importer, module, name in own_imports(source):
         submodule = f"{module}.{name}".lstrip(".")
-        graph[importer].add(submodule if name and submodule in known else module)
+        if importer:
+            graph[importer].add(submodule if name and submodule in known else module)
     return graph
 
 

@@ -1,5 +1,6 @@
 """Error bounds of Gaussian chains and on grids, against dense matrices and exact errors."""
 
+import importlib
 import itertools
 import math
 from fractions import Fraction
@@ -20,7 +21,6 @@ from bounded_law import Within
 from linear_models import lower_factor, random_mask, random_model
 from retrodict._series import Series
 from retrodict.bounds import ErrorBound, curvature, distances, gains, on_grid, wasserstein
-from retrodict.bounds import error_bound as driver
 from retrodict.bounds import hypotheses as mixing
 from retrodict.bounds.methods import Found
 from retrodict.particles.pareto import pareto_shape
@@ -572,7 +572,8 @@ def test_a_smaller_value_of_a_worse_kind_is_not_returned(monkeypatch: pytest.Mon
             )
             for name in names
         }
-        monkeypatch.setattr(driver, "_METHODS", found)
+        module = importlib.import_module("retrodict.bounds.error_bound")
+        monkeypatch.setattr(module, "_METHODS", found)
         return instance.bound(rd.bounds.AnyLipschitz())
 
     instance = Instance(1, 1)

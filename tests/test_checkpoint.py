@@ -737,7 +737,8 @@ def test_files_with_the_module_names_of_version_0_1_are_read(tmp_path: Path):
 
     rewrite(path, edit, content=True, whole=True)
     assert same(rd.load(path), series)
-    assert set(allowed.RENAMED.values()) <= set(allowed.CLASSES)
+    assert set(allowed.RENAMED.values()) <= set(allowed.CLASSES) | allowed.RECORD_NAMES
+    assert allowed.current_name("retrodict:FixedLag") == "retrodict.online:FixedLag"
 
 
 def test_a_name_of_a_later_version_asks_for_it(tmp_path: Path):

@@ -830,18 +830,22 @@ SMALL = np.zeros((3, 1))
             "made for 4 rows.*has 6",
         ),
         (
-            lambda: UNTYPED.ChainProposal(rd.kalman_smoother(LINEAR, YS)),
+            lambda: UNTYPED.particles.ChainProposal(rd.kalman_smoother(LINEAR, YS)),
             TypeError,
             "expects a LinearGaussianChain, got KalmanPosterior.*chain",
         ),
         (
-            lambda: UNTYPED.ChainProposal(rd.kalman_smoother(LINEAR, YS).chain, 0.0),
+            lambda: UNTYPED.particles.ChainProposal(rd.kalman_smoother(LINEAR, YS).chain, 0.0),
             ValueError,
             "positive inflation, got 0",
         ),
-        (lambda: UNTYPED.Guided(1.0, _guide), TypeError, "function as its initial, got float"),
         (
-            lambda: UNTYPED.Guided(_guide_first, None),
+            lambda: UNTYPED.particles.Guided(1.0, _guide),
+            TypeError,
+            "function as its initial, got float",
+        ),
+        (
+            lambda: UNTYPED.particles.Guided(_guide_first, None),
             TypeError,
             "function as its move, got NoneType",
         ),

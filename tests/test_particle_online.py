@@ -425,17 +425,17 @@ SUM: Any = rd.StateSum()
         ),
         (lambda: UNTYPED.paris(0, SCALAR, YS, SUM, 5), TypeError, "paris expects one typed key"),
         (
-            lambda: UNTYPED.OnlineSmoother(SCALAR, SUM, 5).init(0, YS[0]),
+            lambda: UNTYPED.online.OnlineSmoother(SCALAR, SUM, 5).init(0, YS[0]),
             TypeError,
             "OnlineSmoother.init expects one typed key",
         ),
         (
-            lambda: UNTYPED.OnlineSmoother(SCALAR, SUM, 5).init(KEY, np.zeros(2)),
+            lambda: UNTYPED.online.OnlineSmoother(SCALAR, SUM, 5).init(KEY, np.zeros(2)),
             ValueError,
             "must have 1 columns, got 2",
         ),
         (
-            lambda: UNTYPED.OnlineSmoother(MODEL, SUM, 5).init(KEY, np.zeros(1)),
+            lambda: UNTYPED.online.OnlineSmoother(MODEL, SUM, 5).init(KEY, np.zeros(1)),
             ValueError,
             "inputs.*needed, got None",
         ),

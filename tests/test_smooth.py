@@ -1,6 +1,7 @@
 """Smoothing without choosing: what is chosen, why, and what must be refused."""
 
 import dataclasses
+import importlib
 from typing import Any
 
 import equinox as eqx
@@ -14,12 +15,14 @@ import retrodict as rd
 import two_sided
 from retrodict._learning.batch import prepare_batch
 from retrodict._smooth import check as grading
-from retrodict._smooth import smooth as driver
 from retrodict._smooth.amortise import Training
 from retrodict._smooth.check import Grade
 from retrodict._smooth.simulate_like import like_batch
 from retrodict._smooth.smooth import _stands
 from retrodict.bounds.reference import find_reference
+
+# The package exports the function under the same name.
+driver = importlib.import_module("retrodict._smooth.smooth")
 
 N, QUICK = 30, {"num_steps": 3, "num_series": 8, "num_samples": 32, "progress": False}
 

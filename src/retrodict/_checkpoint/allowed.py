@@ -102,7 +102,7 @@ CLASSES: dict[str, str] = {
         VaryingLinearGaussianKernel
     """,
     "retrodict._exact.kalman_smoother": "KalmanPosterior",
-    "retrodict._expectations.elbo": "RunningElboState",
+    "retrodict._expectations.elbo": "RunningElbo RunningElboState",
     "retrodict._expectations.expectation": "Estimate Marginals",
     "retrodict._expectations.recursive": "RecursiveState",
     "retrodict._learning.em": "EMResult",
@@ -114,13 +114,14 @@ CLASSES: dict[str, str] = {
     """,
     "retrodict.online": """
         FixedLag KalmanScore LagMoments LagOutput LagRows LagState LaggedLearnerOutput
-        LaggedLearnerState LearnerOutput LearnerState OnlineSmoother QuadraticFeatures
-        RandomFeatures RecursivePathwise RecursiveScore RowGradient RunningElbo RunningOutput
+        LaggedLearnerState LearnerOutput LearnerState QuadraticFeatures
+        RandomFeatures RecursivePathwise RecursiveScore RowGradient RunningOutput
         RunningPosterior RunningState TruncatedBackprop WeightedSamples
     """,
     "retrodict.particles": """
         AdditivePosterior ChainProposal ExactBackward Genealogy Guided GuidedPosterior
-        ImportancePosterior MCMCBackward OnlineState ParticleFilterPosterior RejectionBackward
+        ImportancePosterior MCMCBackward OnlineSmoother OnlineState ParticleFilterPosterior
+        RejectionBackward
     """,
     # Private records of which the public ones are made.
     "retrodict.bounds.finite.bounds": "FiniteContributions",
@@ -238,7 +239,7 @@ RENAMED: dict[str, str] = {
     "retrodict:MCMCBackward": "retrodict.particles:MCMCBackward",
     "retrodict:Marginals": "retrodict._expectations.expectation:Marginals",
     "retrodict:Mixing": "retrodict.bounds:Mixing",
-    "retrodict:OnlineSmoother": "retrodict.online:OnlineSmoother",
+    "retrodict:OnlineSmoother": "retrodict.particles:OnlineSmoother",
     "retrodict:OnlineState": "retrodict.particles:OnlineState",
     "retrodict:ParticleFilterPosterior": "retrodict.particles:ParticleFilterPosterior",
     "retrodict:PosteriorCheck": "retrodict.bounds:PosteriorCheck",
@@ -249,7 +250,7 @@ RENAMED: dict[str, str] = {
     "retrodict:RecursiveState": "retrodict._expectations.recursive:RecursiveState",
     "retrodict:RejectionBackward": "retrodict.particles:RejectionBackward",
     "retrodict:RowGradient": "retrodict.online:RowGradient",
-    "retrodict:RunningElbo": "retrodict.online:RunningElbo",
+    "retrodict:RunningElbo": "retrodict._expectations.elbo:RunningElbo",
     "retrodict:RunningElboState": "retrodict._expectations.elbo:RunningElboState",
     "retrodict:RunningOutput": "retrodict.online:RunningOutput",
     "retrodict:RunningPosterior": "retrodict.online:RunningPosterior",
@@ -259,11 +260,13 @@ RENAMED: dict[str, str] = {
     "retrodict:TruncatedBackprop": "retrodict.online:TruncatedBackprop",
     "retrodict:WeightedSamples": "retrodict.online:WeightedSamples",
 }
-"""Modules that were renamed since version 0.1, whose files name them as they were."""
+"""Modules and classes that were renamed since version 0.1, whose files have the old names."""
 
 
 def current_name(name: str) -> str:
     """Return today's form of a name `module:attribute` from a file."""
+    if name in RENAMED:
+        return RENAMED[name]
     module, colon, attribute = name.partition(":")
     return RENAMED.get(module, module) + colon + attribute
 

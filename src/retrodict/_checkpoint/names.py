@@ -63,7 +63,7 @@ def name_of(value: Any, allowed: Collection[str]) -> str | None:
     """Return the name by which `load` will find this very function or class, if there is one."""
     for name in _candidates(value):
         try:
-            if resolve(name, allowed) is value:
+            if name in allowed and resolve(name, allowed) is value:
                 return name
         except LookupError:
             continue
