@@ -158,7 +158,7 @@ def _spread_of_linear(
     """Mean and covariance of the states, averaged over time."""
 
     def move(law: tuple[Array, Array], u: Array | None) -> tuple[tuple, tuple]:
-        kernel = model.transition.at(u if model.transition.takes_input else None)
+        kernel = model.transition.at(u)
         spread = linalg.matmul(linalg.matmul(kernel.weight, law[1]), kernel.weight.T)
         moved = (
             linalg.matvec(kernel.weight, law[0]) + kernel.bias,
