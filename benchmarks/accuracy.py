@@ -262,7 +262,7 @@ def windows() -> dict[str, Any]:
 
     n, short = 256, simulate(NONLINEAR, 0, NUM_SERIES, LENGTH)[1]
     ys = simulate(NONLINEAR, 5, 64, n)[1]
-    batch = prepare_batch(ys, mask=True, inputs=None, length=None, takes_input=False, owner="fit")
+    batch = prepare_batch(ys, mask=True, inputs=None, length=None, takes_input=False)
     figures: dict[str, Any] = {}
     key = jax.random.key(0)
     for num_steps in (200, 1000):

@@ -81,9 +81,7 @@ def drawn(batch: Series, batch_size: int, mesh: MeshLike, axes: Any = (), count:
 
 def draws(count: int, batch_size: int) -> float:
     """Minibatches from shares, equal or not, beside those from one device."""
-    batch = prepare_batch(
-        series(count), mask=None, inputs=None, length=None, takes_input=False, owner="test"
-    )
+    batch = prepare_batch(series(count), mask=None, inputs=None, length=None, takes_input=False)
     return apart(drawn(batch, batch_size, None), drawn(batch, batch_size, "all"))
 
 
@@ -102,9 +100,7 @@ def num_reductions() -> int:
     devices = as_mesh("all")
     if devices is None:
         raise ValueError("This is to be run with several devices.")
-    batch = prepare_batch(
-        series(16), mask=None, inputs=None, length=None, takes_input=False, owner="test"
-    )
+    batch = prepare_batch(series(16), mask=None, inputs=None, length=None, takes_input=False)
 
     def loss(weight: jax.Array, batch: Batch) -> jax.Array:
         def one(weight: jax.Array, series: Series) -> jax.Array:

@@ -88,7 +88,7 @@ def test_infinite_observations_are_located(verb: Callable, bad: float):
 @pytest.mark.parametrize("width", [1, 2, 5])
 def test_ys_of_another_width_than_the_emission(verb: Callable, width: int):
     """One column in particular, which would broadcast."""
-    with refused(ValueError, "emission", "3 columns", f"got {width}"):
+    with refused(ValueError, "ys must have 3 columns", f"got {width}"):
         verb(np.zeros((N, width)))
 
 
@@ -99,17 +99,17 @@ def test_masks(verb: Callable):
     with refused(ValueError, "mask must have the shape of ys, (4, 3)", "got (4,)"):
         verb(YS, mask=np.ones(N, bool))
     for dtype in (float, int):
-        with refused(TypeError, "mask must be boolean, true where an entry was seen", "dtype"):
+        with refused(TypeError, "mask must be boolean, true where an entry was observed", "dtype"):
             verb(YS, mask=np.ones((N, 3), dtype))
 
 
 @VERBS
 def test_inputs(verb: Callable):
-    with refused(ValueError, "inputs of shape (4, input) are needed", "got None"):
+    with refused(ValueError, "inputs must be given, of shape (4, input)", "got None"):
         verb(YS, model=DRIVEN)
-    with refused(ValueError, "inputs were given, but no kernel", "takes_input=True"):
+    with refused(ValueError, "inputs must be left out", "takes_input=True"):
         verb(YS, inputs=US)
-    with refused(ValueError, "one row a time step, 4 rows", "got 3"):
+    with refused(ValueError, "one row per time step, 4 rows", "got 3"):
         verb(YS, model=DRIVEN, inputs=US[:3])
     with refused(ValueError, "inputs must have shape (time, input)", "(4,)", "inputs[:, None]"):
         verb(YS, model=DRIVEN, inputs=US[:, 0])
@@ -129,7 +129,7 @@ def test_inputs_of_another_width_than_the_kernel_reads(verb: Callable, width: in
 @VERBS
 @pytest.mark.parametrize("length", [0, -1, N + 1])
 def test_lengths_out_of_range(verb: Callable, length: int):
-    with refused(ValueError, "length must lie between 1 and 4 rows", f"got {length}"):
+    with refused(ValueError, "length must be between 1 and 4 rows", f"got {length}"):
         verb(YS, length=length)
 
 

@@ -120,7 +120,7 @@ def test_gradients_in_the_model_are_those_of_the_evidence(case: Case):
         return rd.kalman_smoother(model, case.ys, inputs=case.inputs, length=LENGTH).log_evidence
 
     expected = eqx.filter_grad(log_evidence)(case.model)
-    data = rd.observations(case.model, case.ys, inputs=case.inputs, length=LENGTH)
+    data = case.model.series(case.ys, inputs=case.inputs, length=LENGTH)
     score = rd.expectation(case.exact.chain, rd.Score(case.model), data)
     hidden = eqx.filter_grad(lambda m: case.elbo(as_nonlinear(m), estimator=rd.Quadrature(3)))
     for found in (score, hidden(case.model)):
@@ -283,7 +283,7 @@ def test_parameters_are_unwrapped_once_and_differentiated_in_their_raw_arrays():
     wrapped = eqx.tree_at(lambda m: m.prior, wrapped, rd.Frozen(wrapped.prior))
     exact = rd.kalman_smoother(wrapped, ys)
     assert float(rd.elbo(wrapped, exact.chain, ys)) == pytest.approx(float(exact.log_evidence))
-    score = rd.expectation(exact.chain, rd.Score(wrapped), rd.observations(wrapped, ys))
+    score = rd.expectation(exact.chain, rd.Score(wrapped), wrapped.series(ys))
     expected = eqx.filter_grad(lambda m: rd.kalman_smoother(m, ys).log_evidence)(wrapped)
     for ours, theirs in zip(jax.tree.leaves(score), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-9)

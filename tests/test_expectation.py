@@ -19,7 +19,7 @@ class Smoothed(NamedTuple):
     """A padded chain, the data it was made from, and the joint Gaussian of what exists."""
 
     model: rd.StateSpaceModel
-    data: rd.Observations
+    data: rd.Series
     chain: rd.LinearGaussianChain
     oracle: joint_gaussian.Posterior
 
@@ -46,7 +46,7 @@ def smooth(state: int) -> Smoothed:
         joint_gaussian.arrays_of(model, LENGTH, None), np.nan_to_num(ys[:LENGTH]), mask[:LENGTH]
     )
     chain = rd.kalman_smoother(model, ys, length=LENGTH).chain
-    return Smoothed(model, rd.observations(model, ys, length=LENGTH), chain, oracle)
+    return Smoothed(model, model.series(ys, length=LENGTH), chain, oracle)
 
 
 def crossed(before, x, data):
@@ -256,7 +256,7 @@ def test_sampled_estimates_are_unbiased_and_their_errors_calibrated(estimator, f
     _, ys = NONLINEAR.simulate(jax.random.key(1), 6)
     ys = ys.at[2].set(jnp.nan)
     chain = rd.kalman_smoother(linear, ys).chain
-    data = rd.observations(NONLINEAR, ys)
+    data = NONLINEAR.series(ys)
     h = rd.LogJoint(NONLINEAR) if functional == "log joint" else rd.Score(NONLINEAR)
     expected = rd.expectation(chain, h, data, estimator=rd.Quadrature(40))
     keys = jax.random.split(jax.random.key(3), 200)

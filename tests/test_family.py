@@ -783,7 +783,7 @@ MISUSE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "step_of_series": (lambda f: f.step(f.init(), YS, u=US[0]), ValueError, r"shape \(obs,\)"),
     "step_of_narrow_y": (lambda f: f.step(f.init(), YS[0, :2], u=US[0]), ValueError, "obs_dim=3"),
     "step_of_infinite_y": (lambda f: f.step(f.init(), YS[0] + np.inf, u=US[0]), ValueError, "inf"),
-    "step_without_u": (lambda f: f.step(f.init(), YS[0]), ValueError, "input_dim=2: step needs u"),
+    "step_without_u": (lambda f: f.step(f.init(), YS[0]), ValueError, "u must be given"),
     "step_of_narrow_u": (lambda f: f.step(f.init(), YS[0], u=US[0, :1]), ValueError, r"\(2,\)"),
     "step_of_nan_u": (lambda f: f.step(f.init(), YS[0], u=np.nan * US[0]), ValueError, "finite"),
     "step_of_wrong_mask": (
@@ -838,7 +838,7 @@ def test_prepare_explains_what_does_not_fit(name: str):
         (YS + np.inf, US, {}, "finite, got inf"),
         (YS, US + np.inf, {}, "inputs must be finite, got inf"),
         (YS, US, {"mask": US > 0}, "mask must have the shape of ys"),
-        (YS, US, {"length": 9}, "length must lie between 1 and 8"),
+        (YS, US, {"length": 9}, "length must be between 1 and 8"),
         (YS, US, {"length": [3, 3]}, "length must be one integer, or one per series"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

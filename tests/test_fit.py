@@ -325,7 +325,7 @@ def test_the_increment_over_a_window_is_exact_where_the_filter_is(ys):
     pair = (rd.KalmanFamily(model), model)
     parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
     objective = Objective(fixed, rd.ClosedForm(), None, 0.0)
-    series = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")
+    series = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False)
     batch = Batch(series, BATCH)
 
     def windowed(parameters):
@@ -443,7 +443,7 @@ def test_the_increment_of_a_window_is_exact_where_a_drawn_filter_is(ys):
     pair = (ExactButDrawn(rd.KalmanFamily(model), 1, 1, 0), model)  # pyright: ignore
     parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
     objective = Objective(fixed, rd.BackwardSampling(1, stop_score=True), None, 0.0)
-    series = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")
+    series = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False)
     batch = Batch(series, BATCH)
 
     def windowed(parameters):
@@ -565,13 +565,13 @@ def test_the_m_step_maximises_the_intermediate_quantity(ys):
     from retrodict._learning.em import maximise
 
     model = linear_model(0.4, 0.5, 0.5)
-    batch = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False, owner="test")
+    batch = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False)
     chains = jax.vmap(lambda y: rd.kalman_smoother(model, y, mask=True).chain)(ys)
     after = rd.unwrap(maximise(model, chains, batch))
 
     def quantity(model):
         def one(chain, y):
-            return rd.expectation(chain, rd.LogJoint(model), rd.observations(model, y, mask=True))
+            return rd.expectation(chain, rd.LogJoint(model), model.series(y, mask=True))
 
         return jnp.sum(jax.vmap(one)(chains, ys))
 
@@ -627,14 +627,14 @@ def test_a_result_can_be_saved_and_loaded(whole, tmp_path):
         ({"ys": jnp.zeros(5)}, ValueError, r"\(batch, time, obs\)"),
         ({"family": rd.GatedFamily(jax.random.key(0), 2, 1)}, ValueError, "state_dim=1"),
         ({"learn": "everything"}, ValueError, "'family', 'model', 'both'"),
-        ({"mask": True, "ys": jnp.full((2, 5, 1), jnp.nan)}, ValueError, "mask=True promises"),
-        ({"inputs": jnp.zeros((6, 12, 1))}, ValueError, "reads no inputs"),
+        ({"mask": True, "ys": jnp.full((2, 5, 1), jnp.nan)}, ValueError, "mask=True declares"),
+        ({"inputs": jnp.zeros((6, 12, 1))}, ValueError, "takes no inputs"),
         ({"num_steps": 0}, ValueError, "num_steps"),
         ({"family": "gated"}, TypeError, "family"),
         (
             {"length": np.array([1, 2])},
             TypeError,
-            "one integer, or one per series, of which there are 6",
+            "one integer, or one per series \\(6\\)",
         ),
     ],
 )

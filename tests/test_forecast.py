@@ -271,7 +271,7 @@ def test_misuse_is_refused(untyped: None):
         rd.forecast(KEY, c.model, c.chain, 0, inputs=c.ahead)
     with pytest.raises(ValueError, match="inputs of shape"):
         rd.forecast(KEY, c.model, c.chain, AHEAD)
-    with pytest.raises(ValueError, match="one row a time step, 2 rows"):
+    with pytest.raises(ValueError, match="one row per time step, 2 rows"):
         rd.forecast(KEY, c.model, c.chain, 2, inputs=c.ahead)
     with pytest.raises(ValueError, match="state dimensions"):
         rd.forecast(KEY, random_model(np.random.default_rng(0), 1, 1), c.chain, AHEAD)

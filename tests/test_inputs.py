@@ -129,9 +129,9 @@ VERBS: dict[str, Verb] = {
     ),
     "infer": Verb(lambda ys, us, **o: FAMILY.infer(ys, inputs=us, **o).laws.mean),
     "elbo": Verb(lambda ys, us, **o: rd.elbo(MODEL, chain(), ys, inputs=us, **o)),
-    "observations": Verb(
+    "expectation": Verb(
         lambda ys, us, **o: rd.expectation(
-            chain(), rd.LogJoint(MODEL), rd.observations(MODEL, ys, inputs=us, **o)
+            chain(), rd.LogJoint(MODEL), MODEL.series(ys, inputs=us, **o)
         )
     ),
     "importance_smoother": Verb(
@@ -404,9 +404,9 @@ def test_the_evidence_of_a_masked_array_is_that_of_the_joint_gaussian():
 
 
 def test_a_promise_that_nothing_is_missing_is_checked():
-    with pytest.raises(ValueError, match="mask=True promises .* ys holds NaN"):
+    with pytest.raises(ValueError, match="mask=True declares .* ys holds NaN"):
         rd.kalman_smoother(MODEL, np.ma.array(YS, mask=HOLES), inputs=US, mask=True)
-    with pytest.raises(ValueError, match="mask=True promises .* y holds NaN"):
+    with pytest.raises(ValueError, match="mask=True declares .* y holds NaN"):
         FAMILY.step(FAMILY.init(), np.array([np.nan, 0.0]), u=US[0], mask=True)
 
 
@@ -459,6 +459,65 @@ def test_every_verb_refuses_masks(verb: Verb):
             verb.call(ys, us, mask=wrong)
     with pytest.raises(ValueError, match="mask must not have missing entries"):
         verb.call(ys, us, mask=np.ma.array(seen, mask=seen))
+
+
+Mistake = tuple[Callable[[np.ndarray], Any], Callable[[np.ndarray], Any], dict[str, Any], type]
+
+MISTAKES: dict[str, Mistake] = {
+    "complex ys": (lambda y: y * 1j, np.asarray, {}, TypeError),
+    "infinite ys": (lambda y: np.full(y.shape, np.inf), np.asarray, {}, ValueError),
+    "ys with an axis missing": (lambda y: y[0], np.asarray, {}, ValueError),
+    "ys without rows": (lambda y: y[:0], np.asarray, {}, ValueError),
+    "ys with a column too many": (
+        lambda y: np.concatenate([y, y], axis=-1),
+        np.asarray,
+        {},
+        ValueError,
+    ),
+    "no inputs": (np.asarray, lambda u: None, {}, ValueError),
+    "infinite inputs": (np.asarray, lambda u: np.full(u.shape, np.inf), {}, ValueError),
+    "inputs as strings": (np.asarray, lambda u: u.astype(str), {}, TypeError),
+    "inputs with a row missing": (np.asarray, lambda u: u[:-1], {}, ValueError),
+    "inputs with a column too many": (
+        np.asarray,
+        lambda u: np.concatenate([u, u], axis=-1),
+        {},
+        ValueError,
+    ),
+    "integer mask": (np.asarray, np.asarray, {"mask": np.ones(YS.shape, int)}, TypeError),
+    "mask of another shape": (np.asarray, np.asarray, {"mask": np.ones(3, bool)}, ValueError),
+    "mask=True with NaN": (lambda y: y * np.nan, np.asarray, {"mask": True}, ValueError),
+    "length as a number": (np.asarray, np.asarray, {"length": 2.0}, TypeError),
+    "length out of range": (np.asarray, np.asarray, {"length": 9}, ValueError),
+}
+"""Changes of `ys` and `inputs`, options, and the exception that they cause in every verb."""
+
+
+def _refusal(name: str, mistake: Mistake) -> tuple[type, str]:
+    verb = VERBS[name]
+    change_ys, change_us, options, _ = mistake
+    ys, us = _given(verb)
+    if verb.rows and isinstance(options.get("mask"), np.ndarray):
+        options = {"mask": options["mask"][0]}
+    try:
+        verb.call(change_ys(ys), change_us(us), **options)
+    except (TypeError, ValueError) as error:
+        return type(error), re.sub(r"index \(0, (\d+, \d+)\)", r"index (\1)", str(error))
+    raise AssertionError(f"{name} accepts the mistake.")
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("rows", [False, True], ids=["series", "row"])
+def test_a_mistake_raises_the_same_exception_in_every_verb(mistake: str, rows: bool):
+    options = MISTAKES[mistake][2]
+    if rows and (
+        "length" in options or mistake in ("ys without rows", "inputs with a row missing")
+    ):
+        pytest.skip("A single row has neither a length nor rows.")
+    names = [name for name, verb in VERBS.items() if verb.rows == rows]
+    refusals = {name: _refusal(name, MISTAKES[mistake]) for name in names}
+    assert set(refusals.values()) == {refusals[names[0]]}, refusals
+    assert refusals[names[0]][0] is MISTAKES[mistake][3]
 
 
 # --- lengths --------------------------------------------------------------------------------------

@@ -306,7 +306,7 @@ def test_misuse_is_refused(untyped: None):
     state = live.init()
     with pytest.raises(ValueError, match="none was"):
         live.flush(state)
-    with pytest.raises(ValueError, match="step needs u"):
+    with pytest.raises(ValueError, match="u must be given"):
         live.update(state, np.zeros(2))
     with pytest.raises(ValueError, match="must be finite"):
         live.update(state, np.array([np.inf, 0.0]), u=np.zeros(1))

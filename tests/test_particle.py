@@ -275,11 +275,11 @@ def test_smoothed_moments_of_counts_under_heavy_tailed_moves():
 # --- evidence -------------------------------------------------------------------------------------
 
 
-def _guide_first(data: rd.Observations) -> dist.Distribution:
+def _guide_first(data: rd.Series) -> dist.Distribution:
     return dist.Normal(0.5 * data.ys, jnp.array([1.5, 1.2]))
 
 
-def _guide(before: jax.Array, data: rd.Observations) -> dist.Distribution:
+def _guide(before: jax.Array, data: rd.Series) -> dist.Distribution:
     return dist.Normal(0.5 * before + 0.3 * data.ys, jnp.array([1.0, 0.9]))
 
 
@@ -894,5 +894,5 @@ def test_moments_of_a_batch_are_not_mistaken_for_those_of_one_series(
 @pytest.mark.usefixtures("untyped")
 def test_data_of_another_length_is_refused(found: rd.ParticlePosterior, data: Any):
     functional = rd.AdditiveFunctional(lambda before, x, data: data * x)
-    with pytest.raises(ValueError, match="one row a time step"):
+    with pytest.raises(ValueError, match="one row per time step"):
         found.expectation(functional, jnp.asarray(data))

@@ -416,12 +416,12 @@ SUM: Any = rd.StateSum()
         (
             lambda: UNTYPED.paris(KEY, SCALAR, YS, SUM, 5, data=np.zeros(3)),
             ValueError,
-            r"data with one row a time step, 4 in all, got an array of shape \(3,\)",
+            r"data must have one row per time step, 4 rows, got an array of shape \(3,\)",
         ),
         (
             lambda: UNTYPED.paris(KEY, SCALAR, YS, SUM, 5, data=1.0),
             ValueError,
-            r"data with one row a time step, 4 in all, got an array of shape \(\)",
+            r"data must have one row per time step, 4 rows, got an array of shape \(\)",
         ),
         (lambda: UNTYPED.paris(0, SCALAR, YS, SUM, 5), TypeError, "paris expects one typed key"),
         (

@@ -393,7 +393,7 @@ def after_all_rows(name: str, named: dict[str, rd.AbstractFunctional], **options
     """Their expectations under the chain of the whole series."""
     s = stream()
     chain = family(name).infer(s.ys, mask=s.mask, inputs=s.inputs)
-    seen = rd.observations(model(), s.ys, mask=s.mask, inputs=s.inputs)
+    seen = model().series(s.ys, mask=s.mask, inputs=s.inputs)
     at = jax.jit(lambda c: {key: rd.expectation(c, f, seen, **options) for key, f in named.items()})
     return at(chain)
 

@@ -42,7 +42,6 @@ def batch_of(rng: np.random.Generator, inputs: int = 0, lengths: Any = LENGTHS) 
         inputs=us,
         length=lengths,
         takes_input=inputs > 0,
-        owner="test",
     )
 
 

@@ -309,7 +309,6 @@ def test_training_series_take_after_the_given_ones():
         inputs=us,
         length=jnp.array([80, 20]),
         takes_input=True,
-        owner="test",
     )
     found = like_batch(jax.random.key(0), model, batch, 6, 64)
     assert found.ys.shape == (6, 64, 1)
@@ -367,9 +366,9 @@ def test_a_trained_family_knows_both_modes():
         ({"num_samples": 100}, ValueError, "a multiple of it, got 100"),
         ({"check": False}, ValueError, "smooth chooses by a check"),
         ({"num_steps": 0}, ValueError, "num_steps must be at least 1"),
-        ({"inputs": np.zeros((N, 1))}, ValueError, "smooth: the model reads no inputs"),
+        ({"inputs": np.zeros((N, 1))}, ValueError, "takes no inputs"),
         ({"mask": np.ones(N, bool)}, ValueError, "mask must have the shape of ys"),
-        ({"length": N + 1}, ValueError, "length must lie between 1 and 30"),
+        ({"length": N + 1}, ValueError, "length must be between 1 and 30"),
     ],
 )
 @pytest.mark.usefixtures("untyped")

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from retrodict._expectations import Forecast as Forecast
     from retrodict._expectations import InitialTerm as InitialTerm
     from retrodict._expectations import LogJoint as LogJoint
-    from retrodict._expectations import Observations as Observations
     from retrodict._expectations import PairTerm as PairTerm
     from retrodict._expectations import Quadrature as Quadrature
     from retrodict._expectations import RaoBlackwellised as RaoBlackwellised
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from retrodict._expectations import forecast as forecast
     from retrodict._expectations import impute as impute
     from retrodict._expectations import marginals as marginals
-    from retrodict._expectations import observations as observations
     from retrodict._expectations import predictive as predictive
     from retrodict._families import AbstractFamily as AbstractFamily
     from retrodict._families import AbstractLinearGaussianFamily as AbstractLinearGaussianFamily
@@ -90,6 +88,7 @@ if TYPE_CHECKING:
     from retrodict._parameters import Positive as Positive
     from retrodict._parameters import PositiveTril as PositiveTril
     from retrodict._parameters import unwrap as unwrap
+    from retrodict._series import Series as Series
     from retrodict._smooth import Smoothed as Smoothed
     from retrodict._smooth import simulate_like as simulate_like
     from retrodict._smooth import smooth as smooth

@@ -19,7 +19,13 @@ from retrodict._kernels import (
 )
 from retrodict._laws import Diagonal, Gaussian, scale_diagonal
 from retrodict._parameters import AbstractParameter, AbstractWhole, Positive, PositiveTril, unwrap
-from retrodict._series import Series, prepare_inputs, prepare_series
+from retrodict._series import (
+    Series,
+    check_columns,
+    prepare_inputs,
+    prepare_row,
+    prepare_series,
+)
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import as_real_array, check_count, check_key, check_rows, is_concrete
 
@@ -39,8 +45,8 @@ class StateSpaceModel(AbstractWhole):
         ((5, 1), (5, 1))
 
     Args:
-        prior: χ, the law of x_0 before y_0 is seen; a `Gaussian`, or anything with `log_prob` and
-            `sample` over vectors of shape `(state,)`.
+        prior: χ, the law of x_0 before y_0 is observed; a `Gaussian`, or any object with `log_prob`
+            and `sample` over vectors of shape `(state,)`.
         transition: m, a kernel from states to states.
         emission: g, a kernel from states to observations.
     """
@@ -71,19 +77,36 @@ class StateSpaceModel(AbstractWhole):
 
     @property
     def takes_input(self) -> bool:
-        """Whether the transition or the emission reads inputs."""
+        """Whether the transition or the emission takes inputs."""
         model = unwrap(self)
         return model.transition.takes_input or model.emission.takes_input
 
     @property
     def is_linear_gaussian(self) -> bool:
-        """Whether prior and kernels are linear and Gaussian, so that the posterior is known."""
+        """Whether prior and kernels are linear and Gaussian, so that the posterior is too."""
         return is_linear_gaussian(unwrap(self))
+
+    def series(
+        self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
+    ) -> Series:
+        """Return validated data: the `data` of `LogJoint`, `Score` and your own functionals.
+
+        Args:
+            ys: observations, of shape `(time, obs)`; NaN where missing.
+            mask: true where an entry was observed.
+            inputs: inputs of shape `(time, input)`, if a kernel takes them.
+            length: the number of rows that exist.
+
+        Raises:
+            ValueError: if shapes do not fit the model, or values are infinite.
+            TypeError: if an array has the wrong type.
+        """
+        return prepare_data(unwrap(self), ys, mask=mask, inputs=inputs, length=length)
 
     def simulate(
         self, key: PRNGKey, num_times: int, *, inputs: Any = None
     ) -> tuple[Float[Array, "time state"], Float[Array, "time obs"]]:
-        """Draws a path of states and its observations.
+        """Draw a path of states and its observations.
 
         Args:
             key: a typed key.
@@ -108,14 +131,14 @@ class StateSpaceModel(AbstractWhole):
         inputs: Any = None,
         length: Any = None,
     ) -> Scalar:
-        """The joint density log p(x_{0:n-1}, y_{0:n-1}), of the entries of y that were seen.
+        """Return the joint log density log p(x_{0:n-1}, y_{0:n-1}) of the observed entries of y.
 
         Args:
             xs: a path, of shape `(time, state)`.
             ys: observations, of shape `(time, obs)`; NaN where missing.
-            mask: true where an entry was seen.
+            mask: true where an entry was observed.
             inputs: inputs of shape `(time, input)`, if a kernel takes them.
-            length: how many rows exist; the rest contributes exactly zero.
+            length: the number of rows that exist; the rest contributes exactly zero.
         """
         model = unwrap(self)
         series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
@@ -132,14 +155,14 @@ def _simulate(
 
     def move(x: Array, step: tuple[Array, Array | None]) -> tuple[Array, Array]:
         step_key, u = step
-        x = _read(model.transition, "sample", step_key, x, u=u)
+        x = model.transition.sample(step_key, x, u)
         return x, x
 
     later = None if us is None else us[1:]
     _, xs = jax.lax.scan(move, x_0, (jax.random.split(path_key, num_times - 1), later))
     xs = jnp.concatenate([x_0[None], xs])
     keys = jax.random.split(emission_key, num_times)
-    ys = jax.vmap(lambda k, x, u: _read(model.emission, "sample", k, x, u=u))(keys, xs, us)
+    ys = jax.vmap(model.emission.sample)(keys, xs, us)
     return xs, ys
 
 
@@ -149,13 +172,9 @@ def _log_joint(model: StateSpaceModel, xs: Float[Array, "time state"], series: S
     if exists is not None:
         # Padding may hold anything, NaN included; repeating x_0 keeps densities finite.
         xs = jnp.where(exists[:, None], xs, xs[0])
-    emission = jax.vmap(lambda x, y, u, m: _read(model.emission, "log_prob", x, y, u=u, mask=m))(
-        xs, series.ys, series.inputs, series.mask
-    )
+    emission = jax.vmap(model.emission.log_prob)(xs, series.ys, series.inputs, series.mask)
     later = None if series.inputs is None else series.inputs[1:]
-    transition = jax.vmap(
-        lambda before, after, u: _read(model.transition, "log_prob", before, after, u=u)
-    )(xs[:-1], xs[1:], later)
+    transition = jax.vmap(model.transition.log_prob)(xs[:-1], xs[1:], later)
     if exists is not None:
         emission = jnp.where(exists, emission, 0.0)
         transition = jnp.where(exists[1:], transition, 0.0)
@@ -166,29 +185,48 @@ def _log_joint(model: StateSpaceModel, xs: Float[Array, "time state"], series: S
 def prepare_data(
     model: StateSpaceModel, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
 ) -> Series:
-    """Checks one series against an unwrapped model: its inputs, and the width of its rows."""
+    """Validate one series against an unwrapped model."""
     series = prepare_series(
-        ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input
+        ys,
+        mask=mask,
+        inputs=inputs,
+        length=length,
+        takes_input=model.takes_input,
+        input_dim=_input_dim(model),
     )
-    dtype = series.ys.dtype
-    x = jax.ShapeDtypeStruct(_state_shape(model), dtype)
-    u = None if series.inputs is None else jax.ShapeDtypeStruct(series.inputs.shape[1:], dtype)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    jax.eval_shape(lambda k, x, u: _read(model.transition, "sample", k, x, u=u), key, x, u)
-    width = jax.eval_shape(lambda k, x, u: _read(model.emission, "sample", k, x, u=u), key, x, u)
-    _check_parameters_of_inputs(model, series)
-    if width.shape != series.ys.shape[1:]:
-        raise ValueError(
-            f"The model's emission has shape {width.shape}, so that ys must have"
-            f" {width.shape[0]} columns, got {series.ys.shape[1]}."
-        )
+    check_columns(series.ys, "ys", _obs_dim(model, series.inputs))
+    _check_varying_parameters(model, series)
     return series
 
 
-def _check_parameters_of_inputs(model: StateSpaceModel, series: Series) -> None:
-    """Evaluate kernels that follow the input at one row, where their constructors see values.
+def prepare_data_row(model: StateSpaceModel, y: Any, *, mask: Any, u: Any) -> Series:
+    """Validate one row of a stream against an unwrapped model."""
+    row = prepare_row(y, mask=mask, u=u, takes_input=model.takes_input, input_dim=_input_dim(model))
+    check_columns(row.ys, "y", _obs_dim(model, row.inputs))
+    return row
 
-    Compiled programs evaluate them at traced inputs, where a covariance that was returned for a
+
+def _input_dim(model: StateSpaceModel) -> int | None:
+    """Return the number of inputs, if a linear kernel shows it."""
+    for kernel in (model.transition, model.emission):
+        if isinstance(kernel, LinearGaussianKernel) and kernel.input_weight is not None:
+            return kernel.input_weight.shape[1]
+    return None
+
+
+def _obs_dim(model: StateSpaceModel, inputs: Float[Array, "*time input"] | None) -> int:
+    """Return the dimension of observations, from the shapes of the kernels at one input."""
+    x = jax.ShapeDtypeStruct(_state_shape(model), jnp.result_type(float))
+    u = None if inputs is None else jax.ShapeDtypeStruct(inputs.shape[-1:], inputs.dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    jax.eval_shape(model.transition.sample, key, x, u)
+    return jax.eval_shape(model.emission.sample, key, x, u).shape[0]
+
+
+def _check_varying_parameters(model: StateSpaceModel, series: Series) -> None:
+    """Evaluate kernels whose parameters depend on the input at one row of known values.
+
+    Compiled programs evaluate them at traced inputs, where a covariance returned in place of a
     scale cannot be refused.
     """
     if series.inputs is None or not is_concrete(series.inputs):
@@ -206,7 +244,7 @@ def check_densities(
     owner: str,
     parts: Sequence[str] = ("prior", "transition", "emission"),
 ) -> None:
-    """Refuses Gaussian parts of an unwrapped model whose scale is singular, where it is known."""
+    """Refuse Gaussian parts of an unwrapped model whose known scale is singular."""
     for name in parts:
         part = getattr(model, name)
         if not isinstance(part, (Gaussian, LinearGaussianKernel, NonlinearGaussianKernel)):
@@ -221,7 +259,7 @@ def check_densities(
 
 
 def is_linear_gaussian(model: StateSpaceModel) -> bool:
-    """Whether an unwrapped model has a Gaussian prior and linear-Gaussian kernels."""
+    """Return whether an unwrapped model has a Gaussian prior and linear-Gaussian kernels."""
     kernels = (model.transition, model.emission)
     return isinstance(model.prior, Gaussian) and all(
         isinstance(kernel, AbstractLinearGaussianKernel) for kernel in kernels
@@ -229,9 +267,9 @@ def is_linear_gaussian(model: StateSpaceModel) -> bool:
 
 
 def learnable(model: StateSpaceModel) -> StateSpaceModel:
-    """The model with its Gaussian scales as parameters that stay positive while they are learned.
+    """Return the model with its Gaussian scales as parameters that stay positive in training.
 
-    What is a parameter already, `Frozen` ones included, is left as it is.
+    Existing parameters, `Frozen` ones included, are left unchanged.
     """
     parts = (model.prior, model.transition, model.emission)
     return StateSpaceModel(*(_learnable_part(part) for part in parts))
@@ -249,21 +287,21 @@ def _learnable_part(part: Any) -> Any:
 
 
 def _learnable_scale(scale: Any) -> Any:
-    held = scale.std if isinstance(scale, Diagonal) else scale
-    if isinstance(held, AbstractParameter):
+    array = scale.std if isinstance(scale, Diagonal) else scale
+    if isinstance(array, AbstractParameter):
         return scale
     pivots = scale_diagonal(scale)
     if is_concrete(pivots) and np.any(np.asarray(pivots) == 0):
-        # A singular scale is learned as it is. The derivative in a column of zeros is zero, so that
+        # A singular scale stays unconstrained. The derivative in a column of zeros is zero, so that
         # its rank cannot grow.
         return scale
     if isinstance(scale, Diagonal):
-        return Diagonal(Positive(jnp.abs(held)))
+        return Diagonal(Positive(jnp.abs(array)))
     return PositiveTril(scale)
 
 
 def prepare_path(xs: Any, state_dim: int, num_times: int) -> Float[Array, "time state"]:
-    """A path of states as an array, refused unless it has one row a time step."""
+    """Convert a path of states to an array; refuse one without one row per time step."""
     array = as_real_array(xs, "xs")
     check_rows(array, "xs", "state", "jax.vmap(chain.log_prob)(xs)")
     if array.shape != (num_times, state_dim):
@@ -273,17 +311,12 @@ def prepare_path(xs: Any, state_dim: int, num_times: int) -> Float[Array, "time 
     return array
 
 
-def _read(kernel: AbstractKernel, method: str, *args: Any, u: Array | None, **kwargs: Any) -> Array:
-    """Calls a kernel with the input only if it takes one."""
-    return getattr(kernel, method)(*args, u=u if kernel.takes_input else None, **kwargs)
-
-
 def _state_shape(model: StateSpaceModel) -> tuple[int, ...]:
     return jax.eval_shape(model.prior.sample, jax.eval_shape(lambda: jax.random.key(0))).shape
 
 
 def _check_dimensions(model: StateSpaceModel) -> None:
-    """Refuses kernels that do not fit the prior; those that take inputs are not known yet."""
+    """Refuse kernels that do not fit the prior, except those that take inputs of unknown shape."""
     if any(
         not eqx.is_array(leaf) and not callable(leaf) and not isinstance(leaf, (int, float, bool))
         for leaf in jax.tree.leaves(model)
@@ -300,19 +333,19 @@ def _check_dimensions(model: StateSpaceModel) -> None:
         if kernel.takes_input:
             continue
         try:
-            drawn = jax.eval_shape(kernel.sample, key, x).shape
+            out = jax.eval_shape(kernel.sample, key, x).shape
         except TypeError as error:
             raise ValueError(
                 f"StateSpaceModel has a prior over {shape[0]} coordinates, which its {name} does"
                 f" not accept: {error}"
             ) from error
-        if name == "transition" and drawn != shape:
+        if name == "transition" and out != shape:
             raise ValueError(
                 f"StateSpaceModel has a prior over {shape[0]} coordinates, so that its transition"
-                f" must return shape {shape}, got {drawn}."
+                f" must return shape {shape}, got {out}."
             )
-        if name == "emission" and len(drawn) != 1:
+        if name == "emission" and len(out) != 1:
             raise ValueError(
                 "StateSpaceModel expects an emission over vectors of shape (obs,), got shape"
-                f" {drawn}. Return a vector even for a single observation."
+                f" {out}. Return a vector even for a single observation."
             )

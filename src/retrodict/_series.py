@@ -1,16 +1,17 @@
-"""One series as the verbs see it: observations, what was seen of them, inputs and length.
+"""One record of data, and the only validation of `ys`, `mask`, `inputs` and `length`.
 
-Every verb that takes `ys` calls `prepare_series` first. A NaN becomes a masked entry with a
-harmless fill before any arithmetic, because `where(isnan(y), 0, f(y))` has a NaN gradient.
+Every verb calls `prepare_series`, `prepare_batch` or `prepare_row` first, or one of the functions
+that check against a model or a family and call these. A NaN becomes a masked entry with a finite
+fill before any arithmetic, because `where(isnan(y), 0, f(y))` has a NaN gradient.
 """
 
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._validate import (
     as_boolean_array,
@@ -26,38 +27,48 @@ T = TypeVar("T")
 
 
 class Series(eqx.Module):
-    """A prepared series.
+    """A validated series: observations, mask, inputs and length.
+
+    `StateSpaceModel.series` makes one. The record of a batch has a leading axis `batch` in every
+    array, and the record of a single row has no axis `time`. Functionals read `Series` as their
+    `data`: `data.ys` is the observation of one time, of shape `(obs,)`.
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ... )
+        >>> series = model.series(jnp.array([[1.0], [jnp.nan]]))
+        >>> series.ys.tolist(), series.mask.tolist()
+        ([[1.0], [0.0]], [[True], [False]])
 
     Attributes:
-        ys: observations, finite everywhere; what was not seen holds zero.
-        mask: true where an entry was seen at a time that exists; `None` if every entry was.
+        ys: observations, finite everywhere, zero where an entry is missing.
+        mask: true where an entry was observed at a time that exists; `None` if all entries were.
         inputs: the inputs, or `None`.
-        length: how many rows exist, or `None` if all of them do.
+        length: the number of rows that exist, or `None` if all of them do.
     """
 
-    ys: Float[Array, "time obs"]
-    mask: Bool[Array, "time obs"] | None
-    inputs: Float[Array, "time input"] | None
-    length: Int[Array, ""] | None
+    ys: Float[Array, "*time obs"]
+    mask: Bool[Array, "*time obs"] | None
+    inputs: Float[Array, "*time input"] | None
+    length: Int[Array, "*batch"] | None = None
 
     @property
     def num_times(self) -> int:
-        """The number of rows, padding included."""
+        """The number of rows of one series, padding included."""
         return self.ys.shape[0]
 
+    @property
+    def rows(self) -> "Series":
+        """The record without its length, so that every array has one row per time step."""
+        return Series(self.ys, self.mask, self.inputs)
+
     def exists(self) -> Bool[Array, "time"] | None:
-        """Which rows exist; `None` if all of them do."""
+        """Return which rows exist; `None` if all of them do."""
         return None if self.length is None else jnp.arange(self.num_times) < self.length
-
-
-def repeating_the_last(tree: T, exists: Bool[Array, "time"]) -> T:
-    """The tree with rows that do not exist replaced by the last one that does."""
-    last = jnp.sum(exists) - 1
-
-    def repeat(leaf: Array) -> Array:
-        return jnp.where(exists.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, leaf[last][None])
-
-    return jax.tree.map(repeat, tree)
 
 
 def prepare_series(
@@ -67,47 +78,160 @@ def prepare_series(
     inputs: Any = None,
     length: Any = None,
     takes_input: bool = False,
+    obs_dim: int | None = None,
+    input_dim: int | None = None,
 ) -> Series:
-    """Checks one series and turns NaN and padding into a mask.
+    """Validate one series and turn NaN and padding into a mask.
 
     Args:
         ys: observations, of shape `(time, obs)`; NaN where an entry is missing.
-        mask: true where an entry was seen, of the shape of `ys`. `True` alone says that everything
-            was seen and that no NaN need be looked for, which is quicker inside `jax.jit`.
+        mask: true where an entry was observed, of the shape of `ys`. `True` alone declares that
+            all entries were and skips the search for NaN, which is quicker inside `jax.jit`.
         inputs: inputs, of shape `(time, input)`.
-        length: how many rows exist, from 1 to the number of rows; the rest is padding. Traced by
-            `jax.jit`, a length out of range cannot be refused: all observations become NaN then,
-            and so does what is computed from them.
-        takes_input: whether the model reads inputs.
+        length: the number of rows that exist, from 1 to the number of rows; the rest is padding. A
+            traced length out of range cannot be refused: it turns all observations into NaN, and so
+            everything that is computed from them.
+        takes_input: whether the model or family takes inputs.
+        obs_dim: the number of columns that `ys` must have, if it is known.
+        input_dim: the number of columns that `inputs` must have, if it is known.
 
     Raises:
         ValueError: if shapes do not fit, or values are infinite.
-        TypeError: if an array is of the wrong type.
+        TypeError: if an array has the wrong type.
     """
     ys = as_real_array(ys, "ys", missing=True)
     check_rows(ys, "ys", "obs", "jax.vmap(lambda ys: verb(model, ys))(ys_batch)")
-    observed = observed_entries(ys, mask)
+    check_columns(ys, "ys", obs_dim)
+    observed = _observed_entries(ys, mask, "ys")
     count = prepare_length(length, ys.shape[0])
-    if count is not None:
-        exists = (jnp.arange(ys.shape[0]) < count)[:, None]
-        observed = jnp.broadcast_to(exists, ys.shape) if observed is None else observed & exists
-    if observed is not None:
-        ys = jnp.where(observed, ys, 0.0)
-    check_finite(ys, "ys", allow_nan=True)
-    us = prepare_inputs(inputs, ys.shape[0], takes_input, count)
+    exists = None if count is None else jnp.arange(ys.shape[0]) < count
+    ys, observed = _fill(ys, observed, exists)
+    us = prepare_inputs(inputs, ys.shape[0], takes_input, count, input_dim)
     if count is not None and not is_concrete(count):
-        count, ys, observed = _without_answer(count, ys, observed)
+        # No row would exist for a length below 1. The evidence of no rows is 0, a plausible answer.
+        valid = (count >= 1) & (count <= ys.shape[0])
+        ys, observed = jnp.where(valid, ys, jnp.nan), observed | ~valid
+        count = jnp.clip(count, 1, ys.shape[0])
     return Series(ys, observed, us, count)
 
 
-def _without_answer(count: Array, ys: Array, observed: Any) -> tuple[Array, Array, Array]:
-    """Turn a traced length out of range into NaN observations, since it cannot be refused.
+def prepare_batch(
+    ys: Any,
+    *,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+    takes_input: bool = False,
+    obs_dim: int | None = None,
+    input_dim: int | None = None,
+) -> Series:
+    """Validate a batch of series; every array of the result has a leading axis `batch`.
 
-    No row would exist for a length below 1, and the evidence of nothing is 0: a plausible answer.
+    Arrays that are distributed over several processes are checked in place.
+
+    Args:
+        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for a single series.
+        mask: true where an entry was observed, of the shape of `ys`.
+        inputs: inputs, of shape `(batch, time, input)`, or `(time, input)` for all series.
+        length: the number of rows that exist, one integer per series or one for all.
+        takes_input: whether the model or family takes inputs.
+        obs_dim: the number of columns that `ys` must have, if it is known.
+        input_dim: the number of columns that `inputs` must have, if it is known.
+
+    Raises:
+        ValueError: if shapes do not fit, or values are infinite.
+        TypeError: if an array has the wrong type.
     """
-    valid = (count >= 1) & (count <= ys.shape[0])
-    ys = jnp.where(valid, ys, jnp.nan)
-    return jnp.clip(count, 1, ys.shape[0]), ys, observed | ~valid
+    ys, mask, inputs, length = automatic((ys, mask, inputs, length))
+    ys = as_real_array(ys, "ys", missing=True)
+    if ys.ndim != 3:
+        # One series is validated as by any other verb, with the same messages.
+        length = length[0] if np.shape(length) == (1,) else length
+        series = prepare_series(
+            ys,
+            mask=mask,
+            inputs=inputs,
+            length=length,
+            takes_input=takes_input,
+            obs_dim=obs_dim,
+            input_dim=input_dim,
+        )
+        series = jax.tree.map(lambda leaf: leaf[None], series)
+        ys, observed, us, lengths = series.ys, series.mask, series.inputs, series.length
+    else:
+        if 0 in ys.shape:
+            raise ValueError(
+                "ys must have shape (batch, time, obs) with at least one series and one row, got"
+                f" {ys.shape}."
+            )
+        check_columns(ys, "ys", obs_dim)
+        lengths = _prepare_lengths(length, *ys.shape[:2])
+        exists = None if lengths is None else np.arange(ys.shape[1])[None] < lengths[:, None]
+        ys, observed = _fill(ys, _observed_entries(ys, mask, "ys"), exists)
+        us = _prepare_inputs(inputs, ys.shape[:2], exists, takes_input, input_dim)
+        lengths = None if lengths is None else jnp.asarray(lengths)
+    return Series(ys, None if observed is None or observed.all() else observed, us, lengths)
+
+
+def prepare_row(
+    y: Any,
+    *,
+    mask: Any = None,
+    u: Any = None,
+    takes_input: bool = False,
+    obs_dim: int | None = None,
+    input_dim: int | None = None,
+) -> Series:
+    """Validate one row of a stream; the result has no axis `time`, and always a mask.
+
+    Args:
+        y: the observation, of shape `(obs,)`; NaN where an entry is missing.
+        mask: true where an entry was observed; `True` alone declares that all entries were.
+        u: the input, of shape `(input,)`.
+        takes_input: whether the model or family takes inputs.
+        obs_dim: the number of entries that `y` must have, if it is known.
+        input_dim: the number of entries that `u` must have, if it is known.
+
+    Raises:
+        ValueError: if shapes do not fit, or values are infinite.
+        TypeError: if an array has the wrong type.
+    """
+    y, u = convert_row(y, mask, u)
+    check_columns(y, "y", obs_dim)
+    _check_presence(u, "u", "(input,)", takes_input)
+    if u is not None:
+        check_columns(u, "u", input_dim)
+    observed = ~jnp.isnan(y)
+    return Series(jnp.where(observed, y, 0.0), observed, u)
+
+
+def convert_row(y: Any, mask: Any, u: Any) -> tuple[Array, Array | None]:
+    """Convert one row to arrays: the observation, NaN where an entry is missing, and the input.
+
+    Verbs that read a stream call it outside of their compiled programs, where values are known, and
+    `prepare_row` inside of them.
+
+    Args:
+        y: the observation, of shape `(obs,)`; NaN where an entry is missing.
+        mask: true where an entry was observed; `True` alone declares that all entries were.
+        u: the input, of shape `(input,)`, or `None`.
+
+    Raises:
+        ValueError: if shapes do not fit, or values are infinite.
+        TypeError: if an array has the wrong type.
+    """
+    y = as_real_array(y, "y", missing=True)
+    if y.ndim != 1:
+        raise ValueError(f"y must be one observation of shape (obs,), got shape {y.shape}.")
+    observed = _observed_entries(y, mask, "y")
+    y = y if observed is None else jnp.where(observed, y, jnp.nan)
+    check_finite(y, "y", allow_nan=True)
+    if u is not None:
+        u = as_real_array(u, "u")
+        if u.ndim != 1:
+            raise ValueError(f"u must be one input of shape (input,), got shape {u.shape}.")
+        check_finite(u, "u")
+    return y, u
 
 
 def prepare_length(length: Any, num_times: int) -> Int[Array, ""] | None:
@@ -120,183 +244,146 @@ def prepare_length(length: Any, num_times: int) -> Int[Array, ""] | None:
             f"length must be one integer, got shape {count.shape} of dtype {count.dtype}."
         )
     if is_concrete(count) and not 1 <= int(count) <= num_times:
-        raise ValueError(f"length must lie between 1 and {num_times} rows, got {int(count)}.")
+        raise ValueError(f"length must be between 1 and {num_times} rows, got {int(count)}.")
     return jnp.asarray(count)
 
 
-def prepare_inputs(
-    inputs: Any, num_times: int, takes_input: bool, length: Int[Array, ""] | None = None
-) -> Float[Array, "time input"] | None:
-    """The inputs as an array, refused unless there is one row a time step and a kernel reads it.
-
-    Rows from `length` on may hold anything; they are replaced by the first row, at which the
-    kernels are sure to be defined.
-    """
-    if inputs is None:
-        if takes_input:
-            raise ValueError(
-                "The model has a kernel with takes_input=True, so that inputs of shape"
-                f" ({num_times}, input) are needed, got None."
-            )
-        return None
-    if not takes_input:
-        raise ValueError(
-            "inputs were given, but no kernel of the model reads them. Build the kernel with"
-            " takes_input=True or with an input_weight."
-        )
-    array = as_real_array(inputs, "inputs")
-    check_rows(array, "inputs", "input", "jax.vmap over ys and inputs")
-    if array.shape[0] != num_times:
-        raise ValueError(
-            f"inputs must have one row a time step, {num_times} rows, got {array.shape[0]}."
-        )
-    if length is not None:
-        array = jnp.where((jnp.arange(num_times) < length)[:, None], array, array[0])
-    check_finite(array, "inputs")
-    return array
-
-
-def prepare_batch(
-    ys: Any, *, mask: Any, inputs: Any, length: Any, takes_input: bool, owner: str
-) -> Series:
-    """Check a batch of series as `prepare_series` checks one; its arrays lead with an axis `batch`.
-
-    Arrays that lie on the devices of several processes are checked where they lie.
-
-    Args:
-        ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for a single series.
-        mask: true where an entry was seen, of the shape of `ys`.
-        inputs: inputs, of shape `(batch, time, input)`, or `(time, input)` for all series.
-        length: how many rows exist, one integer per series or one for all.
-        takes_input: whether the model reads inputs.
-        owner: the verb, for messages.
-
-    Raises:
-        ValueError: if shapes do not fit, or values are infinite.
-        TypeError: if an array is of the wrong type.
-    """
-    ys, mask, inputs, length = automatic((ys, mask, inputs, length))
-    values = as_real_array(ys, "ys", missing=True)
-    if values.ndim not in (2, 3) or 0 in values.shape:
-        raise ValueError(
-            f"{owner} expects ys of shape (batch, time, obs), or (time, obs) for one series, got"
-            f" shape {values.shape}."
-        )
-    seen = observed_entries(values, mask)
-    if values.ndim == 2:
-        values, seen = values[None], None if seen is None else seen[None]
-    lengths = _lengths(length, *values.shape[:2])
-    if lengths is not None:
-        exists = (np.arange(values.shape[1])[None] < lengths[:, None])[:, :, None]
-        seen = jnp.broadcast_to(exists, values.shape) if seen is None else seen & exists
-    values = values if seen is None else jnp.where(seen, values, 0.0)
-    check_finite(values, "ys", allow_nan=True)
-    return jax.vmap(Series)(
-        values,
-        None if seen is None or seen.all() else seen,
-        _batch_of_inputs(inputs, values.shape[:2], lengths, takes_input, owner),
-        None if lengths is None else jnp.asarray(lengths),
-    )
-
-
-def _lengths(length: Any, batch: int, time: int) -> np.ndarray | None:
+def _prepare_lengths(length: Any, batch: int, time: int) -> np.ndarray | None:
+    """Return one length per series of a batch."""
     if length is None:
         return None
     lengths = np.asarray(to_hosts(length))
     if not np.issubdtype(lengths.dtype, np.integer) or lengths.shape not in ((), (batch,)):
         raise TypeError(
-            f"length must be one integer, or one per series, of which there are {batch}, got shape"
-            f" {lengths.shape} of dtype {lengths.dtype}."
+            f"length must be one integer, or one per series ({batch}), got shape {lengths.shape} of"
+            f" dtype {lengths.dtype}."
         )
     if lengths.min() < 1 or lengths.max() > time:
         raise ValueError(
-            f"length must lie between 1 and {time} rows, got {lengths.min()} to {lengths.max()}."
+            f"length must be between 1 and {time} rows, got {lengths.min()} to {lengths.max()}."
         )
     return np.broadcast_to(lengths, (batch,))
 
 
-def _batch_of_inputs(
+def prepare_inputs(
+    inputs: Any,
+    num_times: int,
+    takes_input: bool,
+    length: Int[Array, ""] | None = None,
+    input_dim: int | None = None,
+) -> Float[Array, "time input"] | None:
+    """Return the inputs of one series as an array, refused unless they have one row per time step.
+
+    Rows from `length` on may hold anything. They are replaced by the first row, at which kernels
+    are defined.
+    """
+    exists = None if length is None else jnp.arange(num_times) < length
+    return _prepare_inputs(inputs, (num_times,), exists, takes_input, input_dim)
+
+
+def _prepare_inputs(
     inputs: Any,
     shape: tuple[int, ...],
-    lengths: np.ndarray | None,
+    exists: Any,
     takes_input: bool,
-    owner: str,
+    input_dim: int | None,
 ) -> Array | None:
-    if (inputs is not None) != takes_input:
-        needs = "needs inputs, and none were given" if takes_input else "reads no inputs"
-        raise ValueError(f"{owner}: the model {needs}.")
+    """Return inputs of shape `(*shape, input)`, where `shape` is `(time,)` or `(batch, time)`."""
+    _check_presence(inputs, "inputs", f"({shape[-1]}, input)", takes_input)
     if inputs is None:
         return None
     us = as_real_array(inputs, "inputs")
-    if us.ndim not in (2, 3) or us.shape[:-1] not in (tuple(shape), tuple(shape[1:])):
-        raise ValueError(
-            f"inputs must have shape ({shape[0]}, {shape[1]}, input), or ({shape[1]}, input) for"
-            f" all series, got {us.shape}."
-        )
+    if us.ndim == 3 and len(shape) == 2:
+        if us.shape[:2] != tuple(shape):
+            raise ValueError(
+                f"inputs must have shape ({shape[0]}, {shape[1]}, input), or ({shape[1]}, input)"
+                f" for all series, got {us.shape}."
+            )
+    else:
+        check_rows(us, "inputs", "input", "jax.vmap over ys and inputs")
+        if us.shape[0] != shape[-1]:
+            raise ValueError(
+                f"inputs must have one row per time step, {shape[-1]} rows, got {us.shape[0]}."
+            )
+    check_columns(us, "inputs", input_dim)
     us = jnp.broadcast_to(us, (*shape, us.shape[-1]))
-    if lengths is not None:
-        exists = jnp.arange(shape[1])[None] < lengths[:, None]
-        us = jnp.where(exists[:, :, None], us, us[:, :1])
+    if exists is not None:
+        us = jnp.where(exists[..., None], us, us[..., :1, :])
     check_finite(us, "inputs")
     return us
 
 
-def observed_entries(ys: Array, mask: Any | Literal[True], name: str = "ys") -> Array | None:
-    """Return where an entry was seen, as a mask of the shape of `ys`; `None` if everywhere.
+def _check_presence(inputs: Any, name: str, shape: str, takes_input: bool) -> None:
+    """Refuse missing inputs, and inputs that nothing reads."""
+    if inputs is None and takes_input:
+        raise ValueError(
+            f"{name} must be given, of shape {shape}, since the model or family takes inputs; got"
+            " None."
+        )
+    if inputs is not None and not takes_input:
+        raise ValueError(
+            f"{name} must be left out, since the model or family takes no inputs. To take them,"
+            " build a kernel with takes_input=True or an input_weight, and a family with input_dim."
+        )
 
-    Args:
-        ys: observations, NaN where an entry is missing.
-        mask: true where an entry was seen; `True` alone promises that every entry was.
-        name: the name of the observations, for messages.
 
-    Raises:
-        ValueError: if the mask has another shape, or promises that NaN was seen.
-        TypeError: if the mask is not boolean.
+def check_columns(array: Array, name: str, expected: int | None) -> None:
+    """Refuse an array whose last axis does not have the expected size; `None` expects nothing."""
+    if expected is not None and array.shape[-1] != expected:
+        entries = "entries" if array.ndim == 1 else "columns"
+        raise ValueError(
+            f"{name} must have {expected} {entries}, got {array.shape[-1]}. The model or family"
+            " fixes their number."
+        )
+
+
+def prepare_rows(data: PyTree, num_times: int) -> PyTree:
+    """Convert the data of a functional to arrays with one row per time step, refused otherwise.
+
+    The length of a `Series` is dropped: the length of the chain counts.
     """
+    rows = jax.tree.map(jnp.asarray, data.rows if isinstance(data, Series) else data)
+    for leaf in jax.tree.leaves(rows):
+        if leaf.shape[:1] != (num_times,):
+            raise ValueError(
+                f"data must have one row per time step, {num_times} rows, got an array of shape"
+                f" {leaf.shape}."
+            )
+    return rows
+
+
+def repeat_last_row(tree: T, exists: Bool[Array, "time"]) -> T:
+    """Replace the rows of a pytree that do not exist by the last one that does."""
+    last = jnp.sum(exists) - 1
+
+    def repeat(leaf: Array) -> Array:
+        return jnp.where(exists.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, leaf[last][None])
+
+    return jax.tree.map(repeat, tree)
+
+
+def _fill(ys: Array, observed: Array | None, exists: Any) -> tuple[Array, Array | None]:
+    """Mask rows that do not exist, put zero where nothing was observed, and refuse infinities."""
+    if exists is not None:
+        exists = jnp.broadcast_to(exists[..., None], ys.shape)
+        observed = exists if observed is None else observed & exists
+    if observed is not None:
+        ys = jnp.where(observed, ys, 0.0)
+    check_finite(ys, "ys", allow_nan=True)
+    return ys, observed
+
+
+def _observed_entries(ys: Array, mask: Any, name: str) -> Array | None:
+    """Return where an entry was observed, as a mask of the shape of `ys`; `None` if everywhere."""
     if mask is True:
-        _check_promise(ys, name)
+        values = known_values(ys)
+        if values is not None and np.isnan(values).any():
+            raise ValueError(
+                f"mask=True declares that nothing is missing, and {name} holds NaN. Leave mask out:"
+                " NaN then marks a missing entry."
+            )
         return None
     if mask is None:
         values = known_values(ys)
         return None if values is not None and not np.isnan(values).any() else ~jnp.isnan(ys)
     return as_boolean_array(mask, "mask", ys.shape, name) & ~jnp.isnan(ys)
-
-
-def convert_row(y: Any, mask: Any, u: Any) -> tuple[Array, Array | None]:
-    """Convert one row that a user passed to arrays: the observation, NaN where missing, and input.
-
-    Verbs that read a stream call it outside of their compiled programs, where values are known.
-
-    Args:
-        y: the observation, of shape `(obs,)`; NaN where an entry is missing.
-        mask: true where an entry was seen; `True` alone promises that every entry was.
-        u: the input, of shape `(input,)`, or `None`.
-
-    Raises:
-        ValueError: if shapes do not fit, or values are infinite.
-        TypeError: if an array is of the wrong type.
-    """
-    y = as_real_array(y, "y", missing=True)
-    if y.ndim != 1:
-        raise ValueError(f"y must be one observation of shape (obs,), got shape {y.shape}.")
-    if mask is True:
-        _check_promise(y, "y")
-    elif mask is not None:
-        y = jnp.where(as_boolean_array(mask, "mask", y.shape, "y"), y, jnp.nan)
-    check_finite(y, "y", allow_nan=True)
-    if u is not None:
-        u = as_real_array(u, "u")
-        if u.ndim != 1:
-            raise ValueError(f"u must be one input of shape (input,), got shape {u.shape}.")
-        check_finite(u, "u")
-    return y, u
-
-
-def _check_promise(ys: Array, name: str) -> None:
-    """Refuse `mask=True` beside a known NaN."""
-    values = known_values(ys)
-    if values is not None and np.isnan(values).any():
-        raise ValueError(
-            f"mask=True promises that nothing is missing, and {name} holds NaN. Leave mask out: NaN"
-            " then stands for a missing entry."
-        )

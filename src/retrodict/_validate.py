@@ -1,4 +1,4 @@
-"""Checks of what users pass in: what was expected, what came, and what to do.
+"""Checks of arguments. Messages state what was expected, what was passed, and the remedy.
 
 Shapes and types are checked on every call. Values are checked where they are known, which is
 outside of `jax.jit`, and once: never inside a scan.
@@ -14,12 +14,12 @@ from jaxtyping import Array
 
 
 def is_concrete(value: Any) -> bool:
-    """Whether the value is known now, rather than traced by a transformation."""
+    """Return whether the value is known, rather than traced by a transformation."""
     return not isinstance(value, Tracer)
 
 
 def known_values(value: Any) -> np.ndarray | None:
-    """Return the values of an array, or `None` if they are traced or lie on other processes."""
+    """Return the values of an array, or `None` if they are traced or on other processes."""
     if not is_concrete(value):
         return None
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -28,7 +28,7 @@ def known_values(value: Any) -> np.ndarray | None:
 
 
 def as_real_array(value: Any, name: str, *, missing: bool = False) -> Array:
-    """Convert what a user passed to a real floating-point array.
+    """Convert an argument to a real floating-point array.
 
     Every constructor and every verb converts its numbers here. Accepted are arrays of JAX, NumPy
     and xarray, masked arrays, frames and series of pandas and polars, nested lists and numbers.
@@ -60,19 +60,19 @@ def as_real_array(value: Any, name: str, *, missing: bool = False) -> Array:
     dtype = None if array.dtype in (np.float32, np.float64) else jnp.result_type(float)
     if isinstance(array, Tracer):
         return array.astype(dtype)
-    # What is known stays known inside jax.jit, where checks of values would be skipped otherwise.
-    # JAX accepts no other byte order, and an array of NumPy may change later: copy it.
+    # Evaluated at compile time inside jax.jit too, so that its values can still be checked.
+    # JAX accepts native byte order only, and the user may change a NumPy array later: copy it.
     with jax.ensure_compile_time_eval():
         native = array if isinstance(array, jax.Array) else _in_native_order(array)
         return jnp.array(native, dtype)
 
 
 def as_boolean_array(value: Any, name: str, shape: tuple[int, ...], of: str) -> Array:
-    """Convert a mask to a boolean array, refused unless it has the shape of `of`."""
+    """Convert a mask to a boolean array; refuse one without the shape of the array named `of`."""
     array = value if isinstance(value, jax.Array) else _as_numpy(value, name, False)
     if array.dtype != np.bool_:
         raise TypeError(
-            f"{name} must be boolean, true where an entry was seen, got dtype {array.dtype}."
+            f"{name} must be boolean, true where an entry was observed, got dtype {array.dtype}."
         )
     if array.shape != shape:
         raise ValueError(f"{name} must have the shape of {of}, {shape}, got {array.shape}.")
@@ -135,8 +135,8 @@ def _described(value: Any) -> str:
 
 
 def check_rows(array: Array, name: str, columns: str, example: str) -> None:
-    """Refuses an array that is not a nonempty table with one row a time step."""
-    if array.ndim == 2 and array.shape[0] > 0:
+    """Refuse an array that is not a nonempty table with one row per time step."""
+    if array.ndim == 2 and 0 not in array.shape:
         return
     if array.ndim == 3:
         raise ValueError(
@@ -149,7 +149,7 @@ def check_rows(array: Array, name: str, columns: str, example: str) -> None:
             f" Use {name}[:, None] for a single column, or {name}.to_frame() if it is a series of"
             " pandas or polars."
         )
-    empty = " The series is empty." if 0 in array.shape else ""
+    empty = " The array is empty." if 0 in array.shape else ""
     raise ValueError(
         f"{name} must have shape (time, {columns}) with at least one row, got {array.shape}."
         f"{hint}{empty}"
@@ -157,7 +157,7 @@ def check_rows(array: Array, name: str, columns: str, example: str) -> None:
 
 
 def check_finite(array: Array, name: str, *, allow_nan: bool = False) -> None:
-    """Refuses infinite values, and NaN unless it stands for a missing entry."""
+    """Refuse infinite values, and NaN unless it marks a missing entry."""
     if not is_concrete(array):
         return
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
@@ -174,7 +174,7 @@ def check_finite(array: Array, name: str, *, allow_nan: bool = False) -> None:
 
 
 def check_key(key: Any, owner: str) -> None:
-    """Refuses what is not one typed key."""
+    """Refuse anything but one typed key."""
     remedy = f"{owner} expects one typed key, as from jax.random.key(0), got "
     if not isinstance(key, jax.Array):
         raise TypeError(f"{remedy}{type(key).__name__}.")
@@ -187,7 +187,7 @@ def check_key(key: Any, owner: str) -> None:
 
 
 def check_count(value: Any, name: str) -> int:
-    """A positive Python integer, needed where a shape depends on it."""
+    """Return a positive Python integer, for arguments that a shape depends on."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(
             f"{name} must be a Python integer, known when the program is traced, got"

@@ -95,9 +95,9 @@ CLASSES: dict[str, str] = {
         ConjugateFamily Cubature Diagonal DistributionKernel FitResult Forecast Frozen
         GatedFamily GaussHermite Gaussian GaussianMixture Grid GridPosterior InitialTerm
         KalmanFamily LinearGaussianChain LinearGaussianKernel LogJoint MixtureFamily
-        NaturalGaussian NonlinearFamily NonlinearGaussianKernel Observations PairTerm
+        NaturalGaussian NonlinearFamily NonlinearGaussianKernel PairTerm
         ParameterErrors ParticlePosterior Positive PositiveTril Quadrature RaoBlackwellised
-        RecurrentFamily Recursive SampledChain ScanFamily Score SecondMoments Smoothed
+        RecurrentFamily Recursive SampledChain ScanFamily Score SecondMoments Series Smoothed
         StateFunctional StateSpaceModel StateSum StateTerm Taylor Unscented
         VaryingLinearGaussianKernel
     """,
@@ -239,6 +239,7 @@ RENAMED: dict[str, str] = {
     "retrodict:MCMCBackward": "retrodict.particles:MCMCBackward",
     "retrodict:Marginals": "retrodict._expectations.expectation:Marginals",
     "retrodict:Mixing": "retrodict.bounds:Mixing",
+    "retrodict:Observations": "retrodict:Series",
     "retrodict:OnlineSmoother": "retrodict.particles:OnlineSmoother",
     "retrodict:OnlineState": "retrodict.particles:OnlineState",
     "retrodict:ParticleFilterPosterior": "retrodict.particles:ParticleFilterPosterior",

@@ -20,7 +20,7 @@ from retrodict._exact.kalman_filter import (
     step,
 )
 from retrodict._numerics import Factored, condition, linalg, prefix_scan
-from retrodict._series import repeating_the_last
+from retrodict._series import repeat_last_row
 from retrodict._types import Scalar
 from retrodict.distributed import Parallel, prepended
 
@@ -119,7 +119,7 @@ def filter_laws_in_parallel(
     after, later = jax.vmap(step)(before, weight, bias, scale, design[1:], data.value[1:])
     laws, innovations = prepended((first, innovations), (after, later), parallel)
     if exists is not None:
-        laws = repeating_the_last(laws, exists)
+        laws = repeat_last_row(laws, exists)
     return laws, innovations.log_prob()
 
 

@@ -36,7 +36,6 @@ from retrodict._expectations.functionals import AbstractTerm as AbstractTerm
 from retrodict._expectations.functionals import AdditiveFunctional as AdditiveFunctional
 from retrodict._expectations.functionals import InitialTerm as InitialTerm
 from retrodict._expectations.functionals import LogJoint as LogJoint
-from retrodict._expectations.functionals import Observations as Observations
 from retrodict._expectations.functionals import PairTerm as PairTerm
 from retrodict._expectations.functionals import Score as Score
 from retrodict._expectations.functionals import SecondMoments as SecondMoments
@@ -48,8 +47,6 @@ from retrodict._expectations.functionals import Variation as Variation
 from retrodict._expectations.functionals import add as add
 from retrodict._expectations.functionals import check_constant as check_constant
 from retrodict._expectations.functionals import initial_value as initial_value
-from retrodict._expectations.functionals import input_of as input_of
-from retrodict._expectations.functionals import observations as observations
 from retrodict._expectations.functionals import variation as variation
 from retrodict._expectations.quadrature import Quadrature as Quadrature
 from retrodict._expectations.rao_blackwellised import RaoBlackwellised as RaoBlackwellised

@@ -15,13 +15,12 @@ from retrodict._expectations.functionals import (
     LogEmission,
     LogPrior,
     LogTransition,
-    Observations,
     add,
-    input_of,
 )
 from retrodict._kernels import AbstractLinearGaussianKernel
 from retrodict._laws import LOG_2PI, Gaussian, dense_scale, masked_scale, scale_log_det, scale_solve
 from retrodict._numerics import linalg
+from retrodict._series import Series
 from retrodict._types import Scalar
 from retrodict.distributed import Parallel
 
@@ -133,14 +132,14 @@ def _expected_log_prior(law: Gaussian, row: StateRow, data: PyTree) -> Scalar:
 
 
 def _expected_log_emission(
-    kernel: AbstractLinearGaussianKernel, row: StateRow, data: Observations
+    kernel: AbstractLinearGaussianKernel, row: StateRow, data: Series
 ) -> Scalar:
     """E log N(y; w x + b, s sᵀ) of the entries of y that were seen.
 
     The expected square is ‖s⁻¹(y − w m − b)‖² + ‖s⁻¹w S‖²; an entry that was not seen becomes a row
     of zeros in both.
     """
-    fixed = kernel.at(input_of(kernel, data))
+    fixed = kernel.at(data.inputs)
     weight, scale, count = fixed.weight, fixed.scale_tril, data.ys.shape[0]
     residual = data.ys - linalg.matvec(weight, row.mean) - fixed.bias
     if data.mask is not None:
@@ -153,7 +152,7 @@ def _expected_log_emission(
 
 
 def _expected_log_transition(
-    kernel: AbstractLinearGaussianKernel, row: PairRow, data: Observations
+    kernel: AbstractLinearGaussianKernel, row: PairRow, data: Series
 ) -> Scalar:
     """E log N(x_k; w x_{k-1} + b, s sᵀ) under the law of a pair.
 
@@ -161,7 +160,7 @@ def _expected_log_transition(
     of which s⁻¹ times makes a sum of squares. s⁻¹ and s⁻¹w are formed once if they do not follow an
     input, and leave one product a row where solving would cost a call.
     """
-    fixed = kernel.at(input_of(kernel, data))
+    fixed = kernel.at(data.inputs)
     whitener = whitener_of(fixed.scale_tril, row.after.dtype)
     whitened = linalg.matmul(whitener, fixed.weight)
     residual = row.after - linalg.matvec(fixed.weight, row.before) - fixed.bias

@@ -3,7 +3,6 @@
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -18,14 +17,14 @@ from retrodict._expectations.expectation import (
     check_estimator,
     estimate,
 )
-from retrodict._expectations.functionals import LogJoint, Observations, observations
+from retrodict._expectations.functionals import LogJoint
 from retrodict._expectations.quadrature import Quadrature
 from retrodict._expectations.recursive import Recursive, RecursiveState
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import Gaussian
-from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._model import StateSpaceModel, check_densities, prepare_data, prepare_data_row
 from retrodict._parameters import Frozen, unwrap
-from retrodict._series import Series, convert_row, prepare_length
+from retrodict._series import Series, prepare_length
 from retrodict._types import Scalar
 from retrodict._validate import is_concrete
 from retrodict.distributed import Parallel
@@ -117,7 +116,7 @@ def elbo_of_series(
         key: a typed key, or `None` if the estimator does not draw.
         parallel: whether recursions over time are run in O(log n) depth.
     """
-    data = Observations(series.ys, series.mask, series.inputs)
+    data = series.rows
     functional = LogJoint(model)
     if isinstance(estimator, BackwardSampling):
         return _over_paths(chain, functional, data, estimator, key, parallel)
@@ -136,7 +135,7 @@ _jitted_estimate = eqx.filter_jit(elbo_of_series)
 def _over_paths(
     chain: AbstractBackwardChain,
     functional: LogJoint,
-    data: Observations,
+    data: Series,
     estimator: BackwardSampling,
     key: Any,
     parallel: Parallel,
@@ -219,13 +218,11 @@ class RunningElbo(eqx.Module):
         """The bound for the series so far, in nats."""
         return Recursive().value(state.joint) + state.entropy + state.terminal_entropy
 
-    def _row(self, y: Any, mask: Any, inputs: Any) -> Observations:
-        y, u = convert_row(y, mask, inputs)
-        data = observations(self.model, y[None], inputs=None if u is None else u[None])
-        return jax.tree.map(lambda leaf: leaf[0], data)
+    def _row(self, y: Any, mask: Any, inputs: Any) -> Series:
+        return prepare_data_row(unwrap(self.model), y, mask=mask, u=inputs)
 
 
-def start_elbo(model: StateSpaceModel, law: Gaussian, row: Observations) -> RunningElboState:
+def start_elbo(model: StateSpaceModel, law: Gaussian, row: Series) -> RunningElboState:
     """The state of a `RunningElbo` after the first row, from one that was prepared."""
     joint = Recursive().init(LogJoint(model), law, row)
     return RunningElboState(joint, jnp.zeros((), joint.mean.dtype), law.entropy())
@@ -236,7 +233,7 @@ def advance_elbo(
     state: RunningElboState,
     law: Gaussian,
     kernel: LinearGaussianKernel,
-    row: Observations,
+    row: Series,
 ) -> RunningElboState:
     """The state of a `RunningElbo` after one more row, from one that was prepared."""
     joint = Recursive().update(LogJoint(model), state.joint, law, kernel, row)
@@ -292,7 +289,7 @@ def series_of_chain(
     series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
     if series.num_times != chain.num_times:
         raise ValueError(
-            f"ys must have one row a row of the chain, {chain.num_times}, got {series.num_times}."
+            f"ys must have as many rows as the chain, {chain.num_times}, got {series.num_times}."
         )
     return series
 

@@ -15,7 +15,8 @@ from retrodict._chains import AbstractBackwardChain, LinearGaussianChain, Sample
 from retrodict._expectations.backward_sampling import BackwardSampling, Paths
 from retrodict._expectations.closed_form import ClosedForm
 from retrodict._expectations.estimator import AbstractEstimator, existing_rows, fill_padding
-from retrodict._expectations.functionals import AbstractFunctional, LogJoint, Observations, Score
+from retrodict._expectations.functionals import AbstractFunctional, LogJoint, Score
+from retrodict._series import Series, prepare_rows
 from retrodict._validate import check_key, is_concrete
 from retrodict.distributed import Parallel
 
@@ -264,27 +265,18 @@ def _check_key(estimator: AbstractEstimator, key: Any, owner: str) -> None:
 def _check_data(
     chain: AbstractBackwardChain, functional: AbstractFunctional, data: PyTree
 ) -> PyTree:
-    n = chain.num_times
     if isinstance(functional, (LogJoint, Score)):
         name = type(functional).__name__
-        if not isinstance(data, Observations):
+        if not isinstance(data, Series):
             raise TypeError(
-                f"{name} reads observations: pass data=observations(model, ys), got"
-                f" {type(data).__name__}."
+                f"{name} reads a Series: pass data=model.series(ys), got {type(data).__name__}."
             )
         if functional.model.state_dim != chain.state_dim:
             raise ValueError(
                 f"{name} has a model with {functional.model.state_dim} state dimensions, and the"
                 f" chain has {chain.state_dim}."
             )
-    data = jax.tree.map(jnp.asarray, data)
-    for leaf in jax.tree.leaves(data):
-        if leaf.ndim == 0 or leaf.shape[0] != n:
-            raise ValueError(
-                f"data must have one row a time step, {n} rows as the chain, got an array of shape"
-                f" {leaf.shape}."
-            )
-    return data
+    return prepare_rows(data, chain.num_times)
 
 
 # Compiled once a shape and a functional, whoever calls.

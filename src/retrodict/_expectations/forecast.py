@@ -238,7 +238,7 @@ def _forecast(
     def move(xs: Array, at: tuple[Array, Array | None]) -> tuple[Array, tuple]:
         step_key, u = at
         keys = jax.random.split(step_key, xs.shape[0])
-        after = jax.vmap(lambda k, x: _draw(transition, k, x, u))(keys, xs).astype(xs.dtype)
+        after = jax.vmap(lambda k, x: transition.sample(k, x, u))(keys, xs).astype(xs.dtype)
         moments = jax.vmap(lambda x, drawn: _moments(transition, x, u, drawn))(xs, after)
         return after, (after, *moments)
 
@@ -303,7 +303,7 @@ def _seen(
 def _image(
     kernel: AbstractLinearGaussianKernel, mean: Array, covariance: Array, u: Array | None
 ) -> tuple[Array, Array]:
-    at = kernel.at(_input(kernel, u))
+    at = kernel.at(u)
     spread = linalg.matmul(linalg.matmul(at.weight, covariance), at.weight.T)
     noise = linalg.outer_gram(dense_scale(at.scale_tril))
     moved = (linalg.matvec(at.weight, mean) + at.bias).astype(mean.dtype)
@@ -326,7 +326,7 @@ def _moments(
     kernel: AbstractKernel, x: Array, u: Array | None, drawn: Array
 ) -> tuple[Float[Array, "out"], Float[Array, "out out"]]:
     """The conditional mean and covariance, where the law knows them; else a draw without spread."""
-    law: Any = kernel.law(x, _input(kernel, u))
+    law: Any = kernel.law(x, u)
     if isinstance(kernel, AbstractGaussianKernel):
         return law.mean.astype(x.dtype), law.covariance.astype(x.dtype)
     spread = jnp.zeros((*drawn.shape, drawn.shape[0]), drawn.dtype)
@@ -350,7 +350,7 @@ def _observe(
 ) -> Float[Array, "sample time obs"]:
     """One observation of every state of every path."""
     keys = jax.random.split(key, paths.shape[:2])
-    over_time = jax.vmap(lambda k, x, u: _draw(emission, k, x, u), in_axes=(0, 0, _axis(us)))
+    over_time = jax.vmap(lambda k, x, u: emission.sample(k, x, u), in_axes=(0, 0, _axis(us)))
     return jax.vmap(over_time, in_axes=(0, 0, None))(keys, paths, us)
 
 
@@ -366,9 +366,9 @@ def _complete(
     us = series.inputs
 
     def complete(k: Array, x: Array, y: Array, seen: Any, u: Array | None) -> Array:
-        drawn = _draw(emission, k, x, u)
+        drawn = emission.sample(k, x, u)
         if isinstance(emission, AbstractGaussianKernel):
-            drawn = _given_seen(emission.law(x, _input(emission, u)).scale_tril, drawn, y, seen)
+            drawn = _given_seen(emission.law(x, u).scale_tril, drawn, y, seen)
         return jnp.where(seen, y, drawn.astype(y.dtype))
 
     over_time = jax.vmap(complete, in_axes=(0, 0, 0, 0, _axis(us)))
@@ -389,14 +389,6 @@ def _given_seen(scale: Any, drawn: Array, y: Array, seen: Array) -> Array:
     residual = linalg.solve_triangular(factor, jnp.where(seen, y - drawn, 0.0))
     solved = linalg.solve_triangular(factor, residual, transpose=True)
     return drawn + linalg.matvec(lower, linalg.matvec(lower.T, kept * solved))
-
-
-def _draw(kernel: AbstractKernel, key: PRNGKey, x: Array, u: Array | None) -> Array:
-    return kernel.sample(key, x, _input(kernel, u))
-
-
-def _input(kernel: AbstractKernel, u: Array | None) -> Array | None:
-    return u if kernel.takes_input else None
 
 
 def _axis(us: Array | None) -> int | None:

@@ -17,12 +17,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from retrodict._kernels import AbstractKernel, AbstractLinearGaussianKernel
 from retrodict._laws import Gaussian
-from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
+from retrodict._series import Series
 from retrodict._types import Scalar, State
 
 Data: TypeAlias = Any
@@ -230,9 +231,9 @@ class LogEmission(AbstractStateTerm):
         """What messages call the term."""
         return f"the log density of the emission ({type(self.kernel).__name__})"
 
-    def __call__(self, x: State, data: "Observations") -> Scalar:
+    def __call__(self, x: State, data: Series) -> Scalar:
         """The log density of what was seen at time k."""
-        return self.kernel.log_prob(x, data.ys, input_of(self.kernel, data), data.mask)
+        return self.kernel.log_prob(x, data.ys, data.inputs, data.mask)
 
     def variation(self) -> Variation:
         """Nothing is known: log densities are not Lipschitz as a rule."""
@@ -254,48 +255,13 @@ class LogTransition(AbstractPairTerm):
         """What messages call the term."""
         return f"the log density of the transition ({type(self.kernel).__name__})"
 
-    def __call__(self, before: State, x: State, data: "Observations") -> Scalar:
+    def __call__(self, before: State, x: State, data: Series) -> Scalar:
         """The log density of x_k given x_{k-1}."""
-        return self.kernel.log_prob(before, x, input_of(self.kernel, data))
+        return self.kernel.log_prob(before, x, data.inputs)
 
     def variation(self) -> Variation:
         """Nothing is known: log densities are not Lipschitz as a rule."""
         return UNKNOWN
-
-
-class Observations(eqx.Module):
-    """The data of `LogJoint` and `Score`, made by `observations`.
-
-    Attributes:
-        ys: observations, finite everywhere, of shape `(time, obs)`.
-        mask: true where an entry was seen; `None` if every entry was.
-        inputs: inputs of shape `(time, input)`, or `None`.
-    """
-
-    ys: Float[Array, "... obs"]
-    mask: Bool[Array, "... obs"] | None
-    inputs: Float[Array, "... input"] | None
-
-
-def observations(
-    model: StateSpaceModel, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
-) -> Observations:
-    """The data that `LogJoint` and `Score` read, checked against the model.
-
-    Args:
-        model: the model of the functional.
-        ys: observations, of shape `(time, obs)`; NaN where missing.
-        mask: true where an entry was seen.
-        inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; the chain's own length is what counts in an expectation.
-    """
-    series = prepare_data(unwrap(model), ys, mask=mask, inputs=inputs, length=length)
-    return Observations(series.ys, series.mask, series.inputs)
-
-
-def input_of(kernel: AbstractKernel, data: Observations) -> Float[Array, "input"] | None:
-    """The input at one time, for a kernel that reads it."""
-    return data.inputs if kernel.takes_input else None
 
 
 class AbstractFunctional(eqx.Module):

@@ -16,13 +16,12 @@ from retrodict._expectations.functionals import (
     AbstractPairTerm,
     AbstractTerm,
     LogTransition,
-    Observations,
-    input_of,
 )
 from retrodict._kernels import NonlinearGaussianKernel
 from retrodict._laws import LOG_2PI, scale_log_det
 from retrodict._numerics import linalg
 from retrodict._parameters import unwrap
+from retrodict._series import Series
 from retrodict._types import Scalar
 
 
@@ -55,7 +54,7 @@ def _is_nonlinear_gaussian(term: AbstractTerm) -> bool:
 
 
 def _transition_given_the_past(
-    kernel: NonlinearGaussianKernel, row: PairRow, data: Observations
+    kernel: NonlinearGaussianKernel, row: PairRow, data: Series
 ) -> Callable[[Float[Array, "noise"]], Scalar]:
     """The expected log density of a nonlinear-Gaussian transition, given x_{k-1}.
 
@@ -79,7 +78,7 @@ def _transition_given_the_past(
     whitened = linalg.matmul(whitener, row.after_scale)
     spread = linalg.solve_triangular(lower, whitened.T)
     constant = -0.5 * (jnp.sum(spread**2) + d * LOG_2PI) - scale_log_det(kernel.scale_tril)
-    u = input_of(kernel, data)
+    u = data.inputs
 
     def value(z: Float[Array, "noise"]) -> Scalar:
         before = row.before + linalg.matvec(row.before_scale, z)

@@ -196,7 +196,7 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
     def _transition(self, mean: Float[Array, "state"], row: Row) -> LinearGaussianKernel:
         """The transition into a row, linearised at the mean before it, with the learned spread."""
         transition = self.model.transition
-        u = row.u if transition.takes_input else None
+        u = row.u
         if isinstance(transition, AbstractLinearGaussianKernel):
             kernel = transition.at(u)
             weight, bias, noise = kernel.weight, kernel.bias, kernel.scale_tril
@@ -233,7 +233,7 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
         self, row: Row
     ) -> tuple[Callable[[Array], Array], Callable[[Array, Array], Array]]:
         """The predictors of all entries, and the slope of each one's log density along its line."""
-        emission, u = self.model.emission, row.u if self.model.emission.takes_input else None
+        emission, u = self.model.emission, row.u
         y = row.y
         seen = jnp.ones(y.shape, bool) if row.seen is None else row.seen
         if isinstance(emission, AbstractGaussianKernel):
@@ -330,7 +330,7 @@ def _obs_dim(model: StateSpaceModel, input_dim: int) -> int:
     """The dimension of a draw of the emission; refused if its entries are not independent."""
     emission = model.emission
     x = jax.eval_shape(lambda: jnp.asarray(model.prior.mean))
-    u = jax.ShapeDtypeStruct((input_dim,), x.dtype) if emission.takes_input else None
+    u = jax.ShapeDtypeStruct((input_dim,), x.dtype)
     y = jax.eval_shape(lambda x, u: emission.sample(jax.random.key(0), x, u), x, u)
     if isinstance(emission, DistributionKernel) and y.shape != (1,):
         law: Any = emission.law

@@ -25,7 +25,8 @@ from retrodict._kernels import LinearGaussianKernel
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._parameters import unwrap
-from retrodict._series import Series, convert_row, prepare_series
+from retrodict._series import Series, prepare_series
+from retrodict._series import prepare_row as validate_row
 from retrodict._types import PRNGKey
 from retrodict.distributed import Parallel, laid_out, prepended
 
@@ -331,35 +332,30 @@ def rows_of(series: Series) -> Row:
 
 
 def prepare_for(family: AbstractFamily, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
-    """Checks one series against a family's dimensions."""
-    series = prepare_series(
-        ys, mask=mask, inputs=inputs, length=length, takes_input=family.input_dim > 0
+    """Validate one series against a family's dimensions."""
+    return prepare_series(
+        ys,
+        mask=mask,
+        inputs=inputs,
+        length=length,
+        takes_input=family.input_dim > 0,
+        obs_dim=family.obs_dim,
+        input_dim=family.input_dim,
     )
-    _check_width(family, "ys", series.ys.shape[1], family.obs_dim, "obs_dim")
-    if series.inputs is not None:
-        _check_width(family, "inputs", series.inputs.shape[1], family.input_dim, "input_dim")
-    return series
 
 
 def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, u: Any) -> Row:
-    """Checks one row against a family's dimensions, and turns NaN into a mask."""
-    y, u = convert_row(y, mask, u)
-    _check_width(family, "y", y.shape[0], family.obs_dim, "obs_dim")
-    seen = ~jnp.isnan(y)
-    y = jnp.where(seen, y, 0.0)
-    if family.input_dim == 0:
-        if u is not None:
-            raise ValueError(
-                f"u was given, but this {type(family).__name__} was built with input_dim=0."
-            )
-        return Row(y, seen, None)
-    if u is None:
-        raise ValueError(
-            f"This {type(family).__name__} has input_dim={family.input_dim}: step needs u."
+    """Validate one row against a family's dimensions, and turn NaN into a mask."""
+    return rows_of(
+        validate_row(
+            y,
+            mask=mask,
+            u=u,
+            takes_input=family.input_dim > 0,
+            obs_dim=family.obs_dim,
+            input_dim=family.input_dim,
         )
-    if u.shape != (family.input_dim,):
-        raise ValueError(f"u must have shape ({family.input_dim},), got {u.shape}.")
-    return Row(y, seen, u)
+    )
 
 
 def check_fits(family: AbstractFamily, model: StateSpaceModel) -> None:
@@ -383,11 +379,3 @@ def refuse_parallel(family: AbstractFamily) -> NoReturn:
         f"{type(family).__name__} has no parallel form: what it reads of a row depends on the rows"
         " before it. Use parallel=False, or ScanFamily."
     )
-
-
-def _check_width(family: AbstractFamily, name: str, got: int, expected: int, argument: str) -> None:
-    if got != expected:
-        raise ValueError(
-            f"This {type(family).__name__} was built with {argument}={expected}, so that {name}"
-            f" must have {expected} columns, got {got}."
-        )

@@ -95,9 +95,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         self.state_dim = plain.state_dim
         self.input_dim = input_dim_of("KalmanFamily", plain, input_dim)
         u = jnp.zeros(self.input_dim) if self.input_dim else None
-        self.obs_dim = jax.eval_shape(
-            lambda: plain.emission.at(u if plain.emission.takes_input else None).bias
-        ).shape[0]
+        self.obs_dim = jax.eval_shape(lambda: plain.emission.at(u).bias).shape[0]
 
     def prepare(
         self,
@@ -125,8 +123,8 @@ class KalmanFamily(AbstractLinearGaussianFamily):
     def embed(self, row: Row) -> Evidence:
         """The row with unit noise, and the transition into it."""
         model = self.model
-        kernel = model.transition.at(row.u if model.transition.takes_input else None)
-        emission = model.emission.at(row.u if model.emission.takes_input else None)
+        kernel = model.transition.at(row.u)
+        emission = model.emission.at(row.u)
         design, value, _ = whiten(
             emission.weight, emission.scale_tril, row.y - emission.bias, row.seen
         )

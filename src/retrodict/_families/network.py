@@ -116,20 +116,7 @@ def at_rest(cell: eqx.nn.GRUCell) -> RecurrentState:
 def prepared(family: F, model: StateSpaceModel, ys: Any, mask: Any, inputs: Any, length: Any) -> F:
     """The family with the units of the data, and the model's prior chain in them."""
     check_fits(family, model)
-    sample = sample_of(ys, mask, inputs, length)
-    if sample.ys.shape[1] != family.obs_dim:
-        raise ValueError(
-            f"This {type(family).__name__} was built with obs_dim={family.obs_dim}, and ys has"
-            f" {sample.ys.shape[1]} columns."
-        )
-    if (sample.inputs is None) != (family.input_dim == 0) or (
-        sample.inputs is not None and sample.inputs.shape[1] != family.input_dim
-    ):
-        got = None if sample.inputs is None else sample.inputs.shape[1]
-        raise ValueError(
-            f"This {type(family).__name__} was built with input_dim={family.input_dim}, and the"
-            f" inputs have {got} columns."
-        )
+    sample = sample_of(family, ys, mask, inputs, length)
     chain = prior_chain(model, sample.num_times, sample.first_inputs)
     obs = units(sample.ys)
     us = units(np.zeros((0, 0)) if sample.inputs is None else sample.inputs)

@@ -17,7 +17,7 @@ from retrodict._families.readout import (
 )
 from retrodict._families.start import Coordinates
 from retrodict._numerics import linear_recurrence
-from retrodict._series import repeating_the_last
+from retrodict._series import repeat_last_row
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 from retrodict.distributed import Parallel
@@ -174,7 +174,7 @@ class ScanFamily(AbstractReadoutFamily):
             memory.append(linear_recurrence(*jax.vmap(layer.recurrence)(below), parallel))
             below = jax.vmap(layer.above)(memory[-1], below)
         states = ScanState(jnp.stack(memory, axis=1), below)
-        return states if exists is None else repeating_the_last(states, exists)
+        return states if exists is None else repeat_last_row(states, exists)
 
     def _draw(
         self, key: PRNGKey, depth: int, tied: bool

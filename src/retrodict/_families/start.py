@@ -158,7 +158,7 @@ def _spread_of_linear(
     """Mean and covariance of the states, averaged over time."""
 
     def move(law: tuple[Array, Array], u: Array | None) -> tuple[tuple, tuple]:
-        kernel = model.transition.at(u if model.transition.takes_input else None)
+        kernel = model.transition.at(u)
         spread = linalg.matmul(linalg.matmul(kernel.weight, law[1]), kernel.weight.T)
         moved = (
             linalg.matvec(kernel.weight, law[0]) + kernel.bias,
@@ -249,14 +249,21 @@ class Sample(NamedTuple):
     num_times: int
 
 
-def sample_of(ys: Any, mask: Any, inputs: Any, length: Any) -> Sample:
+def sample_of(family: Any, ys: Any, mask: Any, inputs: Any, length: Any) -> Sample:
     """Checks one series or a batch of them, and flattens it.
 
     Raises:
         ValueError: if shapes do not fit, or values are infinite.
     """
-    options: dict[str, Any] = {"mask": mask, "inputs": inputs, "length": length}
-    batch = prepare_batch(ys, **options, takes_input=inputs is not None, owner="prepare")
+    batch = prepare_batch(
+        ys,
+        mask=mask,
+        inputs=inputs,
+        length=length,
+        takes_input=family.input_dim > 0,
+        obs_dim=family.obs_dim,
+        input_dim=family.input_dim,
+    )
     values = np.array(batch.ys, float)
     count, most = values.shape[:2]
     lengths = np.full(count, most) if batch.length is None else np.asarray(batch.length)

@@ -26,7 +26,7 @@ def batch_for(
         owner: who asks, for messages.
     """
     batch = prepare_batch(
-        ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input, owner=owner
+        ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input
     )
     first = take(batch, 0)
     first = to_hosts(first) if is_spread(first) else first

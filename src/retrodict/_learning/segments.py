@@ -31,7 +31,6 @@ from retrodict._expectations import (
     BackwardSampling,
     Estimate,
     LogJoint,
-    Observations,
     Paths,
     along_path,
     average,
@@ -94,9 +93,9 @@ def elbo_in_segments(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(way.begin, last)
     )
     onward, _ = lax.scan(jax.checkpoint(back), onward, segments, reverse=True)
-    data = Observations(*first)
+    data = Series(*first)
     if not first_counts:
-        data = Observations(first.y, jnp.zeros(first.y.shape, bool), first.u)
+        data = Series(first.y, jnp.zeros(first.y.shape, bool), first.u)
     return way.end(onward, data)
 
 
@@ -138,11 +137,11 @@ class _Segment(eqx.Module):
         exists = jnp.concatenate([jnp.ones(1, bool), self.exists])
         return family.assemble(with_first, exists, self.length)
 
-    def data(self) -> Observations:
+    def data(self) -> Series:
         """What was observed at the nodes, nothing at the first."""
         ys, seen, inputs = jax.tree.map(lambda leaf: jnp.concatenate([leaf[:1], leaf]), self.rows)
         seen = jnp.ones(ys.shape, bool) if seen is None else seen
-        return Observations(ys, seen.at[0].set(False), inputs)
+        return Series(ys, seen.at[0].set(False), inputs)
 
 
 def _segments(family: AbstractFactorFamily, state: Any, series: Series, count: int) -> _Segment:
@@ -229,7 +228,7 @@ class _InMoments(eqx.Module):
             onward.square + found.standard_error**2,
         )
 
-    def end(self, onward: _Marginal, data: Observations) -> Estimate:
+    def end(self, onward: _Marginal, data: Series) -> Estimate:
         """The bound, with the terms of the first row."""
         mean, scale = onward.law.mean[None], onward.law.scale_tril[None]
         chain = LinearGaussianChain.from_arrays(mean, scale, scale[:0], mean[:0], scale[:0])
@@ -296,7 +295,7 @@ class _Drawn(eqx.Module):
         values = jax.vmap(lambda group: self.estimator.over_group(along, group))(groups)
         return _PathsSoFar(Paths(trace.paths[:, :, 0], weights), onward.values + values)
 
-    def end(self, onward: _PathsSoFar, data: Observations) -> Estimate:
+    def end(self, onward: _PathsSoFar, data: Series) -> Estimate:
         """The bound, with the terms of the first row."""
         terms, row = LogJoint(self.model).terms(), jax.tree.map(lambda leaf: leaf[0], data)
         values = jax.vmap(

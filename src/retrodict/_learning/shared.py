@@ -135,7 +135,7 @@ def _prepared(ys: Any, mask: Any, inputs: Any, length: Any) -> Series:
             )
         return _series([ys, None, inputs, length])
     options = {"mask": mask, "inputs": inputs, "length": length}
-    return prepare_batch(ys, **options, takes_input=inputs is not None, owner=owner)
+    return prepare_batch(ys, **options, takes_input=inputs is not None)
 
 
 def _spread(own: Series, count: int, mesh: Mesh | None) -> Series:

@@ -185,7 +185,7 @@ def _readings(
         law, (design, value), y, mask, u = row
 
         def log_likelihood(x: Array) -> Scalar:
-            return emission.log_prob(x, y, u if emission.takes_input else None, mask)
+            return emission.log_prob(x, y, u, mask)
 
         return _reading(law, design, value, log_likelihood, noise)
 

@@ -89,7 +89,7 @@ def _factor(covariance: Array, variance: Array | None) -> Array:
 
 def conditional_moments(kernel: AbstractKernel, x: Array, u: Array | None) -> Moments:
     """The moments of a kernel's law given the state and, if it takes one, the input."""
-    return law_moments(kernel.law(x, u if kernel.takes_input else None), x.dtype)
+    return law_moments(kernel.law(x, u), x.dtype)
 
 
 def has_constant_scale(kernel: AbstractKernel) -> bool:
@@ -131,7 +131,7 @@ def seen_entries(model: StateSpaceModel, series: Series) -> Array | None:
     u = None if series.inputs is None else jax.ShapeDtypeStruct(series.inputs.shape[1:], dtype)
 
     def density(x: Array, y: Array, u: Array | None) -> Array:
-        law: Any = model.emission.law(x, u if model.emission.takes_input else None)
+        law: Any = model.emission.law(x, u)
         return jnp.asarray(law.log_prob(y))
 
     if jax.eval_shape(density, x, y, u).shape == y.shape:

@@ -101,7 +101,7 @@ def _leaving(inputs: Array | None) -> Array | None:
 def linearise(kernel: AbstractKernel, rule: AbstractRule, law: Factored, u: Array | None) -> Affine:
     """The kernel as a linear-Gaussian one near a law; as it is, if it is linear already."""
     if isinstance(kernel, AbstractLinearGaussianKernel):
-        fixed = kernel.at(u if kernel.takes_input else None)
+        fixed = kernel.at(u)
         dtype = law.columns.dtype
         return Affine(
             fixed.weight.astype(dtype),

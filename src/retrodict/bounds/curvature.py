@@ -173,7 +173,6 @@ def least_excess(
     """
 
     def at(x: Array, y: Array, mask: Array | None, u: Array | None) -> Array:
-        u = u if model.emission.takes_input else None
         actual = -jax.hessian(lambda x: model.emission.log_prob(x, y, u, mask))(x)
         declared = seen_curvature(model, y, mask, u)
         size = jnp.linalg.norm(actual) + jnp.linalg.norm(declared)

@@ -150,7 +150,7 @@ def _refuse_padding(chain: LinearGaussianChain, owner: str) -> None:
 
 def _log_emission(model: StateSpaceModel, x: Array, row: tuple) -> Scalar:
     y, mask, u = row
-    return model.emission.log_prob(x, y, u if model.emission.takes_input else None, mask)
+    return model.emission.log_prob(x, y, u, mask)
 
 
 @eqx.filter_jit
@@ -204,7 +204,7 @@ def _by_sampling(
             now_key, past_key = jax.random.split(key)
             x = after.sample(now_key)
             past = kernel.sample(past_key, x)
-            u = row[2] if model.transition.takes_input else None
+            u = row[2]
             exact = before.log_prob(past) + model.transition.log_prob(past, x, u)
             exact = exact + _log_emission(model, x, row)
             return exact - after.log_prob(x) - kernel.log_prob(x, past)
@@ -279,7 +279,7 @@ def _extremes(
         largest = jnp.max(table)
         if isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel)):
             # The density at the mean, wherever that lies between the points.
-            law: Any = kernel.law(points[0], u if kernel.takes_input else None)
+            law: Any = kernel.law(points[0], u)
             largest = jnp.exp(law.log_prob(law.mean))
         return jnp.min(table), largest
 

@@ -14,20 +14,19 @@ from retrodict._expectations import (
     AbstractFunctional,
     BackwardSampling,
     LogJoint,
-    Observations,
     Score,
     Variation,
     check_chain,
     check_constant,
-    common_length,
     elbo,
+    series_of_chain,
     variation,
 )
 from retrodict._kernels import AbstractLinearGaussianKernel
 from retrodict._laws import dense_scale
-from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, prepare_data
+from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian
 from retrodict._parameters import unwrap
-from retrodict._series import Series
+from retrodict._series import Series, prepare_rows
 from retrodict._types import Scalar
 from retrodict._validate import check_count, check_key, is_concrete
 from retrodict.bounds import on_grid, wasserstein
@@ -319,30 +318,19 @@ def prepare(
         raise ValueError(
             f"The model has {model.state_dim} state dimensions, and the chain {chain.state_dim}."
         )
-    length = common_length(chain, length)
-    series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
-    if series.num_times != chain.num_times:
-        raise ValueError(
-            f"ys must have one row a row of the chain, {chain.num_times}, got {series.num_times}."
-        )
+    series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs, length=length)
     if not is_concrete(series.ys):
         raise ValueError("error_bound compares values: call it outside of jit and vmap.")
     if isinstance(functional, (LogJoint, Score)) and data is None:
-        data = Observations(series.ys, series.mask, series.inputs)
+        data = series.rows
     if isinstance(chain, LinearGaussianChain):
         # Data in single precision beside a chain in double precision, or the other way around.
         dtype = jnp.result_type(series.ys, chain.laws.mean)
         series = eqx.tree_at(lambda s: s.ys, series, series.ys.astype(dtype))
-    n = series.num_times if length is None else int(length)
+    n = series.num_times if series.length is None else int(series.length)
     if n < 2:
         raise ValueError(f"error_bound expects a series of two rows or more, got {n}.")
-    data = jax.tree.map(jnp.asarray, data)
-    for leaf in jax.tree.leaves(data):
-        if leaf.shape[:1] != (series.num_times,):
-            raise ValueError(
-                f"data must have one row a time step, {series.num_times} rows, got an array of"
-                f" shape {leaf.shape}."
-            )
+    data = prepare_rows(data, series.num_times)
     if check_count(num_samples, "num_samples") < 2:
         raise ValueError(
             "error_bound takes standard errors of paths: num_samples must be 2 or more."

@@ -44,7 +44,7 @@ class Sample(NamedTuple):
 def sample_of(ys: Any, mask: Any, inputs: Any, length: Any) -> Sample:
     """The data with NaN for what was not seen, whichever way that was said."""
     options: dict[str, Any] = {"mask": mask, "inputs": inputs, "length": length}
-    batch = prepare_batch(ys, **options, takes_input=inputs is not None, owner="A start")
+    batch = prepare_batch(ys, **options, takes_input=inputs is not None)
     values = np.array(batch.ys, float)
     if batch.mask is not None:
         values[~np.asarray(batch.mask)] = np.nan

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from retrodict._expectations import AbstractFunctional, Observations
+from retrodict._expectations import AbstractFunctional
 from retrodict._model import StateSpaceModel
+from retrodict._series import Series
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class Arrival(NamedTuple):
     before: Any
     law: Any
     step: PyTree
-    seen: Observations
+    seen: Series
     data: dict[str, PyTree]
 
 

@@ -10,9 +10,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._families import AbstractFactorFamily, Factor, Row
-from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._model import StateSpaceModel, prepare_data, prepare_data_row
 from retrodict._parameters import unwrap
-from retrodict._series import Series, prepare_series
+from retrodict._series import Series
 from retrodict._types import PRNGKey
 from retrodict._validate import check_key
 from retrodict.online.parts import Learn, Parts, dtype_of, parts_of
@@ -173,12 +173,14 @@ def rows_and_count(series: Series, dtype: Any) -> tuple[Row, Int[Array, ""]]:
     return Row(series.ys.astype(dtype), seen, inputs), count
 
 
-def one_row(y: Array, u: Array | None, takes_input: bool, dtype: Any) -> tuple[Row, Array]:
+def one_row(
+    model: StateSpaceModel, y: Array, u: Array | None, dtype: Any
+) -> tuple[Row, Int[Array, ""]]:
     """One row, followed by one that does not exist.
 
     A loop of a single step would be compiled without the loop, and round otherwise than that of a
     longer chunk.
     """
-    us = None if u is None else jnp.stack([u, u])
-    series = prepare_series(jnp.stack([y, y]), inputs=us, length=1, takes_input=takes_input)
-    return rows_and_count(series, dtype)
+    row = prepare_data_row(model, y, mask=None, u=u)
+    rows, _ = rows_and_count(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), row), dtype)
+    return rows, jnp.asarray(1)

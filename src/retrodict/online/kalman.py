@@ -104,7 +104,7 @@ def _prior(model: StateSpaceModel) -> Factored:
 
 
 def _at(kernel: AbstractLinearGaussianKernel, row: Row) -> Any:
-    return kernel.at(row.u if kernel.takes_input else None)
+    return kernel.at(row.u)
 
 
 def _filter(

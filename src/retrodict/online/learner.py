@@ -233,7 +233,7 @@ def _update(
     learner: OnlineLearner, state: LearnerState, y: Array, u: Array | None
 ) -> tuple[LearnerState, LearnerOutput]:
     model = unwrap(eqx.combine(*learner.parts)[1])
-    rows, count = one_row(y, u, model.takes_input, dtype_of(state.parameters))
+    rows, count = one_row(model, y, u, dtype_of(state.parameters))
     state, out = along(partial(learn_row, learner), state, rows, count)
     return state, jax.tree.map(lambda leaf: leaf[0], out)
 

@@ -18,13 +18,13 @@ def log_initial(model: StateSpaceModel, x: State) -> Scalar:
 def log_emission(model: StateSpaceModel, x: State, row: Row) -> Scalar:
     """The density log g(x_k, y_k) of what was seen."""
     kernel = model.emission
-    return kernel.log_prob(x, row.y, row.u if kernel.takes_input else None, row.seen)
+    return kernel.log_prob(x, row.y, row.u, row.seen)
 
 
 def log_transition(model: StateSpaceModel, before: State, x: State, row: Row) -> Scalar:
     """The density log m(x_{k-1}, x_k)."""
     kernel = model.transition
-    return kernel.log_prob(before, x, row.u if kernel.takes_input else None)
+    return kernel.log_prob(before, x, row.u)
 
 
 def first_terms(

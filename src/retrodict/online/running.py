@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
-from retrodict._expectations import AbstractFunctional, Observations, Recursive
+from retrodict._expectations import AbstractFunctional, Recursive
 from retrodict._families import AbstractFamily, AbstractSampledFamily, Row, check_fits, prepare_row
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
-from retrodict._series import convert_row
+from retrodict._series import Series, convert_row
 from retrodict._types import PRNGKey
 from retrodict._validate import check_key
 from retrodict.online.exact import ExactRecursion, refuse_unless_exact
@@ -187,7 +187,7 @@ class RunningPosterior(eqx.Module):
         read, row = factor_shapes(family, float_type(self.lagged.family))
 
         def begin(read: Any, row: Row) -> tuple[Any, Sums]:
-            seen = Observations(row.y, row.seen, row.u)
+            seen = Series(row.y, row.seen, row.u)
             at = Arrival(read.law, read.law, read.kernel, seen, self._rows(seen, data))
             return _recursion(self, family).start(at, jax.random.key(0))[:2]
 
@@ -268,7 +268,7 @@ class RunningPosterior(eqx.Module):
             )
         return data
 
-    def _rows(self, seen: Observations, data: Mapping[str, PyTree] | None) -> dict[str, PyTree]:
+    def _rows(self, seen: Series, data: Mapping[str, PyTree] | None) -> dict[str, PyTree]:
         given = self._named(data)
         return {name: given.get(name, seen) for name in self.followed.functionals}
 
@@ -342,7 +342,7 @@ def _advance(
     times, exists = state.lag.num_read + index, None if count is None else index < count
     dtype = read.law.mean.dtype
     u = None if rows.u is None else rows.u.astype(dtype)
-    seen = Observations(rows.y.astype(dtype), rows.seen, u)
+    seen = Series(rows.y.astype(dtype), rows.seen, u)
 
     def move(carry: tuple, row: tuple) -> tuple[tuple, tuple]:
         before, statistics, totals, residues = carry

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._expectations import Observations, input_of
 from retrodict._kernels import (
     AbstractGaussianKernel,
     AbstractLinearGaussianKernel,
@@ -17,6 +16,7 @@ from retrodict._kernels import (
 )
 from retrodict._laws import scale_matvec
 from retrodict._model import StateSpaceModel
+from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
 from retrodict.particles.proposal import AbstractProposal, Lookahead
 from retrodict.particles.resampling import Scheme, resample
@@ -77,7 +77,7 @@ class Filter(eqx.Module):
             return jax.random.normal(key, (self.num_particles, self.model.state_dim), dtype)
         return jax.random.split(key, self.num_particles)
 
-    def start(self, key: PRNGKey, data: Observations) -> Step:
+    def start(self, key: PRNGKey, data: Series) -> Step:
         """Particles at time 0."""
         model, keys = self.model, jax.random.split(key, self.num_particles)
         law = model.prior if self.proposal is None else self.proposal.initial(data)
@@ -91,9 +91,7 @@ class Filter(eqx.Module):
         log_weights = log_weights - math.log(self.num_particles)
         return weighed(particles, log_weights, jnp.arange(self.num_particles))
 
-    def move(
-        self, cloud: Cloud, key: PRNGKey, noise: PyTree, data: Observations, step: PyTree
-    ) -> Step:
+    def move(self, cloud: Cloud, key: PRNGKey, noise: PyTree, data: Series, step: PyTree) -> Step:
         """Particles at time k: resampled if needed, moved, and weighed.
 
         Args:
@@ -122,11 +120,11 @@ class Filter(eqx.Module):
         return weighed(particles, log_weights.astype(kinds[1]), ancestors)
 
     def _propose(
-        self, befores: Float[Array, "particle state"], noise: PyTree, data: Observations, step: Any
+        self, befores: Float[Array, "particle state"], noise: PyTree, data: Series, step: Any
     ) -> tuple[Float[Array, "particle state"], Float[Array, "particle"] | None]:
         """Draws of x_k, and the log ratio of transition and proposal unless they are the same."""
         kernel = self.model.transition
-        u = input_of(kernel, data)
+        u = data.inputs
         if self.proposal is None:
             if isinstance(kernel, AbstractGaussianKernel):
                 return jax.vmap(lambda x, e: _gaussian_draw(kernel, x, u, e))(befores, noise), None
@@ -141,10 +139,10 @@ class Filter(eqx.Module):
         return jax.vmap(one)(befores, noise)
 
     def _log_emission(
-        self, particles: Float[Array, "particle state"], data: Observations
+        self, particles: Float[Array, "particle state"], data: Series
     ) -> Float[Array, "particle"]:
         kernel = self.model.emission
-        u = input_of(kernel, data)
+        u = data.inputs
         return jax.vmap(lambda x: kernel.log_prob(x, data.ys, u, data.mask))(particles)
 
 

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int
 
 from retrodict._expectations import AbstractFunctional
 from retrodict._validate import is_concrete
@@ -59,13 +58,3 @@ def check_functional(functional: Any) -> None:
             "expectation expects a functional, such as StateSum() or AdditiveFunctional(fn), got"
             f" {type(functional).__name__}."
         )
-
-
-def check_data(data: PyTree, num_times: int, owner: str) -> None:
-    """Refuses data of a functional that does not have one row a time step."""
-    for leaf in jax.tree.leaves(data):
-        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != num_times:
-            raise ValueError(
-                f"{owner} expects data with one row a time step, {num_times} in all, got an array"
-                f" of shape {jnp.shape(leaf)}."
-            )

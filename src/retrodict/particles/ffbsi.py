@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from retrodict._expectations import AbstractFunctional, Observations, input_of
+from retrodict._expectations import AbstractFunctional
 from retrodict._model import StateSpaceModel, check_densities
-from retrodict._series import Series
+from retrodict._series import Series, prepare_rows
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 from retrodict.particles.backward import (
@@ -23,7 +23,6 @@ from retrodict.particles.cloud import Filter
 from retrodict.particles.diagnosis import (
     DEGENERATE,
     FINE,
-    check_data,
     check_functional,
     check_single,
     refuse_failure,
@@ -57,7 +56,7 @@ class ParticlePosterior(eqx.Module):
     samples: Float[Array, "sample time state"]
     indices: Int[Array, "time sample"]
     filtered: ParticleFilterPosterior
-    data: Observations
+    data: Series
     num_distinct: Int[Array, "time"]
     status: Int[Array, ""]
     status_time: Int[Array, ""]
@@ -116,10 +115,7 @@ class ParticlePosterior(eqx.Module):
         """
         check_functional(functional)
         self._check_single()
-        if data is None:
-            data = self.data
-        else:
-            check_data(data, self.samples.shape[1], "expectation")
+        data = self.data if data is None else prepare_rows(data, self.samples.shape[1])
         num_particles = self.filtered.particles.shape[1]
         return path_expectation(
             functional, self.samples, self.indices, num_particles, data, self.length
@@ -228,7 +224,7 @@ def run_smoother(
     """Run a filter over a prepared series and draw paths back; to be called inside `jax.jit`."""
     filter_key, last_key, path_key = jax.random.split(key, 3)
     filtered = run_filter(machine, filter_key, series)
-    data = Observations(series.ys, series.mask, series.inputs)
+    data = series.rows
     weights = jnp.exp(filtered.log_weights[-1])
     last = resample("systematic", last_key, weights, num_samples)
     indices = _backward_indices(machine.model, backward, path_key, filtered, data, last)
@@ -252,7 +248,7 @@ def _backward_indices(
     backward: AbstractBackwardSampler,
     key: PRNGKey,
     filtered: ParticleFilterPosterior,
-    data: Observations,
+    data: Series,
     last: Int[Array, "sample"],
 ) -> Int[Array, "time sample"]:
     """The particle of each path at each time."""
@@ -266,7 +262,7 @@ def _backward_indices(
         if isinstance(backward, Genealogy):
             chosen = ancestors
         else:
-            pairs = Pairs.of(kernel, input_of(kernel, row), particles)
+            pairs = Pairs.of(kernel, row.inputs, particles)
             chosen = backward.draw(key, pairs, log_weights, xs, ancestors)
         if real is not None:
             chosen = jnp.where(real, chosen, places)

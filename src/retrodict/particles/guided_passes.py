@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._chains import AbstractKernelChain
-from retrodict._expectations import Observations, fill_padding, input_of
+from retrodict._expectations import fill_padding
 from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
@@ -87,11 +87,11 @@ class Guide(eqx.Module):
         self,
         xs: Float[Array, "particle state"],
         log_laws: Float[Array, "particle"],
-        data: Observations,
+        data: Series,
     ) -> Float[Array, "particle"]:
         """The values log g_k − log q_k of particles; −∞ where q_k, and so γ_k, has no mass."""
         kernel = self.model.emission
-        u = input_of(kernel, data)
+        u = data.inputs
         emitted = jax.vmap(lambda x: kernel.log_prob(x, data.ys, u, data.mask))(xs)
         inside = log_laws > -jnp.inf
         return jnp.where(inside, emitted - jnp.where(inside, log_laws, 0.0), -jnp.inf)
@@ -109,7 +109,7 @@ class Guide(eqx.Module):
 def run_backward(guide: Guide, key: PRNGKey, series: Series) -> Clouds:
     """The run over a prepared series, from its end to time 0."""
     exists, n, chain = series.exists(), series.num_times, guide.chain
-    data = Observations(series.ys, series.mask, series.inputs)
+    data = series.rows
     later = None if exists is None else exists[1:]
     # The kernels of padding are degenerate, and their densities infinite.
     laws, steps = fill_padding(chain.laws, exists), fill_padding(chain.steps, later)
@@ -129,7 +129,7 @@ def run_backward(guide: Guide, key: PRNGKey, series: Series) -> Clouds:
     def back(state: tuple, at: tuple) -> tuple[tuple, tuple]:
         cloud, lifts = state
         key, noise, step, law, row, after, real = at
-        u = input_of(guide.model.transition, after)
+        u = after.inputs
         ancestors, log_weights = select(guide.resampling, guide.threshold, cloud[1], key)
         xs, log_laws, ratios = jax.vmap(lambda x, e: guide.propose(x, e, step, law, u))(
             cloud[0][ancestors], noise
@@ -170,7 +170,7 @@ def forward_indices(
     forward: AbstractBackwardSampler,
     key: PRNGKey,
     clouds: Clouds,
-    data: Observations,
+    data: Series,
     exists: Bool[Array, "time"] | None,
     first: Int[Array, "sample"],
 ) -> Int[Array, "time sample"]:
@@ -185,7 +185,7 @@ def forward_indices(
         if isinstance(forward, Genealogy):
             chosen = ancestors
         else:
-            pairs = Pairs.of(kernel, input_of(kernel, row), particles, reverse=True)
+            pairs = Pairs.of(kernel, row.inputs, particles, reverse=True)
             lifted = weighed(particles, log_weights + lifts, parents).log_weights
             chosen = forward.draw(key, pairs, lifted, xs, ancestors)
         if real is not None:

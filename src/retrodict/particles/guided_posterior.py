@@ -4,10 +4,11 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from retrodict._expectations import AbstractFunctional, Observations
+from retrodict._expectations import AbstractFunctional
+from retrodict._series import Series, prepare_rows
 from retrodict._types import Scalar
 from retrodict._validate import check_count
-from retrodict.particles.diagnosis import check_data, check_functional, check_single
+from retrodict.particles.diagnosis import check_functional, check_single
 from retrodict.particles.moments import (
     log_evidence_variance,
     path_expectation,
@@ -46,7 +47,7 @@ class GuidedPosterior(eqx.Module):
     ancestors: Int[Array, "time particle"]
     log_evidence: Scalar
     ess: Float[Array, "time"]
-    data: Observations
+    data: Series
     num_distinct: Int[Array, "time"]
     status: Int[Array, ""]
     status_time: Int[Array, ""]
@@ -108,10 +109,7 @@ class GuidedPosterior(eqx.Module):
         """
         check_functional(functional)
         check_single(self.particles)
-        if data is None:
-            data = self.data
-        else:
-            check_data(data, self.samples.shape[1], "expectation")
+        data = self.data if data is None else prepare_rows(data, self.samples.shape[1])
         num_particles = self.particles.shape[1]
         return path_expectation(
             functional, self.samples, self.indices, num_particles, data, self.length

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from retrodict._chains import AbstractKernelChain
-from retrodict._expectations import Observations, check_model, series_of_chain
+from retrodict._expectations import check_model, series_of_chain
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._series import Series
@@ -127,7 +127,7 @@ def _guided(
     run_key, first_key, path_key = jax.random.split(key, 3)
     clouds = run_backward(guide, run_key, series)
     steps = clouds.steps
-    data = Observations(series.ys, series.mask, series.inputs)
+    data = series.rows
     first = resample("systematic", first_key, jnp.exp(steps.log_weights[0]), num_samples)
     indices = forward_indices(guide.model, forward, path_key, clouds, data, series.exists(), first)
     samples = jax.vmap(lambda cloud, places: cloud[places], out_axes=1)(steps.particles, indices)

@@ -12,16 +12,16 @@ from jaxtyping import Array, Float, Int, PyTree
 from retrodict._chains import AbstractBackwardChain
 from retrodict._expectations import (
     AbstractFunctional,
-    Observations,
     check_chain,
     check_model,
     series_of_chain,
 )
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
+from retrodict._series import Series, prepare_rows
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key, is_concrete
-from retrodict.particles.diagnosis import check_data, check_functional
+from retrodict.particles.diagnosis import check_functional
 from retrodict.particles.moments import path_values, weighted_moments, weighted_quantile
 from retrodict.particles.pareto import FEWEST_WEIGHTS, K_HAT_GOOD, pareto_smoothed
 from retrodict.particles.path_weights import log_weights_of
@@ -46,7 +46,7 @@ class ImportancePosterior(eqx.Module):
     log_weights: Float[Array, "sample"]
     raw_log_weights: Float[Array, "sample"]
     k_hat: Scalar
-    data: Observations
+    data: Series
     length: Int[Array, ""] | None
     messages: tuple[str, ...] = eqx.field(static=True)
 
@@ -112,9 +112,8 @@ class ImportancePosterior(eqx.Module):
             The pair (value, standard error), pytrees as the functional has them.
         """
         check_functional(functional)
-        if data is not None:
-            check_data(data, self.samples.shape[1], "expectation")
-        return _expectation(self, functional, self.data if data is None else data)
+        data = self.data if data is None else prepare_rows(data, self.samples.shape[1])
+        return _expectation(self, functional, data)
 
     def _clouds(self) -> tuple[Float[Array, "time sample state"], Float[Array, "time sample"]]:
         """The states of each time, with their log weights."""
@@ -195,7 +194,7 @@ def importance_smoother(
         jnp.asarray(smoothed, raw.dtype) if smooth else raw - jax.nn.logsumexp(raw),
         raw,
         jnp.asarray(k_hat, raw.dtype),
-        Observations(series.ys, series.mask, series.inputs),
+        series.rows,
         series.length,
         _messages(k_hat, num_samples),
     )

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from retrodict._expectations import AbstractFunctional, Observations, add, input_of
-from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._expectations import AbstractFunctional, add
+from retrodict._model import StateSpaceModel, check_densities, prepare_data, prepare_data_row
 from retrodict._parameters import unwrap
-from retrodict._series import Series, convert_row
+from retrodict._series import Series, prepare_rows
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 from retrodict.particles.backward import AbstractBackwardSampler, RejectionBackward, check_sampler
 from retrodict.particles.cloud import Filter, Step, frozen_where
-from retrodict.particles.diagnosis import FINE, IMPOSSIBLE, UNDEFINED, check_data, refuse_failure
+from retrodict.particles.diagnosis import FINE, IMPOSSIBLE, UNDEFINED, refuse_failure
 from retrodict.particles.exponential import LOG2_E
 from retrodict.particles.pairs import Pairs
 from retrodict.particles.particle_filter import make_filter
@@ -86,7 +86,7 @@ class OnlineSmoother(eqx.Module):
 
     Args:
         model: the model; its transition must have a density.
-        functional: any additive functional; by default its data is the row `Observations(ys, mask,
+        functional: any additive functional; by default its data is the row `Series(ys, mask,
             inputs)`, as `LogJoint` and `Score` read it.
         num_particles: how many particles.
         backward: how the backward kernel is drawn from; `None` for the expectation over all
@@ -154,27 +154,22 @@ class OnlineSmoother(eqx.Module):
         """
         return _update(self, state, self._row(y, mask, u), data)
 
-    def _row(self, y: Any, mask: Any, u: Any) -> Observations:
-        """One row, checked as a series of one."""
-        y, u = convert_row(y, mask, u)
-        series = prepare_data(self.filter.model, y[None], inputs=None if u is None else u[None])
-        data = Observations(series.ys, series.mask, series.inputs)
-        return jax.tree.map(lambda leaf: leaf[0], data)
+    def _row(self, y: Any, mask: Any, u: Any) -> Series:
+        """Validate one row."""
+        return prepare_data_row(self.filter.model, y, mask=mask, u=u)
 
 
 @eqx.filter_jit
-def _init(smoother: OnlineSmoother, key: PRNGKey, row: Observations, data: PyTree) -> OnlineState:
+def _init(smoother: OnlineSmoother, key: PRNGKey, row: Series, data: PyTree) -> OnlineState:
     return start(smoother, key, row, row if data is None else data)
 
 
 @eqx.filter_jit
-def _update(
-    smoother: OnlineSmoother, state: OnlineState, row: Observations, data: PyTree
-) -> OnlineState:
+def _update(smoother: OnlineSmoother, state: OnlineState, row: Series, data: PyTree) -> OnlineState:
     return advance(smoother, state, row, row if data is None else data, None)
 
 
-def start(smoother: OnlineSmoother, key: PRNGKey, row: Observations, data: PyTree) -> OnlineState:
+def start(smoother: OnlineSmoother, key: PRNGKey, row: Series, data: PyTree) -> OnlineState:
     """The state after the first row, to be called inside `jax.jit`."""
     key, own = jax.random.split(key)
     step = smoother.filter.start(own, row)
@@ -184,14 +179,14 @@ def start(smoother: OnlineSmoother, key: PRNGKey, row: Observations, data: PyTre
 
 
 def advance(
-    smoother: OnlineSmoother, state: OnlineState, row: Observations, data: PyTree, exists: Any
+    smoother: OnlineSmoother, state: OnlineState, row: Series, data: PyTree, exists: Any
 ) -> OnlineState:
     """The state after one more row, to be called inside `jax.jit`."""
     key, noise_key, select_key, back_key = jax.random.split(state.key, 4)
     cloud, machine = (state.particles, state.log_weights), smoother.filter
     noise = machine.noise(noise_key, state.particles.dtype)
     step = frozen_where(exists, machine.move(cloud, select_key, noise, row, None), cloud)
-    pairs = Pairs.of(machine.model.transition, input_of(machine.model.transition, row), cloud[0])
+    pairs = Pairs.of(machine.model.transition, row.inputs, cloud[0])
     if smoother.backward is None:
         statistics = _over_all(smoother, state, pairs, step.particles, data)
     else:
@@ -399,7 +394,7 @@ def _whole_series(
 ) -> AdditivePosterior:
     check_key(key, owner)
     series = prepare_data(smoother.filter.model, ys, **rest)
-    check_data(data, series.num_times, owner)
+    data = prepare_rows(data, series.num_times)
     found = _scan(smoother, key, series, data)
     refuse_failure(owner, found.status, found.status_time, strict)
     return found
@@ -409,8 +404,8 @@ def _whole_series(
 def _scan(
     smoother: OnlineSmoother, key: PRNGKey, series: Series, data: PyTree
 ) -> AdditivePosterior:
-    rows = Observations(series.ys, series.mask, series.inputs)
-    data = rows if data is None else jax.tree.map(jnp.asarray, data)
+    rows = series.rows
+    data = rows if data is None else data
     first = start(smoother, key, *jax.tree.map(lambda leaf: leaf[0], (rows, data)))
 
     def move(carry: tuple[OnlineState, Scalar], at: tuple) -> tuple[tuple, None]:

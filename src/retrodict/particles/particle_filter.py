@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from retrodict._expectations import Observations
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._series import Series
@@ -225,7 +224,7 @@ def _filter(machine: Filter, key: PRNGKey, series: Series) -> ParticleFilterPost
 
 def run_filter(machine: Any, key: PRNGKey, series: Series) -> ParticleFilterPosterior:
     """Run a `Filter` or `TemperedFilter` over a prepared series; to be called inside `jax.jit`."""
-    data = Observations(series.ys, series.mask, series.inputs)
+    data = series.rows
     exists, n = series.exists(), series.num_times
     steps = None if machine.proposal is None else machine.proposal.steps
     start_key, noise_key, select_key = jax.random.split(key, 3)

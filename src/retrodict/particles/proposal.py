@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from retrodict._chains import LinearGaussianChain
-from retrodict._expectations import Observations, input_of
 from retrodict._kernels import AbstractGaussianKernel, AbstractKernel, Distribution
 from retrodict._laws import Gaussian
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._parameters import unwrap
+from retrodict._series import Series
 from retrodict._types import Scalar, State
 
 Lookahead = Callable[[Any, Any], Any]
@@ -41,11 +41,11 @@ class AbstractProposal(eqx.Module):
         steps: eqx.AbstractVar[PyTree]
 
     @abstractmethod
-    def initial(self, data: Observations) -> Any:
+    def initial(self, data: Series) -> Any:
         """The law of the first state, with `log_prob` and `sample`."""
 
     @abstractmethod
-    def move(self, before: State, data: Observations, step: PyTree) -> Any:
+    def move(self, before: State, data: Series, step: PyTree) -> Any:
         """The law of x_k given x_{k-1}, the data of time k and a row of `steps`."""
 
 
@@ -57,7 +57,7 @@ class Guided(AbstractProposal):
         `Guided(lambda data: prior, lambda before, data: rd.Gaussian(before, 2 * scale))`.
 
     Args:
-        initial: called as `initial(data)` with the row `Observations(ys, mask, inputs)` of time 0;
+        initial: called as `initial(data)` with the row `Series(ys, mask, inputs)` of time 0;
             returns a law with `log_prob` and `sample`.
         move: called as `move(before, data)` with x_{k-1} and the row of time k; likewise. Where the
             model has mass, these laws must have some.
@@ -79,11 +79,11 @@ class Guided(AbstractProposal):
         """Nothing is kept."""
         return None
 
-    def initial(self, data: Observations) -> Distribution:
+    def initial(self, data: Series) -> Distribution:
         """The law that the first function returns."""
         return self.initial_fn(data)
 
-    def move(self, before: State, data: Observations, step: PyTree) -> Distribution:
+    def move(self, before: State, data: Series, step: PyTree) -> Distribution:
         """The law that the second function returns."""
         return self.move_fn(before, data)
 
@@ -115,11 +115,11 @@ class ChainProposal(AbstractProposal):
         self.first, self.steps = _forward(chain)
         self.inflation = inflation
 
-    def initial(self, data: Observations) -> Gaussian:
+    def initial(self, data: Series) -> Gaussian:
         """The marginal law of x_0."""
         return Gaussian(self.first.mean, self.inflation * self.first.scale_tril)
 
-    def move(self, before: State, data: Observations, step: PyTree) -> Gaussian:
+    def move(self, before: State, data: Series, step: PyTree) -> Gaussian:
         """The law of x_k given x_{k-1} under the chain."""
         gain, offset, scale = step
         return Gaussian(linalg.matvec(gain, before) + offset, self.inflation * scale)
@@ -176,7 +176,7 @@ class _MeanLookahead(eqx.Module):
     transition: AbstractGaussianKernel
     emission: AbstractKernel
 
-    def __call__(self, x: State, data: Observations) -> Scalar:
-        mean = self.transition.law(x, input_of(self.transition, data)).mean
-        u = input_of(self.emission, data)
+    def __call__(self, x: State, data: Series) -> Scalar:
+        mean = self.transition.law(x, data.inputs).mean
+        u = data.inputs
         return self.emission.log_prob(mean, data.ys, u, data.mask)

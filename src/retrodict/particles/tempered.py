@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from retrodict._expectations import Observations, input_of
 from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
@@ -87,7 +86,7 @@ class TemperedFilter(eqx.Module):
         """The keys of one step."""
         return jax.random.split(key, self.num_particles)
 
-    def start(self, key: PRNGKey, data: Observations) -> Step:
+    def start(self, key: PRNGKey, data: Series) -> Step:
         """Particles at time 0."""
         prior, (draw_key, key) = self.model.prior, jax.random.split(key)
         keys = jax.random.split(draw_key, self.num_particles)
@@ -95,10 +94,10 @@ class TemperedFilter(eqx.Module):
         xs = xs.astype(jnp.result_type(xs.dtype, data.ys.dtype))
         return self._take_in(key, xs, xs, data, lambda _, x: summed(prior.log_prob(x)))
 
-    def move(self, cloud: Cloud, key: PRNGKey, noise: Array, data: Observations, step: Any) -> Step:
+    def move(self, cloud: Cloud, key: PRNGKey, noise: Array, data: Series, step: Any) -> Step:
         """Particles at time k. All weights are equal before and after."""
         befores, kernel = cloud[0], self.model.transition
-        u = input_of(kernel, data)
+        u = data.inputs
         xs = jax.vmap(lambda x, key: jnp.asarray(kernel.sample(key, x, u)))(befores, noise)
         xs = xs.astype(befores.dtype)
         return self._take_in(key, befores, xs, data, lambda x, z: kernel.log_prob(x, z, u))
@@ -108,11 +107,11 @@ class TemperedFilter(eqx.Module):
         key: PRNGKey,
         befores: Float[Array, "particle state"],
         xs: Float[Array, "particle state"],
-        data: Observations,
+        data: Series,
         log_move: Callable[[Array, Array], Scalar],
     ) -> Step:
         kernel, count = self.model.emission, self.num_particles
-        u = input_of(kernel, data)
+        u = data.inputs
 
         def log_emission(x: Array) -> Scalar:
             value = kernel.log_prob(x, data.ys, u, data.mask)

@@ -70,11 +70,10 @@ def _images(
     kernel: Any, mean: jax.Array, covariance: jax.Array, us: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """The moments of what a linear-Gaussian kernel makes of each row: w m + b and w P wᵀ + s sᵀ."""
-    given = us if kernel.takes_input else None
 
     def image(m: jax.Array, p: jax.Array, u: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         law = kernel.law(m, u)
         weight = jax.jacfwd(lambda x: kernel.law(x, u).mean)(m)
         return law.mean, weight @ p @ weight.T + law.covariance
 
-    return jax.vmap(image, in_axes=(0, 0, None if given is None else 0))(mean, covariance, given)
+    return jax.vmap(image, in_axes=(0, 0, None if us is None else 0))(mean, covariance, us)

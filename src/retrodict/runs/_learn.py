@@ -437,7 +437,7 @@ def _num_observed(model: rd.StateSpaceModel, num_inputs: int) -> int:
     """How many columns a model observes, seen in the shape of an observation."""
     emission, given = rd.unwrap(model).emission, jnp.zeros(num_inputs)
     drawn = eqx.filter_eval_shape(
-        lambda key, x, u: emission.sample(key, x, u if emission.takes_input else None),
+        lambda key, x, u: emission.sample(key, x, u),
         jax.random.key(0),
         jnp.zeros(model.state_dim),
         given,

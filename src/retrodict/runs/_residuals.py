@@ -116,8 +116,7 @@ def _seen_ahead(
         shares = jnp.cumsum(jnp.exp(log_weights))
         picked = jnp.minimum(jnp.searchsorted(shares / shares[-1], grid), count - 1)
         keys = jax.random.split(move_key, count)
-        given = u if model.transition.takes_input else None
-        return jax.vmap(lambda k, x: model.transition.sample(k, x, u=given))(keys, xs[picked])
+        return jax.vmap(lambda k, x: model.transition.sample(k, x, u=u))(keys, xs[picked])
 
     n = particles.shape[0]
     keys = jax.random.split(key, (2, n))
@@ -127,9 +126,8 @@ def _seen_ahead(
     states = jnp.concatenate([first[None], moved])
 
     def see(key: Any, xs: Any, u: Any) -> jax.Array:
-        given = u if model.emission.takes_input else None
         keys = jax.random.split(key, count)
-        return jax.vmap(lambda k, x: model.emission.sample(k, x, u=given))(keys, xs)
+        return jax.vmap(lambda k, x: model.emission.sample(k, x, u=u))(keys, xs)
 
     return jax.vmap(see, (0, 0, None if us is None else 0))(keys[1], states, us)
 

@@ -20,6 +20,7 @@ from retrodict._exact.grid.transition import (
     operators,
 )
 from retrodict._kernels import AbstractKernel
+from retrodict._series import prepare_rows
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import as_real_array, check_count, check_key, is_concrete
 
@@ -154,12 +155,7 @@ class GridPosterior(eqx.Module):
             data: a pytree with one row a time step; if given, `fn(x_{k-1}, x_k, data_k)` is called.
         """
         if data is not None:
-            for leaf in jax.tree.leaves(data):
-                if jnp.shape(leaf)[:1] != (self.weights.shape[0],):
-                    raise ValueError(
-                        f"data must have one row a time step, {self.weights.shape[0]} rows, got"
-                        f" shape {jnp.shape(leaf)}."
-                    )
+            data = prepare_rows(data, self.weights.shape[0])
         return _expectation_pairwise(self, fn, data)
 
     def cross_covariance(self) -> Float[Array, "pair state state"]:

@@ -137,7 +137,6 @@ def log_emission(
 ) -> Float[Array, "point"]:
     """The log density of what was seen at one time, at the points."""
     emission: Any = model.emission
-    u = u if emission.takes_input else None
     return _at_points(lambda x: emission.log_prob(x, y, u=u, mask=mask), points)
 
 

@@ -128,7 +128,6 @@ def densities(
     u: Float[Array, "input"] | None,
 ) -> Float[Array, "source target"]:
     """The table of m(x_i, x_j)."""
-    u = u if kernel.takes_input else None
     if isinstance(kernel, AbstractGaussianKernel):
         return _gaussian_densities(kernel, sources, targets, u)
 
@@ -222,7 +221,7 @@ def _operator(kernel: AbstractKernel, grid: Grid, kind: Kind, u: Any) -> Abstrac
         return _separable(kernel, grid, u)
     if kind == "dense":
         return DenseTransition(densities(kernel, points, points, u))
-    return BlockedTransition(kernel, points, u if kernel.takes_input else None)
+    return BlockedTransition(kernel, points, u)
 
 
 def _separable(kernel: AbstractKernel, grid: Grid, u: Any) -> SeparableTransition:
@@ -233,7 +232,6 @@ def _separable(kernel: AbstractKernel, grid: Grid, u: Any) -> SeparableTransitio
         [jnp.pad(axis, (0, longest - axis.shape[0]), mode="edge") for axis in (first, second)],
         axis=1,
     )
-    u = u if kernel.takes_input else None
 
     def row(x: Array) -> tuple[Array, Array]:
         law = kernel.law(x, u)
@@ -259,7 +257,7 @@ def _is_separable(kernel: AbstractKernel, x: Array, u: Any) -> bool:
             return True
         # A dense scale may be diagonal by value, 0.1 * eye for one, which is known outside of jit.
         return is_concrete(scale) and not np.tril(np.asarray(scale), -1).any()
-    law: Any = kernel.law(x, u if kernel.takes_input else None)
+    law: Any = kernel.law(x, u)
     if isinstance(kernel, AbstractGaussianKernel):
         return isinstance(law.scale_tril, Diagonal)
     return jax.eval_shape(lambda value: jnp.asarray(law.log_prob(value)), x).shape == x.shape
@@ -269,7 +267,7 @@ def refuse_without_density(kernel: AbstractKernel, x: Array, u: Any) -> None:
     """Refuses a Gaussian transition whose scale is singular, where that is known."""
     if not isinstance(kernel, AbstractGaussianKernel):
         return
-    law: Any = kernel.law(x, u if kernel.takes_input else None)
+    law: Any = kernel.law(x, u)
     scale = dense_scale(law.scale_tril)
     if is_concrete(scale) and (np.diagonal(np.asarray(scale)) == 0).any():
         raise ValueError(

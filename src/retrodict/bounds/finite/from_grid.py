@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, PyTree
 
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import Grid, densities, log_emission, log_prior
-from retrodict._expectations import AbstractFunctional, LogJoint, Observations
+from retrodict._expectations import AbstractFunctional, LogJoint
 from retrodict._kernels import AbstractKernel
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
-from retrodict._series import Series
+from retrodict._series import Series, prepare_rows
 from retrodict._validate import is_concrete
 from retrodict.bounds.on_grid import law_on
 
@@ -44,8 +44,8 @@ def tabulate(
     series = prepare_data(model, ys, mask=mask, inputs=inputs)
     _check_sizes(model, chain, series, grid)
     if isinstance(functional, LogJoint) and data is None:
-        data = Observations(series.ys, series.mask, series.inputs)
-    data = _check_data(data, series.num_times)
+        data = series.rows
+    data = prepare_rows(data, series.num_times)
     _check_scalar(functional, grid, data)
     tables = _tabulate(model, chain, series, grid, functional, data)
     names = {"transitions": "the transition", "kernels": "the chain", "filters": "the chain"}
@@ -142,17 +142,6 @@ def _check_sizes(
             f" {n * size**2:.1e} entries. Take a coarser grid, or error_bound with a GridPosterior"
             " as its reference."
         )
-
-
-def _check_data(data: PyTree, num_times: int) -> PyTree:
-    data = jax.tree.map(jnp.asarray, data)
-    for leaf in jax.tree.leaves(data):
-        if leaf.shape[:1] != (num_times,):
-            raise ValueError(
-                f"data must have one row a time step, {num_times} rows, got an array of shape"
-                f" {leaf.shape}."
-            )
-    return data
 
 
 def _check_scalar(functional: AbstractFunctional, grid: Grid, data: PyTree) -> None:
