@@ -12,7 +12,14 @@ from retrodict._chains.base import AbstractKernelChain, check_single, kept_rows
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import LOG_2PI, Gaussian
 from retrodict._model import prepare_path
-from retrodict._numerics import Factored, affine_suffix_paths, affine_suffix_scan, linalg, propagate
+from retrodict._numerics import (
+    Factored,
+    StandardKernel,
+    affine_suffix_paths,
+    affine_suffix_scan,
+    linalg,
+    propagate,
+)
 from retrodict._parameters import check_lower
 from retrodict._series import prepare_length
 from retrodict._types import PRNGKey, Scalar
@@ -34,11 +41,16 @@ class LinearGaussianChain(AbstractKernelChain):
         laws: the filtering laws q_k, a `Gaussian` with a leading time axis.
         kernels: the backward kernels, a `LinearGaussianKernel` with a leading axis `time-1`.
         length: how many rows exist; `None` if all of them do.
+        standard: the backward kernels between the standard coordinates z_k of the filtering laws,
+            x_k = m_k + S_k z_k. Exact smoothers give them: where a filtering law is singular or
+            narrow in some direction, they are accurate and `kernels` cannot be. All methods use
+            them in place of `kernels`.
     """
 
     laws: Gaussian  # pyright: ignore
     kernels: LinearGaussianKernel
     length: Int[Array, ""] | None = None  # pyright: ignore
+    standard: StandardKernel | None = None
 
     @classmethod
     def from_arrays(
@@ -192,7 +204,10 @@ class LinearGaussianChain(AbstractKernelChain):
         Args:
             num_times: how many rows to keep, from 1 to `self.num_times`.
         """
-        return LinearGaussianChain(*kept_rows(self, num_times))
+        laws, kernels, length = kept_rows(self, num_times)
+        count = laws.mean.shape[0]
+        standard = jax.tree.map(lambda leaf: leaf[: count - 1], self.standard)
+        return LinearGaussianChain(laws, kernels, length, standard)
 
     def _check_single(self) -> None:
         check_single(self.laws.mean)
@@ -203,21 +218,47 @@ class LinearGaussianChain(AbstractKernelChain):
 
 @eqx.filter_jit
 def _marginals(chain: LinearGaussianChain, parallel: Parallel) -> Gaussian:
+    return _to_states(chain, _recursion_marginals(chain, parallel))
+
+
+def _recursion_marginals(chain: LinearGaussianChain, parallel: Parallel) -> Gaussian:
     return _marginals_in_parallel(chain, parallel) if parallel else _marginals_one_by_one(chain)
 
 
 def _marginals_one_by_one(chain: LinearGaussianChain) -> Gaussian:
-    terminal = chain.terminal
+    terminal, kernels = _recursion(chain)
     last = Factored.from_scale(terminal.mean, terminal.scale_tril)
 
-    def back(law: Factored, kernel: LinearGaussianKernel) -> tuple[Factored, Factored]:
-        law = propagate(law, kernel.weight, kernel.bias, kernel.scale_tril)
+    def back(law: Factored, kernel: StandardKernel) -> tuple[Factored, Factored]:
+        law = propagate(law, *kernel)
         return law, law
 
     unroll = linalg.steps_a_loop(chain.state_dim)
-    _, laws = lax.scan(back, last, chain.kernels, reverse=True, unroll=unroll)
+    _, laws = lax.scan(back, last, kernels, reverse=True, unroll=unroll)
     laws = jax.tree.map(lambda rest, end: jnp.concatenate([rest, end[None]]), laws, last)
     return jax.vmap(Gaussian)(laws.mean, laws.scale_tril)
+
+
+def _recursion(chain: LinearGaussianChain) -> tuple[Gaussian, StandardKernel]:
+    """Return the terminal law and the kernels of the backward recursion.
+
+    They are those of standard coordinates where the chain has them, and of the states otherwise.
+    `_to_states` and `_paths_to_states` map the results back.
+    """
+    if chain.standard is None:
+        kernels = chain.kernels
+        return chain.terminal, StandardKernel(kernels.weight, kernels.bias, kernels.scale_tril)
+    d, dtype = chain.state_dim, chain.laws.mean.dtype
+    return Gaussian(jnp.zeros(d, dtype), jnp.eye(d, dtype=dtype)), chain.standard
+
+
+def _to_states(chain: LinearGaussianChain, marginals: Gaussian) -> Gaussian:
+    """Return the laws of m + S z. The product of two lower factors is one."""
+    if chain.standard is None:
+        return marginals
+    means = chain.laws.mean + jax.vmap(linalg.matvec)(chain.laws.scale_tril, marginals.mean)
+    scales = jax.vmap(linalg.matmul)(chain.laws.scale_tril, marginals.scale_tril)
+    return jax.vmap(Gaussian)(means, scales)
 
 
 def marginals_with_density(chain: LinearGaussianChain, *, parallel: Parallel = False) -> Gaussian:
@@ -227,8 +268,8 @@ def marginals_with_density(chain: LinearGaussianChain, *, parallel: Parallel = F
     for a training step with one state dimension than a triangularisation in every step, far less
     with ten, and safe where nothing is singular.
     """
-    if parallel:
-        return _marginals_in_parallel(chain, parallel)
+    if parallel or chain.standard is not None:
+        return _marginals(chain, parallel)
     terminal, kernels = chain.terminal, chain.kernels
     spreads = jax.vmap(linalg.outer_gram)(kernels.scale_tril)
 
@@ -252,10 +293,9 @@ def marginals_with_density(chain: LinearGaussianChain, *, parallel: Parallel = F
 
 def _marginals_in_parallel(chain: LinearGaussianChain, parallel: Parallel) -> Gaussian:
     """Marginals by composing all backward kernels, the terminal law as a constant map."""
-    terminal, kernels = chain.terminal, chain.kernels
+    terminal, (gains, offsets, scales) = _recursion(chain)
     zero = jnp.zeros((chain.state_dim, chain.state_dim), terminal.mean.dtype)
-    spreads = jax.vmap(linalg.outer_gram)(kernels.scale_tril)
-    rows = (kernels.weight, kernels.bias, spreads)
+    rows = (gains, offsets, jax.vmap(linalg.outer_gram)(scales))
     maps = appended(rows, (zero, terminal.mean, terminal.covariance), parallel)
     means, covariances = affine_suffix_scan(*maps, parallel)
     return jax.vmap(Gaussian)(means, jax.vmap(linalg.semidefinite_cholesky)(covariances))
@@ -263,22 +303,22 @@ def _marginals_in_parallel(chain: LinearGaussianChain, parallel: Parallel) -> Ga
 
 @eqx.filter_jit
 def _pairwise(chain: LinearGaussianChain, parallel: Parallel) -> Gaussian:
-    marginals, d = _marginals(chain, parallel), chain.state_dim
+    marginals, d = _recursion_marginals(chain, parallel), chain.state_dim
+    means = _to_states(chain, marginals).mean
+    _, (gains, _, scales) = _recursion(chain)
 
-    def joint(gain: Array, scale: Array, mean: Array, after: Array, spread: Array) -> Gaussian:
+    def joint(gain: Array, scale: Array, spread: Array) -> Array:
         past = jnp.concatenate([linalg.matmul(gain, spread), scale], axis=1)
         present = jnp.concatenate([spread, jnp.zeros((d, d), spread.dtype)], axis=1)
-        return Gaussian(
-            jnp.concatenate([mean, after]), linalg.tria(jnp.concatenate([past, present]))
-        )
+        return jnp.concatenate([past, present])
 
-    return jax.vmap(joint)(
-        chain.kernels.weight,
-        chain.kernels.scale_tril,
-        marginals.mean[:-1],
-        marginals.mean[1:],
-        marginals.scale_tril[1:],
-    )
+    rows = jax.vmap(joint)(gains, scales, marginals.scale_tril[1:])
+    if chain.standard is not None:
+        frames, product = chain.laws.scale_tril, jax.vmap(linalg.matmul)
+        past, present = product(frames[:-1], rows[:, :d]), product(frames[1:], rows[:, d:])
+        rows = jnp.concatenate([past, present], axis=1)
+    pairs = jnp.concatenate([means[:-1], means[1:]], axis=1)
+    return jax.vmap(Gaussian)(pairs, jax.vmap(linalg.tria)(rows))
 
 
 @eqx.filter_jit
@@ -293,40 +333,45 @@ def _sample(
 def _from_noise(
     chain: LinearGaussianChain, noise: Float[Array, "time sample noise"], parallel: Parallel
 ) -> Float[Array, "sample time state"]:
-    if parallel:
-        return _from_noise_in_parallel(chain, noise, parallel)
-    terminal = chain.terminal
+    paths = _paths_in_parallel(chain, noise, parallel) if parallel else _paths(chain, noise)
+    if chain.standard is not None:
+        scales = jax.vmap(linalg.matmul)(paths, jnp.swapaxes(chain.laws.scale_tril, -1, -2))
+        paths = chain.laws.mean[:, None] + scales
+    return jnp.swapaxes(paths, 0, 1)
+
+
+def _paths(
+    chain: LinearGaussianChain, noise: Float[Array, "time sample noise"]
+) -> Float[Array, "time sample state"]:
+    terminal, kernels = _recursion(chain)
     last = jax.vmap(terminal.from_noise)(noise[-1])
 
-    def move(kernel: LinearGaussianKernel, x: Array, e: Array) -> Array:
-        mean = linalg.matvec(kernel.weight, x) + kernel.bias
-        return mean + linalg.matvec(kernel.scale_tril, e)
+    def move(kernel: StandardKernel, x: Array, e: Array) -> Array:
+        return linalg.matvec(kernel.gain, x) + kernel.offset + linalg.matvec(kernel.scale, e)
 
-    def back(xs: Array, step: tuple[LinearGaussianKernel, Array]) -> tuple[Array, Array]:
+    def back(xs: Array, step: tuple[StandardKernel, Array]) -> tuple[Array, Array]:
         kernel, e = step
         xs = jax.vmap(move, in_axes=(None, 0, 0))(kernel, xs, e)
         return xs, xs
 
-    _, rest = lax.scan(back, last, (chain.kernels, noise[:-1]), reverse=True)
-    return jnp.swapaxes(jnp.concatenate([rest, last[None]]), 0, 1)
+    _, rest = lax.scan(back, last, (kernels, noise[:-1]), reverse=True)
+    return jnp.concatenate([rest, last[None]])
 
 
-def _from_noise_in_parallel(
+def _paths_in_parallel(
     chain: LinearGaussianChain, noise: Float[Array, "time sample noise"], parallel: Parallel
-) -> Float[Array, "sample time state"]:
-    """Paths by composing all backward maps x ↦ G x + c + s ε, the last state as a constant one."""
-    terminal, kernels = chain.terminal, chain.kernels
+) -> Float[Array, "time sample state"]:
+    """Compose all backward maps x ↦ G x + c + s ε, the last state as a constant one."""
+    terminal, (gains, offsets, scales) = _recursion(chain)
     zero = jnp.zeros((chain.state_dim, chain.state_dim), terminal.mean.dtype)
 
     def moved(bias: Array, scale: Array, e: Array) -> Array:
         return bias[:, None] + linalg.matmul(scale, e.T)
 
-    shifts = jax.vmap(moved)(kernels.bias, kernels.scale_tril, noise[:-1])
+    shifts = jax.vmap(moved)(offsets, scales, noise[:-1])
     last = jax.vmap(terminal.from_noise)(noise[-1]).T
-    paths = affine_suffix_paths(
-        *appended((kernels.weight, shifts), (zero, last), parallel), parallel
-    )
-    return jnp.transpose(paths, (2, 0, 1))
+    paths = affine_suffix_paths(*appended((gains, shifts), (zero, last), parallel), parallel)
+    return jnp.swapaxes(paths, 1, 2)
 
 
 @eqx.filter_jit
@@ -335,27 +380,48 @@ def _log_prob(chain: LinearGaussianChain, path: Float[Array, "time state"]) -> S
     if chain.length is not None:
         path = jnp.where((jnp.arange(n) < chain.length)[:, None], path, 0.0)
         end = chain.length - 1
-    kernels, exists = _finite_kernels(chain)
-    steps = jax.vmap(lambda kernel, before, after: kernel.log_prob(after, before))(
-        kernels, path[:-1], path[1:]
+    terminal, kernels = _recursion(chain)
+    if chain.standard is not None:
+        path = jax.vmap(linalg.solve_triangular)(chain.laws.scale_tril, path - chain.laws.mean)
+
+    def step(kernel: StandardKernel, before: Array, after: Array) -> Scalar:
+        mean = linalg.matvec(kernel.gain, after) + kernel.offset
+        return Gaussian(mean, kernel.scale).log_prob(before)
+
+    kernels, exists = _finite_kernels(chain, kernels)
+    steps = jax.vmap(step)(kernels, path[:-1], path[1:])
+    return (
+        terminal.log_prob(path[end]) + jnp.sum(jnp.where(exists, steps, 0.0)) - _log_volume(chain)
     )
-    return chain.terminal.log_prob(path[end]) + jnp.sum(jnp.where(exists, steps, 0.0))
 
 
 @eqx.filter_jit
 def _entropy(chain: LinearGaussianChain) -> Scalar:
-    kernels, exists = _finite_kernels(chain)
-    pivots = jnp.diagonal(kernels.scale_tril, axis1=-2, axis2=-1)
+    terminal, kernels = _recursion(chain)
+    kernels, exists = _finite_kernels(chain, kernels)
+    pivots = jnp.diagonal(kernels.scale, axis1=-2, axis2=-1)
     steps = 0.5 * chain.state_dim * (1.0 + LOG_2PI) + jnp.sum(jnp.log(jnp.abs(pivots)), axis=-1)
-    return chain.terminal.entropy() + jnp.sum(jnp.where(exists, steps, 0.0))
+    return terminal.entropy() + jnp.sum(jnp.where(exists, steps, 0.0)) + _log_volume(chain)
 
 
-def _finite_kernels(chain: LinearGaussianChain) -> tuple[LinearGaussianKernel, Array]:
-    """Kernels whose densities are finite, and which of them are between rows that exist."""
+def _log_volume(chain: LinearGaussianChain) -> Scalar:
+    """Return the log determinant of the map from standard coordinates to states; 0 without one."""
+    if chain.standard is None:
+        return jnp.zeros((), chain.laws.mean.dtype)
+    pivots = jnp.diagonal(chain.laws.scale_tril, axis1=-2, axis2=-1)
+    volumes = jnp.sum(jnp.log(jnp.abs(pivots)), axis=-1)
+    if chain.length is not None:
+        volumes = jnp.where(jnp.arange(chain.num_times) < chain.length, volumes, 0.0)
+    return jnp.sum(volumes)
+
+
+def _finite_kernels(
+    chain: LinearGaussianChain, kernels: StandardKernel
+) -> tuple[StandardKernel, Array]:
+    """Return kernels whose densities are finite, and which of them are between existing rows."""
     n, d = chain.num_times, chain.state_dim
     if chain.length is None:
-        return chain.kernels, jnp.ones(n - 1, bool)
+        return kernels, jnp.ones(n - 1, bool)
     exists = jnp.arange(1, n) < chain.length
-    eye = jnp.eye(d, dtype=chain.kernels.scale_tril.dtype)
-    scales = jnp.where(exists[:, None, None], chain.kernels.scale_tril, eye)
-    return eqx.tree_at(lambda k: k.scale_tril, chain.kernels, scales), exists
+    eye = jnp.eye(d, dtype=kernels.scale.dtype)
+    return kernels._replace(scale=jnp.where(exists[:, None, None], kernels.scale, eye)), exists

@@ -12,6 +12,7 @@ from retrodict._exact.grid.transition import Kind as Kind
 from retrodict._exact.grid.transition import densities as densities
 from retrodict._exact.grid.transition import kind_of as kind_of
 from retrodict._exact.grid.transition import operators as operators
+from retrodict._exact.kalman_filter import Filtered as Filtered
 from retrodict._exact.kalman_filter import Prior as Prior
 from retrodict._exact.kalman_filter import Transition as Transition
 from retrodict._exact.kalman_filter import Whitened as Whitened

@@ -13,17 +13,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import LOG_2PI, Scale, masked_scale, scale_log_det, scale_solve
 from retrodict._numerics import (
     Factored,
-    Innovations,
+    StandardKernel,
     affine_suffix_scan,
     condition,
     condition_columns,
     in_parts,
     linalg,
+    predict,
     propagate,
     reverse,
+    reverse_standardised,
 )
 from retrodict._types import Scalar
 from retrodict.distributed import Parallel, appended, prepended
@@ -138,34 +141,38 @@ def _row_basis(rows: Float[Array, "r c"]) -> Float[Array, "r c"]:
     return jnp.stack(basis)
 
 
-def step(
-    law: Factored,
-    weight: Float[Array, "state state"],
-    bias: Float[Array, "state"],
-    scale: Float[Array, "state noise"],
-    design: Float[Array, "whitened state"],
-    value: Float[Array, "whitened"],
-) -> tuple[Factored, Innovations]:
-    """The filtering law at one time from that at the time before."""
-    return condition(propagate(law, weight, bias, scale), design, value)
+class Filtered(NamedTuple):
+    """The output of a filter.
+
+    Attributes:
+        laws: the filtering laws.
+        predicted: the laws of x_1, …, x_{n-1} given the rows before.
+        rotations: how `predict` turned the standard coordinates of each filtering law into those of
+            the next predicted law; `None` if the factors of `laws` do not follow from each other.
+    """
+
+    laws: Factored
+    predicted: Factored | None = None
+    rotations: Float[Array, "steps state state_plus_noise"] | None = None
 
 
 def filter_laws(
     prior: Prior, transition: Transition, data: Whitened, exists: Bool[Array, "time"] | None
-) -> tuple[Factored, Scalar]:
-    """The filtering laws of all times, and the log density of the whitened values."""
+) -> tuple[Filtered, Scalar]:
+    """Return the laws of all times, and the log density of the whitened values."""
     design_varies = data.design.ndim == 3
     fixed, varying = _split(transition)
     first_design = data.design[0] if design_varies else data.design
     first, innovations = condition(Factored.from_scale(*prior), first_design, data.value[0])
 
-    def move(law: Factored, row: tuple) -> tuple[Factored, tuple[Factored, Innovations]]:
+    def move(law: Factored, row: tuple) -> tuple[Factored, tuple]:
         moving, design, value, real = row
         design = design if design_varies else data.design
-        after, found = step(law, *_join(fixed, moving), design, value)
+        predicted, rotation = predict(law, *_join(fixed, moving))
+        after, innovations = condition(predicted, design, value)
         if real is not None:
             after = jax.tree.map(lambda new, old: jnp.where(real, new, old), after, law)
-        return after, (after, found)
+        return after, (after, innovations, predicted, rotation)
 
     rows = (
         varying,
@@ -173,18 +180,20 @@ def filter_laws(
         data.value[1:],
         None if exists is None else exists[1:],
     )
-    _, (laws, later) = lax.scan(move, first, rows, unroll=linalg.steps_a_loop(first.dim))
+    _, (laws, later, *predictions) = lax.scan(
+        move, first, rows, unroll=linalg.steps_a_loop(first.dim)
+    )
     laws, innovations = jax.tree.map(
         lambda start, rest: jnp.concatenate([start[None], rest]),
         (first, innovations),
         (laws, later),
     )
-    return laws, innovations.log_prob()
+    return Filtered(laws, *predictions), innovations.log_prob()
 
 
 def with_closed_form_score(
-    run: Callable[..., tuple[Factored, Scalar]], *, parallel: Parallel
-) -> Callable[..., tuple[Factored, Scalar]]:
+    run: Callable[..., tuple[Filtered, Scalar]], *, parallel: Parallel
+) -> Callable[..., tuple[Filtered, Scalar]]:
     """Return a filter whose log density is differentiated by `score`.
 
     Rows of more than d + 1 entries are reduced first. `score` maps its result back to all entries,
@@ -203,13 +212,13 @@ def with_closed_form_score(
 
     def forward(*primals):
         arguments = jax.tree.map(lambda primal: primal.value, primals)
-        laws, log_prob = run_reduced(*arguments)
-        return (laws, log_prob), (arguments, laws)
+        filtered, log_prob = run_reduced(*arguments)
+        return (filtered, log_prob), (arguments, filtered.laws)
 
     def backward(residuals, cotangents):
         (prior, transition, data, exists), laws = residuals
-        laws_bar, log_prob_bar = cotangents
-        if all(is_zero(leaf) for leaf in jax.tree.leaves(laws_bar, is_leaf=is_zero)):
+        filtered_bar, log_prob_bar = cotangents
+        if all(is_zero(leaf) for leaf in jax.tree.leaves(filtered_bar, is_leaf=is_zero)):
             scores = score(prior, transition, data, exists, laws, parallel=parallel)
             if is_zero(log_prob_bar):
                 log_prob_bar = jnp.zeros((), data.value.dtype)
@@ -393,35 +402,56 @@ def read(
 
 
 def backward_kernels(
-    laws: Factored,
+    filtered: Filtered,
     transition: Transition,
+    data: Whitened,
     exists: Bool[Array, "time"] | None,
     *,
     parallel: Parallel = False,
-) -> tuple[Float[Array, "steps d d"], Float[Array, "steps d"], Float[Array, "steps d d"]]:
-    """Gains, offsets and scales of all backward kernels, from the filtering laws.
+) -> tuple[LinearGaussianKernel, StandardKernel]:
+    """Return all backward kernels, between states and between their standard coordinates.
 
     They do not depend on each other. On a CPU they are computed in chunks that stay in its cache;
     in parallel, all at once.
     """
-    before = jax.tree.map(lambda leaf: leaf[:-1], laws)
+    laws, predicted, rotations = filtered
     fixed, varying = _split(transition)
+    reduced = data.reduced()
+    design_varies = reduced.design.ndim == 3
+    tolerance = float(jnp.finfo(laws.columns.dtype).eps) ** 0.5
 
-    def kernel(row: tuple[Factored, tuple]) -> tuple[Array, Array, Array]:
-        law, moving = row
-        return reverse(law, *_join(fixed, moving))
+    def kernel(row: tuple) -> tuple[tuple, StandardKernel]:
+        before, after, moving, predicted, rotation, design, value = row
+        arrays = _join(fixed, moving)
+        design = design if design_varies else reduced.design
+        if rotation is None:
+            predicted, rotation = predict(before, *arrays, tolerance=tolerance)
+        else:
+            after = None
+        standard = reverse_standardised(predicted, rotation, design, value, after)
+        return reverse(before, *arrays), standard
 
-    rows = (before, varying)
-    if parallel:
-        gains, offsets, scales = jax.vmap(kernel)(rows)
-    else:
-        gains, offsets, scales = in_parts(kernel, rows, CHUNK)
+    rows = (
+        jax.tree.map(lambda leaf: leaf[:-1], laws),
+        jax.tree.map(lambda leaf: leaf[1:], laws),
+        varying,
+        predicted,
+        rotations,
+        reduced.design[1:] if design_varies else None,
+        reduced.value[1:],
+    )
+    kernels, standard = jax.vmap(kernel)(rows) if parallel else in_parts(kernel, rows, CHUNK)
     if exists is not None:
-        real = exists[1:, None, None]
-        gains = jnp.where(real, gains, jnp.eye(laws.dim, dtype=gains.dtype))
-        offsets = jnp.where(exists[1:, None], offsets, 0.0)
-        scales = jnp.where(real, scales, 0.0)
-    return gains, offsets, scales
+        eye = jnp.eye(laws.dim, dtype=laws.columns.dtype)
+        constant = (eye, jnp.zeros_like(eye[0]), jnp.zeros_like(eye))
+        kernels, standard = jax.tree.map(
+            lambda leaf, still: jnp.where(
+                exists[1:].reshape(-1, *[1] * (leaf.ndim - 1)), leaf, still
+            ),
+            (kernels, standard),
+            (constant, StandardKernel(*constant)),
+        )
+    return jax.vmap(LinearGaussianKernel)(*kernels), standard
 
 
 CHUNK = 32

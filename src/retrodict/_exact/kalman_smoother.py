@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact.kalman_filter import (
+    Filtered,
     Prior,
     Transition,
     Whitened,
@@ -23,7 +24,6 @@ from retrodict._exact.parallel_filter import filter_laws_in_parallel
 from retrodict._kernels import AbstractLinearGaussianKernel, LinearGaussianKernel
 from retrodict._laws import Gaussian, dense_scale, scale_diagonal
 from retrodict._model import StateSpaceModel, prepare_data
-from retrodict._numerics import Factored
 from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import Scalar
@@ -110,9 +110,12 @@ def kalman_smoother(
 def smooth_series(model: StateSpaceModel, series: Series, parallel: Parallel) -> KalmanPosterior:
     """The posterior from an unwrapped model and a series that were checked."""
     series = laid_out(series, parallel)
-    laws, transition, log_evidence = _filtered(model, series, parallel)
-    kernels = backward_kernels(laws, transition, series.exists(), parallel=parallel)
-    chain = LinearGaussianChain.from_arrays(laws.mean, laws.scale_tril, *kernels, series.length)
+    filtered, transition, data, log_evidence = _filtered(model, series, parallel)
+    kernels, standard = backward_kernels(
+        filtered, transition, data, series.exists(), parallel=parallel
+    )
+    laws = jax.vmap(Gaussian)(filtered.laws.mean, filtered.laws.scale_tril)
+    chain = LinearGaussianChain(laws, kernels, series.length, standard)
     return KalmanPosterior(chain, log_evidence)
 
 
@@ -123,21 +126,21 @@ def log_evidence_of(model: StateSpaceModel, series: Series) -> Scalar:
     Backward kernels would be left out by the compiler, but not before they are traced and, where
     the log-evidence is differentiated, traced again with their derivatives.
     """
-    return _filtered(model, series, False)[2]
+    return _filtered(model, series, False)[-1]
 
 
 def _filtered(
     model: StateSpaceModel, series: Series, parallel: Parallel
-) -> tuple[Factored, Transition, Scalar]:
-    """The filtering laws, the transition's parameters and the log-evidence."""
+) -> tuple[Filtered, Transition, Whitened, Scalar]:
+    """Return the filtering laws, the whitened model and data, and the log-evidence."""
     prior = Prior(model.prior.mean, dense_scale(model.prior.scale_tril))
     transition = _transition_arrays(model.transition, series)
     data, constant = _whitened_data(model.emission, series)
     run = partial(filter_laws_in_parallel, parallel=parallel) if parallel else filter_laws
-    laws, log_prob = with_closed_form_score(run, parallel=parallel)(
+    filtered, log_prob = with_closed_form_score(run, parallel=parallel)(
         prior, transition, data, series.exists()
     )
-    return laws, transition, log_prob + constant
+    return filtered, transition, data, log_prob + constant
 
 
 def _transition_arrays(kernel: AbstractLinearGaussianKernel, series: Series) -> Transition:

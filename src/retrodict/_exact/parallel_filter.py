@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from retrodict._exact.kalman_filter import (
+    Filtered,
     Prior,
     Transition,
     Whitened,
     over_time,
     read,
     repeat_over_time,
-    step,
 )
-from retrodict._numerics import Factored, condition, linalg, prefix_scan
+from retrodict._numerics import Factored, condition, linalg, prefix_scan, propagate
 from retrodict._series import repeat_last_row
 from retrodict._types import Scalar
 from retrodict.distributed import Parallel, prepended
@@ -85,8 +85,8 @@ def filter_laws_in_parallel(
     data: Whitened,
     exists: Bool[Array, "time"] | None,
     parallel: Parallel = True,
-) -> tuple[Factored, Scalar]:
-    """The filtering laws and the log density of the whitened values, in O(log n) depth.
+) -> tuple[Filtered, Scalar]:
+    """Return the filtering laws and the log density of the whitened values, in O(log n) depth.
 
     The scan gives means and covariances at all times. One sequential step from each of them to the
     next, all at once, then gives factors, innovations and the log density by the code of the
@@ -96,7 +96,7 @@ def filter_laws_in_parallel(
     design = repeat_over_time(data.design, 3, steps + 1)
     first, innovations = condition(Factored.from_scale(*prior), design[0], data.value[0])
     if steps == 0:
-        return jax.tree.map(lambda leaf: leaf[None], first), innovations.log_prob()
+        return Filtered(jax.tree.map(lambda leaf: leaf[None], first)), innovations.log_prob()
     weight, bias, scale = over_time(transition, steps)
     elements = jax.vmap(_element)(weight, bias, scale, design[1:], data.value[1:])
     if exists is not None:
@@ -116,11 +116,12 @@ def filter_laws_in_parallel(
     before = jax.vmap(
         lambda mean, covariance: Factored.from_scale(mean, linalg.semidefinite_cholesky(covariance))
     )(summed.bias[:-1], summed.covariance[:-1])
-    after, later = jax.vmap(step)(before, weight, bias, scale, design[1:], data.value[1:])
+    predicted = jax.vmap(propagate)(before, weight, bias, scale)
+    after, later = jax.vmap(condition)(predicted, design[1:], data.value[1:])
     laws, innovations = prepended((first, innovations), (after, later), parallel)
     if exists is not None:
         laws = repeat_last_row(laws, exists)
-    return laws, innovations.log_prob()
+    return Filtered(laws), innovations.log_prob()
 
 
 def _element(

@@ -147,7 +147,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         """Compute all filtering laws by an associative scan."""
         prior, kernel = unwrap(self.model).prior, embedded.transition
         arrays = (kernel.weight, kernel.bias, kernel.scale_tril)
-        laws, _ = filter_laws_in_parallel(
+        (laws, *_), _ = filter_laws_in_parallel(
             Prior(prior.mean, dense_scale(prior.scale_tril)),
             Transition(*(leaf[1:] for leaf in arrays)),
             Whitened(embedded.design, embedded.value),

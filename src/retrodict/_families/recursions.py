@@ -141,7 +141,7 @@ def filtered_in_parallel(
     varies = kernel.bias.ndim == 2
     arrays = (kernel.weight, kernel.bias, kernel.scale_tril)
     transition = Transition(*(leaf[1:] if varies else leaf for leaf in arrays))
-    laws, _ = filter_laws_in_parallel(
+    (laws, *_), _ = filter_laws_in_parallel(
         Prior(prior.mean, prior.scale), transition, Whitened(design, value), exists, parallel
     )
     counts = jnp.arange(1, value.shape[0] + 1, dtype=prior.num_read.dtype)

@@ -10,13 +10,13 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from retrodict._chains import LinearGaussianChain
-from retrodict._exact import Transition, Whitened, backward_kernels, reduce_rows, whiten
+from retrodict._exact import Filtered, Transition, Whitened, backward_kernels, reduce_rows, whiten
 from retrodict._kernels import AbstractKernel, AbstractLinearGaussianKernel
 from retrodict._laws import Gaussian, dense_scale
 from retrodict._linearised.moments import conditional_moments, has_constant_scale, law_moments
 from retrodict._linearised.rules import AbstractRule, Affine
 from retrodict._model import StateSpaceModel
-from retrodict._numerics import Factored, condition, linalg, propagate
+from retrodict._numerics import Factored, condition, linalg, predict
 from retrodict._series import Series
 from retrodict._types import Scalar
 
@@ -29,6 +29,7 @@ class Pass(eqx.Module):
         laws: the filtering laws.
         transition: the linearised transitions into times 1, …, n-1.
         data: the linearised emissions, whitened: value_k = design_k x_k + ε.
+        rotations: see `Filtered`.
         increments: log densities of each row given those before, under the linearised model.
         squared: squares of the whitened innovations, eᵀ S⁻¹ e.
     """
@@ -37,14 +38,17 @@ class Pass(eqx.Module):
     laws: Factored
     transition: Transition
     data: Whitened
+    rotations: Float[Array, "steps state state_plus_noise"]
     increments: Float[Array, "time"]
     squared: Float[Array, "time"]
 
     def chain(self, series: Series) -> LinearGaussianChain:
         """The filtering laws, and the linearised transitions reversed under them."""
-        kernels = backward_kernels(self.laws, self.transition, series.exists())
-        laws = self.laws
-        return LinearGaussianChain.from_arrays(laws.mean, laws.scale_tril, *kernels, series.length)
+        later = jax.tree.map(lambda leaf: leaf[1:], self.predicted)
+        filtered = Filtered(self.laws, later, self.rotations)
+        kernels, standard = backward_kernels(filtered, self.transition, self.data, series.exists())
+        laws = jax.vmap(Gaussian)(self.laws.mean, self.laws.scale_tril)
+        return LinearGaussianChain(laws, kernels, series.length, standard)
 
 
 class Seen(NamedTuple):
@@ -147,13 +151,16 @@ def _filter(
             law = jax.tree.map(lambda new, old: jnp.where(row.exists, new, old), law, before)
         squared = jnp.sum(found.gains**2 * found.variances)
         transition = Transition(*move(law, row))
-        read = (transition, Whitened(design, value), found.log_prob() + constant, squared)
-        return (propagate(law, *transition), law), (predicted, law, *read)
+        after, rotation = predict(law, *transition)
+        data, increment = Whitened(design, value), found.log_prob() + constant
+        return (after, law), (predicted, law, data, increment, squared, transition, rotation)
 
     # The first row exists: what stands for the law before it is never taken.
-    _, (predicted, laws, transition, *rest) = lax.scan(advance, (prior, prior), rows)
-    transition = jax.tree.map(lambda leaf: leaf[:-1], transition)
-    return Pass(predicted, laws, transition, *rest)
+    _, (predicted, laws, data, increments, squared, *moves) = lax.scan(
+        advance, (prior, prior), rows
+    )
+    transition, rotations = jax.tree.map(lambda leaf: leaf[:-1], moves)
+    return Pass(predicted, laws, transition, data, rotations, increments, squared)
 
 
 def iterate(

@@ -10,6 +10,8 @@ formula for all columns, and a step of a scan compiles to few loops, each of whi
 start than to run when the state has a handful of coordinates.
 """
 
+from typing import NamedTuple
+
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
@@ -78,17 +80,51 @@ def propagate(
     bias: Float[Array, "e"],
     scale: Float[Array, "e k"],
 ) -> Factored:
-    """The law of w x + b + s ε for x of law N(m, L D Lᵀ) and standard normal ε.
+    """Return the law of w x + b + s ε for x of law N(m, L D Lᵀ) and standard normal ε.
 
     The covariance w L D Lᵀ wᵀ + s sᵀ is the Gram matrix of the rows of [w L, s] in the weights
     [D, 1], so that orthogonalising those rows factors it without forming it.
     """
-    d = law.dim
+    moved, weights = _moved_rows(law, weight, scale)
+    return _predicted(moved, bias, law.dim, *linalg.weighted_gram_schmidt(moved, weights))
+
+
+def predict(
+    law: Factored,
+    weight: Float[Array, "e d"],
+    bias: Float[Array, "e"],
+    scale: Float[Array, "e k"],
+    *,
+    tolerance: float = 0.0,
+) -> tuple[Factored, Float[Array, "e d_plus_k"]]:
+    """Return what `propagate` returns, and the rotation from the old coordinates to the new.
+
+    Write x = m + S z and w x + b + s ε = a + B e, with S and B the Cholesky factors before and
+    after, z and ε standard normal. Then [w S, s] = B q with orthonormal rows q, and e = q (z, ε).
+
+    Args:
+        law: the law of x.
+        weight: w.
+        bias: b.
+        scale: s.
+        tolerance: see `linalg.orthogonalise`. A dependent row of B is zero in its own coordinate.
+    """
+    moved, weights = _moved_rows(law, weight, scale)
+    lower, diagonal, rotation = linalg.orthogonalise(moved, weights, tolerance=tolerance)
+    return _predicted(moved, bias, law.dim, lower, diagonal), linalg.fence(rotation)
+
+
+def _moved_rows(
+    law: Factored, weight: Float[Array, "e d"], scale: Float[Array, "e k"]
+) -> tuple[Float[Array, "e c"], list[Array | None]]:
+    """Return the rows of [w L, w m, s] and the weights of their columns."""
     moved = linalg.fence(jnp.concatenate([linalg.matmul(weight, law.columns), scale], axis=1))
     one = jnp.ones((), moved.dtype)
-    weights = [*(law.diagonal[k] for k in range(d)), None, *([one] * scale.shape[1])]
-    lower, diagonal = linalg.weighted_gram_schmidt(moved, weights)
-    mean = moved[:, d] + bias
+    return moved, [*(law.diagonal[k] for k in range(law.dim)), None, *([one] * scale.shape[1])]
+
+
+def _predicted(moved: Array, bias: Array, dim: int, lower: Array, diagonal: Array) -> Factored:
+    mean = moved[:, dim] + bias
     return Factored(
         linalg.fence(jnp.concatenate([lower, mean[:, None]], axis=1)),
         linalg.fence(jnp.concatenate([diagonal, jnp.zeros(1, moved.dtype)])),
@@ -191,41 +227,99 @@ def _condition_columns_by_qr(
     )
 
 
+class StandardKernel(NamedTuple):
+    """The backward kernel of z_{k-1} given z_k, with x_k = m_k + S_k z_k for filtering laws (m, S).
+
+    z_{k-1} = gain z_k + offset + scale ε. The gain has norm at most one and the scale is at most
+    the identity, whatever S is: nothing is divided by a width of the state.
+    """
+
+    gain: Float[Array, "*time d d"]
+    offset: Float[Array, "*time d"]
+    scale: Float[Array, "*time d d"]
+
+
+def reverse_standardised(
+    predicted: Factored,
+    rotation: Float[Array, "d d_plus_k"],
+    design: Float[Array, "p d"],
+    value: Float[Array, "p"],
+    after: Factored | None = None,
+) -> StandardKernel:
+    """Return the backward kernel between the standard coordinates of two filtering laws.
+
+    `predict` gave e = q (z, ε), with x_k = a + B e; conditioning on the row gives e = μ + M z_k.
+    With q₁ the first d columns of q, z given e has mean q₁ᵀ e, and the rows of [I, 0] without their
+    projection on those of q are a factor of its covariance.
+
+    Args:
+        predicted: the law N(a, B Bᵀ) of x_k given the rows before.
+        rotation: q.
+        design: the design of the row k, in units of its noise.
+        value: the values of row k, likewise.
+        after: the filtering law of x_k, if its factor S was not computed from this B. M then is
+            B⁻¹ S in the coordinates that `predict` counted as independent.
+    """
+    d, dtype = predicted.dim, predicted.columns.dtype
+    eye, scale = jnp.eye(d, dtype=dtype), predicted.scale_tril
+    columns = jnp.concatenate([eye, jnp.zeros((d, 1), dtype)], axis=1)
+    residual = value - linalg.matvec(design, predicted.mean)
+    columns, diagonal, _, _ = condition_columns(
+        columns, jnp.ones(d + 1, dtype), linalg.matmul(design, scale), residual[:, None]
+    )
+    if after is None:
+        shrinkage = columns[:, :d] * linalg.safe_sqrt(diagonal[:d])[None, :]
+    else:
+        shrinkage = _unscale(predicted, after.scale_tril)
+    turned = rotation[:, :d].T
+    return StandardKernel(
+        linalg.matmul(turned, shrinkage),
+        linalg.matvec(turned, columns[:, d]),
+        linalg.tria(_left_of_identity(rotation)),
+    )
+
+
+def _unscale(law: Factored, b: Float[Array, "d c"]) -> Float[Array, "d c"]:
+    """Return B⁻¹ b for the Cholesky factor B of a law, with zeros where B is zero."""
+    inverse = linalg.safe_reciprocal(linalg.safe_sqrt(law.diagonal[:-1]))
+    return inverse[:, None] * linalg.solve_triangular(law.columns[:, :-1], b)
+
+
+def _left_of_identity(rotation: Float[Array, "d c"]) -> Float[Array, "d c"]:
+    """Return the rows of [I, 0] without their projection on the orthonormal rows q.
+
+    Projecting twice keeps the relative precision of rows of which little is left.
+    """
+    d = rotation.shape[0]
+    left = jnp.eye(*rotation.shape, dtype=rotation.dtype) - linalg.matmul(
+        rotation[:, :d].T, rotation
+    )
+    return left - linalg.matmul(linalg.matmul(left, rotation.T), rotation)
+
+
 def reverse(
     law: Factored,
     weight: Float[Array, "d d"],
     bias: Float[Array, "d"],
     scale: Float[Array, "d k"],
 ) -> tuple[Float[Array, "d d"], Float[Array, "d"], Float[Array, "d d"]]:
-    """Return the backward kernel of x given z = w x + b + s ε, for x of law N(m, L D Lᵀ).
+    """Return the backward kernel of x given z = w x + b + s ε, for x of law N(m, S Sᵀ).
 
-    The rows of [w L, s], orthogonalised in the weights [D, 1], give the unit-lower factor L_z of
-    the covariance of z. The rows of [L, 0] have coefficients C = G L_z in terms of them, and what
-    is left of these rows is the factor of the conditional law: gain and conditional covariance come
-    out of one factorisation, without a subtraction of covariances.
-
-    Where the law of z is singular, the gain is not unique. Directions in which z does not move are
-    left out of it, and so are those in which it moves by less than rounding allows to resolve, be
-    it the rounding of the factor or that of the mean.
+    With [w S, s] = B q as in `predict`, the gain is S q₁ᵀ B⁻¹. Directions of z that are narrower
+    than ε^(1/3) times its coordinates are left out: their gains g would turn a rounding error ε of
+    one time step into ε g, and into ε g² relative to the narrowest direction of the next. Leaving
+    one out costs 1/g. `reverse_standardised` has no such limit.
 
     Returns:
         The gain G, the offset m − G (w m + b) and the lower Cholesky factor of the conditional law.
     """
-    d = law.dim
-    lower, mean = law.columns[:, :d], law.mean
-    future = jnp.concatenate([linalg.matmul(weight, lower), scale], axis=1)
-    past = jnp.concatenate([lower, jnp.zeros((d, scale.shape[1]), lower.dtype)], axis=1)
-    weights = jnp.concatenate([law.diagonal[:d], jnp.ones(scale.shape[1], lower.dtype)])
-    terms = linalg.matmul(jnp.abs(weight), jnp.abs(lower))
-    magnitude = jnp.concatenate([terms, jnp.abs(scale)], axis=1)
-    # The sizes of the terms of w m + b and of L⁻¹ m, whose rounding errors the means carry.
-    sizes = jnp.abs(mean)
-    after = linalg.matvec(jnp.abs(weight), sizes) + jnp.abs(bias)
-    inverse = linalg.solve_triangular(lower, jnp.eye(d, dtype=lower.dtype))
-    before = linalg.matvec(jnp.abs(inverse), sizes)
-    rows = jnp.concatenate([future, past])
-    factor, left = linalg.project_out(rows, weights, magnitude, after, before)
-    gain = linalg.solve_triangular(factor[:d], factor[d:].T, transpose=True).T
-    predicted = linalg.matvec(weight, mean) + bias
-    offset = mean - linalg.matvec(gain, predicted)
-    return gain, offset, linalg.tria(left[d:] * linalg.safe_sqrt(weights)[None, :])
+    tolerance = float(jnp.finfo(law.columns.dtype).eps) ** (1 / 3)
+    predicted, rotation = predict(law, weight, bias, scale, tolerance=tolerance)
+    before, d = law.scale_tril, law.dim
+    coefficients = linalg.matmul(rotation[:, :d], before.T)
+    inverse = linalg.safe_reciprocal(linalg.safe_sqrt(predicted.diagonal[:-1]))
+    gain = linalg.solve_triangular(
+        predicted.columns[:, :-1], inverse[:, None] * coefficients, transpose=True
+    ).T
+    offset = law.mean - linalg.matvec(gain, predicted.mean)
+    return gain, offset, linalg.tria(linalg.matmul(before, _left_of_identity(rotation)))

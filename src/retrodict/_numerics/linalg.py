@@ -159,155 +159,114 @@ def solve_triangular(
 def weighted_gram_schmidt(
     w: Float[Array, "r c"], weights: Sequence[Array | None]
 ) -> tuple[Float[Array, "r r"], Float[Array, "r"]]:
-    """Unit-lower l and diagonal d with l diag(d) lᵀ = w diag(weights) wᵀ.
+    """Return unit-lower l and diagonal d with l diag(d) lᵀ = w diag(weights) wᵀ.
+
+    See `orthogonalise`, which also returns the orthonormal rows.
+    """
+    if w.shape[0] > UNROLLED * 2:
+        return unit_lower_and_diagonal(tria_by_qr(_scaled_columns(w, weights)))
+    unit_lower, diagonal, _ = _eliminate_rows(w, weights, twice=False)
+    return unit_lower, diagonal
+
+
+def orthogonalise(
+    w: Float[Array, "r c"], weights: Sequence[Array | None], *, tolerance: float = 0.0
+) -> tuple[Float[Array, "r r"], Float[Array, "r"], Float[Array, "r k"]]:
+    """Factor the rows of w diag(√weights) as l diag(√d) q, with orthonormal rows q.
 
     Modified Gram–Schmidt over the rows of `w` in the inner product of `weights` (Thornton's
     propagation of a factored covariance). No difference of squares is formed, so that small
-    eigenvalues survive beside large ones in float32, and no square root is taken.
+    eigenvalues survive beside large ones in float32. Each row is projected twice, so that q is
+    orthonormal to rounding however small d is. A row of which the second projection leaves nothing
+    depends on those before it: its entry of d and its row of q are zero.
 
     Args:
         w: the rows to orthogonalise.
-        weights: one nonnegative scalar a column, or `None` for a column that rides along without
-            counting.
+        weights: one nonnegative scalar per column, or `None` for a column that is carried along
+            and does not count.
+        tolerance: rows of which less than this fraction is independent of the rows before them
+            count as dependent.
 
     Returns:
-        The unit-lower factor and the nonnegative diagonal.
+        The unit-lower l, the nonnegative d and the rows q, whose columns are the counted ones.
     """
-    rows = w.shape[0]
-    if rows > UNROLLED * 2:
-        return _factor_by_qr(w, weights)
+    if w.shape[0] > UNROLLED * 2 and tolerance == 0.0:
+        lower, rows = lower_and_rows_by_qr(_scaled_columns(w, weights))
+        return *unit_lower_and_diagonal(lower), rows
+    unit_lower, diagonal, rows = _eliminate_rows(w, weights, twice=True, tolerance=tolerance)
+    scaled = _scaled_columns(rows, weights)
+    return unit_lower, diagonal, scaled * safe_reciprocal(safe_sqrt(diagonal))[:, None]
+
+
+def _scaled_columns(w: Float[Array, "r c"], weights: Sequence[Array | None]) -> Array:
+    """Return the columns that count, times the square roots of their weights."""
+    counted = jnp.asarray([k for k, weight in enumerate(weights) if weight is not None])
+    scales = safe_sqrt(jnp.stack([weight for weight in weights if weight is not None]))
+    return w[:, counted] * scales[None, :]
+
+
+def _eliminate_rows(
+    w: Float[Array, "r c"],
+    weights: Sequence[Array | None],
+    *,
+    twice: bool,
+    tolerance: float = 0.0,
+) -> tuple[Float[Array, "r r"], Float[Array, "r"], Float[Array, "r c"]]:
+    """Return l, d and the rows before they are scaled to unit length."""
+    size, eps = w.shape[0], float(jnp.finfo(w.dtype).eps)
     counted = [(k, weight) for k, weight in enumerate(weights) if weight is not None]
-    pivots = []
-    for i in range(rows):
-        products = sum_of([w[:, k] * (w[0, k] * weight) for k, weight in counted])
+    dense = jnp.stack([jnp.zeros((), w.dtype) if x is None else x for x in weights])
+
+    def products(a: Float[Array, "n c"], row: Float[Array, "c"]) -> Float[Array, "n"]:
+        if size > UNROLLED * 2:
+            return matvec(a, row * dense)
+        return sum_of([a[:, k] * (row[k] * weight) for k, weight in counted])
+
+    smallest = tolerance**2 * jnp.sum(w**2 * dense[None, :], axis=1)
+    rest, done, pivots = w, jnp.zeros((0, w.shape[1]), w.dtype), []
+    inverses = jnp.zeros(0, w.dtype)
+    for i in range(size):
+        if twice and i > 0:
+            overlaps = fence(products(jnp.concatenate([done, rest[:1]]), rest[0]))
+            coefficients, before = overlaps[:i] * inverses, overlaps[i]
+            row = rest[0] - matvec(done.T, coefficients)
+            rest = fence(jnp.concatenate([row[None], rest[1:]]))
+            least = jnp.maximum(eps * before, smallest[i])
+        else:
+            least = jnp.zeros((), w.dtype)
+        overlaps = products(rest, rest[0])
+        square = jnp.where(overlaps[:1] > least, overlaps[:1], 0.0)
         # One array for the products and the reciprocal of the pivot makes one loop of them.
-        pivot = fence(jnp.concatenate([products, safe_reciprocal(products[:1])]))
+        pivot = fence(jnp.concatenate([square, overlaps[1:], safe_reciprocal(square)]))
         pivots.append(pivot)
-        if i < rows - 1:
-            w = fence(w[1:] - (pivot[1:-1] * pivot[-1])[:, None] * w[0][None, :])
+        done, inverses = jnp.concatenate([done, rest[:1]]), jnp.append(inverses, pivot[-1])
+        if i < size - 1:
+            rest = fence(rest[1:] - (pivot[1:-1] * pivot[-1])[:, None] * rest[0][None, :])
     zeros, one = (lambda i: jnp.zeros(i, w.dtype)), jnp.ones(1, w.dtype)
     unit_lower = jnp.stack(
         [jnp.concatenate([zeros(i), one, p[1:-1] * p[-1]]) for i, p in enumerate(pivots)], axis=1
     )
-    return unit_lower, jnp.concatenate([p[:1] for p in pivots])
-
-
-def _factor_by_qr(
-    w: Float[Array, "r c"], weights: Sequence[Array | None]
-) -> tuple[Float[Array, "r r"], Float[Array, "r"]]:
-    counted = jnp.asarray([k for k, weight in enumerate(weights) if weight is not None])
-    scales = safe_sqrt(jnp.stack([weight for weight in weights if weight is not None]))
-    return unit_lower_and_diagonal(tria_by_qr(w[:, counted] * scales[None, :]))
-
-
-def project_out(
-    w: Float[Array, "r c"],
-    weights: Float[Array, "c"],
-    magnitude: Float[Array, "count c"],
-    row_locations: Float[Array, "count"],
-    column_locations: Float[Array, "d"],
-) -> tuple[Float[Array, "r count"], Float[Array, "r c"]]:
-    """Orthogonalise the first rows of `w`, and remove their span from the rows below.
-
-    Modified Gram–Schmidt in the inner product of `weights`, as in `weighted_gram_schmidt`, for
-    rows that may depend on each other. What is left of a dependent row is rounding error, and
-    dividing by its square would give coefficients of any size. An estimate of the rounding error of
-    each entry is therefore carried along, and
-
-    1. an entry within four times its error is zero. Entries have errors of their own because their
-       weights may differ by many orders;
-    2. a row is dropped if its error may change the projection of a row below by more than √ε times
-       what is left of that row;
-    3. a row is dropped if a row below has a coefficient of more than 0.3 ε^(-1/3) in it, both in
-       units of standard deviations. With a coefficient g, rounding in one time step comes out as
-       ε g, and relative to the narrowest direction of the next step as ε g²; dropping costs 1/g;
-    4. a row is dropped if the rounding error of its mean, times the coefficient of a column in it,
-       is more than ε^(1/5) standard deviations of that column, and more than a quarter of one or
-       the rounding error of the column's own mean. A state that decays towards a fixed point
-       without noise becomes narrower than the rounding error of its mean, and its past cannot be
-       read off it.
-
-    Args:
-        w: the rows.
-        weights: one nonnegative number per column.
-        magnitude: one row for each row to orthogonalise: the size of the terms that its entries
-            are sums of, of which they carry the rounding error.
-        row_locations: one number for each row to orthogonalise: the size of the terms that its mean
-            is a sum of.
-        column_locations: the same for the first columns, those that are to be known from the rows.
-
-    Returns:
-        The coefficients of the rows in terms of the orthogonal ones (ones on the diagonal, zero in
-        the columns of dropped rows), and the rows that are left.
-    """
-    eps = float(jnp.finfo(w.dtype).eps)
-    size, count = w.shape[0], magnitude.shape[0]
-    constant = lax.stop_gradient
-    stds = constant(jnp.sqrt(jnp.sum(w**2 * weights[None, :], axis=1)))
-    column_errors = constant(eps * column_locations)
-    column_stds = constant(safe_sqrt(weights[: column_errors.shape[0]]))
-    allowed_errors = jnp.clip(1.001 * column_errors, eps**0.2 * column_stds, 0.25 * column_stds)
-
-    def eliminate(i: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        w, squared_errors, mean_errors, coefficients = state
-        row, squared_error = w[i], squared_errors[i]
-        is_zero = row**2 <= 16.0 * squared_error
-        row = jnp.where(is_zero, 0.0, row)
-        squared_error = jnp.where(is_zero, 0.0, squared_error)
-        scaled = row * weights
-        square = jnp.sum(row * scaled)
-        products = jnp.sum(w * scaled[None, :], axis=1)
-        rest = constant(w[count:])
-        size_squared = constant(square)
-        spread = rest**2 * constant(weights)[None, :]
-        left_squared = jnp.sum(spread, axis=1)
-        # Relative errors of the pivot row, by entry, and what they do to the rows below.
-        relative = squared_error * constant(weights) * safe_reciprocal(size_squared)
-        change = jnp.sum(spread * safe_reciprocal(left_squared)[:, None] * relative[None], axis=1)
-        allowed = eps**0.5 + 100.0 * eps * stds[count:] * safe_reciprocal(jnp.sqrt(left_squared))
-        sizes = constant(jnp.abs(products[count:]))
-        column_sizes = constant(jnp.abs(scaled[: column_errors.shape[0]]))
-        kept = (
-            (jnp.sum(relative) < 0.01)
-            & jnp.all(change <= allowed**2)
-            & jnp.all(sizes * stds[i] <= 0.3 * eps ** (-1 / 3) * stds[count:] * size_squared)
-            & jnp.all(column_sizes * mean_errors[i] <= allowed_errors * size_squared)
-        )
-        inverse = safe_reciprocal(jnp.where(kept, square, 0.0))
-        below = (jnp.arange(size) > i) & kept
-        column = fence(jnp.where(below, products * inverse, 0.0))
-        # The error of the pivot row, and the rounding of the coefficient and of the difference.
-        rounding = jnp.sum((w[:count] * (scaled * inverse)[None, :]) ** 2, axis=1)
-        rounding = eps**2 * (column[:count] ** 2 + jnp.where(below[:count], rounding, 0.0))
-        squared_errors = squared_errors + constant(
-            column[:count, None] ** 2 * squared_error[None, :] + rounding[:, None] * row[None] ** 2
-        )
-        mean_errors = mean_errors + constant(jnp.abs(column[:count])) * mean_errors[i]
-        w = w - column[:, None] * row[None, :]
-        return w, squared_errors, mean_errors, coefficients.at[:, i].set(column)
-
-    squared_errors = constant(eps * magnitude) ** 2
-    state = (
-        w,
-        squared_errors,
-        constant(eps * row_locations),
-        jnp.zeros((size, count), w.dtype),
-    )
-    if count > UNROLLED:
-        state = lax.fori_loop(0, count, eliminate, state)
-    else:
-        for i in range(count):
-            state = fence(eliminate(i, state))
-    left, _, _, coefficients = state
-    return coefficients + jnp.eye(size, count, dtype=w.dtype), left
+    return unit_lower, jnp.concatenate([p[:1] for p in pivots]), done
 
 
 def tria_by_qr(w: Float[Array, "r c"]) -> Float[Array, "r r"]:
-    """The lower factor of w wᵀ with a nonnegative diagonal, by LAPACK's Householder reflections."""
+    """Return the lower factor of w wᵀ with a nonnegative diagonal, by Householder reflections."""
     upper = jnp.linalg.qr(w.T, mode="r")
     upper = jnp.concatenate([upper, jnp.zeros((w.shape[0] - upper.shape[0], w.shape[0]), w.dtype)])
-    signs = jnp.where(jnp.diagonal(upper) < 0, -1.0, 1.0).astype(w.dtype)
-    return jnp.tril(upper.T * signs[None, :])
+    return jnp.tril(upper.T * _signs(jnp.diagonal(upper))[None, :])
+
+
+def lower_and_rows_by_qr(
+    w: Float[Array, "r c"],
+) -> tuple[Float[Array, "r r"], Float[Array, "r c"]]:
+    """Factor w = s q by Householder reflections: s as in `tria_by_qr`, q of orthonormal rows."""
+    columns, upper = jnp.linalg.qr(w.T)
+    signs = _signs(jnp.diagonal(upper))
+    return jnp.tril(upper.T * signs[None, :]), (columns * signs[None, :]).T
+
+
+def _signs(pivots: Array) -> Array:
+    return jnp.where(pivots < 0, -1.0, 1.0).astype(pivots.dtype)
 
 
 def tria(w: Float[Array, "r c"]) -> Float[Array, "r r"]:
