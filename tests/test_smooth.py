@@ -12,7 +12,7 @@ import scipy.stats
 
 import retrodict as rd
 import two_sided
-from retrodict._learning.batch import prepare_batch
+from retrodict._series import prepare_batch
 from retrodict._smooth import check as grading
 from retrodict._smooth import smooth as driver
 from retrodict._smooth.amortise import Training

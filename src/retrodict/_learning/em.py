@@ -13,8 +13,9 @@ from retrodict._exact import check_linear_gaussian, smooth_series
 from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily, infer_series
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import Diagonal, Gaussian
-from retrodict._learning.batch import batch_for, num_rows
+from retrodict._learning.dataset import Minibatch, batch_for
 from retrodict._learning.fit import fit
+from retrodict._learning.options import Optimisation
 from retrodict._model import StateSpaceModel, learnable
 from retrodict._numerics import linalg
 from retrodict._parameters import AbstractParameter, Frozen, unwrap
@@ -84,7 +85,7 @@ def em(
             f" {type(family).__name__} are drawn. Use fit(..., learn='both'), or GatedFamily."
         )
     batch = batch_for(unwrap(model), ys, mask=mask, inputs=inputs, length=length, owner="em")
-    rows, history, status = int(num_rows(batch)), [], "finished"
+    rows, history, status = int(Minibatch.on_devices(batch).num_rows()), [], "finished"
     before = model
     for iteration in range(num_iterations):
         if family is None:
@@ -107,8 +108,7 @@ def em(
                 inputs=inputs,
                 length=length,
                 num_steps=steps_per_iteration,
-                prepare=iteration == 0,
-                restarts=1,
+                optimisation=Optimisation(prepare=iteration == 0),
                 progress=False,
             )
             family = found.family

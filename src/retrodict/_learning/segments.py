@@ -11,7 +11,6 @@ What a segment needs is made again when its derivative is taken, so that memory 
 L + n / L, and with √n for L = √n; each row is read three times and not once.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -47,11 +46,6 @@ from retrodict._model import StateSpaceModel
 from retrodict._parameters import Frozen
 from retrodict._series import Series
 from retrodict._types import Scalar
-
-
-def default_segment(num_times: int) -> int:
-    """About √n rows."""
-    return max(1, math.isqrt(num_times))
 
 
 def elbo_in_segments(

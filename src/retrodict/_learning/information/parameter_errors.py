@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from retrodict._chains import AbstractBackwardChain
 from retrodict._exact import Grid, check_linear_gaussian
 from retrodict._expectations import check_chain, check_model, series_of_chain
-from retrodict._learning.batch import batch_for, num_series, take
+from retrodict._learning.dataset import batch_for, num_series, take
 from retrodict._learning.information.coordinates import Coordinates, coordinates_of
 from retrodict._learning.information.edge import edges_of, raised, spread_of
 from retrodict._learning.information.exact import exact_information
@@ -263,7 +263,7 @@ def _own(
             "parameter_errors adds up the informations of shared series where they are exact, for"
             f" linear-Gaussian models; for the method {method!r} give all series to each process."
         )
-    return shared.own
+    return shared.local
 
 
 def _coordinates(model: StateSpaceModel) -> Coordinates:
