@@ -205,7 +205,7 @@ def test_a_killed_fit_from_a_store_goes_on_to_the_last_bit(tmp_path: Path):
 
 
 def test_what_a_store_has_itself_is_not_given_too(store: InBlocks):
-    with pytest.raises(ValueError, match="leave length out"):
+    with pytest.raises(ValueError, match="leave out `length`"):
         fit(store, length=np.full(COUNT, N))
 
 

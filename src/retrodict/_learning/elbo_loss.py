@@ -13,8 +13,9 @@ from retrodict._chains import AbstractKernelChain
 from retrodict._expectations import AbstractEstimator, Estimate, elbo_of_series
 from retrodict._families import AbstractFactorFamily, advance_over, factors, infer_series, rows_of
 from retrodict._learning.dataset import AbstractBatches, Minibatch
+from retrodict._learning.options import Objective
 from retrodict._learning.segments import elbo_in_segments, first_law
-from retrodict._learning.train import Loss, Stage
+from retrodict._learning.train import Stage
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import Frozen, unwrap
 from retrodict._series import Series
@@ -60,6 +61,10 @@ class ElboLoss(eqx.Module):
         if self.estimator.error != "sampled":
             return value, jnp.zeros_like(value)
         return value, jnp.sqrt(batch.total(elbos.standard_error**2)) / rows
+
+    def score(self, parameters: PyTree, validation: Minibatch) -> tuple[Scalar, Scalar]:
+        """Return the same as `evaluate` with a fixed key."""
+        return self.evaluate(parameters, validation, jax.random.key(0))
 
     def over_window(
         self, parameters: PyTree, batch: Minibatch, key: PRNGKey, begin: Any, count: int
@@ -148,43 +153,63 @@ def _rows(series: Series, begin: Any, count: int) -> Series:
     )
 
 
+class PrefixLoss(eqx.Module):
+    """The loss of a step on the first rows of each series.
+
+    Attributes:
+        loss: the loss of a minibatch.
+        count: the number of rows.
+    """
+
+    loss: ElboLoss
+    count: int = eqx.field(static=True)
+
+    def __call__(
+        self, parameters: PyTree, batches: AbstractBatches, key: PRNGKey, step: Array
+    ) -> Scalar:
+        """Return the loss of the minibatch of a step."""
+        batch = batches.minibatch(key, step).first_rows(self.count)
+        return self.loss(parameters, batch, _sampling_key(key, step))
+
+
+class WindowLoss(eqx.Module):
+    """The loss of a step on a random window of each series.
+
+    Attributes:
+        loss: the loss of a minibatch.
+        num_times: the number of rows of each series.
+        count: the number of rows of a window.
+    """
+
+    loss: ElboLoss
+    num_times: int = eqx.field(static=True)
+    count: int = eqx.field(static=True)
+
+    def __call__(
+        self, parameters: PyTree, batches: AbstractBatches, key: PRNGKey, step: Array
+    ) -> Scalar:
+        """Return the loss of the minibatch of a step, over one window."""
+        batch = batches.minibatch(key, step)
+        sampling_key, place_key = jax.random.split(_sampling_key(key, step))
+        place = jax.random.randint(place_key, (), 0, -(-self.num_times // self.count))
+        begin = jnp.minimum(place * self.count, self.num_times - self.count)
+        return self.loss.over_window(parameters, batch, sampling_key, begin, self.count)
+
+
+def _sampling_key(key: PRNGKey, step: Array) -> PRNGKey:
+    """Return the key of a step for all draws but that of the minibatch."""
+    return jax.random.fold_in(jax.random.fold_in(key, 1), step)
+
+
 def stages_of(
-    loss: ElboLoss,
-    num_times: int,
-    num_steps: int,
-    window: int | None,
-    growing: bool,
-    chunk_size: int,
+    loss: ElboLoss, num_times: int, num_steps: int, objective: Objective, chunk_size: int
 ) -> list[Stage]:
     """Return the losses of a fit in their order, each with the step at which it ends."""
-
-    def on_rows(count: int) -> Loss:
-        def step_loss(
-            parameters: PyTree, batches: AbstractBatches, key: PRNGKey, step: Array
-        ) -> Scalar:
-            batch = batches.minibatch(key, step).first_rows(count)
-            return loss(parameters, batch, _sampling_key(key, step))
-
-        return step_loss
-
-    def on_windows(count: int) -> Loss:
-        num_places = -(-num_times // count)
-
-        def step_loss(
-            parameters: PyTree, batches: AbstractBatches, key: PRNGKey, step: Array
-        ) -> Scalar:
-            batch = batches.minibatch(key, step)
-            sampling_key, place_key = jax.random.split(_sampling_key(key, step))
-            place = jax.random.randint(place_key, (), 0, num_places)
-            begin = jnp.minimum(place * count, num_times - count)
-            return loss.over_window(parameters, batch, sampling_key, begin, count)
-
-        return step_loss
-
-    rows = num_times if window is None else min(window, num_times)
-    last = on_rows(num_times) if rows == num_times else on_windows(rows)
+    rows = min(objective.window or num_times, num_times)
+    whole = rows == num_times
+    last = PrefixLoss(loss, rows) if whole else WindowLoss(loss, num_times, rows)
     prefixes = []
-    if growing:
+    if objective.growing:
         length = SHORTEST_PREFIX
         while length < rows:
             prefixes.append(length)
@@ -194,10 +219,5 @@ def stages_of(
         # Stages end at chunk boundaries, where checkpoints are written.
         until = half * (position + 1) // len(prefixes) // chunk_size * chunk_size
         if until > (stages[-1].until if stages else 0):
-            stages.append(Stage(until, on_rows(prefix)))
+            stages.append(Stage(until, PrefixLoss(loss, prefix)))
     return [*stages, Stage(num_steps, last)]
-
-
-def _sampling_key(key: PRNGKey, step: Array) -> PRNGKey:
-    """Return the key of a step for all draws but that of the minibatch."""
-    return jax.random.fold_in(jax.random.fold_in(key, 1), step)

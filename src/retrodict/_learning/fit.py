@@ -42,8 +42,6 @@ from retrodict._learning.train import (
     ProgressLine,
     Stage,
     Trained,
-    TrainHistory,
-    TrainState,
     best_start,
     default_optimiser,
     start,
@@ -52,7 +50,7 @@ from retrodict._learning.train import (
 from retrodict._model import StateSpaceModel, learnable
 from retrodict._parameters import unwrap
 from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
+from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 from retrodict.distributed import MeshLike, as_mesh, together
 
@@ -169,36 +167,28 @@ def fit(
 
     # Loss: the negative ELBO of a minibatch as a function of the parameters. Its gradient is taken
     # by `train`, step by step.
-    estimator = objective.estimator
-    estimator = default_estimator(family, unwrap(model)) if estimator is None else estimator
+    estimator = objective.estimator or default_estimator(family, unwrap(model))
     segment, share = objective.segment(dataset.num_times), 1.0 / dataset.num_rows
     loss = ElboLoss(fixed, estimator, objective.log_prior, share, objective.parallel, segment)
-    stages = stages_of(
-        loss, dataset.num_times, num_steps, objective.window, objective.growing, options.chunk_size
-    )
+    stages = stages_of(loss, dataset.num_times, num_steps, objective, options.chunk_size)
     evaluation = dataclasses.replace(loss, estimator=_for_evaluation(estimator))
-
-    def evaluate(parameters: PyTree, validation: Minibatch) -> tuple[Scalar, Scalar]:
-        return evaluation.evaluate(parameters, validation, jax.random.key(0))
 
     # State: before the first step, or from a checkpoint.
     optimiser = options.optimiser or default_optimiser(options.learning_rate, num_steps)
-    state, history, file = start(parameters, optimiser, num_starts), None, None
+    trained, file = Trained(start(parameters, optimiser, num_starts)), None
     if checkpoint is not None:
         settings = fingerprint(key, dataset, estimator, num_steps, objective, options, segment)
         file = FitCheckpoint(Path(checkpoint), settings, devices)
-        state, history = file.resume(state, num_starts)
+        trained = file.resume(trained, num_starts)
 
-    def run(
-        stages: Sequence[Stage], state: TrainState, history: TrainHistory | None, starts: int | None
-    ) -> Trained:
+    def run(stages: Sequence[Stage], trained: Trained, starts: int | None) -> Trained:
         placement, axes = _placement(devices, starts)
         with dataset.loader(key, options.batch_size, options.chunk_size, axes) as loader:
             return train(
                 key,
                 stages,
-                evaluate,
-                state,
+                evaluation.score,
+                trained,
                 loader.load,
                 Minibatch.on_devices(validation, devices, axes),
                 optimiser=optimiser,
@@ -206,7 +196,6 @@ def fit(
                 chunk_size=options.chunk_size,
                 steps_per_load=loader.steps_per_load,
                 patience=options.patience,
-                history=history,
                 at_chunk=None if file is None else file.write,
                 show=show,
                 placement=placement,
@@ -214,15 +203,11 @@ def fit(
 
     # Steps: of all starts up to the end of the tournament, then of the best one.
     show = _progress_line(progress, num_steps)
-    if state.kept_score.ndim == 1:
-        cut = _tournament_end(num_steps, options)
-        trained = run(_until(stages, cut), state, history, num_starts)
-        state, history = best_start(trained.state, trained.history)
-        trained = trained._replace(state=state, history=history)
-        if trained.status != "diverged":
-            trained = run(stages, state, history, None)
-    else:
-        trained = run(stages, state, history, None)
+    if trained.state.kept_score.ndim == 1:
+        until_cut = _until(stages, _tournament_end(num_steps, options))
+        trained = best_start(run(until_cut, trained, num_starts))
+    if trained.status != "diverged":
+        trained = run(stages, trained, None)
 
     # Result: the parameters with the best evaluation.
     result = result_of(trained, fixed)

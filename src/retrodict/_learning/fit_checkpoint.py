@@ -12,7 +12,7 @@ from retrodict._checkpoint import CheckpointError, read_checkpoint, write_checkp
 from retrodict._expectations import AbstractEstimator
 from retrodict._learning.dataset import AbstractDataset
 from retrodict._learning.options import Objective, Optimisation
-from retrodict._learning.train import TrainHistory, TrainState, one_start
+from retrodict._learning.train import Trained, TrainHistory, TrainState, one_start
 from retrodict._types import PRNGKey
 from retrodict.distributed import said_by_all, writes_for
 
@@ -61,29 +61,28 @@ class FitCheckpoint(NamedTuple):
         if writes_for(self.mesh):
             write_checkpoint(self.path, (state, history), self.settings)
 
-    def resume(
-        self, state: TrainState, num_starts: int | None
-    ) -> tuple[TrainState, TrainHistory | None]:
-        """Return the state and history of the file, or the given state if there is no file.
+    def resume(self, begun: Trained, num_starts: int | None) -> Trained:
+        """Return the state and history of the file, or `begun` if there is no file.
 
         Raises:
             ValueError: if the file belongs to another fit, or the processes read different files.
         """
         try:
-            stored = read_checkpoint(self.path, known=_classes(state))
+            stored = read_checkpoint(self.path, known=_classes(begun.state))
         except FileNotFoundError:
             stored = None
         if self.mesh is not None and self.mesh.is_multi_process:
             step = 0 if stored is None else int(stored.tree[0].step)
             _refuse_disagreement(self.path, step, self.mesh)
         if stored is None:
-            return state, None
+            return begun
         self._refuse_other_settings(stored.metadata)
         restored, history = stored.tree
+        state = begun.state
         if num_starts is not None and restored.kept_score.ndim == 0:
             state = one_start(state, 0)  # it was written after the tournament
         _refuse_other_parameters(self.path, restored, state)
-        return restored, history
+        return Trained(restored, history)
 
     def _refuse_other_settings(self, stored: dict[str, Any]) -> None:
         for name, value in self.settings.items():

@@ -21,6 +21,7 @@ from retrodict._learning.train import (
     ProgressLine,
     Stage,
     Status,
+    Trained,
     default_optimiser,
     start,
     train,
@@ -130,53 +131,39 @@ def fit_evidence(
     size = sys.maxsize if batch_size is None else check_count(batch_size, "batch_size")
     loader: Any = dataset.loader(key, size, chunk_size, axes)
     batches: InMemoryBatches = loader.batches
-    is_full = batches.batch_size == batches.everything.count
-    model, share = learnable(model), 1.0 / dataset.num_rows
+    model = learnable(model)
     parameters, fixed = eqx.partition(model, eqx.is_inexact_array)
-
-    def log_evidence(parameters: PyTree, series: Series) -> Scalar:
-        return log_evidence_of(unwrap(eqx.combine(parameters, fixed)), series)
-
-    def objective(parameters: PyTree, batch: Minibatch) -> Scalar:
-        value = -batch.total(batch.each(log_evidence, parameters)) / batch.num_rows()
-        if log_prior is None:
-            return value
-        return value - share * log_prior(unwrap(eqx.combine(parameters, fixed)))
+    loss = EvidenceLoss(fixed, log_prior, 1.0 / dataset.num_rows)
 
     line = ProgressLine("log-evidence {:.4f} nats per time step", num_steps) if progress else None
     if isinstance(optimiser, str):
-        if optimiser != "lbfgs" or not is_full:
+        if optimiser != "lbfgs" or batches.batch_size != batches.everything.count:
             raise ValueError(
                 'fit_evidence expects an optax transformation, or "lbfgs" without a batch_size, got'
                 f" {optimiser!r} with batch_size={batch_size}."
             )
         minimum = minimise(
-            objective,
+            loss.value,
             model,
             batches.everything,
             num_steps=num_steps,
-            share=share,
+            share=loss.share,
             num_starts=num_starts,
             show=line,
         )
         return EvidenceResult(
             eqx.combine(minimum.parameters, fixed),
             -minimum.losses,
-            -minimum.value / share,
+            -minimum.value / loss.share,
             minimum.num_skipped,
             minimum.status,
         )
-
-    def loss(parameters: PyTree, batches: InMemoryBatches, key: PRNGKey, step: Array) -> Scalar:
-        batch = batches.everything if is_full else batches.minibatch(key, step)
-        return objective(parameters, batch)
-
     optimiser = optimiser or default_optimiser(learning_rate, num_steps)
     trained = train(
         key,
         [Stage(num_steps, loss)],
-        lambda parameters, batch: (objective(parameters, batch), jnp.zeros(())),
-        start(parameters, optimiser, None),
+        loss.score,
+        Trained(start(parameters, optimiser, None)),
         loader.load,
         batches.everything,
         optimiser=optimiser,
@@ -189,7 +176,44 @@ def fit_evidence(
     return EvidenceResult(
         eqx.combine(trained.state.kept, fixed),
         -trained.history.losses,
-        -float(trained.state.kept_score) / share,
+        -float(trained.state.kept_score) / loss.share,
         int(trained.state.skipped),
         trained.status,
     )
+
+
+class EvidenceLoss(eqx.Module):
+    """The negative log-evidence in nats per time step, with its share of the log prior.
+
+    Attributes:
+        fixed: the leaves of the model that are not learned.
+        log_prior: the log density of the model's parameters, or `None`.
+        share: the weight of the log prior, one over the number of rows of all data.
+    """
+
+    fixed: PyTree
+    log_prior: Callable[[StateSpaceModel], Scalar] | None
+    share: float = eqx.field(static=True)
+
+    def __call__(
+        self, parameters: PyTree, batches: InMemoryBatches, key: PRNGKey, step: Array
+    ) -> Scalar:
+        """Return the loss of a step."""
+        if batches.batch_size == batches.everything.count:
+            return self.value(parameters, batches.everything)
+        return self.value(parameters, batches.minibatch(key, step))
+
+    def score(self, parameters: PyTree, batch: Minibatch) -> tuple[Scalar, Scalar]:
+        """Return the loss of some series and its standard error, which is zero."""
+        return self.value(parameters, batch), jnp.zeros(())
+
+    def value(self, parameters: PyTree, batch: Minibatch) -> Scalar:
+        """Return the loss of some series."""
+
+        def log_evidence(parameters: PyTree, series: Series) -> Scalar:
+            return log_evidence_of(unwrap(eqx.combine(parameters, self.fixed)), series)
+
+        value = -batch.total(batch.each(log_evidence, parameters)) / batch.num_rows()
+        if self.log_prior is None:
+            return value
+        return value - self.share * self.log_prior(unwrap(eqx.combine(parameters, self.fixed)))

@@ -152,7 +152,7 @@ def compare_with_particles(
     error = np.sqrt(sum(float(each.log_evidence_standard_error()) ** 2 for each in filters)) / rows
     if any(int(each.status) for each in filters) or not np.isfinite(evidence):
         return result
-    value, noise = map(float, eqx.filter_jit(loss.evaluate)(parameters, batch, jax.random.key(0)))
+    value, noise = map(float, eqx.filter_jit(loss.score)(parameters, batch))
     if evidence + value <= FAR_BELOW + 3 * np.hypot(error, noise):
         return result
     reason = (

@@ -6,6 +6,7 @@ parameters, shows progress and writes checkpoints. Several starts are trained si
 """
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -123,14 +124,19 @@ class Placement(NamedTuple):
         return lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
 
 
+NO_HISTORY = TrainHistory(np.zeros(0), np.zeros(0), np.zeros(0, int))
+"""The history before the first evaluation."""
+
+
 class Trained(NamedTuple):
-    """The last state of training, its history and its status."""
+    """The state of training, its history and its status."""
 
     state: TrainState
-    history: TrainHistory
-    status: Status
+    history: TrainHistory = NO_HISTORY
+    status: Status = "finished"
 
 
+@functools.lru_cache
 def default_optimiser(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
     """Return Adam with warm-up over 5% of the steps, cosine decay and gradients clipped at 1."""
     warmup = max(1, min(num_steps // 20, 500))
@@ -170,7 +176,7 @@ def train(
     key: PRNGKey,
     stages: Sequence[Stage],
     evaluate: Callable[[Any, Any], tuple[Scalar, Scalar]],
-    state: TrainState,
+    begun: Trained,
     load: Callable[[int, int, int | None], PyTree],
     validation: PyTree,
     *,
@@ -179,7 +185,6 @@ def train(
     chunk_size: int,
     steps_per_load: int | None = None,
     patience: int | None = None,
-    history: TrainHistory | None = None,
     at_chunk: Callable[[TrainState, TrainHistory], None] | None = None,
     show: Callable[[int, float], None] | None = None,
     placement: Placement | None = None,
@@ -198,7 +203,7 @@ def train(
             score are kept; of scores within `SIGNIFICANT` standard errors of the least, the last.
             The best of many noisy scores is a lucky draw, and the last parameters are those at
             which the decaying steps have settled.
-        state: the state to continue from.
+        begun: the state and the history to continue from.
         load: `load(first, count, then)`, the argument `batches` of the losses for `count` steps.
             The next call begins with step `then`; `None` marks the last call.
         validation: the data of `evaluate`, an argument of the compiled program.
@@ -210,17 +215,19 @@ def train(
             default.
         patience: the number of chunks without a better score after which training stops; `None` for
             no limit.
-        history: the history to continue.
         at_chunk: called after each chunk with a state in the memory of this process, to write
             checkpoints.
         show: called after each chunk with the step and the best score so far.
         placement: the devices; `None` for one. All processes must call this function with the same
             arguments, and get the same result.
     """
+    state, history = begun.state, begun.history
     if placement is not None:
         state, key = placement.place(state), lay(key, placement.mesh, P())
-    score = _compiled_score(evaluate, num_starts, placement)
-    if history is None:
+        stages = lay(list(stages), placement.mesh, P())
+        evaluate = lay(evaluate, placement.mesh, P())
+    score = functools.partial(_score, evaluate, num_starts, placement)
+    if not history.score_steps.size:
         scores, noise = score(state.parameters, validation)
         state = keep(state, scores, noise)
         history = TrainHistory(
@@ -230,7 +237,7 @@ def train(
     for stage in stages:
         if int(state.step) >= stage.until:
             continue
-        run = _compiled_steps(stage.loss, optimiser, num_starts, count, placement)
+        run = functools.partial(_take_steps, stage.loss, optimiser, num_starts, placement, count)
         while int(state.step) < stage.until:
             until, losses = min(int(state.step) + chunk_size, stage.until), []
             while (before := int(state.step)) < until:
@@ -270,29 +277,42 @@ def _on_host(state: TrainState, placement: Placement | None) -> TrainState:
     return state if placement is None else jax.tree.map(jnp.asarray, to_hosts(state))
 
 
-def _compiled_score(
-    evaluate: Callable[[Any, Any], Any], num_starts: int | None, placement: Placement | None
-) -> Callable[..., Any]:
-    """Return a program that evaluates all starts, with a result in every process."""
-    fn = evaluate
-    if num_starts is not None:
-        starts = None if placement is None else placement.starts
-        fn = jax.vmap(evaluate, in_axes=(0, None), spmd_axis_name=starts)
-    return eqx.filter_jit(fn if placement is None else lambda *args: placement.replicate(fn(*args)))
+# These programs take losses and optimisers as arguments. A loss that is an equinox module, with the
+# same structure as in an earlier call, is not compiled again: a fit that resumes, or the next
+# iteration of EM, reuses the program.
 
 
-def _compiled_steps(
+@eqx.filter_jit
+def _score(
+    evaluate: Callable[[Any, Any], Any],
+    num_starts: int | None,
+    placement: Placement | None,
+    parameters: PyTree,
+    validation: PyTree,
+) -> tuple[Array, Array]:
+    """Evaluate all starts, with a result in every process."""
+    each = _over_starts(evaluate, 1, 1, num_starts, placement)
+    scores = each(parameters, validation)
+    return scores if placement is None else placement.replicate(scores)
+
+
+@eqx.filter_jit
+def _take_steps(
     loss: Loss,
     optimiser: optax.GradientTransformation,
     num_starts: int | None,
-    count: int,
     placement: Placement | None,
-) -> Callable[..., tuple[TrainState, Float[Array, "*start step"]]]:
-    """Return a program that takes `count` steps, fewer at the end of a chunk."""
+    count: int,
+    state: TrainState,
+    batches: PyTree,
+    key: PRNGKey,
+    until: Array,
+) -> tuple[TrainState, Float[Array, "*start step"]]:
+    """Take `count` steps, fewer at the end of a chunk."""
     # Optimisers with a line search, such as optax.lbfgs, evaluate the loss themselves.
     optimiser = optax.with_extra_args_support(optimiser)
 
-    def one_start(parameters: PyTree, state: PyTree, batches: PyTree, key: PRNGKey, step: Array):
+    def one_start(parameters: PyTree, state: PyTree, step: Array):
         value, gradient = jax.value_and_grad(loss)(parameters, batches, key, step)
         leaves = (value, *jax.tree.leaves(gradient))
         ok = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
@@ -309,34 +329,40 @@ def _compiled_steps(
         parameters = _choose(ok, optax.apply_updates(parameters, update), parameters)
         return parameters, _choose(ok, moved, state), value, ok
 
-    each = one_start
-    if num_starts is not None:
-        starts = None if placement is None else placement.starts
-        each = jax.vmap(one_start, in_axes=(0, 0, None, None, None), spmd_axis_name=starts)
+    each = _over_starts(one_start, 2, 1, num_starts, placement)
 
-    @eqx.filter_jit
-    def run(state: TrainState, batches: PyTree, key: PRNGKey, until: Array):
-        def step(state: TrainState, _: None) -> tuple[TrainState, Array]:
-            parameters, moved, value, ok = each(
-                state.parameters, state.optimiser, batches, key, state.step
-            )
-            after = dataclasses.replace(
-                state,
-                parameters=parameters,
-                optimiser=moved,
-                skipped=state.skipped + jnp.where(ok, 0, 1),
-                skipped_in_a_row=jnp.where(ok, 0, state.skipped_in_a_row + 1),
-                step=state.step + 1,
-            )
-            return _choose(state.step < until, after, state), value
+    def step(state: TrainState, _: None) -> tuple[TrainState, Array]:
+        parameters, moved, value, ok = each(state.parameters, state.optimiser, state.step)
+        after = dataclasses.replace(
+            state,
+            parameters=parameters,
+            optimiser=moved,
+            skipped=state.skipped + jnp.where(ok, 0, 1),
+            skipped_in_a_row=jnp.where(ok, 0, state.skipped_in_a_row + 1),
+            step=state.step + 1,
+        )
+        return _choose(state.step < until, after, state), value
 
-        state, losses = lax.scan(step, state, None, length=count)
-        losses = jnp.moveaxis(losses, 0, -1)
-        if placement is None:
-            return state, losses
-        return placement.constrain(state), placement.replicate(losses)
+    state, losses = lax.scan(step, state, None, length=count)
+    losses = jnp.moveaxis(losses, 0, -1)
+    if placement is None:
+        return state, losses
+    return placement.constrain(state), placement.replicate(losses)
 
-    return run
+
+def _over_starts(
+    fn: Callable[..., Any],
+    num_mapped: int,
+    num_shared: int,
+    num_starts: int | None,
+    placement: Placement | None,
+) -> Callable[..., Any]:
+    """Return a function that maps its first arguments over the starts, if there are several."""
+    if num_starts is None:
+        return fn
+    axes = (0,) * num_mapped + (None,) * num_shared
+    starts = None if placement is None else placement.starts
+    return jax.vmap(fn, in_axes=axes, spmd_axis_name=starts)
 
 
 @eqx.filter_jit
@@ -382,14 +408,15 @@ def one_start(state: TrainState, index: int) -> TrainState:
     return eqx.tree_at(lambda s: s.step, picked, state.step, is_leaf=lambda leaf: leaf is None)
 
 
-def best_start(state: TrainState, history: TrainHistory) -> tuple[TrainState, TrainHistory]:
+def best_start(trained: Trained) -> Trained:
     """Return the start with the best score, without the axis of starts."""
+    state, history, status = trained
     scores = np.asarray(state.kept_score)
     best = int(np.argmin(scores))
     chosen = TrainHistory(
         history.losses[best], history.scores[best], history.score_steps, np.delete(scores, best)
     )
-    return one_start(state, best), chosen
+    return Trained(one_start(state, best), chosen, status)
 
 
 def _choose(condition: Bool[Array, ""], one: PyTree, other: PyTree) -> PyTree:
