@@ -194,8 +194,7 @@ def seeds() -> dict[str, Any]:
             FAMILIES[name](jax.random.key(11), 1, 1),
             NONLINEAR,
             ys,
-            restarts=60,
-            tournament=1.0,
+            optimisation=rd.Optimisation(restarts=60, tournament=1.0),
             progress=False,
         )
         scores = np.sort(result.restart_scores)
@@ -257,12 +256,14 @@ def particles() -> dict[str, Any]:
 
 def windows() -> dict[str, Any]:
     """Section 5.2, series of 256: the gradient over windows beside that over whole series."""
-    from retrodict._learning.batch import prepare_batch
-    from retrodict._learning.objective import Objective
+    from retrodict._learning.dataset import Minibatch
+    from retrodict._learning.elbo_loss import ElboLoss
+    from retrodict._series import prepare_batch
 
     n, short = 256, simulate(NONLINEAR, 0, NUM_SERIES, LENGTH)[1]
     ys = simulate(NONLINEAR, 5, 64, n)[1]
-    batch = prepare_batch(ys, mask=True, inputs=None, length=None, takes_input=False)
+    series = prepare_batch(ys, mask=True, inputs=None, length=None, takes_input=False)
+    batch = Minibatch.on_devices(series)
     figures: dict[str, Any] = {}
     key = jax.random.key(0)
     for num_steps in (200, 1000):
@@ -271,7 +272,7 @@ def windows() -> dict[str, Any]:
             jax.random.key(1), family, NONLINEAR, short, num_steps=num_steps, progress=False
         ).family
         moving, fixed = eqx.partition(family, eqx.is_inexact_array)
-        objective = Objective((fixed, NONLINEAR), rd.Quadrature(20), None, 0.0)
+        objective = ElboLoss((fixed, NONLINEAR), rd.Quadrature(20), None, 0.0)
 
         @jax.jit
         def whole(moving: Any, objective: Any = objective) -> Any:
@@ -376,8 +377,7 @@ def graded_by_particles(
             model,
             ys,
             num_steps=num_steps,
-            restarts=5,
-            tournament=1.0,
+            optimisation=rd.Optimisation(restarts=5, tournament=1.0),
             progress=False,
         )
         keys = jax.random.split(jax.random.key(2), fresh.shape[0])

@@ -26,9 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import retrodict as rd
 from kalman import problem, retrodict_model
 from measure import Task
-from retrodict._learning.objective import Objective
-from retrodict._learning.segments import default_segment
-from retrodict._learning.source import Batch
+from retrodict._learning.dataset import Minibatch
+from retrodict._learning.elbo_loss import ElboLoss
 from retrodict._series import Series
 from roofline import Peaks, measure, measured_peaks, memory_of
 
@@ -189,11 +188,11 @@ def remat(setting: Setting) -> Iterator[dict[str, Any]]:
         ys = jax.jit(lambda key, n=n, model=model: model.simulate(key, n)[1])(jax.random.key(1))
         family = rd.RecurrentFamily(jax.random.key(0), STATE, OBS).prepare(model, ys)
         parameters, fixed = eqx.partition((family, model), eqx.is_inexact_array)
-        for what, segment in (("kept", None), ("read again", default_segment(n))):
-            objective = Objective(fixed, rd.RaoBlackwellised(1), None, 0.0, segment=segment)
+        for what, segment in (("kept", None), ("read again", rd.Objective(remat=True).segment(n))):
+            objective = ElboLoss(fixed, rd.RaoBlackwellised(1), None, 0.0, segment=segment)
 
             def loss(parameters: Any, ys: Any, key: Any, objective: Any = objective) -> Any:
-                batch = Batch(jax.vmap(Series)(ys[None], None, None, None), 1)
+                batch = Minibatch(jax.vmap(Series)(ys[None], None, None, None), 1)
                 return objective(parameters, batch, key)
 
             found = setting.measure(jax.value_and_grad(loss), parameters, ys, jax.random.key(2))

@@ -83,8 +83,7 @@ def measure(kind: str, path: Path) -> dict[str, Any]:
         model(),
         ys,
         num_steps=num_series // BATCH,
-        batch_size=BATCH,
-        chunk_size=CHUNK,
+        optimisation=rd.Optimisation(batch_size=BATCH, chunk_size=CHUNK),
         progress=lambda step, grade: times.append(time.perf_counter()),
     )
     steps = CHUNK * (len(times) - 2)

@@ -15,9 +15,10 @@ from jax import lax
 
 import retrodict as rd
 from blocks import InBlocks
-from retrodict._learning.batch import prepare_batch
-from retrodict._learning.source import Batch, in_memory, spread
-from retrodict._series import Series
+from fit_options import fit_options
+from retrodict._learning.dataset import Minibatch
+from retrodict._learning.in_memory import InMemoryLoader
+from retrodict._series import Series, prepare_batch
 from retrodict.distributed import MeshLike, as_mesh
 
 jax.config.update("jax_enable_x64", True)
@@ -56,7 +57,7 @@ def fitted(ys: object, mesh: MeshLike, **options: Any) -> rd.FitResult:
         ys,
         num_steps=50,
         mesh=mesh,
-        **{"chunk_size": 25, "progress": False, **options},
+        **fit_options(**{"chunk_size": 25, "progress": False, **options}),
     )
 
 
@@ -74,9 +75,11 @@ def drawn(batch: Series, batch_size: int, mesh: MeshLike, axes: Any = (), count:
     """The series of a step."""
     devices = as_mesh(mesh)
     axes = axes or (() if devices is None else devices.axis_names)
-    source = in_memory(batch, batch_size, devices, axes, count)
-    draw = eqx.filter_jit(lambda source: source.draw(jax.random.key(0), jnp.asarray(3)))(source)
-    return draw.series.ys[: draw.count]
+    count = batch.ys.shape[0] if count is None else count
+    batches = InMemoryLoader(batch, count, batch_size, devices, axes).load(0, 1, None)
+    draw = eqx.filter_jit(lambda batches: batches.minibatch(jax.random.key(0), jnp.asarray(3)))
+    minibatch = draw(batches)
+    return minibatch.series.ys[: minibatch.count]
 
 
 def draws(count: int, batch_size: int) -> float:
@@ -102,7 +105,7 @@ def num_reductions() -> int:
         raise ValueError("This is to be run with several devices.")
     batch = prepare_batch(series(16), mask=None, inputs=None, length=None, takes_input=False)
 
-    def loss(weight: jax.Array, batch: Batch) -> jax.Array:
+    def loss(weight: jax.Array, batch: Minibatch) -> jax.Array:
         def one(weight: jax.Array, series: Series) -> jax.Array:
             return lax.scan(lambda x, y: (jnp.tanh(weight @ x + y), None), jnp.ones(1), series.ys)[
                 0
@@ -110,7 +113,7 @@ def num_reductions() -> int:
 
         return batch.total(batch.each(one, weight)[:, 0])
 
-    laid = spread(batch, devices, devices.axis_names)
+    laid = Minibatch.on_devices(batch, devices, devices.axis_names)
     text = jax.jit(jax.grad(loss)).lower(jnp.eye(1), laid).compile().as_text() or ""
     exchanges = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
     return sum(text.count(f" {name}(") for name in exchanges)

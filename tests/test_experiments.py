@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import retrodict as rd
+from fit_options import fit_options
 from retrodict._workspace import Folder
 from retrodict._workspace import files as _files
 from retrodict.experiments import (
@@ -237,7 +238,7 @@ def fitted(folder: Folder, num_steps: int = 40) -> tuple[rd.FitResult, float]:
     theta = published.linear_theta()
     ys = jax.vmap(lambda key: theta.simulate(key, 5)[1])(jax.random.split(jax.random.key(0), 8))
     family = rd.KalmanFamily(published.linear_lambda(60))
-    options = {"num_steps": num_steps, "chunk_size": 10, "batch_size": 4, "mask": True}
+    options = fit_options(num_steps=num_steps, chunk_size=10, batch_size=4, mask=True)
     return folder.fit("a fit", jax.random.key(1), family, theta, ys, **options)
 
 

@@ -11,11 +11,14 @@ import optax
 import pytest
 
 import retrodict as rd
+from fit_options import fit_options
 from linear_models import singular_models
-from retrodict._learning.batch import minibatch, prepare_batch
-from retrodict._learning.objective import Objective
-from retrodict._learning.source import Batch
+from retrodict._learning import fit_checkpoint
+from retrodict._learning.dataset import Minibatch
+from retrodict._learning.elbo_loss import ElboLoss
+from retrodict._learning.in_memory import draw_indices
 from retrodict._learning.train import MAX_SKIPPED_IN_A_ROW, keep, start
+from retrodict._series import prepare_batch
 
 # The package exports the function under the same name.
 fit_module = importlib.import_module("retrodict._learning.fit")
@@ -51,7 +54,7 @@ def conjugate(seed=0, width=4):
 
 def fit(family, model, ys, **kwargs):
     defaults = {"num_steps": 20, "chunk_size": 5, "batch_size": 3, "progress": False, "restarts": 1}
-    return rd.fit(jax.random.key(1), family, model, ys, **{**defaults, **kwargs})
+    return rd.fit(jax.random.key(1), family, model, ys, **fit_options(**{**defaults, **kwargs}))
 
 
 def same(one, other):
@@ -133,7 +136,7 @@ def test_the_same_key_gives_the_same_parameters(whole, ys):
 
 def test_a_killed_fit_resumes_to_the_last_bit(whole, ys, tmp_path, monkeypatch):
     path = tmp_path / "fit.rd"
-    write, calls = fit_module.write_checkpoint, []
+    write, calls = fit_checkpoint.write_checkpoint, []
 
     def die(*arguments):
         write(*arguments)
@@ -141,10 +144,10 @@ def test_a_killed_fit_resumes_to_the_last_bit(whole, ys, tmp_path, monkeypatch):
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(fit_module, "write_checkpoint", die)
+    monkeypatch.setattr(fit_checkpoint, "write_checkpoint", die)
     with pytest.raises(KeyboardInterrupt):
         fit(conjugate(), tanh_model(), ys, checkpoint=path)
-    monkeypatch.setattr(fit_module, "write_checkpoint", write)
+    monkeypatch.setattr(fit_checkpoint, "write_checkpoint", write)
     resumed = fit(conjugate(), tanh_model(), ys, checkpoint=path)
     assert same(whole.family, resumed.family)
     assert np.array_equal(whole.history, resumed.history)
@@ -324,9 +327,9 @@ def test_the_increment_over_a_window_is_exact_where_the_filter_is(ys):
     model, begin = linear_model(), 4
     pair = (rd.KalmanFamily(model), model)
     parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
-    objective = Objective(fixed, rd.ClosedForm(), None, 0.0)
+    objective = ElboLoss(fixed, rd.ClosedForm(), None, 0.0)
     series = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False)
-    batch = Batch(series, BATCH)
+    batch = Minibatch(series, BATCH)
 
     def windowed(parameters):
         head = objective.over_window(parameters, batch, jax.random.key(0), jnp.array(0), begin)
@@ -442,9 +445,9 @@ def test_the_increment_of_a_window_is_exact_where_a_drawn_filter_is(ys):
     model, begin = linear_model(), 4
     pair = (ExactButDrawn(rd.KalmanFamily(model), 1, 1, 0), model)  # pyright: ignore
     parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
-    objective = Objective(fixed, rd.BackwardSampling(1, stop_score=True), None, 0.0)
+    objective = ElboLoss(fixed, rd.BackwardSampling(1, stop_score=True), None, 0.0)
     series = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False)
-    batch = Batch(series, BATCH)
+    batch = Minibatch(series, BATCH)
 
     def windowed(parameters):
         key = jax.random.key(0)
@@ -500,7 +503,7 @@ class ExactButDrawn(rd.AbstractSampledFamily):
 
 @pytest.mark.slow
 def test_a_killed_fit_of_drawn_paths_resumes_to_the_last_bit(ys, tmp_path, monkeypatch):
-    path, write = tmp_path / "fit.rd", fit_module.write_checkpoint
+    path, write = tmp_path / "fit.rd", fit_checkpoint.write_checkpoint
     family, options = DRAWN["mixture"](), {"num_steps": 10}
     whole = fit(family, tanh_model(), ys, **options)
 
@@ -508,10 +511,10 @@ def test_a_killed_fit_of_drawn_paths_resumes_to_the_last_bit(ys, tmp_path, monke
         write(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fit_module, "write_checkpoint", die)
+    monkeypatch.setattr(fit_checkpoint, "write_checkpoint", die)
     with pytest.raises(KeyboardInterrupt):
         fit(family, tanh_model(), ys, checkpoint=path, **options)
-    monkeypatch.setattr(fit_module, "write_checkpoint", write)
+    monkeypatch.setattr(fit_checkpoint, "write_checkpoint", write)
     resumed = fit(family, tanh_model(), ys, checkpoint=path, **options)
     assert same(whole.family, resumed.family)
     assert np.array_equal(whole.history, resumed.history)
@@ -606,10 +609,10 @@ def test_a_part_that_is_frozen_in_part_has_no_m_step(ys):
 
 def test_a_batch_has_one_series_of_each_part_and_misses_none_for_long():
     steps = jnp.arange(200)
-    picks = jax.vmap(lambda step: minibatch(jax.random.key(0), step, 11, 3))(steps)
+    picks = jax.vmap(lambda step: draw_indices(jax.random.key(0), step, 11, 3))(steps)
     assert np.all(np.diff(picks, axis=1) > 0)
     assert set(np.asarray(picks).ravel().tolist()) == set(range(11))
-    whole = minibatch(jax.random.key(0), 0, 5, 5)
+    whole = draw_indices(jax.random.key(0), 0, 5, 5)
     assert whole.tolist() == list(range(5))
 
 

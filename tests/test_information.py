@@ -399,11 +399,11 @@ def test_a_grid_agrees_with_the_exact_information(series: np.ndarray):
     np.testing.assert_allclose(found.score, exact.score, rtol=1e-6, atol=1e-6)
     for points, reach in ((120, 1.0), (10, 8.0)):
         poor = rd.Grid(np.array([-reach]), np.array([reach]), points)
-        with pytest.raises(ValueError, match=r"does not hold the states of the series \[0"):
+        with pytest.raises(ValueError, match=r"does not cover the states of the series \[0"):
             rd.parameter_errors(key, model, ys, length=length, grid=poor)
     with pytest.raises(TypeError, match="expects a Grid"):
         rd.parameter_errors(key, model, ys, method="grid")
-    with pytest.raises(ValueError, match="leave out the grid"):
+    with pytest.raises(ValueError, match="leave out `grid`"):
         rd.parameter_errors(key, model, ys, method="louis", grid=grid)
 
 
@@ -519,7 +519,7 @@ def test_what_is_refused(untyped: None):
     chain = rd.kalman_smoother(model, ys).chain
     with pytest.raises(ValueError, match="takes no chain"):
         rd.parameter_errors(key, model, ys, method="exact", chain=chain)
-    with pytest.raises(ValueError, match="stands for one series, and ys holds 2"):
+    with pytest.raises(ValueError, match="expects one series, got 2"):
         rd.parameter_errors(key, model, np.zeros((2, 5, 1)), chain=chain)
     with pytest.raises(TypeError, match="read to be a function"):
         rd.parameter_errors(key, model, ys, read="scale")  # pyright: ignore

@@ -12,8 +12,8 @@ from scipy.special import ndtri
 
 import retrodict as rd
 from retrodict._families import AbstractFactorFamily
-from retrodict._learning.objective import Objective
-from retrodict._learning.source import Batch
+from retrodict._learning.dataset import Minibatch
+from retrodict._learning.elbo_loss import ElboLoss
 from retrodict._model import learnable
 from retrodict._series import Series
 from retrodict.online.parts import Parts, parts_of
@@ -108,10 +108,10 @@ def test_a_window_is_that_of_fit(short: Case):
         rd.online.TruncatedBackprop(3, every=2), short.family, short.model, short.ys, key=KEY
     )
     parts = short.parts
-    objective = Objective(parts.fixed, rd.ClosedForm(), None, 1.0)
+    objective = ElboLoss(parts.fixed, rd.ClosedForm(), None, 1.0)
     seen = ~jnp.isnan(short.ys)
     series = Series(jnp.where(seen, short.ys, 0.0), seen, None, None)
-    batch = Batch(jax.tree.map(lambda leaf: leaf[None], series), 1)
+    batch = Minibatch(jax.tree.map(lambda leaf: leaf[None], series), 1)
 
     def loss(parameters):
         return -3 * objective.over_window(parameters, batch, KEY, jnp.asarray(5), 3)

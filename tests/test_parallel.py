@@ -11,6 +11,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 import retrodict as rd
+from fit_options import fit_options
 from linear_models import random_model
 from retrodict._numerics.associative_scan import linear_recurrence
 
@@ -146,7 +147,7 @@ def test_a_fit_in_logarithmic_depth_finds_the_same_parameters():
     options: dict[str, Any] = {"num_steps": 10, "chunk_size": 5, "progress": False}
     options |= {"mask": ~np.isnan(batch), "length": [LENGTH, N], "estimator": rd.Quadrature(3)}
     found = [
-        rd.fit(jax.random.key(3), family, model, batch, parallel=p, **options)
+        rd.fit(jax.random.key(3), family, model, batch, **fit_options(parallel=p, **options))
         for p in (False, True)
     ]
     leaves = [jax.tree.leaves(eqx.filter(each.family, eqx.is_array)) for each in found]
@@ -170,6 +171,6 @@ def test_what_goes_row_by_row_says_so():
     with pytest.raises(ValueError, match=r"Recursive goes forward .* Use ClosedForm"):
         rd.expectation(chain, rd.StateSum(), estimator=rd.Recursive(), parallel=True)
     with pytest.raises(ValueError, match="window=8 and parallel=True"):
-        rd.fit(key, family, model, ys, window=8, parallel=True)
+        rd.Objective(window=8, parallel=True)
     with pytest.raises(TypeError, match=r"paths of a SampledChain .* Use parallel=False"):
         rd.marginals(drawn, estimator=rd.BackwardSampling(2), key=key, parallel=True)

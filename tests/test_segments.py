@@ -11,16 +11,16 @@ import pytest
 from jaxtyping import Array
 
 import retrodict as rd
+from fit_options import fit_options
 from linear_models import random_mask, random_model
 from registry import FAMILIES
 from retrodict._expectations.elbo import elbo_of_series
 from retrodict._expectations.expectation import Estimate
 from retrodict._families import AbstractFactorFamily, infer_series
-from retrodict._learning.batch import prepare_batch
-from retrodict._learning.objective import Objective
+from retrodict._learning.dataset import Minibatch
+from retrodict._learning.elbo_loss import ElboLoss
 from retrodict._learning.segments import _segments, elbo_in_segments
-from retrodict._learning.source import Batch
-from retrodict._series import Series
+from retrodict._series import Series, prepare_batch
 
 N, SEGMENT = 13, 4
 LENGTHS = np.array([13, 12, 9, 6, 5, 2, 1])
@@ -183,11 +183,11 @@ def temporaries(num_times: int, segment: int | None) -> int:
     model = random_model(np.random.default_rng(0), 2, 2)
     pair = (rd.ConjugateFamily(jax.random.key(0), 2, 2, width=4, depth=1), model)
     parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
-    objective = Objective(fixed, rd.ClosedForm(), None, 0.0, segment=segment)
+    objective = ElboLoss(fixed, rd.ClosedForm(), None, 0.0, segment=segment)
     series = jax.ShapeDtypeStruct((1, num_times, 2), jnp.float64)
 
     def loss(parameters: Any, ys: Array) -> Array:
-        batch = Batch(jax.vmap(Series)(ys, None, None, None), 1)
+        batch = Minibatch(jax.vmap(Series)(ys, None, None, None), 1)
         return objective(parameters, batch, jax.random.key(0))
 
     compiled = jax.jit(jax.grad(loss)).lower(parameters, series).compile()
@@ -217,7 +217,8 @@ def test_a_fit_that_reads_again_ends_with_the_same_parameters():
     model, ys = random_model(rng, 1, 2), rng.normal(size=(4, 10, 2))
     family = rd.ConjugateFamily(jax.random.key(0), 1, 2, width=3, depth=1)
     one, other = (
-        rd.fit(jax.random.key(1), family, model, ys, **FIT, remat=remat) for remat in (False, 3)
+        rd.fit(jax.random.key(1), family, model, ys, **fit_options(**FIT, remat=remat))
+        for remat in (False, 3)
     )
     np.testing.assert_allclose(other.history, one.history, rtol=1e-9)
     for a, b in zip(jax.tree.leaves(one.family), jax.tree.leaves(other.family), strict=True):
@@ -232,14 +233,12 @@ def test_windows_that_are_read_again_are_the_same_windows():
     ys[1, 7:20] = np.nan
     family = rd.ConjugateFamily(jax.random.key(0), 1, 2, width=3, depth=1)
     one, other = (
-        rd.fit(jax.random.key(1), family, model, ys, **FIT, window=16, remat=remat)
+        rd.fit(jax.random.key(1), family, model, ys, **fit_options(**FIT, window=16, remat=remat))
         for remat in (False, True)
     )
     np.testing.assert_allclose(other.history, one.history, rtol=1e-9)
 
 
 def test_reading_again_and_in_parallel_exclude_each_other():
-    model = random_model(np.random.default_rng(0), 1, 1)
-    family = rd.ScanFamily(jax.random.key(0), 1, 1)
-    with pytest.raises(ValueError, match="remat and parallel=True"):
-        rd.fit(jax.random.key(1), family, model, np.ones((2, 9, 1)), parallel=True, remat=True)
+    with pytest.raises(ValueError, match="remat=True and parallel=True"):
+        rd.Objective(parallel=True, remat=True)

@@ -40,7 +40,7 @@ def test_one_process_alone_has_all_series() -> None:
 
 def test_what_is_learned_from_shared_series_is_what_all_of_them_teach(ys: np.ndarray) -> None:
     shared = rd.data.SharedSeries(ys, length=LENGTH)
-    assert repr(shared) == "SharedSeries(5 series, 12 rows, 1 columns; 5 own)"
+    assert repr(shared) == "SharedSeries(5 series, 12 rows, 1 columns; 5 local)"
     found, whole = (
         rd.fit_evidence(KEY, local_level(), given, num_steps=3, progress=False, length=length)
         for given, length in ((shared, None), (ys, LENGTH))
@@ -55,13 +55,15 @@ def test_what_is_learned_from_shared_series_is_what_all_of_them_teach(ys: np.nda
 
 def test_shared_series_that_do_not_fit_are_refused(ys: np.ndarray) -> None:
     shared = rd.data.SharedSeries(ys)
-    with pytest.raises(ValueError, match=r"expects ys of shape \(own, time, obs\), got \(12, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"expects ys of shape \(local, time, obs\), got \(12, 1\)"
+    ):
         rd.data.SharedSeries(ys[0])
-    with pytest.raises(ValueError, match="one series or more in all, got none"):
+    with pytest.raises(ValueError, match="at least one series in all processes"):
         rd.data.SharedSeries(ys[:0])
-    with pytest.raises(ValueError, match="reads length from the shared series; leave length out"):
+    with pytest.raises(ValueError, match="reads length from the shared series; leave out `length`"):
         rd.fit_evidence(KEY, local_level(), shared, length=LENGTH)
-    with pytest.raises(ValueError, match="shared over other devices than its mesh"):
+    with pytest.raises(ValueError, match="shared over the devices of its mesh"):
         mesh = jax.make_mesh((1,), ("batch",))
         rd.fit_evidence(KEY, local_level(), shared, mesh=mesh)
     with pytest.raises(ValueError, match="must have 1 columns, got 2"):

@@ -13,7 +13,7 @@ import scipy.stats
 
 import retrodict as rd
 import two_sided
-from retrodict._learning.batch import prepare_batch
+from retrodict._series import prepare_batch
 from retrodict._smooth import check as grading
 from retrodict._smooth.amortise import Training
 from retrodict._smooth.check import Grade

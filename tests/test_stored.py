@@ -17,9 +17,10 @@ import xarray as xr
 
 import retrodict as rd
 from blocks import InBlocks
+from fit_options import fit_options
 from retrodict import data
-from retrodict._learning import stored
-from retrodict._learning.stored import Order, Stream
+from retrodict._learning import on_disk
+from retrodict._learning.on_disk import StoredLoader
 
 KEY = jax.random.key(1)
 COUNT, N = 23, 5
@@ -33,10 +34,10 @@ def store() -> InBlocks:
     return InBlocks(np.array(ys), SIZES)
 
 
-def seen(stream: Stream, first: int, count: int) -> np.ndarray:
+def series_read(loader: StoredLoader, first: int, count: int) -> np.ndarray:
     """The numbers of the series of some steps, from 0."""
-    batches = stream(first, count, first + count)
-    drawn = [batches.draw(KEY, jnp.asarray(step)) for step in range(first, first + count)]
+    batches = loader.load(first, count, first + count)
+    drawn = [batches.minibatch(KEY, jnp.asarray(step)) for step in range(first, first + count)]
     return np.stack([np.asarray(batch.series.ys[:, 0, 0]) for batch in drawn]).astype(int) - 1
 
 
@@ -44,11 +45,10 @@ def seen(stream: Stream, first: int, count: int) -> np.ndarray:
 def test_every_series_comes_once_an_epoch_and_each_batch_has_its_share_of_each_lane(
     store: InBlocks, batch_size: int, lanes: int
 ):
-    order = Order(store, KEY, batch_size)
-    assert order.lanes == lanes
-    stream = Stream(store, order, None, ())
+    stream = StoredLoader(store, KEY, batch_size, 100)
+    assert stream.order.lanes == lanes
     steps = 2 * COUNT
-    found = seen(stream, 0, steps).reshape(steps, lanes, -1)
+    found = series_read(stream, 0, steps).reshape(steps, lanes, -1)
     stream.close()
     bounds = [lane * COUNT // lanes for lane in range(lanes + 1)]
     epochs = []
@@ -62,23 +62,25 @@ def test_every_series_comes_once_an_epoch_and_each_batch_has_its_share_of_each_l
 
 
 def test_what_a_step_sees_depends_on_key_and_step_alone(store: InBlocks):
-    stream = Stream(store, Order(store, KEY, 6), None, ())
-    whole = seen(stream, 0, 12)
-    pieces = [seen(stream, first, count) for first, count in ((0, 4), (4, 4), (8, 4), (5, 7))]
+    stream = StoredLoader(store, KEY, 6, 100)
+    whole = series_read(stream, 0, 12)
+    pieces = [
+        series_read(stream, first, count) for first, count in ((0, 4), (4, 4), (8, 4), (5, 7))
+    ]
     stream.close()
     np.testing.assert_array_equal(np.concatenate(pieces[:3]), whole)
     np.testing.assert_array_equal(pieces[3], whole[5:])
-    other = Stream(store, Order(store, jax.random.key(2), 6), None, ())
-    assert not np.array_equal(seen(other, 0, 12), whole)
+    other = StoredLoader(store, jax.random.key(2), 6, 100)
+    assert not np.array_equal(series_read(other, 0, 12), whole)
     other.close()
 
 
 def test_a_lane_holds_one_block_and_reads_it_once_a_pass(store: InBlocks):
     """Twelve steps of one lane of 23 series, six at a time: three passes and a bit, ahead."""
-    stream = Stream(store, Order(store, KEY, 7), None, ())
+    stream = StoredLoader(store, KEY, 7, 100)
     store.loads.clear()
     for first in range(0, 24, 6):
-        stream(first, 6, first + 6)
+        stream.load(first, 6, first + 6)
     stream.close()
     passes = -(-7 * 30 // COUNT)
     assert max(store.loads.values()) <= passes
@@ -89,21 +91,21 @@ def test_a_chunk_that_is_no_multiple_of_its_parts_is_read_ahead_all_the_same(
 ):
     """Chunks of ten steps, four at a time: each part is asked for once, and none beyond the end."""
     asked: list[tuple[int, int]] = []
-    read = Stream._read
+    read = StoredLoader._read
 
-    def note(self: Stream, first: int, count: int) -> Any:
+    def note(self: StoredLoader, first: int, count: int) -> Any:
         asked.append((first, count))
         return read(self, first, count)
 
-    monkeypatch.setattr(Stream, "_read", note)
-    monkeypatch.setattr(stored, "MOST_BYTES", 6 * N * 8 * 4)
+    monkeypatch.setattr(StoredLoader, "_read", note)
+    monkeypatch.setattr(on_disk, "MAX_LOAD_BYTES", 6 * N * 8 * 4)
     fit(store, num_steps=15, chunk_size=10)
     assert asked == [(0, 4), (4, 4), (8, 4), (10, 4), (14, 4)]
 
 
 def test_what_goes_wrong_while_batches_are_read_is_said_when_they_are_asked_for(store: InBlocks):
-    stream = Stream(store, Order(store, KEY, 7), None, ())
-    stream(0, 1, 1)
+    stream = StoredLoader(store, KEY, 7, 100)
+    stream.load(0, 1, 1)
 
     def gone(block: int) -> Any:
         raise OSError("the disk is gone")
@@ -111,7 +113,7 @@ def test_what_goes_wrong_while_batches_are_read_is_said_when_they_are_asked_for(
     store.load = gone  # pyright: ignore
     with pytest.raises(OSError, match="the disk is gone"):
         for step in range(1, 2 * COUNT):
-            stream(step, 1, step + 1)
+            stream.load(step, 1, step + 1)
     stream.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("retrodict-batches")]
 
@@ -120,8 +122,8 @@ def test_batches_have_the_type_that_jax_has_where_the_fit_was_called(store: InBl
     """Settings of JAX may hold for one thread, and another one reads."""
     for double in (False, True):
         with jax.enable_x64(double):
-            stream = Stream(store, Order(store, KEY, 6), None, ())
-            batches = [stream(first, 2, first + 2) for first in (0, 2)]
+            stream = StoredLoader(store, KEY, 6, 100)
+            batches = [stream.load(first, 2, first + 2) for first in (0, 2)]
             stream.close()
         kinds = {(str(b.series.ys.dtype), str(b.first.dtype)) for b in batches}
         assert kinds == {("float64", "int64") if double else ("float32", "int32")}
@@ -130,13 +132,10 @@ def test_batches_have_the_type_that_jax_has_where_the_fit_was_called(store: InBl
 def test_batches_of_a_chunk_that_would_be_too_large_are_read_in_parts(
     store: InBlocks, monkeypatch: pytest.MonkeyPatch
 ):
-    stream = Stream(store, Order(store, KEY, 6), None, ())
-    assert stream.steps_at_once(100) == 100
-    monkeypatch.setattr(stored, "MOST_BYTES", 6 * N * 8 * 30)
-    assert stream.steps_at_once(100) == 25
-    monkeypatch.setattr(stored, "MOST_BYTES", 1)
-    assert stream.steps_at_once(100) == 1
-    stream.close()
+    for most, steps in ((2**26, 100), (6 * N * 8 * 30, 25), (1, 1)):
+        monkeypatch.setattr(on_disk, "MAX_LOAD_BYTES", most)
+        with StoredLoader(store, KEY, 6, 100) as loader:
+            assert loader.steps_per_load == steps
 
 
 def model() -> rd.StateSpaceModel:
@@ -153,7 +152,7 @@ def lengths() -> np.ndarray:
 
 def fit(ys: Any, **options: Any) -> rd.FitResult:
     given = {"num_steps": 12, "chunk_size": 4, "batch_size": 6, "progress": False, **options}
-    return rd.fit(KEY, rd.KalmanFamily(model()), model(), ys, **given)
+    return rd.fit(KEY, rd.KalmanFamily(model()), model(), ys, **fit_options(**given))
 
 
 def walks() -> np.ndarray:
@@ -167,15 +166,15 @@ def test_a_fit_from_a_store_sees_the_series_of_the_order_and_no_padding(
     """With steps of zero the history is the ELBO of the batches, computed here one by one."""
     ys, rows = walks(), lengths()
     store = InBlocks(ys, SIZES, rows)
-    monkeypatch.setattr(stored, "MOST_BYTES", 6 * N * 16 * 2)  # several parts of a chunk
+    monkeypatch.setattr(on_disk, "MAX_LOAD_BYTES", 6 * N * 16 * 2)  # several parts of a chunk
     result = fit(store, optimiser=optax.sgd(0.0))
     family = rd.KalmanFamily(model()).prepare(model(), ys, length=rows)
     each = jax.vmap(
         lambda y, n: rd.elbo(model(), family.infer(y, mask=True, length=n), y, length=n)
     )(ys, rows)
     numbers = InBlocks(np.arange(1.0, COUNT + 1)[:, None, None], SIZES)
-    stream = Stream(numbers, Order(numbers, KEY, 6), None, ())
-    batches = seen(stream, 0, 12)
+    stream = StoredLoader(numbers, KEY, 6, 100)
+    batches = series_read(stream, 0, 12)
     stream.close()
     expected = [float(each[b].sum() / rows[b].sum()) for b in batches]
     np.testing.assert_allclose(result.history, expected, rtol=1e-10)
@@ -206,7 +205,7 @@ def test_a_killed_fit_from_a_store_goes_on_to_the_last_bit(tmp_path: Path):
 
 
 def test_what_a_store_has_itself_is_not_given_too(store: InBlocks):
-    with pytest.raises(ValueError, match="leave length out"):
+    with pytest.raises(ValueError, match="leave out `length`"):
         fit(store, length=np.full(COUNT, N))
 
 

@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from retrodict._laws import NaturalGaussian as NaturalGaussian
     from retrodict._laws import kl_divergence as kl_divergence
     from retrodict._learning import FitResult as FitResult
+    from retrodict._learning import Objective as Objective
+    from retrodict._learning import Optimisation as Optimisation
     from retrodict._learning import ParameterErrors as ParameterErrors
     from retrodict._learning import em as em
     from retrodict._learning import fit as fit

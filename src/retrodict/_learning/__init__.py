@@ -1,18 +1,20 @@
-"""Learning: families, models, or both, from data; and standard errors of what was learned."""
+"""Learning of families and models from data, and standard errors of learned parameters."""
 
-from retrodict._learning.batch import batch_for as batch_for
-from retrodict._learning.batch import num_series as num_series
-from retrodict._learning.batch import take as take
+from retrodict._learning.dataset import batch_for as batch_for
+from retrodict._learning.dataset import num_series as num_series
+from retrodict._learning.dataset import take as take
 from retrodict._learning.em import EMResult as EMResult
 from retrodict._learning.em import em as em
-from retrodict._learning.fit import FitResult as FitResult
 from retrodict._learning.fit import default_estimator as default_estimator
 from retrodict._learning.fit import fit as fit
 from retrodict._learning.fit_evidence import EvidenceResult as EvidenceResult
 from retrodict._learning.fit_evidence import fit_evidence as fit_evidence
+from retrodict._learning.fit_result import FitResult as FitResult
 from retrodict._learning.information.parameter_errors import parameter_errors as parameter_errors
 from retrodict._learning.information.result import ParameterErrors as ParameterErrors
+from retrodict._learning.on_disk import AbstractSeriesStore as AbstractSeriesStore
+from retrodict._learning.on_disk import Arrays as Arrays
+from retrodict._learning.options import Objective as Objective
+from retrodict._learning.options import Optimisation as Optimisation
 from retrodict._learning.shared import SharedSeries as SharedSeries
-from retrodict._learning.stored import AbstractSeriesStore as AbstractSeriesStore
-from retrodict._learning.stored import Arrays as Arrays
 from retrodict._learning.train import ProgressLine as ProgressLine

@@ -1,4 +1,4 @@
-"""Expectation-maximisation with a closed-form M-step."""
+"""Expectation-maximisation (EM) with a closed-form M-step."""
 
 from typing import Any
 
@@ -13,8 +13,9 @@ from retrodict._exact import check_linear_gaussian, smooth_series
 from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily, infer_series
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import Diagonal, Gaussian
-from retrodict._learning.batch import batch_for, num_rows
+from retrodict._learning.dataset import Minibatch, batch_for
 from retrodict._learning.fit import fit
+from retrodict._learning.options import Optimisation
 from retrodict._model import StateSpaceModel, learnable
 from retrodict._numerics import linalg
 from retrodict._parameters import AbstractParameter, Frozen, unwrap
@@ -24,16 +25,16 @@ from retrodict._validate import check_count, check_key
 
 
 class EMResult(eqx.Module):
-    """What `em` found.
+    """The result of `em`.
 
     Attributes:
         model: the model after the last M-step.
         family: the family of the last E-step; `None` if it was exact.
-        history: before each M-step the log-evidence, or its lower bound by the family, of all
-            series in nats a time step.
+        history: the log-evidence of all series before each M-step, or its lower bound by the
+            family, in nats per time step.
         status: `"converged"` if the last gain was below the tolerance; `"stopped early"` if the
-            evidence fell, which only rounding can cause, and the model is then the one before;
-            else `"finished"`.
+            evidence decreased, which only rounding can cause, and the model is then the previous
+            one; else `"finished"`.
     """
 
     model: StateSpaceModel
@@ -55,24 +56,24 @@ def em(
     inputs: Any = None,
     length: Any = None,
 ) -> EMResult:
-    """Alternates E-steps and closed-form M-steps.
+    """Alternate E-steps and closed-form M-steps.
 
-    The E-step is exact for a linear-Gaussian model, and the evidence then never falls. With a
-    family it is variational: the family is fitted for some steps, and its chains take the
-    posterior's place. The M-step solves the normal equations of every part that is linear Gaussian;
-    other parts, and what is wrapped in `Frozen`, stay as they are.
+    The E-step is exact for a linear-Gaussian model, and the evidence then never decreases. With a
+    family it is variational: the family is fitted for some steps, and its chains replace the
+    posterior. The M-step solves the normal equations of every linear-Gaussian part. Other parts,
+    and those wrapped in `Frozen`, do not change.
 
     Args:
         key: a typed key.
         model: the model to start from.
         ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
         family: a family with linear-Gaussian chains, for models that are not linear Gaussian.
-        num_iterations: how many E-steps and M-steps, at most.
-        steps_per_iteration: how many steps the family is fitted for in one E-step.
-        tolerance: the gain, in nats a time step, below which exact EM stops.
-        mask: true where an entry was seen, of the shape of `ys`.
+        num_iterations: the largest number of E-steps and M-steps.
+        steps_per_iteration: the number of steps of the family per E-step.
+        tolerance: the gain in nats per time step below which exact EM stops.
+        mask: true where an entry was observed, of the shape of `ys`.
         inputs: inputs, of shape `(batch, time, input)`.
-        length: how many rows exist, one integer a series or one for all.
+        length: the number of existing rows, one integer per series or one for all.
     """
     check_key(key, "em")
     num_iterations = check_count(num_iterations, "num_iterations")
@@ -80,11 +81,11 @@ def em(
         check_linear_gaussian(unwrap(model))
     elif not isinstance(family, AbstractLinearGaussianFamily):
         raise TypeError(
-            "The M-step reads moments of linear-Gaussian chains, and those of"
-            f" {type(family).__name__} are drawn. Use fit(..., learn='both'), or GatedFamily."
+            "em expects a family with linear-Gaussian chains, whose moments the M-step uses, got"
+            f" {type(family).__name__}. Use fit(..., learn='both'), or GatedFamily."
         )
     batch = batch_for(unwrap(model), ys, mask=mask, inputs=inputs, length=length, owner="em")
-    rows, history, status = int(num_rows(batch)), [], "finished"
+    rows, history, status = int(Minibatch.on_devices(batch).num_rows()), [], "finished"
     before = model
     for iteration in range(num_iterations):
         if family is None:
@@ -93,12 +94,12 @@ def em(
             history.append(float(jnp.sum(exact.log_evidence)) / rows)
             gain = history[-1] - history[-2] if iteration else tolerance
             if not gain >= tolerance:
-                fell = not gain >= -max(tolerance, 1e-6 * abs(history[-2]))
-                status = "stopped early" if fell else "converged"
-                model = before if fell else model
+                decreased = not gain >= -max(tolerance, 1e-6 * abs(history[-2]))
+                status = "stopped early" if decreased else "converged"
+                model = before if decreased else model
                 break
         else:
-            found = fit(
+            result = fit(
                 jax.random.fold_in(key, iteration),
                 family,
                 model,
@@ -107,12 +108,11 @@ def em(
                 inputs=inputs,
                 length=length,
                 num_steps=steps_per_iteration,
-                prepare=iteration == 0,
-                restarts=1,
+                optimisation=Optimisation(prepare=iteration == 0),
                 progress=False,
             )
-            family = found.family
-            history.append(float(np.max(found.held_out)))
+            family = result.family
+            history.append(float(np.max(result.held_out)))
             chains = _chains(unwrap(family), batch)
         before, model = model, maximise(model, chains, batch)
     return EMResult(model, family, np.asarray(history), status)
@@ -129,10 +129,10 @@ def _chains(family: Any, batch: Series) -> LinearGaussianChain:
 
 
 def maximise(model: StateSpaceModel, chains: LinearGaussianChain, batch: Series) -> StateSpaceModel:
-    """The M-step: the model that maximises E_q[log p(x, y)] over its linear-Gaussian parts.
+    """Return the model that maximises E_q[log p(x, y)] over its linear-Gaussian parts.
 
     Args:
-        model: the current model; parts without a closed form are taken from it.
+        model: the current model; parts without a closed form are unchanged.
         chains: the posteriors of the series, with a leading axis `batch`.
         batch: the series themselves.
     """
@@ -140,8 +140,8 @@ def maximise(model: StateSpaceModel, chains: LinearGaussianChain, batch: Series)
     for name, part in (("transition", transition), ("emission", emission)):
         if isinstance(part, AbstractParameter) and not isinstance(part, Frozen):
             raise ValueError(
-                f"The {name} is built from parameters by {type(part).__name__}, for which the"
-                " M-step has no closed form. Learn the model with fit or fit_evidence."
+                f"The {name} is a {type(part).__name__}, for which the M-step has no closed form."
+                " Learn the model with fit or fit_evidence."
             )
     if isinstance(prior, Gaussian) and not _is_frozen(prior, "prior"):
         prior = _new_prior(prior, chains)
@@ -153,7 +153,7 @@ def maximise(model: StateSpaceModel, chains: LinearGaussianChain, batch: Series)
 
 
 def _is_frozen(part: Any, name: str) -> bool:
-    """Whether all of a part is frozen; refused if only some of it is."""
+    """Return whether a part is frozen; raise if only some of it is."""
     leaves = jax.tree.leaves(part, is_leaf=lambda leaf: isinstance(leaf, Frozen))
     frozen = [isinstance(leaf, Frozen) for leaf in leaves]
     if any(frozen) and not all(frozen):
@@ -178,7 +178,7 @@ def _new_prior(prior: Gaussian, chains: LinearGaussianChain) -> Gaussian:
 def _new_transition(
     kernel: LinearGaussianKernel, chains: LinearGaussianChain, batch: Series
 ) -> LinearGaussianKernel:
-    """Regresses x_k on (x_{k-1}, u_k, 1) under the pair laws of the chains."""
+    """Regress x_k on (x_{k-1}, u_k, 1) under the pair laws of the chains."""
 
     def one(chain: LinearGaussianChain, series: Series) -> tuple[Array, Array, Array]:
         pairs, n = chain.pairwise(), chain.num_times
@@ -202,7 +202,7 @@ def _new_transition(
 def _new_emission(
     kernel: LinearGaussianKernel, chains: LinearGaussianChain, batch: Series
 ) -> LinearGaussianKernel:
-    """Regresses y_k on (x_k, u_k, 1) under the marginal laws, over the rows that were seen."""
+    """Regress y_k on (x_k, u_k, 1) under the marginal laws, over the observed rows."""
     if batch.mask is not None:
         whole = np.asarray(jnp.all(batch.mask, axis=-1) | ~jnp.any(batch.mask, axis=-1))
         if not whole.all():
@@ -240,17 +240,17 @@ def _regression(
     weights: Float[Array, "batch row"],
     state_dim: int,
 ) -> LinearGaussianKernel:
-    """Least squares of the last entries of each row on those before them and a constant.
+    """Compute least squares of the last entries of each row on those before and a constant.
 
-    Moments are taken about the mean of all rows: about zero, an offset of the data that is large
-    beside their spread would leave nothing but rounding errors of the spread.
+    Moments are taken about the mean of all rows. About zero, an offset that is large compared with
+    the spread of the data would leave only rounding errors of the spread.
     """
     out = unwrap(kernel).bias.shape[0]
     split = means.shape[-1] - out
     weights = weights / jnp.sum(weights)
     centre = jnp.sum(means * weights[..., None], axis=(0, 1))
     shifts = jnp.where(weights[..., None] > 0, means - centre[None, None], 0.0)
-    # What rounding leaves of a regressor that does not move is no regressor.
+    # A constant regressor is dropped: its deviations from the mean are rounding errors.
     tiny = 10 * jnp.finfo(means.dtype).eps * jnp.abs(centre)
     moves = jnp.max(jnp.abs(shifts), axis=(0, 1)) > tiny
     shifts = jnp.where(moves[None, None], shifts, 0.0)
@@ -269,7 +269,7 @@ def _regression(
 
 
 def _scale_like(scale: Any, covariance: Float[Array, "d d"]) -> Any:
-    """A dense factor, or standard deviations where the scale was diagonal."""
+    """Return a dense factor, or standard deviations if the scale was diagonal."""
     if isinstance(scale, Diagonal):
         return Diagonal(jnp.sqrt(jnp.diagonal(covariance)))
     return linalg.semidefinite_cholesky(covariance)
@@ -278,10 +278,10 @@ def _scale_like(scale: Any, covariance: Float[Array, "d d"]) -> Any:
 def _solve_semidefinite(
     gram: Float[Array, "k k"], right: Float[Array, "k out"]
 ) -> Float[Array, "k out"]:
-    """Solve `gram` x = `right`, with the shortest x where regressors depend on each other.
+    """Solve `gram` x = `right`, with the shortest x if regressors are linearly dependent.
 
-    States that stay on a line or a plane make such regressors: what the coefficients do off it
-    cannot be learned and does not matter.
+    States that stay on a line or a plane are such regressors. The coefficients off it cannot be
+    learned and have no effect.
     """
     inverse_std = linalg.safe_reciprocal(linalg.safe_sqrt(jnp.diagonal(gram)))
     values, vectors = jnp.linalg.eigh(gram * inverse_std[:, None] * inverse_std[None, :])

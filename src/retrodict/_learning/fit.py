@@ -1,4 +1,8 @@
-"""Fitting a family, a model, or both, by ascent of the ELBO."""
+"""Fit a family, a model, or both, by maximising the ELBO.
+
+`fit` reads, from top to bottom, as the path from arrays to a gradient: a dataset, the parameters,
+the loss of a minibatch, the state of training, the steps, and the result.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,12 +12,9 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from jax.sharding import Mesh
-from jaxtyping import Float, Int, PyTree
+from jaxtyping import PyTree
 
-from retrodict._checkpoint import write_checkpoint
 from retrodict._expectations import (
     AbstractEstimator,
     BackwardSampling,
@@ -23,22 +24,24 @@ from retrodict._expectations import (
     RaoBlackwellised,
 )
 from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily
-from retrodict._learning.batch import batch_for, first_rows, num_rows, num_series, take
-from retrodict._learning.given import Wanted, given_for
-from retrodict._learning.objective import Objective, stages_of
-from retrodict._learning.resume import fingerprint, resume
-from retrodict._learning.segments import default_segment
+from retrodict._learning.dataset import Minibatch, batch_for
+from retrodict._learning.elbo_loss import ElboLoss, stages_of
+from retrodict._learning.fit_checkpoint import FitCheckpoint, fingerprint
+from retrodict._learning.fit_result import (
+    FitResult,
+    compare_with_particles,
+    compare_with_training,
+    result_of,
+)
+from retrodict._learning.on_disk import AbstractSeriesStore
+from retrodict._learning.open_dataset import open_dataset
+from retrodict._learning.options import Objective, Optimisation
 from retrodict._learning.shared import SharedSeries
-from retrodict._learning.source import Batch, spread
-from retrodict._learning.stored import AbstractSeriesStore
 from retrodict._learning.train import (
     Placement,
     ProgressLine,
     Stage,
-    Status,
     Trained,
-    TrainHistory,
-    TrainState,
     best_start,
     default_optimiser,
     start,
@@ -47,82 +50,26 @@ from retrodict._learning.train import (
 from retrodict._model import StateSpaceModel, learnable
 from retrodict._parameters import unwrap
 from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
+from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
-from retrodict.distributed import MeshLike, Parallel, as_mesh, together, writes_for
-from retrodict.particles import particle_filter
+from retrodict.distributed import MeshLike, as_mesh, together
 
-NUM_GRADED = 256
-"""How many training series grade the parameters where nothing is held out."""
+NUM_PREPARED = 4096
+"""The number of training series from which a family takes the units of the data."""
 
-
-FitStatus = Status | Literal["overfitted", "underfitted"]
-"""How a fit ended; the last two override "finished" and "stopped early"."""
-
-FAR_BELOW = 0.5
-"""How many nats per row make an ELBO far below another one, or below the evidence: as much as a
-Gaussian law loses that is off by one standard deviation in each row."""
+NUM_EVALUATED = 256
+"""The number of training series that evaluate the parameters if nothing is held out."""
 
 FEWEST_COMPARED = 1000
-"""With fewer steps, the ELBO is not compared with a particle evidence, which takes some seconds."""
-
-NUM_COMPARED = 2
-"""For how many series it is."""
-
-MOST_COMPARED_ROWS = 200
-"""For how many of their first rows it is."""
-
-NUM_AVERAGED = 100
-"""Over how many steps before the kept one the ELBO of the training series is averaged."""
-
-NUM_PARTICLES = 1000
-"""How many particles estimate the evidence."""
-
+"""The number of steps from which on the ELBO is compared with a particle estimate of the evidence,
+which takes some seconds."""
 
 STARTS = "start"
-"""The axis of a mesh over which several starts are spread."""
-
+"""The axis of a mesh over which several starts are sharded."""
 
 NUM_PATHS = 1
-"""How many paths of each series a step draws where nothing has a closed form: with the score left
-out of the gradient, more steps with one path were seen to gain more than more paths."""
-
-
-class FitResult(eqx.Module):
-    """What `fit` found.
-
-    Attributes:
-        family: the family with the parameters that were graded best; where the ELBO is drawn, the
-            last of those that were not graded worse by more than the noise of a grade.
-        model: the model, with those that were learned with it.
-        history: the ELBO of each step's minibatch, in nats a time step.
-        held_out: the ELBO at the chunk boundaries, in nats a time step: of the held-out series, or
-            of a fixed part of the training series if nothing was held out.
-        held_out_steps: the steps at which `held_out` was taken.
-        kept_step: the step whose parameters were kept.
-        restart_scores: the best of `held_out` of each start, for as long as it was trained; the
-            first is that of `family`.
-        num_skipped: how many steps were skipped since their gradient was not finite.
-        status: `"finished"` if all steps were taken, `"stopped early"` if patience ran out, or
-            `"diverged"` if too many steps in a row had to be skipped. Instead of the first two:
-            `"overfitted"` if the ELBO of `held_out` series is
-            more than 0.5 nats per row below that of the training series; `"underfitted"` if the
-            ELBO of the first two graded series is more than 0.5 nats per row below a particle
-            estimate of their evidence, which is looked at after 1,000 steps or more. `"finished"`
-            does not promise that the posterior is right: see `check_posterior`.
-        reason: the figures behind `"overfitted"` and `"underfitted"`; empty otherwise.
-    """
-
-    family: AbstractFamily
-    model: StateSpaceModel
-    history: Float[np.ndarray, "step"]
-    held_out: Float[np.ndarray, "chunk"]
-    held_out_steps: Int[np.ndarray, "chunk"]
-    kept_step: int = eqx.field(static=True)
-    restart_scores: Float[np.ndarray, "restart"]
-    num_skipped: int = eqx.field(static=True)
-    status: FitStatus = eqx.field(static=True)
-    reason: str = eqx.field(static=True, default="")
+"""The number of sampled paths per series and step. With the score left out of the gradient, more
+steps with one path gained more than more paths."""
 
 
 @together()
@@ -137,26 +84,14 @@ def fit(
     mask: Any = None,
     inputs: Any = None,
     length: Any = None,
-    estimator: AbstractEstimator | None = None,
-    batch_size: int = 64,
-    window: int | None = None,
-    growing: bool = False,
-    restarts: int = 1,
-    tournament: float = 0.3,
-    learning_rate: float = 1e-2,
-    optimiser: optax.GradientTransformation | None = None,
-    log_prior: Callable[[StateSpaceModel], Scalar] | None = None,
     held_out: Any = None,
-    patience: int | None = None,
-    chunk_size: int = 100,
+    objective: Objective | None = None,
+    optimisation: Optimisation | None = None,
     checkpoint: str | Path | None = None,
-    prepare: bool = True,
-    parallel: Parallel = False,
-    remat: bool | int = False,
     progress: bool | Callable[[int, float], None] = True,
     mesh: MeshLike = "all",
 ) -> FitResult:
-    """Ascends the ELBO in the parameters of a family, of the model, or of both.
+    """Maximise the ELBO over the parameters of a family, of the model, or of both.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -177,332 +112,189 @@ def fit(
         family: the family to start from.
         model: the model.
         ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series; or series
-            that stay on disk, from `data.open_series`, or `SharedSeries` of several processes: both
-            come with mask, inputs and lengths.
-        num_steps: how many steps to take.
-        learn: what moves: `"family"`, `"model"`, `"both"`, or a pytree of booleans over
-            `(family, model)`. Scales of a model that is learned by name are held positive.
-        mask: true where an entry was seen, of the shape of `ys`.
+            on disk from `data.open_series`, or `SharedSeries` of several processes, both of which
+            contain mask, inputs and lengths.
+        num_steps: the number of steps.
+        learn: the parameters that move: `"family"`, `"model"`, `"both"`, or a pytree of booleans
+            over `(family, model)`. With a name, the scales of a learned model are kept positive.
+        mask: true where an entry was observed, of the shape of `ys`.
         inputs: inputs, of shape `(batch, time, input)`.
-        length: how many rows exist, one integer a series or one for all.
-        estimator: how the ELBO is taken. By default closed form for linear-Gaussian models,
-            quadrature for one or two state dimensions, one draw of the emission term for more; for
-            families whose chains are sampled, one path a series, or one a component of a terminal
-            mixture, without the score of the chain.
-        batch_size: how many series a step sees.
-        window: how many rows of each series a step sees, for long series: the family runs from the
-            start up to the window without a gradient, and the step ascends the increment of the
-            ELBO over the window. `None` for all rows.
-        growing: whether to train on prefixes that double in length first, for half of the steps.
-        restarts: how many starts to train side by side: the given one and fresh draws. A family
-            without random weights has one.
-        tournament: the share of the steps after which only the best start goes on; 1 to train all
-            of them to the end.
-        learning_rate: the largest rate of the default optimiser, which is Adam with warm-up, cosine
-            decay and clipping.
-        optimiser: an optax transformation instead.
-        log_prior: a log density of the model's parameters, for maximum a posteriori estimates;
-            called with the unwrapped model.
-        held_out: observations by which parameters are graded, shaped as `ys`, or a pair of them and
-            a dictionary with their `mask`, `inputs` and `length`.
-        patience: how many chunks may pass without a better grade before the fit stops.
-        chunk_size: steps between two visits of Python at which parameters are graded.
-        checkpoint: a file in which the state is kept after each chunk; if it exists, the fit goes
-            on from it, to the parameters that it would have ended with.
-        prepare: whether to set the units of the family first; `False` goes on with a family that
-            was trained before.
-        parallel: whether series are read and graded in O(log n) depth, for long series on
-            accelerators and a family that is parallel in time, or over the devices of a
-            `time_mesh`; not with a `window`.
-        remat: whether rows are read again where derivatives are taken, instead of being kept, so
-            that memory grows with the square root of the rows that a step sees and not with their
-            number; or how many rows are kept at a time. For short series a step takes longer.
+        length: the number of existing rows, one integer per series or one for all.
+        held_out: observations with which parameters are evaluated, shaped as `ys`, or a pair of
+            them and a dictionary with their `mask`, `inputs` and `length`.
+        objective: the objective: estimator, prior, windows, and how rows are computed.
+        optimisation: the optimisation: minibatches, learning rate, starts and evaluations.
+        checkpoint: a file in which the state is saved after each chunk. If it exists, the fit
+            resumes from it, and ends with the parameters of an uninterrupted fit.
         progress: whether to show a progress line, or a function that is called after each chunk
-            with the number of steps taken and the best grade so far, in nats a time step.
-        mesh: the devices: `"all"`, those of other processes included, a `jax.sharding.Mesh`, or
-            `None` for JAX's default device. Series are laid over all axes of the mesh, and
-            parameters lie whole on each device; with several starts, an axis named `"start"` is
-            theirs. The result is that of one device up to rounding. All processes of a mesh must
+            with the number of steps taken and the best evaluation so far, in nats per time step.
+        mesh: the devices: `"all"`, including those of other processes, a `jax.sharding.Mesh`, or
+            `None` for JAX's default device. Series are sharded over all axes of the mesh, and every
+            device holds a copy of the parameters; several starts are sharded over an axis named
+            `"start"`. The result is that of one device up to rounding. All processes of a mesh must
             call `fit` with the same arguments, and one of them writes checkpoints; instead of all
-            series, each may hold its share of them, as `SharedSeries`. With a `time_mesh` as
-            `parallel`, its devices are used instead.
+            series, each may hold its share, as `SharedSeries`. A `time_mesh` as
+            `objective.parallel` replaces this mesh.
 
     Returns:
-        The family and the model with the best parameters, the history, and how it ended.
+        The family and the model with the best parameters, the history, and the status.
 
     Raises:
         ValueError: if family, model and data do not fit, or a checkpoint belongs to another fit.
-        TypeError: if an argument is of the wrong kind.
+        TypeError: if an argument is of the wrong type.
         ProcessLostError: if another process of the mesh has ended.
     """
     check_key(key, "fit")
-    devices = as_mesh(mesh) if isinstance(parallel, bool) else None
-    num_steps, chunk_size = check_count(num_steps, "num_steps"), check_count(chunk_size, "chunk")
-    restarts, batch_size = check_count(restarts, "restarts"), check_count(batch_size, "batch_size")
-    _check_kinds(family, model)
-    if parallel and window is not None:
-        raise ValueError(
-            f"fit reads a series row by row up to a window, got window={window} and parallel=True."
-            " Leave out the window, or the option."
-        )
-    if parallel and remat:
-        raise ValueError(
-            "fit keeps few rows by reading a series one after another, got remat and parallel=True."
-            " Leave out one of them."
-        )
-    given = given_for(unwrap(model), ys, mask=mask, inputs=inputs, length=length, mesh=devices)
-    if prepare:
-        family = _prepared(family, model, given.across())
+    _check_types(family, model, objective, optimisation)
+    num_steps = check_count(num_steps, "num_steps")
+    objective, options = objective or Objective(), optimisation or Optimisation()
+    devices = as_mesh(mesh) if isinstance(objective.parallel, bool) else None
+
+    # Data: series in memory, on disk, or shared between processes.
+    dataset = open_dataset(
+        unwrap(model), ys, mask=mask, inputs=inputs, length=length, mesh=devices, owner="fit"
+    )
+    validation = dataset.first(NUM_EVALUATED) if held_out is None else _held_out(model, held_out)
+
+    # Parameters: the leaves of (family, model) that move, for every start.
+    if options.prepare:
+        family = _prepare(family, model, dataset.spaced(NUM_PREPARED))
     if isinstance(learn, str) and learn != "family":
         model = learnable(model)
-    estimator = default_estimator(family, unwrap(model)) if estimator is None else estimator
-    graded = given.first(NUM_GRADED) if held_out is None else _held_out(model, held_out)
-
     moving = _moving((family, model), learn)
     _, fixed = eqx.partition((family, model), moving)
-    parameters, num_starts = _starts(key, family, model, moving, restarts)
-    cut = _chunks(num_steps, tournament, chunk_size) if num_starts else 0
+    parameters, num_starts = _starts(key, family, model, moving, options.restarts)
 
-    longest = given.num_times if window is None else check_count(window, "window")
-    segment = _segment(remat, min(longest, given.num_times))
-    objective = Objective(fixed, estimator, log_prior, 1.0 / given.num_rows, parallel, segment)
-    stages = stages_of(objective, given.num_times, num_steps, window, growing, chunk_size)
-    judge = eqx.tree_at(lambda o: o.estimator, objective, _for_grades(estimator))
-    grade_key = jax.random.key(0)
+    # Loss: the negative ELBO of a minibatch as a function of the parameters. Its gradient is taken
+    # by `train`, step by step.
+    estimator = objective.estimator or default_estimator(family, unwrap(model))
+    segment, share = objective.segment(dataset.num_times), 1.0 / dataset.num_rows
+    loss = ElboLoss(fixed, estimator, objective.log_prior, share, objective.parallel, segment)
+    stages = stages_of(loss, dataset.num_times, num_steps, objective, options.chunk_size)
+    evaluation = dataclasses.replace(loss, estimator=_for_evaluation(estimator))
 
-    def grade(parameters: PyTree, data: tuple[Any, Batch]) -> tuple[Scalar, Scalar]:
-        return judge.graded(parameters, data[1], grade_key)
-
-    optimiser = default_optimiser(learning_rate, num_steps) if optimiser is None else optimiser
-    state, history = start(parameters, optimiser, num_starts), None
-    at_chunk = None
+    # State: before the first step, or from a checkpoint.
+    optimiser = options.optimiser or default_optimiser(options.learning_rate, num_steps)
+    trained, file = Trained(start(parameters, optimiser, num_starts)), None
     if checkpoint is not None:
-        path = Path(checkpoint)
-        numbers = (num_steps, restarts, chunk_size, batch_size, window, growing, segment)
-        metadata = fingerprint(key, given.digest(), estimator, tournament, numbers)
-        state, history = resume(path, state, num_starts, metadata, devices)
+        settings = fingerprint(key, dataset, estimator, num_steps, objective, options, segment)
+        file = FitCheckpoint(Path(checkpoint), settings, devices)
+        trained = file.resume(trained, num_starts)
 
-        def write(state: TrainState, history: TrainHistory) -> None:
-            if writes_for(devices):
-                write_checkpoint(path, (state, history), metadata)
-
-        at_chunk = write
-
-    def go_on(
-        stages: Sequence[Stage], state: TrainState, history: TrainHistory | None, starts: int | None
-    ) -> Trained:
-        placement, axes = _placed(devices, starts)
-        supply = given.supply(Wanted(key, batch_size, devices, axes, chunk_size))
-        feed = supply.feed
-        try:
+    def run(stages: Sequence[Stage], trained: Trained, starts: int | None) -> Trained:
+        placement, axes = _placement(devices, starts)
+        with dataset.loader(key, options.batch_size, options.chunk_size, axes) as loader:
             return train(
                 key,
                 stages,
-                grade,
-                state,
-                (supply.source, spread(graded, devices, axes)),
+                evaluation.score,
+                trained,
+                loader.load,
+                Minibatch.on_devices(validation, devices, axes),
                 optimiser=optimiser,
                 num_starts=starts,
-                chunk_size=chunk_size,
-                feed=None if feed is None else lambda *steps: (feed(*steps), None),
-                steps_at_once=supply.steps_at_once,
-                patience=patience,
-                history=history,
-                at_chunk=at_chunk,
+                chunk_size=options.chunk_size,
+                steps_per_load=loader.steps_per_load,
+                patience=options.patience,
+                at_chunk=None if file is None else file.write,
                 show=show,
                 placement=placement,
             )
-        finally:
-            supply.close()
 
-    show = _shown(progress, num_steps)
-    trained = None
-    if state.kept_score.ndim == 1:
-        trained = go_on(_until(stages, cut), state, history, num_starts)
-        if trained.status != "diverged":
-            state, history = best_start(trained.state, trained.history)
-            trained = None
-    if trained is None:
-        trained = go_on(stages, state, history, None)
-    else:
-        trained = Trained(*best_start(trained.state, trained.history), trained.status)
-    result = _result(trained, fixed)
+    # Steps: of all starts up to the end of the tournament, then of the best one.
+    show = _progress_line(progress, num_steps)
+    if trained.state.kept_score.ndim == 1:
+        until_cut = _until(stages, _tournament_end(num_steps, options))
+        trained = best_start(run(until_cut, trained, num_starts))
+    if trained.status != "diverged":
+        trained = run(stages, trained, None)
+
+    # Result: the parameters with the best evaluation.
+    result = result_of(trained, fixed)
     if held_out is not None:
-        result = _compared_with_training(result)
-    alone = devices is None or not devices.is_multi_process
-    if num_steps >= FEWEST_COMPARED and alone and not callable(log_prior):
-        some = first_rows(take(graded, slice(0, NUM_COMPARED)), MOST_COMPARED_ROWS)
-        result = _compared_with_particles(result, judge, trained.state.kept, some)
+        result = compare_with_training(result)
+    one_process = devices is None or not devices.is_multi_process
+    if num_steps >= FEWEST_COMPARED and one_process and objective.log_prior is None:
+        result = compare_with_particles(result, evaluation, trained.state.kept, validation)
     return result
 
 
-def _compared_with_training(result: FitResult) -> FitResult:
-    """Set the status if held-out series have a far lower ELBO than those trained on."""
-    if result.status == "diverged":
-        return result
-    steps = result.history[max(0, result.kept_step - NUM_AVERAGED) : result.kept_step]
-    steps = steps[np.isfinite(steps)]
-    graded = result.held_out[result.held_out_steps == result.kept_step]
-    if not steps.size or not graded.size:
-        return result
-    noise = float(np.std(steps)) / np.sqrt(steps.size)
-    training, value = float(np.mean(steps)), float(graded[-1])
-    if training - value <= FAR_BELOW + 3 * noise:
-        return result
-    reason = (
-        f"The ELBO of the held-out series is {value:.3f} nats per row, and that of the training"
-        f" series {training:.3f}: more series, a smaller family or fewer steps are needed."
-    )
-    return _with_status(result, "overfitted", reason)
-
-
-def _compared_with_particles(
-    result: FitResult, judge: Objective, kept: PyTree, some: Series
-) -> FitResult:
-    """Set the status if the ELBO is far below an estimate of the evidence of the same series.
-
-    A bootstrap filter estimates the evidence from below on average: what it finds above the ELBO is
-    missing. Where it fails nothing is said.
-    """
-    if result.status in ("diverged", "overfitted"):
-        return result
-    model, rows = unwrap(result.model), float(num_rows(some))
-    try:
-        filters = [
-            particle_filter(
-                jax.random.key(i),
-                model,
-                take(some, i).ys,
-                NUM_PARTICLES,
-                strict=False,
-                mask=True if some.mask is None else some.mask[i],
-                inputs=None if some.inputs is None else some.inputs[i],
-                length=None if some.length is None else some.length[i],
+def _check_types(family: Any, model: Any, objective: Any, optimisation: Any) -> None:
+    """Raise if an argument is of the wrong type."""
+    for value, kind, article in (
+        (family, AbstractFamily, "a family"),
+        (model, StateSpaceModel, "a StateSpaceModel"),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"fit expects {article}, got {type(value).__name__}.")
+    for name, value, kind in (
+        ("objective", objective, Objective),
+        ("optimisation", optimisation, Optimisation),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"fit expects `{name}` to be a retrodict.{kind.__name__}, got"
+                f" {type(value).__name__}."
             )
-            for i in range(num_series(some))
-        ]
-    except (TypeError, ValueError):
-        return result  # a part of the model has no density
-    evidence = sum(float(each.log_evidence) for each in filters) / rows
-    error = np.sqrt(sum(float(each.log_evidence_standard_error()) ** 2 for each in filters)) / rows
-    value, noise = jax.tree.map(
-        float, eqx.filter_jit(judge.graded)(kept, Batch(some, num_series(some)), jax.random.key(0))
-    )
-    if any(int(each.status) for each in filters) or not np.isfinite(evidence):
-        return result
-    if evidence + value <= FAR_BELOW + 3 * np.hypot(error, noise):
-        return result
-    reason = (
-        f"The ELBO of {num_series(some)} series is {-value:.3f} nats per row, and a particle"
-        f" estimate of their log-evidence {evidence:.3f} ± {error:.3f}: the posterior of the family"
-        " is far off. More steps, more series, restarts or another family are needed."
-    )
-    return _with_status(result, "underfitted", reason)
 
 
-def _with_status(result: FitResult, status: FitStatus, reason: str) -> FitResult:
-    return dataclasses.replace(result, status=status, reason=reason)
-
-
-def _placed(mesh: Mesh | None, num_starts: int | None) -> tuple[Placement | None, tuple[str, ...]]:
-    """Where parameters lie, and the axes of the mesh over which series do."""
-    if mesh is None:
-        return None, ()
-    if num_starts is None or STARTS not in mesh.axis_names:
-        return Placement(mesh), mesh.axis_names
-    if num_starts % mesh.shape[STARTS]:
-        raise ValueError(
-            f"{num_starts} starts cannot be spread over an axis {STARTS!r} of"
-            f" {mesh.shape[STARTS]} devices in equal shares."
+def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
+    """Return the held-out series, checked against the model."""
+    ys, options = held_out if isinstance(held_out, tuple) else (held_out, {})
+    if isinstance(ys, SharedSeries | AbstractSeriesStore):
+        raise TypeError(
+            "fit expects `held_out` to be arrays, the same in every process, got"
+            f" {type(ys).__name__}. Some hundred series are enough."
         )
-    return Placement(mesh, STARTS), tuple(axis for axis in mesh.axis_names if axis != STARTS)
+    options = {"mask": None, "inputs": None, "length": None, **options}
+    return batch_for(unwrap(model), ys, owner="fit", **options)
 
 
-def _segment(remat: bool | int, num_times: int) -> int | None:
-    """How many rows are kept at a time; `None` for all."""
-    if remat is True:
-        return default_segment(num_times)
-    return check_count(remat, "remat") if remat else None
+def _prepare(family: AbstractFamily, model: StateSpaceModel, series: Series) -> AbstractFamily:
+    """Return the family in the units of the data."""
+    return family.prepare(
+        model, series.ys, mask=series.mask, inputs=series.inputs, length=series.length
+    )
 
 
-def _prepared(family: AbstractFamily, model: StateSpaceModel, some: Series) -> AbstractFamily:
-    """The family in the units of the data."""
-    return family.prepare(model, some.ys, mask=some.mask, inputs=some.inputs, length=some.length)
-
-
-def _shown(
-    progress: bool | Callable[[int, float], None], num_steps: int
-) -> Callable[[int, float], None] | None:
-    """What is called with the step and the loss after each chunk."""
-    if callable(progress):
-        return lambda step, loss: progress(step, -loss)
-    return ProgressLine("ELBO {:.4f} nats a time step", num_steps) if progress else None
-
-
-def _chunks(num_steps: int, share: float, chunk_size: int) -> int:
-    """A share of the steps, rounded up to whole chunks."""
-    if not 0 < share <= 1:
-        raise ValueError(f"fit expects a tournament in (0, 1], a share of the steps, got {share}.")
-    return min(num_steps, -(-int(share * num_steps) // chunk_size) * chunk_size)
-
-
-def _until(stages: Sequence[Stage], step: int) -> list[Stage]:
-    """The stages up to a step."""
-    kept = [stage for stage in stages if stage.until < step]
-    return [*kept, Stage(step, stages[len(kept)].loss)]
+def _moving(pair: tuple[AbstractFamily, StateSpaceModel], learn: Any) -> PyTree:
+    """Return a pytree of booleans over (family, model): the leaves that are learned."""
+    arrays = jax.tree.map(eqx.is_inexact_array, pair)
+    if isinstance(learn, str):
+        if learn not in ("family", "model", "both"):
+            raise ValueError(
+                "fit expects `learn` to be 'family', 'model', 'both' or a pytree of booleans over"
+                f" (family, model), got {learn!r}."
+            )
+        return tuple(
+            jax.tree.map(lambda leaf, name=name: leaf and learn in (name, "both"), part)
+            for name, part in zip(("family", "model"), arrays, strict=True)
+        )
+    try:
+        return jax.tree.map(lambda chosen, array: bool(chosen) and array, learn, arrays)
+    except ValueError as error:
+        raise ValueError(
+            "fit expects `learn` to be a pytree of booleans of the structure of (family, model)"
+            " after family.prepare(model, ys): call it first, and pass"
+            f" Optimisation(prepare=False). {error}"
+        ) from error
 
 
 def _starts(
     key: PRNGKey, family: AbstractFamily, model: StateSpaceModel, moving: PyTree, restarts: int
 ) -> tuple[PyTree, int | None]:
-    """The parameters of each start, those that were given and fresh draws, and how many."""
-    given = eqx.filter((family, model), moving)
+    """Return the parameters of the given start and of random ones, and the number of starts."""
+    first = eqx.filter((family, model), moving)
     keys = jax.random.split(jax.random.fold_in(key, 2), restarts - 1)
-    fresh = [eqx.filter((family.redraw(each), model), moving) for each in keys]
-    drawn = [each for each in fresh if not eqx.tree_equal(each, given)]
-    if not drawn:
-        return given, None
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), given, *drawn), 1 + len(drawn)
-
-
-def _moving(pair: tuple[AbstractFamily, StateSpaceModel], learn: Any) -> PyTree:
-    """A pytree of booleans over (family, model): which leaves are learned."""
-    arrays = jax.tree.map(eqx.is_inexact_array, pair)
-    if isinstance(learn, str):
-        if learn not in ("family", "model", "both"):
-            raise ValueError(
-                "fit expects learn 'family', 'model', 'both' or a pytree of booleans over (family,"
-                f" model), got {learn!r}."
-            )
-        chosen = {"family": (True, False), "model": (False, True), "both": (True, True)}[learn]
-        spread = tuple(
-            jax.tree.map(lambda leaf, keep=keep: leaf and keep, part)
-            for keep, part in zip(chosen, arrays, strict=True)
-        )
-        return spread
-    try:
-        return jax.tree.map(lambda given, array: bool(given) and array, learn, arrays)
-    except ValueError as error:
-        raise ValueError(
-            "fit expects learn to be a pytree of booleans of the structure of (family, model) after"
-            " family.prepare(model, ys): call it first, and pass prepare=False. " + str(error)
-        ) from error
-
-
-def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
-    """The series by which parameters are graded, checked against the model."""
-    ys, rest = held_out if isinstance(held_out, tuple) else (held_out, {})
-    if isinstance(ys, SharedSeries | AbstractSeriesStore):
-        raise TypeError(
-            "fit expects held_out to be arrays, the same in every process, got"
-            f" {type(ys).__name__}: some hundred series are enough."
-        )
-    given = {"mask": None, "inputs": None, "length": None, **rest}
-    return batch_for(unwrap(model), ys, owner="fit", **given)
+    redrawn = [eqx.filter((family.redraw(each), model), moving) for each in keys]
+    others = [each for each in redrawn if not eqx.tree_equal(each, first)]
+    if not others:
+        return first, None
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), first, *others), 1 + len(others)
 
 
 def default_estimator(family: AbstractFamily, model: StateSpaceModel) -> AbstractEstimator:
-    """The cheapest estimator of the ELBO that family and model allow."""
+    """Return the cheapest estimator of the ELBO that family and model allow."""
     if not isinstance(family, AbstractLinearGaussianFamily):
         return BackwardSampling(NUM_PATHS, by_component=True, stop_score=True)
     if all(term.quadratic for term in LogJoint(model).terms()):
@@ -514,34 +306,45 @@ def default_estimator(family: AbstractFamily, model: StateSpaceModel) -> Abstrac
     return RaoBlackwellised(1)
 
 
-def _for_grades(estimator: AbstractEstimator) -> AbstractEstimator:
-    """The estimator with twice as many draws if it has one replicate, and so no standard error."""
+def _for_evaluation(estimator: AbstractEstimator) -> AbstractEstimator:
+    """Return the estimator, with two replicates if it has one, and so no standard error."""
     if estimator.num_replicates != 1 or not hasattr(estimator, "num_samples"):
         return estimator
     return dataclasses.replace(estimator, num_samples=2 * estimator.num_samples)  # pyright: ignore
 
 
-def _check_kinds(family: Any, model: Any) -> None:
-    if not isinstance(family, AbstractFamily):
-        raise TypeError(f"fit expects a family, got {type(family).__name__}.")
-    if not isinstance(model, StateSpaceModel):
-        raise TypeError(f"fit expects a StateSpaceModel, got {type(model).__name__}.")
+def _placement(
+    mesh: Mesh | None, num_starts: int | None
+) -> tuple[Placement | None, tuple[str, ...]]:
+    """Return the devices of the parameters, and the axes over which series are sharded."""
+    if mesh is None:
+        return None, ()
+    if num_starts is None or STARTS not in mesh.axis_names:
+        return Placement(mesh), mesh.axis_names
+    if num_starts % mesh.shape[STARTS]:
+        raise ValueError(
+            f"The number of starts ({num_starts}) must be a multiple of the size of the mesh axis"
+            f" {STARTS!r} ({mesh.shape[STARTS]})."
+        )
+    return Placement(mesh, STARTS), tuple(axis for axis in mesh.axis_names if axis != STARTS)
 
 
-def _result(trained: Trained, fixed: PyTree) -> FitResult:
-    state, history = trained.state, trained.history
-    family, model = eqx.combine(state.kept, fixed)
-    scores = np.atleast_1d(np.asarray(state.kept_score))
-    if history.other_scores is not None:
-        scores = np.concatenate([scores, history.other_scores])
-    return FitResult(
-        family=family,
-        model=model,
-        history=-history.losses,
-        held_out=-history.scores,
-        held_out_steps=history.score_steps,
-        kept_step=int(state.kept_step),
-        restart_scores=-scores,
-        num_skipped=int(state.skipped),
-        status=trained.status,
-    )
+def _progress_line(
+    progress: bool | Callable[[int, float], None], num_steps: int
+) -> Callable[[int, float], None] | None:
+    """Return the function that is called with step and loss after each chunk."""
+    if callable(progress):
+        return lambda step, loss: progress(step, -loss)
+    return ProgressLine("ELBO {:.4f} nats per time step", num_steps) if progress else None
+
+
+def _tournament_end(num_steps: int, options: Optimisation) -> int:
+    """Return the step after which the best start continues alone, at the end of a chunk."""
+    chunks = -(-int(options.tournament * num_steps) // options.chunk_size)
+    return min(num_steps, chunks * options.chunk_size)
+
+
+def _until(stages: Sequence[Stage], step: int) -> list[Stage]:
+    """Return the stages up to a step."""
+    complete = [stage for stage in stages if stage.until < step]
+    return [*complete, Stage(step, stages[len(complete)].loss)]

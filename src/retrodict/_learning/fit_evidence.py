@@ -1,5 +1,6 @@
-"""Learning a linear-Gaussian model by ascent of its exact log-evidence."""
+"""Learn a linear-Gaussian model by maximising its exact log-evidence."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,14 +11,17 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from retrodict._exact import check_linear_gaussian, log_evidence_of
+from retrodict._learning.dataset import Minibatch
+from retrodict._learning.in_memory import InMemoryBatches
+from retrodict._learning.on_disk import AbstractSeriesStore
+from retrodict._learning.open_dataset import open_dataset
 from retrodict._learning.quasi_newton import minimise
-from retrodict._learning.shared import counted_for
-from retrodict._learning.source import Batch, InMemory, in_memory
 from retrodict._learning.train import (
     Placement,
     ProgressLine,
     Stage,
     Status,
+    Trained,
     default_optimiser,
     start,
     train,
@@ -31,18 +35,18 @@ from retrodict.distributed import MeshLike, as_mesh, together
 
 
 class EvidenceResult(eqx.Module):
-    """What `fit_evidence` found.
+    """The result of `fit_evidence`.
 
     Attributes:
-        model: the model with the greatest log-evidence that was seen.
-        history: the log-evidence of each step's series, in nats per time step; of several
-            starts, that of the best one.
-        log_evidence: the log-evidence of all series under `model` (plus its log prior, if there is
-            one), in nats.
-        num_skipped: how many steps were skipped since their gradient was not finite.
-        status: `"converged"` if no step of `"lbfgs"` makes the evidence larger, `"finished"` if all
-            steps were taken, `"stopped early"` if patience ran out or a search along a line failed
-            before that, and `"diverged"` if too many steps were not finite.
+        model: the model with the greatest log-evidence.
+        history: the log-evidence of each step's series, in nats per time step; of several starts,
+            that of the best one.
+        log_evidence: the log-evidence of all series under `model`, plus the log prior if given, in
+            nats.
+        num_skipped: the number of steps that were skipped because of a non-finite gradient.
+        status: `"converged"` if no step of `"lbfgs"` increases the evidence, `"finished"` if all
+            steps were taken, `"stopped early"` if patience ran out or a line search failed before
+            that, and `"diverged"` if too many steps were non-finite.
     """
 
     model: StateSpaceModel
@@ -72,99 +76,96 @@ def fit_evidence(
     progress: bool = True,
     mesh: MeshLike = "all",
 ) -> EvidenceResult:
-    """Ascends the exact log-evidence log p_θ(y) of a linear-Gaussian model in its parameters θ.
+    """Maximise the exact log-evidence log p_θ(y) of a linear-Gaussian model over its parameters θ.
 
-    Scales are held positive; wrap what is known in `Frozen`.
+    Scales are kept positive. Wrap known parameters in `Frozen`.
 
     Args:
         key: a typed key.
         model: the model to start from.
         ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series; or
-            `SharedSeries`, which come with mask, inputs and lengths.
-        num_steps: how many steps to take.
-        mask: true where an entry was seen, of the shape of `ys`.
+            `SharedSeries`, which contain mask, inputs and lengths.
+        num_steps: the number of steps.
+        mask: true where an entry was observed, of the shape of `ys`.
         inputs: inputs, of shape `(batch, time, input)`.
-        length: how many rows exist, one integer a series or one for all.
-        batch_size: how many series a step sees; all of them if it is left out.
+        length: the number of existing rows, one integer per series or one for all.
+        batch_size: the number of series per step; all of them by default.
         learning_rate: the largest rate of the default optimiser.
-        optimiser: an optax transformation instead; or `"lbfgs"`, which sees all series at each
-            step, searches from several starts, takes tens of steps whatever the units of the data,
-            and ends by itself.
+        optimiser: an optax transformation to use instead; or `"lbfgs"`, which uses all series at
+            each step, searches from several starts, takes tens of steps for data in any units, and
+            stops at convergence.
         log_prior: a log density of the parameters, for maximum a posteriori estimates; called with
             the unwrapped model.
-        num_starts: from how many starts `"lbfgs"` searches, the given model first; by default from
-            one or two more for each array that is learned. Parameters that end at the edge of zero
-            are started again from the interior, unless this is 1.
-        patience: how many chunks may pass without a better evidence before it stops; not for
+        num_starts: the number of starts of `"lbfgs"`, the given model first; by default one or two
+            more per learned array. Parameters that end at zero are restarted from the interior,
+            unless this is 1.
+        patience: the number of chunks without a better evidence after which it stops; not for
             `"lbfgs"`.
-        chunk_size: steps between two visits of Python.
+        chunk_size: the number of steps between two evaluations.
         progress: whether to show a progress line.
-        mesh: the devices, over which the series are laid, as in `fit`.
+        mesh: the devices over which the series are sharded, as in `fit`.
 
     Returns:
-        The best model, the history, and how it ended.
+        The best model, the history, and the status.
 
     Raises:
         ProcessLostError: if another process of the mesh has ended.
     """
     check_key(key, "fit_evidence")
-    num_steps, chunk_size = check_count(num_steps, "num_steps"), check_count(chunk_size, "chunk")
-    plain = unwrap(model)
-    check_linear_gaussian(plain)
+    num_steps = check_count(num_steps, "num_steps")
+    chunk_size = check_count(chunk_size, "chunk_size")
+    check_linear_gaussian(unwrap(model))
+    if isinstance(ys, AbstractSeriesStore):
+        raise TypeError("fit_evidence expects series in memory, got a store. Use fit instead.")
     devices = as_mesh(mesh)
-    options = {"mask": mask, "inputs": inputs, "length": length}
-    batch, count = counted_for(plain, ys, **options, mesh=devices, owner="fit_evidence")
+    dataset = open_dataset(
+        unwrap(model),
+        ys,
+        mask=mask,
+        inputs=inputs,
+        length=length,
+        mesh=devices,
+        owner="fit_evidence",
+    )
+    axes = () if devices is None else devices.axis_names
+    size = sys.maxsize if batch_size is None else check_count(batch_size, "batch_size")
+    loader: Any = dataset.loader(key, size, chunk_size, axes)
+    batches: InMemoryBatches = loader.batches
     model = learnable(model)
     parameters, fixed = eqx.partition(model, eqx.is_inexact_array)
-    size = count if batch_size is None else min(batch_size, count)
-    share = 1.0 / float(Batch(batch, count).num_rows())
-    axes = () if devices is None else devices.axis_names
-    source = in_memory(batch, size, devices, axes, count)
+    loss = EvidenceLoss(fixed, log_prior, 1.0 / dataset.num_rows)
 
-    def log_evidence(parameters: PyTree, series: Series) -> Scalar:
-        return log_evidence_of(unwrap(eqx.combine(parameters, fixed)), series)
-
-    def objective(parameters: PyTree, batch: Batch) -> Scalar:
-        value = -batch.total(batch.each(log_evidence, parameters)) / batch.num_rows()
-        if log_prior is None:
-            return value
-        return value - share * log_prior(unwrap(eqx.combine(parameters, fixed)))
-
-    line = ProgressLine("log-evidence {:.4f} nats a time step", num_steps) if progress else None
+    line = ProgressLine("log-evidence {:.4f} nats per time step", num_steps) if progress else None
     if isinstance(optimiser, str):
-        if optimiser != "lbfgs" or size != count:
+        if optimiser != "lbfgs" or batches.batch_size != batches.everything.count:
             raise ValueError(
                 'fit_evidence expects an optax transformation, or "lbfgs" without a batch_size, got'
                 f" {optimiser!r} with batch_size={batch_size}."
             )
-        found = minimise(
-            objective,
+        minimum = minimise(
+            loss.value,
             model,
-            source.all(),
+            batches.everything,
             num_steps=num_steps,
-            share=share,
+            share=loss.share,
             num_starts=num_starts,
             show=line,
         )
         return EvidenceResult(
-            eqx.combine(found.parameters, fixed),
-            -found.losses,
-            -found.value / share,
-            found.num_skipped,
-            found.status,
+            eqx.combine(minimum.parameters, fixed),
+            -minimum.losses,
+            -minimum.value / loss.share,
+            minimum.num_skipped,
+            minimum.status,
         )
-
-    def loss(parameters: PyTree, data: InMemory, key: PRNGKey, step: Array) -> Scalar:
-        drawn = data.all() if size == count else data.draw(key, step)
-        return objective(parameters, drawn)
-
-    optimiser = default_optimiser(learning_rate, num_steps) if optimiser is None else optimiser
+    optimiser = optimiser or default_optimiser(learning_rate, num_steps)
     trained = train(
         key,
         [Stage(num_steps, loss)],
-        lambda parameters, data: (objective(parameters, data.all()), jnp.zeros(())),
-        start(parameters, optimiser, None),
-        source,
+        loss.score,
+        Trained(start(parameters, optimiser, None)),
+        loader.load,
+        batches.everything,
         optimiser=optimiser,
         num_starts=None,
         chunk_size=chunk_size,
@@ -175,7 +176,44 @@ def fit_evidence(
     return EvidenceResult(
         eqx.combine(trained.state.kept, fixed),
         -trained.history.losses,
-        -float(trained.state.kept_score) / share,
+        -float(trained.state.kept_score) / loss.share,
         int(trained.state.skipped),
         trained.status,
     )
+
+
+class EvidenceLoss(eqx.Module):
+    """The negative log-evidence in nats per time step, with its share of the log prior.
+
+    Attributes:
+        fixed: the leaves of the model that are not learned.
+        log_prior: the log density of the model's parameters, or `None`.
+        share: the weight of the log prior, one over the number of rows of all data.
+    """
+
+    fixed: PyTree
+    log_prior: Callable[[StateSpaceModel], Scalar] | None
+    share: float = eqx.field(static=True)
+
+    def __call__(
+        self, parameters: PyTree, batches: InMemoryBatches, key: PRNGKey, step: Array
+    ) -> Scalar:
+        """Return the loss of a step."""
+        if batches.batch_size == batches.everything.count:
+            return self.value(parameters, batches.everything)
+        return self.value(parameters, batches.minibatch(key, step))
+
+    def score(self, parameters: PyTree, batch: Minibatch) -> tuple[Scalar, Scalar]:
+        """Return the loss of some series and its standard error, which is zero."""
+        return self.value(parameters, batch), jnp.zeros(())
+
+    def value(self, parameters: PyTree, batch: Minibatch) -> Scalar:
+        """Return the loss of some series."""
+
+        def log_evidence(parameters: PyTree, series: Series) -> Scalar:
+            return log_evidence_of(unwrap(eqx.combine(parameters, self.fixed)), series)
+
+        value = -batch.total(batch.each(log_evidence, parameters)) / batch.num_rows()
+        if self.log_prior is None:
+            return value
+        return value - self.share * self.log_prior(unwrap(eqx.combine(parameters, self.fixed)))

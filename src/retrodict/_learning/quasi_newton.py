@@ -1,9 +1,9 @@
 """L-BFGS on the host, for exact losses that are costly to compile and cheap to evaluate.
 
-The loss of a state-space model has several minima: a scale may be driven to zero, where the loss is
-flat, although a larger one explains the data far better together with others. So the search starts
-from several points, follows each for a few steps, and goes on with the best; and what ends at the
-edge of zero is started again from the interior. All of it uses one compiled program.
+The loss of a state-space model has several minima: a scale may converge to zero, where the loss is
+flat, although a larger scale explains the data far better together with others. The search
+therefore starts from several points, takes a few steps from each, and continues with the best.
+Scales that end at zero are restarted from the interior. All of it uses one compiled program.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,74 +13,66 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from scipy.optimize import OptimizeResult, minimize
 
+from retrodict._learning.coordinates import Coordinates, coordinates_of
 from retrodict._learning.train import Status
 from retrodict._model import StateSpaceModel
-from retrodict._parameters import (
-    AbstractParameter,
-    Bounded,
-    Frozen,
-    Positive,
-    PositiveTril,
-    StationaryCoefficients,
-)
 from retrodict._types import Scalar
 from retrodict.distributed import to_hosts
 
 ROUNDING = 10.0
-"""From how many rounding errors of the loss on a step counts as progress."""
+"""The number of rounding errors of the loss from which on a step is progress."""
 
 NO_GAIN = 1e-7
-"""A step that gains less than this, in units of the whole loss, is no progress either."""
+"""The gain of a step, in nats of the whole loss, from which on it is progress."""
 
 SETTLED = 1e-5
-"""A descent that was begun anew and gains less than this, in nats, is at its end."""
+"""The gain in nats from which on a restarted descent continues."""
 
 SMALL = 0.1
-"""Scales below this share of the largest may be on their way to the edge of zero."""
+"""The fraction of the largest scale below which a scale may be converging to zero."""
 
 SCREENING_STEPS = 8
-"""Steps from each start before the best goes on."""
+"""The number of steps from each start before the best continues."""
 
 RESTART_STEPS = 12
-"""Steps from the interior before a restart is given up."""
+"""The number of steps of a restart from the interior."""
 
-MOST_ROUNDS = 3
-"""How often parameters at an edge are started again."""
+MAX_ROUNDS = 3
+"""The number of rounds of restarts of parameters at an edge."""
 
 APART = 30.0
-"""By which factor a start sets the other scales below the one that it lets explain the data."""
+"""The factor by which a start lowers all scales but one."""
 
-UNFELT = 0.5
-"""A scale that may be ten times as large at a cost below this is at the edge of zero."""
+NEGLIGIBLE = 0.5
+"""The cost in nats of a tenfold scale below which the scale is at the edge of zero."""
 
-FELT = 0.02
-"""A scale is of the size of the interior where it costs this much per unit of the loss's share."""
+NOTICEABLE = 0.02
+"""The cost per row at which a raised scale is in the interior."""
 
-LEAST = 1e-4
-"""From which share of the largest on scales are raised to find where the loss rises."""
+LOWEST = 1e-4
+"""The fraction of the largest scale from which on small scales are raised."""
 
 LOGIT = 2.0
-"""Starts of bounded parameters, on either side of the middle, on the logistic scale."""
+"""The logistic coordinate of the starts of bounded parameters, on both sides of the middle."""
 
-MOST_PROBES = 40
-"""Up to how many parameters without a natural unit are probed one by one."""
+MAX_PROBES = 40
+"""The largest number of free parameters that are probed one by one."""
 
 
 class Minimum(NamedTuple):
-    """Where `minimise` ended.
+    """The result of `minimise`.
 
     Attributes:
-        parameters: the best that were found.
-        value: the loss there.
-        losses: the loss after each step on the way there.
-        num_skipped: at how many points loss or gradient was not finite.
-        status: how it ended: `"converged"` if no step makes the loss smaller, `"finished"` if all
-            steps were taken, `"stopped early"` if the search along a line failed before that, and
-            `"diverged"` if the loss is not finite at the start.
+        parameters: the best parameters.
+        value: their loss.
+        losses: the loss after each step that led to them.
+        num_skipped: the number of points with a non-finite loss or gradient.
+        status: `"converged"` if no step decreases the loss, `"finished"` if all steps were taken,
+            `"stopped early"` if the line search failed before that, and `"diverged"` if the loss is
+            non-finite at the start.
     """
 
     parameters: PyTree
@@ -91,84 +83,73 @@ class Minimum(NamedTuple):
 
 
 class Chart(eqx.Module):
-    """The learned entries of parameters as one vector z, in coordinates without units.
+    """The learned parameters as a vector z of coordinates without units.
 
-    A scale v has the coordinate log v, so that other units of the data shift it; what is bounded
-    keeps its logistic coordinate; other entries are multiples of `unit`, which is found by probing.
+    A scale v has the coordinate log v, so that a change of units is a shift. A bounded parameter
+    keeps its logistic coordinate. Other entries are multiples of a unit, determined by probing.
 
     Attributes:
-        flat: all parameters as one vector.
-        place: which entries of it are learned.
-        is_scale: which of those are scales.
-        is_free: which of those are neither scales nor bounded.
-        array: the number of the array that each belongs to.
-        row: the place of each in its array, counted along the last axis.
-        unit: one for each, 1 but for free entries.
+        coordinates: the learned parameters as an unconstrained vector θ.
+        is_scale: which parameters are scales.
+        is_free: which parameters are neither scales nor bounded.
+        array: the index of the array of each parameter.
+        row: the index of each parameter along the last axis of its array.
     """
 
-    flat: Float[Array, "entry"]
-    place: Int[np.ndarray, "parameter"]
+    coordinates: Coordinates
     is_scale: Bool[np.ndarray, "parameter"]
     is_free: Bool[np.ndarray, "parameter"]
     array: Int[np.ndarray, "parameter"]
     row: Int[np.ndarray, "parameter"]
 
     def start(self) -> Float[np.ndarray, "parameter"]:
-        """The coordinates of the parameters themselves, with units of 1."""
-        raw = np.asarray(self.flat, np.float64)[self.place]
-        # log softplus(raw), which is raw itself far to the left.
-        log_scale = np.where(raw < -30.0, raw, np.log(np.logaddexp(0.0, np.maximum(raw, -30.0))))
-        return np.where(self.is_scale, log_scale, raw)
+        """Return the coordinates of the model, with units of 1."""
+        theta = np.asarray(self.coordinates.theta(), np.float64)
+        # log softplus(θ), which is θ itself far to the left.
+        log_scale = np.where(
+            theta < -30.0, theta, np.log(np.logaddexp(0.0, np.maximum(theta, -30.0)))
+        )
+        return np.where(self.is_scale, log_scale, theta)
 
-    def entries(
-        self,
-        flat: Float[Array, "entry"],
-        z: Float[Array, "parameter"],
-        unit: Float[Array, "parameter"],
-    ) -> Float[Array, "entry"]:
-        """All parameters as one vector, with those that are learned at these coordinates."""
+    def parameters(self, z: Float[Array, "parameter"], unit: Float[Array, "parameter"]) -> PyTree:
+        """Return the floating arrays of the model at these coordinates."""
         log_scale = jnp.where(self.is_scale, z, 0.0)
         # log(exp(v) − 1) of v = exp(z), which is z itself where v is below rounding.
         scale = jnp.exp(jnp.maximum(log_scale, -30.0))
-        raw = jnp.where(log_scale < -30.0, log_scale, scale + jnp.log(-jnp.expm1(-scale)))
-        moved = jnp.where(self.is_scale, raw, z * unit)
-        return flat.at[self.place].set(moved.astype(flat.dtype))
+        theta = jnp.where(log_scale < -30.0, log_scale, scale + jnp.log(-jnp.expm1(-scale)))
+        theta = jnp.where(self.is_scale, theta, z * unit)
+        return eqx.filter(self.coordinates.model_at(theta), eqx.is_inexact_array)
 
 
 def chart_of(model: StateSpaceModel) -> Chart:
-    """The chart of all floating arrays of a model that are not frozen."""
-    constrained = (Positive, PositiveTril, Bounded, StationaryCoefficients)
-    is_leaf = lambda node: isinstance(node, (Frozen, *constrained))  # noqa: E731
-    kinds: list[np.ndarray] = []
-
-    def kind(node: object, leaf: Array) -> np.ndarray:
-        """0 for what is not learned, 1 for scales, 2 for what is bounded, 3 for all else."""
-        if isinstance(node, Frozen):
-            return np.zeros(leaf.shape, int)
-        if isinstance(node, PositiveTril):
-            return np.tril(np.full(leaf.shape, 3), -1) + np.eye(leaf.shape[0], dtype=int)
-        code = 1 if isinstance(node, Positive) else 2 if isinstance(node, AbstractParameter) else 3
-        return np.full(leaf.shape, code)
-
-    for node in jax.tree.leaves(model, is_leaf=is_leaf):
-        kinds += [kind(node, x) for x in jax.tree.leaves(node) if eqx.is_inexact_array(x)]
-    flat = ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0]
-    code = np.concatenate([each.ravel() for each in kinds]) if kinds else np.zeros(0, int)
-    array = np.repeat(np.arange(len(kinds)), [each.size for each in kinds])
-    row = [np.arange(each.size) % each.shape[-1] if each.ndim else np.zeros(1) for each in kinds]
-    place = np.flatnonzero(code)
+    """Return the chart of the parameters that `fit_evidence` learns."""
+    coordinates = coordinates_of(model)
+    places = [np.asarray(place) for place in coordinates.places]
+    leaves = jax.tree.leaves(eqx.filter(coordinates.model, eqx.is_inexact_array))
+    widths = [leaf.shape[-1] if leaf.ndim else 1 for leaf in leaves]
+    rows = [place % width for place, width in zip(places, widths, strict=True)]
     return Chart(
-        flat,
-        place,
-        code[place] == 1,
-        code[place] == 3,
-        array[place],
-        np.concatenate(row)[place].astype(int) if kinds else np.zeros(0, int),
+        coordinates,
+        np.array([edge == (0.0, None) for edge in coordinates.edges], bool),
+        np.array([edge == (None, None) for edge in coordinates.edges], bool),
+        np.repeat(np.arange(len(places)), [place.size for place in places]),
+        np.concatenate([*rows, np.zeros(0)]).astype(int),
     )
 
 
+@eqx.filter_jit
+def _evaluate(
+    loss: Callable[[PyTree, PyTree], Scalar], chart: Chart, z: Array, unit: Array, data: PyTree
+) -> tuple[Scalar, Float[Array, "parameter"]]:
+    """Return the loss at some coordinates and its gradient.
+
+    The chart is an argument and not a constant, so that a program is reused for other values.
+    """
+    return jax.value_and_grad(lambda z: loss(chart.parameters(z, unit), data))(z)
+
+
 class _Descent(NamedTuple):
-    """A point, its loss, the losses on the way and whether L-BFGS ended by itself."""
+    """The end of a descent: a point, its loss, the losses that led to it, and the status."""
 
     z: Float[np.ndarray, "parameter"]
     value: float
@@ -176,47 +157,33 @@ class _Descent(NamedTuple):
     status: Status
 
     def after(self, before: "_Descent") -> "_Descent":
-        """The same with the way before it; the earlier point if that was better."""
+        """Return the same with an earlier descent in front; the earlier point if it is better."""
         if before.value < self.value:
             return before._replace(status=self.status)
         return self._replace(losses=before.losses + self.losses)
 
 
 class _Loss:
-    """A loss as a function of coordinates on the host, which counts what is not finite."""
+    """A loss as a function of coordinates on the host, which counts non-finite values."""
 
-    def __init__(
-        self,
-        loss: Callable[[PyTree, PyTree], Scalar],
-        parameters: PyTree,
-        chart: Chart,
-        data: PyTree,
-    ):
-        flat, restore = ravel_pytree(parameters)
-
-        @eqx.filter_jit
-        def evaluated(flat: Array, z: Array, unit: Array, data: PyTree) -> tuple[Array, Array]:
-            # An argument and not a constant: programs are found again for other values.
-            return jax.value_and_grad(lambda z: loss(restore(chart.entries(flat, z, unit)), data))(
-                z
-            )
-
-        self._evaluated = lambda z, unit: evaluated(flat, z, unit, data)
-        self._dtype = flat.dtype
-        self.restore = lambda z: restore(
-            chart.entries(flat, jnp.asarray(z), jnp.asarray(self.unit))
-        )
-        self.unit = np.ones(len(chart.place))
+    def __init__(self, loss: Callable[[PyTree, PyTree], Scalar], chart: Chart, data: PyTree):
+        self._loss, self._chart, self._data = loss, chart, data
+        self.dtype = chart.coordinates.theta().dtype
+        self.unit = np.ones(len(chart.is_scale))
         self.largest, self.skipped = 0.0, 0
 
+    def restore(self, z: np.ndarray) -> PyTree:
+        """Return the floating arrays of the model at some coordinates."""
+        return self._chart.parameters(jnp.asarray(z), jnp.asarray(self.unit))
+
     def __call__(self, z: np.ndarray) -> tuple[float, np.ndarray]:
-        at, unit = (jnp.asarray(part, self._dtype) for part in (z, self.unit))
-        value, slope = to_hosts(self._evaluated(at, unit))
-        found, slope = float(value), np.asarray(slope, np.float64)
-        if np.isfinite(found) and np.all(np.isfinite(slope)):
-            self.largest = max(self.largest, abs(found))
-            return found, slope
-        # A wall, finite so that the search along the line can interpolate its way back from it.
+        at, unit = (jnp.asarray(part, self.dtype) for part in (z, self.unit))
+        result = to_hosts(_evaluate(self._loss, self._chart, at, unit, self._data))
+        value, slope = float(result[0]), np.asarray(result[1], np.float64)
+        if np.isfinite(value) and np.all(np.isfinite(slope)):
+            self.largest = max(self.largest, abs(value))
+            return value, slope
+        # A large finite value, from which the line search can interpolate its way back.
         self.skipped += 1
         return 1e3 * (1.0 + self.largest), np.zeros_like(slope)
 
@@ -231,29 +198,29 @@ def minimise(
     num_starts: int | None = None,
     show: Callable[[int, float], None] | None = None,
 ) -> Minimum:
-    """Descends a loss by L-BFGS until it no longer falls, from several starts.
+    """Minimise a loss by L-BFGS until convergence, from several starts.
 
-    `optax.lbfgs` has the loss and its gradient three times in one program, which takes three times
-    as long to compile; here they are compiled once, and each evaluation visits Python.
+    `optax.lbfgs` contains the loss and its gradient three times in one program, which takes three
+    times as long to compile. Here they are compiled once, and called from Python.
 
     Args:
         loss: `loss(parameters, data)`.
-        model: the model whose floating arrays are the parameters, with scales as parameters that
-            stay positive; the first start.
-        data: what the loss reads.
-        num_steps: how many steps to take at most on the way that ends best.
-        share: what one nat of the whole loss is in units of the loss.
-        num_starts: from how many starts; by default two or three for each array.
+        model: the model whose floating arrays are the parameters, with positive scales as
+            parameters; the first start.
+        data: the data of the loss.
+        num_steps: the largest number of steps of the best descent.
+        share: the value of one nat of the whole loss, in units of the loss.
+        num_starts: the number of starts; by default two or three per array.
         show: called after each step with its number and the loss.
     """
-    parameters = eqx.filter(model, eqx.is_inexact_array)
     chart = chart_of(model)
-    target = _Loss(loss, parameters, chart, data)
+    target = _Loss(loss, chart, data)
     z = chart.start()
     value, slope = target(z)
     if target.skipped:
+        parameters = eqx.filter(model, eqx.is_inexact_array)
         return Minimum(parameters, float("inf"), np.zeros(0), 1, "diverged")
-    precision = ROUNDING * float(jnp.finfo(chart.flat.dtype).eps)
+    precision = ROUNDING * float(jnp.finfo(target.dtype).eps)
 
     def descend(z: np.ndarray, most: int) -> _Descent:
         losses: list[float] = []
@@ -271,12 +238,12 @@ def minimise(
             "ftol": max(precision, NO_GAIN * share / size),
             "gtol": 0.0,
         }
-        found = minimize(target, z, jac=True, method="L-BFGS-B", callback=after, options=options)
-        is_end = found.success or float(np.max(np.abs(found.jac), initial=0.0)) < precision**0.5
+        result = minimize(target, z, jac=True, method="L-BFGS-B", callback=after, options=options)
+        is_end = result.success or float(np.max(np.abs(result.jac), initial=0.0)) < precision**0.5
         status: Status = (
             "finished" if len(losses) >= most else "converged" if is_end else "stopped early"
         )
-        return _Descent(found.x, float(found.fun), losses, status)
+        return _Descent(result.x, float(result.fun), losses, status)
 
     target.unit = _units(target, chart, z, slope)
     z = np.where(chart.is_free, z / target.unit, z)
@@ -287,23 +254,23 @@ def minimise(
         again = [descend(each.z, SCREENING_STEPS).after(each) for each in screened[:2]]
         best = min(again, key=_by_value)
 
-    def settle(found: _Descent) -> _Descent:
-        """Descend to the end, and beyond where L-BFGS creeps along a scale that goes to zero."""
-        for _ in range(MOST_ROUNDS):
-            left = num_steps - len(found.losses)
+    def settle(descent: _Descent) -> _Descent:
+        """Descend to convergence, and further if L-BFGS is slow along a scale that goes to zero."""
+        for _ in range(MAX_ROUNDS):
+            left = num_steps - len(descent.losses)
             if left < 1:
-                return found
-            before = found.value
-            found = descend(found.z, left).after(found)
-            lower = _lowered(target, chart, found.z, found.value)
-            if found.status != "converged" or (lower is None and before - found.value < enough):
-                return found
-            found = found if lower is None else found._replace(z=lower[0], value=lower[1])
-        return found
+                return descent
+            before = descent.value
+            descent = descend(descent.z, left).after(descent)
+            lower = _lowered(target, chart, descent.z, descent.value)
+            if descent.status != "converged" or (lower is None and before - descent.value < enough):
+                return descent
+            descent = descent if lower is None else descent._replace(z=lower[0], value=lower[1])
+        return descent
 
     enough = SETTLED * share
     best = settle(best)
-    for _ in range(MOST_ROUNDS if num_starts != 1 and best.status == "converged" else 0):
+    for _ in range(MAX_ROUNDS if num_starts != 1 and best.status == "converged" else 0):
         tried = [
             descend(start, RESTART_STEPS)
             for start in _from_interior(target, chart, best.z, best.value, share)
@@ -324,9 +291,9 @@ def _by_value(descent: _Descent) -> float:
 def _units(
     target: _Loss, chart: Chart, z: np.ndarray, slope: np.ndarray
 ) -> Float[np.ndarray, "parameter"]:
-    """The size of a step of each free entry that changes the loss by about ½: 1 / √curvature.
+    """Return the step of each free entry that changes the loss by about ½: 1 / √curvature.
 
-    Curvatures are differences of gradients, over a step that costs about 1.
+    Curvatures are differences of gradients over a step that changes the loss by about 1.
     """
     unit = np.ones(len(z))
     for direction in _directions(chart, slope):
@@ -350,9 +317,9 @@ def _units(
 
 
 def _directions(chart: Chart, slope: np.ndarray) -> Iterator[np.ndarray]:
-    """Along which free entries are probed: each, or if there are many each array's gradient."""
+    """Yield the directions to probe: each free entry, or the gradient of each array if many."""
     free = np.flatnonzero(chart.is_free)
-    if len(free) <= MOST_PROBES:
+    if len(free) <= MAX_PROBES:
         yield from np.eye(len(slope))[free]
         return
     for array in np.unique(chart.array[free]):
@@ -364,7 +331,7 @@ def _directions(chart: Chart, slope: np.ndarray) -> Iterator[np.ndarray]:
 def _starts(
     target: _Loss, chart: Chart, z: np.ndarray, value: float, share: float
 ) -> list[np.ndarray]:
-    """Starts that each let another scale explain the data, and that bend what is bounded."""
+    """Return starts in which one scale is large, or a bounded parameter is off its middle."""
     centre = z
     for raised in _raised(target, chart, z, value, share):
         centre = np.maximum(centre, raised)
@@ -377,7 +344,7 @@ def _starts(
     for array in np.unique(chart.array[bounded]):
         inside = bounded & (chart.array == array)
         for side in (LOGIT, -LOGIT):
-            # Of the partial autocorrelations of lags, the first.
+            # Move the first of the partial autocorrelations.
             starts.append(np.where(inside, np.where(chart.row == 0, side, 0.0), centre))
     return starts
 
@@ -385,7 +352,7 @@ def _starts(
 def _from_interior(
     target: _Loss, chart: Chart, z: np.ndarray, value: float, share: float
 ) -> Sequence[np.ndarray]:
-    """The point with scales that are at the edge of zero raised: all of them, and one by one."""
+    """Return the point with scales at the edge of zero raised: all of them, and one by one."""
     raised = _raised(target, chart, z, value, share)
     if len(raised) < 2:
         return raised
@@ -395,40 +362,40 @@ def _from_interior(
 def _lowered(
     target: _Loss, chart: Chart, z: np.ndarray, value: float
 ) -> tuple[np.ndarray, float] | None:
-    """The point with small scales much smaller, if that is better, and its loss."""
+    """Return the point with small scales much smaller and its loss, if that is better."""
     if not chart.is_scale.any():
         return None
-    found, least = None, value
+    lowered, least = None, value
     small = chart.is_scale & (z < np.max(z[chart.is_scale]) + np.log(SMALL))
     for array in np.unique(chart.array[small]):
         inside = small & (chart.array == array)
-        base = z if found is None else found
+        base = z if lowered is None else lowered
         at = np.where(inside, base - np.log(APART), base)
         if (moved := target(at)[0]) < least:
-            found, least = at, moved
-    return None if found is None else (found, least)
+            lowered, least = at, moved
+    return None if lowered is None else (lowered, least)
 
 
 def _raised(
     target: _Loss, chart: Chart, z: np.ndarray, value: float, share: float
 ) -> list[np.ndarray]:
-    """For each array of scales with some at the edge of zero, the point with those raised.
+    """Return, for each array with scales at the edge of zero, the point with these raised.
 
-    They are raised to where the loss begins to rise, which is a size of the data's own.
+    They are raised to where the loss begins to rise, which depends on the data alone.
     """
     if not chart.is_scale.any():
         return []
     largest = np.max(z[chart.is_scale])
     small = chart.is_scale & (z < largest + np.log(SMALL))
-    found = []
+    points = []
     for array in np.unique(chart.array[small]):
         inside = small & (chart.array == array)
-        if target(np.where(inside, z + np.log(10.0), z))[0] - value > UNFELT * share:
+        if target(np.where(inside, z + np.log(10.0), z))[0] - value > NEGLIGIBLE * share:
             continue
-        at = np.where(inside, np.maximum(z, largest + np.log(LEAST)), z)
+        at = np.where(inside, np.maximum(z, largest + np.log(LOWEST)), z)
         for _ in range(12):
-            if target(at)[0] - value > max(FELT, 2.0 * share):
+            if target(at)[0] - value > max(NOTICEABLE, 2.0 * share):
                 break
             at = np.where(inside, at + np.log(10.0), at)
-        found.append(at)
-    return found
+        points.append(at)
+    return points

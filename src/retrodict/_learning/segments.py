@@ -1,17 +1,16 @@
-"""The ELBO of a long series, segment by segment, so that its gradient needs little memory.
+"""The ELBO of a long series by segments, whose gradient needs little memory.
 
-Reverse mode keeps what every row needs. Here the rows after the first are cut into segments of L. A
-first pass, forward, keeps the family's state at their ends only; a second one, backward in time,
-reads each segment again, from the law of its last state that the segments after it have left:
+Reverse-mode differentiation stores intermediate values of every row. Here the rows after the first
+are divided into segments of L. A forward pass stores the state of the family at their ends only. A
+backward pass reads each segment again, given the law of its last state from the segments after it:
 
     ELBO = E[log χ(x_0) + log g(x_0, y_0) − log q_{n-1}(x_{n-1})]
            + Σ_segments Σ_{k in it} E[log m(x_{k-1}, x_k) + log g(x_k, y_k) − log q_{k-1|k}].
 
-What a segment needs is made again when its derivative is taken, so that memory grows with
-L + n / L, and with √n for L = √n; each row is read three times and not once.
+The values of a segment are recomputed for its derivative, so that memory grows with L + n / L, or
+with √n for L = √n. Each row is read three times instead of once.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -31,6 +30,7 @@ from retrodict._expectations import (
     BackwardSampling,
     Estimate,
     LogJoint,
+    Series,
     Paths,
     along_path,
     average,
@@ -48,11 +48,6 @@ from retrodict._series import Series
 from retrodict._types import Scalar
 
 
-def default_segment(num_times: int) -> int:
-    """About √n rows."""
-    return max(1, math.isqrt(num_times))
-
-
 def elbo_in_segments(
     model: StateSpaceModel,
     family: AbstractFactorFamily,
@@ -64,43 +59,43 @@ def elbo_in_segments(
     *,
     first_counts: bool = True,
 ) -> Estimate:
-    """What `elbo_of_series` finds for the chain that a family infers, in less memory.
+    """Compute the same as `elbo_of_series` for the chain of a family, in less memory.
 
     Args:
         model: an unwrapped model; its prior is the law of the state in the first row.
         family: an unwrapped family.
         state: the family's state before the first row.
         series: a prepared series of two rows or more.
-        estimator: how expectations are taken.
-        key: a typed key, or `None` if the estimator does not draw. Each segment has its own noise.
-        segment: how many rows a segment has.
-        first_counts: whether the observation of the first row, which the family reads, is one that
-            the model is asked for too.
+        estimator: how expectations are estimated.
+        key: a typed key, or `None` if the estimator does not sample.
+        segment: the number of rows per segment.
+        first_counts: whether the observation of the first row contributes to the ELBO; the family
+            reads it in any case.
     """
     first = _first(series)
     _, state = factors(family, state, first, None)
     segments = _segments(family, state, series, segment)
     if isinstance(estimator, BackwardSampling):
-        way = _Drawn(model, family, estimator, key)
+        method = _BySampling(model, family, estimator, key)
     else:
-        way = _InMoments(model, family, estimator, key)
+        method = _ByMoments(model, family, estimator, key)
 
     def back(onward: PyTree, segment: _Segment) -> tuple[PyTree, None]:
-        return way.back(onward, segment), None
+        return method.back(onward, segment), None
 
     last = jax.tree.map(lambda leaf: leaf[-1], segments)
     onward = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(way.begin, last)
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(method.begin, last)
     )
     onward, _ = lax.scan(jax.checkpoint(back), onward, segments, reverse=True)
     data = Series(*first)
     if not first_counts:
         data = Series(first.y, jnp.zeros(first.y.shape, bool), first.u)
-    return way.end(onward, data)
+    return method.end(onward, data)
 
 
 def first_law(family: AbstractFactorFamily, state: Any, series: Series) -> Any:
-    """The filtering law of the first row, from the family's state before it."""
+    """Return the filtering law of the first row, given the state of the family before it."""
     read, _ = factors(family, state, _first(series), None)
     return jax.tree.map(lambda leaf: leaf[0], read.law)
 
@@ -110,16 +105,16 @@ def _first(series: Series) -> Row:
 
 
 class _Segment(eqx.Module):
-    """The rows of a segment, behind a node for the row before them.
+    """The rows of a segment, and a node for the row before them.
 
     Attributes:
-        state: the family's state after that row.
+        state: the state of the family after that row.
         rows: the rows of the segment.
-        exists: which of them exist.
-        length: how many nodes do.
+        exists: which of these rows exist.
+        length: the number of existing nodes.
         goes_on: whether a row after the segment exists.
         ends: whether the chain ends in the segment.
-        number: counted from the start of the series.
+        number: the index of the segment.
     """
 
     state: Any
@@ -131,23 +126,23 @@ class _Segment(eqx.Module):
     number: Int[Array, "*segment"]
 
     def chain(self, family: AbstractFactorFamily) -> AbstractKernelChain:
-        """The chain of the nodes; the law of the first has no meaning unless it is the last."""
+        """Return the chain of the nodes. The law of the first is a filler unless it is the last."""
         read, _ = factors(family, self.state, self.rows, self.exists)
         with_first = jax.tree.map(lambda leaf: jnp.concatenate([leaf[:1], leaf]), read)
         exists = jnp.concatenate([jnp.ones(1, bool), self.exists])
         return family.assemble(with_first, exists, self.length)
 
     def data(self) -> Series:
-        """What was observed at the nodes, nothing at the first."""
-        ys, seen, inputs = jax.tree.map(lambda leaf: jnp.concatenate([leaf[:1], leaf]), self.rows)
-        seen = jnp.ones(ys.shape, bool) if seen is None else seen
-        return Series(ys, seen.at[0].set(False), inputs)
+        """Return the observations at the nodes, without that of the first."""
+        ys, mask, inputs = jax.tree.map(lambda leaf: jnp.concatenate([leaf[:1], leaf]), self.rows)
+        mask = jnp.ones(ys.shape, bool) if mask is None else mask
+        return Series(ys, mask.at[0].set(False), inputs)
 
 
 def _segments(family: AbstractFactorFamily, state: Any, series: Series, count: int) -> _Segment:
-    """All segments, with a leading axis; the last is filled up with rows that do not exist."""
+    """Return all segments, with a leading axis; the last is padded with rows that do not exist."""
     following = series.num_times - 1
-    count = min(count, following)  # a segment is filled up to its size
+    count = min(count, following)  # segments are padded to their size
     number = -(-following // count)
     missing = number * count - following
 
@@ -178,11 +173,11 @@ def _segments(family: AbstractFactorFamily, state: Any, series: Series, count: i
 
 
 class _Marginal(NamedTuple):
-    """What later segments leave where expectations are taken from moments.
+    """The result of later segments if expectations are computed from moments.
 
     Attributes:
         law: the law of the state before them.
-        value: their part of the bound.
+        value: their part of the ELBO.
         square: the square of its standard error.
     """
 
@@ -191,8 +186,8 @@ class _Marginal(NamedTuple):
     square: Scalar
 
 
-class _InMoments(eqx.Module):
-    """Segments of linear-Gaussian chains, by their marginal laws."""
+class _ByMoments(eqx.Module):
+    """Expectations of linear-Gaussian chains from their marginal laws."""
 
     model: StateSpaceModel
     family: AbstractFactorFamily
@@ -200,23 +195,23 @@ class _InMoments(eqx.Module):
     key: Any
 
     def begin(self, segment: _Segment) -> _Marginal:
-        """Something of the right shape, which the last segment does not look at."""
+        """Return a value of the right shape, which the last segment ignores."""
         law = self._chain(segment).terminal
         return _Marginal(law, jnp.sum(law.mean), jnp.sum(law.mean))
 
     def back(self, onward: _Marginal, segment: _Segment) -> _Marginal:
-        """What the segments from this one on leave."""
+        """Return the result of the segments from this one on."""
         chain = self._chain(segment)
         last = jax.tree.map(
-            lambda kept, own: jnp.where(segment.goes_on, kept, own), onward.law, chain.terminal
+            lambda later, here: jnp.where(segment.goes_on, later, here), onward.law, chain.terminal
         )
         laws = jax.tree.map(lambda leaf, end: leaf.at[-1].set(end), chain.laws, last)
         chain = LinearGaussianChain(laws, chain.kernels, chain.length)
         terms = LogJoint(self.model).terms()[1:]
         data = fill_padding(segment.data(), existing_rows(chain))
         view = self.estimator.view(chain)
-        noise = self.estimator.draw(terms, view, _own(self.key, segment.number + 1))
-        found = average(
+        noise = self.estimator.draw(terms, view, _segment_key(self.key, segment.number + 1))
+        terms_mean = average(
             self.estimator,
             lambda noise: self.estimator.evaluate(terms, view, noise, data),
             noise,
@@ -224,17 +219,19 @@ class _InMoments(eqx.Module):
         entropy = chain.entropy() - jnp.where(segment.ends, 0.0, chain.terminal.entropy())
         return _Marginal(
             Gaussian(view.states.mean[0], view.states.scale[0]),
-            onward.value + found.value + entropy,
-            onward.square + found.standard_error**2,
+            onward.value + terms_mean.value + entropy,
+            onward.square + terms_mean.standard_error**2,
         )
 
     def end(self, onward: _Marginal, data: Series) -> Estimate:
-        """The bound, with the terms of the first row."""
+        """Return the ELBO, with the terms of the first row."""
         mean, scale = onward.law.mean[None], onward.law.scale_tril[None]
         chain = LinearGaussianChain.from_arrays(mean, scale, scale[:0], mean[:0], scale[:0])
-        found = estimate(chain, LogJoint(self.model), data, self.estimator, _own(self.key, 0))
-        error = jnp.sqrt(onward.square + found.standard_error**2)
-        return Estimate(onward.value + found.value, error)
+        first = estimate(
+            chain, LogJoint(self.model), data, self.estimator, _segment_key(self.key, 0)
+        )
+        error = jnp.sqrt(onward.square + first.standard_error**2)
+        return Estimate(onward.value + first.value, error)
 
     def _chain(self, segment: _Segment) -> LinearGaussianChain:
         chain = segment.chain(self.family)
@@ -247,19 +244,19 @@ class _InMoments(eqx.Module):
 
 
 class _PathsSoFar(NamedTuple):
-    """What later segments leave where paths are drawn.
+    """The result of later segments if paths are sampled.
 
     Attributes:
         paths: the states before them, and the weights of their paths.
-        values: their part of the bound, one a replicate.
+        values: their part of the ELBO, one per replicate.
     """
 
     paths: Paths
     values: Float[Array, "replicate"]
 
 
-class _Drawn(eqx.Module):
-    """Segments of any chain, by paths that are drawn on from one to the one before."""
+class _BySampling(eqx.Module):
+    """Expectations of any chain from paths, continued from each segment to the one before."""
 
     model: StateSpaceModel
     family: AbstractFactorFamily
@@ -267,27 +264,27 @@ class _Drawn(eqx.Module):
     key: Any
 
     def begin(self, segment: _Segment) -> _PathsSoFar:
-        """Something of the right shape, which the last segment does not look at."""
+        """Return a value of the right shape, which the last segment ignores."""
         trace, weights = self.estimator.trace(self._chain(segment), self.key)
         return _PathsSoFar(Paths(trace.paths[:, :, 0], weights), jnp.sum(weights, axis=1))
 
     def back(self, onward: _PathsSoFar, segment: _Segment) -> _PathsSoFar:
-        """What the segments from this one on leave."""
+        """Return the result of the segments from this one on."""
         chain = self._chain(segment)
-        kept, kept_weights = onward.paths
+        later, later_weights = onward.paths
 
-        def last(drawn: Float[Array, "path state"]) -> Float[Array, "path state"]:
-            return jnp.where(segment.goes_on, kept.reshape(drawn.shape), drawn)
+        def last(states: Float[Array, "path state"]) -> Float[Array, "path state"]:
+            return jnp.where(segment.goes_on, later.reshape(states.shape), states)
 
-        key = _own(self.key, segment.number)
+        key = _segment_key(self.key, segment.number)
         trace, weights = self.estimator.trace(chain, key, last)
-        weights = jnp.where(segment.goes_on, kept_weights, weights)
+        weights = jnp.where(segment.goes_on, later_weights, weights)
         terms = LogJoint(self.model).terms()[1:]
         data = fill_padding(segment.data(), existing_rows(chain))
         density = Frozen(chain).value if self.estimator.stop_score else chain
 
         def along(path: Float[Array, "node state"]) -> Scalar:
-            # Later segments drew the last state of a chain that goes on.
+            # Later segments sampled the last state of a chain that goes on.
             again = jnp.where(segment.ends, 0.0, density.terminal.log_prob(path[-1]))
             return along_path(terms, chain, path, data) - density.log_prob(path) + again
 
@@ -296,7 +293,7 @@ class _Drawn(eqx.Module):
         return _PathsSoFar(Paths(trace.paths[:, :, 0], weights), onward.values + values)
 
     def end(self, onward: _PathsSoFar, data: Series) -> Estimate:
-        """The bound, with the terms of the first row."""
+        """Return the ELBO, with the terms of the first row."""
         terms, row = LogJoint(self.model).terms(), jax.tree.map(lambda leaf: leaf[0], data)
         values = jax.vmap(
             lambda group: self.estimator.over_group(lambda x: initial_value(terms, x, row), group)
@@ -311,13 +308,13 @@ class _Drawn(eqx.Module):
 
 
 class _LinearKernel(AbstractBackwardKernel):
-    """Linear-Gaussian kernels, as chains whose paths are drawn know them."""
+    """Linear-Gaussian kernels for a chain whose paths are sampled."""
 
     def law(self, step: LinearGaussianKernel, x: Float[Array, "state"]) -> Gaussian:
-        """The law N(G x + c, s sᵀ)."""
+        """Return N(G x + c, s sᵀ)."""
         return step.law(x, None)
 
 
-def _own(key: Any, number: Any) -> Any:
-    """A key for one segment; `None` for an estimator that does not draw."""
+def _segment_key(key: Any, number: Any) -> Any:
+    """Return the key of one segment; `None` for an estimator that does not sample."""
     return None if key is None else jax.random.fold_in(key, number)

@@ -1,18 +1,20 @@
-"""Series of which each process of a job holds its share."""
+"""Datasets of several processes, each of which holds its share of the series."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from retrodict._learning.batch import batch_for, num_series
+from retrodict._learning.dataset import AbstractDataset, Minibatch, num_series, take
+from retrodict._learning.in_memory import InMemoryLoader, hash_series, spaced_indices
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._series import Series, prepare_batch
+from retrodict._types import PRNGKey
 from retrodict._validate import as_real_array
 from retrodict.distributed import (
     MeshLike,
@@ -20,16 +22,62 @@ from retrodict.distributed import (
     as_mesh,
     by_all,
     device_slice,
+    lay,
     process_slice,
+    rows_where_they_lie,
+    to_hosts,
 )
+
+
+class SharedDataset(AbstractDataset):
+    """Series in arrays that are sharded over the devices of several processes.
+
+    Args:
+        series: the series, with a leading axis `batch`.
+        count: the number of series that count; the rest is padding.
+        mesh: the devices.
+    """
+
+    def __init__(self, series: Series, count: int, mesh: Mesh | None) -> None:
+        size = num_series(series)
+        if mesh is None or size % mesh.size:
+            raise ValueError(
+                f"The {size} series are sharded over several processes and must have equal shares:"
+                " pass the mesh of all their devices, and a multiple of its size as the number of"
+                " series."
+            )
+        self._series, self._count, self._mesh = lay(series, mesh, P(mesh.axis_names)), count, mesh
+        self.num_times = series.ys.shape[1]
+        self.num_rows = float(Minibatch(self._series, count).num_rows())
+
+    def spaced(self, count: int) -> Series:
+        """Return at most `count` series at equal distances, on the host."""
+        if count < self._count:
+            return to_hosts(take(self._series, spaced_indices(self._count, count)))
+        return take(to_hosts(self._series), slice(0, self._count))
+
+    def first(self, count: int) -> Series:
+        """Return the first series, on the host."""
+        return to_hosts(take(self._series, slice(0, min(count, self._count))))
+
+    def fingerprint(self) -> bytes:
+        """Return the hashes of all series, of which each process computes its own."""
+        width = hashlib.sha256().digest_size
+        return rows_where_they_lie(hash_series, self._series, width)[: self._count].tobytes()
+
+    def loader(
+        self, key: PRNGKey, batch_size: int, chunk_size: int, axes: tuple[str, ...]
+    ) -> InMemoryLoader:
+        """Return a loader that gives every step the same arrays."""
+        return InMemoryLoader(self._series, self._count, batch_size, self._mesh, axes)
 
 
 class SharedSeries:
     """Series of which each process holds its share, in the order of `process_slice`.
 
-    `fit` and `fit_evidence` take them as `ys`, and so does `parameter_errors` for linear-Gaussian
-    models. What they find is, up to rounding, what the same call with all series would find. All
-    processes must make them, and make such calls, together; one process alone holds everything.
+    `fit` and `fit_evidence` accept them as `ys`, and so does `parameter_errors` for linear-Gaussian
+    models. The results are those of the same call with all series, up to rounding. All processes
+    must construct them, and call these verbs, together. A single process holds all series.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -38,23 +86,23 @@ class SharedSeries:
         >>> every = jax.random.normal(jax.random.key(0), (10, 20, 1))
         >>> mine = every[rd.distributed.process_slice(10)]  # read from a file, these rows alone
         >>> series = rd.data.SharedSeries(mine)
-        >>> found = rd.fit_evidence(jax.random.key(1), model, series, num_steps=5, progress=False)
-        >>> series.num_series, found.status
+        >>> result = rd.fit_evidence(jax.random.key(1), model, series, num_steps=5, progress=False)
+        >>> series.num_series, result.status
         (10, 'finished')
 
     Args:
-        ys: this process's series, of shape `(own, time, obs)`, padded to the same number of rows
-            in all processes; `own` is 0 where `process_slice` is empty.
-        mask: true where an entry was seen, of the shape of `ys`.
-        inputs: inputs, of shape `(own, time, input)`.
-        length: how many rows exist, one integer a series; in all processes, or in none.
-        mesh: the devices over which the series lie, which must be those of the fit.
+        ys: the series of this process, of shape `(local, time, obs)`, padded to the same number of
+            rows in all processes; `local` is 0 where `process_slice` is empty.
+        mask: true where an entry was observed, of the shape of `ys`.
+        inputs: inputs, of shape `(local, time, input)`.
+        length: the number of existing rows, one integer per series; in all processes, or in none.
+        mesh: the devices over which the series are sharded, the same as those of the verb.
 
     Attributes:
-        series: all of them, spread over the devices of all processes, and filled up at the end.
-        num_series: how many there are.
+        series: all series, sharded over the devices of all processes and padded at the end.
+        num_series: the number of series, without padding.
         mesh: the devices; `None` for one.
-        own: those of this process, on no device; there may be none.
+        local: the series of this process as NumPy arrays; possibly none.
 
     Raises:
         ValueError: if a process holds more or fewer than its share, or series of another shape.
@@ -64,7 +112,7 @@ class SharedSeries:
     series: Series
     num_series: int
     mesh: Mesh | None
-    own: Series
+    local: Series
 
     def __init__(
         self,
@@ -78,56 +126,56 @@ class SharedSeries:
         self.mesh = as_mesh(mesh)
         if self.mesh is None and jax.process_count() > 1:
             raise ValueError(
-                "SharedSeries lie over the devices of all processes, and the mesh is one device;"
-                ' give mesh="all", and do not set jax.default_device.'
+                "SharedSeries expects a mesh of the devices of all processes, got a single device."
+                ' Pass mesh="all", and do not set jax.default_device.'
             )
-        own = by_all(lambda: _prepared(ys, mask, inputs, length))
-        count = num_series(own)
-        said = all_gather_object(
+        local = by_all(lambda: _prepare_local(ys, mask, inputs, length))
+        count = num_series(local)
+        reports = all_gather_object(
             {
                 "count": count,
-                "numbers of rows and columns": own.ys.shape[1:],
-                "numbers of inputs": 0 if own.inputs is None else own.inputs.shape[2],
+                "numbers of rows and columns": local.ys.shape[1:],
+                "numbers of inputs": 0 if local.inputs is None else local.inputs.shape[2],
                 "lengths": "none" if length is None else "given",
-                "masks": own.mask is not None,
+                "masks": local.mask is not None,
             }
         )
         for what in ("numbers of rows and columns", "numbers of inputs", "lengths"):
-            if len({str(each[what]) for each in said}) > 1:
+            if len({str(each[what]) for each in reports}) > 1:
                 raise ValueError(
-                    f"SharedSeries expects series of one shape in all processes, and their {what}"
-                    f" differ: {', '.join(str(each[what]) for each in said)}."
+                    f"SharedSeries expects series of one shape in all processes, but their {what}"
+                    f" differ: {', '.join(str(each[what]) for each in reports)}."
                 )
-        self.num_series = sum(each["count"] for each in said)
+        self.num_series = sum(each["count"] for each in reports)
         if not self.num_series:
-            raise ValueError("SharedSeries expects one series or more in all, got none.")
+            raise ValueError(
+                "SharedSeries expects at least one series in all processes together, got none."
+            )
         share = by_all(lambda: process_slice(self.num_series, mesh=self.mesh))
         fits = all_gather_object(count == share.stop - share.start)
         if not all(fits):
             raise ValueError(
                 f"SharedSeries: process {jax.process_index()} holds {count} of"
                 f" {self.num_series} series, and must hold {share.stop - share.start}, those of"
-                f" process_slice({self.num_series}). The same is asked of all processes."
+                f" process_slice({self.num_series}). Every process must pass its own slice."
             )
-        if own.mask is None and any(each["masks"] for each in said):
-            own = eqx.tree_at(
-                lambda s: s.mask, own, jnp.ones(own.ys.shape, bool), is_leaf=lambda x: x is None
-            )
-        self.series = _spread(own, self.num_series, self.mesh)
-        self.own = jax.tree.map(np.asarray, own)
+        if local.mask is None and any(each["masks"] for each in reports):
+            local = _series([local.ys, jnp.ones(local.ys.shape, bool), local.inputs, local.length])
+        self.series = _shard(local, self.num_series, self.mesh)
+        self.local = jax.tree.map(np.asarray, local)
 
     def __repr__(self) -> str:
         rows, columns = self.series.ys.shape[1:]
-        own = num_series(self.own)
-        return f"SharedSeries({self.num_series} series, {rows} rows, {columns} columns; {own} own)"
+        shape = f"{self.num_series} series, {rows} rows, {columns} columns"
+        return f"SharedSeries({shape}; {num_series(self.local)} local)"
 
 
-def _prepared(ys: Any, mask: Any, inputs: Any, length: Any) -> Series:
-    """The series of one process, which may be none."""
+def _prepare_local(ys: Any, mask: Any, inputs: Any, length: Any) -> Series:
+    """Check the series of one process, which may be none."""
     owner, ys = "SharedSeries", as_real_array(ys, "ys", missing=True)
     inputs, shape = None if inputs is None else as_real_array(inputs, "inputs"), ys.shape
     if len(shape) != 3:
-        raise ValueError(f"{owner} expects ys of shape (own, time, obs), got {shape}.")
+        raise ValueError(f"{owner} expects ys of shape (local, time, obs), got {shape}.")
     if not shape[0]:
         if inputs is not None and len(inputs.shape) != 3:
             raise ValueError(
@@ -138,44 +186,44 @@ def _prepared(ys: Any, mask: Any, inputs: Any, length: Any) -> Series:
     return prepare_batch(ys, **options, takes_input=inputs is not None)
 
 
-def _spread(own: Series, count: int, mesh: Mesh | None) -> Series:
-    """The shares of all processes as arrays over a mesh."""
+def _shard(local: Series, count: int, mesh: Mesh | None) -> Series:
+    """Return the shares of all processes as arrays over a mesh."""
     if mesh is None:
-        return own
-    own = _or_another(own)
+        return local
+    local = _or_another(local)
     places, total = device_slice(count, mesh), -(-count // mesh.size) * mesh.size
-    index = np.minimum(np.arange(places.stop - places.start), num_series(own) - 1)
+    index = np.minimum(np.arange(places.stop - places.start), num_series(local) - 1)
     rows = NamedSharding(mesh, P(mesh.axis_names))
 
     def over_devices(leaf: Any) -> jax.Array:
-        local = np.asarray(leaf)[index]
+        values = np.asarray(leaf)[index]
 
         def part(which: Any) -> np.ndarray:
             begin, end, _ = which[0].indices(total)
-            return local[begin - places.start : end - places.start]
+            return values[begin - places.start : end - places.start]
 
-        return jax.make_array_from_callback((total, *local.shape[1:]), rows, part)
+        return jax.make_array_from_callback((total, *values.shape[1:]), rows, part)
 
-    return jax.tree.map(over_devices, own)
+    return jax.tree.map(over_devices, local)
 
 
-def _or_another(own: Series) -> Series:
-    """The series of this process or, if it has none, one of another, to fill up with.
+def _or_another(local: Series) -> Series:
+    """Return the series of this process or, if it has none, one series of another, as padding.
 
-    What fills up counts nothing, but is computed with: other values might not be possible ones. All
-    processes must call it.
+    Padding contributes nothing, but it is computed with: made-up values might be impossible under
+    the model. All processes must call this function.
     """
-    counts = all_gather_object(num_series(own))
+    counts = all_gather_object(num_series(local))
     if all(counts):
-        return own
-    speaks = jax.process_index() == next(who for who, count in enumerate(counts) if count)
-    arrays = (own.ys, own.mask, own.inputs, own.length)
-    said = all_gather_object(
-        [a if a is None else (a[:1].tolist(), str(a.dtype)) for a in arrays] if speaks else None
+        return local
+    sends = jax.process_index() == next(who for who, count in enumerate(counts) if count)
+    arrays = (local.ys, local.mask, local.inputs, local.length)
+    reports = all_gather_object(
+        [a if a is None else (a[:1].tolist(), str(a.dtype)) for a in arrays] if sends else None
     )
-    if num_series(own):
-        return own
-    (one,) = [parts for parts in said if parts is not None]
+    if num_series(local):
+        return local
+    (one,) = [parts for parts in reports if parts is not None]
     return _series([None if part is None else np.asarray(*part) for part in one])
 
 
@@ -184,45 +232,14 @@ def _series(parts: Sequence[Any]) -> Series:
     return jax.vmap(Series)(*arrays)
 
 
-def counted_for(
-    model: StateSpaceModel,
-    ys: Any,
-    *,
-    mask: Any,
-    inputs: Any,
-    length: Any,
-    mesh: Mesh | None,
-    owner: str,
-) -> tuple[Series, int]:
-    """Series that may be shared, checked against an unwrapped model, and how many of them count.
-
-    Args:
-        model: the model.
-        ys: `SharedSeries`, or as in `batch_for`, like the rest.
-        mask: true where an entry was seen.
-        inputs: inputs.
-        length: how many rows exist.
-        mesh: the devices of the verb; `None` for one.
-        owner: the verb, for messages.
-    """
-    if not isinstance(ys, SharedSeries):
-        batch = batch_for(model, ys, mask=mask, inputs=inputs, length=length, owner=owner)
-        return batch, num_series(batch)
-    refuse_beside(owner, "the shared series", mask=mask, inputs=inputs, length=length)
-    if ys.mesh != mesh:
-        raise ValueError(f"{owner}: the series are shared over other devices than its mesh has.")
-    check_shared(model, ys)
-    return ys.series, ys.num_series
-
-
 def check_shared(model: StateSpaceModel, shared: SharedSeries) -> None:
-    """Refuses shared series that do not fit an unwrapped model, in all processes alike."""
+    """Raise in all processes if shared series do not fit an unwrapped model."""
     one = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape[2:])), shared.series)
     prepare_data(model, one.ys, inputs=one.inputs)
 
 
 def refuse_beside(owner: str, what: str, **options: Any) -> None:
-    """Refuses options that the series bring with them."""
+    """Raise if an option is given that the series already contain."""
     for name, value in options.items():
         if value is not None:
-            raise ValueError(f"{owner} reads {name} from {what}; leave {name} out.")
+            raise ValueError(f"{owner} reads {name} from {what}; leave out `{name}`.")

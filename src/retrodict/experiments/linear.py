@@ -73,10 +73,10 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
 
     steps_an_epoch = sizes.num_series // sizes.batch_size
     options = {
-        "batch_size": sizes.batch_size,
-        "chunk_size": steps_an_epoch,
         "held_out": ys,
-        "optimiser": optax.adam(1e-2),
+        "optimisation": rd.Optimisation(
+            batch_size=sizes.batch_size, chunk_size=steps_an_epoch, optimiser=optax.adam(1e-2)
+        ),
         "mask": True,
     }
     starts = [_start(key) for key in start_keys]

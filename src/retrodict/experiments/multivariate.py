@@ -83,8 +83,9 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
         theta,
         ys,
         num_steps=sizes.num_epochs * sizes.num_series // BATCH_SIZE,
-        batch_size=BATCH_SIZE,
-        optimiser=optax.adam(sizes.learning_rate),
+        optimisation=rd.Optimisation(
+            batch_size=BATCH_SIZE, optimiser=optax.adam(sizes.learning_rate)
+        ),
         mask=True,
     )
     family: Any = result.family

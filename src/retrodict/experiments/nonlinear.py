@@ -161,8 +161,7 @@ def _fit_all(
                 model,
                 short,
                 num_steps=sizes.short_steps,
-                optimiser=optax.adam(1e-2),
-                batch_size=BATCH_SIZE,
+                optimisation=rd.Optimisation(optimiser=optax.adam(1e-2), batch_size=BATCH_SIZE),
                 mask=True,
             )
             families[f"{name}, 4 rows"] = fitted.family

@@ -506,8 +506,8 @@ def _by_elbo(
         ys,
         num_steps=num_steps,
         learn="both",
-        optimiser=_in_units(num_steps),
-        window=MOST_ROWS_A_STEP if long else None,
+        objective=rd.Objective(window=MOST_ROWS_A_STEP if long else None),
+        optimisation=rd.Optimisation(optimiser=_in_units(num_steps)),
         **options,
     )
     kept = found.held_out[found.held_out_steps == found.kept_step][-1]

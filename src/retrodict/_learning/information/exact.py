@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from retrodict._exact import log_evidence_of
-from retrodict._learning.information.coordinates import Coordinates
+from retrodict._learning.coordinates import Coordinates
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import UNROLLED, in_parts
 from retrodict._parameters import unwrap
@@ -16,30 +16,30 @@ from retrodict._series import Series
 from retrodict._types import Scalar
 
 DIRECTIONS = 16
-"""In how many directions a gradient is differentiated at once."""
+"""The number of directions in which a gradient is differentiated at once."""
 
 SERIES_AT_ONCE = 8
-"""How many series are held at once."""
+"""The number of series that are differentiated at once."""
 
 MANY = 500_000
-"""From how many rows times directions on a program is worth being compiled with care."""
+"""The number of rows times directions from which on a program is compiled with optimisation."""
 
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""For programs that run once: compiled in half the time, and several times slower."""
+"""Options for programs that run once: half the compilation time, and several times slower."""
 
 
 def exact_information(
     coordinates: Coordinates, batch: Series
 ) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
-    """The gradient of log p_θ(y), summed over the series, and minus its Hessian."""
-    if not batch.ys.shape[0]:  # a process may hold none of them
+    """Return the gradient of log p_θ(y), summed over the series, and minus its Hessian."""
+    if not batch.ys.shape[0]:  # a process may hold no series
         theta = coordinates.theta()
         return jnp.zeros_like(theta), jnp.zeros((theta.size, theta.size), theta.dtype)
     work = batch.ys.shape[0] * batch.ys.shape[1] * len(coordinates.names)
     if jax.default_backend() == "cpu" and coordinates.model.state_dim > UNROLLED:
         return by_differences(coordinates, batch, log_evidence_of)
     quick = work < MANY and jax.default_backend() == "cpu"
-    return (_quickly if quick else _with_care)(coordinates, batch)
+    return (_compiled_quickly if quick else _compiled)(coordinates, batch)
 
 
 def _information(
@@ -68,12 +68,12 @@ def by_differences(
     batch: Series,
     evidence: Callable[[StateSpaceModel, Series], Scalar],
 ) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
-    """The same with differences of exact gradients on both sides, to eight digits in float64.
+    """Return the same by central differences of exact gradients, to eight digits in float64.
 
-    For states of which the factors come from LAPACK. A second derivative has two such calls that do
-    not wait for each other; each of them waits for threads of one pool, and on two cores all of
-    them end up waiting (seen in jaxlib 0.10.2). And for evidences other than that of the Kalman
-    filter, whose second derivatives would hold all steps of a series at once.
+    This is for states whose factors are computed by LAPACK: a second derivative contains two such
+    calls in parallel, each waits for threads of one pool, and on two cores they deadlock (observed
+    with jaxlib 0.10.2). It is also for evidences other than that of the Kalman filter, whose second
+    derivatives would store all steps of a series at once.
 
     Args:
         coordinates: the parameters.
@@ -97,5 +97,5 @@ def by_differences(
     return score[0], -0.5 * (hessian + hessian.T)
 
 
-_with_care = eqx.filter_jit(_information)
-_quickly = eqx.filter_jit(_information, compiler_options=QUICKLY)  # pyright: ignore[reportCallIssue]
+_compiled = eqx.filter_jit(_information)
+_compiled_quickly = eqx.filter_jit(_information, compiler_options=QUICKLY)  # pyright: ignore[reportCallIssue]

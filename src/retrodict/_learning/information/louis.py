@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from retrodict._chains import AbstractBackwardChain
-from retrodict._learning.information.coordinates import Coordinates
+from retrodict._learning.coordinates import Coordinates
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import in_parts
 from retrodict._parameters import unwrap
@@ -21,14 +21,14 @@ from retrodict._types import PRNGKey, Scalar
 from retrodict.particles import AbstractBackwardSampler, ffbsi, log_weights_of
 
 PATHS_AT_ONCE = 50
-"""How many paths are differentiated at once."""
+"""The number of paths that are differentiated at once."""
 
 DIRECTIONS = 16
-"""In how many directions their gradient is differentiated at once."""
+"""The number of directions in which their gradient is differentiated at once."""
 
 
 class Replicates(NamedTuple):
-    """What independent replicates say of each series.
+    """Estimates of independent replicates for each series.
 
     Attributes:
         log_weight: the log weight of a replicate among those of its series.
@@ -68,11 +68,11 @@ def particle_replicates(
     num_samples: int,
     backward: AbstractBackwardSampler,
 ) -> tuple[Replicates, Int[Array, "series replicate"], Int[Array, "series replicate"]]:
-    """Replicates from backward draws of a particle filter; the status of each, and its time."""
+    """Return replicates from backward samples of a particle filter, with status and its time."""
     model = unwrap(coordinates.model)
 
     def one(series: Series, key: PRNGKey) -> tuple[Replicates, Array, Array]:
-        found = ffbsi(
+        posterior = ffbsi(
             key,
             model,
             series.ys,
@@ -82,12 +82,12 @@ def particle_replicates(
             strict=False,
             **_rest(series),
         )
-        weights = jnp.full(num_samples, 1.0 / num_samples, found.samples.dtype)
-        sums = _along(coordinates, found.samples, weights, series)
+        weights = jnp.full(num_samples, 1.0 / num_samples, posterior.samples.dtype)
+        sums = _along(coordinates, posterior.samples, weights, series)
         return (
             Replicates(jnp.zeros((), weights.dtype), *sums),
-            found.status,
-            found.status_time,
+            posterior.status,
+            posterior.status_time,
         )
 
     return jax.lax.map(lambda at: jax.lax.map(lambda key: one(at[0], key), at[1]), (batch, keys))
@@ -101,7 +101,7 @@ def weighted_replicates(
     keys: Key[Array, "replicate"],
     num_samples: int,
 ) -> tuple[Replicates, Float[Array, "replicate sample"]]:
-    """Replicates from weighted paths of a chain, and the log weights of the paths."""
+    """Return replicates from weighted paths of a chain, and the log weights of the paths."""
     model = unwrap(coordinates.model)
 
     def one(key: PRNGKey) -> tuple[Replicates, Array]:
@@ -109,13 +109,13 @@ def weighted_replicates(
         raw = log_weights_of(model, chain, paths, series)
         total = jax.nn.logsumexp(raw)
         weights = jnp.exp(raw - total)
-        # A path without weight may be impossible, with derivatives that are not finite.
+        # A path without weight may be impossible, with non-finite derivatives.
         best = paths[jnp.argmax(weights)]
         paths = jnp.where((weights > 0)[:, None, None], paths, best[None])
         return Replicates(total, *_along(coordinates, paths, weights, series)), raw
 
-    found, raw = jax.lax.map(one, keys)
-    return Replicates(*(leaf[None] for leaf in found)), raw
+    replicates, raw = jax.lax.map(one, keys)
+    return Replicates(*(leaf[None] for leaf in replicates)), raw
 
 
 def _along(
@@ -124,13 +124,13 @@ def _along(
     weights: Float[Array, "sample"],
     series: Series,
 ) -> tuple[Array, Array, Array]:
-    """Weighted mean and covariance of the gradient along paths, and mean of minus the Hessian."""
+    """Return weighted mean and covariance of path gradients, and the mean of minus the Hessian."""
     theta, count = coordinates.theta(), paths.shape[0]
     basis = jnp.eye(theta.shape[0], dtype=theta.dtype)
     size = min(PATHS_AT_ONCE, count)
     short = -count % size
-    # The last chunk is filled up with copies of a path that have no weight.
-    filled = jnp.concatenate([paths, jnp.broadcast_to(paths[:1], (short, *paths.shape[1:]))])
+    # The last chunk is padded with copies of a path without weight.
+    padded = jnp.concatenate([paths, jnp.broadcast_to(paths[:1], (short, *paths.shape[1:]))])
     shares = jnp.concatenate([weights, jnp.zeros(short, weights.dtype)])
 
     def log_joint(theta: Array, path: Array) -> Scalar:
@@ -149,7 +149,7 @@ def _along(
         gradients = jax.vmap(lambda path: jax.grad(log_joint)(theta, path))(paths)
         return complete - in_parts(along, basis, DIRECTIONS), gradients
 
-    chunks = (filled.reshape(-1, size, *paths.shape[1:]), shares.reshape(-1, size))
+    chunks = (padded.reshape(-1, size, *paths.shape[1:]), shares.reshape(-1, size))
     complete, gradients = jax.lax.scan(chunk, jnp.zeros_like(basis), chunks)
     gradients = gradients.reshape(-1, theta.shape[0])[:count]
     score = jnp.tensordot(weights, gradients, axes=1, precision="highest")
@@ -158,9 +158,9 @@ def _along(
     return score, spread, complete
 
 
-def combine(found: Replicates) -> Louis:
-    """The sum over the series of what their replicates say together, with each left out in turn."""
-    fields = (np.asarray(leaf, np.float64) for leaf in found)
+def combine(replicates: Replicates) -> Louis:
+    """Sum the estimates over the series, from all replicates and with each left out in turn."""
+    fields = (np.asarray(leaf, np.float64) for leaf in replicates)
     log_weight, score, spread, complete = fields
     count = log_weight.shape[1]
     weight = np.exp(log_weight - log_weight.max(axis=1, keepdims=True))
@@ -172,11 +172,11 @@ def combine(found: Replicates) -> Louis:
     mean = np.einsum("jsr,sra->jsa", weight, score)
     square = score[..., :, None] * score[..., None, :]
     second = np.einsum("jsr,srab->jsab", weight, spread + square)
-    # The square of the posterior mean of the score, from products of different replicates: that of
-    # an average would count the noise of the average as spread between paths.
-    own = (weight**2).sum(axis=2)[:, :, None, None]
+    # The square of the posterior mean of the score, from products of different replicates. The
+    # square of their average would count its noise as spread between paths.
+    same = (weight**2).sum(axis=2)[:, :, None, None]
     products = mean[..., :, None] * mean[..., None, :]
-    products = (products - np.einsum("jsr,srab->jsab", weight**2, square)) / (1.0 - own)
+    products = (products - np.einsum("jsr,srab->jsab", weight**2, square)) / (1.0 - same)
     information = np.einsum("jsr,srab->jsab", weight, complete) - second + products
     information = information.sum(axis=1)
     information = (information + np.swapaxes(information, 1, 2)) / 2
@@ -185,7 +185,7 @@ def combine(found: Replicates) -> Louis:
 
 
 def jackknife(values: Float[np.ndarray, "replicate ..."]) -> np.ndarray:
-    """The standard error of a statistic from its values with one replicate left out."""
+    """Return the standard error of a statistic from its values with one replicate left out."""
     count = values.shape[0]
     return np.sqrt((count - 1) * np.var(values, axis=0))
 

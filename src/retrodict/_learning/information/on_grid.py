@@ -1,4 +1,4 @@
-"""The observed information of a model with one or two states, by its log-evidence on a grid."""
+"""The observed information of a model with one or two states, from its evidence on a grid."""
 
 import equinox as eqx
 import jax
@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from retrodict._exact import Grid, Kind, grid_smoother, increments, kind_of
-from retrodict._learning.information.coordinates import Coordinates
+from retrodict._learning.coordinates import Coordinates
 from retrodict._learning.information.exact import by_differences
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
@@ -16,31 +16,31 @@ from retrodict._types import Scalar
 
 
 class GridEvidence(eqx.Module):
-    """log p(y) by the forward pass on a grid, exact up to the grid, with derivatives."""
+    """The log-evidence log p(y) by a differentiable forward pass on a grid."""
 
     grid: Grid
     kind: Kind = eqx.field(static=True)
 
     def __call__(self, model: StateSpaceModel, series: Series) -> Scalar:
-        """The log-evidence of one series under an unwrapped model."""
+        """Return the log-evidence of one series under an unwrapped model."""
         return jnp.sum(increments(model, series, self.grid, self.kind))
 
 
 def grid_information(
     coordinates: Coordinates, batch: Series, grid: Grid
 ) -> tuple[Float[Array, "parameter"], Float[Array, "parameter parameter"]]:
-    """The gradient of log p_θ(y), summed over the series, and minus its Hessian.
+    """Return the gradient of log p_θ(y), summed over the series, and minus its Hessian.
 
     Raises:
-        ValueError: if the grid does not hold the states of a series, or is too coarse for them.
+        ValueError: if the grid does not cover the states of a series, or is too coarse.
     """
     plain = unwrap(coordinates.model)
     statuses = np.asarray(_statuses(plain, batch, grid))
     if np.any(statuses):
         wrong = np.flatnonzero(statuses).tolist()
         raise ValueError(
-            f"The grid does not hold the states of the series {wrong[:5]}, or is too coarse for"
-            " them; give a wider or a finer one. `grid_smoother` of one of them says which."
+            f"The grid does not cover the states of the series {wrong[:5]}, or is too coarse. Use a"
+            " wider or a finer grid; `grid_smoother` of one of these series reports which."
         )
     u = None if batch.inputs is None else batch.inputs[0, 0]
     evidence = GridEvidence(grid, kind_of(plain.transition, grid, u))
@@ -49,10 +49,10 @@ def grid_information(
 
 @eqx.filter_jit
 def _statuses(model: StateSpaceModel, batch: Series, grid: Grid) -> Int[Array, "batch"]:
-    """Of each series, whether the grid was good enough for it: zero if it was."""
+    """Return the status of the grid for each series, zero if it is accurate."""
 
     def status(series: Series) -> Array:
-        found = grid_smoother(
+        posterior = grid_smoother(
             model,
             series.ys,
             grid,
@@ -60,6 +60,6 @@ def _statuses(model: StateSpaceModel, batch: Series, grid: Grid) -> Int[Array, "
             inputs=series.inputs,
             length=series.length,
         )
-        return found.status
+        return posterior.status
 
     return jax.lax.map(status, batch)

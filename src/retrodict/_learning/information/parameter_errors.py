@@ -1,7 +1,7 @@
-"""The driver: a model at a maximum of its likelihood, and data, to standard errors."""
+"""Standard errors of the parameters of a model at a maximum of its likelihood."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from jaxtyping import PyTree
 from retrodict._chains import AbstractBackwardChain
 from retrodict._exact import Grid, check_linear_gaussian
 from retrodict._expectations import check_chain, check_model, series_of_chain
-from retrodict._learning.batch import batch_for, num_series, take
-from retrodict._learning.information.coordinates import Coordinates, coordinates_of
+from retrodict._learning.coordinates import Coordinates, coordinates_of
+from retrodict._learning.dataset import batch_for, num_series, take
 from retrodict._learning.information.edge import edges_of, raised, spread_of
 from retrodict._learning.information.exact import exact_information
 from retrodict._learning.information.louis import (
@@ -50,21 +50,21 @@ from retrodict.particles import (
 
 _EXACT = ExactBackward()
 
-MOST = 200
-"""How many parameters an information matrix is computed for."""
+MAX_PARAMETERS = 200
+"""The largest number of parameters of an information matrix."""
 
 FEWEST_REPLICATES = 4
-"""From how many replicates on their spread says something."""
+"""The smallest number of replicates for an estimate of their spread."""
 
 SURE = 4.0
-"""By how many Monte Carlo standard errors an information is to be above zero before no more
-replicates are drawn: standard errors are then known to about an eighth."""
+"""The number of Monte Carlo standard errors by which the information must exceed zero before no
+more replicates are drawn. The relative error of standard errors is then about an eighth."""
 
 BENEFIT = 2.0
-"""How many Monte Carlo standard errors of doubt are in favour of drawing on."""
+"""The number of Monte Carlo standard errors added to an eigenvalue before it counts as hopeless."""
 
 NEAR = 0.1
-"""Up to how many standard errors from a maximum parameters count as being there."""
+"""The distance from a maximum, in standard errors, up to which parameters are at it."""
 
 
 def parameter_errors(
@@ -86,26 +86,27 @@ def parameter_errors(
     most_replicates: int | None = None,
     backward: AbstractBackwardSampler = _EXACT,
 ) -> ParameterErrors:
-    """Standard errors of learned parameters, from the observed information −∇² log p_θ(y).
+    """Compute standard errors of learned parameters from the observed information −∇² log p_θ(y).
 
     The parameters θ are those that `fit` and `fit_evidence` move, in unconstrained coordinates, at
-    a maximum of the likelihood; what is `Frozen` is taken as known. For linear-Gaussian models the
+    a maximum of the likelihood; `Frozen` parts are taken as known. For linear-Gaussian models the
     information is exact, and for models of one or two states with a `grid` exact up to that grid.
     For others it is estimated by Louis' identity (1982),
 
         −∇² log p_θ(y) = E[−∇² log p_θ(x, y) | y] − Cov(∇ log p_θ(x, y) | y),
 
-    from paths x given the series, drawn by `ffbsi` in independent replicates. Both terms are large
-    and nearly equal where the states are mostly hidden, and their difference is then noisy: where
-    the data hold a share ρ of what the states would tell, S paths in all give a relative error of
-    about √(2/S)/ρ. Monte Carlo standard errors are jackknifed over the replicates. Several series
-    are independent, and their information adds up.
+    from paths x given the series, sampled by `ffbsi` in independent replicates. If the states are
+    mostly hidden, both terms are large and nearly equal, and their difference is noisy: if the data
+    contain a fraction ρ of the information in the states, S paths give a relative error of about
+    √(2/S)/ρ. Monte Carlo standard errors are jackknifed over the replicates. Several series are
+    independent, and their information is summed.
 
     A quantity a(θ) with gradient g has the standard error √(gᵀΣg), Σ the inverse information. Its
-    interval has as ends its values at θ ± z Σg / √(gᵀΣg), where scales step in their logarithm, and
-    so stays where the quantity can be: a scale's is positive. A scale that was estimated at zero,
-    or another parameter at the edge of its domain, has no curvature there and no interval; the
-    others are given with it fixed there. An exact information alone tells such a one from noise.
+    interval ends at its values at θ ± z Σg / √(gᵀΣg), where scales step in their logarithm. The
+    interval therefore stays in the domain of the quantity: that of a scale is positive. A scale
+    that was estimated at zero, or another parameter at the edge of its domain, has no curvature
+    there and no interval; the others are computed with it fixed there. Only an exact information
+    distinguishes such an edge from noise.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -117,43 +118,43 @@ def parameter_errors(
         ...         rd.Frozen(jnp.eye(1)), jnp.zeros(1), rd.Diagonal(rd.Positive(jnp.ones(1)))),
         ... )
         >>> xs, ys = model.simulate(jax.random.key(0), num_times=100)
-        >>> found = rd.parameter_errors(jax.random.key(1), model, ys)
-        >>> found.names
+        >>> errors = rd.parameter_errors(jax.random.key(1), model, ys)
+        >>> errors.names
         ('emission.bias[0]', 'emission.scale_tril.std[0]')
-        >>> bool(found.lower["emission.scale_tril.std"][0] > 0)
+        >>> bool(errors.lower["emission.scale_tril.std"][0] > 0)
         True
 
     Args:
-        key: a typed key; exact information draws nothing.
+        key: a typed key; the exact information is deterministic.
         model: the model at its maximum, such as `fit_evidence(...).model`.
         ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series; or, for
             the exact information, `SharedSeries`.
-        mask: true where an entry was seen, of the shape of `ys`.
+        mask: true where an entry was observed, of the shape of `ys`.
         inputs: inputs, of shape `(batch, time, input)`.
-        length: how many rows exist, one integer a series or one for all.
+        length: the number of existing rows, one integer per series or one for all.
         read: the quantities of interest, a function of the model that returns a pytree of
-            arrays; by default the learned parameters themselves, by name. It is given the model
-            with its parameters, of which `unwrap` makes arrays.
-        level: the probability with which an interval is to cover.
+            arrays; by default the learned parameters themselves, by name. Its argument is the model
+            with its parameters, which `unwrap` turns into arrays.
+        level: the coverage probability of the intervals.
         method: `"exact"`, `"grid"` or `"louis"`; by default exact for linear-Gaussian models, and
             on the grid if there is one.
-        grid: points that hold the states at all times, as `grid_smoother` takes them.
-        chain: a law of paths from which Louis' identity takes weighted paths, instead of `ffbsi`.
-            For one series, and not a long one: weights of whole paths degenerate.
-        num_particles: how many particles each filter has.
-        num_samples: how many paths each replicate draws.
-        num_replicates: how many independent replicates there are.
-        most_replicates: if this is more, as many again are drawn, up to this number, as long as
-            noise does not let tell whether every direction is identified, and this many could.
-        backward: how `ffbsi` draws paths; `RejectionBackward()` makes many of them cheap.
+        grid: a grid that covers the states at all times, as for `grid_smoother`.
+        chain: a chain whose weighted paths replace those of `ffbsi`. For one short series: weights
+            of whole paths degenerate.
+        num_particles: the number of particles of each filter.
+        num_samples: the number of paths per replicate.
+        num_replicates: the number of independent replicates.
+        most_replicates: the largest number of replicates. Their number is doubled while it is
+            unclear from noise whether every direction is identified, and this many could decide.
+        backward: how `ffbsi` samples paths; `RejectionBackward()` makes many of them cheap.
 
     Returns:
         The information and its inverse, the score, standard errors, intervals, and a status.
 
     Raises:
         ValueError: if model and data do not fit, or nothing or too much is to be learned.
-        TypeError: if an argument is of the wrong kind, or traced.
-        FloatingPointError: if a filter fails, or a derivative is not finite.
+        TypeError: if an argument is of the wrong type, or traced.
+        FloatingPointError: if a filter fails, or a derivative is non-finite.
     """
     check_key(key, "parameter_errors")
     if not isinstance(model, StateSpaceModel):
@@ -165,105 +166,152 @@ def parameter_errors(
             "parameter_errors expects read to be a function of the model, got"
             f" {type(read).__name__}."
         )
-    coordinates = _coordinates(model)
-    plain = unwrap(model)
+    coordinates, plain = _coordinates(model), unwrap(model)
     method = _method(plain, method, chain, grid)
     options = {"mask": mask, "inputs": inputs, "length": length}
-    shared = isinstance(ys, SharedSeries)
+    is_shared = isinstance(ys, SharedSeries)
     batch = (
-        _own(plain, ys, method, options)
-        if shared
+        _local_series(plain, ys, method, options)
+        if is_shared
         else batch_for(plain, ys, **options, owner="parameter_errors")
     )
-
-    messages: list[str] = []
-    edges: dict[int, float] = {}
-    theta = coordinates.theta()
     if method == "exact":
-        total = sum_over_processes if shared else np.asarray
-        spread = spread_of(batch, total)
-        at = raised(np.asarray(theta, np.float64), coordinates, spread)
-        moved_in = coordinates.moved(jnp.asarray(at, theta.dtype))
-        found_exactly = exact_information(moved_in, batch)
-        score, information = (total(np.asarray(x, float)) for x in found_exactly)
-        information = (information + information.T) / 2
-        scores, informations = None, None
-        edges = edges_of(coordinates, at, score, information, spread)
+        estimate = _exact_information(coordinates, batch, is_shared)
     elif grid is not None:
-        found_on_grid = grid_information(coordinates, batch, grid)
-        score, information = (np.asarray(x, float) for x in found_on_grid)
-        scores, informations = None, None
+        score, information = grid_information(coordinates, batch, grid)
+        estimate = _Information(np.asarray(score, float), np.asarray(information, float))
     else:
         check_densities(plain, "parameter_errors by Louis' identity")
-        num_replicates = check_count(num_replicates, "num_replicates")
-        if num_replicates < FEWEST_REPLICATES:
-            raise ValueError(
-                f"parameter_errors expects at least {FEWEST_REPLICATES} replicates, whose spread"
-                f" is the Monte Carlo error, got num_replicates={num_replicates}."
-            )
-        sizes = (check_count(num_particles, "num_particles"), check_count(num_samples, "samples"))
-        most = num_replicates if most_replicates is None else most_replicates
-        most = check_count(most, "most_replicates")
+        sizes = _Sizes(
+            check_count(num_particles, "num_particles"),
+            check_count(num_samples, "num_samples"),
+            check_count(num_replicates, "num_replicates"),
+            check_count(
+                num_replicates if most_replicates is None else most_replicates, "most_replicates"
+            ),
+        )
+        estimate = _louis_information(key, coordinates, batch, chain, backward, sizes)
+    _refuse_undefined(estimate.score, estimate.information, coordinates.names)
+    return _result(coordinates, estimate, read, level, method)
 
-        def draw(key: PRNGKey) -> tuple[Replicates, list[str]]:
-            if chain is None:
-                return _from_particles(key, coordinates, batch, sizes, num_replicates, backward)
-            return _from_chain(key, coordinates, batch, chain, sizes[1], num_replicates)
 
-        replicates, messages = _until_sure(key, draw, coordinates, most)
-        score, information, scores, informations = combine(replicates)
-    _refuse_undefined(score, information, coordinates.names)
+class _Information(NamedTuple):
+    """An observed information, and what qualifies it.
 
-    raw = np.asarray(theta, np.float64)
-    at_edge = np.isin(np.arange(raw.size), list(edges))
-    found = inverse(information, raw, informations, _precision(coordinates), fixed=at_edge)
-    is_open = found.touches(np.eye(raw.size)) > LEAST_SHARE[informations is None]
-    distance = float(np.sqrt(score @ found.covariance @ score))
-    poor = bool(messages)
-    unidentified = _unidentified(found, coordinates.names)
-    moved = _not_at_maximum(distance, found, scores)
-    status = (
-        "unreliable"
-        if poor
-        else "not identified"
-        if unidentified
-        else "not at a maximum"
-        if moved
-        else "at an edge"
-        if edges
-        else "fine"
-    )
-    natural = quantities(coordinates, read, found, informations, level, at_edge)
+    Attributes:
+        score: the gradient of the log-likelihood.
+        information: minus its Hessian.
+        scores: scores with one replicate left out; `None` if exact.
+        informations: informations with one replicate left out; `None` if exact.
+        edges: the parameters at an edge of their domain, and the edge.
+        warnings: why the replicates are unreliable.
+    """
+
+    score: np.ndarray
+    information: np.ndarray
+    scores: np.ndarray | None = None
+    informations: np.ndarray | None = None
+    edges: Mapping[int, float] = {}
+    warnings: Sequence[str] = ()
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a Monte Carlo estimate."""
+
+    num_particles: int
+    num_samples: int
+    num_replicates: int
+    most_replicates: int
+
+
+def _exact_information(coordinates: Coordinates, batch: Series, is_shared: bool) -> _Information:
+    """Return the exact information, summed over processes if each holds a share of the series."""
+    total = sum_over_processes if is_shared else np.asarray
+    spread, theta = spread_of(batch, total), coordinates.theta()
+    raised_theta = raised(np.asarray(theta, np.float64), coordinates, spread)
+    inside = coordinates.moved(jnp.asarray(raised_theta, theta.dtype))
+    sums = exact_information(inside, batch)
+    score, information = (total(np.asarray(each, float)) for each in sums)
+    information = (information + information.T) / 2
+    edges = edges_of(coordinates, raised_theta, score, information, spread)
+    return _Information(score, information, edges=edges)
+
+
+def _louis_information(
+    key: PRNGKey,
+    coordinates: Coordinates,
+    batch: Series,
+    chain: AbstractBackwardChain | None,
+    backward: AbstractBackwardSampler,
+    sizes: _Sizes,
+) -> _Information:
+    """Return the information by Louis' identity, from particles or from paths of a chain."""
+    if sizes.num_replicates < FEWEST_REPLICATES:
+        raise ValueError(
+            f"parameter_errors expects at least {FEWEST_REPLICATES} replicates, from whose spread"
+            f" the Monte Carlo error is estimated, got num_replicates={sizes.num_replicates}."
+        )
+
+    def draw(key: PRNGKey) -> tuple[Replicates, list[str]]:
+        if chain is None:
+            return _from_particles(key, coordinates, batch, sizes, backward)
+        return _from_chain(key, coordinates, batch, chain, sizes)
+
+    replicates, warnings = _until_sure(key, draw, coordinates, sizes.most_replicates)
+    return _Information(*combine(replicates), warnings=warnings)
+
+
+def _result(
+    coordinates: Coordinates,
+    estimate: _Information,
+    read: Callable[[StateSpaceModel], PyTree] | None,
+    level: float,
+    method: Literal["exact", "grid", "louis"],
+) -> ParameterErrors:
+    """Invert the information, and collect standard errors, intervals, status and messages."""
+    score, information, scores, informations, edges, warnings = estimate
+    theta, names = np.asarray(coordinates.theta(), np.float64), coordinates.names
+    at_edge = np.isin(np.arange(theta.size), list(edges))
+    inverted = inverse(information, theta, informations, _precision(coordinates), fixed=at_edge)
+    is_open = inverted.touches(np.eye(theta.size)) > LEAST_SHARE[informations is None]
+    distance = float(np.sqrt(score @ inverted.covariance @ score))
+    messages: dict[Any, list[str]] = {
+        "unreliable": list(warnings),
+        "not identified": _unidentified(inverted, names),
+        "not at a maximum": _not_at_maximum(distance, inverted, scores),
+        "at an edge": _at_edges(edges, names),
+    }
+    status: Any = next((name for name, sentences in messages.items() if sentences), "fine")
     return ParameterErrors(
-        coordinates.names,
-        raw,
+        names,
+        theta,
         information,
         np.zeros_like(information) if informations is None else jackknife(informations),
-        _with_open(found.covariance, is_open, at_edge),
+        _with_open(inverted.covariance, is_open, at_edge),
         score,
         np.zeros_like(score) if scores is None else jackknife(scores),
         distance,
         ~is_open & ~at_edge,
         at_edge,
-        *natural,
+        *quantities(coordinates, read, inverted, informations, level, at_edge),
         method,
         status,
-        (*messages, *unidentified, *moved, *_at_edges(edges, coordinates.names)),
+        tuple(sentence for sentences in messages.values() for sentence in sentences),
     )
 
 
-def _own(
+def _local_series(
     model: StateSpaceModel, shared: SharedSeries, method: str, options: Mapping[str, Any]
 ) -> Series:
-    """The series of this process, whose information is added to that of the others'."""
+    """Return the series of this process, whose information is added to that of the others."""
     refuse_beside("parameter_errors", "the shared series", **options)
     check_shared(model, shared)
     if method != "exact":
         raise ValueError(
-            "parameter_errors adds up the informations of shared series where they are exact, for"
-            f" linear-Gaussian models; for the method {method!r} give all series to each process."
+            "parameter_errors sums the information of shared series for linear-Gaussian models;"
+            f" for the method {method!r} give all series to each process."
         )
-    return shared.own
+    return shared.local
 
 
 def _coordinates(model: StateSpaceModel) -> Coordinates:
@@ -274,11 +322,12 @@ def _coordinates(model: StateSpaceModel) -> Coordinates:
             "parameter_errors expects a model with parameters that can be learned, got one in which"
             " every floating array is Frozen."
         )
-    if count > MOST:
+    if count > MAX_PARAMETERS:
         raise ValueError(
-            f"parameter_errors computes the information of at most {MOST} parameters, got a model"
-            f" with {count}. Wrap what is of no interest in Frozen, which takes it as known; the"
-            " weights of a network have no standard errors of use."
+            "parameter_errors computes the information of at most"
+            f" {MAX_PARAMETERS} parameters, got a model with {count}. Wrap parameters of no"
+            " interest in Frozen, which takes them as known; the weights of a network have no"
+            " useful standard errors."
         )
     if not is_concrete(coordinates.theta()):
         raise TypeError("parameter_errors expects concrete arrays, got traced ones.")
@@ -296,12 +345,12 @@ def _method(
         if not isinstance(grid, Grid):
             raise TypeError(f"The method 'grid' expects a Grid, got {type(grid).__name__}.")
         if chain is not None or method not in (None, "grid"):
-            raise ValueError("A grid is for the method 'grid': leave out the grid, or the others.")
+            raise ValueError("A grid requires the method 'grid': leave out `grid`, or the others.")
         return "grid"
     if chain is not None:
         check_chain(chain, "parameter_errors")
         if method == "exact":
-            raise ValueError("The exact information takes no chain: leave out method or chain.")
+            raise ValueError("The method 'exact' takes no chain: leave out `method` or `chain`.")
         return "louis"
     if method == "exact":
         check_linear_gaussian(model)
@@ -320,7 +369,7 @@ def _until_sure(
     coordinates: Coordinates,
     most: int,
 ) -> tuple[Replicates, list[str]]:
-    """Replicates, twice as many each time, until no direction may owe its sign to noise."""
+    """Double the replicates until the sign of every direction is clear from noise."""
     replicates, messages = draw(key)
     first = replicates.log_weight.shape[1]
     raw = np.asarray(coordinates.theta(), np.float64)
@@ -329,10 +378,9 @@ def _until_sure(
         _, information, _, informations = combine(replicates)
         if not np.all(np.isfinite(information)):
             break
-        found = inverse(information, raw, informations, _precision(coordinates), SURE)
-        if not np.any(np.abs(found.eigenvalues) <= SURE * found.noise):
-            break
-        if _is_hopeless(found, rounds * first, most):
+        inverted = inverse(information, raw, informations, _precision(coordinates), SURE)
+        unclear = np.abs(inverted.eigenvalues) <= SURE * inverted.noise
+        if not np.any(unclear) or _is_hopeless(inverted, rounds * first, most):
             break
         for turn in range(rounds, 2 * rounds):
             more, warned = draw(jax.random.fold_in(key, turn))
@@ -344,34 +392,34 @@ def _until_sure(
     return replicates, messages
 
 
-def _is_hopeless(found: Inverse, count: int, most: int) -> bool:
-    """Whether even all replicates would not tell some direction from noise, by all likelihood.
+def _is_hopeless(inverted: Inverse, count: int, most: int) -> bool:
+    """Return whether some direction would probably remain unclear with all replicates.
 
-    Noise falls as one over the root of the replicates. A direction is given the benefit of the
-    doubt, two standard errors more information than was seen.
+    Noise decreases with the square root of the number of replicates. The eigenvalue of a direction
+    is taken two standard errors above its estimate.
     """
-    at_best = np.maximum(found.eigenvalues + BENEFIT * found.noise, 0.0)
-    noise_in_the_end = found.noise * np.sqrt(count / most)
-    return bool(np.any(at_best < NOISE * noise_in_the_end))
+    at_best = np.maximum(inverted.eigenvalues + BENEFIT * inverted.noise, 0.0)
+    return bool(np.any(at_best < NOISE * inverted.noise * np.sqrt(count / most)))
 
 
 def _from_particles(
     key: PRNGKey,
     coordinates: Coordinates,
     batch: Series,
-    sizes: tuple[int, int],
-    num_replicates: int,
+    sizes: _Sizes,
     backward: AbstractBackwardSampler,
 ) -> tuple[Replicates, list[str]]:
-    keys = jax.random.split(key, (num_series(batch), num_replicates))
-    found, status, time = particle_replicates(coordinates, batch, keys, *sizes, backward)
+    keys = jax.random.split(key, (num_series(batch), sizes.num_replicates))
+    replicates, status, time = particle_replicates(
+        coordinates, batch, keys, sizes.num_particles, sizes.num_samples, backward
+    )
     status, time = np.asarray(status), np.asarray(time)
     for code, at in zip(status.ravel(), time.ravel(), strict=True):
         if code not in (FINE, DEGENERATE):
             refuse_failure("parameter_errors", code, at, True)
     if not np.any(status == DEGENERATE):
-        return found, []
-    return found, [
+        return replicates, []
+    return replicates, [
         "unreliable: at some time the paths go through fewer than 10 particles, in"
         f" {np.sum(status == DEGENERATE)} of {status.size} replicates. Use more particles"
     ]
@@ -382,14 +430,12 @@ def _from_chain(
     coordinates: Coordinates,
     batch: Series,
     chain: AbstractBackwardChain,
-    num_samples: int,
-    num_replicates: int,
+    sizes: _Sizes,
 ) -> tuple[Replicates, list[str]]:
     if num_series(batch) != 1:
         raise ValueError(
-            f"A chain stands for one series, and ys holds {num_series(batch)}. Call"
-            " parameter_errors for each with its chain and add up the informations, or leave the"
-            " chain out."
+            f"parameter_errors with a chain expects one series, got {num_series(batch)}. Call it"
+            " for each series with its chain and sum the information, or leave out `chain`."
         )
     model = unwrap(coordinates.model)
     check_model(model, chain, "parameter_errors")
@@ -402,14 +448,14 @@ def _from_chain(
         inputs=one.inputs,
         length=one.length,
     )
-    keys = jax.random.split(key, num_replicates)
-    found, raw = weighted_replicates(coordinates, chain, series, keys, num_samples)
+    keys = jax.random.split(key, sizes.num_replicates)
+    replicates, raw = weighted_replicates(coordinates, chain, series, keys, sizes.num_samples)
     shape = pareto_shape(np.asarray(raw).ravel())
     if shape <= K_HAT_GOOD:
-        return found, []
-    return found, [
+        return replicates, []
+    return replicates, [
         f"unreliable: the Pareto shape of the weights is {shape:.2f}, above {K_HAT_GOOD}: a few"
-        " paths carry most of the weight. Use a chain that is nearer to the posterior, or none"
+        " paths carry most of the weight. Use a chain that is closer to the posterior, or none"
     ]
 
 
@@ -423,11 +469,12 @@ def _refuse_undefined(score: np.ndarray, information: np.ndarray, names: tuple[s
         )
 
 
-def _unidentified(found: Inverse, names: tuple[str, ...]) -> list[str]:
-    """One sentence for each direction along which the information is not above zero."""
+def _unidentified(inverted: Inverse, names: tuple[str, ...]) -> list[str]:
+    """Return one sentence per direction along which the information is not above zero."""
     sentences = []
-    for direction, value, noise in zip(found.open.T, found.eigenvalues, found.noise, strict=True):
-        scaled = direction * found.units
+    directions = zip(inverted.open.T, inverted.eigenvalues, inverted.noise, strict=True)
+    for direction, value, noise in directions:
+        scaled = direction * inverted.units
         scaled = scaled / scaled[np.argmax(np.abs(scaled))]
         largest = [i for i in np.argsort(-np.abs(direction))[:4] if abs(direction[i]) > 0.1]
         combination = " ".join(f"{scaled[i]:+.3g} {names[i]}" for i in largest)
@@ -440,26 +487,26 @@ def _unidentified(found: Inverse, names: tuple[str, ...]) -> list[str]:
         sentences.append(
             f"not identified: along {combination} the information is not above zero ({figure}, in"
             " units in which each parameter has one). Fix one of these parameters with Frozen;"
-            f" below zero, these are not at a maximum of the likelihood: learn on.{doubt}"
+            f" below zero, they are not at a maximum of the likelihood: continue to learn.{doubt}"
         )
     return sentences
 
 
-def _not_at_maximum(distance: float, found: Inverse, scores: np.ndarray | None) -> list[str]:
+def _not_at_maximum(distance: float, inverted: Inverse, scores: np.ndarray | None) -> list[str]:
     noise = 0.0
     if scores is not None:
         centred = scores - scores.mean(axis=0)
         spread = (len(scores) - 1) / len(scores) * centred.T @ centred
-        noise = float(np.sum(found.covariance * spread))
+        noise = float(np.sum(inverted.covariance * spread))
     if distance**2 <= NEAR**2 + 3.0 * noise:
         return []
     return [
-        f"not at a maximum: one step of Newton leads {distance:.2g} standard errors from here"
-        f" (Monte Carlo error {noise**0.5:.1g}). Standard errors hold at a maximum: learn on"
+        f"not at a maximum: a Newton step has a length of {distance:.2g} standard errors (Monte"
+        f" Carlo error {noise**0.5:.1g}). Standard errors hold at a maximum: continue to learn"
     ]
 
 
-def _at_edges(edges: dict[int, float], names: tuple[str, ...]) -> list[str]:
+def _at_edges(edges: Mapping[int, float], names: tuple[str, ...]) -> list[str]:
     return [
         f"at an edge: {names[i]} is at the edge of {edge or 'zero'}, where the likelihood has no"
         " curvature: it has no interval, and the others hold with it fixed there"

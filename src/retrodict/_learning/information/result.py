@@ -1,4 +1,4 @@
-"""What an observed information says of parameters, and of quantities computed from them."""
+"""Standard errors and intervals of parameters, and of quantities computed from them."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -11,7 +11,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, PyTree
 from scipy.special import ndtri
 
-from retrodict._learning.information.coordinates import Coordinates
+from retrodict._learning.coordinates import Coordinates
 from retrodict._learning.information.edge import depends_only_on, inside
 from retrodict._learning.information.louis import jackknife
 from retrodict._model import StateSpaceModel
@@ -20,45 +20,45 @@ from retrodict._numerics import in_parts
 Read = Callable[[StateSpaceModel], PyTree]
 
 LEAST_SHARE = {True: 1e-6, False: 1e-2}
-"""From which share in an open direction on a parameter counts as open, exact or estimated: the
-directions of an estimated information are themselves uncertain."""
+"""The share in unidentified directions from which on a parameter is unidentified, for an exact and
+for an estimated information, whose directions are themselves uncertain."""
 
 NOISE = 3.0
-"""By how many Monte Carlo standard errors an eigenvalue must be above zero."""
+"""The number of Monte Carlo standard errors by which an eigenvalue must exceed zero."""
 
 QUANTITIES_AT_ONCE = 64
-"""How many ends of intervals are computed at once."""
+"""The number of interval ends that are computed at once."""
 
 
 class ParameterErrors(eqx.Module):
-    """What `parameter_errors` found.
+    """The result of `parameter_errors`.
 
     Arrays with an axis `parameter` are in unconstrained coordinates θ, in the order of `names`;
-    pytrees have the structure of what `read` returns, and are on the natural scale.
+    pytrees have the structure of the output of `read`, and are on the natural scale.
 
     Attributes:
-        names: what each coordinate of θ is called, such as `"transition.weight[0,0]"`.
+        names: the name of each coordinate of θ, such as `"transition.weight[0,0]"`.
         theta: the coordinates of the model.
         information: the observed information −∇² log p_θ(y).
         information_error: its Monte Carlo standard error; zero if it is exact.
-        covariance: its inverse. Infinite on the diagonal, and NaN beside it, for parameters that
-            the data do not identify; NaN for those at an edge, which the others take as fixed.
+        covariance: its inverse. For parameters that the data do not identify, infinite on the
+            diagonal and NaN off it; NaN for those at an edge, at which they are fixed.
         score: the gradient ∇ log p_θ(y), which is zero at a maximum.
         score_error: its Monte Carlo standard error; zero if it is exact.
-        distance: √(∇ᵀ covariance ∇), how far the maximum is by one step of Newton, in standard
-            errors. That of a few tenths is of no consequence.
-        identified: whether the data identify each parameter; not so at an edge.
+        distance: √(∇ᵀ covariance ∇), the length of a Newton step to the maximum, in standard
+            errors. A few tenths are of no consequence.
+        identified: whether the data identify each parameter; false at an edge.
         at_edge: whether a parameter is at the edge of its domain, such as a scale of zero.
         value: the quantities at the model.
         standard_error: their standard errors, by the delta method; infinite if not identified, NaN
-            if they hang on parameters at an edge alone.
+            if they depend on parameters at an edge only.
         monte_carlo_error: the Monte Carlo standard error of `standard_error`; zero if it is exact.
         lower: the lower ends of their intervals; NaN if not identified, or at an edge.
         upper: the upper ends.
         method: `"exact"`, `"grid"` or `"louis"`.
         status: `"fine"`, `"at an edge"`, `"not identified"`, `"not at a maximum"`, or
-            `"unreliable"` if the paths are too poor to say.
-        messages: what is to be known, in words; empty if all is fine.
+            `"unreliable"` if the paths are too degenerate.
+        messages: the reasons for the status; empty if it is `"fine"`.
     """
 
     names: tuple[str, ...] = eqx.field(static=True)
@@ -88,9 +88,9 @@ class Inverse(NamedTuple):
 
     Attributes:
         covariance: the inverse there, and zero on the others.
-        units: of each parameter, in which its information is one.
+        units: the unit of each parameter in which its information is one.
         open: orthonormal directions that are not identified, in these units.
-        eigenvalues: what the information is along them, in these units.
+        eigenvalues: the information along these directions, in these units.
         noise: the Monte Carlo standard errors of the eigenvalues.
     """
 
@@ -101,7 +101,7 @@ class Inverse(NamedTuple):
     noise: Float[np.ndarray, "direction"]
 
     def touches(self, slopes: Float[np.ndarray, "quantity parameter"]) -> np.ndarray:
-        """The share of each quantity's gradient that lies in the open directions."""
+        """Return the share of each gradient in the open directions."""
         scaled = slopes * self.units[None]
         squares = np.sum(scaled**2, axis=1)
         return np.sum((scaled @ self.open) ** 2, axis=1) / np.where(squares > 0, squares, 1.0)
@@ -115,23 +115,24 @@ def inverse(
     noise_level: float = NOISE,
     fixed: Bool[np.ndarray, "parameter"] | None = None,
 ) -> Inverse:
-    """Inverts an information as far as the data identify the parameters.
+    """Invert an information on the directions that the data identify.
 
     Args:
         information: the information.
         theta: the parameters.
-        replicates: estimates of it that each leave one replicate out; `None` if it is exact.
-        precision: the rounding error of the floating type that it was computed in.
-        noise_level: by how many Monte Carlo standard errors an eigenvalue must be above zero.
-        fixed: parameters that are taken as known, of which it is the inverse of the others.
+        replicates: estimates with one replicate left out; `None` if it is exact.
+        precision: the rounding error of its floating-point type.
+        noise_level: the number of Monte Carlo standard errors by which an eigenvalue must exceed
+            zero.
+        fixed: parameters that are taken as known; the block of the others is inverted.
     """
     if fixed is not None and fixed.any():
         free = np.flatnonzero(~fixed)
         block = np.ix_(free, free)
         within = None if replicates is None else replicates[:, *block]
-        found = inverse(information[block], theta[free], within, precision, noise_level)
-        return _embedded(found, free, theta.size)
-    # Below this a parameter could move by many orders of its own size and nothing would be noticed.
+        block_inverse = inverse(information[block], theta[free], within, precision, noise_level)
+        return _embedded(block_inverse, free, theta.size)
+    # Below this, moving a parameter by orders of its own size has no visible effect.
     least = precision**0.75 / np.maximum(1.0, theta**2)
     units = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(information)), least))
     eigenvalues, vectors = np.linalg.eigh(information * units[:, None] * units[None])
@@ -139,19 +140,20 @@ def inverse(
     if replicates is not None:
         turned = vectors.T @ (replicates * units[:, None] * units[None]) @ vectors
         noise = jackknife(np.diagonal(turned, axis1=1, axis2=2))
-    kept = eigenvalues > np.maximum(np.sqrt(precision), noise_level * noise)
-    basis = units[:, None] * vectors[:, kept]
-    covariance = (basis / eigenvalues[kept]) @ basis.T
-    return Inverse(covariance, units, vectors[:, ~kept], eigenvalues[~kept], noise[~kept])
+    identified = eigenvalues > np.maximum(np.sqrt(precision), noise_level * noise)
+    basis = units[:, None] * vectors[:, identified]
+    covariance = (basis / eigenvalues[identified]) @ basis.T
+    others = ~identified
+    return Inverse(covariance, units, vectors[:, others], eigenvalues[others], noise[others])
 
 
-def _embedded(found: Inverse, places: np.ndarray, count: int) -> Inverse:
-    """An inverse among others that are fixed, which have no units."""
+def _embedded(inverted: Inverse, places: np.ndarray, count: int) -> Inverse:
+    """Return an inverse among other parameters that are fixed, which have no units."""
     covariance, units = np.zeros((count, count)), np.zeros(count)
-    covariance[np.ix_(places, places)], units[places] = found.covariance, found.units
-    directions = np.zeros((count, found.open.shape[1]))
-    directions[places] = found.open
-    return Inverse(covariance, units, directions, found.eigenvalues, found.noise)
+    covariance[np.ix_(places, places)], units[places] = inverted.covariance, inverted.units
+    directions = np.zeros((count, inverted.open.shape[1]))
+    directions[places] = inverted.open
+    return Inverse(covariance, units, directions, inverted.eigenvalues, inverted.noise)
 
 
 class Quantities(NamedTuple):
@@ -167,30 +169,30 @@ class Quantities(NamedTuple):
 def quantities(
     coordinates: Coordinates,
     read: Read | None,
-    found: Inverse,
+    inverted: Inverse,
     replicates: Float[np.ndarray, "replicate parameter parameter"] | None,
     level: float,
     at_edge: Bool[np.ndarray, "parameter"],
 ) -> Quantities:
-    """Standard errors and intervals of what is computed from the parameters.
+    """Return standard errors and intervals of quantities computed from the parameters.
 
     The ends of the interval of a quantity with gradient g are its values at θ ± z Σg / √(gᵀΣg), the
-    points of the ellipsoid θ'Σ⁻¹θ' ≤ z² at which it is extreme to first order; scales among the θ
-    take their part of the step in their logarithm. For a function of a single coordinate these are
+    points of the ellipsoid θ'Σ⁻¹θ' ≤ z² at which it is extreme to first order. Scales among the θ
+    step in their logarithm. For a function of a single coordinate these are
     its values at the ends of that coordinate's interval.
     """
     theta = coordinates.theta()
     value, restore = ravel_pytree(_quantities_at(coordinates, read, theta))
     slopes = np.asarray(_slopes(coordinates, read, theta), np.float64)
-    errors = _errors(slopes, found.covariance)
-    loose = found.touches(slopes) > LEAST_SHARE[replicates is None]
+    errors = _errors(slopes, inverted.covariance)
+    loose = inverted.touches(slopes) > LEAST_SHARE[replicates is None]
     edge = np.zeros(errors.shape, bool)
     if at_edge.any():
         away = np.asarray(_slopes(coordinates, read, inside(theta, at_edge)), np.float64)
         edge = depends_only_on(at_edge, slopes, away)
     unknown = loose | edge
 
-    steps = slopes @ found.covariance / np.where(errors > 0, errors, 1.0)[:, None]
+    steps = slopes @ inverted.covariance / np.where(errors > 0, errors, 1.0)[:, None]
     steps = jnp.asarray(ndtri(0.5 + level / 2) * steps, theta.dtype)
     ends = _ends(coordinates, read, theta, steps)
     span = np.concatenate([np.asarray(ends), np.asarray(value)[:, None]], axis=1)
@@ -212,7 +214,7 @@ def quantities(
 def _quantities_at(
     coordinates: Coordinates, read: Read | None, theta: Float[Array, "parameter"]
 ) -> PyTree:
-    """What is read off the model with coordinates θ; the learned parameters by default."""
+    """Return the quantities of the model at θ, by default the learned parameters."""
     if read is None:
         return coordinates.values_at(theta)
     return jax.tree.map(jnp.asarray, read(coordinates.model_at(theta)))
@@ -222,7 +224,7 @@ def _quantities_at(
 def _slopes(
     coordinates: Coordinates, read: Read | None, theta: Float[Array, "parameter"]
 ) -> Float[Array, "quantity parameter"]:
-    """The gradients of all quantities."""
+    """Return the gradients of all quantities."""
     return jax.jacfwd(lambda at: ravel_pytree(_quantities_at(coordinates, read, at))[0])(theta)
 
 
@@ -233,7 +235,7 @@ def _ends(
     theta: Float[Array, "parameter"],
     steps: Float[Array, "quantity parameter"],
 ) -> Float[Array, "quantity 2"]:
-    """Each quantity a step of its own away from θ, on either side."""
+    """Return each quantity one step away from θ, on both sides."""
 
     def one(at: tuple[Array, Array]) -> Array:
         index, step = at

@@ -25,9 +25,9 @@ class Coordinates(eqx.Module):
     Attributes:
         model: the model, with scales as parameters that stay positive.
         places: for each floating array of the model, which of its entries are learned.
-        names: what each coordinate of θ is called, such as `"transition.weight[0,0]"`.
-        edges: the ends of the domain of what each coordinate stands for, `None` where it has none:
-            a scale ends at zero alone.
+        names: the name of each coordinate of θ, such as `"transition.weight[0,0]"`.
+        edges: the ends of the domain of each parameter, `None` if it has none: a scale has a lower
+            end, zero, only.
     """
 
     model: StateSpaceModel
@@ -36,13 +36,13 @@ class Coordinates(eqx.Module):
     edges: tuple[tuple[float | None, float | None], ...] = eqx.field(static=True)
 
     def theta(self) -> Float[Array, "parameter"]:
-        """The coordinates of the model itself."""
+        """Return the coordinates of the model."""
         leaves = jax.tree.leaves(eqx.filter(self.model, eqx.is_inexact_array))
         parts = [leaf.ravel()[place] for leaf, place in zip(leaves, self.places, strict=True)]
         return jnp.concatenate(parts)
 
     def model_at(self, theta: Float[Array, "parameter"]) -> StateSpaceModel:
-        """The model with these coordinates."""
+        """Return the model with these coordinates."""
         arrays = eqx.filter(self.model, eqx.is_inexact_array)
         leaves, structure = jax.tree.flatten(arrays)
         moved, start = [], 0
@@ -53,22 +53,22 @@ class Coordinates(eqx.Module):
         return eqx.combine(jax.tree.unflatten(structure, moved), self.model)
 
     def moved(self, theta: Float[Array, "parameter"]) -> "Coordinates":
-        """The same coordinates around the model at θ."""
+        """Return the same coordinates for the model at θ."""
         return Coordinates(self.model_at(theta), self.places, self.names, self.edges)
 
     def beside(
         self, theta: Float[Array, "parameter"], step: Float[Array, "parameter"]
     ) -> Float[Array, "parameter"]:
-        """θ a step away, where scales step in their logarithm: so no unit of the data matters."""
+        """Return θ plus a step, which scales take in their logarithm: units do not matter."""
         scale = jax.nn.softplus(theta)
         moved = scale * jnp.exp(step * jax.nn.sigmoid(theta) / scale)
         raw = moved + jnp.log(-jnp.expm1(-moved))
         is_scale = np.array([edge == (0.0, None) for edge in self.edges], bool)
-        # A step of nothing has no logarithm where a scale underflows.
+        # A zero step of a scale that underflows would give NaN.
         return jnp.where(is_scale & (step != 0), raw, theta + step)
 
     def values_at(self, theta: Float[Array, "parameter"]) -> dict[str, PyTree]:
-        """The values of the learned parameters, each in its domain, by name."""
+        """Return the values of the learned parameters, each in its domain, by name."""
         nodes = jax.tree_util.tree_leaves_with_path(self.model_at(theta), is_leaf=_is_parameter)
         return {
             _name(path): node.value if _is_parameter(node) else node
@@ -78,7 +78,7 @@ class Coordinates(eqx.Module):
 
 
 def coordinates_of(model: StateSpaceModel) -> Coordinates:
-    """The coordinates of what `fit` and `fit_evidence` move when they learn a model."""
+    """Return the coordinates of the parameters that `fit` and `fit_evidence` learn."""
     model = learnable(model)
     moving = jax.tree.leaves(_moving(model))
     leaves = jax.tree_util.tree_leaves_with_path(model)
@@ -90,9 +90,9 @@ def coordinates_of(model: StateSpaceModel) -> Coordinates:
         place = np.flatnonzero(chosen)
         places.append(jnp.asarray(place))
         owner = owners.get(path[:-1])
-        # Partial autocorrelations are not the coefficients that are read off them.
-        is_own = owner is None or isinstance(owner, StationaryCoefficients)
-        name = _name(path) if is_own else _name(path[:-1])
+        # Partial autocorrelations are not the coefficients that are computed from them.
+        has_own_name = owner is None or isinstance(owner, StationaryCoefficients)
+        name = _name(path) if has_own_name else _name(path[:-1])
         for entry in np.argwhere(chosen).tolist():
             names.append(name + (f"[{','.join(map(str, entry))}]" if entry else ""))
             edges.append(_edges(owner, entry))
@@ -100,7 +100,7 @@ def coordinates_of(model: StateSpaceModel) -> Coordinates:
 
 
 def _edges(owner: Any, entry: list[int]) -> tuple[float | None, float | None]:
-    """The ends of the domain of one entry of a parameter."""
+    """Return the ends of the domain of one entry of a parameter."""
     if isinstance(owner, Bounded):
         return owner.lower, owner.upper
     if isinstance(owner, StationaryCoefficients):
@@ -111,7 +111,7 @@ def _edges(owner: Any, entry: list[int]) -> tuple[float | None, float | None]:
 
 
 def _moving(tree: PyTree) -> PyTree:
-    """A pytree of booleans of the same structure: which entries of which leaves are learned."""
+    """Return a pytree of booleans of the same structure: the entries that are learned."""
 
     def entries(leaf: Any) -> Any:
         return np.ones(leaf.shape, bool) if eqx.is_inexact_array(leaf) else False
@@ -120,7 +120,7 @@ def _moving(tree: PyTree) -> PyTree:
         if isinstance(node, Frozen):
             return jax.tree.map(lambda leaf: np.zeros(np.shape(leaf), bool), node)
         if isinstance(node, PositiveTril):
-            # What is above the diagonal is ignored by the parameter, and so no coordinate.
+            # The parameter ignores the entries above the diagonal.
             return jax.tree.map(lambda leaf: np.tril(entries(leaf)), node)
         return entries(node)
 
@@ -132,7 +132,7 @@ def _is_parameter(node: Any) -> bool:
 
 
 def _is_constrained(node: Any) -> bool:
-    """Whether it is one of the library's own parameters, which holds one unconstrained array."""
+    """Return whether a node is a parameter of this library with one unconstrained array."""
     return isinstance(node, (Bounded, Positive, PositiveTril, StationaryCoefficients))
 
 

@@ -1,0 +1,53 @@
+"""From the arguments of a verb to a dataset."""
+
+from typing import Any
+
+from jax.sharding import Mesh
+
+from retrodict._learning.dataset import AbstractDataset, batch_for, num_series
+from retrodict._learning.in_memory import ArrayDataset
+from retrodict._learning.on_disk import AbstractSeriesStore, StoredDataset
+from retrodict._learning.shared import SharedDataset, SharedSeries, check_shared, refuse_beside
+from retrodict._model import StateSpaceModel
+from retrodict.distributed import is_spread
+
+
+def open_dataset(
+    model: StateSpaceModel,
+    ys: Any,
+    *,
+    mask: Any,
+    inputs: Any,
+    length: Any,
+    mesh: Mesh | None,
+    owner: str,
+) -> AbstractDataset:
+    """Return the dataset of a verb, checked against an unwrapped model.
+
+    Args:
+        model: the model.
+        ys: arrays as in `prepare_batch`, an `AbstractSeriesStore`, or `SharedSeries`.
+        mask: true where an entry was observed; like the next two, for arrays only.
+        inputs: inputs.
+        length: the number of existing rows.
+        mesh: the devices of the verb; `None` for one.
+        owner: the verb, for messages.
+    """
+    options = {"mask": mask, "inputs": inputs, "length": length}
+    if isinstance(ys, AbstractSeriesStore):
+        refuse_beside(owner, "the store of the series", **options)
+        return StoredDataset(ys, model, mesh)
+    if isinstance(ys, SharedSeries):
+        refuse_beside(owner, "the shared series", **options)
+        if ys.mesh != mesh:
+            raise ValueError(
+                f"{owner} expects series that are shared over the devices of its mesh. Pass the"
+                " same `mesh` to SharedSeries and to the verb."
+            )
+        check_shared(model, ys)
+        series, count = ys.series, ys.num_series
+    else:
+        series = batch_for(model, ys, **options, owner=owner)
+        count = num_series(series)
+    dataset = SharedDataset if is_spread(series) else ArrayDataset
+    return dataset(series, count, mesh)
