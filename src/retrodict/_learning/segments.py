@@ -30,7 +30,6 @@ from retrodict._expectations import (
     BackwardSampling,
     Estimate,
     LogJoint,
-    Series,
     Paths,
     along_path,
     average,
