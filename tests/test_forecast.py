@@ -269,7 +269,7 @@ def test_misuse_is_refused(untyped: None):
     no_model: Any = c.chain
     with pytest.raises(ValueError, match="num_times must be at least 1"):
         rd.forecast(KEY, c.model, c.chain, 0, inputs=c.ahead)
-    with pytest.raises(ValueError, match="inputs of shape"):
+    with pytest.raises(ValueError, match="inputs must be given, of shape"):
         rd.forecast(KEY, c.model, c.chain, AHEAD)
     with pytest.raises(ValueError, match="one row per time step, 2 rows"):
         rd.forecast(KEY, c.model, c.chain, 2, inputs=c.ahead)
