@@ -281,7 +281,7 @@ def test_misuse_is_refused(untyped: None):
         rd.predictive(KEY, no_model, c.chain, 3)
     with pytest.raises(ValueError, match="below one"):
         exact().quantile([0.0, 0.5])
-    with pytest.raises(ValueError, match="one row a row of the chain"):
+    with pytest.raises(ValueError, match="as many rows as the chain"):
         rd.impute(KEY, c.model, c.chain, c.ys[:-1], 3, inputs=c.inputs[:-1])
 
 

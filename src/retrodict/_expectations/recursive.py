@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PyTree
 
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._expectations.closed_form import refuse_unless_quadratic
-from retrodict._expectations.estimator import AbstractEstimator, existing_rows
+from retrodict._expectations.estimator import AbstractDeterministicEstimator, existing_rows
 from retrodict._expectations.functionals import (
     AbstractFunctional,
     AbstractTerm,
@@ -48,7 +48,7 @@ class RecursiveState(eqx.Module):
     hessian: PyTree
 
 
-class Recursive(AbstractEstimator):
+class Recursive(AbstractDeterministicEstimator):
     """Exact expectations of quadratic functionals by a recursion that runs forward in time.
 
     T_k(x_k) = E_{q_{k-1|k}}[T_{k-1}(X_{k-1}) + h_k(X_{k-1}, x_k)] stays quadratic under
@@ -113,13 +113,8 @@ class Recursive(AbstractEstimator):
         return jax.tree.map(value, state.constant, state.hessian)
 
     @property
-    def num_replicates(self) -> None:
-        """None: nothing is drawn."""
-        return None
-
-    @property
     def error(self) -> Literal["none"]:
-        """None."""
+        """There is none."""
         return "none"
 
     def view(
@@ -137,17 +132,6 @@ class Recursive(AbstractEstimator):
                 " parallel=False."
             )
         return chain
-
-    def draw(
-        self,
-        terms: Sequence[AbstractTerm],
-        view: LinearGaussianChain,
-        key: Any,
-        *,
-        parallel: Parallel = False,
-    ) -> None:
-        """Nothing."""
-        return None
 
     def evaluate(
         self, terms: Sequence[AbstractTerm], view: LinearGaussianChain, noise: None, data: PyTree
