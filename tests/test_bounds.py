@@ -738,7 +738,7 @@ def test_more_curvature_than_there_is_is_found_out(counts: Any):
         ({"method": "guess"}, "expects method 'auto' or one of"),
         ({"method": "score"}, "draws paths: pass key"),
         ({"method": "total_variation"}, "declares no oscillation"),
-        ({"ys": np.zeros((N + 1, 1))}, "one row a row of the chain"),
+        ({"ys": np.zeros((N + 1, 1))}, "as many rows as the chain"),
         ({"chain": Instance}, "expects a backward chain"),
     ],
 )

@@ -313,7 +313,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
         check_estimator(rd.ClosedForm, None, False, "elbo")
     with pytest.raises(TypeError, match="Pass its .chain"):
         check_chain(KalmanPosterior(chain, jnp.zeros(())), "elbo")
-    with pytest.raises(ValueError, match="one row a row of the chain, 4, got 3"):
+    with pytest.raises(ValueError, match="as many rows as the chain, 4, got 3"):
         rd.elbo(linear, chain, ys[:3])
     with pytest.raises(ValueError, match="no padding"):
         rd.elbo(linear, chain, ys, length=3)

@@ -46,7 +46,7 @@ def smooth(state: int) -> Smoothed:
         joint_gaussian.arrays_of(model, LENGTH, None), np.nan_to_num(ys[:LENGTH]), mask[:LENGTH]
     )
     chain = rd.kalman_smoother(model, ys, length=LENGTH).chain
-    return Smoothed(model, model.series(ys, length=LENGTH), chain, oracle)
+    return Smoothed(model, model.series(ys, length=LENGTH).rows, chain, oracle)
 
 
 def crossed(before, x, data):
@@ -330,7 +330,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy(smoothed):
             rd.expectation(chain, cube, estimator=estimator)
     with pytest.raises(ValueError, match=r"20\^4 nodes.*RaoBlackwellised"):
         rd.expectation(chain, cube, estimator=rd.Quadrature())
-    with pytest.raises(ValueError, match="7 rows as the chain, got an array of shape .3,"):
+    with pytest.raises(ValueError, match="7 rows, got an array of shape .3,"):
         rd.expectation(chain, USERS, {"w": np.ones(3)})
     with pytest.raises(TypeError, match="observations.model, ys., got NoneType"):
         rd.expectation(chain, rd.LogJoint(model))

@@ -269,7 +269,7 @@ def test_misuse_is_refused(untyped: None):
     no_model: Any = c.chain
     with pytest.raises(ValueError, match="num_times must be at least 1"):
         rd.forecast(KEY, c.model, c.chain, 0, inputs=c.ahead)
-    with pytest.raises(ValueError, match="inputs of shape"):
+    with pytest.raises(ValueError, match="inputs must be given, of shape"):
         rd.forecast(KEY, c.model, c.chain, AHEAD)
     with pytest.raises(ValueError, match="one row per time step, 2 rows"):
         rd.forecast(KEY, c.model, c.chain, 2, inputs=c.ahead)
@@ -281,7 +281,7 @@ def test_misuse_is_refused(untyped: None):
         rd.predictive(KEY, no_model, c.chain, 3)
     with pytest.raises(ValueError, match="below one"):
         exact().quantile([0.0, 0.5])
-    with pytest.raises(ValueError, match="one row a row of the chain"):
+    with pytest.raises(ValueError, match="as many rows as the chain"):
         rd.impute(KEY, c.model, c.chain, c.ys[:-1], 3, inputs=c.inputs[:-1])
 
 

@@ -530,7 +530,7 @@ def test_a_handful_of_particles_is_named(key: jax.Array):
         ({"chain": EXACT}, TypeError, r"filtering laws.*got KalmanPosterior\. Pass its \.chain"),
         ({"chain": 3}, TypeError, "LinearGaussianChain, got int"),
         ({"model": "model"}, TypeError, "guided_smoother expects a StateSpaceModel, got str"),
-        ({"ys": YS[:-1]}, ValueError, "one row a row of the chain, 6, got 5"),
+        ({"ys": YS[:-1]}, ValueError, "as many rows as the chain, 6, got 5"),
         ({"length": 3}, ValueError, "the chain has 6 rows and no padding"),
         ({"num_particles": 0}, ValueError, "num_particles must be at least 1, got 0"),
         ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),

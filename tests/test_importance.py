@@ -299,7 +299,7 @@ def test_the_smoother_says_that_it_cannot_be_traced(key: jax.Array):
     [
         ({"chain": EXACT}, TypeError, r"expects a backward chain, got KalmanPosterior.*\.chain"),
         ({"model": "model"}, TypeError, "expects a StateSpaceModel, got str"),
-        ({"ys": YS[:-1]}, ValueError, "one row a row of the chain, 6, got 5"),
+        ({"ys": YS[:-1]}, ValueError, "as many rows as the chain, 6, got 5"),
         ({"length": 3}, ValueError, "the chain has 6 rows and no padding"),
         ({"count": 0}, ValueError, "must be at least 1, got 0"),
         ({"key": 0}, TypeError, "expects one typed key"),

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from retrodict._chains import AbstractBackwardChain
-from retrodict._expectations.estimator import AbstractEstimator, Moments, PairRow, StateRow
+from retrodict._expectations.estimator import (
+    AbstractDeterministicEstimator,
+    Moments,
+    PairRow,
+    StateRow,
+)
 from retrodict._expectations.functionals import (
     AbstractTerm,
     LogEmission,
@@ -25,11 +30,11 @@ from retrodict._types import Scalar
 from retrodict.distributed import Parallel
 
 
-class ClosedForm(AbstractEstimator):
+class ClosedForm(AbstractDeterministicEstimator):
     """Exact expectations, for functionals that are quadratic in the states.
 
     A quadratic h has E h(x) = h(m) + ½ tr(∇²h Cov x) under a Gaussian law of mean m. Log densities
-    of linear-Gaussian kernels are sums of squares, in which nothing cancels.
+    of linear-Gaussian kernels are computed as sums of squares, without cancellation.
 
     Example:
         >>> import jax.numpy as jnp, retrodict as rd
@@ -42,53 +47,43 @@ class ClosedForm(AbstractEstimator):
     """
 
     @property
-    def num_replicates(self) -> None:
-        """None: nothing is drawn."""
-        return None
-
-    @property
     def error(self) -> Literal["none"]:
-        """None."""
+        """There is none."""
         return "none"
 
     def view(self, chain: AbstractBackwardChain, *, parallel: Parallel = False) -> Moments:
-        """The moments of states and pairs."""
+        """Return the moments of states and pairs."""
         return Moments.of(chain, "ClosedForm", parallel=parallel)
-
-    def draw(
-        self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: Parallel = False
-    ) -> None:
-        """Nothing."""
-        return None
 
     def evaluate(
         self, terms: Sequence[AbstractTerm], view: Moments, noise: None, data: PyTree
     ) -> PyTree:
-        """The exact expectation of the terms, all of which must be quadratic."""
+        """Return the exact expectation of the terms, all of which must be quadratic."""
         refuse_unless_quadratic(terms, "ClosedForm")
         return add([closed_form(term, view, data) for term in terms])
 
 
 def refuse_unless_quadratic(terms: Sequence[AbstractTerm], owner: str) -> None:
-    """Refuses terms that have no closed form."""
+    """Refuse terms without a closed form."""
     for term in terms:
         if not term.quadratic:
             raise TypeError(
-                f"{owner} expects terms that are quadratic in the states, which {term.name} is not"
-                " declared to be. Use Quadrature(order), or BackwardSampling(num_samples) or"
+                f"{owner} expects terms that are quadratic in the states, and {term.name} is not"
+                " declared quadratic. Use Quadrature(order), or BackwardSampling(num_samples) or"
                 " RaoBlackwellised(num_samples) with a key."
             )
 
 
 def closed_form(term: AbstractTerm, moments: Moments, data: PyTree) -> PyTree:
-    """The exact expectation of one quadratic term, summed over time."""
+    """Return the exact expectation of one quadratic term, summed over time."""
     return moments.total(term, _expectation_in_a_row(term), data)
 
 
 def _expectation_in_a_row(term: AbstractTerm) -> Callable[..., PyTree]:
-    """The expectation of a term in one row, to be mapped over time.
+    """Return the function that computes the expectation of a term in one row.
 
-    What does not depend on the row, such as the inverse of a fixed scale, is then computed once.
+    It is mapped over time, so that quantities that do not depend on the row, such as the inverse of
+    a fixed scale, are computed once.
     """
     if isinstance(term, LogPrior) and isinstance(term.law, Gaussian):
         return functools.partial(_expected_log_prior, term.law)
@@ -100,7 +95,7 @@ def _expectation_in_a_row(term: AbstractTerm) -> Callable[..., PyTree]:
 
 
 def _expected_generic(term: Any, row: StateRow | PairRow, data: PyTree) -> PyTree:
-    """The expectation of any quadratic term, by its second derivatives."""
+    """Return the expectation of any quadratic term, by its second derivatives."""
     if isinstance(row, StateRow):
         return _expected_quadratic(lambda x: term(x, data), (row.mean,), (row.scale,))
     means = (row.before, row.after)
@@ -134,18 +129,18 @@ def _expected_log_prior(law: Gaussian, row: StateRow, data: PyTree) -> Scalar:
 def _expected_log_emission(
     kernel: AbstractLinearGaussianKernel, row: StateRow, data: Series
 ) -> Scalar:
-    """E log N(y; w x + b, s sᵀ) of the entries of y that were seen.
+    """E log N(y; w x + b, s sᵀ) of the observed entries of y.
 
-    The expected square is ‖s⁻¹(y − w m − b)‖² + ‖s⁻¹w S‖²; an entry that was not seen becomes a row
-    of zeros in both.
+    The expected square is ‖s⁻¹(y − w m − b)‖² + ‖s⁻¹w S‖²; a missing entry becomes a row of zeros
+    in both.
     """
     fixed = kernel.at(data.inputs)
     weight, scale, count = fixed.weight, fixed.scale_tril, data.ys.shape[0]
     residual = data.ys - linalg.matvec(weight, row.mean) - fixed.bias
     if data.mask is not None:
-        seen = data.mask.astype(residual.dtype)
-        scale, count = masked_scale(scale, seen), jnp.sum(seen)
-        weight, residual = weight * seen[:, None], residual * seen
+        observed = data.mask.astype(residual.dtype)
+        scale, count = masked_scale(scale, observed), jnp.sum(observed)
+        weight, residual = weight * observed[:, None], residual * observed
     shift = scale_solve(scale, residual)
     spread = linalg.matmul(scale_solve(scale, weight), row.scale)
     return _log_density(jnp.sum(shift**2) + jnp.sum(spread**2), count, scale_log_det(scale))
@@ -157,8 +152,8 @@ def _expected_log_transition(
     """E log N(x_k; w x_{k-1} + b, s sᵀ) under the law of a pair.
 
     The residual x_k − w x_{k-1} − b has mean m_k − w m_{k-1} − b and factor [(I − w G) S, −w s_k],
-    of which s⁻¹ times makes a sum of squares. s⁻¹ and s⁻¹w are formed once if they do not follow an
-    input, and leave one product a row where solving would cost a call.
+    which s⁻¹ turns into a sum of squares. s⁻¹ and s⁻¹w are formed once if they do not depend on
+    the input, so that a row costs products instead of triangular solves.
     """
     fixed = kernel.at(data.inputs)
     whitener = whitener_of(fixed.scale_tril, row.after.dtype)
@@ -173,7 +168,7 @@ def _expected_log_transition(
 
 
 def whitener_of(scale: Any, dtype: Any) -> Float[Array, "d d"]:
-    """The inverse s⁻¹ of a scale as a dense matrix."""
+    """Return the inverse s⁻¹ of a scale as a dense matrix."""
     dim = dense_scale(scale).shape[0]
     return scale_solve(scale, jnp.eye(dim, dtype=dtype))
 

@@ -1,4 +1,4 @@
-"""What every estimator offers, and the rows that it integrates over."""
+"""The interface of estimators, and the laws of states and pairs that they integrate over."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,26 +18,26 @@ T = TypeVar("T")
 
 
 class AbstractEstimator(eqx.Module):
-    """How an expectation under a chain is taken.
+    """A method for expectations under a chain.
 
-    An estimate is the mean of independent replicates, or a single value for an estimator that does
-    not draw: `view` reads off the chain what all replicates share, `draw` makes their randomness,
-    and `evaluate` gives the value of one.
+    An estimate is the mean of independent replicates, or a single value for a deterministic
+    estimator. `view` computes what all replicates share, `draw` samples their noise, and `evaluate`
+    returns the value of one replicate.
     """
 
     @property
     @abstractmethod
     def num_replicates(self) -> int | None:
-        """How many independent replicates are averaged; `None` for what does not draw."""
+        """The number of independent replicates; `None` for a deterministic estimator."""
 
     @property
     @abstractmethod
     def error(self) -> Literal["none", "unknown", "sampled"]:
-        """What is known of the error: there is none, nothing, or a standard error."""
+        """Whether the value is exact, has an unknown error, or a standard error."""
 
     @abstractmethod
     def view(self, chain: AbstractBackwardChain, *, parallel: Parallel = False) -> Any:
-        """What is read off the chain, once an estimate.
+        """Return what all replicates read from the chain.
 
         Args:
             chain: the law of paths.
@@ -48,12 +48,12 @@ class AbstractEstimator(eqx.Module):
     def draw(
         self, terms: Sequence[AbstractTerm], view: Any, key: Any, *, parallel: Parallel = False
     ) -> Any:
-        """The randomness of all replicates, with a leading axis `sample`; `None` if there is none.
+        """Return the noise of all replicates, with a leading axis `sample`; `None` without noise.
 
         Args:
             terms: the terms that will be evaluated.
-            view: what `view` returned.
-            key: a typed key; `None` for an estimator that does not draw.
+            view: the result of `view`.
+            key: a typed key; `None` for a deterministic estimator.
             parallel: whether recursions over time are run in O(log n) depth.
         """
 
@@ -61,14 +61,29 @@ class AbstractEstimator(eqx.Module):
     def evaluate(
         self, terms: Sequence[AbstractTerm], view: Any, noise: Any, data: PyTree
     ) -> PyTree:
-        """The value of one replicate of E Σ terms.
+        """Return the value of one replicate of E Σ terms.
 
         Args:
             terms: the terms to add up.
-            view: what `view` returned.
-            noise: one row of what `draw` returned.
+            view: the result of `view`.
+            noise: one row of the result of `draw`.
             data: a pytree with a leading time axis, finite in padded rows too.
         """
+
+
+class AbstractDeterministicEstimator(AbstractEstimator):
+    """An estimator without noise."""
+
+    @property
+    def num_replicates(self) -> None:
+        """None."""
+        return None
+
+    def draw(
+        self, terms: Sequence[AbstractTerm], view: Any, key: Any, *, parallel: Parallel = False
+    ) -> None:
+        """Draw nothing."""
+        return None
 
 
 class StateRow(eqx.Module):
@@ -103,17 +118,17 @@ class PairRow(eqx.Module):
     scale: Float[Array, "*time state state"]
 
     def factors(self) -> tuple[Float[Array, "state two_state"], Float[Array, "state two_state"]]:
-        """The factors [G S, s] of x_{k-1} and [S, 0] of x_k over the same noise (e, e')."""
+        """Return the factors [G S, s] of x_{k-1} and [S, 0] of x_k over the same noise (e, e')."""
         past = jnp.concatenate([linalg.matmul(self.gain, self.after_scale), self.scale], axis=1)
         present = jnp.concatenate([self.after_scale, jnp.zeros_like(self.scale)], axis=1)
         return past, present
 
 
 class Moments(eqx.Module):
-    """The laws of states and of pairs under a linear-Gaussian chain, one row a time.
+    """The laws of states and of pairs under a linear-Gaussian chain, one row per time.
 
-    Rows that do not exist hold a copy of the first, so that whatever is computed in them is finite
-    if it is finite there.
+    Rows that do not exist hold a copy of the first, so that values computed in them are finite if
+    those of the first row are.
 
     Attributes:
         states: n rows.
@@ -129,11 +144,11 @@ class Moments(eqx.Module):
     def of(
         cls, chain: AbstractBackwardChain, owner: str, *, parallel: Parallel = False
     ) -> "Moments":
-        """Reads a chain, refused unless it is linear Gaussian."""
+        """Compute the moments of a chain, refused unless it is linear Gaussian."""
         if not isinstance(chain, LinearGaussianChain):
             raise TypeError(
-                f"{owner} reads the moments of a LinearGaussianChain, got {type(chain).__name__}."
-                " Use BackwardSampling(num_samples) with a key: it takes any chain."
+                f"{owner} expects a LinearGaussianChain, got {type(chain).__name__}. For other"
+                " chains use BackwardSampling(num_samples) with a key."
             )
         laws, exists = marginals_with_density(chain, parallel=parallel), existing_rows(chain)
         kernels = chain.kernels
@@ -156,13 +171,13 @@ class Moments(eqx.Module):
     def total(
         self, term: AbstractTerm, expect: Callable[..., PyTree], data: PyTree, *per_row: Any
     ) -> PyTree:
-        """The sum of `expect(row, data, *extra)` over the rows that a term looks at.
+        """Return the sum of `expect(row, data, *extra)` over the rows of a term.
 
         Args:
             term: decides which rows: that of time 0, all states, or all pairs.
             expect: the expectation of the term in one row.
             data: a pytree with a leading time axis.
-            *per_row: more pytrees, with one leading row for each row of the term.
+            *per_row: more pytrees, with one row per row of the term.
         """
         rows: StateRow | PairRow
         if isinstance(term, AbstractInitialTerm):
@@ -176,7 +191,7 @@ class Moments(eqx.Module):
         return sum_rows(jax.vmap(expect)(rows, data, *per_row), exists)
 
     def num_rows(self, term: AbstractTerm) -> int:
-        """How many rows a term looks at."""
+        """Return the number of rows of a term."""
         if isinstance(term, AbstractInitialTerm):
             return 1
         rows = self.pairs.before if isinstance(term, AbstractPairTerm) else self.states.mean
@@ -184,16 +199,16 @@ class Moments(eqx.Module):
 
 
 def existing_rows(chain: AbstractBackwardChain) -> Bool[Array, "time"] | None:
-    """Which rows of a chain exist; `None` if all of them do."""
+    """Return which rows of a chain exist; `None` if all of them do."""
     length = getattr(chain, "length", None)
     return None if length is None else jnp.arange(chain.num_times) < length
 
 
 def fill_padding(tree: T, exists: Bool[Array, "time"] | None) -> T:
-    """The tree with rows that do not exist replaced by its first.
+    """Replace the rows of a pytree that do not exist by its first row.
 
-    What stands in padding may be NaN or a degenerate law, and a `where` after the arithmetic would
-    leave its gradient NaN.
+    Padding may hold NaN or a degenerate law. A `where` after the arithmetic would leave a NaN
+    gradient.
     """
     if exists is None:
         return tree
@@ -206,7 +221,7 @@ def fill_padding(tree: T, exists: Bool[Array, "time"] | None) -> T:
 
 
 def sum_rows(values: PyTree, exists: Bool[Array, "time"] | None) -> PyTree:
-    """The sum of a pytree over its leading axis, of the rows that exist."""
+    """Return the sum of a pytree over the existing rows of its leading axis."""
 
     def add_up(leaf: Array) -> Array:
         if exists is not None:

@@ -2,16 +2,17 @@
 
     H(x_{0:n-1}) = initial(x_0, data_0) + Σ_{k=1}^{n-1} increment(x_{k-1}, x_k, data_k)
 
-A functional is a tuple of terms, each of which looks at x_0 alone, at every x_k, or at every pair
-of neighbours, and says whether it is quadratic in the states: estimators integrate one term at a
-time, each in the cheapest way that it allows.
+A functional is a tuple of terms. A term is a function of x_0, of every x_k, or of every pair
+(x_{k-1}, x_k), and declares whether it is quadratic in the states. Estimators integrate the terms
+one by one, each by the cheapest method that it allows.
 """
 
+import functools
 import math
 import numbers
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -31,9 +32,7 @@ Data: TypeAlias = Any
 
 
 class Variation(NamedTuple):
-    """How much a function h(x_{k-1}, x_k) can vary; infinite where nothing is known.
-
-    A function with several entries has these constants in each of them.
+    """Constants of a function h(x_{k-1}, x_k), per entry of its value; infinite where unknown.
 
     Attributes:
         before: a Lipschitz constant in x_{k-1}.
@@ -46,41 +45,27 @@ class Variation(NamedTuple):
     oscillation: float
 
 
-UNKNOWN = Variation(math.inf, math.inf, math.inf)
-"""What is known of a term that declares nothing."""
-
-
 def check_constant(value: float | None, name: str) -> float:
-    """A declared constant, which must be finite and not negative; infinity for `None`."""
+    """Return a declared constant, which must be finite and nonnegative; infinity for `None`."""
     if value is None:
         return math.inf
     if not (isinstance(value, (numbers.Real, np.number)) and 0 <= value < math.inf):
-        raise ValueError(f"{name} must be a finite number that is not negative, got {value!r}.")
+        raise ValueError(f"{name} must be a finite nonnegative number, got {value!r}.")
     return float(value)
 
 
 class AbstractTerm(eqx.Module):
-    """A part of a functional that looks at the same kind of states at every time."""
+    """One summand of a functional. Error bounds read its `lipschitz` and `oscillation`, if any."""
 
-    if TYPE_CHECKING:
-
-        @property
-        def quadratic(self) -> bool:
-            """Whether the term is a polynomial of degree at most two in the states."""
-            ...
-
-        @property
-        def name(self) -> str:
-            """What messages call the term."""
-            ...
-    else:
-        # A type checker would take an abstract variable for an argument of the constructor.
-        quadratic: eqx.AbstractVar[bool]
-        name: eqx.AbstractVar[str]
-
+    @property
     @abstractmethod
-    def variation(self) -> Variation:
-        """How much the term can vary, for error bounds."""
+    def quadratic(self) -> bool:
+        """Whether the term is a polynomial of degree at most two in the states."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name of the term in messages."""
 
 
 class AbstractInitialTerm(AbstractTerm):
@@ -88,7 +73,7 @@ class AbstractInitialTerm(AbstractTerm):
 
     @abstractmethod
     def __call__(self, x: State, data: Data) -> PyTree:
-        """The value at x_0 and the data of time 0."""
+        """Return the value at x_0 and the data of time 0."""
 
 
 class AbstractStateTerm(AbstractTerm):
@@ -96,7 +81,7 @@ class AbstractStateTerm(AbstractTerm):
 
     @abstractmethod
     def __call__(self, x: State, data: Data) -> PyTree:
-        """The value at x_k and the data of time k."""
+        """Return the value at x_k and the data of time k."""
 
 
 class AbstractPairTerm(AbstractTerm):
@@ -104,7 +89,7 @@ class AbstractPairTerm(AbstractTerm):
 
     @abstractmethod
     def __call__(self, before: State, x: State, data: Data) -> PyTree:
-        """The value at x_{k-1}, x_k and the data of time k."""
+        """Return the value at x_{k-1}, x_k and the data of time k."""
 
 
 class InitialTerm(AbstractInitialTerm):
@@ -113,7 +98,7 @@ class InitialTerm(AbstractInitialTerm):
     Args:
         fn: called as `fn(x, data)`.
         quadratic: whether it is a polynomial of degree at most two in x.
-        name: what messages call it.
+        name: the name of the term in messages.
         lipschitz: a Lipschitz constant of each entry of its value, if one is known.
         oscillation: sup − inf of each entry of its value, if it is bounded.
     """
@@ -124,13 +109,8 @@ class InitialTerm(AbstractInitialTerm):
     lipschitz: float | None = eqx.field(static=True, default=None)
     oscillation: float | None = eqx.field(static=True, default=None)
 
-    def variation(self) -> Variation:
-        """The constants that were declared."""
-        now = check_constant(self.lipschitz, "lipschitz")
-        return Variation(0.0, now, check_constant(self.oscillation, "oscillation"))
-
     def __call__(self, x: State, data: Data) -> PyTree:
-        """The value at x_0."""
+        """Return the value at x_0."""
         return self.fn(x, data)
 
 
@@ -140,7 +120,7 @@ class StateTerm(AbstractStateTerm):
     Args:
         fn: called as `fn(x, data)`.
         quadratic: whether it is a polynomial of degree at most two in x.
-        name: what messages call it.
+        name: the name of the term in messages.
         lipschitz: a Lipschitz constant of each entry of its value, if one is known.
         oscillation: sup − inf of each entry of its value, if it is bounded.
     """
@@ -151,13 +131,8 @@ class StateTerm(AbstractStateTerm):
     lipschitz: float | None = eqx.field(static=True, default=None)
     oscillation: float | None = eqx.field(static=True, default=None)
 
-    def variation(self) -> Variation:
-        """The constants that were declared."""
-        now = check_constant(self.lipschitz, "lipschitz")
-        return Variation(0.0, now, check_constant(self.oscillation, "oscillation"))
-
     def __call__(self, x: State, data: Data) -> PyTree:
-        """The value at x_k."""
+        """Return the value at x_k."""
         return self.fn(x, data)
 
 
@@ -167,7 +142,7 @@ class PairTerm(AbstractPairTerm):
     Args:
         fn: called as `fn(before, x, data)`.
         quadratic: whether it is a polynomial of degree at most two in both states together.
-        name: what messages call it.
+        name: the name of the term in messages.
         lipschitz: Lipschitz constants of each entry of its value in x_{k-1} and in x_k, if known.
         oscillation: sup − inf of each entry of its value, if it is bounded.
     """
@@ -178,22 +153,13 @@ class PairTerm(AbstractPairTerm):
     lipschitz: tuple[float, float] | None = eqx.field(static=True, default=None)
     oscillation: float | None = eqx.field(static=True, default=None)
 
-    def variation(self) -> Variation:
-        """The constants that were declared."""
-        before, now = (None, None) if self.lipschitz is None else self.lipschitz
-        return Variation(
-            check_constant(before, "lipschitz"),
-            check_constant(now, "lipschitz"),
-            check_constant(self.oscillation, "oscillation"),
-        )
-
     def __call__(self, before: State, x: State, data: Data) -> PyTree:
-        """The value at (x_{k-1}, x_k)."""
+        """Return the value at (x_{k-1}, x_k)."""
         return self.fn(before, x, data)
 
 
 class LogPrior(AbstractInitialTerm):
-    """The term log χ(x_0)."""
+    """The term log χ(x_0), quadratic if the prior is Gaussian."""
 
     law: Any
 
@@ -204,20 +170,16 @@ class LogPrior(AbstractInitialTerm):
 
     @property
     def name(self) -> str:
-        """What messages call the term."""
+        """The name of the term in messages."""
         return f"the log density of the prior ({type(self.law).__name__})"
 
     def __call__(self, x: State, data: Data) -> Scalar:
-        """The log density at x_0."""
+        """Return the log density at x_0."""
         return jnp.sum(jnp.asarray(self.law.log_prob(x)))
-
-    def variation(self) -> Variation:
-        """Nothing is known: log densities are not Lipschitz as a rule."""
-        return UNKNOWN
 
 
 class LogEmission(AbstractStateTerm):
-    """The terms log g(x_k, y_k), of the entries that were seen."""
+    """The terms log g(x_k, y_k) of the observed entries."""
 
     kernel: AbstractKernel
 
@@ -228,16 +190,12 @@ class LogEmission(AbstractStateTerm):
 
     @property
     def name(self) -> str:
-        """What messages call the term."""
+        """The name of the term in messages."""
         return f"the log density of the emission ({type(self.kernel).__name__})"
 
     def __call__(self, x: State, data: Series) -> Scalar:
-        """The log density of what was seen at time k."""
+        """Return the log density of the entries observed at time k."""
         return self.kernel.log_prob(x, data.ys, data.inputs, data.mask)
-
-    def variation(self) -> Variation:
-        """Nothing is known: log densities are not Lipschitz as a rule."""
-        return UNKNOWN
 
 
 class LogTransition(AbstractPairTerm):
@@ -252,16 +210,12 @@ class LogTransition(AbstractPairTerm):
 
     @property
     def name(self) -> str:
-        """What messages call the term."""
+        """The name of the term in messages."""
         return f"the log density of the transition ({type(self.kernel).__name__})"
 
     def __call__(self, before: State, x: State, data: Series) -> Scalar:
-        """The log density of x_k given x_{k-1}."""
+        """Return the log density of x_k given x_{k-1}."""
         return self.kernel.log_prob(before, x, data.inputs)
-
-    def variation(self) -> Variation:
-        """Nothing is known: log densities are not Lipschitz as a rule."""
-        return UNKNOWN
 
 
 class AbstractFunctional(eqx.Module):
@@ -269,19 +223,19 @@ class AbstractFunctional(eqx.Module):
 
     @abstractmethod
     def terms(self) -> tuple[AbstractTerm, ...]:
-        """The terms that the functional is the sum of; all have values of one structure."""
+        """Return the terms, whose values have the same structure."""
 
     def initial(self, x: State, data: Data = None) -> PyTree:
-        """The value of all that looks at x_0 alone: h_0(x_0, data_0)."""
+        """Return the summand of time 0, h_0(x_0, data_0)."""
         return initial_value(self.terms(), x, data)
 
     def increment(self, before: State, x: State, data: Data = None) -> PyTree:
-        """The value of what time k adds: h_k(x_{k-1}, x_k, data_k)."""
+        """Return the summand of time k, h_k(x_{k-1}, x_k, data_k)."""
         return increment_value(self.terms(), before, x, data)
 
 
 def initial_value(terms: Sequence[AbstractTerm], x: State, data: Data) -> PyTree:
-    """The sum at x_0 of initial and state terms; zero if there are none."""
+    """Return the sum of initial and state terms at x_0; zero if there are none."""
     kinds = (AbstractInitialTerm, AbstractStateTerm)
     values = [term(x, data) for term in terms if isinstance(term, kinds)]
     if values:
@@ -291,7 +245,7 @@ def initial_value(terms: Sequence[AbstractTerm], x: State, data: Data) -> PyTree
 
 
 def increment_value(terms: Sequence[AbstractTerm], before: State, x: State, data: Data) -> PyTree:
-    """The sum at one pair of state and pair terms; zero if there are none."""
+    """Return the sum of state and pair terms at one pair; zero if there are none."""
     values = []
     for term in terms:
         if isinstance(term, AbstractStateTerm):
@@ -304,11 +258,8 @@ def increment_value(terms: Sequence[AbstractTerm], before: State, x: State, data
 
 
 def add(values: Sequence[PyTree]) -> PyTree:
-    """The sum of pytrees of one structure."""
-    total = values[0]
-    for value in values[1:]:
-        total = jax.tree.map(jnp.add, total, value)
-    return total
+    """Return the sum of pytrees of the same structure."""
+    return jax.tree.map(lambda *leaves: functools.reduce(jnp.add, leaves), *values)
 
 
 class StateSum(AbstractFunctional):
@@ -321,7 +272,7 @@ class StateSum(AbstractFunctional):
     """
 
     def terms(self) -> tuple[AbstractTerm, ...]:
-        """One linear term at every state."""
+        """Return one linear term at every state."""
         return (StateTerm(_state, quadratic=True, name="the state", lipschitz=1.0),)
 
 
@@ -348,7 +299,7 @@ class SecondMoments(AbstractFunctional):
     """
 
     def terms(self) -> tuple[AbstractTerm, ...]:
-        """A quadratic term at every state and one at every pair."""
+        """Return a quadratic term at every state and one at every pair."""
         return (
             StateTerm(_square, quadratic=True, name="the square of the state"),
             PairTerm(_product, quadratic=True, name="the product of neighbours"),
@@ -366,10 +317,10 @@ def _product(before: Array, x: Array, data: Data) -> SecondMomentSums:
 
 
 class AdditiveFunctional(AbstractFunctional):
-    """A functional of your own: initial(x_0, data_0) + Σ_{k≥1} increment(x_{k-1}, x_k, data_k).
+    """A user-defined functional initial(x_0, data_0) + Σ_{k≥1} increment(x_{k-1}, x_k, data_k).
 
     Example:
-        How far the state travels:
+        The distance that the state moves:
         `AdditiveFunctional(lambda before, x, data: jnp.sum(jnp.abs(x - before)))`.
 
     Args:
@@ -377,11 +328,11 @@ class AdditiveFunctional(AbstractFunctional):
             the later time (`None` if no data is given); returns any pytree of arrays.
         initial: called as `initial(x, data)` at time 0, with values of the same structure; `None`
             for zero.
-        quadratic: a promise that both are polynomials of degree at most two in the states, which
-            lets their expectations be taken in closed form.
+        quadratic: declares that both are polynomials of degree at most two in the states, which
+            allows closed-form expectations.
         lipschitz: Lipschitz constants of each entry of the increment in x_{k-1} and in x_k, for
-            error bounds; the second is to hold for `initial` as well.
-        oscillation: a number that sup − inf of each entry of either function does not exceed.
+            error bounds; the second must hold for `initial` too.
+        oscillation: an upper bound of sup − inf of each entry of either function.
     """
 
     increment_fn: Callable[[Any, Any, Any], Any]
@@ -414,7 +365,7 @@ class AdditiveFunctional(AbstractFunctional):
         variation(self)
 
     def terms(self) -> tuple[AbstractTerm, ...]:
-        """The two functions."""
+        """Return the two functions as terms."""
         pair = PairTerm(
             self.increment_fn,
             self.quadratic,
@@ -435,18 +386,18 @@ class AdditiveFunctional(AbstractFunctional):
 
 
 class StateFunctional(AbstractFunctional):
-    """A sum over the states one by one: Σ_k fn(x_k, data_k).
+    """A user-defined sum over states, Σ_k fn(x_k, data_k).
 
     Example:
-        The time spent above a level, of which each term is 0 or 1:
+        The time spent above a level, with terms 0 or 1:
         `StateFunctional(lambda x, data: 1.0 * (x[0] > 2), oscillation=1.0)`.
 
     Args:
         fn: called as `fn(x, data)` with a state and the row of the data at its time (`None` if no
             data is given); returns any pytree of arrays.
-        quadratic: a promise that it is a polynomial of degree at most two in the state.
+        quadratic: declares that it is a polynomial of degree at most two in the state.
         lipschitz: a Lipschitz constant of each entry of its value, for error bounds.
-        oscillation: a number that sup − inf of each entry of its value does not exceed.
+        oscillation: an upper bound of sup − inf of each entry of its value.
     """
 
     fn: Callable[[Any, Any], Any]
@@ -462,18 +413,18 @@ class StateFunctional(AbstractFunctional):
         variation(self)
 
     def terms(self) -> tuple[AbstractTerm, ...]:
-        """One term at every state."""
+        """Return one term at every state."""
         name = "the function of StateFunctional"
         return (StateTerm(self.fn, self.quadratic, name, self.lipschitz, self.oscillation),)
 
 
 def variation(functional: AbstractFunctional) -> tuple[Variation, Variation]:
-    """How much a functional can vary: what it adds at time 0, and at every later time."""
+    """Return the constants of the summand at time 0, and of that at every later time."""
 
     def total(*kinds: type) -> Variation:
-        found = [term.variation() for term in functional.terms() if isinstance(term, kinds)]
+        terms = [_variation(term) for term in functional.terms() if isinstance(term, kinds)]
         return Variation(
-            *(math.fsum(column) for column in zip(*found, (0.0, 0.0, 0.0), strict=True))
+            *(math.fsum(column) for column in zip(*terms, (0.0, 0.0, 0.0), strict=True))
         )
 
     return (
@@ -482,14 +433,27 @@ def variation(functional: AbstractFunctional) -> tuple[Variation, Variation]:
     )
 
 
+def _variation(term: AbstractTerm) -> Variation:
+    """Return the declared constants of a term. Log densities declare none."""
+    lipschitz = getattr(term, "lipschitz", None)
+    if not isinstance(term, AbstractPairTerm):
+        lipschitz = (0.0, lipschitz)
+    before, now = (None, None) if lipschitz is None else lipschitz
+    return Variation(
+        check_constant(before, "lipschitz"),
+        check_constant(now, "lipschitz"),
+        check_constant(getattr(term, "oscillation", None), "oscillation"),
+    )
+
+
 class LogJoint(AbstractFunctional):
     """The log joint density log χ(x_0) + Σ_{k≥0} log g(x_k, y_k) + Σ_{k≥1} log m(x_{k-1}, x_k).
 
-    Under a chain that was made with another model θ' its expectation is EM's intermediate quantity
-    Q(θ, θ'). The data is `observations(model, ys)`.
+    Under the posterior chain of another model θ' its expectation is EM's intermediate quantity
+    Q(θ, θ'). The data is `model.series(ys)`.
 
     Args:
-        model: the model whose density it is.
+        model: the model with parameters θ.
     """
 
     model: StateSpaceModel
@@ -498,7 +462,7 @@ class LogJoint(AbstractFunctional):
         _check_model("LogJoint", self.model)
 
     def terms(self) -> tuple[AbstractTerm, ...]:
-        """The log densities of prior, emission and transition."""
+        """Return the log densities of prior, emission and transition."""
         model = unwrap(self.model)
         return (
             LogPrior(model.prior),
@@ -513,7 +477,7 @@ class Score(AbstractFunctional):
     By Fisher's identity its expectation under the exact posterior is the gradient of the
     log-evidence. The value has the structure of `equinox.filter(model, equinox.is_inexact_array)`;
     derivatives in a parameter such as `Positive` are those in its unconstrained array. The data is
-    `observations(model, ys)`.
+    `model.series(ys)`.
 
     Args:
         model: the model to differentiate.
@@ -525,25 +489,20 @@ class Score(AbstractFunctional):
         _check_model("Score", self.model)
 
     def terms(self) -> tuple[AbstractTerm, ...]:
-        """The gradients of the terms of `LogJoint`, quadratic where those are."""
-        prior, emission, transition = LogJoint(self.model).terms()
+        """Return the gradients of the terms of `LogJoint`, quadratic where those are."""
         # A polynomial in the states has a gradient in its coefficients of the same degree.
-        return (
-            InitialTerm(_Gradient(self.model, 0), prior.quadratic, f"the gradient of {prior.name}"),
-            StateTerm(
-                _Gradient(self.model, 1), emission.quadratic, f"the gradient of {emission.name}"
-            ),
-            PairTerm(
-                _Gradient(self.model, 2), transition.quadratic, f"the gradient of {transition.name}"
-            ),
+        kinds = (InitialTerm, StateTerm, PairTerm)
+        return tuple(
+            kind(_Gradient(self.model, i), term.quadratic, f"the gradient of {term.name}")
+            for i, (kind, term) in enumerate(zip(kinds, LogJoint(self.model).terms(), strict=True))
         )
 
 
 class _Gradient(eqx.Module):
-    """The gradient in a model of one of the terms of its log joint density."""
+    """The gradient, in the arrays of a model, of one term of its log joint density."""
 
     model: StateSpaceModel
-    position: Literal[0, 1, 2] = eqx.field(static=True)
+    position: int = eqx.field(static=True)
 
     def __call__(self, *states_and_data: Any) -> PyTree:
         def value(model: StateSpaceModel) -> Scalar:

@@ -1,7 +1,6 @@
 """Terms as functions of standard normal noise, one row at a time.
 
-Quadrature averages them over nodes and Rao–Blackwellised sampling over draws: both integrate the
-same functions, of as few variables as the term allows.
+Quadrature averages these functions over nodes, and Rao–Blackwellised sampling over draws.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from retrodict._types import Scalar
 
 
 def noise_dim(term: AbstractTerm, state_dim: int) -> int:
-    """Over how many standard normal variables a term is to be integrated in each row."""
+    """Return the number of standard normal variables over which a term is integrated per row."""
     if isinstance(term, AbstractPairTerm) and not _is_nonlinear_gaussian(term):
         return 2 * state_dim
     return state_dim
@@ -35,9 +34,9 @@ def noise_dim(term: AbstractTerm, state_dim: int) -> int:
 def integrand(
     term: Any, row: StateRow | PairRow, data: PyTree
 ) -> Callable[[Float[Array, "noise"]], PyTree]:
-    """The function of z whose expectation under N(0, I) is that of the term in this row.
+    """Return the function of z whose expectation under N(0, I) is that of the term in this row.
 
-    What does not depend on z is computed outside of the function, and thus once a row.
+    Quantities that do not depend on z are computed outside of the function, once per row.
     """
     if isinstance(row, StateRow):
         return lambda z: term(row.mean + linalg.matvec(row.scale, z), data)
@@ -56,13 +55,13 @@ def _is_nonlinear_gaussian(term: AbstractTerm) -> bool:
 def _transition_given_the_past(
     kernel: NonlinearGaussianKernel, row: PairRow, data: Series
 ) -> Callable[[Float[Array, "noise"]], Scalar]:
-    """The expected log density of a nonlinear-Gaussian transition, given x_{k-1}.
+    """Return the expected log density of a nonlinear-Gaussian transition, given x_{k-1}.
 
     log N(x_k; f(x_{k-1}), s sᵀ) is quadratic in x_k, so that x_k is integrated in closed form. With
     x_{k-1} = m_{k-1} + S_{k-1} z and x_k = m_k + S_k e, the noise e given z is Gaussian:
 
     - its mean is Bᵀ z with B = S_{k-1}⁻¹ G S_k, as x_{k-1} = m_{k-1} + G S_k e + s_k e';
-    - its precision is I + MᵀM with M = s_k⁻¹ G S_k, what one such observation of e leaves.
+    - its precision is I + MᵀM with M = s_k⁻¹ G S_k, by conditioning on one such observation of e.
 
     With I + MᵀM = L Lᵀ the spread of s⁻¹x_k around its mean is ‖s⁻¹ S_k L⁻ᵀ‖², a sum of squares,
     where ‖s⁻¹S_k‖² − ‖s⁻¹S_k Bᵀ‖² would cancel.

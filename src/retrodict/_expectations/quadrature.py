@@ -1,4 +1,4 @@
-"""Expectations by nodes and weights: deterministic, for few state dimensions."""
+"""Expectations by quadrature, for few state dimensions."""
 
 import functools
 import itertools
@@ -13,31 +13,31 @@ from jaxtyping import Array, PyTree
 
 from retrodict._chains import AbstractBackwardChain
 from retrodict._expectations.closed_form import closed_form
-from retrodict._expectations.estimator import AbstractEstimator, Moments
+from retrodict._expectations.estimator import AbstractDeterministicEstimator, Moments
 from retrodict._expectations.functionals import AbstractTerm, add
 from retrodict._expectations.integrand import integrand, noise_dim
 from retrodict._validate import check_count
 from retrodict.distributed import Parallel
 
 MAX_NODES = 100_000
-"""The most nodes that one term in one row may take."""
+"""The largest number of nodes per term and row."""
 
 
-class Quadrature(AbstractEstimator):
+class Quadrature(AbstractDeterministicEstimator):
     """Expectations by Gauss–Hermite quadrature, exact for polynomials of degree 2 order − 1.
 
-    Terms that are quadratic are taken in closed form. A term at one state takes `order ** state`
-    nodes m_k + S_k z; a transition with additive Gaussian noise as many, since x_k given x_{k-1} is
-    integrated in closed form; any other term of a pair takes `order ** (2 state)`.
+    Quadratic terms are integrated in closed form. A term at one state takes `order ** state` nodes
+    m_k + S_k z. So does a transition with additive Gaussian noise, since x_k given x_{k-1} is
+    integrated in closed form. Any other term of a pair takes `order ** (2 state)`.
 
-    The error is deterministic and not known: an ELBO by quadrature is no bound. For more than three
-    or so state dimensions use `RaoBlackwellised`.
+    The error is deterministic and unknown: an ELBO by quadrature is not a bound. For more than
+    about three state dimensions use `RaoBlackwellised`.
 
     Args:
-        order: nodes along one axis.
+        order: the number of nodes per axis.
         rule: `"gauss-hermite"`, or `"cubature"` for the spherical-radial rule of third degree, with
-            two nodes an axis at distance √d and equal weights, which does not read `order`. It is
-            cheap in many dimensions, and exact for cubic polynomials only.
+            two nodes per axis at distance √d and equal weights, which ignores `order`. It is cheap
+            in many dimensions, and exact for polynomials of degree three.
     """
 
     order: int = eqx.field(static=True)
@@ -51,29 +51,18 @@ class Quadrature(AbstractEstimator):
         self.order, self.rule = check_count(order, "order"), rule
 
     @property
-    def num_replicates(self) -> None:
-        """None: nothing is drawn."""
-        return None
-
-    @property
     def error(self) -> Literal["unknown"]:
-        """It depends on how smooth the terms are, and is not known."""
+        """It depends on the smoothness of the terms and is unknown."""
         return "unknown"
 
     def view(self, chain: AbstractBackwardChain, *, parallel: Parallel = False) -> Moments:
-        """The moments of states and pairs."""
+        """Return the moments of states and pairs."""
         return Moments.of(chain, "Quadrature", parallel=parallel)
-
-    def draw(
-        self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: Parallel = False
-    ) -> None:
-        """Nothing."""
-        return None
 
     def evaluate(
         self, terms: Sequence[AbstractTerm], view: Moments, noise: None, data: PyTree
     ) -> PyTree:
-        """The sum over terms: closed form where it exists, nodes elsewhere."""
+        """Return the sum over terms, by closed form where it exists and by nodes elsewhere."""
         return add([self._integrate(term, view, data) for term in terms])
 
     def _integrate(self, term: AbstractTerm, moments: Moments, data: PyTree) -> PyTree:
@@ -94,8 +83,8 @@ class Quadrature(AbstractEstimator):
         else:
             if self.order**dim > MAX_NODES:
                 raise ValueError(
-                    f"Quadrature(order={self.order}) would take {self.order}^{dim} nodes a row for"
-                    f" {term.name}, more than {MAX_NODES}. Use RaoBlackwellised(num_samples) or"
+                    f"Quadrature(order={self.order}) would take {self.order}^{dim} nodes per row"
+                    f" for {term.name}, more than {MAX_NODES}. Use RaoBlackwellised(num_samples) or"
                     " BackwardSampling(num_samples) with a key, a lower order, or"
                     " rule='cubature'."
                 )
@@ -109,7 +98,7 @@ def _weighted_sum(weights: Array, values: Array) -> Array:
 
 @functools.lru_cache(maxsize=16)
 def _gauss_hermite(order: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes `(node, dim)` and weights of the tensor product, for the standard normal law."""
+    """Return nodes `(node, dim)` and weights of the tensor product for the standard normal law."""
     axis, weight = np.polynomial.hermite_e.hermegauss(order)
     weight = weight / weight.sum()
     nodes = np.array(list(itertools.product(axis, repeat=dim)))
@@ -119,6 +108,6 @@ def _gauss_hermite(order: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.lru_cache(maxsize=16)
 def _cubature(dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """The nodes ±√d e_j, each of weight 1/(2d)."""
+    """Return the nodes ±√d e_j, each of weight 1/(2d)."""
     axes = np.sqrt(dim) * np.eye(dim)
     return np.concatenate([axes, -axes]), np.full(2 * dim, 0.5 / dim)

@@ -1,4 +1,4 @@
-"""Expectations that draw only what has no closed form."""
+"""Expectations that sample only terms without a closed form."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -19,13 +19,13 @@ from retrodict.distributed import Parallel
 class RaoBlackwellised(AbstractEstimator):
     """Expectations with quadratic terms in closed form and the others by reparameterised draws.
 
-    A term at one state is averaged over draws m_k + S_k ε of its marginal law, independent from one
-    time to another; a transition with additive Gaussian noise over draws of x_{k-1}, with x_k given
-    x_{k-1} in closed form; any other term of a pair over draws of the pair. Unbiased, with a
-    variance that grows with the length of the series and not with its square.
+    A term at one state is averaged over draws m_k + S_k ε of its marginal law, independent between
+    times. A transition with additive Gaussian noise is averaged over draws of x_{k-1}, with x_k
+    given x_{k-1} in closed form, and any other term of a pair over draws of the pair. The estimate
+    is unbiased; its variance grows linearly in the length of the series, not quadratically.
 
     Args:
-        num_samples: draws a row; the standard error needs two or more.
+        num_samples: draws per row; the standard error needs two or more.
     """
 
     num_samples: int = eqx.field(static=True)
@@ -35,7 +35,7 @@ class RaoBlackwellised(AbstractEstimator):
 
     @property
     def num_replicates(self) -> int:
-        """The number of draws a row."""
+        """The number of draws per row."""
         return self.num_samples
 
     @property
@@ -44,13 +44,13 @@ class RaoBlackwellised(AbstractEstimator):
         return "sampled"
 
     def view(self, chain: AbstractBackwardChain, *, parallel: Parallel = False) -> Moments:
-        """The moments of states and pairs."""
+        """Return the moments of states and pairs."""
         return Moments.of(chain, "RaoBlackwellised", parallel=parallel)
 
     def draw(
         self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: Parallel = False
     ) -> tuple[Float[Array, "sample row noise"] | None, ...]:
-        """Standard normal noise for each term that needs any."""
+        """Return standard normal noise for each term without a closed form."""
         d, dtype = view.states.mean.shape[1], view.states.mean.dtype
 
         def noise(term: AbstractTerm, key: Any) -> Array | None:
@@ -69,7 +69,7 @@ class RaoBlackwellised(AbstractEstimator):
         noise: tuple[Float[Array, "row noise"] | None, ...],
         data: PyTree,
     ) -> PyTree:
-        """The sum over terms: closed form where it exists, one draw a row elsewhere."""
+        """Return the sum over terms: closed form where it exists, one draw per row elsewhere."""
 
         def value(term: AbstractTerm, z: Array | None) -> PyTree:
             if z is None:

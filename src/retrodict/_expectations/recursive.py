@@ -1,6 +1,9 @@
-"""Expectations carried forward in time: O(1) memory, one step for each new observation."""
+"""The recursion T_k(x_k) = E_{q_{k-1|k}}[T_{k-1}(X_{k-1}) + h_k(X_{k-1}, x_k)], in `_advance`.
 
-from collections.abc import Sequence
+It runs forward in time with memory that does not grow, one step per observation.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -11,11 +14,12 @@ from jaxtyping import Array, Float, PyTree
 
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._expectations.closed_form import refuse_unless_quadratic
-from retrodict._expectations.estimator import AbstractEstimator, existing_rows
+from retrodict._expectations.estimator import AbstractDeterministicEstimator, existing_rows
 from retrodict._expectations.functionals import (
     AbstractFunctional,
     AbstractTerm,
     Data,
+    add,
     increment_value,
     initial_value,
 )
@@ -44,12 +48,12 @@ class RecursiveState(eqx.Module):
     hessian: PyTree
 
 
-class Recursive(AbstractEstimator):
+class Recursive(AbstractDeterministicEstimator):
     """Exact expectations of quadratic functionals by a recursion that runs forward in time.
 
     T_k(x_k) = E_{q_{k-1|k}}[T_{k-1}(X_{k-1}) + h_k(X_{k-1}, x_k)] stays quadratic under
     linear-Gaussian backward kernels, and E_{q_k} T_k is the smoothed functional given the data up
-    to time k. It needs the last law and kernel alone, so that it follows a stream.
+    to time k. It needs the last law and kernel only, so that it can process a stream.
 
     Example:
         >>> import jax.numpy as jnp, retrodict as rd
@@ -65,7 +69,7 @@ class Recursive(AbstractEstimator):
     def init(
         self, functional: AbstractFunctional, law: Gaussian, data: Data = None
     ) -> RecursiveState:
-        """The statistic T_0 = h_0 after the first observation.
+        """Return the statistic T_0 = h_0 after the first observation.
 
         Args:
             functional: a functional whose terms are all quadratic.
@@ -85,10 +89,10 @@ class Recursive(AbstractEstimator):
         kernel: LinearGaussianKernel,
         data: Data = None,
     ) -> RecursiveState:
-        """The statistic one time step later.
+        """Return the statistic one time step later.
 
         Args:
-            functional: the functional that the state was started with.
+            functional: the functional that was passed to `init`.
             state: the statistic T_{k-1}.
             law: the filtering law q_k.
             kernel: the backward kernel q_{k-1|k}.
@@ -100,53 +104,39 @@ class Recursive(AbstractEstimator):
         return _advance(terms, state, law.mean, dense_scale(law.scale_tril), kernel, data)
 
     def value(self, state: RecursiveState) -> PyTree:
-        """The expectation E_{q_k} T_k = c + ½ tr(A Σ_k) given the data so far."""
+        """Return the expectation E_{q_k} T_k = c + ½ tr(A Σ_k) given the data so far."""
         covariance = linalg.outer_gram(state.scale)
-        return jax.tree.map(
-            lambda c, a: c + 0.5 * _contract(a, covariance), state.constant, state.hessian
-        )
 
-    @property
-    def num_replicates(self) -> None:
-        """None: nothing is drawn."""
-        return None
+        def value(c: Array, a: Array) -> Array:
+            return c + 0.5 * jnp.tensordot(a, covariance, 2, precision=lax.Precision.HIGHEST)
+
+        return jax.tree.map(value, state.constant, state.hessian)
 
     @property
     def error(self) -> Literal["none"]:
-        """None."""
+        """There is none."""
         return "none"
 
     def view(
         self, chain: AbstractBackwardChain, *, parallel: Parallel = False
     ) -> LinearGaussianChain:
-        """The chain itself, refused unless it is linear Gaussian."""
+        """Return the chain itself, refused unless it is linear Gaussian."""
         if not isinstance(chain, LinearGaussianChain):
             raise TypeError(
-                f"Recursive follows a LinearGaussianChain, got {type(chain).__name__}. Use"
+                f"Recursive expects a LinearGaussianChain, got {type(chain).__name__}. Use"
                 " BackwardSampling(num_samples) with a key: it takes any chain."
             )
         if parallel:
             raise ValueError(
-                "Recursive goes forward one row after another. Use ClosedForm(), which gives the"
-                " same value, or parallel=False."
+                "Recursive has no parallel form. Use ClosedForm(), which returns the same value, or"
+                " parallel=False."
             )
         return chain
-
-    def draw(
-        self,
-        terms: Sequence[AbstractTerm],
-        view: LinearGaussianChain,
-        key: Any,
-        *,
-        parallel: Parallel = False,
-    ) -> None:
-        """Nothing."""
-        return None
 
     def evaluate(
         self, terms: Sequence[AbstractTerm], view: LinearGaussianChain, noise: None, data: PyTree
     ) -> PyTree:
-        """The recursion over a whole chain."""
+        """Run the recursion over a whole chain."""
         refuse_unless_quadratic(terms, "Recursive")
         laws, exists = view.laws, existing_rows(view)
         first, later = (jax.tree.map(lambda leaf, i=i: leaf[i], data) for i in (0, slice(1, None)))
@@ -165,11 +155,8 @@ class Recursive(AbstractEstimator):
 
 
 def _start(terms: Sequence[AbstractTerm], mean: Array, scale: Array, data: Data) -> RecursiveState:
-    def initial(x: State) -> PyTree:
-        return initial_value(terms, x, data)
-
-    slope = jax.jacfwd(initial)
-    return RecursiveState(mean, scale, initial(mean), slope(mean), jax.jacfwd(slope)(mean))
+    """Return T_0 = h_0."""
+    return _expand(lambda x, e: initial_value(terms, x, data), mean, scale)
 
 
 def _advance(
@@ -180,62 +167,53 @@ def _advance(
     kernel: LinearGaussianKernel,
     data: Data,
 ) -> RecursiveState:
-    """One step of the recursion.
+    """Return T_k(x) = E[T_{k-1}(X) + h_k(X, x)] for X = G x + g + s e, of law q_{k-1|k}(x, ·)."""
 
-    With x_{k-1} = G x + g + s e and r = G μ_k + g − μ_{k-1}, the part of T_{k-1} is the quadratic
-    with value c + b·r + ½ rᵀA r + ½ tr(sᵀA s), gradient Gᵀ(b + A r) and Hessian GᵀA G at μ_k. That
-    of h_k is its expansion around μ_k, plus half the trace of its Hessian in e.
+    def statistic(x: State, e: Array) -> PyTree:
+        before = linalg.matvec(kernel.weight, x) + kernel.bias
+        before = before + linalg.matvec(dense_scale(kernel.scale_tril), e)
+        return add([_evaluate(state, before), increment_value(terms, before, x, data)])
+
+    return _expand(statistic, mean, scale)
+
+
+def _evaluate(state: RecursiveState, x: State) -> PyTree:
+    """Return T_k(x)."""
+    shift = x - state.mean
+
+    def value(c: Array, b: Array, a: Array) -> Array:
+        slope = b + 0.5 * jnp.tensordot(a, shift, 1, precision=lax.Precision.HIGHEST)
+        return c + jnp.tensordot(slope, shift, 1, precision=lax.Precision.HIGHEST)
+
+    return jax.tree.map(value, state.constant, state.gradient, state.hessian)
+
+
+def _expand(
+    statistic: Callable[[State, Array], PyTree], mean: Array, scale: Array
+) -> RecursiveState:
+    """Return E_e statistic(x, e), e standard normal, as a quadratic function of x around the mean.
+
+    For a quadratic function the expectation is the value at e = 0 plus half the trace of the
+    Hessian in e.
     """
-    gain, spread = kernel.weight, dense_scale(kernel.scale_tril)
-    past = linalg.matvec(gain, mean) + kernel.bias
-    shift = past - state.mean
-
-    def increment(x: State, e: Array) -> PyTree:
-        before = linalg.matvec(gain, x) + kernel.bias + linalg.matvec(spread, e)
-        return increment_value(terms, before, x, data)
-
-    none = jnp.zeros_like(mean)
-    slope = jax.jacfwd(increment)
-    value, gradient = increment(mean, none), slope(mean, none)
-    hessian = jax.jacfwd(slope)(mean, none)
-    noise = jax.jacfwd(jax.jacfwd(increment, argnums=1), argnums=1)(mean, none)
-    noise_covariance = linalg.outer_gram(spread)
-
-    def carry(value: Array, noise: Array, c: Array, b: Array, a: Array) -> Array:
-        linear = jnp.tensordot(b, shift, 1, precision=lax.Precision.HIGHEST)
-        square = _contract(a, shift[:, None] * shift[None, :] + noise_covariance)
-        return value + c + linear + 0.5 * (square + jnp.trace(noise, axis1=-2, axis2=-1))
-
-    def tilt(gradient: Array, b: Array, a: Array) -> Array:
-        inner = b + jnp.tensordot(a, shift, 1, precision=lax.Precision.HIGHEST)
-        return gradient + jnp.tensordot(inner, gain, 1, precision=lax.Precision.HIGHEST)
-
-    def bend(hessian: Array, a: Array) -> Array:
-        right = jnp.tensordot(a, gain, 1, precision=lax.Precision.HIGHEST)
-        left = jnp.tensordot(jnp.swapaxes(right, -1, -2), gain, 1, precision=lax.Precision.HIGHEST)
-        return hessian + jnp.swapaxes(left, -1, -2)
-
-    c, b, a = state.constant, state.gradient, state.hessian
-    return RecursiveState(
-        mean,
-        scale,
-        jax.tree.map(carry, value, noise, c, b, a),
-        jax.tree.map(tilt, gradient, b, a),
-        jax.tree.map(bend, hessian, a),
+    zero = jnp.zeros_like(mean)
+    slope = jax.jacfwd(statistic)
+    noise = jax.jacfwd(jax.jacfwd(statistic, argnums=1), argnums=1)(mean, zero)
+    constant = jax.tree.map(
+        lambda value, h: value + 0.5 * jnp.trace(h, axis1=-2, axis2=-1),
+        statistic(mean, zero),
+        noise,
     )
-
-
-def _contract(a: Float[Array, "*value state state"], matrix: Array) -> Float[Array, "*value"]:
-    """The trace of a times a symmetric matrix, over the last two axes."""
-    return jnp.tensordot(a, matrix, 2, precision=lax.Precision.HIGHEST)
+    hessian = jax.jacfwd(slope)(mean, zero)
+    return RecursiveState(mean, scale, constant, slope(mean, zero), hessian)
 
 
 def _refuse_unless_gaussian(law: Any, kernel: Any = None) -> None:
-    """Refuses factors of families whose kernels are drawn from."""
+    """Refuse factors of families without linear-Gaussian kernels."""
     if isinstance(law, Gaussian) and (kernel is None or isinstance(kernel, LinearGaussianKernel)):
         return
     got = type(law).__name__ if kernel is None else f"{type(law).__name__}, {type(kernel).__name__}"
     raise TypeError(
-        f"Recursive follows Gaussian laws and linear-Gaussian kernels, got {got}. Infer the chain"
+        f"Recursive expects Gaussian laws and linear-Gaussian kernels, got {got}. Infer the chain"
         " of the series so far, and use BackwardSampling(num_samples)."
     )

@@ -1,7 +1,7 @@
 """What every conditional law offers: a density and a draw given the state and the input."""
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -33,15 +33,10 @@ def given(u: Float[Array, "input"] | None) -> Float[Array, "input"]:
 class AbstractKernel(eqx.Module):
     """A conditional law x, u ↦ distribution: a transition, an emission or a backward kernel."""
 
-    if TYPE_CHECKING:
-
-        @property
-        def takes_input(self) -> bool:
-            """Whether the kernel reads an input."""
-            ...
-    else:
-        # A type checker would take an abstract variable for an argument of the constructor.
-        takes_input: eqx.AbstractVar[bool]
+    @property
+    @abstractmethod
+    def takes_input(self) -> bool:
+        """Whether the law depends on an input; a kernel that takes none ignores it."""
 
     @abstractmethod
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Distribution:
