@@ -1,16 +1,16 @@
 """The classes and functions that a checkpoint may name, each by its exact name.
 
-Whoever wrote a file chose the names and the values in it. A loaded object calls its functions when
-it is used, with arguments from the same file. An entry here must therefore be harmless whatever it
-is called with: it computes with arrays, and imports, evaluates, reads and writes nothing. A
-function that takes a function is left out, since nothing in a model needs one.
+The author of a file chooses its names and values. A loaded object calls its functions when it is
+used, with arguments from the same file. An entry must therefore be harmless for all arguments: it
+computes with arrays, and imports, evaluates, reads and writes nothing. Functions that take a
+function are excluded, since no model needs one.
 
-Add an entry, raise `NAMES_VERSION`, and a file with the new name tells an older reader to upgrade.
+To add an entry, also increase `NAMES_VERSION`: older readers then ask to upgrade.
 """
 
 NAMES_VERSION = 2
-"""The version of this list. Version 0 is release 0.1, which looked names up anywhere in six
-packages; version 2 has the modules of `RENAMED`."""
+"""The version of this list. Version 0 is release 0.1, which looked up names anywhere in six
+packages; version 2 contains the modules of `RENAMED`."""
 
 _ACTIVATIONS = """
     celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu log_sigmoid
@@ -56,7 +56,7 @@ DTYPES: dict[str, str] = {
         uint64 uint8
     """,
 }
-"""Types of numbers by module."""
+"""Dtypes by module."""
 
 ENUMS: dict[str, str] = {"jax.lax": "Precision"}
 """Enumerations by module."""
@@ -80,7 +80,7 @@ CLASSES: dict[str, str] = {
     """,
     "numpyro.distributions.constraints": "_Real _Positive _Interval _GreaterThan",
     "numpyro.distributions.transforms": "AffineTransform ExpTransform",
-    # States alone: an optimiser is functions.
+    # States only: an optimiser consists of functions.
     "optax": """
         AddNoiseState ApplyIfFiniteState EmaState EmptyState FactoredState
         InjectHyperparamsState InjectStatefulHyperparamsState MaskedNode MaskedState MultiStepsState
@@ -122,7 +122,7 @@ CLASSES: dict[str, str] = {
         AdditivePosterior ChainProposal ExactBackward Genealogy Guided GuidedPosterior
         ImportancePosterior MCMCBackward OnlineState ParticleFilterPosterior RejectionBackward
     """,
-    # Private records of which the public ones are made.
+    # Private records within the public ones.
     "retrodict.bounds.finite.bounds": "FiniteContributions",
     "retrodict.bounds.finite.quantities": "FiniteQuantities",
     "retrodict._chains.defensive": "DefensiveKernel DefensiveLaw DefensiveStep",
@@ -171,7 +171,7 @@ CLASSES: dict[str, str] = {
     """,
     "retrodict.models._volatility": "VolatilityEmission",
 }
-"""Classes by module, of which a file may build an instance from its fields."""
+"""Classes by module of which a file may contain instances."""
 
 
 RENAMED: dict[str, str] = {
@@ -259,11 +259,11 @@ RENAMED: dict[str, str] = {
     "retrodict:TruncatedBackprop": "retrodict.online:TruncatedBackprop",
     "retrodict:WeightedSamples": "retrodict.online:WeightedSamples",
 }
-"""Modules that were renamed since version 0.1, whose files name them as they were."""
+"""New names of modules and classes that were renamed since release 0.1."""
 
 
 def current_name(name: str) -> str:
-    """Return today's form of a name `module:attribute` from a file."""
+    """Return the current form of a name `module:attribute` from a file."""
     module, colon, attribute = name.partition(":")
     return RENAMED.get(module, module) + colon + attribute
 
@@ -273,13 +273,13 @@ def _names(table: dict[str, str]) -> frozenset[str]:
 
 
 RECORD_NAMES = _names(CLASSES)
-"""Names of classes that a file may build."""
+"""Names of classes of which a file may contain instances."""
 
 VALUE_NAMES = _names(FUNCTIONS) | _names(DTYPES)
-"""Names that may stand for themselves: functions and types of numbers."""
+"""Names that a file may contain as values: functions and dtypes."""
 
 ENUM_NAMES = _names(ENUMS)
-"""Names of enumerations of which a file may hold a member."""
+"""Names of enumerations of which a file may contain a member."""
 
 FUNCTION_NAMES = _names(FUNCTIONS)
-"""Names of functions of which a file may hold a partial."""
+"""Names of functions of which a file may contain a partial."""

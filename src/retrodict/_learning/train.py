@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._types import PRNGKey, Scalar
-from retrodict.distributed import lay, to_hosts
+from retrodict.distributed import shard_over, to_hosts
 
 Loss = Callable[[Any, Any, Any, Any], Scalar]
 """`loss(parameters, batches, key, step)`: the loss takes its minibatch from `batches`."""
@@ -109,7 +109,9 @@ class Placement(NamedTuple):
 
     def place(self, state: TrainState) -> TrainState:
         """Return the state on the devices."""
-        return jax.tree.map(lambda leaf, spec: lay(leaf, self.mesh, spec), state, self.specs(state))
+        return jax.tree.map(
+            lambda leaf, spec: shard_over(leaf, self.mesh, spec), state, self.specs(state)
+        )
 
     def constrain(self, state: TrainState) -> TrainState:
         """Return the state with the sharding of `place`, inside of a compiled program."""
@@ -223,9 +225,9 @@ def train(
     """
     state, history = begun.state, begun.history
     if placement is not None:
-        state, key = placement.place(state), lay(key, placement.mesh, P())
-        stages = lay(list(stages), placement.mesh, P())
-        evaluate = lay(evaluate, placement.mesh, P())
+        state, key = placement.place(state), shard_over(key, placement.mesh, P())
+        stages = shard_over(list(stages), placement.mesh, P())
+        evaluate = shard_over(evaluate, placement.mesh, P())
     score = functools.partial(_score, evaluate, num_starts, placement)
     if not history.score_steps.size:
         scores, noise = score(state.parameters, validation)
