@@ -174,98 +174,39 @@ CLASSES: dict[str, str] = {
 """Classes by module of which a file may contain instances."""
 
 
+MOVED_PACKAGES: dict[str, str] = {
+    "_bounds": "bounds",
+    "_chain": "_chains",
+    "_family": "_families",
+    "_grid": "_exact.grid",
+    "_online": "online",
+    "_particle": "particles",
+}
+"""Packages that moved since release 0.1; their modules have lost a leading underscore."""
+
 RENAMED: dict[str, str] = {
-    "retrodict._bounds.finite.bounds": "retrodict.bounds.finite.bounds",
-    "retrodict._bounds.finite.quantities": "retrodict.bounds.finite.quantities",
-    "retrodict._chain.defensive": "retrodict._chains.defensive",
     "retrodict._factored": "retrodict._numerics.ldl",
-    "retrodict._family._base": "retrodict._families.base",
-    "retrodict._family._network": "retrodict._families.network",
-    "retrodict._family._readout": "retrodict._families.readout",
-    "retrodict._family._recursions": "retrodict._families.recursions",
-    "retrodict._family._start": "retrodict._families.start",
-    "retrodict._family.assimilation": "retrodict._families.assimilation",
-    "retrodict._family.conjugate": "retrodict._families.conjugate",
-    "retrodict._family.kalman": "retrodict._families.kalman",
-    "retrodict._family.mixture": "retrodict._families.mixture",
-    "retrodict._family.nonlinear": "retrodict._families.nonlinear",
-    "retrodict._family.scan": "retrodict._families.scan",
     "retrodict._functional": "retrodict._expectations.functionals",
-    "retrodict._grid.diagnosis": "retrodict._exact.grid.diagnosis",
-    "retrodict._grid.posterior": "retrodict._exact.grid.posterior",
-    "retrodict._grid.transition": "retrodict._exact.grid.transition",
     "retrodict._kalman._operations": "retrodict._exact.kalman_filter",
     "retrodict._mask": "retrodict._series",
-    "retrodict._online.exact": "retrodict.online.exact",
-    "retrodict._online.followed": "retrodict.online.followed",
-    "retrodict._online.kalman": "retrodict.online.kalman",
-    "retrodict._online.pathwise": "retrodict.online.pathwise",
-    "retrodict._online.samples": "retrodict.online.samples",
-    "retrodict._online.score": "retrodict.online.score",
-    "retrodict._online.sensitivity": "retrodict.online.sensitivity",
-    "retrodict._online.truncated": "retrodict.online.truncated",
-    "retrodict._particle.cloud": "retrodict.particles.cloud",
-    "retrodict._particle.proposal": "retrodict.particles.proposal",
     "retrodict._train": "retrodict._learning.train",
-    "retrodict:AdditivePosterior": "retrodict.particles:AdditivePosterior",
-    "retrodict:AnyBounded": "retrodict.bounds:AnyBounded",
-    "retrodict:AnyLipschitz": "retrodict.bounds:AnyLipschitz",
-    "retrodict:ChainProposal": "retrodict.particles:ChainProposal",
-    "retrodict:EMResult": "retrodict._learning.em:EMResult",
-    "retrodict:ErrorBound": "retrodict.bounds:ErrorBound",
-    "retrodict:Estimate": "retrodict._expectations.expectation:Estimate",
-    "retrodict:EvidenceResult": "retrodict._learning.fit_evidence:EvidenceResult",
-    "retrodict:ExactBackward": "retrodict.particles:ExactBackward",
-    "retrodict:Factor": "retrodict._families.base:Factor",
-    "retrodict:FiniteBounds": "retrodict.bounds:FiniteBounds",
-    "retrodict:FiniteProblem": "retrodict.bounds:FiniteProblem",
-    "retrodict:FixedLag": "retrodict.online:FixedLag",
-    "retrodict:Genealogy": "retrodict.particles:Genealogy",
-    "retrodict:Guided": "retrodict.particles:Guided",
-    "retrodict:GuidedPosterior": "retrodict.particles:GuidedPosterior",
-    "retrodict:ImportancePosterior": "retrodict.particles:ImportancePosterior",
-    "retrodict:KalmanPosterior": "retrodict._exact.kalman_smoother:KalmanPosterior",
-    "retrodict:KalmanScore": "retrodict.online:KalmanScore",
-    "retrodict:LagMoments": "retrodict.online:LagMoments",
-    "retrodict:LagOutput": "retrodict.online:LagOutput",
-    "retrodict:LagRows": "retrodict.online:LagRows",
-    "retrodict:LagState": "retrodict.online:LagState",
-    "retrodict:LaggedLearnerOutput": "retrodict.online:LaggedLearnerOutput",
-    "retrodict:LaggedLearnerState": "retrodict.online:LaggedLearnerState",
-    "retrodict:LearnerOutput": "retrodict.online:LearnerOutput",
-    "retrodict:LearnerState": "retrodict.online:LearnerState",
-    "retrodict:LinearisedPosterior": "retrodict._linearised.posterior:LinearisedPosterior",
-    "retrodict:MCMCBackward": "retrodict.particles:MCMCBackward",
-    "retrodict:Marginals": "retrodict._expectations.expectation:Marginals",
-    "retrodict:Mixing": "retrodict.bounds:Mixing",
-    "retrodict:OnlineSmoother": "retrodict.online:OnlineSmoother",
-    "retrodict:OnlineState": "retrodict.particles:OnlineState",
-    "retrodict:ParticleFilterPosterior": "retrodict.particles:ParticleFilterPosterior",
-    "retrodict:PosteriorCheck": "retrodict.bounds:PosteriorCheck",
-    "retrodict:QuadraticFeatures": "retrodict.online:QuadraticFeatures",
-    "retrodict:RandomFeatures": "retrodict.online:RandomFeatures",
-    "retrodict:RecursivePathwise": "retrodict.online:RecursivePathwise",
-    "retrodict:RecursiveScore": "retrodict.online:RecursiveScore",
-    "retrodict:RecursiveState": "retrodict._expectations.recursive:RecursiveState",
-    "retrodict:RejectionBackward": "retrodict.particles:RejectionBackward",
-    "retrodict:RowGradient": "retrodict.online:RowGradient",
-    "retrodict:RunningElbo": "retrodict.online:RunningElbo",
-    "retrodict:RunningElboState": "retrodict._expectations.elbo:RunningElboState",
-    "retrodict:RunningOutput": "retrodict.online:RunningOutput",
-    "retrodict:RunningPosterior": "retrodict.online:RunningPosterior",
-    "retrodict:RunningState": "retrodict.online:RunningState",
-    "retrodict:SecondMomentSums": "retrodict._expectations.functionals:SecondMomentSums",
-    "retrodict:Simulated": "retrodict._smooth.simulate_like:Simulated",
-    "retrodict:TruncatedBackprop": "retrodict.online:TruncatedBackprop",
-    "retrodict:WeightedSamples": "retrodict.online:WeightedSamples",
 }
-"""New names of modules and classes that were renamed since release 0.1."""
+"""New names of other modules, and of classes `module:name`, since release 0.1."""
 
 
 def current_name(name: str) -> str:
-    """Return the current form of a name `module:attribute` from a file."""
-    module, colon, attribute = name.partition(":")
-    return RENAMED.get(module, module) + colon + attribute
+    """Return the current form of a name `module:attribute` from a file.
+
+    A class that left `retrodict` is looked up in the one other module that lists it.
+    """
+    module, _, attribute = RENAMED.get(name, name).partition(":")
+    if module == "retrodict" and name not in RECORD_NAMES:
+        module = next((m for m, text in CLASSES.items() if attribute in text.split()), module)
+    library, _, place = module.partition(".")
+    package, _, inner = place.partition(".")
+    if library == "retrodict" and package in MOVED_PACKAGES:
+        module = f"retrodict.{MOVED_PACKAGES[package]}.{inner.removeprefix('_')}"
+    return f"{RENAMED.get(module, module)}:{attribute}"
 
 
 def _names(table: dict[str, str]) -> frozenset[str]:

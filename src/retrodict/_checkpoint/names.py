@@ -60,7 +60,7 @@ def _candidates(value: Any) -> Iterator[str]:
 
 def name_of(value: Any, allowed: Collection[str]) -> str | None:
     """Return the name by which `load` finds this function or class, or `None`."""
-    for name in _candidates(value):
+    for name in map(current_name, _candidates(value)):
         try:
             if resolve(name, allowed) is value:
                 return name

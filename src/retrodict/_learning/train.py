@@ -179,7 +179,7 @@ def train(
     stages: Sequence[Stage],
     evaluate: Callable[[Any, Any], tuple[Scalar, Scalar]],
     begun: Trained,
-    load: Callable[[int, int, int | None], PyTree],
+    fetch: Callable[[int, int, int | None], PyTree],
     validation: PyTree,
     *,
     optimiser: optax.GradientTransformation,
@@ -206,7 +206,7 @@ def train(
             The best of many noisy scores is a lucky draw, and the last parameters are those at
             which the decaying steps have settled.
         begun: the state and the history to continue from.
-        load: `load(first, count, then)`, the argument `batches` of the losses for `count` steps.
+        fetch: `fetch(first, count, then)`, the argument `batches` of the losses for `count` steps.
             The next call begins with step `then`; `None` marks the last call.
         validation: the data of `evaluate`, an argument of the compiled program.
         optimiser: an optax transformation.
@@ -244,7 +244,7 @@ def train(
             until, losses = min(int(state.step) + chunk_size, stage.until), []
             while (before := int(state.step)) < until:
                 then = min(before + count, until)
-                batches = load(before, count, then if then < stages[-1].until else None)
+                batches = fetch(before, count, then if then < stages[-1].until else None)
                 state, values = run(state, batches, key, jnp.asarray(until))
                 losses.append(np.asarray(values)[..., : int(state.step) - before])
             scores, noise = score(state.parameters, validation)
