@@ -293,8 +293,7 @@ def _score(
     validation: PyTree,
 ) -> tuple[Array, Array]:
     """Evaluate all starts, with a result in every process."""
-    each = _over_starts(evaluate, 1, 1, num_starts, placement)
-    scores = each(parameters, validation)
+    scores = _over_starts(evaluate, (0, None), num_starts, placement)(parameters, validation)
     return scores if placement is None else placement.replicate(scores)
 
 
@@ -331,7 +330,7 @@ def _take_steps(
         parameters = _choose(ok, optax.apply_updates(parameters, update), parameters)
         return parameters, _choose(ok, moved, state), value, ok
 
-    each = _over_starts(one_start, 2, 1, num_starts, placement)
+    each = _over_starts(one_start, (0, 0, None), num_starts, placement)
 
     def step(state: TrainState, _: None) -> tuple[TrainState, Array]:
         parameters, moved, value, ok = each(state.parameters, state.optimiser, state.step)
@@ -354,17 +353,15 @@ def _take_steps(
 
 def _over_starts(
     fn: Callable[..., Any],
-    num_mapped: int,
-    num_shared: int,
+    in_axes: tuple[int | None, ...],
     num_starts: int | None,
     placement: Placement | None,
 ) -> Callable[..., Any]:
-    """Return a function that maps its first arguments over the starts, if there are several."""
+    """Return a function that is mapped over the starts, if there are several."""
     if num_starts is None:
         return fn
-    axes = (0,) * num_mapped + (None,) * num_shared
-    starts = None if placement is None else placement.starts
-    return jax.vmap(fn, in_axes=axes, spmd_axis_name=starts)
+    axis = None if placement is None else placement.starts
+    return jax.vmap(fn, in_axes=in_axes, spmd_axis_name=axis)
 
 
 @eqx.filter_jit
