@@ -228,7 +228,7 @@ def test_the_manifest_can_be_read_without_the_library(tmp_path: Path):
 
 @pytest.mark.parametrize("bad", [{1, 2}, float("nan"), np.ones(2)])
 def test_metadata_that_json_cannot_hold_is_refused(bad: Any, tmp_path: Path):
-    with pytest.raises(TypeError, match="metadata must be something that JSON can hold"):
+    with pytest.raises(TypeError, match="`metadata` must be a JSON value"):
         rd.save(tmp_path / "a.rd", 1, metadata=bad)
     assert os.listdir(tmp_path) == []
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_saved_is_named(bad: Any, path: str, tmp_path: Path):
 
 
 def test_nothing_is_saved_inside_of_a_transformation(tmp_path: Path):
-    with pytest.raises(TypeError, match="save outside of it"):
+    with pytest.raises(TypeError, match="save outside of jax.jit"):
         jax.jit(lambda x: rd.save(tmp_path / "a.rd", x))(1.0)
 
 
@@ -448,7 +448,7 @@ def test_a_file_that_was_cut_short_is_refused(saved: Path):
     points = [*np.linspace(0, len(data) - 1, 30).astype(int), 1, 4, len(data) - 64, len(data) - 22]
     for point in points:
         saved.write_bytes(data[:point])
-        with pytest.raises(rd.CheckpointError, match=r"cut short|empty|no checkpoint"):
+        with pytest.raises(rd.CheckpointError, match=r"truncated|empty|not a checkpoint"):
             rd.load(saved)
     saved.write_bytes(data + b"\0")
     with pytest.raises(rd.CheckpointError):
@@ -541,9 +541,9 @@ def test_edits_are_found(edit: Any, content: bool, message: str, whole: bool, sa
 def test_edits_with_their_hashes_are_checked_for_sense(saved: Path):
     original = saved.read_bytes()
     cases = {
-        edit_shape: r"model\.transition\.weight .*should be an array of shape \(4, 1\)",
+        edit_shape: r"model\.transition\.weight .*is not an array of shape \(4, 1\)",
         edit_field: r"fields \['emission', 'more', .*saved by another version",
-        edit_tag: r"makes no sense",
+        edit_tag: r"is invalid",
     }
     for edit, message in cases.items():
         saved.write_bytes(original)
@@ -561,10 +561,10 @@ def test_edits_with_their_hashes_are_checked_for_sense(saved: Path):
 @pytest.mark.parametrize("data", [b"text", b"PK\3\4", b"PK\5\6" + b"\0" * 18])
 def test_other_files_are_refused(data: bytes, tmp_path: Path):
     (tmp_path / "a.rd").write_bytes(data)
-    with pytest.raises(rd.CheckpointError, match="no checkpoint of retrodict"):
+    with pytest.raises(rd.CheckpointError, match="not a checkpoint of retrodict"):
         rd.load(tmp_path / "a.rd")
     np.savez(tmp_path / "b.npz", a=np.ones(2))
-    with pytest.raises(rd.CheckpointError, match="no checkpoint of retrodict"):
+    with pytest.raises(rd.CheckpointError, match="not a checkpoint of retrodict"):
         rd.load(tmp_path / "b.npz")
 
 
@@ -737,8 +737,16 @@ def test_files_with_the_module_names_of_version_0_1_are_read(tmp_path: Path):
 
     rewrite(path, edit, content=True, whole=True)
     assert same(rd.load(path), series)
-    assert set(allowed.RENAMED.values()) <= set(allowed.CLASSES) | allowed.RECORD_NAMES
-    assert allowed.current_name("retrodict:FixedLag") == "retrodict.online:FixedLag"
+    for name in allowed.RENAMED.values():
+        assert name in (allowed.RECORD_NAMES if ":" in name else allowed.CLASSES)
+    for old, new in (
+        ("retrodict:KalmanPosterior", "retrodict._exact.kalman_smoother:KalmanPosterior"),
+        ("retrodict:FixedLag", "retrodict.online:FixedLag"),
+        ("retrodict._train:TrainState", "retrodict._learning.train:TrainState"),
+        ("retrodict._family._base:Row", "retrodict._families.base:Row"),
+        ("retrodict._grid.posterior:Held", "retrodict._exact.grid.posterior:Held"),
+    ):
+        assert allowed.current_name(old) == new and new in allowed.RECORD_NAMES
 
 
 def test_a_name_of_a_later_version_asks_for_it(tmp_path: Path):
@@ -762,7 +770,7 @@ def test_a_function_of_another_name_is_not_taken_from_like(loading: Callable[...
 @pytest.mark.parametrize("field", ["log_prob", "__class__", "sample", "support", "mean", "a b"])
 def test_a_file_cannot_replace_methods(field: str, loading: Callable[..., Any]):
     node = {"class": "numpyro.distributions:Normal", "fields": {field: {"name": "jax.numpy:tanh"}}}
-    with pytest.raises(rd.CheckpointError, match="no file may set"):
+    with pytest.raises(rd.CheckpointError, match="a file may not set"):
         loading(node)
 
 
@@ -801,7 +809,7 @@ def test_one_array_is_not_read_many_times(tmp_path: Path):
     rd.save(path, [np.zeros(2)])
     twice = {"list": [{"array": 0}, {"array": 0}]}
     rewrite(path, lambda m, _: m.update(tree=twice), content=True, whole=True)
-    with pytest.raises(rd.CheckpointError, match="once more"):
+    with pytest.raises(rd.CheckpointError, match="refers to the array . again"):
         rd.load(path)
 
 

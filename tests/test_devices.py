@@ -197,7 +197,7 @@ def test_a_lost_process_ends_the_others_and_any_number_goes_on(
     _, (first, killed) = together(tmp_path, 2, "dies")
     assert killed.returncode == -signal.SIGKILL
     assert first.returncode == 3
-    assert "Process 0 of 2 could not go on with the others" in first.stderr
+    assert "Process 0 of 2 could not continue with the others" in first.stderr
     assert "Start the job again" in first.stderr
     assert steps(first) == [10, 20]
     out, done = together(tmp_path, 1)  # what two processes wrote, by one
@@ -222,7 +222,7 @@ def test_a_lost_coordinator_ends_the_others(tmp_path: Path) -> None:
     _, (killed, second) = together(tmp_path, 2, "dies first")
     assert killed.returncode == -signal.SIGKILL
     assert second.returncode != 0
-    lost = "could not go on with the others", "another task died"
+    lost = "could not continue with the others", "another task died"
     assert any(words in second.stderr for words in lost)
 
 
@@ -308,9 +308,9 @@ def test_wrong_meshes_and_axes_are_refused(untyped: None) -> None:
     ys = jnp.ones((4, 3, 1))
     with pytest.raises(ValueError, match='must be None, "all" or a jax.sharding.Mesh'):
         rd.distributed.sharded_vmap(jnp.sum, mesh="two")(ys)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="expects in_axes 0 or None"):
+    with pytest.raises(ValueError, match="expects `in_axes` of 0 or None"):
         rd.distributed.sharded_vmap(jnp.sum, in_axes=1)(ys)
-    with pytest.raises(ValueError, match="expects in_axes 0 or None"):
+    with pytest.raises(ValueError, match="expects `in_axes` of 0 or None"):
         rd.distributed.sharded_vmap(jnp.sum, in_axes=(None,))(ys)
     with pytest.raises(ValueError, match="leading axes have one size"):
         rd.distributed.sharded_vmap(jnp.add)(ys, ys[:2])

@@ -195,16 +195,16 @@ def test_a_fit_goes_on_with_classes_of_users(ys, tmp_path):
 
 def test_the_checkpoint_of_another_fit_is_refused(ys, tmp_path):
     path = tmp_path / "fit.rd"
-    fit(conjugate(), tanh_model(), ys, checkpoint=path, num_steps=5)
+    fit(conjugate(), tanh_model(), ys, checkpoint=path)
     before = path.read_bytes()
     with pytest.raises(rd.CheckpointError, match="another family"):
-        fit(conjugate(width=5), tanh_model(), ys, checkpoint=path, num_steps=5)
+        fit(conjugate(width=5), tanh_model(), ys, checkpoint=path)
     with pytest.raises(ValueError, match="other data"):
-        fit(conjugate(), tanh_model(), ys + 1.0, checkpoint=path, num_steps=5)
-    with pytest.raises(ValueError, match="num_steps=5, and this fit has num_steps=10"):
+        fit(conjugate(), tanh_model(), ys + 1.0, checkpoint=path)
+    with pytest.raises(ValueError, match="num_steps=20, and this fit has num_steps=10"):
         fit(conjugate(), tanh_model(), ys, checkpoint=path, num_steps=10)
     with pytest.raises(ValueError, match="growing=False, and this fit has growing=True"):
-        fit(conjugate(), tanh_model(), ys, checkpoint=path, num_steps=5, growing=True)
+        fit(conjugate(), tanh_model(), ys, checkpoint=path, growing=True)
     assert path.read_bytes() == before
 
 
@@ -278,22 +278,20 @@ def test_steps_without_a_finite_gradient_are_skipped_and_counted(ys):
 
 
 def test_a_fit_far_below_its_training_series_is_called_overfitted(ys):
-    """Held-out series of another law stand for those that a family has not learned to read."""
-    options = {"num_steps": 5, "estimator": rd.Quadrature(3)}
-    result = fit(conjugate(), tanh_model(), ys, held_out=10.0 + ys, **options)
+    """Held-out series of another law represent series to which a family does not generalise."""
+    result = fit(conjugate(), tanh_model(), ys, held_out=10.0 + ys)
     assert result.status == "overfitted"
     assert "ELBO of the held-out series is" in result.reason
-    assert result.history[: result.kept_step].mean() - result.held_out[-1] > 0.5
-    good = fit(conjugate(), tanh_model(), ys, held_out=ys, **options)
+    assert result.history[: result.kept_step].mean() - result.held_out.max() > 0.5
+    good = fit(conjugate(), tanh_model(), ys, held_out=ys)
     assert good.status == "finished" and good.reason == ""
 
 
 def test_a_fit_far_below_the_particle_evidence_is_called_underfitted(ys, monkeypatch):
     monkeypatch.setattr(fit_module, "FEWEST_COMPARED", 1)
-    options = {"num_steps": 1, "estimator": rd.Quadrature(3)}
-    # Of so little noise an untrained family makes nothing.
+    # An untrained family is far off if the noise is this small.
     sharp = eqx.tree_at(lambda m: m.emission.scale_tril.std, tanh_model(), jnp.array([0.01]))
-    result = fit(conjugate(), sharp, ys, **options)
+    result = fit(conjugate(), sharp, ys)
     assert result.status == "underfitted"
     assert "a particle estimate of their log-evidence" in result.reason
 
@@ -523,7 +521,7 @@ def test_a_killed_fit_of_drawn_paths_resumes_to_the_last_bit(ys, tmp_path, monke
 @pytest.mark.parametrize("name", ["common factor", "shares"])
 def test_em_keeps_states_on_their_line_or_plane(name):
     model = singular_models()[name]
-    ys = jax.vmap(lambda key: model.simulate(key, 20)[1])(jax.random.split(jax.random.key(0), 4))
+    ys = np.stack([model.simulate(jax.random.key(i), 20)[1] for i in range(2)])
     start = eqx.tree_at(lambda m: m.emission.scale_tril, model, 2.0 * model.emission.scale_tril)
     result = rd.em(jax.random.key(0), start, ys, num_iterations=5)
     history = np.asarray(result.history)
@@ -533,7 +531,7 @@ def test_em_keeps_states_on_their_line_or_plane(name):
 
 @pytest.mark.parametrize(("offset", "unit"), [(1e8, 1.0), (0.0, 1e9)])
 def test_em_does_not_depend_on_offset_and_unit_of_the_data(offset, unit):
-    ys = np.cumsum(np.random.default_rng(0).normal(size=(80, 1)), axis=0) % 5.0
+    ys = np.cumsum(np.random.default_rng(0).normal(size=(40, 1)), axis=0) % 5.0
 
     def learned(offset, unit):
         start = rd.StateSpaceModel(
@@ -541,7 +539,7 @@ def test_em_does_not_depend_on_offset_and_unit_of_the_data(offset, unit):
             transition=rd.LinearGaussianKernel(0.5 * jnp.eye(1), jnp.zeros(1), unit * jnp.eye(1)),
             emission=rd.LinearGaussianKernel(jnp.eye(1), offset * jnp.ones(1), unit * jnp.eye(1)),
         )
-        result = rd.em(jax.random.key(0), start, unit * ys + offset, num_iterations=8)
+        result = rd.em(jax.random.key(0), start, unit * ys + offset, num_iterations=5)
         model = rd.unwrap(result.model)
         scales = model.transition.scale_tril / unit, model.emission.scale_tril / unit
         return result.history + np.log(unit), (model.transition.weight, *scales)

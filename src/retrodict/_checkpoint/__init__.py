@@ -1,4 +1,4 @@
-"""Saving and loading, one file an object."""
+"""Save and load objects, one file per object."""
 
 from retrodict._checkpoint.errors import CheckpointError as CheckpointError
 from retrodict._checkpoint.file import Checkpoint as Checkpoint

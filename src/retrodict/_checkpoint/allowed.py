@@ -1,16 +1,16 @@
 """The classes and functions that a checkpoint may name, each by its exact name.
 
-Whoever wrote a file chose the names and the values in it. A loaded object calls its functions when
-it is used, with arguments from the same file. An entry here must therefore be harmless whatever it
-is called with: it computes with arrays, and imports, evaluates, reads and writes nothing. A
-function that takes a function is left out, since nothing in a model needs one.
+The author of a file chooses its names and values. A loaded object calls its functions when it is
+used, with arguments from the same file. An entry must therefore be harmless for all arguments: it
+computes with arrays, and imports, evaluates, reads and writes nothing. Functions that take a
+function are excluded, since no model needs one.
 
-Add an entry, raise `NAMES_VERSION`, and a file with the new name tells an older reader to upgrade.
+To add an entry, also increase `NAMES_VERSION`: older readers then ask to upgrade.
 """
 
 NAMES_VERSION = 2
-"""The version of this list. Version 0 is release 0.1, which looked names up anywhere in six
-packages; version 2 has the modules of `RENAMED`."""
+"""The version of this list. Version 0 is release 0.1, which looked up names anywhere in six
+packages; version 2 contains the modules of `RENAMED`."""
 
 _ACTIVATIONS = """
     celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh identity leaky_relu log_sigmoid
@@ -56,7 +56,7 @@ DTYPES: dict[str, str] = {
         uint64 uint8
     """,
 }
-"""Types of numbers by module."""
+"""Dtypes by module."""
 
 ENUMS: dict[str, str] = {"jax.lax": "Precision"}
 """Enumerations by module."""
@@ -80,7 +80,7 @@ CLASSES: dict[str, str] = {
     """,
     "numpyro.distributions.constraints": "_Real _Positive _Interval _GreaterThan",
     "numpyro.distributions.transforms": "AffineTransform ExpTransform",
-    # States alone: an optimiser is functions.
+    # States only: an optimiser consists of functions.
     "optax": """
         AddNoiseState ApplyIfFiniteState EmaState EmptyState FactoredState
         InjectHyperparamsState InjectStatefulHyperparamsState MaskedNode MaskedState MultiStepsState
@@ -123,7 +123,7 @@ CLASSES: dict[str, str] = {
         ImportancePosterior MCMCBackward OnlineSmoother OnlineState ParticleFilterPosterior
         RejectionBackward
     """,
-    # Private records of which the public ones are made.
+    # Private records within the public ones.
     "retrodict.bounds.finite.bounds": "FiniteContributions",
     "retrodict.bounds.finite.quantities": "FiniteQuantities",
     "retrodict._chains.defensive": "DefensiveKernel DefensiveLaw DefensiveStep",
@@ -172,104 +172,43 @@ CLASSES: dict[str, str] = {
     """,
     "retrodict.models._volatility": "VolatilityEmission",
 }
-"""Classes by module, of which a file may build an instance from its fields."""
+"""Classes by module of which a file may contain instances."""
 
+
+MOVED_PACKAGES: dict[str, str] = {
+    "_bounds": "bounds",
+    "_chain": "_chains",
+    "_family": "_families",
+    "_grid": "_exact.grid",
+    "_online": "online",
+    "_particle": "particles",
+}
+"""Packages that moved since release 0.1; their modules have lost a leading underscore."""
 
 RENAMED: dict[str, str] = {
-    "retrodict._bounds.finite.bounds": "retrodict.bounds.finite.bounds",
-    "retrodict._bounds.finite.quantities": "retrodict.bounds.finite.quantities",
-    "retrodict._chain.defensive": "retrodict._chains.defensive",
     "retrodict._factored": "retrodict._numerics.ldl",
-    "retrodict._family._base": "retrodict._families.base",
-    "retrodict._family._network": "retrodict._families.network",
-    "retrodict._family._readout": "retrodict._families.readout",
-    "retrodict._family._recursions": "retrodict._families.recursions",
-    "retrodict._family._start": "retrodict._families.start",
-    "retrodict._family.assimilation": "retrodict._families.assimilation",
-    "retrodict._family.conjugate": "retrodict._families.conjugate",
-    "retrodict._family.kalman": "retrodict._families.kalman",
-    "retrodict._family.mixture": "retrodict._families.mixture",
-    "retrodict._family.nonlinear": "retrodict._families.nonlinear",
-    "retrodict._family.scan": "retrodict._families.scan",
     "retrodict._functional": "retrodict._expectations.functionals",
-    "retrodict._grid.diagnosis": "retrodict._exact.grid.diagnosis",
-    "retrodict._grid.posterior": "retrodict._exact.grid.posterior",
-    "retrodict._grid.transition": "retrodict._exact.grid.transition",
     "retrodict._kalman._operations": "retrodict._exact.kalman_filter",
     "retrodict._mask": "retrodict._series",
-    "retrodict._online.exact": "retrodict.online.exact",
-    "retrodict._online.followed": "retrodict.online.followed",
-    "retrodict._online.kalman": "retrodict.online.kalman",
-    "retrodict._online.pathwise": "retrodict.online.pathwise",
-    "retrodict._online.samples": "retrodict.online.samples",
-    "retrodict._online.score": "retrodict.online.score",
-    "retrodict._online.sensitivity": "retrodict.online.sensitivity",
-    "retrodict._online.truncated": "retrodict.online.truncated",
-    "retrodict._particle.cloud": "retrodict.particles.cloud",
-    "retrodict._particle.proposal": "retrodict.particles.proposal",
     "retrodict._train": "retrodict._learning.train",
-    "retrodict:AdditivePosterior": "retrodict.particles:AdditivePosterior",
-    "retrodict:AnyBounded": "retrodict.bounds:AnyBounded",
-    "retrodict:AnyLipschitz": "retrodict.bounds:AnyLipschitz",
-    "retrodict:ChainProposal": "retrodict.particles:ChainProposal",
-    "retrodict:EMResult": "retrodict._learning.em:EMResult",
-    "retrodict:ErrorBound": "retrodict.bounds:ErrorBound",
-    "retrodict:Estimate": "retrodict._expectations.expectation:Estimate",
-    "retrodict:EvidenceResult": "retrodict._learning.fit_evidence:EvidenceResult",
-    "retrodict:ExactBackward": "retrodict.particles:ExactBackward",
-    "retrodict:Factor": "retrodict._families.base:Factor",
-    "retrodict:FiniteBounds": "retrodict.bounds:FiniteBounds",
-    "retrodict:FiniteProblem": "retrodict.bounds:FiniteProblem",
-    "retrodict:FixedLag": "retrodict.online:FixedLag",
-    "retrodict:Genealogy": "retrodict.particles:Genealogy",
-    "retrodict:Guided": "retrodict.particles:Guided",
-    "retrodict:GuidedPosterior": "retrodict.particles:GuidedPosterior",
-    "retrodict:ImportancePosterior": "retrodict.particles:ImportancePosterior",
-    "retrodict:KalmanPosterior": "retrodict._exact.kalman_smoother:KalmanPosterior",
-    "retrodict:KalmanScore": "retrodict.online:KalmanScore",
-    "retrodict:LagMoments": "retrodict.online:LagMoments",
-    "retrodict:LagOutput": "retrodict.online:LagOutput",
-    "retrodict:LagRows": "retrodict.online:LagRows",
-    "retrodict:LagState": "retrodict.online:LagState",
-    "retrodict:LaggedLearnerOutput": "retrodict.online:LaggedLearnerOutput",
-    "retrodict:LaggedLearnerState": "retrodict.online:LaggedLearnerState",
-    "retrodict:LearnerOutput": "retrodict.online:LearnerOutput",
-    "retrodict:LearnerState": "retrodict.online:LearnerState",
-    "retrodict:LinearisedPosterior": "retrodict._linearised.posterior:LinearisedPosterior",
-    "retrodict:MCMCBackward": "retrodict.particles:MCMCBackward",
-    "retrodict:Marginals": "retrodict._expectations.expectation:Marginals",
-    "retrodict:Mixing": "retrodict.bounds:Mixing",
     "retrodict:Observations": "retrodict:Series",
-    "retrodict:OnlineSmoother": "retrodict.particles:OnlineSmoother",
-    "retrodict:OnlineState": "retrodict.particles:OnlineState",
-    "retrodict:ParticleFilterPosterior": "retrodict.particles:ParticleFilterPosterior",
-    "retrodict:PosteriorCheck": "retrodict.bounds:PosteriorCheck",
-    "retrodict:QuadraticFeatures": "retrodict.online:QuadraticFeatures",
-    "retrodict:RandomFeatures": "retrodict.online:RandomFeatures",
-    "retrodict:RecursivePathwise": "retrodict.online:RecursivePathwise",
-    "retrodict:RecursiveScore": "retrodict.online:RecursiveScore",
-    "retrodict:RecursiveState": "retrodict._expectations.recursive:RecursiveState",
-    "retrodict:RejectionBackward": "retrodict.particles:RejectionBackward",
-    "retrodict:RowGradient": "retrodict.online:RowGradient",
-    "retrodict:RunningElbo": "retrodict._expectations.elbo:RunningElbo",
-    "retrodict:RunningElboState": "retrodict._expectations.elbo:RunningElboState",
-    "retrodict:RunningOutput": "retrodict.online:RunningOutput",
-    "retrodict:RunningPosterior": "retrodict.online:RunningPosterior",
-    "retrodict:RunningState": "retrodict.online:RunningState",
-    "retrodict:SecondMomentSums": "retrodict._expectations.functionals:SecondMomentSums",
-    "retrodict:Simulated": "retrodict._smooth.simulate_like:Simulated",
-    "retrodict:TruncatedBackprop": "retrodict.online:TruncatedBackprop",
-    "retrodict:WeightedSamples": "retrodict.online:WeightedSamples",
 }
-"""Modules and classes that were renamed since version 0.1, whose files have the old names."""
+"""New names of other modules, and of classes `module:name`, since release 0.1."""
 
 
 def current_name(name: str) -> str:
-    """Return today's form of a name `module:attribute` from a file."""
-    if name in RENAMED:
-        return RENAMED[name]
-    module, colon, attribute = name.partition(":")
-    return RENAMED.get(module, module) + colon + attribute
+    """Return the current form of a name `module:attribute` from a file.
+
+    A class that left `retrodict` is looked up in the one other module that lists it.
+    """
+    module, _, attribute = RENAMED.get(name, name).partition(":")
+    if module == "retrodict" and name not in RECORD_NAMES:
+        module = next((m for m, text in CLASSES.items() if attribute in text.split()), module)
+    library, _, place = module.partition(".")
+    package, _, inner = place.partition(".")
+    if library == "retrodict" and package in MOVED_PACKAGES:
+        module = f"retrodict.{MOVED_PACKAGES[package]}.{inner.removeprefix('_')}"
+    return f"{RENAMED.get(module, module)}:{attribute}"
 
 
 def _names(table: dict[str, str]) -> frozenset[str]:
@@ -277,13 +216,13 @@ def _names(table: dict[str, str]) -> frozenset[str]:
 
 
 RECORD_NAMES = _names(CLASSES)
-"""Names of classes that a file may build."""
+"""Names of classes of which a file may contain instances."""
 
 VALUE_NAMES = _names(FUNCTIONS) | _names(DTYPES)
-"""Names that may stand for themselves: functions and types of numbers."""
+"""Names that a file may contain as values: functions and dtypes."""
 
 ENUM_NAMES = _names(ENUMS)
-"""Names of enumerations of which a file may hold a member."""
+"""Names of enumerations of which a file may contain a member."""
 
 FUNCTION_NAMES = _names(FUNCTIONS)
-"""Names of functions of which a file may hold a partial."""
+"""Names of functions of which a file may contain a partial."""

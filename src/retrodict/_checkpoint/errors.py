@@ -1,9 +1,9 @@
-"""What goes wrong with files."""
+"""Errors of checkpoint files."""
 
 
 class CheckpointError(ValueError):
-    """A file cannot be loaded: it is damaged, not a checkpoint, or does not fit what was asked."""
+    """A file that cannot be loaded: damaged, not a checkpoint, or of another structure."""
 
 
 class DamagedError(CheckpointError):
-    """What the file holds is not what was written to it, so that an older file may be better."""
+    """A file whose content was altered after writing, so that an older file may be better."""

@@ -1,9 +1,9 @@
-"""Files from which any object of the library can be rebuilt: arrays, and a manifest in JSON.
+"""Checkpoint files: arrays, and a manifest in JSON from which the object is rebuilt.
 
-A file is an uncompressed zip archive of `manifest.json` and one `.npy` for each array. The manifest
-holds the tree of the object: classes and functions by name, static values, and references to the
-arrays. The archive's comment is the SHA-256 of everything before it, so that no byte can change
-unnoticed.
+A file is an uncompressed zip archive of `manifest.json` and one `.npy` per array. The manifest
+contains the tree of the object: classes and functions by name, static values, and references to the
+arrays. The comment of the archive is the SHA-256 of all bytes before it, so that every change is
+detected.
 """
 
 import hashlib
@@ -33,12 +33,12 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 
 class Checkpoint(NamedTuple):
-    """What `read_checkpoint` found.
+    """The result of `read_checkpoint`.
 
     Attributes:
         tree: the object.
-        metadata: what was given when it was written.
-        from_previous: whether the newest file was missing or damaged and the one before it is used.
+        metadata: the metadata of the file.
+        from_previous: whether the newest file was missing or damaged and the previous one is used.
     """
 
     tree: Any
@@ -47,13 +47,12 @@ class Checkpoint(NamedTuple):
 
 
 def save(path: PathLike, obj: Any, *, metadata: Any = None) -> None:
-    """Saves a model, a family, a chain, or any pytree, to one file.
+    """Save a model, a family, a chain, or any pytree, to one file.
 
-    The file appears whole or not at all: whatever interrupts the call, a file that was there before
-    stays. Equal objects give equal files. Classes of this library, layers of equinox,
-    distributions of numpyro, states of optax and the usual functions of `jax.numpy` and `jax.nn`
-    are stored by name. Of others, such as a lambda, the file only says where they are, and `load`
-    must be given them again.
+    The file is written atomically: if the call is interrupted, an existing file is unchanged. Equal
+    objects give equal files. Classes of this library, layers of equinox, distributions of numpyro,
+    states of optax and the usual functions of `jax.numpy` and `jax.nn` are stored by name. Of
+    others, such as a lambda, the file contains the place only, and `load` needs them in `like`.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, retrodict as rd
@@ -64,65 +63,63 @@ def save(path: PathLike, obj: Any, *, metadata: Any = None) -> None:
         [0.5]
 
     Args:
-        path: where to write; `.rd` is the usual suffix, and the folder must exist.
+        path: the file, usually with the suffix `.rd`; its folder must exist.
         obj: equinox modules, dicts, lists, tuples, named tuples, arrays, keys, numbers, strings and
-            functions, nested as you like; states of optax are such.
-        metadata: anything that JSON can hold, stored as `metadata` in the file's `manifest.json`.
+            functions, nested in any way, such as states of optax.
+        metadata: a JSON value, stored as `metadata` in `manifest.json`.
 
     Raises:
-        TypeError: if something in `obj` cannot be stored; the message says where it stands.
+        TypeError: if a part of `obj` cannot be stored; the message contains its path.
     """
     _write(Path(path), _pack(obj, metadata), keep_previous=False)
 
 
 def load(path: PathLike, *, like: Any = None) -> Any:
-    """Loads what `save` has written, bit by bit as it was.
+    """Load a file of `save`, with bitwise equal arrays.
 
-    Loading a file, and using what it holds, does not run code from the file. No constructor is
-    called, and a file can name only classes and functions on a fixed list, which compute with
-    arrays and do nothing else. The values in the file remain those that its author chose: they may
-    be wrong, and using them may take long. Functions and classes of `like` are your own, and they
-    are called with these values.
+    Loading a file, and using the object, does not run code from the file. No constructor is called,
+    and a file can name only classes and functions on a fixed list, which compute with arrays and do
+    nothing else. The values are those of the author of the file: they may be wrong, and using them
+    may take long. Functions and classes of `like` are called with these values.
 
     Args:
         path: the file.
-        like: an object of the same structure, from which functions and classes are taken that a
-            file may not name, such as a lambda. Its classes, shapes and dtypes must be those of
-            the file; its values do not matter.
+        like: an object of the same structure, which supplies functions and classes that a file may
+            not name, such as a lambda. Its classes, shapes and dtypes must be those of the file;
+            its values do not matter.
 
     Returns:
-        The object. Arrays of JAX and of numpy come back as such; whether a JAX array was weakly
-        typed is forgotten.
+        The object. Arrays of JAX and of NumPy are restored as such; weak types are lost.
 
     Raises:
-        CheckpointError: if the file was cut short, edited or is none of ours, if it was written by
-            a later version, if it needs `like` or does not fit it, or if it holds 64-bit arrays
-            and JAX has them turned off.
-        FileNotFoundError: if there is no such file.
+        CheckpointError: if the file is truncated, edited or not a checkpoint, if it was written by
+            a later version, if it needs `like` or does not fit it, or if it contains 64-bit arrays
+            and JAX has them disabled.
+        FileNotFoundError: if the file does not exist.
     """
     path = Path(path)
     return _rebuild(path, _open(path), like)
 
 
 def write_checkpoint(path: PathLike, tree: Any, metadata: Any = None) -> None:
-    """Saves as `save` does, and keeps the file that was there as `<path>.previous`.
+    """Save as `save` does, and keep an existing file as `<path>.previous`.
 
-    A damaged file does not become the previous one, so that once a good file exists, one exists at
-    every moment thereafter.
+    A damaged file does not replace the previous one. Once an intact file exists, one exists at any
+    later time.
     """
     _write(Path(path), _pack(tree, metadata), keep_previous=True)
 
 
 def read_checkpoint(path: PathLike, like: Any = None, *, known: Iterable[type] = ()) -> Checkpoint:
-    """Loads what `write_checkpoint` wrote last, or before that if the newest file is unusable.
+    """Load the last file of `write_checkpoint`, or the previous one if the last is damaged.
 
-    A file that does not fit `like`, or that a later version wrote, is an error and no reason to go
-    back to an older one.
+    A file that does not fit `like`, or was written by a later version, raises an error: the
+    previous file is not used then.
 
     Args:
         path: the file.
         like: an object of the same structure, as in `load`.
-        known: classes of the caller that the file may name too.
+        known: further classes that the file may name.
     """
     path = Path(path)
     previous = _previous(path)
@@ -137,14 +134,14 @@ def read_checkpoint(path: PathLike, like: Any = None, *, known: Iterable[type] =
 
 
 class _Contents(NamedTuple):
-    """A file that was found to be what was written."""
+    """The content of an intact file."""
 
     manifest: dict[str, Any]
     archive: zipfile.ZipFile
 
 
 def _version(name: str) -> str:
-    """The version of a package; the library may run from its source without being installed."""
+    """Return the version of a package, which may run from its source without being installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -152,14 +149,14 @@ def _version(name: str) -> str:
 
 
 def _pack(obj: Any, metadata: Any) -> bytes | memoryview:
-    """The bytes of the file."""
+    """Return the bytes of the file."""
     writer = Writer()
     tree = writer.encode(obj, root_name(type(obj).__name__))
     try:
-        # As it will be read: the keys of dicts, for instance, become strings.
+        # Convert as reading will do: the keys of dicts, for instance, become strings.
         metadata = json.loads(json.dumps(metadata, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"metadata must be something that JSON can hold: {error}.") from error
+        raise TypeError(f"`metadata` must be a JSON value: {error}.") from error
     content = {"tree": tree, "arrays": writer.arrays, "metadata": metadata}
     versions = {name: _version(name) for name in ("jax", "numpy", "retrodict")}
     manifest = {
@@ -183,7 +180,7 @@ def _pack(obj: Any, metadata: Any) -> bytes | memoryview:
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    # The same time, system and mode everywhere: equal objects are equal files.
+    # Constant time, system and mode: equal objects give equal files.
     info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
     info.create_system, info.external_attr = 3, 0o644 << 16
     archive.writestr(info, data)
@@ -205,7 +202,7 @@ def _write(path: Path, data: bytes | memoryview, *, keep_previous: bool) -> None
         temporary.unlink(missing_ok=True)
         raise
     if os.name == "posix":
-        # A new name is durable once its folder is; Windows has no such call.
+        # A new name is durable after its folder is synced; Windows has no such call.
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -214,21 +211,21 @@ def _write(path: Path, data: bytes | memoryview, *, keep_previous: bool) -> None
 
 
 def _open(path: Path) -> _Contents:
-    """The manifest and the archive, checked byte by byte."""
+    """Return the manifest and the archive, after a check of all bytes."""
     data = _read(path)
     if not data.startswith(b"PK\3\4"):
-        what = "is no checkpoint of retrodict" if data else "is empty"
-        raise DamagedError(f"{path} {what}.")
+        problem = "is not a checkpoint of retrodict" if data else "is empty"
+        raise DamagedError(f"{path} {problem}.")
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
         manifest = json.loads(_read_member(archive, MANIFEST))
         ours, version = manifest["format"] == FORMAT, int(manifest["version"])
     except Exception as error:  # zipfile alone raises a dozen types on damaged files
         raise DamagedError(
-            f"{path} was cut short, is damaged, or is no checkpoint of retrodict ({error})."
+            f"{path} is truncated, damaged, or not a checkpoint of retrodict ({error})."
         ) from error
     if not ours:
-        raise DamagedError(f"{path} is no checkpoint of retrodict.")
+        raise DamagedError(f"{path} is not a checkpoint of retrodict.")
     if version > VERSION:
         writer = manifest.get("versions", {}).get("retrodict", "a later version")
         raise CheckpointError(
@@ -240,7 +237,7 @@ def _open(path: Path) -> _Contents:
 
 
 def _read(path: Path) -> bytes:
-    # Stat first: opening a pipe waits for its writer, and a device may never end.
+    # Check first: opening a pipe waits for its writer, and reading a device may never end.
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
         raise CheckpointError(f"{path} is not a regular file.")
     return path.read_bytes()
@@ -249,7 +246,7 @@ def _read(path: Path) -> bytes:
 def _check_hashes(
     path: Path, data: bytes, manifest: dict[str, Any], archive: zipfile.ZipFile
 ) -> None:
-    """Refuses a file that is not what was written, and says what has changed where it can."""
+    """Raise if a file was altered, with the part that changed if possible."""
     try:
         if manifest["content_sha256"] != _content_digest(manifest):
             raise DamagedError(f"The manifest of {path} was edited or is damaged.")
@@ -262,9 +259,9 @@ def _check_hashes(
     except DamagedError:
         raise
     except Exception as error:
-        raise DamagedError(f"{path} was cut short or is damaged ({error}).") from error
+        raise DamagedError(f"{path} is truncated or damaged ({error}).") from error
     if not _is_intact(data):
-        raise DamagedError(f"{path} was cut short, edited or is damaged.")
+        raise DamagedError(f"{path} is truncated, edited or damaged.")
 
 
 def _rebuild(path: Path, contents: _Contents, like: Any, known: Iterable[type] = ()) -> Any:
@@ -283,10 +280,8 @@ def _rebuild(path: Path, contents: _Contents, like: Any, known: Iterable[type] =
         return reader.decode(tree, ABSENT if like is None else like, root)
     except CheckpointError:
         raise
-    except Exception as error:  # the hashes are right, and yet it is nothing that we have written
-        raise CheckpointError(
-            f"The manifest of {path} makes no sense: {repr(error)[:200]}."
-        ) from error
+    except Exception as error:  # the hashes are right, but `save` did not write this
+        raise CheckpointError(f"The manifest of {path} is invalid: {repr(error)[:200]}.") from error
 
 
 def _previous(path: Path) -> Path:
@@ -300,7 +295,7 @@ def _member_name(index: int) -> str:
 def _read_member(archive: zipfile.ZipFile, name: str) -> bytes:
     info = archive.getinfo(name)
     if info.compress_type != zipfile.ZIP_STORED:
-        # We never compress, and what is compressed may be of any size once it is read.
+        # `save` does not compress, and compressed data may expand to any size.
         raise zipfile.BadZipFile(f"{name} is compressed")
     return archive.read(info)
 
@@ -308,7 +303,7 @@ def _read_member(archive: zipfile.ZipFile, name: str) -> bytes:
 def _member_digest(archive: zipfile.ZipFile, name: str) -> str | None:
     try:
         return _sha256(_read_member(archive, name))
-    except Exception:  # whatever zipfile finds wrong with it
+    except Exception:  # zipfile raises many types
         return None
 
 
@@ -317,8 +312,8 @@ def _sha256(data: bytes | memoryview) -> str:
 
 
 def _content_digest(content: dict[str, Any]) -> str:
-    kept = {key: content[key] for key in ("tree", "arrays", "metadata")}
-    return _sha256(json.dumps(kept, sort_keys=True, allow_nan=False).encode())
+    parts = {key: content[key] for key in ("tree", "arrays", "metadata")}
+    return _sha256(json.dumps(parts, sort_keys=True, allow_nan=False).encode())
 
 
 def _is_intact(data: bytes) -> bool:

@@ -1,7 +1,6 @@
-"""Names of classes and functions: how a file refers to them, and which it may refer to.
+"""Names of classes and functions in files.
 
-A name is looked up only if it is on the list of `allowed.py`: what a file says chooses among these
-entries and imports nothing else.
+A name is looked up only if it is on the list of `allowed.py`. A file cannot import anything else.
 """
 
 import importlib
@@ -12,7 +11,7 @@ from typing import Any
 
 from retrodict._checkpoint.allowed import FUNCTIONS, current_name
 
-# Most functions of JAX say that they live in jax._src; these are the names that will stay.
+# The `__module__` of most functions of JAX is in jax._src; these names are stable.
 JAX_NAMESPACES = (
     "jax.nn",
     "jax.numpy",
@@ -39,12 +38,12 @@ def resolve(name: Any, allowed: Collection[str]) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # an optional package is missing, or another version has it not
+    except Exception as error:  # an optional package is missing, or of another version
         raise LookupError(f"it is not installed here: {error}") from error
 
 
 def _candidates(value: Any) -> Iterator[str]:
-    """Names under which a function or class might be found, public ones first."""
+    """Yield possible names of a function or class, public ones first."""
     module = getattr(value, "__module__", None)
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     if not isinstance(module, str) or not isinstance(name, str):
@@ -54,14 +53,14 @@ def _candidates(value: Any) -> Iterator[str]:
     namespaces = JAX_NAMESPACES if module.startswith("jax.") else ()
     for namespace in (*public, *namespaces, module):
         yield f"{namespace}:{name}"
-    # The default activation of equinox's MLP is a lambda that a variable of its module holds.
+    # The default activation of equinox's MLP is a lambda in a variable of its module.
     for variable in FUNCTIONS.get(module, "").split():
         yield f"{module}:{variable}"
 
 
 def name_of(value: Any, allowed: Collection[str]) -> str | None:
-    """Return the name by which `load` will find this very function or class, if there is one."""
-    for name in _candidates(value):
+    """Return the name by which `load` finds this function or class, or `None`."""
+    for name in map(current_name, _candidates(value)):
         try:
             if name in allowed and resolve(name, allowed) is value:
                 return name
@@ -71,7 +70,7 @@ def name_of(value: Any, allowed: Collection[str]) -> str | None:
 
 
 def described(value: Any) -> str:
-    """Return where a function or class without such a name was defined."""
+    """Return the module and name of the definition of a function or class."""
     owner = value if hasattr(value, "__qualname__") else type(value)
     return f"{getattr(value, '__module__', None)}:{owner.__qualname__}"
 
@@ -81,7 +80,7 @@ def last_name(name: str) -> str:
 
 
 def root_name(class_name: str) -> str:
-    """Return what messages call the object: model for a StateSpaceModel, tree for a dict."""
+    """Return the name of an object in messages: model for a StateSpaceModel, tree for a dict."""
     if class_name in ("", "dict", "list", "tuple"):
         return "tree"
     words = re.findall("[A-Z][a-z]+", class_name)

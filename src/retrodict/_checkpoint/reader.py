@@ -1,4 +1,4 @@
-"""From nodes of JSON and arrays back to objects."""
+"""Rebuild objects from JSON nodes and arrays."""
 
 import dataclasses
 import functools
@@ -34,19 +34,19 @@ from retrodict._checkpoint.records import (
 )
 
 DTYPE_NAME = re.compile(r"[<>=|]?[A-Za-z]\w*(\[\w+\])?")
-ABSENT: Any = object()  # no `like` was given, or none of its parts stands here
+ABSENT: Any = object()  # there is no `like`, or it has no part here
 
 
 class Reader:
-    """Rebuilds an object from its nodes, beside a second one, `like`, that it is compared with.
+    """A reader of one object, which is compared with a second one, `like`.
 
     Args:
         path: the file, for messages.
-        root: what messages call the object.
-        entries: what the manifest says of each array.
-        read: the bytes of an array in numpy's format, by its number.
-        known: classes that the caller has given, beside those that any file may name.
-        names_version: the version of the list of names that the file was written with.
+        root: the name of the object in messages.
+        entries: the entries of the arrays in the manifest.
+        read: returns the bytes of an array in the `.npy` format, by its index.
+        known: further classes that the file may name.
+        names_version: the version of the list of names with which the file was written.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Reader:
             ) from error
 
     def hint(self) -> str:
-        """Say that a newer version may know a name, if the file was written by one."""
+        """Return the advice to upgrade if a later version wrote the file."""
         if type(self.names_version) is int and self.names_version > NAMES_VERSION:
             return " The file was written by a later version of retrodict: upgrade it."
         return ""
@@ -149,7 +149,7 @@ class Reader:
     def decode_callable(self, name: str, like: Any, path: str) -> Any:
         if like is ABSENT:
             raise CheckpointError(
-                f"{path} is the function {name}, which a file cannot hold. Pass an object of"
+                f"{path} is the function {name}, which a file cannot contain. Pass an object of"
                 f" the same structure that has it: rd.load(path, like={self.root})."
             )
         if not callable(like) or last_name(described(like)) != last_name(name):
@@ -165,7 +165,7 @@ class Reader:
             self.differ(path, f"a {kind.__name__}", like)
         function, args, keywords = content[1:]
         if like is ABSENT and "callable" not in function:
-            # Of functions on the list alone: not of classes, nor of modules that can be called.
+            # Only functions on the list: neither classes nor callable modules.
             called = self.named(function.get("name"), FUNCTION_NAMES, ABSENT, path)
         else:
             called = self.decode(function, likes[0], path)
@@ -182,24 +182,26 @@ class Reader:
         elif issubclass(cls, tuple):
             expected = set(getattr(cls, "_fields", ()))
         elif hidden := [field for field in nodes if not _is_data(cls, field)]:
-            raise CheckpointError(f"{path} of {self.path}: no file may set {hidden} of a {name}.")
+            raise CheckpointError(
+                f"{path} of {self.path}: a file may not set {hidden} of a {name}."
+            )
         if expected != set(nodes):
             raise CheckpointError(
-                f"{path} of {self.path} is a {name} with fields {sorted(nodes)}, and here that"
-                f" class has {sorted(expected)}: it was saved by another version."
+                f"{path} of {self.path} is a {name} with fields {sorted(nodes)}, and this"
+                f" version has {sorted(expected)}: it was saved by another version."
             )
         values = {
             field: self.decode(inner, parts.get(field, ABSENT), f"{path}.{field}")
             for field, inner in nodes.items()
         }
         if issubclass(cls, tuple):
-            # Not by the class itself, whose `__new__` may be anything.
+            # Avoid the `__new__` of the class, which may run anything.
             return tuple.__new__(cls, [values[field] for field in getattr(cls, "_fields", ())])
         record: Any = object.__new__(cls)
         for field, value in values.items():
             object.__setattr__(record, field, value)
         if issubclass(cls, eqx.Module) and hasattr(cls, "__wrapped__"):
-            # What equinox makes of a function carries the name and the docstring of it as well.
+            # Wrappers of functions by equinox also have the name and the docstring.
             return eqx.module_update_wrapper(record)
         return record
 
@@ -216,30 +218,32 @@ class Reader:
             if last_name(described(cls)) != last_name(name):
                 self.differ(path, f"a {name}", like)
         if not is_record_class(cls):
-            raise CheckpointError(f"{path} of {self.path} names {name}, which no file may build.")
+            raise CheckpointError(
+                f"{path} of {self.path} names {name}, which a file may not contain."
+            )
         if like is not ABSENT and type(like) is not cls:
             self.differ(path, f"a {name}", like)
         return cls
 
     def decode_array(self, index: int, like: Any, path: str) -> Any:
         if index not in self.unread:
-            # Each array is written once: one that is read a thousand times would fill the memory.
-            raise CheckpointError(f"{path} of {self.path} refers to the array {index} once more.")
+            # Each array is written once. Many references to one array could exhaust the memory.
+            raise CheckpointError(f"{path} of {self.path} refers to the array {index} again.")
         self.unread.remove(index)
         entry = self.entries[index]
         kind, shape, dtype = entry["kind"], tuple(entry["shape"]), entry["dtype"]
-        found = f"an array of shape {shape} and dtype {dtype}"
+        described_array = f"an array of shape {shape} and dtype {dtype}"
         if like is not ABSENT:
             alike = hasattr(like, "shape") and hasattr(like, "dtype")
             if not alike or (tuple(like.shape), dtype_name(like.dtype)) != (shape, dtype):
-                self.differ(path, found, like)
+                self.differ(path, described_array, like)
         array: Any = _array(self.read(index))
         if kind == "key":
             array = jax.random.wrap_key_data(jnp.asarray(array), impl=entry["impl"])
         elif is_extension(_dtype(dtype)):
             array = array.view(_dtype(dtype))
         if (array.shape, dtype_name(array.dtype)) != (shape, dtype):
-            raise CheckpointError(f"{path} of {self.path} should be {found}, and is not.")
+            raise CheckpointError(f"{path} of {self.path} is not {described_array}.")
         if kind == "numpy scalar":
             return array[()]
         if kind != "jax":
@@ -247,27 +251,27 @@ class Reader:
         value = jnp.asarray(array)
         if value.dtype != array.dtype:
             raise CheckpointError(
-                f"{path} of {self.path} is {found}, and JAX has 64-bit types turned off. Turn them"
-                ' on before loading: jax.config.update("jax_enable_x64", True).'
+                f"{path} of {self.path} is {described_array}, and JAX has 64-bit types disabled."
+                ' Enable them before loading: jax.config.update("jax_enable_x64", True).'
             )
         return value
 
-    def differ(self, path: str, found: str, like: Any) -> NoReturn:
+    def differ(self, path: str, stored: str, like: Any) -> NoReturn:
         raise CheckpointError(
-            f"{path} differs: {self.path} holds {found}, and `like` has {_shown(like)}. It must be"
-            " an object of the same structure as the one that was saved."
+            f"{path} differs: {self.path} contains {stored}, and `like` has {_shown(like)}. Pass an"
+            " object of the same structure as the one that was saved."
         )
 
 
 def _array(data: bytes) -> np.ndarray:
-    """Read an array in numpy's format, if its declared size is that of its bytes."""
+    """Read an array in the `.npy` format, if its declared size is that of its bytes."""
     buffer = io.BytesIO(data)
     readers = {
         (1, 0): np.lib.format.read_array_header_1_0,
         (2, 0): np.lib.format.read_array_header_2_0,
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of headers that only an old version would have written
+        warnings.simplefilter("error")  # about headers of old versions of NumPy
         shape, fortran, dtype = readers[np.lib.format.read_magic(buffer)](buffer)
     size = math.prod(shape) * dtype.itemsize
     if size != len(data) - buffer.tell() or _is_compound(dtype):
@@ -277,12 +281,12 @@ def _array(data: bytes) -> np.ndarray:
 
 
 def _dtype(name: str) -> np.dtype:
-    """Return the dtype of a name, of plain numbers, texts and times alone."""
+    """Return the dtype of a name: numbers, text and times only."""
     if not isinstance(name, str) or not DTYPE_NAME.fullmatch(name):
         raise ValueError(f"{str(name)[:80]!r} is not the name of a dtype")
     dtype = np.dtype(name)
     if _is_compound(dtype):
-        raise ValueError(f"the dtype {name} is not one of plain values")
+        raise ValueError(f"the dtype {name} is compound")
     return dtype
 
 
@@ -291,21 +295,21 @@ def _is_compound(dtype: np.dtype) -> bool:
 
 
 def _is_data(cls: type, field: str) -> bool:
-    """Whether a field of an object without declared fields may be set: not in place of a method."""
-    own = inspect.getattr_static(cls, field, None)
-    hides = callable(own) or isinstance(own, (property, classmethod, staticmethod))
+    """Return whether a field may be set on a class without declared fields: not over a method."""
+    declared = inspect.getattr_static(cls, field, None)
+    hides = callable(declared) or isinstance(declared, (property, classmethod, staticmethod))
     return field.isidentifier() and not field.startswith("__") and not hides
 
 
 def _category(value: Any) -> type:
-    """What must agree between static values: of numbers and of dtypes, no more than that."""
+    """Return the category in which static values must agree; all numbers are one category."""
     if type(value) in (int, float, complex):
         return complex
     return np.dtype if isinstance(value, np.dtype) else type(value)
 
 
 def _shown(value: Any) -> str:
-    """A value of `like`, or what stands for itself in a file, in a few words."""
+    """Return a short description of a value."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array of shape {tuple(value.shape)} and dtype {dtype_name(value.dtype)}"
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):

@@ -1,4 +1,4 @@
-"""What files know of values: which objects are their fields, and what a dtype is called."""
+"""Records, which files store as their fields, and names of dtypes."""
 
 import dataclasses
 from typing import Any
@@ -9,12 +9,12 @@ from retrodict._checkpoint.names import is_subclass
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value is its fields."""
+    """Return whether a value is stored as its fields."""
     return not isinstance(value, type) and is_record_class(type(value))
 
 
 def is_record_class(cls: Any) -> bool:
-    """Whether instances are: of dataclasses, such as modules, named tuples and distributions."""
+    """Return whether instances are stored as their fields: dataclasses, named tuples, numpyro."""
     return (
         (isinstance(cls, type) and dataclasses.is_dataclass(cls))
         or (is_subclass(cls, tuple) and hasattr(cls, "_fields"))
@@ -31,7 +31,7 @@ def fields_of(record: Any) -> dict[str, Any]:
 
 
 def is_extension(dtype: np.dtype) -> bool:
-    """Whether a dtype is one that numpy's format does not know, such as bfloat16."""
+    """Return whether a dtype is not part of the `.npy` format, such as bfloat16."""
     return dtype.isbuiltin == 2
 
 

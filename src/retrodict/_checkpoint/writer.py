@@ -1,4 +1,4 @@
-"""From objects to nodes of JSON and arrays."""
+"""Convert objects to JSON nodes and arrays."""
 
 import enum
 import functools
@@ -18,10 +18,10 @@ from retrodict._validate import is_concrete
 
 
 class Writer:
-    """Turns an object into nodes of JSON, and collects its arrays.
+    """A converter of objects to JSON nodes, which collects their arrays.
 
-    A node is null, a boolean, a number or a string, which stand for themselves, or a dict with one
-    key that says what it is; the node of a record has `class` and `fields`.
+    A node is null, a boolean, a number, a string, or a dict with one key, its kind. The node of a
+    record has the keys `class` and `fields`.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Writer:
                 name: self.encode(item, f"{path}.{name}") for name, item in fields_of(value).items()
             }
         except TypeError:
-            # What eqx.filter_jit returns is a module that holds compiled programs: a function.
+            # The result of eqx.filter_jit is a module with compiled programs: store a function.
             if callable(value) and type(value).__module__.startswith("equinox._"):
                 del self.arrays[count:], self.members[count:]
                 return {"callable": described(value)}
@@ -81,7 +81,7 @@ class Writer:
 
     def encode_array(self, value: Any, path: str) -> Any:
         if not is_concrete(value):
-            raise TypeError(f"{path} has no value inside of jax.jit: save outside of it.")
+            raise TypeError(f"{path} is traced and has no value: save outside of jax.jit.")
         entry = {"path": path, "shape": list(value.shape), "dtype": dtype_name(value.dtype)}
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             entry |= {"kind": "key", "impl": str(jax.random.key_impl(value))}

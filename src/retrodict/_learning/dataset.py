@@ -25,7 +25,13 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._series import Series, prepare_batch
 from retrodict._types import PRNGKey, Scalar
-from retrodict.distributed import fill_up, is_spread, lay, num_devices, to_hosts
+from retrodict.distributed import (
+    is_multi_process,
+    num_devices,
+    pad_to_multiple,
+    shard_over,
+    to_hosts,
+)
 
 
 class Minibatch(eqx.Module):
@@ -52,7 +58,12 @@ class Minibatch(eqx.Module):
         count = num_series(series)
         if mesh is None:
             return cls(series, count)
-        return cls(lay(fill_up(series, num_devices(mesh, axes)), mesh, P(axes)), count, mesh, axes)
+        return cls(
+            shard_over(pad_to_multiple(series, num_devices(mesh, axes)), mesh, P(axes)),
+            count,
+            mesh,
+            axes,
+        )
 
     def each(self, fn: Callable[..., Any], parameters: PyTree, *per_series: PyTree) -> Any:
         """Evaluate a function of the parameters and one series for every series.
@@ -215,7 +226,7 @@ def batch_for(
         ys, mask=mask, inputs=inputs, length=length, takes_input=model.takes_input
     )
     first = take(batch, 0)
-    first = to_hosts(first) if is_spread(first) else first
+    first = to_hosts(first) if is_multi_process(first) else first
     prepare_data(model, first.ys, inputs=first.inputs)
     return batch
 

@@ -14,7 +14,7 @@ from retrodict._learning.dataset import AbstractDataset
 from retrodict._learning.options import Objective, Optimisation
 from retrodict._learning.train import Trained, TrainHistory, TrainState, one_start
 from retrodict._types import PRNGKey
-from retrodict.distributed import said_by_all, writes_for
+from retrodict.distributed import gather_from_devices, writes_for
 
 
 def fingerprint(
@@ -107,7 +107,7 @@ def _classes(tree: Any) -> set[type]:
 
 def _refuse_disagreement(path: Path, step: int, mesh: Mesh) -> None:
     """Raise if the processes read checkpoints of different steps."""
-    steps = sorted(set(said_by_all(step, mesh)))
+    steps = sorted(set(gather_from_devices(step, mesh)))
     if len(steps) > 1:
         raise ValueError(
             f"The processes found checkpoints of steps {steps} at {path}. Use a folder that all"

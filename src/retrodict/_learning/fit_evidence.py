@@ -118,15 +118,8 @@ def fit_evidence(
     if isinstance(ys, AbstractSeriesStore):
         raise TypeError("fit_evidence expects series in memory, got a store. Use fit instead.")
     devices = as_mesh(mesh)
-    dataset = open_dataset(
-        unwrap(model),
-        ys,
-        mask=mask,
-        inputs=inputs,
-        length=length,
-        mesh=devices,
-        owner="fit_evidence",
-    )
+    options = {"mask": mask, "inputs": inputs, "length": length}
+    dataset = open_dataset(unwrap(model), ys, **options, mesh=devices, owner="fit_evidence")
     axes = () if devices is None else devices.axis_names
     size = sys.maxsize if batch_size is None else check_count(batch_size, "batch_size")
     loader: Any = dataset.loader(key, size, chunk_size, axes)

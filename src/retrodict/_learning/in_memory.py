@@ -22,7 +22,7 @@ from retrodict._learning.dataset import (
 )
 from retrodict._series import Series
 from retrodict._types import PRNGKey
-from retrodict.distributed import fill_up, num_devices
+from retrodict.distributed import num_devices, pad_to_multiple
 
 
 class ArrayDataset(AbstractDataset):
@@ -78,7 +78,7 @@ class InMemoryBatches(AbstractBatches):
             return Minibatch(take(series, index), self.batch_size)
         shards = num_devices(mesh, axes)
         if num_series(series) != count or count % shards or self.batch_size % shards:
-            chosen = take(series, fill_up(index, shards))
+            chosen = take(series, pad_to_multiple(index, shards))
             chosen = lax.with_sharding_constraint(chosen, NamedSharding(mesh, P(axes)))
             return Minibatch(chosen, self.batch_size, mesh, axes)
 

@@ -34,7 +34,7 @@ from retrodict._learning.in_memory import spaced_indices
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._series import Series
 from retrodict._types import PRNGKey
-from retrodict.distributed import lay, num_devices
+from retrodict.distributed import num_devices, shard_over
 
 Arrays = dict[str, np.ndarray | None]
 """`ys`, `mask`, `inputs` and `length` of some series, as arguments of `Series`."""
@@ -279,7 +279,7 @@ class StoredLoader(AbstractLoader):
         if self._mesh is None:
             series: Any = jax.tree.map(jnp.asarray, arrays[0, self._size])
         else:
-            start = lay(start, self._mesh, P())
+            start = shard_over(start, self._mesh, P())
             series = {
                 name: None if shape is None else over_devices(name, shape)
                 for name, shape in self._shapes.items()

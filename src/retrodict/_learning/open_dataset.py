@@ -9,7 +9,7 @@ from retrodict._learning.in_memory import ArrayDataset
 from retrodict._learning.on_disk import AbstractSeriesStore, StoredDataset
 from retrodict._learning.shared import SharedDataset, SharedSeries, check_shared, refuse_beside
 from retrodict._model import StateSpaceModel
-from retrodict.distributed import is_spread
+from retrodict.distributed import is_multi_process
 
 
 def open_dataset(
@@ -49,5 +49,5 @@ def open_dataset(
     else:
         series = batch_for(model, ys, **options, owner=owner)
         count = num_series(series)
-    dataset = SharedDataset if is_spread(series) else ArrayDataset
+    dataset = SharedDataset if is_multi_process(series) else ArrayDataset
     return dataset(series, count, mesh)

@@ -22,9 +22,9 @@ from retrodict.distributed import (
     as_mesh,
     by_all,
     device_slice,
-    lay,
+    map_shards,
     process_slice,
-    rows_where_they_lie,
+    shard_over,
     to_hosts,
 )
 
@@ -46,7 +46,11 @@ class SharedDataset(AbstractDataset):
                 " pass the mesh of all their devices, and a multiple of its size as the number of"
                 " series."
             )
-        self._series, self._count, self._mesh = lay(series, mesh, P(mesh.axis_names)), count, mesh
+        self._series, self._count, self._mesh = (
+            shard_over(series, mesh, P(mesh.axis_names)),
+            count,
+            mesh,
+        )
         self.num_times = series.ys.shape[1]
         self.num_rows = float(Minibatch(self._series, count).num_rows())
 
@@ -63,7 +67,7 @@ class SharedDataset(AbstractDataset):
     def fingerprint(self) -> bytes:
         """Return the hashes of all series, of which each process computes its own."""
         width = hashlib.sha256().digest_size
-        return rows_where_they_lie(hash_series, self._series, width)[: self._count].tobytes()
+        return map_shards(hash_series, self._series, width)[: self._count].tobytes()
 
     def loader(
         self, key: PRNGKey, batch_size: int, chunk_size: int, axes: tuple[str, ...]

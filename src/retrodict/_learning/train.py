@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._types import PRNGKey, Scalar
-from retrodict.distributed import lay, to_hosts
+from retrodict.distributed import shard_over, to_hosts
 
 Loss = Callable[[Any, Any, Any, Any], Scalar]
 """`loss(parameters, batches, key, step)`: the loss takes its minibatch from `batches`."""
@@ -109,7 +109,9 @@ class Placement(NamedTuple):
 
     def place(self, state: TrainState) -> TrainState:
         """Return the state on the devices."""
-        return jax.tree.map(lambda leaf, spec: lay(leaf, self.mesh, spec), state, self.specs(state))
+        return jax.tree.map(
+            lambda leaf, spec: shard_over(leaf, self.mesh, spec), state, self.specs(state)
+        )
 
     def constrain(self, state: TrainState) -> TrainState:
         """Return the state with the sharding of `place`, inside of a compiled program."""
@@ -177,7 +179,7 @@ def train(
     stages: Sequence[Stage],
     evaluate: Callable[[Any, Any], tuple[Scalar, Scalar]],
     begun: Trained,
-    load: Callable[[int, int, int | None], PyTree],
+    fetch: Callable[[int, int, int | None], PyTree],
     validation: PyTree,
     *,
     optimiser: optax.GradientTransformation,
@@ -204,7 +206,7 @@ def train(
             The best of many noisy scores is a lucky draw, and the last parameters are those at
             which the decaying steps have settled.
         begun: the state and the history to continue from.
-        load: `load(first, count, then)`, the argument `batches` of the losses for `count` steps.
+        fetch: `fetch(first, count, then)`, the argument `batches` of the losses for `count` steps.
             The next call begins with step `then`; `None` marks the last call.
         validation: the data of `evaluate`, an argument of the compiled program.
         optimiser: an optax transformation.
@@ -223,9 +225,9 @@ def train(
     """
     state, history = begun.state, begun.history
     if placement is not None:
-        state, key = placement.place(state), lay(key, placement.mesh, P())
-        stages = lay(list(stages), placement.mesh, P())
-        evaluate = lay(evaluate, placement.mesh, P())
+        state, key = placement.place(state), shard_over(key, placement.mesh, P())
+        stages = shard_over(list(stages), placement.mesh, P())
+        evaluate = shard_over(evaluate, placement.mesh, P())
     score = functools.partial(_score, evaluate, num_starts, placement)
     if not history.score_steps.size:
         scores, noise = score(state.parameters, validation)
@@ -242,7 +244,7 @@ def train(
             until, losses = min(int(state.step) + chunk_size, stage.until), []
             while (before := int(state.step)) < until:
                 then = min(before + count, until)
-                batches = load(before, count, then if then < stages[-1].until else None)
+                batches = fetch(before, count, then if then < stages[-1].until else None)
                 state, values = run(state, batches, key, jnp.asarray(until))
                 losses.append(np.asarray(values)[..., : int(state.step) - before])
             scores, noise = score(state.parameters, validation)
@@ -291,8 +293,7 @@ def _score(
     validation: PyTree,
 ) -> tuple[Array, Array]:
     """Evaluate all starts, with a result in every process."""
-    each = _over_starts(evaluate, 1, 1, num_starts, placement)
-    scores = each(parameters, validation)
+    scores = _over_starts(evaluate, (0, None), num_starts, placement)(parameters, validation)
     return scores if placement is None else placement.replicate(scores)
 
 
@@ -329,7 +330,7 @@ def _take_steps(
         parameters = _choose(ok, optax.apply_updates(parameters, update), parameters)
         return parameters, _choose(ok, moved, state), value, ok
 
-    each = _over_starts(one_start, 2, 1, num_starts, placement)
+    each = _over_starts(one_start, (0, 0, None), num_starts, placement)
 
     def step(state: TrainState, _: None) -> tuple[TrainState, Array]:
         parameters, moved, value, ok = each(state.parameters, state.optimiser, state.step)
@@ -352,17 +353,15 @@ def _take_steps(
 
 def _over_starts(
     fn: Callable[..., Any],
-    num_mapped: int,
-    num_shared: int,
+    in_axes: tuple[int | None, ...],
     num_starts: int | None,
     placement: Placement | None,
 ) -> Callable[..., Any]:
-    """Return a function that maps its first arguments over the starts, if there are several."""
+    """Return a function that is mapped over the starts, if there are several."""
     if num_starts is None:
         return fn
-    axes = (0,) * num_mapped + (None,) * num_shared
-    starts = None if placement is None else placement.starts
-    return jax.vmap(fn, in_axes=axes, spmd_axis_name=starts)
+    axis = None if placement is None else placement.starts
+    return jax.vmap(fn, in_axes=in_axes, spmd_axis_name=axis)
 
 
 @eqx.filter_jit

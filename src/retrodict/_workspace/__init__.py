@@ -1,4 +1,4 @@
-"""Folders of long computations: written whole or not at all, and taken up where they were left."""
+"""Folders of long computations, which are written atomically and resume after interruption."""
 
 from retrodict._workspace.files import as_csv as as_csv
 from retrodict._workspace.files import as_json as as_json

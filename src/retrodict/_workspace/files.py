@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: tables and numbers."""
+"""Atomic writing of files, locks, and tables and trees as text."""
 
 import csv
 import importlib.metadata
@@ -21,7 +21,7 @@ except ImportError:  # Windows has no such locks
 
 
 def make_writable(path: Path) -> None:
-    """Makes a folder, and complains at once if nothing can be written there.
+    """Create a folder, and raise if it is not writable.
 
     Raises:
         OSError: if the folder cannot be made or written to.
@@ -34,10 +34,10 @@ def make_writable(path: Path) -> None:
 def hold(descriptor: int) -> None:
     """Lock an open file or folder for this process, until it is closed or the process ends.
 
-    Does nothing where there are no such locks, as on some network file systems.
+    This is a no-op where locks are not supported, as on some network file systems.
 
     Args:
-        descriptor: that of the open file or folder.
+        descriptor: the descriptor of the open file or folder.
 
     Raises:
         BlockingIOError: if another process has locked it.
@@ -57,12 +57,12 @@ def hold_folder(path: Path, held: ExitStack) -> None:
 
     Args:
         path: the folder.
-        held: closes the folder.
+        held: the stack that closes the folder.
 
     Raises:
         BlockingIOError: if another process has locked it.
     """
-    if fcntl is None:  # folders cannot be opened where there are no locks
+    if fcntl is None:  # platforms without locks cannot open folders
         return
     descriptor = os.open(path, os.O_RDONLY)
     held.callback(os.close, descriptor)
@@ -70,8 +70,8 @@ def hold_folder(path: Path, held: ExitStack) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all: beside it first, then in its place."""
-    # A name that nobody can foresee, and a file that is new: not a link that somebody put there.
+    """Write a file atomically: to a temporary file, which is then renamed."""
+    # An unpredictable name and a new file, which cannot be a link of somebody else.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with open(partial, "xb") as file:
@@ -82,7 +82,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def as_csv(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> bytes:
-    """A table as comma-separated values, numbers with all their digits."""
+    """Return a table as comma-separated values, numbers with all their digits."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([_plain(cell) for cell in header])
@@ -93,7 +93,7 @@ def as_csv(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> bytes:
 def as_json(tree: Any) -> bytes:
     """Return a tree as JSON in UTF-8: arrays as lists; non-finite values become null."""
     text = json.dumps(_plain(tree), indent=2, ensure_ascii=False) + "\n"
-    # A name of a file need not be UTF-8; what stands for its bytes is written as JSON escapes it.
+    # File names need not be UTF-8; their surrogate characters are escaped.
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -112,7 +112,7 @@ def _plain(tree: Any) -> Any:
 
 
 def library_version() -> str:
-    """The version of the library that is installed, for the record of what it made."""
+    """Return the version of the installed library."""
     try:
         return importlib.metadata.version("retrodict")
     except importlib.metadata.PackageNotFoundError:

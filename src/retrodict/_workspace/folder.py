@@ -1,11 +1,11 @@
-"""The folder of an experiment: what is finished is kept, what was killed goes on.
+"""The folder of an experiment, which resumes after interruption.
 
-An experiment is a sequence of *stages*. The result of a stage is written whole or not at all as
-soon as it is there, with checksums, under a name that holds a fingerprint of the settings, and is
-read back instead of being computed again. A fit within a stage goes on from its last checkpoint.
+An experiment is a sequence of *stages*. The result of a stage is written atomically when it is
+complete, with checksums, under a name with a fingerprint of the settings, and is read back instead
+of computed again. A fit within a stage resumes from its last checkpoint.
 
-Where several processes run one program, all of them go through all stages; the main process decides
-what is done already, and it alone writes.
+If several processes run one program, all of them go through all stages. The main process decides
+which stages are complete, and only it writes.
 """
 
 import hashlib
@@ -31,50 +31,50 @@ Stage = dict[str, np.ndarray]
 
 @runtime_checkable
 class Progress(Protocol):
-    """Who is told how far an experiment is."""
+    """A progress callback of an experiment."""
 
     def begin(self, stage: str) -> None:
-        """A stage begins."""
+        """Report the start of a stage."""
 
     def step(self, done: int, total: int) -> None:
-        """So much of the present stage is done."""
+        """Report the completed part of the present stage."""
 
     def end(self, stage: str, *, kept: bool) -> None:
-        """A stage is done, or was found done."""
+        """Report the end of a stage; `kept` if it was complete before."""
 
     def say(self, message: str) -> None:
-        """Something that the user must know."""
+        """Report a message to the user."""
 
 
 class Quiet:
-    """Tells nobody."""
+    """A progress callback that does nothing."""
 
     def begin(self, stage: str) -> None:
-        """A stage begins."""
+        """Report the start of a stage."""
 
     def step(self, done: int, total: int) -> None:
-        """So much of the present stage is done."""
+        """Report the completed part of the present stage."""
 
     def end(self, stage: str, *, kept: bool) -> None:
-        """A stage is done, or was found done."""
+        """Report the end of a stage; `kept` if it was complete before."""
 
     def say(self, message: str) -> None:
-        """Something that the user must know."""
+        """Report a message to the user."""
 
 
 class Folder:
-    """Where an experiment keeps its stages and writes its results.
+    """The folder of the stages and results of an experiment.
 
     Args:
-        path: the folder; made if it does not exist.
-        settings: what the results depend on; stages of other settings are left alone.
-        progress: who is told of the stages.
+        path: the folder; created if it does not exist.
+        settings: the settings of the results; stages of other settings are unchanged.
+        progress: the progress callback.
 
     Attributes:
-        seconds: how long the stages took that were asked for, in this run or in those before.
+        seconds: the duration of the stages of this run, including those of earlier runs.
 
     Raises:
-        OSError: if the folder cannot be made or written to.
+        OSError: if the folder cannot be created or is not writable.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], progress: Progress | None = None):
@@ -86,29 +86,29 @@ class Folder:
         by_all(lambda: _prepare(path) if self._writes else None)
 
     def stage(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> Stage:
-        """The result of a stage: read if it is there, computed and kept if not.
+        """Return the result of a stage: read if it is complete, else computed and written.
 
-        A file that cannot be read is set aside, and its stage is computed again.
+        A file that cannot be read is renamed, and its stage is computed again.
 
         Args:
-            name: the stage, in words; each of an experiment has its own.
+            name: the name of the stage, unique in the experiment.
             compute: computes the result, a dictionary of numbers and arrays.
         """
         self.progress.begin(name)
         place = self._place(name, ".stage")
-        kept = self._read(place)
-        if kept is None:
+        stored = self._read(place)
+        if stored is None:
             began = time.perf_counter()
             arrays = {key: np.asarray(value) for key, value in compute().items()}
-            kept = arrays, time.perf_counter() - began
+            stored = arrays, time.perf_counter() - began
             if self._writes:
-                save(place, kept)
+                save(place, stored)
             self.progress.end(name, kept=False)
         else:
             self.progress.end(name, kept=True)
-        found, seconds = kept
-        self.seconds += float(found.get("seconds_of_fit", seconds))
-        return found
+        result, seconds = stored
+        self.seconds += float(result.get("seconds_of_fit", seconds))
+        return result
 
     def fit(
         self,
@@ -121,28 +121,28 @@ class Folder:
         num_steps: int,
         **options: Any,
     ) -> tuple[FitResult, float]:
-        """A fit as a stage of its own, which goes on from its last checkpoint.
+        """Fit a family as a stage, which resumes from its last checkpoint.
 
         Args:
-            name: the stage, in words.
+            name: the name of the stage.
             key: a typed key.
             family: the family to start from.
             model: the model.
             ys: the series to fit to.
-            num_steps: how many steps to take.
-            **options: what else `retrodict.fit` takes.
+            num_steps: the number of steps.
+            **options: further options of `retrodict.fit`.
 
         Returns:
-            The fit, and the seconds that it took, compilation included: of all attempts together,
-            if it was interrupted, up to their last checkpoints.
+            The fit and its duration in seconds, compilation included. After an interruption, it
+            is the sum over all attempts up to their last checkpoints.
         """
         checkpoint, clock = self._place(name, ".fit"), self._place(name, ".seconds")
-        found: list[FitResult] = []
+        results: list[FitResult] = []
 
-        def go_on() -> FitResult:
+        def resume() -> FitResult:
             began, before = time.perf_counter(), _read_seconds(clock, checkpoint)
 
-            def tell(step: int, _: float) -> None:
+            def report(step: int, _: float) -> None:
                 if not self._writes:
                     return
                 write_atomically(clock, as_json(before + time.perf_counter() - began))
@@ -156,46 +156,46 @@ class Folder:
                     ys,
                     num_steps=num_steps,
                     checkpoint=checkpoint,
-                    progress=tell,
+                    progress=report,
                     **options,
                 )
-            except ValueError as error:  # damaged, or of other data: CheckpointError is one
+            except ValueError as error:  # damaged, or of other data; includes CheckpointError
                 if not self._set_aside(checkpoint, str(error)):
                     raise
-                return go_on()
+                return resume()
 
         def compute() -> Mapping[str, Any]:
-            found.append(go_on())
-            if found[0].status != "finished":
-                reason = f" {found[0].reason}" if found[0].reason else ""
+            results.append(resume())
+            if results[0].status != "finished":
+                reason = f" {results[0].reason}" if results[0].reason else ""
                 self.progress.say(
-                    f"{name}: the fit {found[0].status}; its best parameters are used.{reason}"
+                    f"{name}: the fit {results[0].status}; its best parameters are used.{reason}"
                 )
             return {"seconds_of_fit": _read_seconds(clock, checkpoint)}
 
         if self._writes and not checkpoint.exists():
             self._place(name, ".stage").unlink(missing_ok=True)
         seconds = float(self.stage(name, compute)["seconds_of_fit"])
-        return (found[0] if found else go_on()), seconds
+        return (results[0] if results else resume()), seconds
 
     def track(self, items: Sequence[T]) -> Iterator[T]:
-        """The items, one by one, telling how many are done."""
+        """Yield the items, and report how many are complete."""
         for done, item in enumerate(items):
             yield item
             self.progress.step(done + 1, len(items))
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a result whole or not at all."""
+        """Write a result atomically."""
         if self._writes:
             write_atomically(self.path / name, content)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the experiment was run to its end with these settings."""
+        """Whether the experiment is complete with these settings."""
         return self._place("complete", "").exists()
 
     def complete(self) -> None:
-        """Notes that the experiment was run to its end with these settings."""
+        """Mark the experiment as complete with these settings."""
         if self._writes:
             write_atomically(self._place("complete", ""), b"")
 
@@ -204,9 +204,9 @@ class Folder:
         return self.path / "stages" / f"{'-'.join(words)}.{self._fingerprint}{suffix}"
 
     def _read(self, place: Path) -> tuple[Stage, float] | None:
-        found, damage = None, ""
+        stored, damage = None, ""
         try:
-            found = load(place)
+            stored = load(place)
         except FileNotFoundError:
             pass
         except CheckpointError as error:
@@ -214,33 +214,33 @@ class Folder:
         if broadcast_from_main(bool(damage)):
             self._set_aside(place, damage)
             return None
-        if not broadcast_from_main(found is not None):
+        if not broadcast_from_main(stored is not None):
             return None
-        if found is None:
+        if stored is None:
             raise FileNotFoundError(
-                f"{place} is seen by the main process and not by this one: the folder must be one"
-                " that all processes see."
+                f"{place} is visible to the main process and not to this one. Use a folder that all"
+                " processes can read."
             )
-        return found
+        return stored
 
     def _set_aside(self, place: Path, why: str) -> bool:
-        """Renames a file that is of no use, and the one before it that a fit keeps; whether any."""
-        found = [p for p in (place, place.with_name(place.name + ".previous")) if p.exists()]
-        some = bool(broadcast_from_main(len(found)))
+        """Rename an unusable file and its previous version; return whether there was one."""
+        paths = [p for p in (place, place.with_name(place.name + ".previous")) if p.exists()]
+        some = bool(broadcast_from_main(len(paths)))
         if self._writes:
-            for path in found:
+            for path in paths:
                 os.replace(path, path.with_name(path.name + ".damaged"))
         wait_for_processes(f"{place.name} is set aside")
         if some:
             self.progress.say(
                 f"{place} cannot be used ({why}) It was set aside as {place.name}.damaged, and its"
-                " stage is done again; all other stages are kept."
+                " stage is computed again; all other stages are kept."
             )
         return some
 
 
 def _prepare(path: Path) -> None:
-    """Makes the folder, without what a killed process had begun to write."""
+    """Create the folder, and remove partial files of killed processes."""
     make_writable(path)
     make_writable(path / "stages")
     for orphan in (*path.glob(".*.partial"), *(path / "stages").glob(".*.partial")):
@@ -248,7 +248,7 @@ def _prepare(path: Path) -> None:
 
 
 def _read_seconds(clock: Path, checkpoint: Path) -> float:
-    """The seconds that were spent up to a checkpoint."""
+    """Return the duration up to a checkpoint in seconds."""
     if not checkpoint.exists():
         return 0.0
     try:

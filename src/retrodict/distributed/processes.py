@@ -1,4 +1,4 @@
-"""Several processes that run one program, by `jax.distributed`."""
+"""Several processes that run one program with `jax.distributed`."""
 
 import json
 import re
@@ -13,21 +13,21 @@ from jax.experimental import multihost_utils
 T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 60
-"""After how long a process that is silent counts as lost."""
+"""The number of seconds without a heartbeat after which a process is lost."""
 
 WAIT_SECONDS = 300
-"""How long a process waits for the others when they are joined."""
+"""The number of seconds to wait for the other processes at the start."""
 
 RUNTIME_ERROR = re.compile("(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED):")
-"""What messages of XLA's runtime begin with; their Python type depends on the collective."""
+"""The start of messages of XLA's runtime, whose Python type depends on the collective."""
 
 
 class ProcessLostError(RuntimeError):
-    """The work of several processes that could not go on, since one of them has ended.
+    """A collective operation that failed because another process has ended.
 
-    What remains of the job cannot be mended: end the process, and start the same program again,
-    with as many processes as there are. A process that ends by itself waits for the lost one until
-    its heartbeat is missed; `os._exit` does not wait.
+    The job cannot recover: end the process, and start the program again with any number of
+    processes. A process that exits normally waits for the lost one until its heartbeat is missed;
+    `os._exit` does not wait.
     """
 
 
@@ -39,31 +39,30 @@ def initialise(
     heartbeat_seconds: int = HEARTBEAT_SECONDS,
     wait_seconds: int = WAIT_SECONDS,
 ) -> None:
-    """Makes one program of several processes, on one machine or many.
+    """Connect several processes, on one machine or many, to one program.
 
-    To be called by each of them, before anything is computed. Then `fit` and all that takes
-    `mesh="all"` runs on the devices of all processes. Within a job of SLURM or Open MPI everything
-    is found; elsewhere all three arguments are needed. A process of which nothing is heard for some
-    time ends the others.
+    Each process must call it before any computation. Afterwards `fit`, and every verb with
+    `mesh="all"`, runs on the devices of all processes. Jobs of SLURM or Open MPI are detected;
+    elsewhere all three arguments are required. A lost process ends the others.
 
     Args:
-        coordinator: `"host:port"`, where process 0 can be reached by the others.
-        num_processes: how many processes there are.
-        process_id: which of them this is, from 0.
-        heartbeat_seconds: after how many seconds of silence a process counts as lost.
-        wait_seconds: how many seconds to wait until all processes have come; then JAX aborts this
-            one with a message of its own.
+        coordinator: the address of process 0, `"host:port"`.
+        num_processes: the number of processes.
+        process_id: the index of this process, from 0.
+        heartbeat_seconds: the number of seconds without a heartbeat after which a process is lost.
+        wait_seconds: the number of seconds to wait for all processes, after which JAX aborts this
+            one with its own message.
 
     Raises:
-        ValueError: if only some of the arguments are given, or none, and there is no such job; or
-            if process 0 cannot listen at the address.
+        ValueError: if only some of the arguments are given, or none outside of such a job; or if
+            process 0 cannot listen at the address.
         RuntimeError: if JAX has computed something already.
     """
-    given = (coordinator, num_processes, process_id)
-    if None in given and given != (None, None, None):
+    arguments = (coordinator, num_processes, process_id)
+    if None in arguments and arguments != (None, None, None):
         raise ValueError(
             "initialise expects coordinator, num_processes and process_id together, or"
-            f" none of them in a job of SLURM or Open MPI, got {given}."
+            f" none of them in a job of SLURM or Open MPI, got {arguments}."
         )
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
         raise ValueError(f"coordinator must be host:port, got {coordinator!r}.")
@@ -92,15 +91,15 @@ def initialise(
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that writes files and speaks."""
+    """Return whether this process writes files and messages."""
     return jax.process_index() == 0
 
 
 def wait_for_processes(name: str) -> None:
-    """Returns once all processes have come to this point.
+    """Wait until all processes have reached this point.
 
     Args:
-        name: the point, the same in all processes.
+        name: the name of the point, the same in all processes.
 
     Raises:
         ProcessLostError: if one of them has ended.
@@ -111,9 +110,9 @@ def wait_for_processes(name: str) -> None:
 
 
 def broadcast_from_main(value: int) -> int:
-    """What the main process says, in every process; all of them must ask.
+    """Return the value of the main process in every process; all of them must call it.
 
-    What lies in a folder may be seen by one process and not yet by another: one decides for all.
+    A file may be visible to one process and not yet to another: the main process decides.
 
     Raises:
         ProcessLostError: if one of them has ended.
@@ -125,31 +124,31 @@ def broadcast_from_main(value: int) -> int:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """What each process says, in their order, in every process; all of them must call it.
+    """Return the values of all processes in every process; all of them must call it.
 
     Args:
-        value: anything that JSON can hold; numbers keep all their digits.
+        value: a JSON value; numbers keep all their digits.
 
     Raises:
         ProcessLostError: if one of them has ended.
     """
     if jax.process_count() == 1:
         return [value]
-    # Text, since an array of 64 bits would be cut to 32 where JAX is not told to keep them.
-    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    # As text, since JAX truncates 64-bit arrays to 32 bits unless they are enabled.
+    encoded = np.frombuffer(json.dumps(value).encode(), np.uint8)
     with together():
-        sizes = multihost_utils.process_allgather(np.array([own.size], np.int32)).ravel()
+        sizes = multihost_utils.process_allgather(np.array([encoded.size], np.int32)).ravel()
         padded = np.zeros(int(sizes.max()), np.uint8)
-        padded[: own.size] = own
+        padded[: encoded.size] = encoded
         every = np.asarray(multihost_utils.process_allgather(padded))
     rows = zip(every, sizes, strict=True)
     return [json.loads(row[:size].tobytes()) for row, size in rows]
 
 
 def by_all(compute: Callable[[], T]) -> T:
-    """What each process finds by itself; all of them must call it.
+    """Compute a value in each process; all of them must call it.
 
-    If one of them fails, all of them do: the others would wait for it for ever.
+    If one process raises, all of them do. Otherwise the others would wait for it forever.
 
     Raises:
         ValueError: if another process has failed, with its number and its message.
@@ -158,31 +157,31 @@ def by_all(compute: Callable[[], T]) -> T:
     if jax.process_count() == 1:
         return compute()
     try:
-        found = compute()
+        value = compute()
     except Exception as error:
         all_gather_object(str(error))
         raise
     for who, failure in enumerate(all_gather_object(None)):
         if failure is not None:
             raise ValueError(f"Process {who}: {failure}")
-    return found
+    return value
 
 
 def sum_over_processes(array: np.ndarray) -> np.ndarray:
-    """The sum of an array of each process, in every process; all of them must call it.
+    """Return the sum of the arrays of all processes in every process; all of them must call it.
 
     Raises:
         ProcessLostError: if one of them has ended.
     """
     if jax.process_count() == 1:
         return array
-    said = all_gather_object(np.asarray(array, np.float64).tolist())
-    return np.sum([np.asarray(own, np.float64) for own in said], axis=0)
+    arrays = all_gather_object(np.asarray(array, np.float64).tolist())
+    return np.sum([np.asarray(each, np.float64) for each in arrays], axis=0)
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Says so if what is computed with other processes fails since one of them has ended.
+    """Raise `ProcessLostError` if a collective operation fails because a process has ended.
 
     Raises:
         ProcessLostError: in place of the error of a collective.
@@ -193,8 +192,8 @@ def together() -> Iterator[None]:
         if jax.process_count() == 1 or not RUNTIME_ERROR.match(str(error)):
             raise
         raise ProcessLostError(
-            f"Process {jax.process_index()} of {jax.process_count()} could not go on with the"
-            " others, most likely since one of them has ended. Start the job again, with any number"
-            " of processes: what was kept in a checkpoint is not lost."
-            f" JAX says: {' '.join(str(error).split())[:300]}"
+            f"Process {jax.process_index()} of {jax.process_count()} could not continue with the"
+            " others, most likely because one of them has ended. Start the job again, with any"
+            " number of processes: it resumes from its checkpoint."
+            f" Message of JAX: {' '.join(str(error).split())[:300]}"
         ) from error

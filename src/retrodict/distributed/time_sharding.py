@@ -1,8 +1,8 @@
-"""One series over several devices: its time axis lies in blocks along the axis `"time"` of a mesh.
+"""One series over several devices: its rows are sharded along the axis `"time"` of a mesh.
 
-What is done row by row stays on the device that holds the row, and the compiler sees to it. A scan
-over time is the one thing that crosses blocks, and is written out here: each device sums its own
-block, one total a device is sent to all, and each block is added to the sum of those before it.
+The compiler keeps row-wise operations on the device of the row. Only a scan over time crosses
+blocks, and is written out here: each device scans its block, one total per device is sent to all,
+and each block is combined with the totals before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,21 +17,21 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 T = TypeVar("T")
 
 TIME = "time"
-"""The axis of a mesh along which rows are laid."""
+"""The axis of a mesh over which rows are sharded."""
 
 Parallel: TypeAlias = bool | Mesh
-"""How a recursion over time is run: row by row, in O(log n) depth, or so over a mesh."""
+"""How a recursion over time is computed: row by row, in O(log n) depth, or so over a mesh."""
 
 
 def time_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh for one long series, whose rows are laid over the devices in blocks.
+    """Return a mesh for one long series, whose rows are sharded over the devices in blocks.
 
-    Pass it as `parallel` to `kalman_smoother`, `infer`, `marginals`, `elbo` and `fit`: every device
-    then holds and works on its share of the rows. Two things keep it so. The devices must divide
-    the number of rows: pad the series, and pass its `length`. And what a program returns should
-    have one row a time: the n − 1 backward kernels of a chain cannot lie evenly, so infer and take
-    marginals, bounds or sums in one `jax.jit`. Otherwise the results are the same, and memory is
-    not saved.
+    Pass it as `parallel` to `kalman_smoother`, `infer`, `marginals`, `elbo` and `Objective`: every
+    device then holds and processes its share of the rows. This has two conditions. The number of
+    rows must be a multiple of the number of devices: pad the series, and pass its `length`. And the
+    outputs of a program should have one row per time: the n − 1 backward kernels of a chain cannot
+    be sharded evenly, so call `infer` and take marginals, bounds or sums in one `jax.jit`.
+    Otherwise the results are the same, and memory is not saved.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -44,58 +44,58 @@ def time_mesh(devices: Sequence[Any] | None = None) -> Mesh:
         (64, 1)
 
     Args:
-        devices: which devices; all of them by default.
+        devices: the devices; all of them by default.
     """
-    found = jax.devices() if devices is None else devices
-    return Mesh(np.asarray(found), (TIME,), axis_types=(AxisType.Auto,))
+    chosen = jax.devices() if devices is None else devices
+    return Mesh(np.asarray(chosen), (TIME,), axis_types=(AxisType.Auto,))
 
 
 def mesh_of(parallel: Parallel) -> Mesh | None:
-    """The mesh to run over, if there is one."""
+    """Return the mesh of an option, or `None`."""
     if isinstance(parallel, bool):
         return None
     kinds = dict(zip(parallel.axis_names, parallel.axis_types, strict=True))
     if kinds.get(TIME) != AxisType.Auto:
         raise ValueError(
             f"parallel expects a mesh with an automatic axis {TIME!r}, got axes {kinds}. Use"
-            " retrodict.time_mesh()."
+            " retrodict.distributed.time_mesh()."
         )
     return parallel
 
 
 def laid_out(tree: T, parallel: Parallel) -> T:
-    """The arrays with their leading axis over the devices, if there is a mesh.
+    """Return the arrays with their leading axis sharded over the devices, if there is a mesh.
 
-    Scalars stay as they are, and so does an axis that the devices do not divide: what is computed
-    is the same, but the compiler may then keep all rows on every device.
+    Scalars, and axes that are not a multiple of the number of devices, are unchanged: the results
+    are the same, but the compiler may then keep all rows on every device.
     """
     mesh = mesh_of(parallel)
     if mesh is None:
         return tree
     rows = NamedSharding(mesh, PartitionSpec(TIME))
 
-    def lay(leaf: jax.Array) -> jax.Array:
+    def shard_over(leaf: jax.Array) -> jax.Array:
         if leaf.ndim == 0 or leaf.shape[0] % mesh.shape[TIME]:
             return leaf
         return lax.with_sharding_constraint(leaf, rows)
 
-    return jax.tree.map(lay, tree)
+    return jax.tree.map(shard_over, tree)
 
 
 def prepended(first: T, rest: T, parallel: Parallel) -> T:
-    """One row before many, in every array of a pytree."""
+    """Prepend one row to every array of a pytree."""
     return jax.tree.map(lambda one, rows: _joined(rows, one, 0, parallel), first, rest)
 
 
 def appended(rest: T, last: T, parallel: Parallel) -> T:
-    """One row after many, in every array of a pytree."""
+    """Append one row to every array of a pytree."""
     return jax.tree.map(lambda rows, one: _joined(rows, one, -1, parallel), rest, last)
 
 
 def _joined(rows: jax.Array, one: jax.Array, place: int, parallel: Parallel) -> jax.Array:
     if mesh_of(parallel) is None:
         return jnp.concatenate([rows, one[None]] if place else [one[None], rows])
-    # To concatenate, XLA would bring all rows to every device; to pad, it sends one to a neighbour.
+    # For a concatenation, XLA would gather all rows on every device; for padding, it sends one row.
     before, after = (0, 1) if place else (1, 0)
     zero = jnp.zeros((), rows.dtype)
     wider = lax.pad(rows, zero, [(before, after, 0)] + [(0, 0, 0)] * (rows.ndim - 1))
@@ -112,15 +112,15 @@ def scan_over_devices(
     *,
     reverse: bool,
 ) -> T:
-    """What `scan` gives for all elements, of which each device holds a block.
+    """Return the result of `scan` for elements of which each device holds a block.
 
     Args:
         scan: a prefix scan on one device, of `combine`, elements and a neutral element.
         combine: the operator on two single elements.
         elements: a pytree of arrays with a leading axis.
-        neutral: an element that changes nothing.
+        neutral: the neutral element.
         mesh: a mesh with an axis `"time"`.
-        reverse: whether to sum from the end.
+        reverse: whether to scan from the end.
     """
     n, count = jax.tree.leaves(elements)[0].shape[0], mesh.shape[TIME]
 
