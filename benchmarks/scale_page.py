@@ -100,8 +100,8 @@ def training_section(found: dict[str, Any], part: str, key: str) -> str:
     ]
     about = f"{machine_of(found)}; {runs[0]['num_times']} rows per series"
     about += f", {runs[0]['batch']} series.\n\n" if key != "batch" else ".\n\n"
-    columns = [key.replace("_", " "), "family", "ms per step", "rows per second", "efficiency", "MB"]
-    return about + table([*columns, "compilation, s"], rows)
+    columns = [key.replace("_", " "), "family", "ms per step", "rows per second", "efficiency"]
+    return about + table([*columns, "MB", "compilation, s"], rows)
 
 
 def ratio_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
@@ -217,8 +217,8 @@ def remat_section(found: dict[str, Any]) -> str:
         cells = [f"{run['temporary_bytes'] / 1e6:,.2f}" for run in (kept, again)]
         rows.append([f"{n:,}", *cells, f"{again['best_s'] / kept['best_s']:.1f}"])
     about = f"{machine_of(found)}; memory of the gradient of one series by a `RecurrentFamily`,"
-    about += " without the rows themselves, by default and with `remat=True`. The last column is the"
-    about += " ratio of times.\n\n"
+    about += " without the rows themselves, by default and with `remat=True`. The last column is"
+    about += " the ratio of times.\n\n"
     return about + table(["rows", "MB, default", "MB, `remat=True`", "time ratio"], rows)
 
 
