@@ -1,9 +1,9 @@
-"""Fits the families to the paper's models and to harder ones, and grades them.
+"""Fit the families to the paper's models and to larger ones, and measure their accuracy.
 
     python benchmarks/accuracy.py linear nonlinear seeds five ten emissions --out results.json
 
-Every part prints what it is of: the model, lengths, seeds, and standard errors over series.
-Evidence is exact for the linear model, by a grid for one state dimension, and by a bootstrap
+Every part prints the model, lengths, seeds, and standard errors over series. The evidence is exact
+for the linear model, computed on a grid for one state dimension, and estimated by a bootstrap
 particle filter with its standard error for more.
 """
 
@@ -50,19 +50,19 @@ CHOSEN = ["conjugate", "gated", "recurrent"]
 
 
 def simulate(model: rd.StateSpaceModel, seed: int, num_series: int, num_times: int):
-    """States and observations of a batch."""
+    """Simulate the states and observations of a batch."""
     keys = jax.random.split(jax.random.key(seed), num_series)
     return jax.jit(jax.vmap(lambda key: model.simulate(key, num_times)))(keys)
 
 
 def spread(values: Any) -> tuple[float, float]:
-    """The mean and its standard error."""
+    """Return the mean and its standard error."""
     values = np.asarray(values, float)
     return float(values.mean()), float(values.std(ddof=1) / np.sqrt(values.size))
 
 
 def linear() -> dict[str, Any]:
-    """Section 5.1: the family contains the posterior."""
+    """Measure section 5.1, where the family contains the posterior."""
     ys = simulate(LINEAR, 0, 4096, LENGTH)[1]
     theta = rd.unwrap(LINEAR)
     evidence = jax.jit(jax.vmap(lambda y: rd.kalman_smoother(theta, y, mask=True).log_evidence))(ys)
@@ -113,7 +113,7 @@ def linear() -> dict[str, Any]:
 def grade(
     family: rd.AbstractFamily, xs: jax.Array, ys: jax.Array, oracles: dict[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Gap, additive error, marginal error and coverage against the exact posterior."""
+    """Compute gap, additive error, marginal error and coverage against the exact posterior."""
     keys = jax.random.split(jax.random.key(7), ys.shape[0])
 
     @eqx.filter_jit
@@ -139,7 +139,7 @@ def grade(
 
 
 def exact_by_grid(ys: jax.Array) -> dict[str, np.ndarray]:
-    """Evidence and marginal means of each series."""
+    """Return the evidence and the marginal means of each series."""
     answers = [rd.grid_smoother(NONLINEAR, y, GRID) for y in ys]
     return {
         "evidence": np.array([float(a.log_evidence) for a in answers]),
@@ -148,7 +148,7 @@ def exact_by_grid(ys: jax.Array) -> dict[str, np.ndarray]:
 
 
 def show(name: str, figures: dict[str, Any]) -> None:
-    """One line of figures, each with its standard error."""
+    """Print one line of figures, each with its standard error."""
     parts = [
         f"{key.replace('_', ' ')} {value[0]:.3g} ± {value[1]:.1g}"
         for key, value in figures.items()
@@ -158,7 +158,7 @@ def show(name: str, figures: dict[str, Any]) -> None:
 
 
 def trained(name: str, seed: int = 0) -> tuple[rd.FitResult, float]:
-    """A family fitted to section 5.2's model with all defaults, and the seconds it took."""
+    """Fit a family to the model of section 5.2 with all defaults; return it and the seconds."""
     ys = simulate(NONLINEAR, 0, NUM_SERIES, LENGTH)[1]
     family = FAMILIES[name](jax.random.key(seed), 1, 1)
     began = time.perf_counter()
@@ -167,7 +167,7 @@ def trained(name: str, seed: int = 0) -> tuple[rd.FitResult, float]:
 
 
 def nonlinear() -> dict[str, Any]:
-    """Section 5.2: defaults, graded by the grid on 64 fresh series of 500, and on long ones."""
+    """Measure section 5.2 against the grid, on 64 new series of 500 rows and on long ones."""
     xs, ys = simulate(NONLINEAR, 999, 64, 500)
     oracles = exact_by_grid(ys)
     long_xs, long_ys = simulate(NONLINEAR, 998, 4, 6400)
@@ -185,7 +185,7 @@ def nonlinear() -> dict[str, Any]:
 
 
 def seeds() -> dict[str, Any]:
-    """Section 5.2: sixty starts a family, side by side; the spread of their final ELBO."""
+    """Train sixty starts per family side by side, and print the spread of their final ELBO."""
     ys = simulate(NONLINEAR, 0, NUM_SERIES, LENGTH)[1]
     figures = {}
     for name in ("conjugate", "gated", "gated, scale", "recurrent"):
@@ -209,7 +209,7 @@ def seeds() -> dict[str, Any]:
 
 
 def particles() -> dict[str, Any]:
-    """Section 5.2: FFBSi with 1,000 particles and paths on 32 series of 500, against the grid."""
+    """Compare FFBSi (1,000 particles and paths, 32 series of 500 rows) with the grid."""
     ys = simulate(NONLINEAR, 999, 32, 500)[1]
     oracles = exact_by_grid(ys)
     exact = np.asarray(oracles["mean"])
@@ -255,7 +255,7 @@ def particles() -> dict[str, Any]:
 
 
 def windows() -> dict[str, Any]:
-    """Section 5.2, series of 256: the gradient over windows beside that over whole series."""
+    """Compare the gradient over windows with that over whole series of 256 rows."""
     from retrodict._learning.dataset import Minibatch
     from retrodict._learning.elbo_loss import ElboLoss
     from retrodict._series import prepare_batch
@@ -303,12 +303,12 @@ def windows() -> dict[str, Any]:
 
 
 def flat(tree: Any) -> np.ndarray:
-    """All numbers of a pytree in one vector."""
+    """Return all numbers of a pytree in one vector."""
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def network_model(dim: int, seed: int = 3) -> rd.StateSpaceModel:
-    """Linear transition with a diagonal in (0.9, 0.99), a small network as emission, noise 0.1."""
+    """Return a model with a diagonal transition in (0.9, 0.99) and a network as emission."""
     keys = jax.random.split(jax.random.key(seed))
     network = eqx.nn.MLP(
         dim, dim, 8, 1, activation=jax.nn.relu, final_activation=jax.nn.relu, key=keys[0]
@@ -323,7 +323,7 @@ def network_model(dim: int, seed: int = 3) -> rd.StateSpaceModel:
 
 
 def emission_model(name: str) -> rd.StateSpaceModel:
-    """Two states that turn, seen through counts or heavy tails."""
+    """Return a model of two rotating states observed through counts or with heavy tails."""
     import numpyro.distributions as dist
 
     weight = 0.95 * jnp.array([[0.98, 0.2], [-0.2, 0.98]])
@@ -341,7 +341,7 @@ def emission_model(name: str) -> rd.StateSpaceModel:
 def particle_evidence(
     model: rd.StateSpaceModel, ys: jax.Array, num_particles: int, repeats: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The log-evidence of each series by bootstrap filters, and its standard error over repeats."""
+    """Return the log-evidence by bootstrap filters, and its standard error over repeats."""
     keys = jax.random.split(jax.random.key(5), repeats)
 
     @jax.jit
@@ -355,7 +355,7 @@ def particle_evidence(
 def graded_by_particles(
     title: str, model: rd.StateSpaceModel, num_steps: int, num_particles: int
 ) -> dict[str, Any]:
-    """All families from five starts, against particle evidence."""
+    """Compare all families from five starts with the particle evidence."""
     d, m = model.state_dim, simulate(model, 0, 1, 2)[1].shape[-1]
     ys = simulate(model, 0, 512, LENGTH)[1]
     fresh = simulate(model, 1, 8, LENGTH)[1]
@@ -409,17 +409,17 @@ def graded_by_particles(
 
 
 def five() -> dict[str, Any]:
-    """Linear transition with a network as emission, d = m = 5."""
+    """Measure a linear transition with a network as emission, d = m = 5."""
     return graded_by_particles("d=m=5", network_model(5), 1500, 20_000)
 
 
 def ten() -> dict[str, Any]:
-    """Linear transition with a network as emission, d = m = 10."""
+    """Measure a linear transition with a network as emission, d = m = 10."""
     return graded_by_particles("d=m=10", network_model(10), 1500, 100_000)
 
 
 def emissions() -> dict[str, Any]:
-    """Counts and heavy tails, d = m = 2."""
+    """Measure counts and heavy tails, d = m = 2."""
     return {
         name: graded_by_particles(f"{name}, d=m=2", emission_model(name), 1500, 20_000)
         for name in ("Poisson", "Student-t")

@@ -1,10 +1,10 @@
-"""Families whose kernels are not linear Gaussian: trained, graded, timed and corrected.
+"""Train, measure, time and correct families whose kernels are not linear Gaussian.
 
     python benchmarks/beyond.py headline speed two_sided picture guided k_hat high
 
 Parts can be split: `--seeds` for the starts of `headline`, `--problems` for the models of
-`two_sided` and `high`. Trained families are kept in the folder and not trained again, and each part
-writes its figures there, one JSON file a run; `--collect` joins them into one.
+`two_sided` and `high`. Trained families are stored in the folder and not trained again. Each part
+writes its figures there, one JSON file per run; `--collect` joins them into one.
 """
 
 import argparse
@@ -44,7 +44,7 @@ SHARES = rd.BackwardSampling(64, noise="stratified", by_component=True)
 def trained(
     name: str, model: rd.StateSpaceModel, seed: int, num_steps: int, folder: Path, label: str
 ) -> tuple[Any, float]:
-    """A family fitted to 2048 series of 64, or read back, and the seconds that it took."""
+    """Fit a family to 2048 series of 64 rows, or load it; return it and the seconds of training."""
     place = folder / f"{label}-{name}-{seed}-{num_steps}"
     note = place.with_name(place.name + ".seconds")
     if place.exists() and note.exists():
@@ -65,7 +65,7 @@ def trained(
 def graded(
     model: rd.StateSpaceModel, family: Any, ys: jax.Array, oracles: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Gap, additive error and marginal error of each series, against the exact posterior."""
+    """Compute gap, additive error and marginal error of each series."""
     keys = jax.random.split(jax.random.key(7), ys.shape[0])
     many = rd.BackwardSampling(1024, noise="stratified", by_component=True)
 
@@ -98,7 +98,7 @@ def graded(
 
 
 def _middle_fifth(means: np.ndarray) -> np.ndarray:
-    """The rows whose exact mean is in the middle fifth of all: the state may be on two sides."""
+    """Return the rows whose exact mean is in the middle fifth, where two modes are possible."""
     low, high = np.quantile(means, [0.4, 0.6])
     return (means >= low) & (means <= high)
 
@@ -106,7 +106,7 @@ def _middle_fifth(means: np.ndarray) -> np.ndarray:
 def by_particles(
     model: rd.StateSpaceModel, ys: jax.Array, oracles: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Errors of bootstrap FFBSi with 1,000 particles and paths, for each series."""
+    """Return the errors of bootstrap FFBSi with 1,000 particles and paths, for each series."""
     run = jax.jit(lambda key, y: rd.ffbsi(key, model, y, 1000, mask=True).mean[:, 0])
     keys = jax.random.split(jax.random.key(7), ys.shape[0])
     means = np.stack([np.asarray(run(key, y)) for key, y in zip(keys, ys, strict=True)])
@@ -118,7 +118,7 @@ def by_particles(
 
 
 def quickest(call: Callable[[], Any], repeats: int = 15) -> float:
-    """The least wall-clock time of a call that is compiled, in seconds."""
+    """Return the smallest wall-clock time of a compiled call, in seconds."""
     jax.block_until_ready(call())
     times = []
     for _ in range(repeats):
@@ -129,12 +129,12 @@ def quickest(call: Callable[[], Any], repeats: int = 15) -> float:
 
 
 def chosen(arguments: Any, problems: Any) -> list[str]:
-    """Those of a part's problems that were asked for; all of them if none was."""
+    """Return the requested problems of a part, or all of them."""
     return [name for name in problems if name in (arguments.problems or problems)]
 
 
 def line(name: str, figures: dict[str, Any]) -> None:
-    """Prints one line of figures, each mean with its standard error."""
+    """Print one line of figures, each mean with its standard error."""
     parts = [
         f"{key.replace('_', ' ')} {value[0]:.3g} ± {value[1]:.1g}"
         if isinstance(value, (tuple, list))
@@ -145,7 +145,7 @@ def line(name: str, figures: dict[str, Any]) -> None:
 
 
 def headline(arguments: Any) -> dict[str, Any]:
-    """Section 5.2: 64 fresh series of 500 (seed 999), by a grid of 1100 points."""
+    """Measure section 5.2 on 64 new series of 500 rows (seed 999), on a grid of 1100 points."""
     ys = simulate(NONLINEAR, 999, 64, 500)[1]
     oracles = exact_by_grid(ys)
     particles = by_particles(NONLINEAR, ys, oracles)
@@ -168,7 +168,7 @@ def headline(arguments: Any) -> dict[str, Any]:
 
 
 def speed(arguments: Any) -> dict[str, Any]:
-    """A new series by 64 paths and by FFBSi, in turns: section 5.2, and more states."""
+    """Time a new series by 64 paths and by FFBSi in turn, for section 5.2 and more states."""
     figures: dict[str, Any] = {}
     for problem in chosen(arguments, ["section-5.2", *HIGH]):
         if problem in HIGH:
@@ -198,7 +198,7 @@ def speed(arguments: Any) -> dict[str, Any]:
 
 
 def smoothed_means(family: Any, key: Any, y: jax.Array) -> jax.Array:
-    """Means in closed form where the chain has one, else over 64 paths."""
+    """Return means in closed form if the chain has them, otherwise over 64 paths."""
     chain = family.infer(y, mask=True)
     if isinstance(chain, rd.LinearGaussianChain):
         return chain.marginals().mean
@@ -206,7 +206,7 @@ def smoothed_means(family: Any, key: Any, y: jax.Array) -> jax.Array:
 
 
 def particle_means(model: rd.StateSpaceModel) -> Callable[..., Any]:
-    """FFBSi with 20,000 particles and 1,000 paths, drawn by Metropolis steps."""
+    """Return means of FFBSi with 20,000 particles and 1,000 paths by Metropolis moves."""
     return jax.jit(
         lambda key, y: (
             rd.ffbsi(
@@ -219,7 +219,7 @@ def particle_means(model: rd.StateSpaceModel) -> Callable[..., Any]:
 def turning(
     emission: Callable[[Any], Any], dim: int, move: float, noise: float
 ) -> rd.StateSpaceModel:
-    """A symmetric autoregression, of one state or of two that turn, seen through an even map."""
+    """Return a symmetric autoregression of one or two states with an even observation map."""
     angle = 0.3 if dim == 2 else 0.0
     turn = jnp.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])[:dim, :dim]
     spread_of_states = move / np.sqrt(1 - 0.95**2)
@@ -239,7 +239,7 @@ TWO_SIDED = {
 
 
 def energy_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """2 E|X − Y| − E|X − X'| − E|Y − Y'| of two sets of whole paths, Euclidean over all rows."""
+    """Compute 2 E|X − Y| − E|X − X'| − E|Y − Y'| of two sets of paths."""
 
     def mean_distance(p: np.ndarray, q: np.ndarray) -> float:
         p, q = p.reshape(len(p), -1), q.reshape(len(q), -1)
@@ -250,7 +250,7 @@ def energy_distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def two_sided(arguments: Any) -> dict[str, Any]:
-    """Posteriors that are mirror images: the mass on one side, and whole paths, on 20 series."""
+    """Measure posteriors with two modes on 20 series: mass of one sign, and whole paths."""
     figures: dict[str, Any] = {}
     for problem in chosen(arguments, TWO_SIDED):
         model, n, reach, num_points = TWO_SIDED[problem]
@@ -293,7 +293,7 @@ def two_sided(arguments: Any) -> dict[str, Any]:
 
 
 def picture(arguments: Any) -> dict[str, Any]:
-    """One series of each two-sided model: the exact marginals, and forty paths of each smoother."""
+    """Draw one series of each model with two modes: exact marginals, and forty paths each."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -336,7 +336,7 @@ PICTURES = {
 
 
 def _sides(drawn: list[np.ndarray], exact: np.ndarray) -> dict[str, float]:
-    """How far the mass of x > 0 is from the grid's: the worst series, in two ways."""
+    """Return the error of P(x > 0) against the grid for the worst series, in two ways."""
     shares = np.stack([(paths[..., 0] > 0).mean(axis=0) for paths in drawn])
     off = np.abs(shares - exact)
     return {
@@ -346,7 +346,7 @@ def _sides(drawn: list[np.ndarray], exact: np.ndarray) -> dict[str, float]:
 
 
 def chaotic(dim: int) -> rd.StateSpaceModel:
-    """The chaotic recurrent network of Campbell et al. (2021), with Student-t noise."""
+    """Return the chaotic recurrent network of Campbell et al. (2021), with Student-t noise."""
     import numpyro.distributions as dist
 
     weight = jax.random.normal(jax.random.key(11), (dim, dim)) / np.sqrt(dim)
@@ -370,7 +370,7 @@ HIGH: dict[str, tuple[Callable[[], rd.StateSpaceModel], int, int]] = {
 
 
 def high(arguments: Any) -> dict[str, Any]:
-    """More states: 16 fresh series of 64, against a bootstrap filter and FFBSi."""
+    """Measure more states on 16 new series of 64 rows, against a bootstrap filter and FFBSi."""
     figures: dict[str, Any] = {}
     for problem in chosen(arguments, HIGH):
         make, num_particles, num_steps = HIGH[problem]
@@ -424,7 +424,7 @@ def high(arguments: Any) -> dict[str, Any]:
 
 
 def guided(arguments: Any) -> dict[str, Any]:
-    """Section 5.2: particles guided by a chain and bootstrap FFBSi, 16 series of 500, by a grid."""
+    """Compare guided particles with bootstrap FFBSi on 16 series of section 5.2."""
     ys = simulate(NONLINEAR, 999, 16, 500)[1]
     oracles = exact_by_grid(ys)
     keys = jax.random.split(jax.random.key(7), ys.shape[0])
@@ -491,7 +491,7 @@ def guided(arguments: Any) -> dict[str, Any]:
 
 
 def spoiled(family: Any, key: Any, amount: float) -> Any:
-    """The family with noise on its weights, in units of the spread of each array."""
+    """Add noise to the weights of a family, in units of the spread of each array."""
     arrays, rest = eqx.partition(family, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(arrays)
     keys = jax.random.split(key, len(leaves))
@@ -503,7 +503,7 @@ def spoiled(family: Any, key: Any, amount: float) -> Any:
 
 
 def k_hat(arguments: Any) -> dict[str, Any]:
-    """Section 5.2: the Pareto shape of ten trained families and the same ones spoiled, n = 100."""
+    """Print the Pareto shapes of ten trained families, with and without noise on weights."""
     ys = simulate(NONLINEAR, 998, 10, 100)[1]
     figures: dict[str, Any] = {"trained": {}, "spoiled": {}}
     for index in range(10):

@@ -1,8 +1,8 @@
-"""Puts error bounds to the test: against exact errors, over many models, and as series grow.
+"""Compare error bounds with exact errors over many models, and as series grow.
 
     python benchmarks/bounds.py [gaussian paper models long] [--figures DIR] [--out FILE]
 
-Every part prints what it is of. `benchmarks/bounds_finite.py` does the same on finite spaces.
+`benchmarks/bounds_finite.py` does the same on finite spaces.
 """
 
 import argparse
@@ -43,7 +43,7 @@ TABLE = {1: (1.28, 1.25, 2.13, 2.03, 2.6), 2: (1.73, 1.59, 2.9, 2.9, 3.5)}
 
 
 def random_model(key: Any, d: int) -> tuple[Any, ...]:
-    """Weight, bias, noise, design, error and prior scale; the spectral radius is 0.3 to 1.02."""
+    """Draw weight, bias, noise, design, error and prior scale; spectral radius 0.3 to 1.02."""
     keys = jax.random.split(key, 6)
     weight = jax.random.normal(keys[0], (d, d))
     radius = jnp.max(jnp.abs(jnp.linalg.eigvals(weight)))
@@ -70,7 +70,7 @@ def build(weight: Any, bias: Any, noise: Any, design: Any, error: Any, prior: An
 
 
 def shaken(key: Any, size: Any, arrays: Any) -> Any:
-    """Every entry multiplied by a random positive factor near 1."""
+    """Multiply every entry by a random positive factor near 1."""
     leaves, tree = jax.tree.flatten(arrays)
     keys = jax.random.split(key, len(leaves))
     moved = [
@@ -80,7 +80,7 @@ def shaken(key: Any, size: Any, arrays: Any) -> Any:
 
 
 def instance(key: Any, free: Any, n: int, d: int) -> dict[str, Any]:
-    """All bounds of one random model, with a misspecified chain or a shaken exact one."""
+    """Compute all bounds of one random model, with a misspecified or perturbed exact chain."""
     keys = jax.random.split(key, 6)
     theta = random_model(keys[0], d)
     model = build(*theta)
@@ -114,7 +114,7 @@ def instance(key: Any, free: Any, n: int, d: int) -> dict[str, Any]:
 
 
 def projected(p: rd.Gaussian, q: rd.Gaussian) -> Any:
-    """W₁ in one dimension; in two, the largest W₁ of a projection, which is below it."""
+    """Compute W₁ in one dimension; in two, the largest W₁ of a projection, a lower bound."""
     if p.dim == 1:
         return gaussian_distance(p, q)
     angles = jnp.linspace(0, np.pi, 32, endpoint=False)
@@ -131,7 +131,7 @@ def projected(p: rd.Gaussian, q: rd.Gaussian) -> Any:
 
 
 def gaussian() -> dict[str, Any]:
-    """Random linear-Gaussian models, 2,000 with d = 1 and 1,000 with d = 2."""
+    """Measure random linear-Gaussian models, 2,000 with d = 1 and 1,000 with d = 2."""
     results: dict[str, Any] = {}
     for d, count in ((1, 2000), (2, 1000)):
         parts = []
@@ -170,7 +170,7 @@ def gaussian() -> dict[str, Any]:
 
 
 def paper(figures: Path | None) -> dict[str, Any]:
-    """Section 5.1: the published fits on the twenty evaluation sequences, as n grows to 2000."""
+    """Measure the published fits of section 5.1 on the evaluation sequences, as n grows to 2000."""
     (_, ys), theta = published.linear_sequences(), rd.unwrap(LINEAR)
     lengths = (25, 50, 100, 200, 500, 1000, 2000)
     results: dict[str, Any] = {"lengths": lengths}
@@ -271,7 +271,7 @@ def _save(figure: Any, place: Path) -> None:
 
 
 def count_model(weight: float) -> rd.StateSpaceModel:
-    """Counts whose log rate is an autoregression around 1/2 with noise 0.3."""
+    """Return Poisson counts whose log rate is an autoregression around 1/2 with noise 0.3."""
     return rd.StateSpaceModel(
         rd.Gaussian(jnp.zeros(1), 0.3 / np.sqrt(1 - weight**2) * jnp.eye(1)),
         rd.LinearGaussianKernel(weight * jnp.eye(1), jnp.zeros(1), 0.3 * jnp.eye(1)),
@@ -282,7 +282,7 @@ def count_model(weight: float) -> rd.StateSpaceModel:
 
 
 class CountAndGauge:
-    """A count of rate e^x, and beside it a reading of x with unit noise."""
+    """Kernel of a count of rate e^x and a direct observation of x with unit noise."""
 
     def __init__(self, x: jax.Array):
         self.count, self.gauge = dist.Poisson(jnp.exp(x[0])), dist.Normal(x[0], 1.0)
@@ -322,7 +322,7 @@ VOLATILITY = rd.StateSpaceModel(
 
 
 def fitted(model: rd.StateSpaceModel, seed: int) -> Callable[[Any], Any]:
-    """The chains of a gated family, trained on series of the model with the defaults."""
+    """Train a gated family on series of the model with the defaults; return its chains."""
     ys = simulate(model, seed, 1024, 64)[1]
     family = rd.GatedFamily(jax.random.key(seed), 1, ys.shape[-1])
     key = jax.random.key(seed + 1)
@@ -337,7 +337,7 @@ def graded(
     n: int,
     figures: Path | None,
 ) -> dict[str, Any]:
-    """Every bound that applies to a smoother, on five fresh series of n."""
+    """Compute every bound that applies to a smoother, on five new series of n rows."""
     results: dict[str, Any] = {"n": n, "series": []}
     for seed in range(5):
         _, ys = model.simulate(jax.random.key(900 + seed), n)
@@ -378,7 +378,7 @@ def graded(
 
 
 def models(figures: Path | None) -> dict[str, Any]:
-    """Trained gated families on models that a user would bring, graded by a grid."""
+    """Compare trained gated families on nonlinear models with a grid."""
     wide = rd.Grid([-6.0], [6.0], 600)
     cases: dict[str, tuple[Any, Callable[[], Callable], rd.Grid, int]] = {
         "nonlinear": (NONLINEAR, lambda: trained("gated")[0].family.infer, GRID, 500),
@@ -400,7 +400,7 @@ def _linearised() -> Callable[[Any], Any]:
 
 
 def long() -> dict[str, Any]:
-    """The time of one call after the first, and what a window leaves out."""
+    """Time one call after the first, and print the effect of the window."""
     theta = rd.unwrap(LINEAR)
     ys = published.linear_sequences(1)[1][0]
     chain = rd.kalman_smoother(rd.unwrap(published.linear_lambda(60)), ys).chain

@@ -1,10 +1,10 @@
-"""Tries the bounds for finite state spaces on thousands of random problems.
+"""Test the bounds for finite state spaces on thousands of random problems.
 
     python benchmarks/bounds_finite.py --instances 10000 --targeted 3000 --out results.json
 
 Problems have 2 to 50 states and 2 to 60 times, five kinds of approximation and six kinds of
-functional. A bound is violated if it lies below the absolute error by more than rounding. The
-targeted problems mix strongly and have one defect: there Proposition 3.1, as printed, fails.
+functionals. A bound is violated if it is below the absolute error by more than rounding. The
+targeted problems mix strongly and have one defect: there Proposition 3.1 fails as printed.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def logarithmic(rng: np.random.Generator, low: float, high: float, size: int) ->
 
 
 def noise(rng: np.random.Generator, scale: np.ndarray, *shape: int) -> np.ndarray:
-    """Positive factors whose logarithms have these standard deviations, one a problem."""
+    """Draw positive factors whose logarithms have these standard deviations, one per problem."""
     widths = scale.reshape(-1, *(1 for _ in shape))
     return np.exp(widths * rng.standard_normal((len(scale), *shape)))
 
@@ -70,7 +70,7 @@ def random_model(rng: np.random.Generator, scale: np.ndarray, n: int, size: int)
 
 
 def filter_and_reverse(model: Model) -> tuple[np.ndarray, np.ndarray]:
-    """Filtering laws of shape (batch, n, S), and backward kernels [batch, k, y, x]."""
+    """Return filtering laws (batch, n, S), and backward kernels [batch, k, y, x]."""
     law = normalise(model.prior * model.likelihoods[:, 0])
     laws, kernels = [law], []
     for k in range(model.transitions.shape[1]):
@@ -82,7 +82,7 @@ def filter_and_reverse(model: Model) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pairs(terminal: np.ndarray, kernels: np.ndarray) -> np.ndarray:
-    """Laws of neighbours [batch, k, x, y] under backward chains."""
+    """Return laws of neighbours [batch, k, x, y] under backward chains."""
     law, found = terminal, []
     for k in reversed(range(kernels.shape[1])):
         joint = law[:, None, :] * kernels[:, k].swapaxes(1, 2)
@@ -94,7 +94,7 @@ def pairs(terminal: np.ndarray, kernels: np.ndarray) -> np.ndarray:
 def approximate(
     rng: np.random.Generator, kind: str, model: Model, scale: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Auxiliary laws and backward kernels that are wrong in one of five ways."""
+    """Return auxiliary laws and backward kernels with one of five kinds of errors."""
     batch, n, size = model.likelihoods.shape
     width = logarithmic(rng, 0.01, 0.5, batch)
     laws, kernels = filter_and_reverse(model)
@@ -120,7 +120,7 @@ def approximate(
 
 
 def functional(rng: np.random.Generator, kind: str, difference: np.ndarray) -> np.ndarray:
-    """Increments h_k(x, y) of one of six kinds; the adversarial one makes all errors add up."""
+    """Return increments h_k(x, y) of one of six kinds; for the adversarial one, errors add up."""
     shape = difference.shape
     if kind == "adversarial":
         return np.sign(difference)
@@ -139,7 +139,7 @@ def functional(rng: np.random.Generator, kind: str, difference: np.ndarray) -> n
 def generic(
     rng: np.random.Generator, kinds: tuple[str, str], batch: int, n: int, size: int
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Problems with one kind of approximation and of functional, and their exact errors."""
+    """Draw problems with one kind of approximation and functional, and their exact errors."""
     scale = logarithmic(rng, 0.01, 3.0, batch)
     model = random_model(rng, scale, n, size)
     laws, kernels = approximate(rng, kinds[0], model, scale)
@@ -152,7 +152,7 @@ def generic(
 def targeted(
     rng: np.random.Generator, batch: int, n: int, size: int
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Strong mixing and one tilted backward kernel, into x_j; f(x_j) is filed one step earlier."""
+    """Draw problems with strong mixing and one tilted backward kernel, into x_j."""
     scale = logarithmic(rng, 0.003, 0.03, batch)
     model = random_model(rng, scale, n, size)
     laws, kernels = filter_and_reverse(model)
@@ -193,7 +193,7 @@ def evaluate(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def run_generic(seed: int, instances: int, num_shapes: int) -> dict[str, np.ndarray]:
-    """All kinds of problems in turn; few shapes, as each of them is compiled."""
+    """Run all kinds of problems in turn, with few shapes, since each is compiled."""
     rng = np.random.default_rng(seed)
     # The corners first, so that the smallest and the largest are always among them.
     shapes = [(2, 2), (60, 50), (60, 2), (2, 50)]
@@ -259,7 +259,7 @@ def summarise(found: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def table(found: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Medians of bound over actual error, adversarial functionals, by r = σ₊ / σ₋."""
+    """Return medians of bound / error for adversarial functionals, by r = σ₊ / σ₋."""
     error = np.abs(found["error"])
     use = found["adversarial"] & (error > 1e-9)
     rows = []

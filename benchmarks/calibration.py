@@ -1,18 +1,18 @@
-"""How often intervals hold what they should, over repetitions, and whether padding is seen.
+"""Measure the coverage of intervals over repetitions, and effects of padding.
 
     python benchmarks/calibration.py nile counts series [--workers N] [--out FILE]
 
-`nile`: thirty of the hundred rows of the Nile's flow are taken out at random, two hundred times.
-Each time the local level is fitted to what is left by its exact evidence, and the rows that were
-taken out are drawn again: how many lie in their 90% intervals?
+`nile`: remove thirty of the hundred rows of the Nile at random, fit the local level to the others
+by its exact evidence, and draw the removed rows; two hundred repetitions. Prints the share of
+removed rows in their 90% intervals.
 
 `counts`: two hundred series of Poisson counts whose log rate is an AR(1) process. A family is
-trained on other series of the same model, at the true parameters: how many states lie in their 90%
-intervals, and are ranks of the true path among paths of the posterior uniform?
+trained on other series of the same model, at the true parameters. Prints the share of states in
+their 90% intervals, and tests whether the ranks of the true path among sampled paths are uniform.
 
 `series`: five hundred series of 20 to 400 rows in one batch, and all storm tracks, padded to one
-length. They are smoothed again with more padding, and some of them alone, without any; programs are
-counted.
+length. They are smoothed again with more padding, and some of them alone without padding. Prints
+the largest difference of means, and counts compiled programs.
 """
 
 import argparse
@@ -48,14 +48,14 @@ NUM_BINS = 20
 
 
 def nile_flow() -> np.ndarray:
-    """The hundred yearly flows, from 1871 on."""
+    """Return the hundred yearly flows, from 1871 on."""
     import statsmodels.api as sm
 
     return np.asarray(sm.datasets.nile.load_pandas().data)[:, 1]
 
 
 def one_gap(arguments: tuple[np.ndarray, int]) -> tuple[int, float, float]:
-    """How many of the removed rows lie in their intervals, and both scales that were found."""
+    """Return the number of removed rows in their intervals, and both estimated scales."""
     flow, seed = arguments
     gone = np.random.default_rng(seed).choice(len(flow), NUM_REMOVED, replace=False)
     ys = flow.copy()[:, None]
@@ -86,7 +86,7 @@ def one_gap(arguments: tuple[np.ndarray, int]) -> tuple[int, float, float]:
 
 
 def nile(say: Say, options: argparse.Namespace) -> dict[str, Any]:
-    """Coverage of what was removed from the Nile."""
+    """Measure the coverage of rows removed from the Nile."""
     flow = np.loadtxt(options.nile) if options.nile else nile_flow()
     tasks = [(flow, seed) for seed in range(options.repetitions)]
     context = multiprocessing.get_context("spawn")
@@ -109,7 +109,7 @@ def nile(say: Say, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def counts(say: Say, options: argparse.Namespace) -> dict[str, Any]:
-    """Coverage and ranks of the Poisson model at its true parameters."""
+    """Measure coverage and ranks of the Poisson model at its true parameters."""
     model = rd.unwrap(models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3))
     rows = 100
 
@@ -178,14 +178,14 @@ def counts(say: Say, options: argparse.Namespace) -> dict[str, Any]:
 def padding_seen(
     say: Say, name: str, smooth: Callable[..., Any], ys: np.ndarray, lengths: np.ndarray
 ) -> dict[str, Any]:
-    """How far smoothed means move with padding, and programs that other lengths compile.
+    """Return the change of smoothed means by padding, and programs compiled for other lengths.
 
     Args:
         say: prints a line.
-        name: of the problem.
+        name: name of the problem.
         smooth: `smooth(ys, length)`, the means of one series.
         ys: all series in one batch.
-        lengths: how many rows of each exist.
+        lengths: number of existing rows of each series.
     """
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -229,7 +229,7 @@ def padding_seen(
 
 
 def series(say: Say, options: argparse.Namespace) -> dict[str, Any]:
-    """Many series of unequal length in one batch, by an exact and by an amortised smoother."""
+    """Smooth many series of unequal length by an exact and by an amortised smoother."""
     number, longest = 500, 400
     lengths = np.random.default_rng(0).integers(20, longest + 1, number)
     lengths[:2] = 20, longest

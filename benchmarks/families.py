@@ -1,10 +1,10 @@
-"""Times training steps and inference of the amortised families on two CPU cores, in float64.
+"""Time training steps and inference of the amortised families on two CPU cores, in float64.
 
     python benchmarks/families.py [--quick] [--out FILE]
 
-A training step is the ELBO of 64 series and its gradient in the family. Its floor is the same
-network and the same emission terms, evaluated and differentiated at all n x 64 points at once,
-without the recurrence. Each case runs in a process of its own with a timeout.
+A training step is the ELBO of 64 series and its gradient in the family. Its floor is the time of
+the same network and emission terms, evaluated and differentiated at all n x 64 points at once,
+without the recurrence. Each case runs in a separate process with a timeout.
 """
 
 import argparse
@@ -24,7 +24,7 @@ AUTHORS = {"gated": 302.0, "recurrent": 187.0}
 
 
 def best(run: Callable[[], Any], repeats: int) -> tuple[float, float]:
-    """The least milliseconds of some runs, and the seconds of the first one."""
+    """Return the smallest milliseconds of several runs, and the seconds of the first one."""
     import jax
 
     began = time.perf_counter()
@@ -39,7 +39,7 @@ def best(run: Callable[[], Any], repeats: int) -> tuple[float, float]:
 
 
 def training_step(name: str, model: Any, ys: Any, estimator: Any) -> Callable[[], Any]:
-    """The ELBO of a batch and its gradient in the family."""
+    """Return the ELBO of a batch and its gradient in the family."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -68,7 +68,7 @@ def training_step(name: str, model: Any, ys: Any, estimator: Any) -> Callable[[]
 
 
 def floor_step(name: str, model: Any, ys: Any, nodes: int) -> Callable[[], Any]:
-    """The networks and the emission terms at all points at once, with their gradient."""
+    """Return the networks and the emission terms at all points at once, with their gradient."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -114,7 +114,7 @@ def floor_step(name: str, model: Any, ys: Any, nodes: int) -> Callable[[], Any]:
 
 
 def small(name: str, quick: bool) -> dict[str, Any]:
-    """A training step at d = 1, n = 64, with 20-point quadrature."""
+    """Time a training step at d = 1, n = 64, with 20-point quadrature."""
     import retrodict as rd
     from accuracy import NONLINEAR, simulate
 
@@ -128,7 +128,7 @@ def small(name: str, quick: bool) -> dict[str, Any]:
 
 
 def large(name: str, quick: bool) -> dict[str, Any]:
-    """A training step at d = m = 10, n = 100, with one draw of the emission term."""
+    """Time a training step at d = m = 10, n = 100, with one draw of the emission term."""
     import retrodict as rd
     from accuracy import network_model, simulate
 
@@ -144,7 +144,7 @@ def large(name: str, quick: bool) -> dict[str, Any]:
 
 
 def lengths(name: str, quick: bool) -> dict[str, Any]:
-    """A training step at d = 1 of 8 series, by length."""
+    """Time a training step of 8 series at d = 1, by length."""
     import retrodict as rd
     from accuracy import NONLINEAR, simulate
 
@@ -156,7 +156,7 @@ def lengths(name: str, quick: bool) -> dict[str, Any]:
 
 
 def inference(name: str, quick: bool) -> dict[str, Any]:
-    """One series of 500 at d = 1, beside exact FFBSi with 1,000 particles by cuthbert."""
+    """Time one series of 500 rows at d = 1, and cuthbert's exact FFBSi with 1,000 particles."""
     import jax
 
     from accuracy import FAMILIES, NONLINEAR, simulate

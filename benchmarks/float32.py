@@ -1,8 +1,8 @@
-"""How far the smoother in float32 is from itself in float64, over sixteen orders of R/Q.
+"""Compare the smoother in float32 with float64, over sixteen orders of magnitude of R/Q.
 
-Both see the same numbers: parameters and series are rounded to float32 first. Prints, for each
-model and ratio, the largest error of a smoothed mean in posterior standard deviations, how far
-float32 rounds a mean of that size, and the largest relative error of a standard deviation.
+Both use the same numbers: parameters and series are rounded to float32 first. Prints, for each
+model and ratio, the largest error of a smoothed mean in posterior standard deviations, the float32
+rounding of a mean of that size, and the largest relative error of a standard deviation.
 
     python benchmarks/float32.py [--num-times 100000] [--parallel]
 """
@@ -21,7 +21,7 @@ jax.config.update("jax_enable_x64", True)
 
 
 def models() -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Name to transition weight, transition noise and design, for three states."""
+    """Return transition weight, transition noise and design by name, for three states."""
     angle = 0.1
     turn = np.eye(3)
     turn[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]

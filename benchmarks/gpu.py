@@ -1,12 +1,12 @@
-"""Times the parallel smoother on an accelerator, against the time that its bytes alone need.
+"""Time the parallel smoother on an accelerator, and compare with its memory traffic alone.
 
     python benchmarks/gpu.py --out benchmarks/results/kalman-gpu.json
 
-Filter, backward kernels and marginals of one long series, d=3 and m=4, in float32 and float64, with
-nothing but retrodict and JAX installed. The floor is the time to read the series and to write the
-filtering laws, kernels and marginals once, at the bandwidth that a plain copy reaches here. Errors
-are against the sequential form in float64 on the CPU, in posterior standard deviations. It runs on
-whatever backend JAX chooses, and no measurement is begun after `--budget` seconds.
+Filter, backward kernels and marginals of one long series, d=3 and m=4, in float32 and float64. It
+needs retrodict and JAX only. The floor is the time to read the series and to write the filtering
+laws, kernels and marginals once, at the measured bandwidth of a copy. Errors are relative to the
+sequential form in float64 on the CPU, in posterior standard deviations. It runs on the default
+backend of JAX, and starts no measurement after `--budget` seconds.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written a second by `x + 1` on an array far larger than any cache."""
+    """Measure the bytes read and written per second by `x + 1` on a large array."""
     size = 2**24 if jax.default_backend() == "cpu" else 2**28
     x = jnp.zeros(size, jnp.float32)
     add = jax.jit(lambda x: x + 1)
@@ -86,7 +86,7 @@ def copy_bandwidth() -> float:
 
 
 def timing(given: Problem, n: int, dtype: Any, parallel: bool, bandwidth: float) -> dict[str, Any]:
-    """Compile time, run time and the floor that memory sets, of one size and type."""
+    """Return compile time, run time and the floor of memory traffic, of one size and type."""
     what = f"{'parallel' if parallel else 'sequential'}, n={n:,}, {jnp.dtype(dtype).name}"
     _say(f"{what}: compiling")
     smooth, arguments = smoother(given, n, dtype, parallel)
@@ -116,7 +116,7 @@ def timing(given: Problem, n: int, dtype: Any, parallel: bool, bandwidth: float)
 
 
 def agreement(given: Problem, n: int) -> dict[str, Any]:
-    """The largest errors of the parallel form, in standard deviations of the posterior."""
+    """Return the largest errors of the parallel form, in posterior standard deviations."""
     with jax.default_device(jax.devices("cpu")[0]):
         smooth, arguments = smoother(given, n, jnp.float64, parallel=False)
         _, exact = smooth(*arguments)
@@ -133,7 +133,7 @@ def agreement(given: Problem, n: int) -> dict[str, Any]:
 
 
 def smoother(given: Problem, n: int, dtype: Any, parallel: bool) -> tuple[Any, tuple[Any, Any]]:
-    """The jitted smoother with its arguments; all of the chain is written, and the marginals."""
+    """Return the jitted smoother with its arguments; it returns the chain and the marginals."""
 
     def smooth(model: rd.StateSpaceModel, ys: Any) -> Any:
         chain = rd.kalman_smoother(model, ys, mask=True, parallel=parallel).chain

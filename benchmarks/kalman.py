@@ -1,9 +1,9 @@
-"""Kalman workloads: one linear-Gaussian problem, and how each library is called on it.
+"""Kalman workloads: one linear-Gaussian problem, and the call of each library.
 
-Every library gets the same arrays, as arguments of the compiled function and not as constants in
-it, and returns the same: the log-evidence with the smoothed means and covariances (as Cholesky
-factors where the library keeps those), or the gradient of the log-evidence in every parameter.
-Peers are imported only in the function that calls them.
+Every library gets the same arrays, as arguments of the compiled function and not as constants. Each
+returns the log-evidence with the smoothed means and covariances (as Cholesky factors where the
+library has those), or the gradient of the log-evidence in every parameter. Peers are imported only
+in the function that calls them.
 """
 
 import resource
@@ -23,10 +23,10 @@ DECAY, NOISE = 0.9, 0.3
 
 
 class Problem(NamedTuple):
-    """A stationary model with its series.
+    """Stationary model with its series.
 
-    Its prior is the law that its transition preserves, so that a library whose first transition
-    comes before its first observation needs no first step of its own.
+    The prior is the stationary law of the transition, so that libraries whose first transition
+    precedes the first observation need no special first step.
     """
 
     weight: Any
@@ -39,9 +39,9 @@ class Problem(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A function to compile, its arguments, and how to read its result as named arrays.
+    """Function to compile, its arguments, and a reader of its result as named arrays.
 
-    The last argument holds the observations: it alone has an axis of series, if there are several.
+    The last argument holds the observations. It alone has an axis of series, if there are several.
     """
 
     function: Callable[..., Any]
@@ -50,7 +50,7 @@ class Program(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A call that is ready to be timed; `answer` is what it returned, for comparison."""
+    """Call that is ready to be timed; `answer` is its result, for comparison."""
 
     call: Callable[[], object]
     compile_s: float | None
@@ -59,7 +59,7 @@ class Prepared(NamedTuple):
 
 
 def problem(task: Task) -> Problem:
-    """Draws a model and its series; the same for every library."""
+    """Draw a model and its series, the same for every library."""
     d, m, n = task.state_dim, task.obs_dim, task.num_times
     rng = np.random.default_rng(0)
     rotation = np.linalg.qr(rng.normal(size=(d, d)))[0]
@@ -81,7 +81,7 @@ def problem(task: Task) -> Problem:
 
 
 def retrodict_model(given: Problem, dtype: Any = jnp.float64) -> rd.StateSpaceModel:
-    """The problem's model."""
+    """Return the model of the problem."""
     weight, noise, design, obs_noise, prior = (jnp.asarray(a, dtype) for a in given[:5])
     zeros = jnp.zeros(weight.shape[0], dtype)
     return rd.StateSpaceModel(
@@ -209,7 +209,7 @@ PROGRAMS: dict[tuple[str, str], Callable[[Problem, Task], Program]] = {
 
 
 def prepare(task: Task) -> Prepared:
-    """Compiles a task's call and runs it once."""
+    """Compile the call of a task and run it once."""
     if task.library == "statsmodels":
         return _as_json(statsmodels_smoother(problem(task), task))
     if not task.memory:
@@ -281,7 +281,7 @@ def _named_moments(evidence: Any, means: Any, variances: Any) -> dict[str, Any]:
 
 
 def _named_gradient(prior_mean: Any, transition: Any, emission: Any) -> dict[str, Any]:
-    """The derivatives in those parameters that every library writes alike."""
+    """Return the derivatives in the parameters that all libraries share."""
     return {
         "d/d prior mean": prior_mean,
         "d/d transition weight": transition.weight,

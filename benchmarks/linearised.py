@@ -1,9 +1,9 @@
-"""Compares the extended and the unscented smoother with dynamax's, on a pendulum.
+"""Compare the extended and the unscented smoother with those of dynamax, on a pendulum.
 
     python benchmarks/linearised.py [--out FILE]
 
-Both libraries linearise the same model at the same points, so that they must agree but for what
-dynamax adds to the diagonal of matrices that it solves with, 1e-9; then they are timed in turn.
+Both libraries linearise the same model at the same points, so that they must agree up to the
+constant 1e-9 that dynamax adds to the diagonal of matrices. Then they are timed in turn.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""One measurement a subprocess: what is asked of it, and how an answer or a failure comes back.
+"""One measurement per subprocess: tasks, answers and failures.
 
-A worker prepares its call, answers once with what it found, and then repeats the call as often as
-it is asked to. So several libraries can take turns, each in a process of its own, and each compiles
-only once. Nothing here imports JAX: the process that waits must stay small and idle.
+A worker prepares its call, returns one answer, and then repeats the call on request. Several
+libraries can thus take turns, each in a separate process that compiles once. This module does not
+import JAX: the waiting process must stay small and idle.
 """
 
 import json
@@ -24,7 +24,7 @@ WORKER = Path(__file__).with_name("worker.py")
 
 @dataclass(frozen=True)
 class Task:
-    """What one worker measures. All arrays are float64, on the CPU."""
+    """Measurement of one worker. All arrays are float64, on the CPU."""
 
     library: str
     what: str  # "smoother" or "gradient"
@@ -41,7 +41,7 @@ class Task:
 
 @dataclass
 class Record:
-    """What came of one task."""
+    """Result of one task."""
 
     label: str
     task: Task
@@ -55,16 +55,16 @@ class Record:
 
     @property
     def best_s(self) -> float | None:
-        """The least time of all rounds."""
+        """Return the smallest time of all rounds."""
         return min(map(min, self.times_s)) if self.times_s else None
 
     @property
     def median_s(self) -> float | None:
-        """The median over all repetitions of all rounds."""
+        """Return the median over all repetitions of all rounds."""
         return statistics.median(sum(self.times_s, [])) if self.times_s else None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the single repetitions."""
+        """Return everything except the single repetitions."""
         return {
             "label": self.label,
             "task": asdict(self.task),
@@ -80,11 +80,11 @@ class Record:
 
 
 class WorkerError(Exception):
-    """A worker timed out or broke; the message says which."""
+    """Timeout or failure of a worker."""
 
 
 class Worker:
-    """A subprocess that prepares one task and repeats it on request."""
+    """Subprocess that prepares one task and repeats it on request."""
 
     def __init__(self, task: Task):
         self._errors = tempfile.TemporaryFile("w+")
@@ -106,10 +106,10 @@ class Worker:
         self.close()
 
     def answer(self, timeout_s: float) -> Any:
-        """The worker's next answer.
+        """Return the worker's next answer.
 
         Raises:
-            WorkerError: if there is none in time, or never will be.
+            WorkerError: if there is no answer in time.
         """
         try:
             line = self._lines.get(timeout=timeout_s)
@@ -121,7 +121,7 @@ class Worker:
         return json.loads(line)
 
     def repeat(self, repetitions: int, timeout_s: float) -> list[float]:
-        """Seconds of each repetition of the call."""
+        """Return the seconds of each repetition of the call."""
         stdin = self._process.stdin
         assert stdin is not None
         try:
@@ -132,7 +132,7 @@ class Worker:
         return self.answer(timeout_s)
 
     def close(self) -> None:
-        """Ends the process, whatever it is doing."""
+        """End the process."""
         self._process.kill()
         self._process.wait()
 
@@ -151,7 +151,7 @@ class Worker:
 
 
 def time_calls(call: Callable[[], object], repetitions: int) -> list[float]:
-    """Seconds of each of several calls, after one that does not count."""
+    """Return the seconds of several calls, after one call that is not counted."""
     call()
     times = []
     for _ in range(repetitions):
@@ -162,7 +162,7 @@ def time_calls(call: Callable[[], object], repetitions: int) -> list[float]:
 
 
 def _environment(task: Task) -> dict[str, str]:
-    """The parent's environment, without what would blur a measurement."""
+    """Return the environment of the parent, without variables that affect a measurement."""
     environment = dict(os.environ)
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     environment.update(JAX_ENABLE_X64="1", JAX_PLATFORMS="cpu", XLA_FLAGS=task.xla_flags)

@@ -1,8 +1,8 @@
-"""What the spelling of small-matrix code costs: fences on and off, unrolled loops against LAPACK.
+"""Measure variants of small-matrix code: optimisation barriers, and unrolled loops or LAPACK.
 
 Prints, for the filter and smoother at n = 2000 in float64, run and compile times by dimension with
-loops unrolled at that dimension and with LAPACK instead, and without fences. This is where the
-threshold `retrodict._numerics.linalg.UNROLLED` comes from.
+unrolled loops and with LAPACK, and without barriers. The threshold
+`retrodict._numerics.linalg.UNROLLED` follows from it.
 
     python benchmarks/numerics.py [--dims 2 3 4 5 6 8]
 """
@@ -18,7 +18,7 @@ SPELLINGS = ("unrolled", "unrolled, no fences", "LAPACK")
 
 
 def measure(spelling: str, dim: int, answers: multiprocessing.Queue) -> None:
-    """Times one spelling in a process of its own, so that nothing is cached."""
+    """Time one variant in a separate process, so that nothing is cached."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp

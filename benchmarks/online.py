@@ -1,11 +1,11 @@
-"""Learning while the data arrive: gradients, recursive likelihood, a chaotic network, throughput.
+"""Measure online learning: gradients, recursive likelihood, a chaotic network, throughput.
 
     python benchmarks/online.py gradients linear chaotic throughput memory shocks [--folder online]
 
 `--dims`, `--methods`, `--first-set`, `--num-sets`, `--num-rows` and `--num-seeds` make parts
 smaller, so that several processes can share the work. Each writes its figures into the folder, one
-JSON file a run, with the machine beside them; `--collect FILE` joins them, with what the file holds
-already, and `benchmarks/online_figures.py FILE` draws them.
+JSON file per run, with the machine. `--collect FILE` joins them with the content of the file, and
+`benchmarks/online_figures.py FILE` draws them.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BURN_IN = 50
 
 
 def plane(weight: float, noise: float = 0.5) -> rd.StateSpaceModel:
-    """Two coupled states, seen with noise."""
+    """Return a model of two coupled states with observation noise."""
     turn = jnp.array([[weight, 0.2], [-0.2, weight]])
     eye, zeros = jnp.eye(2), jnp.zeros(2)
     return rd.StateSpaceModel(
@@ -45,7 +45,7 @@ def plane(weight: float, noise: float = 0.5) -> rd.StateSpaceModel:
 
 
 def gradients(arguments: Any) -> dict[str, Any]:
-    """Bias and spread of recursive gradients, against autodiff through all 50 rows."""
+    """Measure bias and variance of recursive gradients, against autodiff through all 50 rows."""
     num_rows, model, family = 50, plane(0.8), rd.KalmanFamily(plane(0.6, 0.7))
     ys = model.simulate(jax.random.key(1), num_rows)[1]
     exact = rd.online.recursive_gradient(
@@ -94,7 +94,7 @@ def gradients(arguments: Any) -> dict[str, Any]:
 
 
 def named(name: str, arguments: Any) -> bool:
-    """Whether a method was asked for: its name begins like one of those that were."""
+    """Return whether a method was requested, by the beginning of its name."""
     return not arguments.methods or name.startswith(tuple(arguments.methods))
 
 
@@ -107,18 +107,18 @@ def _flat(tree: Any) -> jax.Array:
 
 
 class DiagonalWeight(rd.AbstractParameter):
-    """A diagonal matrix, of which the diagonal is learned."""
+    """Diagonal matrix whose diagonal is learned."""
 
     raw: jax.Array
 
     @property
     def value(self) -> jax.Array:
-        """The matrix."""
+        """Return the matrix."""
         return jnp.diag(self.raw)
 
 
 def diagonal_model(transition: jax.Array, emission: jax.Array) -> rd.StateSpaceModel:
-    """Diagonal F and G to be learned; all else is known."""
+    """Return a model with diagonal F and G to be learned."""
     d = transition.shape[0]
     zeros, frozen = jnp.zeros(d), rd.Frozen
     return rd.StateSpaceModel(
@@ -131,9 +131,9 @@ def diagonal_model(transition: jax.Array, emission: jax.Array) -> rd.StateSpaceM
 
 
 def methods_of_likelihood(start: rd.StateSpaceModel) -> dict[str, tuple[Any, Any]]:
-    """Families and gradients by which F and G are learned.
+    """Return the families and gradients that learn F and G.
 
-    The coordinates of this model are independent, so that squares are features enough.
+    The coordinates of this model are independent, so that squares are sufficient features.
     """
     family, squares = rd.KalmanFamily(start), rd.online.QuadraticFeatures(products=False)
     return {
@@ -144,10 +144,10 @@ def methods_of_likelihood(start: rd.StateSpaceModel) -> dict[str, tuple[Any, Any
 
 
 def linear(arguments: Any) -> dict[str, Any]:
-    """F and G of a linear model of ten states, learned along 50,000 rows; the exact score beside.
+    """Learn F and G of a linear model of ten states along 50,000 rows; compare the exact score.
 
-    Robbins–Monro steps of rate 3e-2 and exponent 0.6, all entries started at 0.75; of the gradient
-    itself, or of Adam.
+    Robbins–Monro steps of rate 3e-2 and exponent 0.6, all entries started at 0.75; gradient steps
+    or Adam.
     """
     d, num_rows, chunk = 10, arguments.num_rows or 50_000, 1000
     schedule = rd.online.robbins_monro(3e-2, 0.6)
@@ -182,7 +182,7 @@ def linear(arguments: Any) -> dict[str, Any]:
 
 
 def sets(arguments: Any, default: int) -> range:
-    """The numbers of the data sets."""
+    """Return the numbers of the data sets."""
     return range(arguments.first_set, arguments.first_set + (arguments.num_sets or default))
 
 
@@ -190,32 +190,32 @@ def sets(arguments: Any, default: int) -> range:
 
 
 class Drift(eqx.Module):
-    """x + (Δ/τ)(−x + γ W tanh x), with Δ/τ = 0.04 and γ = 2.5."""
+    """Map x + (Δ/τ)(−x + γ W tanh x), with Δ/τ = 0.04 and γ = 2.5."""
 
     weight: jax.Array
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The mean of the next state."""
+        """Return the mean of the next state."""
         pull = jnp.matmul(self.weight, jnp.tanh(x), precision="highest")
         return x + 0.04 * (-x + 2.5 * pull)
 
 
 class Student(eqx.Module):
-    """loc + 0.1 t with t of Student's law of two degrees of freedom: its variance is infinite."""
+    """Law of loc + 0.1 t with t Student of two degrees of freedom, with infinite variance."""
 
     loc: jax.Array
 
     def log_prob(self, value: jax.Array) -> jax.Array:
-        """The log density of each entry, of which t's is (2 + t²)^(−3/2)."""
+        """Return the log density of each entry; that of t is (2 + t²)^(−3/2)."""
         return -1.5 * jnp.log(2.0 + ((value - self.loc) / 0.1) ** 2) - np.log(0.1)
 
     def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
-        """A draw."""
+        """Draw from the law."""
         return self.loc + 0.1 * jax.random.t(key, 2.0, (*sample_shape, *self.loc.shape))
 
 
 def chaotic_model(seed: int, dim: int) -> rd.StateSpaceModel:
-    """The chaotic recurrent network of Campbell et al. (2021)."""
+    """Return the chaotic recurrent network of Campbell et al. (2021)."""
     weight = jax.random.normal(jax.random.key(seed), (dim, dim)) / np.sqrt(dim)
     return rd.StateSpaceModel(
         rd.Gaussian(jnp.zeros(dim), 0.1 * jnp.eye(dim)),
@@ -226,7 +226,7 @@ def chaotic_model(seed: int, dim: int) -> rd.StateSpaceModel:
 
 @functools.cache
 def proposal() -> Any:
-    """The transition times a Gaussian that touches the Student density, four times over."""
+    """Return the transition times a Gaussian tangent to the Student density, four times."""
 
     def initial(data: Any) -> rd.Gaussian:
         return toward(jnp.zeros_like(data.ys), data)
@@ -242,7 +242,7 @@ def proposal() -> Any:
 
 
 def guide(model: rd.StateSpaceModel) -> rd.particles.Guided:
-    """A guided filter's proposal for this network."""
+    """Return the proposal of a guided filter for this network."""
     initial, toward = proposal()
     return rd.particles.Guided(
         initial, lambda before, data: toward(model.transition.fn(before), data)
@@ -250,10 +250,10 @@ def guide(model: rd.StateSpaceModel) -> rd.particles.Guided:
 
 
 def errors_of(means: Any, smoothed: Any, xs: Any) -> dict[str, float]:
-    """Errors of filtering and one step back: as published, and pooled over rows and entries.
+    """Return errors of filtering and one step back, as published and pooled.
 
-    Published figures average over time, from row 50 on, the root of the mean square of a row's
-    entries. That is less than the root of the mean over all, by a fifteenth at d = 5.
+    Published figures average over time, from row 50 on, the root mean square of the entries of a
+    row. This is smaller than the root mean square over all entries, by a fifteenth at d = 5.
     """
     squares = np.asarray((means - xs) ** 2)
     figures = {
@@ -269,7 +269,7 @@ def errors_of(means: Any, smoothed: Any, xs: Any) -> dict[str, float]:
 
 @eqx.filter_jit
 def frozen(family: Any, ys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Filtered and one-step smoothed means of a family as it stands."""
+    """Return filtered and one-step smoothed means of a family without learning."""
     chain = family.infer(ys, mask=True)
     kernels, means = chain.kernels, chain.laws.mean
     back = jnp.einsum("tij,tj->ti", kernels.weight, means[1:], precision="highest") + kernels.bias
@@ -281,9 +281,9 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def timed(call: Callable[[], Any], clock: str = "wall", num_calls: int = 1) -> tuple[Any, float]:
-    """What a call returns once compiled, and its seconds: the least of some calls.
+    """Return the result of a compiled call, and the smallest seconds of several calls.
 
-    What else runs on a machine can only add to them.
+    Other processes on the machine can only increase them.
     """
     found, spent = jax.block_until_ready(call()), []
     for _ in range(num_calls):
@@ -294,7 +294,7 @@ def timed(call: Callable[[], Any], clock: str = "wall", num_calls: int = 1) -> t
 
 
 def clipped(optimiser: optax.GradientTransformation, norm: float) -> optax.GradientTransformation:
-    """An optimiser to which no gradient is larger than this, on one long vector."""
+    """Return an optimiser with clipped gradients, on one long vector."""
     return optax.flatten(optax.chain(optax.clip_by_global_norm(norm), optimiser))
 
 
@@ -303,10 +303,10 @@ OPTIMISER = clipped(optax.adam(rd.online.robbins_monro(1e-2, 0.6, warmup=10)), 1
 
 
 def chaotic(arguments: Any) -> dict[str, Any]:
-    """The chaotic network: errors while learning and once trained, with milliseconds a row.
+    """Measure errors on the chaotic network during and after learning, and milliseconds per row.
 
-    Particle filters get the time of the learner or a little more. The family frozen at its start
-    and the one that was learned also smooth a second series of the same network.
+    Particle filters get about the time of the learner. The initial family and the learned one also
+    smooth a second series of the same network.
     """
     figures: dict[str, Any] = {}
     num_rows = arguments.num_rows or 500
@@ -353,7 +353,7 @@ def chaotic(arguments: Any) -> dict[str, Any]:
 
 
 def summary(found_in: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Means and standard errors over data sets, and of differences between pairs."""
+    """Return means and standard errors over data sets, and of paired differences."""
     rows = {
         name: [found[name] for found in found_in.values()] for name in next(iter(found_in.values()))
     }
@@ -383,7 +383,7 @@ def _mean(values: np.ndarray) -> dict[str, float]:
 
 @eqx.filter_jit
 def particle_means(model: rd.StateSpaceModel, ys: jax.Array, count: int, guided: bool) -> jax.Array:
-    """Filtered means of a particle filter; compiled once for all data sets."""
+    """Return filtered means of a particle filter, compiled once for all data sets."""
     return rd.particle_filter(
         jax.random.key(0),
         model,
@@ -403,9 +403,9 @@ def particle_errors(
     counts: dict[str, int],
     clocked: Callable[[Callable[[], Any]], tuple[Any, float]],
 ) -> dict[str, dict[str, float]]:
-    """Bootstrap and guided particle filters with at least the time that the learner had.
+    """Return errors of bootstrap and guided filters with at least the learner's time.
 
-    How many particles that is, of 100, 120, 144, …, is found out once, and kept in `counts`.
+    The number of particles, of 100, 120, 144, …, is determined once and stored in `counts`.
     """
     found = {}
     # All particles of all rows are kept: two gigabytes of them at most.
@@ -433,7 +433,7 @@ def particle_errors(
 
 
 def rates(stream: Any, state: Any, ys: jax.Array) -> dict[str, float]:
-    """Rows a second of a live posterior or a learner, in one chunk and one by one."""
+    """Return rows per second of a running posterior or a learner, in one chunk and one by one."""
     _, seconds = timed(lambda: stream.scan(state, ys))
     jax.block_until_ready(stream.update(state, ys[0]))
     alone = np.asarray(ys[:200])
@@ -447,7 +447,7 @@ def rates(stream: Any, state: Any, ys: jax.Array) -> dict[str, float]:
 
 
 def throughput(arguments: Any) -> dict[str, Any]:
-    """Rows a second of inference and of learning."""
+    """Measure rows per second of inference and of learning."""
     figures: dict[str, Any] = {}
     for dim in arguments.dims or (1, 5, 20):
         model = chaotic_model(0, dim)
@@ -467,7 +467,7 @@ def throughput(arguments: Any) -> dict[str, Any]:
 
 
 def memory(arguments: Any) -> dict[str, Any]:
-    """The memory of this process while it learns from a million rows."""
+    """Measure the memory of this process while it learns from a million rows."""
     num_rows, chunk = arguments.num_rows or 1_000_000, 1000
     model = chaotic_model(0, 1)
     learner = rd.online.OnlineLearner(
@@ -495,7 +495,7 @@ def memory(arguments: Any) -> dict[str, Any]:
 
 
 def megabytes_held() -> float:
-    """The memory that this process holds now; what it held at most would hide growth."""
+    """Return the current memory of this process; the peak would hide growth."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 
@@ -504,7 +504,7 @@ def megabytes_held() -> float:
 
 
 def autoregression(weight: float) -> rd.StateSpaceModel:
-    """One state with a weight to be learned; all else is known."""
+    """Return a model of one state with a weight to be learned."""
     eye, frozen = jnp.eye(1), rd.Frozen
     return rd.StateSpaceModel(
         frozen(rd.Gaussian(jnp.zeros(1), eye)),
@@ -514,17 +514,17 @@ def autoregression(weight: float) -> rd.StateSpaceModel:
 
 
 def best_increments(weight: float, ys: np.ndarray) -> np.ndarray:
-    """What each row adds to the log-evidence of a known model."""
+    """Return the increments of the log-evidence of a known model per row."""
     model = rd.unwrap(autoregression(weight))
     exact = rd.online.RunningPosterior(rd.KalmanFamily(model), model)
     return np.asarray(exact.scan(exact.init(), ys)[1].elbo_increment)
 
 
 def shocks(arguments: Any) -> dict[str, Any]:
-    """A change of regime, a burst of missing rows and a burst of outliers, half-way in a stream.
+    """Measure a regime change, a burst of missing rows and a burst of outliers in a stream.
 
     Before the shock and at the end, over a third of each half: the mean of the learned weight, and
-    how far the ELBO of a row is below what the true model would give with its exact posterior.
+    the difference of the ELBO per row to the log-evidence of the true model.
     """
     half = (arguments.num_rows or 6000) // 2
     before = autoregression(0.9).simulate(jax.random.key(0), half)[1]
@@ -635,7 +635,7 @@ SHARED = ("first_set", "num_sets", "methods", "dims", "looks", "parts")
 
 
 def joined(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One record for each part with the same machine and options, and a summary of data sets."""
+    """Return one record per part with the same machine and options, and a summary of data sets."""
     found: dict[str, dict[str, Any]] = {}
     for record in records:
         for option in SHARED:

@@ -1,4 +1,4 @@
-"""Draws the figures of `benchmarks/online.py` from the file that `--collect` wrote.
+"""Draw the figures of `benchmarks/online.py` from the file that `--collect` wrote.
 
 python benchmarks/online_figures.py online.json docs/images
 """
@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 
 def gradients(records: list[dict[str, Any]], folder: Path) -> None:
-    """Spread against the number of samples, for each method that draws."""
+    """Draw the variance against the number of samples, for each method that samples."""
     figures = records[-1]["figures"]
     figure, axes = plt.subplots(figsize=(5, 3.5), layout="constrained")
     curves: dict[str, list[tuple[int, float]]] = {}
@@ -35,7 +35,7 @@ def gradients(records: list[dict[str, Any]], folder: Path) -> None:
 
 
 def linear(records: list[dict[str, Any]], folder: Path) -> None:
-    """Mean absolute error of F and G along the stream, a panel an optimiser; means of data sets."""
+    """Draw the mean absolute error of F and G along the stream, one panel per optimiser."""
     figure, panels = plt.subplots(
         1, len(records), figsize=(8, 3.5), layout="constrained", sharey=True, squeeze=False
     )
@@ -56,7 +56,7 @@ def linear(records: list[dict[str, Any]], folder: Path) -> None:
 
 
 def shocks(records: list[dict[str, Any]], folder: Path) -> None:
-    """The learned weight and the increment of the ELBO through each shock."""
+    """Draw the learned weight and the increment of the ELBO around each shock."""
     figures = records[-1]["figures"]
     figure, rows = plt.subplots(2, 3, figsize=(9, 4), layout="constrained", sharex=True)
     for (above, below), name in zip(rows.T, ("regime", "missing", "outliers"), strict=True):

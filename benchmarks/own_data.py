@@ -1,4 +1,4 @@
-"""Reference figures for models of real data.
+"""Compute reference figures for models of real data.
 
     python benchmarks/own_data.py volatility [--timeout SECONDS] [--out FILE]
     python benchmarks/own_data.py volatility-fit [--run FOLDER] [--timeout SECONDS] [--out FILE]
@@ -8,13 +8,13 @@ against the dollar from 1997 on, as distributed with the package particles,
 
     x_0 ~ N(μ, σ² / (1 − φ²)),    x_t = μ + φ (x_{t-1} − μ) + σ ε_t,    y_t = exp(x_t / 2) η_t,
 
-with y_t a hundred times the difference of the logarithms. The likelihood is maximised on a grid of
-states, by a filter written here with derivatives by JAX; `grid_smoother` and particle filters then
-have to agree with its value, and Louis' identity with its curvature.
+with y_t the difference of the logarithms in percent. The likelihood is maximised on a grid of
+states, by a separate filter with derivatives by JAX. `grid_smoother` and particle filters must
+agree with its value, and Louis' identity with its curvature.
 
-`volatility-fit`: what `retrodict.runs.fit` learns from the same returns without being told any of
-this, against that maximum; and what its family says of the volatility, against the grid and FFBSi.
-A run that is there already, such as that of examples/volatility.py, is named by `--run`.
+`volatility-fit`: compare the estimates of `retrodict.runs.fit` on the same returns with that
+maximum, and its smoothed volatility with the grid and FFBSi. `--run` names an existing run, such as
+that of examples/volatility.py.
 """
 
 import argparse
@@ -45,7 +45,7 @@ NAMES = ("mean", "persistence", "scale")
 
 
 def returns() -> np.ndarray:
-    """A hundred times the daily differences of the log price, of shape `(time, 1)`."""
+    """Return the daily differences of the log price in percent, of shape `(time, 1)`."""
     spec = importlib.util.find_spec("particles")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("The returns are distributed with the package particles: install it.")
@@ -57,12 +57,12 @@ def returns() -> np.ndarray:
 
 
 def natural(theta: jax.Array) -> jax.Array:
-    """(μ, φ, σ) from unconstrained numbers."""
+    """Return (μ, φ, σ) from unconstrained numbers."""
     return jnp.stack([theta[0], jnp.tanh(theta[1]), jnp.exp(theta[2])])
 
 
 def log_likelihood(theta: jax.Array, start: jax.Array, ys: jax.Array) -> jax.Array:
-    """The log-likelihood on a grid, with the first state's stationary law taken at `start`."""
+    """Return the log-likelihood on a grid, with the stationary law evaluated at `start`."""
     mean, persistence, scale = natural(theta)
     first_mean, first_persistence, first_scale = natural(start)
     points, step = GRID.axes[0], GRID.spacing[0]
@@ -87,7 +87,7 @@ def log_likelihood(theta: jax.Array, start: jax.Array, ys: jax.Array) -> jax.Arr
 
 
 def model_at(mean: float, persistence: float, scale: float) -> rd.StateSpaceModel:
-    """The model, with the law of the first state held fixed."""
+    """Return the model, with the law of the first state held fixed."""
     spread = scale / np.sqrt(1 - persistence**2)
     return rd.StateSpaceModel(
         prior=rd.Frozen(rd.Gaussian(jnp.array([mean]), rd.Diagonal(jnp.array([spread])))),
@@ -103,21 +103,21 @@ def model_at(mean: float, persistence: float, scale: float) -> rd.StateSpaceMode
 
 
 def read(model: rd.StateSpaceModel) -> dict[str, Any]:
-    """(μ, φ, σ) of a model."""
+    """Return (μ, φ, σ) of a model."""
     weight, bias = model.transition.weight[0, 0], model.transition.bias[0]
     scale = model.transition.scale_tril.std[0]
     return dict(zip(NAMES, (bias / (1 - weight), weight, scale), strict=True))
 
 
 def errors(hessian: Any, theta: Any) -> list[float]:
-    """Standard errors of (μ, φ, σ) from a Hessian in unconstrained numbers."""
+    """Return standard errors of (μ, φ, σ) from a Hessian in unconstrained numbers."""
     slopes = np.asarray(jax.jacfwd(natural)(theta))
     covariance = slopes @ np.linalg.inv(-np.asarray(hessian)) @ slopes.T
     return np.sqrt(np.diagonal(covariance)).tolist()
 
 
 def maximum(say: Callable[[str], None], ys: jax.Array) -> tuple[float, jax.Array]:
-    """The largest log-likelihood, and where it is."""
+    """Return the largest log-likelihood and its argument."""
     tied = jax.jit(jax.value_and_grad(lambda theta: -log_likelihood(theta, theta, ys)))
 
     def target(theta: np.ndarray) -> tuple[float, np.ndarray]:
@@ -142,7 +142,7 @@ def maximum(say: Callable[[str], None], ys: jax.Array) -> tuple[float, jax.Array
 
 
 def by_filters(model: rd.StateSpaceModel, ys: jax.Array, number: int) -> tuple[float, float]:
-    """The log-likelihood by particle filters, and its standard error."""
+    """Return the log-likelihood by particle filters, and its standard error."""
     found = jax.lax.map(
         lambda key: rd.particle_filter(key, model, ys, number, mask=True).log_evidence,
         jax.random.split(jax.random.key(0), NUM_RUNS),
@@ -151,7 +151,7 @@ def by_filters(model: rd.StateSpaceModel, ys: jax.Array, number: int) -> tuple[f
 
 
 def volatility(say: Callable[[str], None], quick: bool, _: Path | None) -> dict[str, Any]:
-    """The maximum of the likelihood, its value and its curvature."""
+    """Compute the maximum of the likelihood, its value and its curvature."""
     ys = jnp.asarray(returns()[:100] if quick else returns())
     say(f"{ys.shape[0]} returns, standard deviation {float(jnp.std(ys)):.4f}")
     top, theta = maximum(say, ys)
@@ -204,7 +204,7 @@ def volatility(say: Callable[[str], None], quick: bool, _: Path | None) -> dict[
 
 
 def volatility_fit(say: Callable[[str], None], quick: bool, folder: Path | None) -> dict[str, Any]:
-    """What a run learned, and how far its smoothed volatility is off."""
+    """Measure the estimates of a run, and the error of its smoothed volatility."""
     values = returns()[:100] if quick else returns()
     table, ys = data.read({"return": values[:, 0]}), jnp.asarray(values)
     if folder is None:

@@ -1,4 +1,4 @@
-"""Lets several tasks take turns: prepare all, compare their answers, then time them in rounds."""
+"""Time several tasks in turn: prepare all, compare their answers, then time them in rounds."""
 
 import time
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ PREPARE_S, ROUND_S = 120.0, 120.0
 
 @dataclass(frozen=True)
 class Effort:
-    """How often a call is repeated."""
+    """Numbers of repetitions of a call."""
 
     rounds: int = 3
     repetitions: int = 30
@@ -23,7 +23,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Entrant:
-    """One task in a race; the first entrant is the reference of answers and ratios."""
+    """One task of a comparison; the first one is the reference of answers and ratios."""
 
     label: str
     task: Task
@@ -32,7 +32,7 @@ class Entrant:
 
 
 def race(title: str, entrants: list[Entrant], effort: Effort) -> list[Record]:
-    """Times all entrants in turn; a failure is recorded in its row and stops nobody else."""
+    """Time all entrants in turn; a failure is recorded in its row and does not stop the others."""
     records = [Record(each.label, each.task, target=each.target) for each in entrants]
     with ExitStack() as stack:
         workers: dict[int, Worker] = {}
@@ -80,7 +80,7 @@ def _prepare(worker: Worker, record: Record, title: str) -> dict[str, Any] | Non
 
 
 def _difference(reference: dict[str, Any], answer: dict[str, Any]) -> float:
-    """The largest difference, relative to an array's largest entry where that is above 1."""
+    """Return the largest difference, relative to the largest entry if that is above 1."""
     worst = 0.0
     for name, expected in reference.items():
         a, b = np.asarray(expected), np.asarray(answer[name])

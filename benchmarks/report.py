@@ -1,4 +1,4 @@
-"""Tables on the terminal: with rich where it is installed, plain where it is not."""
+"""Tables on the terminal, with rich if it is installed."""
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 @dataclass
 class Table:
-    """A titled table of text, with notes under it."""
+    """Titled table of text, with notes."""
 
     title: str
     columns: list[str]
@@ -14,7 +14,7 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def show(self) -> None:
-        """Prints the table; its first column is aligned left, the others right."""
+        """Print the table; its first column is aligned left, the others right."""
         if find_spec("rich"):
             self._show_rich()
         else:
@@ -54,7 +54,7 @@ class Table:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Three significant figures, or a dash."""
+    """Format three significant figures, or a dash."""
     if seconds is None:
         return "–"
     value = 1e3 * seconds
@@ -63,7 +63,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def times(ratio: float | None, prefix: str = "") -> str:
-    """A ratio such as 12.3x, or a dash."""
+    """Format a ratio such as 12.3x, or a dash."""
     if ratio is None:
         return "–"
     decimals = 0 if ratio >= 100 or ratio == int(ratio) else 1 if ratio >= 1 else 2

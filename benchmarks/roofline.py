@@ -1,8 +1,8 @@
-"""What a program costs at least: its arithmetic and its bytes, against what the device can do.
+"""Compute the least possible cost of a program: its arithmetic and its memory traffic.
 
-XLA's own cost analysis counts the body of a loop once, however often it runs. Operations are
-therefore counted in the traced program, with the length of each loop; bytes are those of arguments
-and results, each moved once.
+The cost analysis of XLA counts the body of a loop once. Operations are therefore counted in the
+traced program, with the length of each loop. Bytes are those of arguments and results, each moved
+once.
 """
 
 import math
@@ -42,7 +42,7 @@ FREE = {
 
 
 class Peaks(NamedTuple):
-    """What the device reaches.
+    """Measured rates of the device.
 
     Attributes:
         flops_per_s: of a product of large matrices, in full precision.
@@ -54,7 +54,7 @@ class Peaks(NamedTuple):
 
 
 def measured_peaks(dtype: Any) -> Peaks:
-    """Both, measured here and now."""
+    """Measure both rates."""
     on_cpu = jax.default_backend() == "cpu"
     size = 1024 if on_cpu else 8192
     a = jnp.ones((size, size), dtype)
@@ -65,7 +65,7 @@ def measured_peaks(dtype: Any) -> Peaks:
 
 
 def _quickest(function: Callable[[Any], Any], argument: Any, queued: int = 4) -> float:
-    """Seconds of one call, of several in a row so that launching does not count."""
+    """Return the seconds of one call, of several in a row so that launching does not count."""
 
     def calls() -> None:
         for _ in range(queued - 1):
@@ -76,7 +76,7 @@ def _quickest(function: Callable[[Any], Any], argument: Any, queued: int = 4) ->
 
 
 def flops_of(function: Callable[..., Any], *arguments: Any) -> float:
-    """Operations of a program, loops included; an elementary function counts as one."""
+    """Count the operations of a program, including loops; an elementary function counts as one."""
     return _flops(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
@@ -101,7 +101,7 @@ def _flops(jaxpr: Any) -> float:
 
 
 def _repetitions(name: str, params: dict[str, Any]) -> int:
-    """How often what an operation holds is run, on all devices together."""
+    """Return the number of runs of the body of an operation, on all devices together."""
     if name == "scan":
         return params["length"]
     return params["mesh"].size if name == "shard_map" else 1
@@ -110,13 +110,13 @@ def _repetitions(name: str, params: dict[str, Any]) -> int:
 def measure(
     function: Callable[..., Any], arguments: tuple[Any, ...], peaks: Peaks, repetitions: int = 10
 ) -> dict[str, Any]:
-    """Compile time, run time, memory, and the share of the time that nothing could do without.
+    """Return compile time, run time, memory, and the ratio of the least possible time.
 
     Args:
-        function: what to compile.
+        function: function to compile.
         arguments: pytrees of arrays, passed and not closed over.
-        peaks: what the device reaches.
-        repetitions: how many runs are timed, of which the least counts.
+        peaks: rates of the device.
+        repetitions: number of timed runs, of which the smallest counts.
     """
     began = time.perf_counter()
     compiled = jax.jit(function).lower(*arguments).compile()
@@ -143,7 +143,7 @@ def measure(
 
 
 def memory_of(compiled: Any) -> dict[str, int]:
-    """Bytes that the program holds at once, and the peak of the process so far."""
+    """Return the memory of the program in bytes, and the peak of the process so far."""
     held = compiled.memory_analysis()
     stats = jax.local_devices()[0].memory_stats()
     if stats is None:

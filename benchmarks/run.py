@@ -1,7 +1,7 @@
-"""Times retrodict beside its peers on the CPU: tables on the terminal, figures as JSON.
+"""Time retrodict and its peers on the CPU: tables on the terminal, figures as JSON.
 
-`make bench` runs everything; `--quick` is for a first look and `--only` for some suites. A complete
-run writes `results/kalman-cpu.json`, any other only what `--out` names.
+`make bench` runs everything; `--quick` runs a smaller version and `--only` some suites. A complete
+run writes `results/kalman-cpu.json`, any other only the file of `--out`.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on, beside the code."""
+    """Return the machine and the versions."""
     return {
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),

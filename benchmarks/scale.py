@@ -1,11 +1,11 @@
-"""Times what grows: one long series, on one device or several, and training on many.
+"""Time one long series, on one device or several, and training on many series.
 
     python benchmarks/scale.py inference training --float32 --out benchmarks/results/scale-gpu.json
 
-Three states and four observed entries. Every figure comes with the seconds of compilation, the
-memory, and the share of the time that its arithmetic and its bytes alone would need, at peaks that
-are measured in the same run unless they are given. A part is a generator of figures: write one, and
-add it to `PARTS`.
+Models have three states and four observed entries. Every figure has the seconds of compilation, the
+memory, and the ratio of the least possible time to the measured one, at peaks that are measured in
+the same run unless they are given. A part is a generator of figures: write one, and add it to
+`PARTS`.
 """
 
 import argparse
@@ -41,12 +41,12 @@ FAMILIES: dict[str, tuple[Callable[..., Any], bool]] = {
 
 
 class Setting(NamedTuple):
-    """What all parts share.
+    """Settings of all parts.
 
     Attributes:
         options: the command line.
         dtype: the precision.
-        peaks: what the device reaches.
+        peaks: rates of the device.
     """
 
     options: argparse.Namespace
@@ -54,12 +54,12 @@ class Setting(NamedTuple):
     peaks: Peaks
 
     def measure(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-        """The figures of one program."""
+        """Return the figures of one program."""
         return measure(function, arguments, self.peaks, self.options.repetitions)
 
 
 def inference(setting: Setting) -> Iterator[dict[str, Any]]:
-    """One series: filtering laws, backward kernels and marginals, amortised and exact."""
+    """Time one series: filtering laws, backward kernels and marginals, amortised and exact."""
     rows = sorted(setting.options.rows)
     given = problem(Task("retrodict", "smoother", STATE, OBS, rows[-1]))
     model = retrodict_model(given, setting.dtype)
@@ -91,27 +91,27 @@ def inference(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def training(setting: Setting) -> Iterator[dict[str, Any]]:
-    """A step of Adam on a batch, with one draw of a nonlinear emission term."""
+    """Time a step of Adam on a batch, with one draw of a nonlinear emission term."""
     for name in FAMILIES:
         yield training_step(setting, name, setting.options.batch, STATE, OBS)
 
 
 def batches(setting: Setting) -> Iterator[dict[str, Any]]:
-    """A step of Adam by the number of series."""
+    """Time a step of Adam by the number of series."""
     for batch in setting.options.batches:
         for name in FAMILIES:
             yield training_step(setting, name, batch, STATE, OBS)
 
 
 def dimensions(setting: Setting) -> Iterator[dict[str, Any]]:
-    """A step of Adam by the number of states, each of which is seen."""
+    """Time a step of Adam by the number of states, each of which is observed."""
     for dim in setting.options.dims:
         for name in FAMILIES:
             yield training_step(setting, name, setting.options.batch, dim, dim)
 
 
 def training_step(setting: Setting, name: str, batch: int, d: int, m: int) -> dict[str, Any]:
-    """The figures of one step of Adam."""
+    """Return the figures of one step of Adam."""
     n, (kind, parallel) = setting.options.length, FAMILIES[name]
     model = nonlinear_model(setting.dtype, d, m)
     keys = jax.random.split(jax.random.key(1), batch)
@@ -143,7 +143,7 @@ def training_step(setting: Setting, name: str, batch: int, d: int, m: int) -> di
 
 
 def sharded(setting: Setting) -> Iterator[dict[str, Any]]:
-    """One series over all devices; memory is that of one device, beside that of one alone."""
+    """Time one series over all devices, with the memory per device and that of a single device."""
     mesh = rd.distributed.time_mesh()
     count, rows = mesh.size, max(setting.options.rows)
     n = rows - rows % count
@@ -182,7 +182,7 @@ def sharded(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def remat(setting: Setting) -> Iterator[dict[str, Any]]:
-    """The gradient of the ELBO of one series, all rows kept or read again in segments."""
+    """Measure the gradient of the ELBO of one series, with and without rematerialisation."""
     for n in sorted(setting.options.rows):
         model = nonlinear_model(setting.dtype, STATE, OBS)
         ys = jax.jit(lambda key, n=n, model=model: model.simulate(key, n)[1])(jax.random.key(1))
@@ -200,7 +200,7 @@ def remat(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def nonlinear_model(dtype: Any, d: int, m: int) -> rd.StateSpaceModel:
-    """The linear model of the other parts, seen through a hyperbolic tangent."""
+    """Return the linear model of the other parts, observed through a hyperbolic tangent."""
     linear = retrodict_model(problem(Task("retrodict", "smoother", d, m, 2)), dtype)
     design, noise = linear.emission.weight, linear.emission.scale_tril
     emission = rd.NonlinearGaussianKernel(lambda x: jnp.tanh(design @ x), noise)

@@ -1,10 +1,10 @@
-"""What a training step and smoothing cost by batch and by number of devices.
+"""Time a training step and smoothing by batch size and number of devices.
 
-Devices are simulated: each is a share of the same CPU cores, so that they gain nothing beyond the
-cores that there are, and what is seen is what it costs to have more of them: copies of the
-parameters, one exchange of gradients a step, smaller batches on each. With `--real`, the devices
-that JAX has, 1, 2, 4, ... of them. A `RecurrentFamily` for a linear-Gaussian model; each number of
-devices has a process of its own, and the best of several chunks counts.
+Devices are simulated on the same CPU cores, so that they add no speed beyond the number of cores.
+The figures show the cost of more devices: copies of the parameters, one exchange of gradients per
+step, smaller batches per device. With `--real`, the devices of JAX are used, 1, 2, 4, ... of them.
+The family is a `RecurrentFamily` for a linear-Gaussian model. Each number of devices has a separate
+process, and the best of several chunks counts.
 
     python benchmarks/scale_devices.py [--devices 1 2 4 8] [--batches 64 512] [--out devices.json]
 """
@@ -47,7 +47,7 @@ def model() -> rd.StateSpaceModel:
 
 
 def measure(num_devices: int, batch: int, num_times: int) -> dict[str, Any]:
-    """Seconds of a training step and of smoothing a batch, on the first devices."""
+    """Return the seconds of a training step and of smoothing a batch, on the first devices."""
     mesh = jax.make_mesh((num_devices,), ("batch",), devices=jax.devices()[:num_devices])
     theta = model()
     keys = jax.random.split(jax.random.key(0), batch)
@@ -100,7 +100,7 @@ def in_a_process(num_devices: int, batch: int, num_times: int, real: bool) -> di
 
 
 def table(records: list[dict[str, Any]], what: str, title: str) -> Table:
-    """One row a number of devices, and two columns a batch: its time, and rows a second."""
+    """Return one row per number of devices, with time and rows per second of each batch."""
     batches = sorted({record["batch"] for record in records})
     rows = []
     for devices in sorted({record["devices"] for record in records}):

@@ -1,10 +1,10 @@
-"""An epoch of training on series that stay on disk, beside the same with all of them in memory.
+"""Time an epoch of training on series on disk, and the same with all series in memory.
 
 A `RecurrentFamily` for a linear-Gaussian model of three states and four observed columns, float32.
-The file is Parquet, one row a time step. Each run has a process of its own, which says how large it
-became; runs of either kind take turns, and what is compared is the time from the first chunk on,
-without compilation, and without the first look through the file, which has a line of its own. A
-quarter of the series, from disk too, says whether memory grows with their number.
+The file is Parquet, with one row per time step. Each run has a separate process, which reports its
+peak memory; runs of both kinds alternate. Times start with the first chunk, without compilation and
+without opening the file, which has its own column. A quarter of the series, also from disk, shows
+whether memory grows with their number.
 
     python benchmarks/scale_disk.py [--series 100000] [--rounds 2] [--out scale-disk.json]
 """
@@ -34,7 +34,7 @@ WRITTEN = 2_000
 
 
 def write(path: Path, num_series: int, num_times: int, group: int) -> None:
-    """Simulates series and writes them, some at a time."""
+    """Simulate series and write them in chunks."""
     simulate = jax.jit(jax.vmap(lambda key: model().simulate(key, num_times)[1]))
     columns = [f"y{i}" for i in range(OBS_DIM)]
     schema = pa.schema(
@@ -53,7 +53,7 @@ def write(path: Path, num_series: int, num_times: int, group: int) -> None:
 
 
 def peak() -> int:
-    """Bytes that the process has held at most."""
+    """Return the peak memory of the process in bytes."""
     status = Path("/proc/self/status")
     if not status.exists():
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -63,7 +63,7 @@ def peak() -> int:
 
 
 def measure(kind: str, path: Path) -> dict[str, Any]:
-    """One epoch in this process."""
+    """Run one epoch in this process."""
     began = time.perf_counter()
     if kind == "memory":
         table = pq.read_table(path, columns=[f"y{i}" for i in range(OBS_DIM)])

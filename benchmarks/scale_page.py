@@ -1,9 +1,8 @@
-"""Writes the page of what scale costs, tables and a picture, from the results of the benchmarks.
+"""Write docs/scale-measured.md and its picture from the results of the scale benchmarks.
 
     python benchmarks/scale_page.py [--results benchmarks/results] [--docs docs]
 
-It reads what `scale.py` and `scale_*.py` wrote (`scale-*.json`), and leaves
-out what is not there.
+It reads the files `scale-*.json` of `scale.py` and `scale_*.py`, and omits sections without a file.
 """
 
 import argparse
@@ -20,33 +19,33 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 Run = dict[str, Any]
 
-HEADER = """# Scale, measured
+HEADER = """# Scale: measurements
 
-Written by `benchmarks/scale_page.py` from `benchmarks/results/scale-*.json`; how to read it is said
-in [Scale](scale.md). Three states and four observed entries where nothing else is said. Times are
-the best of several, without compilation. *Needed* is the share of the time that the arithmetic and
-the bytes alone would take at the rates of a large product of matrices and a large copy on that
-machine.
+`benchmarks/scale_page.py` generates this page from `benchmarks/results/scale-*.json`. See
+[Scale](scale.md) for the methods. Models have three states and four observed entries unless stated
+otherwise. Times are the best of several runs, without compilation. *Efficiency* is the ratio of the
+least possible time to the measured time. The least possible time is that of the arithmetic and the
+memory traffic alone, at the rates of a large matrix product and a large copy on the same machine.
 
-![cost against length, batch, states and devices](images/scale.png)
+![Cost against length, batch, states and devices](images/scale.png)
 """
 
 
 def table(columns: list[str], rows: Iterable[list[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def machine_of(found: dict[str, Any]) -> str:
-    """The machine of a file of results, in words."""
+    """Describe the machine of a file of results."""
     machine = found["machine"]
     name = machine["device"] if machine["backend"] == "gpu" else f"CPU, {machine['cores']} cores"
     return f"{name}, jax {machine['jax']}, {machine['precision']}, load {machine['load']:.1f}"
 
 
 def of_part(found: dict[str, Any], part: str) -> list[Run]:
-    """The runs of one part."""
+    """Return the runs of one part."""
     return [run for run in found["runs"] if run["part"] == part]
 
 
@@ -54,7 +53,7 @@ def milliseconds(run: Run | None) -> str:
     return "–" if run is None else f"{1e3 * run['best_s']:.3g}"
 
 
-def needed(run: Run | None) -> str:
+def efficiency(run: Run | None) -> str:
     return "–" if run is None else f"{100 * run['share_of_time_needed']:.2g}%"
 
 
@@ -63,13 +62,13 @@ def megabytes(run: Run | None) -> str:
 
 
 def pick(runs: list[Run], **wanted: Any) -> Run | None:
-    """The run with these facts."""
+    """Return the first run with these entries, or `None`."""
     matching = [run for run in runs if all(run.get(key) == wanted[key] for key in wanted)]
     return matching[0] if matching else None
 
 
 def length_section(found: dict[str, Any]) -> str:
-    """One series, by its length."""
+    """Return the table of one series by its length."""
     runs, rows = of_part(found, "inference"), []
     for n in sorted({run["num_times"] for run in runs}):
         exact, scan, recurrent = (
@@ -77,15 +76,15 @@ def length_section(found: dict[str, Any]) -> str:
         )
         rows.append(
             [f"{n:,}", milliseconds(exact), milliseconds(scan), milliseconds(recurrent)]
-            + [needed(exact), needed(scan), megabytes(exact), megabytes(scan)]
+            + [efficiency(exact), efficiency(scan), megabytes(exact), megabytes(scan)]
         )
     columns = ["rows", "exact, ms", "`ScanFamily`, ms", "`RecurrentFamily`, ms"]
-    columns += ["needed, exact", "needed, scan", "MB, exact", "MB, scan"]
+    columns += ["efficiency, exact", "efficiency, scan", "MB, exact", "MB, scan"]
     return f"{machine_of(found)}.\n\n" + table(columns, rows)
 
 
 def training_section(found: dict[str, Any], part: str, key: str) -> str:
-    """Steps of training, by one of their sizes."""
+    """Return the table of training steps by one of their sizes."""
     runs = of_part(found, part)
     rows = [
         [
@@ -93,20 +92,20 @@ def training_section(found: dict[str, Any], part: str, key: str) -> str:
             f"`{run['what'].capitalize()}Family`",
             milliseconds(run),
             f"{run['rows_per_s']:,.0f}",
-            needed(run),
+            efficiency(run),
             megabytes(run),
             f"{run['compile_s']:.0f}",
         ]
         for run in runs
     ]
-    about = f"{machine_of(found)}; {runs[0]['num_times']} rows a series"
+    about = f"{machine_of(found)}; {runs[0]['num_times']} rows per series"
     about += f", {runs[0]['batch']} series.\n\n" if key != "batch" else ".\n\n"
-    columns = [key.replace("_", " "), "family", "ms a step", "rows a second", "needed", "MB"]
-    return about + table([*columns, "compilation, s"], rows)
+    columns = [key.replace("_", " "), "family", "ms per step", "rows per second", "efficiency"]
+    return about + table([*columns, "MB", "compilation, s"], rows)
 
 
 def ratio_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
-    """Training on an accelerator beside two cores."""
+    """Return the table of training on an accelerator and on two cores."""
     rows = []
     for fast in of_part(gpu, "training"):
         slow = pick(of_part(cpu, "training"), what=fast["what"], batch=fast["batch"])
@@ -114,12 +113,12 @@ def ratio_section(gpu: dict[str, Any], cpu: dict[str, Any]) -> str:
             ratio = fast["rows_per_s"] / slow["rows_per_s"]
             rates = [f"{run['rows_per_s']:,.0f}" for run in (fast, slow)]
             rows.append([f"`{fast['what'].capitalize()}Family`", *rates, f"{ratio:,.0f}"])
-    about = f"{machine_of(gpu)}, beside two of its CPU cores; rows a second.\n\n"
+    about = f"{machine_of(gpu)}, compared with two CPU cores of that machine; rows per second.\n\n"
     return about + table(["family", "accelerator", "two cores", "ratio"], rows)
 
 
 def sharded_section(found: dict[str, Any]) -> str:
-    """One series over several devices."""
+    """Return the table of one series over several devices."""
     rows = [
         [
             run["what"],
@@ -132,13 +131,13 @@ def sharded_section(found: dict[str, Any]) -> str:
         ]
         for run in of_part(found, "sharded")
     ]
-    columns = ["smoother", "rows", "devices", "MB a device", "MB, one alone", "seconds"]
-    columns += ["largest difference of means from row by row, in sds"]
+    columns = ["smoother", "rows", "devices", "MB per device", "MB, one device", "seconds"]
+    columns += ["largest difference from the sequential means, in standard deviations"]
     return f"{machine_of(found)}, simulated devices.\n\n" + table(columns, rows)
 
 
 def devices_section(found: dict[str, Any]) -> str:
-    """Training and smoothing by the number of devices."""
+    """Return the table of training and smoothing by the number of devices."""
     records = found["records"]
     rows = [
         [
@@ -151,13 +150,13 @@ def devices_section(found: dict[str, Any]) -> str:
     ]
     first = records[0]
     about = f"{found['kind'].capitalize()} devices, {first['device']}, jax {first['jax']}, float32,"
-    about += f" {first['num_times']} rows a series."
-    columns = ["devices", "series", "ms a training step", "ms to smooth them"]
+    about += f" {first['num_times']} rows per series."
+    columns = ["devices", "series", "ms per training step", "ms to smooth all series"]
     return f"{about}\n\n" + table(columns, rows)
 
 
 def disk_section(found: dict[str, Any]) -> str:
-    """An epoch from disk beside the same in memory."""
+    """Return the table of an epoch from disk and in memory."""
     records = found["records"]
     rows = [
         [
@@ -180,15 +179,15 @@ def disk_section(found: dict[str, Any]) -> str:
     }
     about = f"CPU, {found['cores']} cores, jax {last['jax']}, float32, load {last['load']:.1f};"
     about += f" a Parquet file of {last['file_bytes'] / 1e6:,.0f} MB, batches of {found['batch']},"
-    about += " one epoch of a `RecurrentFamily` in a process of its own. The best from disk has"
-    about += f" {best['disk'] / best['memory']:.0%} of the speed of the best in memory; peaks"
-    about += " include compilation."
-    columns = ["where", "series", "rows", "rows a second", "seconds of the epoch, all included"]
+    about += " one epoch of a `RecurrentFamily` in a separate process. The best speed from disk is"
+    about += f" {best['disk'] / best['memory']:.0%} of the best speed in memory. Peaks include"
+    about += " compilation."
+    columns = ["data", "series", "rows", "rows per second", "seconds of the epoch, in total"]
     return f"{about}\n\n" + table([*columns, "seconds to open", "peak MB of the process"], rows)
 
 
 def shares_section(found: dict[str, Any]) -> str:
-    """A table that processes share: what each of them holds."""
+    """Return the table of the memory of each process while a file is read by several."""
     records = found["records"]
     rows = [
         [
@@ -202,14 +201,14 @@ def shares_section(found: dict[str, Any]) -> str:
     ]
     about = f"CPU, {found['cores']} cores, jax {found['jax']}, float32; a Parquet file of"
     about += f" {found['series']:,} series and {records[0]['rows']:,} rows of four columns, read by"
-    about += " `data.read_shared`. The largest figure of all processes of a job; memory while it is"
-    about += " read, beside what Python, JAX and the library take."
-    columns = ["processes", "series of each", "seconds", "MB at most", "MB before"]
+    about += " `data.read_shared`. Each figure is the largest of all processes. Memory is the peak"
+    about += " while reading, without that of Python, JAX and the library (the last column)."
+    columns = ["processes", "series per process", "seconds", "peak MB", "MB before reading"]
     return f"{about}\n\n" + table(columns, rows)
 
 
 def remat_section(found: dict[str, Any]) -> str:
-    """Memory of a gradient by the rows of a series."""
+    """Return the table of the memory of a gradient by the rows of a series."""
     runs, rows = of_part(found, "remat"), []
     for n in sorted({run["num_times"] for run in runs}):
         kept, again = (pick(runs, what=what, num_times=n) for what in ("kept", "read again"))
@@ -217,16 +216,17 @@ def remat_section(found: dict[str, Any]) -> str:
             continue
         cells = [f"{run['temporary_bytes'] / 1e6:,.2f}" for run in (kept, again)]
         rows.append([f"{n:,}", *cells, f"{again['best_s'] / kept['best_s']:.1f}"])
-    about = f"{machine_of(found)}; the gradient of one series by a `RecurrentFamily`, beside the"
-    about += " rows themselves, all of them kept or read again in segments (`remat=True`).\n\n"
-    return about + table(["rows", "MB, kept", "MB, read again", "times as long"], rows)
+    about = f"{machine_of(found)}; memory of the gradient of one series by a `RecurrentFamily`,"
+    about += " without the rows themselves, by default and with `remat=True`. The last column is"
+    about += " the ratio of times.\n\n"
+    return about + table(["rows", "MB, default", "MB, `remat=True`", "time ratio"], rows)
 
 
 BILLION = 1e9
 
 
 def billion_section(gpu: dict[str, Any], cpu: dict[str, Any], disk: dict[str, Any] | None) -> str:
-    """What a billion observations would cost, at the rates above."""
+    """Return the table of the cost of 10⁹ rows, at the measured rates."""
     longest = [run for run in of_part(gpu, "inference") if run["num_times"] == 1_000_000]
     rows = []
     for what, name in (("kalman", "exact smoothing"), ("scan", "smoothing by a `ScanFamily`")):
@@ -243,16 +243,16 @@ def billion_section(gpu: dict[str, Any], cpu: dict[str, Any], disk: dict[str, An
     if disk is not None:
         read = max(disk["records"], key=lambda r: r["rows"] / r["open_s"] * (r["kind"] == "disk"))
         seconds = BILLION / read["rows"] * read["open_s"]
-        rows.append(["reading them from Parquet once, one core", duration(seconds), "a block"])
+        rows.append(["reading from Parquet once, one core", duration(seconds), "one block"])
     about = (
-        "Computed from the rates above, not run. Smoothing holds a whole series: its memory is\n"
+        "Computed from the rates above, not measured. Smoothing needs memory for a whole series,\n"
     )
-    about += "what several devices must have together. A step of training holds a batch.\n\n"
+    about += "over all devices together. A training step needs memory for one batch.\n\n"
     return about + table(["10⁹ rows", "time", "memory"], rows)
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit that suits it."""
+    """Format a time in seconds, minutes or hours."""
     for size, unit in ((3600.0, "h"), (60.0, "min")):
         if seconds > 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -260,40 +260,42 @@ def duration(seconds: float) -> str:
 
 
 def load(folder: Path, name: str) -> Any:
-    """A file of results, or `None`."""
+    """Read a file of results, or return `None` if it does not exist."""
     path = folder / f"scale-{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def sections(folder: Path) -> Iterable[tuple[str, str]]:
-    """Headings and what is under them."""
+    """Yield headings and sections."""
     gpu, cpu, growth = (load(folder, name) for name in ("gpu", "cpu", "growth"))
     for found in (gpu, growth):
         if found is not None and of_part(found, "inference"):
-            yield "One series, by its length", length_section(found)
+            device = found["machine"]["device"] if found is gpu else "CPU"
+            yield f"One series by its length, {device}", length_section(found)
     if gpu is not None and cpu is not None:
         yield "Training on an accelerator", ratio_section(gpu, cpu)
-        yield "What a step takes there", training_section(gpu, "training", "batch")
+        yield "Training step on an accelerator", training_section(gpu, "training", "batch")
     if growth is not None:
-        yield "By the number of series", training_section(growth, "batches", "batch")
-        yield "By the number of states", training_section(growth, "dimensions", "state_dim")
+        yield "Training by the number of series", training_section(growth, "batches", "batch")
+        states = training_section(growth, "dimensions", "state_dim")
+        yield "Training by the number of states", states
     others: list[tuple[str, str, Callable[[Any], str]]] = [
-        ("devices-cpu", "By the number of devices", devices_section),
+        ("devices-cpu", "Training by the number of devices", devices_section),
         ("sharded", "One series over several devices", sharded_section),
         ("disk", "Data larger than memory", disk_section),
-        ("shares", "Shares of several processes", shares_section),
-        ("remat", "Long series in little memory", remat_section),
+        ("shares", "Reading by several processes", shares_section),
+        ("remat", "Rematerialisation", remat_section),
     ]
     for name, heading, write in others:
         found = load(folder, name)
         if found is not None:
             yield heading, write(found)
     if gpu is not None and cpu is not None:
-        yield "What 10⁹ observations would cost", billion_section(gpu, cpu, load(folder, "disk"))
+        yield "Estimated cost of 10⁹ rows", billion_section(gpu, cpu, load(folder, "disk"))
 
 
 def draw(folder: Path, path: Path) -> None:
-    """Cost against length, batch, states and devices."""
+    """Draw the cost against length, batch, states and devices."""
     figure, panels = plt.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
     gpu, growth, devices = (load(folder, name) for name in ("gpu", "growth", "devices-cpu"))
     for found, style in ((gpu, "-"), (growth, "--")):
@@ -319,14 +321,14 @@ def draw(folder: Path, path: Path) -> None:
             if points:
                 axes.loglog(*zip(*points, strict=True), marker="o", label=what)
         axes.set(xlabel={"batch": "series", "state_dim": "states"}[key])
-        axes.set(ylabel="rows a second in training")
+        axes.set(ylabel="rows per second in training")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
     records = [] if devices is None else devices["records"]
     for batch in sorted({r["batch"] for r in records}):
         points = [(r["devices"], 1e3 * r["step"]) for r in records if r["batch"] == batch]
         panels[1, 1].loglog(*zip(*points, strict=True), marker="o", label=f"{batch} series")
-    panels[1, 1].set(xlabel="devices, simulated on the same cores", ylabel="ms a training step")
+    panels[1, 1].set(xlabel="simulated devices on the same cores", ylabel="ms per training step")
     counts = sorted({r["devices"] for r in records})
     panels[1, 1].set_xticks(counts, map(str, counts), minor=False)
     panels[1, 1].set_xticks([], minor=True)

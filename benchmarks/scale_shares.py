@@ -1,8 +1,8 @@
-"""Reading a table in shares: what one, two and four processes hold of it, and how long it takes.
+"""Measure time and memory of reading a table by one, two and four processes.
 
 The file is Parquet, as in `scale_disk.py`, 20,000 series of 200 rows and four columns. Each process
-reads its share by `retrodict.data.read_shared` and lays it on its device, in float32. What it holds
-before is that of Python, JAX and the library, and has a column of its own.
+reads its series by `retrodict.data.read_shared` and puts them on its device, in float32. The memory
+of Python, JAX and the library before reading has its own column.
 
     python benchmarks/scale_shares.py [--series 20000] [--out scale-shares.json]
 """
@@ -27,7 +27,7 @@ PROCESSES = (1, 2, 4)
 
 
 def measure(path: Path, coordinator: str, count: int, index: int) -> dict[str, Any]:
-    """What this process reads and holds."""
+    """Return the size and the memory of the series of this process."""
     if count > 1:
         rd.distributed.initialise(coordinator, count, index)
     jax.block_until_ready(jax.numpy.ones(1))
@@ -49,7 +49,7 @@ def measure(path: Path, coordinator: str, count: int, index: int) -> dict[str, A
 
 
 def in_processes(path: Path, count: int) -> dict[str, Any]:
-    """What the processes of a job say; the largest of them."""
+    """Run a job of several processes and return the largest figures."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

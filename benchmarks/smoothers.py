@@ -1,11 +1,11 @@
-"""Times the particle smoothers beside their peers on two CPU cores, in float64.
+"""Time the particle smoothers and their peers on two CPU cores, in float64.
 
     python benchmarks/smoothers.py [--quick] [--only d1 d10 memory] [--out FILE]
 
-The task is the same for all: the model of section 5.2 (d = 1) or a linear transition seen through
-a network (d = 10), a bootstrap filter with systematic resampling below half of the particles, and
-as many paths as particles; n = 500 and 1,000 particles. Each library runs in a process of its own
-with a timeout. A time is the least of some runs in which nothing is compiled.
+The task is the same for all: the model of section 5.2 (d = 1) or a linear transition observed
+through a network (d = 10), a bootstrap filter with systematic resampling below half of the
+particles, and as many paths as particles; n = 500 and 1,000 particles. Each library runs in a
+separate process with a timeout. A time is the smallest of several runs without compilation.
 """
 
 import argparse
@@ -47,7 +47,7 @@ TARGETS = (
 
 
 def task(dim: int) -> tuple[Any, Any]:
-    """The model and one series."""
+    """Return the model and one series."""
     from accuracy import NONLINEAR, network_model, simulate
 
     model = NONLINEAR if dim == 1 else network_model(dim)
@@ -78,7 +78,7 @@ def with_retrodict(sampler: str, dim: int) -> Callable[[], Any]:
 
 
 def with_cuthbert(sampler: str, dim: int) -> Callable[[], Any]:
-    """Five Metropolis steps. Its first state comes before the first row: one step more."""
+    """Return cuthbert's smoother; its first state precedes the first row, one more step."""
     from functools import partial
 
     import jax
@@ -116,7 +116,7 @@ def with_cuthbert(sampler: str, dim: int) -> Callable[[], Any]:
 
 
 def with_particles(sampler: str, dim: int) -> Callable[[], Any]:
-    """Its own distributions in NumPy; the network of the larger model in NumPy as well."""
+    """Return the smoother of particles, with distributions and networks in NumPy."""
     import particles
     from particles import distributions as laws
     from particles import state_space_models as ssm
@@ -181,7 +181,7 @@ LIBRARIES = {"retrodict": with_retrodict, "cuthbert": with_cuthbert, "particles"
 
 
 def measure(library: str, sampler: str, dim: int, quick: bool) -> dict[str, float]:
-    """Milliseconds of a run, and seconds of the first one."""
+    """Return the milliseconds of a run, and the seconds of the first one."""
     run = LIBRARIES[library](sampler, dim)
     began = time.perf_counter()
     run()
@@ -197,7 +197,7 @@ def measure(library: str, sampler: str, dim: int, quick: bool) -> dict[str, floa
 
 
 def memory() -> dict[str, float]:
-    """Exact FFBSi with 10,000 particles and paths, n = 1,000: the largest resident size."""
+    """Measure the largest resident size of exact FFBSi, 10,000 particles and paths, n = 1,000."""
     import jax
 
     import retrodict as rd
@@ -213,7 +213,7 @@ def memory() -> dict[str, float]:
 
 
 def on_accelerator() -> dict[str, Any]:
-    """Float32, N = M = 10,000, n = 500, d = 1, on whatever device JAX chooses."""
+    """Time float32, N = M = 10,000, n = 500, d = 1, on the default device of JAX."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp

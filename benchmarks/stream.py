@@ -1,9 +1,8 @@
-"""Rows a second of a live posterior with a fixed lag, row by row and in chunks.
+"""Measure rows per second of fixed-lag smoothing, row by row and in chunks.
 
 Streams of a linear-Gaussian model with as many observations as states, by `KalmanFamily`, in
-float64; with `--family mixture`, by a family that draws. The state goes from call to call, as it
-does live, and each answer is waited for. Whatever else the machine does only adds: the best of the
-repetitions is printed.
+float64; with `--family mixture`, by a family that samples. The state is passed from call to call,
+and each answer is awaited. The best of the repetitions is printed.
 
     python benchmarks/stream.py [--lag 20] [--chunk 256] [--seconds 2]
 """
@@ -46,7 +45,7 @@ def family_of(name: str, dim: int) -> rd.AbstractFamily:
 
 
 def rows_a_second(call: Callable[[Any], Any], state: Any, rows: int, seconds: float) -> float:
-    """The best rate of many calls in a row, each of which reads `rows` rows."""
+    """Return the best rate of many successive calls, each of which reads `rows` rows."""
     state = jax.block_until_ready(call(state))
     best, end = float("inf"), time.perf_counter() + seconds
     batch = max(1, 256 // rows)

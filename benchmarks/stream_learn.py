@@ -1,11 +1,11 @@
-"""Rows a second of a stream that learns, beside the same stream frozen.
+"""Measure rows per second of a stream with and without learning.
 
 `retrodict.runs.stream` reads comma-separated rows, answers each with filtered and smoothed states,
-keeps its state every second and, with `Learning`, takes a step of Adam at each row. A local level
-(one state) and two local linear trends (four states) are learned by the exact score; a mixture
-family on counts by backpropagation through 8 rows. In float64; programs are compiled before the
-clock starts, and the best of several runs is printed. Columns are of whole streams, from bytes to
-bytes, and of their compiled program alone, in chunks of 256 rows.
+saves its state every second and, with `Learning`, takes a step of Adam per row. A local level (one
+state) and two local linear trends (four states) are learned by the exact score; a mixture family on
+counts by backpropagation through 8 rows. All in float64. Programs are compiled before timing, and
+the best of several runs is printed. Columns are for whole streams, from input bytes to output
+bytes, and for their compiled program alone, in chunks of 256 rows.
 
     python benchmarks/stream_learn.py [--rows 20000] [--lag 20]
 """
@@ -40,7 +40,7 @@ def series_of(model: rd.StateSpaceModel, num_rows: int) -> np.ndarray:
 def rate_of_stream(
     run: runs.Run, ys: np.ndarray, lag: int, learning: runs.Learning | None
 ) -> float:
-    """Rows a second from bytes to bytes, the best of three; the first stream compiles."""
+    """Return rows per second of a whole stream, the best of three; the first compiles."""
     frame = pd.DataFrame({f"y{i}": ys[:, i] for i in range(ys.shape[1])})
     frame.insert(0, "t", np.arange(len(ys)))
     lines, state = frame.to_csv(index=False).encode(), run.path / "state.rd"
@@ -62,7 +62,7 @@ def rate_of_stream(
 
 
 def rate_of_program(live: Any, ys: np.ndarray) -> float:
-    """Rows a second of one compiled chunk, the best of many."""
+    """Return rows per second of one compiled chunk, the best of many."""
     rows, state = ys[:CHUNK], live.init(jax.random.key(0))
     state, _ = jax.block_until_ready(live.scan(state, rows))
     best = float("inf")
@@ -74,7 +74,7 @@ def rate_of_program(live: Any, ys: np.ndarray) -> float:
 
 
 def exact_line(name: str, columns: int, options: argparse.Namespace, folder: Path) -> list[str]:
-    """A linear-Gaussian run that learns its model."""
+    """Measure a linear-Gaussian run that learns its model."""
     truth = models.from_options(name, obs_dim=columns)
     ys = series_of(truth, options.rows)
     first = {"t": np.arange(200)} | {f"y{i}": ys[:200, i] for i in range(columns)}
@@ -87,7 +87,7 @@ def exact_line(name: str, columns: int, options: argparse.Namespace, folder: Pat
 
 
 def family_line(options: argparse.Namespace) -> list[str]:
-    """A mixture family and its model, learned together from counts."""
+    """Measure a mixture family and its model, learned together from counts."""
     model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
     ys = series_of(model, CHUNK)
     family = rd.MixtureFamily(jax.random.key(0), 1, 1).prepare(model, ys)

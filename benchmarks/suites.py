@@ -1,4 +1,4 @@
-"""The suites of `make bench`: which tasks run against which, and the table each one prints."""
+"""Suites of `make bench`: the compared tasks, and the table of each suite."""
 
 import math
 from collections.abc import Callable
@@ -21,14 +21,14 @@ AGREE = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a suite found: raw records for JSON, and tables to print."""
+    """Result of a suite: raw records for JSON, and tables to print."""
 
     records: list[Record]
     tables: list[Table]
 
 
 def smoother(quick: bool) -> Outcome:
-    """Filter and smoother, against three peers."""
+    """Compare filter and smoother with three peers."""
     targets = {(1, 1): (10.0, 20.0, 20.0), (3, 4): (2.0, 3.0, 6.0), (10, 10): (None,) * 3}
     sizes = list(targets)[:2] if quick else list(targets)
     outcome = Outcome([], [])
@@ -45,7 +45,7 @@ def smoother(quick: bool) -> Outcome:
 
 
 def gradient(quick: bool) -> Outcome:
-    """The gradient of the log-evidence in all parameters."""
+    """Compare the gradient of the log-evidence in all parameters."""
     outcome = Outcome([], [])
     for d, m in ((1, 1), (3, 4)):
         base = Task("retrodict", "gradient", d, m, num_times=2000)
@@ -60,7 +60,7 @@ def gradient(quick: bool) -> Outcome:
 
 
 def variants(quick: bool) -> Outcome:
-    """What missing entries cost, and the parallel form where it is not meant for."""
+    """Measure missing entries, and the parallel form on a CPU."""
     base = Task("retrodict", "smoother", 3, 4, num_times=2000)
     masked = replace(base, missing=0.1)
     entrants = [
@@ -77,7 +77,7 @@ def variants(quick: bool) -> Outcome:
 
 
 def batch(quick: bool) -> Outcome:
-    """Many series at once, by vmap."""
+    """Compare many series at once, by vmap."""
     count = 64
     base = Task("retrodict", "smoother", 3, 4, num_times=500, num_series=count)
     entrants = [
@@ -95,7 +95,7 @@ def batch(quick: bool) -> Outcome:
 
 
 def compilation(quick: bool) -> Outcome:
-    """Compile time beside run time, by dimension."""
+    """Measure compile time and run time by dimension."""
     effort = Effort(1, 5 if quick else 10)
     dims = (1, 3, 8) if quick else (1, 2, 3, 5, 8, 10, 16)
     records, rows = [], []
@@ -112,7 +112,7 @@ def compilation(quick: bool) -> Outcome:
 
 
 def scaling(quick: bool) -> Outcome:
-    """Time and memory by length, on one core."""
+    """Measure time and memory by length, on one core."""
     lengths = (10**3, 10**4, 10**5) if quick else (10**3, 10**4, 10**5, 10**6)
     records, rows = [], []
     for n in lengths:
@@ -186,7 +186,7 @@ def _scaling_row(record: Record) -> list[str]:
 
 
 def _exponents(records: list[Record]) -> list[str]:
-    """The slopes of time and memory over the last factor of ten; 1 is linear."""
+    """Return the slopes of time and memory over the last factor of ten; 1 is linear."""
     last = [record for record in records if record.best_s is not None][-2:]
     if len(last) < 2:
         return []

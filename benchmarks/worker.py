@@ -1,6 +1,6 @@
-"""The subprocess of one task: prepares it, answers, then repeats it as often as stdin asks.
+"""Subprocess of one task: prepare it, answer, then repeat it on request.
 
-Not meant to be run by hand; `measure.Worker` starts it with a task as JSON.
+`measure.Worker` starts it with a task as JSON. It is not meant to be run by hand.
 """
 
 import json

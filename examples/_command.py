@@ -1,4 +1,4 @@
-"""What the examples share: their options, and double precision."""
+"""Command-line options and double precision, shared by the examples."""
 
 import argparse
 from collections.abc import Callable
@@ -10,21 +10,21 @@ from retrodict import runs
 
 
 def print_parameters(run: runs.Run, digits: int) -> None:
-    """Prints what was learned, with standard errors where there are any."""
-    for name, found in run.record["results"]["parameters"].items():
-        if not found["learned"]:
+    """Print the learned parameters, with standard errors where they are available."""
+    for name, parameter in run.record["results"]["parameters"].items():
+        if not parameter["learned"]:
             continue
-        known = f" ± {found['error']:.{digits}f}" if "error" in found else ""
-        if "edge" in found:
-            known = f", at the edge of {found['edge']}: no interval"
-        print(f"{name}: {found['value']:.{digits}f}{known}")
+        error = f" ± {parameter['error']:.{digits}f}" if "error" in parameter else ""
+        if "edge" in parameter:
+            error = f", at the edge of {parameter['edge']}: no interval"
+        print(f"{name}: {parameter['value']:.{digits}f}{error}")
 
 
 def command(main: Callable[[Path, bool], None], description: str | None) -> None:
-    """Runs an example with the options of the command line."""
+    """Run an example with the options of the command line."""
     jax.config.update("jax_enable_x64", True)
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
-    parser.add_argument("--quick", action="store_true", help="less of everything, for a first look")
+    parser.add_argument("--quick", action="store_true", help="use fewer rows and steps")
     arguments = parser.parse_args()
     main(arguments.out, arguments.quick)

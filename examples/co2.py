@@ -2,7 +2,7 @@
 
     python examples/co2.py --out co2
 
-A level with a slope and three cycles a year, from the weekly averages that come with statsmodels.
+A level with a slope and three harmonics per year, fitted to the weekly averages in statsmodels.
 """
 
 from pathlib import Path

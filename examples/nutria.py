@@ -1,9 +1,9 @@
-"""A population of nutria, month by month: a rate that wanders, seen through Poisson noise.
+"""Monthly counts of nutria: Poisson counts with an autoregressive log rate.
 
     python examples/nutria.py --out nutria
 
-The package particles distributes 120 monthly counts in thousands, rounded to fifty; here they are
-counted one by one.
+The package particles has 120 monthly counts in thousands, rounded to fifty. The script converts
+them to counts.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from retrodict import data, models, runs
 
 
 def counts() -> np.ndarray:
-    """The counts, whole numbers."""
+    """Return the counts as whole numbers."""
     spec = importlib.util.find_spec("particles")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("The counts come with the package particles: pip install it.")

