@@ -239,7 +239,7 @@ def test_missing_extras_are_named(
 ):
     for module in list(sys.modules):
         if module.partition(".")[0] == extra or module.startswith(
-            ("retrodict.cli._", "retrodict.experiments")
+            ("retrodict.cli.", "retrodict.experiments")
         ):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.delattr("retrodict.experiments")

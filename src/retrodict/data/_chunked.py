@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from retrodict._errors import DataError, listed, optional
 from retrodict.data._columns import parsed
-from retrodict.data._errors import DataError, listed, optional
 from retrodict.data._files import (
     check_heaps,
     check_parquet,

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict.data._errors import optional, shorten
+from retrodict._errors import optional, shorten
 from retrodict.data._source import Source
 
 # The marks of missing values that pandas knows, and no others: "-" or "-999" may mean something.

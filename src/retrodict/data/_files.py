@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from retrodict.data._errors import DataError, optional, shorten
+from retrodict._errors import DataError, optional, shorten
 from retrodict.data._source import Source, check_names, frame_source
 
 T = TypeVar("T")

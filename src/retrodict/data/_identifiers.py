@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from retrodict._errors import optional
 from retrodict.data._columns import missing_cells
-from retrodict.data._errors import optional
 from retrodict.data._source import Source
 
 

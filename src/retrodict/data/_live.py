@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from retrodict._errors import DataError
 from retrodict.data._columns import numbers
-from retrodict.data._errors import DataError
 from retrodict.data._files import text_source
 from retrodict.data._reader import IRREGULAR
 from retrodict.data._steps import Step, complete, parse_step, positions

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from retrodict._errors import DataError, listed
 from retrodict.data._columns import is_numeric, numbers, parsed
-from retrodict.data._errors import DataError, listed
 from retrodict.data._identifiers import grouped
 from retrodict.data._objects import to_source
 from retrodict.data._source import ROW_NAMES, Source

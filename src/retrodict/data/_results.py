@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from retrodict._errors import optional
 from retrodict._workspace import library_version
-from retrodict.data._errors import optional
 from retrodict.data._table import Table
 
 OTHER_STATE = "state_other"

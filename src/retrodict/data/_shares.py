@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from retrodict._errors import DataError, optional
 from retrodict._learning import SharedSeries
 from retrodict.data._chunked import NetcdfSeries, ParquetRows, TextRows
-from retrodict.data._errors import DataError, optional
 from retrodict.data._files import SEPARATORS
 from retrodict.data._identifiers import check_identified, ordered
 from retrodict.data._reader import read

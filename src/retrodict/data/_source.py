@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict.data._errors import DataError, listed, optional
+from retrodict._errors import DataError, listed, optional
 
 TIME_NAMES = ("time", "date", "datetime", "timestamp", "t", "year")
 

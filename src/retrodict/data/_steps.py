@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from retrodict.data._errors import DataError, optional
+from retrodict._errors import DataError, optional
 
 MOST_INSERTED = 10
 """Rows are not inserted if the table would have more than so many times its rows."""

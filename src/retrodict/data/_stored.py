@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from retrodict._errors import DataError, listed
 from retrodict._learning import AbstractSeriesStore, Arrays, ProgressLine
 from retrodict.data._chunked import NetcdfSeries, ParquetRows
-from retrodict.data._errors import DataError, listed
 from retrodict.data._reader import read
 from retrodict.data._source import Source
 from retrodict.data._summary import Summary, add_up

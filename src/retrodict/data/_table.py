@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict.data._errors import DataError, listed
+from retrodict._errors import DataError, listed
 from retrodict.data._steps import Step, following, parse_step
 from retrodict.data._summary import MOST_NAMED, Summary, as_number, as_time, digest_of, written
 

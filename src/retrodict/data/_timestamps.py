@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from retrodict._errors import listed, optional, shorten
 from retrodict.data._columns import is_missing, missing_cells, parsed
-from retrodict.data._errors import listed, optional, shorten
 from retrodict.data._source import TIME_NAMES, Source
 
 OFFSET = re.compile(r"(Z|[+-]\d\d(:?\d\d)?)$")

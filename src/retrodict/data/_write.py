@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrodict.data._errors import DataError, optional
+from retrodict._errors import DataError, optional
 
 SUFFIXES = (".csv", ".parquet", ".nc")
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from retrodict._errors import ModelError, nearest
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import (
     AbstractParameter,
@@ -22,7 +23,6 @@ from retrodict._parameters import (
 )
 from retrodict._validate import as_real_array
 from retrodict.models._equations import AbstractNamed
-from retrodict.models._errors import ModelError, nearest
 
 CONSTRAINED = (Positive, PositiveTril, Bounded, StationaryCoefficients)
 """Parameters that hold one unconstrained array."""

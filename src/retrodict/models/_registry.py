@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from retrodict._errors import ModelError, guess, nearest
 from retrodict._model import StateSpaceModel
 from retrodict._types import PRNGKey
 from retrodict.models._counts import (
@@ -14,7 +15,6 @@ from retrodict.models._counts import (
     start_counts,
 )
 from retrodict.models._equations import AbstractEquation
-from retrodict.models._errors import ModelError, guess, nearest
 from retrodict.models._neural import neural_decoder, start_neural
 from retrodict.models._parameters import is_fixed, with_parameters
 from retrodict.models._start import Sample, sample_of

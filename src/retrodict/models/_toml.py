@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
+from retrodict._errors import Argument, ModelError, nearest
 from retrodict._model import StateSpaceModel
 from retrodict._types import PRNGKey
-from retrodict.models._errors import ModelError, nearest
 from retrodict.models._parameters import fix_parameters, named_parameters, with_parameters
 from retrodict.models._registry import check_options, option_from_text, ready_model, start_from
 
@@ -111,8 +111,8 @@ class ModelSpec:
             return self.given
         if self.is_given:
             raise ModelError(
-                "The model was given as a Python object, which a record does not hold; pass it as"
-                " model=..."
+                "The model was given as a Python object, which a record does not hold; pass it as ",
+                Argument("model"),
             )
         if self.name is None:
             return _object_model(self.reference)
