@@ -286,7 +286,7 @@ def test_what_is_left_aside_is_said():
         "rows: 4, in 1 series",
         "time: column 't', 1 to 4, step 1",
         "column 'y': 1 to 3, 2 missing (50.0 %)",
-        "left aside: who",
+        "ignored: who",
         "rows sorted by time",
         "1 row inserted in gaps",
     ]
@@ -594,7 +594,7 @@ def test_arviz_of_the_next_major_is_a_tree(key: jax.Array):
 def test_a_column_that_counts_rows_is_left_aside():
     frame = pd.DataFrame({"rownames": [1, 2, 3], "year": [2001, 2002, 2003], "y": [5.0, 1.0, 2.0]})
     table = rd.data.read(frame)
-    assert list(table.names) == ["y"] and "left aside: rownames" in table.notes
+    assert list(table.names) == ["y"] and "ignored: rownames" in table.notes
     assert len(rd.data.read(frame, columns=["rownames", "y"]).names) == 2
     assert len(rd.data.read(frame.assign(rownames=[1, 2, 4])).names) == 2
 
@@ -602,7 +602,7 @@ def test_a_column_that_counts_rows_is_left_aside():
 def test_a_column_that_counts_rows_is_left_aside_in_a_file_too(tmp_path: Path):
     (tmp_path / "a.csv").write_text("rownames,year,y\n1,2001,5\n2,2002,1\n3,2003,2\n")
     table = rd.data.read(tmp_path / "a.csv")
-    assert list(table.names) == ["y"] and "left aside: rownames" in table.notes
+    assert list(table.names) == ["y"] and "ignored: rownames" in table.notes
 
 
 def test_weeks_are_times():

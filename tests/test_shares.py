@@ -195,7 +195,7 @@ def test_a_column_that_counts_rows_is_left_aside_in_parts_too(
         path = write(table, tmp_path)
         for each in job(2).run(lambda path=path: rd.data.read_shared(path, series="id")):
             assert each.names == ("y", "z")
-            assert "left aside: rownames" in each.described()
+            assert "ignored: rownames" in each.described()
 
 
 def counted_from_1000(table: pd.DataFrame) -> Any:
@@ -326,7 +326,7 @@ def test_who_decides_is_said_where_the_first_series_say_too_little(
     path = as_csv(pd.concat([rows, frame(range(80, 90))]), tmp_path)
     for error in job(2).run(lambda: rd.data.read_shared(path, series="id")):
         assert isinstance(error, ValueError)
-        assert "one row is no series" in str(error) and "series decide how all" in str(error)
+        assert "one row is not a series" in str(error) and "series decide how all" in str(error)
 
 
 def test_a_frame_has_no_shares(job: Callable[[int], Job], untyped: None) -> None:
@@ -384,7 +384,7 @@ def test_what_one_process_cannot_read_is_said_by_all(
         (lambda t: t.assign(id=t["id"].where(t["id"] != 3)), "the identifier is missing"),
         (lambda t: t.assign(z=np.nan), "column 'z': every value is missing"),
         (lambda t: t.rename(columns={"id": "who"}), "there is no column 'id' (series)"),
-        (lambda t: pd.concat([t, t.tail(1)]), "stands in"),
+        (lambda t: pd.concat([t, t.tail(1)]), "is in"),
     ],
 )
 @pytest.mark.parametrize("write", [as_csv, as_parquet])
@@ -430,7 +430,7 @@ def test_files_that_are_not_there_or_not_the_same_are_refused(
         return rd.data.read_shared(place, series="id")
 
     for error in now.run(elsewhere):
-        assert isinstance(error, rd.data.DataError) and "see different files" in str(error)
+        assert isinstance(error, rd.data.DataError) and "read different files" in str(error)
 
 
 def test_series_without_a_value_are_refused_where_files_are_shared(

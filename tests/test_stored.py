@@ -388,12 +388,12 @@ def broken(frame: pd.DataFrame, how: str, path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("apart", "stands in another place too; sort the rows by who"),
+        ("apart", "is in another place too; sort the rows by who"),
         ("text", "row 201, column 'a': 'none of these' is not a number"),
         ("column", "no column 'whom'"),
         ("off the grid", "lie on a grid of step 1D"),
         ("empty", "no rows"),
-        ("cut short", "damaged, cut short"),
+        ("cut short", "damaged, truncated"),
     ],
 )
 def test_broken_files_are_refused_before_a_fit_begins(

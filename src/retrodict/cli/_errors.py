@@ -1,5 +1,6 @@
 """Exit codes, and the translation of Python arguments to options."""
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ def as_option(argument: Argument) -> str:
     special = OPTIONS.get(str(argument), OPTIONS.get(argument.name))
     option = special or f"--{argument.name.replace('_', '-')}"
     without_value = argument.value is ... or argument.value is True or special is not None
-    return option if without_value else f"{option} {argument.value}"
+    return option if without_value else f"{option} {shlex.quote(str(argument.value))}"
 
 
 def as_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from retrodict.cli._progress import Stages
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from retrodict.experiments.demo import Demo
+    from retrodict.experiments import demo as demo_experiment
 
 
 def demo(
@@ -42,7 +42,7 @@ def demo(
     typer.echo(f"Wrote {out / 'report.html'}, {out / 'summary.json'} and figures.")
 
 
-def _table(result: "Demo") -> "Table":
+def _table(result: "demo_experiment.Demo") -> "Table":
     from retrodict.experiments import demo as experiment
 
     table = grid(title="Smoothers against the exact posterior", title_justify="left")

@@ -176,7 +176,7 @@ def _learning(learn: Part | None, display: LearningDisplay, **options: Any) -> A
         return runs.Learning(str(learn), told=display, **options)
     if options:
         names = ", ".join(as_option(Argument(name)) for name in options)
-        raise UserError(f"{names}: pass --learn family, model or both beside")
+        raise UserError(f"{names}: nothing is learned without --learn family, model or both")
     return None
 
 
