@@ -171,14 +171,15 @@ def test_a_process_reads_the_row_groups_of_its_series_and_no_others(
     path = as_parquet(frame(), tmp_path)
     read: dict[int, set[int]] = {0: set(), 1: set()}
     now = job(2)
-    original = _shares.ParquetRows.read
+    original = _shares.ParquetRows._table
 
-    def noted(self: Any, begin: int, end: int, layout: Any, *, known: bool) -> Any:
-        if known:
-            read[now.local.index] |= set(range(begin, end))
-        return original(self, begin, end, layout, known=known)
+    def recorded(self: Any, groups: list[int], columns: list[str] | None) -> Any:
+        if columns is not None and columns != ["id"]:  # not the identifiers or the first series
+            for group in groups:
+                read[now.local.index] |= set(range(*self._begins[group : group + 2]))
+        return original(self, groups, columns)
 
-    monkeypatch.setattr(_shares.ParquetRows, "read", noted)
+    monkeypatch.setattr(_shares.ParquetRows, "_table", recorded)
     found = now.run(lambda: rd.data.read_shared(path, series="id"))
     rows = len(frame())
     assert read[0] | read[1] == set(range(rows))
