@@ -116,7 +116,12 @@ def test_messages_name_the_options_of_the_command_line(tmp_path: Path, capsys):
     source.write_text(GOOD.replace("flow", "time"))
     refused(fit, "name it with --time$", capsys, out)
     source.write_text(GOOD)
-    refused([*fit, "--freq", "0"], "--freq 0, but the times are numbers; give a number above 0", capsys, out)
+    refused(
+        [*fit, "--freq", "0"],
+        "--freq 0, but the times are numbers; give a number above 0",
+        capsys,
+        out,
+    )
     refused([*fit, "--columns", "year,flow"], "Name these columns one by one", capsys, out)
 
 

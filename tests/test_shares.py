@@ -122,7 +122,10 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
+MANY = [pytest.param(count, marks=pytest.mark.slow) for count in (3, 5)]
+
+
+@pytest.mark.parametrize("count", [2, *MANY])
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("write", WRITERS)
 def test_shares_put_together_are_the_table(
@@ -327,7 +330,7 @@ def test_who_decides_is_said_where_the_first_series_say_too_little(
     path = as_csv(pd.concat([rows, frame(range(80, 90))]), tmp_path)
     for error in job(2).run(lambda: rd.data.read_shared(path, series="id")):
         assert isinstance(error, ValueError)
-        assert "one row is not a series" in str(error) and "series decide how all" in str(error)
+        assert "one row is not a series" in str(error) and "series determine how all" in str(error)
 
 
 def test_a_frame_has_no_shares(job: Callable[[int], Job], untyped: None) -> None:
@@ -461,14 +464,13 @@ def test_a_store_that_is_opened_together_is_looked_at_in_shares(
     path = write(frame(), tmp_path)
     alone = rd.data.open_series(path, series="id", progress=False)
     blocks: dict[int, list[int]] = {0: [], 1: []}
-    kind = _stored._Parquet if write is as_parquet else _stored._Netcdf
-    original = kind.read
+    original = _stored._Block.read
 
-    def noted(self: Any, block: int, layout: Any, *, known: bool) -> Any:
-        blocks[now.local.index].append(block)
-        return original(self, block, layout, known=known)
+    def recorded(self: Any, layout: Any, *, known: bool) -> Any:
+        blocks[now.local.index].append(self.number)
+        return original(self, layout, known=known)
 
-    monkeypatch.setattr(kind, "read", noted)
+    monkeypatch.setattr(_stored._Block, "read", recorded)
     now = job(2)
     options = {"series": "id", "progress": False, "together": True}
     for each in now.run(lambda: rd.data.open_series(path, **options)):
