@@ -20,6 +20,7 @@ ROOT = "retrodict"
 # layers and from its own package; entries that share a layer do not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_lazy",),
+    ("_errors",),
     ("_types",),
     ("_validate",),
     ("distributed",),
@@ -48,9 +49,9 @@ LEVEL = {entry: level for level, entries in enumerate(LAYERS) for entry in entri
 
 # Packages that use the public API, with the other entries that each may import.
 ON_PUBLIC_API = {
-    "runs": {"models", "data", "distributed", "_workspace", "_lazy"},
+    "runs": {"models", "data", "distributed", "_workspace", "_lazy", "_errors"},
     "experiments": {"models", "data", "_workspace", "_lazy"},
-    "cli": {"models", "data", "runs", "experiments"},
+    "cli": {"models", "data", "runs", "experiments", "_errors"},
 }
 
 # Modules that do not depend on state-space models, with the entries that each may import.

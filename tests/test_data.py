@@ -286,7 +286,7 @@ def test_what_is_left_aside_is_said():
         "rows: 4, in 1 series",
         "time: column 't', 1 to 4, step 1",
         "column 'y': 1 to 3, 2 missing (50.0 %)",
-        "left aside: who",
+        "ignored: who",
         "rows sorted by time",
         "1 row inserted in gaps",
     ]
@@ -594,7 +594,7 @@ def test_arviz_of_the_next_major_is_a_tree(key: jax.Array):
 def test_a_column_that_counts_rows_is_left_aside():
     frame = pd.DataFrame({"rownames": [1, 2, 3], "year": [2001, 2002, 2003], "y": [5.0, 1.0, 2.0]})
     table = rd.data.read(frame)
-    assert list(table.names) == ["y"] and "left aside: rownames" in table.notes
+    assert list(table.names) == ["y"] and "ignored: rownames" in table.notes
     assert len(rd.data.read(frame, columns=["rownames", "y"]).names) == 2
     assert len(rd.data.read(frame.assign(rownames=[1, 2, 4])).names) == 2
 
@@ -602,7 +602,7 @@ def test_a_column_that_counts_rows_is_left_aside():
 def test_a_column_that_counts_rows_is_left_aside_in_a_file_too(tmp_path: Path):
     (tmp_path / "a.csv").write_text("rownames,year,y\n1,2001,5\n2,2002,1\n3,2003,2\n")
     table = rd.data.read(tmp_path / "a.csv")
-    assert list(table.names) == ["y"] and "left aside: rownames" in table.notes
+    assert list(table.names) == ["y"] and "ignored: rownames" in table.notes
 
 
 def test_weeks_are_times():
@@ -645,7 +645,7 @@ def test_coming_times_are_read_as_those_of_the_table():
             rd.data.read_times(pd.DataFrame(wrong), table)
     even = rd.data.read({"t": [0, 1, 2], "y": [1.0, 2.0, 3.0]}, step_input=True)
     np.testing.assert_array_equal(even.steps_to([np.array([3, 4])]), np.ones((1, 2)))
-    with pytest.raises(ValueError, match="regular and go on by 1"):
+    with pytest.raises(ValueError, match="regular with step 1"):
         even.steps_to([np.array([4, 5])])
 
 
@@ -668,6 +668,19 @@ def test_two_series_are_never_joined_into_one():
     assert rd.data.read(frame.replace("x-y", "x+y"), series=["a", "b"]).series == ("x+y-z", "x-y-z")
 
 
+def test_intervals_of_draws_with_two_modes_are_quantiles():
+    draws = np.concatenate([np.linspace(-3.5, -2.5, 50), np.linspace(2.5, 3.5, 51)])
+    states = np.tile(draws[:, None, None], (1, 2, 1))
+    table = rd.data.read({"y": [0.0, 1.0]})
+    frame = rd.data.to_frame(table, states=states, state_names=["x"], level=0.9)
+    np.testing.assert_allclose(frame["x_lower"], np.quantile(draws, 0.05))
+    np.testing.assert_allclose(frame["x_upper"], np.quantile(draws, 0.95))
+    law = SimpleNamespace(mean=np.zeros((2, 1)), covariance=np.ones((2, 1, 1)))
+    law.quantile = lambda level: np.full((2, 1), 10 * level)
+    assert rd.data.to_frame(table, law)["x0_upper"].tolist() == pytest.approx([9.5, 9.5])
+
+
+@pytest.mark.slow
 def test_intervals_of_a_sampled_posterior_are_quantiles():
     """Of states at ±3, against a grid; a false alarm has a probability of 2e-9 per row."""
     found, exact = two_sided.smoothed(), two_sided.posterior()
@@ -688,6 +701,7 @@ def test_intervals_of_a_sampled_posterior_are_quantiles():
     np.testing.assert_allclose(rd.data.to_frame(twice, batch)["x0_lower"][:12], own["x_lower"])
 
 
+@pytest.mark.slow
 def test_intervals_of_a_sampled_forecast_are_quantiles():
     """Against a grid smoother whose last rows are missing, as above."""
     exact, chain = two_sided.posterior(3), two_sided.smoothed().chain
@@ -701,7 +715,11 @@ def test_intervals_of_a_sampled_forecast_are_quantiles():
         assert np.all(np.abs(frame[f"x_{end}"] - expected) < near)
         np.testing.assert_allclose(ahead.state_quantile(level)[0, :, 0], frame[f"x_{end}"])
         np.testing.assert_allclose(ahead.quantile(level)[0, :, 0], frame[f"y_{end}"])
-    # States that are Gaussian whatever is observed of them have exact quantiles.
+
+
+def test_gaussian_states_of_a_forecast_have_exact_quantiles():
+    """Whatever is observed of them."""
+    table = rd.data.read({"y": two_sided.observations()[:, 0]})
     bent = two_sided.model()
     seen = rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1))
     linear = rd.StateSpaceModel(bent.prior, bent.transition, seen)

@@ -402,7 +402,10 @@ def test_a_prior_that_is_given_stays_as_it_is():
     np.testing.assert_allclose([half.mean[0], half.std[0]], [2.0, 1.0])
 
 
-@pytest.mark.parametrize("lags", LAGS, ids=["two", "three"])
+@pytest.mark.parametrize(
+    "lags",
+    [pytest.param(LAGS[0], id="two"), pytest.param(LAGS[1], id="three", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("noise", [0.0, 0.7], ids=["exact", "noisy"])
 def test_the_evidence_of_lags_is_that_of_statsmodels(lags: Any, noise: float, monkeypatch: Any):
     from statsmodels.tsa.statespace.sarimax import SARIMAX
@@ -417,6 +420,7 @@ def test_the_evidence_of_lags_is_that_of_statsmodels(lags: Any, noise: float, mo
     np.testing.assert_allclose(got, expected, atol=1e-8 if noise else 1e-6)
 
 
+@pytest.mark.slow
 def test_short_series_of_lags_are_fitted_by_exact_maximum_likelihood():
     """The first two of twelve rows have a law of their own, which says much of the lags."""
     rng = np.random.default_rng(1)
@@ -503,7 +507,7 @@ def test_models_with_a_prior_of_their_own_can_still_be_read(tmp_path: Path):
             [1.2**2, 0.8**2, 0.2**2, 0.3**2],
             1e-4,  # the noise of what only remembers
         ),
-        (
+        pytest.param(
             rd.models.seasonal(
                 period=4, harmonics=1, level_scale=0.8, seasonal_scale=0.3, obs_scale=1.2,
                 prior_scale=30.0,
@@ -511,6 +515,7 @@ def test_models_with_a_prior_of_their_own_can_still_be_read(tmp_path: Path):
             {"level": "local level", "freq_seasonal": [{"period": 4, "harmonics": 1}]},
             [1.2**2, 0.8**2, 0.3**2],
             1e-9,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["level", "trend and season", "cycle"],
@@ -673,16 +678,16 @@ def test_a_set_parameter_keeps_its_domain():
 @pytest.mark.parametrize(
     "call, reason",
     [
-        (lambda: rd.models.seasonal(period=1), "period of at least 2"),
-        (lambda: rd.models.seasonal(period=4, harmonics=3), "between 0 and 2 harmonics"),
-        (lambda: rd.models.seasonal(irregular=True), "give harmonics=1"),
-        (lambda: rd.models.autoregressive(order=2, irregular=True), "order=1"),
-        (lambda: rd.models.stochastic_volatility(leverage=True, irregular=True), "even steps only"),
+        (lambda: rd.models.seasonal(period=1), "`period` must be at least 2"),
+        (lambda: rd.models.seasonal(period=4, harmonics=3), "`harmonics` must be between 0 and 2"),
+        (lambda: rd.models.seasonal(irregular=True), "`harmonics` must be at least 1"),
+        (lambda: rd.models.autoregressive(order=2, irregular=True), "`order` must be 1"),
+        (lambda: rd.models.stochastic_volatility(leverage=True, irregular=True), "regular times"),
         (lambda: rd.models.range_bearing(sensor=(1.0,)), "two coordinates"),
         (lambda: rd.models.binomial_counts(total_count=-1), "at least 0"),
         (lambda: rd.models.from_options("local_levle"), "Did you mean local_level?"),
         (lambda: rd.models.from_options("range_bearing", obs_dim=1), "model of 2 columns, got 1"),
-        (lambda: rd.models.from_options("neural_decoder"), "pass a key"),
+        (lambda: rd.models.from_options("neural_decoder"), "pass key="),
         (lambda: rd.models.from_options("seasonal", {"period": 4.0}), "period must be of type int"),
         (lambda: rd.models.from_options("seasonal", {"slope": 1}), "slope must be of type bool"),
     ],

@@ -110,13 +110,18 @@ def test_messages_name_the_options_of_the_command_line(tmp_path: Path, capsys):
     source, out = tmp_path / "table.csv", tmp_path / "run"
     fit = ["fit", str(source), "--model", "local_level", "--out", str(out)]
     source.write_text(GOOD + "1903,5\n")
-    refused(fit, "apart with --series\\.", capsys, out)
+    refused(fit, "identifies series with --series$", capsys, out)
     source.write_text(GOOD.replace("19", "01/02/19"))
-    refused(fit, "give --time-format '%d/%m/%Y'", capsys, out)
+    refused(fit, "such as --time-format %d/%m/%Y", capsys, out)
     source.write_text(GOOD.replace("flow", "time"))
-    refused(fit, "Say so with --time$", capsys, out)
+    refused(fit, "name it with --time$", capsys, out)
     source.write_text(GOOD)
-    refused([*fit, "--freq", "0"], "--freq 0 does not fit", capsys, out)
+    refused(
+        [*fit, "--freq", "0"],
+        "--freq 0, but the times are numbers; give a number above 0",
+        capsys,
+        out,
+    )
     refused([*fit, "--columns", "year,flow"], "Name these columns one by one", capsys, out)
 
 
@@ -318,7 +323,7 @@ def test_a_run_imports_nothing_that_was_not_named(own_run: Path, capsys, monkeyp
         refused(named, "a run of model_of_a_run:model, got --model os", capsys, own_run / "a.png")
     assert command(["info", "run"]) == 0
     assert not Path("imported").exists()
-    with pytest.raises(runs.RunError, match="model=model_of_a_run:model"):
+    with pytest.raises(runs.RunError, match="model='model_of_a_run:model'"):
         runs.open_run("run")
     capsys.readouterr()
     assert command([*commands[0], "--model", "model_of_a_run:model"]) == 0

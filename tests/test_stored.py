@@ -392,12 +392,12 @@ def broken(frame: pd.DataFrame, how: str, path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("apart", "stands in another place too; sort the rows by who"),
+        ("apart", "is in another place too; sort the rows by who"),
         ("text", "row 201, column 'a': 'none of these' is not a number"),
         ("column", "no column 'whom'"),
-        ("off the grid", "lie on a grid of step 1D"),
+        ("off the grid", "are on a grid of step 1D"),
         ("empty", "no rows"),
-        ("cut short", "damaged, cut short"),
+        ("cut short", "damaged, truncated"),
     ],
 )
 def test_broken_files_are_refused_before_a_fit_begins(
@@ -413,7 +413,7 @@ def test_what_is_no_file_of_series_is_refused(tmp_path: Path):
     with pytest.raises(data.DataError, match="no such file"):
         data.open_series(tmp_path / "gone.parquet", series="who")
     (tmp_path / "folder.nc").mkdir()
-    with pytest.raises(data.DataError, match="name the files in it"):
+    with pytest.raises(data.DataError, match="name a file in it"):
         data.open_series(tmp_path / "folder.nc", series="who")
     (tmp_path / "table.csv").write_text("who,y\n1,2\n")
     with pytest.raises(data.DataError, match="not one of .parquet, .nc"):

@@ -22,7 +22,7 @@ from scipy import stats
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.cli._stream import Telling
+from retrodict.cli._learning_display import LearningDisplay
 from retrodict.runs import _adopt, _lines, _record, _stream
 
 LAG = 3
@@ -330,7 +330,7 @@ def test_what_is_learned_is_told(terminal: bool):
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=80, color_system=None)
     start, now = {"a": 2.0, "b": 0.0}, {"a": 3.0, "b": -0.5}
-    with Telling(console) as told:
+    with LearningDisplay(console) as told:
         told(runs.Learned(1000, 0, -1.25, start, start))
         assert bool(text.getvalue()) == terminal
         told(runs.Learned(2000, 3, -1.0, start, now))

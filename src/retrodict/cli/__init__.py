@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. `main` is what the console script calls."""
+"""The command line: parse, call, print. The console script calls `main`."""
 
 import io
 import os
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 EXTRAS = {"matplotlib", "rich", "typer"}
-"""What the command line needs beyond the library: the extra `cli`."""
+"""The packages of the extra `cli`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits: 0 if all went well, 2 after a mistake of the user.
+    """Run the command line and exit with one of the codes of `retrodict --help`.
 
     Args:
-        arguments: what stands after the program's name; those of the process if left out.
+        arguments: the words after the program's name; those of the process by default.
     """
     _open_standard_files()
     sys.unraisablehook = interrupt_again
@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def interrupt_again(lost: Any) -> None:
-    """Repeat an interrupt that was raised where Python ignores exceptions; report other ones.
+    """Repeat an interrupt that was raised where Python ignores exceptions; report others.
 
-    The interrupt of Ctrl-C is raised wherever the program happens to be, also in a callback of the
-    garbage collector, from which nothing propagates: the command would go on.
+    Ctrl-C raises an exception wherever the program is, also in a callback of the garbage collector,
+    from which exceptions do not propagate. The command would continue.
 
     Args:
         lost: the argument of `sys.unraisablehook`.
@@ -59,9 +59,9 @@ def interrupt_again(lost: Any) -> None:
 
 
 def _open_standard_files() -> None:
-    """Open those of the standard files that are closed, so that no file of a run takes their place.
+    """Open the standard files that are closed, so that files of a run do not get their numbers.
 
-    Libraries write messages to the second descriptor whatever it is.
+    Libraries write messages to descriptor 2, whichever file it is.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

@@ -1,4 +1,4 @@
-"""A command that several processes run together, and how it ends if one of them is lost."""
+"""Distributed jobs: joining the other processes, and ending when one of them is lost."""
 
 import atexit
 import os
@@ -12,91 +12,89 @@ from typing import Annotated
 import typer
 
 import retrodict as rd
-from retrodict.cli._errors import INTERRUPTED, MISTAKE, UserError
-
-LOST = 75
-"""The exit code of a process whose job has lost another: that of sysexits.h for "try again"."""
+from retrodict._errors import UserError
+from retrodict.cli._errors import INTERRUPTED, LOST, MISTAKE
 
 WAIT_SECONDS = 300
 """How long a process waits for the others when a job starts."""
 
 PATIENCE_SECONDS = 10
-"""After how long it says that it waits."""
+"""How long it waits without a message."""
 
 Distributed = Annotated[
     bool,
-    typer.Option("--distributed", help="Work with the other processes of a SLURM or Open MPI job."),
+    typer.Option("--distributed", help="Join the other processes of a SLURM or Open MPI job."),
 ]
 Coordinator = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Without such a job: where process 0 can be reached."),
+    typer.Option(metavar="HOST:PORT", help="Without such a job: the address of process 0."),
 ]
 NumProcesses = Annotated[
-    int | None, typer.Option(min=1, help="Without such a job: how many processes there are.")
+    int | None, typer.Option(min=1, help="Without such a job: the number of processes.")
 ]
 ProcessId = Annotated[
-    int | None, typer.Option(min=0, help="Without such a job: which process this is, from 0.")
+    int | None, typer.Option(min=0, help="Without such a job: the number of this process, from 0.")
 ]
 
 
 def join(
     distributed: bool, coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> bool:
-    """Joins the other processes if there are any; whether this is the one that speaks.
+    """Join the other processes if there are any; return whether this is the main process.
 
     Raises:
-        UserError: if a job was asked for and none was found, or addresses were given without one.
+        UserError: if there is no job, or if addresses were given without `--distributed`.
     """
-    given = (coordinator, num_processes, process_id)
+    address = (coordinator, num_processes, process_id)
     if not distributed:
-        if given != (None, None, None):
+        if address != (None, None, None):
             raise UserError(
                 "--coordinator, --num-processes and --process-id need --distributed beside them"
             )
         return True
-    if None in given and given != (None, None, None):
-        raise UserError("give --coordinator, --num-processes and --process-id together, or none")
-    # Other commands, and --help, do without JAX.
+    if None in address and address != (None, None, None):
+        raise UserError("pass --coordinator, --num-processes and --process-id together, or none")
+    # Not above: other commands and --help do not need JAX.
     import jax
     from jax.experimental import multihost_utils
 
     if hasattr(jax.config, "jax_enable_preemption_service"):
-        # It would wait for a later signal when the job is told to end, and there is a checkpoint.
+        # It would wait for a later signal when the job is terminated; there are checkpoints.
         jax.config.update("jax_enable_preemption_service", False)
     with _off_standard_output(), _within_time(coordinator or "the address of the job"):
         try:
-            # JAX would abort the process with a trace of its own, so it waits for longer.
+            # JAX would abort the process with its own trace, so it waits for longer.
             patience = WAIT_SECONDS + 60
             rd.distributed.initialise(coordinator, num_processes, process_id, wait_seconds=patience)
         except ValueError as error:
             if coordinator is not None:
                 raise
             raise UserError(
-                "no job of SLURM or Open MPI was found: start the command by srun or mpirun, or"
-                " give --coordinator HOST:PORT, --num-processes N and --process-id I"
+                "no job of SLURM or Open MPI was found: start the command with srun or mpirun, or"
+                " pass --coordinator HOST:PORT, --num-processes N and --process-id I"
             ) from error
         multihost_utils.sync_global_devices("all processes have joined")
-    speaks = jax.process_index() == 0
-    if speaks:
+    is_main = jax.process_index() == 0
+    if is_main:
         sys.stderr.write(
             f"retrodict: {jax.process_count()} processes with {jax.device_count()} devices; if one"
-            " is lost all end, and the same command, with any number of processes, goes on from the"
-            " last checkpoint\n"
+            " is lost all end, and the same command, with any number of processes, continues from"
+            " the last checkpoint\n"
         )
-    return speaks
+    return is_main
 
 
 @contextmanager
 def _within_time(place: str) -> Iterator[None]:
     """End the process with one line if it waits too long for the others, or at Ctrl-C.
 
-    JAX waits outside Python, where nothing can be raised.
+    JAX waits outside Python, where no exception can be raised.
 
     Args:
-        place: where the processes meet, in words.
+        place: the meeting point of the processes, in words.
     """
 
-    def say() -> None:
+    def report() -> None:
         sys.stderr.write(
             f"retrodict: waiting for the other processes at {place}, up to {WAIT_SECONDS} seconds\n"
         )
@@ -104,14 +102,14 @@ def _within_time(place: str) -> Iterator[None]:
 
     def give_up() -> None:
         sys.stderr.write(
-            f"retrodict: error: the other processes did not come to {place} within {WAIT_SECONDS}"
-            " seconds; check --coordinator, and that all processes, process 0 among them, were"
+            f"retrodict: error: the other processes did not join at {place} within {WAIT_SECONDS}"
+            " seconds; check --coordinator, and that all processes, including process 0, were"
             " started\n"
         )
         sys.stderr.flush()
         os._exit(MISTAKE)
 
-    timers = [threading.Timer(PATIENCE_SECONDS, say), threading.Timer(WAIT_SECONDS, give_up)]
+    timers = [threading.Timer(PATIENCE_SECONDS, report), threading.Timer(WAIT_SECONDS, give_up)]
     for timer in timers:
         timer.daemon = True
         timer.start()
@@ -129,24 +127,24 @@ def _within_time(place: str) -> Iterator[None]:
 
 @contextmanager
 def _off_standard_output() -> Iterator[None]:
-    """Sends what libraries print to standard error: Gloo says there whom it has reached."""
+    """Redirect prints of libraries to standard error: Gloo reports its connections."""
     if sys.stdout is not None:
         sys.stdout.flush()
-    kept = os.dup(1)
+    output = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(output, 1)
+        os.close(output)
 
 
 @contextmanager
-def ended_together() -> Iterator[None]:
-    """Ends a process that cannot go on without waiting for the others.
+def end_together() -> Iterator[None]:
+    """End a process that fails without waiting for the others.
 
-    JAX would wait for them when Python ends, and they might wait for what this one was to compute.
-    If another was lost one line says so; other errors are said as always.
+    JAX would wait for them when Python ends, and they may wait for a result of this process. The
+    loss of another process is reported in one line; other errors are raised.
     """
     try:
         yield
@@ -158,13 +156,14 @@ def ended_together() -> Iterator[None]:
         import jax
 
         if jax.distributed.is_initialized():
-            code = {UserError: MISTAKE, KeyboardInterrupt: INTERRUPTED}.get(type(error), 1)
-            atexit.register(_leave, code)
+            mistake = isinstance(error, ValueError | FloatingPointError)
+            code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+            atexit.register(_leave, MISTAKE if mistake else code)
         raise
 
 
 def _leave(code: int) -> None:
-    """Ends the process before JAX would wait for the others."""
+    """End the process before JAX would wait for the others."""
     if sys.stdout is not None:
         sys.stdout.flush()
     sys.stderr.flush()

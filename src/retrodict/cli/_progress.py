@@ -1,4 +1,4 @@
-"""How far a command is: bars on a terminal, lines elsewhere."""
+"""Progress of a command: bars on a terminal, lines elsewhere."""
 
 import time
 from types import TracebackType
@@ -8,12 +8,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Stages:
-    """The stages of one experiment, told on standard error.
+    """Progress callback that shows the stages of a command on standard error.
 
     Args:
-        title: the experiment.
-        num_stages: how many stages it has.
-        console: where to tell.
+        title: the command or experiment.
+        num_stages: the number of stages.
+        console: where to print.
     """
 
     def __init__(self, title: str, num_stages: int, console: Console):
@@ -32,7 +32,7 @@ class Stages:
         self.one = self.bars.add_task("", total=None, visible=False)
 
     def __enter__(self) -> "Stages":
-        """Starts to draw."""
+        """Start to draw."""
         self.bars.start()
         return self
 
@@ -42,28 +42,25 @@ class Stages:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stops drawing, whatever happened."""
+        """Stop drawing."""
         self.bars.stop()
 
     def begin(self, stage: str) -> None:
-        """A stage begins."""
+        """Begin a stage."""
         self.began = time.monotonic()
         self.bars.reset(self.one, description=f"  {stage}", total=None, visible=True)
 
     def step(self, done: int, total: int) -> None:
-        """So much of the present stage is done."""
+        """Show how much of the present stage is done."""
         self.bars.update(self.one, completed=done, total=total)
 
     def end(self, stage: str, *, kept: bool) -> None:
-        """A stage is done, or was found done."""
+        """End a stage that was computed, or whose result was stored before."""
         self.num_done += 1
         self.bars.update(self.all, completed=self.num_done)
         how = "done before" if kept else f"{time.monotonic() - self.began:.1f} s"
-        self._line(f"{self.title} {self.num_done}/{self.num_stages}  {stage}  ({how})")
+        self.say(f"{self.title} {self.num_done}/{self.num_stages}  {stage}  ({how})")
 
     def say(self, message: str) -> None:
-        """Something that the user must know."""
-        self._line(message)
-
-    def _line(self, text: str) -> None:
-        self.bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """Print a message."""
+        self.bars.console.print(message, markup=False, highlight=False, soft_wrap=True)

@@ -1,9 +1,9 @@
 """Tables in and results out: files, pandas, xarray and arrays."""
 
+from retrodict._errors import DataError as DataError
 from retrodict._learning import AbstractSeriesStore as AbstractSeriesStore
 from retrodict._learning import SharedSeries as SharedSeries
 from retrodict.data._arviz import to_arviz as to_arviz
-from retrodict.data._errors import DataError as DataError
 from retrodict.data._live import LiveReader as LiveReader
 from retrodict.data._live import Rows as Rows
 from retrodict.data._reader import read as read

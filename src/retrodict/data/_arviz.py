@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from retrodict._errors import optional
 from retrodict._workspace import library_version
-from retrodict.data._errors import optional
 from retrodict.data._results import to_xarray
 from retrodict.data._table import Table
 
@@ -22,28 +22,28 @@ def to_arviz(
     state_names: Sequence[str] | None = None,
     num_chains: int | None = None,
 ) -> Any:
-    """Draws in the form that the plots and diagnostics of ArviZ take.
+    """Return draws in the form that the plots and diagnostics of ArviZ take.
 
     The groups are `posterior` (`states` and parameters), `posterior_predictive`, `observed_data`
-    and, if there are inputs, `constant_data`. Each observed column is a variable of its own, under
-    the same name in the second and third. Draws of paths from a chain are independent, so that they
-    may be cut into several chains: some diagnostics want that.
+    and, if there are inputs, `constant_data`. Each observed column is a variable, with the
+    same name in the second and third. Sampled paths of a chain are independent, so that they can be
+    split into several chains, which some diagnostics require.
 
     Args:
-        table: what the series were read as.
+        table: the table of the series.
         states: draws of paths, of shape `(sample, time, state)` or `(batch, sample, time, state)`.
         observations: draws of observations from `predictive`, of shape `(sample, time, obs)` or
             `(batch, sample, time, obs)`.
         parameters: draws of parameters by name, each with a leading axis `sample`.
         state_names: names of the coordinates of the state.
-        num_chains: how many chains to cut the draws into; by default 4 if their number is a
-            multiple of it, and else 1.
+        num_chains: the number of chains to split the draws into; by default 4 if it divides their
+            number, and else 1.
 
     Returns:
         An `arviz.InferenceData` (ArviZ 0.x) or an `xarray.DataTree` (1.x).
 
     Raises:
-        ValueError: if a shape does not fit, or draws cannot be cut into so many chains.
+        ValueError: if a shape does not fit, or draws cannot be split into so many chains.
     """
     groups = arviz_groups(
         table,
@@ -57,7 +57,7 @@ def to_arviz(
 
 
 def arviz_major() -> int:
-    """The major version of ArviZ that is installed."""
+    """Return the installed major version of ArviZ."""
     try:
         return int(importlib.metadata.version("arviz").partition(".")[0])
     except importlib.metadata.PackageNotFoundError:
@@ -65,16 +65,16 @@ def arviz_major() -> int:
 
 
 def inference_data(groups: Mapping[str, Any]) -> Any:
-    """The record of ArviZ 0.x."""
+    """Return the record of ArviZ 0.x."""
     with warnings.catch_warnings():
-        # Its last versions warn of 1.0 when they are imported, whoever imports them.
+        # Its last versions warn of 1.0 when they are imported.
         warnings.simplefilter("ignore", FutureWarning)
         arviz = optional("arviz", "arviz")
     return arviz.InferenceData(**groups)
 
 
 def data_tree(groups: Mapping[str, Any]) -> Any:
-    """The record of ArviZ 1.x, which is xarray's own."""
+    """Return the record of ArviZ 1.x, a data tree of xarray."""
     return optional("xarray").DataTree.from_dict(dict(groups))
 
 
@@ -87,23 +87,23 @@ def arviz_groups(
     state_names: Sequence[str] | None,
     num_chains: int | None,
 ) -> dict[str, Any]:
-    """The datasets of `to_arviz` by group."""
+    """Return the datasets of `to_arviz` by group."""
     xarray = optional("xarray")
     groups: dict[str, Any] = {}
     posterior = xarray.Dataset(attrs={"library": "retrodict", "version": library_version()})
     if states is not None:
-        drawn = to_xarray(table, states=states, state_names=state_names)
-        posterior = _in_chains(drawn, num_chains)
+        paths = to_xarray(table, states=states, state_names=state_names)
+        posterior = _in_chains(paths, num_chains)
     for name, values in (parameters or {}).items():
         values = np.asarray(values)
         axes = [f"{name}_dim_{i}" for i in range(values.ndim - 1)]
-        drawn = xarray.Dataset({name: (("sample", *axes), values)})
-        posterior = posterior.assign(_in_chains(drawn, num_chains).data_vars)
+        draws = xarray.Dataset({name: (("sample", *axes), values)})
+        posterior = posterior.assign(_in_chains(draws, num_chains).data_vars)
     if posterior.data_vars:
         groups["posterior"] = posterior
     if observations is not None:
-        drawn = _in_chains(to_xarray(table, observations=observations), num_chains)
-        groups["posterior_predictive"] = _by_column(drawn, "observations")
+        draws = _in_chains(to_xarray(table, observations=observations), num_chains)
+        groups["posterior_predictive"] = _by_column(draws, "observations")
     data = to_xarray(table)
     groups["observed_data"] = _by_column(data, "observed")
     if table.inputs is not None:
@@ -112,12 +112,12 @@ def arviz_groups(
 
 
 def _in_chains(dataset: Any, num_chains: int | None) -> Any:
-    """The axis `sample` as the two leading axes `chain` and `draw`."""
+    """Split the axis `sample` into the two leading axes `chain` and `draw`."""
     xarray = optional("xarray")
     samples = dataset.sizes["sample"]
     chains = num_chains if num_chains is not None else (4 if samples % 4 == 0 else 1)
     if chains < 1 or samples % chains:
-        raise ValueError(f"{samples} draws cannot be cut into {chains} chains of equal length.")
+        raise ValueError(f"{samples} draws cannot be split into {chains} chains of equal length.")
     variables = {}
     for name, variable in dataset.data_vars.items():
         moved = variable.transpose("sample", ...)
@@ -129,7 +129,7 @@ def _in_chains(dataset: Any, num_chains: int | None) -> Any:
 
 
 def _by_column(dataset: Any, name: str) -> Any:
-    """One variable for each observed column."""
+    """Return one variable per observed column."""
     columns = {
         str(label): dataset[name].sel(obs=label, drop=True) for label in dataset["obs"].values
     }

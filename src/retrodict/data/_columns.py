@@ -1,13 +1,13 @@
-"""Columns to numbers, and which columns are data."""
+"""Columns of numbers."""
 
 from typing import Any
 
 import numpy as np
 
-from retrodict.data._errors import optional, shorten
+from retrodict._errors import optional, shorten
 from retrodict.data._source import Source
 
-# The marks of missing values that pandas knows, and no others: "-" or "-999" may mean something.
+# The marks of missing values that pandas reads, and no others: "-" or "-999" may mean something.
 MISSING = frozenset(
     ["", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"]
     + ["<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"]
@@ -17,14 +17,14 @@ LARGEST = 1e150
 
 
 def numbers(source: Source, column: str) -> np.ndarray:
-    """A column as float64, NaN where missing.
+    """Return a column as float64, with NaN for missing values.
 
     Raises:
         DataError: if it holds text, an infinity or a number beyond 1e150, with its row.
     """
-    values, wrong = parsed(source.frame[column])
-    if wrong.any():
-        row = int(np.argmax(wrong))
+    values, invalid = parse_numbers(source.frame[column])
+    if invalid.any():
+        row = int(np.argmax(invalid))
         cell = source.frame[column].iloc[row]
         decimal = isinstance(cell, str) and "," in cell
         hint = "write a decimal point and no other separator" if decimal else "correct it"
@@ -46,73 +46,39 @@ def numbers(source: Source, column: str) -> np.ndarray:
 
 
 def is_numeric(source: Source, column: str) -> bool:
-    """Whether at least half of what a column holds are numbers; the rest is then an error."""
-    values, wrong = parsed(source.frame[column])
-    return int(np.sum(wrong)) <= int(np.sum(~np.isnan(values)))
-
-
-def is_missing(cell: Any) -> bool:
-    """Whether a cell holds nothing: no object, NaN, or a mark that pandas reads as missing."""
-    if isinstance(cell, str):
-        return cell.strip() in MISSING
-    if isinstance(cell, int | float):
-        return cell != cell
-    return cell is None or bool(np.all(optional("pandas").isna(cell)))
+    """Return whether at least half of the cells are numbers; the others are then errors."""
+    values, invalid = parse_numbers(source.frame[column])
+    return int(np.sum(invalid)) <= int(np.sum(~np.isnan(values)))
 
 
 def missing_cells(series: Any) -> np.ndarray:
-    """Which cells of a pandas series hold nothing; text is looked at cell by cell."""
-    types = optional("pandas").api.types
+    """Return which cells of a pandas series are empty, NaN or a mark of missing values."""
+    absent, types = series.isna().to_numpy(), optional("pandas").api.types
     if types.is_numeric_dtype(series.dtype) or types.is_datetime64_any_dtype(series.dtype):
-        return series.isna().to_numpy()
-    return np.array([is_missing(cell) for cell in series.tolist()], bool)
-
-
-def parsed(series: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of a pandas series, and where there is something that is none."""
-    types = optional("pandas").api.types
-    dtype = series.dtype
-    if types.is_bool_dtype(dtype) or types.is_numeric_dtype(dtype):
-        if not types.is_complex_dtype(dtype):
-            values = series.to_numpy(dtype=float, na_value=np.nan)
-            return values, np.zeros(len(values), bool)
-    values = np.full(len(series), np.nan)
-    wrong = np.zeros(len(series), bool)
+        return absent
     cells = series.tolist()
-    if (quick := _quickly(cells)) is not None:
-        return quick, wrong
-    for row, cell in enumerate(cells):
-        if is_missing(cell):
-            continue
-        try:
-            values[row] = _number(cell)
-        except (TypeError, ValueError):
-            wrong[row] = True
-        except OverflowError:  # an integer of Python may have any size
-            values[row] = np.inf
-    return values, wrong
+    return absent | np.array([isinstance(c, str) and c.strip() in MISSING for c in cells], bool)
 
 
-def _quickly(cells: list[Any]) -> np.ndarray | None:
-    """Text of which all is numbers or missing, in one go; `None` if it is not so."""
-    if not all(isinstance(cell, str) for cell in cells):
-        return None
-    together = "".join(cells)
-    if "_" in together or not together.isascii():
-        return None
+def parse_numbers(series: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of a pandas series, and which cells hold something else."""
+    pandas = optional("pandas")
+    types = pandas.api.types
+    if types.is_numeric_dtype(series.dtype) and not types.is_complex_dtype(series.dtype):
+        values = series.to_numpy(dtype=float, na_value=np.nan)
+        return values, np.zeros(len(values), bool)
+    cells = pandas.Series([_number_or_text(cell) for cell in series.tolist()], dtype=object)
+    values = pandas.to_numeric(cells, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
+    return values, np.isnan(values) & ~missing_cells(series)
+
+
+def _number_or_text(cell: Any) -> float | str:
+    if isinstance(cell, str):
+        return cell
+    if not isinstance(cell, int | float | np.number | np.bool_):
+        if type(cell).__name__ not in ("Decimal", "Fraction"):
+            return str(cell)
     try:
-        plain = ["nan" if cell.strip() in MISSING else cell for cell in cells]
-        return np.array(plain, object).astype(float)
-    except ValueError:
-        return None
-
-
-def _number(cell: Any) -> float:
-    # Python would read "1_000" as a thousand, and a date as nothing.
-    if isinstance(cell, str) and ("_" in cell or not cell.isascii()):
-        raise ValueError(cell)
-    if isinstance(cell, str | int | float | np.number | np.bool_):
         return float(cell)
-    if type(cell).__name__ in ("Decimal", "Fraction"):
-        return float(cell)
-    raise TypeError(cell)
+    except OverflowError:  # an integer of Python may have any size
+        return np.inf

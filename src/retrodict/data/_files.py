@@ -1,4 +1,4 @@
-"""Files to frames: CSV, Parquet and NetCDF. Whatever is wrong with one is said in one line."""
+"""Files to frames: CSV, Parquet and NetCDF. Any defect of a file is reported in one line."""
 
 import csv
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from retrodict.data._errors import DataError, optional, shorten
+from retrodict._errors import DataError, optional, shorten
 from retrodict.data._source import Source, check_names, frame_source
 
 T = TypeVar("T")
@@ -22,25 +22,36 @@ SEPARATORS = {".csv": None, ".tsv": "\t"}
 SUFFIXES = (".csv", ".tsv", ".parquet", ".nc")
 
 HEAP = b"GCOL\1\0\0\0"
-"""How a global heap of HDF5 begins."""
+"""The first bytes of a global heap of HDF5."""
 
 MOST_BYTES, MOST_GROWTH = 1 << 30, 1000
 """A file may declare arrays of so many bytes, or of so many times its own size if that is more."""
 
 
-def open_file(path: Path, name: str) -> Any:
-    """A `Source` of a text or Parquet file, or the xarray dataset of a NetCDF file."""
+def check_exists(path: Path, name: str) -> None:
+    """Refuse a path that is not a regular file."""
     if not path.exists():
         raise DataError(f"{name}: there is no such file; check the path.")
     if path.is_dir():
         raise DataError(f"{name}: this is a folder; name a file in it.")
     if not path.is_file():
         raise DataError(f"{name}: this is not a regular file; write the table to one.")
+
+
+def check_suffix(path: Path, name: str, suffixes: Iterable[str]) -> str:
+    """Return the suffix of a path; refuse one that is not in `suffixes`."""
     suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
+    if suffix not in suffixes:
         raise DataError(
-            f"{name}: the suffix {suffix!r} is not known; use one of {', '.join(SUFFIXES)}."
+            f"{name}: the suffix {suffix!r} is not known; use one of {', '.join(suffixes)}."
         )
+    return suffix
+
+
+def open_file(path: Path, name: str) -> Any:
+    """Return a `Source` of a text or Parquet file, or the xarray dataset of a NetCDF file."""
+    check_exists(path, name)
+    suffix = check_suffix(path, name, SUFFIXES)
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -54,18 +65,18 @@ def open_file(path: Path, name: str) -> Any:
     return text_source(content, name, SEPARATORS[suffix])
 
 
-def reading(read: Callable[[], T], name: str, kind: str) -> T:
-    """Call a reader of binary files, and say in one line what it found wrong.
+def read_binary(read: Callable[[], T], name: str, kind: str) -> T:
+    """Call a reader of binary files, and turn its errors into one line.
 
     Libraries raise a dozen types on damaged files. Objects that they leave half made may raise once
-    more when they are freed, which Python prints: that happens here, and nothing is printed.
+    more when they are freed, which Python prints: they are freed here, without a print.
 
     Args:
         read: reads the file, or a part of it.
-        name: the file as it was given.
+        name: the path of the file.
         kind: the format.
     """
-    failure, hook = None, sys.unraisablehook
+    reason, hook = None, sys.unraisablehook
     sys.unraisablehook = lambda _: None
     try:
         with warnings.catch_warnings():
@@ -76,22 +87,22 @@ def reading(read: Callable[[], T], name: str, kind: str) -> T:
                 raise
             except Exception as error:
                 lines = str(error).strip().splitlines()
-                failure = lines[0][:120] if lines else type(error).__name__
-        gc.collect(1)  # what is half made is young; the whole heap would take a second
+                reason = lines[0][:120] if lines else type(error).__name__
+        gc.collect(1)  # half-made objects are young; the whole heap would take a second
     finally:
         sys.unraisablehook = hook
     raise DataError(
-        f"{name}: damaged, cut short or no {kind} file ({failure}); write or fetch it again."
+        f"{name}: damaged, truncated or not a {kind} file ({reason}); write or fetch it again."
     )
 
 
 def check_size(declared: int, stored: int, name: str) -> None:
-    """Refuse a file that declares far more than it can hold, before memory is taken for it.
+    """Refuse a file that declares far more than it can hold, before memory is allocated.
 
     Args:
         declared: the bytes of the arrays that it declares.
         stored: the bytes of the file.
-        name: the file as it was given.
+        name: the path of the file.
     """
     if not 0 <= declared <= max(MOST_BYTES, MOST_GROWTH * stored):
         raise DataError(
@@ -101,15 +112,14 @@ def check_size(declared: int, stored: int, name: str) -> None:
 
 
 def _parquet(content: bytes, name: str) -> Source:
-    optional("pyarrow")
+    parquet = optional("pyarrow.parquet")
 
     def read() -> Source:
-        file = optional("pyarrow.parquet").ParquetFile(io.BytesIO(content))
-        check_parquet(file, len(content), name)
+        check_parquet(parquet.ParquetFile(io.BytesIO(content)), len(content), name)
         frame = optional("pandas").read_parquet(io.BytesIO(content), engine="pyarrow")
         return frame_source(frame, name, "frame")
 
-    return reading(read, name, "Parquet")
+    return read_binary(read, name, "Parquet")
 
 
 def check_parquet(file: Any, stored: int, name: str) -> None:
@@ -119,23 +129,22 @@ def check_parquet(file: Any, stored: int, name: str) -> None:
 
 
 def _netcdf(content: bytes, name: str) -> Any:
-    xarray = optional("xarray")
-    engine = netcdf_engine(content)
+    xarray, engine = optional("xarray"), netcdf_engine(content)
 
     def read() -> Any:
         check_heaps(content)
-        # Numbers in units of time stay the numbers that they are.
+        # Numbers in units of time stay numbers.
         with xarray.open_dataset(
             io.BytesIO(content), engine=engine, decode_timedelta=False
         ) as dataset:
             check_size(dataset.nbytes, len(content), name)
             return dataset.load()
 
-    return reading(read, name, "NetCDF")
+    return read_binary(read, name, "NetCDF")
 
 
 def check_heaps(content: bytes | mmap.mmap) -> None:
-    """Refuse an HDF5 file on whose damaged heaps the library would loop for ever.
+    """Refuse an HDF5 file on whose damaged heaps the library would loop forever.
 
     A global heap is a header of 16 bytes, then objects: index, references, size, data. The library
     goes from one to the next by its size, and index 0, the free space, counts its header in it. A
@@ -156,9 +165,9 @@ def check_heaps(content: bytes | mmap.mmap) -> None:
 
 
 def netcdf_engine(content: bytes) -> str:
-    """The engine of xarray for a file that begins so.
+    """Return the engine of xarray for a file that begins with these bytes.
 
-    It is named, so that a damaged file is not said to need a package.
+    With a named engine, a damaged file is not reported as a missing package.
     """
     engine = "scipy" if content.startswith(b"CDF") else "h5netcdf"
     optional(engine)
@@ -166,8 +175,8 @@ def netcdf_engine(content: bytes) -> str:
 
 
 def text_source(content: bytes, name: str, separator: str | None = None) -> Source:
-    """Comma-separated values, kept as text, with the line of each row."""
-    text = _decoded(content, name)
+    """Parse comma-separated values as text, with the line of each row."""
+    text = _decode(content, name)
     first = text.lstrip("\r\n").partition("\n")[0]
     records = _records(io.StringIO(text, newline=""), name, separator or _separator(first))
     header = next(records)[1]
@@ -175,17 +184,16 @@ def text_source(content: bytes, name: str, separator: str | None = None) -> Sour
     for line, cells in records:
         lines.append(line)
         rows.append(cells)
-    if len(header) == 1:
-        while rows and rows[-1] == [""]:
-            rows.pop()
-            lines.pop()
-    return text_source_of(header, rows, lines, name)
+    while len(header) == 1 and rows and rows[-1] == [""]:
+        rows.pop()
+        lines.pop()
+    return rows_source(header, rows, lines, name)
 
 
 def text_records(path: Path, name: str, separator: str | None) -> Iterator[tuple[int, list[str]]]:
-    """The lines and cells of a file of comma-separated values, one record after another.
+    """Yield the line and the cells of each record of a text file, the header first.
 
-    The first is the header. Nothing but the present record is held.
+    Only one record is in memory.
     """
 
     def lines() -> Iterator[str]:
@@ -193,42 +201,36 @@ def text_records(path: Path, name: str, separator: str | None) -> Iterator[tuple
             with path.open(encoding="utf-8-sig", newline="") as file:
                 for line in file:
                     if "\0" in line:
-                        _decoded(path.read_bytes(), name)  # says where
+                        _decode(path.read_bytes(), name)  # raises, with the place
                     yield line
         except UnicodeDecodeError:
-            _decoded(path.read_bytes(), name)  # says where
+            _decode(path.read_bytes(), name)  # raises, with the place
 
     first = next((line for line in lines() if line.strip("\r\n")), "")
     return _records(lines(), name, separator or _separator(first))
 
 
-def text_source_of(
+def rows_source(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     lines: Sequence[int],
     name: str,
     is_numbered: bool | None = None,
 ) -> Source:
-    """Rows of text as a table.
+    """Convert rows of text.
 
     Args:
         header: the names of columns.
         rows: the cells of each row.
         lines: the line of each row.
-        name: the file as it was given.
-        is_numbered: whether a first column without a name counts the rows of the file; looked for
-            if these are all of them.
+        name: the path of the file.
+        is_numbered: whether a first column without a name counts the rows of the file; detected by
+            default.
     """
-    pandas = optional("pandas")
     if not rows:
         raise DataError(f"{name}: there are no rows below the header; add some.")
-    frame = pandas.DataFrame(
-        {
-            key: np.array(cells, object)
-            for key, cells in zip(header, zip(*rows, strict=True), strict=True)
-        },
-        columns=header,
-    )
+    columns = dict(zip(header, zip(*rows, strict=True), strict=True))
+    frame = optional("pandas").DataFrame(columns, columns=header, dtype=object)
     if header[0] == "":
         frame = _with_index(frame, is_numbered)
     source = frame_source(frame, name, "frame")
@@ -236,7 +238,7 @@ def text_source_of(
 
 
 def _with_index(frame: Any, is_numbered: bool | None) -> Any:
-    """A first column without a name is an index that was written with its frame."""
+    """Turn a first column without a name into the index: pandas writes an index in this way."""
     pandas = optional("pandas")
     cells = frame[""].tolist()
     frame = frame.drop(columns="")
@@ -250,7 +252,7 @@ def _with_index(frame: Any, is_numbered: bool | None) -> Any:
         return frame.set_index(pandas.Index(cells, dtype=object, name="index"))
 
 
-def _decoded(content: bytes, name: str) -> str:
+def _decode(content: bytes, name: str) -> str:
     if b"\0" in content:
         at = content.index(b"\0")
         raise DataError(
@@ -270,11 +272,13 @@ def _separator(first: str) -> str:
 
 
 def _records(text: Iterable[str], name: str, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """The line on which each record begins, and its cells; the first is the header.
+    """Yield the first line of each record and its cells; the first record is the header.
+
+    pandas would fill short rows without an error, and does not return the lines of rows.
 
     Args:
         text: the lines of the file.
-        name: the file as it was given.
+        name: the path of the file.
         separator: between values.
     """
     reader = csv.reader(text, delimiter=separator, strict=True)
@@ -284,14 +288,18 @@ def _records(text: Iterable[str], name: str, separator: str) -> Iterator[tuple[i
         for cells in reader:
             cells = [cell.strip() for cell in cells]
             if header is None:
-                header = _header(cells, name, begin) if cells else None
-                if header is not None:
+                if cells:
+                    header = _header(cells, name, begin)
                     yield begin, header
             else:
                 if not cells and len(header) == 1:
                     cells = [""]
                 if cells:
-                    _check_width(cells, header, name, begin)
+                    if len(cells) != len(header):
+                        raise DataError(
+                            f"{name}, line {begin}: {len(cells)} values below {len(header)} column"
+                            f" names (it begins with {shorten(cells[0])}); add or remove some."
+                        )
                     yield begin, cells
             begin = reader.line_num + 1
     except csv.Error as error:
@@ -299,7 +307,7 @@ def _records(text: Iterable[str], name: str, separator: str) -> Iterator[tuple[i
             f"{name}, line {begin}: not comma-separated values ({error}); is a quote not closed?"
         ) from None
     if header is None:
-        raise DataError(f"{name}: the file has nothing but empty lines; write it again.")
+        raise DataError(f"{name}: the file has only empty lines; write it again.")
 
 
 def _header(cells: list[str], name: str, line: int) -> list[str]:
@@ -312,14 +320,6 @@ def _header(cells: list[str], name: str, line: int) -> list[str]:
             raise DataError(f"{name}, line {line}: column {place + 1} has no name; give it one.")
     check_names(cells, f"{name}, line {line}")
     return cells
-
-
-def _check_width(cells: Sequence[str], header: Sequence[str], name: str, line: int) -> None:
-    if len(cells) != len(header):
-        raise DataError(
-            f"{name}, line {line}: {len(cells)} values below {len(header)} column names (it begins"
-            f" with {shorten(cells[0])}); add or remove some."
-        )
 
 
 def _is_number(cell: str) -> bool:

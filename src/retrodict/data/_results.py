@@ -1,4 +1,4 @@
-"""Results with names: as xarray datasets, as pandas frames, or as what the table was read from."""
+"""Results with names: xarray datasets, pandas frames, or the type of the source."""
 
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from retrodict._errors import optional
 from retrodict._workspace import library_version
-from retrodict.data._errors import optional
 from retrodict.data._table import Table
 
 OTHER_STATE = "state_other"
-"""The second axis of a covariance: a dimension of a dataset must have one name."""
+"""The second axis of a covariance: each dimension of a dataset needs a distinct name."""
 
 
 def to_xarray(
@@ -29,42 +29,42 @@ def to_xarray(
     level: float | None = None,
     attributes: Mapping[str, str | int | float] | None = None,
 ) -> Any:
-    """Moments and draws as a dataset with named dimensions.
+    """Return moments and draws as a dataset with named dimensions.
 
     These are `series`, `time`, `state`, `obs` and `sample`; the coordinates are the identifiers,
     times and column names of the table. `time` holds the times themselves if all series share them;
     otherwise it counts rows, and `time_stamp` holds the times by series. There is no dimension
-    `series` if the table has no identifiers. Rows that do not exist are NaN. Without any result,
-    the observations, and inputs, of the table itself.
+    `series` if the table has no identifiers. Rows that do not exist are NaN. Without a result,
+    the dataset holds the observations and inputs of the table.
 
     Example:
         >>> import numpy as np, retrodict as rd
         >>> table = rd.data.read({"year": [1871, 1872, 1873], "flow": [1.0, 2.0, 3.0]})
-        >>> found = rd.data.to_xarray(table, mean=np.zeros((3, 1)), state_names=["level"])
-        >>> found["mean"].sel(time=1872, state="level").item()
+        >>> posterior = rd.data.to_xarray(table, mean=np.zeros((3, 1)), state_names=["level"])
+        >>> posterior["mean"].sel(time=1872, state="level").item()
         0.0
 
     Args:
-        table: what the series were read as.
-        result: what `smooth` or `forecast` returned, or anything with `mean` and `covariance`.
-        mean: of states, of shape `(time, state)` or `(batch, time, state)`.
-        covariance: of states, of shape `(..., time, state, state)`.
+        table: the table of the series.
+        result: a result of `smooth` or `forecast`, or any object with `mean` and `covariance`.
+        mean: means of states, of shape `(time, state)` or `(batch, time, state)`.
+        covariance: covariances of states, of shape `(..., time, state, state)`.
         states: draws, of shape `(sample, time, state)` or `(batch, sample, time, state)`.
         observations: draws, of shape `(sample, time, obs)` or `(batch, sample, time, obs)`.
-        future: whether rows are those after the end of each series, as in a forecast, and not those
-            of the table; by default for forecasts alone.
-        times: of those rows, one array a series, where the table is irregular: see `read_times`.
+        future: whether rows are those after the end of each series, as in a forecast; by default
+            only for forecasts.
+        times: the times of those rows, one array per series, for irregular tables: see
+            `read_times`.
         state_names: names of the coordinates of the state; `x0`, `x1`, ... by default.
-        shown_states: the names of those to keep; all by default.
+        shown_states: the names of the coordinates to return; all by default.
         level: the probability of the central interval of the states, whose ends are added as
-            `lower` and `upper`: by the `quantile` of the result if it has one, else by those of
-            `states`, else by those of a Gaussian law with this mean and covariance.
+            `lower` and `upper`: from the `quantile` method of the result if it has one, else from
+            `states`, else from the Gaussian law with this mean and covariance.
         attributes: further attributes of the dataset.
 
     Returns:
-        An xarray Dataset with those of `mean`, `std`, `lower`, `upper`, `covariance`,
-        `mean_standard_error`, `states` and `observations` that there are; or `observed` and
-        `inputs`.
+        An xarray Dataset with the available ones of `mean`, `std`, `lower`, `upper`, `covariance`,
+        `mean_standard_error`, `states` and `observations`; or `observed` and `inputs`.
 
     Raises:
         ValueError: if a shape does not fit the table.
@@ -102,7 +102,7 @@ def to_xarray(
             " rows after its end."
         )
     if not future:
-        # Rows that no series has are there for the compiler alone.
+        # No series has the other rows, which are padding.
         rows = int(length.max())
         arrays = {key: _cut(key, array, rows) for key, array in arrays.items()}
     coordinates = _coordinates(table, stamps, length, rows, arrays, state_names)
@@ -115,8 +115,8 @@ def to_xarray(
     )
     if shown_states is None:
         return dataset
-    kept = {name: list(shown_states) for name in ("state", OTHER_STATE) if name in dataset.dims}
-    return dataset.sel(kept)
+    shown = {name: list(shown_states) for name in ("state", OTHER_STATE) if name in dataset.dims}
+    return dataset.sel(shown)
 
 
 DIMENSIONS = {
@@ -134,17 +134,17 @@ DIMENSIONS = {
 
 
 def _times(
-    table: Table, rows: int, future: bool, given: Sequence[np.ndarray] | None
+    table: Table, rows: int, future: bool, times: Sequence[np.ndarray] | None
 ) -> tuple[np.ndarray, ...]:
-    """The times of the rows of a result."""
+    """Return the times of the rows of a result."""
     if not future:
         return table.times
-    if given is None:
+    if times is None:
         return table.future_times(rows)
-    coming = table.coming(given)
-    if any(len(own) != rows for own in coming):
-        raise ValueError(f"The result has {rows} rows; give as many times of each series.")
-    return coming
+    checked = table.coming(times)
+    if any(len(series) != rows for series in checked):
+        raise ValueError(f"The result has {rows} rows; pass as many times per series.")
+    return checked
 
 
 def _is_forecast(result: Any) -> bool:
@@ -152,7 +152,7 @@ def _is_forecast(result: Any) -> bool:
 
 
 def _parts_of(result: Any) -> dict[str, Any]:
-    """The arrays of a result of the library."""
+    """Return the arrays of a result of the library."""
     if result is None:
         return {}
     if _is_forecast(result):
@@ -167,39 +167,38 @@ def _parts_of(result: Any) -> dict[str, Any]:
 
 
 def _interval(result: Any, parts: Mapping[str, Any], level: float) -> dict[str, np.ndarray]:
-    """The ends of the central interval of each state; nothing if nothing is known of states."""
+    """Return the ends of the central interval of each state, if there are states."""
     if not 0.0 < level < 1.0:
-        raise ValueError(f"level must lie between 0 and 1, got {level}.")
+        raise ValueError(f"`level` must be between 0 and 1, got {level}.")
     ends = (0.5 - level / 2, 0.5 + level / 2)
     if _is_forecast(result):
         gaussian = getattr(result, "gaussian_states", False)
     else:
         gaussian = "states" not in parts
         if hasattr(result, "quantile"):
-            found = [_quantile(result, end) for end in ends]
-            return dict(zip(("lower", "upper"), found, strict=True))
+            return {"lower": _quantile(result, ends[0]), "upper": _quantile(result, ends[1])}
     if not gaussian and "states" in parts:
-        found = np.quantile(np.asarray(parts["states"]), ends, axis=-3)
+        lower, upper = np.quantile(np.asarray(parts["states"]), ends, axis=-3)
     elif "mean" in parts and "covariance" in parts:
-        found = gaussian_ends(parts["mean"], parts["covariance"], level)
+        lower, upper = gaussian_ends(parts["mean"], parts["covariance"], level)
     else:
         return {}
-    return dict(zip(("lower", "upper"), found, strict=True))
+    return {"lower": lower, "upper": upper}
 
 
 def _quantile(result: Any, probability: float) -> np.ndarray:
-    """The quantile of the states of a result of one series, or of a batch."""
+    """Return the quantile of the states of a result of one series, or of a batch."""
     if np.ndim(result.mean) == 2 or hasattr(result, "draw_key"):
         return np.asarray(result.quantile(probability))
     return np.asarray(optional("jax").vmap(lambda one: one.quantile(probability))(result))
 
 
 def gaussian_ends(mean: Any, covariance: Any, level: float) -> np.ndarray:
-    """The ends of the central intervals of Gaussian laws, on a leading axis.
+    """Return the ends of the central intervals of Gaussian laws, on a leading axis.
 
     Args:
-        mean: of shape `(..., d)`.
-        covariance: of shape `(..., d, d)`.
+        mean: means, of shape `(..., d)`.
+        covariance: covariances, of shape `(..., d, d)`.
         level: the probability of the interval.
     """
     diagonal = np.diagonal(np.asarray(covariance), axis1=-2, axis2=-1)
@@ -208,7 +207,7 @@ def gaussian_ends(mean: Any, covariance: Any, level: float) -> np.ndarray:
 
 
 def _with_batch(table: Table, key: str, array: np.ndarray) -> np.ndarray:
-    """An array with a leading axis for the series, checked against the table."""
+    """Return an array with a leading axis for the series, checked against the table."""
     dimensions = DIMENSIONS[key]
     if array.ndim == len(dimensions):
         array = array[None]
@@ -241,7 +240,7 @@ def _cut(key: str, array: np.ndarray, rows: int) -> np.ndarray:
 def _variable(
     table: Table, key: str, array: np.ndarray, length: np.ndarray
 ) -> tuple[tuple[str, ...], np.ndarray]:
-    """Names of the axes, and the array with NaN in rows that do not exist."""
+    """Return the names of the axes, and the array with NaN in rows that do not exist."""
     dimensions = DIMENSIONS[key]
     axis = dimensions.index("time")
     rows = array.shape[1 + axis]
@@ -266,10 +265,10 @@ def _coordinates(
     if table.series is not None:
         coordinates["series"] = list(table.series)
     longest = max(times, key=len)
-    if len(longest) == rows and all(np.array_equal(own, longest) for own in times):
+    if len(longest) == rows and all(np.array_equal(series, longest) for series in times):
         coordinates["time"] = longest
     else:
-        stamps = np.stack([_padded(own, rows) for own in times])
+        stamps = np.stack([_padded(series, rows) for series in times])
         coordinates["time"] = np.arange(rows)
         plain = table.series is None
         coordinates["time_stamp"] = (
@@ -293,12 +292,12 @@ def _coordinates(
 
 
 def _padded(times: np.ndarray, rows: int) -> np.ndarray:
-    """Times with NaT or NaN in rows that do not exist."""
+    """Return times with NaT or NaN in rows that do not exist."""
     short = rows - len(times)
     if short and times.dtype.kind != "M":
         times = times.astype(float)
-    nothing = np.datetime64("NaT", "us") if times.dtype.kind == "M" else np.nan
-    return np.concatenate([times, np.full(short, nothing)]) if short else times
+    absent = np.datetime64("NaT", "us") if times.dtype.kind == "M" else np.nan
+    return np.concatenate([times, np.full(short, absent)]) if short else times
 
 
 def _attributes(result: Any) -> dict[str, Any]:
@@ -312,14 +311,14 @@ def _attributes(result: Any) -> dict[str, Any]:
 
 
 def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options: Any) -> Any:
-    """Moments and draws as a pandas frame, one row for each time that exists.
+    """Return moments and draws as a pandas frame, one row per existing time.
 
-    For each coordinate of the state, and each observed column of which there are draws, the columns
-    `NAME_mean`, `NAME_std`, `NAME_lower` and `NAME_upper`. The last two bound the central interval
-    of probability `level`. They are exact quantiles where the law is Gaussian, and else quantiles
-    of draws: a posterior with two modes has no use for its mean and deviation. Only where nothing
-    but `mean` and `covariance` is given is the law taken to be Gaussian. Without any result, the
-    observations, and inputs, of the table itself.
+    Each coordinate of the state, and each observed column with draws, has the columns `NAME_mean`,
+    `NAME_std`, `NAME_lower` and `NAME_upper`. The last two bound the central interval of
+    probability `level`. They are exact quantiles for Gaussian laws, and else quantiles of draws,
+    which are meaningful for a posterior with two modes too. The law is assumed Gaussian only if
+    nothing but `mean` and `covariance` is given. Without a result, the frame holds the observations
+    and inputs of the table.
 
     Example:
         >>> import numpy as np, retrodict as rd
@@ -329,7 +328,7 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
         ['year', 'level_mean', 'level_std', 'level_lower', 'level_upper']
 
     Args:
-        table: what the series were read as.
+        table: the table of the series.
         result: as in `to_xarray`.
         level: the probability of the interval.
         options: further arguments of `to_xarray`.
@@ -339,7 +338,7 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
     """
     pandas = optional("pandas")
     if not 0.0 < level < 1.0:
-        raise ValueError(f"to_frame expects a level between 0 and 1, got {level}.")
+        raise ValueError(f"`level` must be between 0 and 1, got {level}.")
     dataset = to_xarray(table, result, level=level, **options)
     apart = "series" in dataset.dims
     columns = _summaries(dataset if apart else dataset.expand_dims("series"), level)
@@ -352,14 +351,14 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
     frame: dict[str, Any] = {}
     if apart:
         name = "-".join(table.layout["series"] or ["series"])
-        frame[name] = np.repeat(np.array(table.series), [len(own) for own in times])
+        frame[name] = np.repeat(np.array(table.series), [len(series) for series in times])
     frame[table.time_name or "time"] = np.concatenate(times)
-    exists = np.arange(rows) < np.array([len(own) for own in times])[:, None]
+    exists = np.arange(rows) < np.array([len(series) for series in times])[:, None]
     return pandas.DataFrame(frame | {name: values[exists] for name, values in columns.items()})
 
 
 def _summaries(dataset: Any, level: float) -> dict[str, np.ndarray]:
-    """Columns of shape `(series, time)` by name."""
+    """Return columns of shape `(series, time)` by name."""
     columns: dict[str, np.ndarray] = {}
     for key, names in (("observed", "obs"), ("inputs", "input")):
         if key in dataset:
@@ -377,7 +376,7 @@ def _summaries(dataset: Any, level: float) -> dict[str, np.ndarray]:
 
 
 def _of_forecast(table: Table, result: Any, level: float) -> dict[str, np.ndarray]:
-    """Moments of observations that a forecast has itself, in place of those of its draws."""
+    """Return the exact moments of observations of a forecast, in place of those of draws."""
     mean, covariance = (
         np.asarray(part) if np.ndim(result.mean) == 3 else np.asarray(part)[None]
         for part in (result.mean, result.covariance)
@@ -399,7 +398,7 @@ def _by_series(variable: Any) -> np.ndarray:
 
 def _of_draws(name: str, variable: Any, level: float) -> dict[str, np.ndarray]:
     draws = variable.transpose("series", "time", "sample").values
-    # With one draw there is no spread to speak of, and rows of NaN stay NaN.
+    # One draw has no standard deviation, and rows of NaN stay NaN.
     std = (
         np.std(draws, axis=-1, ddof=1) if draws.shape[-1] > 1 else np.full(draws.shape[:2], np.nan)
     )
@@ -413,10 +412,10 @@ def _of_draws(name: str, variable: Any, level: float) -> dict[str, np.ndarray]:
 
 
 def like(table: Table, result: Any = None, **options: Any) -> Any:
-    """A result as the kind of object that the table was read from.
+    """Return a result as the type of object that the table was read from.
 
     Args:
-        table: what the series were read as.
+        table: the table of the series.
         result: as in `to_xarray`.
         options: further arguments of `to_xarray`, or of `to_frame` for a frame.
 

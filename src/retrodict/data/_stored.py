@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -10,10 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from retrodict._errors import Argument, DataError, listed
 from retrodict._learning import AbstractSeriesStore, Arrays, ProgressLine
 from retrodict.data._chunked import NetcdfSeries, ParquetRows
-from retrodict.data._errors import DataError, listed
-from retrodict.data._reader import read
+from retrodict.data._files import check_exists, check_suffix
+from retrodict.data._reader import as_names, read
 from retrodict.data._source import Source
 from retrodict.data._summary import Summary, add_up
 from retrodict.data._table import Table
@@ -22,38 +22,37 @@ from retrodict.distributed import all_gather_object, by_all
 T = TypeVar("T")
 
 BLOCK_ROWS = 50_000
-"""How many rows a block has at least, if there are so many."""
+"""The smallest number of rows of a block, except the last."""
 
 
 class StoredSeries(AbstractSeriesStore):
-    """Series in files, as `open_series` found them.
+    """Series in files, as returned by `open_series`.
 
     Attributes:
-        names: the columns that are observed.
+        names: the observed columns.
         input_names: the inputs.
-        num_times: the rows of the longest series.
-        num_rows: the rows of all series, those inserted in gaps included.
-        num_missing: how many entries of them were not observed.
-        block_sizes: how many series each block has.
-        layout: the arguments by which `read` reads any of it.
+        num_times: the number of rows of the longest series.
+        num_rows: the number of rows of all series, including those inserted in gaps.
+        num_missing: the number of missing entries.
+        block_sizes: the number of series of each block.
+        layout: the arguments with which `read` reads any part.
     """
 
     def __init__(
         self,
-        places: Sequence[tuple["_File", int]],
+        blocks: Sequence["_Block"],
         layout: dict[str, Any],
         summaries: Sequence[Summary],
         inputs: Sequence[str],
     ) -> None:
-        self._places = list(places)
-        whole = add_up(summaries)
+        self._blocks = list(blocks)
+        total = add_up(summaries)
         prints = " ".join(summary.fingerprint for summary in summaries)
         self._digest = hashlib.sha256(prints.encode()).hexdigest()
-        self._equal = whole.shortest == whole.longest
-        self._sources = list(dict.fromkeys(file.name for file, _ in places))
+        self._equal = total.shortest == total.longest
         self.layout, self.names, self.input_names = layout, tuple(layout["columns"]), tuple(inputs)
-        self.num_times, self.num_rows = whole.longest, whole.num_rows
-        self.num_missing = whole.num_rows * len(self.names) - sum(whole.seen)
+        self.num_times, self.num_rows = total.longest, total.num_rows
+        self.num_missing = total.num_rows * len(self.names) - sum(total.seen)
         self.block_sizes = tuple(summary.num_series for summary in summaries)
 
     def __repr__(self) -> str:
@@ -63,17 +62,16 @@ class StoredSeries(AbstractSeriesStore):
         )
 
     def table(self, block: int) -> Table:
-        """The series of a block, padded to the longest of all."""
-        file, own = self._places[block]
-        source = file.read(own, self.layout, known=True)
+        """Read the series of a block, padded to the longest of all."""
+        source = self._blocks[block].read(self.layout, known=True)
         return read(source, **{**self.layout, "pad_to": self.num_times})
 
     def tables(self) -> Iterator[Table]:
-        """All series, a block at a time: to smooth or summarise more than fits into memory."""
+        """Read all series block by block, to smooth or summarise data larger than memory."""
         return (self.table(block) for block in range(len(self.block_sizes)))
 
     def load(self, block: int) -> Arrays:
-        """The arrays of a block, as `fit` draws from them."""
+        """Return the arrays of a block, as `fit` draws from them."""
         table = self.table(block)
         return {
             "ys": np.where(table.mask, table.ys, 0.0),
@@ -83,18 +81,19 @@ class StoredSeries(AbstractSeriesStore):
         }
 
     def digest(self) -> str:
-        """The SHA-256 of what all blocks hold, in their order."""
+        """Return the SHA-256 of the content of all blocks, in their order."""
         return self._digest
 
     def described(self) -> list[str]:
-        """What was understood of the files, a line each."""
-        gone = self.num_missing / (self.num_rows * len(self.names))
+        """Return a description of the files, in lines."""
+        missing = self.num_missing / (self.num_rows * len(self.names))
+        names = dict.fromkeys(block.name for block in self._blocks)
         return [
-            f"source: {listed(self._sources, 3)}",
+            f"source: {listed(names, 3)}",
             f"rows: {self.num_rows}, in {self.num_series} series of up to {self.num_times},"
             f" in {len(self.block_sizes)} blocks",
             f"time: {self.layout['time'] or 'the row number'}, step {self.layout['freq']}",
-            f"columns: {listed(self.names)}; missing: {100 * gone:.1f} %",
+            f"columns: {listed(self.names)}; missing: {100 * missing:.1f} %",
             *([f"inputs: {listed(self.input_names)}"] if self.input_names else []),
         ]
 
@@ -113,225 +112,192 @@ def open_series(
     together: bool = False,
     progress: bool = True,
 ) -> StoredSeries:
-    """Opens series that are too large for memory: `fit` draws its batches from where they lie.
+    """Open series that do not fit into memory; `fit` reads its minibatches from the files.
 
-    Everything is read once, block by block, and checked as `read` checks it; no more than a block
-    is in memory. The first block says which columns there are and what their step is, unless it is
-    said here. In a Parquet file the rows of a series must follow one another. A block is a row
-    group or several, at least 50,000 rows, and training holds up to eight: write row groups of not
-    much more.
+    All blocks are read once and checked as in `read`; one block at a time is in memory. The first
+    block determines the columns and the step of the times, unless they are passed. In a Parquet
+    file the rows of a series must be consecutive. A block is one row group or several, with at
+    least 50,000 rows, and training holds up to eight blocks: write row groups of about this size.
 
     Example:
         `rd.fit(key, family, model, rd.data.open_series("big.parquet", series="id"))`.
 
     Args:
-        source: the path of a `.parquet` or `.nc` file, or of several that go together.
-        series: the column or columns, or the dimension of a NetCDF file, that tell series apart.
-        time: as in `read`, like the rest.
-        columns: what is observed.
-        inputs: columns of inputs.
+        source: the path of a `.parquet` or `.nc` file, or of several files of one data set.
+        series: the columns, or the dimension of a NetCDF file, that identify series.
+        time: as in `read`, like the following arguments.
+        columns: the observed columns.
+        inputs: the columns of inputs.
         freq: the step of the times.
-        step_input: whether to add the time since the row before as the first input.
-        step_unit: what counts as 1 in that input.
-        time_format: how dates are written.
+        step_input: whether to add the time since the previous row as the first input.
+        step_unit: the unit of that input.
+        time_format: the format of dates.
         together: whether all processes of a job open the same files at this point, so that each
-            has to look at its share of the blocks alone.
+            reads its share of the blocks.
         progress: whether to show a progress line.
 
     Returns:
-        The series, for `fit`, or to go through by `tables()`.
+        The series, for `fit`, or for iteration with `tables()`.
 
     Raises:
-        DataError: if something cannot be read or does not make sense, in one line.
-        ValueError: if so in another process, where they open it together.
-        ProcessLostError: if another process has ended, where they open it together.
+        DataError: if a file cannot be read or is inconsistent, in one line.
+        ValueError: if so in another process, with `together`.
+        ProcessLostError: if another process has ended, with `together`.
     """
-    apart = _names(series)
-    if not apart:
-        raise DataError("open_series: series names nothing; name what tells series apart.")
+    keys = as_names(series)
+    if not keys:
+        raise DataError(
+            "open_series: ", Argument("series", series), " is empty; name what identifies series."
+        )
     paths = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not paths:
         raise DataError("open_series: there is no file; name one.")
-    by_each = by_all if together else _alone
-    files = by_each(lambda: [_open(Path(path), os.fspath(path), apart) for path in paths])
+    run = by_all if together else _run_alone
+    blocks = run(lambda: [block for path in paths for block in _blocks(path, keys)])
     layout: dict[str, Any] = {
         "time": time,
-        "series": apart,
-        "columns": _names(columns),
-        "inputs": _names(inputs),
+        "series": keys,
+        "columns": None if columns is None else as_names(columns),
+        "inputs": None if inputs is None else as_names(inputs),
         "freq": freq,
         "step_input": step_input,
         "step_unit": step_unit,
         "time_format": time_format,
     }
-    every = [(file, block) for file in files for block in range(file.num_blocks)]
-    first, table = by_each(lambda: _first_table(every, layout))
-    looks = by_each(lambda: _look(every, first, table, _own(every, together), progress))
+    first, table = run(lambda: _first_table(blocks, layout))
+    share = _share(len(blocks)) if together else range(len(blocks))
+    scans = run(lambda: _scan(blocks, first, table, share, progress))
     if together:
-        looks = _from_all(looks)
-    places = [every[number] for number in sorted(looks)]
-    found = [looks[number] for number in sorted(looks)]
-    if (twice := _twice(found)) is not None:
-        file, block = places[twice]
+        scans = _from_all_processes(scans)
+    blocks = [blocks[number] for number in sorted(scans)]
+    results = [scans[number] for number in sorted(scans)]
+    if (place := _repeated(results)) is not None:
         raise DataError(
-            f"{file.name}: a series of block {block + 1} of {file.num_blocks} stands in another"
-            f" place too; sort the rows by {listed(apart)}, so that each series is in one place."
+            f"{blocks[place].name}: a series of block {blocks[place].number + 1} is in another"
+            f" place too; sort the rows by {listed(keys)}, so that each series is in one place."
         )
-    summaries = [look.summary for look in found]
+    summaries = [scan.summary for scan in results]
     if not any(add_up(summaries).seen):
-        raise DataError(f"{listed(f.name for f in files)}: every value is missing.")
-    return StoredSeries(places, table.layout, summaries, table.input_names)
+        raise _all_missing(blocks)
+    return StoredSeries(blocks, table.layout, summaries, table.input_names)
 
 
-def _alone(compute: Callable[[], T]) -> T:
+def _run_alone(compute: Callable[[], T]) -> T:
     return compute()
 
 
-class _Look(NamedTuple):
-    """What is seen of a block at first.
+class _Block(NamedTuple):
+    """A part of a file: consecutive rows of a Parquet file, or series of a NetCDF file."""
+
+    file: ParquetRows | NetcdfSeries
+    number: int
+    begin: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    def read(self, layout: dict[str, Any], *, known: bool) -> Source:
+        """Read the block; the arguments are those of `ParquetRows.read`."""
+        return self.file.read(np.arange(self.begin, self.end), layout, known=known)
+
+
+def _blocks(path: str | os.PathLike[str], keys: list[str]) -> list[_Block]:
+    place, name = Path(path), os.fspath(path)
+    check_exists(place, name)
+    file: ParquetRows | NetcdfSeries
+    if check_suffix(place, name, (".parquet", ".nc")) == ".parquet":
+        file = ParquetRows(place, name, keys)
+        cuts = _series_starts(file)
+    else:
+        file = NetcdfSeries(place, name, keys)
+        cuts = list(range(0, file.count, max(1, BLOCK_ROWS // file.rows)))
+    ends = [*cuts[1:], file.count]
+    return [_Block(file, i, *bounds) for i, bounds in enumerate(zip(cuts, ends, strict=True))]
+
+
+def _series_starts(file: ParquetRows) -> list[int]:
+    """Return the rows at which blocks begin: each the first series start of a row group."""
+    cuts, last = [0], None
+    for lines, cells in file.identifiers():
+        changes = (cells != cells.shift()).any(axis=1).to_numpy(copy=True)
+        changes[0] = last is None or tuple(cells.iloc[0]) != last
+        last = tuple(cells.iloc[-1])
+        starts = lines[0] - 1 + np.flatnonzero(changes)
+        if starts.size and starts[0] - cuts[-1] >= BLOCK_ROWS:
+            cuts.append(int(starts[0]))
+    return cuts
+
+
+class _Scan(NamedTuple):
+    """The result of the first pass over a block.
 
     Attributes:
-        summary: what is to be known of its series.
-        identifiers: hashes of their names, the same in every process.
+        summary: the summary of its series.
+        identifiers: hashes of their identifiers, the same in every process.
     """
 
     summary: Summary
     identifiers: list[int]
 
 
-def _first_table(every: Sequence[tuple["_File", int]], layout: dict[str, Any]) -> tuple[int, Table]:
-    """The number of the first block with rows, and the block, which says how others are read."""
-    for number, (file, block) in enumerate(every):
-        part = file.read(block, layout, known=False)
-        if len(part.frame):  # series of a rectangle of which nothing was observed have no rows
+def _first_table(blocks: Sequence[_Block], layout: dict[str, Any]) -> tuple[int, Table]:
+    """Return the first block with rows and its number; it determines how others are read."""
+    for number, block in enumerate(blocks):
+        part = block.read(layout, known=False)
+        if len(part.frame):  # series of a rectangle without an observation have no rows
             return number, read(part, **layout)
-    raise DataError(f"{listed(dict.fromkeys(f.name for f, _ in every))}: every value is missing.")
+    raise _all_missing(blocks)
 
 
-def _own(every: Sequence[Any], together: bool) -> range:
-    """The numbers of the blocks that this process looks at."""
-    if not together:
-        return range(len(every))
-    who, count = jax.process_index(), jax.process_count()
-    return range(len(every) * who // count, len(every) * (who + 1) // count)
+def _all_missing(blocks: Sequence[_Block]) -> DataError:
+    names = dict.fromkeys(block.name for block in blocks)
+    return DataError(f"{listed(names)}: every value is missing.")
 
 
-def _look(
-    every: Sequence[tuple["_File", int]], first: int, table: Table, own: range, progress: bool
-) -> dict[int, _Look]:
-    """What is seen of the blocks with rows among some, by their numbers."""
-    line = ProgressLine("{:.0f} rows were read", len(own)) if progress else None
-    looks: dict[int, _Look] = {}
-    rows = 0
-    for done, number in enumerate(own):
-        file, block = every[number]
-        part = None if number == first else file.read(block, table.layout, known=True)
+def _share(count: int) -> range:
+    """Return the numbers of the blocks that this process scans."""
+    process, num_processes = jax.process_index(), jax.process_count()
+    return range(count * process // num_processes, count * (process + 1) // num_processes)
+
+
+def _scan(
+    blocks: Sequence[_Block], first: int, table: Table, share: range, progress: bool
+) -> dict[int, _Scan]:
+    """Scan the blocks with rows among some, by their numbers."""
+    line = ProgressLine("{:.0f} rows were read", len(share)) if progress else None
+    scans: dict[int, _Scan] = {}
+    num_rows = 0
+    for done, number in enumerate(share):
+        part = None if number == first else blocks[number].read(table.layout, known=True)
         if part is None or len(part.frame):
-            found = table if part is None else read(part, **table.layout)
-            hashes = [hashlib.blake2b(str(i).encode(), digest_size=8) for i in found.series or ()]
+            block = table if part is None else read(part, **table.layout)
+            hashes = [hashlib.blake2b(str(i).encode(), digest_size=8) for i in block.series or ()]
             identifiers = [int.from_bytes(each.digest(), "big") for each in hashes]
-            looks[number] = _Look(found.summary, identifiers)
-            rows += found.summary.num_rows
+            scans[number] = _Scan(block.summary, identifiers)
+            num_rows += block.summary.num_rows
         if line is not None:
-            line(done + 1, -float(rows))
-    return looks
+            line(done + 1, -float(num_rows))
+    return scans
 
 
-def _from_all(looks: dict[int, _Look]) -> dict[int, _Look]:
-    """The looks of all processes."""
-    own = {number: (look.summary.to_dict(), look.identifiers) for number, look in looks.items()}
+def _from_all_processes(scans: dict[int, _Scan]) -> dict[int, _Scan]:
+    """Return the scans of all processes."""
+    local = {number: (scan.summary.to_dict(), scan.identifiers) for number, scan in scans.items()}
     return {
-        int(number): _Look(Summary.from_dict(summary), identifiers)
-        for said in all_gather_object(own)
-        for number, (summary, identifiers) in said.items()
+        int(number): _Scan(Summary.from_dict(summary), identifiers)
+        for gathered in all_gather_object(local)
+        for number, (summary, identifiers) in gathered.items()
     }
 
 
-def _twice(looks: Sequence[_Look]) -> int | None:
-    """The last block with a series that stands in another block too."""
-    every = np.concatenate([np.array(look.identifiers, np.uint64) for look in looks])
+def _repeated(scans: Sequence[_Scan]) -> int | None:
+    """Return the last block with a series that is in another block too."""
+    every = np.concatenate([np.array(scan.identifiers, np.uint64) for scan in scans])
     values, counts = np.unique(every, return_counts=True)
     if counts.max() == 1:
         return None
     at = int(np.flatnonzero(every == values[np.argmax(counts)])[-1])
-    sizes = [look.summary.num_series for look in looks]
+    sizes = [scan.summary.num_series for scan in scans]
     return int(np.searchsorted(np.cumsum(sizes), at, side="right"))
-
-
-def _names(given: str | Sequence[str] | None) -> list[str] | None:
-    if given is None:
-        return None
-    return [given] if isinstance(given, str) else [str(name) for name in given]
-
-
-class _File(ABC):
-    """A file of several blocks."""
-
-    name: str
-    num_blocks: int
-
-    @abstractmethod
-    def read(self, block: int, layout: dict[str, Any], *, known: bool) -> Source:
-        """A block.
-
-        Args:
-            block: which.
-            layout: the arguments of `read`.
-            known: whether they name all that is to be read; else there may be more, and the time
-                is to be looked for.
-        """
-
-
-def _open(path: Path, name: str, apart: list[str]) -> _File:
-    if not path.exists():
-        raise DataError(f"{name}: there is no such file; check the path.")
-    if path.is_dir():
-        raise DataError(f"{name}: it is a folder; name the files in it.")
-    kinds = {".parquet": _Parquet, ".nc": _Netcdf}
-    suffix = path.suffix.lower()
-    if suffix not in kinds:
-        raise DataError(
-            f"{name}: the suffix {suffix!r} is not one of {', '.join(kinds)}; write it as such a"
-            " file, or use read if it fits into memory."
-        )
-    return kinds[suffix](path, name, apart)
-
-
-class _Parquet(_File):
-    """Rows of one series after another; a block begins with the first series of a row group."""
-
-    def __init__(self, path: Path, name: str, apart: list[str]) -> None:
-        self.name, self._rows = name, ParquetRows(path, name, apart)
-        self._cuts = self._whole_series()
-        self.num_blocks = len(self._cuts) - 1
-
-    def _whole_series(self) -> list[int]:
-        """Rows at which blocks begin, each with the first row of a series, and the end."""
-        cuts, last = [0], None
-        for begin, cells in self._rows.identifiers():
-            changes = (cells != cells.shift()).any(axis=1).to_numpy(copy=True)
-            changes[0] = last is None or tuple(cells.iloc[0]) != last
-            last = tuple(cells.iloc[-1])
-            starts = begin + np.flatnonzero(changes)
-            if starts.size and starts[0] - cuts[-1] >= BLOCK_ROWS:
-                cuts.append(int(starts[0]))
-        return [*cuts, self._rows.count]
-
-    def read(self, block: int, layout: dict[str, Any], *, known: bool) -> Source:
-        """The rows of a block, from the row groups that hold them."""
-        return self._rows.read(self._cuts[block], self._cuts[block + 1], layout, known=known)
-
-
-class _Netcdf(_File):
-    """Variables along a dimension of series."""
-
-    def __init__(self, path: Path, name: str, apart: list[str]) -> None:
-        self.name, self._series = name, NetcdfSeries(path, name, apart)
-        count = self._series.count
-        each = max(1, BLOCK_ROWS // self._series.rows)
-        self._cuts = [*range(0, count, each), count]
-        self.num_blocks = len(self._cuts) - 1
-
-    def read(self, block: int, layout: dict[str, Any], *, known: bool) -> Source:
-        """The series of a block."""
-        return self._series.read(np.arange(self._cuts[block], self._cuts[block + 1]), layout)

@@ -1,4 +1,4 @@
-"""What is to be known of a table as a whole, which the parts of a table add up to."""
+"""Summaries of tables. The summaries of parts add up to that of the whole."""
 
 import dataclasses
 import hashlib
@@ -9,29 +9,29 @@ from typing import Any
 import numpy as np
 
 MOST_NAMED = 13
-"""How many identifiers are kept: one more than are listed."""
+"""The number of stored identifiers: one more than messages list."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What is to be known of all series of a table.
+    """Summary of all series of a table.
 
     Attributes:
         series: the first identifiers.
-        num_series: how many series there are.
-        num_rows: how many rows they have, those inserted in gaps included.
-        num_rows_observed: in how many of them something was seen.
-        shortest: the rows of the shortest series.
-        longest: the rows of the longest series.
-        inserted: how many rows were inserted in gaps.
+        num_series: the number of series.
+        num_rows: the number of rows, including those inserted in gaps.
+        num_rows_observed: the number of rows with at least one observed entry.
+        shortest: the number of rows of the shortest series.
+        longest: the number of rows of the longest series.
+        inserted: the number of rows inserted in gaps.
         begin: the first time; dates in microseconds.
         end: the last time.
-        seen: how many entries of each column were seen.
-        lowest: the smallest entry of each column; `None` if none was seen.
+        seen: the number of observed entries of each column.
+        lowest: the smallest observed entry of each column; `None` if there is none.
         highest: the largest.
         digest: the sum, modulo 2²⁵⁶, of the SHA-256 of each series: its identifier, times, values,
-            what was seen of them, and inputs.
-        notes: what else was done to the rows, and what was left aside.
+            mask and inputs.
+        notes: further changes of the rows, and ignored columns.
     """
 
     series: tuple[str, ...]
@@ -51,16 +51,16 @@ class Summary:
 
     @property
     def fingerprint(self) -> str:
-        """The digest in hexadecimals."""
+        """The digest in hexadecimal."""
         return f"{self.digest:064x}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can store, and `from_dict` reads."""
+        """Return a dictionary that JSON can store."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Summary":
-        """The summary that was turned into a dictionary, of which JSON makes lists of tuples."""
+        """Return the summary of a dictionary; JSON turns tuples into lists."""
         known: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in fields.items()
@@ -69,7 +69,7 @@ class Summary:
 
 
 def add_up(parts: Sequence[Summary]) -> Summary:
-    """What is to be known of a table of which these are the parts, in their order."""
+    """Return the summary of a table from those of its parts, in their order."""
     names = [name for part in parts for name in part.series]
     notes = [note for part in parts for note in part.notes]
     return Summary(
@@ -100,8 +100,8 @@ def _extreme(which: Any, parts: Sequence[Sequence[float | None]]) -> tuple[float
 def digest_of(
     name: Any, times: np.ndarray, ys: np.ndarray, mask: np.ndarray, inputs: np.ndarray | None
 ) -> int:
-    """The SHA-256 of one series."""
-    # Whole numbers may be integers in one part of a table and fractions in another.
+    """Return the SHA-256 of one series."""
+    # Whole numbers may be integers in one part of a table and floats in another.
     times = times if times.dtype.kind == "M" else times.astype(np.float64)
     digest = hashlib.sha256(str(name).encode())
     for array in (times, np.nan_to_num(ys), mask, inputs):
@@ -111,17 +111,17 @@ def digest_of(
 
 
 def as_number(time: Any) -> int | float:
-    """A time as a number; dates in microseconds."""
+    """Return a time as a number; dates in microseconds."""
     return (time.astype(np.int64) if isinstance(time, np.datetime64) else time).item()
 
 
 def as_time(number: int | float, dates: bool) -> Any:
-    """The time of a number."""
+    """Return the time of a number."""
     return np.datetime64(int(number), "us") if dates else number
 
 
 def written(time: Any) -> str:
-    """A time as people write it: a date without a clock at midnight."""
+    """Return a time as text: a date at midnight without the clock."""
     if isinstance(time, np.datetime64):
         return str(time).removesuffix("T00:00:00.000000").removesuffix(".000000").replace("T", " ")
     return f"{time:.12g}" if isinstance(time, float | np.floating) else str(time)

@@ -1,4 +1,4 @@
-"""The record of a table that was read: series as padded arrays, and all that names them."""
+"""The record of a table: series as padded arrays, with their names and times."""
 
 import dataclasses
 import functools
@@ -8,40 +8,40 @@ from typing import Any
 
 import numpy as np
 
-from retrodict.data._errors import DataError, listed
+from retrodict._errors import Argument, DataError, listed
 from retrodict.data._steps import Step, following, parse_step
 from retrodict.data._summary import MOST_NAMED, Summary, as_number, as_time, digest_of, written
 
 MOST_LEADING_ROWS = 100_000
-"""How many rows of a large table say what a model and a family are to start from."""
+"""Rows of a large table from which a model and a family are initialised."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Table:
-    """One or more series, ready for every verb of the library.
+    """One or more series, as arguments of the functions of the library.
 
-    `table.batch()` holds the arguments of a verb that takes many series, `table.one(i)` those of a
-    verb that takes one. Units are those of the data.
+    `table.batch()` returns the arguments of a function of many series, `table.one(i)` those of a
+    function of one. Units are those of the data.
 
     Attributes:
-        ys: observations, of shape `(batch, time, obs)`, float64; NaN where there is none.
-        mask: true where an entry was seen; false in rows that do not exist.
+        ys: observations, of shape `(batch, time, obs)`, float64; NaN where missing.
+        mask: true where an entry was observed; false in rows that do not exist.
         inputs: of shape `(batch, time, input)`, or `None`; rows that do not exist repeat the last.
-        length: how many rows of each series exist, of shape `(batch,)`.
-        times: the times of each series, as many as it has rows; dates as `datetime64[us]`.
-        names: of the columns of `ys`.
-        series: identifiers, in increasing order; `None` if the table is one series without one.
-        input_names: of the columns of `inputs`; `step`, if it was asked for, is the first.
-        time_name: of the time column; `None` if the row number is the time.
-        step: between times, as `read` takes it by `freq`; `None` if they are irregular.
-        step_unit: the stretch of time that counts as 1 in the input `step`; `None` without one.
-        layout: what `read` is to be told so that another table is read in the same way, as
+        length: the number of rows of each series, of shape `(batch,)`.
+        times: the times of the rows of each series; dates as `datetime64[us]`.
+        names: the names of the columns of `ys`.
+        series: identifiers, in increasing order; `None` for one series without identifier.
+        input_names: the names of the columns of `inputs`; `step`, if requested, is the first.
+        time_name: the name of the time column; `None` if the row number is the time.
+        step: the step between times, as the argument `freq` of `read`; `None` if irregular.
+        step_unit: the unit of the input `step`; `None` without this input.
+        layout: the arguments with which `read` reads another table in the same way:
             `read(other, **table.layout)`. JSON can store it.
-        kind: what it was read from, which `like` turns results into: `"array"`, `"frame"` (CSV and
-            Parquet too) or `"dataset"` (NetCDF too).
-        source: the file as it was given, or the type of the object.
-        notes: what else was done to the rows, and what was left aside.
-        inserted: how many rows were inserted in gaps.
+        kind: the type that `like` converts results to: `"array"`, `"frame"` (also for CSV and
+            Parquet) or `"dataset"` (also for NetCDF).
+        source: the path of the file, or the type of the object.
+        notes: further changes of the rows, and ignored columns.
+        inserted: the number of rows inserted in gaps.
     """
 
     ys: np.ndarray
@@ -67,15 +67,15 @@ class Table:
 
     @property
     def num_series(self) -> int:
-        """How many series there are."""
+        """The number of series."""
         return self.ys.shape[0]
 
     def batch(self) -> dict[str, Any]:
-        """`ys`, `mask`, `inputs` and `length` of all series, as keywords of `fit` or `smooth`."""
+        """Return `ys`, `mask`, `inputs` and `length` of all series, the keywords of `fit`."""
         return {"ys": self.ys, "mask": self.mask, "inputs": self.inputs, "length": self.length}
 
     def one(self, series: int = 0) -> dict[str, Any]:
-        """`ys`, `mask` and `inputs` of one series without padding, as keywords of most verbs.
+        """Return `ys`, `mask` and `inputs` of one series without padding.
 
         Args:
             series: its place in the batch.
@@ -85,33 +85,31 @@ class Table:
         return {"ys": self.ys[series, :rows], "mask": self.mask[series, :rows], "inputs": inputs}
 
     def window(self, start: int, stop: int | None = None) -> "Table":
-        """The rows from `start` to before `stop` of each series, counted as in a slice."""
-        parts = [slice(start, stop).indices(int(rows))[:2] for rows in self.length]
-        kept = [max(last - first, 0) for first, last in parts]
-        if min(kept) == 0:
+        """Return the rows from `start` to before `stop` of each series, as in a slice."""
+        pieces = [piece.cut(slice(start, stop)) for piece in self._pieces()]
+        lengths = [len(piece.ys) for piece in pieces]
+        if min(lengths) == 0:
             raise ValueError(
                 f"window({start}, {stop}) leaves no row of a series with"
-                f" {self.length[int(np.argmin(kept))]} rows; choose rows that all series have."
+                f" {self.length[int(np.argmin(lengths))]} rows; choose rows that all series have."
             )
-        pieces = [
-            Piece(
-                self.times[i][first:last],
-                self.ys[i, first:last],
-                None if self.inputs is None else self.inputs[i, first:last],
-            )
-            for i, (first, last) in enumerate(parts)
-        ]
-        arrays = stack(pieces, max(kept))
+        arrays = stack(pieces, max(lengths))
         return dataclasses.replace(self, **arrays, notes=(*self.notes, "a window of the rows"))
 
+    def _pieces(self) -> list["Piece"]:
+        """Return each series without padding."""
+        ones = [self.one(i) for i in range(self.num_series)]
+        pairs = zip(self.times, ones, strict=True)
+        return [Piece(times, one["ys"], one["inputs"]) for times, one in pairs]
+
     def last(self, count: int) -> "Table":
-        """The last `count` rows of each series, or all of a shorter one."""
+        """Return the last `count` rows of each series, or all of a shorter one."""
         if count < 1:
             raise ValueError(f"last expects a count of 1 or more, got {count}.")
         return self.window(-count, None)
 
     def select(self, identifiers: Sequence[Any]) -> "Table":
-        """The series of these identifiers, in this order."""
+        """Return the series of these identifiers, in this order."""
         known = list(self.series or ())
         for identifier in identifiers:
             if identifier not in known:
@@ -122,33 +120,28 @@ class Table:
         return self._some(np.array(places))
 
     def padded(self, pad_to: int | str) -> "Table":
-        """The same series with more rows that do not exist, as `pad_to` of `read`."""
+        """Return the series with more padding, as `pad_to` of `read`."""
         rows = padded_length(int(self.length.max()), pad_to, self.source)
-        pieces = []
-        for i in range(self.num_series):
-            one = self.one(i)
-            pieces.append(Piece(self.times[i], one["ys"], one["inputs"]))
-        return dataclasses.replace(self, **stack(pieces, rows))
+        return dataclasses.replace(self, **stack(self._pieces(), rows))
 
     def future_times(self, count: int) -> tuple[np.ndarray, ...]:
-        """The next `count` times of each series.
+        """Return the next `count` times of each series.
 
         Raises:
-            ValueError: if times are irregular, so that there is no next one.
+            ValueError: if times are irregular.
         """
         if self.step is None:
-            raise ValueError(
-                "Irregular times have no next one. Give the coming ones: times=... from read_times."
-            )
+            hint = Argument("times", hint="from data.read_times")
+            raise DataError("Irregular times cannot be continued; pass the future ones: ", hint)
         if count < 1:
             raise ValueError(f"future_times expects a count of 1 or more, got {count}.")
         step = self._step()
         return tuple(following(times, step, count) for times in self.times)
 
     def coming(self, times: Sequence[Any]) -> tuple[np.ndarray, ...]:
-        """The times of rows after the last, one array a series, refused unless they follow it.
+        """Check and convert the times of rows after the last, one array per series.
 
-        They are to be later and, if the table is regular, the next ones of its grid.
+        They must be later and, if the table is regular, the next ones of its grid.
 
         Args:
             times: dates or numbers as those of the table, in increasing order.
@@ -158,56 +151,59 @@ class Table:
         """
         if len(times) != self.num_series:
             raise ValueError(
-                f"there must be times for each of the {self.num_series} series, got {len(times)}."
+                f"expected times for each of the {self.num_series} series, got {len(times)}."
             )
-        found = []
-        for own, given in zip(self.times, times, strict=True):
-            later = np.asarray(given)
-            dates = own.dtype.kind == "M"
-            if later.ndim != 1 or not later.size or (later.dtype.kind == "M") != dates:
-                kind = "dates" if dates else "numbers"
-                raise ValueError(f"coming times must be one row of {kind}, as the table has them.")
-            later = later.astype(own.dtype) if own.dtype.kind in "Mf" else later
-            steps = np.diff(np.concatenate([own[-1:], later]))
-            if not np.all(steps > np.zeros((), steps.dtype)):
-                last = written(own[-1])
-                raise ValueError(f"coming times must increase and be later than the last, {last}.")
-            if self.step is not None:
-                expected = following(own, self._step(), len(later))
-                close = later == expected if own.dtype.kind != "f" else np.isclose(later, expected)
-                if not np.all(close):
-                    raise ValueError(
-                        f"the times of the table are regular and go on by {self.step}: after"
-                        f" {written(own[-1])} comes {written(expected[0])}; leave them out, or give"
-                        " all of them up to the last that is wanted."
-                    )
-            found.append(later)
-        return tuple(found)
+        return tuple(
+            self._continuation(past, np.asarray(future))
+            for past, future in zip(self.times, times, strict=True)
+        )
+
+    def _continuation(self, past: np.ndarray, future: np.ndarray) -> np.ndarray:
+        """Return the future times of one series; refuse them unless they continue the past."""
+        dates = past.dtype.kind == "M"
+        if future.ndim != 1 or not future.size or (future.dtype.kind == "M") != dates:
+            kind = "dates" if dates else "numbers"
+            raise ValueError(f"future times must be one row of {kind}, like those of the table.")
+        future = future.astype(past.dtype) if past.dtype.kind in "Mf" else future
+        every = np.concatenate([past[-1:], future])
+        if not np.all(every[1:] > every[:-1]):
+            last = written(past[-1])
+            raise ValueError(f"future times must increase and be later than the last, {last}.")
+        if self.step is not None:
+            expected = following(past, self._step(), len(future))
+            close = np.isclose(future, expected) if past.dtype.kind == "f" else future == expected
+            if not np.all(close):
+                raise ValueError(
+                    f"the times of the table are regular with step {self.step}: the time after"
+                    f" {written(past[-1])} is {written(expected[0])}; leave the times out, or give"
+                    " all of them."
+                )
+        return future
 
     def steps_to(self, times: Sequence[Any]) -> np.ndarray:
-        """The length of each step to coming times in units of `step_unit`, as `read` counts them.
+        """Return the length of each step to future times, in units of `step_unit`.
 
         Args:
-            times: those of the coming rows, equally many of each series.
+            times: the times of future rows, equally many per series.
 
         Returns:
             Lengths of shape `(batch, rows)`.
 
         Raises:
-            ValueError: if the table has no input `step`, or times do not follow it.
+            ValueError: if the table has no input `step`, or times do not follow those of the table.
         """
         if self.step_unit is None:
-            raise ValueError("The table was read without step_input, and has no unit of steps.")
-        coming = self.coming(times)
-        if len({len(later) for later in coming}) > 1:
-            raise ValueError("There must be equally many coming times of each series.")
+            raise ValueError("The table was read without step_input and has no unit of steps.")
+        future = self.coming(times)
+        if len({len(later) for later in future}) > 1:
+            raise ValueError("Expected equally many future times per series.")
         if self.step is not None:
-            return np.ones((self.num_series, len(coming[0])))
+            return np.ones((self.num_series, len(future[0])))
         unit = parse_step(self.step_unit, self.times[0].dtype.kind == "M", self.source).amount
         return np.stack(
             [
-                np.diff(np.concatenate([own[-1:], later])) / unit
-                for own, later in zip(self.times, coming, strict=True)
+                np.diff(np.concatenate([past[-1:], later])) / unit
+                for past, later in zip(self.times, future, strict=True)
             ]
         )
 
@@ -216,7 +212,7 @@ class Table:
 
     @functools.cached_property
     def summary(self) -> Summary:
-        """What is to be known of all series, found once."""
+        """The summary of all series."""
         columns = [self.ys[:, :, i][self.mask[:, :, i]] for i in range(len(self.names))]
         names = ("",) if self.series is None else self.series
         digests = [digest_of(name, self.times[i], **self.one(i)) for i, name in enumerate(names)]
@@ -238,17 +234,17 @@ class Table:
         )
 
     def described(self, of: Summary | None = None) -> list[str]:
-        """What was understood of the table, a line each: for people to read before a long run.
+        """Return a description of the table, in lines.
 
         Args:
-            of: what is known of a larger table of which this is a part; by default of this one.
+            of: the summary of a larger table of which this is a part; by default of this one.
         """
         whole = self.summary if of is None else of
         lines = [f"source: {self.source}", f"rows: {whole.num_rows}, in {whole.num_series} series"]
         if self.series is not None:
             lines.append(f"series: {listed(whole.series, count=whole.num_series)}")
             if whole.num_series > 1:
-                lines.append(f"rows of a series: {whole.shortest} to {whole.longest}")
+                lines.append(f"rows per series: {whole.shortest} to {whole.longest}")
         name = "the row number" if self.time_name is None else f"column {self.time_name!r}"
         dates = self.times[0].dtype.kind == "M"
         begin, end = (written(as_time(time, dates)) for time in (whole.begin, whole.end))
@@ -256,11 +252,10 @@ class Table:
         lines.append(f"time: {name}, {begin} to {end}, {step}")
         columns = zip(self.names, whole.seen, whole.lowest, whole.highest, strict=True)
         for column, seen, lowest, highest in columns:
-            gone = whole.num_rows - seen
-            share = 100 * gone / whole.num_rows
-            missing = f", {gone} missing ({share:.1f} %)" if gone else ", none missing"
-            span = f"{lowest:g} to {highest:g}" if seen else "nothing seen"
-            lines.append(f"column {column!r}: {span}{missing}")
+            missing = whole.num_rows - seen
+            share = f"{missing} missing ({100 * missing / whole.num_rows:.1f} %)"
+            span = f"{lowest:g} to {highest:g}" if seen else "no values"
+            lines.append(f"column {column!r}: {span}, {share if missing else 'none missing'}")
         for place, column in enumerate(self.input_names):
             is_step = self.step_unit is not None and not place
             unit = f", in units of {self.step_unit}" if is_step else ""
@@ -269,9 +264,9 @@ class Table:
         return [*lines, *whole.notes, *([rows] if whole.inserted else [])]
 
     def leading_series(self) -> "Table":
-        """The first series, as many as have 100,000 rows together, and at least one.
+        """Return the first series, up to 100,000 rows together, and at least one.
 
-        Twice as many as long as a column was seen less than twice in them.
+        Their number is doubled while a column has fewer than two values in them.
         """
         count = np.searchsorted(np.cumsum(self.length), MOST_LEADING_ROWS, side="right")
         count = max(1, int(count))
@@ -302,9 +297,14 @@ class Piece:
     ys: np.ndarray
     inputs: np.ndarray | None
 
+    def cut(self, rows: slice) -> "Piece":
+        """Return some of the rows."""
+        inputs = None if self.inputs is None else self.inputs[rows]
+        return Piece(self.times[rows], self.ys[rows], inputs)
+
 
 def stack(pieces: Sequence[Piece], rows: int) -> dict[str, Any]:
-    """The fields of a `Table` that hold arrays: series padded to `rows` rows."""
+    """Return the fields of a `Table` that hold arrays: series padded to `rows` rows."""
     length = np.array([len(piece.ys) for piece in pieces])
     ys = np.full((len(pieces), rows, pieces[0].ys.shape[1]), np.nan)
     for i, piece in enumerate(pieces):
@@ -313,7 +313,7 @@ def stack(pieces: Sequence[Piece], rows: int) -> dict[str, Any]:
     if pieces[0].inputs is not None:
         inputs = np.empty((len(pieces), rows, pieces[0].inputs.shape[1]))
         for i, piece in enumerate(pieces):
-            # The last row again, and not zeros: a step of length zero has no density.
+            # Repeat the last row instead of zeros: a step of length zero has no density.
             inputs[i] = piece.inputs[np.minimum(np.arange(rows), length[i] - 1)]  # type: ignore[index]
     return {
         "ys": ys,
@@ -325,28 +325,23 @@ def stack(pieces: Sequence[Piece], rows: int) -> dict[str, Any]:
 
 
 MOST_PADDED, MOST_PADDING = 1_000_000, 100
-"""The most rows to pad to, or so many times the longest series if that is more."""
+"""The largest padded length, or so many times the longest series if that is more."""
 
 
 def padded_length(longest: int, pad_to: int | str | None, owner: str) -> int:
-    """How many rows to pad to.
+    """Return the number of rows to pad to.
 
     `"bucket"` is the next power of two up to 64, and the next multiple of 64 beyond, so that series
-    of new lengths seldom compile anew.
+    of new lengths are rarely compiled again.
     """
     if pad_to is None:
         return longest
     if pad_to == "bucket":
         return 1 << (longest - 1).bit_length() if longest <= 64 else -(-longest // 64) * 64
     if isinstance(pad_to, bool) or not isinstance(pad_to, int | np.integer):
-        raise DataError(f"{owner}: pad_to={pad_to!r}; give a number of rows, 'bucket' or None.")
-    if pad_to < longest:
-        raise DataError(
-            f"{owner}: pad_to={pad_to}, but the longest series has {longest} rows; give more."
-        )
-    if pad_to > max(MOST_PADDED, MOST_PADDING * longest):
-        raise DataError(
-            f"{owner}: pad_to={pad_to}, and the longest series has {longest} rows; give at most"
-            f" {max(MOST_PADDED, MOST_PADDING * longest)}."
-        )
-    return int(pad_to)
+        expected = "must be a number of rows, 'bucket' or None"
+    elif not longest <= pad_to <= (most := max(MOST_PADDED, MOST_PADDING * longest)):
+        expected = f"must be at least {longest}, the longest series, and at most {most}"
+    else:
+        return int(pad_to)
+    raise DataError(f"{owner}: ", Argument("pad_to", pad_to), f" {expected}.")

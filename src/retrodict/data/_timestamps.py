@@ -1,4 +1,4 @@
-"""The time column: which one it is, and its cells as dates or numbers."""
+"""The time column: its name, and its cells as dates or numbers."""
 
 import re
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from retrodict.data._columns import is_missing, missing_cells, parsed
-from retrodict.data._errors import listed, optional, shorten
+from retrodict._errors import Argument, listed, optional, shorten
+from retrodict.data._columns import missing_cells, parse_numbers
 from retrodict.data._source import TIME_NAMES, Source
 
 OFFSET = re.compile(r"(Z|[+-]\d\d(:?\d\d)?)$")
@@ -17,21 +17,30 @@ MONTH = re.compile(r"^(\d{4})[- ]?M(0?[1-9]|1[0-2])$", re.IGNORECASE)
 WEEK = re.compile(r"^(\d{4})[- ]?W(\d\d)$")
 ISO = re.compile(r"^\d{4}-\d\d")
 
+CODES = {6: "%Y%m", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
+"""Formats of dates that are written as whole numbers, by the number of digits."""
 
-def find_time(source: Source, given: str | None, taken: Sequence[str]) -> str | None:
-    """The name of the time column; `None` if the row number is the time.
+FIRST_YEAR, LAST_YEAR = 1500, 2300
+"""Years of dates that are recognised in whole numbers."""
+
+DATE_WORDS = ("date", "month", "yyyymm", "period", "quarter", "week")
+"""Words in the name of a column that holds dates rather than numbers."""
+
+
+def find_time(source: Source, time: str | None, taken: Sequence[str]) -> str | None:
+    """Return the name of the time column; `None` if the row number is the time.
 
     Args:
         source: the table.
-        given: the name that was asked for, if any.
+        time: the name that the user passed, if any.
         taken: columns that have another role.
 
     Raises:
         DataError: if there is no such column, or if there are several candidates.
     """
-    if given is not None:
-        source.require([given], "time")
-        return given
+    if time is not None:
+        source.require([time], "time")
+        return time
     if source.time_index is not None:
         return source.time_index
     free = [column for column in source.frame.columns if column not in taken]
@@ -41,68 +50,81 @@ def find_time(source: Source, given: str | None, taken: Sequence[str]) -> str | 
     ):
         if len(candidates) > 1:
             raise source.error(
-                f"which of the columns {listed(candidates)} is the time? Say so with time=..."
+                f"each of the columns {listed(candidates)} may be the time; name it with ",
+                Argument("time"),
             )
         if candidates:
             return candidates[0]
     return source.row_index
 
 
+def _is_dates(series: Any) -> bool:
+    """Return whether a pandas series has a type of dates or periods."""
+    pandas = optional("pandas")
+    is_period = isinstance(series.dtype, pandas.PeriodDtype)
+    return is_period or pandas.api.types.is_datetime64_any_dtype(series.dtype)
+
+
 def _holds_dates(source: Source, column: str) -> bool:
-    """Whether a column holds dates, or text that begins like a date in each of its first cells."""
+    """Return whether a column holds dates, or text whose first cells begin like dates."""
     series = source.frame[column]
-    types = optional("pandas").api.types
-    if types.is_datetime64_any_dtype(series.dtype) or str(series.dtype).startswith("period"):
+    if _is_dates(series):
         return True
-    if types.is_bool_dtype(series.dtype):
+    if optional("pandas").api.types.is_bool_dtype(series.dtype):
         return False
-    if types.is_numeric_dtype(series.dtype) or not parsed(series.iloc[:50])[1].any():
-        named = any(word in str(series.name).lower() for word in DATE_WORDS)
-        return named and find_code(source, str(series.name)) is not None
-    cells = [str(cell).strip() for cell in series.iloc[:50].tolist() if not is_missing(cell)]
-    return bool(cells) and all(
-        any(form.match(cell) for form in (ISO, QUARTER, MONTH, WEEK)) for cell in cells
-    )
+    head = series.iloc[:50]
+    if not parse_numbers(head)[1].any():
+        return _is_named_like_dates(column) and find_code(source, column) is not None
+    cells = [str(cell).strip() for cell in head[~missing_cells(head)]]
+    forms = (ISO, QUARTER, MONTH, WEEK)
+    return bool(cells) and all(any(form.match(cell) for form in forms) for cell in cells)
 
 
-def stamps(source: Source, column: str, time_format: str | None) -> np.ndarray:
-    """A time column as `datetime64[us]`, as integers where all are whole, or as float64.
+def _is_named_like_dates(column: str) -> bool:
+    return any(word in column.lower() for word in DATE_WORDS)
 
-    Dates are read by ISO 8601 or the format that is given, and never guessed: in 03/04/2020 day and
-    month cannot be told apart. Times with an offset are turned into UTC.
+
+def timestamps(source: Source, column: str, time_format: str | None) -> np.ndarray:
+    """Return a time column as `datetime64[us]`, integers or float64.
+
+    Dates are parsed as ISO 8601 or with the given format and never guessed: 03/04/2020 is
+    ambiguous. Times with an offset are converted to UTC.
 
     Raises:
-        DataError: if a cell is missing or cannot be read, with its row.
+        DataError: if a cell is missing or cannot be parsed, with its row.
     """
-    pandas = optional("pandas")
     series = source.frame[column]
-    gone = missing_cells(series)
-    if gone.any():
+    missing = missing_cells(series)
+    if missing.any():
         raise source.error(
             "the time is missing; fill it in or remove the row.",
-            row=int(np.argmax(gone)),
+            row=int(np.argmax(missing)),
             column=column,
         )
-    if str(series.dtype).startswith("period"):
-        series = series.dt.to_timestamp()
-    if pandas.api.types.is_datetime64_any_dtype(series.dtype):
+    if _is_dates(series):
+        if isinstance(series.dtype, optional("pandas").PeriodDtype):
+            series = series.dt.to_timestamp()
         return _microseconds(source, column, series)
     if time_format is None:
-        values, wrong = parsed(series)
-        if not wrong.any():
-            return _numeric(source, column, values)
-    return _dates(source, column, [_text(cell) for cell in series.tolist()], time_format)
+        values, invalid = parse_numbers(series)
+        if not invalid.any():
+            infinite = ~np.isfinite(values)
+            if infinite.any():
+                row = int(np.argmax(infinite))
+                raise source.error("the time is infinite; correct it.", row=row, column=column)
+            return values.astype(np.int64) if _are_whole(values) else values
+    return _parse_dates(source, column, [_text(cell) for cell in series.tolist()], time_format)
 
 
 def kind_of_times(source: Source, column: str) -> str:
-    """What the times of a column are, by its first cell, as others of it must be too.
+    """Return the kind of the times of a column by its first cell, in words.
 
     Args:
-        source: a table of which `stamps` has read the column.
+        source: a table whose time column `timestamps` can parse.
         column: the time column.
     """
     cells = source.frame[column].iloc[:1]
-    if not parsed(cells)[1].any():
+    if not parse_numbers(cells)[1].any():
         return "numbers"
     (cell,) = cells.tolist()
     zoned = getattr(cell, "tzinfo", None) is not None or OFFSET.search(str(cell).strip()[10:])
@@ -115,91 +137,62 @@ def _text(cell: Any) -> str:
     return str(cell).strip()
 
 
-def _numeric(source: Source, column: str, values: np.ndarray) -> np.ndarray:
-    infinite = ~np.isfinite(values)
-    if infinite.any():
-        row = int(np.argmax(infinite))
-        raise source.error("the time is infinite; correct it.", row=row, column=column)
-    return values.astype(np.int64) if _are_whole(values) else values
-
-
 def _are_whole(values: np.ndarray) -> bool:
     return bool(np.all(values == np.round(values)) and np.all(np.abs(values) < 2**53))
 
 
-CODES = {6: "%Y%m", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
-"""Dates as whole numbers, by how many digits they have."""
-
-LARGEST = (12, 31, 23, 59, 59)
-"""The largest month, day, hour, minute and second."""
-
-FIRST_YEAR, LAST_YEAR = 1500, 2300
-"""Years of dates that are recognised in whole numbers."""
-
-DATE_WORDS = ("date", "month", "yyyymm", "period", "quarter", "week")
-"""Words in the name of a column that holds dates rather than numbers."""
-
-
 def find_code(source: Source, column: str) -> str | None:
-    """Return the format of dates that are written as whole numbers; None if they are numbers.
+    """Return the format of dates that are written as whole numbers; `None` for other times.
 
-    200001 to 200912 are months if no number between 200012 and 200101 stands there, and so are
-    20200131, 20200201 days: as numbers they would have gaps that no calendar has.
+    200001, ..., 200912 are months if none of them is between 200012 and 200101; 20200131, 20200201
+    are days. As plain numbers they would have gaps that no calendar has.
 
     Args:
         source: the table.
         column: the time column.
 
     Raises:
-        DataError: if the numbers look like quarters or weeks, which are to be written as text.
+        DataError: if the numbers look like quarters or weeks, which must be written as text.
     """
     series = source.frame[column]
-    if optional("pandas").api.types.is_datetime64_any_dtype(series.dtype):
+    if _is_dates(series) or parse_numbers(series.iloc[:1])[1].any():
         return None
-    if str(series.dtype).startswith("period") or parsed(series.iloc[:1])[1].any():
-        return None
-    values, wrong = parsed(series)
-    if wrong.any() or not values.size or not np.all(np.isfinite(values) & (values >= 1e4)):
+    values, invalid = parse_numbers(series)
+    if invalid.any() or not values.size or not np.all(np.isfinite(values) & (values >= 1e4)):
         return None
     if not _are_whole(values):
         return None
-    numbers = np.unique(values.astype(np.int64))
-    digits = len(str(numbers[0]))
-    years = numbers // 10 ** (digits - 4)
-    if len(str(numbers[-1])) != digits or years[0] < FIRST_YEAR or years[-1] > LAST_YEAR:
+    codes = np.unique(values.astype(np.int64))
+    digits = len(str(codes[0]))
+    years, rest = np.divmod(codes, 10 ** (digits - 4))
+    if len(str(codes[-1])) != digits or years[0] < FIRST_YEAR or years[-1] > LAST_YEAR:
         return None
-    named = any(word in column.lower() for word in DATE_WORDS)
-    # Within a year months are numbers like any others, unless their name says what they are.
-    certain = named or (years[0] < years[-1] and numbers.size > 2)
-    if digits == 5 and certain and set(numbers % 10) <= {1, 2, 3, 4}:
-        raise _as_text(source, column, numbers[0], "quarter", "{}Q{}", 10)
-    if digits not in CODES or not (certain or (digits > 6 and numbers.size > 2)):
+    # Within a year months are numbers like any others, unless the name of the column says dates.
+    certain = _is_named_like_dates(column) or (years[0] < years[-1] and codes.size > 2)
+    if digits == 5 and certain and np.all((rest >= 1) & (rest <= 4)):
+        raise _write_as_text(source, column, codes[0], "quarter", f"{years[0]}Q{rest[0]}")
+    if digits not in CODES or not (certain or (digits > 6 and codes.size > 2)):
         return None
-    rest = numbers % 10 ** (digits - 4)
-    weeks = rest[(rest >= 1) & (rest <= 53)]
-    if digits == 6 and certain and weeks.size == rest.size and weeks.max() > LARGEST[0]:
-        raise _as_text(source, column, numbers[0], "week", "{}-W{:02d}", 100)
-    for place in range((digits - 4) // 2):
-        part = numbers // 10 ** (digits - 6 - 2 * place) % 100
-        if np.any(part < (1 if place < 2 else 0)) or np.any(part > LARGEST[place]):
-            return None
-    found = optional("pandas").to_datetime(
-        numbers.astype(str), format=CODES[digits], errors="coerce"
-    )
-    return None if found.isna().any() else CODES[digits]
+    if digits == 6 and certain and rest.min() >= 1 and 12 < rest.max() <= 53:
+        raise _write_as_text(source, column, codes[0], "week", f"{years[0]}-W{rest[0]:02d}")
+    dates = optional("pandas").to_datetime(codes.astype(str), format=CODES[digits], errors="coerce")
+    return None if dates.isna().any() else CODES[digits]
 
 
-def _as_text(source: Source, column: str, number: Any, what: str, form: str, base: int) -> Any:
-    text = form.format(*divmod(int(number), base))
+def _write_as_text(source: Source, column: str, code: Any, what: str, text: str) -> Exception:
     return source.error(
-        f"is {number} a {what}? Write it as {text}, or give a number as freq, such as freq=1, if it"
-        " is one.",
+        f"is {code} a {what}? Write it as {text}; if it is a number, give a number as step, such"
+        " as ",
+        Argument("freq", 1),
+        ".",
         row=0,
         column=column,
     )
 
 
-def _dates(source: Source, column: str, cells: list[str], time_format: str | None) -> np.ndarray:
+def _parse_dates(
+    source: Source, column: str, cells: list[str], time_format: str | None
+) -> np.ndarray:
     pandas = optional("pandas")
     if time_format is None:
         cells = _first_days(cells)
@@ -211,32 +204,36 @@ def _dates(source: Source, column: str, cells: list[str], time_format: str | Non
                 column=column,
             )
     try:
-        found = pandas.to_datetime(
+        dates = pandas.to_datetime(
             pandas.Series(cells, dtype=object),
             format=time_format or "ISO8601",
             errors="coerce",
             utc=True,
         )
     except ValueError as error:
+        given = Argument("time_format", time_format)
         raise source.error(
-            f"time_format {time_format!r} is not understood ({error}); write e.g. '%d/%m/%Y'.",
-            column=column,
+            given, f" is not a format of dates ({error}); write e.g. '%d/%m/%Y'.", column=column
         ) from None
-    wrong = found.isna().to_numpy()
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        way = "ISO 8601 (2020-12-31)" if time_format is None else f"the format {time_format!r}"
-        hint = "correct it, or give time_format='%d/%m/%Y' or the like"
+    invalid = dates.isna().to_numpy()
+    if invalid.any():
+        row = int(np.argmax(invalid))
+        form = "ISO 8601 (2020-12-31)" if time_format is None else f"the format {time_format!r}"
         raise source.error(
-            f"{shorten(cells[row])} is no time by {way}; {hint}.", row=row, column=column
+            f"{shorten(cells[row])} is not a time in {form}; correct it, or give the format, such"
+            " as ",
+            Argument("time_format", "%d/%m/%Y"),
+            ".",
+            row=row,
+            column=column,
         )
-    return _microseconds(source, column, found)
+    return _microseconds(source, column, dates)
 
 
 def _first_days(cells: list[str]) -> list[str]:
-    """Quarters, months and weeks as their first days, if all cells are such; else as they are.
+    """Return quarters, months and weeks as their first days, if all cells are of one kind.
 
-    A week that its year does not have stays as it is, and is refused like any other text.
+    A week that does not exist stays as it is, and is refused like any other text.
     """
     if all(quarters := [QUARTER.match(cell) for cell in cells]):
         return [f"{m[1]}-{3 * int(m[2]) - 2:02d}-01" for m in quarters if m]

@@ -1,4 +1,4 @@
-"""Results to files, whole or not at all."""
+"""Results to files, written atomically."""
 
 import io
 import os
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrodict.data._errors import DataError, optional
+from retrodict._errors import Argument, DataError, optional
+from retrodict.data._files import check_suffix
 
 SUFFIXES = (".csv", ".parquet", ".nc")
 
@@ -20,36 +21,34 @@ def check_target(
     Args:
         path: where to write.
         overwrite: whether a file of this name may be replaced.
-        suffixes: those that are known; any if there are none.
+        suffixes: the allowed suffixes; any if there are none.
 
     Returns:
         The path.
 
     Raises:
-        DataError: if the suffix is not known, the file exists, or its folder does not or cannot be
-            written to.
+        DataError: if the suffix is not known, the file exists, or its folder does not exist or is
+            read-only.
     """
     target, name = Path(path), os.fspath(path)
-    suffix = target.suffix.lower()
-    if suffixes and suffix not in suffixes:
-        raise DataError(
-            f"{name}: the suffix {suffix!r} is not known; use one of {', '.join(suffixes)}."
-        )
+    if suffixes:
+        check_suffix(target, name, suffixes)
     if not target.parent.is_dir():
         raise DataError(f"{name}: the folder does not exist; make it first.")
     if target.is_dir():
         raise DataError(f"{name}: this is a folder; name a file in it.")
     if target.exists() and not overwrite:
-        raise DataError(f"{name}: the file exists; pass overwrite=True, or choose another name.")
+        overwriting = Argument("overwrite", True)
+        raise DataError(f"{name}: the file exists; pass ", overwriting, ", or choose another name.")
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise DataError(f"{name}: the folder is read-only; choose another.")
     return target
 
 
 def write(result: Any, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Writes a dataset or a frame by the suffix of the path: `.csv`, `.parquet` or `.nc`.
+    """Write a dataset or a frame in the format of the suffix: `.csv`, `.parquet` or `.nc`.
 
-    The file appears whole or not at all: it is written under another name beside, and then renamed.
+    The file appears complete or not at all: it is written under another name, and then renamed.
 
     Args:
         result: an xarray Dataset or a pandas DataFrame.
@@ -60,7 +59,7 @@ def write(result: Any, path: str | os.PathLike[str], *, overwrite: bool = False)
         The path.
 
     Raises:
-        DataError: if the suffix is not known, the folder is not there, or the file is.
+        DataError: if the suffix is not known, the folder does not exist, or the file exists.
     """
     target = check_target(path, overwrite=overwrite)
     name, suffix = os.fspath(path), target.suffix.lower()

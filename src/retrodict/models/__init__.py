@@ -1,12 +1,12 @@
 """Ready models, models from files, and parameters by name."""
 
+from retrodict._errors import ModelError as ModelError
 from retrodict.models._coordinates import entry_name as entry_name
 from retrodict.models._coordinates import is_memory as is_memory
 from retrodict.models._coordinates import state_names as state_names
 from retrodict.models._counts import binomial_counts as binomial_counts
 from retrodict.models._counts import negative_binomial_counts as negative_binomial_counts
 from retrodict.models._counts import poisson_counts as poisson_counts
-from retrodict.models._errors import ModelError as ModelError
 from retrodict.models._neural import neural_decoder as neural_decoder
 from retrodict.models._parameters import fix_parameters as fix_parameters
 from retrodict.models._parameters import named_parameters as named_parameters

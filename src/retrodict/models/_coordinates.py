@@ -1,4 +1,4 @@
-"""What the coordinates of a state and the entries of parameters are, in a word each."""
+"""Names of the coordinates of states and of the entries of parameters."""
 
 import re
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ LATENT = {
     "negative_binomial_counts": "log_rate",
     "binomial_counts": "log_odds",
 }
-"""What the first coordinate of a column is called, where it is in another unit."""
+"""Names of first coordinates that are not in the unit of their column."""
 
 
 def state_names(model: StateSpaceModel, columns: Sequence[str] = ("y",)) -> list[str]:
-    """A name for each coordinate of the state.
+    """Return a name for each coordinate of the state.
 
-    Those of ready models say what they are, with the name of their column before it where there are
-    several; others are numbered.
+    Coordinates of ready models have descriptive names, after the name of their column if there are
+    several columns; others are numbered.
 
     Example:
         >>> import retrodict as rd
@@ -46,13 +46,13 @@ def state_names(model: StateSpaceModel, columns: Sequence[str] = ("y",)) -> list
         alone = len(columns) == 1
         names = [part if alone else f"{column}_{part}" for column in columns for part in parts]
     elif isinstance(equation, ConstantVelocity):
-        # A sensor does not see positions, so that its columns do not name them.
+        # The columns of a sensor are not positions.
         axes = ("x", "y") if equation.kind == "range_bearing" else tuple(columns)
         names = [f"{axis}_{part}" for part in ("position", "velocity") for axis in axes]
     count = model.state_dim
     if len(names) != count:
         names = [f"state{i}" for i in range(count)]
-    # A column of that name is another thing, and both stand in one table.
+    # Tables may hold both a state and a column of this name.
     return [f"{name}_state" if name in columns else name for name in names]
 
 
@@ -62,8 +62,8 @@ MEMORY = re.compile(r"(season|signal)_lag\d+")
 def is_memory(model: StateSpaceModel) -> list[bool]:
     """Return, for each coordinate of the state, whether it only holds an earlier value of another.
 
-    Such coordinates make a model of several lags one of a single lag: the seasons of the last rows
-    in `seasonal`, the earlier values in `autoregressive`. No other model is known to have any.
+    Such coordinates reduce a model of several lags to one lag: the seasons of the last rows in
+    `seasonal`, the earlier values in `autoregressive`. Other models have none.
 
     Example:
         >>> import retrodict as rd
@@ -81,7 +81,7 @@ def is_memory(model: StateSpaceModel) -> list[bool]:
 
 
 NOT_BY_COLUMN = ("dynamics", "state_scale")
-"""Parameters of ready models that belong to states, and not to columns."""
+"""Parameters of ready models that belong to states, not to columns."""
 
 
 def entry_name(
@@ -89,7 +89,7 @@ def entry_name(
 ) -> str:
     """Return the name of one entry of a parameter, by the column or the state that it belongs to.
 
-    Entries of models that are not ready ones go by their index.
+    Entries of other than ready models are named by their index.
 
     Example:
         >>> import retrodict as rd
@@ -117,7 +117,7 @@ def entry_name(
 
 
 def _parts(equation: AbstractEquation) -> list[str]:
-    """The coordinates of one column."""
+    """Return the names of the coordinates of one column."""
     first = LATENT.get(equation.kind)
     if isinstance(equation, Structural):
         parts = [first or "level"]

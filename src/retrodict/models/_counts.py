@@ -28,7 +28,7 @@ class PoissonLaw(AbstractNamed):
     """The law Poisson(e exp(x)), with exposure e the last input or 1."""
 
     def __call__(self, x: Float[Array, "obs"], u: Float[Array, "input"] | None = None) -> Any:
-        """Independent counts, one for each coordinate of the state."""
+        """Return the law of independent counts, one per coordinate of the state."""
         return _numpyro().Poisson(_exposed(x, u))
 
 
@@ -36,13 +36,13 @@ class NegativeBinomialLaw(AbstractNamed):
     """Counts of mean m = e exp(x) and variance m + m² / concentration.
 
     Attributes:
-        concentration: of shape `(obs,)`.
+        concentration: the concentration, of shape `(obs,)`.
     """
 
     concentration: Any
 
     def __call__(self, x: Float[Array, "obs"], u: Float[Array, "input"] | None = None) -> Any:
-        """Independent counts, one for each coordinate of the state."""
+        """Return the law of independent counts, one per coordinate of the state."""
         return _numpyro().NegativeBinomial2(_exposed(x, u), self.concentration)
 
 
@@ -56,9 +56,9 @@ class BinomialLaw(AbstractNamed):
     total_count: int | None = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "obs"], u: Float[Array, "input"] | None = None) -> Any:
-        """Independent counts, one for each coordinate of the state."""
+        """Return the law of independent counts, one per coordinate of the state."""
         total = self.total_count if u is None else u[-1]
-        # numpyro draws with whole numbers alone.
+        # numpyro samples with integers only.
         total = jnp.broadcast_to(jnp.rint(jnp.asarray(total)).astype(int), x.shape)
         return _numpyro().Binomial(total, logits=x)
 
@@ -75,22 +75,23 @@ def poisson_counts(
     prior_mean: Any = None,
     prior_scale: Any = None,
 ) -> StateSpaceModel:
-    """Poisson counts whose log rate is an AR(1) process, or a random walk.
+    """Build Poisson counts whose log rate is an AR(1) process or a random walk.
 
         x_t = mean + persistence (x_{t-1} − mean) + scale η_t,    y_t ~ Poisson(e_t exp(x_t))
 
     Args:
-        walk: whether the log rate is a random walk, x_t = x_{t-1} + level_scale η_t, instead.
-        exposure: whether exposures e_t > 0 come as the last input; otherwise they are 1.
-        obs_dim: how many columns, each with a log rate of its own.
-        irregular: whether times are uneven; the step is then the first input.
-        mean: the start of the mean of the log rate.
-        persistence: the start of its persistence, between −1 and 1, or 0 and 1 if irregular.
-        scale: the start of the scale of its innovations; of a random walk, that of its steps.
-        prior_mean: the mean of a Gaussian law of the first log rate; not learned. If it and
-            prior_scale are left out, an AR(1) process starts from its stationary law, which follows
-            its parameters while they are learned.
-        prior_scale: the scale of such a law, 3 for a walk if left out; not learned.
+        walk: whether the log rate is a random walk, x_t = x_{t-1} + level_scale η_t.
+        exposure: whether exposures e_t > 0 are the last input; otherwise they are 1.
+        obs_dim: the number of columns, each with its own log rate.
+        irregular: whether times are irregular; the step is then the first input.
+        mean: the starting value of the mean of the log rate.
+        persistence: the starting value of its persistence, between −1 and 1, or 0 and 1 if
+            irregular.
+        scale: the starting value of the scale of its innovations or, for a walk, of its steps.
+        prior_mean: the mean of a Gaussian law of the first log rate; not learned. Without
+            it and prior_scale an AR(1) process starts from its stationary law, which follows its
+            parameters during learning.
+        prior_scale: the scale of that law, by default 3 for a walk; not learned.
     """
     emission = DistributionKernel(PoissonLaw(), takes_input=exposure)
     starts = (mean, persistence, scale, prior_mean, prior_scale)
@@ -110,23 +111,24 @@ def negative_binomial_counts(
     prior_mean: Any = None,
     prior_scale: Any = None,
 ) -> StateSpaceModel:
-    """Counts that vary more than Poisson ones: mean m_t = e_t exp(x_t), variance m_t + m_t² / k.
+    """Build overdispersed counts: mean m_t = e_t exp(x_t), variance m_t + m_t² / k.
 
         x_t = mean + persistence (x_{t-1} − mean) + scale η_t,    y_t ~ NB(m_t, k)
 
     Args:
-        walk: whether the log rate is a random walk, x_t = x_{t-1} + level_scale η_t, instead.
-        exposure: whether exposures e_t > 0 come as the last input; otherwise they are 1.
-        obs_dim: how many columns, each with a log rate of its own.
-        irregular: whether times are uneven; the step is then the first input.
-        mean: the start of the mean of the log rate.
-        persistence: the start of its persistence, between −1 and 1, or 0 and 1 if irregular.
-        scale: the start of the scale of its innovations; of a random walk, that of its steps.
-        concentration: the start of k; the counts are Poisson in the limit of a large one.
-        prior_mean: the mean of a Gaussian law of the first log rate; not learned. If it and
-            prior_scale are left out, an AR(1) process starts from its stationary law, which follows
-            its parameters while they are learned.
-        prior_scale: the scale of such a law, 3 for a walk if left out; not learned.
+        walk: whether the log rate is a random walk, x_t = x_{t-1} + level_scale η_t.
+        exposure: whether exposures e_t > 0 are the last input; otherwise they are 1.
+        obs_dim: the number of columns, each with its own log rate.
+        irregular: whether times are irregular; the step is then the first input.
+        mean: the starting value of the mean of the log rate.
+        persistence: the starting value of its persistence, between −1 and 1, or 0 and 1 if
+            irregular.
+        scale: the starting value of the scale of its innovations or, for a walk, of its steps.
+        concentration: the starting value of k; the counts are Poisson in the limit k → ∞.
+        prior_mean: the mean of a Gaussian law of the first log rate; not learned. Without
+            it and prior_scale an AR(1) process starts from its stationary law, which follows its
+            parameters during learning.
+        prior_scale: the scale of that law, by default 3 for a walk; not learned.
     """
     law = NegativeBinomialLaw(positive(concentration, check_count(obs_dim, "obs_dim")))
     emission = DistributionKernel(law, takes_input=exposure)
@@ -146,26 +148,27 @@ def binomial_counts(
     prior_mean: Any = None,
     prior_scale: Any = None,
 ) -> StateSpaceModel:
-    """How many of n_t trials succeed, with log odds that are an AR(1) process or a random walk.
+    """Build the number of successes of n_t trials; log odds are an AR(1) process or a random walk.
 
         x_t = mean + persistence (x_{t-1} − mean) + scale η_t
         y_t ~ Binomial(n_t, 1 / (1 + exp(−x_t)))
 
     Args:
-        total_count: n, the same at all times; zero if n_t comes as the last input.
-        walk: whether the log odds are a random walk, x_t = x_{t-1} + level_scale η_t, instead.
-        obs_dim: how many columns, each with log odds of its own.
-        irregular: whether times are uneven; the step is then the first input.
-        mean: the start of the mean of the log odds.
-        persistence: the start of their persistence, between −1 and 1, or 0 and 1 if irregular.
-        scale: the start of the scale of their innovations; of a random walk, that of its steps.
-        prior_mean: the mean of a Gaussian law of the first log odds; not learned. If it and
-            prior_scale are left out, an AR(1) process starts from its stationary law, which follows
-            its parameters while they are learned.
-        prior_scale: the scale of such a law, 3 for a walk if left out; not learned.
+        total_count: n, the same at all times; 0 if n_t is the last input.
+        walk: whether the log odds are a random walk, x_t = x_{t-1} + level_scale η_t.
+        obs_dim: the number of columns, each with its own log odds.
+        irregular: whether times are irregular; the step is then the first input.
+        mean: the starting value of the mean of the log odds.
+        persistence: the starting value of their persistence, between −1 and 1, or 0 and 1 if
+            irregular.
+        scale: the starting value of the scale of their innovations or, for a walk, of its steps.
+        prior_mean: the mean of a Gaussian law of the first log odds; not learned. Without
+            it and prior_scale an AR(1) process starts from its stationary law, which follows its
+            parameters during learning.
+        prior_scale: the scale of that law, by default 3 for a walk; not learned.
     """
     if total_count < 0:
-        raise ValueError(f"binomial_counts expects total_count of at least 0, got {total_count}.")
+        raise ValueError(f"`total_count` must be at least 0, got {total_count}.")
     law = BinomialLaw(total_count if total_count else None)
     emission = DistributionKernel(law, takes_input=not total_count)
     starts = (mean, persistence, scale, prior_mean, prior_scale)
@@ -203,16 +206,16 @@ def _counts(
 
 
 def start_counts(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Starts of a latent log rate or log odds, by the mean and the extra variance of the counts."""
+    """Return starting values from the mean and the overdispersion of the counts."""
     equation: Any = model.transition.fn
     law: Any = model.emission.fn
     ys = sample.ys
     _refuse_unless_counts(ys)
-    # What a row was exposed to: an array that broadcasts over columns.
+    # The exposure of each row, an array that broadcasts over columns.
     exposed = np.ones((1, 1, 1))
     if model.emission.takes_input and sample.inputs is not None:
         exposed = np.maximum(sample.inputs[:, :, -1:], 1e-12)
-    found: dict[str, Any] = {}
+    starts: dict[str, Any] = {}
     if isinstance(law, BinomialLaw):
         total = exposed if law.total_count is None else np.full((1, 1, 1), float(law.total_count))
         _refuse_more_than(total, ys)
@@ -231,32 +234,36 @@ def start_counts(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
         spreads = np.sqrt(np.clip(np.log1p(np.maximum(share * excess, 0)), 0.05, 4))
         means = np.log(typical) - 0.5 * spreads**2
         if isinstance(law, NegativeBinomialLaw):
-            found["concentration"] = 1 / np.clip(0.5 * excess, 0.02, 10.0)
+            starts["concentration"] = 1 / np.clip(0.5 * excess, 0.02, 10.0)
     step = sample.step(equation.continuous)
     if isinstance(equation, Structural):
-        return found | {
+        return starts | {
             "level_scale": 0.2 * spreads / np.sqrt(step),
             "prior.mean": means,
             "prior.scale_tril.std": 3 * spreads,
         }
     phi = np.full(sample.obs_dim, 0.9) ** (1 / step)
-    return found | {"mean": means, "persistence": phi, "scale": spreads * np.sqrt(1 - phi**2)}
+    return starts | {
+        "mean": means,
+        "persistence": phi,
+        "scale": spreads * np.sqrt(1 - phi**2),
+    }
 
 
 def _refuse_unless_counts(ys: np.ndarray) -> None:
-    """Refuses values that no count has, with the first of them."""
+    """Refuse values that are not counts, with the first of them."""
     wrong = np.argwhere(np.isfinite(ys) & ((ys < 0) | (ys != np.rint(ys))))
     if len(wrong):
         series, row, column = wrong[0]
         raise ValueError(
-            f"Counts are whole numbers that are not negative, and row {row + 1} of series"
+            f"Counts must be non-negative integers, and row {row + 1} of series"
             f" {series + 1}, column {column + 1}, holds {ys[series, row, column]:g}. Choose another"
             " model, or another column."
         )
 
 
 def _refuse_more_than(total: np.ndarray, ys: np.ndarray) -> None:
-    """Refuses successes that outnumber their trials, with the first of them."""
+    """Refuse successes that outnumber their trials, with the first of them."""
     wrong = np.argwhere(ys > total)
     if len(wrong):
         series, row, column = wrong[0]
@@ -282,7 +289,7 @@ def _exposed(x: Array, u: Array | None) -> Array:
 
 
 def _numpyro() -> Any:
-    """The distributions of numpyro, imported when a model of counts is made."""
+    """Import the distributions of numpyro, which only models of counts need."""
     try:
         import numpyro.distributions as distributions
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""Linear equations of states, written once for any step of time.
+"""Linear equations of states, as functions of the step of time.
 
-An equation is a module whose fields are its natural parameters, and `at(step)` the linear-Gaussian
-kernel of a step of that length. `Regular` stands for its kernel at unit steps; for uneven steps the
-equation is what a `VaryingLinearGaussianKernel` calls, with the step as the first input.
+An equation is a module whose fields are its natural parameters. `at(step)` returns the
+linear-Gaussian kernel of a step of that length. `Regular` is the kernel at unit steps; for
+irregular steps a `VaryingLinearGaussianKernel` calls the equation, with the step as first input.
 """
 
 import math
@@ -28,20 +28,20 @@ from retrodict._parameters import (
 )
 
 LAG_NOISE = 1e-3
-"""The noise of coordinates that only remember, as a share of the noise of what they remember.
+"""The noise of coordinates that hold earlier values, relative to the noise of those values.
 
-In theory they have none, and the transition no density. Variances change by about this squared.
+In theory they have none, and the transition no density. Variances change by about its square.
 """
 
 LEVERAGE_SHARE = math.sqrt(0.9)
-"""The correlation c of the innovation of a log variance with the coordinate that announces it."""
+"""The correlation c of the innovation of a log variance with the coordinate z before it."""
 
 SHORTEST_STEP = 1e-6
-"""Steps of time are at least this long: at zero, scales would have infinite derivatives."""
+"""The shortest step of time: at zero, scales would have infinite derivatives."""
 
 
 class AbstractNamed(eqx.Module):
-    """Something whose fields are natural parameters, known by the names of the fields."""
+    """Module whose fields are natural parameters, named after the fields."""
 
 
 class AbstractEquation(AbstractNamed):
@@ -58,19 +58,19 @@ class AbstractEquation(AbstractNamed):
 
     @abstractmethod
     def at(self, step: Any) -> tuple[Any, Any, Any]:
-        """The weight, bias and scale of a step of this length."""
+        """Return the weight, bias and scale of a step of this length."""
 
     def stationary(self) -> Gaussian:
         """Compute the stationary law of the state; most equations have none."""
         raise TypeError(f"{type(self).__name__} has no stationary law.")
 
     def __call__(self, u: Float[Array, "input"]) -> tuple[Any, Any, Any]:
-        """The same with the step as the first input, for `VaryingLinearGaussianKernel`."""
+        """Return `at` of the first input, for `VaryingLinearGaussianKernel`."""
         return self.at(jnp.maximum(u[0], SHORTEST_STEP))
 
 
 class Regular(AbstractParameter):
-    """Stands for the kernel of an equation at unit steps.
+    """Parameter whose value is the kernel of an equation at unit steps.
 
     Args:
         fn: the equation.
@@ -85,9 +85,9 @@ class Regular(AbstractParameter):
 
 
 class Stationary(AbstractTied):
-    """Stands for the stationary law of a model's transition, as the prior of that model.
+    """Prior whose value is the stationary law of the transition of the model.
 
-    It follows the parameters of the transition while they are learned.
+    It follows the parameters of the transition during learning.
     """
 
     def value_in(self, whole: Any) -> Gaussian:
@@ -102,19 +102,19 @@ def _stationary_law(transition: Any) -> Gaussian:
     if not isinstance(equation, AbstractEquation):
         raise TypeError(
             "A stationary prior expects the transition of a ready model, got"
-            f" {type(transition).__name__}. Unwrap the model before you replace its transition, or"
+            f" {type(transition).__name__}. Unwrap the model before replacing its transition, or"
             " give it a Gaussian prior."
         )
     return unwrap(equation).stationary()
 
 
 def kernel_of(equation: AbstractEquation, irregular: bool) -> AbstractKernel | Regular:
-    """The kernel of an equation: at unit steps, or at steps that come as the first input."""
+    """Return the kernel of an equation: at unit steps, or with the step as the first input."""
     return VaryingLinearGaussianKernel(equation) if irregular else Regular(equation)
 
 
 class AbstractColumns(AbstractEquation):
-    """Independent equations of one form, one for each observed column.
+    """Independent equations of one form, one per observed column.
 
     Parameters have a leading axis for the columns; the state is that of the first column, then that
     of the second, and so on.
@@ -122,7 +122,7 @@ class AbstractColumns(AbstractEquation):
 
     @abstractmethod
     def column(self, step: Any) -> tuple[Array, Array, Array]:
-        """The weight, bias and lower factor of one column, whose parameters have lost the axis."""
+        """Return the weight, bias and lower factor of one column; its parameters lack the axis."""
 
     def stationary_column(self) -> tuple[Array, Array]:
         """Compute the mean and the lower factor of the stationary law of one column."""
@@ -134,7 +134,7 @@ class AbstractColumns(AbstractEquation):
         return Gaussian(means.reshape(-1), block_diagonal(scales))
 
     def at(self, step: Any) -> tuple[Array, Array, Array]:
-        """All columns side by side."""
+        """Return the kernel of all columns side by side."""
         weights, biases, scales = jax.vmap(lambda equation: equation.column(step))(self)
         return block_diagonal(weights), biases.reshape(-1), block_diagonal(scales)
 
@@ -151,7 +151,7 @@ class Structural(AbstractColumns):
     are those of Brownian motions over a step Δ, that of the slope integrated into the level.
 
     Attributes:
-        level_scale: of shape `(obs,)`.
+        level_scale: scales, of shape `(obs,)`.
         slope_scale: the same, or `None` if there is no slope.
         seasonal_scale: the same, or `None` if there is no season.
     """
@@ -165,7 +165,7 @@ class Structural(AbstractColumns):
     continuous: bool = eqx.field(static=True, default=False)
 
     def column(self, step: Any) -> tuple[Array, Array, Array]:
-        """Level, slope if there is one, and season if there is one."""
+        """Return the kernel of the level, the slope and the season of a column."""
         parts = [self._trend(step)]
         if self.seasonal_scale is not None:
             parts.append(self._cycles(step) if self.harmonics else self._dummies())
@@ -186,7 +186,7 @@ class Structural(AbstractColumns):
     def _dummies(self) -> tuple[Array, Array]:
         size = self.period - 1
         weight = jnp.eye(size, k=-1).at[0].set(-1.0)
-        return weight, jnp.diag(self.seasonal_scale * remembering(size))
+        return weight, jnp.diag(self.seasonal_scale * lag_noise(size))
 
     def _cycles(self, step: Any) -> tuple[Array, Array]:
         angles = 2 * np.pi / self.period * np.arange(1, self.harmonics + 1) * step
@@ -197,17 +197,17 @@ class Structural(AbstractColumns):
 
 
 class MeanReverting(AbstractColumns):
-    """An AR(1) process for each column.
+    """An AR(1) process per column.
 
         x_t = mean + persistence (x_{t-1} − mean) + scale η_t
 
     With `continuous=True` the persistence over a step Δ is persistence^Δ, and the noise that of the
     Ornstein–Uhlenbeck process with these values at unit steps. With `augmented=True` each column
-    has a second coordinate z_t, independent N(0, 1) at every time, which announces the next
-    innovation: η_t = c z_{t-1} + √(1 − c²) ζ_t with c = `LEVERAGE_SHARE`.
+    has a second coordinate z_t, independent N(0, 1) at every time, which determines part of the
+    next innovation: η_t = c z_{t-1} + √(1 − c²) ζ_t with c = `LEVERAGE_SHARE`.
 
     Attributes:
-        mean: of shape `(obs,)`.
+        mean: means, of shape `(obs,)`.
         persistence: the same.
         scale: the same.
     """
@@ -220,7 +220,7 @@ class MeanReverting(AbstractColumns):
     continuous: bool = eqx.field(static=True, default=False)
 
     def column(self, step: Any) -> tuple[Array, Array, Array]:
-        """One coordinate, or two of which the second is noise to come."""
+        """Return the kernel of one coordinate, or of two of which the second is z."""
         if self.augmented:
             c = LEVERAGE_SHARE
             weight = jnp.array([[1.0, 0.0], [0.0, 0.0]]) * self.persistence
@@ -237,7 +237,7 @@ class MeanReverting(AbstractColumns):
         return weight.reshape(1, 1), bias.reshape(1), scale.reshape(1, 1)
 
     def stationary_column(self) -> tuple[Array, Array]:
-        """N(mean, scale² / (1 − persistence²)), the same for steps of any length.
+        """Return N(mean, scale² / (1 − persistence²)), the same for steps of any length.
 
         The second coordinate, if there is one, is independent of the first at the same time.
         """
@@ -249,16 +249,16 @@ class MeanReverting(AbstractColumns):
 
 
 class Lagged(AbstractColumns):
-    """An AR(p) process for each column, in companion form.
+    """An AR(p) process per column, in companion form.
 
         x_t = mean + Σ_{i=1}^p coefficients_i (x_{t-i} − mean) + scale η_t
 
-    The state is (x_t, ..., x_{t-p+1}); its memory moves with noise `LAG_NOISE` scale.
+    The state is (x_t, ..., x_{t-p+1}); earlier values get noise `LAG_NOISE` scale.
 
     Attributes:
-        mean: of shape `(obs,)`.
-        coefficients: of shape `(obs, p)`.
-        scale: of shape `(obs,)`.
+        mean: means, of shape `(obs,)`.
+        coefficients: coefficients, of shape `(obs, p)`.
+        scale: scales, of shape `(obs,)`.
     """
 
     mean: Any
@@ -267,14 +267,14 @@ class Lagged(AbstractColumns):
     kind: str = eqx.field(static=True, default="autoregressive")  # pyright: ignore
 
     def column(self, step: Any) -> tuple[Array, Array, Array]:
-        """The present value, and p − 1 earlier ones."""
+        """Return the kernel of the current value and p − 1 earlier ones."""
         order = self.coefficients.shape[0]
         weight = jnp.eye(order, k=-1).at[0].set(self.coefficients)
         bias = jnp.zeros(order).at[0].set(self.mean * (1 - jnp.sum(self.coefficients)))
-        return weight, bias, jnp.diag(self.scale * remembering(order))
+        return weight, bias, jnp.diag(self.scale * lag_noise(order))
 
     def stationary_column(self) -> tuple[Array, Array]:
-        """The law of p neighbours in time of the autoregression, without the memory's noise.
+        """Return the law of p consecutive values of the autoregression, without `LAG_NOISE`.
 
         With partial autocorrelations r_k, the best prediction of a value from k neighbours has the
         coefficients a^(k) of the autoregression of order k and the error variance
@@ -283,9 +283,9 @@ class Lagged(AbstractColumns):
 
         The errors e_k = z_k − Σ_j a_j^(k) z_{k-j} of values z_0, z_1, ... in their order in time
         are uncorrelated. They solve a unit lower-triangular system, and its inverse times √v_k is
-        the Cholesky factor. Reversed in time, the process has the same law: so the same factor
-        serves for the state, whose first coordinate is the latest. No covariance is factored, and
-        nothing breaks where a root of the process comes close to the unit circle.
+        the Cholesky factor. Reversed in time, the process has the same law, so the same factor
+        applies to the state, whose first coordinate is the latest. No covariance is factored, so
+        that the result is accurate for roots close to the unit circle.
         """
         order = self.coefficients.shape[0]
         partial = partial_autocorrelations(self.coefficients)
@@ -315,7 +315,7 @@ class ConstantVelocity(AbstractEquation):
     pair (p, v) has covariance velocity_scale² [[Δ³/3, Δ²/2], [Δ²/2, Δ]], of full rank.
 
     Attributes:
-        velocity_scale: one number for all directions.
+        velocity_scale: the scale, the same for all directions.
     """
 
     velocity_scale: Any
@@ -323,7 +323,7 @@ class ConstantVelocity(AbstractEquation):
     dim: int = eqx.field(static=True, default=2)
 
     def at(self, step: Any) -> tuple[Array, Array, Array]:
-        """Positions move by velocities."""
+        """Return the kernel: positions move by velocities."""
         step = jnp.asarray(step)
         eye = jnp.eye(self.dim)
         weight = jnp.kron(jnp.eye(2).at[0, 1].set(step), eye)
@@ -332,11 +332,11 @@ class ConstantVelocity(AbstractEquation):
 
 
 class LinearDynamics(AbstractEquation):
-    """A state x_t = dynamics x_{t-1} + state_scale η_t, all of it learned.
+    """The equation x_t = dynamics x_{t-1} + state_scale η_t.
 
     Attributes:
-        dynamics: of shape `(state, state)`.
-        state_scale: of shape `(state,)`.
+        dynamics: the weight, of shape `(state, state)`.
+        state_scale: scales, of shape `(state,)`.
     """
 
     dynamics: Any
@@ -344,7 +344,7 @@ class LinearDynamics(AbstractEquation):
     kind: str = eqx.field(static=True, default="neural_decoder")  # pyright: ignore
 
     def at(self, step: Any) -> tuple[Array, Array, Diagonal]:
-        """The same at every step."""
+        """Return the same kernel for every step."""
         return self.dynamics, jnp.zeros_like(self.state_scale), Diagonal(self.state_scale)
 
 
@@ -352,8 +352,8 @@ class Observed(AbstractEquation):
     """Observations y_t = loading x_t + obs_scale ε_t.
 
     Attributes:
-        obs_scale: of shape `(obs,)`.
-        loading: of shape `(obs, state)`, as nested tuples: it is not learned.
+        obs_scale: scales, of shape `(obs,)`.
+        loading: the weight, of shape `(obs, state)`, as nested tuples; not learned.
     """
 
     obs_scale: Any
@@ -361,18 +361,18 @@ class Observed(AbstractEquation):
     kind: str = eqx.field(static=True, default="")  # pyright: ignore
 
     def at(self, step: Any) -> tuple[Array, Array, Diagonal]:
-        """The same at every step."""
+        """Return the same kernel for every step."""
         loading = jnp.asarray(self.loading, self.obs_scale.dtype)
         return loading, jnp.zeros_like(self.obs_scale), Diagonal(self.obs_scale)
 
 
 def observed(obs_scale: Any, obs_dim: int, loading: Any) -> Regular:
-    """The emission N(loading x, obs_scale²).
+    """Return the emission N(loading x, obs_scale²).
 
     Args:
-        obs_scale: the scale of the noise, one for each column or one for all.
-        obs_dim: how many columns there are.
-        loading: of shape `(obs, state)`; or what every column reads of its own part of the state.
+        obs_scale: the scale of the noise, one per column or one for all.
+        obs_dim: the number of columns.
+        loading: the weight, of shape `(obs, state)`, or that of one column for all of them.
     """
     loading = np.asarray(loading, float)
     if loading.ndim == 1:
@@ -382,18 +382,18 @@ def observed(obs_scale: Any, obs_dim: int, loading: Any) -> Regular:
 
 
 def diffuse(mean: Any, scale: Any, state_dim: int) -> Frozen:
-    """A Gaussian prior with independent coordinates, which is not learned."""
+    """Return a fixed Gaussian prior with independent coordinates."""
     scale = Positive(np.broadcast_to(np.asarray(scale, float), (state_dim,)))
     return Frozen(Gaussian(real(mean, state_dim), Diagonal(scale)))
 
 
 def stationary_unless(mean: Any, scale: Any, start: Any, state_dim: int) -> Stationary | Frozen:
-    """The stationary law, or a fixed Gaussian if a mean or a scale of the prior is given.
+    """Return the stationary law, or a fixed Gaussian if a mean or a scale is passed.
 
     Args:
         mean: the mean of the prior, or `None`.
         scale: its scale, or `None`.
-        start: the equation, whose stationary law fills in what is not given.
+        start: the equation, whose stationary law replaces a mean or scale of `None`.
         state_dim: the dimension of the state.
     """
     if mean is None and scale is None:
@@ -405,27 +405,27 @@ def stationary_unless(mean: Any, scale: Any, start: Any, state_dim: int) -> Stat
 
 
 def real(value: Any, *shape: int) -> Array:
-    """An array of this shape, learned as it is."""
+    """Return an unconstrained array of this shape."""
     return jnp.broadcast_to(jnp.asarray(value, jnp.result_type(float)), shape)
 
 
 def positive(value: Any, *shape: int) -> Positive:
-    """A positive array of this shape."""
+    """Return a positive array of this shape."""
     return Positive(real(value, *shape))
 
 
 def persistent(value: Any, obs_dim: int, irregular: bool) -> Bounded:
-    """A persistence for each column; where steps are uneven it must not be negative."""
+    """Return a persistence per column, which is positive for irregular times."""
     return Bounded(real(value, obs_dim), 0.0 if irregular else -1.0, 1.0)
 
 
-def remembering(size: int) -> np.ndarray:
-    """The relative noise of a coordinate and of the ones that remember it."""
+def lag_noise(size: int) -> np.ndarray:
+    """Return the relative noise of a coordinate and of its earlier values."""
     return np.concatenate([np.ones(1), np.full(size - 1, LAG_NOISE)])
 
 
 def block_diagonal(blocks: Float[Array, "count r c"]) -> Float[Array, "rows columns"]:
-    """Matrices of one shape along a diagonal."""
+    """Return a block-diagonal matrix of blocks of one shape."""
     count, rows, columns = blocks.shape
     place = np.arange(count)
     spread = jnp.zeros((count, rows, count, columns), blocks.dtype)
@@ -434,12 +434,12 @@ def block_diagonal(blocks: Float[Array, "count r c"]) -> Float[Array, "rows colu
 
 
 def _join(matrices: list[Array]) -> Array:
-    """Two or fewer square matrices along a diagonal."""
+    """Return a block-diagonal matrix of one or two square matrices."""
     return matrices[0] if len(matrices) == 1 else jax.scipy.linalg.block_diag(*matrices)
 
 
 def _factor(first: Array, cross: Array, second: Array) -> Float[Array, "2 2"]:
-    """The lower Cholesky factor of [[first, cross], [cross, second]]."""
+    """Return the lower Cholesky factor of [[first, cross], [cross, second]]."""
     pivot = jnp.sqrt(first)
     below = cross / pivot
     rest = jnp.sqrt(second - below**2)

@@ -1,4 +1,4 @@
-"""A neural decoder: latent linear dynamics, seen through a network."""
+"""A neural decoder: latent linear dynamics, observed through a network."""
 
 from typing import Any
 
@@ -18,17 +18,17 @@ from retrodict.models._start import Sample, centre, spread
 
 
 class ObservationStd(AbstractNamed, AbstractParameter):
-    """Stands for the standard deviations of the noise.
+    """Parameter whose value is the standard deviations of the noise.
 
     Attributes:
-        obs_scale: of shape `(obs,)`.
+        obs_scale: scales, of shape `(obs,)`.
     """
 
     obs_scale: Any
 
     @property
     def value(self) -> Any:
-        """The vector itself."""
+        """The vector."""
         return unwrap(self.obs_scale)
 
 
@@ -42,12 +42,12 @@ def neural_decoder(
     persistence: float = 0.9,
     obs_scale: Any = 0.5,
 ) -> StateSpaceModel:
-    """Learned linear dynamics of a latent state, decoded by a network.
+    """Build learned linear dynamics of a latent state, decoded by a network.
 
         x_t = dynamics x_{t-1} + state_scale η_t,    y_t = network(x_t) + obs_scale ε_t
 
-    The dynamics start as persistence times the identity, with the noise that makes the stationary
-    variance 1; the first state is N(0, I) and not learned. All else is.
+    The starting value of the dynamics is persistence times the identity, with the noise of
+    stationary variance 1. The first state is N(0, I) and not learned; all other parameters are.
 
     Example:
         >>> import jax, retrodict as rd
@@ -58,16 +58,16 @@ def neural_decoder(
     Args:
         key: a typed key, for the weights of the network.
         latent_dim: the dimension of the state.
-        obs_dim: how many columns.
-        width: how many units each hidden layer has.
-        depth: how many hidden layers.
-        persistence: where the dynamics start, between 0 and 1.
-        obs_scale: the start of the scale of the noise.
+        obs_dim: the number of columns.
+        width: the number of units per hidden layer.
+        depth: the number of hidden layers.
+        persistence: the starting value of the dynamics, between 0 and 1.
+        obs_scale: the starting value of the scale of the noise.
     """
     check_key(key, "neural_decoder")
     latent_dim, obs_dim = check_count(latent_dim, "latent_dim"), check_count(obs_dim, "obs_dim")
     if not 0 < persistence < 1:
-        raise ValueError(f"neural_decoder expects 0 < persistence < 1, got {persistence}.")
+        raise ValueError(f"`persistence` must be between 0 and 1, got {persistence}.")
     network = eqx.nn.MLP(
         latent_dim, obs_dim, check_count(width, "width"), depth, activation=jax.nn.tanh, key=key
     )
@@ -82,7 +82,7 @@ def neural_decoder(
 
 
 def start_neural(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Starts of a decoder: its last layer in the units of the data, noise of half their spread."""
+    """Return starting values of the last layer and the noise, in the units of the data."""
     columns = sample.columns()
     spreads = np.asarray([spread(column) for column in columns])
     emission: Any = model.emission

@@ -1,4 +1,4 @@
-"""Parameters of a model by name: reading them, setting them, and holding them fixed."""
+"""Parameters of a model by name: getting, setting and fixing them."""
 
 import math
 import re
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from retrodict._errors import ModelError, nearest
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import (
     AbstractParameter,
@@ -22,7 +23,6 @@ from retrodict._parameters import (
 )
 from retrodict._validate import as_real_array
 from retrodict.models._equations import AbstractNamed
-from retrodict.models._errors import ModelError, nearest
 
 CONSTRAINED = (Positive, PositiveTril, Bounded, StationaryCoefficients)
 """Parameters that hold one unconstrained array."""
@@ -31,7 +31,7 @@ ENTRY = re.compile(r"(?P<name>.*)\[(?P<index>\d+(?:,\d+)*)\]")
 
 
 class _Place(NamedTuple):
-    """Where a parameter stands in a model."""
+    """The place of a parameter in a model."""
 
     path: tuple[Any, ...]
     short: str | None
@@ -40,7 +40,7 @@ class _Place(NamedTuple):
 
     @property
     def long(self) -> str:
-        """The path as it is written, without what wrappers add to it."""
+        """The path in Python, without the fields of wrappers."""
         return jax.tree_util.keystr(self.path).replace(".tree", "").removeprefix(".")
 
     @property
@@ -51,10 +51,10 @@ class _Place(NamedTuple):
 def named_parameters(
     model: StateSpaceModel, *, fixed: bool = False, entries: bool = False
 ) -> dict[str, Array]:
-    """The parameters of a model by name, each in its natural scale.
+    """Return the parameters of a model by name, each in its natural scale.
 
-    Those of ready models have names such as `level_scale`; others go by their place in the model,
-    such as `transition.weight`.
+    Those of ready models have names such as `level_scale`; others are named by their place in the
+    model, such as `transition.weight`.
 
     Example:
         >>> import retrodict as rd
@@ -66,23 +66,26 @@ def named_parameters(
 
     Args:
         model: any model.
-        fixed: whether to list what is `Frozen` too, and not only what is learned.
-        entries: whether to list single entries, as `transition.weight[0,0]`, instead of arrays.
+        fixed: whether to return `Frozen` parameters too.
+        entries: whether to return single entries, as `transition.weight[0,0]`, instead of arrays.
     """
-    found = {
-        name: place.value for name, place in _places(model).items() if fixed or not place.fixed
-    }
+    places = _places(model).items()
+    arrays = {name: place.value for name, place in places if fixed or not place.fixed}
     if not entries:
-        return found
+        return arrays
     return {
-        f"{name}[{','.join(map(str, index))}]" if index else name: value[index]
-        for name, value in found.items()
+        _entry(name, index): value[index]
+        for name, value in arrays.items()
         for index in np.ndindex(value.shape)
     }
 
 
+def _entry(name: str, index: tuple[int, ...]) -> str:
+    return f"{name}[{','.join(map(str, index))}]" if index else name
+
+
 def parameter_domains(model: StateSpaceModel) -> dict[str, tuple[float, float]]:
-    """Where each entry of a parameter can be: the open interval that it is learned in.
+    """Return the open interval in which each entry of a parameter is learned.
 
     Example:
         >>> import retrodict as rd
@@ -93,16 +96,15 @@ def parameter_domains(model: StateSpaceModel) -> dict[str, tuple[float, float]]:
         model: any model.
 
     Returns:
-        By the names of `named_parameters` with `fixed=True, entries=True`: (0, ∞) of scales, bounds
-        of what is `Bounded`, (−1, 1) of the last coefficient of an autoregression, and (−∞, ∞) of
-        all else.
+        By the names of `named_parameters` with `fixed=True, entries=True`: (0, ∞) for scales, the
+        bounds of `Bounded` ones, (−1, 1) for the last coefficient of an autoregression, and (−∞, ∞)
+        for all others.
     """
-    found = {}
-    for name, place in _places(model).items():
-        for index in np.ndindex(place.value.shape):
-            entry = f"{name}[{','.join(map(str, index))}]" if index else name
-            found[entry] = _domain(place.node, index)
-    return found
+    return {
+        _entry(name, index): _domain(place.node, index)
+        for name, place in _places(model).items()
+        for index in np.ndindex(place.value.shape)
+    }
 
 
 def _domain(node: Any, index: tuple[int, ...]) -> tuple[float, float]:
@@ -116,7 +118,7 @@ def _domain(node: Any, index: tuple[int, ...]) -> tuple[float, float]:
 
 
 def with_parameters(model: StateSpaceModel, values: Mapping[str, Any]) -> StateSpaceModel:
-    """The model with some of its parameters set.
+    """Return the model with some of its parameters set.
 
     Example:
         >>> import retrodict as rd
@@ -126,8 +128,8 @@ def with_parameters(model: StateSpaceModel, values: Mapping[str, Any]) -> StateS
 
     Args:
         model: any model.
-        values: by the names of `named_parameters`, of arrays or of single entries; what broadcasts
-            to the shape of a parameter is accepted. What is fixed stays fixed, at the new value.
+        values: values by the names of `named_parameters`, of arrays or of single entries. They are
+            broadcast to the shape of the parameter. Fixed parameters stay fixed, at the new value.
 
     Raises:
         ModelError: if there is no such parameter, or the value does not fit it.
@@ -155,7 +157,7 @@ def with_parameters(model: StateSpaceModel, values: Mapping[str, Any]) -> StateS
 
 
 def fix_parameters(model: StateSpaceModel, names: Iterable[str]) -> StateSpaceModel:
-    """The model with some of its parameters wrapped in `Frozen`, so that they are not learned.
+    """Return the model with some of its parameters wrapped in `Frozen`: they are not learned.
 
     Args:
         model: any model.
@@ -182,19 +184,19 @@ def fix_parameters(model: StateSpaceModel, names: Iterable[str]) -> StateSpaceMo
 
 
 def is_fixed(model: StateSpaceModel, name: str) -> bool:
-    """Whether a parameter is not learned."""
+    """Return whether a parameter is fixed."""
     return _places(model)[name].fixed
 
 
 def _places(model: StateSpaceModel) -> dict[str, _Place]:
-    """All parameters by name: the short one where there is one of that name alone."""
-    found = list(_walk(model, (), None, False))
-    short = [place.short for place in found]
+    """Return all parameters by name: the short one if it is unique."""
+    places = list(_walk(model, (), None, False))
+    short = [place.short for place in places]
     return {
         place.short
         if place.short is not None and short.count(place.short) == 1
         else place.long: place
-        for place in found
+        for place in places
     }
 
 
@@ -208,7 +210,7 @@ def _walk(node: Any, path: tuple[Any, ...], short: str | None, fixed: bool) -> I
         children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda n: n is not node)
         for keys, child in children:
             if not keys:
-                continue  # a leaf that is no array
+                continue  # a leaf that is not an array
             name = getattr(keys[0], "name", None) if isinstance(node, AbstractNamed) else None
             yield from _walk(child, (*path, *keys), name, fixed)
 
@@ -227,7 +229,7 @@ def _at(tree: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _split(name: str, places: Mapping[str, Any]) -> tuple[str, tuple[int, ...] | None]:
-    """The array that a name belongs to, and the entry of it that is meant, if only one is."""
+    """Return the array that a name belongs to, and the index if it names an entry."""
     if name in places:
         return name, None
     match = ENTRY.fullmatch(name)
@@ -237,7 +239,7 @@ def _split(name: str, places: Mapping[str, Any]) -> tuple[str, tuple[int, ...] |
 
 
 def _replaced(name: str, node: Any, value: Any) -> Any:
-    """A parameter of the same kind and shape with another value."""
+    """Return a parameter of the same type and shape with another value."""
     before = node.value if isinstance(node, AbstractParameter) else node
     try:
         array = jnp.broadcast_to(as_real_array(value, name).astype(before.dtype), before.shape)

@@ -1,10 +1,11 @@
-"""The ready models by name: what they are, what can be chosen, and how they start from data."""
+"""The ready models by name: constructors, options and starting values."""
 
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from retrodict._errors import Argument, ModelError, guess, nearest
 from retrodict._model import StateSpaceModel
 from retrodict._types import PRNGKey
 from retrodict.models._counts import (
@@ -14,7 +15,6 @@ from retrodict.models._counts import (
     start_counts,
 )
 from retrodict.models._equations import AbstractEquation
-from retrodict.models._errors import ModelError, guess, nearest
 from retrodict.models._neural import neural_decoder, start_neural
 from retrodict.models._parameters import is_fixed, with_parameters
 from retrodict.models._start import Sample, sample_of
@@ -35,15 +35,15 @@ from retrodict.models._tracking import (
 from retrodict.models._volatility import start_volatility, stochastic_volatility
 
 MOST_STATES = 2000
-"""The largest dimension of a state that an option may ask for: matrices are dense."""
+"""The largest state dimension that an option may request: matrices are dense."""
 
 
 class Option(NamedTuple):
-    """A choice that a ready model offers.
+    """An option of a ready model.
 
     Attributes:
         kind: the type of its value: `bool`, `int`, `float`, or `list` for a list of numbers.
-        default: the value if nothing is chosen.
+        default: the default value.
         help: one line.
     """
 
@@ -52,24 +52,55 @@ class Option(NamedTuple):
     help: str
 
 
+OPTION_HELP = {
+    "irregular": "whether times are irregular, with the step as the first input",
+    "period": "the number of steps of a season",
+    "harmonics": "the number of cycles of the season; 0 for one effect per step",
+    "slope": "whether the level has a slope",
+    "order": "the number of lags",
+    "leverage": "whether returns move the next variance",
+    "walk": "a random walk instead of an AR(1) process",
+    "exposure": "whether exposures are the last input",
+    "total_count": "the number of trials; 0 if it is the last input",
+    "sensor": "the position of the sensor, two numbers",
+    "wrap": "whether residuals of bearings are wrapped",
+    "latent_dim": "the dimension of the state",
+    "width": "the number of units per hidden layer",
+    "depth": "the number of hidden layers",
+}
+"""The arguments of constructors that are options, with their help."""
+
+
 class ReadyModel(NamedTuple):
     """A ready model.
 
     Attributes:
-        name: its name, which is that of its constructor.
         constructor: the function of `retrodict.models`.
         description: one line.
-        options: what can be chosen, by name.
-        obs_dim: the number of columns, if it is not free.
-        starts: a function of a model and a `Sample` to starting values by name.
+        starts: a function of a model and a `Sample` that returns starting values by name.
+        obs_dim: the number of columns, if it is fixed.
     """
 
-    name: str
     constructor: Callable[..., StateSpaceModel]
     description: str
-    options: dict[str, Option]
-    obs_dim: int | None
     starts: Callable[[StateSpaceModel, Sample], dict[str, Any]]
+    obs_dim: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the model, which is that of its constructor."""
+        return self.constructor.__name__
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """The options by name, with types and defaults from the signature of the constructor."""
+        options = {}
+        for name, parameter in inspect.signature(self.constructor).parameters.items():
+            if name in OPTION_HELP:
+                kind = type(parameter.default)
+                kind = list if kind is tuple else kind
+                options[name] = Option(kind, parameter.default, OPTION_HELP[name])
+        return options
 
     def build(
         self,
@@ -78,42 +109,39 @@ class ReadyModel(NamedTuple):
         obs_dim: int = 1,
         key: PRNGKey | None = None,
     ) -> StateSpaceModel:
-        """The model with these options.
+        """Build the model with these options.
 
         Args:
-            options: some of the options.
-            obs_dim: how many columns the data have.
+            options: values by name; defaults for the others.
+            obs_dim: the number of columns of the data.
             key: a typed key, for models with random weights.
 
         Raises:
-            ModelError: if an option is not known, or its value is wrong, or the columns do not fit.
+            ModelError: if an option is unknown, a value is invalid, or the columns do not fit.
         """
         chosen = check_options(self, options or {})
         if self.obs_dim not in (None, obs_dim):
             raise ModelError(f"{self.name} is a model of {self.obs_dim} columns, got {obs_dim}.")
         accepted = inspect.signature(self.constructor).parameters
-        if "obs_dim" in accepted:
-            chosen["obs_dim"] = obs_dim
-        elif "dim" in accepted:
-            chosen["dim"] = obs_dim
+        chosen |= {name: obs_dim for name in ("obs_dim", "dim") if name in accepted}
         if "key" in accepted:
             if key is None:
-                raise ModelError(f"{self.name} starts from random weights: pass a key.")
+                raise ModelError(f"{self.name} has random initial weights: pass ", Argument("key"))
             chosen["key"] = key
         try:
             return self.constructor(**chosen)
         except ValueError as error:
-            raise ModelError(str(error)) from error
+            raise ModelError(error) from error
 
     def inputs(self, options: Mapping[str, Any]) -> list[str]:
-        """What the model reads as inputs with these options, in order and in words."""
+        """Return the inputs that the model reads with these options, in order and in words."""
         chosen = {name: option.default for name, option in self.options.items()} | dict(options)
-        wanted = ["the length of the step"] if chosen.get("irregular") else []
-        if chosen.get("exposure"):
-            wanted.append("the exposure")
-        if "total_count" in chosen and not chosen["total_count"]:
-            wanted.append("the number of trials")
-        return wanted
+        wanted = {
+            "the length of the step": chosen.get("irregular"),
+            "the exposure": chosen.get("exposure"),
+            "the number of trials": chosen.get("total_count") == 0,
+        }
+        return [name for name, is_read in wanted.items() if is_read]
 
     def start(
         self,
@@ -124,132 +152,52 @@ class ReadyModel(NamedTuple):
         inputs: Any = None,
         length: Any = None,
     ) -> StateSpaceModel:
-        """The model with starting values from data: see `start_from`."""
-        found = self.starts(model, sample_of(ys, mask, inputs, length))
-        # What was fixed by somebody stays; the prior is fixed by construction and follows the data.
-        kept = {
+        """Return the model with starting values from data: see `start_from`."""
+        values = self.starts(model, sample_of(ys, mask, inputs, length))
+        # Parameters that the user fixed stay. Priors are fixed by construction and follow the data.
+        free = {
             name: value
-            for name, value in found.items()
+            for name, value in values.items()
             if name.startswith("prior.") or not is_fixed(model, name)
         }
-        return with_parameters(model, kept)
+        return with_parameters(model, free)
 
-
-_IRREGULAR = Option(bool, False, "whether times are uneven, with the step as the first input")
-_WALK = Option(bool, False, "a random walk instead of an AR(1) process")
-_EXPOSURE = Option(bool, False, "whether exposures come as the last input")
 
 READY: dict[str, ReadyModel] = {
     ready.name: ready
     for ready in (
+        ReadyModel(local_level, "a random walk, observed with noise", start_structural),
+        ReadyModel(local_trend, "a level with a slope, both random walks", start_structural),
+        ReadyModel(seasonal, "a level, an optional slope, and a season", start_structural),
         ReadyModel(
-            "local_level",
-            local_level,
-            "a level that wanders, seen with noise",
-            {"irregular": _IRREGULAR},
-            None,
-            start_structural,
-        ),
-        ReadyModel(
-            "local_trend",
-            local_trend,
-            "a level with a slope, both of which wander",
-            {"irregular": _IRREGULAR},
-            None,
-            start_structural,
-        ),
-        ReadyModel(
-            "seasonal",
-            seasonal,
-            "a level, a slope if wished, and a season",
-            {
-                "period": Option(int, 12, "how many steps a season lasts"),
-                "harmonics": Option(int, 0, "cycles of the season; 0 for one effect a step"),
-                "slope": Option(bool, False, "whether the level has a slope"),
-                "irregular": _IRREGULAR,
-            },
-            None,
-            start_structural,
-        ),
-        ReadyModel(
-            "autoregressive",
             autoregressive,
-            "an autoregression around a mean, seen with noise",
-            {"order": Option(int, 1, "the number of lags"), "irregular": _IRREGULAR},
-            None,
+            "an autoregression around a mean, observed with noise",
             start_autoregressive,
         ),
         ReadyModel(
-            "stochastic_volatility",
             stochastic_volatility,
             "returns whose log variance is an AR(1) process",
-            {
-                "leverage": Option(bool, False, "whether returns move the next variance"),
-                "irregular": _IRREGULAR,
-            },
-            None,
             start_volatility,
         ),
+        ReadyModel(poisson_counts, "Poisson counts with a latent log rate", start_counts),
         ReadyModel(
-            "poisson_counts",
-            poisson_counts,
-            "Poisson counts with a latent log rate",
-            {"walk": _WALK, "exposure": _EXPOSURE, "irregular": _IRREGULAR},
-            None,
-            start_counts,
-        ),
-        ReadyModel(
-            "negative_binomial_counts",
             negative_binomial_counts,
-            "counts that vary more than Poisson ones, with a latent log rate",
-            {"walk": _WALK, "exposure": _EXPOSURE, "irregular": _IRREGULAR},
-            None,
+            "overdispersed counts with a latent log rate",
             start_counts,
         ),
+        ReadyModel(binomial_counts, "successes among trials, with latent log odds", start_counts),
         ReadyModel(
-            "binomial_counts",
-            binomial_counts,
-            "successes among trials, with latent log odds",
-            {
-                "total_count": Option(int, 0, "the number of trials; 0 if it is the last input"),
-                "walk": _WALK,
-                "irregular": _IRREGULAR,
-            },
-            None,
-            start_counts,
-        ),
-        ReadyModel(
-            "constant_velocity",
             constant_velocity,
-            "something that moves with nearly constant velocity, its position seen with noise",
-            {"irregular": _IRREGULAR},
-            None,
+            "a target with nearly constant velocity, its position observed with noise",
             start_velocity,
         ),
         ReadyModel(
-            "range_bearing",
             range_bearing,
-            "a target in the plane, seen by a sensor as range and bearing",
-            {
-                "sensor": Option(list, (0.0, 0.0), "where the sensor stands, two numbers"),
-                "wrap": Option(bool, True, "whether residuals of bearings are wrapped"),
-                "irregular": _IRREGULAR,
-            },
-            2,
+            "a target in the plane, observed by a sensor as range and bearing",
             start_range_bearing,
+            obs_dim=2,
         ),
-        ReadyModel(
-            "neural_decoder",
-            neural_decoder,
-            "latent linear dynamics, decoded by a network",
-            {
-                "latent_dim": Option(int, 2, "the dimension of the state"),
-                "width": Option(int, 32, "units of each hidden layer"),
-                "depth": Option(int, 1, "hidden layers"),
-            },
-            None,
-            start_neural,
-        ),
+        ReadyModel(neural_decoder, "latent linear dynamics, decoded by a network", start_neural),
     )
 }
 """The ready models by name."""
@@ -262,7 +210,7 @@ def from_options(
     obs_dim: int = 1,
     key: PRNGKey | None = None,
 ) -> StateSpaceModel:
-    """A ready model by its name.
+    """Build a ready model by its name.
 
     Example:
         >>> import retrodict as rd
@@ -271,12 +219,12 @@ def from_options(
 
     Args:
         name: one of `READY`.
-        options: some of its options.
-        obs_dim: how many columns the data have.
+        options: values of its options by name; defaults for the others.
+        obs_dim: the number of columns of the data.
         key: a typed key, for models with random weights.
 
     Raises:
-        ModelError: if the name or an option is not known, or a value is wrong.
+        ModelError: if the name or an option is unknown, or a value is invalid.
     """
     return ready_model(name).build(options, obs_dim=obs_dim, key=key)
 
@@ -289,16 +237,17 @@ def start_from(
     inputs: Any = None,
     length: Any = None,
 ) -> StateSpaceModel:
-    """A ready model with starting values from data: levels, scales and rates of the right size.
+    """Set the parameters of a ready model to starting values from data.
 
-    Parameters that were fixed stay. A model that is not a ready one is returned as it is.
+    Levels, scales and rates get the magnitude of the data. Fixed parameters stay. Any other model
+    is returned unchanged.
 
     Args:
         model: a model.
         ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
-        mask: true where an entry was seen, of the shape of `ys`.
+        mask: true where an entry was observed, of the shape of `ys`.
         inputs: inputs, of shape `(batch, time, input)`.
-        length: how many rows exist, one integer a series or one for all.
+        length: the number of rows, one integer per series or one for all.
     """
     equation = getattr(model.transition, "fn", None)
     if not isinstance(equation, AbstractEquation) or equation.kind not in READY:
@@ -307,7 +256,7 @@ def start_from(
 
 
 def ready_model(name: str) -> ReadyModel:
-    """The record of a ready model, refused with the nearest name if there is none."""
+    """Return the record of a ready model; refuse an unknown name with the nearest one."""
     if name not in READY:
         raise ModelError(
             f"There is no ready model {name}.{guess(name, READY)} There are {', '.join(READY)}."
@@ -318,11 +267,11 @@ def ready_model(name: str) -> ReadyModel:
 def check_options(
     ready: ReadyModel, options: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """The options, refused unless all are known and of the right type."""
+    """Return the options; refuse unknown names and wrong types."""
     for name, value in options.items():
         if name not in ready.options:
             raise ModelError(
-                f"{prefix}{name} is no option of {ready.name}.{nearest(name, ready.options)}"
+                f"{prefix}{name} is not an option of {ready.name}.{nearest(name, ready.options)}"
             )
         kind = ready.options[name].kind
         if not _is_of(value, kind):
@@ -339,7 +288,7 @@ def check_options(
 
 
 def _most(name: str, options: Mapping[str, Any]) -> int | float:
-    """The largest value of an option, where it is the size of something."""
+    """Return the largest value of an option that is a size; infinity for others."""
     if name == "period" and not options.get("harmonics"):
         return MOST_STATES
     return {
@@ -352,14 +301,14 @@ def _most(name: str, options: Mapping[str, Any]) -> int | float:
 
 
 def option_from_text(ready: ReadyModel, text: str) -> tuple[str, Any]:
-    """An option as a command line gives it, `key=value`, with its value of the right kind."""
+    """Parse an option of the command line, `key=value`."""
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
         raise ModelError(f"An option is key=value, such as period=12, got {text!r}.")
     if name not in ready.options:
         known = ", ".join(ready.options)
         raise ModelError(
-            f"{name} is no option of {ready.name}.{guess(name, ready.options)} It has {known}."
+            f"{name} is not an option of {ready.name}.{guess(name, ready.options)} It has {known}."
         )
     kind = ready.options[name].kind
     try:

@@ -1,4 +1,4 @@
-"""Plain statistics of data, from which ready models take their starting values."""
+"""Statistics of data, from which ready models take their starting values."""
 
 from typing import Any, NamedTuple
 
@@ -11,11 +11,11 @@ PRIOR_WIDTH = 10.0
 
 
 class Sample(NamedTuple):
-    """Data as a start sees it.
+    """Data for starting values.
 
     Attributes:
-        ys: of shape `(batch, time, obs)`, NaN where an entry was not seen.
-        inputs: of shape `(batch, time, input)`, or `None`.
+        ys: observations, of shape `(batch, time, obs)`, NaN where missing.
+        inputs: inputs, of shape `(batch, time, input)`, or `None`.
     """
 
     ys: np.ndarray
@@ -23,17 +23,17 @@ class Sample(NamedTuple):
 
     @property
     def obs_dim(self) -> int:
-        """How many columns there are."""
+        """The number of columns."""
         return self.ys.shape[2]
 
     def columns(self, values: np.ndarray | None = None) -> list[np.ndarray]:
-        """Of each column, what was seen of the data or of what was computed from it."""
+        """Return the finite entries of each column, of the data or of values computed from it."""
         values = self.ys if values is None else values
         flat = values.reshape(-1, values.shape[-1]).T
         return [column[np.isfinite(column)] for column in flat]
 
     def step(self, irregular: bool) -> float:
-        """The mean step of time: 1, or the mean of the first input after the first row."""
+        """Return the mean step of time: 1, or the mean of the first input after the first row."""
         if not irregular or self.inputs is None or self.inputs.shape[1] < 2:
             return 1.0
         steps = self.inputs[:, 1:, 0]
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
 
 def sample_of(ys: Any, mask: Any, inputs: Any, length: Any) -> Sample:
-    """The data with NaN for what was not seen, whichever way that was said."""
+    """Return the data with NaN for missing entries and rows that do not exist."""
     options: dict[str, Any] = {"mask": mask, "inputs": inputs, "length": length}
     batch = prepare_batch(ys, **options, takes_input=inputs is not None)
     values = np.array(batch.ys, float)
@@ -57,39 +57,39 @@ def sample_of(ys: Any, mask: Any, inputs: Any, length: Any) -> Sample:
 
 
 def centre(column: np.ndarray) -> float:
-    """The mean of what was seen, zero if nothing was."""
+    """Return the mean of a column; zero if it is empty."""
     return float(column.mean()) if column.size else 0.0
 
 
 def first(column: np.ndarray) -> float:
-    """The first value that was seen, zero if there is none."""
+    """Return the first value of a column; zero if it is empty."""
     return float(column[0]) if column.size else 0.0
 
 
 def spread(column: np.ndarray) -> float:
-    """The standard deviation of what was seen; for a constant, a small share of its size."""
+    """Return the standard deviation of a column; for a constant, 0.001 times its size."""
     if column.size < 2:
         return 1.0
-    found = float(column.std())
-    return found if found > 0 else max(1e-3 * abs(float(column[0])), 1e-3)
+    std = float(column.std())
+    return std if std > 0 else max(1e-3 * abs(float(column[0])), 1e-3)
 
 
 def differences(ys: np.ndarray, order: int = 1) -> np.ndarray:
-    """Differences of neighbours in time, NaN where one of them was not seen."""
+    """Return differences in time, NaN where a value is missing."""
     if ys.shape[1] <= order:
         return np.full((ys.shape[0], 1, ys.shape[2]), np.nan)
     return np.diff(ys, n=order, axis=1)
 
 
 def autocorrelation(ys: np.ndarray) -> list[float]:
-    """Of each column, the correlation of neighbours in time, between 0.1 and 0.98."""
-    found = []
+    """Return the lag-one autocorrelation of each column, clipped to 0.1 to 0.98."""
+    correlations = []
     for column in np.moveaxis(ys, -1, 0):
         before, after = column[:, :-1].ravel(), column[:, 1:].ravel()
         both = np.isfinite(before) & np.isfinite(after)
         before, after = before[both], after[both]
         if before.size < 3 or before.std() == 0 or after.std() == 0:
-            found.append(0.5)
+            correlations.append(0.5)
         else:
-            found.append(float(np.clip(np.corrcoef(before, after)[0, 1], 0.1, 0.98)))
-    return found
+            correlations.append(float(np.clip(np.corrcoef(before, after)[0, 1], 0.1, 0.98)))
+    return correlations

@@ -39,7 +39,7 @@ def local_level(
     prior_mean: Any = 0.0,
     prior_scale: Any = 1e3,
 ) -> StateSpaceModel:
-    """A level that wanders, seen with noise; one level for each column.
+    """Build a random walk observed with noise, one per column.
 
         x_t = x_{t-1} + level_scale η_t,    y_t = x_t + obs_scale ε_t
 
@@ -50,12 +50,12 @@ def local_level(
         {'level_scale': [0.5], 'obs_scale': [1.0]}
 
     Args:
-        obs_dim: how many columns.
-        irregular: whether times are uneven; the variance of a step is then Δ level_scale², and Δ
-            is the first input.
-        level_scale: the start of the scale of the level's steps.
-        obs_scale: the start of the scale of the noise.
-        prior_mean: the mean of the level before anything is seen; not learned.
+        obs_dim: the number of columns.
+        irregular: whether times are irregular; the variance of a step is then Δ level_scale², and
+            Δ is the first input.
+        level_scale: the starting value of the scale of steps of the level.
+        obs_scale: the starting value of the scale of the observation noise.
+        prior_mean: the mean of the first level; not learned.
         prior_scale: its scale, wide but finite; not learned.
     """
     obs_dim = check_count(obs_dim, "obs_dim")
@@ -77,21 +77,21 @@ def local_trend(
     prior_mean: Any = 0.0,
     prior_scale: Any = 1e3,
 ) -> StateSpaceModel:
-    """A level whose slope wanders too: the local linear trend, with state (level, slope).
+    """Build a local linear trend, with state (level, slope).
 
         level_t = level_{t-1} + slope_{t-1} + level_scale η_t
         slope_t = slope_{t-1} + slope_scale ζ_t
         y_t = level_t + obs_scale ε_t
 
     Args:
-        obs_dim: how many columns, each with a level and a slope of its own.
-        irregular: whether times are uneven. The model is then one in continuous time: both noises
-            have variances that grow with the step Δ, the first input, and that of the slope is
+        obs_dim: the number of columns, each with its own level and slope.
+        irregular: whether times are irregular. The model is then in continuous time: the variances
+            of both noises grow with the step Δ, the first input, and the noise of the slope is
             integrated into the level.
-        level_scale: the start of the scale of the level's steps.
-        slope_scale: the start of the scale of the slope's steps.
-        obs_scale: the start of the scale of the noise.
-        prior_mean: the mean of the first state, one number or one a coordinate; not learned.
+        level_scale: the starting value of the scale of steps of the level.
+        slope_scale: the starting value of the scale of steps of the slope.
+        obs_scale: the starting value of the scale of the observation noise.
+        prior_mean: the mean of the first state, one number or one per coordinate; not learned.
         prior_scale: its scale, wide but finite; not learned.
     """
     obs_dim = check_count(obs_dim, "obs_dim")
@@ -118,41 +118,41 @@ def seasonal(
     prior_mean: Any = 0.0,
     prior_scale: Any = 1e3,
 ) -> StateSpaceModel:
-    """A level, a slope if wished, and a season: the basic structural model.
+    """Build a level, an optional slope and a season: the basic structural model.
 
         season_t = −Σ_{j=1}^{period-1} season_{t-j} + seasonal_scale ω_t
         y_t = level_t + season_t + obs_scale ε_t
 
-    The state of a column is (level, slope, season_t, ..., season_{t-period+2}); the seasons that
-    are remembered move with a thousandth of the seasonal noise, so that the transition has a
-    density. With `harmonics=h` the season is a sum of h cycles instead, two coordinates each, which
-    is smaller for long periods and exact.
+    The state of a column is (level, slope, season_t, ..., season_{t-period+2}); the earlier
+    seasons get a thousandth of the seasonal noise, so that the transition has a density. With
+    `harmonics=h` the season is a sum of h cycles of two coordinates each, which is smaller for long
+    periods, and exact.
 
     Args:
-        period: how many steps a season lasts.
-        harmonics: how many cycles, at most half the period; zero for one effect for each step.
+        period: the number of steps of a season.
+        harmonics: the number of cycles, at most half the period; 0 for one effect per step.
         slope: whether the level has a slope.
-        obs_dim: how many columns.
-        irregular: whether times are uneven, for which harmonics are needed.
-        level_scale: the start of the scale of the level's steps.
-        slope_scale: the start of the scale of the slope's steps.
-        seasonal_scale: the start of the scale by which the season changes.
-        obs_scale: the start of the scale of the noise.
+        obs_dim: the number of columns.
+        irregular: whether times are irregular, which requires harmonics.
+        level_scale: the starting value of the scale of steps of the level.
+        slope_scale: the starting value of the scale of steps of the slope.
+        seasonal_scale: the starting value of the scale of changes of the season.
+        obs_scale: the starting value of the scale of the observation noise.
         prior_mean: the mean of the first state; not learned.
         prior_scale: its scale, wide but finite; not learned.
     """
     obs_dim = check_count(obs_dim, "obs_dim")
     if period < 2:
-        raise ValueError(f"seasonal expects a period of at least 2 steps, got {period}.")
+        raise ValueError(f"`period` must be at least 2 steps, got {period}.")
     if not 0 <= harmonics <= period // 2:
         raise ValueError(
-            f"seasonal expects between 0 and {period // 2} harmonics of a period of {period} steps,"
-            f" got {harmonics}."
+            f"`harmonics` must be between 0 and {period // 2} for a period of {period} steps, got"
+            f" {harmonics}."
         )
     if irregular and not harmonics:
         raise ValueError(
-            "seasonal has no effects of single steps where times are uneven: give harmonics=1 or"
-            " more."
+            "`harmonics` must be at least 1 for irregular times, which have no effects of single"
+            " steps."
         )
     equation = Structural(
         positive(level_scale, obs_dim),
@@ -163,7 +163,7 @@ def seasonal(
         harmonics=harmonics,
         continuous=irregular,
     )
-    # A cycle is read at its first coordinate, the season of single steps at the present one.
+    # A cycle is observed at its first coordinate, the season of single steps at the current one.
     season = [1, 0] * harmonics if harmonics else [1] + [0] * (period - 2)
     row = [1, 0, *season] if slope else [1, *season]
     return StateSpaceModel(
@@ -185,17 +185,17 @@ def autoregressive(
     prior_mean: Any = None,
     prior_scale: Any = None,
 ) -> StateSpaceModel:
-    """An autoregression around a mean, seen with noise.
+    """Build an autoregression around a mean, observed with noise.
 
         x_t = mean + Σ_{i=1}^p φ_i (x_{t-i} − mean) + scale η_t,    y_t = x_t + obs_scale ε_t
 
-    For p = 1, φ is called `persistence` and lies between −1 and 1. For more lags the state is
+    For p = 1, φ is called `persistence` and is between −1 and 1. For more lags the state is
     (x_t, ..., x_{t-p+1}), the φ are called `coefficients` and start as (persistence, 0, ..., 0);
-    they are learned by their partial autocorrelations, so that the autoregression stays stationary.
-    The lags move with a thousandth of the noise, so that the transition has a density.
+    they are parametrised by partial autocorrelations, so that the autoregression stays stationary.
+    The lags get a thousandth of the noise, so that the transition has a density.
 
-    The first state has the stationary law of the autoregression. It has no parameters of its own,
-    and follows those of the autoregression while they are learned.
+    The first state has the stationary law of the autoregression. It has no parameters and
+    follows those of the autoregression during learning.
 
     Example:
         >>> import retrodict as rd
@@ -205,20 +205,20 @@ def autoregressive(
 
     Args:
         order: p.
-        obs_dim: how many columns, each with parameters of its own.
-        irregular: whether times are uneven, for p = 1: an Ornstein–Uhlenbeck process, with
+        obs_dim: the number of columns, each with its own parameters.
+        irregular: whether times are irregular, for p = 1: an Ornstein–Uhlenbeck process, with
             persistence^Δ over a step Δ, the first input, and a persistence between 0 and 1.
-        mean: the start of the mean.
-        persistence: the start of φ_1.
-        scale: the start of the scale of the innovations.
-        obs_scale: the start of the scale of the noise.
-        prior_mean: the mean of a Gaussian law of the first state instead; not learned.
-        prior_scale: the scale of such a law, with independent coordinates; not learned. If only one
-            of the two is given, the other is that of the stationary law of the starting values.
+        mean: the starting value of the mean.
+        persistence: the starting value of φ_1.
+        scale: the starting value of the scale of the innovations.
+        obs_scale: the starting value of the scale of the observation noise.
+        prior_mean: the mean of a fixed Gaussian law of the first state.
+        prior_scale: the scale of that law, with independent coordinates. If only one of the two is
+            passed, the other is that of the stationary law at the starting values.
     """
     obs_dim, order = check_count(obs_dim, "obs_dim"), check_count(order, "order")
     if order > 1 and irregular:
-        raise ValueError(f"autoregressive with uneven times expects order=1, got {order}.")
+        raise ValueError(f"`order` must be 1 for irregular times, got {order}.")
     mean, scale = real(mean, obs_dim), positive(scale, obs_dim)
     if order == 1:
         phi = persistent(persistence, obs_dim, irregular)
@@ -234,43 +234,43 @@ def autoregressive(
 
 
 def start_structural(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Starts of level, slope and season: scales from the differences of neighbours."""
+    """Return starting values of level, slope and season: scales from differences in time."""
     equation: Any = model.transition.fn
     step = sample.step(equation.continuous)
     moves = [spread(column) for column in sample.columns(differences(sample.ys))]
-    seen = sample.columns()
-    # Half of the variance of a difference is put down to the level, a quarter to each noise.
-    found: dict[str, Any] = {
+    columns = sample.columns()
+    # Half of the variance of a difference is attributed to the level, a quarter to each noise.
+    values: dict[str, Any] = {
         "level_scale": [np.sqrt(0.5 / step) * move for move in moves],
         "obs_scale": [0.5 * move for move in moves],
     }
     if equation.slope_scale is not None:
-        found["slope_scale"] = [0.05 / step * move for move in moves]
+        values["slope_scale"] = [0.05 / step * move for move in moves]
     if equation.seasonal_scale is not None:
-        found["seasonal_scale"] = [0.1 / np.sqrt(step) * move for move in moves]
+        values["seasonal_scale"] = [0.1 / np.sqrt(step) * move for move in moves]
     width = model.state_dim // sample.obs_dim
     levels = np.zeros((sample.obs_dim, width))
-    levels[:, 0] = [first(column) for column in seen]
-    found["prior.mean"] = levels.ravel()
-    found["prior.scale_tril.std"] = np.repeat([PRIOR_WIDTH * spread(c) for c in seen], width)
-    return found
+    levels[:, 0] = [first(column) for column in columns]
+    values["prior.mean"] = levels.ravel()
+    values["prior.scale_tril.std"] = np.repeat([PRIOR_WIDTH * spread(c) for c in columns], width)
+    return values
 
 
 def start_autoregressive(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Starts of an autoregression: the mean, the spread and the correlation of neighbours."""
+    """Return starting values of an autoregression from mean, spread and autocorrelation."""
     equation: Any = model.transition.fn
-    seen, width = sample.columns(), model.state_dim // sample.obs_dim
+    columns, width = sample.columns(), model.state_dim // sample.obs_dim
     correlations = np.asarray(autocorrelation(sample.ys))
-    spreads = np.asarray([spread(column) for column in seen])
-    found: dict[str, Any] = {
-        "mean": [centre(column) for column in seen],
+    spreads = np.asarray([spread(column) for column in columns])
+    values: dict[str, Any] = {
+        "mean": [centre(column) for column in columns],
         "obs_scale": 0.3 * spreads,
     }
     if width == 1:
         step = sample.step(equation.continuous)
-        found["persistence"] = phi = correlations ** (1 / step)
-        found["scale"] = spreads * np.sqrt(1 - phi**2)
+        values["persistence"] = phi = correlations ** (1 / step)
+        values["scale"] = spreads * np.sqrt(1 - phi**2)
     else:
-        found["coefficients"] = np.pad(correlations[:, None], ((0, 0), (0, width - 1)))
-        found["scale"] = spreads * np.sqrt(1 - correlations**2)
-    return found
+        values["coefficients"] = np.pad(correlations[:, None], ((0, 0), (0, width - 1)))
+        values["scale"] = spreads * np.sqrt(1 - correlations**2)
+    return values

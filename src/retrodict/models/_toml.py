@@ -1,33 +1,34 @@
-"""Models by reference: a ready one by name, a file, or an object of the user's.
+"""Models by reference: the name of a ready model, a model file, or a Python object.
 
-A file is data. It can name ready models, options and numbers, and nothing in it is executed.
+A model file is data: it names ready models, options and numbers, and nothing in it is executed.
 """
 
 import dataclasses
 import importlib
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from retrodict._errors import Argument, ModelError, nearest
 from retrodict._model import StateSpaceModel
 from retrodict._types import PRNGKey
-from retrodict.models._errors import ModelError, nearest
 from retrodict.models._parameters import fix_parameters, named_parameters, with_parameters
 from retrodict.models._registry import check_options, option_from_text, ready_model, start_from
 
 GIVEN = "StateSpaceModel"
-"""The reference of a model that was given as a Python object, and has no other name."""
+"""The reference of a model that was passed as a Python object."""
 OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 """A reference to an object of a module."""
 
 SCHEMA_VERSION = 1
 """The version of the schema, the value of the key `retrodict`."""
 
-# What each table may hold, with the type that a value must have.
+# The keys of each table, with the type of the value.
 TABLES: dict[str, dict[str, str]] = {
     "model": {"name": "text", "options": "table", "start": "table", "fixed": "list of texts"},
     "data": {
@@ -69,14 +70,14 @@ class ModelSpec:
 
     @property
     def is_given(self) -> bool:
-        """Whether the reference is to an object that was given in Python, and has no name."""
+        """Whether the model was passed as a Python object without a name."""
         return self.reference == GIVEN
 
     def build(self, obs_dim: int = 1, key: PRNGKey | None = None) -> StateSpaceModel:
-        """The model, with its starting values set and its fixed parameters frozen.
+        """Build the model, with its starting values set and its fixed parameters frozen.
 
         Args:
-            obs_dim: how many columns the data have; an object has the columns that it has.
+            obs_dim: the number of columns of the data; ignored for Python objects.
             key: a typed key, for models with random weights.
 
         Raises:
@@ -93,13 +94,13 @@ class ModelSpec:
         length: Any = None,
         key: PRNGKey | None = None,
     ) -> StateSpaceModel:
-        """The model with starting values from data, but for those that the reference sets.
+        """Build the model with starting values from data, except those that the reference sets.
 
         Args:
             ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.
-            mask: true where an entry was seen, of the shape of `ys`.
+            mask: true where an entry was observed, of the shape of `ys`.
             inputs: inputs, of shape `(batch, time, input)`.
-            length: how many rows exist, one integer a series or one for all.
+            length: the number of rows, one integer per series or one for all.
             key: a typed key, for models with random weights.
         """
         model = self._bare(ys.shape[-1], key)
@@ -111,8 +112,8 @@ class ModelSpec:
             return self.given
         if self.is_given:
             raise ModelError(
-                "The model was given as a Python object, which a record does not hold; pass it as"
-                " model=..."
+                "The model was passed as a Python object, which a record cannot hold; pass it as ",
+                Argument("model"),
             )
         if self.name is None:
             return _object_model(self.reference)
@@ -125,11 +126,11 @@ class ModelSpec:
         except ModelError as error:
             name = next((name for name in self.start if f" {name}" in f" {error}"), None)
             where = "model.start" if name is None else f"model.start.{name}"
-            raise ModelError(f"{self.reference}: {where}: {error}") from error
+            raise ModelError(f"{self.reference}: {where}: ", error) from error
         return fix_parameters(model, self.fixed)
 
     def with_options(self, texts: Iterable[str]) -> "ModelSpec":
-        """The same with options of the ready model set, each as a text `key=value`.
+        """Return the specification with options of the ready model, each as a text `key=value`.
 
         Example:
             >>> import retrodict as rd
@@ -140,14 +141,14 @@ class ModelSpec:
             texts: such as `"period=52"`, `"slope=true"` or `"sensor=0,1.5"`.
 
         Raises:
-            ModelError: if the model has no such option, or a value is of the wrong kind.
+            ModelError: if the model has no such option, or a value has the wrong type.
         """
         texts = list(texts)
         if not texts:
             return self
         if self.name is None:
             raise ModelError(
-                f"{self.reference} is a model of your own, and only ready models have options."
+                f"{self.reference} is not a ready model, and only ready models have options."
             )
         ready = ready_model(self.name)
         chosen = dict(option_from_text(ready, text) for text in texts)
@@ -156,18 +157,18 @@ class ModelSpec:
         return spec
 
     def all_options(self) -> dict[str, Any]:
-        """The options in effect, those that were not chosen at their defaults; none of objects."""
+        """Return all options, including defaults; none for Python objects."""
         if self.name is None:
             return {}
         defaults = {key: option.default for key, option in ready_model(self.name).options.items()}
         return {**defaults, **self.options}
 
     def inputs(self) -> list[str] | None:
-        """What the model reads as inputs, in order and in words; `None` of objects."""
+        """Return the inputs that the model reads, in words; `None` for Python objects."""
         return None if self.name is None else ready_model(self.name).inputs(self.options)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as a dict that JSON can hold, with the keys of a model file."""
+        """Return a dictionary that JSON can store, with the keys of a model file."""
         model: dict[str, Any] = {"name": self.name} if self.name is not None else {}
         parts = {"options": self.options, "start": self.start, "fixed": list(self.fixed)}
         model |= {key: value for key, value in parts.items() if value}
@@ -181,7 +182,7 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "ModelSpec":
-        """The inverse of `to_dict`, which checks what it reads like a file."""
+        """Return the specification of a dictionary of `to_dict`, checked like a model file."""
         reference = record.get("reference")
         if not isinstance(reference, str):
             raise ModelError("A record of a model must have a reference.")
@@ -193,14 +194,14 @@ class ModelSpec:
 
 
 def read_toml(path: str | Path) -> ModelSpec:
-    """Reads a model file, whose schema is that of the page on model files.
+    """Read a model file; the page on model files describes the schema.
 
     Args:
         path: a TOML file.
 
     Raises:
-        ModelError: if there is no such file, or it is not TOML, or something in it is not known or
-            of the wrong type; the message names the file and the key.
+        ModelError: if the file cannot be read, is not TOML, or holds an unknown key or a value of
+            the wrong type; the message names the file and the key.
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ModelError(f"{path} cannot be read: it is not a regular file.")
@@ -233,7 +234,7 @@ def load(
 
     Raises:
         ModelError: if there is no such model.
-        TypeError: if it is none of these.
+        TypeError: if it is none of these types.
     """
     if isinstance(reference, ModelSpec):
         return reference
@@ -254,7 +255,7 @@ def load(
         ready_model(reference)
     except ModelError as error:
         raise ModelError(
-            f"{error} A model is one of these names, a file that ends in .toml, or module:name."
+            error, " A model is one of these names, a file that ends in .toml, or module:name."
         ) from error
     return ModelSpec(reference, reference)
 
@@ -269,8 +270,8 @@ def _object_model(reference: str) -> StateSpaceModel:
         raise ModelError(f"{reference}: name a module, and not its file, such as my_module:model.")
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
-        reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        reason = _reason(error)
         raise ModelError(f"{reference}: {module_name} cannot be imported: {reason}.") from error
     if not hasattr(module, attribute):
         known = [name for name in vars(module) if not name.startswith("_")]
@@ -280,26 +281,29 @@ def _object_model(reference: str) -> StateSpaceModel:
     return _built(getattr(module, attribute), reference)
 
 
-def _built(found: Any, reference: str) -> StateSpaceModel:
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+
+
+def _built(model: Any, reference: str) -> StateSpaceModel:
     """Return a model, or call the function that returns one."""
-    if callable(found) and not isinstance(found, StateSpaceModel):
+    if callable(model) and not isinstance(model, StateSpaceModel):
         try:
-            found = found()
+            model = model()
         except (Exception, SystemExit) as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
-            raise ModelError(f"{reference}: calling it raised {reason}.") from error
-    if not isinstance(found, StateSpaceModel):
+            raise ModelError(f"{reference}: calling it raised {_reason(error)}.") from error
+    if not isinstance(model, StateSpaceModel):
         raise ModelError(
             f"{reference} must be a StateSpaceModel or a function of no arguments that returns one,"
-            f" got {type(found).__name__}."
+            f" got {type(model).__name__}."
         )
-    return found
+    return model
 
 
 def _checked(
     content: Mapping[str, Any], reference: str, where: str, *, is_object: bool = False
 ) -> ModelSpec:
-    """The content of a file, refused unless it is known and of the right types."""
+    """Return the specification of the content of a file; refuse unknown keys and wrong types."""
     _refuse_unknown(content, ["retrodict", *TABLES], where, "")
     version = content.get("retrodict")
     if version is None:
@@ -318,7 +322,7 @@ def _checked(
             _refuse_unless(value, keys[key], where, f"{table}.{key}")
     model = tables["model"]
     if "name" not in model and not is_object:
-        raise ModelError(f'{where}: model.name is missing: write name = "local_level", say.')
+        raise ModelError(f'{where}: model.name is missing: write e.g. name = "local_level".')
     for name, value in model.get("start", {}).items():
         _refuse_unless(value, "number or list of numbers", where, f"model.start.{name}")
     if tables["fit"].get("num_steps", 1) < 1:
@@ -339,29 +343,28 @@ def _checked(
 
 
 def _check_ready(spec: ModelSpec, where: str) -> None:
-    """Refuses what the ready model does not know, by building a small one."""
-    try:
+    """Refuse options and parameters that the ready model does not have, by building it."""
+    with _located(f"{where}: model.name"):
         ready = ready_model(spec.name or "")
-    except ModelError as error:
-        raise ModelError(f"{where}: model.name: {error}") from error
     check_options(ready, spec.options, f"{where}: model.options.")
-    columns = 1 if ready.obs_dim is None else ready.obs_dim
-    try:
-        model = ready.build(spec.options, obs_dim=columns, key=jax.random.key(0))
-    except ModelError as error:
-        raise ModelError(f"{where}: model.options: {error}") from error
+    with _located(f"{where}: model.options"):
+        model = ready.build(spec.options, obs_dim=ready.obs_dim or 1, key=jax.random.key(0))
     for name, value in spec.start.items():
-        try:
-            # Lists have the length of the data's columns, which are not known yet.
+        with _located(f"{where}: model.start.{name}"):
+            # Lists have as many entries as the data have columns, which are not known yet.
             known = named_parameters(model, fixed=True).get(name, 0.5)
             with_parameters(model, {name: known if isinstance(value, list) else value})
-        except ModelError as error:
-            raise ModelError(f"{where}: model.start.{name}: {error}") from error
-    for name in spec.fixed:
-        try:
-            fix_parameters(model, [name])
-        except ModelError as error:
-            raise ModelError(f"{where}: model.fixed: {error}") from error
+    with _located(f"{where}: model.fixed"):
+        fix_parameters(model, spec.fixed)
+
+
+@contextmanager
+def _located(place: str) -> Iterator[None]:
+    """Begin the messages of errors with the file and the key."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{place}: ", error) from error
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: Any, where: str, prefix: str) -> None:
@@ -378,20 +381,10 @@ def _refuse_unless(value: Any, kind: str, where: str, name: str) -> None:
 
 
 def _is_kind(value: Any, kind: str) -> bool:
-    if kind in ("text or list of texts", "text or number"):
-        return any(_is_kind(value, part) for part in kind.split(" or "))
-    if kind == "true or false":
-        return isinstance(value, bool)
-    if kind == "list of texts":
-        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-    if kind == "number or list of numbers":
-        if isinstance(value, list):
-            return all(_is_kind(entry, kind) for entry in value)
-        return _is_kind(value, "number")
-    kinds: dict[str, Any] = {
-        "text": str,
-        "table": dict,
-        "whole number": int,
-        "number": (int, float),
-    }
-    return isinstance(value, kinds[kind]) and not isinstance(value, bool)
+    if isinstance(value, bool) or kind == "true or false":
+        return isinstance(value, bool) and kind == "true or false"
+    if isinstance(value, list):
+        entry = "text" if "list of texts" in kind else kind
+        return "list" in kind and all(_is_kind(each, entry) for each in value)
+    types = {"text": str, "table": dict, "whole number": int, "number": (int, float)}
+    return any(isinstance(value, types[part]) for part in kind.split(" or ") if part in types)

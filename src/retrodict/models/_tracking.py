@@ -1,4 +1,4 @@
-"""Tracking: nearly constant velocity, seen as positions or as range and bearing."""
+"""Tracking: nearly constant velocity, observed as positions or as range and bearing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def constant_velocity(
     prior_mean: Any = 0.0,
     prior_scale: Any = 1e3,
 ) -> StateSpaceModel:
-    """Something that moves with nearly constant velocity, and whose position is seen with noise.
+    """Build a target with nearly constant velocity, whose position is observed with noise.
 
     The state is (p_1, ..., p_dim, v_1, ..., v_dim). Velocities are Brownian motions and positions
     their integrals, so that over a step Δ the noise of a pair (p, v) has full rank:
@@ -45,9 +45,9 @@ def constant_velocity(
 
     Args:
         dim: the dimension of the space, which is the number of columns.
-        irregular: whether times are uneven; Δ is then the first input, and otherwise 1.
-        velocity_scale: the start of the scale of the velocity's steps, one for all directions.
-        obs_scale: the start of the scale of the noise.
+        irregular: whether times are irregular; Δ is then the first input, and otherwise 1.
+        velocity_scale: the starting value of the scale of steps of the velocity.
+        obs_scale: the starting value of the scale of the noise.
         prior_mean: the mean of the first state; not learned.
         prior_scale: its scale, wide but finite; not learned.
     """
@@ -67,7 +67,7 @@ class RangeBearingLaw(eqx.Module):
 
     Attributes:
         mean: (range, bearing).
-        std: of the noise of both.
+        std: the standard deviations of the noise.
     """
 
     mean: Float[Array, "2"]
@@ -75,34 +75,34 @@ class RangeBearingLaw(eqx.Module):
 
     @property
     def variance(self) -> Float[Array, "2"]:
-        """The variances, for smoothers that linearise."""
+        """The variances, for linearised smoothers."""
         return self.std**2
 
     def log_prob(self, value: Float[Array, "2"]) -> Float[Array, "2"]:
-        """The log densities of range and bearing."""
+        """Return the log densities of range and bearing."""
         residual = value - self.mean
         residual = jnp.stack([residual[0], wrapped(residual[1])]) / self.std
         return -0.5 * (residual**2 + LOG_2PI) - jnp.log(self.std)
 
     def sample(self, key: PRNGKey, sample_shape: tuple[int, ...] = ()) -> Float[Array, "*shape 2"]:
-        """A draw, the bearing in (−π, π]."""
+        """Draw a range, and a bearing in (−π, π]."""
         noise = jax.random.normal(key, (*sample_shape, 2), self.mean.dtype)
         shape = (1,) * len(sample_shape) + (2,)
-        drawn = self.mean.reshape(shape) + self.std.reshape(shape) * noise
-        return jnp.stack([drawn[..., 0], wrapped(drawn[..., 1])], axis=-1)
+        values = self.mean.reshape(shape) + self.std.reshape(shape) * noise
+        return jnp.stack([values[..., 0], wrapped(values[..., 1])], axis=-1)
 
 
 class RangeAndBearing(eqx.Module):
     """The function x ↦ (‖p − sensor‖, the angle of p − sensor) of the position p = (x_0, x_1).
 
     Attributes:
-        sensor: where the sensor stands.
+        sensor: the position of the sensor.
     """
 
     sensor: tuple[float, float] = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "4"]) -> Float[Array, "2"]:
-        """The range, and the bearing in (−π, π], counted from the first axis to the second."""
+        """Return the range, and the bearing in (−π, π] from the first axis to the second."""
         across, along = x[0] - self.sensor[0], x[1] - self.sensor[1]
         return jnp.stack([jnp.sqrt(across**2 + along**2), jnp.arctan2(along, across)])
 
@@ -112,7 +112,7 @@ class WrappedRangeBearing(AbstractNamed):
 
     Attributes:
         range_scale: the noise of the range.
-        bearing_scale: that of the bearing, in radians.
+        bearing_scale: the noise of the bearing, in radians.
         fn: the noiseless values.
     """
 
@@ -121,16 +121,16 @@ class WrappedRangeBearing(AbstractNamed):
     fn: RangeAndBearing
 
     def __call__(self, x: Float[Array, "4"]) -> RangeBearingLaw:
-        """The law at a state."""
+        """Return the law at a state."""
         return RangeBearingLaw(self.fn(x), jnp.stack([self.range_scale, self.bearing_scale]))
 
 
 class RangeBearingStd(AbstractNamed, AbstractParameter):
-    """Stands for the standard deviations (range_scale, bearing_scale).
+    """Parameter whose value is the vector (range_scale, bearing_scale).
 
     Attributes:
         range_scale: the noise of the range.
-        bearing_scale: that of the bearing, in radians.
+        bearing_scale: the noise of the bearing, in radians.
     """
 
     range_scale: Any
@@ -138,7 +138,7 @@ class RangeBearingStd(AbstractNamed, AbstractParameter):
 
     @property
     def value(self) -> Float[Array, "2"]:
-        """Both, as a vector."""
+        """The vector."""
         return jnp.stack([unwrap(self.range_scale), unwrap(self.bearing_scale)])
 
 
@@ -153,30 +153,30 @@ def range_bearing(
     prior_mean: Any = (1.0, 0.0, 0.0, 0.0),
     prior_scale: Any = 10.0,
 ) -> StateSpaceModel:
-    """A target in the plane with nearly constant velocity, seen by a sensor as range and bearing.
+    """Build a target in the plane, observed by a sensor as range and bearing.
 
         y_t = (‖p_t − sensor‖ + range_scale ε_t,  angle(p_t − sensor) + bearing_scale ε'_t)
 
     The state is (p_x, p_y, v_x, v_y), as in `constant_velocity`. Bearings are in radians, counted
     from the first axis towards the second. With `wrap=True` the residual of a bearing is taken to
-    (−π, π], so that 359° and 1° are two degrees apart; smoothers that linearise the emission do not
-    see that, and need a target that does not cross the half-line behind the sensor, or particles.
+    (−π, π], so that 359° and 1° are two degrees apart. Linearised smoothers ignore this, and need a
+    target that does not cross the half-line behind the sensor; particle smoothers do not.
     With `wrap=False` the emission is a `NonlinearGaussianKernel`, for bearings that were unwrapped
     or stay on one side.
 
     Args:
-        sensor: where the sensor stands, two numbers.
+        sensor: the position of the sensor, two numbers.
         wrap: whether residuals of bearings are wrapped.
-        irregular: whether times are uneven; the step is then the first input.
-        velocity_scale: the start of the scale of the velocity's steps.
-        range_scale: the start of the noise of the range.
-        bearing_scale: the start of the noise of the bearing, which should stay below 0.5.
-        prior_mean: the mean of the first state, not at the sensor; not learned.
+        irregular: whether times are irregular; the step is then the first input.
+        velocity_scale: the starting value of the scale of steps of the velocity.
+        range_scale: the starting value of the noise of the range.
+        bearing_scale: the starting value of the noise of the bearing, which should be below 0.5.
+        prior_mean: the mean of the first state, away from the sensor; not learned.
         prior_scale: its scale; not learned.
     """
     place = tuple(float(entry) for entry in sensor)
     if len(place) != 2:
-        raise ValueError(f"range_bearing expects a sensor of two coordinates, got {sensor}.")
+        raise ValueError(f"`sensor` must have two coordinates, got {sensor}.")
     fn, scales = RangeAndBearing(place), (positive(range_scale), positive(bearing_scale))
     equation = ConstantVelocity(positive(velocity_scale), kind="range_bearing", dim=2)
     if wrap:
@@ -188,39 +188,39 @@ def range_bearing(
 
 
 def wrapped(angle: Array) -> Array:
-    """The angle in (−π, π]."""
+    """Return the angle in (−π, π]."""
     return np.pi - jnp.mod(np.pi - angle, 2 * np.pi)
 
 
 def start_velocity(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Starts of a target whose position is seen: scales from second differences."""
+    """Return starting values for observed positions: scales from second differences."""
     positions = sample.columns()
     step = sample.step(not isinstance(model.transition, Regular))
-    found = _moving(sample.ys, sample, takes_step=not isinstance(model.transition, Regular))
+    values = _moving(sample.ys, sample, takes_step=not isinstance(model.transition, Regular))
     bends = [spread(column) for column in sample.columns(differences(sample.ys, 2))]
     speeds = [spread(column) for column in sample.columns(differences(sample.ys))]
-    found["obs_scale"] = [0.3 * bend for bend in bends]
-    found["prior.scale_tril.std"] = np.concatenate(
+    values["obs_scale"] = [0.3 * bend for bend in bends]
+    values["prior.scale_tril.std"] = np.concatenate(
         [
             [PRIOR_WIDTH * spread(column) for column in positions],
             [PRIOR_WIDTH * speed / step for speed in speeds],
         ]
     )
-    return found
+    return values
 
 
 def start_range_bearing(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Starts of a target seen by range and bearing: as for its positions, which these give."""
+    """Return starting values for range and bearing, from the positions that they determine."""
     emission: Any = model.emission
     sensor = np.asarray((emission.fn.fn if hasattr(emission.fn, "fn") else emission.fn).sensor)
     ranges, bearings = sample.ys[..., 0], sample.ys[..., 1]
     places = sensor + np.stack([ranges * np.cos(bearings), ranges * np.sin(bearings)], axis=-1)
-    found = _moving(places, sample, takes_step=not isinstance(model.transition, Regular))
+    values = _moving(places, sample, takes_step=not isinstance(model.transition, Regular))
     moves = differences(sample.ys, 2)
     moves[..., 1] = np.angle(np.exp(1j * moves[..., 1]))
     of_range, of_bearing = (spread(column) for column in sample.columns(moves))
     width = [spread(column) for column in sample.columns(places)]
-    return found | {
+    return values | {
         "range_scale": 0.3 * of_range,
         "bearing_scale": min(0.3 * of_bearing, 0.3),
         "prior.scale_tril.std": np.concatenate([width, width]),

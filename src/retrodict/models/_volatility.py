@@ -1,4 +1,4 @@
-"""Stochastic volatility: a variance that wanders, and what it does to the observations."""
+"""Stochastic volatility: returns with a latent log variance."""
 
 from typing import Any
 
@@ -41,11 +41,11 @@ class VolatilityEmission(AbstractNamed, AbstractGaussianKernel):
 
     @property
     def takes_input(self) -> bool:
-        """Never."""
+        """False: the emission has no inputs."""
         return False
 
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Gaussian:
-        """N(exp(x/2) a z, exp(x) (1 − a²)), independent columns."""
+        """Return N(exp(x/2) a z, exp(x) (1 − a²)), with independent columns."""
         leverage = unwrap(self).leverage
         if leverage is None:
             return Gaussian(jnp.zeros_like(x), Diagonal(jnp.exp(0.5 * x)))
@@ -66,40 +66,41 @@ def stochastic_volatility(
     prior_mean: Any = None,
     prior_scale: Any = None,
 ) -> StateSpaceModel:
-    """Returns whose log variance is an AR(1) process.
+    """Build returns whose log variance is an AR(1) process.
 
         x_t = mean + persistence (x_{t-1} − mean) + scale η_t,    y_t = exp(x_t / 2) ε_t
 
-    With leverage, ε_t and η_{t+1} have correlation ρ, the parameter `leverage`: negative if falls
-    are followed by turmoil. The state is then (x_t, z_t) with z_t ~ N(0, 1) independent over time,
+    With leverage, ε_t and η_{t+1} have correlation ρ, the parameter `leverage`: negative if
+    losses precede high variance. The state is then (x_t, z_t), with z_t ~ N(0, 1) independent over
+    time,
 
         η_{t+1} = c z_t + √(1 − c²) ζ_{t+1},    ε_t = (ρ/c) z_t + √(1 − ρ²/c²) ξ_t,    c² = 0.9,
 
-    with independent standard normal ζ and ξ. This is the same model exactly, since ε and η are
+    with independent standard normal ζ and ξ. This is exactly the same model, since ε and η are
     standard normal with correlation c ρ/c = ρ; both noises have a density, and ρ is a parameter of
-    the emission alone. It asks for |ρ| < 0.9 < c.
+    the emission only. It requires |ρ| < 0.9 < c.
 
-    The first log variance has the stationary law of the process, which follows its parameters while
-    they are learned.
+    The first log variance has the stationary law of the process, which follows its parameters
+    during learning.
 
     Args:
         leverage: whether there is such a correlation.
-        obs_dim: how many columns, each with a variance of its own.
-        irregular: whether times are uneven (without leverage): the log variance is then an
+        obs_dim: the number of columns, each with its own variance.
+        irregular: whether times are irregular (without leverage): the log variance is then an
             Ornstein–Uhlenbeck process, and the step the first input.
-        mean: the start of the mean of the log variance.
-        persistence: the start of its persistence, between −1 and 1, or 0 and 1 if irregular.
-        scale: the start of the scale of its innovations.
-        correlation: the start of ρ.
-        prior_mean: the mean of a Gaussian law of the first log variance instead; not learned.
-        prior_scale: the scale of such a law; not learned. If only one of the two is given, the
-            other is that of the stationary law of the starting values.
+        mean: the starting value of the mean of the log variance.
+        persistence: the starting value of its persistence, between −1 and 1, or 0 and 1 if
+            irregular.
+        scale: the starting value of the scale of its innovations.
+        correlation: the starting value of ρ.
+        prior_mean: the mean of a fixed Gaussian law of the first log variance.
+        prior_scale: the scale of that law. If only one of the two is passed, the other is that of
+            the stationary law at the starting values.
     """
     obs_dim = check_count(obs_dim, "obs_dim")
     if leverage and irregular:
         raise ValueError(
-            "stochastic_volatility has leverage at even steps only: leave out one of leverage and"
-            " irregular."
+            "`leverage` requires regular times: leave out one of `leverage` and `irregular`."
         )
     equation = MeanReverting(
         real(mean, obs_dim),
@@ -121,28 +122,31 @@ def stochastic_volatility(
 
 
 def start_volatility(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Starts by moments: log y² is the log variance plus noise of mean −1.27 and variance π²/2."""
+    """Return starting values by moments.
+
+    log y² is the log variance plus noise of mean −1.27 and variance π²/2.
+    """
     equation: Any = model.transition.fn
     logs = []
     for column in sample.columns():
         squares = column**2
-        # Zero returns have no logarithm; a thousandth of the typical square stands in.
+        # Zero returns have no logarithm; a thousandth of the mean square replaces them.
         floor = 1e-3 * squares.mean() if squares.size and squares.mean() > 0 else 1.0
         logs.append(np.log(np.maximum(squares, floor)) if squares.size else np.zeros(1))
     means = np.asarray([log.mean() + 1.27 for log in logs])
     spreads = np.sqrt(np.clip([log.var() - np.pi**2 / 2 for log in logs], 0.1, 4.0))
     phi = np.full(sample.obs_dim, 0.95) ** (1 / sample.step(equation.continuous))
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "mean": means,
         "persistence": phi,
         "scale": spreads * np.sqrt(1 - phi**2),
     }
     if equation.augmented:
-        found["leverage"] = np.full(sample.obs_dim, -0.1)
-    return found
+        values["leverage"] = np.full(sample.obs_dim, -0.1)
+    return values
 
 
 def _beside(values: Any, other: float, obs_dim: int) -> np.ndarray:
-    """The entries (value, other) of each column, one after another."""
+    """Return the entries (value, other) of each column, one after another."""
     values = np.broadcast_to(np.asarray(values, float), (obs_dim,))
     return np.stack([values, np.full(obs_dim, other)], axis=1).ravel()

@@ -9,6 +9,7 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
+from retrodict._errors import Argument
 from retrodict.runs._folder import RunError
 from retrodict.runs._record import Run
 
@@ -137,7 +138,7 @@ def read_inputs(
         try:
             coming = table.coming(coming)
         except ValueError as error:
-            raise RunError(f"{given.source}: {error}") from error
+            raise RunError(f"{given.source}: ", error) from error
         if layout["step_input"] and table.step is None:
             steps = table.steps_to(coming)
     return us if not layout["step_input"] else np.concatenate([steps[..., None], us], axis=2)
@@ -156,8 +157,9 @@ def _future_inputs(
             )
     elif inputs is None and table.step is None and table.step_unit is not None:
         raise RunError(
-            "The times of this run are irregular: a forecast needs the coming times, times=... from"
-            " data.read_times."
+            "The times of this run are irregular: a forecast needs the coming times, ",
+            Argument("times", hint="from data.read_times"),
+            ".",
         )
     if table.inputs is None:
         if inputs is not None:

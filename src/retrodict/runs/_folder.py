@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from retrodict._errors import UserError
+
 FORMAT = 1
 """The version of the layout of a run folder."""
 
@@ -22,7 +24,7 @@ ROWS = "rows.rd"
 REPORT = "report.html"
 
 
-class RunError(ValueError):
+class RunError(UserError):
     """A run folder that cannot be used as asked, in one line."""
 
 

@@ -18,6 +18,7 @@ import optax
 
 import retrodict as rd
 from retrodict import data, models
+from retrodict._errors import Argument
 from retrodict._workspace import (
     Folder,
     Progress,
@@ -369,15 +370,19 @@ def starting_model(
         if seen < 2:
             raise RunError(
                 f"{table.source}, column {name!r}: {seen} observed value, from which nothing can be"
-                " learned; add rows, or name other columns with columns=..."
+                " learned; add rows, or name other columns with ",
+                Argument("columns"),
             )
     spec, _ = with_period(spec, table)
     wanted, given = spec.inputs(), ", ".join(table.input_names)
     if wanted and len(wanted) != len(table.input_names):
         raise RunError(
             f"The model {spec.reference} reads as inputs, in this order, {', '.join(wanted)}, and"
-            f" the table has {given or 'none'}. Name columns with inputs=..., and ask for the"
-            " length of the step with step_input=True."
+            f" the table has {given or 'none'}. Name columns with ",
+            Argument("inputs"),
+            ", and ask for the length of the step with ",
+            Argument("step_input", True),
+            ".",
         )
     _refuse_too_large(spec, table)
     options = table.leading_series().batch()
@@ -386,7 +391,11 @@ def starting_model(
     if model.takes_input and not table.input_names:
         raise RunError(
             f"The model {spec.reference} takes inputs, and the table has none: name their columns"
-            " with inputs=..., or ask for the length of the step with step_input=True."
+            " with ",
+            Argument("inputs"),
+            ", or ask for the length of the step with ",
+            Argument("step_input", True),
+            ".",
         )
     if not model.takes_input and table.input_names:
         raise RunError(
@@ -398,8 +407,8 @@ def starting_model(
     if columns != len(table.names):
         raise RunError(
             f"The model {spec.reference} observes {columns} columns, and the table has"
-            f" {len(table.names)}: {', '.join(table.names)}. Name those that it observes with"
-            " columns=..."
+            f" {len(table.names)}: {', '.join(table.names)}. Name those that it observes with ",
+            Argument("columns"),
         )
     return model
 
@@ -428,8 +437,9 @@ def _refuse_too_large(spec: models.ModelSpec, table: data.Table | data.SharedTab
         raise RunError(
             f"The model {spec.reference} has {num_states} states for {len(table.names)} columns,"
             f" whose covariances take {needed / 1e9:.0f} GB, and this machine has"
-            f" {memory / 1e9:.0f} GB of memory. Name fewer columns with columns=..., or choose a"
-            " model with fewer states."
+            f" {memory / 1e9:.0f} GB of memory. Name fewer columns with ",
+            Argument("columns"),
+            ", or choose a model with fewer states.",
         )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import retrodict as rd
+from retrodict._errors import Argument
 from retrodict.runs._folder import RunError
 from retrodict.runs._plot import check_picture
 from retrodict.runs._record import Run
@@ -93,7 +94,7 @@ class Learning:
             raise RunError("A rate of 0 never shrinks; use the constant schedule with it.")
         for name, value in (("window", self.window), ("history_every", self.history_every)):
             if value is not None and value < 1:
-                raise RunError(f"{name} must be at least 1 row, got {value}.")
+                raise RunError(Argument(name, value), " must be at least 1 row.")
         if self.figure is not None:
             if self.history is None:
                 raise RunError("The figure is drawn from the history: name a file for it too.")

@@ -11,6 +11,7 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data, models
+from retrodict._errors import Argument
 from retrodict._workspace import as_json, library_version, write_atomically
 from retrodict.runs._folder import (
     FAMILY,
@@ -142,13 +143,14 @@ def open_run(path: str | Path, *, model: Model | None = None) -> Run:
         loaded = rd.load(path / MODEL, like=like)
         family = rd.load(path / FAMILY) if FAMILY in record["files"] else None
     except rd.CheckpointError as error:
-        needed = ""
+        needed: tuple[str | Argument, ...] = ()
         if spec.is_given and like is None:
             needed = (
-                " Its model was given in Python: open it with runs.open_run(path, model=...), or"
-                " fit a model that is named as module:name."
+                " Its model was given in Python: open the run in Python with ",
+                Argument("model"),
+                ", or fit a model that is named as module:name.",
             )
-        raise RunError(f"{path}: {error}{needed}") from error
+        raise RunError(f"{path}: ", error, *needed) from error
     if not isinstance(loaded, rd.StateSpaceModel):
         raise RunError(f"{path / MODEL} holds no model. Fit again to another folder.")
     if family is not None and not isinstance(family, rd.AbstractFamily):
@@ -190,13 +192,15 @@ def _named(
     """
     reference = model.reference if isinstance(model, models.ModelSpec) else model
     if isinstance(reference, str) and not spec.is_given and reference != spec.reference:
-        raise RunError(f"{path} is a run of {spec.reference}, got model={reference}.")
+        given = Argument("model", reference)
+        raise RunError(f"{path} is a run of {spec.reference}, got ", given, ".")
     if spec.name is not None or (spec.is_given and model is None):
         return spec, None
     if model is None:
         raise RunError(
             f"{path} is a run of {spec.reference}, a model in Python, which is imported only if you"
-            f" name it: pass model={spec.reference}"
+            " name it: pass ",
+            Argument("model", spec.reference),
         )
     if isinstance(reference, str) and not spec.is_given:
         return spec, spec.build(obs_dim=obs_dim)

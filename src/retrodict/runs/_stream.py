@@ -14,6 +14,7 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
+from retrodict._errors import Argument, Notice
 from retrodict._workspace import hold
 from retrodict.runs._adopt import adopt, refuse_existing
 from retrodict.runs._folder import RunError
@@ -52,6 +53,9 @@ class Kept(NamedTuple):
     written: np.ndarray
     read: np.ndarray
     watched: Any = None
+
+
+RESTART = Argument("restart", True)
 
 
 class Start(NamedTuple):
@@ -156,7 +160,7 @@ def stream(
         if place.exists():
             timed = run.layout["time"] is not None
             known = "rows that it knows are skipped" if timed else "rows without a time are all new"
-            say(f"Going on from {place}: {known}; restart=True begins anew.")
+            say(Notice(f"Going on from {place}: {known}; ", RESTART, " begins anew."))
         else:
             say(start.words)
             if start.rows is not None:
@@ -449,8 +453,11 @@ def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
         )
         if rows is None:
             raise RunError(
-                f"{run.path} does not hold the rows before the stream; give them with after=..., a"
-                ' table of all rows up to now, or start from the prior with after="prior".'
+                f"{run.path} does not hold the rows before the stream; give them with ",
+                Argument("after"),
+                ", a table of all rows up to now, or start from the prior with ",
+                Argument("after", "prior"),
+                ".",
             )
     else:
         rows, fingerprint = data.Rows.of_table(after), after.summary.fingerprint
@@ -459,7 +466,11 @@ def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
             raise RunError(f"{after.source} has several series; give a table of one.")
     last = as_texts(rows.times[-1:])[0]
     count = len(rows.times)
-    words = f'Starting after the {count} rows {of}, up to {last}; after="prior" leaves them out.'
+    words = Notice(
+        f"Starting after the {count} rows {of}, up to {last}; ",
+        Argument("after", "prior"),
+        " leaves them out.",
+    )
     return Start(rows, fingerprint, words)
 
 
@@ -546,7 +557,7 @@ def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
     try:
         tree = rd.load(place, like=None)
     except rd.CheckpointError as error:
-        raise RunError(f"{error} Pass restart=True to begin anew.") from error
+        raise RunError(f"{error} Pass ", RESTART, " to begin anew.") from error
     try:
         fields, found = tree
         kept = Kept(*fields)
@@ -555,12 +566,14 @@ def _read_state(place: Path, fingerprint: str, fresh: Kept) -> Kept:
     if found != fingerprint:
         raise RunError(
             f"{place} is the state of another run, start or lag, or of other ways to learn; name"
-            " another one by --state, or pass restart=True to begin anew."
+            " another one with ",
+            Argument("state"),
+            ", or pass ",
+            RESTART,
+            " to begin anew.",
         )
     if len(fields) != len(Kept._fields):
-        raise RunError(
-            f"{place} was written by another version of retrodict. Pass restart=True to begin anew."
-        )
+        raise _other_state(place)
     structure, leaves = jax.tree.structure(fresh.live), jax.tree.leaves(kept.live)
     expected = jax.tree.leaves(fresh.live)
     if not isinstance(kept.live, list) and jax.tree.structure(kept.live) != structure:
@@ -587,7 +600,7 @@ def _form(leaf: Any) -> tuple[Any, str]:
 
 def _other_state(place: Path) -> RunError:
     return RunError(
-        f"{place} was written by another version of retrodict. Pass restart=True to begin anew."
+        f"{place} was written by another version of retrodict. Pass ", RESTART, " to begin anew."
     )
 
 
@@ -608,7 +621,9 @@ def _opened(out: Path, known: int, unread: bool, files: ExitStack) -> Any:
     if size < known:
         raise RunError(
             f"{out} has {size} bytes, and the state knows of {known}: it is not the file that this"
-            " stream was written to. Name that one, or another state by --state."
+            " stream was written to. Name that one, or another state with ",
+            Argument("state"),
+            ".",
         )
     if size and not (known or unread):
         raise RunError(f"{out} exists, and no state says that it is of this stream; name another.")
@@ -621,6 +636,7 @@ def _refuse_removed(handle: Any) -> None:
     """Refuse to go on with a file that somebody has removed: what is written to it is lost."""
     if not os.fstat(handle.fileno()).st_nlink:
         raise RunError(
-            f"{handle.name} was removed while the stream was writing to it. Pass restart=True to"
-            " begin anew."
+            f"{handle.name} was removed while the stream was writing to it. Pass ",
+            RESTART,
+            " to begin anew.",
         )

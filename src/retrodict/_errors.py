@@ -1,0 +1,142 @@
+"""Errors of users that name arguments, so that each interface can spell these in its own way."""
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a Python function that a message names.
+
+    Attributes:
+        name: the name of the argument.
+        value: the value that was passed or that is recommended; `...` for any value.
+        hint: how to obtain the value in Python.
+    """
+
+    name: str
+    value: Any = ...
+    hint: str = ""
+
+    def __str__(self) -> str:
+        """Return the argument as it is written in a call: `freq='D'` or `columns=...`."""
+        value = "..." if self.value is ... else repr(self.value)
+        return f"{self.name}={value}" + (f" {self.hint}" if self.hint else "")
+
+
+Part = str | Argument | Exception
+"""A piece of a message. An exception contributes its own message."""
+
+
+def message(*parts: Part, spelling: Callable[[Argument], str] = str) -> str:
+    """Join the parts of a message.
+
+    Args:
+        *parts: text, arguments and exceptions whose message is included.
+        spelling: how an argument is written; as in a Python call by default.
+    """
+    pieces = [spelling(p) if isinstance(p, Argument) else str(p) for p in _flat(parts)]
+    return " ".join("".join(pieces).split())
+
+
+class Notice(str):
+    """A message to a callback, in Python's spelling, that keeps its parts.
+
+    Args:
+        *parts: the message in parts, see `message`.
+    """
+
+    parts: tuple[Part, ...]
+
+    def __new__(cls, *parts: Part) -> "Notice":
+        """Join the parts."""
+        notice = super().__new__(cls, message(*parts))
+        notice.parts = parts
+        return notice
+
+
+class UserError(ValueError):
+    """An invalid argument, file or option. One line states the cause and the remedy.
+
+    Args:
+        *parts: the message in parts, see `message`.
+
+    Attributes:
+        parts: text and `Argument`s.
+        argument: the name of the first argument in the message; `None` if there is none.
+        value: its value.
+    """
+
+    def __init__(self, *parts: Part) -> None:
+        self.parts = _flat(parts)
+        super().__init__(message(*self.parts))
+        named = [part for part in self.parts if isinstance(part, Argument)]
+        self.argument = named[0].name if named else None
+        self.value = named[0].value if named else None
+
+
+class DataError(UserError):
+    """A table that cannot be read. The message names the file, the row and the column."""
+
+
+class ModelError(UserError):
+    """An invalid model, model file, option of a model or parameter."""
+
+
+def _flat(parts: Iterable[Part]) -> tuple[str | Argument, ...]:
+    flat: list[str | Argument] = []
+    for part in parts:
+        if isinstance(part, UserError):
+            flat.extend(part.parts)
+        else:
+            flat.append(part if isinstance(part, Argument) else str(part))
+    return tuple(flat)
+
+
+def optional(name: str, extra: str = "data") -> Any:
+    """Import a package that only some functions need.
+
+    Raises:
+        ImportError: if it is not installed, with the command that installs it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"retrodict.data needs {name}: pip install 'retrodict[{extra}]'."
+        ) from error
+
+
+def shorten(value: Any) -> str:
+    """Return a value as it is quoted in a message, in at most 40 characters."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def listed(names: Iterable[Any], most: int = 12, count: int | None = None) -> str:
+    """Return names separated by commas, at most `most` of them.
+
+    Args:
+        names: the names, or the first of them.
+        most: the number of names to write.
+        count: the number of all names, if it is not that of `names`.
+    """
+    texts = [str(name) for name in names]
+    count = len(texts) if count is None else count
+    more = f", ... ({count} in all)" if count > most else ""
+    return ", ".join(texts[:most]) + more
+
+
+def guess(name: str, known: Iterable[str]) -> str:
+    """Return a question with the known name nearest to an unknown one; empty if none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint with the known name nearest to an unknown one, or with all of them."""
+    known = list(known)
+    return guess(name, known) or (f" Known: {', '.join(known)}." if known else "")

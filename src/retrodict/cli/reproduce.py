@@ -1,0 +1,106 @@
+"""`retrodict reproduce`."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from retrodict.cli._errors import writing
+from retrodict.cli._options import AsJson, Seed
+from retrodict.cli._progress import Stages
+
+
+class Experiment(StrEnum):
+    """The experiments of the paper."""
+
+    all = "all"
+    linear = "linear"
+    multivariate = "multivariate"
+    nonlinear = "nonlinear"
+    bounds = "bounds"
+
+
+def reproduce(
+    experiment: Annotated[
+        Experiment, typer.Argument(help="An experiment of the paper.", show_default=True)
+    ] = Experiment.all,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smaller experiments: five minutes on two cores.")
+    ] = False,
+    seed: Seed = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for results and report.html.",
+            show_default="reproduction, or reproduction-quick with --quick",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Reproduce the paper, as printed and corrected.
+
+    Writes numbers, tables and figures of each experiment, and one report.html that compares them
+    with the paper's. An interrupted run continues when the command is repeated.
+    """
+    from retrodict.experiments import reproduction
+
+    out = out or Path("reproduction-quick" if quick else "reproduction")
+    names = [*reproduction.EXPERIMENTS] if experiment is Experiment.all else [experiment.value]
+    console = Console(stderr=True)
+    remedy = (
+        ". What was computed is kept; name another folder, or make room and run the same command"
+        " again."
+    )
+    with _compilation_cache(out / "compiled"), ExitStack() as opened, writing(out, remedy):
+
+        def stages_of(name: str, num_stages: int) -> Stages:
+            opened.pop_all().close()
+            return opened.enter_context(Stages(name, num_stages, console))
+
+        try:
+            result = reproduction.reproduce(names, out, quick=quick, seed=seed, progress=stages_of)
+        except KeyboardInterrupt:
+            opened.close()
+            console.print(
+                "What was done is kept: the same command continues from here.", highlight=False
+            )
+            raise
+    if as_json:
+        numbers = {chapter.name: chapter.numbers for chapter in result.chapters}
+        answer = {"report": str(result.report), "experiments": numbers}
+        typer.echo(reproduction.as_json(answer).decode(), nl=False)
+        return
+    for chapter in result.chapters:
+        typer.echo(f"{chapter.title}\n  {chapter.summary}\n")
+    typer.echo(f"Wrote {result.report}.")
+
+
+@contextmanager
+def _compilation_cache(place: Path) -> Iterator[None]:
+    """Cache compiled programs in a folder: fits that differ in numbers alone share one.
+
+    A folder that the user named in JAX's environment variable has precedence.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        yield
+        return
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_compilation_cache_dir", str(place))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    try:
+        with warnings.catch_warnings():
+            # An entry that cannot be written or read is compiled instead.
+            warnings.filterwarnings("ignore", message=".*persistent compilation cache.*")
+            yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+        compilation_cache.reset_cache()
