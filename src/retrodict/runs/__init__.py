@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from retrodict._pages import visible as visible
     from retrodict.runs._answer import forecast as forecast
     from retrodict.runs._answer import impute as impute
     from retrodict.runs._answer import read_inputs as read_inputs
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from retrodict.runs._content import ReportContent as ReportContent
     from retrodict.runs._content import Series as Series
     from retrodict.runs._content import SeriesPanel as SeriesPanel
-    from retrodict.runs._content import visible as visible
     from retrodict.runs._folder import RunError as RunError
     from retrodict.runs._folder import likelihood_in_words as likelihood_in_words
     from retrodict.runs._folder import parameter_lines as parameter_lines

@@ -1,6 +1,5 @@
 """What the report of a run says, as plain arrays and strings: no model, no JAX."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -295,19 +294,6 @@ def find_hollow(draws: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> Holl
 def is_dated(times: np.ndarray) -> bool:
     """Whether times are dates rather than numbers."""
     return times.dtype.kind == "M"
-
-
-NOT_TEXT = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
-"""Control characters, changes of direction, halves of characters, and codes of no character."""
-
-
-def visible(text: str) -> str:
-    """Return a name as it can be shown: spaces for white space, and a mark for what is not text.
-
-    Names come from files. A bell or half a character would break a page or a picture, and a mark
-    of direction would turn the words after it around.
-    """
-    return NOT_TEXT.sub(lambda found: " " if found[0].isspace() else "\ufffd", text)
 
 
 def percent(level: float) -> str:

@@ -17,7 +17,7 @@ from retrodict import data, models
 from retrodict._workspace import as_csv
 from retrodict.runs._learning import Learned, Learning
 from retrodict.runs._lines import as_texts
-from retrodict.runs._plot import plain, write_picture
+from retrodict.runs._plot import literal, write_picture
 
 MEMORY = 500
 """Rows over which the ELBO is averaged. Older ones are forgotten, outliers with them."""
@@ -186,7 +186,7 @@ def draw_history(history: Path, figure: Path) -> None:
             values = [float(line[place] or "nan") for line in lines]
             ax.plot(rows, values, color="#1f65b0", linewidth=1.2)
             title = f"nats per observed row, average of {MEMORY}: {names[place]}"
-            ax.set_title(plain(names[place]) if names[place] != "elbo_a_row" else title)
+            ax.set_title(literal(names[place]) if names[place] != "elbo_a_row" else title)
             ax.margins(x=0.01)
         axes[-1].set_xlabel("row")
 
