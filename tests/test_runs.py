@@ -435,7 +435,7 @@ def test_a_stream_begins_anew_when_it_is_told_to(copy, frame, tmp_path):
     assert out.read_bytes() == first
     other = tmp_path / "letter.txt"  # a file of something else is not replaced
     other.write_text("dear" * 9999)
-    with pytest.raises(runs.RunError, match="no state says that it is of this stream"):
+    with pytest.raises(runs.RunError, match="exists, and is not of this stream"):
         runs.stream(
             copy, io.BytesIO(source), other, lag=LAG, state=state, restart=True, after="prior"
         )

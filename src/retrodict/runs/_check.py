@@ -15,7 +15,7 @@ from retrodict._workspace import Progress, Quiet
 from retrodict.runs._answer import impute
 from retrodict.runs._record import Run
 from retrodict.runs._residuals import coverage, hide, levels, residual_tests
-from retrodict.runs._uncertain import METHODS
+from retrodict.runs._standard_errors import METHODS
 
 Verdict = Literal["good", "doubtful", "bad", "unknown"]
 
