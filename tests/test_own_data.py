@@ -117,6 +117,9 @@ def test_messages_name_the_options_of_the_command_line(tmp_path: Path, capsys):
     refused(fit, "Say so with --time$", capsys, out)
     source.write_text(GOOD)
     refused([*fit, "--freq", "0"], "--freq 0 does not fit", capsys, out)
+    source.write_text("\n".join(GOOD.splitlines()[:2]) + "\n")
+    refused(fit, "name the step with --freq", capsys, out)
+    source.write_text(GOOD)
     refused([*fit, "--columns", "year,flow"], "Name these columns one by one", capsys, out)
 
 

@@ -30,12 +30,12 @@ from retrodict.runs import (
     _answer,
     _check,
     _exact,
-    _learn,
     _lines,
     _record,
     _report,
     _residuals,
-    _uncertain,
+    _standard_errors,
+    _training,
 )
 
 LAG = 4
@@ -101,7 +101,7 @@ def test_a_run_is_found_again(run: runs.Run):
 
 def test_a_finished_run_is_not_overwritten(run: runs.Run, table: data.Table):
     before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    with pytest.raises(runs.RunError, match="holds a finished run"):
+    with pytest.raises(runs.RunError, match="contains a finished run"):
         runs.fit(table, run.spec, run.path)
     after = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     assert after == before
@@ -109,7 +109,7 @@ def test_a_finished_run_is_not_overwritten(run: runs.Run, table: data.Table):
 
 def test_a_folder_of_something_else_is_not_touched(run: runs.Run, table: data.Table, tmp_path):
     (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(runs.RunError, match="is not empty and holds no run"):
+    with pytest.raises(runs.RunError, match="is not empty and contains no run"):
         runs.fit(table, run.spec, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
@@ -206,7 +206,7 @@ def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
     (lost,) = _check._fitted(told_of(run, status="not at a maximum", distance=7.0))
     assert lost.verdict == "bad"
     for words, value in (("exact", "determined"), ("louis", "told from noise")):
-        unknown = {"status": "not identified", "uncertainty": _uncertain.METHODS[words]}
+        unknown = {"status": "not identified", "uncertainty": _standard_errors.METHODS[words]}
         assert value in _check._fitted(told_of(run, **unknown))[0].value
     old = told_of(run)
     del old.record["results"]["status"]  # as earlier versions wrote it
@@ -243,11 +243,11 @@ def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
         "upper scale": np.array([np.nan, 2.0]),
     }
     lines = {
-        f"scale[{i}]": _uncertain._line(stage, "scale", (i,), value, (0.0, np.inf))
+        f"scale[{i}]": _standard_errors._line(stage, "scale", (i,), value, (0.0, np.inf))
         for i, value in enumerate((1e-151, 1.0))
     }
     assert lines["scale[0]"] == {"edge": "zero"}
-    words = _uncertain._in_words("exact", "at an edge", 0.0, lines)
+    words = _standard_errors._in_words("exact", "at an edge", 0.0, lines)
     assert "scale[0] is at the edge of zero: no interval" in words
     assert "Intervals of scale[1] are made on the log scale" in words
     (found,) = _check._fitted(told_of(run, status="at an edge", parameters=lines))
@@ -343,7 +343,7 @@ def test_outputs_are_refused_before_any_work(name: str, copy, tmp_path, capsys, 
     if name == "fit":
         start, target = ["fit", str(tmp_path / "rows.csv"), "--model", "local_level"], tmp_path
     for place, words in (
-        (target, "holds no run" if name == "fit" else "exists"),
+        (target, "contains no run" if name == "fit" else "exists"),
         (
             out if name == "fit" else tmp_path / "no" / out.name,
             "a file" if name == "fit" else "does not",
@@ -369,10 +369,10 @@ def test_a_check_says_what_its_rows_mean(run: runs.Run, frame, tmp_path, capsys,
 
 def test_replicates_are_few_where_rows_are_many():
     def most(rows: int) -> int:
-        return _uncertain._most_replicates(data.read({"y": np.zeros(rows)}))
+        return _standard_errors._most_replicates(data.read({"y": np.zeros(rows)}))
 
-    assert most(120) == _uncertain.MOST_REPLICATES and most(1500) == 80 and most(6000) == 20
-    words = _uncertain._in_words("louis", "fine", 0.0, {}, noise=0.123)
+    assert most(120) == _standard_errors.MOST_REPLICATES and most(1500) == 80 and most(6000) == 20
+    words = _standard_errors._in_words("louis", "fine", 0.0, {}, noise=0.123)
     assert "known to 12% or better" in words
 
 
@@ -515,7 +515,7 @@ def test_families_meet_gaps_while_they_are_trained():
     """A family that had seen none filled them with the mean of the model, whatever was around."""
     given = np.ones((400, 64, 2), bool)
     given[:, 5, 1] = False
-    seen = np.asarray(_learn._with_gaps(jax.random.key(0), jnp.asarray(given)))
+    seen = np.asarray(_training._with_gaps(jax.random.key(0), jnp.asarray(given)))
     assert not seen[:, 5, 1].any() and (seen[..., 0] >= seen[..., 1]).all()
     gone = (~seen[..., 0]).sum(axis=1)
     assert 0.4 < np.mean(gone == 0) < 0.6 and 5 < gone[gone > 0].mean() < 14
@@ -569,7 +569,7 @@ def test_a_fit_that_was_killed_at_its_end_writes_its_report(
     before = (copy.path / "run.json").read_bytes()
     arguments = ["fit", str(source), "--model", "local_level", "--out", str(copy.path)]
     assert command([*arguments, "--seed", "1"]) == 2 and not page.exists()
-    assert "holds a finished run" in capsys.readouterr().err
+    assert "contains a finished run" in capsys.readouterr().err
     assert command(arguments) == 0
     assert (copy.path / "run.json").read_bytes() == before
     said, text = capsys.readouterr().out, page.read_text()
@@ -749,7 +749,9 @@ def test_a_stream_of_irregular_times(tmp_path):
 
 def test_a_column_with_one_observed_value_is_no_data(tmp_path):
     table = data.read({"t": [1, 2, 3, 4], "y": [1.0, np.nan, np.nan, np.nan]})
-    with pytest.raises(runs.RunError, match="column 'y': 1 observed value"):
+    with pytest.raises(
+        runs.RunError, match="column 'y': a fit needs at least 2 observed values, got 1"
+    ):
         runs.fit(table, models.load("local_level"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -932,14 +934,14 @@ def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
 
     def settings(gain: Any, weight: float = 1.0) -> Any:
         spec = models.load(driven(weight, gain))
-        return _learn._settings(table, spec, "mixture", 2000, 0)
+        return _training._settings(table, spec, "mixture", 2000, 0)
 
     first = settings(lambda x: x**2)
     assert settings(lambda x: x**2) == first
     assert all(other != first for other in (settings(jnp.sin), settings(lambda x: x + x)))
     assert settings(lambda x: x**2, 2.0) != first
     with contextlib.ExitStack() as held:
-        _learn._take(tmp_path, first, held)
+        _training._take(tmp_path, first, held)
     with pytest.raises(runs.RunError, match="unfinished run of other data or options"):
         runs.fit(table, driven(gain=jnp.cos), tmp_path)
 
@@ -1013,14 +1015,14 @@ def test_names_of_files_need_not_be_utf_8(copy: runs.Run):
 def test_two_processes_do_not_fit_to_one_folder(table: data.Table, tmp_path):
     """The folder is free again when the first ends; what a kill left of a file is no matter."""
     spec = models.load("local_level")
-    settings = _learn._settings(table, spec, "mixture", 2000, 0)
+    settings = _training._settings(table, spec, "mixture", 2000, 0)
     (tmp_path / ".settings.json.1.partial").write_text("{")
     with contextlib.ExitStack() as held:
-        _learn._take(tmp_path, settings, held)
+        _training._take(tmp_path, settings, held)
         with pytest.raises(runs.RunError, match="in use by another process"):
             runs.fit(table, spec, tmp_path)
     with contextlib.ExitStack() as held:
-        _learn._take(tmp_path, settings, held)
+        _training._take(tmp_path, settings, held)
 
 
 def test_a_full_disk_leaves_one_line(run: runs.Run, frame: pd.DataFrame, tmp_path):

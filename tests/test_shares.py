@@ -326,7 +326,9 @@ def test_who_decides_is_said_where_the_first_series_say_too_little(
     path = as_csv(pd.concat([rows, frame(range(80, 90))]), tmp_path)
     for error in job(2).run(lambda: rd.data.read_shared(path, series="id")):
         assert isinstance(error, ValueError)
-        assert "one row is no series" in str(error) and "series decide how all" in str(error)
+        assert "a series needs at least 2 rows" in str(error) and "series decide how all" in str(
+            error
+        )
 
 
 def test_a_frame_has_no_shares(job: Callable[[int], Job], untyped: None) -> None:

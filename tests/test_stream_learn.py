@@ -148,8 +148,8 @@ def test_a_model_is_learned_and_becomes_a_run(exact, lines, tmp_path):
     assert (tmp_path / "history.png").read_bytes()[:4] == b"\x89PNG"
 
     new = runs.open_run(tmp_path / "new")
-    found = models.named_parameters(new.model, entries=True)
-    assert {name: float(value) for name, value in found.items()} == last.now
+    found = new.record["results"]["parameters"]
+    assert {name: line["value"] for name, line in found.items() if line["learned"]} == last.now
     # Rows at the end are answered as the new run smooths them.
     table = data.read(pd.read_csv(source_of([lines[0], *lines[-200:]])), **new.layout)
     smoothed = runs.smooth(new, table)

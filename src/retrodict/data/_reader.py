@@ -323,7 +323,7 @@ def _step(table: Source, times: list[np.ndarray], freq: Any, step_input: bool) -
         return parse_step(freq, times[0].dtype.kind == "M", table.name)
     if max(len(own) for own in times) == 1:
         raise table.error(
-            "one row is no series; add rows, or give freq if only new rows are read.", row=0
+            "a series needs at least 2 rows; add rows, or name the step with freq=...", row=0
         )
     step, reason = find_step(times)
     if step is None and not step_input:
