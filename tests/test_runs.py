@@ -1106,3 +1106,18 @@ def test_too_little_memory_is_one_line(run: runs.Run, monkeypatch, capsys):
         monkeypatch.setattr(runs, "read_record", fails)
         assert command(["info", str(run.path)]) == 2
         assert capsys.readouterr().err.startswith("retrodict: error: not enough memory")
+
+
+def test_a_run_of_release_0_1_is_read(tmp_path):
+    """The folder was written by release 0.1, whose classes were in other modules."""
+    shutil.copytree(Path(__file__).parent / "data" / "run_0_1", tmp_path / "run")
+    old = runs.open_run(tmp_path / "run")
+    assert old.record["version"].startswith("0.1") and old.is_exact
+    rows = old.rows()
+    assert rows is not None and rows.ys.shape == (20, 1)
+    table = data.read({"y": rows.ys[:, 0]}, **old.layout)
+    assert runs.smooth(old, table).mean.shape == (1, 20, 1)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record | {"retrodict_run": 0}))
+    with pytest.raises(runs.RunError, match="is of format 0, and this version.*fit again"):
+        runs.open_run(tmp_path / "run")
