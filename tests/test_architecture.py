@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_learning",),
     ("bounds", "online"),
     ("_smooth",),
-    ("_workspace",),
+    ("_workspace", "_pages"),
     ("models",),
     ("data",),
     ("runs",),
@@ -49,8 +49,8 @@ LEVEL = {entry: level for level, entries in enumerate(LAYERS) for entry in entri
 
 # Packages that use the public API, with the other entries that each may import.
 ON_PUBLIC_API = {
-    "runs": {"models", "data", "distributed", "_workspace", "_lazy", "_errors"},
-    "experiments": {"models", "data", "_workspace", "_lazy"},
+    "runs": {"models", "data", "distributed", "_workspace", "_pages", "_lazy", "_errors"},
+    "experiments": {"models", "data", "_workspace", "_pages", "_lazy"},
     "cli": {"models", "data", "runs", "experiments", "_errors"},
 }
 

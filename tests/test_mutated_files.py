@@ -22,7 +22,7 @@ import xarray as xr
 import retrodict as rd
 from retrodict import models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs._adopt import entries_of
+from retrodict.runs._names import parameter_entries
 from retrodict.runs._record import write
 
 CSV = "time,id,y\n" + "".join(f"2020-01-{i % 9 + 1:02d},{'ab'[i // 9]},{i}.5\n" for i in range(18))
@@ -175,7 +175,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "objective": "log-evidence",
             "nats_a_row": -1.0,
             "uncertainty": "No standard errors.",
-            "parameters": entries_of(model, table.names),
+            "parameters": {
+                name: {"value": float(entry.value), "learned": entry.learned}
+                for name, entry in parameter_entries(model, table.names).items()
+            },
         },
     }
     return write(path, spec, model, None, record, rd.data.Rows.of_table(table)).path

@@ -122,6 +122,9 @@ def test_messages_name_the_options_of_the_command_line(tmp_path: Path, capsys):
         capsys,
         out,
     )
+    source.write_text("\n".join(GOOD.splitlines()[:2]) + "\n")
+    refused(fit, "pass the step of the times with --freq", capsys, out)
+    source.write_text(GOOD)
     refused([*fit, "--columns", "year,flow"], "Name these columns one by one", capsys, out)
 
 

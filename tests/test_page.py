@@ -18,10 +18,14 @@ import numpy as np
 import pytest
 
 from retrodict import runs
-from retrodict.runs import _page, _still
+from retrodict._workspace import as_csv
+from retrodict.experiments._drawing import draw
+from retrodict.experiments._report import Chapter, Section, Table
+from retrodict.experiments._report import page as experiment_page
+from retrodict.runs import _learning_monitor, _page, _svg
 
 EVIL = """<script>alert('x')</script> & "q" </title></style> <!-- <b onclick=alert(1)>"""
-VOID = {"meta", "path"}
+VOID = {"meta", "path", "img"}
 
 
 def make_panel(
@@ -114,16 +118,43 @@ def floats(values: list[float | None]) -> np.ndarray:
     return np.array([np.nan if v is None else v for v in values], float)
 
 
-def test_names_are_text_wherever_they_stand():
-    plain, evil = Outline(runs.page(make_content())), Outline(runs.page(make_content(name=EVIL)))
-    # The same elements with the same attributes, but for what is text in them.
-    told = {"aria-label", "content"}
-    assert [
-        (tag, {k: v for k, v in attrs.items() if k not in told}) for tag, attrs in plain.elements
-    ] == [(tag, {k: v for k, v in attrs.items() if k not in told}) for tag, attrs in evil.elements]
+def make_chapters(name: str) -> str:
+    """The report of an experiment in which every text is this name."""
+    picture = draw("figure", name, lambda axis: axis.set_title(runs.visible(name)))
+    table = Table("table", name, {name: "", "n": ".1f"}, [[name, 1.0]])
+    section = Section(name, name, [picture, table, name], name)
+    chapters = [Chapter(id, name, name, [section], {}, {}) for id in ("a", "b")]
+    return experiment_page(name, [name], chapters, name).decode()
+
+
+PAGES = {"run": lambda name: runs.page(make_content(name=name)), "experiments": make_chapters}
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_hostile_names_are_text_in_every_page(kind: str):
+    plain, evil = Outline(PAGES[kind]("flow")), Outline(PAGES[kind](EVIL))
+    # The same elements with the same attributes, but for the names in them.
+    free = {"aria-label", "content", "src"}
+    outlines = [
+        [(tag, {k: v for k, v in attrs.items() if k not in free}) for tag, attrs in page.elements]
+        for page in (plain, evil)
+    ]
+    assert outlines[0] == outlines[1]
     assert sum(EVIL in text for text in evil.texts) >= 12
-    written = payload(runs.page(make_content(name=EVIL)))
-    assert written["series"][0]["name"] == written["series"][0]["panels"][0]["title"] == EVIL
+
+
+def test_hostile_names_are_text_in_json_and_svg(tmp_path: Path):
+    data = payload(runs.page(make_content(name=EVIL)))
+    assert data["series"][0]["name"] == data["series"][0]["panels"][0]["title"] == EVIL
+    runs.plot([make_panel(title=EVIL)], tmp_path / "plot.svg", title=EVIL)
+    header = as_csv([*_learning_monitor.FIRST_COLUMNS, EVIL], [[1, 0, -1.0, 0, 0.5]])
+    (tmp_path / "history.csv").write_bytes(header)
+    runs.draw_history(tmp_path / "history.csv", tmp_path / "history.svg")
+    for name in ("plot.svg", "history.svg"):
+        tags = {
+            str(each.tag).rpartition("}")[2] for each in ElementTree.parse(tmp_path / name).iter()
+        }
+        assert not tags & {"script", "b"} and "svg" in tags
 
 
 def test_a_page_needs_nothing_beside_it():
@@ -248,7 +279,7 @@ def test_a_still_picture_keeps_the_extremes():
     values = np.random.default_rng(0).normal(size=50_000)
     values[12_345], values[40_001] = 50.0, -50.0
     xs = np.linspace(0.0, 400.0, values.size)
-    kept = np.array(_still._extremes(xs, values))
+    kept = np.array(_svg._extremes(xs, values))
     assert len(kept) <= 2 * 401 and np.all(np.diff(kept[:, 0]) > 0)
     for column in range(400):
         here = values[np.floor(xs) == column]
@@ -258,7 +289,7 @@ def test_a_still_picture_keeps_the_extremes():
 
 def test_a_poor_start_does_not_flatten_the_curve():
     text = runs.page(make_content())
-    cut = int(re.findall(r"(\d+) values lie below the picture", text)[0])
+    cut = int(re.findall(r"(\d+) values are below the chart", text)[0])
     assert 0 < cut <= 10
     steady = np.linspace(0, 1, 100)
     assert _page._limits(steady) == (None, 0)

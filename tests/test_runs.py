@@ -30,12 +30,13 @@ from retrodict.runs import (
     _answer,
     _check,
     _exact,
-    _learn,
+    _fit_folder,
     _lines,
     _record,
     _report,
     _residuals,
-    _uncertain,
+    _standard_errors,
+    _training,
 )
 
 LAG = 4
@@ -101,7 +102,7 @@ def test_a_run_is_found_again(run: runs.Run):
 
 def test_a_finished_run_is_not_overwritten(run: runs.Run, table: data.Table):
     before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-    with pytest.raises(runs.RunError, match="holds a finished run"):
+    with pytest.raises(runs.RunError, match="contains a finished run"):
         runs.fit(table, run.spec, run.path)
     after = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     assert after == before
@@ -109,7 +110,7 @@ def test_a_finished_run_is_not_overwritten(run: runs.Run, table: data.Table):
 
 def test_a_folder_of_something_else_is_not_touched(run: runs.Run, table: data.Table, tmp_path):
     (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(runs.RunError, match="is not empty and holds no run"):
+    with pytest.raises(runs.RunError, match="is not empty and contains no run"):
         runs.fit(table, run.spec, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
@@ -206,7 +207,7 @@ def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
     (lost,) = _check._fitted(told_of(run, status="not at a maximum", distance=7.0))
     assert lost.verdict == "bad"
     for words, value in (("exact", "determined"), ("louis", "told from noise")):
-        unknown = {"status": "not identified", "uncertainty": _uncertain.METHODS[words]}
+        unknown = {"status": "not identified", "uncertainty": _standard_errors.METHODS[words]}
         assert value in _check._fitted(told_of(run, **unknown))[0].value
     old = told_of(run)
     del old.record["results"]["status"]  # as earlier versions wrote it
@@ -243,13 +244,13 @@ def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
         "upper scale": np.array([np.nan, 2.0]),
     }
     lines = {
-        f"scale[{i}]": _uncertain._line(stage, "scale", (i,), value, (0.0, np.inf))
+        f"scale[{i}]": _standard_errors._line(stage, "scale", (i,), value, (0.0, np.inf))
         for i, value in enumerate((1e-151, 1.0))
     }
     assert lines["scale[0]"] == {"edge": "zero"}
-    words = _uncertain._in_words("exact", "at an edge", 0.0, lines)
+    words = _standard_errors._in_words("exact", "at an edge", 0.0, lines)
     assert "scale[0] is at the edge of zero: no interval" in words
-    assert "Intervals of scale[1] are made on the log scale" in words
+    assert "Intervals of scale[1] are computed on the log scale" in words
     (found,) = _check._fitted(told_of(run, status="at an edge", parameters=lines))
     assert found.verdict == "good" and "scale[0] at the edge of zero" in found.value
     assert _report._parameter("s", {"value": 0.0, "learned": True, **lines["scale[0]"]}).note
@@ -268,7 +269,7 @@ def test_the_likelihood_is_told_in_all_and_by_row(run: runs.Run, table: data.Tab
     assert run.record["results"]["nats_a_row"] == pytest.approx(float(exact) / 57, rel=1e-9)
     history = pd.read_csv(run.path / "training.csv")
     assert history["nats per observed row"].iloc[-1] == pytest.approx(float(exact) / 57, rel=1e-4)
-    assert "are made on the log scale" in " ".join(said.split())
+    assert "are computed on the log scale" in " ".join(said.split())
 
 
 class Told:
@@ -304,21 +305,22 @@ def test_a_fit_has_as_many_stages_as_it_says(copy: runs.Run, table: data.Table, 
     assert len(told.ended) == runs.NUM_CHECKS
 
 
-def test_a_check_gives_numbers_and_how_much_it_looked_at(run: runs.Run, tmp_path, capsys):
+def test_a_check_gives_numbers_and_how_much_it_looked_at(run: runs.Run, monkeypatch):
+    monkeypatch.setattr(_check, "MOST_SERIES", 2)
     rng = np.random.default_rng(0)
-    walks = 1000 + 100 * np.cumsum(rng.normal(size=(10, 30)), axis=1)
+    walks = 1000 + 100 * np.cumsum(rng.normal(size=(3, 30)), axis=1)
     frame = pd.DataFrame(
         {
-            "s": np.repeat(np.arange(10), 30),
-            "year": np.tile(np.arange(30), 10),
+            "s": np.repeat(np.arange(3), 30),
+            "year": np.tile(np.arange(30), 3),
             "volume": walks.ravel(),
         }
     )
     several = data.read(frame, series="s", time="year")
     found = runs.check(run, several).to_dict()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert (found["series_checked"], found["series"]) == (8, 10)
-    assert (found["rows_checked"], found["rows"]) == (240, 300)
+    assert (found["series_checked"], found["series"]) == (2, 3)
+    assert (found["rows_checked"], found["rows"]) == (60, 90)
     named = {line["name"]: line for line in found["findings"]}
     hidden = named["hidden points in their 90% intervals"]
     assert 0.5 < hidden["value"] <= 1.0 and hidden["details"]["expected"] == 0.9
@@ -343,7 +345,7 @@ def test_outputs_are_refused_before_any_work(name: str, copy, tmp_path, capsys, 
     if name == "fit":
         start, target = ["fit", str(tmp_path / "rows.csv"), "--model", "local_level"], tmp_path
     for place, words in (
-        (target, "holds no run" if name == "fit" else "exists"),
+        (target, "contains no run" if name == "fit" else "exists"),
         (
             out if name == "fit" else tmp_path / "no" / out.name,
             "a file" if name == "fit" else "does not",
@@ -369,11 +371,11 @@ def test_a_check_says_what_its_rows_mean(run: runs.Run, frame, tmp_path, capsys,
 
 def test_replicates_are_few_where_rows_are_many():
     def most(rows: int) -> int:
-        return _uncertain._most_replicates(data.read({"y": np.zeros(rows)}))
+        return _standard_errors._most_replicates(data.read({"y": np.zeros(rows)}))
 
-    assert most(120) == _uncertain.MOST_REPLICATES and most(1500) == 80 and most(6000) == 20
-    words = _uncertain._in_words("louis", "fine", 0.0, {}, noise=0.123)
-    assert "known to 12% or better" in words
+    assert most(120) == _standard_errors.MOST_REPLICATES and most(1500) == 80 and most(6000) == 20
+    words = _standard_errors._in_words("louis", "fine", 0.0, {}, noise=0.123)
+    assert "Monte Carlo error is 12% or less" in words
 
 
 def lines_of(frame: pd.DataFrame) -> list[bytes]:
@@ -389,8 +391,13 @@ def test_a_stream_answers_as_offline_smoothing_does(copy, frame, table):
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     one = table.one()
     model = rd.unwrap(copy.model)
+
+    @jax.jit
+    def marginals(length: Any) -> Any:
+        return rd.kalman_smoother(model, one["ys"], length=length).chain.marginals()
+
     for k in (10, 19, 22, 59):
-        rows = rd.kalman_smoother(model, one["ys"][: k + 1]).chain.marginals()
+        rows = marginals(k + 1)
         line = answers.iloc[k]
         assert line["time"] == 1871 + k and line["smoothed_time"] == 1871 + k - LAG
         np.testing.assert_allclose(line["level_mean"], rows.mean[k, 0], rtol=1e-9)
@@ -400,7 +407,7 @@ def test_a_stream_answers_as_offline_smoothing_does(copy, frame, table):
         )
     rest = answers.iloc[60:]
     assert rest["smoothed_time"].tolist() == [1927, 1928, 1929, 1930]
-    whole = rd.kalman_smoother(model, one["ys"]).chain.marginals()
+    whole = marginals(60)
     np.testing.assert_allclose(rest["level_smoothed_mean"], whole.mean[-LAG:, 0], rtol=1e-9)
 
 
@@ -435,7 +442,7 @@ def test_a_stream_begins_anew_when_it_is_told_to(copy, frame, tmp_path):
     assert out.read_bytes() == first
     other = tmp_path / "letter.txt"  # a file of something else is not replaced
     other.write_text("dear" * 9999)
-    with pytest.raises(runs.RunError, match="no state says that it is of this stream"):
+    with pytest.raises(runs.RunError, match="exists, and is not of this stream"):
         runs.stream(
             copy, io.BytesIO(source), other, lag=LAG, state=state, restart=True, after="prior"
         )
@@ -505,9 +512,9 @@ def test_levels_of_a_model_with_many_states_are_exact():
     assert np.isfinite(found[40:]).all()
     # The level of the last row, by the evidence of the series with it and without.
     law = _exact.one_step_ahead(rd.unwrap(model), ys)
-    evidences = (rd.kalman_smoother(model, ys[:n]).log_evidence for n in (240, 239))
+    evidence = jax.jit(lambda n: rd.kalman_smoother(model, ys, length=n).log_evidence)
     density = -0.5 * ((ys[-1] - law.mean[-1]) / law.std[-1]) ** 2 - np.log(law.std[-1])
-    expected = next(evidences) - next(evidences)
+    expected = evidence(240) - evidence(239)
     np.testing.assert_allclose(density - 0.5 * np.log(2 * np.pi), expected, rtol=1e-8)
 
 
@@ -515,7 +522,7 @@ def test_families_meet_gaps_while_they_are_trained():
     """A family that had seen none filled them with the mean of the model, whatever was around."""
     given = np.ones((400, 64, 2), bool)
     given[:, 5, 1] = False
-    seen = np.asarray(_learn._with_gaps(jax.random.key(0), jnp.asarray(given)))
+    seen = np.asarray(_training._with_gaps(jax.random.key(0), jnp.asarray(given)))
     assert not seen[:, 5, 1].any() and (seen[..., 0] >= seen[..., 1]).all()
     gone = (~seen[..., 0]).sum(axis=1)
     assert 0.4 < np.mean(gone == 0) < 0.6 and 5 < gone[gone > 0].mean() < 14
@@ -569,13 +576,13 @@ def test_a_fit_that_was_killed_at_its_end_writes_its_report(
     before = (copy.path / "run.json").read_bytes()
     arguments = ["fit", str(source), "--model", "local_level", "--out", str(copy.path)]
     assert command([*arguments, "--seed", "1"]) == 2 and not page.exists()
-    assert "holds a finished run" in capsys.readouterr().err
+    assert "contains a finished run" in capsys.readouterr().err
     assert command(arguments) == 0
     assert (copy.path / "run.json").read_bytes() == before
     said, text = capsys.readouterr().out, page.read_text()
     looked = "Looked at 8 of 300 series, the longest, and 80 of 3000 rows."
     assert "verdict: unknown. Well.\n" in said and looked in said and looked in text
-    assert "retrodict fit &#x27;" in text and "nile $1.csv" in text and "Not judged" in text
+    assert "retrodict fit &#39;" in text and "nile $1.csv" in text and "Not judged" in text
     assert command(arguments) == 2
 
 
@@ -749,11 +756,27 @@ def test_a_stream_of_irregular_times(tmp_path):
 
 def test_a_column_with_one_observed_value_is_no_data(tmp_path):
     table = data.read({"t": [1, 2, 3, 4], "y": [1.0, np.nan, np.nan, np.nan]})
-    with pytest.raises(runs.RunError, match="column 'y': 1 observed value"):
+    with pytest.raises(
+        runs.RunError, match="column 'y': a fit needs at least 2 observed values, got 1"
+    ):
         runs.fit(table, models.load("local_level"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
+def test_a_band_is_open_between_two_modes():
+    rng = np.random.default_rng(0)
+    draws = rng.choice([-3.0, 3.0], size=(2000, 4)) + 0.3 * rng.normal(size=(2000, 4))
+    band = runs.Band.of_draws(np.arange(4), draws, 0.9)
+    assert band.hollow is not None and np.all(np.isnan(band.centre))
+    ends = (band.centre, band.lower, band.upper)
+    panel = runs.SeriesPanel("x", band.times, *ends, hollow=band.hollow)
+    page = runs.page(runs.ReportContent("t", None, [], [], [runs.Series("s", [panel])]))
+    (payload,) = re.findall(r'id="payload">(.*?)</script>', page)
+    (shown,) = json.loads(payload)["series"][0]["panels"]
+    np.testing.assert_allclose(shown["hollow"][1], band.hollow.upper, rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_two_modes_are_seen_in_pictures_and_pages(monkeypatch, tmp_path):
     """States at ±3: bands between quantiles of draws, with nothing between the modes.
 
@@ -822,7 +845,7 @@ def test_memory_states_are_left_out_and_parameters_go_by_column(tmp_path, monkey
     frame.to_csv(tmp_path / "infl.csv", index=False)
     table = data.read(tmp_path / "infl.csv")
     assert table.step == "1 month" and table.inserted == 0
-    monkeypatch.setattr(_learn, "MOST_STEPS_OF_EVIDENCE", 2)
+    monkeypatch.setattr(_training, "MAX_EVIDENCE_STEPS", 2)
     run = runs.fit(table, models.load("seasonal"), tmp_path / "run")
     assert run.spec.options == {"period": 12}
     parameters = run.record["results"]["parameters"]
@@ -850,7 +873,7 @@ def test_the_unit_of_uneven_times_is_said(tmp_path, monkeypatch, capsys):
     times = np.cumsum(rng.choice([2.0, 2.5, 7.1], size=30))
     table = data.read({"t": times, "y": rng.normal(size=30)}, step_input=True)
     spec = models.load("local_level").with_options(["irregular=true"])
-    monkeypatch.setattr(_learn, "MOST_STEPS_OF_EVIDENCE", 2)
+    monkeypatch.setattr(_training, "MAX_EVIDENCE_STEPS", 2)
     run = runs.fit(table, spec, tmp_path / "run")
     words = f"scales, slopes and rates are per step of {table.step_unit}, the median step"
     assert command(["info", str(run.path)]) == 0
@@ -932,14 +955,14 @@ def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
 
     def settings(gain: Any, weight: float = 1.0) -> Any:
         spec = models.load(driven(weight, gain))
-        return _learn._settings(table, spec, "mixture", 2000, 0)
+        return _fit_folder.fit_settings(table, spec, "mixture", 2000, 0)
 
     first = settings(lambda x: x**2)
     assert settings(lambda x: x**2) == first
     assert all(other != first for other in (settings(jnp.sin), settings(lambda x: x + x)))
     assert settings(lambda x: x**2, 2.0) != first
     with contextlib.ExitStack() as held:
-        _learn._take(tmp_path, first, held)
+        _fit_folder.lock_folder(tmp_path, first, held)
     with pytest.raises(runs.RunError, match="unfinished run of other data or options"):
         runs.fit(table, driven(gain=jnp.cos), tmp_path)
 
@@ -1013,16 +1036,17 @@ def test_names_of_files_need_not_be_utf_8(copy: runs.Run):
 def test_two_processes_do_not_fit_to_one_folder(table: data.Table, tmp_path):
     """The folder is free again when the first ends; what a kill left of a file is no matter."""
     spec = models.load("local_level")
-    settings = _learn._settings(table, spec, "mixture", 2000, 0)
+    settings = _fit_folder.fit_settings(table, spec, "mixture", 2000, 0)
     (tmp_path / ".settings.json.1.partial").write_text("{")
     with contextlib.ExitStack() as held:
-        _learn._take(tmp_path, settings, held)
+        _fit_folder.lock_folder(tmp_path, settings, held)
         with pytest.raises(runs.RunError, match="in use by another process"):
             runs.fit(table, spec, tmp_path)
     with contextlib.ExitStack() as held:
-        _learn._take(tmp_path, settings, held)
+        _fit_folder.lock_folder(tmp_path, settings, held)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_one_line(run: runs.Run, frame: pd.DataFrame, tmp_path):
     """In a process of its own: a disk is made full by a limit on the size of files."""
     frame.to_csv(tmp_path / "nile.csv", index=False)
@@ -1082,3 +1106,18 @@ def test_too_little_memory_is_one_line(run: runs.Run, monkeypatch, capsys):
         monkeypatch.setattr(runs, "read_record", fails)
         assert command(["info", str(run.path)]) == 2
         assert capsys.readouterr().err.startswith("retrodict: error: not enough memory")
+
+
+def test_a_run_of_release_0_1_is_read(tmp_path):
+    """The folder was written by release 0.1, whose classes were in other modules."""
+    shutil.copytree(Path(__file__).parent / "data" / "run_0_1", tmp_path / "run")
+    old = runs.open_run(tmp_path / "run")
+    assert old.record["version"].startswith("0.1") and old.is_exact
+    rows = old.rows()
+    assert rows is not None and rows.ys.shape == (20, 1)
+    table = data.read({"y": rows.ys[:, 0]}, **old.layout)
+    assert runs.smooth(old, table).mean.shape == (1, 20, 1)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record | {"retrodict_run": 0}))
+    with pytest.raises(runs.RunError, match="is of format 0, and this version.*fit again"):
+        runs.open_run(tmp_path / "run")

@@ -23,7 +23,7 @@ import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
 from retrodict.cli._learning_display import LearningDisplay
-from retrodict.runs import _adopt, _lines, _record, _stream
+from retrodict.runs import _lines, _record, _save_learned, _stream
 
 LAG = 3
 TRUTH = {"level_scale": 80.0, "obs_scale": 60.0}
@@ -137,19 +137,19 @@ def test_a_model_is_learned_and_becomes_a_run(exact, lines, tmp_path):
     )
     last = told[-1]
     assert (last.rows, last.skipped) == (1500, 0)
-    assert last.start == {f"{name}[0]": pytest.approx(value) for name, value in START.items()}
+    assert last.start == {f"{name}[flow]": pytest.approx(value) for name, value in START.items()}
     for name, value in TRUTH.items():
-        assert last.now[f"{name}[0]"] == pytest.approx(value, rel=0.15)
+        assert last.now[f"{name}[flow]"] == pytest.approx(value, rel=0.15)
     history = pd.read_csv(tmp_path / "history.csv")
     assert history["row"].tolist() == list(range(100, 1501, 100))
     assert history["time"].tolist() == list(range(1999, 3400, 100))
     assert history["elbo_a_row"].iloc[-1] > history["elbo_a_row"].iloc[0] + 0.05
-    assert history["obs_scale[0]"].iloc[-1] == last.now["obs_scale[0]"]
+    assert history["obs_scale[flow]"].iloc[-1] == last.now["obs_scale[flow]"]
     assert (tmp_path / "history.png").read_bytes()[:4] == b"\x89PNG"
 
     new = runs.open_run(tmp_path / "new")
-    found = models.named_parameters(new.model, entries=True)
-    assert {name: float(value) for name, value in found.items()} == last.now
+    found = new.record["results"]["parameters"]
+    assert {name: line["value"] for name, line in found.items() if line["learned"]} == last.now
     # Rows at the end are answered as the new run smooths them.
     table = data.read(pd.read_csv(source_of([lines[0], *lines[-200:]])), **new.layout)
     smoothed = runs.smooth(new, table)
@@ -205,7 +205,7 @@ def test_bursts_leave_no_trace_that_is_not_finite(exact, lines, tmp_path):
     assert len(answers) == 1500
     assert np.all(np.isfinite(answers.iloc[LAG:]))
     for name, value in TRUTH.items():
-        assert told[-1].now[f"{name}[0]"] == pytest.approx(value, rel=0.3)
+        assert told[-1].now[f"{name}[flow]"] == pytest.approx(value, rel=0.3)
     assert -6.3 < told[-1].elbo < -6.0
 
 
@@ -264,7 +264,7 @@ def test_the_state_of_another_learning_is_refused(exact, lines, tmp_path):
 
     go(runs.Learning("model", 0.01))
     for other in (runs.Learning("model", 0.02), None):
-        with pytest.raises(runs.RunError, match="other ways to learn"):
+        with pytest.raises(runs.RunError, match="other options of learning"):
             go(other)
 
 
@@ -272,14 +272,14 @@ def test_a_file_of_something_else_is_not_touched(exact, lines, tmp_path):
     letter = tmp_path / "letter.txt"
     letter.write_text("dear")
     learning = runs.Learning("model", 0.01, history=letter)
-    with pytest.raises(runs.RunError, match="no state says that it is of this stream"):
+    with pytest.raises(runs.RunError, match="exists, and is not of this stream"):
         runs.stream(
             exact, source_of(lines[:5]), io.BytesIO(), lag=LAG, learning=learning, after="prior"
         )
     runs.stream(
         exact, source_of(lines[:5]), io.BytesIO(), lag=LAG, state=tmp_path / "s", after="prior"
     )
-    with pytest.raises(runs.RunError, match="no state says that it is of this stream"):
+    with pytest.raises(runs.RunError, match="exists, and is not of this stream"):
         runs.stream(
             exact, source_of(lines[:9]), letter, lag=LAG, state=tmp_path / "s", after="prior"
         )
@@ -320,7 +320,7 @@ def test_the_command_says_what_was_learned(exact, lines, tmp_path, monkeypatch, 
     assert "99 rows; ELBO" in go(rows=lines[:100])
     # On demand: no rows, and a run of what was learned before.
     said = go("--save-run", str(tmp_path / "new"), rows=[])
-    assert "Going on from" in said and f"Wrote {tmp_path / 'new'}." in said
+    assert "Resuming from" in said and f"Wrote {tmp_path / 'new'}." in said
     record = json.loads((tmp_path / "new" / "run.json").read_text())
     assert record["learned"]["rows"] == 99
 
@@ -350,7 +350,7 @@ def test_scales_that_were_plain_are_plain_in_the_new_run():
     learner = rd.online.OnlineLearner(None, plain, rd.online.KalmanScore())
     learned = learner.model(learner.init(jax.random.key(0)))
     learned = models.with_parameters(learned, {"transition.scale_tril.std": 3.0})
-    found = _adopt.as_before(plain, learned)
+    found = _save_learned.with_structure_of(plain, learned)
     assert jax.tree.structure(found) == jax.tree.structure(plain)
     np.testing.assert_allclose(found.transition.scale_tril.std, 3.0)
 
@@ -509,7 +509,7 @@ def test_a_stream_goes_on_after_the_fit(fitted, lines, tmp_path, rate: float | N
         before = level_after(ys[:40], np.arange(40), **START)[2]
         np.testing.assert_allclose(told[-1].elbo, after - before, rtol=1e-9)
         assert told[-1].rows == 4
-        moved = told[-1].now["obs_scale[0]"] != told[-1].start["obs_scale[0]"]
+        moved = told[-1].now["obs_scale[flow]"] != told[-1].start["obs_scale[flow]"]
         assert moved == (rate == 0.01)
 
 
@@ -540,7 +540,7 @@ def test_a_stream_goes_on_after_a_named_table_or_says_what_it_needs(exact, fitte
     mean = level_after(ys, np.arange(51), **START)[0]
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     np.testing.assert_allclose(answers["level_mean"], mean, rtol=1e-9)
-    with pytest.raises(runs.RunError, match=r"does not hold the rows.*after=\.\.\."):
+    with pytest.raises(runs.RunError, match=r"does not store the rows.*after=\.\.\."):
         runs.stream(exact, source_of(lines[:3]), io.BytesIO(), lag=LAG)
     with pytest.raises(runs.RunError, match="another run, start or lag"):
         runs.stream(exact, new, io.BytesIO(), lag=LAG, after="prior", state=state)
@@ -709,4 +709,4 @@ def test_answers_that_were_removed_meanwhile_are_not_lost_in_silence(fitted, lin
 def test_a_new_run_in_a_read_only_folder_is_refused_before_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(runs.RunError, match="is read-only"):
-        _adopt.refuse_existing(tmp_path / "new")
+        _save_learned.refuse_existing(tmp_path / "new")

@@ -1,47 +1,27 @@
-"""How figures look: paper-sized, legible in grey, the same bytes from the same numbers."""
+"""Figures of the experiments: paper-sized, and legible in grey."""
 
-import io
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from matplotlib import rc_context, rcdefaults, rcParams
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
+from retrodict._pages import render_figure
 
 WIDTH = 6.5
-"""The width of a page of text, in inches."""
+"""The text width of a page in inches."""
 
 INKS = ("#0b2545", "#b7410e", "#2f9e6e", "#8e7cc3", "#a0aec0")
-"""Colours from dark to light, which differ in grey; every line has a style or a marker besides."""
+"""Colours from dark to light that differ in grey; lines also differ in style or marker."""
 DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.4)), (0, (7, 2, 1.5, 2)), (0, (3, 1.5)))
 MARKERS = ("o", "^", "s", "D", "v")
 
-_STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 8.5,
-    "axes.titlesize": 8.5,
-    "axes.labelsize": 8.5,
-    "legend.fontsize": 7.5,
-    "legend.frameon": False,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "axes.linewidth": 0.6,
-    "lines.linewidth": 1.1,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "retrodict",
-}
-
 
 class Picture(NamedTuple):
-    """A figure, ready to be written.
+    """A rendered figure.
 
     Attributes:
-        name: the name of its files, without a suffix.
-        caption: what is to be seen, axes and units included.
-        svg: the figure as lines.
-        png: the figure as dots, 200 an inch.
+        name: the file name without a suffix.
+        caption: the description, with axes and units.
+        svg: the figure as an SVG file.
+        png: the figure as a PNG file, 200 dots per inch.
     """
 
     name: str
@@ -60,23 +40,25 @@ def draw(
     height: float = 2.6,
     **options: Any,
 ) -> Picture:
-    """Draws a figure outside of pyplot, so that nothing global is left changed.
+    """Draw a figure and return it with its caption.
 
     Args:
-        name: the name of its files.
-        caption: what is to be seen.
-        fill: called with the axes, row by row, to draw on.
+        name: the file name without a suffix.
+        caption: the description, with axes and units.
+        fill: draws, given the axes row by row.
         rows: rows of axes.
         columns: columns of axes.
         height: the height in inches.
-        **options: what else `Figure.subplots` takes.
+        **options: further arguments of `Figure.subplots`.
     """
-    with rc_context():
-        rcdefaults()  # not what a user has set for figures of their own
-        rcParams.update(_STYLE)
-        figure = Figure(figsize=(WIDTH, height), dpi=200, layout="constrained")
-        fill(*figure.subplots(rows, columns, squeeze=False, **options).ravel())
-        png, svg = io.BytesIO(), io.BytesIO()
-        FigureCanvasAgg(figure).print_png(png)
-        FigureCanvasSVG(figure).print_svg(svg, metadata={"Date": None})
-    return Picture(name, caption, svg.getvalue(), png.getvalue())
+    files = render_figure(
+        lambda _, axes: fill(*axes),
+        ["svg", "png"],
+        size=(WIDTH, height),
+        dpi=200,
+        rows=rows,
+        columns=columns,
+        style={"lines.linewidth": 1.1},
+        **options,
+    )
+    return Picture(name, caption, files["svg"], files["png"])

@@ -1,8 +1,9 @@
-"""Runs: a model fitted to a table, kept in a folder, and what it says of tables of tomorrow."""
+"""Runs: models fitted to a table, stored in a folder, and applied to new tables."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from retrodict._pages import visible as visible
     from retrodict.runs._answer import forecast as forecast
     from retrodict.runs._answer import impute as impute
     from retrodict.runs._answer import read_inputs as read_inputs
@@ -20,22 +21,20 @@ if TYPE_CHECKING:
     from retrodict.runs._content import ReportContent as ReportContent
     from retrodict.runs._content import Series as Series
     from retrodict.runs._content import SeriesPanel as SeriesPanel
-    from retrodict.runs._content import visible as visible
+    from retrodict.runs._fit import finished_before as finished_before
+    from retrodict.runs._fit import fit as fit
+    from retrodict.runs._fit import num_stages as num_stages
+    from retrodict.runs._fit_folder import check_folder as check_folder
     from retrodict.runs._folder import RunError as RunError
     from retrodict.runs._folder import likelihood_in_words as likelihood_in_words
     from retrodict.runs._folder import parameter_lines as parameter_lines
     from retrodict.runs._folder import read_record as read_record
     from retrodict.runs._folder import unit_in_words as unit_in_words
-    from retrodict.runs._learn import check_folder as check_folder
-    from retrodict.runs._learn import finished_before as finished_before
-    from retrodict.runs._learn import fit as fit
-    from retrodict.runs._learn import num_stages as num_stages
-    from retrodict.runs._learn import starting_model as starting_model
-    from retrodict.runs._learn import with_period as with_period
-    from retrodict.runs._learning import Learned as Learned
-    from retrodict.runs._learning import Learning as Learning
+    from retrodict.runs._learning_monitor import draw_history as draw_history
     from retrodict.runs._names import shown_states as shown_states
     from retrodict.runs._names import state_names as state_names
+    from retrodict.runs._online_options import Learned as Learned
+    from retrodict.runs._online_options import Learning as Learning
     from retrodict.runs._page import page as page
     from retrodict.runs._plot import FORMATS as FORMATS
     from retrodict.runs._plot import plot as plot
@@ -43,9 +42,10 @@ if TYPE_CHECKING:
     from retrodict.runs._record import open_run as open_run
     from retrodict.runs._report import draw as draw
     from retrodict.runs._report import write_report as write_report
+    from retrodict.runs._starting_model import starting_model as starting_model
+    from retrodict.runs._starting_model import with_period as with_period
     from retrodict.runs._stream import state_place as state_place
     from retrodict.runs._stream import stream as stream
-    from retrodict.runs._watch import draw_history as draw_history
 else:
     from retrodict._lazy import lazily
 

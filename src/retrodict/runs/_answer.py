@@ -1,4 +1,4 @@
-"""What a run says of a table: smoothed states, forecasts, and draws of what was missing."""
+"""Apply a run to a table: smoothed states, forecasts, and imputations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,18 +15,18 @@ from retrodict.runs._record import Run
 
 
 def smooth(run: Run, table: data.Table, *, num_samples: int = 256, seed: int = 0) -> rd.Smoothed:
-    """The states of each row given all rows of its series.
+    """Smooth the states of each series given all its rows.
 
-    Exact for linear-Gaussian models, else by the family of the run, which is not trained again.
+    Exact for linear-Gaussian models; otherwise by the family of the run, without further training.
 
     Args:
         run: the run.
         table: the data, read with `run.layout`.
-        num_samples: paths over which moments are taken where they have no closed form.
-        seed: of the draws.
+        num_samples: the number of paths for moments without a closed form.
+        seed: the random seed.
 
     Returns:
-        As `retrodict.smooth` of a batch: every array has a leading axis for the series.
+        The result of `retrodict.smooth` for a batch: every array has a leading axis for the series.
     """
     options = table.batch()
     ys = options.pop("ys")
@@ -55,25 +55,25 @@ def forecast(
     seed: int = 0,
     smoothed: rd.Smoothed | None = None,
 ) -> rd.Forecast:
-    """The rows that come next.
+    """Forecast the rows after a table.
 
     Args:
         run: the run.
         table: the data, read with `run.layout`.
-        num_times: how many rows to forecast.
-        inputs: inputs of those rows, of shape `(batch, num_times, input)`, if the model takes any
-            beside the length of the step.
-        times: of those rows, `num_times` of each series, where times are irregular: the lengths of
-            the steps are counted from them. See `retrodict.data.read_times`.
-        num_samples: how many draws.
-        seed: of the draws.
-        smoothed: what `smooth` found for this table, if it is there already.
+        num_times: the number of rows to forecast.
+        inputs: the inputs of these rows, of shape `(batch, num_times, input)`, if the model takes
+            any besides the length of the step.
+        times: the times of these rows, `num_times` per series, where times are irregular; they
+            determine the lengths of the steps. See `retrodict.data.read_times`.
+        num_samples: the number of draws.
+        seed: the random seed.
+        smoothed: the result of `smooth` for this table, if it is available.
 
     Returns:
-        As `retrodict.forecast`, with a leading axis for the series.
+        The result of `retrodict.forecast`, with a leading axis for the series.
     """
     future = _future_inputs(table, num_times, inputs, times)
-    found = smooth(run, table, seed=seed) if smoothed is None else smoothed
+    smoothed = smooth(run, table, seed=seed) if smoothed is None else smoothed
     model, count = rd.unwrap(run.model), table.num_series
     keys = jax.random.split(jax.random.key(seed), count)
 
@@ -86,20 +86,20 @@ def forecast(
             in_axes=(0, eqx.if_array(0), None if future is None else 0),
         )(keys, chains, future)
 
-    return each(keys, found.chain, future)
+    return each(keys, smoothed.chain, future)
 
 
 def read_inputs(
     run: Run, table: data.Table, source: Any, num_times: int | None = None
 ) -> np.ndarray:
-    """Read the inputs of the rows after a table from a file of their own.
+    """Read the inputs of the rows after a table from a separate file.
 
     Args:
         run: the run.
         table: the data, read with `run.layout`.
-        source: a file or table with the time, identifiers and inputs of the coming rows; rows up
-            to the last of the table are passed over.
-        num_times: how many rows are wanted of each series; by default as many as all series have.
+        source: a file or table with the time, identifiers and inputs of the future rows; rows up
+            to the last of the table are ignored.
+        num_times: the number of rows per series; by default as many as every series has.
 
     Returns:
         Inputs of shape `(batch, num_times, input)`.
@@ -191,14 +191,14 @@ def impute(
     hidden: np.ndarray | None = None,
     seed: int = 0,
 ) -> np.ndarray:
-    """Draws of each series with what was missing filled in, of shape `(batch, sample, time, obs)`.
+    """Draw series with missing entries filled in, of shape `(batch, sample, time, obs)`.
 
     Args:
         run: the run.
         table: the data, read with `run.layout`.
-        num_samples: how many draws.
-        hidden: true where an entry is to be treated as missing though it was seen.
-        seed: of the draws.
+        num_samples: the number of draws.
+        hidden: true where an observed entry is treated as missing.
+        seed: the random seed.
     """
     kept = table.mask if hidden is None else table.mask & ~hidden
     options = {"mask": kept, "inputs": table.inputs, "length": table.length}

@@ -1,4 +1,4 @@
-"""Is the answer of a run to be trusted? The posterior, the model, and hidden points."""
+"""Checks of a run on a table: parameters, posterior, residuals and hidden points."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -15,31 +15,31 @@ from retrodict._workspace import Progress, Quiet
 from retrodict.runs._answer import impute
 from retrodict.runs._record import Run
 from retrodict.runs._residuals import coverage, hide, levels, residual_tests
-from retrodict.runs._uncertain import METHODS
+from retrodict.runs._standard_errors import METHODS
 
 Verdict = Literal["good", "doubtful", "bad", "unknown"]
 
 MOST_SERIES, MOST_ROWS = 8, 2000
-"""How much of a table is checked: the longest series, and the last rows of each."""
+"""The part of a table that is checked: the longest series, and the last rows of each."""
 
 DOUBTFUL, BAD = 1e-2, 1e-4
-"""Levels of p-values, for each of some ten tests: false alarms in one of ten and of a thousand."""
+"""Levels of p-values. With about ten tests, false alarms occur in 1 of 10 and 1 of 1,000 runs."""
 
 HIDDEN_SHARE, FEWEST_HIDDEN = 0.1, 20
 
 NUM_CHECKS = 4
-"""How many stages a check has, for those who tell how far it is."""
+"""The number of stages of a check, for progress bars."""
 
 NEAR_MAXIMUM, FAR_FROM_MAXIMUM = 0.3, 2.0
-"""How many standard errors from a maximum do not matter: the likelihood there is larger by 0.045
-nats; and from how many on parameters are no estimates."""
+"""Distances from a maximum in standard errors: up to the first the likelihood differs by at most
+0.045 nats; beyond the second the parameters are not estimates."""
 
 LARGER, MUCH_LARGER = 0.1, 2.0
-"""By how many nats another maximum may be higher without a doubt, and from how many on the
-parameters are no estimates."""
+"""Differences to a higher maximum in nats: up to the first the verdict is good; beyond the second
+the parameters are not estimates."""
 
 STEPS_OF_SEARCH = 60
-"""Steps of that search, which needs to leave a maximum and not to reach another."""
+"""Steps of the search for a higher maximum, which need not converge."""
 
 MOST_ROWS_OF_SEARCH = 100_000
 """Longer tables are not searched again for a higher maximum."""
@@ -48,14 +48,14 @@ T = TypeVar("T")
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: what.
-        value: what was found, as text.
-        meaning: how to read it.
+        name: the name of the check.
+        value: its result, as text.
+        meaning: the interpretation.
         verdict: `"good"`, `"doubtful"`, `"bad"` or `"unknown"`.
-        numbers: what was found, as numbers by name; the one that is judged is `"value"`.
+        numbers: the result as numbers by name; the one that is judged is `"value"`.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Finding(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """How much of a table was looked at.
+    """The part of a table that was checked.
 
     Attributes:
-        series_checked: how many series; the longest.
-        series: of how many.
-        rows_checked: how many rows; the last of each series.
-        rows: of how many.
+        series_checked: the number of series that were checked, the longest.
+        series: the number of series.
+        rows_checked: the number of rows that were checked, the last of each series.
+        rows: the number of rows.
     """
 
     series_checked: int
@@ -87,7 +87,7 @@ class Scope(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The same as a sentence."""
+        """The scope as a sentence."""
         if not self.is_partial:
             return f"Looked at all {self.rows} rows."
         series = ""
@@ -99,12 +99,12 @@ class Scope(NamedTuple):
 
 
 class Check(NamedTuple):
-    """What speaks for and against a run on a table.
+    """The results of the checks of a run on a table.
 
     Attributes:
-        findings: one a thing that was looked at.
-        verdict: in words.
-        scope: how much of the table was looked at.
+        findings: one per check.
+        verdict: the verdict in words.
+        scope: the part of the table that was checked.
     """
 
     findings: tuple[Finding, ...]
@@ -113,15 +113,15 @@ class Check(NamedTuple):
 
     @property
     def worst(self) -> Verdict:
-        """The worst verdict of all findings that have one."""
-        found = {finding.verdict for finding in self.findings}
-        return next(level for level in ("bad", "doubtful", "good", "unknown") if level in found)
+        """The worst verdict of all findings."""
+        verdicts = {finding.verdict for finding in self.findings}
+        return next(level for level in ("bad", "doubtful", "good", "unknown") if level in verdicts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as a dict that JSON can hold; non-finite numbers become `None`.
+        """Return a dict that JSON can store; non-finite numbers become `None`.
 
-        Each finding has a `value`, the number that is judged, or `None` where there is none;
-        further numbers are in `details`, and sentences in `text` and `meaning`.
+        Each finding has a `value`, the number that is judged, or `None` if there is none; further
+        numbers are in `details`, and sentences in `text` and `meaning`.
         """
         findings = []
         for each in self.findings:
@@ -141,22 +141,22 @@ def check(
     num_particles: int = 1000,
     progress: Progress | None = None,
 ) -> Check:
-    """Look for what is wrong with a run on a table.
+    """Check a run on a table.
 
-    Parameters are to be at a maximum of the likelihood, and where it is exact and the table is that
-    of the fit, other starts are to find none that is higher. The posterior is compared with
-    importance weights and a particle smoother; the model by one-step-ahead residuals and by points
-    that are hidden from it. Of many series the longest are looked at, of long ones the last rows.
+    Parameters should be at a maximum of the likelihood; if it is exact and the table is that of the
+    fit, other starts should find no higher maximum. The posterior is compared with importance
+    weights and a particle smoother, and the model with one-step-ahead residuals and hidden points.
+    Only the longest of many series, and only the last rows of long ones, are checked.
 
     Args:
         run: the run.
         table: the data, read with `run.layout`; where several processes share them, the first
-            series are looked at.
-        seed: of all that is drawn.
-        num_particles: particles and paths of each series.
-        progress: who is told how far it is, of `NUM_CHECKS` stages.
+            series are checked.
+        seed: the random seed.
+        num_particles: the number of particles and paths per series.
+        progress: progress callback, for `NUM_CHECKS` stages.
     """
-    told, whole = progress or Quiet(), table.summary
+    progress, whole = progress or Quiet(), table.summary
     if isinstance(table, data.SharedTable):
         table = table.leading_series()
     order = np.argsort(-table.length, kind="stable")[:MOST_SERIES]
@@ -165,10 +165,10 @@ def check(
     posterior_key, level_key, hide_key = jax.random.split(jax.random.key(seed), 3)
 
     def stage(name: str, look: Callable[[], T]) -> T:
-        told.begin(name)
-        found = look()
-        told.end(name, kept=False)
-        return found
+        progress.begin(name)
+        result = look()
+        progress.end(name, kept=False)
+        return result
 
     findings = [
         *stage("the parameters", lambda: _fitted(run, _higher(run, table))),
@@ -187,17 +187,17 @@ def check(
 
 
 def _finite(number: Any) -> float | int | bool | None:
-    """Return a number as JSON can hold it."""
+    """Return a number that JSON can store."""
     if isinstance(number, int):
         return number
     return float(number) if np.isfinite(number) else None
 
 
 def _higher(run: Run, table: data.Table) -> float | None:
-    """By how many nats a maximum found from other starts is higher; `None` if none was searched.
+    """Return by how many nats another maximum is higher; `None` if there was no search.
 
-    The curvature at the parameters does not tell: where a scale was driven to zero the likelihood
-    is flat, and far from there it may be much larger.
+    Local curvature is not enough: where a scale is near zero the likelihood is flat, and it may be
+    much larger elsewhere.
     """
     results = run.record["results"]
     same = run.record["data"]["sha256"] == table.summary.fingerprint
@@ -206,7 +206,7 @@ def _higher(run: Run, table: data.Table) -> float | None:
     if table.summary.num_rows > MOST_ROWS_OF_SEARCH or not models.named_parameters(run.model):
         return None
     options = table.batch()
-    found = rd.fit_evidence(
+    result = rd.fit_evidence(
         jax.random.key(0),
         run.model,
         options.pop("ys"),
@@ -215,15 +215,15 @@ def _higher(run: Run, table: data.Table) -> float | None:
         progress=False,
         **options,
     )
-    return found.log_evidence - results["total"]
+    return result.log_evidence - results["total"]
 
 
 def _fitted(run: Run, higher: float | None = None) -> list[Finding]:
-    """Whether the parameters are estimates: what their standard errors found on the way.
+    """Judge whether the parameters are at a maximum of the likelihood.
 
     Args:
         run: the run.
-        higher: by how many nats another maximum is higher; `None` if none was searched for.
+        higher: by how many nats another maximum is higher; `None` if there was no search.
     """
     results = run.record["results"]
     name, status = "parameters at a maximum of the likelihood", results.get("status")
@@ -307,7 +307,7 @@ def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
     off: Verdict = "good" if gaps.max() < 0.02 else "doubtful" if gaps.max() < 0.2 else "bad"
     meaning = "an estimate of how far the posterior is off: KL(q ‖ posterior) per observed row"
     if off == "good" and np.any(gaps < -4 * errors - 1e-3):
-        # No ELBO is above the evidence: the particles have lost what explains the data.
+        # The ELBO is at most the evidence: the particle filter has degenerated.
         off, meaning = (
             "doubtful",
             "a particle evidence below the ELBO is too low: take more of them",
@@ -421,7 +421,7 @@ def _hidden(run: Run, table: data.Table, key: Any, seed: int) -> Finding:
 
 
 def _again(table: data.Table, times: int) -> data.Table:
-    """The same series several times over, as one batch: one program for all of them."""
+    """Return the series repeated several times, as one batch for one compiled program."""
     return dataclasses.replace(
         table,
         ys=np.concatenate([table.ys] * times),

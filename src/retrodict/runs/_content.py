@@ -1,6 +1,5 @@
-"""What the report of a run says, as plain arrays and strings: no model, no JAX."""
+"""The content of a report as plain arrays and strings, without models or JAX."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,11 +11,11 @@ Verdict = Literal["good", "doubtful", "bad", "unknown"]
 
 @dataclass(frozen=True)
 class Hollow:
-    """The part of a band that hardly any draw visits: between two modes.
+    """The gap in a band between two modes, which contains hardly any draws.
 
     Attributes:
-        lower: `(time,)`, where it begins; NaN in rows with one mode.
-        upper: `(time,)`, where it ends.
+        lower: `(time,)`, its lower end; NaN in rows with one mode.
+        upper: `(time,)`, its upper end.
     """
 
     lower: np.ndarray
@@ -25,14 +24,14 @@ class Hollow:
 
 @dataclass(frozen=True)
 class Band:
-    """A centre over time within a band.
+    """A band around a line over time.
 
     Attributes:
         times: `(time,)`, dates (`datetime64`) or numbers, increasing.
         centre: `(time,)`, a mean or a median.
         lower: `(time,)`, the lower end of the band.
         upper: `(time,)`, the upper end of the band.
-        hollow: what lies between two modes, or None.
+        hollow: the gap between two modes, or None.
     """
 
     times: np.ndarray
@@ -58,16 +57,16 @@ class Band:
         lower, centre, upper = np.quantile(draws, ends, axis=0)
         hollow = find_hollow(draws, lower, upper)
         if hollow is not None:
-            # Between modes of about equal weight the median is anywhere, and says nothing.
+            # Between modes of about equal weight the median is arbitrary.
             share = np.mean(draws < hollow.lower, axis=0)
-            torn = ~np.isnan(hollow.lower) & (np.abs(share - 0.5) < 1 / 6)
-            centre = np.where(torn, np.nan, centre)
+            balanced = ~np.isnan(hollow.lower) & (np.abs(share - 0.5) < 1 / 6)
+            centre = np.where(balanced, np.nan, centre)
         return Band(times, centre, lower, upper, hollow)
 
 
 @dataclass(frozen=True)
 class SeriesPanel:
-    """One observed column or one state of a series, as one picture.
+    """One observed column or one state of a series.
 
     Attributes:
         title: the name of the column or of the state.
@@ -75,10 +74,11 @@ class SeriesPanel:
         centre: `(time,)`, the smoothed mean or median; NaN where there is none.
         lower: `(time,)`, the lower end of its band.
         upper: `(time,)`, the upper end of its band.
-        observed: `(time,)`, what was observed, NaN where nothing was; None for a state.
-        missing: `(time,)`, true where an observation is missing; None: where `observed` is NaN.
-        forecast: what comes after the last row, or None.
-        hollow: what lies between two modes, or None.
+        observed: `(time,)`, the observations, NaN where missing; None for a state.
+        missing: `(time,)`, true where an observation is missing; by default where `observed` is
+            NaN.
+        forecast: the band after the last row, or None.
+        hollow: the gap between two modes, or None.
     """
 
     title: str
@@ -101,7 +101,7 @@ class SeriesPanel:
             )
 
     def gaps(self) -> np.ndarray:
-        """The rows at which an observation is missing."""
+        """Return the rows at which an observation is missing."""
         if self.missing is not None:
             return np.flatnonzero(self.missing)
         return np.flatnonzero(np.isnan(self.observed if self.observed is not None else []))
@@ -109,11 +109,11 @@ class SeriesPanel:
 
 @dataclass(frozen=True)
 class Series:
-    """The pictures of one series, which share an axis of time.
+    """The panels of one series, which share a time axis.
 
     Attributes:
         name: its identifier.
-        panels: one an observed column and one a state, in order.
+        panels: one per observed column and per state, in order.
     """
 
     name: str
@@ -136,11 +136,11 @@ class ParameterLine:
     Attributes:
         name: its name.
         estimate: its value.
-        error: its standard error, None where there is none.
-        interval: the ends of its interval, None where there is none.
-        learned: whether it was learned; false if it was held fixed.
-        method: how the uncertainty was found, where that differs from line to line.
-        note: what stands in place of an interval that there is not.
+        error: its standard error, None if unavailable.
+        interval: the ends of its interval, None if unavailable.
+        learned: whether it was learned; false if it was fixed.
+        method: how the uncertainty was computed, where that differs between parameters.
+        note: the text in place of an unavailable interval.
     """
 
     name: str
@@ -154,12 +154,12 @@ class ParameterLine:
 
 @dataclass(frozen=True)
 class Curve:
-    """What was watched while training.
+    """A training curve.
 
     Attributes:
-        name: which data it was taken on, such as "training".
+        name: the data it was evaluated on, such as "training".
         steps: `(time,)`, the number of the step.
-        values: `(time,)`, what was reached.
+        values: `(time,)`, the objective.
     """
 
     name: str
@@ -175,10 +175,10 @@ class Diagnostic:
     """One check of a run.
 
     Attributes:
-        name: what was looked at.
-        value: what was found: a number, or words.
-        meaning: what it means, in a sentence.
-        verdict: "good", "doubtful" or "bad"; "unknown" where it could not be judged.
+        name: the name of the check.
+        value: its result, a number or a text.
+        meaning: the interpretation, in a sentence.
+        verdict: "good", "doubtful" or "bad"; "unknown" if it could not be judged.
     """
 
     name: str
@@ -189,25 +189,25 @@ class Diagnostic:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """All that the page of a run says.
+    """The content of the report of a run.
 
     Attributes:
         title: the heading.
-        verdict: "good", "doubtful" or "bad", or None where nothing was judged.
-        summary: what was found, paragraph by paragraph.
-        data: what was understood of the data, line by line.
-        series: the pictures; a page holds the first `MAX_SERIES` of them.
+        verdict: "good", "doubtful" or "bad", or None if nothing was judged.
+        summary: the results, one text per paragraph.
+        data: the description of the data, one text per line.
+        series: the series; a page shows the first `MAX_SERIES` of them.
         level: the probability within the bands and the intervals.
-        band: what the bands hold, in a sentence.
-        centre: what the lines within them are: "mean" or "median".
+        band: the description of the bands, in a sentence.
+        centre: the lines within the bands: "mean" or "median".
         parameters: the parameters of the model.
-        parameters_method: how their uncertainty was found.
-        training: the curves of training; empty where nothing was trained.
-        training_label: what the curves show, with its unit.
+        parameters_method: how their uncertainty was computed.
+        training: the training curves; empty if nothing was trained.
+        training_label: the quantity and unit of the curves.
         training_note: how training ended, in a sentence.
         diagnostics: the checks.
-        commands: command lines that make the run again.
-        facts: versions, seeds, hashes of data: what, and its value.
+        commands: command lines that reproduce the run.
+        facts: versions, seeds and hashes of data, as pairs of name and value.
     """
 
     title: str
@@ -233,9 +233,9 @@ class ReportContent:
 
 
 def sides(band: Band | SeriesPanel) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the parts of a band as pairs of ends: the whole of it, or both sides of its hollow.
+    """Return the parts of a band as pairs of ends: all of it, or both sides of its gap.
 
-    In rows with one mode the two sides touch, at the centre.
+    In rows with one mode the two sides touch at the centre.
     """
     if band.hollow is None:
         return [(band.lower, band.upper)]
@@ -246,10 +246,10 @@ def sides(band: Band | SeriesPanel) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 SHALLOW = 0.4
-"""A valley is a hollow if the density in it is below this share of the lower peak beside it."""
+"""A valley is a gap if its density is below this share of the lower of the peaks beside it."""
 
 FEWEST_IN_WINDOW, WINDOWS = 50, 20
-"""Draws over which a density is averaged: one in `WINDOWS`, and at least so many."""
+"""Draws per density estimate: one in `WINDOWS`, and at least this many."""
 
 
 def find_hollow(draws: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> Hollow | None:
@@ -257,12 +257,12 @@ def find_hollow(draws: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> Holl
 
     The density at a draw is the inverse of the distance between its neighbours on both sides, half
     a window away. A valley counts if the density in it is below `SHALLOW` times both that of a peak
-    before it and that of a peak after it. Counts, of which many are equal, have no hollow.
+    before it and that of a peak after it. Counts, many of which are equal, have no gap.
 
     Args:
         draws: `(sample, time)`.
         lower: `(time,)`, the lower end of the band.
-        upper: `(time,)`, the upper end of the band; a hollow lies within.
+        upper: `(time,)`, the upper end of the band; the gap is within.
     """
     half = max(FEWEST_IN_WINDOW, draws.shape[0] // WINDOWS) // 2
     if draws.shape[0] < 6 * half or not np.all(np.isfinite(draws)):
@@ -285,33 +285,20 @@ def find_hollow(draws: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> Holl
     middle = (first + last) // 2 + half
     begin = ordered[np.minimum(first + 2 * half - 1, middle), columns]
     end = ordered[np.maximum(last + 1, middle + 1), columns]
-    found = (depth[deepest, columns] < SHALLOW) & (width.min(axis=0) > 0)
-    found &= (begin > lower) & (end < upper)
-    if not found.any():
+    has_gap = (depth[deepest, columns] < SHALLOW) & (width.min(axis=0) > 0)
+    has_gap &= (begin > lower) & (end < upper)
+    if not has_gap.any():
         return None
-    return Hollow(np.where(found, begin, np.nan), np.where(found, end, np.nan))
+    return Hollow(np.where(has_gap, begin, np.nan), np.where(has_gap, end, np.nan))
 
 
 def is_dated(times: np.ndarray) -> bool:
-    """Whether times are dates rather than numbers."""
+    """Return whether times are dates rather than numbers."""
     return times.dtype.kind == "M"
 
 
-NOT_TEXT = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
-"""Control characters, changes of direction, halves of characters, and codes of no character."""
-
-
-def visible(text: str) -> str:
-    """Return a name as it can be shown: spaces for white space, and a mark for what is not text.
-
-    Names come from files. A bell or half a character would break a page or a picture, and a mark
-    of direction would turn the words after it around.
-    """
-    return NOT_TEXT.sub(lambda found: " " if found[0].isspace() else "\ufffd", text)
-
-
 def percent(level: float) -> str:
-    """A probability in words: 0.9 is "90%"."""
+    """Return a probability as a percentage: 0.9 is "90%"."""
     return f"{100 * level:g}%"
 
 

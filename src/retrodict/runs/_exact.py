@@ -1,4 +1,4 @@
-"""Moments that linear-Gaussian models know: of rows ahead, and of new observations of rows."""
+"""Moments in closed form under linear-Gaussian models: one step ahead, and of new observations."""
 
 from typing import Any, NamedTuple
 
@@ -20,20 +20,22 @@ class Moments(NamedTuple):
 def one_step_ahead(
     model: rd.StateSpaceModel, ys: Any, *, mask: Any = None, inputs: Any = None
 ) -> Moments:
-    """The law of each row given the rows before it.
+    """Return the moments of each row given the rows before it.
 
     Args:
         model: a linear-Gaussian model without wrappers.
         ys: one series, of shape `(time, obs)`.
-        mask: true where an entry was seen.
+        mask: true where an entry was observed.
         inputs: inputs, of shape `(time, input)`, if the model takes them.
     """
     filtered = rd.kalman_smoother(model, ys, mask=mask, inputs=inputs).chain.laws
     return _numbers(_ahead(model, filtered.mean, filtered.covariance, _array(inputs)))
 
 
-def seen_anew(model: rd.StateSpaceModel, mean: Any, covariance: Any, inputs: Any) -> Moments:
-    """The law of a new observation of each row.
+def replicate_moments(
+    model: rd.StateSpaceModel, mean: Any, covariance: Any, inputs: Any
+) -> Moments:
+    """Return the moments of a new observation of each row.
 
     Args:
         model: a model with a linear-Gaussian emission, without wrappers.
@@ -69,7 +71,7 @@ def _ahead(
 def _images(
     kernel: Any, mean: jax.Array, covariance: jax.Array, us: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The moments of what a linear-Gaussian kernel makes of each row: w m + b and w P wᵀ + s sᵀ."""
+    """Return the moments of each row after a linear-Gaussian kernel: w m + b and w P wᵀ + s sᵀ."""
 
     def image(m: jax.Array, p: jax.Array, u: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         law = kernel.law(m, u)

@@ -1,6 +1,6 @@
-"""The folder of a run as files: its record and what that says, checked, without a single array.
+"""The folder of a run as files: its record, validated, without arrays.
 
-Nothing here needs JAX, so that a run is described at once.
+This module does not import JAX, so that describing a run is fast.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ REPORT = "report.html"
 
 
 class RunError(UserError):
-    """A run folder that cannot be used as asked, in one line."""
+    """An error of a run folder or its options, with a message of one line."""
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
-    """What a run says of itself, without its arrays: model, data, options and results.
+    """Read the record of a run: model, data, options and results.
 
-    Its files are compared with what `fit` wrote.
+    The files of the run are compared with their hashes.
 
     Args:
         path: the folder.
@@ -130,11 +130,11 @@ _SCHEMA: dict[str, Any] = {
         },
     },
 }
-"""What a record must have: a type, one of several, a list of texts, or a table of these."""
+"""The schema of a record: alternatives of types, lists of texts, or tables of these."""
 
 
 def _check(record: Mapping[str, Any], place: Path) -> None:
-    """Refuse a record without what every run has, or with values of other types."""
+    """Refuse a record with missing entries or values of wrong types."""
     if wrong := _mismatch(record, _SCHEMA, ""):
         raise RunError(f"{place}: {wrong}. `fit` did not write it so; fit again to another folder.")
     unknown = [*set(record["layout"]) - set(_SCHEMA["layout"])]
@@ -145,18 +145,18 @@ def _check(record: Mapping[str, Any], place: Path) -> None:
 
 
 def _mismatch(value: Any, expected: Any, name: str) -> str | None:
-    """Say which entry of a record is missing or of another type; `None` if all are right."""
+    """Describe an entry that is missing or of a wrong type; return `None` if there is none."""
     if not isinstance(expected, dict):
         fits = any(_is_of(value, kind) for kind in expected)
         return None if fits else f"{name} is missing or of another type"
     if not isinstance(value, dict):
         return f"{name} is missing or of another type"
     named = {key: expected[str] for key in value} if str in expected else expected
-    found = (
+    mismatches = (
         _mismatch(value.get(key, _MISSING), kind, f"{name}.{key}".strip("."))
         for key, kind in named.items()
     )
-    return next((wrong for wrong in found if wrong), None)
+    return next((wrong for wrong in mismatches if wrong), None)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -170,10 +170,10 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def likelihood_in_words(results: Mapping[str, Any]) -> str:
-    """How likely the data are under a fitted model, in all and by row.
+    """Describe the log-likelihood of a fitted model, in total and per row.
 
     Args:
-        results: those of the record of a run.
+        results: the results in the record of a run.
     """
     exact = results["objective"] == "log-evidence"
     what = "log-likelihood" if exact else "ELBO, a lower bound of the log-likelihood,"
@@ -187,19 +187,19 @@ def likelihood_in_words(results: Mapping[str, Any]) -> str:
 
 
 def parameter_lines(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The parameters by name, where entries that are fixed at one value are one line.
+    """Return the parameters by name, with entries fixed at one value as one line.
 
     Args:
-        results: those of the record of a run.
+        results: the results in the record of a run.
     """
     lines: list[tuple[str, dict[str, Any]]] = []
     owner = first = None
-    for name, found in results["parameters"].items():
+    for name, line in results["parameters"].items():
         at = _BY_INDEX.fullmatch(name) or _BY_NAME.fullmatch(name)
-        if at and at[1] == owner and lines[-1][1] == found and not found["learned"]:
-            lines[-1] = (f"{owner}[{first}..{at[2]}]", found)
+        if at and at[1] == owner and lines[-1][1] == line and not line["learned"]:
+            lines[-1] = (f"{owner}[{first}..{at[2]}]", line)
             continue
-        lines.append((name, found))
+        lines.append((name, line))
         owner, first = at.groups() if at else (None, None)
     return lines
 
@@ -209,7 +209,7 @@ _BY_NAME = re.compile(r"([^\[]*)\[([^,]*)\]")
 
 
 def unit_in_words(record: Mapping[str, Any]) -> str:
-    """Return in what unit of time the parameters of a run are; empty if it is its regular step.
+    """Describe the time unit of the parameters of a run; empty if it is the regular step.
 
     Args:
         record: the record of a run.
@@ -224,15 +224,15 @@ def unit_in_words(record: Mapping[str, Any]) -> str:
 
 
 def as_plain(value: Any) -> Any:
-    """What JSON makes of a value: tuples as lists, keys as texts."""
+    """Return a value as JSON stores it: tuples as lists, keys as texts."""
     return json.loads(json.dumps(value))
 
 
 def checksum_of(record: Mapping[str, Any]) -> str:
-    """The SHA-256 of a record, however its keys are ordered."""
+    """Return the SHA-256 of a record, independent of the order of its keys."""
     return digest_of(json.dumps(record, sort_keys=True).encode())
 
 
 def digest_of(content: bytes) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     return hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""The lines of a stream: rows as they are read, and answers as they are written."""
+"""Lines of a stream: rows that are read, and answers that are written."""
 
 import json
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from retrodict import data
 from retrodict._workspace import as_csv
 
 LONGEST_LINE = 1 << 24
-"""Bytes of the longest line that is read; what has no end of line would fill the memory."""
+"""The largest number of bytes of a line; input without an end of line would fill the memory."""
 
 
 def arriving(source: Any) -> Iterator[list[str]]:
-    """Yield lines as they come: as many as are there, and at least one.
+    """Yield lines as they arrive: as many as are available, and at least one.
 
     Raises:
         DataError: if a line is not UTF-8, or too long.
@@ -43,7 +43,7 @@ def _decoded(line: bytes) -> str:
 
 
 class Answers(NamedTuple):
-    """Rows of answers; moments of the smoothed row are NaN before there is one."""
+    """Answers to rows: filtered moments, and smoothed moments of earlier rows where `ready`."""
 
     times: np.ndarray
     filtered: tuple[np.ndarray, np.ndarray] | None
@@ -53,7 +53,7 @@ class Answers(NamedTuple):
 
 
 def header(names: list[str]) -> bytes:
-    """The first line of answers."""
+    """Return the header of a file of answers."""
     parts = ["time", *(f"{name}_{what}" for name in names for what in ("mean", "std"))]
     parts += ["smoothed_time"]
     parts += [f"{name}_smoothed_{what}" for name in names for what in ("mean", "std")]
@@ -61,7 +61,7 @@ def header(names: list[str]) -> bytes:
 
 
 def written(answers: Answers, names: list[str], as_json: bool) -> bytes:
-    """Answers as lines of comma-separated values, or of JSON."""
+    """Return answers as lines of comma-separated values or of JSON."""
     lines = []
     times = as_texts(answers.times)
     behind = as_texts(answers.smoothed_times)
@@ -96,16 +96,16 @@ def _by_name(names: list[str], cells: list[Any]) -> dict[str, dict[str, float]]:
 
 
 def _interleaved(moments: tuple[np.ndarray, np.ndarray]) -> list[list[float]]:
-    """Means and deviations side by side, to ten digits.
+    """Return means and standard deviations in turn, rounded to ten digits.
 
-    How rows are cut into chunks changes the last of the sixteen digits, and must not be seen.
+    The last of the sixteen digits depends on how rows are cut into chunks; answers must not.
     """
     rows = np.stack(moments, axis=-1).reshape(len(moments[0]), -1).tolist()
     return [[float(f"{cell:.10g}") for cell in row] for row in rows]
 
 
 def as_texts(times: np.ndarray) -> list[str]:
-    """Times as they are written."""
+    """Return times as texts."""
     if times.dtype.kind == "M":
         return [str(stamp).removesuffix(".000000") for stamp in times]
     # Whole numbers look the same whether or not other rows of their chunk are whole.

@@ -1,36 +1,25 @@
-"""The panels of a series as one still picture, in a file."""
+"""The panels of a series as one static picture, in a file."""
 
-import io
 import os
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from retrodict._pages import render_figure, visible
 from retrodict._workspace import write_atomically
-from retrodict.runs._content import Band, SeriesPanel, is_dated, percent, sides, visible
+from retrodict.runs._content import Band, SeriesPanel, is_dated, percent, sides
 
 FORMATS = (".png", ".svg", ".pdf")
-"""The kinds of file that `plot` writes, by suffix."""
+"""The suffixes of the files that `plot` writes."""
 
-_STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 8.5,
+STYLE: Mapping[str, Any] = {
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
-    "legend.fontsize": 7.5,
-    "legend.frameon": False,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "axes.linewidth": 0.6,
     "axes.grid": True,
     "grid.color": "#e8ecf1",
     "grid.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "retrodict",
 }
 
 
@@ -42,19 +31,19 @@ def plot(
     level: float = 0.9,
     centre: str = "mean",
 ) -> None:
-    """Draws panels below one another, on one axis of time, and writes the picture whole.
+    """Draw panels below one another, with one time axis, and write the picture atomically.
 
-    Nothing of matplotlib's global state is changed, and the same panels give the same bytes.
+    matplotlib's global state is not changed, and the same panels give the same bytes.
 
     Args:
-        panels: what is drawn.
-        path: where to; the suffix says the format: .png, .svg or .pdf.
+        panels: the panels.
+        path: the file; its suffix is the format: .png, .svg or .pdf.
         title: the heading.
         level: the probability within the bands, for the legend.
-        centre: what the lines are, for the legend: "mean" or "median".
+        centre: the name of the lines in the legend: "mean" or "median".
 
     Raises:
-        ValueError: if there are no panels, or the suffix is another.
+        ValueError: if there are no panels, or the suffix is unknown.
         ImportError: if matplotlib is not installed.
     """
     if not panels:
@@ -65,7 +54,7 @@ def plot(
             _draw(panel, ax, level, centre)
         _legend(figure, axes)
         if title:
-            figure.suptitle(plain(title), x=0.01, ha="left", fontsize=10)
+            figure.suptitle(literal(title), x=0.01, ha="left", fontsize=10)
 
     write_picture(path, len(panels), draw)
 
@@ -73,49 +62,31 @@ def plot(
 def write_picture(
     path: str | os.PathLike[str], num_panels: int, draw: Callable[[Any, list[Any]], None]
 ) -> None:
-    """Writes panels below one another, whole or not at all, in the style of this library.
+    """Write panels below one another to a file, atomically.
 
     Args:
-        path: where to; the suffix says the format: .png, .svg or .pdf.
-        num_panels: how many panels.
-        draw: draws into the figure and its axes.
+        path: the file; its suffix is the format: .png, .svg or .pdf.
+        num_panels: the number of panels.
+        draw: draws, given the figure and its axes.
     """
-    path = Path(path)
-    suffix = check_picture(path)
-    try:
-        from matplotlib import rc_context, rcdefaults, rcParams
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Pictures need matplotlib: pip install 'retrodict[cli]', or pip install matplotlib."
-        ) from error
-    with rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Glyph .* missing"
-        )  # of a name in a script without a font
-        rcdefaults()  # not what a user has set for figures of their own
-        rcParams.update(_STYLE)
-        height = 0.5 + 1.9 * num_panels
-        figure = Figure(figsize=(7.5, height), dpi=160, layout="constrained")
-        draw(figure, list(figure.subplots(num_panels, 1, squeeze=False, sharex=True).ravel()))
-        content = io.BytesIO()
-        # Without the date the bytes are the same on every day.
-        dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[suffix]
-        figure.savefig(content, format=suffix[1:], metadata=dated)
-    write_atomically(path, content.getvalue())
+    suffix = check_picture(Path(path))[1:]
+    size = (7.5, 0.5 + 1.9 * num_panels)
+    files = render_figure(
+        draw, [suffix], size=size, dpi=160, rows=num_panels, style=STYLE, sharex=True
+    )
+    write_atomically(Path(path), files[suffix])
 
 
 def check_picture(path: Path) -> str:
-    """The suffix of a picture, refused if it is no format that is drawn."""
+    """Return the suffix of a picture; raise `ValueError` unless it is one of `FORMATS`."""
     suffix = path.suffix.lower()
     if suffix not in FORMATS:
         raise ValueError(f"{path.name}: a picture ends in {', '.join(FORMATS)}, not {suffix!r}.")
     return suffix
 
 
-def plain(text: str) -> str:
-    """Text as it stands, for a picture."""
-    # A dollar sign in a name is no formula.
+def literal(text: str) -> str:
+    """Return a text that matplotlib shows as it is: a dollar sign does not start a formula."""
     return visible(text).replace("$", r"\$")
 
 
@@ -133,7 +104,7 @@ def _draw(panel: SeriesPanel, ax: Any, level: float, centre: str) -> None:
     if panel.observed is not None:
         count = max(1, int(np.isfinite(panel.observed).sum()))
         size = min(2.6, max(0.8, 1200 / count))
-        # Many points are drawn below the band, which they would hide.
+        # Many points would hide the band, and are drawn below it.
         below = count > 1000
         ax.plot(
             panel.times,
@@ -146,7 +117,7 @@ def _draw(panel: SeriesPanel, ax: Any, level: float, centre: str) -> None:
             alpha=0.45 if below else 1.0,
             label="observed",
             zorder=1 if below else 4,
-            rasterized=count > 5000,  # else each point is an object of an SVG or a PDF
+            rasterized=count > 5000,  # otherwise each point is an object of an SVG or PDF file
         )
     gaps = panel.gaps()
     if gaps.size:
@@ -163,7 +134,7 @@ def _draw(panel: SeriesPanel, ax: Any, level: float, centre: str) -> None:
             label="missing",
             zorder=5,
         )
-    ax.set_title(plain(panel.title))
+    ax.set_title(literal(panel.title))
     ax.margins(x=0.01)
     if is_dated(panel.times):
         from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
@@ -174,7 +145,7 @@ def _draw(panel: SeriesPanel, ax: Any, level: float, centre: str) -> None:
 
 
 def _legend(figure: Any, axes: Sequence[Any]) -> None:
-    """One legend for all panels: what any of them shows."""
+    """Draw one legend for all panels."""
     marks = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -182,7 +153,7 @@ def _legend(figure: Any, axes: Sequence[Any]) -> None:
     legend = figure.legend(
         marks.values(), marks.keys(), loc="outside lower center", ncols=len(marks)
     )
-    for handle in legend.legend_handles:  # seen in the legend, however fine the marks are
+    for handle in legend.legend_handles:  # visible in the legend, however fine the marks are
         handle.set_alpha(1.0)
         if handle.get_marker() == "o":
             handle.set_markersize(3)

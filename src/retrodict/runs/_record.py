@@ -1,4 +1,4 @@
-"""A run: what was fitted to which data and how, written to its folder and found again."""
+"""Runs: a fitted model with its record, written to a folder and opened again."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -27,19 +27,19 @@ from retrodict.runs._folder import (
 )
 
 Model: TypeAlias = str | rd.StateSpaceModel | Callable[[], rd.StateSpaceModel] | models.ModelSpec
-"""What `retrodict.models.load` takes."""
+"""The models that `retrodict.models.load` accepts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A fitted model, the family that smooths for it, and how both came about.
+    """A fitted model, the family that smooths for it, and the record of the fit.
 
     Attributes:
         path: its folder.
-        spec: the model as it was asked for.
-        model: the model with what was learned.
-        family: the family that was trained; `None` for linear-Gaussian models, which need none.
-        record: the rest, as JSON stores it: layout of the table, options, data, results.
+        spec: the specification of the model.
+        model: the fitted model.
+        family: the trained family; `None` for linear-Gaussian models, which need none.
+        record: the content of `run.json`: layout of the table, options, data, results.
     """
 
     path: Path
@@ -50,26 +50,30 @@ class Run:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """How `retrodict.data.read` is to read a table for this run."""
+        """The arguments with which `retrodict.data.read` reads a table for this run."""
         return dict(self.record["layout"])
 
     @property
+    def input_dim(self) -> int:
+        """The number of inputs of a row, the length of the step included."""
+        return len(self.layout["inputs"] or ()) + bool(self.layout["step_input"])
+
+    @property
     def is_exact(self) -> bool:
-        """Whether smoothing is exact, since the model is linear and Gaussian."""
+        """Whether smoothing is exact because the model is linear and Gaussian."""
         return self.family is None
 
     @property
     def smoother(self) -> rd.AbstractFamily:
-        """The family by which rows are smoothed as they come; the exact one if there is one."""
+        """The family that smooths rows of a stream: the Kalman family if smoothing is exact."""
         if self.family is not None:
             return self.family
-        width = len(self.layout["inputs"] or ()) + bool(self.layout["step_input"])
-        return rd.KalmanFamily(rd.unwrap(self.model), input_dim=width or None)
+        return rd.KalmanFamily(rd.unwrap(self.model), input_dim=self.input_dim or None)
 
     def rows(self) -> data.Rows | None:
-        """Return the rows that the run was fitted to; `None` if its folder does not hold them.
+        """Return the rows that the run was fitted to; `None` if they are not in its folder.
 
-        Runs of several series, and those that were learned along a stream, do not hold them.
+        Runs of several series, and those learned from a stream, do not store them.
         """
         if ROWS not in self.record["files"]:
             return None
@@ -78,8 +82,10 @@ class Run:
             times = np.asarray(times).astype("datetime64[us]") if dates else np.asarray(times)
             rows = data.Rows(times, np.asarray(ys), None if inputs is None else np.asarray(inputs))
             width = 0 if rows.inputs is None else rows.inputs.shape[1]
-            taken = len(self.layout["inputs"] or ()) + bool(self.layout["step_input"])
-            if rows.ys.shape != (len(times), len(self.layout["columns"])) or width != taken:
+            if (rows.ys.shape, width) != (
+                (len(times), len(self.layout["columns"])),
+                self.input_dim,
+            ):
                 raise ValueError("its rows do not have the columns of the run")
         except (rd.CheckpointError, TypeError, ValueError, IndexError) as error:
             raise RunError(
@@ -96,7 +102,7 @@ def write(
     record: Mapping[str, Any],
     rows: data.Rows | None = None,
 ) -> Run:
-    """Write a finished run: its record last, so that a folder with a record is whole."""
+    """Write a finished run, its record last: a folder with a record is complete."""
     rd.save(path / MODEL, model)
     if family is not None:
         rd.save(path / FAMILY, family)
@@ -122,17 +128,17 @@ def open_run(path: str | Path, *, model: Model | None = None) -> Run:
     """Open the folder of a finished run.
 
     The folder is data: no code in it is run, and nothing is imported because a run names it. A run
-    of a model of your own refers to Python code, `module:name`, which must be named once more.
+    of your own model refers to Python code, `module:name`, which you must name again.
 
     Args:
         path: the folder.
         model: the model that the run was fitted with: its reference, such as `"my_module:model"`,
-            the model itself, or a function of no arguments that returns it. Needed for models of
-            your own, unless they were given as objects without functions that no file stores.
+            the model itself, or a function without arguments that returns it. Needed for your own
+            models, unless they were passed as objects without functions.
 
     Raises:
         RunError: if there is no run, or it is unfinished, of another version, or was altered, or if
-            it needs a `model` and none or another one is given.
+            it needs a `model` and none or a different one is given.
     """
     path = Path(path)
     record = read_record(path)
@@ -152,13 +158,13 @@ def open_run(path: str | Path, *, model: Model | None = None) -> Run:
             )
         raise RunError(f"{path}: ", error, *needed) from error
     if not isinstance(loaded, rd.StateSpaceModel):
-        raise RunError(f"{path / MODEL} holds no model. Fit again to another folder.")
+        raise RunError(f"{path / MODEL} contains no model. Fit again to another folder.")
     if family is not None and not isinstance(family, rd.AbstractFamily):
-        raise RunError(f"{path / FAMILY} holds no family. Fit again to another folder.")
+        raise RunError(f"{path / FAMILY} contains no family. Fit again to another folder.")
     run = Run(path, spec, loaded, family, record)
     try:
         _trace(run)
-    except Exception as error:  # whatever arrays of other shapes and types may raise
+    except Exception as error:  # arrays of wrong shapes and types can raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise RunError(
             f"{path}: its model does not work on rows of its table ({reason}). Fit again to another"
@@ -168,10 +174,9 @@ def open_run(path: str | Path, *, model: Model | None = None) -> Run:
 
 
 def _trace(run: Run) -> None:
-    """Call the model and the family on two rows without computing anything."""
-    width = len(run.layout["inputs"] or ()) + run.layout["step_input"]
+    """Trace the model and the family on two rows without computing anything."""
     ys = np.zeros((2, len(run.layout["columns"])))
-    us = np.zeros((2, width)) if width else None
+    us = np.zeros((2, run.input_dim)) if run.input_dim else None
 
     def call(model: rd.StateSpaceModel, family: rd.AbstractFamily | None) -> Any:
         inputs = us if rd.unwrap(model).takes_input else None
@@ -185,9 +190,9 @@ def _trace(run: Run) -> None:
 def _named(
     path: Path, spec: models.ModelSpec, model: Model | None, obs_dim: int
 ) -> tuple[models.ModelSpec, rd.StateSpaceModel | None]:
-    """Return the specification, and the model that has the functions which a file does not store.
+    """Return the specification, and a model with the functions that a file does not store.
 
-    The latter is `None` for ready models and for objects that were not given again. Only a
+    The model is `None` for ready models and for objects that were not passed again. Only a
     reference that the caller has named is imported.
     """
     reference = model.reference if isinstance(model, models.ModelSpec) else model

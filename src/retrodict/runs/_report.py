@@ -1,4 +1,4 @@
-"""The report and the pictures of a run."""
+"""Write the report and the pictures of a run."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ from retrodict.runs._content import (
     Series,
     SeriesPanel,
 )
-from retrodict.runs._exact import seen_anew
+from retrodict.runs._exact import replicate_moments
 from retrodict.runs._folder import (
     REPORT,
     TRAINING,
@@ -42,10 +42,9 @@ from retrodict.runs._record import Run
 PAGE_STAGE = "the report"
 
 FEWEST_REPLICATES, MOST_REPLICATES, MOST_DRAWN = 200, 2000, 4_000_000
-"""Draws of each observation, of which the bands around columns are quantiles where the model does
-not know them: as many as the rows allow."""
+"""Draws per observation for bands that have no closed form: as many as the rows allow."""
 
-OPEN = " They lie between quantiles of draws, and are open between two modes."
+OPEN = " They are quantiles of draws, with a gap between two modes."
 
 MOST_POINTS_OF_TRAINING = 500
 
@@ -61,21 +60,21 @@ def write_report(
     command: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Writes the page of a run: data and bands, parameters, training, diagnostics.
+    """Write the report of a run: data and bands, parameters, training, diagnostics.
 
     Args:
         run: the run.
         table: the data, read with `run.layout`; where several processes share them, the first
-            series are looked at.
-        steps: rows to forecast beyond the data.
+            series are shown.
+        steps: the number of rows to forecast.
         level: the probability within bands and intervals.
-        seed: of all that is drawn.
-        found: what `check` found, if it was run already.
-        command: the command line that makes the run again, if there is one.
-        progress: who is told how far it is: of the checks, and of the page as one more stage.
+        seed: the random seed.
+        found: the result of `check`, if it is available.
+        command: the command line that reproduces the run, if there is one.
+        progress: progress callback for the checks, and for the report as one more stage.
 
     Returns:
-        The path of the page, in the folder of the run.
+        The path of the report, in the folder of the run.
     """
     progress = progress or Quiet()
     described, whole = table.described(), table
@@ -92,8 +91,8 @@ def write_report(
         data=described,
         series=_series(run, table, steps, level, seed),
         level=level,
-        band="Bands of columns are of new observations given all rows; those of states of the"
-        f" states themselves.{'' if run.is_exact else OPEN}",
+        band="Bands of columns are for new observations given all rows; bands of states are for the"
+        f" states.{'' if run.is_exact else OPEN}",
         centre=_centre(run),
         parameters=[_parameter(*line) for line in parameter_lines(results)],
         parameters_method=f"{unit_in_words(run.record)} {results['uncertainty']}".strip(),
@@ -108,7 +107,7 @@ def write_report(
             ("retrodict", library_version()),
             ("jax", jax.__version__),
             ("seed", str(run.record["options"]["seed"])),
-            ("SHA-256 of the data, summed over series", run.record["data"]["sha256"]),
+            ("SHA-256 of the data, combined over series", run.record["data"]["sha256"]),
         ],
     )
     place = run.path / REPORT
@@ -131,31 +130,31 @@ def draw(
     series: int = 0,
     all_states: bool = False,
 ) -> None:
-    """Draws a series, its smoothed states and a forecast into a picture.
+    """Draw a series, its smoothed states and a forecast to a picture.
 
     Args:
         run: the run.
         table: the data, read with `run.layout`.
         out: a `.png`, `.svg` or `.pdf` file.
-        steps: rows to forecast beyond the data.
-        inputs: inputs of those rows, of all series, as in `forecast`.
-        times: of those rows, of all series, as in `forecast`.
+        steps: the number of rows to forecast.
+        inputs: the inputs of these rows for all series, as in `forecast`.
+        times: the times of these rows for all series, as in `forecast`.
         level: the probability within bands.
-        seed: of all that is drawn.
-        series: which of several series, by its place.
-        all_states: whether to draw the states that are only earlier values of others, too.
+        seed: the random seed.
+        series: the index of the series.
+        all_states: whether to draw states that only store earlier values of others, too.
     """
     identifiers = table.series
     one = table if identifiers is None else table.select([identifiers[series]])
     place = slice(series, series + 1)
-    own_inputs = None if inputs is None else np.asarray(inputs)[place]
-    own_times = None if times is None else times[place]
-    (found,) = _series(run, one, steps, level, seed, own_inputs, own_times, all_states=all_states)
-    plot(found.panels, out, title=found.name, level=level, centre=_centre(run))
+    inputs = None if inputs is None else np.asarray(inputs)[place]
+    times = None if times is None else times[place]
+    (content,) = _series(run, one, steps, level, seed, inputs, times, all_states=all_states)
+    plot(content.panels, out, title=content.name, level=level, centre=_centre(run))
 
 
 def _centre(run: Run) -> Literal["mean", "median"]:
-    """What the line within a band is."""
+    """Return what the line within a band is."""
     return "mean" if run.is_exact else "median"
 
 
@@ -164,7 +163,7 @@ def _how(results: Mapping[str, Any]) -> str:
     value = f"{value[0].upper()}{value[1:]}."
     if results["method"] == "exact":
         return f"The model is linear and Gaussian: smoothing is exact. {value}"
-    return f"Smoothing is by a family that was trained on series of the fitted model. {value}"
+    return f"Smoothing is by a family trained on series simulated from the fitted model. {value}"
 
 
 def _parameter(name: str, found: Mapping[str, Any]) -> ParameterLine:
@@ -176,7 +175,7 @@ def _parameter(name: str, found: Mapping[str, Any]) -> ParameterLine:
 
 
 def _curves(path: Path) -> list[Curve]:
-    """What was watched while learning and training, thinned to what a page shows."""
+    """Return the training curves, thinned to the points that a page shows."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in csv.reader(io.StringIO(path.read_text())):
         if row and row[0] != "stage" and row[2]:
@@ -200,7 +199,7 @@ def _series(
     *,
     all_states: bool = False,
 ) -> list[Series]:
-    """The panels of the first series, as many as a page holds."""
+    """Return the panels of the first series, as many as a page may hold."""
     if table.num_series > MAX_SERIES and table.series is not None:
         table = table.select(table.series[:MAX_SERIES])
     smoothed = smooth(run, table, seed=seed)
@@ -231,7 +230,7 @@ def _series(
 def _panel(
     table: data.Table, i: int, place: int, title: str, band: Band, ahead: Band | None
 ) -> SeriesPanel:
-    """One column or state of a series."""
+    """Return the panel of one column or state of a series."""
     observed = None
     if place < len(table.names):
         rows = int(table.length[i])
@@ -243,12 +242,12 @@ def _panel(
 def _columns(
     run: Run, table: data.Table, smoothed: rd.Smoothed, level: float, seed: int
 ) -> list[list[Band]]:
-    """Of each column, and of each series: the band of new observations of its rows."""
+    """Return the bands of new observations, by column and series."""
     if not run.is_exact:
         return _of_draws(table.times, _replicates(run, table, smoothed, seed), level)
     model, reach = rd.unwrap(run.model), NormalDist().inv_cdf(0.5 + level / 2)
     found = [
-        seen_anew(
+        replicate_moments(
             model,
             smoothed.mean[i],
             smoothed.covariance[i],
@@ -264,7 +263,7 @@ def _columns(
 def _states(
     run: Run, table: data.Table, smoothed: rd.Smoothed, level: float, seed: int
 ) -> list[list[Band]]:
-    """Of each state, and of each series: its band."""
+    """Return the bands of the states, by state and series."""
     if not run.is_exact:
         return _of_draws(table.times, _paths(run, table, smoothed, seed), level)
     lower, upper = data.gaussian_ends(smoothed.mean, smoothed.covariance, level)
@@ -272,7 +271,7 @@ def _states(
 
 
 def _coming(ahead: rd.Forecast, times: Sequence[np.ndarray], level: float) -> list[list[Band]]:
-    """Of each column and each state, and of each series: the band of what comes next."""
+    """Return the bands of the forecast, by column or state and series."""
     found: list[list[Band]] = []
     for exact, mean, covariance, draws in (
         (ahead.gaussian, ahead.mean, ahead.covariance, ahead.observations),
@@ -289,7 +288,7 @@ def _coming(ahead: rd.Forecast, times: Sequence[np.ndarray], level: float) -> li
 def _between(
     times: Sequence[np.ndarray], centre: np.ndarray, lower: np.ndarray, upper: np.ndarray
 ) -> list[list[Band]]:
-    """Bands from ends of shape `(batch, time, column)`: of each column, and of each series."""
+    """Return bands from ends of shape `(batch, time, column)`, by column and series."""
     return [
         [
             Band(
@@ -305,7 +304,7 @@ def _between(
 
 
 def _of_draws(times: Sequence[np.ndarray], draws: np.ndarray, level: float) -> list[list[Band]]:
-    """Bands from draws of shape `(batch, sample, time, column)`, likewise."""
+    """Return bands from draws of shape `(batch, sample, time, column)`, likewise."""
     return [
         [Band.of_draws(own, draws[i, :, : len(own), place], level) for i, own in enumerate(times)]
         for place in range(draws.shape[-1])
@@ -313,7 +312,7 @@ def _of_draws(times: Sequence[np.ndarray], draws: np.ndarray, level: float) -> l
 
 
 def _replicates(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -> np.ndarray:
-    """New observations of every row, of shape `(batch, sample, time, obs)`."""
+    """Draw new observations of every row, of shape `(batch, sample, time, obs)`."""
     model = rd.unwrap(run.model)
     keys = jax.random.split(jax.random.key(seed), table.num_series)
     us = table.inputs
@@ -330,7 +329,7 @@ def _replicates(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -
 
 
 def _paths(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -> np.ndarray:
-    """Paths of the states, of shape `(batch, sample, time, state)`."""
+    """Draw paths of the states, of shape `(batch, sample, time, state)`."""
     keys = jax.random.split(jax.random.key(seed), table.num_series)
     count = _num_draws(smoothed.mean.size)
 

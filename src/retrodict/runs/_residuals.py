@@ -1,4 +1,4 @@
-"""Does the model fit the data? One-step-ahead residuals, and points that were hidden."""
+"""Tests of a model on data: one-step-ahead residuals, and coverage of hidden points."""
 
 from typing import Any, NamedTuple
 
@@ -13,29 +13,29 @@ import retrodict as rd
 from retrodict.runs._exact import one_step_ahead
 
 NUM_LAGS = 10
-"""Autocorrelations that are tested together."""
+"""The number of autocorrelations tested together."""
 
 TINY = 1e-12
-"""Levels of zero and one would have infinite quantiles."""
+"""The distance of levels from zero and one, whose quantiles are infinite."""
 
 LEAST_EFFECTIVE = 0.02
-"""The effective share of particles, in the median of rows, below which a filter knows nothing."""
+"""The median effective share of particles below which a filter is not used."""
 
 WIDE = 3.0
-"""Rows whose law is so many times wider than the median are of the prior and say nothing."""
+"""Rows whose law is this many times wider than the median depend on the prior, and are ignored."""
 
 NUM_BINS = 10
-"""Bins in which the levels of residuals are counted."""
+"""The number of bins of the chi-square test of levels."""
 
 
 class Test(NamedTuple):
-    """A statistic with a chi-square law if the model is right, and how often it is larger then.
+    """A statistic with a chi-square law under the model, and its p-value.
 
     Attributes:
-        name: what is tested.
+        name: the tested property.
         statistic: its value.
-        p_value: the probability of a larger one; NaN where there are too few points.
-        meaning: what a small one speaks for.
+        p_value: the probability of a larger value; NaN if there are too few points.
+        meaning: the interpretation of a small p-value.
     """
 
     name: str
@@ -53,26 +53,26 @@ def levels(
     inputs: Any = None,
     num_particles: int = 1000,
 ) -> np.ndarray:
-    """The level of each observation in its law given the rows before it.
+    """Return the level of each observation in its law given the rows before it.
 
     u_k = P(y < y_k | y_{0:k-1}) + V P(y = y_k | y_{0:k-1}), with V uniform, which breaks the ties
     of counts. Under the model these are independent and uniform on (0, 1). Probabilities are exact
-    for linear-Gaussian models, and else those of particles that are moved on and seen anew.
+    for linear-Gaussian models, and otherwise those of predicted particles.
 
-    The prior of a state that wanders is made wide, and the first rows lie in the middle of it
-    whatever they are: in linear-Gaussian models, where its width does not depend on the data, rows
-    with a law far wider than the others have no level. If particles are too poor none has.
+    The prior of a nonstationary state is wide, and the first rows are near its centre whatever they
+    are: in linear-Gaussian models, where the width does not depend on the data, rows with a law far
+    wider than the others have no level. If the particle filter degenerates, no row has a level.
 
     Args:
         key: a typed key.
         model: the model.
         ys: one series, of shape `(time, obs)`.
-        mask: true where an entry was seen.
+        mask: true where an entry was observed.
         inputs: inputs, of shape `(time, input)`, if the model takes them.
-        num_particles: how many particles.
+        num_particles: the number of particles.
 
     Returns:
-        Levels of shape `(time, obs)`, NaN where nothing was seen.
+        Levels of shape `(time, obs)`, NaN where nothing was observed.
     """
     filter_key, draw_key, tie_key = jax.random.split(key, 3)
     model = rd.unwrap(model)
@@ -94,7 +94,7 @@ def levels(
     values = np.asarray(ys)[:, None]
     below = np.mean(np.asarray(drawn) < values, axis=1)
     equal = np.mean(np.asarray(drawn) == values, axis=1)
-    # Levels of zero and one would have infinite quantiles: half a particle away from them.
+    # Levels of zero and one have infinite quantiles: keep half a particle away from them.
     edge = 0.5 / num_particles
     found = np.clip(below + np.asarray(ties) * equal, edge, 1 - edge)
     return np.where(seen, found, np.nan)
@@ -104,7 +104,7 @@ def levels(
 def _seen_ahead(
     model: rd.StateSpaceModel, particles: Any, log_weights: Any, key: Any, us: Any
 ) -> jax.Array:
-    """Draws of each row given the rows before it, of shape `(time, particle, obs)`."""
+    """Draw each row given the rows before it, of shape `(time, particle, obs)`."""
     count = particles.shape[1]
     first_key, key = jax.random.split(key)
     first = jax.vmap(model.prior.sample)(jax.random.split(first_key, count))
@@ -132,16 +132,18 @@ def _seen_ahead(
     return jax.vmap(see, (0, 0, None if us is None else 0))(keys[1], states, us)
 
 
-def residual_tests(found: list[np.ndarray]) -> list[Test]:
-    """Tests of the levels of one column, of one or more series.
+def residual_tests(series: list[np.ndarray]) -> list[Test]:
+    """Test the levels of one column in one or more series.
 
     Args:
-        found: the levels of each series, NaN where nothing was seen.
+        series: the levels of each series, NaN where nothing was observed.
     """
-    z = [np.where(np.isnan(u), np.nan, np.asarray(ndtri(np.nan_to_num(u, nan=0.5)))) for u in found]
+    z = [
+        np.where(np.isnan(u), np.nan, np.asarray(ndtri(np.nan_to_num(u, nan=0.5)))) for u in series
+    ]
     squared = [_centred(each**2 - 1) for each in z]
     return [
-        _uniform(np.concatenate(found)),
+        _uniform(np.concatenate(series)),
         _uncorrelated(
             "residuals do not follow each other",
             [_centred(each) for each in z],
@@ -161,7 +163,7 @@ def _centred(values: np.ndarray) -> np.ndarray:
 
 
 def _uniform(values: np.ndarray) -> Test:
-    """Pearson's test of the levels in bins of equal probability."""
+    """Apply Pearson's test to the levels in bins of equal probability."""
     seen = values[~np.isnan(values)]
     name = "residuals have the law that the model says"
     meaning = "a small p: another law of the noise, such as heavier tails or a skewed one"
@@ -174,7 +176,7 @@ def _uniform(values: np.ndarray) -> Test:
 
 
 def _uncorrelated(name: str, series: list[np.ndarray], meaning: str) -> Test:
-    """Q = Σ_k n_k ρ_k², where ρ_k is over the n_k pairs that are k rows apart and were seen."""
+    """Test Q = Σ_k n_k ρ_k², with ρ_k over the n_k observed pairs that are k rows apart."""
     seen = np.concatenate([each[~np.isnan(each)] for each in series])
     if seen.size < 5 * NUM_LAGS:
         return Test(name, np.nan, np.nan, meaning)
@@ -195,13 +197,13 @@ def _test(name: str, statistic: float, degrees: int, meaning: str) -> Test:
 
 
 class Coverage(NamedTuple):
-    """How often an interval held what had been hidden from the smoother.
+    """The coverage of intervals for entries that were hidden from the smoother.
 
     Attributes:
         level: the probability of the interval.
-        inside: how many hidden entries lay in it.
-        hidden: how many were hidden.
-        p_value: of the two-sided binomial test (normal approximation).
+        inside: the number of hidden entries inside it.
+        hidden: the number of hidden entries.
+        p_value: the p-value of the two-sided binomial test (normal approximation).
     """
 
     level: float
@@ -211,26 +213,28 @@ class Coverage(NamedTuple):
 
 
 def hide(key: Any, mask: np.ndarray, share: float, fewest: int) -> np.ndarray:
-    """Where seen entries are to be hidden: a share of them at random, then others if needed.
+    """Choose observed entries to hide: a random share of them, then others if needed.
 
     Args:
         key: a typed key.
-        mask: true where an entry was seen.
-        share: of the entries to hide at a time.
-        fewest: how many entries are to be hidden in all.
+        mask: true where an entry was observed.
+        share: the share of the entries hidden at a time.
+        fewest: the number of entries to hide in all.
 
     Returns:
-        Which are hidden each time, of shape `(times, *mask.shape)`. No entry is hidden twice, and
-        all are hidden once where they are too few.
+        The hidden entries of each time, of shape `(times, *mask.shape)`. No entry is hidden twice,
+        and all are hidden once if there are too few.
     """
-    drawn = np.asarray(jax.random.uniform(key, mask.shape))
-    parts = [mask & (drawn >= i * share) & (drawn < (i + 1) * share) for i in range(int(1 / share))]
+    uniform = np.asarray(jax.random.uniform(key, mask.shape))
+    parts = [
+        mask & (uniform >= i * share) & (uniform < (i + 1) * share) for i in range(int(1 / share))
+    ]
     enough = np.cumsum([part.sum() for part in parts]) >= fewest
     return np.stack(parts[: int(np.argmax(enough)) + 1] if enough.any() else parts)
 
 
 def coverage(ranks: np.ndarray, level: float = 0.9) -> Coverage:
-    """Coverage of central intervals from the levels of hidden entries in their predictive laws.
+    """Compute the coverage of central intervals from the levels of hidden entries.
 
     Args:
         ranks: levels in (0, 1), with ties broken at random as in `levels`.

@@ -1,4 +1,4 @@
-"""How sure the parameters of a run are: standard errors and intervals, and how they were found."""
+"""Standard errors and intervals of the parameters of a run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import retrodict as rd
 from retrodict import data, models
 from retrodict._workspace import Folder
+from retrodict.runs._names import parameter_entries
 
 LEVEL = 0.9
 """The probability of the intervals of parameters."""
@@ -25,109 +26,102 @@ METHODS = {
 }
 
 SIZES_OF_LOUIS: dict[str, Any] = {"num_particles": 500, "num_samples": 1000, "num_replicates": 20}
-"""Some seconds for a hundred rows."""
+"""Sizes that take some seconds per hundred rows."""
 
 MOST_REPLICATES = 160
-"""Where the data hold a few hundredths of what the states would say, many paths are needed to tell
-a little from nothing."""
+"""Needed where the data contain a few hundredths of the information of the states."""
 
 MOST_ROWS_OF_PATHS = 120_000_000
-"""Rows of all paths together, which bound the replicates of a long series to some two minutes; the
-first ones are drawn at any length."""
+"""Rows of all paths together, about two minutes; the first replicates are drawn at any length."""
 
 MOST_ROWS_OF_LOUIS = 20_000
 
 MOST_ROWS_OF_GRID, MOST_POINTS = 100_000, 2000
-"""How long series, and how many states, a grid may have."""
+"""The largest number of rows, and of grid points, for which a grid is used."""
 
 PARTICLES_OF_GRID, DEVIATIONS_OF_GRID = 500, 8.0
-"""By which filter it is seen where states lie, and how far beyond a grid goes."""
+"""The particles of the filter that locates the states, and the margin of the grid around them."""
 
 
-def uncertain(
+def parameter_table(
     folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters by name, entry by entry, with standard errors, and how these were found."""
+    """Return the entries of all parameters with standard errors, and how these were computed."""
     learned = models.named_parameters(model)
-    options = table.batch()
-    ys = options.pop("ys")
 
     def read(model: rd.StateSpaceModel) -> dict[str, Any]:
-        every = models.named_parameters(model, fixed=True)
-        return {name: every[name] for name in learned}
+        values = models.named_parameters(model, fixed=True)
+        return {name: values[name] for name in learned}
 
-    def compute() -> dict[str, Any]:
-        sizes: dict[str, Any] = {}
-        if not model.is_linear_gaussian:
-            too_many = {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
-            if isinstance(table, data.SharedTable):
-                return too_many  # or the processes would not share it
-            on_grid = _errors_on_grid(key, model, table, read)
-            if on_grid is not None:
-                return on_grid
-            if table.summary.num_rows > MOST_ROWS_OF_LOUIS:
-                return too_many
-            sizes = SIZES_OF_LOUIS | {"most_replicates": _most_replicates(table)}
-            if isinstance(rd.unwrap(model).transition, rd.AbstractGaussianKernel):
-                sizes = sizes | {
-                    "backward": rd.particles.RejectionBackward()
-                }  # its density is bounded
-        try:
-            found = rd.parameter_errors(key, model, ys, read=read, level=LEVEL, **sizes, **options)
-        except (ValueError, FloatingPointError) as error:
-            return {"refused": np.array(str(error))}
-        return _as_arrays(found)
-
-    stage = folder.stage("standard errors of the parameters", compute)
-    lines: dict[str, Any] = {}
+    stage = folder.stage(
+        "standard errors of the parameters", lambda: _compute(key, model, table, read)
+    )
     domains = models.parameter_domains(model)
-    every = models.named_parameters(model, fixed=True)
-    for name in (*learned, *(name for name in every if name not in learned)):
-        values = every[name]
-        for index in np.ndindex(values.shape):
-            line = {"value": float(values[index]), "learned": name in learned}
-            if name in learned and "refused" not in stage:
-                entry = f"{name}[{','.join(map(str, index))}]" if index else name
-                line |= _line(stage, name, index, line["value"], domains[entry])
-            lines[models.entry_name(model, name, index, table.names)] = line
+    lines: dict[str, Any] = {}
+    for title, (name, index, value, is_learned) in parameter_entries(model, table.names).items():
+        lines[title] = {"value": float(value), "learned": is_learned}
+        if is_learned and "refused" not in stage:
+            domain = domains[f"{name}[{','.join(map(str, index))}]" if index else name]
+            lines[title] |= _line(stage, name, index, float(value), domain)
     if "refused" in stage:
         return lines, {"uncertainty": f"No standard errors: {stage['refused']}"}
     status, distance = str(stage["status"]), float(stage["distance"])
-    return lines, {
-        "uncertainty": _in_words(
-            str(stage["method"]), status, distance, lines, float(stage["noise"])
-        ),
-        "status": status,
-        "distance": distance,
-    }
+    words = _in_words(str(stage["method"]), status, distance, lines, float(stage["noise"]))
+    return lines, {"uncertainty": words, "status": status, "distance": distance}
 
 
-def _as_arrays(found: rd.ParameterErrors) -> dict[str, Any]:
-    """What is kept of standard errors."""
-    arrays = {}
-    for what in ("standard_error", "lower", "upper"):
-        for name, value in getattr(found, what).items():
-            arrays[f"{what} {name}"] = value
+def _compute(
+    key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable, read: Any
+) -> dict[str, Any]:
+    """Return standard errors as arrays, or the reason why there are none as `"refused"`."""
+    options = table.batch()
+    sizes: dict[str, Any] = {}
+    if not model.is_linear_gaussian:
+        too_many = {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
+        if isinstance(table, data.SharedTable):
+            return too_many  # the processes would not share the computation
+        on_grid = _errors_on_grid(key, model, table, read)
+        if on_grid is not None:
+            return on_grid
+        if table.summary.num_rows > MOST_ROWS_OF_LOUIS:
+            return too_many
+        sizes = SIZES_OF_LOUIS | {"most_replicates": _most_replicates(table)}
+        if isinstance(rd.unwrap(model).transition, rd.AbstractGaussianKernel):
+            # Rejection sampling needs a bounded density.
+            sizes |= {"backward": rd.particles.RejectionBackward()}
+    try:
+        return _as_arrays(
+            rd.parameter_errors(key, model, read=read, level=LEVEL, **sizes, **options)
+        )
+    except (ValueError, FloatingPointError) as error:
+        return {"refused": np.array(str(error))}
+
+
+def _as_arrays(errors: rd.ParameterErrors) -> dict[str, Any]:
+    """Return standard errors as arrays for a stage file."""
     return {
-        **arrays,
-        "method": np.array(found.method),
-        "status": np.array(found.status),
-        "distance": np.array(found.distance),
-        "noise": np.array(_relative_noise(found)),
+        **{
+            f"{what} {name}": value
+            for what in ("standard_error", "lower", "upper")
+            for name, value in getattr(errors, what).items()
+        },
+        "method": np.array(errors.method),
+        "status": np.array(errors.status),
+        "distance": np.array(errors.distance),
+        "noise": np.array(_relative_noise(errors)),
     }
 
 
 def _errors_on_grid(
     key: Any, model: rd.StateSpaceModel, table: data.Table, read: Any
 ) -> dict[str, Any] | None:
-    """Standard errors of a model with one state; `None` where no grid is good enough.
+    """Return standard errors of a model with one state; `None` where no grid is fine enough.
 
-    They take seconds where paths take minutes, and have no noise.
+    They take seconds where paths take minutes, and have no Monte Carlo noise.
     """
     if model.state_dim != 1 or table.summary.num_rows > MOST_ROWS_OF_GRID:
         return None
     options = table.batch()
-    ys = options.pop("ys")
     lower, upper, width = _reach(key, rd.unwrap(model), table)
     if not (np.isfinite(lower) and lower < upper and width > 0):
         return None
@@ -135,33 +129,31 @@ def _errors_on_grid(
     for num_points in (fewest, 4 * fewest):
         grid = rd.Grid(np.array([lower]), np.array([upper]), num_points)
         try:
-            found = rd.parameter_errors(
-                key, model, ys, read=read, level=LEVEL, grid=grid, **options
-            )
+            errors = rd.parameter_errors(key, model, read=read, level=LEVEL, grid=grid, **options)
         except (ValueError, FloatingPointError):
             continue
-        return _as_arrays(found)
+        return _as_arrays(errors)
     return None
 
 
 def _reach(key: Any, model: rd.StateSpaceModel, table: data.Table) -> tuple[float, float, float]:
-    """Where the states of a model with one state lie, and how well each is known, by a filter."""
+    """Return the range of the states of a model with one state, and their precision."""
 
     @eqx.filter_jit
     def filtered(keys: Any, ys: Any, mask: Any, us: Any, length: Any) -> tuple[Any, Any]:
         def one(key: Any, ys: Any, mask: Any, us: Any, length: Any) -> tuple[Any, Any]:
             options = {"mask": mask, "inputs": us, "length": length, "strict": False}
-            found = rd.particle_filter(key, model, ys, PARTICLES_OF_GRID, **options)
-            return found.mean[:, 0], jnp.sqrt(found.covariance[:, 0, 0])
+            result = rd.particle_filter(key, model, ys, PARTICLES_OF_GRID, **options)
+            return result.mean[:, 0], jnp.sqrt(result.covariance[:, 0, 0])
 
         axes = (0, 0, 0, None if us is None else 0, 0)
         return eqx.filter_vmap(one, in_axes=axes)(keys, ys, mask, us, length)
 
     keys = jax.random.split(key, table.num_series)
     ys = np.where(table.mask, table.ys, np.nan)
-    found = filtered(keys, ys, table.mask, table.inputs, table.length)
+    moments = filtered(keys, ys, table.mask, table.inputs, table.length)
     exists = np.arange(ys.shape[1]) < table.length[:, None]
-    mean, std = (np.asarray(part)[exists] for part in found)
+    mean, std = (np.asarray(part)[exists] for part in moments)
     reach = DEVIATIONS_OF_GRID * std
     width = float(np.quantile(std, 0.05))
     return float(np.min(mean - reach)), float(np.max(mean + reach)), width
@@ -174,7 +166,7 @@ def _line(
     value: float,
     domain: tuple[float, float],
 ) -> dict[str, Any]:
-    """What is known of one entry of a parameter: its interval, or the edge that it is at."""
+    """Return the interval of one entry of a parameter, or the edge that it is at."""
     ends = ("standard_error", "lower", "upper")
     error, lower, upper = (float(stage[f"{end} {name}"][index]) for end in ends)
     if np.isfinite(error):
@@ -195,12 +187,12 @@ def _most_replicates(table: data.Table | data.SharedTable) -> int:
     return max(SIZES_OF_LOUIS["num_replicates"], min(MOST_REPLICATES, MOST_ROWS_OF_PATHS // rows))
 
 
-def _relative_noise(found: rd.ParameterErrors) -> float:
-    """The largest Monte Carlo error of a standard error, as a share of it; zero if exact."""
+def _relative_noise(result: rd.ParameterErrors) -> float:
+    """Return the largest relative Monte Carlo error of a standard error; zero if exact."""
     with np.errstate(invalid="ignore", divide="ignore"):  # errors of zero and NaN are left out
         shares = [
-            np.ravel(found.monte_carlo_error[name]) / np.ravel(errors)
-            for name, errors in found.standard_error.items()
+            np.ravel(result.monte_carlo_error[name]) / np.ravel(errors)
+            for name, errors in result.standard_error.items()
             if np.size(errors)
         ]
     every = np.concatenate(shares)
@@ -210,24 +202,22 @@ def _relative_noise(found: rd.ParameterErrors) -> float:
 def _in_words(
     method: str, status: str, distance: float, lines: Mapping[str, Any], noise: float = 0.0
 ) -> str:
-    """How standard errors were found, on which scale intervals are, and what is to be known."""
+    """Describe the method, the scales of the intervals, and the status."""
     sentences = [METHODS[method]]
     if noise:
-        sentences.append(
-            f"Those given are known to {100 * noise:.2g}% or better, by their own spread."
-        )
+        sentences.append(f"Their Monte Carlo error is {100 * noise:.2g}% or less.")
     for scale in ("log", "logit"):
         names = [name for name, line in lines.items() if line.get("scale") == scale]
         if names:
             sentences.append(
-                f"Intervals of {', '.join(names)} are made on the {scale} scale, and so are not"
+                f"Intervals of {', '.join(names)} are computed on the {scale} scale and are not"
                 " symmetric."
             )
     for name, line in lines.items():
         if "edge" in line:
             sentences.append(
-                f"{name} is at the edge of {line['edge']}: no interval; the others hold with it"
-                " fixed there."
+                f"{name} is at the edge of {line['edge']}: no interval; the others are computed"
+                " with it fixed there."
             )
     if status == "not at a maximum":
         status = f"not at a maximum, which is {distance:.2g} standard errors away"

@@ -1,4 +1,4 @@
-"""Pictures that stand still: charts as SVG, for training curves and for pages without scripts."""
+"""Static charts as SVG, for training curves and for readers without JavaScript."""
 
 from collections.abc import Sequence
 from html import escape
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from retrodict.runs._content import visible
+from retrodict._pages import visible
 
 WIDTH, HEIGHT = 480, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 10, 24
 
 
 class Shape(NamedTuple):
-    """One thing on a chart.
+    """A line, a set of dots or a band of a chart.
 
     Attributes:
         kind: "line", "dots", or "band" between `low` and `high`.
@@ -32,20 +32,20 @@ class Shape(NamedTuple):
     dashes: str = ""
 
 
-def still(
+def svg_chart(
     shapes: Sequence[Shape],
     label: str,
     *,
     dated: bool = False,
     limits: tuple[float, float] | None = None,
 ) -> str:
-    """A chart as SVG; long series keep the extremes of each column of pixels.
+    """Return a chart as SVG markup; long series keep the extremes of each pixel column.
 
     Args:
-        shapes: what is drawn, first what lies below.
-        label: what is seen, for who cannot see it.
+        shapes: the shapes, lowest first.
+        label: the description for screen readers.
         dated: whether `xs` are milliseconds since 1970.
-        limits: the least and the greatest value shown; None: of all that is finite.
+        limits: the smallest and the largest value shown; by default those of all finite values.
     """
     xs = np.concatenate([shape.xs for shape in shapes]).astype(float)
     ys = np.concatenate([np.asarray(y, float) for s in shapes for y in s[3:5] if y is not None])
@@ -61,7 +61,7 @@ def still(
         return HEIGHT - _BOTTOM - (values - low) / (high - low) * (HEIGHT - _BOTTOM - _TOP)
 
     parts = [
-        f'<svg class="still" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{escape(visible(label))}">'
     ]
     for tick in _ticks(low, high):
@@ -72,28 +72,28 @@ def still(
     for x, text in _dates(left, right) if dated else _steps(left, right):
         parts.append(f'<path class="rule" d="M{at_x(x):.1f} {_TOP}V{HEIGHT - _BOTTOM}"/>')
         parts.append(f'<text x="{at_x(x):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{text}</text>')
-    # A picture within the picture cuts off what lies beyond the limits.
+    # A nested image clips what is beyond the limits.
     room = f"{_LEFT} {_TOP} {WIDTH - _LEFT - _RIGHT} {HEIGHT - _BOTTOM - _TOP}"
     inner = zip(("x", "y", "width", "height"), room.split(), strict=True)
     parts.append(f'<svg viewBox="{room}" ' + " ".join(f'{k}="{v}"' for k, v in inner) + ">")
     for shape in shapes:
         x, y = at_x(shape.xs.astype(float)), at_y(np.asarray(shape.low, float))
         other = y if shape.high is None else at_y(np.asarray(shape.high, float))
-        parts.append(_drawn(shape, x, y, other))
+        parts.append(_path(shape, x, y, other))
     return "".join([*parts, "</svg></svg>"])
 
 
-def _drawn(shape: Shape, x: np.ndarray, y: np.ndarray, other: np.ndarray) -> str:
-    seen = np.isfinite(y) & np.isfinite(other)
+def _path(shape: Shape, x: np.ndarray, y: np.ndarray, other: np.ndarray) -> str:
+    finite = np.isfinite(y) & np.isfinite(other)
     if shape.kind == "dots":
-        path = "".join(f"M{a:.1f} {b:.1f}h0" for a, b in _extremes(x[seen], y[seen]))
-        width = min(3.0, max(1.2, 600 / max(1, seen.sum())))
+        path = "".join(f"M{a:.1f} {b:.1f}h0" for a, b in _extremes(x[finite], y[finite]))
+        width = min(3.0, max(1.2, 600 / max(1, finite.sum())))
         return (
             f'<path d="{path}" style="stroke:var(--{shape.ink})" stroke-width="{width:.1f}" '
             f'stroke-linecap="round"/>'
         )
     path = ""
-    for run in _runs(seen):
+    for run in _runs(finite):
         if shape.kind == "line":
             path += "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in _extremes(x[run], y[run]))
         else:
@@ -105,14 +105,14 @@ def _drawn(shape: Shape, x: np.ndarray, y: np.ndarray, other: np.ndarray) -> str
     return f'<path class="line" d="{path}" style="stroke:var(--{shape.ink})"{dashes}/>'
 
 
-def _runs(seen: np.ndarray) -> list[slice]:
-    """The stretches without a gap."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], seen, [False]])))
+def _runs(finite: np.ndarray) -> list[slice]:
+    """Return the stretches without a gap."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], finite, [False]])))
     return [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _extremes(x: np.ndarray, y: np.ndarray) -> list[tuple[float, float]]:
-    """The lowest and the highest point of each column of pixels, in order of time."""
+    """Return the lowest and the highest point of each pixel column, in order of time."""
     if x.size <= 2 * WIDTH:
         return list(zip(x.tolist(), y.tolist(), strict=True))
     column = np.floor(x).astype(int)
@@ -120,8 +120,8 @@ def _extremes(x: np.ndarray, y: np.ndarray) -> list[tuple[float, float]]:
     order = np.lexsort((y, column))
     starts = np.flatnonzero(np.diff(column[order], prepend=column[order[0]] - 1))
     ends = np.append(starts[1:], x.size) - 1
-    kept = np.unique(order[np.concatenate([starts, ends])])
-    return list(zip(x[kept].tolist(), y[kept].tolist(), strict=True))
+    rows = np.unique(order[np.concatenate([starts, ends])])
+    return list(zip(x[rows].tolist(), y[rows].tolist(), strict=True))
 
 
 def _range(values: np.ndarray) -> tuple[float, float]:
@@ -136,11 +136,11 @@ def _range(values: np.ndarray) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, count: int = 6) -> np.ndarray:
-    """Multiples of 1, 2 or 5 times a power of ten."""
+    """Return multiples of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / count
     power = 10.0 ** np.floor(np.log10(rough))
     step = power * next(n for n in (1, 2, 5, 10) if n * power >= rough * (1 - 1e-9))
-    # A zero may be negative, and is not to be written so.
+    # Adding zero turns -0.0 into 0.0.
     return step * np.arange(np.ceil(low / step), np.floor(high / step) + 1) + 0.0
 
 
@@ -149,7 +149,7 @@ def _steps(left: float, right: float) -> list[tuple[float, str]]:
 
 
 def _dates(left: float, right: float) -> list[tuple[float, str]]:
-    """Four dates, as long as their distance asks for."""
+    """Return up to four dates, with the time of day where they are close."""
     day = 86_400_000.0
     length = 10 if right - left > 4 * day else 16 if right - left > day / 24 else 19
     return [

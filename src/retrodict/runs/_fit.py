@@ -1,0 +1,163 @@
+"""Fit a model to a table: parameters, a family, standard errors, and the run folder."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import retrodict as rd
+from retrodict import data, models
+from retrodict._workspace import Folder, Progress, Quiet, as_csv
+from retrodict.distributed import by_all, is_main_process, wait_for_processes
+from retrodict.runs._fit_folder import fit_settings, is_unfinished_fit, lock_folder, refuse_other
+from retrodict.runs._folder import RECORD, REPORT, TRAINING, RunError
+from retrodict.runs._record import Model, Run, open_run, write
+from retrodict.runs._standard_errors import parameter_table
+from retrodict.runs._starting_model import refuse_too_large, starting_model, with_period
+from retrodict.runs._training import FAMILIES, fit_by_elbo, fit_by_evidence, train_family
+
+
+def fit(
+    table: data.Table | data.SharedTable,
+    spec: Model,
+    out: str | Path,
+    *,
+    family: str = "mixture",
+    num_steps: int = 2000,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Run:
+    """Learn the parameters of a model from a table, and train a family that smooths for it.
+
+    Parameters that the model marks as learnable maximise the likelihood: exactly for
+    linear-Gaussian models, through the ELBO for others. A nonlinear model also gets a family, which
+    is trained on series simulated from the fitted model, so that it can smooth new rows. Finished
+    stages are stored in the folder: call `fit` again with the same arguments to resume an
+    interrupted fit. With several processes (`retrodict.initialise`), all of them call this function
+    with the same shared folder: the series are distributed over their devices, and one process
+    writes. Starting values are computed from the first series of a table, up to 100,000 rows.
+
+    Args:
+        table: the data, from `retrodict.data.read`, or from `retrodict.data.read_shared` where each
+            process reads its share.
+        spec: the model: its name, a `StateSpaceModel`, a function without arguments that returns
+            one, or a result of `retrodict.models.load`. A model that is passed as an object and
+            contains your own functions must be passed to `open_run` again; the command line opens
+            such a run only if the model was named as `module:name`.
+        out: the folder of the run, which must not contain another run.
+        family: the family to train: `"mixture"`, `"nonlinear"`, `"recurrent"`, `"gated"` or
+            `"conjugate"`.
+        num_steps: optimiser steps for the parameters, and again for the family.
+        seed: the random seed.
+        progress: progress callback.
+
+    Returns:
+        The run, as `open_run` returns it.
+
+    Raises:
+        RunError: if the folder contains something else, or the model does not match the table.
+        ProcessLostError: if another process has ended.
+    """
+    if family not in FAMILIES:
+        raise RunError(f"`family` must be one of {', '.join(FAMILIES)}, got {family!r}.")
+    if num_steps < 1:
+        raise RunError(f"`num_steps` must be at least 1, got {num_steps}.")
+    out, (spec, _) = Path(out), with_period(models.load(spec), table)
+    settings = fit_settings(table, spec, family, num_steps, seed)
+    by_all(lambda: refuse_other(out, settings))
+    model = by_all(lambda: starting_model(table, spec, seed=seed))
+    with ExitStack() as locks:
+        by_all(lambda: lock_folder(out, settings, locks) if is_main_process() else None)
+        folder = Folder(out, settings, progress or Quiet())
+        return _run_stages(folder, table, spec, model, family, num_steps, seed)
+
+
+def _run_stages(
+    folder: Folder,
+    table: data.Table | data.SharedTable,
+    spec: models.ModelSpec,
+    model: rd.StateSpaceModel,
+    family: str,
+    num_steps: int,
+    seed: int,
+) -> Run:
+    """Run the stages of a fit in its folder; the arguments are those of `fit`."""
+    _, learn_key, train_key, error_key = jax.random.split(jax.random.key(seed), 4)
+    exact = model.is_linear_gaussian
+    trained, family_history, search = None, np.zeros(0), None
+    if exact:
+        model, history, total, search = fit_by_evidence(folder, learn_key, model, table)
+    else:
+        model, history, total = fit_by_elbo(folder, learn_key, model, table, num_steps)
+        trained, family_history = train_family(folder, train_key, model, table, family, num_steps)
+    # The library reports nats per time step; reports give nats per observed row.
+    history = history * (table.summary.num_rows / table.summary.num_rows_observed)
+    lines = [("parameters", i + 1, v) for i, v in enumerate(history)]
+    lines += [("family", i + 1, v) for i, v in enumerate(family_history)]
+    folder.write(TRAINING, as_csv(("stage", "step", "nats per observed row"), lines))
+    parameters, uncertainty = parameter_table(folder, error_key, model, table)
+    record: dict[str, Any] = {
+        "layout": table.layout,
+        "options": {"family": None if exact else family, "num_steps": num_steps, "seed": seed},
+        "data": {"sha256": table.summary.fingerprint, "described": table.described()},
+        "results": {
+            "method": "exact" if exact else "amortised",
+            "objective": "log-evidence" if exact else "ELBO",
+            "nats_a_row": total / table.summary.num_rows_observed,
+            "total": total,
+            "rows": table.summary.num_rows,
+            "rows_observed": table.summary.num_rows_observed,
+            "seconds": round(folder.seconds, 1),
+            "parameters": parameters,
+            "search": search,
+            **uncertainty,
+        },
+    }
+    rows = data.Rows.of_table(table)
+    run = write(folder.path, spec, model, trained, record, rows) if is_main_process() else None
+    wait_for_processes("the run is written")
+    return open_run(folder.path, model=spec) if run is None else run
+
+
+def finished_before(
+    table: data.Table | data.SharedTable,
+    spec: Model,
+    out: str | Path,
+    *,
+    family: str = "mixture",
+    num_steps: int = 2000,
+    seed: int = 0,
+) -> Run | None:
+    """Return the run that `fit` would make, if it exists and only its report is missing.
+
+    The command line writes the report last, and may be interrupted before that.
+
+    Args:
+        table: the data.
+        spec: the model.
+        out: the folder of the run.
+        family: as in `fit`.
+        num_steps: as in `fit`.
+        seed: as in `fit`.
+    """
+    out, spec = Path(out), models.load(spec)
+    if not (out / RECORD).exists() or (out / REPORT).exists():
+        return None
+    spec, _ = with_period(spec, table)
+    settings = fit_settings(table, spec, family, num_steps, seed)
+    return open_run(out, model=spec) if is_unfinished_fit(out, settings) else None
+
+
+def num_stages(table: data.Table | data.SharedTable, spec: Model) -> int:
+    """Return the number of stages of a fit, for progress bars.
+
+    Args:
+        table: the data.
+        spec: the model.
+    """
+    spec, _ = with_period(models.load(spec), table)
+    refuse_too_large(spec, table)
+    model = spec.build(len(table.names), jax.random.key(0))
+    return 2 if model.is_linear_gaussian else 3

@@ -1,0 +1,182 @@
+"""The stages of a fit that optimise: the parameters of the model, then a family."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import retrodict as rd
+from retrodict import data
+from retrodict._workspace import Folder
+from retrodict.runs._optimiser import relative_to_size
+from retrodict.runs._save_learned import with_structure_of
+
+FAMILIES = {
+    "mixture": rd.MixtureFamily,
+    "nonlinear": rd.NonlinearFamily,
+    "recurrent": rd.RecurrentFamily,
+    "gated": rd.GatedFamily,
+    "conjugate": rd.ConjugateFamily,
+}
+
+NUM_SIMULATED, NUM_HELD_OUT, ROWS_SIMULATED = 2048, 128, 64
+"""The number and length of simulated series that a family is trained and validated on."""
+
+LONGEST_GAP = 8
+"""Rows of the longest gap in simulated series."""
+
+MAX_WINDOW = 512
+"""Longer series contribute a window of this many rows to an optimiser step."""
+
+MAX_EVIDENCE_STEPS = 300
+"""Steps of L-BFGS on an exact evidence, which usually converges long before."""
+
+
+def fit_by_evidence(
+    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable
+) -> tuple[rd.StateSpaceModel, np.ndarray, float, str]:
+    """Return the model of maximal evidence, the history, the log-evidence and a status."""
+    options = table.batch()
+    ys = options.pop("ys")
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    leaves, structure = jax.tree.flatten(arrays)
+
+    def compute() -> dict[str, Any]:
+        result = rd.fit_evidence(
+            key,
+            model,
+            ys,
+            optimiser="lbfgs",
+            num_steps=MAX_EVIDENCE_STEPS,
+            progress=False,
+            **options,
+        )
+        fitted = eqx.filter(with_structure_of(model, result.model), eqx.is_inexact_array)
+        return {
+            **{f"leaf {i}": leaf for i, leaf in enumerate(jax.tree.leaves(fitted))},
+            "history": result.history,
+            "log_evidence": result.log_evidence,
+            "status": np.array(result.status),
+        }
+
+    stage = folder.stage("the parameters, by their evidence", compute)
+    values = [jnp.asarray(stage[f"leaf {i}"], leaf.dtype) for i, leaf in enumerate(leaves)]
+    fitted = eqx.combine(jax.tree.unflatten(structure, values), static)
+    status = str(stage["status"]) if "status" in stage else "finished"
+    if status != "converged":
+        folder.progress.say(f"The search for the parameters {status} before it converged.")
+    return fitted, stage["history"], float(stage["log_evidence"]), status
+
+
+def fit_by_elbo(
+    folder: Folder,
+    key: Any,
+    model: rd.StateSpaceModel,
+    table: data.Table | data.SharedTable,
+    num_steps: int,
+) -> tuple[rd.StateSpaceModel, np.ndarray, float]:
+    """Return the model of maximal ELBO, the history, and the ELBO.
+
+    The model is learned with a recurrent family, whose ELBO is in closed form or by quadrature, so
+    that parameters converge. That family has read only the given series, and is discarded.
+    """
+    family_key, fit_key = jax.random.split(key)
+    options = table.batch()
+    ys, width = options.pop("ys"), len(table.input_names)
+    family = rd.RecurrentFamily(family_key, model.state_dim, len(table.names), input_dim=width)
+    result, _ = folder.fit(
+        "the parameters, by the ELBO",
+        fit_key,
+        family,
+        model,
+        ys,
+        num_steps=num_steps,
+        learn="both",
+        optimiser=_optimiser(num_steps),
+        window=MAX_WINDOW if table.summary.longest > MAX_WINDOW else None,
+        **options,
+    )
+    elbo = float(result.held_out[result.held_out_steps == result.kept_step][-1])
+    fitted = with_structure_of(model, result.model)
+    return fitted, result.history, elbo * table.summary.num_rows
+
+
+def _optimiser(num_steps: int) -> optax.GradientTransformation:
+    """Return Adam with steps of the model's parameters relative to their size."""
+    warmup = max(1, min(num_steps // 20, 500))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, 1e-2, warmup, max(num_steps, warmup + 1), 1e-5
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99), relative_to_size()
+    )
+
+
+def train_family(
+    folder: Folder,
+    key: Any,
+    model: rd.StateSpaceModel,
+    table: data.Table | data.SharedTable,
+    name: str,
+    num_steps: int,
+) -> tuple[rd.AbstractFamily, np.ndarray]:
+    """Train a family on series simulated from the model; return it and the history."""
+    draw_key, family_key, fit_key = jax.random.split(key, 3)
+    options = table.leading_series().batch()
+    ys = options.pop("ys")
+    plain = rd.unwrap(model)
+    simulated = rd.simulate_like(
+        draw_key, plain, ys, NUM_SIMULATED + NUM_HELD_OUT, num_times=ROWS_SIMULATED, **options
+    )
+    mask = simulated.options["mask"]
+    mask = jnp.ones(simulated.ys.shape, bool) if mask is None else mask
+    mask = _with_gaps(jax.random.fold_in(draw_key, 1), mask)
+    simulated = simulated._replace(options={**simulated.options, "mask": mask})
+    train = jax.tree.map(lambda leaf: leaf[:NUM_SIMULATED], simulated)
+    held_out = jax.tree.map(lambda leaf: leaf[NUM_SIMULATED:], simulated)
+    width = len(table.input_names)
+    family = FAMILIES[name](family_key, model.state_dim, ys.shape[-1], input_dim=width)
+    result, _ = folder.fit(
+        f"a {name} family",
+        fit_key,
+        family,
+        plain,
+        train.ys,
+        num_steps=num_steps,
+        held_out=tuple(held_out),
+        **train.options,
+    )
+    return result.family, result.history / _share_observed(mask, simulated.options["length"])
+
+
+def _share_observed(mask: Any, length: Any) -> float:
+    """Return the share of existing rows with an observed entry."""
+    observed: Any = np.asarray(mask).any(axis=2)
+    exists = np.ones(observed.shape, bool)
+    if length is not None:
+        exists = np.arange(observed.shape[1]) < np.asarray(length)[:, None]
+    return float((observed & exists).sum() / exists.sum())
+
+
+def _with_gaps(key: Any, mask: Any) -> Any:
+    """Return the mask with further gaps in half of the series.
+
+    New data may have gaps where these data have none, and a family must be trained on gaps to
+    handle them. One row in ten is removed, and a stretch of up to `LONGEST_GAP` rows.
+
+    Args:
+        key: a typed key.
+        mask: the mask of the simulated series, of shape `(batch, time, obs)`.
+    """
+    half_key, row_key, place_key, length_key = jax.random.split(key, 4)
+    count, rows, _ = mask.shape
+    gappy = jax.random.bernoulli(half_key, 0.5, (count, 1))
+    single = jax.random.bernoulli(row_key, 0.1, (count, rows))
+    begin = jax.random.randint(place_key, (count, 1), 0, rows)
+    length = jax.random.randint(length_key, (count, 1), 0, LONGEST_GAP + 1)
+    place = jnp.arange(rows)[None]
+    missing = gappy & (single | ((place >= begin) & (place < begin + length)))
+    return mask & ~missing[..., None]
