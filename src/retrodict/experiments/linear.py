@@ -52,7 +52,7 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     options = {
         "held_out": ys,
         "optimisation": rd.Optimisation(
-            batch_size=sizes.batch_size, chunk_size=steps_an_epoch, optimiser=optax.adam(1e-2)
+            batch_size=sizes.batch_size, chunk_size=steps_per_epoch, optimiser=optax.adam(1e-2)
         ),
         "mask": True,
     }

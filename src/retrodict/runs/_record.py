@@ -89,7 +89,7 @@ class Run:
                 raise ValueError("its rows do not have the columns of the run")
         except (rd.CheckpointError, TypeError, ValueError, IndexError) as error:
             raise RunError(
-                f"{self.path / ROWS}: {error}. Fit again, or name a table: --after TABLE."
+                f"{self.path / ROWS}: {error}. Fit again, or name a table: ", Argument("after"), "."
             ) from error
         return rows
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import retrodict as rd
 from retrodict import data, models
+from retrodict._errors import Argument
 from retrodict.runs._folder import RunError
 from retrodict.runs._record import Model
 
@@ -73,14 +74,18 @@ def starting_model(
         if count < 2:
             raise RunError(
                 f"{table.source}, column {name!r}: a fit needs at least 2 observed values, got"
-                f" {count}; add rows, or name other columns with columns=..."
+                f" {count}; add rows, or name other columns with ",
+                Argument("columns"),
             )
     expected, names = spec.inputs(), ", ".join(table.input_names)
     if expected and len(expected) != len(table.input_names):
         raise RunError(
             f"The model {spec.reference} reads the inputs {', '.join(expected)}, in this order, and"
-            f" the table has {names or 'none'}. Name columns with inputs=..., and add the length of"
-            " the step with step_input=True."
+            f" the table has {names or 'none'}. Name columns with ",
+            Argument("inputs"),
+            ", and add the length of the step with ",
+            Argument("step_input", True),
+            ".",
         )
     refuse_too_large(spec, table)
     options = table.leading_series().batch()
@@ -89,7 +94,11 @@ def starting_model(
     if model.takes_input and not table.input_names:
         raise RunError(
             f"The model {spec.reference} takes inputs, and the table has none: name their columns"
-            " with inputs=..., or add the length of the step with step_input=True."
+            " with ",
+            Argument("inputs"),
+            ", or add the length of the step with ",
+            Argument("step_input", True),
+            ".",
         )
     if not model.takes_input and table.input_names:
         raise RunError(
@@ -102,7 +111,8 @@ def starting_model(
         raise RunError(
             f"The model {spec.reference} observes {num_columns} columns, and the table has"
             f" {len(table.names)}: {', '.join(table.names)}. Name those that it observes with"
-            " columns=..."
+            " ",
+            Argument("columns"),
         )
     return model
 
@@ -127,8 +137,9 @@ def refuse_too_large(spec: models.ModelSpec, table: data.Table | data.SharedTabl
         raise RunError(
             f"The model {spec.reference} has {num_states} states for {len(table.names)} columns,"
             f" whose covariances take {needed / 1e9:.0f} GB, and this machine has"
-            f" {memory / 1e9:.0f} GB of memory. Name fewer columns with columns=..., or choose a"
-            " model with fewer states."
+            f" {memory / 1e9:.0f} GB of memory. Name fewer columns with ",
+            Argument("columns"),
+            ", or choose a model with fewer states.",
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
+from retrodict._errors import Argument, Notice
 from retrodict.runs._folder import RunError
 from retrodict.runs._learning_monitor import HISTORY_STARTS, Monitor, MonitorState
 from retrodict.runs._lines import Answers, arriving, as_texts, header, written
@@ -140,7 +141,13 @@ def stream(
         if place.exists():
             timed = run.layout["time"] is not None
             rows = "rows that it covers are skipped" if timed else "rows without a time are all new"
-            say(f"Resuming from {place}: {rows}; restart=True begins anew.")
+            say(
+                Notice(
+                    f"Resuming from {place}: {rows}; ",
+                    Argument("restart", True),
+                    " begins anew.",
+                )
+            )
         else:
             say(start.words)
             if start.rows is not None:
@@ -376,8 +383,11 @@ def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
         origin = "that the run was fitted to"
         if rows is None:
             raise RunError(
-                f"{run.path} does not store the rows before the stream; give them with after=..., a"
-                ' table of all rows up to now, or start from the prior with after="prior".'
+                f"{run.path} does not store the rows before the stream; give them with ",
+                Argument("after"),
+                ", a table of all rows up to now, or start from the prior with ",
+                Argument("after", "prior"),
+                ".",
             )
     else:
         rows, fingerprint = data.Rows.of_table(after), after.summary.fingerprint
@@ -385,9 +395,10 @@ def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
         if rows is None:
             raise RunError(f"{after.source} has several series; give a table of one.")
     last = as_texts(rows.times[-1:])[0]
-    words = (
-        f"Starting after the {len(rows.times)} rows {origin}, up to {last};"
-        ' after="prior" leaves them out.'
+    words = Notice(
+        f"Starting after the {len(rows.times)} rows {origin}, up to {last}; ",
+        Argument("after", "prior"),
+        " leaves them out.",
     )
     return Start(rows, fingerprint, words)
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 import retrodict as rd
+from retrodict._errors import Argument
 from retrodict._workspace import hold
 from retrodict.runs._folder import RunError
 from retrodict.runs._learning_monitor import MonitorState
@@ -89,9 +90,11 @@ def read_state(place: Path, fingerprint: str, fresh: StreamState) -> StreamState
     try:
         tree = rd.load(place, like=None)
     except rd.CheckpointError as error:
-        raise RunError(f"{error} Pass restart=True to begin anew.") from error
+        raise RunError(f"{error} Pass ", Argument("restart", True), " to begin anew.") from error
     other_version = RunError(
-        f"{place} was written by another version of retrodict. Pass restart=True to begin anew."
+        f"{place} was written by another version of retrodict. Pass ",
+        Argument("restart", True),
+        " to begin anew.",
     )
     try:
         fields, stored = tree
@@ -101,7 +104,11 @@ def read_state(place: Path, fingerprint: str, fresh: StreamState) -> StreamState
     if stored != fingerprint:
         raise RunError(
             f"{place} is the state of another run, start or lag, or of other options of learning;"
-            " name another one by --state, or pass restart=True to begin anew."
+            " name another one by ",
+            Argument("state"),
+            ", or pass ",
+            Argument("restart", True),
+            " to begin anew.",
         )
     structure = jax.tree.structure(fresh.live)
     numbers = (state.last, state.dates, state.waiting, state.written)
@@ -154,8 +161,9 @@ class StateLock:
             hold(handle.fileno())
         except BlockingIOError as error:
             raise RunError(
-                f"{self.place} is in use by another process; end it, or name another state by"
-                " --state."
+                f"{self.place} is in use by another process; end it, or name another state by ",
+                Argument("state"),
+                ".",
             ) from error
         if self._stamp() != self.before:
             raise RunError(f"{self.place} was changed by another process; start again.")
@@ -191,7 +199,9 @@ def open_output(out: Path, known: int, unread: bool, files: ExitStack) -> Any:
     if size < known:
         raise RunError(
             f"{out} has {size} bytes, and the state covers {known}: it is not the file that this"
-            " stream was written to. Name that one, or another state by --state."
+            " stream was written to. Name that one, or another state by ",
+            Argument("state"),
+            ".",
         )
     if size and not (known or unread):
         raise RunError(f"{out} exists, and is not of this stream; name another.")
@@ -220,6 +230,7 @@ def refuse_removed(handle: Any) -> None:
     """Refuse to continue with a file that was removed: further output would be lost."""
     if not os.fstat(handle.fileno()).st_nlink:
         raise RunError(
-            f"{handle.name} was removed while the stream was writing to it. Pass restart=True to"
-            " begin anew."
+            f"{handle.name} was removed while the stream was writing to it. Pass ",
+            Argument("restart", True),
+            " to begin anew.",
         )
