@@ -322,7 +322,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
     singular = eqx.tree_at(lambda m: m.transition.scale_tril, linear, jnp.zeros((3, 3)))
     with pytest.raises(ValueError, match="transition with a density.*kalman_smoother"):
         rd.elbo(singular, chain, ys)
-    with pytest.raises(ValueError, match="length is 2"):
+    with pytest.raises(ValueError, match="length must be that of the chain, 3, got 2"):
         rd.elbo(linear, rd.LinearGaussianChain.from_arrays(*arrays, 3), ys, length=2)
     with pytest.raises(ValueError, match="vmap"):
         rd.elbo(linear, jax.tree.map(lambda leaf: leaf[None], chain), ys)
