@@ -631,9 +631,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
         rd.expectation(chain, rd.StateSum())
     with pytest.raises(TypeError, match="SampledChain have no closed form.*BackwardSampling"):
         rd.marginals(chain)
-    with pytest.raises(
-        ValueError, match="SampledChain needs sampled paths.*BackwardSampling"
-    ):
+    with pytest.raises(ValueError, match="SampledChain needs sampled paths.*BackwardSampling"):
         rd.elbo(model, chain, ys)
     with pytest.raises(TypeError, match="got SampledChain|SampledChain has no closed form"):
         rd.elbo(model, chain, ys, estimator=rd.Quadrature(3))
