@@ -342,7 +342,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy(smoothed):
         rd.marginals(chain, estimator=rd.BackwardSampling(3))
     with pytest.raises(TypeError, match="typed key"):
         rd.expectation(chain, rd.StateSum(), estimator=rd.BackwardSampling(2), key=3)
-    with pytest.raises(ValueError, match="not known"):
+    with pytest.raises(ValueError, match="unknown"):
         estimator = rd.Quadrature(3)
         rd.expectation(chain, rd.StateSum(), estimator=estimator, with_standard_error=True)
     with pytest.raises(ValueError, match="'gauss-hermite' or 'cubature', got 'simpson'"):
