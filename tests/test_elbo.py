@@ -303,7 +303,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
         rd.elbo(hidden, chain, ys, estimator=rd.ClosedForm())
     with pytest.raises(ValueError, match=r"60\^3 nodes.*RaoBlackwellised"):
         rd.elbo(hidden, chain, ys, estimator=rd.Quadrature(60))
-    with pytest.raises(ValueError, match="not known.*BackwardSampling"):
+    with pytest.raises(ValueError, match="unknown.*BackwardSampling"):
         rd.elbo(hidden, chain, ys, estimator=rd.Quadrature(2), with_standard_error=True)
     with pytest.raises(ValueError, match="needs a key"):
         rd.elbo(linear, chain, ys, estimator=rd.BackwardSampling(2))
@@ -322,7 +322,30 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
     singular = eqx.tree_at(lambda m: m.transition.scale_tril, linear, jnp.zeros((3, 3)))
     with pytest.raises(ValueError, match="transition with a density.*kalman_smoother"):
         rd.elbo(singular, chain, ys)
-    with pytest.raises(ValueError, match="length is 2"):
+    with pytest.raises(ValueError, match="length must be that of the chain, 3, got 2"):
         rd.elbo(linear, rd.LinearGaussianChain.from_arrays(*arrays, 3), ys, length=2)
     with pytest.raises(ValueError, match="vmap"):
         rd.elbo(linear, jax.tree.map(lambda leaf: leaf[None], chain), ys)
+
+
+@pytest.mark.parametrize(
+    "estimator", [rd.ClosedForm(), rd.BackwardSampling(2)], ids=["closed form", "paths"]
+)
+def test_second_derivatives_are_differences_of_first_ones(
+    case: Case, estimator: rd.AbstractEstimator
+):
+    """Derivatives in a common factor of the weights of transition and emission."""
+
+    def bound(factor: jax.Array) -> jax.Array:
+        weights = (case.model.transition.weight, case.model.emission.weight)
+        model = eqx.tree_at(
+            lambda m: (m.transition.weight, m.emission.weight),
+            case.model,
+            tuple(factor * weight for weight in weights),
+        )
+        return case.elbo(model, estimator=estimator, key=jax.random.key(0))
+
+    first, step = jax.jit(jax.grad(bound)), 1e-5
+    differences = (first(1.1 + step) - first(1.1 - step)) / (2 * step)
+    second = jax.jit(jax.grad(jax.grad(bound)))(1.1)
+    np.testing.assert_allclose(second, differences, rtol=1e-6)

@@ -1,8 +1,8 @@
-"""Names that a package exports, imported when they are asked for.
+"""Lazy exports of a package (PEP 562).
 
-To import all of the library takes seconds, most of them JAX's, and `retrodict --help` needs none of
-it. A package writes its exports as imports that type checkers read and nothing runs, and its
-`__getattr__` runs one when its name is first used (PEP 562).
+Importing the whole library takes seconds, mostly for JAX, and `retrodict --help` needs none of it.
+A package writes its exports as imports under `if TYPE_CHECKING`, and its `__getattr__` runs one
+when the name is first used.
 """
 
 import ast
@@ -15,7 +15,7 @@ from typing import Any
 def lazily(
     package: str,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """The `__getattr__`, `__dir__` and `__all__` of a package that is being imported.
+    """Return `__getattr__`, `__dir__` and `__all__` of a package that is being imported.
 
     Args:
         package: its name. Its `__init__` holds `from MODULE import NAME as NAME`, each under
@@ -30,11 +30,11 @@ def lazily(
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         place = places[name]
         if place == package:  # a namespace within the package
-            found: Any = importlib.import_module(f"{package}.{name}")
+            value: Any = importlib.import_module(f"{package}.{name}")
         else:
-            found = getattr(importlib.import_module(place), name)
-        setattr(module, name, found)
-        return found
+            value = getattr(importlib.import_module(place), name)
+        setattr(module, name, value)
+        return value
 
     return load, lambda: sorted({*vars(module), *places}), sorted(places)
 
@@ -48,7 +48,7 @@ def _hint(package: str, name: str, places: dict[str, str]) -> str:
 
 
 def _places(package: str) -> dict[str, str]:
-    """The module that each export comes from, as the source of the package says."""
+    """Return the module of each export, parsed from the source of the package."""
     loader: Any = getattr(sys.modules[package].__spec__, "loader", None)
     tree = ast.parse(loader.get_source(package))
     return {

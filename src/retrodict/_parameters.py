@@ -1,8 +1,8 @@
 """Parameters that stay in their domain while they are learned.
 
-A parameter stores an unconstrained array, which an optimiser may move anywhere, and computes the
-constrained value from it. Models and kernels hold parameters where they would hold arrays; every
-verb calls `unwrap` once, at its entry, and works on plain arrays from there.
+A parameter stores an unconstrained array, which is optimised, and computes the constrained value
+from it. Models and kernels may hold parameters in place of arrays. Every verb calls `unwrap` once,
+at its entry, and works on plain arrays from there.
 """
 
 from abc import abstractmethod
@@ -20,31 +20,31 @@ T = TypeVar("T")
 
 
 class AbstractParameter(eqx.Module):
-    """Something that stands for `value` in a pytree, and is replaced by it in `unwrap`."""
+    """A pytree node that `unwrap` replaces by its `value`."""
 
     @property
     @abstractmethod
     def value(self) -> Any:
-        """What the parameter stands for."""
+        """The constrained value."""
 
 
 class AbstractTied(AbstractParameter):
-    """A parameter whose value follows from other parts of the `AbstractWhole` that holds it."""
+    """A parameter whose value is computed from other parts of its `AbstractWhole`."""
 
     @property
     def value(self) -> Any:
-        """Refuse: the value needs the rest of the whole."""
+        """Refuse: the value depends on the whole."""
         raise TypeError(
-            f"{type(self).__name__} has no value by itself: unwrap the whole model that holds it."
+            f"{type(self).__name__} has no value outside of its model: unwrap the whole model."
         )
 
     @abstractmethod
     def value_in(self, whole: Any) -> Any:
-        """Compute the value from the whole, which still holds its parameters."""
+        """Compute the value from the whole, in which parameters are not unwrapped."""
 
 
 class AbstractWhole(eqx.Module):
-    """A module that may hold `AbstractTied` parameters, which `unwrap` computes from it."""
+    """A module with `AbstractTied` parameters, which `unwrap` computes from it."""
 
 
 class Positive(AbstractParameter):
@@ -56,7 +56,7 @@ class Positive(AbstractParameter):
         0.5
 
     Args:
-        value: the positive value to start from, of any shape.
+        value: the initial positive value, of any shape.
     """
 
     raw: Float[Array, "..."]
@@ -81,7 +81,7 @@ class Bounded(AbstractParameter):
         0.5
 
     Args:
-        value: the value to start from, of any shape.
+        value: the initial value, of any shape.
         lower: the lower bound, one number.
         upper: the upper bound, one number.
     """
@@ -119,11 +119,11 @@ class StationaryCoefficients(AbstractParameter):
     """Coefficients φ_1, ..., φ_p of a stationary autoregression, by its partial autocorrelations.
 
     Any partial autocorrelations strictly between −1 and 1 belong to exactly one stationary
-    autoregression (Barndorff-Nielsen and Schou 1973). They are logistic functions of the stored
-    array, so that an optimiser may move it anywhere.
+    autoregression (Barndorff-Nielsen and Schou 1973). They are logistic functions of the stored,
+    unconstrained array.
 
     Args:
-        value: the coefficients to start from, of shape `(..., p)`.
+        value: the initial coefficients, of shape `(..., p)`.
     """
 
     raw: Float[Array, "... p"]
@@ -134,7 +134,7 @@ class StationaryCoefficients(AbstractParameter):
         if is_concrete(partial) and not bool(np.all(np.abs(np.asarray(partial)) < 1)):
             raise ValueError(
                 "StationaryCoefficients expects the coefficients of a stationary autoregression,"
-                f" whose partial autocorrelations lie between -1 and 1; got {value} with partial"
+                f" whose partial autocorrelations are between -1 and 1; got {value} with partial"
                 f" autocorrelations {partial}"
             )
         self.raw = jnp.log1p(partial) - jnp.log1p(-partial)
@@ -157,8 +157,8 @@ class StationaryCoefficients(AbstractParameter):
 def partial_autocorrelations(coefficients: Float[Array, "... p"]) -> Float[Array, "... p"]:
     """Compute the partial autocorrelations of an autoregression from its coefficients.
 
-    Those of a stationary one lie strictly between −1 and 1. Where one does not, those of lower
-    order mean nothing.
+    Those of a stationary one are strictly between −1 and 1. If one is not, those of lower order
+    are meaningless.
     """
     rest = [coefficients[..., k] for k in range(coefficients.shape[-1])]
     partial: list[Array] = []
@@ -176,7 +176,7 @@ class PositiveTril(AbstractParameter):
     """A lower-triangular matrix with a positive diagonal: the Cholesky factor of a covariance.
 
     Args:
-        value: the factor to start from, of shape `(d, d)`, zero above its diagonal.
+        value: the initial factor, of shape `(d, d)`, zero above its diagonal.
     """
 
     raw: Float[Array, "d d"]
@@ -200,7 +200,7 @@ class Frozen(AbstractParameter):
     """A pytree that is not learned: gradients through it are zero.
 
     Args:
-        tree: an array, or any pytree of them, such as a kernel.
+        tree: an array, or a pytree of arrays, such as a kernel.
     """
 
     tree: PyTree
@@ -215,7 +215,7 @@ class Frozen(AbstractParameter):
 
 
 def unwrap(tree: T) -> T:
-    """Replaces every parameter in a pytree by its value.
+    """Replace every parameter in a pytree by its value.
 
     Args:
         tree: a model, a kernel, a family, or any pytree.
@@ -241,9 +241,9 @@ def _is_unwrapped_at_once(node: Any) -> bool:
 
 
 def as_parameter(value: Any, name: str) -> Any:
-    """Convert what a constructor was given for an array; a parameter keeps its type.
+    """Convert an argument of a constructor to an array; a parameter keeps its type.
 
-    Integers become floating-point numbers, also in a `Frozen`: an optimiser moves no integer.
+    Integers become floating-point numbers, also in a `Frozen`, since optimisers ignore integers.
 
     Args:
         value: an array, a parameter, or anything that `as_real_array` accepts.
@@ -274,7 +274,7 @@ def check_lower(name: str, factor: Any) -> None:
 
 
 def _start(value: Any, owner: str) -> Array:
-    """Convert the value that a parameter starts from to the default floating type."""
+    """Convert the initial value of a parameter to the default floating type."""
     return as_real_array(value, f"The value of {owner}").astype(jnp.result_type(float))
 
 

@@ -1,4 +1,4 @@
-"""The vocabulary of shapes: one name for each array that travels through the library.
+"""Names of array types.
 
 Dimensions are called `time`, `state`, `obs`, `input`, `sample` and `batch` everywhere.
 """

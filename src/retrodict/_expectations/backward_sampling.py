@@ -36,11 +36,11 @@ from retrodict.distributed import Parallel
 Noise = Literal["independent", "antithetic", "stratified"]
 
 GROUP = {"independent": 1, "antithetic": 2, "stratified": 16}
-"""How many paths share their noise: one replicate, of which standard errors are taken."""
+"""The number of paths that share noise and form one replicate."""
 
 
 class Paths(NamedTuple):
-    """The paths of one replicate, and what each of them counts for.
+    """The weighted paths of one replicate.
 
     Attributes:
         paths: the states.
@@ -54,17 +54,17 @@ class Paths(NamedTuple):
 class BackwardSampling(AbstractEstimator):
     """Averages over paths drawn backward in time: unbiased, for any functional and any chain.
 
-    Paths may share noise in groups, which lowers the variance of what is smooth in it: `antithetic`
-    pairs ε with −ε, which removes what is odd in the noise, as the whole error of a mean under a
-    linear kernel; `stratified` takes groups of 16 in which every single number of noise has one
-    draw in each sixteenth of its law (Latin hypercubes), which removes what is a sum of functions
-    of single numbers. Standard errors are those of the means of groups.
+    Paths may share noise in groups, which lowers the variance of functionals that are smooth in the
+    noise. `antithetic` pairs ε with −ε, which cancels odd functions of the noise, such as the error
+    of a mean under a linear kernel. `stratified` uses groups of 16 in which every noise variable
+    has one draw in each sixteenth of its law (Latin hypercubes), which nearly cancels sums of
+    functions of single variables. Standard errors are computed from the means of groups.
 
     Args:
-        num_samples: how many paths; the standard error needs two groups or more.
+        num_samples: the number of paths; the standard error needs two groups or more.
         noise: `"independent"`, `"antithetic"` or `"stratified"`.
         by_component: whether each component of a terminal `GaussianMixture` gets `num_samples`
-            paths of its own, weighed by its probability, instead of being drawn.
+            paths, weighted by its probability, instead of being sampled.
         stop_score: whether gradients leave out the score ∇ log q of the chain at fixed paths. Its
             expectation is zero, so that gradients of the ELBO stay unbiased, and without it their
             variance vanishes as the chain becomes exact (Roeder, Wu and Duvenaud, 2017).
@@ -109,7 +109,7 @@ class BackwardSampling(AbstractEstimator):
     def view(
         self, chain: AbstractBackwardChain, *, parallel: Parallel = False
     ) -> AbstractBackwardChain:
-        """The chain itself."""
+        """Return the chain itself."""
         return chain
 
     def draw(
@@ -120,10 +120,10 @@ class BackwardSampling(AbstractEstimator):
         *,
         parallel: Parallel = False,
     ) -> Paths:
-        """Paths, in groups."""
+        """Draw paths, in groups."""
         if parallel and not isinstance(view, LinearGaussianChain):
             raise TypeError(
-                f"The paths of a {type(view).__name__} are drawn one row after another, since its"
+                f"The paths of a {type(view).__name__} cannot be drawn in parallel, since its"
                 " kernels do not compose. Use parallel=False."
             )
         options = {"parallel": True} if parallel else {}
@@ -134,11 +134,11 @@ class BackwardSampling(AbstractEstimator):
             paths = view.sample(key, self.num_samples, **options)
         elif isinstance(view, AbstractKernelChain):
             shape = (self.num_samples, view.num_times, view.noise_dim)
-            noise = self._numbers(key, shape, view.laws.mean.dtype)
+            noise = self._noise(key, shape, view.laws.mean.dtype)
             paths = view.from_noise(noise, **options)
         else:
             raise TypeError(
-                f"{type(view).__name__} does not say how noise makes a path. Use"
+                f"{type(view).__name__} has no map from noise to paths. Use"
                 " BackwardSampling(num_samples) with independent noise."
             )
         grouped = self._grouped(paths)
@@ -150,41 +150,41 @@ class BackwardSampling(AbstractEstimator):
         key: PRNGKey,
         last: Callable[[Float[Array, "path state"]], Float[Array, "path state"]] | None = None,
     ) -> tuple[Trace, Float[Array, "replicate path"]]:
-        """Paths and the laws of their states, in groups, and the weights of the paths.
+        """Draw paths and the laws of their states, in groups, and return them with their weights.
 
         Args:
             chain: the law of paths.
             key: a typed key.
-            last: makes the terminal states that paths start from out of those that were drawn.
+            last: maps the sampled terminal states to those that paths start from.
         """
         terminal, dtype = chain.terminal, chain.laws.mean.dtype
         if not (self.by_component and isinstance(terminal, GaussianMixture)):
             shape = (self.num_samples, chain.num_times, chain.noise_dim)
-            noise = self._numbers(key, shape, dtype)
+            noise = self._noise(key, shape, dtype)
             start = None
             if last is not None:
                 start = last(jax.vmap(terminal.from_noise)(noise[:, -1, : terminal.noise_dim]))
-            found = chain.trace(noise, start)
-            grouped = Trace(*(self._grouped(leaf) for leaf in found))
+            trace = chain.trace(noise, start)
+            grouped = Trace(*(self._grouped(leaf) for leaf in trace))
             size = grouped.paths.shape[1]
             return grouped, jnp.full(grouped.paths.shape[:2], 1 / size, dtype)
         count, width = terminal.num_components, chain.noise_dim
         shape = (self.num_samples, chain.num_times, count * width)
-        noise = self._numbers(key, shape, dtype)
+        noise = self._noise(key, shape, dtype)
         noise = noise.reshape(self.num_samples, chain.num_times, count, width).swapaxes(1, 2)
-        drawn = jax.vmap(lambda component, e: jax.vmap(component.from_noise)(e), (0, 1), 1)(
+        ends = jax.vmap(lambda component, e: jax.vmap(component.from_noise)(e), (0, 1), 1)(
             terminal.components, noise[:, :, -1, 1 : terminal.noise_dim]
         )
 
         def flat(leaf: Array) -> Array:
             return leaf.reshape(-1, *leaf.shape[2:])
 
-        start = flat(drawn) if last is None else last(flat(drawn))
-        found = chain.trace(flat(noise), start)
+        start = flat(ends) if last is None else last(flat(ends))
+        trace = chain.trace(flat(noise), start)
         grouped = Trace(
             *(
                 self._grouped(leaf.reshape(self.num_samples, count, *leaf.shape[1:]))
-                for leaf in found
+                for leaf in trace
             )
         )
         size = grouped.paths.shape[1]
@@ -201,11 +201,11 @@ class BackwardSampling(AbstractEstimator):
         noise: Paths,
         data: PyTree,
     ) -> PyTree:
-        """The sum of the terms along each path of one group, averaged over the group."""
+        """Return the sum of the terms along each path, averaged over one group."""
         return self.over_group(lambda path: along_path(terms, view, path, data), noise)
 
     def over_group(self, fn: Callable[[Array], PyTree], group: Paths) -> PyTree:
-        """The weighted mean of a function of paths over one group."""
+        """Return the weighted mean of a function of paths over one group."""
         values = jax.vmap(fn)(group.paths)
         return jax.tree.map(
             lambda leaf: jnp.tensordot(group.weights, leaf, axes=1, precision="highest"), values
@@ -214,8 +214,8 @@ class BackwardSampling(AbstractEstimator):
     def _grouped(self, leaf: Float[Array, "sample *rest"]) -> Array:
         return leaf.reshape(self.num_replicates, -1, *leaf.shape[1:])
 
-    def _numbers(self, key: PRNGKey, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Standard normal numbers, those of a group next to each other along the first axis."""
+    def _noise(self, key: PRNGKey, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Draw standard normal noise, with groups contiguous along the first axis."""
         size, rest = GROUP[self.noise], shape[1:]
         groups = (shape[0] // size, size, *rest)
         if self.noise == "independent":
@@ -230,7 +230,7 @@ class BackwardSampling(AbstractEstimator):
 
 
 def _quantiles(levels: Array) -> Array:
-    """Standard normal quantiles; a level that was rounded to zero or one is moved off it."""
+    """Return standard normal quantiles, finite also at levels that were rounded to zero or one."""
     half = 0.5 * jnp.finfo(levels.dtype).eps
     return ndtri(jnp.clip(levels, half, 1.0 - half))
 
@@ -241,7 +241,7 @@ def along_path(
     path: Float[Array, "time state"],
     data: PyTree,
 ) -> PyTree:
-    """The sum of the terms along one path, over the rows that exist."""
+    """Return the sum of the terms along one path, over the rows that exist."""
     exists = existing_rows(chain)
     return add([_along_path(term, path, data, exists) for term in terms])
 

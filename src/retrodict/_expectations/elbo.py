@@ -30,7 +30,7 @@ from retrodict._validate import is_concrete
 from retrodict.distributed import Parallel
 
 DEFAULT_ORDER = 20
-"""The order of the quadrature that is used if no estimator is named."""
+"""The order of the default quadrature."""
 
 
 def elbo(
@@ -46,7 +46,7 @@ def elbo(
     with_standard_error: bool = False,
     parallel: Parallel = False,
 ) -> Any:
-    """The evidence lower bound E_q[log p(x, y) − log q(x)], in nats for the whole series.
+    """Compute the evidence lower bound E_q[log p(x, y) − log q(x)], in nats for the whole series.
 
     It equals the log-evidence if and only if the chain is the exact posterior; under
     `BackwardSampling` every single path then gives the log-evidence. By quadrature it is an
@@ -72,11 +72,11 @@ def elbo(
             `ClosedForm()` for a linear-Gaussian model and `Quadrature(20)` for others with one or
             two state dimensions; other chains need `BackwardSampling`.
         key: a typed key, for estimators that draw.
-        mask: true where an entry was seen; `True` alone promises that everything was.
+        mask: true where an entry was observed; `True` alone declares that all entries were.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; that of the chain if it is left out.
+        length: the number of rows that exist; by default that of the chain.
         with_standard_error: whether to return the standard error as well.
-        parallel: whether recursions over time are run in O(log n) depth, for long series on
+        parallel: whether recursions over time run in O(log n) depth, for long series on
             accelerators, or over the devices of a `time_mesh`; the value is the same to rounding.
             For a `LinearGaussianChain`.
 
@@ -85,7 +85,7 @@ def elbo(
 
     Raises:
         ValueError: if model, chain and series do not fit, a key is missing, or a scale of the model
-            is singular, so that there is no density to take the logarithm of.
+            is singular, so that there is no density.
         TypeError: if a term has no closed form and the estimator needs one.
     """
     check_chain(chain, "elbo")
@@ -94,8 +94,8 @@ def elbo(
     estimator = _default_estimator(model, chain) if estimator is None else estimator
     check_estimator(estimator, key, with_standard_error, "elbo")
     series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs, length=length)
-    found = _jitted_estimate(model, chain, series, estimator, key, parallel)
-    return tuple(found) if with_standard_error else found.value
+    bound = _jitted_estimate(model, chain, series, estimator, key, parallel)
+    return tuple(bound) if with_standard_error else bound.value
 
 
 def elbo_of_series(
@@ -106,27 +106,27 @@ def elbo_of_series(
     key: Any,
     parallel: Parallel = False,
 ) -> Estimate:
-    """The bound from arguments that were checked, to be called inside `jax.jit`.
+    """Compute the bound from validated arguments, inside `jax.jit`.
 
     Args:
         model: an unwrapped model.
-        chain: a chain with as many rows as the series; its length is what counts.
+        chain: a chain with as many rows as the series, whose length is used.
         series: a prepared series.
         estimator: how the expectation is taken.
-        key: a typed key, or `None` if the estimator does not draw.
+        key: a typed key, or `None` for a deterministic estimator.
         parallel: whether recursions over time are run in O(log n) depth.
     """
     data = series.rows
     functional = LogJoint(model)
     if isinstance(estimator, BackwardSampling):
         return _over_paths(chain, functional, data, estimator, key, parallel)
-    found = estimate(chain, functional, data, estimator, key, parallel)
+    joint = estimate(chain, functional, data, estimator, key, parallel)
     if not isinstance(chain, LinearGaussianChain):
         raise TypeError(
             f"The entropy of {type(chain).__name__} has no closed form. Use"
             " BackwardSampling(num_samples) with a key."
         )
-    return Estimate(found.value + chain.entropy(), found.standard_error)
+    return Estimate(joint.value + chain.entropy(), joint.standard_error)
 
 
 _jitted_estimate = eqx.filter_jit(elbo_of_series)
@@ -140,7 +140,7 @@ def _over_paths(
     key: Any,
     parallel: Parallel,
 ) -> Estimate:
-    """The mean of log p − log q over paths: what both vary by cancels path by path."""
+    """Return the mean of log p − log q over paths, in which common variation cancels."""
     data, terms = fill_padding(data, existing_rows(chain)), functional.terms()
     density = Frozen(chain).value if estimator.stop_score else chain
 
@@ -155,7 +155,7 @@ def _over_paths(
 
 
 class RunningElboState(eqx.Module):
-    """What a `RunningElbo` carries from one time to the next, of a size that does not grow.
+    """The state of a `RunningElbo`, of constant size.
 
     Attributes:
         joint: the expected log joint density so far, as a function of the last state.
@@ -171,7 +171,7 @@ class RunningElboState(eqx.Module):
 class RunningElbo(eqx.Module):
     """The evidence lower bound of a growing series, for linear-Gaussian models and chains.
 
-    After each step `value` is what `elbo` gives for the chain and the series up to that time.
+    After each step `value` equals `elbo` of the chain and the series up to that time.
 
     Args:
         model: a linear-Gaussian model.
@@ -182,12 +182,12 @@ class RunningElbo(eqx.Module):
     def init(
         self, law: Gaussian, y: Any, *, mask: Any = None, inputs: Any = None
     ) -> RunningElboState:
-        """Starts with the first observation.
+        """Return the state after the first observation.
 
         Args:
             law: the filtering law q_0.
             y: the observation at time 0; NaN where missing.
-            mask: true where an entry was seen.
+            mask: true where an entry was observed.
             inputs: the input at time 0, of shape `(input,)`.
         """
         return start_elbo(self.model, law, self._row(y, mask, inputs))
@@ -202,20 +202,20 @@ class RunningElbo(eqx.Module):
         mask: Any = None,
         inputs: Any = None,
     ) -> RunningElboState:
-        """Goes on by one observation.
+        """Return the state after one more observation.
 
         Args:
             state: the state at time k-1.
             law: the filtering law q_k.
             kernel: the backward kernel q_{k-1|k}.
             y: the observation at time k; NaN where missing.
-            mask: true where an entry was seen.
+            mask: true where an entry was observed.
             inputs: the input at time k, of shape `(input,)`.
         """
         return advance_elbo(self.model, state, law, kernel, self._row(y, mask, inputs))
 
     def value(self, state: RunningElboState) -> Scalar:
-        """The bound for the series so far, in nats."""
+        """Return the bound for the series so far, in nats."""
         return Recursive().value(state.joint) + state.entropy + state.terminal_entropy
 
     def _row(self, y: Any, mask: Any, inputs: Any) -> Series:
@@ -223,7 +223,7 @@ class RunningElbo(eqx.Module):
 
 
 def start_elbo(model: StateSpaceModel, law: Gaussian, row: Series) -> RunningElboState:
-    """The state of a `RunningElbo` after the first row, from one that was prepared."""
+    """Return the state of a `RunningElbo` after the first, validated row."""
     joint = Recursive().init(LogJoint(model), law, row)
     return RunningElboState(joint, jnp.zeros((), joint.mean.dtype), law.entropy())
 
@@ -235,7 +235,7 @@ def advance_elbo(
     kernel: LinearGaussianKernel,
     row: Series,
 ) -> RunningElboState:
-    """The state of a `RunningElbo` after one more row, from one that was prepared."""
+    """Return the state of a `RunningElbo` after one more validated row."""
     joint = Recursive().update(LogJoint(model), state.joint, law, kernel, row)
     of_kernel = Gaussian(kernel.bias, kernel.scale_tril).entropy()
     return RunningElboState(joint, state.entropy + of_kernel, law.entropy())
@@ -244,7 +244,7 @@ def advance_elbo(
 def _default_estimator(model: StateSpaceModel, chain: AbstractBackwardChain) -> AbstractEstimator:
     if not isinstance(chain, LinearGaussianChain):
         raise ValueError(
-            f"The ELBO of a {type(chain).__name__} is taken over drawn paths. Pass"
+            f"The ELBO of a {type(chain).__name__} needs sampled paths. Pass"
             " estimator=BackwardSampling(num_samples) and a key."
         )
     if all(term.quadratic for term in LogJoint(model).terms()):
@@ -258,21 +258,24 @@ def _default_estimator(model: StateSpaceModel, chain: AbstractBackwardChain) -> 
 
 
 def common_length(chain: AbstractBackwardChain, length: Any) -> Any:
-    """The length of the series, that of the chain; refused if the two are known to differ."""
-    own = getattr(chain, "length", None)
+    """Return the length of the chain, refused if `length` is known to differ from it."""
+    chain_length = getattr(chain, "length", None)
     length = prepare_length(length, chain.num_times)
     if length is None:
-        return own
-    if own is None:
+        return chain_length
+    if chain_length is None:
         if is_concrete(length) and int(length) == chain.num_times:
             return None
         raise ValueError(
             f"length was given, but the chain has {chain.num_times} rows and no padding. Infer it"
             " with the same length, or take chain.prefix(length)."
         )
-    if is_concrete(own) and is_concrete(length) and int(own) != int(length):
-        raise ValueError(f"length is {int(length)}, and the chain has length {int(own)}.")
-    return own
+    known = is_concrete(chain_length) and is_concrete(length)
+    if known and int(chain_length) != int(length):
+        raise ValueError(
+            f"length must be that of the chain, {int(chain_length)}, got {int(length)}."
+        )
+    return chain_length
 
 
 def series_of_chain(
@@ -284,7 +287,7 @@ def series_of_chain(
     inputs: Any = None,
     length: Any = None,
 ) -> Series:
-    """The series, checked against an unwrapped model, with the rows and the length of the chain."""
+    """Validate a series against an unwrapped model and the rows and length of a chain."""
     length = common_length(chain, length)
     series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
     if series.num_times != chain.num_times:
@@ -295,7 +298,7 @@ def series_of_chain(
 
 
 def check_model(model: Any, chain: AbstractBackwardChain, owner: str) -> None:
-    """Refuses a model that does not fit the chain or has no density, where that is known."""
+    """Refuse a model that does not fit the chain, or has a known singular scale."""
     if not isinstance(model, StateSpaceModel):
         raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.")
     if model.state_dim != chain.state_dim:

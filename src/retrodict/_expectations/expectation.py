@@ -60,10 +60,10 @@ def expectation(
     max_samples: int = 1_000_000,
     parallel: Parallel = False,
 ) -> PyTree:
-    """The expectation E_q[h_0(x_0, data_0) + Σ_{k≥1} h_k(x_{k-1}, x_k, data_k)] under a chain.
+    """Compute E_q[h_0(x_0, data_0) + Σ_{k≥1} h_k(x_{k-1}, x_k, data_k)] under a chain.
 
-    Rows from the length of the chain on contribute exactly zero. Derivatives in the functional's
-    parameters, the data and the chain are exact for what is computed: draws are reparameterised.
+    Rows from the length of the chain on contribute exactly zero. The value is differentiable in the
+    functional's parameters, the data and the chain: draws are reparameterised.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -76,27 +76,27 @@ def expectation(
 
     Args:
         chain: the law of paths.
-        functional: what to take the expectation of.
-        data: a pytree with one row a time step, which the functional reads; `observations(...)` for
-            `LogJoint` and `Score`.
+        functional: the additive functional.
+        data: a pytree with one row per time step, which the functional reads; `model.series(ys)`
+            for `LogJoint` and `Score`.
         estimator: how the expectation is taken.
         key: a typed key, for estimators that draw.
         with_standard_error: whether to return the standard error as well: zero for exact
             estimators, NaN for a single sample.
-        tolerance: the largest standard error that the value may have: an estimator that draws is
-            run as often as that asks for. Not inside `jax.jit`. What is exact keeps any.
-        max_samples: how many paths a tolerance may ask for, of each component with `by_component`.
-        parallel: whether recursions over time are run in O(log n) depth, for long series on
+        tolerance: the largest accepted standard error: an estimator that draws is run until it is
+            reached. Not inside `jax.jit`.
+        max_samples: the largest number of paths for a tolerance, per component with `by_component`.
+        parallel: whether recursions over time run in O(log n) depth, for long series on
             accelerators, or over the devices of a `time_mesh`; the value is the same to rounding.
             For a `LinearGaussianChain`.
 
     Returns:
-        The value, a pytree of arrays as the functional has it, or the pair (value, standard error).
+        The value, a pytree of the functional's structure, or the pair (value, standard error).
 
     Raises:
         TypeError: if a term has no closed form and the estimator needs one.
         ValueError: if the data has the wrong number of rows, a key is missing, a standard error is
-            asked of quadrature, whose error is not known, or a tolerance asks for too many paths.
+            requested of quadrature, whose error is unknown, or a tolerance needs too many paths.
     """
     check_chain(chain, "expectation")
     check_estimator(estimator, key, with_standard_error, "expectation")
@@ -110,8 +110,8 @@ def expectation(
     def run(key: Any) -> Estimate:
         return _estimate(chain, functional, data, estimator, key, parallel)
 
-    found = _within(tolerance, run, lambda found: found.standard_error, estimator, key, max_samples)
-    return (found.value, found.standard_error) if with_standard_error else found.value
+    result = _within(tolerance, run, lambda run: run.standard_error, estimator, key, max_samples)
+    return tuple(result) if with_standard_error else result.value
 
 
 def marginals(
@@ -123,32 +123,32 @@ def marginals(
     max_samples: int = 1_000_000,
     parallel: Parallel = False,
 ) -> Marginals:
-    """The means and covariances of the states, with their standard errors.
+    """Compute the means and covariances of the states, with their standard errors.
 
     `BackwardSampling` takes any chain; covariances need two paths, or groups of paths that share
     noise, and are NaN for one. Under a `SampledChain` it averages the conditional moments
     E[x_{k-1} | x_k] and Cov[x_{k-1} | x_k] along paths and not the states themselves, which has the
-    same mean and a smaller variance (Rao-Blackwell). Other estimators read the moments of a
-    linear-Gaussian chain off in closed form, since they draw nothing that is quadratic.
+    same mean and a smaller variance (Rao-Blackwell). Other estimators return the closed-form
+    moments of a linear-Gaussian chain.
 
     Example:
-        Means to within 0.001, with as many paths as that takes:
+        Means with a standard error of at most 0.001:
         `rd.marginals(chain, estimator=rd.BackwardSampling(64), key=key, tolerance=1e-3)`.
 
     Args:
         chain: the law of paths.
         estimator: how the moments are taken.
         key: a typed key, for `BackwardSampling`.
-        tolerance: the largest standard error that a mean may have: paths are drawn until it is
+        tolerance: the largest accepted standard error of a mean: paths are drawn until it is
             reached. Not inside `jax.jit`.
-        max_samples: how many paths a tolerance may ask for, of each component with `by_component`.
-        parallel: whether recursions over time are run in O(log n) depth, for long series on
+        max_samples: the largest number of paths for a tolerance, per component with `by_component`.
+        parallel: whether recursions over time run in O(log n) depth, for long series on
             accelerators, or over the devices of a `time_mesh`; the value is the same to rounding.
             For a `LinearGaussianChain`.
 
     Raises:
         TypeError: if the chain has no closed form and the estimator needs one.
-        ValueError: if a key is missing, or a tolerance asks for too many paths.
+        ValueError: if a key is missing, or a tolerance needs too many paths.
     """
     check_chain(chain, "marginals")
     if isinstance(estimator, BackwardSampling):
@@ -160,7 +160,7 @@ def marginals(
             return _sampled_marginals(estimator.draw((), chain, key, parallel=parallel))
 
         return _within(
-            tolerance, run, lambda found: found.mean_standard_error, estimator, key, max_samples
+            tolerance, run, lambda run: run.mean_standard_error, estimator, key, max_samples
         )
     _refuse_unless_estimator(estimator, "marginals")
     if not isinstance(chain, LinearGaussianChain):
@@ -183,7 +183,7 @@ def estimate(
     key: Any,
     parallel: Parallel = False,
 ) -> Estimate:
-    """The estimate from arguments that were checked, to be called inside `jax.jit`.
+    """Compute the estimate from validated arguments, inside `jax.jit`.
 
     The expectation of a score is the gradient of the expected log joint density with the chain held
     fixed, which costs one backward pass and no Hessian of a gradient.
@@ -206,12 +206,12 @@ def estimate(
 
 
 def average(estimator: AbstractEstimator, replicate: Any, noise: Any) -> Estimate:
-    """The mean of the replicates of an estimator, and its standard error.
+    """Return the mean of the replicates of an estimator, and its standard error.
 
     Args:
-        estimator: says how many replicates there are.
+        estimator: the estimator, which has the number of replicates.
         replicate: the value of one, from its row of noise.
-        noise: what `estimator.draw` returned.
+        noise: the result of `estimator.draw`.
     """
     count = estimator.num_replicates
     if count is None:
@@ -226,19 +226,19 @@ def average(estimator: AbstractEstimator, replicate: Any, noise: Any) -> Estimat
 
 
 def check_chain(chain: Any, owner: str) -> None:
-    """Refuses what is no backward chain."""
+    """Refuse anything but a backward chain."""
     if not isinstance(chain, AbstractBackwardChain):
         hint = " Pass its .chain." if hasattr(chain, "chain") else ""
         raise TypeError(f"{owner} expects a backward chain, got {type(chain).__name__}.{hint}")
 
 
 def check_estimator(estimator: Any, key: Any, with_standard_error: bool, owner: str) -> None:
-    """Refuses what is no estimator, a missing key, and a standard error that nobody knows."""
+    """Refuse anything but an estimator, a missing key, and an unavailable standard error."""
     _refuse_unless_estimator(estimator, owner)
     _check_key(estimator, key, owner)
     if with_standard_error and estimator.error == "unknown":
         raise ValueError(
-            f"The error of {type(estimator).__name__} is not known. For a standard error use"
+            f"The error of {type(estimator).__name__} is unknown. For a standard error use"
             " BackwardSampling(num_samples) or RaoBlackwellised(num_samples) with a key."
         )
 
@@ -279,20 +279,20 @@ def _check_data(
     return prepare_rows(data, chain.num_times)
 
 
-# Compiled once a shape and a functional, whoever calls.
+# Compiled once per shape and functional.
 _estimate = eqx.filter_jit(estimate)
 
 
 @eqx.filter_jit
-def _sampled_marginals(drawn: Paths) -> Marginals:
-    """Moments of weighted paths with a leading axis of replicates."""
-    flat = jnp.zeros((*drawn.paths.shape, drawn.paths.shape[-1]), drawn.paths.dtype)
-    return moments_over_paths(drawn.paths, flat, drawn.weights)
+def _sampled_marginals(sample: Paths) -> Marginals:
+    """Return the moments of weighted paths with a leading axis of replicates."""
+    flat = jnp.zeros((*sample.paths.shape, sample.paths.shape[-1]), sample.paths.dtype)
+    return moments_over_paths(sample.paths, flat, sample.weights)
 
 
 @eqx.filter_jit
 def _conditional_marginals(chain: SampledChain, estimator: BackwardSampling, key: Any) -> Marginals:
-    """Moments from the laws that states were drawn from."""
+    """Return the moments from the laws that states were drawn from."""
     trace, weights = estimator.trace(chain, key)
     return moments_over_paths(trace.means, trace.covariances, weights)
 
@@ -302,10 +302,10 @@ def moments_over_paths(
     covariances: Float[Array, "replicate path time state state"],
     weights: Float[Array, "replicate path"],
 ) -> Marginals:
-    """The moments of a mixture of laws, averaged over replicates.
+    """Return the moments of a mixture of laws, averaged over replicates.
 
-    The spread of the means around their estimated mean falls short of that around the true one by
-    the variance of the estimate, which is known from the replicates and added.
+    The spread of the means around their estimated mean is smaller than around the true mean, by the
+    variance of the estimate. That is estimated from the replicates and added.
     """
     each = jnp.einsum("rp,rptd->rtd", weights, means, precision="highest")
     mean = jnp.mean(each, axis=0)
@@ -332,15 +332,15 @@ def _within(
     key: Any,
     max_samples: int,
 ) -> R:
-    """The mean of as many runs of an estimator as a tolerance asks for.
+    """Return the mean of as many runs of an estimator as a tolerance needs.
 
     Args:
         tolerance: the largest standard error; `None` for one run.
-        run: one run, from a key; what it returns holds values and standard errors.
-        errors: the standard errors that must be within the tolerance.
-        estimator: says how many replicates a run has.
+        run: one run, from a key, which returns values and standard errors.
+        errors: selects the standard errors that must be within the tolerance.
+        estimator: the estimator, which has the number of replicates of a run.
         key: a typed key.
-        max_samples: how many paths may be drawn in all.
+        max_samples: the largest total number of paths.
     """
     if tolerance is None:
         return run(key)
@@ -362,12 +362,12 @@ def _within(
         # NaN must not be lost among others, as it would be by the max of Python.
         error = float(np.max([0.0] + [float(jnp.max(leaf)) for leaf in leaves if leaf.size]))
         if not math.isfinite(error):
-            raise ValueError(f"The standard error is {error}, which no number of paths lowers.")
+            raise ValueError(f"The standard error is {error}, and more paths would not lower it.")
         return error
 
     found, rounds = run(key), 1
     while (error := largest(found)) > tolerance:
-        # A tenth more than the error so far asks for, since it is itself an estimate.
+        # A tenth more than the estimated error needs, since it is itself an estimate.
         needed = math.ceil(1.1 * rounds * (error / tolerance) ** 2)
         if needed * count > max_samples:
             raise ValueError(
@@ -385,7 +385,7 @@ def _check_tolerance(tolerance: float) -> None:
 
 
 def _pooled(found: R, rounds: int, more: list[R]) -> R:
-    """The mean of several runs: values are averaged, standard errors added in quadrature."""
+    """Return the mean of several runs, with standard errors added in quadrature."""
     total = rounds + len(more)
 
     def value(first: Array, *rest: Array) -> Array:
@@ -403,7 +403,7 @@ def _pooled(found: R, rounds: int, more: list[R]) -> R:
 
 
 def _standard_error(values: Float[Array, "sample *value"]) -> Float[Array, "*value"]:
-    """The sample standard deviation over √sample; NaN for a single sample, which has none."""
+    """Return the sample standard deviation over √sample; NaN for a single sample."""
     count = values.shape[0]
     if count == 1:
         return jnp.full_like(values[0], jnp.nan)

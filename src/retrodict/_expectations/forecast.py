@@ -1,4 +1,4 @@
-"""What a chain says of observations: those to come, replicates of a series, and missing ones."""
+"""Predictive laws of observations: forecasts, replicates of a series, and imputation."""
 
 from typing import Any
 
@@ -24,15 +24,15 @@ from retrodict._validate import as_real_array, check_count, check_key, is_concre
 
 
 class Forecast(eqx.Module):
-    """The states and observations of the rows that come next.
+    """The states and observations of the rows after a series.
 
-    Moments are exact, with standard errors of zero, where the kernels they pass are linear
+    Moments are exact, with standard errors of zero, where the kernels involved are linear
     Gaussian. Elsewhere they average conditional moments over the draws, which has a smaller
     variance than averaging the draws themselves (Rao-Blackwell).
 
     Attributes:
         states: draws of shape `(sample, time, state)`.
-        observations: draws of shape `(sample, time, obs)`, each made from the states of its path.
+        observations: draws of shape `(sample, time, obs)`, given the states of the same path.
         mean: of the observations, of shape `(time, obs)`.
         covariance: of the observations of each row, of shape `(time, obs, obs)`.
         mean_standard_error: of the shape of `mean`.
@@ -104,11 +104,10 @@ def forecast(
     inputs: Any = None,
     num_samples: int = 1000,
 ) -> Forecast:
-    """The laws of the states and observations of the rows after the last of a chain.
+    """Forecast the states and observations of the rows after the last of a chain.
 
-    The last state, of law q_{n-1}, is moved on by the model's transition, and each state is
-    observed through its emission: no data is needed but what the chain has seen. Series of a batch
-    are forecast under `jax.vmap`.
+    The last state, of law q_{n-1}, is propagated by the model's transition, and each state is
+    observed through its emission. Use `jax.vmap` for a batch of series.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -127,13 +126,13 @@ def forecast(
     Args:
         key: a typed key.
         model: the model; its transition need not have a density.
-        chain: the posterior of what has been seen; its terminal law is at its last existing row.
-        num_times: how many rows to forecast.
+        chain: the posterior of the observed series.
+        num_times: the number of rows to forecast.
         inputs: inputs of the *coming* rows, of shape `(num_times, input)`, if a kernel takes them.
-        num_samples: how many paths to draw.
+        num_samples: the number of paths.
 
     Raises:
-        TypeError: if `model` is no model, or `chain` no chain.
+        TypeError: if `model` is not a model, or `chain` not a chain.
         ValueError: if shapes do not fit, or inputs are missing.
     """
     check_key(key, "forecast")
@@ -160,16 +159,16 @@ def predictive(
     *,
     inputs: Any = None,
 ) -> Float[Array, "sample time obs"]:
-    """Replicates of the whole series: observations drawn anew along smoothed paths.
+    """Draw replicates of the whole series: new observations along smoothed paths.
 
-    If the model is right, the series that was seen looks like one of them. Rows from the length of
-    the chain on do not exist and hold NaN.
+    If the model is right, the observed series resembles them. Rows from the length of the chain on
+    do not exist and hold NaN.
 
     Args:
         key: a typed key.
         model: the model.
         chain: the posterior.
-        num_samples: how many replicates.
+        num_samples: the number of replicates.
         inputs: the inputs of the chain's rows, of shape `(time, input)`, if a kernel takes them.
     """
     check_key(key, "predictive")
@@ -177,9 +176,8 @@ def predictive(
     plain = _check(model, chain, "predictive")
     us = prepare_inputs(inputs, chain.num_times, plain.takes_input, getattr(chain, "length", None))
     path_key, emission_key = jax.random.split(key)
-    drawn = _observe(plain.emission, chain.sample(path_key, num_samples), emission_key, us)
-    exists = existing_rows(chain)
-    return drawn if exists is None else jnp.where(exists[None, :, None], drawn, jnp.nan)
+    ys = _observe(plain.emission, chain.sample(path_key, num_samples), emission_key, us)
+    return _without_padding(chain, ys)
 
 
 def impute(
@@ -193,23 +191,23 @@ def impute(
     inputs: Any = None,
     length: Any = None,
 ) -> Float[Array, "sample time obs"]:
-    """Completed series: what was seen as it is, and what was not drawn given what was.
+    """Draw completed series: observed entries unchanged, missing ones from their posterior.
 
-    Paths are drawn from the chain, and missing entries given their state. Where the emission is
-    Gaussian they are also drawn given what was seen of their row, with which correlated noise ties
-    them. A `DistributionKernel` with a joint density is drawn by row: the chain has not used the
-    seen entries of such a row, and nor has the draw. Rows from `length` on do not exist and hold
-    NaN.
+    Paths are drawn from the chain, and missing entries given their state. If the emission is
+    Gaussian they are also drawn given the observed entries of their row, since noise may be
+    correlated. A `DistributionKernel` with a joint density is drawn by row: neither the chain nor
+    the draw uses the observed entries of an incomplete row. Rows from `length` on do not exist and
+    hold NaN.
 
     Args:
         key: a typed key.
         model: the model.
         chain: the posterior given these `ys`.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        num_samples: how many completed series.
-        mask: true where an entry was seen.
+        num_samples: the number of completed series.
+        mask: true where an entry was observed.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; that of the chain if it is not given.
+        length: the number of rows that exist; by default that of the chain.
     """
     check_key(key, "impute")
     num_samples = check_count(num_samples, "num_samples")
@@ -218,9 +216,14 @@ def impute(
     if series.mask is None:
         return jnp.broadcast_to(series.ys, (num_samples, *series.ys.shape))
     path_key, emission_key = jax.random.split(key)
-    drawn = _complete(plain.emission, chain.sample(path_key, num_samples), emission_key, series)
+    completed = _complete(plain.emission, chain.sample(path_key, num_samples), emission_key, series)
+    return _without_padding(chain, completed)
+
+
+def _without_padding(chain: AbstractBackwardChain, ys: Float[Array, "sample time obs"]) -> Array:
+    """Put NaN into rows that do not exist."""
     exists = existing_rows(chain)
-    return drawn if exists is None else jnp.where(exists[None, :, None], drawn, jnp.nan)
+    return ys if exists is None else jnp.where(exists[None, :, None], ys, jnp.nan)
 
 
 @eqx.filter_jit
@@ -248,13 +251,13 @@ def _forecast(
     observations = _observe(emission, states, observations_key, us)
 
     moves = isinstance(transition, AbstractLinearGaussianKernel)
-    sees = isinstance(emission, AbstractLinearGaussianKernel)
+    observes = isinstance(emission, AbstractLinearGaussianKernel)
     if law is not None and moves:
         of_states = _moved(transition, law.mean, law.covariance, us, num_times)
     else:
         of_states = _averaged(*given_before)
-    if law is not None and moves and sees:
-        of_rows = _seen(emission, of_states, us)
+    if law is not None and moves and observes:
+        of_rows = _observed(emission, of_states, us)
     else:
         over_time = jax.vmap(lambda x, u, y: _moments(emission, x, u, y), in_axes=(0, _axis(us), 0))
         over_paths = jax.vmap(over_time, in_axes=(0, None, 0))
@@ -270,7 +273,7 @@ def _forecast(
         of_states.covariance,
         of_states.mean_standard_error,
         of_states.covariance_standard_error,
-        moves and sees and isinstance(law, Gaussian),
+        moves and observes and isinstance(law, Gaussian),
         moves and isinstance(law, Gaussian),
     )
 
@@ -282,7 +285,7 @@ def _moved(
     us: Float[Array, "time input"] | None,
     num_times: int,
 ) -> Marginals:
-    """The moments m ← w m + b, P ← w P wᵀ + s sᵀ of the coming states, whatever the first law."""
+    """Return the moments m ← w m + b, P ← w P wᵀ + s sᵀ of future states, for any first law."""
 
     def move(moments: tuple[Array, Array], u: Array | None) -> tuple[tuple, tuple]:
         moments = _image(transition, *moments, u)
@@ -292,10 +295,10 @@ def _moved(
     return _exact(means, covariances)
 
 
-def _seen(
+def _observed(
     emission: AbstractLinearGaussianKernel, states: Marginals, us: Float[Array, "time input"] | None
 ) -> Marginals:
-    """The moments of the observations of states whose moments are known."""
+    """Return the moments of observations, from those of the states."""
     image = jax.vmap(lambda m, p, u: _image(emission, m, p, u), in_axes=(0, 0, _axis(us)))
     return _exact(*image(states.mean, states.covariance, us))
 
@@ -317,7 +320,7 @@ def _exact(means: Array, covariances: Array) -> Marginals:
 def _averaged(
     means: Float[Array, "sample time out"], covariances: Float[Array, "sample time out out"]
 ) -> Marginals:
-    """The moments of a mixture with one law a draw."""
+    """Return the moments of a mixture with one law per draw."""
     weights = jnp.ones((means.shape[0], 1), means.dtype)
     return moments_over_paths(means[:, None], covariances[:, None], weights)
 
@@ -325,7 +328,7 @@ def _averaged(
 def _moments(
     kernel: AbstractKernel, x: Array, u: Array | None, drawn: Array
 ) -> tuple[Float[Array, "out"], Float[Array, "out out"]]:
-    """The conditional mean and covariance, where the law knows them; else a draw without spread."""
+    """Return the conditional mean and covariance if the law has them, else a draw and zero."""
     law: Any = kernel.law(x, u)
     if isinstance(kernel, AbstractGaussianKernel):
         return law.mean.astype(x.dtype), law.covariance.astype(x.dtype)
@@ -334,7 +337,7 @@ def _moments(
         mean, variance = jnp.asarray(law.mean), jnp.asarray(law.variance)
         shapes = {mean.shape, variance.shape, jnp.shape(law.log_prob(drawn))}
     except (AttributeError, NotImplementedError):
-        # Not every distribution of numpyro has moments, and one of your own need not.
+        # Not every distribution has moments.
         return drawn, spread
     if shapes != {drawn.shape}:
         return drawn, spread
@@ -348,7 +351,7 @@ def _observe(
     key: PRNGKey,
     us: Float[Array, "time input"] | None,
 ) -> Float[Array, "sample time obs"]:
-    """One observation of every state of every path."""
+    """Draw one observation of every state of every path."""
     keys = jax.random.split(key, paths.shape[:2])
     over_time = jax.vmap(lambda k, x, u: emission.sample(k, x, u), in_axes=(0, 0, _axis(us)))
     return jax.vmap(over_time, in_axes=(0, 0, None))(keys, paths, us)
@@ -361,34 +364,34 @@ def _complete(
     key: PRNGKey,
     series: Series,
 ) -> Float[Array, "sample time obs"]:
-    """What was seen, and draws of the rest."""
+    """Return observed entries, and draws of the others."""
     keys = jax.random.split(key, paths.shape[:2])
     us = series.inputs
 
-    def complete(k: Array, x: Array, y: Array, seen: Any, u: Array | None) -> Array:
+    def complete(k: Array, x: Array, y: Array, observed: Any, u: Array | None) -> Array:
         drawn = emission.sample(k, x, u)
         if isinstance(emission, AbstractGaussianKernel):
-            drawn = _given_seen(emission.law(x, u).scale_tril, drawn, y, seen)
-        return jnp.where(seen, y, drawn.astype(y.dtype))
+            drawn = _condition_draw(emission.law(x, u).scale_tril, drawn, y, observed)
+        return jnp.where(observed, y, drawn.astype(y.dtype))
 
     over_time = jax.vmap(complete, in_axes=(0, 0, 0, 0, _axis(us)))
     over_paths = jax.vmap(over_time, in_axes=(0, 0, None, None, None))
     return over_paths(keys, paths, series.ys, series.mask, us)
 
 
-def _given_seen(scale: Any, drawn: Array, y: Array, seen: Array) -> Array:
-    """A draw of a whole row, made one given the seen entries o of y.
+def _condition_draw(scale: Any, drawn: Array, y: Array, observed: Array) -> Array:
+    """Turn a draw of a whole row into one given the observed entries o of y.
 
     With C = s sᵀ and z a draw of the row, z + C_{·o} C_oo⁻¹ (y_o − z_o) has the conditional law.
     """
     if isinstance(scale, Diagonal):
         return drawn
-    lower, kept = dense_scale(scale), seen.astype(drawn.dtype)
-    # Unseen entries have a residual of zero and unit scale, and so do not count.
-    factor = dense_scale(masked_scale(lower, kept))
-    residual = linalg.solve_triangular(factor, jnp.where(seen, y - drawn, 0.0))
+    lower, weights = dense_scale(scale), observed.astype(drawn.dtype)
+    # Missing entries have a residual of zero and unit scale, and so have no effect.
+    factor = dense_scale(masked_scale(lower, weights))
+    residual = linalg.solve_triangular(factor, jnp.where(observed, y - drawn, 0.0))
     solved = linalg.solve_triangular(factor, residual, transpose=True)
-    return drawn + linalg.matvec(lower, linalg.matvec(lower.T, kept * solved))
+    return drawn + linalg.matvec(lower, linalg.matvec(lower.T, weights * solved))
 
 
 def _axis(us: Array | None) -> int | None:
@@ -396,7 +399,7 @@ def _axis(us: Array | None) -> int | None:
 
 
 def _check(model: Any, chain: Any, owner: str) -> StateSpaceModel:
-    """The unwrapped model, refused unless it fits the chain of one series."""
+    """Return the unwrapped model, refused unless it fits the chain."""
     check_chain(chain, owner)
     if not isinstance(model, StateSpaceModel):
         raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.")

@@ -1,4 +1,4 @@
-"""What every conditional law offers: a density and a draw given the state and the input."""
+"""The interface of conditional laws: a density and a draw given the state and the input."""
 
 from abc import abstractmethod
 from typing import Any, Protocol, runtime_checkable
@@ -15,18 +15,18 @@ class Distribution(Protocol):
     """Anything with a density and a draw: `Gaussian`, or a distribution of numpyro."""
 
     def log_prob(self, value: Any) -> Any:
-        """The log density at `value`."""
+        """Return the log density at `value`."""
         ...
 
     def sample(self, key: Any, sample_shape: tuple[int, ...] = ()) -> Any:
-        """A draw."""
+        """Draw a value."""
         ...
 
 
-def given(u: Float[Array, "input"] | None) -> Float[Array, "input"]:
-    """The input, refused if there is none."""
+def require_input(u: Float[Array, "input"] | None) -> Float[Array, "input"]:
+    """Return the input, refused if there is none."""
     if u is None:
-        raise ValueError("This kernel takes an input, and none was given: pass inputs or u.")
+        raise ValueError("This kernel takes an input: pass inputs or u, got None.")
     return jnp.asarray(u)
 
 
@@ -40,7 +40,7 @@ class AbstractKernel(eqx.Module):
 
     @abstractmethod
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Distribution:
-        """The conditional law given the state x and, if the kernel takes one, the input u."""
+        """Return the law given the state x and, if the kernel takes one, the input u."""
 
     @abstractmethod
     def log_prob(
@@ -50,13 +50,13 @@ class AbstractKernel(eqx.Module):
         u: Float[Array, "input"] | None = None,
         mask: Array | None = None,
     ) -> Scalar:
-        """The log density of `value` given x and u, of its observed entries alone under a mask."""
+        """Return the log density of `value` given x and u, of its observed entries under a mask."""
 
     @abstractmethod
     def sample(
         self, key: PRNGKey, x: Float[Array, "state"], u: Float[Array, "input"] | None = None
     ) -> Float[Array, "out"]:
-        """A draw given x and u."""
+        """Draw a value given x and u."""
 
 
 class AbstractGaussianKernel(AbstractKernel):
@@ -64,7 +64,7 @@ class AbstractGaussianKernel(AbstractKernel):
 
     @abstractmethod
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Any:
-        """The Gaussian conditional law given x and u."""
+        """Return the Gaussian law given x and u."""
 
     def log_prob(
         self,
@@ -73,7 +73,7 @@ class AbstractGaussianKernel(AbstractKernel):
         u: Float[Array, "input"] | None = None,
         mask: Array | None = None,
     ) -> Scalar:
-        """The density log N(value; m(x, u), s sᵀ), of the entries where `mask` is true."""
+        """Return log N(value; m(x, u), s sᵀ), of the entries where `mask` is true."""
         law = self.law(x, u)
         if mask is None:
             return law.log_prob(value)
@@ -82,5 +82,5 @@ class AbstractGaussianKernel(AbstractKernel):
     def sample(
         self, key: PRNGKey, x: Float[Array, "state"], u: Float[Array, "input"] | None = None
     ) -> Float[Array, "out"]:
-        """A draw m(x, u) + s ε."""
+        """Draw m(x, u) + s ε."""
         return self.law(x, u).sample(key)

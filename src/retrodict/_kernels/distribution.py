@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from retrodict._kernels.base import AbstractKernel, Distribution, given
+from retrodict._kernels.base import AbstractKernel, Distribution, require_input
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey, Scalar
 
@@ -15,9 +15,9 @@ from retrodict._types import PRNGKey, Scalar
 class DistributionKernel(AbstractKernel):
     """The kernel x ↦ fn(x), or x, u ↦ fn(x, u), for any law with `log_prob` and `sample`.
 
-    The distributions of numpyro fit as they are. If `log_prob` returns shape `(out,)` the entries
-    are independent and a mask leaves out single entries; if it returns shape `()`, a row of which
-    any entry is missing is left out as a whole.
+    Distributions of numpyro can be used. If `log_prob` returns shape `(out,)` the entries are
+    independent and a mask leaves out single entries; if it returns shape `()`, a row with a missing
+    entry is left out as a whole.
 
     Example:
         Counts with a log-linear rate:
@@ -28,7 +28,7 @@ class DistributionKernel(AbstractKernel):
         takes_input: whether it is called as `fn(x, u)`.
         curvature: for error bounds, a function of the observation (and of u, if the kernel takes
             inputs) to a matrix of shape `(state, state)` that −∇² log g(x, y) is at least at every
-            x; `lambda y: jnp.zeros((1, 1))` says that the density is log-concave in the state.
+            x; `lambda y: jnp.zeros((1, 1))` declares that the density is log-concave in the state.
     """
 
     fn: Callable[..., Any]
@@ -43,9 +43,9 @@ class DistributionKernel(AbstractKernel):
             )
 
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Distribution:
-        """The distribution fn(x, u)."""
+        """Return the distribution fn(x, u)."""
         kernel = unwrap(self)
-        law = kernel.fn(x, given(u)) if self.takes_input else kernel.fn(x)
+        law = kernel.fn(x, require_input(u)) if self.takes_input else kernel.fn(x)
         if not isinstance(law, Distribution):
             raise TypeError(
                 "DistributionKernel expects fn to return an object with log_prob and sample, got"
@@ -60,7 +60,7 @@ class DistributionKernel(AbstractKernel):
         u: Float[Array, "input"] | None = None,
         mask: Array | None = None,
     ) -> Scalar:
-        """The log density of what was observed of `value`."""
+        """Return the log density of the observed entries of `value`."""
         law = self.law(x, u)
         if mask is not None:
             # Outside its support a density is -inf with a NaN gradient: fill before evaluating.
@@ -79,12 +79,12 @@ class DistributionKernel(AbstractKernel):
     def sample(
         self, key: PRNGKey, x: Float[Array, "state"], u: Float[Array, "input"] | None = None
     ) -> Float[Array, "out"]:
-        """A draw; counts come as floating-point numbers."""
+        """Draw a value; counts are returned as floating-point numbers."""
         return jnp.asarray(self.law(x, u).sample(key)).astype(x.dtype)
 
 
 def _feasible(law: Distribution, value: Float[Array, "out"]) -> Array:
-    """Some point of the support: numpyro's own if the law names one, else zero."""
+    """Return a point of the support: numpyro's if the law has one, else zero."""
     feasible_like = getattr(getattr(law, "support", None), "feasible_like", None)
     if feasible_like is not None:
         return jnp.asarray(feasible_like(value)).astype(value.dtype)

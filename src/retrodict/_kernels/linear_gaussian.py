@@ -1,4 +1,4 @@
-"""Linear-Gaussian kernels, with fixed parameters or with parameters that follow the input."""
+"""Linear-Gaussian kernels, with parameters that are fixed or depend on the input."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from retrodict._kernels.base import AbstractGaussianKernel, given
+from retrodict._kernels.base import AbstractGaussianKernel, require_input
 from retrodict._laws import Gaussian, Scale, as_scale, check_scale, factor_of_covariance, shape_of
 from retrodict._numerics import linalg
 from retrodict._parameters import as_parameter, unwrap
@@ -18,7 +18,7 @@ class AbstractLinearGaussianKernel(AbstractGaussianKernel):
 
     @abstractmethod
     def at(self, u: Float[Array, "input"] | None) -> "LinearGaussianKernel":
-        """The kernel x ↦ N(w x + b, s sᵀ) that remains for this input."""
+        """Return the kernel x ↦ N(w x + b, s sᵀ) at this input."""
 
 
 class LinearGaussianKernel(AbstractLinearGaussianKernel):
@@ -72,7 +72,7 @@ class LinearGaussianKernel(AbstractLinearGaussianKernel):
         covariance: Any,
         input_weight: Any = None,
     ) -> "LinearGaussianKernel":
-        """Builds the kernel from the covariance of its noise, which must be positive definite."""
+        """Build the kernel from the covariance of its noise, which must be positive definite."""
         scale = factor_of_covariance("LinearGaussianKernel.from_covariance", covariance)
         return cls(weight, bias, scale, input_weight)
 
@@ -82,11 +82,11 @@ class LinearGaussianKernel(AbstractLinearGaussianKernel):
         return self.input_weight is not None
 
     def at(self, u: Float[Array, "input"] | None) -> "LinearGaussianKernel":
-        """The kernel with v u added to its bias."""
+        """Return the kernel with v u added to its bias."""
         kernel = unwrap(self)
         if kernel.input_weight is None:
             return kernel
-        u = given(u)
+        u = require_input(u)
         if u.shape != kernel.input_weight.shape[1:]:
             raise ValueError(
                 f"LinearGaussianKernel has an input_weight of shape {kernel.input_weight.shape}, so"
@@ -96,7 +96,7 @@ class LinearGaussianKernel(AbstractLinearGaussianKernel):
         return LinearGaussianKernel(kernel.weight, kernel.bias + shift, kernel.scale_tril)
 
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Gaussian:
-        """N(w x + v u + b, s sᵀ)."""
+        """Return N(w x + v u + b, s sᵀ)."""
         kernel = self.at(u)
         return Gaussian(linalg.matvec(kernel.weight, x) + kernel.bias, kernel.scale_tril)
 
@@ -126,8 +126,8 @@ class VaryingLinearGaussianKernel(AbstractLinearGaussianKernel):
         return True
 
     def at(self, u: Float[Array, "input"] | None) -> LinearGaussianKernel:
-        """The kernel with the parameters fn(u)."""
-        parameters = unwrap(self).fn(given(u))
+        """Return the kernel with the parameters fn(u)."""
+        parameters = unwrap(self).fn(require_input(u))
         if not isinstance(parameters, tuple) or len(parameters) != 3:
             raise ValueError(
                 "VaryingLinearGaussianKernel expects fn(u) to return (weight, bias, scale_tril),"
@@ -136,5 +136,5 @@ class VaryingLinearGaussianKernel(AbstractLinearGaussianKernel):
         return unwrap(LinearGaussianKernel(*parameters))
 
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Gaussian:
-        """N(w(u) x + b(u), s(u) s(u)ᵀ)."""
+        """Return N(w(u) x + b(u), s(u) s(u)ᵀ)."""
         return self.at(u).law(x)

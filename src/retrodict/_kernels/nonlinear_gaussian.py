@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from retrodict._kernels.base import AbstractGaussianKernel, given
+from retrodict._kernels.base import AbstractGaussianKernel, require_input
 from retrodict._laws import Gaussian, Scale, as_scale, check_scale, scale_dim, shape_of
 from retrodict._parameters import unwrap
 
@@ -51,9 +51,9 @@ class NonlinearGaussianKernel(AbstractGaussianKernel):
             check_scale("NonlinearGaussianKernel", self.scale_tril, dim)
 
     def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Gaussian:
-        """N(f(x, u), s sᵀ)."""
+        """Return N(f(x, u), s sᵀ)."""
         kernel = unwrap(self)
-        mean = kernel.fn(x, given(u)) if self.takes_input else kernel.fn(x)
+        mean = kernel.fn(x, require_input(u)) if self.takes_input else kernel.fn(x)
         dim = scale_dim(kernel.scale_tril)
         if getattr(mean, "shape", None) != (dim,):
             raise ValueError(
