@@ -221,7 +221,7 @@ def size(request: pytest.FixtureRequest) -> str:
 @EVERY
 def test_a_stream_gives_the_chain_of_the_stored_series(name: str, size: str):
     family, rows = family_of(name, size), rows_of(size)["nan"]
-    step = eqx.filter_jit(lambda family, state, y, u: family.step(state, y, u=u))
+    step = eqx.filter_jit(lambda family, state, y, u: family.step(state, y, inputs=u))
     state, factors = family.init(), []
     for k in range(N):
         u = None if rows.inputs is None else rows.inputs[k]
@@ -375,7 +375,7 @@ def test_float32_stays_float32(name: str, size: str):
 
 
 def _first_step(family: Any, y: Any, u: Any) -> Any:
-    return family.step(family.init(), y, u=u)
+    return family.step(family.init(), y, inputs=u)
 
 
 @EVERY
@@ -780,14 +780,30 @@ MISUSE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "short_inputs": (lambda f: f.infer(YS, inputs=US[:3]), ValueError, "8 rows, got 3"),
     "wrong_mask": (lambda f: f.infer(YS, inputs=US, mask=US > 0), ValueError, "shape of ys"),
     "long_length": (lambda f: f.infer(YS, inputs=US, length=9), ValueError, "between 1 and 8"),
-    "step_of_series": (lambda f: f.step(f.init(), YS, u=US[0]), ValueError, r"shape \(obs,\)"),
-    "step_of_narrow_y": (lambda f: f.step(f.init(), YS[0, :2], u=US[0]), ValueError, "obs_dim=3"),
-    "step_of_infinite_y": (lambda f: f.step(f.init(), YS[0] + np.inf, u=US[0]), ValueError, "inf"),
-    "step_without_u": (lambda f: f.step(f.init(), YS[0]), ValueError, "input_dim=2: step needs u"),
-    "step_of_narrow_u": (lambda f: f.step(f.init(), YS[0], u=US[0, :1]), ValueError, r"\(2,\)"),
-    "step_of_nan_u": (lambda f: f.step(f.init(), YS[0], u=np.nan * US[0]), ValueError, "finite"),
+    "step_of_series": (lambda f: f.step(f.init(), YS, inputs=US[0]), ValueError, r"shape \(obs,\)"),
+    "step_of_narrow_y": (
+        lambda f: f.step(f.init(), YS[0, :2], inputs=US[0]),
+        ValueError,
+        "obs_dim=3",
+    ),
+    "step_of_infinite_y": (
+        lambda f: f.step(f.init(), YS[0] + np.inf, inputs=US[0]),
+        ValueError,
+        "inf",
+    ),
+    "step_without_inputs": (lambda f: f.step(f.init(), YS[0]), ValueError, "inputs of shape"),
+    "step_of_narrow_inputs": (
+        lambda f: f.step(f.init(), YS[0], inputs=US[0, :1]),
+        ValueError,
+        "input_dim=2.* got 1",
+    ),
+    "step_of_nan_inputs": (
+        lambda f: f.step(f.init(), YS[0], inputs=np.nan * US[0]),
+        ValueError,
+        "finite",
+    ),
     "step_of_wrong_mask": (
-        lambda f: f.step(f.init(), YS[0], u=US[0], mask=YS[0]),
+        lambda f: f.step(f.init(), YS[0], inputs=US[0], mask=YS[0]),
         TypeError,
         "mask must be boolean",
     ),
@@ -814,8 +830,8 @@ def test_inputs_that_nobody_reads_are_refused(name: str):
     family, model = family_of(name, "d1"), model_of("d1")
     with pytest.raises(ValueError, match="inputs were given, but"):
         family.infer(np.zeros((N, 1)), inputs=US)
-    with pytest.raises(ValueError, match="u was given, but .* input_dim=0"):
-        family.step(family.init(), np.zeros(1), u=US[0])
+    with pytest.raises(ValueError, match="inputs were given, but"):
+        family.step(family.init(), np.zeros(1), inputs=US[0])
     driven = rd.StateSpaceModel(
         model.prior,
         rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1), jnp.eye(1)),

@@ -77,7 +77,7 @@ def read(live: rd.online.FixedLag, state: LagState, start: int, stop: int, **opt
 
 def read_one(live: rd.online.FixedLag, state: LagState, k: int):
     s = stream()
-    return live.update(state, s.ys[k], mask=s.mask[k], u=s.inputs[k])
+    return live.update(state, s.ys[k], mask=s.mask[k], inputs=s.inputs[k])
 
 
 def assert_close(a: Any, b: Any, tolerance: float = 1e-12) -> None:
@@ -304,11 +304,11 @@ def test_misuse_is_refused(untyped: None):
         rd.online.FixedLag(family("mixture"), 3).init()
     live = rd.online.FixedLag(family("kalman"), 3)
     state = live.init()
-    with pytest.raises(ValueError, match="none was"):
+    with pytest.raises(ValueError, match="no row was read"):
         live.flush(state)
-    with pytest.raises(ValueError, match="step needs u"):
+    with pytest.raises(ValueError, match="inputs of shape"):
         live.update(state, np.zeros(2))
     with pytest.raises(ValueError, match="must be finite"):
-        live.update(state, np.array([np.inf, 0.0]), u=np.zeros(1))
+        live.update(state, np.array([np.inf, 0.0]), inputs=np.zeros(1))
     with pytest.raises(ValueError, match="must have 2 columns"):
         live.scan(state, np.zeros((4, 3)), inputs=np.zeros((4, 1)))

@@ -16,7 +16,7 @@ import retrodict as rd
 from linear_models import random_mask, random_model
 from registry import FAMILIES
 from retrodict.online import RunningOutput, RunningState, samples
-from retrodict.online.followed import add_up
+from retrodict.online.followed import kahan_add
 from retrodict.online.weights import backward_law, log_weights
 
 N, CHUNK, LAG = 6, 3, 2
@@ -333,7 +333,7 @@ def test_row_by_row(method: str):
     posterior, s = running("kalman", method), stream()
     state = posterior.init(KEY)
     for k in range(N):
-        state, out = posterior.update(state, s.ys[k], mask=s.mask[k], u=s.inputs[k])
+        state, out = posterior.update(state, s.ys[k], mask=s.mask[k], inputs=s.inputs[k])
         assert_close(out, row(whole("kalman", method)[1], k), 1e-10)
 
 
@@ -363,7 +363,7 @@ def test_totals_of_long_streams_keep_their_digits():
 
     def move(carry: Any, _: None) -> tuple[Any, None]:
         total, residue = carry
-        return add_up(total, residue, step), None
+        return kahan_add(total, residue, step), None
 
     zero = jnp.zeros((), jnp.float32)
     (total, _), _ = lax.scan(move, (zero, zero), None, length=200_000)
@@ -482,7 +482,7 @@ def test_misuse_is_refused(untyped: None):
         rd.online.RunningPosterior(kalman, model(), functionals={"sum": wrong})
     with pytest.raises(TypeError, match="expects the method"):
         rd.online.RunningPosterior(kalman, model(), method=wrong)
-    with pytest.raises(ValueError, match="not negative"):
+    with pytest.raises(ValueError, match="non-negative"):
         rd.online.RunningPosterior(kalman, model(), lag=-1)
     with pytest.raises(TypeError, match="StateSpaceModel"):
         rd.online.RunningPosterior(kalman, wrong)
@@ -493,7 +493,9 @@ def test_misuse_is_refused(untyped: None):
     with pytest.raises(ValueError, match="init needs a key"):
         running("kalman", "all").init()
     with pytest.raises(ValueError, match="names of functionals"):
-        running("kalman").update(whole("kalman")[0], np.zeros(2), u=np.zeros(1), data={"no": 1})
+        running("kalman").update(
+            whole("kalman")[0], np.zeros(2), inputs=np.zeros(1), data={"no": 1}
+        )
     with pytest.raises(ValueError, match="lag=0"):
         rd.online.RunningPosterior(kalman, model()).flush(whole("kalman")[0])
     for options, message in [

@@ -262,15 +262,15 @@ def observed_entries(ys: Array, mask: Any | Literal[True], name: str = "ys") -> 
     return as_boolean_array(mask, "mask", ys.shape, name) & ~jnp.isnan(ys)
 
 
-def convert_row(y: Any, mask: Any, u: Any) -> tuple[Array, Array | None]:
+def convert_row(y: Any, mask: Any, inputs: Any) -> tuple[Array, Array | None]:
     """Convert one row that a user passed to arrays: the observation, NaN where missing, and input.
 
     Verbs that read a stream call it outside of their compiled programs, where values are known.
 
     Args:
         y: the observation, of shape `(obs,)`; NaN where an entry is missing.
-        mask: true where an entry was seen; `True` alone promises that every entry was.
-        u: the input, of shape `(input,)`, or `None`.
+        mask: true where an entry was observed; `True` alone promises that every entry was.
+        inputs: the input, of shape `(input,)`, or `None`.
 
     Raises:
         ValueError: if shapes do not fit, or values are infinite.
@@ -284,12 +284,14 @@ def convert_row(y: Any, mask: Any, u: Any) -> tuple[Array, Array | None]:
     elif mask is not None:
         y = jnp.where(as_boolean_array(mask, "mask", y.shape, "y"), y, jnp.nan)
     check_finite(y, "y", allow_nan=True)
-    if u is not None:
-        u = as_real_array(u, "u")
-        if u.ndim != 1:
-            raise ValueError(f"u must be one input of shape (input,), got shape {u.shape}.")
-        check_finite(u, "u")
-    return y, u
+    if inputs is not None:
+        inputs = as_real_array(inputs, "inputs")
+        if inputs.ndim != 1:
+            raise ValueError(
+                f"inputs must be the input of one row, of shape (input,), got shape {inputs.shape}."
+            )
+        check_finite(inputs, "inputs")
+    return y, inputs
 
 
 def _check_promise(ys: Array, name: str) -> None:

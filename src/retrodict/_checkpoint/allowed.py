@@ -102,7 +102,6 @@ CLASSES: dict[str, str] = {
         VaryingLinearGaussianKernel
     """,
     "retrodict._exact.kalman_smoother": "KalmanPosterior",
-    "retrodict._expectations.elbo": "RunningElboState",
     "retrodict._expectations.expectation": "Estimate Marginals",
     "retrodict._expectations.recursive": "RecursiveState",
     "retrodict._learning.em": "EMResult",
@@ -114,13 +113,14 @@ CLASSES: dict[str, str] = {
     """,
     "retrodict.online": """
         FixedLag KalmanScore LagMoments LagOutput LagRows LagState LaggedLearnerOutput
-        LaggedLearnerState LearnerOutput LearnerState OnlineSmoother QuadraticFeatures
-        RandomFeatures RecursivePathwise RecursiveScore RowGradient RunningElbo RunningOutput
-        RunningPosterior RunningState TruncatedBackprop WeightedSamples
+        LaggedLearnerState LearnerOutput LearnerState OnlineOutput OnlineSmoother QuadraticFeatures
+        RandomFeatures RecursivePathwise RecursiveScore RowGradient RunningOutput RunningPosterior
+        RunningState TruncatedBackprop WeightedSamples
     """,
     "retrodict.particles": """
-        AdditivePosterior ChainProposal ExactBackward Genealogy Guided GuidedPosterior
-        ImportancePosterior MCMCBackward OnlineState ParticleFilterPosterior RejectionBackward
+        AdditivePosterior AdditiveSmoother ChainProposal ExactBackward Genealogy Guided
+        GuidedPosterior ImportancePosterior MCMCBackward OnlineState ParticleFilterPosterior
+        RejectionBackward
     """,
     # Private records of which the public ones are made.
     "retrodict.bounds.finite.bounds": "FiniteContributions",
@@ -149,7 +149,7 @@ CLASSES: dict[str, str] = {
     "retrodict._exact.kalman_filter": "Prior Transition Whitened",
     "retrodict._linearised.diagnosis": "Diagnostics",
     "retrodict._series": "Series",
-    "retrodict.online.exact": "ExactStatistics",
+    "retrodict.online.exact": "BoundState ExactStatistics",
     "retrodict.online.followed": "Followed Sums",
     "retrodict.online.kalman": "KalmanScoreState",
     "retrodict.online.pathwise": "Frame PathwiseState",
@@ -249,8 +249,7 @@ RENAMED: dict[str, str] = {
     "retrodict:RecursiveState": "retrodict._expectations.recursive:RecursiveState",
     "retrodict:RejectionBackward": "retrodict.particles:RejectionBackward",
     "retrodict:RowGradient": "retrodict.online:RowGradient",
-    "retrodict:RunningElbo": "retrodict.online:RunningElbo",
-    "retrodict:RunningElboState": "retrodict._expectations.elbo:RunningElboState",
+    "retrodict:RunningElboState": "retrodict.online.exact:BoundState",
     "retrodict:RunningOutput": "retrodict.online:RunningOutput",
     "retrodict:RunningPosterior": "retrodict.online:RunningPosterior",
     "retrodict:RunningState": "retrodict.online:RunningState",

@@ -101,14 +101,16 @@ class AbstractFamily(eqx.Module):
         """The state before anything was seen."""
 
     @abstractmethod
-    def step(self, state: Any, y: Any, *, mask: Any = None, u: Any = None) -> tuple[Any, Factor]:
+    def step(
+        self, state: Any, y: Any, *, mask: Any = None, inputs: Any = None
+    ) -> tuple[Any, Factor]:
         """Reads one row.
 
         Args:
             state: what `init` or the previous step returned.
             y: the observation, of shape `(obs,)`; NaN where an entry is missing.
             mask: true where an entry was seen.
-            u: the input, of shape `(input,)`, if the family takes one.
+            inputs: the input of the row, of shape `(input,)`, if the family takes inputs.
 
         Returns:
             The next state, and the factors q_k and q_{k-1|k}.
@@ -165,9 +167,11 @@ class AbstractFactorFamily(AbstractFamily, Generic[C]):
             length: how many of them do.
         """
 
-    def step(self, state: Any, y: Any, *, mask: Any = None, u: Any = None) -> tuple[Any, Factor]:
+    def step(
+        self, state: Any, y: Any, *, mask: Any = None, inputs: Any = None
+    ) -> tuple[Any, Factor]:
         """Reads one row: the next state, and the factors q_k and q_{k-1|k}."""
-        row = prepare_row(self, y, mask=mask, u=u)
+        row = prepare_row(self, y, mask=mask, inputs=inputs)
         return _step(self, state, row)
 
     def infer(
@@ -335,31 +339,18 @@ def prepare_for(family: AbstractFamily, ys: Any, *, mask: Any, inputs: Any, leng
     series = prepare_series(
         ys, mask=mask, inputs=inputs, length=length, takes_input=family.input_dim > 0
     )
-    _check_width(family, "ys", series.ys.shape[1], family.obs_dim, "obs_dim")
+    _check_width(family, "observations", series.ys.shape[1], family.obs_dim, "obs_dim")
     if series.inputs is not None:
         _check_width(family, "inputs", series.inputs.shape[1], family.input_dim, "input_dim")
     return series
 
 
-def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, u: Any) -> Row:
-    """Checks one row against a family's dimensions, and turns NaN into a mask."""
-    y, u = convert_row(y, mask, u)
-    _check_width(family, "y", y.shape[0], family.obs_dim, "obs_dim")
-    seen = ~jnp.isnan(y)
-    y = jnp.where(seen, y, 0.0)
-    if family.input_dim == 0:
-        if u is not None:
-            raise ValueError(
-                f"u was given, but this {type(family).__name__} was built with input_dim=0."
-            )
-        return Row(y, seen, None)
-    if u is None:
-        raise ValueError(
-            f"This {type(family).__name__} has input_dim={family.input_dim}: step needs u."
-        )
-    if u.shape != (family.input_dim,):
-        raise ValueError(f"u must have shape ({family.input_dim},), got {u.shape}.")
-    return Row(y, seen, u)
+def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, inputs: Any) -> Row:
+    """Check one row against a family's dimensions, and turn NaN into a mask."""
+    y, inputs = convert_row(y, mask, inputs)
+    us = None if inputs is None else inputs[None]
+    series = prepare_for(family, y[None], mask=~jnp.isnan(y)[None], inputs=us, length=None)
+    return jax.tree.map(lambda leaf: leaf[0], rows_of(series))
 
 
 def check_fits(family: AbstractFamily, model: StateSpaceModel) -> None:

@@ -7,15 +7,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
-from retrodict._families import AbstractFactorFamily, Factor, Row
+from retrodict._families import AbstractFactorFamily, Factor, Row, rows_of
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._parameters import unwrap
-from retrodict._series import Series, prepare_series
+from retrodict._series import Series
 from retrodict._types import PRNGKey
 from retrodict._validate import check_key
 from retrodict.online.parts import Learn, Parts, dtype_of, parts_of
+from retrodict.online.stream import cast, zeros_like_shapes
 
 
 class RowGradient(eqx.Module):
@@ -124,18 +125,20 @@ def recursive_gradient(
     parts = parts_of(family, model, learn, "recursive_gradient")
     gradient.check(parts)
     series = prepare_data(unwrap(model), ys, mask=mask, inputs=inputs, length=length)
-    rows, count = rows_and_count(series, dtype_of(parts.parameters))
-    return _along(gradient, parts, rows, count, key)
+    series = cast(series, dtype_of(parts.parameters))
+    if series.mask is None:
+        series = Series(series.ys, jnp.ones(series.ys.shape, bool), series.inputs, series.length)
+    return _at_each_row(gradient, parts, series, key)
 
 
 @eqx.filter_jit
-def _along(
-    gradient: AbstractRecursiveGradient, parts: Parts, rows: Row, count: Array, key: PRNGKey
+def _at_each_row(
+    gradient: AbstractRecursiveGradient, parts: Parts, series: Series, key: PRNGKey
 ) -> RowGradient:
-    state = gradient.init(parts)
+    state, rows = gradient.init(parts), rows_of(series)
     first = jax.tree.map(lambda leaf: leaf[0], rows)
-    shapes = jax.eval_shape(lambda: gradient.update(parts, state, first, key)[1])
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    count = series.num_times if series.length is None else series.length
+    zeros = zeros_like_shapes(jax.eval_shape(lambda: gradient.update(parts, state, first, key)[1]))
 
     def move(carry: tuple, at: tuple) -> tuple[tuple, RowGradient]:
         row, k = at
@@ -146,8 +149,7 @@ def _along(
         carry = lax.cond(k < count, read, lambda: carry)
         return carry, carry[1]
 
-    times = jnp.arange(rows.y.shape[0])
-    return lax.scan(move, (state, nothing), (rows, times))[1]
+    return lax.scan(move, (state, zeros), (rows, jnp.arange(series.num_times)))[1]
 
 
 def check_gradient(gradient: Any, owner: str) -> None:
@@ -163,22 +165,3 @@ def check_has_family(parts: Parts, owner: str) -> None:
     """Refuses a missing family."""
     if eqx.combine(*parts)[0] is None:
         raise ValueError(f"{owner} needs a family, got None. KalmanScore() does without.")
-
-
-def rows_and_count(series: Series, dtype: Any) -> tuple[Row, Int[Array, ""]]:
-    """The rows of a series, each with what was seen of it, and how many exist."""
-    seen = jnp.ones(series.ys.shape, bool) if series.mask is None else series.mask
-    inputs = None if series.inputs is None else series.inputs.astype(dtype)
-    count = jnp.asarray(series.num_times if series.length is None else series.length)
-    return Row(series.ys.astype(dtype), seen, inputs), count
-
-
-def one_row(y: Array, u: Array | None, takes_input: bool, dtype: Any) -> tuple[Row, Array]:
-    """One row, followed by one that does not exist.
-
-    A loop of a single step would be compiled without the loop, and round otherwise than that of a
-    longer chunk.
-    """
-    us = None if u is None else jnp.stack([u, u])
-    series = prepare_series(jnp.stack([y, y]), inputs=us, length=1, takes_input=takes_input)
-    return rows_and_count(series, dtype)

@@ -12,7 +12,6 @@ from retrodict._numerics import linalg
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count
 from retrodict.online.fixed_lag import factor_shapes
-from retrodict.online.followed import zeros_like_shapes
 from retrodict.online.gradient import AbstractRecursiveGradient, RowGradient, check_has_family
 from retrodict.online.parts import Parts, as_vector, dtype_of
 from retrodict.online.rows import first_terms, log_emission, log_transition
@@ -24,6 +23,7 @@ from retrodict.online.sensitivity import (
     check_sensitivity,
     follow,
 )
+from retrodict.online.stream import zeros_like_shapes
 from retrodict.online.weights import backward_law, log_weights
 
 
