@@ -28,6 +28,7 @@ from retrodict._kernels import LinearGaussianKernel
 from retrodict._numerics import linalg
 from retrodict._parameters import unwrap
 from retrodict._series import Series
+from retrodict._types import PRNGKey
 from retrodict._validate import check_count, is_concrete
 from retrodict.online.stream import (
     AbstractStream,
@@ -36,6 +37,7 @@ from retrodict.online.stream import (
     finite_rows,
     float_type,
     nan_where_absent,
+    require_key,
     skip_nonfinite,
     zeros_like_shapes,
 )
@@ -161,13 +163,14 @@ class FixedLag(AbstractStream[LagState, LagOutput]):
             raise ValueError("flush returns the last rows of a stream, and no row was read yet.")
         return _flush(self, state)
 
-    def _start(self, key: Any, data: PyTree) -> LagState:
+    def _start(self, key: PRNGKey | None, data: PyTree) -> LagState:
         family = unwrap(self.family)
         factor = zeros_like_shapes(factor_shapes(family, float_type(self.family))[0])
         steps = factor.kernel
-        if not self._draws:
+        if not self.draws:
             steps = _identity_like(steps)
         steps = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.lag, *leaf.shape)), steps)
+        key = require_key(self, key) if self.draws else None
         return LagState(family.init(), factor.law, steps, jnp.zeros((), jnp.result_type(int)), key)
 
     def _series(self, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
@@ -185,12 +188,9 @@ class FixedLag(AbstractStream[LagState, LagOutput]):
         return state, eqx.tree_at(lambda o: o.skipped, out, skipped)
 
     @property
-    def _draws(self) -> bool:
+    def draws(self) -> bool:
+        """Whether paths are drawn, so that `init` needs a key."""
         return isinstance(self.family, AbstractSampledFamily)
-
-    @property
-    def _takes_data(self) -> bool:
-        return False
 
 
 def factor_shapes(family: Any, dtype: Any) -> tuple[Factor, Row]:

@@ -1,4 +1,4 @@
-"""Gradients of the ELBO that are carried along a stream: what each row adds, in fixed memory."""
+"""Recursive gradients of the ELBO along a stream, in memory that does not grow."""
 
 from abc import abstractmethod
 from typing import Any
@@ -20,16 +20,17 @@ from retrodict.online.stream import cast, zeros_like_shapes
 
 
 class RowGradient(eqx.Module):
-    """What one row says of the parameters; along a leading axis `time` for many rows.
+    """The gradient at one row, with a leading axis `time` for several rows.
 
-    Gradients have the structure of the parameters: `(family, model)` with `None` for all that is
-    not learned.
+    Gradients have the structure of the parameters: `(family, model)` with `None` for all fixed
+    leaves.
 
     Attributes:
         elbo_increment: what the row added to the ELBO, in nats.
         gradient: the gradient of the ELBO of the rows so far, or of those in a window.
-        increment: what the row added to the gradient, or the window's mean: what a learner ascends.
-        due: whether the row has a gradient; methods may look at some of the rows only.
+        increment: what the row added to the gradient, or the mean over the window; a learner
+            ascends it.
+        due: whether the row has a gradient; methods may skip rows.
         factor: the law q_k and the kernel q_{k-1|k} at these parameters.
     """
 
@@ -41,40 +42,40 @@ class RowGradient(eqx.Module):
 
 
 class AbstractRecursiveGradient(eqx.Module):
-    """A way to follow the gradient of the ELBO along a stream: `init`, and `update` by one row.
+    """A method to compute the gradient of the ELBO along a stream: `init`, and `update` per row.
 
     The state holds arrays of a size that does not grow. Both are pure and run inside `lax.scan`;
-    parameters may differ from row to row, as they do while they are learned.
+    parameters may change from row to row, as they do during learning.
     """
 
     @abstractmethod
     def init(self, parts: Parts) -> PyTree:
-        """The state before anything was read."""
+        """Return the state before the first row."""
 
     @abstractmethod
     def update(
         self, parts: Parts, state: PyTree, row: Row, key: PRNGKey
     ) -> tuple[PyTree, RowGradient]:
-        """Reads one row.
+        """Read one row.
 
         Args:
             parts: the family and the model, at the parameters to differentiate at.
-            state: what `init` or the previous call returned.
+            state: the state that `init` or the previous call returned.
             row: the row, with a boolean `seen`.
-            key: a typed key for what is drawn at this row.
+            key: a typed key for the draws of this row.
         """
 
     def unseen(self, state: PyTree) -> PyTree:
-        """The state as if nothing had been seen in the rows that later gradients go over again.
+        """Return the state with the stored rows marked as missing.
 
-        A learner goes on from it where no finite step follows from these rows, since each later
-        step would meet them too. Methods that keep no rows have nothing to do.
+        A learner continues from it if no finite step follows from these rows, since later steps
+        would read them again. Methods that store no rows return the state unchanged.
         """
         return state
 
     @abstractmethod
     def check(self, parts: Parts) -> None:
-        """Refuses a family or a model that the method does not take."""
+        """Raise unless the method supports the family and the model."""
 
 
 def recursive_gradient(
@@ -89,7 +90,7 @@ def recursive_gradient(
     inputs: Any = None,
     length: Any = None,
 ) -> RowGradient:
-    """The recursive gradient after each row of a series, at parameters that stay where they are.
+    """Return the recursive gradient after each row of a series, at fixed parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -106,16 +107,16 @@ def recursive_gradient(
 
     Args:
         gradient: the method.
-        family: the family λ; `None` for methods that do without.
+        family: the family λ; `None` for methods that need none.
         model: the model θ.
         ys: observations, of shape `(time, obs)`; NaN where missing.
         key: a typed key.
-        learn: what to differentiate in: `"family"`, `"model"`, `"both"`, or a pytree of booleans
-            over `(family, model)`. Scales of a model that is learned by name are held positive, and
-            gradients are in their unconstrained arrays.
-        mask: true where an entry was seen.
+        learn: the parameters to differentiate: `"family"`, `"model"`, `"both"`, or a pytree of
+            booleans over `(family, model)`. Scales of a model that is learned by name stay
+            positive, and gradients refer to their unconstrained arrays.
+        mask: true where an entry was observed.
         inputs: inputs of shape `(time, input)`, if the model takes them.
-        length: how many rows exist; what comes after repeats the last of them.
+        length: the number of rows that exist; later rows repeat the last of them.
 
     Returns:
         The gradients after each row.
@@ -153,7 +154,7 @@ def _at_each_row(
 
 
 def check_gradient(gradient: Any, owner: str) -> None:
-    """Refuses what is not a recursive gradient."""
+    """Raise unless the argument is a recursive gradient."""
     if not isinstance(gradient, AbstractRecursiveGradient):
         raise TypeError(
             f"{owner} expects a recursive gradient, such as TruncatedBackprop(window=8), got"
@@ -162,6 +163,6 @@ def check_gradient(gradient: Any, owner: str) -> None:
 
 
 def check_has_family(parts: Parts, owner: str) -> None:
-    """Refuses a missing family."""
+    """Raise if there is no family."""
     if eqx.combine(*parts)[0] is None:
-        raise ValueError(f"{owner} needs a family, got None. KalmanScore() does without.")
+        raise ValueError(f"{owner} needs a family, got None. Pass a family, or use KalmanScore().")

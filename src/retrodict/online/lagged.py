@@ -16,7 +16,7 @@ from retrodict._types import PRNGKey
 from retrodict.online.fixed_lag import FixedLag, LagMoments, LagRows, LagState, advance_lag
 from retrodict.online.learner import LearnerState, OnlineLearner, learn_row
 from retrodict.online.parts import Parts, dtype_of
-from retrodict.online.stream import AbstractStream, cast, read_in_loop
+from retrodict.online.stream import AbstractStream, cast, read_in_loop, require_key
 
 
 class LaggedLearnerState(eqx.Module):
@@ -122,15 +122,8 @@ class LaggedLearner(AbstractStream[LaggedLearnerState, LaggedLearnerOutput]):
         """Return the last `lag` rows, given all rows that were read, as `FixedLag.flush` does."""
         return self._at(state.learner.parameters).flush(state.lag)
 
-    @property
-    def _draws(self) -> bool:
-        return True
-
-    @property
-    def _takes_data(self) -> bool:
-        return False
-
-    def _start(self, key: PRNGKey, data: PyTree) -> LaggedLearnerState:
+    def _start(self, key: PRNGKey | None, data: PyTree) -> LaggedLearnerState:
+        key = require_key(self, key)
         # The lag folds the index of each row into the key; this one comes after all of them.
         learner = self.learner.init(jax.random.fold_in(key, jnp.uint32(2**32 - 1)))
         state = LaggedLearnerState(learner, self.live.init(key))

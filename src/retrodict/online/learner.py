@@ -23,7 +23,14 @@ from retrodict._validate import check_count
 from retrodict.online.fixed_lag import LagMoments, exact_moments, push_forward
 from retrodict.online.gradient import AbstractRecursiveGradient, check_gradient
 from retrodict.online.parts import Learn, Parts, dtype_of, parts_of
-from retrodict.online.stream import AbstractStream, all_finite, cast, choose, read_in_loop
+from retrodict.online.stream import (
+    AbstractStream,
+    all_finite,
+    cast,
+    choose,
+    read_in_loop,
+    require_key,
+)
 
 NUM_DRAWS = 64
 """The number of states drawn for the smoothed moments of families that draw samples."""
@@ -145,19 +152,11 @@ class OnlineLearner(AbstractStream[LearnerState, LearnerOutput]):
         """Return the model as learned so far."""
         return eqx.combine(state.parameters, self.parts.fixed)[1]
 
-    @property
-    def _draws(self) -> bool:
-        return True
-
-    @property
-    def _takes_data(self) -> bool:
-        return False
-
-    def _start(self, key: PRNGKey, data: PyTree) -> LearnerState:
+    def _start(self, key: PRNGKey | None, data: PyTree) -> LearnerState:
         parameters = self.parts.parameters
         zero = jnp.zeros((), jnp.result_type(int))
         optimiser, gradient = self.optimiser.init(parameters), self.gradient.init(self.parts)
-        return LearnerState(parameters, optimiser, gradient, zero, zero, key)
+        return LearnerState(parameters, optimiser, gradient, zero, zero, require_key(self, key))
 
     def _series(self, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
         model = unwrap(eqx.combine(*self.parts)[1])

@@ -1,6 +1,6 @@
 """Particle smoothing of an additive functional along a stream."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -20,6 +20,7 @@ from retrodict.online.stream import (
     finite_rows,
     float_type,
     read_in_loop,
+    require_key,
     skip_nonfinite,
     zeros_like_shapes,
 )
@@ -83,6 +84,7 @@ class OnlineSmoother(AbstractStream[OnlineState, OnlineOutput]):
         input_dim: the dimension of the inputs, for a model that does not determine it.
     """
 
+    _takes_data: ClassVar[bool] = True
     smoother: AdditiveSmoother
     input_dim: int = eqx.field(static=True)
 
@@ -109,15 +111,7 @@ class OnlineSmoother(AbstractStream[OnlineState, OnlineOutput]):
         )
         self.input_dim = input_dim_of("OnlineSmoother", unwrap(model), input_dim)
 
-    @property
-    def _draws(self) -> bool:
-        return True
-
-    @property
-    def _takes_data(self) -> bool:
-        return True
-
-    def _start(self, key: PRNGKey, data: PyTree) -> OnlineState:
+    def _start(self, key: PRNGKey | None, data: PyTree) -> OnlineState:
         model, dtype = self.smoother.filter.model, self._dtype
         u = jnp.zeros(self.input_dim, dtype) if self.input_dim else None
 
@@ -133,7 +127,7 @@ class OnlineSmoother(AbstractStream[OnlineState, OnlineOutput]):
         return eqx.tree_at(
             lambda state: (state.key, state.status_time),
             zeros,
-            (key, jnp.full((), -1, zeros.status_time.dtype)),
+            (require_key(self, key), jnp.full((), -1, zeros.status_time.dtype)),
             is_leaf=lambda leaf: leaf is None,
         )
 

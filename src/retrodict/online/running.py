@@ -1,7 +1,7 @@
 """The posterior of a stream: filtered and lagged laws, the lower bound and functionals."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -14,6 +14,7 @@ from retrodict._families import AbstractFamily, Row, check_fits, prepare_for
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._series import Series
+from retrodict._types import PRNGKey
 from retrodict.online.exact import ExactRecursion, check_exact
 from retrodict.online.fixed_lag import (
     FixedLag,
@@ -33,6 +34,7 @@ from retrodict.online.stream import (
     finite_rows,
     float_type,
     nan_where_absent,
+    require_key,
     skip_nonfinite,
     zeros_like_shapes,
 )
@@ -144,6 +146,7 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
             family, model and functional.
     """
 
+    _takes_data: ClassVar[bool] = True
     lagged: FixedLag
     followed: Followed
     method: Recursive | WeightedSamples
@@ -181,16 +184,10 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
             raise ValueError("flush returns rows that wait for later ones; with lag=0 none do.")
         return self.lagged.flush(state.lag)
 
-    @property
-    def _draws(self) -> bool:
-        return self.lagged._draws or isinstance(self.method, WeightedSamples)
-
-    @property
-    def _takes_data(self) -> bool:
-        return True
-
-    def _start(self, key: Any, data: PyTree) -> RunningState:
-        lag_key, own_key = (None, None) if key is None else jax.random.split(key)
+    def _start(self, key: PRNGKey | None, data: PyTree) -> RunningState:
+        lag_key, own_key = None, None
+        if self.lagged.draws or isinstance(self.method, WeightedSamples):
+            lag_key, own_key = jax.random.split(require_key(self, key))
         family: Any = unwrap(self.lagged.family)
         factor, row = factor_shapes(family, float_type(self.lagged.family))
 

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -35,9 +35,12 @@ class AbstractStream(eqx.Module, Generic[S, T]):
     - A row that would make a result non-finite is read as missing and reported as `skipped`.
     """
 
+    _takes_data: ClassVar[bool] = False
+    """Whether the stream has functionals, which read `data`."""
+
     @abstractmethod
-    def _start(self, key: Any, data: PyTree) -> S:
-        """Return the state before the first row; `key` is `None` unless the stream draws."""
+    def _start(self, key: PRNGKey | None, data: PyTree) -> S:
+        """Return the state before the first row."""
 
     @abstractmethod
     def _series(self, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
@@ -47,16 +50,6 @@ class AbstractStream(eqx.Module, Generic[S, T]):
     def _advance(self, state: S, series: Series, data: PyTree) -> tuple[S, T]:
         """Read the existing rows of a series; called inside `jax.jit`."""
 
-    @property
-    @abstractmethod
-    def _draws(self) -> bool:
-        """Whether `init` needs a key."""
-
-    @property
-    @abstractmethod
-    def _takes_data(self) -> bool:
-        """Whether functionals read data of their own."""
-
     def init(self, key: PRNGKey | None = None, *, data: PyTree = None) -> S:
         """Return the state before the first row.
 
@@ -65,15 +58,6 @@ class AbstractStream(eqx.Module, Generic[S, T]):
             data: one row of the data that functionals read, as `update` takes it; only its shapes
                 are used. `None` if functionals read the observations.
         """
-        if not self._draws:
-            key = None
-        elif key is None:
-            raise ValueError(
-                f"This {type(self).__name__} draws samples: init needs a key, as from"
-                " jax.random.key(0)."
-            )
-        else:
-            check_key(key, f"{type(self).__name__}.init")
         return self._start(key, self._checked(data))
 
     def update(
@@ -142,6 +126,17 @@ class AbstractStream(eqx.Module, Generic[S, T]):
         if data is not None and not self._takes_data:
             raise ValueError(f"{type(self).__name__} follows no functional: leave data out.")
         return jax.tree.map(jnp.asarray, data)
+
+
+def require_key(stream: AbstractStream, key: Any) -> PRNGKey:
+    """Return the key of a stream that draws samples, or raise if it is missing."""
+    if key is None:
+        raise ValueError(
+            f"This {type(stream).__name__} draws samples: init needs a key, as from"
+            " jax.random.key(0)."
+        )
+    check_key(key, f"{type(stream).__name__}.init")
+    return key
 
 
 @eqx.filter_jit
