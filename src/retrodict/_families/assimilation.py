@@ -19,9 +19,9 @@ from retrodict._families.kalman import input_dim_of
 from retrodict._families.network import mlp, redrawn
 from retrodict._families.recursions import (
     GaussianState,
-    prior_state,
     inverse_of_upper_factor,
     predicted,
+    prior_state,
     product,
     reverse,
     transposed,

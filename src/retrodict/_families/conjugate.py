@@ -21,10 +21,10 @@ from retrodict._families.network import (
 )
 from retrodict._families.recursions import (
     GaussianState,
-    prior_state,
     condition,
     filtered_in_parallel,
     predicted,
+    prior_state,
     reverse,
 )
 from retrodict._families.start import Coordinates

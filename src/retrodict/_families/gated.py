@@ -23,10 +23,10 @@ from retrodict._families.network import (
 )
 from retrodict._families.recursions import (
     GaussianState,
-    prior_state,
     inverse_of_upper_factor,
     predicted,
     predicted_whitener,
+    prior_state,
     product,
     reverse,
     transposed,

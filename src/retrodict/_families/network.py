@@ -1,7 +1,7 @@
 """Shared parts of families with networks: units, a variational transition, readouts."""
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -106,14 +106,14 @@ class AbstractNetworkFamily(AbstractFamily):
         coordinates: eqx.AbstractVar[Coordinates]
 
     def prepare(
-        self,
+        self: F,
         model: StateSpaceModel,
         ys: Any,
         *,
         mask: Any = None,
         inputs: Any = None,
         length: Any = None,
-    ) -> Self:
+    ) -> F:
         """Return the family in the units of these data, started near the model's prior chain."""
         return prepared(self, model, ys, mask, inputs, length)
 

@@ -118,9 +118,9 @@ class NonlinearFamily(AbstractSampledFamily):
     standard errors.
 
     With one component laws and kernels are Gaussian (see `NonlinearKernel`), and an untrained
-    family is the recurrent one. This halves the time of training and inference. On the paper's
-    nonlinear model the gap to the evidence is then six times as large, and sums of states are
-    biased.
+    family is the recurrent one. Training and inference take less than half of the time. On the
+    paper's nonlinear model the gap to the evidence is then six times as large, and sums of states
+    are biased.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd

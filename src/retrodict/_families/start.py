@@ -227,7 +227,8 @@ class Units(NamedTuple):
 def units(columns: Float[np.ndarray, "rows columns"]) -> Units:
     """Return mean and standard deviation of the entries that are not NaN, per column.
 
-    A constant column is divided by its absolute value, or by one if it is zero."""
+    A constant column is divided by its absolute value, or by one if it is zero.
+    """
     locations, scales = [], []
     for column in np.asarray(columns, float).T:
         seen = column[~np.isnan(column)]
