@@ -144,7 +144,9 @@ class OnlineSmoother(AbstractStream[OnlineState, OnlineOutput]):
     def _read(self, state: OnlineState, row: tuple) -> tuple[OnlineState, OnlineOutput]:
         """Read one row, as missing if the filter fails at it."""
         ys, mask, inputs, data = jax.tree.map(lambda leaf: leaf[None], row)
-        state, out, skipped = skip_nonfinite(self._try, state, Series(ys, mask, inputs, None), data)
+        series = Series(ys, mask, inputs, None)
+        # Particles without weight have a log weight of −∞.
+        state, out, skipped = skip_nonfinite(self._try, state, series, data, check_state=False)
         out = eqx.tree_at(lambda o: o.skipped, out, skipped)
         return state, jax.tree.map(lambda leaf: leaf[0], out)
 

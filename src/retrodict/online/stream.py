@@ -195,6 +195,8 @@ def skip_nonfinite(
     series: Series,
     data: PyTree,
     skipped: Bool[Array, "time"] | None = None,
+    *,
+    check_state: bool = True,
 ) -> tuple[S, T, Bool[Array, "time"]]:
     """Read rows, treating each row that makes a result non-finite as missing.
 
@@ -209,6 +211,7 @@ def skip_nonfinite(
         series: the rows.
         data: a pytree with one row per time step, set to zero where a row is skipped.
         skipped: rows to treat as missing from the start.
+        check_state: whether the next state must be finite too.
 
     Returns:
         The next state, the outputs, and whether each row was skipped.
@@ -226,7 +229,9 @@ def skip_nonfinite(
 
         ys, mask, values = jax.tree.map(unless_skipped, (series.ys, observed, data))
         after, out, finite = advance(state, Series(ys, mask, series.inputs, length), values)
-        finite = (finite & (all_finite(after) | (index != last))) | ~exists
+        if check_state:
+            finite = finite & (all_finite(after) | (index != last))
+        finite = finite | ~exists
         first = jnp.argmin(finite)
         again = ~finite[first] & ~skipped[first]
         return again, skipped | ((index == first) & again), after, out
