@@ -234,6 +234,8 @@ STREAMS: dict[str, StreamCase] = {
     ),
     "online_learner": StreamCase(_learner),
     "lagged_learner": StreamCase(lambda m: rd.online.LaggedLearner(_learner(m), 2)),
-    "online_smoother": StreamCase(lambda m: rd.online.OnlineSmoother(m, rd.StateSum(), 8)),
+    "online_smoother": StreamCase(
+        lambda m: rd.online.OnlineSmoother(m, rd.StateSum(), 8, backward=None)
+    ),
 }
 """Every stream."""

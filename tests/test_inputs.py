@@ -327,7 +327,7 @@ def test_double_precision_arrays_where_it_is_off(x32: None):
 @EACH_VERB
 def test_every_verb_converts(verb: Verb):
     """Told by a refusal that comes after the conversion, and before anything is compiled."""
-    name, other = ("y", "u") if verb.rows else ("ys", "inputs")
+    name, other = "y" if verb.rows else "ys", "inputs"
     ys, us = (array.copy() for array in _given(verb))
     where = (1,) if verb.rows else (2, 1)
     ys[where] = np.inf
@@ -443,7 +443,7 @@ WRONG: dict[str, Callable[[np.ndarray], Any]] = {
 
 @EACH_VERB
 def test_every_verb_refuses_by_name(verb: Verb):
-    name, other = ("y", "u") if verb.rows else ("ys", "inputs")
+    name, other = "y" if verb.rows else "ys", "inputs"
     ys, us = _given(verb)
     for what, wrong in WRONG.items():
         with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b") as caught:
