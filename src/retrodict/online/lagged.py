@@ -159,8 +159,9 @@ def _read(
     """Learn from one row, and smooth with the parameters before its step."""
     learner, learned = learn_row(lagged.learner, state.learner, row)
     observed = row.seen & ~learned.skipped if row.seen is not None else None
-    one = jax.tree.map(lambda leaf: leaf[None], Series(row.y, observed, row.u, None))
-    lag, out, _ = advance_lag(lagged._at(state.learner.parameters), state.lag, one)
+    ys, mask, inputs = jax.tree.map(lambda leaf: leaf[None], (row.y, observed, row.u))
+    series = Series(ys, mask, inputs, None)
+    lag, out, _ = advance_lag(lagged._at(state.learner.parameters), state.lag, series)
     out = jax.tree.map(lambda leaf: leaf[0], out)
     return LaggedLearnerState(learner, lag), LaggedLearnerOutput(
         out.filtered,
