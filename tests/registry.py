@@ -1,7 +1,8 @@
 """One line for each thing that every generic test runs over.
 
 A new kernel is added to `KERNELS`, and the contract tests of `test_kernels.py` run on it; a new
-family to `FAMILIES`, for those of `test_family.py`.
+family to `FAMILIES`, for those of `test_family.py`; a new stream to `STREAMS`, for those of
+`test_streams.py`.
 """
 
 from collections.abc import Callable
@@ -198,3 +199,43 @@ FAMILIES: dict[str, FamilyCase] = {
     ),
 }
 """Every amortised family, in each of its variants."""
+
+
+class StreamCase(NamedTuple):
+    """A stream and what the contract tests must know of it.
+
+    Attributes:
+        make: builds the stream for a linear-Gaussian model without inputs.
+        tolerance: how far results may depend on chunks of one padded size; 0 for streams that read
+            rows in a loop.
+    """
+
+    make: Callable[[rd.StateSpaceModel], rd.online.AbstractStream]
+    tolerance: float = 0.0
+
+
+def _learner(model: rd.StateSpaceModel) -> rd.online.OnlineLearner:
+    return rd.online.OnlineLearner(None, model, rd.online.KalmanScore())
+
+
+STREAMS: dict[str, StreamCase] = {
+    "fixed_lag": StreamCase(lambda m: rd.online.FixedLag(rd.KalmanFamily(m), 2), 1e-12),
+    "running_posterior": StreamCase(
+        lambda m: rd.online.RunningPosterior(
+            rd.KalmanFamily(m), m, functionals={"sum": rd.StateSum()}, lag=2
+        ),
+        1e-12,
+    ),
+    "weighted_samples": StreamCase(
+        lambda m: rd.online.RunningPosterior(
+            rd.KalmanFamily(m), m, method=rd.online.WeightedSamples(4, num_replicates=2)
+        ),
+        1e-12,
+    ),
+    "online_learner": StreamCase(_learner),
+    "lagged_learner": StreamCase(lambda m: rd.online.LaggedLearner(_learner(m), 2)),
+    "online_smoother": StreamCase(
+        lambda m: rd.online.OnlineSmoother(m, rd.StateSum(), 8, backward=None)
+    ),
+}
+"""Every stream."""

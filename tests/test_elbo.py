@@ -226,22 +226,11 @@ def test_padding_leaves_values_and_gradients_alone(case: Case):
 
 
 def test_a_running_bound_is_that_of_each_prefix(case: Case):
-    running = rd.online.RunningElbo(case.model)
-    chain = case.exact.chain
-
-    def at(k: int) -> tuple:
-        law = jax.tree.map(lambda leaf: leaf[k], chain.laws)
-        return law, case.ys[k], None if case.inputs is None else case.inputs[k]
-
-    law, y, u = at(0)
-    init, update = eqx.filter_jit(running.init), eqx.filter_jit(running.update)
-    state = init(law, y, inputs=u)
+    running = rd.online.RunningPosterior(rd.KalmanFamily(case.model), case.model)
+    _, out = running.scan(running.init(), case.ys, inputs=case.inputs, length=LENGTH)
     for k in range(1, LENGTH):
-        law, y, u = at(k)
-        kernel = jax.tree.map(lambda leaf, k=k: leaf[k - 1], chain.kernels)
-        state = update(state, law, kernel, y, inputs=u)
         prefix = rd.kalman_smoother(case.model, case.ys, inputs=case.inputs, length=k + 1)
-        assert float(running.value(state)) == pytest.approx(float(prefix.log_evidence), abs=1e-10)
+        assert float(out.elbo[k]) == pytest.approx(float(prefix.log_evidence), abs=1e-10)
 
 
 @pytest.mark.slow

@@ -36,6 +36,14 @@ def _marked(names: Iterable[str]) -> list[Any]:
 
 
 EVERY = pytest.mark.parametrize("name", _marked(FAMILIES))
+# For tests that compile for long: one family in closed form and one that draws are quick.
+COSTLY = pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("gated_natural", "mixture") else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
 WITH_NETWORK = pytest.mark.parametrize(
     "name", _marked(name for name, case in FAMILIES.items() if case.has_network)
 )
@@ -218,10 +226,10 @@ def size(request: pytest.FixtureRequest) -> str:
 # --- one family, stored, streamed and batched -----------------------------------------------------
 
 
-@EVERY
+@COSTLY
 def test_a_stream_gives_the_chain_of_the_stored_series(name: str, size: str):
     family, rows = family_of(name, size), rows_of(size)["nan"]
-    step = eqx.filter_jit(lambda family, state, y, u: family.step(state, y, u=u))
+    step = eqx.filter_jit(lambda family, state, y, u: family.step(state, y, inputs=u))
     state, factors = family.init(), []
     for k in range(N):
         u = None if rows.inputs is None else rows.inputs[k]
@@ -327,7 +335,7 @@ def coordinates_of(family: Any) -> Any:
     return family.base.coordinates if hasattr(family, "base") else family.coordinates
 
 
-@EVERY
+@COSTLY
 @D2_IS_SLOW
 def test_the_gradient_of_the_bound_is_finite(name: str, size: str):
     """With missing rows and padding; it reaches the networks, and leaves the units alone."""
@@ -355,7 +363,7 @@ def test_hidden_values_leave_the_gradient_alone(name: str):
     jax.tree.map(np.testing.assert_array_equal, masked.gradient, junk.gradient)
 
 
-@EVERY
+@COSTLY
 @D2_IS_SLOW
 @pytest.mark.usefixtures("x32")
 def test_float32_stays_float32(name: str, size: str):
@@ -375,7 +383,7 @@ def test_float32_stays_float32(name: str, size: str):
 
 
 def _first_step(family: Any, y: Any, u: Any) -> Any:
-    return family.step(family.init(), y, u=u)
+    return family.step(family.init(), y, inputs=u)
 
 
 @EVERY
@@ -696,7 +704,9 @@ def test_a_kalman_family_of_irregular_time():
     model = irregular()
     steps = np.linspace(0.1, 3.0, N)[:, None]
     ys = np.array(model.simulate(jax.random.key(9), N, inputs=steps)[1])
-    with pytest.raises(ValueError, match="cannot read the number of inputs .*: pass input_dim"):
+    with pytest.raises(
+        ValueError, match="cannot infer the dimension of the inputs .*: pass input_dim"
+    ):
         rd.KalmanFamily(model)
     chain = rd.KalmanFamily(model, input_dim=1).infer(ys, inputs=steps)
     exact = rd.kalman_smoother(model, ys, inputs=steps).chain
@@ -780,14 +790,30 @@ MISUSE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "short_inputs": (lambda f: f.infer(YS, inputs=US[:3]), ValueError, "8 rows, got 3"),
     "wrong_mask": (lambda f: f.infer(YS, inputs=US, mask=US > 0), ValueError, "shape of ys"),
     "long_length": (lambda f: f.infer(YS, inputs=US, length=9), ValueError, "between 1 and 8"),
-    "step_of_series": (lambda f: f.step(f.init(), YS, u=US[0]), ValueError, r"shape \(obs,\)"),
-    "step_of_narrow_y": (lambda f: f.step(f.init(), YS[0, :2], u=US[0]), ValueError, "obs_dim=3"),
-    "step_of_infinite_y": (lambda f: f.step(f.init(), YS[0] + np.inf, u=US[0]), ValueError, "inf"),
-    "step_without_u": (lambda f: f.step(f.init(), YS[0]), ValueError, "u must be given"),
-    "step_of_narrow_u": (lambda f: f.step(f.init(), YS[0], u=US[0, :1]), ValueError, r"\(2,\)"),
-    "step_of_nan_u": (lambda f: f.step(f.init(), YS[0], u=np.nan * US[0]), ValueError, "finite"),
+    "step_of_series": (lambda f: f.step(f.init(), YS, inputs=US[0]), ValueError, r"shape \(obs,\)"),
+    "step_of_narrow_y": (
+        lambda f: f.step(f.init(), YS[0, :2], inputs=US[0]),
+        ValueError,
+        "obs_dim=3",
+    ),
+    "step_of_infinite_y": (
+        lambda f: f.step(f.init(), YS[0] + np.inf, inputs=US[0]),
+        ValueError,
+        "inf",
+    ),
+    "step_without_inputs": (lambda f: f.step(f.init(), YS[0]), ValueError, "inputs of shape"),
+    "step_of_narrow_inputs": (
+        lambda f: f.step(f.init(), YS[0], inputs=US[0, :1]),
+        ValueError,
+        "input_dim=2.* got 1",
+    ),
+    "step_of_nan_inputs": (
+        lambda f: f.step(f.init(), YS[0], inputs=np.nan * US[0]),
+        ValueError,
+        "finite",
+    ),
     "step_of_wrong_mask": (
-        lambda f: f.step(f.init(), YS[0], u=US[0], mask=YS[0]),
+        lambda f: f.step(f.init(), YS[0], inputs=US[0], mask=YS[0]),
         TypeError,
         "mask must be boolean",
     ),
@@ -814,8 +840,8 @@ def test_inputs_that_nobody_reads_are_refused(name: str):
     family, model = family_of(name, "d1"), model_of("d1")
     with pytest.raises(ValueError, match="inputs were given, but"):
         family.infer(np.zeros((N, 1)), inputs=US)
-    with pytest.raises(ValueError, match="u was given, but .* input_dim=0"):
-        family.step(family.init(), np.zeros(1), u=US[0])
+    with pytest.raises(ValueError, match="inputs were given, but"):
+        family.step(family.init(), np.zeros(1), inputs=US[0])
     driven = rd.StateSpaceModel(
         model.prior,
         rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1), jnp.eye(1)),
@@ -890,7 +916,9 @@ def test_particular_arguments_are_checked():
         rd.KalmanFamily(jnp.ones(1))  # pyright: ignore
     with pytest.raises(TypeError, match="expects a linear-Gaussian model.*use GatedFamily"):
         rd.KalmanFamily(with_drift(jnp.sin))
-    with pytest.raises(ValueError, match="input_dim=2 was given, and the model takes 0 inputs"):
+    with pytest.raises(
+        ValueError, match=r"input_dim must be that of the model's inputs \(0\), got 2"
+    ):
         rd.KalmanFamily(model, input_dim=2)
     singular = rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.zeros((1, 1)))
     with pytest.raises(ValueError, match="KalmanFamily expects .* with a density"):

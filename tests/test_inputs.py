@@ -58,9 +58,9 @@ def chain() -> rd.LinearGaussianChain:
 
 
 @cache
-def initial() -> tuple[Any, Any, Any]:
+def initial() -> tuple[Any, Any, Any, Any]:
     """The states of the streams before anything was read."""
-    return LAGGED.init(), RUNNING.init(), LEARNER.init(KEY)
+    return LAGGED.init(), RUNNING.init(), LEARNER.init(KEY), ONLINE.init(KEY)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -173,19 +173,22 @@ VERBS: dict[str, Verb] = {
     "OnlineLearner.scan": Verb(
         lambda ys, us, **o: LEARNER.scan(initial()[2], ys, inputs=us, **o)[1].elbo_increment
     ),
-    "step": Verb(lambda y, u, **o: FAMILY.step(FAMILY.init(), y, u=u, **o)[1].law.mean, rows=True),
+    "step": Verb(
+        lambda y, u, **o: FAMILY.step(FAMILY.init(), y, inputs=u, **o)[1].law.mean, rows=True
+    ),
     "FixedLag.update": Verb(
-        lambda y, u, **o: LAGGED.update(initial()[0], y, u=u, **o)[1].filtered.mean, rows=True
+        lambda y, u, **o: LAGGED.update(initial()[0], y, inputs=u, **o)[1].filtered.mean, rows=True
     ),
     "RunningPosterior.update": Verb(
-        lambda y, u, **o: RUNNING.update(initial()[1], y, u=u, **o)[1].elbo, rows=True
+        lambda y, u, **o: RUNNING.update(initial()[1], y, inputs=u, **o)[1].elbo, rows=True
     ),
     "OnlineLearner.update": Verb(
-        lambda y, u, **o: LEARNER.update(initial()[2], y, u=u, **o)[1].elbo_increment,
+        lambda y, u, **o: LEARNER.update(initial()[2], y, inputs=u, **o)[1].elbo_increment,
         rows=True,
     ),
-    "OnlineSmoother.init": Verb(
-        lambda y, u, **o: ONLINE.init(KEY, y, u=u, **o).log_evidence, rows=True
+    "OnlineSmoother.update": Verb(
+        lambda y, u, **o: ONLINE.update(initial()[3], y, inputs=u, **o)[1].log_evidence,
+        rows=True,
     ),
     "fit": Verb(
         lambda ys, us, **o: (
@@ -324,7 +327,7 @@ def test_double_precision_arrays_where_it_is_off(x32: None):
 @EACH_VERB
 def test_every_verb_converts(verb: Verb):
     """Told by a refusal that comes after the conversion, and before anything is compiled."""
-    name, other = ("y", "u") if verb.rows else ("ys", "inputs")
+    name, other = "y" if verb.rows else "ys", "inputs"
     ys, us = (array.copy() for array in _given(verb))
     where = (1,) if verb.rows else (2, 1)
     ys[where] = np.inf
@@ -407,7 +410,7 @@ def test_a_promise_that_nothing_is_missing_is_checked():
     with pytest.raises(ValueError, match="mask=True declares .* ys holds NaN"):
         rd.kalman_smoother(MODEL, np.ma.array(YS, mask=HOLES), inputs=US, mask=True)
     with pytest.raises(ValueError, match="mask=True declares .* y holds NaN"):
-        FAMILY.step(FAMILY.init(), np.array([np.nan, 0.0]), u=US[0], mask=True)
+        FAMILY.step(FAMILY.init(), np.array([np.nan, 0.0]), inputs=US[0], mask=True)
 
 
 # --- what holds no numbers ------------------------------------------------------------------------
@@ -440,7 +443,7 @@ WRONG: dict[str, Callable[[np.ndarray], Any]] = {
 
 @EACH_VERB
 def test_every_verb_refuses_by_name(verb: Verb):
-    name, other = ("y", "u") if verb.rows else ("ys", "inputs")
+    name, other = "y" if verb.rows else "ys", "inputs"
     ys, us = _given(verb)
     for what, wrong in WRONG.items():
         with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b") as caught:

@@ -77,7 +77,7 @@ def read(live: rd.online.FixedLag, state: LagState, start: int, stop: int, **opt
 
 def read_one(live: rd.online.FixedLag, state: LagState, k: int):
     s = stream()
-    return live.update(state, s.ys[k], mask=s.mask[k], u=s.inputs[k])
+    return live.update(state, s.ys[k], mask=s.mask[k], inputs=s.inputs[k])
 
 
 def assert_close(a: Any, b: Any, tolerance: float = 1e-12) -> None:
@@ -102,7 +102,7 @@ def pushed_back(chain: rd.LinearGaussianChain, k: int, row: int) -> tuple[np.nda
 
 
 @pytest.mark.parametrize("name, lag", [*LINEAR, *_slow(*(("kalman", lag) for lag in (1, 6, 20)))])
-def test_rows_are_those_of_offline_smoothing(name: str, lag: int):
+def test_rows_equal_offline_smoothing(name: str, lag: int):
     live, (state, out) = rd.online.FixedLag(family(name), lag), whole(name, lag)
     chain = offline(name)
     np.testing.assert_allclose(out.filtered.mean, chain.laws.mean, atol=1e-10)
@@ -124,7 +124,7 @@ def test_rows_are_those_of_offline_smoothing(name: str, lag: int):
     assert np.all(np.isnan(last.smoothed.mean[~kept]))
 
 
-def test_a_row_is_that_of_a_series_that_ends_there():
+def test_a_row_equals_that_of_a_series_that_ends_there():
     s, out = stream(), whole("kalman", 3)[1]
     chain = family("kalman").infer(s.ys[:7], mask=s.mask[:7], inputs=s.inputs[:7])
     laws = chain.marginals()
@@ -133,7 +133,7 @@ def test_a_row_is_that_of_a_series_that_ends_there():
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_drawn_rows_are_those_of_offline_paths_with_the_same_noise(name: str):
+def test_sampled_rows_equal_offline_paths_with_the_same_noise(name: str):
     lag, count = 3, 8
     out, chain = whole(name, lag)[1], offline(name)
     for k in range(N):
@@ -174,7 +174,8 @@ def test_flushed_rows_of_a_family_that_draws():
     np.testing.assert_allclose(last.smoothed.mean[-1], laws.mean[-1], atol=1e-10)
 
 
-@pytest.mark.parametrize("name", [*_slow(("kalman",)), "mixture"])
+@pytest.mark.slow  # `test_streams` has a quick form of it
+@pytest.mark.parametrize("name", ["kalman", "mixture"])
 def test_chunks_do_not_matter(name: str):
     live, (end, out) = rd.online.FixedLag(family(name), 3, num_samples=8), whole(name, 3)
     state, parts = live.init(KEY), []
@@ -196,7 +197,8 @@ def _arrays(state: LagState) -> Any:
     return state.family, state.law, state.steps, state.num_read
 
 
-@pytest.mark.parametrize("name", ["kalman", *_slow(("mixture",))])
+@pytest.mark.slow  # `test_streams` has a quick form of it
+@pytest.mark.parametrize("name", ["kalman", "mixture"])
 def test_a_partly_filled_chunk(name: str):
     live, s = rd.online.FixedLag(family(name), 3, num_samples=8), stream()
     end, out = whole(name, 3)
@@ -223,7 +225,7 @@ def test_a_partly_filled_chunk(name: str):
     assert_close(_arrays(state), _arrays(end))
 
 
-def test_a_padded_chunk_is_not_compiled_anew():
+def test_a_padded_chunk_is_not_recompiled():
     live, traces = rd.online.FixedLag(family("kalman"), 3), []
 
     @jax.jit
@@ -237,8 +239,8 @@ def test_a_padded_chunk_is_not_compiled_anew():
     assert len(traces) == 1 and int(state.num_read) == N + 5
 
 
-@pytest.mark.parametrize("name", ["kalman", "mixture"])
-def test_a_stored_stream_goes_on_bit_by_bit(name: str, tmp_path: Path):
+@pytest.mark.parametrize("name", [*_slow(("kalman",)), "mixture"])
+def test_a_saved_state_resumes_to_the_last_bit(name: str, tmp_path: Path):
     live = rd.online.FixedLag(family(name), 3, num_samples=8)
     state, _ = read(live, live.init(KEY), 0, CHUNK)
     rd.save(tmp_path / "state.rd", state)
@@ -304,11 +306,11 @@ def test_misuse_is_refused(untyped: None):
         rd.online.FixedLag(family("mixture"), 3).init()
     live = rd.online.FixedLag(family("kalman"), 3)
     state = live.init()
-    with pytest.raises(ValueError, match="none was"):
+    with pytest.raises(ValueError, match="no row was read"):
         live.flush(state)
-    with pytest.raises(ValueError, match="u must be given"):
+    with pytest.raises(ValueError, match="inputs of shape"):
         live.update(state, np.zeros(2))
     with pytest.raises(ValueError, match="must be finite"):
-        live.update(state, np.array([np.inf, 0.0]), u=np.zeros(1))
+        live.update(state, np.array([np.inf, 0.0]), inputs=np.zeros(1))
     with pytest.raises(ValueError, match="must have 2 columns"):
         live.scan(state, np.zeros((4, 3)), inputs=np.zeros((4, 1)))

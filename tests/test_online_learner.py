@@ -107,7 +107,7 @@ def rough(num_rows: int) -> jax.Array:
     return ys.at[3:6].set(jnp.nan).at[8].set(1e6).at[12].set(1e200)
 
 
-def test_gaps_and_outliers_leave_no_trace_that_is_not_finite(windowed: rd.online.OnlineLearner):
+def test_gaps_and_outliers_leave_no_non_finite_value(windowed: rd.online.OnlineLearner):
     state, rows = windowed.scan(windowed.init(jax.random.key(1)), rough(20))
     assert rows.skipped.tolist() == [k == 12 for k in range(20)]
     assert int(state.num_skipped) == 1
@@ -118,7 +118,7 @@ def test_gaps_and_outliers_leave_no_trace_that_is_not_finite(windowed: rd.online
     assert np.all(np.abs(weight(windowed, state)) < 1)
 
 
-def test_a_row_whose_step_overflows_does_not_stay_in_the_way():
+def test_a_row_whose_step_overflows_does_not_block_later_steps():
     """It comes between two steps, is fine by itself, and no step over it is finite."""
     start = model(jnp.full((1, 1), 0.3))
     learner = rd.online.OnlineLearner(
@@ -131,7 +131,8 @@ def test_a_row_whose_step_overflows_does_not_stay_in_the_way():
     assert np.count_nonzero(rows.gradient_norm[12:]) == 14
 
 
-def test_chunks_and_a_saved_state_go_on_to_the_last_bit(
+@pytest.mark.slow  # `test_streams` has a quick form of it
+def test_chunks_and_a_saved_state_resume_to_the_last_bit(
     windowed: rd.online.OnlineLearner, tmp_path: Path
 ):
     ys = rough(20)
@@ -149,6 +150,7 @@ def test_chunks_and_a_saved_state_go_on_to_the_last_bit(
     assert same(state, whole)
 
 
+@pytest.mark.slow
 def test_float32_stays_float32(x32: None, stream: jax.Array):
     ys = jnp.asarray(np.asarray(stream[:300]), jnp.float32)
     start = model(jnp.zeros((2, 2), jnp.float32))

@@ -147,12 +147,12 @@ def test_forward_smoothing_is_the_sum_over_all_backward_probabilities():
     # The recursion on the particles of one filter, written out in numpy.
     ys = SCALAR.simulate(jax.random.key(1), 4)[1]
     smoother = rd.online.OnlineSmoother(SCALAR, rd.SecondMoments(), 30, backward=None)
-    state = smoother.init(jax.random.key(0), ys[0])
+    state, _ = smoother.update(smoother.init(jax.random.key(0)), ys[0])
     x = np.asarray(state.particles)[:, 0]
     within, between = x**2, np.zeros(30)
     for y in ys[1:]:
         before, weights = x, np.exp(np.asarray(state.log_weights))
-        state = smoother.update(state, y)
+        state, _ = smoother.update(state, y)
         x = np.asarray(state.particles)[:, 0]
         back = weights * scipy.stats.norm.pdf(x[:, None], 0.8 * before, 0.6)
         back /= back.sum(1, keepdims=True)
@@ -179,19 +179,24 @@ def test_a_stream_is_as_a_whole_series():
     )
     smoother = rd.online.OnlineSmoother(MODEL, functional, 40, backward=sampler)
     us, data = rest["inputs"], jnp.asarray(data)
-    state = smoother.init(jax.random.key(0), ys[0], u=us[0], data=data[0])
-    for k in range(1, 5):
-        state = smoother.update(state, ys[k], u=us[k], data=data[k])
+    state = smoother.init(jax.random.key(0), data=data[0])
+    for k in range(5):
+        state, out = smoother.update(state, ys[k], inputs=us[k], data=data[k])
+        assert not bool(out.skipped)
     np.testing.assert_allclose(state.value["x"], whole.value["x"], rtol=1e-9)
     np.testing.assert_allclose(state.value["step"], whole.value["step"], rtol=1e-9)
     np.testing.assert_allclose(state.log_evidence, whole.log_evidence, rtol=1e-10)
     assert int(state.num_read) == 5 and int(state.status) == 0
     # A mask says what NaN says, whatever stands under it.
-    again = smoother.init(jax.random.key(0), ys[0], u=us[0], data=data[0])
-    again = smoother.update(again, ys[1], u=us[1], data=data[1])
-    again = smoother.update(again, np.ones(1), mask=np.zeros(1, bool), u=us[2], data=data[2])
-    for k in (3, 4):
-        again = smoother.update(again, ys[k], u=us[k], data=data[k])
+    mask = np.arange(6)[:, None] != 2
+    again, _ = smoother.scan(
+        smoother.init(jax.random.key(0), data=data[0]),
+        np.where(mask, ys, 1.0),
+        mask=mask & ~np.isnan(ys),
+        inputs=us,
+        length=5,
+        data=data,
+    )
     np.testing.assert_allclose(again.value["x"], state.value["x"], rtol=1e-9)
 
 
@@ -227,10 +232,9 @@ def test_a_single_particle():
     # The state of the one particle, at every time, whatever is drawn backward.
     ys = SCALAR.simulate(jax.random.key(1), 3)[1]
     smoother = rd.online.OnlineSmoother(SCALAR, rd.StateSum(), 1)
-    state = smoother.init(jax.random.key(4), ys[0])
-    total = state.particles[0]
-    for y in ys[1:]:
-        state = smoother.update(state, y)
+    state, total = smoother.init(jax.random.key(4)), 0.0
+    for y in ys:
+        state, _ = smoother.update(state, y)
         total = total + state.particles[0]
     np.testing.assert_allclose(state.value, total, rtol=1e-12)
     assert float(state.ess) == pytest.approx(1)
@@ -342,18 +346,21 @@ def test_single_precision(verb: Callable, x32: None):
     assert abs(float(found.value[0] - exact)) < 1.0
 
 
-def test_a_stream_says_when_it_failed():
+def test_a_stream_skips_rows_that_no_particle_explains():
     model = eqx.tree_at(
         lambda model: model.emission,
         SCALAR,
         rd.DistributionKernel(lambda x: Within(x, 2.0)),
     )
     smoother = rd.online.OnlineSmoother(model, rd.StateSum(), 20)
-    state = smoother.init(jax.random.key(0), jnp.zeros(1))
-    for y in (0.5, 1000.0, 0.0, -1000.0):
-        state = smoother.update(state, jnp.array([y]))
-    assert (int(state.status), int(state.status_time)) == (1, 2)
-    assert np.isfinite(state.value).all() and float(state.log_evidence) == -np.inf
+    ys = np.array([0.0, 0.5, 1000.0, 0.0, -1000.0])[:, None]
+    state, out = smoother.scan(smoother.init(jax.random.key(0)), ys)
+    assert out.skipped.tolist() == [False, False, True, False, True]
+    _, missing = smoother.scan(
+        smoother.init(jax.random.key(0)), np.where(np.abs(ys) > 10, np.nan, ys)
+    )
+    np.testing.assert_array_equal(out.value, missing.value)
+    assert np.isfinite(out.log_evidence).all() and int(state.status) == 0
 
 
 # --- misuse ---------------------------------------------------------------------------------------
@@ -367,6 +374,11 @@ STUDENT = eqx.tree_at(
     rd.DistributionKernel(lambda x: dist.StudentT(4.0, x, 1.0)),
 )
 SUM: Any = rd.StateSum()
+
+
+def _first_row(model: Any, y: np.ndarray) -> Any:
+    smoother = rd.online.OnlineSmoother(model, SUM, 5)
+    return smoother.update(smoother.init(KEY), y)
 
 
 @pytest.mark.usefixtures("untyped")
@@ -425,17 +437,17 @@ SUM: Any = rd.StateSum()
         ),
         (lambda: UNTYPED.paris(0, SCALAR, YS, SUM, 5), TypeError, "paris expects one typed key"),
         (
-            lambda: UNTYPED.online.OnlineSmoother(SCALAR, SUM, 5).init(0, YS[0]),
+            lambda: UNTYPED.online.OnlineSmoother(SCALAR, SUM, 5).init(0),
             TypeError,
             "OnlineSmoother.init expects one typed key",
         ),
         (
-            lambda: UNTYPED.online.OnlineSmoother(SCALAR, SUM, 5).init(KEY, np.zeros(2)),
+            lambda: _first_row(SCALAR, np.zeros(2)),
             ValueError,
             "must have 1 columns, got 2",
         ),
         (
-            lambda: UNTYPED.online.OnlineSmoother(MODEL, SUM, 5).init(KEY, np.zeros(1)),
+            lambda: _first_row(MODEL, np.zeros(1)),
             ValueError,
             "inputs.*needed, got None",
         ),

@@ -16,7 +16,7 @@ import retrodict as rd
 from linear_models import random_mask, random_model
 from registry import FAMILIES
 from retrodict.online import RunningOutput, RunningState, samples
-from retrodict.online.followed import add_up
+from retrodict.online.followed import kahan_add
 from retrodict.online.weights import backward_law, log_weights
 
 N, CHUNK, LAG = 6, 3, 2
@@ -126,7 +126,7 @@ def assert_close(a: Any, b: Any, tolerance: float = 1e-9) -> None:
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_every_row_is_that_of_the_series_up_to_it(name: str):
+def test_every_row_equals_that_of_the_series_up_to_it(name: str):
     out = whole(name)[1]
     for k, (bound, values) in enumerate(offline(name)):
         assert float(out.elbo[k]) == pytest.approx(float(bound), abs=1e-9)
@@ -302,16 +302,12 @@ def test_unbiased_weights_are_those_of_the_mean_around_the_others():
     assert np.all(np.isfinite(lonely)) and float(jnp.sum(lonely)) == pytest.approx(1.0)
 
 
+@pytest.mark.slow  # `test_streams` has a quick form of it
 @pytest.mark.parametrize(
     "name, method",
-    [
-        ("kalman", "exact"),
-        ("kalman", "unbiased"),
-        pytest.param("kalman", "paris", marks=pytest.mark.slow),
-        pytest.param("mixture", "all", marks=pytest.mark.slow),
-    ],
+    [("kalman", "exact"), ("kalman", "unbiased"), ("kalman", "paris"), ("mixture", "all")],
 )
-def test_a_stored_stream_goes_on_bit_by_bit(name: str, method: str, tmp_path: Path):
+def test_a_saved_state_resumes_to_the_last_bit(name: str, method: str, tmp_path: Path):
     posterior = running(name, method)
     state, _ = read(posterior, posterior.init(KEY), 0, CHUNK)
     rd.save(tmp_path / "state.rd", state)
@@ -329,11 +325,11 @@ def test_a_stored_stream_goes_on_bit_by_bit(name: str, method: str, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", "unbiased"])
-def test_row_by_row(method: str):
+def test_single_rows_equal_a_chunk(method: str):
     posterior, s = running("kalman", method), stream()
     state = posterior.init(KEY)
     for k in range(N):
-        state, out = posterior.update(state, s.ys[k], mask=s.mask[k], u=s.inputs[k])
+        state, out = posterior.update(state, s.ys[k], mask=s.mask[k], inputs=s.inputs[k])
         assert_close(out, row(whole("kalman", method)[1], k), 1e-10)
 
 
@@ -363,7 +359,7 @@ def test_totals_of_long_streams_keep_their_digits():
 
     def move(carry: Any, _: None) -> tuple[Any, None]:
         total, residue = carry
-        return add_up(total, residue, step), None
+        return kahan_add(total, residue, step), None
 
     zero = jnp.zeros((), jnp.float32)
     (total, _), _ = lax.scan(move, (zero, zero), None, length=200_000)
@@ -482,7 +478,7 @@ def test_misuse_is_refused(untyped: None):
         rd.online.RunningPosterior(kalman, model(), functionals={"sum": wrong})
     with pytest.raises(TypeError, match="expects the method"):
         rd.online.RunningPosterior(kalman, model(), method=wrong)
-    with pytest.raises(ValueError, match="not negative"):
+    with pytest.raises(ValueError, match="non-negative"):
         rd.online.RunningPosterior(kalman, model(), lag=-1)
     with pytest.raises(TypeError, match="StateSpaceModel"):
         rd.online.RunningPosterior(kalman, wrong)
@@ -493,7 +489,9 @@ def test_misuse_is_refused(untyped: None):
     with pytest.raises(ValueError, match="init needs a key"):
         running("kalman", "all").init()
     with pytest.raises(ValueError, match="names of functionals"):
-        running("kalman").update(whole("kalman")[0], np.zeros(2), u=np.zeros(1), data={"no": 1})
+        running("kalman").update(
+            whole("kalman")[0], np.zeros(2), inputs=np.zeros(1), data={"no": 1}
+        )
     with pytest.raises(ValueError, match="lag=0"):
         rd.online.RunningPosterior(kalman, model()).flush(whole("kalman")[0])
     for options, message in [
@@ -515,7 +513,7 @@ def assert_same_but_skipped(found: Any, expected: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [1e160, 1e153])
+@pytest.mark.parametrize("size", [1e160, pytest.param(1e153, marks=pytest.mark.slow)])
 def test_a_row_whose_likelihood_overflows_is_read_as_missing(size: float):
     # The square of the first overflows; that of the second only in units of the noise.
     eye = jnp.eye(1)

@@ -102,7 +102,6 @@ CLASSES: dict[str, str] = {
         VaryingLinearGaussianKernel
     """,
     "retrodict._exact.kalman_smoother": "KalmanPosterior",
-    "retrodict._expectations.elbo": "RunningElbo RunningElboState",
     "retrodict._expectations.expectation": "Estimate Marginals",
     "retrodict._expectations.recursive": "RecursiveState",
     "retrodict._learning.em": "EMResult",
@@ -114,13 +113,13 @@ CLASSES: dict[str, str] = {
     """,
     "retrodict.online": """
         FixedLag KalmanScore LagMoments LagOutput LagRows LagState LaggedLearnerOutput
-        LaggedLearnerState LearnerOutput LearnerState QuadraticFeatures
-        RandomFeatures RecursivePathwise RecursiveScore RowGradient RunningOutput
-        RunningPosterior RunningState TruncatedBackprop WeightedSamples
+        LaggedLearnerState LearnerOutput LearnerState OnlineOutput OnlineSmoother QuadraticFeatures
+        RandomFeatures RecursivePathwise RecursiveScore RowGradient RunningOutput RunningPosterior
+        RunningState TruncatedBackprop WeightedSamples
     """,
     "retrodict.particles": """
-        AdditivePosterior ChainProposal ExactBackward Genealogy Guided GuidedPosterior
-        ImportancePosterior MCMCBackward OnlineSmoother OnlineState ParticleFilterPosterior
+        AdditivePosterior AdditiveSmoother ChainProposal ExactBackward Genealogy Guided
+        GuidedPosterior ImportancePosterior MCMCBackward OnlineState ParticleFilterPosterior
         RejectionBackward
     """,
     # Private records within the public ones.
@@ -150,7 +149,7 @@ CLASSES: dict[str, str] = {
     "retrodict._exact.kalman_filter": "Prior Transition Whitened",
     "retrodict._linearised.diagnosis": "Diagnostics",
     "retrodict._series": "Series",
-    "retrodict.online.exact": "ExactStatistics",
+    "retrodict.online.exact": "BoundState ExactStatistics",
     "retrodict.online.followed": "Followed Sums",
     "retrodict.online.kalman": "KalmanScoreState",
     "retrodict.online.pathwise": "Frame PathwiseState",
@@ -192,6 +191,7 @@ RENAMED: dict[str, str] = {
     "retrodict._mask": "retrodict._series",
     "retrodict._train": "retrodict._learning.train",
     "retrodict:Observations": "retrodict:Series",
+    "retrodict:RunningElboState": "retrodict.online.exact:BoundState",
 }
 """New names of other modules, and of classes `module:name`, since release 0.1."""
 

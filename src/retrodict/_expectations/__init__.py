@@ -4,15 +4,11 @@ from retrodict._expectations.backward_sampling import BackwardSampling as Backwa
 from retrodict._expectations.backward_sampling import Paths as Paths
 from retrodict._expectations.backward_sampling import along_path as along_path
 from retrodict._expectations.closed_form import ClosedForm as ClosedForm
-from retrodict._expectations.elbo import RunningElbo as RunningElbo
-from retrodict._expectations.elbo import RunningElboState as RunningElboState
-from retrodict._expectations.elbo import advance_elbo as advance_elbo
 from retrodict._expectations.elbo import check_model as check_model
 from retrodict._expectations.elbo import common_length as common_length
 from retrodict._expectations.elbo import elbo as elbo
 from retrodict._expectations.elbo import elbo_of_series as elbo_of_series
 from retrodict._expectations.elbo import series_of_chain as series_of_chain
-from retrodict._expectations.elbo import start_elbo as start_elbo
 from retrodict._expectations.estimator import AbstractEstimator as AbstractEstimator
 from retrodict._expectations.estimator import existing_rows as existing_rows
 from retrodict._expectations.estimator import fill_padding as fill_padding

@@ -1,9 +1,8 @@
-"""The evidence lower bound of a chain under a model, for a whole series or along a stream."""
+"""The evidence lower bound of a chain under a model."""
 
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
@@ -19,10 +18,7 @@ from retrodict._expectations.expectation import (
 )
 from retrodict._expectations.functionals import LogJoint
 from retrodict._expectations.quadrature import Quadrature
-from retrodict._expectations.recursive import Recursive, RecursiveState
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import Gaussian
-from retrodict._model import StateSpaceModel, check_densities, prepare_data, prepare_data_row
+from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import Frozen, unwrap
 from retrodict._series import Series, prepare_length
 from retrodict._types import Scalar
@@ -152,93 +148,6 @@ def _over_paths(
 
     paths = estimator.draw(terms, chain, key, parallel=parallel)
     return average(estimator, replicate, paths)
-
-
-class RunningElboState(eqx.Module):
-    """The state of a `RunningElbo`, of constant size.
-
-    Attributes:
-        joint: the expected log joint density so far, as a function of the last state.
-        entropy: the entropy of the backward kernels so far.
-        terminal_entropy: the entropy of the last filtering law.
-    """
-
-    joint: RecursiveState
-    entropy: Scalar
-    terminal_entropy: Scalar
-
-
-class RunningElbo(eqx.Module):
-    """The evidence lower bound of a growing series, for linear-Gaussian models and chains.
-
-    After each step `value` equals `elbo` of the chain and the series up to that time.
-
-    Args:
-        model: a linear-Gaussian model.
-    """
-
-    model: StateSpaceModel
-
-    def init(
-        self, law: Gaussian, y: Any, *, mask: Any = None, inputs: Any = None
-    ) -> RunningElboState:
-        """Return the state after the first observation.
-
-        Args:
-            law: the filtering law q_0.
-            y: the observation at time 0; NaN where missing.
-            mask: true where an entry was observed.
-            inputs: the input at time 0, of shape `(input,)`.
-        """
-        return start_elbo(self.model, law, self._row(y, mask, inputs))
-
-    def update(
-        self,
-        state: RunningElboState,
-        law: Gaussian,
-        kernel: LinearGaussianKernel,
-        y: Any,
-        *,
-        mask: Any = None,
-        inputs: Any = None,
-    ) -> RunningElboState:
-        """Return the state after one more observation.
-
-        Args:
-            state: the state at time k-1.
-            law: the filtering law q_k.
-            kernel: the backward kernel q_{k-1|k}.
-            y: the observation at time k; NaN where missing.
-            mask: true where an entry was observed.
-            inputs: the input at time k, of shape `(input,)`.
-        """
-        return advance_elbo(self.model, state, law, kernel, self._row(y, mask, inputs))
-
-    def value(self, state: RunningElboState) -> Scalar:
-        """Return the bound for the series so far, in nats."""
-        return Recursive().value(state.joint) + state.entropy + state.terminal_entropy
-
-    def _row(self, y: Any, mask: Any, inputs: Any) -> Series:
-        return prepare_data_row(unwrap(self.model), y, mask=mask, u=inputs)
-
-
-def start_elbo(model: StateSpaceModel, law: Gaussian, row: Series) -> RunningElboState:
-    """Return the state of a `RunningElbo` after the first, validated row."""
-    joint = Recursive().init(LogJoint(model), law, row)
-    return RunningElboState(joint, jnp.zeros((), joint.mean.dtype), law.entropy())
-
-
-def advance_elbo(
-    model: StateSpaceModel,
-    state: RunningElboState,
-    law: Gaussian,
-    kernel: LinearGaussianKernel,
-    row: Series,
-) -> RunningElboState:
-    """Return the state of a `RunningElbo` after one more validated row."""
-    joint = Recursive().update(LogJoint(model), state.joint, law, kernel, row)
-    of_kernel = Gaussian(kernel.bias, kernel.scale_tril).entropy()
-    return RunningElboState(joint, state.entropy + of_kernel, law.entropy())
 
 
 def _default_estimator(model: StateSpaceModel, chain: AbstractBackwardChain) -> AbstractEstimator:

@@ -17,6 +17,7 @@ from retrodict._families.base import rows_of as rows_of
 from retrodict._families.conjugate import ConjugateFamily as ConjugateFamily
 from retrodict._families.gated import GatedFamily as GatedFamily
 from retrodict._families.kalman import KalmanFamily as KalmanFamily
+from retrodict._families.kalman import input_dim_of as input_dim_of
 from retrodict._families.mixture import MixtureFamily as MixtureFamily
 from retrodict._families.nonlinear import NonlinearFamily as NonlinearFamily
 from retrodict._families.recurrent import RecurrentFamily as RecurrentFamily

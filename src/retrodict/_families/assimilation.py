@@ -14,15 +14,14 @@ from retrodict._families.base import (
     Factor,
     Row,
     check_fits,
-    refuse_parallel,
 )
 from retrodict._families.kalman import input_dim_of
 from retrodict._families.network import mlp, redrawn
 from retrodict._families.recursions import (
     GaussianState,
-    before_anything,
     inverse_of_upper_factor,
     predicted,
+    prior_state,
     product,
     reverse,
     transposed,
@@ -40,14 +39,13 @@ from retrodict._numerics import linalg
 from retrodict._parameters import Frozen, Positive, unwrap
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
-from retrodict.distributed import Parallel
 
 REACH = 2.0
-"""The largest number that a network emits."""
+"""The largest output of a network."""
 
 
 class Sites(NamedTuple):
-    """What a row says of the state, as Gaussian factors of z = a x, one an entry.
+    """The information of a row on the state: one Gaussian factor of z = a x per entry.
 
     Attributes:
         design: a, how each entry's predictor moves with the state.
@@ -61,11 +59,11 @@ class Sites(NamedTuple):
 
 
 class AssimilationFamily(AbstractLinearGaussianFamily):
-    """A known model predicts, and a small learned network corrects how a row is taken in.
+    """A family in which a known model predicts, and a small learned network corrects the update.
 
     With the model's transition linearised at the mean of q_{k-1} the prediction is N(m, P). The
-    law q_k ∝ g_k N(m, P) is then sought among Gaussian ones by a few *looks* at the row. A look at
-    the law N(μ, Σ), the prediction at first, takes for each entry y_j the line through μ along
+    law q_k ∝ g_k N(m, P) is then approximated by a Gaussian in a few *looks* at the row. A look at
+    the law N(μ, Σ), initially the prediction, takes for each entry y_j the line through μ along
     which the predictor z_j = a_j x of that entry moves most, and by quadrature on it
 
         e_j = E[∂ log g(y_j | z_j)],    h_j = −E[∂² log g(y_j | z_j)],
@@ -77,7 +75,7 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
         Σ⁻¹ ← P⁻¹ + Σ_j h_j a_jᵀ a_j,    μ ← m + Σ Σ_j a_jᵀ (e_j + h_j a_j (μ − m)).
 
     With α = β = γ = 0 this is a step of natural-gradient ascent on the evidence lower bound of the
-    row. So the family starts near a robust filter for the model that it is given (for a
+    row. So the family starts near a robust filter for its model (for a
     linear-Gaussian model near its exact posterior), and has few weights to learn whatever the
     dimension. Backward kernels are the linearised transition reversed under q_{k-1}, with a learned
     `spread` of its noise.
@@ -96,12 +94,12 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
     Args:
         key: a typed key, for the random weights.
         model: the model, with a Gaussian prior and a transition with Gaussian noise. The family
-            keeps a frozen copy, which `prepare` replaces by the model that it is given.
-        num_looks: how often a row is looked at, each time with a network of its own.
+            holds a frozen copy, which `prepare` replaces by its model.
+        num_looks: the number of looks at a row, each with its own network.
         width: units in the hidden layer of a network.
         order: nodes of the quadrature on a line.
         predictor: a function of the state (and of the input, if the emission takes one) that gives
-            for each entry of the observation the number through which its law depends on the state;
+            per entry of the observation the number through which its law depends on the state;
             by default the `loc` or else the `mean` of that law. Needed where neither moves, as for
             a stochastic volatility.
         input_dim: the dimension of the inputs, needed only if it cannot be read off an
@@ -149,7 +147,7 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
         inputs: Any = None,
         length: Any = None,
     ) -> "AssimilationFamily":
-        """The family of this model, in whose units it is."""
+        """Return the family for this model, in the units of the model."""
         check_fits(self, model)
         _check_model(model)
         return eqx.tree_at(
@@ -157,23 +155,23 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
         )
 
     def redraw(self, key: PRNGKey) -> "AssimilationFamily":
-        """The same family with freshly drawn networks."""
+        """Return the same family with new random networks."""
         check_key(key, "AssimilationFamily")
         keys = jax.random.split(key, len(self.networks))
         fresh = tuple(redrawn(one, net) for one, net in zip(keys, self.networks, strict=True))
         return eqx.tree_at(lambda f: f.networks, self, fresh)
 
     def init(self) -> GaussianState:
-        """The model's prior."""
+        """Return the model's prior."""
         prior = unwrap(self.model).prior
-        return before_anything(Gaussian(prior.mean, dense_scale(prior.scale_tril)))
+        return prior_state(Gaussian(prior.mean, dense_scale(prior.scale_tril)))
 
     def embed(self, row: Row) -> Row:
-        """The row itself: what it says depends on the prediction."""
+        """Return the row unchanged: its information depends on the prediction."""
         return row
 
     def advance(self, state: GaussianState, embedded: Row) -> GaussianState:
-        """Predicts, and looks at the row."""
+        """Predict, and update the prediction by a few looks at the row."""
         mean, scale = predicted(state, self._transition(state.mean, embedded))
         at, factor = mean, scale
         for network in self.networks:
@@ -181,20 +179,14 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
             at, factor = _take_in(mean, scale, at, sites)
         return GaussianState(at, factor, state.num_read + 1)
 
-    def advance_in_parallel(
-        self, embedded: Row, exists: Bool[Array, "time"] | None, parallel: Parallel = True
-    ) -> GaussianState:
-        """Refused: a row is looked at from the prediction."""
-        refuse_parallel(self)
-
     def read(self, before: GaussianState, after: GaussianState, embedded: Row) -> Factor:
-        """The law, and the linearised transition reversed under the law before it."""
+        """Return the law, and the linearised transition reversed under the previous law."""
         kernel = self._transition(before.mean, embedded)
         back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
         return Factor(Gaussian(after.mean, after.scale), LinearGaussianKernel(*back))
 
     def _transition(self, mean: Float[Array, "state"], row: Row) -> LinearGaussianKernel:
-        """The transition into a row, linearised at the mean before it, with the learned spread."""
+        """Linearise the transition into a row at the previous mean, with the learned spread."""
         transition = self.model.transition
         u = row.u
         if isinstance(transition, AbstractLinearGaussianKernel):
@@ -209,7 +201,7 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
     def _look(
         self, mean: Float[Array, "state"], scale: Float[Array, "state state"], row: Row
     ) -> tuple[Sites, Float[Array, "obs"]]:
-        """Slopes and curvatures under N(mean, scale scaleᵀ), and the deviations of predictors."""
+        """Compute slopes, curvatures and deviations of predictors under N(mean, scale scaleᵀ)."""
         predict, derivative = self._entries(row)
         design = jax.jacfwd(predict)(mean)
         seen = product(design, scale)
@@ -232,7 +224,7 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
     def _entries(
         self, row: Row
     ) -> tuple[Callable[[Array], Array], Callable[[Array, Array], Array]]:
-        """The predictors of all entries, and the slope of each one's log density along its line."""
+        """Return functions for the predictors and for the slopes of log densities along lines."""
         emission, u = self.model.emission, row.u
         y = row.y
         seen = jnp.ones(y.shape, bool) if row.seen is None else row.seen
@@ -265,7 +257,7 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
 
 
 def _each(along: Callable[[Array, Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """One point and one line for each entry."""
+    """Vectorise a function of one entry over all entries, with one point and one line per entry."""
 
     def all_entries(xs: Array, lines: Array) -> Array:
         return jax.vmap(along)(jnp.arange(xs.shape[0]), xs, lines)
@@ -279,7 +271,7 @@ def _corrected(
     deviation: Float[Array, "obs"],
     seen: Bool[Array, "obs"] | None,
 ) -> Sites:
-    """The sites as the network moves them, in units of the deviation; none for what is missing."""
+    """Correct the sites by the network, in units of the deviation; missing entries get none."""
     slope, curvature = sites.slope * deviation, sites.curvature * deviation**2
     read = jnp.stack([jnp.arcsinh(slope), jnp.arcsinh(curvature)], axis=1)
     moved = REACH * jnp.tanh(jax.vmap(network)(read) / REACH)
@@ -296,7 +288,7 @@ def _take_in(
     at: Float[Array, "state"],
     sites: Sites,
 ) -> tuple[Float[Array, "state"], Float[Array, "state state"]]:
-    """N(mean, s sᵀ) times Gaussian factors that were found at `at`: mean and lower factor.
+    """Return mean and lower factor of N(mean, s sᵀ) times Gaussian factors expanded at `at`.
 
     With b = a s the covariance is s (I + bᵀ h b)⁻¹ sᵀ, as in `_recursions.condition`.
     """
@@ -310,13 +302,13 @@ def _take_in(
 
 
 def _nodes(order: int, dtype: Any) -> tuple[Array, Array]:
-    """Gauss–Hermite nodes and weights of the standard normal law."""
+    """Return Gauss–Hermite nodes and weights of the standard normal law."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(order)
     return jnp.asarray(nodes, dtype), jnp.asarray(weights / weights.sum(), dtype)
 
 
 def _location(law: Any) -> Array:
-    """Through what an entry's law depends on the state: its location or else its mean."""
+    """Return the location of a law, or its mean if it has none."""
     while hasattr(law, "reinterpreted_batch_ndims"):
         law = law.base_dist
     return jnp.asarray(law.loc if hasattr(law, "loc") else law.mean)
@@ -327,7 +319,7 @@ def _copy(model: StateSpaceModel) -> StateSpaceModel:
 
 
 def _obs_dim(model: StateSpaceModel, input_dim: int) -> int:
-    """The dimension of a draw of the emission; refused if its entries are not independent."""
+    """Return the dimension of the emission; raise if its entries are not independent."""
     emission = model.emission
     x = jax.eval_shape(lambda: jnp.asarray(model.prior.mean))
     u = jax.ShapeDtypeStruct((input_dim,), x.dtype)
@@ -345,7 +337,7 @@ def _obs_dim(model: StateSpaceModel, input_dim: int) -> int:
 
 
 def _check_model(model: Any) -> StateSpaceModel:
-    """Refuses a model that cannot be linearised, and unwraps it."""
+    """Unwrap a model; raise if it cannot be linearised."""
     if not isinstance(model, StateSpaceModel):
         raise TypeError(
             f"AssimilationFamily expects a StateSpaceModel, got {type(model).__name__}."

@@ -1,13 +1,13 @@
-"""What every amortised family offers: a map from observations to a backward chain.
+"""The interface of amortised families: maps from observations to backward chains.
 
 A family is written as `init` and `step`, so that the same code smooths a stored series, a batch of
-them and a live stream. A step has two halves. `advance` is what must happen one row after another;
+them and a live stream. A step has two halves. `advance` runs sequentially, row after row;
 `read` turns two neighbouring states into the factors q_k and q_{k-1|k} and is evaluated for all
 rows at once when the series is stored.
 """
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -34,11 +34,11 @@ C = TypeVar("C", bound=AbstractKernelChain)
 
 
 class Row(NamedTuple):
-    """What a family sees at one time.
+    """One row of a series.
 
     Attributes:
-        y: the observation, zero where nothing was seen.
-        seen: true where an entry was seen; `None` if every entry was.
+        y: the observation, zero where an entry is missing.
+        seen: true where an entry was observed; `None` if all were.
         u: the input, or `None`.
     """
 
@@ -48,12 +48,12 @@ class Row(NamedTuple):
 
 
 class Factor(eqx.Module):
-    """What one step adds to a chain.
+    """The factors that one row adds to a chain.
 
     Attributes:
         law: the filtering law q_k, a `Gaussian` or a `GaussianMixture`.
-        kernel: the backward kernel q_{k-1|k}, a `LinearGaussianKernel`, or the parameters by which
-            the chain's `kernel_law` knows it; at the first step it has no meaning.
+        kernel: the backward kernel q_{k-1|k}, a `LinearGaussianKernel`, or the parameters of the
+            chain's `kernel_law`; without meaning at the first row.
     """
 
     law: Any
@@ -83,33 +83,35 @@ class AbstractFamily(eqx.Module):
         inputs: Any = None,
         length: Any = None,
     ) -> "AbstractFamily":
-        """The family in the units of these data, started near the model's prior chain.
+        """Return the family in the units of these data, started near the model's prior chain.
 
         Args:
-            model: the model whose posterior is sought.
+            model: the model whose posterior is approximated.
             ys: observations, of shape `(time, obs)` or `(batch, time, obs)`.
-            mask: true where an entry was seen.
+            mask: true where an entry was observed.
             inputs: inputs, of shape `(time, input)` or `(batch, time, input)`.
-            length: how many rows exist, one integer or one a series.
+            length: the number of rows that exist, one integer, or one per series.
         """
 
     @abstractmethod
     def redraw(self, key: PRNGKey) -> "AbstractFamily":
-        """The same family with fresh random weights, for another start."""
+        """Return the same family with new random weights, for a restart."""
 
     @abstractmethod
     def init(self) -> Any:
-        """The state before anything was seen."""
+        """Return the state before the first row."""
 
     @abstractmethod
-    def step(self, state: Any, y: Any, *, mask: Any = None, u: Any = None) -> tuple[Any, Factor]:
-        """Reads one row.
+    def step(
+        self, state: Any, y: Any, *, mask: Any = None, inputs: Any = None
+    ) -> tuple[Any, Factor]:
+        """Read one row.
 
         Args:
-            state: what `init` or the previous step returned.
+            state: the state that `init` or the previous step returned.
             y: the observation, of shape `(obs,)`; NaN where an entry is missing.
-            mask: true where an entry was seen.
-            u: the input, of shape `(input,)`, if the family takes one.
+            mask: true where an entry was observed.
+            inputs: the input of the row, of shape `(input,)`, if the family takes inputs.
 
         Returns:
             The next state, and the factors q_k and q_{k-1|k}.
@@ -119,56 +121,52 @@ class AbstractFamily(eqx.Module):
     def infer(
         self, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
     ) -> AbstractKernelChain:
-        """The chain of a whole series.
+        """Return the chain of a whole series.
 
         Args:
             ys: observations, of shape `(time, obs)`; NaN where missing.
-            mask: true where an entry was seen.
+            mask: true where an entry was observed.
             inputs: inputs of shape `(time, input)`, if the family takes them.
-            length: how many rows exist; the rest is padding.
+            length: the number of rows that exist; the rest is padding.
         """
 
 
 class AbstractFactorFamily(AbstractFamily, Generic[C]):
-    """A family whose factors are read from a state that is advanced row by row."""
+    """A family whose factors are read from a state that is advanced row by row.
+
+    A family with an associative recurrence also has a method `advance_in_parallel(embedded, exists,
+    parallel)`, which returns the states after every row in O(log n) depth. `embedded` are the
+    results of `embed` with a leading time axis, `exists` marks existing rows (`None` for all),
+    and `parallel` is a mesh to use several devices, or `True`.
+    """
 
     @abstractmethod
     def embed(self, row: Row) -> Any:
-        """What can be computed from one row alone, before any recurrence."""
+        """Compute what depends on one row alone, before any recurrence."""
 
     @abstractmethod
     def advance(self, state: Any, embedded: Any) -> Any:
-        """The next state; the only part that runs one row after another."""
-
-    @abstractmethod
-    def advance_in_parallel(
-        self, embedded: Any, exists: Bool[Array, "time"] | None, parallel: Parallel = True
-    ) -> Any:
-        """The states after every row in O(log n) depth, or an error if there is no such form.
-
-        Args:
-            embedded: what `embed` gave for each row, with a leading time axis.
-            exists: which of the rows exist.
-            parallel: a mesh to run over several devices; `True` for one.
-        """
+        """Return the next state; the only part that runs sequentially."""
 
     @abstractmethod
     def read(self, before: Any, after: Any, embedded: Any) -> Factor:
-        """The factors q_k and q_{k-1|k}, from the states before and after row k."""
+        """Return the factors q_k and q_{k-1|k}, from the states before and after row k."""
 
     @abstractmethod
     def assemble(self, read: Factor, exists: Bool[Array, "time"] | None, length: Any) -> C:
-        """The chain of the factors of all rows, of which the first kernel is left out.
+        """Return the chain of the factors of all rows; the first kernel is left out.
 
         Args:
             read: the factors, with a leading time axis.
             exists: which of the rows exist.
-            length: how many of them do.
+            length: the number of rows that exist.
         """
 
-    def step(self, state: Any, y: Any, *, mask: Any = None, u: Any = None) -> tuple[Any, Factor]:
-        """Reads one row: the next state, and the factors q_k and q_{k-1|k}."""
-        row = prepare_row(self, y, mask=mask, u=u)
+    def step(
+        self, state: Any, y: Any, *, mask: Any = None, inputs: Any = None
+    ) -> tuple[Any, Factor]:
+        """Read one row, and return the next state and the factors q_k and q_{k-1|k}."""
+        row = prepare_row(self, y, mask=mask, inputs=inputs)
         return _step(self, state, row)
 
     def infer(
@@ -180,13 +178,13 @@ class AbstractFactorFamily(AbstractFamily, Generic[C]):
         length: Any = None,
         parallel: Parallel = False,
     ) -> C:
-        """The chain of a whole series: a scan of `step`.
+        """Return the chain of a whole series: a scan of `step`.
 
         Args:
             ys: observations, of shape `(time, obs)`; NaN where missing.
-            mask: true where an entry was seen; `True` alone promises that everything was.
+            mask: true where an entry was observed; `True` alone promises that all were.
             inputs: inputs of shape `(time, input)`, if the family takes them.
-            length: how many rows exist; the rest is padding.
+            length: the number of rows that exist; the rest is padding.
             parallel: whether to run in O(log n) depth, for families that are associative; a
                 `time_mesh` to do so over several devices.
         """
@@ -200,24 +198,24 @@ class AbstractLinearGaussianFamily(AbstractFactorFamily[LinearGaussianChain]):
     def assemble(
         self, read: Factor, exists: Bool[Array, "time"] | None, length: Any
     ) -> LinearGaussianChain:
-        """The chain, with kernels that are the identity where nothing exists."""
+        """Return the chain, with identity kernels at padded rows."""
         kernels = read.kernel
         if exists is not None:
-            kernels = _stay_where_nothing_exists(kernels, exists)
+            kernels = _identity_at_padding(kernels, exists)
         return LinearGaussianChain(read.law, jax.tree.map(lambda leaf: leaf[1:], kernels), length)
 
 
 class AbstractSampledFamily(AbstractFactorFamily[SampledChain]):
-    """A family whose backward kernels are drawn from, and not marginalised in closed form."""
+    """A family whose backward kernels are sampled, and not marginalised in closed form."""
 
     @abstractmethod
     def shared(self) -> AbstractBackwardKernel:
-        """What the backward kernels of all times share."""
+        """Return the part that the backward kernels of all times share."""
 
     def assemble(
         self, read: Factor, exists: Bool[Array, "time"] | None, length: Any
     ) -> SampledChain:
-        """The chain; it leaves rows out that do not exist."""
+        """Return the chain, which ignores padded rows."""
         steps = jax.tree.map(lambda leaf: leaf[1:], read.kernel)
         return SampledChain(read.law, self.shared(), steps, length)
 
@@ -238,7 +236,7 @@ def _infer(family: AbstractFactorFamily[C], series: Series, parallel: Parallel) 
 def infer_series(
     family: AbstractFactorFamily[C], series: Series, *, parallel: Parallel = False
 ) -> C:
-    """The chain of a prepared series, to be called inside `jax.jit`.
+    """Return the chain of a prepared series; called inside `jax.jit`.
 
     Args:
         family: an unwrapped family.
@@ -259,18 +257,24 @@ def factors(
     *,
     parallel: Parallel = False,
 ) -> tuple[Factor, Any]:
-    """The factors of all rows (the first kernel leads back before them), and the last state.
+    """Return the factors of all rows and the last state; the first kernel has no meaning.
 
     Args:
         family: an unwrapped family.
         state: the state before the first of the rows; that of `init` if `parallel`.
         rows: the rows, with a leading time axis.
-        exists: which of them exist; from the first that does not, the state stays as it is.
+        exists: which of them exist; the state does not change from the first padded row on.
         parallel: whether to run in O(log n) depth.
     """
     embedded = jax.vmap(family.embed)(rows)
     if parallel:
-        afters = family.advance_in_parallel(embedded, exists, parallel)
+        advance_in_parallel = getattr(family, "advance_in_parallel", None)
+        if advance_in_parallel is None:
+            raise ValueError(
+                f"{type(family).__name__} has no parallel form: its recurrence is not associative."
+                " Use parallel=False, or ScanFamily."
+            )
+        afters = advance_in_parallel(embedded, exists, parallel)
     else:
         afters = _advance_one_by_one(family, state, embedded, exists)
     befores = prepended(state, jax.tree.map(lambda leaf: leaf[:-1], afters), parallel)
@@ -291,22 +295,22 @@ def _advance_one_by_one(
             after = jax.tree.map(lambda new, old: jnp.where(real, new, old), after, before)
         return after, after
 
-    # With large states, writing down what the derivative of a step needs takes longer than doing
-    # the step again: a fifth of the time of a training step with d = 10.
+    # With large states, storing the residuals of a step takes longer than recomputing the step:
+    # a fifth of the time of a training step with d = 10.
     if family.state_dim > linalg.UNROLLED:
         return lax.scan(jax.checkpoint(move), state, (embedded, exists))[1]
-    # With small ones, a step is a few dozen tiny operations. Two steps at a time take a seventh off
-    # the smoothing of one series, for half a second of compilation.
+    # With small ones, a step is a few dozen tiny operations. Two steps per iteration save a seventh
+    # of the time of smoothing one series, for half a second of compilation.
     return lax.scan(move, state, (embedded, exists), unroll=2)[1]
 
 
 def advance_over(family: AbstractFactorFamily, rows: Row, stop: Any) -> Any:
-    """The state after the first `stop` rows, without keeping what came before it.
+    """Return the state after the first `stop` rows, without storing earlier states.
 
     Args:
         family: an unwrapped family.
         rows: the rows, with a leading time axis.
-        stop: how many of them to read.
+        stop: the number of rows to read.
     """
 
     def move(k: Array, state: Any) -> Any:
@@ -315,10 +319,10 @@ def advance_over(family: AbstractFactorFamily, rows: Row, stop: Any) -> Any:
     return lax.fori_loop(0, stop, move, family.init())
 
 
-def _stay_where_nothing_exists(
+def _identity_at_padding(
     kernels: LinearGaussianKernel, exists: Bool[Array, "time"]
 ) -> LinearGaussianKernel:
-    """Identity kernels at padded rows, as `LinearGaussianChain` has them."""
+    """Replace the kernels of padded rows by identities, as `LinearGaussianChain` requires."""
     eye = jnp.eye(kernels.bias.shape[-1], dtype=kernels.bias.dtype)
     weights = jnp.where(exists[:, None, None], kernels.weight, eye)
     biases = jnp.where(exists[:, None], kernels.bias, 0.0)
@@ -327,7 +331,7 @@ def _stay_where_nothing_exists(
 
 
 def rows_of(series: Series) -> Row:
-    """The rows of a prepared series."""
+    """Return the rows of a prepared series."""
     return Row(series.ys, series.mask, series.inputs)
 
 
@@ -344,13 +348,13 @@ def prepare_for(family: AbstractFamily, ys: Any, *, mask: Any, inputs: Any, leng
     )
 
 
-def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, u: Any) -> Row:
-    """Validate one row against a family's dimensions, and turn NaN into a mask."""
+def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, inputs: Any) -> Row:
+    """Check one row against a family's dimensions, and turn NaN into a mask."""
     return rows_of(
         validate_row(
             y,
             mask=mask,
-            u=u,
+            u=inputs,
             takes_input=family.input_dim > 0,
             obs_dim=family.obs_dim,
             input_dim=family.input_dim,
@@ -359,7 +363,7 @@ def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, u: Any) -> Row:
 
 
 def check_fits(family: AbstractFamily, model: StateSpaceModel) -> None:
-    """Refuses a model of another state dimension."""
+    """Raise unless the model has the family's state dimension and inputs."""
     if model.state_dim != family.state_dim:
         raise ValueError(
             f"This {type(family).__name__} has state_dim={family.state_dim}, and the model has"
@@ -371,11 +375,3 @@ def check_fits(family: AbstractFamily, model: StateSpaceModel) -> None:
             f" {'inputs' if model.takes_input else 'no inputs'}. Build the family with the"
             " input_dim of the model's inputs."
         )
-
-
-def refuse_parallel(family: AbstractFamily) -> NoReturn:
-    """Says that a family has no parallel form."""
-    raise ValueError(
-        f"{type(family).__name__} has no parallel form: what it reads of a row depends on the rows"
-        " before it. Use parallel=False, or ScanFamily."
-    )

@@ -1,6 +1,6 @@
 """The conjugate family: natural parameters from each row alone, added to the predicted ones."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -8,12 +8,12 @@ from jaxtyping import Array, Bool, Float
 
 from retrodict._families.base import AbstractLinearGaussianFamily, Factor, Row
 from retrodict._families.network import (
+    AbstractNetworkFamily,
     Embedded,
     Transition,
     check_dimensions,
     embed,
     mlp,
-    prepared,
     redrawn,
     transition_into,
     tril_from,
@@ -21,14 +21,13 @@ from retrodict._families.network import (
 )
 from retrodict._families.recursions import (
     GaussianState,
-    before_anything,
     condition,
     filtered_in_parallel,
     predicted,
+    prior_state,
     reverse,
 )
 from retrodict._families.start import Coordinates
-from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
@@ -37,7 +36,7 @@ from retrodict.distributed import Parallel
 
 
 class Potential(NamedTuple):
-    """A row with the potential exp(−½‖rᵀz − v‖²) that the encoder makes of it.
+    """A row and its potential exp(−½‖rᵀz − v‖²), computed by the encoder.
 
     Attributes:
         row: the row in standard coordinates.
@@ -50,13 +49,13 @@ class Potential(NamedTuple):
     value: Float[Array, "*time state"]
 
 
-class ConjugateFamily(AbstractLinearGaussianFamily):
-    """The family of Johnson et al. (2016) and Hälvä et al. (2021).
+class ConjugateFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
+    """The conjugate family of Johnson et al. (2016) and Hälvä et al. (2021).
 
     An encoder of y_k alone gives natural parameters (η, Λ), which are added to those of the
     prediction Ā q_{k-1}: conditioning on a Gaussian potential. Backward kernels follow from the
-    variational transition. Since no encoder sees another row, `infer(..., parallel=True)` runs in
-    O(log n) depth.
+    variational transition. Since the encoder reads each row alone, `infer(..., parallel=True)` runs
+    in O(log n) depth.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -98,53 +97,41 @@ class ConjugateFamily(AbstractLinearGaussianFamily):
         self.transition = Transition.default(state_dim, input_dim)
         self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)
 
-    def prepare(
-        self,
-        model: StateSpaceModel,
-        ys: Any,
-        *,
-        mask: Any = None,
-        inputs: Any = None,
-        length: Any = None,
-    ) -> "ConjugateFamily":
-        """The family in the units of these data, started near the model's prior chain."""
-        return prepared(self, model, ys, mask, inputs, length)
-
     def redraw(self, key: PRNGKey) -> "ConjugateFamily":
-        """The same family with a freshly drawn encoder."""
+        """Return the same family with a new random encoder."""
         return eqx.tree_at(lambda f: f.network, self, redrawn(key, self.network))
 
     def init(self) -> GaussianState:
-        """The variational prior."""
-        return before_anything(unwrap(self.transition.prior))
+        """Return the variational prior."""
+        return prior_state(unwrap(self.transition.prior))
 
     def embed(self, row: Row) -> Potential:
-        """The potential of the row."""
+        """Compute the potential of the row."""
         embedded, d = embed(self.coordinates, self.transition, row), self.state_dim
         out = self.network(embedded.features)
         root = START * tril_from(out[d:], d)
         if row.seen is not None:
-            # A row of which nothing was seen says nothing.
+            # A missing row carries no information.
             root = jnp.where(jnp.any(row.seen), root, NOTHING * jnp.eye(d, dtype=root.dtype))
             out = jnp.where(jnp.any(row.seen), out, 0.0)
         return Potential(embedded, root.T, linalg.solve_triangular(root, out[:d]))
 
     def advance(self, state: GaussianState, embedded: Potential) -> GaussianState:
-        """Predicts, and adds the natural parameters of the row."""
+        """Predict, and add the natural parameters of the row."""
         law = predicted(state, transition_into(self.transition, embedded.row))
         return GaussianState(*condition(*law, embedded.design, embedded.value), state.num_read + 1)
 
     def advance_in_parallel(
         self, embedded: Potential, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> GaussianState:
-        """All filtering laws by an associative scan."""
+        """Compute all filtering laws by an associative scan."""
         kernel = transition_into(self.transition, embedded.row)
         return filtered_in_parallel(
             self.init(), kernel, embedded.design, embedded.value, exists, parallel
         )
 
     def read(self, before: GaussianState, after: GaussianState, embedded: Potential) -> Factor:
-        """The law, and the variational transition reversed under the law before it."""
+        """Return the law, and the variational transition reversed under the previous law."""
         kernel = transition_into(self.transition, embedded.row)
         back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
         return self.coordinates.factor(after.mean, after.scale, *back)
@@ -154,4 +141,4 @@ START = 0.1
 """The root precision of an untrained potential, in units of the prior's spread."""
 
 NOTHING = 1e-6
-"""The root precision of a row of which nothing was seen."""
+"""The root precision of a missing row."""

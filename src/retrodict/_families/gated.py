@@ -1,20 +1,20 @@
 """The gated family: a network of the prediction and the row, with a forget gate."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from retrodict._families.base import AbstractLinearGaussianFamily, Factor, Row, refuse_parallel
+from retrodict._families.base import AbstractLinearGaussianFamily, Factor, Row
 from retrodict._families.network import (
+    AbstractNetworkFamily,
     Embedded,
     Transition,
     check_dimensions,
     embed,
     mlp,
-    prepared,
     redrawn,
     transition_into,
     tril_features,
@@ -23,30 +23,28 @@ from retrodict._families.network import (
 )
 from retrodict._families.recursions import (
     GaussianState,
-    before_anything,
     inverse_of_upper_factor,
     predicted,
     predicted_whitener,
+    prior_state,
     product,
     reverse,
     transposed,
 )
 from retrodict._families.start import Coordinates
 from retrodict._kernels import LinearGaussianKernel
-from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
-from retrodict.distributed import Parallel
 
 
-class GatedFamily(AbstractLinearGaussianFamily):
-    """The paper's family: (μ_k, Σ_k) = r(u_k, y_k) with predictive parameters u_k.
+class GatedFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
+    """The gated family of the paper: (μ_k, Σ_k) = r(u_k, y_k) with predictive parameters u_k.
 
-    With the variational transition u_k = (Ā μ_{k-1} + ā, Ā Σ_{k-1} Āᵀ + Q̄), a network reads u_k and
-    y_k and proposes a law and a gate s in (0, 1); the filtering law is (1 − s) times the proposal
-    plus s times the prediction, coordinate by coordinate. Backward kernels are the variational
-    transition reversed: q_{k-1|k}(x_k, ·) ∝ m̄(·, x_k) q_{k-1}.
+    With the variational transition u_k = (Ā μ_{k-1} + ā, Ā Σ_{k-1} Āᵀ + Q̄), a network reads u_k
+    and y_k and proposes a law and a gate s in (0, 1); the filtering law is (1 − s) times the
+    proposal plus s times the prediction, coordinate by coordinate. Backward kernels are the
+    variational transition reversed: q_{k-1|k}(x_k, ·) ∝ m̄(·, x_k) q_{k-1}.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -96,32 +94,20 @@ class GatedFamily(AbstractLinearGaussianFamily):
         self.transition = Transition.default(state_dim, input_dim)
         self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)
 
-    def prepare(
-        self,
-        model: StateSpaceModel,
-        ys: Any,
-        *,
-        mask: Any = None,
-        inputs: Any = None,
-        length: Any = None,
-    ) -> "GatedFamily":
-        """The family in the units of these data, started near the model's prior chain."""
-        return prepared(self, model, ys, mask, inputs, length)
-
     def redraw(self, key: PRNGKey) -> "GatedFamily":
-        """The same family with a freshly drawn network."""
+        """Return the same family with a new random network."""
         return eqx.tree_at(lambda f: f.network, self, redrawn(key, self.network))
 
     def init(self) -> GaussianState:
-        """The variational prior."""
-        return before_anything(unwrap(self.transition.prior))
+        """Return the variational prior."""
+        return prior_state(unwrap(self.transition.prior))
 
     def embed(self, row: Row) -> Embedded:
-        """The row in standard coordinates."""
+        """Return the row in standard coordinates."""
         return embed(self.coordinates, self.transition, row)
 
     def advance(self, state: GaussianState, embedded: Embedded) -> GaussianState:
-        """Predicts, and mixes the prediction with the network's proposal."""
+        """Predict, and mix the prediction with the network's proposal."""
         kernel = transition_into(self.transition, embedded)
         step = self._in_natural_parameters if self.gate == "natural" else self._in_scales
         mean, scale = step(state, kernel, embedded.features)
@@ -130,7 +116,7 @@ class GatedFamily(AbstractLinearGaussianFamily):
     def _in_natural_parameters(
         self, state: GaussianState, kernel: LinearGaussianKernel, features: Float[Array, "features"]
     ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
-        """Mixes η and Λ; precisions are weighted from both sides and stay positive definite."""
+        """Mix η and Λ; precisions are weighted from both sides and stay positive definite."""
         mean, whitener = predicted_whitener(state, kernel)
         proposed, root, mean_gate, gate = self._propose(features, mean, whitener)
         kept, new = jnp.sqrt(gate)[:, None], jnp.sqrt(1 - gate)[:, None]
@@ -145,7 +131,7 @@ class GatedFamily(AbstractLinearGaussianFamily):
     def _in_scales(
         self, state: GaussianState, kernel: LinearGaussianKernel, features: Float[Array, "features"]
     ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
-        """Mixes means and the rows of the lower factors, which stay lower factors."""
+        """Mix means and the rows of the lower factors, which stay lower factors."""
         mean, scale = predicted(state, kernel)
         proposed, root, mean_gate, gate = self._propose(features, mean, scale)
         rows = gate[:, None]
@@ -157,20 +143,14 @@ class GatedFamily(AbstractLinearGaussianFamily):
         mean: Float[Array, "d"],
         factor: Float[Array, "d d"],
     ) -> tuple[Float[Array, "d"], Float[Array, "d d"], Float[Array, "d"], Float[Array, "d"]]:
-        """What the network makes of the row and the prediction: mean, lower factor, two gates."""
+        """Return the mean, lower factor and two gates that the network proposes."""
         d = self.state_dim
         out = self.network(jnp.concatenate([features, mean, tril_features(factor)]))
         gates = jax.nn.sigmoid(out[-2 * d :])
         return out[:d], tril_from(out[d : d + tril_size(d)], d), gates[:d], gates[d:]
 
-    def advance_in_parallel(
-        self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
-    ) -> GaussianState:
-        """Refused: the network reads the prediction."""
-        refuse_parallel(self)
-
     def read(self, before: GaussianState, after: GaussianState, embedded: Embedded) -> Factor:
-        """The law, and the variational transition reversed under the law before it."""
+        """Return the law, and the variational transition reversed under the previous law."""
         kernel = transition_into(self.transition, embedded)
         back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
         return self.coordinates.factor(after.mean, after.scale, *back)

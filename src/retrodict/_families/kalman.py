@@ -16,9 +16,9 @@ from retrodict._exact import (
     whiten,
 )
 from retrodict._families.base import AbstractLinearGaussianFamily, Factor, Row, check_fits
-from retrodict._kernels import AbstractLinearGaussianKernel, LinearGaussianKernel
+from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import Gaussian, dense_scale
-from retrodict._model import StateSpaceModel, check_densities, learnable
+from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, learnable
 from retrodict._numerics import Factored, condition, propagate, reverse
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
@@ -27,7 +27,7 @@ from retrodict.distributed import Parallel
 
 
 class Evidence(NamedTuple):
-    """One row as conditioning needs it: value = design x + ε, and the transition into the row."""
+    """One whitened row, value = design x + ε, and the transition into it."""
 
     transition: LinearGaussianKernel
     design: Float[Array, "*time whitened state"]
@@ -39,7 +39,7 @@ class FilterState(NamedTuple):
 
     Attributes:
         law: the filtering law q_k; the prior before the first row.
-        num_read: how many rows were read.
+        num_read: the number of rows that were read.
     """
 
     law: Factored
@@ -49,8 +49,8 @@ class FilterState(NamedTuple):
 class KalmanFamily(AbstractLinearGaussianFamily):
     """The posteriors of a linear-Gaussian model λ, by its Kalman filter and backward kernels.
 
-    λ is a copy of the model it is made from, never tied to another model: `fit` moves the one and
-    not the other. Its scales are held as positive parameters; wrap a part in `Frozen` to keep it.
+    λ is a copy of the model it is made from, never tied to another model: `fit` changes one and
+    not the other. Its scales are positive parameters; wrap a part in `Frozen` to fix it.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -65,7 +65,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
 
     Args:
         model: the linear-Gaussian model to start from; every scale must have a density.
-        input_dim: the dimension of the inputs, needed only if it cannot be read off an
+        input_dim: the dimension of the inputs, needed only if no kernel has an
             `input_weight`.
     """
 
@@ -78,12 +78,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         if not isinstance(model, StateSpaceModel):
             raise TypeError(f"KalmanFamily expects a StateSpaceModel, got {type(model).__name__}.")
         plain = unwrap(model)
-        linear = AbstractLinearGaussianKernel
-        if not (
-            isinstance(plain.prior, Gaussian)
-            and isinstance(plain.transition, linear)
-            and isinstance(plain.emission, linear)
-        ):
+        if not is_linear_gaussian(plain):
             raise TypeError(
                 "KalmanFamily expects a linear-Gaussian model with a Gaussian prior. For other"
                 " models use GatedFamily or RecurrentFamily."
@@ -106,12 +101,12 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         inputs: Any = None,
         length: Any = None,
     ) -> "KalmanFamily":
-        """The family itself: λ is where it was put, in original units."""
+        """Return the family unchanged: λ is in original units."""
         check_fits(self, model)
         return self
 
     def redraw(self, key: PRNGKey) -> "KalmanFamily":
-        """The family itself: it has no random weights."""
+        """Return the family unchanged: it has no random weights."""
         return self
 
     def init(self) -> FilterState:
@@ -121,7 +116,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         return FilterState(law, jnp.zeros((), jnp.int32))
 
     def embed(self, row: Row) -> Evidence:
-        """The row with unit noise, and the transition into it."""
+        """Return the row with unit noise, and the transition into it."""
         model = self.model
         kernel = model.transition.at(row.u)
         emission = model.emission.at(row.u)
@@ -165,21 +160,21 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         return Factor(law, LinearGaussianKernel(*back))
 
 
-def input_dim_of(owner: str, model: StateSpaceModel, given: int | None) -> int:
-    """The dimension of the inputs, read off an `input_weight` where there is one."""
+def input_dim_of(owner: str, model: StateSpaceModel, input_dim: int | None) -> int:
+    """Return the dimension of the inputs, from an `input_weight` if there is one."""
     known = None
     for kernel in (model.transition, model.emission):
         if isinstance(kernel, LinearGaussianKernel) and kernel.input_weight is not None:
             known = kernel.input_weight.shape[1]
-    if given is not None:
-        given = check_count(given, "input_dim")
-        if known is not None and known != given or not model.takes_input:
+    if input_dim is not None:
+        input_dim = check_count(input_dim, "input_dim")
+        if known is not None and known != input_dim or not model.takes_input:
             raise ValueError(
-                f"input_dim={given} was given, and the model takes {known or 0} inputs."
+                f"input_dim must be that of the model's inputs ({known or 0}), got {input_dim}."
             )
-        return given
+        return input_dim
     if known is None and model.takes_input:
         raise ValueError(
-            f"{owner} cannot read the number of inputs off this model: pass input_dim."
+            f"{owner} cannot infer the dimension of the inputs of this model: pass input_dim."
         )
     return known or 0

@@ -4,11 +4,12 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from retrodict._chains import AbstractBackwardKernel
-from retrodict._families.base import AbstractSampledFamily, Factor, Row, refuse_parallel
+from retrodict._families.base import AbstractSampledFamily, Factor, Row
 from retrodict._families.network import (
+    AbstractNetworkFamily,
     Embedded,
     RecurrentState,
     Transition,
@@ -17,7 +18,6 @@ from retrodict._families.network import (
     check_dimensions,
     embed,
     mlp,
-    prepared,
     transition_into,
     tril_from,
     tril_size,
@@ -26,21 +26,19 @@ from retrodict._families.recursions import product, reverse, shared_product, tra
 from retrodict._families.start import Coordinates
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import Gaussian, GaussianMixture
-from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._parameters import Frozen
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
-from retrodict.distributed import Parallel
 
 
 class MixtureStep(NamedTuple):
-    """The parameters of one backward kernel, one row a component of q_{k-1}.
+    """The parameters of one backward kernel, with one row per component of q_{k-1}.
 
     Attributes:
         log_weights: log π_j of q_{k-1}.
-        predicted: the law of x_k if x_{k-1} came from the component.
-        kernels: the law of x_{k-1} given x_k, if it came from the component.
+        predicted: the law of x_k if x_{k-1} is drawn from the component.
+        kernels: the law of x_{k-1} given x_k, if it is drawn from the component.
     """
 
     log_weights: Float[Array, "*time component"]
@@ -52,11 +50,11 @@ class MixtureKernel(AbstractBackwardKernel):
     """The kernel q_{k-1|k}(x, ·) ∝ m̄(·, x) q_{k-1}(·) of a mixture under a linear-Gaussian m̄.
 
     It is a mixture again: component j is N(G_j x + c_j, s_j s_jᵀ), and its weight is in proportion
-    to π_j N(x; F m_j + b, F S_j Fᵀ + Q), how well it explains the later state.
+    to π_j N(x; F m_j + b, F S_j Fᵀ + Q), the predictive density of the later state.
     """
 
     def law(self, step: MixtureStep, x: Float[Array, "state"]) -> GaussianMixture:
-        """The mixture, with weights that depend on x."""
+        """Return the mixture, with weights that depend on x."""
         explained = jax.vmap(lambda law: law.log_prob(x))(step.predicted)
         means = jax.vmap(lambda kernel: linalg.matvec(kernel.weight, x) + kernel.bias)(step.kernels)
         return GaussianMixture(
@@ -64,14 +62,14 @@ class MixtureKernel(AbstractBackwardKernel):
         )
 
 
-class MixtureFamily(AbstractSampledFamily):
-    """A recurrent state, filtering laws that are Gaussian mixtures, and their backward kernels.
+class MixtureFamily(AbstractNetworkFamily, AbstractSampledFamily):
+    """A recurrent family with Gaussian-mixture filtering laws and the backward kernels they imply.
 
     The construction of the linear-Gaussian families, made multimodal: q_k is a mixture whose
     parameters are read from the recurrent state, the variational transition m̄ is linear Gaussian,
     and q_{k-1|k}(x_k, ·) ∝ m̄(·, x_k) q_{k-1} follows in closed form (see `MixtureKernel`). If the
     model's transition is linear Gaussian and the mixtures are the exact filtering laws, so is the
-    chain. Components start apart, so that each mode finds one.
+    chain. Components start apart, so that each mode can attract one.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -120,20 +118,8 @@ class MixtureFamily(AbstractSampledFamily):
         self.transition = Transition.default(state_dim, input_dim)
         self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)
 
-    def prepare(
-        self,
-        model: StateSpaceModel,
-        ys: Any,
-        *,
-        mask: Any = None,
-        inputs: Any = None,
-        length: Any = None,
-    ) -> "MixtureFamily":
-        """The family in the units of these data, started near the model's prior chain."""
-        return prepared(self, model, ys, mask, inputs, length)
-
     def redraw(self, key: PRNGKey) -> "MixtureFamily":
-        """The same family with a freshly drawn cell and readout."""
+        """Return the same family with a new random cell and readout."""
         cell, readout = self.cell, self.readout
         fresh = _draw(
             key, cell.input_size, cell.hidden_size, readout.width_size, int(readout.out_size)
@@ -141,25 +127,19 @@ class MixtureFamily(AbstractSampledFamily):
         return eqx.tree_at(lambda f: (f.cell, f.readout), self, fresh)
 
     def init(self) -> RecurrentState:
-        """Hidden units at rest."""
+        """Return zero hidden units."""
         return at_rest(self.cell)
 
     def embed(self, row: Row) -> Embedded:
-        """The row in standard coordinates."""
+        """Return the row in standard coordinates."""
         return embed(self.coordinates, self.transition, row)
 
     def advance(self, state: RecurrentState, embedded: Embedded) -> RecurrentState:
-        """One update of the cell."""
+        """Update the cell."""
         return RecurrentState(self.cell(embedded.features, state.hidden))
 
-    def advance_in_parallel(
-        self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
-    ) -> RecurrentState:
-        """Refused: the cell is not associative."""
-        refuse_parallel(self)
-
     def read(self, before: RecurrentState, after: RecurrentState, embedded: Embedded) -> Factor:
-        """The mixture after the row, and the transition reversed under the one before it."""
+        """Return the mixture, and the transition reversed under the previous mixture."""
         log_weights, means, scales = self._mixture(before.hidden)
         move = transition_into(self.transition, embedded)
 
@@ -175,11 +155,11 @@ class MixtureFamily(AbstractSampledFamily):
         return Factor(self._law(after.hidden), MixtureStep(log_weights, predicted, kernels))
 
     def shared(self) -> MixtureKernel:
-        """Nothing but the formula: all parameters differ from row to row."""
+        """Return the kernel without parameters: all parameters differ from row to row."""
         return MixtureKernel()
 
     def _mixture(self, hidden: Float[Array, "hidden"]) -> tuple[Array, Array, Array]:
-        """Log weights, means and lower factors in standard coordinates."""
+        """Return log weights, means and lower factors in standard coordinates."""
         count, d = self.num_components, self.state_dim
         out = self.readout(hidden).reshape(count, -1)
         scales = jax.vmap(lambda raw: tril_from(raw, d))(out[:, 1 + d :])
@@ -202,7 +182,7 @@ SPREAD = 0.5
 def _draw(
     key: PRNGKey, features: int, hidden: int, width: int, out_size: int
 ) -> tuple[eqx.nn.GRUCell, eqx.nn.MLP]:
-    """The cell and the readout."""
+    """Return a random cell and readout."""
     check_key(key, "MixtureFamily")
     cell_key, readout_key = jax.random.split(key)
     cell = eqx.nn.GRUCell(features, hidden, key=cell_key)

@@ -1,7 +1,7 @@
-"""What the families with networks share: units, a variational transition, readouts."""
+"""Shared parts of families with networks: units, a variational transition, readouts."""
 
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -31,11 +31,11 @@ class RecurrentState(NamedTuple):
 
 
 class Embedded(NamedTuple):
-    """One row as a network reads it.
+    """The features of one row.
 
     Attributes:
         features: the observation in standard coordinates, its indicators, and the input.
-        transition: the variational transition into this row, if inputs move it.
+        transition: the variational transition into this row, if it depends on inputs.
         u: the input in standard coordinates, or `None`.
     """
 
@@ -48,9 +48,9 @@ class Transition(eqx.Module):
     """The variational transition m̄ and prior, in standard coordinates.
 
     Attributes:
-        prior: the law of z_0 before anything is seen.
-        kernel: a learned linear-Gaussian kernel in standard coordinates; or, where the model's own
-            kernel follows the input, that kernel in original units.
+        prior: the law of z_0.
+        kernel: a learned linear-Gaussian kernel in standard coordinates; or the model's
+            kernel in original units, if its parameters are functions of the input.
         in_original_units: which of the two.
     """
 
@@ -60,7 +60,7 @@ class Transition(eqx.Module):
 
     @classmethod
     def default(cls, state_dim: int, input_dim: int) -> "Transition":
-        """A stationary autoregression, until `prepare` knows the model."""
+        """Return a stationary autoregression, used until `prepare` is called."""
         eye, zeros = jnp.eye(state_dim), jnp.zeros(state_dim)
         return cls(
             Gaussian(zeros, PositiveTril(eye)),
@@ -74,7 +74,7 @@ class Transition(eqx.Module):
         )
 
     def moving(self, coordinates: Coordinates, row: Row) -> LinearGaussianKernel | None:
-        """The kernel into this row if inputs move it, else `None`."""
+        """Return the kernel into this row if it depends on inputs, else `None`."""
         if not self.kernel.takes_input:
             return None
         if self.in_original_units:
@@ -84,13 +84,42 @@ class Transition(eqx.Module):
         return LinearGaussianKernel(kernel.weight, kernel.bias, dense_scale(kernel.scale_tril))
 
     def fixed(self) -> LinearGaussianKernel:
-        """The kernel where no input moves it."""
+        """Return the kernel if it does not depend on inputs."""
         kernel = self.kernel.at(None)
         return LinearGaussianKernel(kernel.weight, kernel.bias, dense_scale(kernel.scale_tril))
 
 
+class AbstractNetworkFamily(AbstractFamily):
+    """A family with units of its data and a variational transition, which `prepare` sets.
+
+    Attributes:
+        transition: the variational transition.
+        coordinates: the units of states and data.
+    """
+
+    if TYPE_CHECKING:
+        # A type checker would take abstract variables for properties.
+        transition: Transition
+        coordinates: Coordinates
+    else:
+        transition: eqx.AbstractVar[Transition]
+        coordinates: eqx.AbstractVar[Coordinates]
+
+    def prepare(
+        self: F,
+        model: StateSpaceModel,
+        ys: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+    ) -> F:
+        """Return the family in the units of these data, started near the model's prior chain."""
+        return prepared(self, model, ys, mask, inputs, length)
+
+
 def check_dimensions(state_dim: int, obs_dim: int, input_dim: int) -> None:
-    """Refuses dimensions that are not counts."""
+    """Raise unless the dimensions are counts."""
     check_count(state_dim, "state_dim")
     check_count(obs_dim, "obs_dim")
     if input_dim != 0:
@@ -98,23 +127,23 @@ def check_dimensions(state_dim: int, obs_dim: int, input_dim: int) -> None:
 
 
 def embed(coordinates: Coordinates, transition: Transition, row: Row) -> Embedded:
-    """A row in standard coordinates, with the transition that its input gives."""
+    """Return a row in standard coordinates, with the transition at its input."""
     u = None if row.u is None else coordinates.standard_input(row.u)
     return Embedded(coordinates.features(row), transition.moving(coordinates, row), u)
 
 
 def transition_into(transition: Transition, embedded: Embedded) -> LinearGaussianKernel:
-    """The variational transition into a row."""
+    """Return the variational transition into a row."""
     return transition.fixed() if embedded.transition is None else embedded.transition
 
 
 def at_rest(cell: eqx.nn.GRUCell) -> RecurrentState:
-    """The state of a cell before anything was seen."""
+    """Return the state of a cell before the first row."""
     return RecurrentState(jnp.zeros(cell.hidden_size, cell.weight_hh.dtype))
 
 
 def prepared(family: F, model: StateSpaceModel, ys: Any, mask: Any, inputs: Any, length: Any) -> F:
-    """The family with the units of the data, and the model's prior chain in them."""
+    """Return the family with the units of the data, and the model's prior chain in them."""
     check_fits(family, model)
     sample = sample_of(family, ys, mask, inputs, length)
     chain = prior_chain(model, sample.num_times, sample.first_inputs)
@@ -151,19 +180,19 @@ def _standard_transition(coordinates: Coordinates, chain: PriorChain) -> Transit
 
 
 def _with_density(scale: Float[Array, "d d"]) -> Float[Array, "d d"]:
-    """The lower factor with a positive diagonal: signs turned, zeros raised to a thousandth."""
+    """Make the diagonal of a lower factor positive: flip signs, raise zeros to a thousandth."""
     turned = scale * jnp.where(jnp.diagonal(scale) < 0, -1.0, 1.0)[None, :]
     raised = jnp.maximum(jnp.diagonal(turned), 1e-3)
     return jnp.tril(turned, -1) + jnp.diag(raised)
 
 
 def tril_size(d: int) -> int:
-    """How many numbers a lower triangle has."""
+    """Return the number of entries of a lower triangle."""
     return d * (d + 1) // 2
 
 
 def tril_from(raw: Float[Array, "size"], d: int) -> Float[Array, "d d"]:
-    """A lower factor with a positive diagonal from free numbers; zeros give the identity."""
+    """Return a lower factor with a positive diagonal from free numbers; zeros give the identity."""
     diagonal = jax.nn.softplus(raw[:d] + _UNIT)
     diagonal = diagonal + jnp.sqrt(jnp.finfo(raw.dtype).tiny)
     if d == 1:
@@ -173,7 +202,7 @@ def tril_from(raw: Float[Array, "size"], d: int) -> Float[Array, "d d"]:
 
 
 def tril_features(scale: Float[Array, "d d"]) -> Float[Array, "size"]:
-    """The numbers by which a network reads a lower factor: logarithms and ratios."""
+    """Return the features of a lower factor: logarithms of its diagonal, and ratios."""
     diagonal, d = jnp.diagonal(scale), scale.shape[0]
     if d == 1:
         return jnp.log(diagonal)
@@ -183,10 +212,10 @@ def tril_features(scale: Float[Array, "d d"]) -> Float[Array, "size"]:
 
 
 def mlp(key: PRNGKey, in_size: Any, out_size: Any, width: int, depth: int) -> eqx.nn.MLP:
-    """A tanh network whose last layer starts without bias and with a hundredth of its weights.
+    """Return a tanh network whose last layer has no bias and a hundredth of its random weights.
 
-    What it emits then starts near zero, which stands for the prior chain; with full weights some
-    starts were seen to end in poor optima.
+    Its outputs start near zero, which represents the prior chain; with full weights some starts
+    ended in poor optima.
     """
     check_key(key, "A family")
     width = check_count(width, "width")
@@ -198,15 +227,15 @@ def mlp(key: PRNGKey, in_size: Any, out_size: Any, width: int, depth: int) -> eq
 
 
 def redrawn(key: PRNGKey, network: eqx.nn.MLP) -> eqx.nn.MLP:
-    """A network of the same sizes, with fresh weights."""
+    """Return a network of the same sizes with new random weights."""
     return mlp(key, network.in_size, network.out_size, network.width_size, network.depth)
 
 
 def centres(count: int, d: int) -> Float[Array, "component d"]:
-    """Where components start, in standard coordinates: in pairs on both sides of the axes.
+    """Return initial centres of components in standard coordinates, in pairs along the axes.
 
-    Along each axis they stand at quantiles of the prior, symmetric around its mean, so that
-    neither of two mirrored modes is nearer to the start.
+    Along each axis they are quantiles of the prior, symmetric around its mean, so that neither of
+    two mirrored modes is nearer to the start.
     """
     axis = np.arange(count) // 2 % d
     on_axis = np.bincount(axis, minlength=d)[axis]
@@ -215,13 +244,13 @@ def centres(count: int, d: int) -> Float[Array, "component d"]:
 
 
 _UNIT = float(np.log(np.expm1(1.0)))
-"""Where softplus is one."""
+"""The argument at which softplus is one."""
 
 HIGHEST = lax.Precision.HIGHEST
 
 
 def _places(d: int, dtype: Any) -> Float[np.ndarray, "size entries"]:
-    """Ones where the diagonal, and after it the entries below it, stand in a flattened matrix.
+    """Return the 0/1 matrix that places a diagonal and the entries below it in a flat matrix.
 
     A product with it copies each number exactly. Indexing would do the same, but its derivative
     scatters one entry after another.

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from retrodict._chains import AbstractBackwardKernel
 from retrodict._families.base import AbstractSampledFamily, Factor, Row
@@ -19,7 +19,6 @@ from retrodict._numerics import linalg
 from retrodict._parameters import Frozen
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
-from retrodict.distributed import Parallel
 
 
 class NonlinearStep(NamedTuple):
@@ -27,7 +26,7 @@ class NonlinearStep(NamedTuple):
 
     Attributes:
         base: the linear-Gaussian kernel that is corrected.
-        context: what the first layer of the correction adds for the recurrent state.
+        context: the contribution of the recurrent state to the first layer of the correction.
     """
 
     base: LinearGaussianKernel
@@ -39,7 +38,7 @@ class NonlinearKernel(AbstractBackwardKernel):
 
     G, c and s are those of a linear-Gaussian kernel read from the recurrent state a; δ and the
     lower factor T are a network of a and of z, the later state in standard coordinates
-    x = x̄ + S z. Since the network is bounded and G is a contraction, no path runs away.
+    x = x̄ + S z. Since the network is bounded and G is a contraction, paths do not diverge.
 
     Attributes:
         entry: the weights by which the first layer reads z.
@@ -54,7 +53,7 @@ class NonlinearKernel(AbstractBackwardKernel):
     scale: Float[Array, "state state"]
 
     def law(self, step: NonlinearStep, x: Float[Array, "state"]) -> Gaussian:
-        """The Gaussian law of the earlier state."""
+        """Return the Gaussian law of the earlier state."""
         d, out = x.shape[0], _corrections(self, step, x)
         linear = linalg.matvec(step.base.weight, x) + step.base.bias
         return Gaussian(
@@ -67,16 +66,16 @@ class NonlinearMixtureKernel(AbstractBackwardKernel):
     """The kernel q_{k-1|k}(x, ·) = Σ_j π_j N(G x + c + s e_j + S δ_j, (s B T_j) (s B T_j)ᵀ).
 
     As in `NonlinearKernel`, G, c and s are read from the recurrent state, and log π_j, δ_j and T_j
-    are a network of it and of z. The offsets e_j stand apart, and the diagonal B narrows each
-    component by as much: where the network is zero, the mixture has the mean and the covariance of
-    the linear-Gaussian kernel.
+    are a network of it and of z. The offsets e_j separate the components, and the diagonal B
+    narrows each component accordingly: where the network is zero, the mixture has the mean and the
+    covariance of the linear-Gaussian kernel.
 
     Attributes:
         entry: the weights by which the first layer reads z.
         layers: the rest of the network.
         location: x̄.
         scale: S.
-        offsets: e, one row a component.
+        offsets: e, one row per component.
     """
 
     entry: Float[Array, "width state"]
@@ -86,7 +85,7 @@ class NonlinearMixtureKernel(AbstractBackwardKernel):
     offsets: Float[Array, "component state"]
 
     def law(self, step: NonlinearStep, x: Float[Array, "state"]) -> GaussianMixture:
-        """The mixture, of which the weights, means and scales depend on x."""
+        """Return the mixture, whose weights, means and scales depend on x."""
         base = step.base
         linear = linalg.matvec(base.weight, x) + base.bias
         apart = jax.vmap(lambda offset: linalg.matvec(base.scale_tril, offset))(self.offsets)
@@ -95,7 +94,7 @@ class NonlinearMixtureKernel(AbstractBackwardKernel):
 
 
 class MixtureCorrection(eqx.Module):
-    """What corrects the kernels and the laws of a family with several components.
+    """The networks that correct the kernels and laws of a family with several components.
 
     Attributes:
         kernel: the network of the later state, after its first layer.
@@ -109,19 +108,19 @@ class MixtureCorrection(eqx.Module):
 
 
 class NonlinearFamily(AbstractSampledFamily):
-    """A recurrent state, and backward kernels that are nonlinear in the later state.
+    """A recurrent family whose backward kernels are nonlinear in the later state.
 
     The kernels of a `RecurrentFamily` are corrected by a network of the recurrent state and of x_k,
     which starts near zero. Filtering laws and kernels are mixtures, for posteriors that are skewed
     or have several modes: their weights, means and scales are corrected (see
-    `NonlinearMixtureKernel`). Components start somewhat apart, so that they can part, and around
-    the moments of the recurrent family. Paths are drawn, so that `fit` averages over them and
-    marginals come with standard errors.
+    `NonlinearMixtureKernel`). Components start slightly apart, around the moments of the
+    recurrent family. Paths are sampled: `fit` averages over them, and marginals have
+    standard errors.
 
     With one component laws and kernels are Gaussian (see `NonlinearKernel`), and an untrained
-    family is the recurrent one. This takes less than half of the time, in training and in
-    inference. On the paper's nonlinear model the gap to the evidence is then six times as large,
-    and sums of states are biased.
+    family is the recurrent one. Training and inference take less than half of the time. On the
+    paper's nonlinear model the gap to the evidence is then six times as large, and sums of states
+    are biased.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -176,7 +175,7 @@ class NonlinearFamily(AbstractSampledFamily):
 
     @property
     def num_components(self) -> int:
-        """Components of each filtering law and of each backward kernel."""
+        """The number of components of each filtering law and each backward kernel."""
         if isinstance(self.correction, eqx.nn.MLP):
             return 1
         return int(self.correction.law.out_size) // (1 + self.state_dim + tril_size(self.state_dim))
@@ -190,12 +189,12 @@ class NonlinearFamily(AbstractSampledFamily):
         inputs: Any = None,
         length: Any = None,
     ) -> "NonlinearFamily":
-        """The family in the units of these data, started near the model's prior chain."""
+        """Return the family in the units of these data, started near the model's prior chain."""
         base = self.base.prepare(model, ys, mask=mask, inputs=inputs, length=length)
         return eqx.tree_at(lambda f: f.base, self, base)
 
     def redraw(self, key: PRNGKey) -> "NonlinearFamily":
-        """The same family with a freshly drawn cell, readouts and correction."""
+        """Return the same family with a new random cell, readouts and correction."""
         check_key(key, "NonlinearFamily")
         base_key, key = jax.random.split(key)
         return eqx.tree_at(
@@ -208,30 +207,24 @@ class NonlinearFamily(AbstractSampledFamily):
         )
 
     def init(self) -> RecurrentState:
-        """Hidden units at rest."""
+        """Return zero hidden units."""
         return self.base.init()
 
     def embed(self, row: Row) -> Embedded:
-        """The row in standard coordinates."""
+        """Return the row in standard coordinates."""
         return self.base.embed(row)
 
     def advance(self, state: RecurrentState, embedded: Embedded) -> RecurrentState:
-        """One update of the cell."""
+        """Update the cell."""
         return self.base.advance(state, embedded)
 
-    def advance_in_parallel(
-        self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
-    ) -> RecurrentState:
-        """Refused: the cell is not associative."""
-        return self.base.advance_in_parallel(embedded, exists, parallel)
-
     def read(self, before: RecurrentState, after: RecurrentState, embedded: Embedded) -> Factor:
-        """The law and the kernel of the recurrent family, and the context of the correction."""
+        """Return the law and kernel of the recurrent family with the context of the correction."""
         factor = self.base.read(before, after, embedded)
-        known = before.hidden
+        context = before.hidden
         if embedded.u is not None:
-            known = jnp.concatenate([known, embedded.u])
-        step = NonlinearStep(factor.kernel, self.context(known))
+            context = jnp.concatenate([context, embedded.u])
+        step = NonlinearStep(factor.kernel, self.context(context))
         if isinstance(self.correction, eqx.nn.MLP):
             return Factor(factor.law, step)
         base, spread = factor.law, self.base.coordinates.state_scale
@@ -243,7 +236,7 @@ class NonlinearFamily(AbstractSampledFamily):
         return Factor(law, step)
 
     def shared(self) -> NonlinearKernel | NonlinearMixtureKernel:
-        """The network of the later state."""
+        """Return the network of the later state."""
         units = self.base.coordinates
         location, scale = units.state_location, units.state_scale
         if isinstance(self.correction, eqx.nn.MLP):
@@ -253,14 +246,14 @@ class NonlinearFamily(AbstractSampledFamily):
 
 
 APART = 0.5
-"""How far apart the components of an untrained kernel stand, as a share of how far they would if
-they stood at quantiles of the linear-Gaussian kernel."""
+"""The distance of the components of an untrained kernel, as a share of the distance of quantiles of
+the linear-Gaussian kernel."""
 
 
 def _corrections(
     kernel: NonlinearKernel | NonlinearMixtureKernel, step: NonlinearStep, x: Float[Array, "state"]
 ) -> Float[Array, "out"]:
-    """What the network makes of the recurrent state and of the later state x."""
+    """Return the output of the network at the recurrent state and the later state x."""
     z = linalg.solve_triangular(kernel.scale, x - kernel.location)
     hidden = jnp.tanh(step.context + linalg.matvec(kernel.entry, z))
     for layer in kernel.layers[:-1]:
@@ -275,14 +268,14 @@ def _mixture(
     units: Float[Array, "d d"],
     offsets: Float[Array, "component d"],
 ) -> GaussianMixture:
-    """A mixture around given means, corrected by free numbers.
+    """Return a mixture around given means, corrected by free numbers.
 
     Args:
         out: log weights, shifts of the means in `units`, and lower factors, component by component.
-        means: where the components stand if `out` is zero.
-        scale: the lower factor of a law that they then share the covariance of.
+        means: the means of the components if `out` is zero.
+        scale: the lower factor of the covariance of the mixture if `out` is zero.
         units: S.
-        offsets: how far they stand from its mean, in units of `scale`.
+        offsets: their distances from the mean of the mixture, in units of `scale`.
     """
     count, d = means.shape
     out = out.reshape(count, -1)
@@ -295,7 +288,7 @@ def _mixture(
 def _draw(
     key: PRNGKey, base: RecurrentFamily, depth: int, num_components: int
 ) -> tuple[eqx.nn.Linear, Float[Array, "width state"], eqx.nn.MLP | MixtureCorrection]:
-    """The first layer of the correction, in its two parts, and the rest."""
+    """Return the random first layer of the correction, in two parts, and the rest."""
     context_key, entry_key, rest_key = jax.random.split(key, 3)
     d, hidden, width = base.state_dim, base.cell.hidden_size, base.width
     known, size = hidden + base.input_dim, d + tril_size(d)

@@ -1,4 +1,4 @@
-"""Families whose factors are read from hidden units, whatever recurrence moves those units."""
+"""Families whose factors are read from hidden units, for any recurrence of these units."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -30,7 +30,7 @@ class BackwardStart(NamedTuple):
     """The backward kernel of an untrained family, in standard coordinates.
 
     Attributes:
-        raw_gain: w, of which the gain is `contraction(w)`.
+        raw_gain: w; the gain is `contraction(w)`.
         offset: the offset.
         scale: the lower factor.
     """
@@ -45,13 +45,13 @@ class AbstractReadoutFamily(AbstractLinearGaussianFamily):
 
     The filtering law comes from the units after row k, the backward kernel q_{k-1|k} from those
     before it and the input of time k. Free gains are contractions in standard coordinates by
-    construction, so that no product of them grows however long the series is; tied ones are those
-    of the reversed transition.
+    construction, so that products of them do not grow with the length of the series; tied ones are
+    those of the reversed transition.
 
     Attributes:
         law: the network of the filtering law.
         backward: the network of the backward kernel; `None` if it is the transition reversed.
-        backward_start: what the backward kernel is where that network gives zeros.
+        backward_start: the backward kernel if that network returns zeros.
         transition: the variational transition.
         coordinates: the units of states and data.
     """
@@ -84,17 +84,17 @@ class AbstractReadoutFamily(AbstractLinearGaussianFamily):
         inputs: Any = None,
         length: Any = None,
     ) -> F:
-        """The family in the units of these data, started near the model's prior chain."""
+        """Return the family in the units of these data, started near the model's prior chain."""
         family = prepared(self, model, ys, mask, inputs, length)
         first = reversed_start(family.coordinates, family.transition)
         return eqx.tree_at(lambda f: f.backward_start, family, first)
 
     def embed(self, row: Row) -> Embedded:
-        """The row in standard coordinates."""
+        """Return the row in standard coordinates."""
         return embed(self.coordinates, self.transition, row)
 
     def read(self, before: Any, after: Any, embedded: Embedded) -> Factor:
-        """The law from the state after the row, the backward kernel from the one before it."""
+        """Return the law from the state after the row, and the kernel from the state before it."""
         if self.backward is None:
             kernel = transition_into(self.transition, embedded)
             back = reverse(*self._law(before.hidden), kernel.weight, kernel.bias, kernel.scale_tril)
@@ -125,7 +125,7 @@ def draw_readouts(
     width: int,
     tied: bool,
 ) -> tuple[eqx.nn.MLP, eqx.nn.MLP | None]:
-    """The networks of the filtering law and of the backward kernel, of this many hidden units."""
+    """Return random networks for the filtering law and the backward kernel."""
     size = state_dim + tril_size(state_dim)
     law = mlp(law_key, hidden, size, width, 1)
     if tied:
@@ -134,7 +134,7 @@ def draw_readouts(
 
 
 def reversed_start(coordinates: Coordinates, transition: Transition) -> BackwardStart:
-    """The backward kernel of the prior chain where it is stationary, at the mean input."""
+    """Return the backward kernel of the stationary prior chain at the mean input."""
     coordinates, transition = unwrap(coordinates), unwrap(transition)
     u = coordinates.input_location if coordinates.input_location.size else None
     row = Row(coordinates.obs_location, None, u)
@@ -150,4 +150,4 @@ def reversed_start(coordinates: Coordinates, transition: Transition) -> Backward
 
 
 MAX_GAIN = 0.99
-"""The largest gain that an untrained family starts with; a random walk's would be one."""
+"""The largest gain of an untrained family; that of a random walk would be one."""

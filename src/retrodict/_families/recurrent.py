@@ -2,9 +2,7 @@
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Bool
 
-from retrodict._families.base import refuse_parallel
 from retrodict._families.network import (
     Embedded,
     RecurrentState,
@@ -21,15 +19,14 @@ from retrodict._families.readout import (
 from retrodict._families.start import Coordinates
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
-from retrodict.distributed import Parallel
 
 
 class RecurrentFamily(AbstractReadoutFamily):
-    """The general form: a recurrent state a_k = f(a_{k-1}, y_k), and factors g(a_k) read from it.
+    """A family with a recurrent state a_k = f(a_{k-1}, y_k), and factors g(a_k) read from it.
 
     The filtering law comes from a_k, the backward kernel q_{k-1|k} from a_{k-1} and the input of
-    time k. Free gains are contractions in standard coordinates by construction, so that no product
-    of them grows however long the series is; tied ones are those of the reversed transition.
+    time k. Free gains are contractions in standard coordinates by construction, so that products of
+    them do not grow with the length of the series; tied ones are those of the reversed transition.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -82,7 +79,7 @@ class RecurrentFamily(AbstractReadoutFamily):
         self.backward_start = reversed_start(self.coordinates, self.transition)
 
     def redraw(self, key: PRNGKey) -> "RecurrentFamily":
-        """The same family with a freshly drawn cell and readouts."""
+        """Return the same family with a new random cell and readouts."""
         fresh = _draw(
             key,
             self.state_dim,
@@ -97,18 +94,12 @@ class RecurrentFamily(AbstractReadoutFamily):
         )
 
     def init(self) -> RecurrentState:
-        """Hidden units at rest."""
+        """Return zero hidden units."""
         return at_rest(self.cell)
 
     def advance(self, state: RecurrentState, embedded: Embedded) -> RecurrentState:
-        """One update of the cell."""
+        """Update the cell."""
         return RecurrentState(self.cell(embedded.features, state.hidden))
-
-    def advance_in_parallel(
-        self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
-    ) -> RecurrentState:
-        """Refused: the cell is not associative."""
-        refuse_parallel(self)
 
 
 def _draw(
@@ -120,7 +111,7 @@ def _draw(
     width: int,
     tied: bool,
 ) -> tuple[eqx.nn.GRUCell, eqx.nn.MLP, eqx.nn.MLP | None]:
-    """The cell and the two readouts."""
+    """Return a random cell and two readouts."""
     check_key(key, "RecurrentFamily")
     cell_key, law_key, backward_key = jax.random.split(key, 3)
     cell = eqx.nn.GRUCell(features, hidden, key=cell_key)

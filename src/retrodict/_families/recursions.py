@@ -1,13 +1,13 @@
 """Prediction, conditioning and reversal of Gaussian laws that have a density.
 
-Laws travel as a mean and a lower Cholesky factor. Each step factors one matrix of the form I + BᵀB,
-which is never near singular, or a sum of two Gram matrices: nothing is subtracted.
+Laws are stored as a mean and a lower Cholesky factor. Each step factors one matrix of the form I +
+BᵀB, which is never near singular, or a sum of two Gram matrices: nothing is subtracted.
 
 Under `vmap`, XLA's batched product of 10 x 10 matrices takes several times as long on CPU if one
 operand is read transposed, which is what the derivative of a product does. For larger matrices a
-transpose is therefore a copy of its own, behind a fence, and costs a fraction of the product; up to
-`linalg.UNROLLED` rows products are plain `linalg`, which XLA fuses. The derivatives of the larger
-ones are for reverse mode only.
+transpose is therefore a separate copy, behind a fence, at a fraction of the cost of the product; up
+to `linalg.UNROLLED` rows products are plain `linalg`, which XLA fuses. The derivatives of the
+larger ones are for reverse mode only.
 """
 
 from typing import NamedTuple
@@ -29,9 +29,9 @@ class GaussianState(NamedTuple):
     """The state of a family whose recurrence is a Gaussian law.
 
     Attributes:
-        mean: m, the mean of q_k; of the prior before anything was seen.
+        mean: m, the mean of q_k; of the prior before the first row.
         scale: s, its lower Cholesky factor.
-        num_read: how many rows were read.
+        num_read: the number of rows that were read.
     """
 
     mean: Float[Array, "*time d"]
@@ -39,15 +39,15 @@ class GaussianState(NamedTuple):
     num_read: Int[Array, "*time"]
 
 
-def before_anything(prior: Gaussian) -> GaussianState:
-    """The state that stands for the prior."""
+def prior_state(prior: Gaussian) -> GaussianState:
+    """Return the state before the first row."""
     return GaussianState(prior.mean, prior.scale_tril, jnp.zeros((), jnp.int32))
 
 
 def predicted(
     state: GaussianState, kernel: LinearGaussianKernel
 ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
-    """The law of the next state: the prior itself at the first row, its image later on.
+    """Return the law of the next state: the prior at the first row, its image later on.
 
     Returns:
         Its mean, and the lower factor of its covariance.
@@ -59,7 +59,7 @@ def predicted(
 def predicted_whitener(
     state: GaussianState, kernel: LinearGaussianKernel
 ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
-    """The law of the next state as its mean and the lower k with kᵀk its precision."""
+    """Return the law of the next state as its mean and the lower k with kᵀk its precision."""
     mean, covariance = _predicted_moments(state, kernel)
     return mean, inverse_cholesky(covariance)
 
@@ -67,7 +67,7 @@ def predicted_whitener(
 def _predicted_moments(
     state: GaussianState, kernel: LinearGaussianKernel
 ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
-    """Mean and covariance of w x + b + q ε for x of law N(m, s sᵀ); those of x at the first row."""
+    """Return the moments of w x + b + q ε for x of law N(m, s sᵀ); those of x at the first row."""
     first = state.num_read == 0
     mean = jnp.where(first, state.mean, linalg.matvec(kernel.weight, state.mean) + kernel.bias)
     moved = shared_product(kernel.weight, state.scale)
@@ -82,7 +82,7 @@ def condition(
     design: Float[Array, "p d"],
     value: Float[Array, "p"],
 ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
-    """The law of x given value = h x + ε, for x of law N(m, s sᵀ) and standard normal ε.
+    """Return the law of x given value = h x + ε, for x of law N(m, s sᵀ) and standard normal ε.
 
     With B = h s the covariance becomes s (I + BᵀB)⁻¹ sᵀ, and factoring I + BᵀB = U Uᵀ with an upper
     U makes s U⁻ᵀ its lower Cholesky factor.
@@ -101,7 +101,7 @@ def reverse(
     bias: Float[Array, "d"],
     noise: Float[Array, "d d"],
 ) -> tuple[Float[Array, "d d"], Float[Array, "d"], Float[Array, "d d"]]:
-    """The backward kernel of x given z = w x + b + q ε, for x of law N(m, s sᵀ).
+    """Return the backward kernel of x given z = w x + b + q ε, for x of law N(m, s sᵀ).
 
     It is `condition` on the d observations q⁻¹(z − b) of design h = q⁻¹w: with the conditional
     factor f, the gain is f fᵀ hᵀ q⁻¹, of which hᵀ q⁻¹ is the same for all rows.
@@ -128,13 +128,13 @@ def filtered_in_parallel(
     exists: Bool[Array, "time"] | None,
     parallel: Parallel,
 ) -> GaussianState:
-    """The states after every row by an associative scan.
+    """Return the states after every row by an associative scan.
 
     Args:
-        prior: the state before anything was seen.
+        prior: the state before the first row.
         kernel: the transition, the same at all times or with a row for each; the first is not used.
         design: h of each row.
-        value: what each row observed of h x + ε.
+        value: the observed value of h x + ε of each row.
         exists: which rows exist.
         parallel: a mesh to run over several devices; `True` for one.
     """
@@ -149,7 +149,7 @@ def filtered_in_parallel(
 
 
 def contraction(w: Float[Array, "d d"]) -> Float[Array, "d d"]:
-    """A matrix of spectral norm below one: w C⁻ᵀ with I + wᵀw = C Cᵀ.
+    """Return a matrix of spectral norm below one: w C⁻ᵀ with I + wᵀw = C Cᵀ.
 
     Its Gram matrix is I − C⁻¹C⁻ᵀ. Every strict contraction is reached: see `expansion`.
     """
@@ -158,24 +158,24 @@ def contraction(w: Float[Array, "d d"]) -> Float[Array, "d d"]:
 
 
 def expansion(g: Float[Array, "d d"]) -> Float[Array, "d d"]:
-    """The w with `contraction(w)` = g, for g of spectral norm below one."""
+    """Return the w with `contraction(w)` = g, for g of spectral norm below one."""
     eye = jnp.eye(g.shape[0], dtype=g.dtype)
     left = linalg.cholesky(eye - linalg.matmul(g.T, g))
     return linalg.solve_triangular(left, g.T).T
 
 
 def inverse_of_upper_factor(precision: Float[Array, "d d"]) -> Float[Array, "d d"]:
-    """U⁻ᵀ for the upper U with Λ = U Uᵀ: the lower Cholesky factor of Λ⁻¹."""
+    """Return U⁻ᵀ for the upper U with Λ = U Uᵀ: the lower Cholesky factor of Λ⁻¹."""
     return transposed(inverse_cholesky(precision[::-1, ::-1])[::-1, ::-1])
 
 
 def transposed(a: Float[Array, "r c"]) -> Float[Array, "c r"]:
-    """The transpose as an operand of `product`."""
+    """Return the transpose as an operand of `product`."""
     return a.T if max(a.shape) <= linalg.UNROLLED else linalg.fence(a.T)
 
 
 def product(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Array, "r c"]:
-    """The product a b of two matrices that both differ along the batch."""
+    """Return the product a b of two matrices that both differ along the batch."""
     return linalg.matmul(a, b) if a.shape[1] <= linalg.UNROLLED else _product(a, b)
 
 
@@ -197,10 +197,10 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def shared_product(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Array, "r c"]:
-    """The product a b for an `a` that is the same in a whole batch of b's, as (bᵀaᵀ)ᵀ.
+    """Return the product a b, for an `a` shared by a batch of b's, as (bᵀaᵀ)ᵀ.
 
-    Under `vmap` a b would bring the rows of all b's together, which lie far apart in memory; bᵀaᵀ
-    is one product of a long matrix, after entries were moved within each b.
+    Under `vmap` a b would gather the rows of all b's, which are far apart in memory; bᵀaᵀ is one
+    product of a long matrix, after entries were moved within each b.
     """
     if a.shape[1] <= linalg.UNROLLED:
         return linalg.matmul(a, b)
@@ -208,7 +208,7 @@ def shared_product(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Arra
 
 
 def inverse_cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
-    """The inverse l⁻¹ of the lower factor of a symmetric positive-definite a = l lᵀ."""
+    """Return the inverse l⁻¹ of the lower factor of a symmetric positive-definite a = l lᵀ."""
     return _inverse_cholesky(a) if a.shape[0] <= linalg.UNROLLED else _by_lapack(a)
 
 
@@ -220,11 +220,11 @@ def _inverse_cholesky(a: Array) -> Array:
 
 
 BLOCK = 32
-"""The most rows of a triangular matrix that are inverted in one call."""
+"""The largest number of rows of a triangular matrix that is inverted in one call."""
 
 
 def _inverse_of_lower(lower: Array) -> Array:
-    """The inverse of a lower factor, by halves: [a 0; c b]⁻¹ = [a⁻¹ 0; −b⁻¹ c a⁻¹ b⁻¹].
+    """Invert a lower factor by halves: [a 0; c b]⁻¹ = [a⁻¹ 0; −b⁻¹ c a⁻¹ b⁻¹].
 
     Products of large blocks are quicker than a triangular solve against the identity: eleven times
     with d = 100 in float64 on two busy cores.
@@ -241,7 +241,7 @@ def _inverse_of_lower(lower: Array) -> Array:
 
 @jax.custom_vjp
 def _by_lapack(a: Array) -> Array:
-    """`inverse_cholesky`, differentiated with products alone.
+    """Compute `inverse_cholesky`, with a derivative of products alone.
 
     With k = l⁻¹ and Φ(x) the lower triangle of x with half its diagonal, dk = −Φ(k da kᵀ) k. The
     adjoint of a cotangent g is −kᵀ Φ(g kᵀ) k, made symmetric.

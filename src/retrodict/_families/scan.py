@@ -23,7 +23,7 @@ from retrodict._validate import check_count, check_key
 from retrodict.distributed import Parallel
 
 LONGEST_MEMORY = 64.0
-"""How many rows the slowest unit of an untrained layer averages over."""
+"""The number of rows that the slowest unit of an untrained layer averages over."""
 
 
 class ScanState(NamedTuple):
@@ -31,7 +31,7 @@ class ScanState(NamedTuple):
 
     Attributes:
         memory: the units of each layer.
-        hidden: what the last layer makes of them and of the last row; factors are read from it.
+        hidden: the output of the last layer; factors are read from it.
     """
 
     memory: Float[Array, "*time layer hidden"]
@@ -39,11 +39,11 @@ class ScanState(NamedTuple):
 
 
 class ScanLayer(eqx.Module):
-    """One layer: a linear recurrence of what is below it, and a nonlinear mix of both.
+    """One layer: a linear recurrence of its input, and a nonlinear mix of both.
 
-    With v_k what comes from below, the units are h_k = (1 − z_k) h_{k-1} + z_k c_k with the gate
-    z_k = σ(W_z v_k) and the candidate c_k = tanh(W_c v_k), neither of which sees h (the minimal
-    gated unit of Feng et al., 2024). What goes up is tanh(U [h_k, v_k]).
+    With the input v_k, the units are h_k = (1 − z_k) h_{k-1} + z_k c_k with the gate z_k = σ(W_z
+    v_k) and the candidate c_k = tanh(W_c v_k), neither of which depends on h (the minimal gated
+    unit of Feng et al., 2024). The output is tanh(U [h_k, v_k]).
 
     Attributes:
         gate: W_z.
@@ -57,7 +57,7 @@ class ScanLayer(eqx.Module):
 
     @classmethod
     def draw(cls, key: PRNGKey, below: int, hidden: int) -> "ScanLayer":
-        """A layer on `below` numbers, whose units forget over one row up to `LONGEST_MEMORY`."""
+        """Return a random layer whose units forget over one to `LONGEST_MEMORY` rows."""
         gate_key, candidate_key, mix_key = jax.random.split(key, 3)
         gate = eqx.nn.Linear(below, hidden, key=gate_key)
         rows = LONGEST_MEMORY ** ((np.arange(hidden) + 0.5) / hidden)
@@ -71,25 +71,25 @@ class ScanLayer(eqx.Module):
     def recurrence(
         self, below: Float[Array, "below"]
     ) -> tuple[Float[Array, "hidden"], Float[Array, "hidden"]]:
-        """The decay 1 − z_k and the drive z_k c_k of one row."""
+        """Return the decay 1 − z_k and the drive z_k c_k of one row."""
         opened = self.gate(below)
         return jax.nn.sigmoid(-opened), jax.nn.sigmoid(opened) * jnp.tanh(self.candidate(below))
 
     def above(
         self, memory: Float[Array, "hidden"], below: Float[Array, "below"]
     ) -> Float[Array, "hidden"]:
-        """What the layer above reads."""
+        """Return the input of the next layer."""
         return jnp.tanh(self.mix(jnp.concatenate([memory, below])))
 
 
 class ScanFamily(AbstractReadoutFamily):
-    """A stack of linear recurrences, and factors read from what the last of them emits.
+    """A family with a stack of linear recurrences, whose factors are read from the last layer.
 
     As in `RecurrentFamily` the filtering law comes from the state after row k and the backward
-    kernel q_{k-1|k} from the one before it. The state is moved by layers (`ScanLayer`) each of
-    which is linear in its own past, so that `infer(..., parallel=True)` runs in O(log n) depth;
-    what an observation says can depend on what is known from the second layer on. Take the same
-    option in `marginals`, `elbo` and `fit`.
+    kernel q_{k-1|k} from the one before it. The state consists of layers (`ScanLayer`), each of
+    which is linear in its past, so that `infer(..., parallel=True)` runs in O(log n) depth;
+    the update by an observation can depend on the state from the second layer on. Pass the same
+    option to `marginals`, `elbo` and `fit`.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -143,21 +143,21 @@ class ScanFamily(AbstractReadoutFamily):
         self.backward_start = reversed_start(self.coordinates, self.transition)
 
     def redraw(self, key: PRNGKey) -> "ScanFamily":
-        """The same family with freshly drawn layers and readouts."""
+        """Return the same family with new random layers and readouts."""
         fresh = self._draw(key, len(self.layers), self.tied)
         return eqx.tree_at(
             lambda f: (f.layers, f.law, f.backward), self, fresh, is_leaf=lambda leaf: leaf is None
         )
 
     def init(self) -> ScanState:
-        """Units at rest."""
+        """Return zero units."""
         dtype = self.layers[0].gate.weight.dtype
         return ScanState(
             jnp.zeros((len(self.layers), self.hidden), dtype), jnp.zeros(self.hidden, dtype)
         )
 
     def advance(self, state: ScanState, embedded: Embedded) -> ScanState:
-        """One row of every recurrence."""
+        """Advance every recurrence by one row."""
         below, memory = embedded.features, []
         for layer, before in zip(self.layers, state.memory, strict=True):
             decay, drive = layer.recurrence(below)
@@ -168,7 +168,7 @@ class ScanFamily(AbstractReadoutFamily):
     def advance_in_parallel(
         self, embedded: Embedded, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> ScanState:
-        """All rows of one recurrence after another."""
+        """Compute all rows of each recurrence, layer after layer."""
         below, memory = embedded.features, []
         for layer in self.layers:
             memory.append(linear_recurrence(*jax.vmap(layer.recurrence)(below), parallel))
@@ -179,7 +179,7 @@ class ScanFamily(AbstractReadoutFamily):
     def _draw(
         self, key: PRNGKey, depth: int, tied: bool
     ) -> tuple[tuple[ScanLayer, ...], eqx.nn.MLP, eqx.nn.MLP | None]:
-        """The layers and the two readouts."""
+        """Return random layers and two readouts."""
         check_key(key, "ScanFamily")
         law_key, backward_key, *layer_keys = jax.random.split(key, 2 + depth)
         sizes = [2 * self.obs_dim + self.input_dim] + [self.hidden] * (depth - 1)

@@ -1,8 +1,8 @@
-"""Where a family starts: the units of its data, and the model's prior chain.
+"""The initial values of a family: the units of its data, and the model's prior chain.
 
 A family works in standard coordinates: an observation is centred and divided by its standard
 deviation, a state is x = x̄ + S z with the location and the spread of the model's prior paths, so
-that what is learned is of order one whatever the units are.
+that learned parameters are of order one in any units.
 """
 
 from typing import Any, NamedTuple
@@ -24,13 +24,13 @@ from retrodict._parameters import Frozen, unwrap
 from retrodict._series import prepare_batch
 
 NUM_PATHS = 512
-"""How many paths are drawn from a model whose prior chain is not linear Gaussian."""
+"""The number of paths simulated from a model whose prior chain is not linear Gaussian."""
 
 NUM_TIMES = 256
-"""How many rows of them, at most."""
+"""The largest number of rows of a simulated path."""
 
 REACH = 1e6
-"""How far beyond its first two rows a path is followed."""
+"""The largest value of a path, relative to its first two rows."""
 
 
 class Coordinates(eqx.Module):
@@ -54,7 +54,7 @@ class Coordinates(eqx.Module):
 
     @classmethod
     def identity(cls, state_dim: int, obs_dim: int, input_dim: int) -> "Coordinates":
-        """Units left as they are."""
+        """Return coordinates that equal the original units."""
         return cls(
             Frozen(jnp.zeros(obs_dim)),
             Frozen(jnp.ones(obs_dim)),
@@ -65,7 +65,7 @@ class Coordinates(eqx.Module):
         )
 
     def features(self, row: Row) -> Float[Array, "features"]:
-        """What a network reads of a row: a missing entry as a zero and an indicator."""
+        """Return the features of a row; a missing entry is a zero and an indicator."""
         y = (row.y - self.obs_location) / self.obs_scale
         seen = jnp.ones_like(y) if row.seen is None else row.seen.astype(y.dtype)
         parts = [seen * y, seen]
@@ -74,11 +74,11 @@ class Coordinates(eqx.Module):
         return jnp.concatenate(parts)
 
     def standard_input(self, u: Float[Array, "input"]) -> Float[Array, "input"]:
-        """The input in standard coordinates."""
+        """Return the input in standard coordinates."""
         return (u - self.input_location) / self.input_scale
 
     def standard_kernel(self, kernel: LinearGaussianKernel) -> LinearGaussianKernel:
-        """A kernel on states as it acts on z: weight S⁻¹w S, bias S⁻¹(w x̄ + b − x̄), scale S⁻¹q."""
+        """Return a kernel on z: weight S⁻¹w S, bias S⁻¹(w x̄ + b − x̄), scale S⁻¹q."""
         solve, scale = linalg.solve_triangular, self.state_scale
         moved = linalg.matvec(kernel.weight, self.state_location) + kernel.bias
         return LinearGaussianKernel(
@@ -95,7 +95,7 @@ class Coordinates(eqx.Module):
         offset: Float[Array, "d"],
         kernel_scale: Float[Array, "d d"],
     ) -> Factor:
-        """The law and the backward kernel of x, from those of z."""
+        """Return the law and the backward kernel of x, from those of z."""
         spread, location = self.state_scale, self.state_location
         whitened = linalg.solve_triangular(spread, jnp.eye(mean.shape[0], dtype=mean.dtype))
         weight = shared_product(spread, linalg.matmul(gain, whitened))
@@ -127,7 +127,7 @@ class PriorChain(NamedTuple):
 def prior_chain(
     model: StateSpaceModel, num_times: int, inputs: Float[Array, "time input"] | None
 ) -> PriorChain:
-    """The model's law of paths before any observation, as far as a linear-Gaussian one goes."""
+    """Return a linear-Gaussian approximation of the model's law of paths before any observation."""
     model = unwrap(model)
     num_times = min(num_times, NUM_TIMES)
     us = None if inputs is None else inputs[:num_times]
@@ -141,7 +141,7 @@ def prior_chain(
     fallback = linalg.outer_gram(chain.scale)
     covariance = jnp.where(jnp.all(jnp.isfinite(chain.spread)), chain.spread, fallback)
     location = jnp.where(jnp.isfinite(chain.location), chain.location, chain.mean)
-    # A state that never moves, or a combination of states that is known, still needs a unit.
+    # A constant state, or a known combination of states, still needs a unit.
     covariance = covariance + jnp.diag(_floor(jnp.diagonal(covariance)))
     return chain._replace(location=location, spread=linalg.cholesky(covariance))
 
@@ -155,7 +155,7 @@ def _floor(variances: Float[Array, "d"]) -> Float[Array, "d"]:
 def _spread_of_linear(
     model: StateSpaceModel, mean: Array, scale: Array, num_times: int, us: Array | None
 ) -> tuple[Array, Array]:
-    """Mean and covariance of the states, averaged over time."""
+    """Return the mean and covariance of the states, averaged over time."""
 
     def move(law: tuple[Array, Array], u: Array | None) -> tuple[tuple, tuple]:
         kernel = model.transition.at(u)
@@ -176,7 +176,7 @@ def _spread_of_linear(
 
 
 def _by_regression(model: StateSpaceModel, num_times: int, us: Array | None) -> PriorChain:
-    """Least squares of x_k on x_{k-1} over simulated paths."""
+    """Regress x_k on x_{k-1} over simulated paths by least squares."""
     keys = jax.random.split(jax.random.key(0), NUM_PATHS)
     paths = jax.vmap(lambda key: model.simulate(key, num_times, inputs=us)[0])(keys)
     paths = _within_reach(paths)
@@ -195,7 +195,7 @@ def _by_regression(model: StateSpaceModel, num_times: int, us: Array | None) -> 
 
 
 def _within_reach(paths: Float[Array, "sample time d"]) -> Float[Array, "sample time d"]:
-    """Paths of a transition that explodes, cut where no number is left to regress on."""
+    """Clip the paths of an explosive transition, so that the regression stays finite."""
     centre = jnp.mean(paths[:, 0], axis=0)[None, None]
     beginning = jnp.abs(paths[:, :2] - centre)
     reach = REACH * jnp.max(jnp.where(jnp.isfinite(beginning), beginning, 0.0))
@@ -218,14 +218,17 @@ def _sample_scale(centred: Float[Array, "rows d"]) -> Float[Array, "d d"]:
 
 
 class Units(NamedTuple):
-    """Location and scale of each column, over the entries that were seen."""
+    """Location and scale of each column, over the observed entries."""
 
     location: Array
     scale: Array
 
 
 def units(columns: Float[np.ndarray, "rows columns"]) -> Units:
-    """Mean and standard deviation of what is not NaN; a column without spread keeps its unit."""
+    """Return mean and standard deviation of the entries that are not NaN, per column.
+
+    A constant column is divided by its absolute value, or by one if it is zero.
+    """
     locations, scales = [], []
     for column in np.asarray(columns, float).T:
         seen = column[~np.isnan(column)]
@@ -241,7 +244,7 @@ def units(columns: Float[np.ndarray, "rows columns"]) -> Units:
 
 
 class Sample(NamedTuple):
-    """The data that `prepare` reads, flattened to rows, NaN where nothing was seen."""
+    """The data that `prepare` reads, flattened to rows, NaN where an entry is missing."""
 
     ys: np.ndarray
     inputs: np.ndarray | None
@@ -250,7 +253,7 @@ class Sample(NamedTuple):
 
 
 def sample_of(family: Any, ys: Any, mask: Any, inputs: Any, length: Any) -> Sample:
-    """Checks one series or a batch of them, and flattens it.
+    """Check one series or a batch of series, and flatten it.
 
     Raises:
         ValueError: if shapes do not fit, or values are infinite.

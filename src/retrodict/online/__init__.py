@@ -1,6 +1,8 @@
-"""Online inference and learning: one row at a time."""
+"""Online inference and learning, one row at a time.
 
-from retrodict._expectations import RunningElbo as RunningElbo
+All streams follow one protocol, `AbstractStream`: `init`, `update` and `scan`.
+"""
+
 from retrodict.online.fixed_lag import FixedLag as FixedLag
 from retrodict.online.fixed_lag import LagMoments as LagMoments
 from retrodict.online.fixed_lag import LagOutput as LagOutput
@@ -16,6 +18,8 @@ from retrodict.online.lagged import LaggedLearnerState as LaggedLearnerState
 from retrodict.online.learner import LearnerOutput as LearnerOutput
 from retrodict.online.learner import LearnerState as LearnerState
 from retrodict.online.learner import OnlineLearner as OnlineLearner
+from retrodict.online.particle_smoother import OnlineOutput as OnlineOutput
+from retrodict.online.particle_smoother import OnlineSmoother as OnlineSmoother
 from retrodict.online.pathwise import AbstractFeatures as AbstractFeatures
 from retrodict.online.pathwise import QuadraticFeatures as QuadraticFeatures
 from retrodict.online.pathwise import RandomFeatures as RandomFeatures
@@ -26,12 +30,13 @@ from retrodict.online.running import RunningState as RunningState
 from retrodict.online.samples import WeightedSamples as WeightedSamples
 from retrodict.online.schedules import robbins_monro as robbins_monro
 from retrodict.online.score import RecursiveScore as RecursiveScore
+from retrodict.online.stream import AbstractStream as AbstractStream
 from retrodict.online.truncated import TruncatedBackprop as TruncatedBackprop
-from retrodict.particles import OnlineSmoother as OnlineSmoother
 
 __all__ = [
     "AbstractFeatures",
     "AbstractRecursiveGradient",
+    "AbstractStream",
     "FixedLag",
     "KalmanScore",
     "LaggedLearner",
@@ -41,7 +46,6 @@ __all__ = [
     "RandomFeatures",
     "RecursivePathwise",
     "RecursiveScore",
-    "RunningElbo",
     "RunningPosterior",
     "TruncatedBackprop",
     "WeightedSamples",

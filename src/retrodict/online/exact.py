@@ -1,7 +1,7 @@
 """Quadratic statistics T_k along a stream, exact under linear-Gaussian backward kernels.
 
-Statistics are carried around their mean: what a row adds to E_{q_k} T_k is then a small number of
-its own, and not the difference of two that grow with the stream.
+Statistics are stored relative to their mean. What a row adds to E_{q_k} T_k is then a small number,
+and not the difference of two numbers that grow with the stream.
 """
 
 from typing import Any, NamedTuple
@@ -11,42 +11,49 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from retrodict._expectations import (
-    LogJoint,
-    Recursive,
-    RecursiveState,
-    RunningElbo,
-    RunningElboState,
-    advance_elbo,
-    start_elbo,
-)
+from retrodict._expectations import LogJoint, Recursive, RecursiveState
 from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily
-from retrodict._model import StateSpaceModel
+from retrodict._laws import Gaussian
+from retrodict._types import Scalar
 from retrodict.online.followed import Arrival, Followed, Sums
+
+
+class BoundState(eqx.Module):
+    """The statistic of the evidence lower bound.
+
+    Attributes:
+        joint: the expected log joint density as a function of the last state.
+        entropy: the entropy of the backward kernels that is not yet part of the total.
+        terminal_entropy: the entropy of the last filtering law.
+    """
+
+    joint: RecursiveState
+    entropy: Scalar
+    terminal_entropy: Scalar
 
 
 class ExactStatistics(eqx.Module):
     """The statistics after a row, each less its expectation.
 
     Attributes:
-        bound: that of the lower bound; `None` if it is not followed.
-        functionals: those of the functionals, by name.
+        bound: the statistic of the lower bound; `None` if it is not requested.
+        functionals: the statistics of the functionals, by name.
     """
 
-    bound: RunningElboState | None
+    bound: BoundState | None
     functionals: dict[str, RecursiveState]
 
 
-def refuse_unless_exact(family: AbstractFamily, followed: Followed) -> None:
-    """Refuses what the quadratic recursion does not follow.
+def check_exact(family: AbstractFamily, followed: Followed) -> None:
+    """Raise unless the quadratic recursion applies.
 
     Raises:
-        TypeError: if the family draws, or a term is not quadratic in the states.
+        TypeError: if the family draws samples, or a term is not quadratic in the states.
     """
     remedy = " Use method=WeightedSamples(num_samples) and init(key)."
     if not isinstance(family, AbstractLinearGaussianFamily):
         raise TypeError(
-            "Recursive() follows families with linear-Gaussian kernels, got"
+            "Recursive() expects a family with linear-Gaussian kernels, got"
             f" {type(family).__name__}.{remedy}"
         )
     named: dict[str, Any] = dict(followed.functionals)
@@ -56,8 +63,8 @@ def refuse_unless_exact(family: AbstractFamily, followed: Followed) -> None:
         for term in functional.terms():
             if not term.quadratic:
                 raise TypeError(
-                    f"Recursive() follows terms that are quadratic in the states, and {term.name},"
-                    f" a part of {name}, is not.{remedy}"
+                    f"Recursive() expects terms that are quadratic in the states: {term.name}, a"
+                    f" part of {name}, is not.{remedy}"
                 )
 
 
@@ -65,52 +72,56 @@ class ExactRecursion(NamedTuple):
     """The recursion of quadratic statistics.
 
     Attributes:
-        followed: what they are of.
+        followed: the lower bound and functionals to compute.
     """
 
     followed: Followed
 
     def start(self, at: Arrival, key: Any) -> tuple[ExactStatistics, Sums, None]:
-        """The statistics after the first row, and their expectations."""
-        model = self.followed.model
-        bound = None if model is None else start_elbo(model, at.law, at.seen)
+        """Return the statistics after the first row, and their expectations."""
+        bound = None
+        if self.followed.model is not None:
+            joint = Recursive().init(LogJoint(self.followed.model), at.law, at.seen)
+            bound = BoundState(joint, jnp.zeros((), joint.mean.dtype), at.law.entropy())
         states = {
             name: Recursive().init(functional, at.law, at.data[name])
             for name, functional in self.followed.functionals.items()
         }
-        return *_centred(model, bound, states), None
+        return *_centred(bound, states), None
 
     def advance(
         self, statistics: ExactStatistics, at: Arrival, key: Any
     ) -> tuple[ExactStatistics, Sums, None]:
-        """The statistics after one more row, and what it adds to their expectations."""
-        model, bound = self.followed.model, statistics.bound
-        if model is not None and bound is not None:
-            bound = advance_elbo(model, bound, at.law, at.step, at.seen)
+        """Return the statistics after one more row, and what it adds to their expectations."""
+        bound = statistics.bound
+        if self.followed.model is not None and bound is not None:
+            joint = Recursive().update(
+                LogJoint(self.followed.model), bound.joint, at.law, at.step, at.seen
+            )
+            kernel = Gaussian(at.step.bias, at.step.scale_tril)
+            bound = BoundState(joint, bound.entropy + kernel.entropy(), at.law.entropy())
         states = {
             name: Recursive().update(
                 functional, statistics.functionals[name], at.law, at.step, at.data[name]
             )
             for name, functional in self.followed.functionals.items()
         }
-        return *_centred(model, bound, states), None
+        return *_centred(bound, states), None
 
     def estimate(self, totals: Sums) -> tuple[Sums, Sums]:
-        """The expectations themselves, without an error."""
+        """Return the expectations, and standard errors of zero."""
         return totals, jax.tree.map(jnp.zeros_like, totals)
 
 
 def _centred(
-    model: StateSpaceModel | None,
-    bound: RunningElboState | None,
-    states: dict[str, RecursiveState],
+    bound: BoundState | None, states: dict[str, RecursiveState]
 ) -> tuple[ExactStatistics, Sums]:
-    """The statistics less their expectations, and these."""
+    """Subtract the expectations of the statistics, and return both."""
     elbo = None
-    if model is not None and bound is not None:
-        elbo = RunningElbo(model).value(bound)
+    if bound is not None:
+        elbo = Recursive().value(bound.joint) + bound.entropy + bound.terminal_entropy
         joint = _shifted(bound.joint, elbo - bound.entropy)
-        bound = RunningElboState(joint, jnp.zeros_like(bound.entropy), bound.terminal_entropy)
+        bound = BoundState(joint, jnp.zeros_like(bound.entropy), bound.terminal_entropy)
     values = {name: Recursive().value(state) for name, state in states.items()}
     states = {name: _shifted(state, values[name]) for name, state in states.items()}
     return ExactStatistics(bound, states), Sums(elbo, values)

@@ -1,10 +1,9 @@
-"""What is followed along a stream: the lower bound, and smoothed functionals by their names."""
+"""The quantities that a running posterior computes: the lower bound and named functionals."""
 
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from retrodict._expectations import AbstractFunctional
@@ -15,10 +14,10 @@ T = TypeVar("T")
 
 
 class Followed(eqx.Module):
-    """What the statistics T_k are of.
+    """The lower bound and functionals whose statistics T_k are computed.
 
     Attributes:
-        model: the model of the lower bound, unwrapped; `None` if the bound is not followed.
+        model: the model of the lower bound, unwrapped; `None` to leave the bound out.
         functionals: additive functionals by name.
     """
 
@@ -27,13 +26,13 @@ class Followed(eqx.Module):
 
 
 class Arrival(NamedTuple):
-    """What one row of a stream brings.
+    """One row of a stream and its factors.
 
     Attributes:
         before: the filtering law q_{k-1}; it has no meaning at the first row.
         law: the filtering law q_k.
         step: the parameters of the backward kernel q_{k-1|k}; without meaning at the first row.
-        seen: the row itself.
+        seen: the observation, its mask and its input.
         data: the row that each functional reads.
     """
 
@@ -45,26 +44,24 @@ class Arrival(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """One number or pytree for each thing that is followed.
+    """One number or pytree per computed quantity.
 
     Attributes:
-        elbo: of the lower bound; `None` if it is not followed.
-        values: of the functionals, by name.
+        elbo: that of the lower bound; `None` if it is left out.
+        values: those of the functionals, by name.
     """
 
     elbo: Any
     values: dict[str, PyTree]
 
 
-def zeros_like_shapes(tree: PyTree) -> PyTree:
-    """Zeros of the shapes that `jax.eval_shape` gave."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
-
-
-def add_up(total: T, residue: T, increment: T) -> tuple[T, T]:
-    """The sum of a stream of increments and what rounding has left out of it (Kahan).
+def kahan_add(total: T, residue: T, increment: T) -> tuple[T, T]:
+    """Add an increment to a running total, with Kahan's compensation for rounding.
 
     In single precision a plain sum of a million increments of one nat would be off by dozens.
+
+    Returns:
+        The new total, and the rounding error that it leaves out.
     """
 
     def add(s: Array, r: Array, x: Array) -> tuple[Array, Array]:
@@ -73,7 +70,7 @@ def add_up(total: T, residue: T, increment: T) -> tuple[T, T]:
         return t, (t - s) - x
 
     leaves, structure = jax.tree.flatten(total)
-    residues, increments = structure.flatten_up_to(residue), structure.flatten_up_to(increment)
-    added = [add(*each) for each in zip(leaves, residues, increments, strict=True)]
-    sums, rests = ([pair[i] for pair in added] for i in (0, 1))
-    return jax.tree.unflatten(structure, sums), jax.tree.unflatten(structure, rests)
+    others = (structure.flatten_up_to(tree) for tree in (residue, increment))
+    pairs = [add(*each) for each in zip(leaves, *others, strict=True)]
+    sums, residues = ([pair[i] for pair in pairs] for i in (0, 1))
+    return jax.tree.unflatten(structure, sums), jax.tree.unflatten(structure, residues)

@@ -1,4 +1,4 @@
-"""Gradients of the ELBO that are carried along a stream: what each row adds, in fixed memory."""
+"""Recursive gradients of the ELBO along a stream, in memory that does not grow."""
 
 from abc import abstractmethod
 from typing import Any
@@ -7,28 +7,30 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
-from retrodict._families import AbstractFactorFamily, Factor, Row
-from retrodict._model import StateSpaceModel, prepare_data, prepare_data_row
+from retrodict._families import AbstractFactorFamily, Factor, Row, rows_of
+from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import PRNGKey
 from retrodict._validate import check_key
 from retrodict.online.parts import Learn, Parts, dtype_of, parts_of
+from retrodict.online.stream import cast, zeros_like_shapes
 
 
 class RowGradient(eqx.Module):
-    """What one row says of the parameters; along a leading axis `time` for many rows.
+    """The gradient at one row, with a leading axis `time` for several rows.
 
-    Gradients have the structure of the parameters: `(family, model)` with `None` for all that is
-    not learned.
+    Gradients have the structure of the parameters: `(family, model)` with `None` for all fixed
+    leaves.
 
     Attributes:
         elbo_increment: what the row added to the ELBO, in nats.
         gradient: the gradient of the ELBO of the rows so far, or of those in a window.
-        increment: what the row added to the gradient, or the window's mean: what a learner ascends.
-        due: whether the row has a gradient; methods may look at some of the rows only.
+        increment: what the row added to the gradient, or the mean over the window; a learner
+            ascends it.
+        due: whether the row has a gradient; methods may skip rows.
         factor: the law q_k and the kernel q_{k-1|k} at these parameters.
     """
 
@@ -40,40 +42,40 @@ class RowGradient(eqx.Module):
 
 
 class AbstractRecursiveGradient(eqx.Module):
-    """A way to follow the gradient of the ELBO along a stream: `init`, and `update` by one row.
+    """A method to compute the gradient of the ELBO along a stream: `init`, and `update` per row.
 
     The state holds arrays of a size that does not grow. Both are pure and run inside `lax.scan`;
-    parameters may differ from row to row, as they do while they are learned.
+    parameters may change from row to row, as they do during learning.
     """
 
     @abstractmethod
     def init(self, parts: Parts) -> PyTree:
-        """The state before anything was read."""
+        """Return the state before the first row."""
 
     @abstractmethod
     def update(
         self, parts: Parts, state: PyTree, row: Row, key: PRNGKey
     ) -> tuple[PyTree, RowGradient]:
-        """Reads one row.
+        """Read one row.
 
         Args:
             parts: the family and the model, at the parameters to differentiate at.
-            state: what `init` or the previous call returned.
+            state: the state that `init` or the previous call returned.
             row: the row, with a boolean `seen`.
-            key: a typed key for what is drawn at this row.
+            key: a typed key for the draws of this row.
         """
 
     def unseen(self, state: PyTree) -> PyTree:
-        """The state as if nothing had been seen in the rows that later gradients go over again.
+        """Return the state with the stored rows marked as missing.
 
-        A learner goes on from it where no finite step follows from these rows, since each later
-        step would meet them too. Methods that keep no rows have nothing to do.
+        A learner continues from it if no finite step follows from these rows, since later steps
+        would read them again. Methods that store no rows return the state unchanged.
         """
         return state
 
     @abstractmethod
     def check(self, parts: Parts) -> None:
-        """Refuses a family or a model that the method does not take."""
+        """Raise unless the method supports the family and the model."""
 
 
 def recursive_gradient(
@@ -88,7 +90,7 @@ def recursive_gradient(
     inputs: Any = None,
     length: Any = None,
 ) -> RowGradient:
-    """The recursive gradient after each row of a series, at parameters that stay where they are.
+    """Return the recursive gradient after each row of a series, at fixed parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -105,16 +107,16 @@ def recursive_gradient(
 
     Args:
         gradient: the method.
-        family: the family λ; `None` for methods that do without.
+        family: the family λ; `None` for methods that need none.
         model: the model θ.
         ys: observations, of shape `(time, obs)`; NaN where missing.
         key: a typed key.
-        learn: what to differentiate in: `"family"`, `"model"`, `"both"`, or a pytree of booleans
-            over `(family, model)`. Scales of a model that is learned by name are held positive, and
-            gradients are in their unconstrained arrays.
-        mask: true where an entry was seen.
+        learn: the parameters to differentiate: `"family"`, `"model"`, `"both"`, or a pytree of
+            booleans over `(family, model)`. Scales of a model that is learned by name stay
+            positive, and gradients refer to their unconstrained arrays.
+        mask: true where an entry was observed.
         inputs: inputs of shape `(time, input)`, if the model takes them.
-        length: how many rows exist; what comes after repeats the last of them.
+        length: the number of rows that exist; later rows repeat the last of them.
 
     Returns:
         The gradients after each row.
@@ -124,18 +126,20 @@ def recursive_gradient(
     parts = parts_of(family, model, learn, "recursive_gradient")
     gradient.check(parts)
     series = prepare_data(unwrap(model), ys, mask=mask, inputs=inputs, length=length)
-    rows, count = rows_and_count(series, dtype_of(parts.parameters))
-    return _along(gradient, parts, rows, count, key)
+    series = cast(series, dtype_of(parts.parameters))
+    if series.mask is None:
+        series = Series(series.ys, jnp.ones(series.ys.shape, bool), series.inputs, series.length)
+    return _at_each_row(gradient, parts, series, key)
 
 
 @eqx.filter_jit
-def _along(
-    gradient: AbstractRecursiveGradient, parts: Parts, rows: Row, count: Array, key: PRNGKey
+def _at_each_row(
+    gradient: AbstractRecursiveGradient, parts: Parts, series: Series, key: PRNGKey
 ) -> RowGradient:
-    state = gradient.init(parts)
+    state, rows = gradient.init(parts), rows_of(series)
     first = jax.tree.map(lambda leaf: leaf[0], rows)
-    shapes = jax.eval_shape(lambda: gradient.update(parts, state, first, key)[1])
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    count = series.num_times if series.length is None else series.length
+    zeros = zeros_like_shapes(jax.eval_shape(lambda: gradient.update(parts, state, first, key)[1]))
 
     def move(carry: tuple, at: tuple) -> tuple[tuple, RowGradient]:
         row, k = at
@@ -146,12 +150,11 @@ def _along(
         carry = lax.cond(k < count, read, lambda: carry)
         return carry, carry[1]
 
-    times = jnp.arange(rows.y.shape[0])
-    return lax.scan(move, (state, nothing), (rows, times))[1]
+    return lax.scan(move, (state, zeros), (rows, jnp.arange(series.num_times)))[1]
 
 
 def check_gradient(gradient: Any, owner: str) -> None:
-    """Refuses what is not a recursive gradient."""
+    """Raise unless the argument is a recursive gradient."""
     if not isinstance(gradient, AbstractRecursiveGradient):
         raise TypeError(
             f"{owner} expects a recursive gradient, such as TruncatedBackprop(window=8), got"
@@ -160,27 +163,6 @@ def check_gradient(gradient: Any, owner: str) -> None:
 
 
 def check_has_family(parts: Parts, owner: str) -> None:
-    """Refuses a missing family."""
+    """Raise if there is no family."""
     if eqx.combine(*parts)[0] is None:
-        raise ValueError(f"{owner} needs a family, got None. KalmanScore() does without.")
-
-
-def rows_and_count(series: Series, dtype: Any) -> tuple[Row, Int[Array, ""]]:
-    """The rows of a series, each with what was seen of it, and how many exist."""
-    seen = jnp.ones(series.ys.shape, bool) if series.mask is None else series.mask
-    inputs = None if series.inputs is None else series.inputs.astype(dtype)
-    count = jnp.asarray(series.num_times if series.length is None else series.length)
-    return Row(series.ys.astype(dtype), seen, inputs), count
-
-
-def one_row(
-    model: StateSpaceModel, y: Array, u: Array | None, dtype: Any
-) -> tuple[Row, Int[Array, ""]]:
-    """One row, followed by one that does not exist.
-
-    A loop of a single step would be compiled without the loop, and round otherwise than that of a
-    longer chunk.
-    """
-    row = prepare_data_row(model, y, mask=None, u=u)
-    rows, _ = rows_and_count(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), row), dtype)
-    return rows, jnp.asarray(1)
+        raise ValueError(f"{owner} needs a family, got None. Pass a family, or use KalmanScore().")

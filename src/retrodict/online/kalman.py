@@ -20,7 +20,7 @@ from retrodict.online.parts import Parts, as_vector
 
 
 class KalmanScoreState(eqx.Module):
-    """What `KalmanScore` carries from one row to the next.
+    """The state of `KalmanScore`.
 
     Attributes:
         law: the last filtering law.
@@ -38,13 +38,13 @@ class KalmanScoreState(eqx.Module):
 class KalmanScore(AbstractRecursiveGradient):
     """The exact gradient of log p(y_{0:k}) of a linear-Gaussian model, for recursive likelihood.
 
-    The derivatives of the filtering law in every parameter are carried beside it, and each row adds
-    the derivative of log p(y_k | y_{0:k-1}). No family is needed, and none is learned. The cost of
-    a row is that of one filtering step for each number that is learned.
+    The derivatives of the filtering law in every parameter are updated with it, and each row adds
+    the derivative of log p(y_k | y_{0:k-1}). No family is needed, and none is learned. A row
+    costs one filtering step per learned number.
     """
 
     def check(self, parts: Parts) -> None:
-        """Refuses models that are not linear Gaussian, and families to learn."""
+        """Raise unless the model is linear Gaussian and no family is learned."""
         _, model = parts.whole
         if not is_linear_gaussian(model):
             raise TypeError(
@@ -55,7 +55,7 @@ class KalmanScore(AbstractRecursiveGradient):
             raise ValueError("KalmanScore learns no family: pass None for it, or learn='model'.")
 
     def init(self, parts: Parts) -> KalmanScoreState:
-        """The state before anything was read."""
+        """Return the state before the first row."""
         _, model = parts.whole
         law = _prior(model)
         values = as_vector(parts.parameters).values
@@ -70,7 +70,7 @@ class KalmanScore(AbstractRecursiveGradient):
     def update(
         self, parts: Parts, state: KalmanScoreState, row: Row, key: PRNGKey
     ) -> tuple[KalmanScoreState, RowGradient]:
-        """Filters one row, and carries the derivatives along."""
+        """Filter one row, and update the derivatives."""
         vector = as_vector(parts.parameters)
         entries, unravel = ravel_pytree(state.law)
 
@@ -86,16 +86,16 @@ class KalmanScore(AbstractRecursiveGradient):
 
         each = jnp.eye(vector.values.shape[0], dtype=vector.values.dtype)
         sensitivity, slope = jax.vmap(along)(each, state.sensitivity)
-        found = KalmanScoreState(
+        next_state = KalmanScoreState(
             unravel(after), sensitivity, state.gradient + slope, jnp.ones((), bool)
         )
         _, model = parts.whole
-        return found, RowGradient(
+        return next_state, RowGradient(
             increment,
-            vector.unravel(found.gradient),
+            vector.unravel(next_state.gradient),
             vector.unravel(slope),
             jnp.ones((), bool),
-            _factor(model, state.law, found.law, row),
+            _factor(model, state.law, next_state.law, row),
         )
 
 
@@ -110,7 +110,7 @@ def _at(kernel: AbstractLinearGaussianKernel, row: Row) -> Any:
 def _filter(
     model: StateSpaceModel, before: Factored, started: Array, row: Row
 ) -> tuple[Factored, Scalar]:
-    """The filtering law after a row, and log p(y_k | y_{0:k-1}) of what was seen of it."""
+    """Return the filtering law after a row, and log p(y_k | y_{0:k-1}) of its observed entries."""
     transition, emission = _at(model.transition, row), _at(model.emission, row)
     moved = propagate(
         before, transition.weight, transition.bias, dense_scale(transition.scale_tril)
@@ -124,7 +124,7 @@ def _filter(
 
 
 def _factor(model: StateSpaceModel, before: Factored, law: Factored, row: Row) -> Factor:
-    """The filtering law, and the transition reversed under the law before it."""
+    """Return the filtering law, and the transition reversed under the previous law."""
     transition = _at(model.transition, row)
     back = reverse(before, transition.weight, transition.bias, dense_scale(transition.scale_tril))
     return Factor(Gaussian(law.mean, law.scale_tril), LinearGaussianKernel(*back))

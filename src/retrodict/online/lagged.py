@@ -1,4 +1,4 @@
-"""Learning along a stream, while each row is answered as a frozen stream would answer it."""
+"""Learning along a stream, together with its fixed-lag posterior."""
 
 from functools import partial
 from typing import Any
@@ -6,30 +6,24 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._families import AbstractFamily, KalmanFamily, Row
+from retrodict._families import AbstractFamily, KalmanFamily, Row, prepare_for, rows_of
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
+from retrodict._series import Series
 from retrodict._types import PRNGKey
-from retrodict._validate import check_key
-from retrodict.online.fixed_lag import (
-    FixedLag,
-    LagMoments,
-    LagRows,
-    LagState,
-    advance_rows,
-    chunk_for,
-)
-from retrodict.online.learner import LearnerState, OnlineLearner, along, learn_row
+from retrodict.online.fixed_lag import FixedLag, LagMoments, LagRows, LagState, advance_lag
+from retrodict.online.learner import LearnerState, OnlineLearner, learn_row
 from retrodict.online.parts import Parts, dtype_of
+from retrodict.online.stream import AbstractStream, cast, read_in_loop, require_key
 
 
 class LaggedLearnerState(eqx.Module):
-    """What a `LaggedLearner` carries from one row to the next: arrays of a size that stays.
+    """The state of a `LaggedLearner`: arrays whose size does not grow.
 
     Attributes:
-        learner: what is learned, and what it takes to go on learning.
+        learner: the state of the learner.
         lag: the last filtering law, and the backward kernels of the last rows.
     """
 
@@ -38,16 +32,16 @@ class LaggedLearnerState(eqx.Module):
 
 
 class LaggedLearnerOutput(eqx.Module):
-    """What is known after row k of a stream; along a leading axis `time` after many of them.
+    """The output after row k of a stream, with a leading axis `time` for several rows.
 
     Attributes:
         filtered: the moments of q_k, the law of x_k given y_{0:k}.
-        smoothed: the moments of x_{k-lag} given y_{0:k}; those of x_0 before that many have come.
-        row: the row that `smoothed` is of, k − lag or 0.
-        ready: whether k has come to the lag.
+        smoothed: the moments of x_{k-lag} given y_{0:k}; those of x_0 while k < lag.
+        row: the row that `smoothed` belongs to, max(k − lag, 0).
+        ready: whether k ≥ lag.
         elbo_increment: what the row added to the ELBO, in nats.
-        gradient_norm: the norm of what was ascended, zero at rows without a gradient.
-        skipped: whether the row was skipped, since what followed from it was not finite.
+        gradient_norm: the norm of the gradient of the step, zero at rows without a step.
+        skipped: whether the row was skipped, since a result was non-finite.
     """
 
     filtered: LagMoments
@@ -59,18 +53,15 @@ class LaggedLearnerOutput(eqx.Module):
     skipped: Bool[Array, "..."]
 
 
-class LaggedLearner(eqx.Module):
-    """An `OnlineLearner`, and beside it the posterior of its stream with a fixed lag.
+class LaggedLearner(AbstractStream[LaggedLearnerState, LaggedLearnerOutput]):
+    """An `OnlineLearner` together with the fixed-lag posterior of its stream.
 
-    Row k adds one filtering law q_k and one backward kernel q_{k-1|k}, both read with the
-    parameters as they stood before the step of that row; what was there before stays. The smoothed
-    law at k − lag is q_k pushed back through the last `lag` kernels, as in `FixedLag`, and is equal
-    to it as long as nothing moves. Each row is read once. What the kernels of a family share, such
-    as the network of a `NonlinearFamily`, is as it stands now. A row that the learner skips is
-    answered as one in which nothing was seen.
-
-    However a stream is cut into chunks, stored and gone on with, answers and parameters are the
-    same to the last bit.
+    Row k adds one filtering law q_k and one backward kernel q_{k-1|k}, both computed with the
+    parameters before the step of that row; earlier laws and kernels stay as they are. The smoothed
+    law at k − lag is q_k pushed back through the last `lag` kernels. It equals that of `FixedLag`
+    as long as no parameter moves. Parts that all kernels of a family share, such as the network of
+    a `NonlinearFamily`, have their current parameters. A row that the learner skips is smoothed as
+    a missing row.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, retrodict as rd
@@ -85,12 +76,12 @@ class LaggedLearner(eqx.Module):
         [3, 4]
 
     Args:
-        learner: what is learned, and how; without a family, rows are answered by the exact
-            posterior of its model.
-        lag: how many rows a smoothed row waits for.
-        num_samples: how many paths to draw at each row, for families that draw.
-        input_dim: the dimension of the inputs, for a learner without a family and a model off which
-            it cannot be read.
+        learner: the learner; without a family, rows are smoothed by the exact posterior of its
+            model.
+        lag: the number of rows that a smoothed row waits for.
+        num_samples: the number of paths to draw per row, for families that draw samples.
+        input_dim: the dimension of the inputs, for a learner without a family and a model that
+            does not determine it.
     """
 
     learner: OnlineLearner
@@ -116,65 +107,44 @@ class LaggedLearner(eqx.Module):
 
     @property
     def lag(self) -> int:
-        """How many rows a smoothed row waits for."""
+        """The number of rows that a smoothed row waits for."""
         return self.live.lag
 
-    def init(self, key: PRNGKey) -> LaggedLearnerState:
-        """The state before anything was read.
-
-        Args:
-            key: a typed key; what the lag draws is what `FixedLag` draws with it.
-        """
-        check_key(key, "LaggedLearner.init")
-        # The lag folds the number of each row into the key; this one comes after all of them.
-        learner = self.learner.init(jax.random.fold_in(key, jnp.uint32(2**32 - 1)))
-        state = LaggedLearnerState(learner, self.live.init(key))
-        # Weakly typed arrays would come back as others, and the program be compiled again.
-        return jax.tree.map(_strongly_typed, state)
-
     def family(self, state: LaggedLearnerState) -> AbstractFamily | None:
-        """The family as it is learned so far; `None` if there is none."""
+        """Return the family as learned so far; `None` if there is none."""
         return self.learner.family(state.learner)
 
     def model(self, state: LaggedLearnerState) -> StateSpaceModel:
-        """The model as it is learned so far."""
+        """Return the model as learned so far."""
         return self.learner.model(state.learner)
 
-    def scan(
-        self,
-        state: LaggedLearnerState,
-        ys: Any,
-        *,
-        mask: Any = None,
-        inputs: Any = None,
-        length: Any = None,
-    ) -> tuple[LaggedLearnerState, LaggedLearnerOutput]:
-        """Reads rows in one compiled program, with a step at each.
-
-        Args:
-            state: what `init` or the previous call returned.
-            ys: observations, of shape `(time, obs)` with at least two rows; NaN where missing.
-            mask: true where an entry was seen.
-            inputs: inputs of shape `(time, input)`, if the model takes them.
-            length: how many of the rows exist. A chunk that is padded to the size of the others is
-                not compiled anew; a single row is padded to two.
-
-        Returns:
-            The next state, and what was known after each row; NaN from `length` on.
-        """
-        rows, count = chunk_for(self.live.family, ys, mask=mask, inputs=inputs, length=length)
-        if rows.y.shape[0] < 2:
-            # A loop of a single step is compiled without the loop, and rounds otherwise.
-            raise ValueError(
-                f"LaggedLearner.scan expects at least two rows, got {rows.y.shape[0]}. Pad them and"
-                " give their length."
-            )
-        return _scan(self, state, rows, count)
-
     def flush(self, state: LaggedLearnerState) -> LagRows:
-        """The last `lag` rows, given all that was read, as `FixedLag.flush` gives them."""
-        family = _family(self, state.learner.parameters)
-        return FixedLag(family, self.lag, self.live.num_samples).flush(state.lag)
+        """Return the last `lag` rows, given all rows that were read, as `FixedLag.flush` does."""
+        return self._at(state.learner.parameters).flush(state.lag)
+
+    def _start(self, key: PRNGKey | None, data: PyTree) -> LaggedLearnerState:
+        key = require_key(self, key)
+        # The lag folds the index of each row into the key; this one comes after all of them.
+        learner = self.learner.init(jax.random.fold_in(key, jnp.uint32(2**32 - 1)))
+        state = LaggedLearnerState(learner, self.live.init(key))
+        # Weak types would change in the loop, and the program would be compiled again.
+        return jax.tree.map(_strongly_typed, state)
+
+    def _series(self, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
+        return prepare_for(self.live.family, ys, mask=mask, inputs=inputs, length=length)
+
+    def _advance(
+        self, state: LaggedLearnerState, series: Series, data: PyTree
+    ) -> tuple[LaggedLearnerState, LaggedLearnerOutput]:
+        rows = rows_of(cast(series, dtype_of(state.learner.parameters)))
+        return read_in_loop(partial(_read, self), state, rows, series.length)
+
+    def _at(self, parameters: PyTree) -> FixedLag:
+        """Return the fixed-lag smoother at these parameters, in plain arrays."""
+        family, model = Parts(parameters, self.learner.parts.fixed).whole
+        if family is None:
+            family = eqx.tree_at(lambda exact: exact.model, self.live.family, model)
+        return FixedLag(family, self.lag, self.live.num_samples)
 
 
 def _strongly_typed(leaf: Array) -> Array:
@@ -183,33 +153,15 @@ def _strongly_typed(leaf: Array) -> Array:
     return jax.lax.convert_element_type(leaf, leaf.dtype)
 
 
-def _family(lagged: LaggedLearner, parameters: Any) -> AbstractFamily:
-    """The family at these parameters, in plain arrays; that of the model if there is no other."""
-    family, model = Parts(parameters, lagged.learner.parts.fixed).whole
-    if family is not None:
-        return family
-    return eqx.tree_at(lambda exact: exact.model, lagged.live.family, model)
-
-
-@eqx.filter_jit
-def _scan(
-    lagged: LaggedLearner, state: LaggedLearnerState, rows: Row, count: Int[Array, ""]
-) -> tuple[LaggedLearnerState, LaggedLearnerOutput]:
-    dtype = dtype_of(state.learner.parameters)
-    u = None if rows.u is None else rows.u.astype(dtype)
-    rows = Row(rows.y.astype(dtype), rows.seen, u)
-    return along(partial(_read, lagged), state, rows, count)
-
-
 def _read(
     lagged: LaggedLearner, state: LaggedLearnerState, row: Row
 ) -> tuple[LaggedLearnerState, LaggedLearnerOutput]:
-    """Learns from one row, and answers it at the parameters before its step."""
+    """Learn from one row, and smooth with the parameters before its step."""
     learner, learned = learn_row(lagged.learner, state.learner, row)
-    seen = None if row.seen is None else row.seen & ~learned.skipped
-    one = jax.tree.map(lambda leaf: leaf[None], row._replace(seen=seen))
-    live = FixedLag(_family(lagged, state.learner.parameters), lagged.lag, lagged.live.num_samples)
-    lag, out, _ = advance_rows(live, state.lag, one, None)
+    observed = row.seen & ~learned.skipped if row.seen is not None else None
+    ys, mask, inputs = jax.tree.map(lambda leaf: leaf[None], (row.y, observed, row.u))
+    series = Series(ys, mask, inputs, None)
+    lag, out, _ = advance_lag(lagged._at(state.learner.parameters), state.lag, series)
     out = jax.tree.map(lambda leaf: leaf[0], out)
     return LaggedLearnerState(learner, lag), LaggedLearnerOutput(
         out.filtered,

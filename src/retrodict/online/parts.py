@@ -1,4 +1,4 @@
-"""What of a family and a model is learned: arrays that move, and the rest."""
+"""The partition of a family and a model into learned and fixed arrays."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -16,11 +16,11 @@ Learn = Literal["family", "model", "both"]
 
 
 class Parts(NamedTuple):
-    """A pair (family, model), cut in two.
+    """A pair (family, model), partitioned into learned and fixed leaves.
 
     Attributes:
-        parameters: the pair with `None` for all that does not move.
-        fixed: the pair with `None` for all that does.
+        parameters: the pair with `None` for all fixed leaves.
+        fixed: the pair with `None` for all learned leaves.
     """
 
     parameters: PyTree
@@ -38,15 +38,15 @@ def parts_of(
     learn: Learn | PyTree,
     owner: str,
 ) -> Parts:
-    """Cuts a family and a model into what moves and what does not.
+    """Partition a family and a model into learned and fixed leaves.
 
-    What is `Frozen` never moves. Scales of a model that is learned by name are held positive.
+    `Frozen` parts stay fixed. Scales of a model that is learned by name stay positive.
 
     Args:
         family: a family, or `None` where only the model is learned.
         model: the model.
         learn: `"family"`, `"model"`, `"both"`, or a pytree of booleans over (family, model).
-        owner: what messages call the caller.
+        owner: the name of the caller, for messages.
     """
     _check_kinds(family, model, owner)
     by_name = isinstance(learn, str)
@@ -75,12 +75,14 @@ def parts_of(
         ) from error
     parts = Parts(*eqx.partition(pair, moving))
     if not jax.tree.leaves(parts.parameters):
-        raise ValueError(f"{owner} finds nothing to learn: no array of learn={learn!r} moves.")
+        raise ValueError(
+            f"{owner} has nothing to learn: learn={learn!r} selects no floating-point array."
+        )
     return parts
 
 
 def _arrays(part: Any) -> PyTree:
-    """True at each array that may move: of a floating type, and not `Frozen`."""
+    """Return true at each array that can be learned: of a floating type, and not `Frozen`."""
 
     def may_move(leaf: Any) -> Any:
         if isinstance(leaf, Frozen):
@@ -107,8 +109,8 @@ class Vector(NamedTuple):
 
     Attributes:
         values: the vector.
-        num_family: how many of its entries belong to the family.
-        unravel: the way back to the pytree.
+        num_family: the number of entries that belong to the family.
+        unravel: the inverse map to the pytree.
     """
 
     values: Float[Array, "parameter"]
@@ -117,12 +119,12 @@ class Vector(NamedTuple):
 
 
 def as_vector(parameters: PyTree) -> Vector:
-    """Puts the parameters (family, model) into one vector."""
+    """Flatten the parameters (family, model) into one vector."""
     of_family, _ = ravel_pytree(parameters[0])
     values, unravel = ravel_pytree(parameters)
     return Vector(values, of_family.shape[0], unravel)
 
 
 def dtype_of(parameters: PyTree) -> Any:
-    """The floating type of the parameters."""
+    """Return the floating type of the parameters."""
     return jnp.result_type(*jax.tree.leaves(parameters))

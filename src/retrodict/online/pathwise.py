@@ -1,4 +1,4 @@
-"""The pathwise recursion of the ELBO's gradient, with regressions in place of the past."""
+"""The pathwise recursion of the ELBO's gradient, with regressions that summarise the past."""
 
 from abc import abstractmethod
 from typing import Any
@@ -30,7 +30,7 @@ from retrodict.online.sensitivity import (
 from retrodict.online.weights import backward_law
 
 SAMPLES_PER_FEATURE = 3
-"""The fewest samples for each feature. With two the noise of one fit enters the next and grows."""
+"""The least number of samples per feature. With two, noise is amplified from row to row."""
 
 
 class AbstractFeatures(eqx.Module):
@@ -38,11 +38,11 @@ class AbstractFeatures(eqx.Module):
 
     @abstractmethod
     def __call__(self, z: Float[Array, "state"]) -> Float[Array, "feature"]:
-        """The features of one state."""
+        """Return the features of one state."""
 
 
 class QuadraticFeatures(AbstractFeatures):
-    """Polynomials of degree two: with linear-Gaussian models and kernels nothing is lost.
+    """Polynomials of degree two, which are exact for linear-Gaussian models and kernels.
 
     Args:
         products: whether products of two coordinates are among them, (d + 1)(d + 2)/2 features in
@@ -52,7 +52,7 @@ class QuadraticFeatures(AbstractFeatures):
     products: bool = eqx.field(static=True, default=True)
 
     def __call__(self, z: Float[Array, "state"]) -> Float[Array, "feature"]:
-        """1, the coordinates, and their squares or products."""
+        """Return 1, the coordinates, and their squares or products."""
         rows, columns = np.triu_indices(z.shape[0]) if self.products else 2 * (np.arange(len(z)),)
         return jnp.concatenate([jnp.ones(1, z.dtype), z, z[rows] * z[columns]])
 
@@ -63,7 +63,7 @@ class RandomFeatures(AbstractFeatures):
     Args:
         key: a typed key.
         state_dim: the dimension of the state.
-        num_features: how many cosines.
+        num_features: the number of cosines.
         scale: the standard deviation of the frequencies, in standard deviations of the laws.
     """
 
@@ -79,7 +79,7 @@ class RandomFeatures(AbstractFeatures):
         self.phases = jax.random.uniform(phase_key, (num_features,), maxval=2 * np.pi)
 
     def __call__(self, z: Float[Array, "state"]) -> Float[Array, "feature"]:
-        """The polynomials, and the cosines."""
+        """Return the polynomials and the cosines."""
         frequencies, phases = (
             lax.stop_gradient(leaf.astype(z.dtype)) for leaf in (self.frequencies, self.phases)
         )
@@ -95,23 +95,23 @@ class Frame(eqx.Module):
 
     @classmethod
     def of(cls, law: Any) -> "Frame":
-        """Those in which a law has mean zero and unit covariance."""
+        """Return the coordinates in which a law has mean zero and unit covariance."""
         return cls(law.mean, linalg.cholesky(law.covariance))
 
     def __call__(self, x: Float[Array, "state"]) -> Float[Array, "state"]:
-        """The standard coordinates of a state."""
+        """Return the standard coordinates of a state."""
         return linalg.solve_triangular(self.scale, x - self.location)
 
 
 class PathwiseState(eqx.Module):
-    """What `RecursivePathwise` carries from one row to the next.
+    """The state of `RecursivePathwise`.
 
     Attributes:
         family: the family's state and its derivative.
         frame: the coordinates of the features.
         value: the coefficients of T_k + log q_k in the features, less the ELBO.
-        slope: those of its derivative in each parameter, less the part that all states share.
-        mean_slope: that part, summed up over the rows.
+        slope: those of its derivative in each parameter, less the part shared by all states.
+        mean_slope: that part, summed over the rows.
         terminal: the part of the gradient that comes from moving q_k.
         started: whether a row was read.
     """
@@ -126,7 +126,7 @@ class PathwiseState(eqx.Module):
 
 
 class RecursivePathwise(AbstractRecursiveGradient):
-    """The gradient of the ELBO along reparameterised draws, with the past in a regression.
+    """The gradient of the ELBO along reparameterised draws, with a regression for the past.
 
     With x_{k-1} = r_λ(x_k, ε) a draw of q_{k-1|k}, the function V_k = T_k + log q_k follows
 
@@ -135,13 +135,13 @@ class RecursivePathwise(AbstractRecursiveGradient):
 
     and ∂ELBO_k = E[∂V_k(x_k) + ∇(V_k − log q_k)(x_k) · ∂x_k]. Both functions are fitted by least
     squares at draws of q_k, as sums of features. Scores ∂ log q at fixed states have mean zero and
-    are left out, so that no noise is left in λ where the chain is exact. The gradient is unbiased
-    if V_k and ∂V_k are sums of the features.
+    are left out, so that the gradient in λ has no noise where the chain is exact. The gradient is
+    unbiased if V_k and ∂V_k are sums of the features.
 
     Args:
-        num_samples: how many draws of each filtering law; several times the number of features.
-        features: what the functions of x_k are fitted by.
-        sensitivity: `"exact"`, or `"none"` to take the family's state for a constant.
+        num_samples: the number of draws per filtering law; several times the number of features.
+        features: the features by which the functions of x_k are fitted.
+        sensitivity: `"exact"`, or `"none"` to treat the family's state as a constant.
     """
 
     num_samples: int = eqx.field(static=True)
@@ -166,13 +166,13 @@ class RecursivePathwise(AbstractRecursiveGradient):
         self.sensitivity = sensitivity
 
     def check(self, parts: Parts) -> None:
-        """Refuses a missing family, and too few samples for the features."""
+        """Raise if there is no family, or too few samples for the features."""
         check_has_family(parts, "RecursivePathwise")
         count = self._num_features(parts)
         if self.num_samples < SAMPLES_PER_FEATURE * count:
             raise ValueError(
-                f"RecursivePathwise fits {count} features by {self.num_samples} samples, and their"
-                f" noise would grow from row to row. Draw {4 * count} samples, or use fewer"
+                f"RecursivePathwise fits {count} features by {self.num_samples} samples, and"
+                f" their noise would grow from row to row. Draw {4 * count} samples, or use fewer"
                 " features, such as QuadraticFeatures(products=False)."
             )
 
@@ -182,7 +182,7 @@ class RecursivePathwise(AbstractRecursiveGradient):
         return jax.eval_shape(self.features, z).shape[0]
 
     def init(self, parts: Parts) -> PathwiseState:
-        """The state before anything was read."""
+        """Return the state before the first row."""
         family, _ = parts.whole
         none = jnp.zeros_like(as_vector(parts.parameters).values)
         count, d = self._num_features(parts), family.state_dim
@@ -199,7 +199,7 @@ class RecursivePathwise(AbstractRecursiveGradient):
     def update(
         self, parts: Parts, state: PathwiseState, row: Row, key: PRNGKey
     ) -> tuple[PathwiseState, RowGradient]:
-        """Draws pairs of states, and fits the functions of the later one."""
+        """Draw pairs of states, and fit the functions of the later state."""
         vector = as_vector(parts.parameters)
         after = advanced(parts, state.family, row, self.sensitivity)
         reading = Reading(parts, state.family, after, row)
@@ -228,7 +228,7 @@ class RecursivePathwise(AbstractRecursiveGradient):
             return jnp.mean(jax.vmap(gain)(noise))
 
         terminal = reading.gradient(moved)
-        found = PathwiseState(
+        next_state = PathwiseState(
             after,
             frame,
             value.at[0].add(-level),
@@ -237,9 +237,9 @@ class RecursivePathwise(AbstractRecursiveGradient):
             terminal,
             jnp.ones((), bool),
         )
-        return found, RowGradient(
+        return next_state, RowGradient(
             level,
-            vector.unravel(found.mean_slope + terminal),
+            vector.unravel(next_state.mean_slope + terminal),
             vector.unravel(mean + terminal - state.terminal),
             jnp.ones((), bool),
             factor,
@@ -257,7 +257,7 @@ class RecursivePathwise(AbstractRecursiveGradient):
         xs: Float[Array, "sample state"],
         key: PRNGKey,
     ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
-        """What V_k and its derivative are the conditional means of, at draws of both states."""
+        """Return draws whose conditional means are V_k and its derivative."""
         family, model = reading.parts.whole
         row = reading.row
         width = jax.eval_shape(
@@ -284,6 +284,6 @@ class RecursivePathwise(AbstractRecursiveGradient):
 def _least_squares(
     features: Float[Array, "sample feature"], targets: Float[Array, "sample target"]
 ) -> Float[Array, "feature target"]:
-    """The coefficients with the least squared error."""
+    """Return the coefficients with the least squared error."""
     q, r = jnp.linalg.qr(features)
     return solve_triangular(r, jnp.matmul(q.T, targets, precision=lax.Precision.HIGHEST))

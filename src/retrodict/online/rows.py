@@ -1,4 +1,4 @@
-"""The log densities that one row adds to that of a path."""
+"""The log densities of one row."""
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +11,18 @@ from retrodict.online.sensitivity import Reading
 
 
 def log_initial(model: StateSpaceModel, x: State) -> Scalar:
-    """The density log χ(x_0)."""
+    """Return the log density log χ(x_0)."""
     return jnp.sum(jnp.asarray(model.prior.log_prob(x)))
 
 
 def log_emission(model: StateSpaceModel, x: State, row: Row) -> Scalar:
-    """The density log g(x_k, y_k) of what was seen."""
+    """Return the log density log g(x_k, y_k) of the observed entries."""
     kernel = model.emission
     return kernel.log_prob(x, row.y, row.u, row.seen)
 
 
 def log_transition(model: StateSpaceModel, before: State, x: State, row: Row) -> Scalar:
-    """The density log m(x_{k-1}, x_k)."""
+    """Return the log density log m(x_{k-1}, x_k)."""
     kernel = model.transition
     return kernel.log_prob(before, x, row.u)
 
@@ -30,7 +30,7 @@ def log_transition(model: StateSpaceModel, before: State, x: State, row: Row) ->
 def first_terms(
     reading: Reading, xs: Float[Array, "sample state"]
 ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
-    """The density log χ g_0 of the first row at some states, and its derivative in θ."""
+    """Return log χ g_0 of the first row at some states, and its derivative in θ."""
     _, model = reading.parts.whole
 
     def joint(model: StateSpaceModel, x: State) -> Scalar:

@@ -1,10 +1,11 @@
 """Statistics T_k at draws of the filtering laws, for any functional and any backward kernel.
 
-Fresh draws ξ_k^i of q_k carry the statistic of the draws before them,
+New draws ξ_k^i of q_k take over the statistic of the previous draws,
 
     T_k(ξ_k^i) = Σ_j ω_ij [T_{k-1}(ξ_{k-1}^j) + h_k(ξ_{k-1}^j, ξ_k^i)],
 
-where ω_i· stands for the backward kernel q_{k-1|k}(ξ_k^i, ·): see `weights`. For the lower bound
+where the weights ω_i· represent the backward kernel q_{k-1|k}(ξ_k^i, ·): see `weights`. For the
+lower bound
 
     h_k = log m(x_{k-1}, x_k) g_k(x_k) + log q_{k-1}(x_{k-1}) − log q_k(x_k)
           − log q_{k-1|k}(x_k, x_{k-1}),
@@ -38,30 +39,30 @@ from retrodict.online.weights import BackwardLaw, log_weights
 from retrodict.particles import AbstractBackwardSampler, ExactBackward, Pairs, RejectionBackward
 
 TILE = 2**18
-"""How many pairs of draws are weighed at once."""
+"""The number of pairs of draws that are weighted at once."""
 
 
 class WeightedSamples(eqx.Module):
-    """Statistics carried by draws of the filtering laws, weighed as draws of backward kernels.
+    """Statistics at draws of the filtering laws, weighted as draws of backward kernels.
 
-    At each row N fresh draws ξ_k^i of q_k take over the statistics of those before them, with
-    weights ω_ij ∝ q_{k-1|k}(ξ_k^i, ξ_{k-1}^j) / q_{k-1}(ξ_{k-1}^j): at a cost of N² weights a row,
-    or from a few draws of the index j for each i, as PaRIS does for particle filters.
+    At each row N new draws ξ_k^i of q_k take over the statistics of the previous draws, with
+    weights ω_ij ∝ q_{k-1|k}(ξ_k^i, ξ_{k-1}^j) / q_{k-1}(ξ_{k-1}^j): at a cost of N² weights per
+    row, or from a few draws of the index j for each i, as PaRIS does for particle filters.
 
     With `normalised=False` the weights w_ij are not divided by their sum, which makes the estimates
     exactly unbiased: T_k(ξ_k^i) is the mean over j of w_ij (a_ij − b_ij) + b_ij, where a_ij is what
     is averaged and b_ij the weighted mean of all others, which keeps the variance of the weights
-    out of the estimate and, not depending on ξ_{k-1}^j, its expectation right. It pays only where
-    the weights are even: in many dimensions it is far more variable.
+    out of the estimate and, not depending on ξ_{k-1}^j, its expectation right. It pays only if
+    the weights are nearly equal: in many dimensions its variance is far larger.
 
     Args:
-        num_samples: N, how many draws of each filtering law.
-        num_draws: how many indices each of them averages, at least two; `None` for all of them.
+        num_samples: N, the number of draws per filtering law.
+        num_draws: the number of indices per draw, at least two; `None` for all of them.
         normalised: whether weights are divided by their sum: a bias of order 1/N, and less
             variance.
-        num_replicates: how many sets of draws run side by side, whose spread is the standard error;
-            with one it is not known. A bias of order 1/N is not part of it.
-        backward: how indices are drawn, `ExactBackward()` or `RejectionBackward()`; by default the
+        num_replicates: the number of independent sets of draws, whose spread is the standard error;
+            with one it is unavailable. A bias of order 1/N is not part of it.
+        backward: the sampler of indices, `ExactBackward()` or `RejectionBackward()`; by default the
             latter under linear-Gaussian kernels, where its cost is linear in N as long as kernels
             are not much narrower than filtering laws.
     """
@@ -75,7 +76,7 @@ class WeightedSamples(eqx.Module):
     def __check_init__(self) -> None:
         if check_count(self.num_samples, "num_samples") < 2:
             raise ValueError(
-                "WeightedSamples weighs draws against each other: num_samples must be at least 2,"
+                "WeightedSamples compares draws with each other: num_samples must be at least 2,"
                 f" got {self.num_samples}."
             )
         check_count(self.num_replicates, "num_replicates")
@@ -87,11 +88,11 @@ class WeightedSamples(eqx.Module):
                 )
             if not self.normalised:
                 raise ValueError(
-                    "Indices are drawn with weights that are normalised. For unbiased estimates use"
+                    "Indices are drawn with normalised weights. For unbiased estimates use"
                     " WeightedSamples(num_samples, normalised=False)."
                 )
         elif self.backward is not None:
-            raise ValueError("backward says how indices are drawn: it needs num_draws as well.")
+            raise ValueError("backward is the sampler of indices: pass num_draws as well.")
         kinds = (ExactBackward, RejectionBackward)
         if self.backward is not None and not isinstance(self.backward, kinds):
             raise TypeError(
@@ -101,7 +102,7 @@ class WeightedSamples(eqx.Module):
 
 
 class SampleStatistics(eqx.Module):
-    """The draws of the last row, and the statistics at them less their mean.
+    """The draws of the last row, and their statistics less the mean.
 
     Attributes:
         samples: draws ξ_k^i of q_k.
@@ -113,12 +114,12 @@ class SampleStatistics(eqx.Module):
 
 
 class SampledRecursion(NamedTuple):
-    """The recursion over draws, of all replicates side by side.
+    """The recursion over draws, for all replicates at once.
 
     Attributes:
-        method: how many draws, and how they are weighed.
+        method: the number of draws, and their weights.
         law_of: the backward kernels, from `backward_law`.
-        followed: what the statistics are of.
+        followed: the lower bound and functionals to compute.
     """
 
     method: WeightedSamples
@@ -126,7 +127,7 @@ class SampledRecursion(NamedTuple):
     followed: Followed
 
     def start(self, at: Arrival, key: PRNGKey) -> tuple[SampleStatistics, Sums, Scalar]:
-        """The statistics after the first row, their means, and the number of draws."""
+        """Return the statistics after the first row, their means, and the number of draws."""
         count = self.method.num_samples
 
         def one(key: PRNGKey) -> tuple[SampleStatistics, Sums]:
@@ -139,12 +140,12 @@ class SampledRecursion(NamedTuple):
     def advance(
         self, statistics: SampleStatistics, at: Arrival, key: PRNGKey
     ) -> tuple[SampleStatistics, Sums, Scalar]:
-        """The statistics one row later, what it adds to their means, and the ess of the weights."""
+        """Return the next statistics, the increments of their means, and the ess of the weights."""
         method, law_of, followed = self
 
         def one(before: SampleStatistics, key: PRNGKey) -> tuple[SampleStatistics, Sums, Array]:
-            own, draw_key = jax.random.split(key)
-            xs = _draw(at.law, own, method.num_samples)
+            law_key, draw_key = jax.random.split(key)
+            xs = _draw(at.law, law_key, method.num_samples)
             if method.num_draws is None:
                 carried, ess = _over_all(method, law_of, followed, before, at, xs)
             else:
@@ -159,7 +160,7 @@ class SampledRecursion(NamedTuple):
         return after, means, jnp.mean(ess)
 
     def estimate(self, totals: Sums) -> tuple[Sums, Sums]:
-        """The mean over replicates and its standard error."""
+        """Return the mean over replicates and its standard error."""
         count = self.method.num_replicates
 
         def error(leaf: Array) -> Array:
@@ -183,7 +184,7 @@ def _centred(xs: Float[Array, "sample state"], values: Sums) -> tuple[SampleStat
 
 
 def _plus(values: Sums, more: Sums) -> Sums:
-    """The sum, of which `more` may leave out what it adds nothing to."""
+    """Add two sums; entries missing in `more` count as zero."""
     elbo = values.elbo if more.elbo is None else values.elbo + more.elbo
     named = {
         name: jax.tree.map(jnp.add, value, more.values[name]) if name in more.values else value
@@ -197,7 +198,7 @@ def _of_kind(functional: AbstractFunctional, kind: type) -> list[Any]:
 
 
 def _at_first(followed: Followed, at: Arrival, xs: Float[Array, "sample state"]) -> Sums:
-    """The statistics T_0."""
+    """Return the statistics T_0."""
     elbo = None
     if followed.model is not None:
         joint = LogJoint(followed.model)
@@ -210,7 +211,7 @@ def _at_first(followed: Followed, at: Arrival, xs: Float[Array, "sample state"])
 
 
 def _at_states(followed: Followed, at: Arrival, xs: Float[Array, "sample state"]) -> Sums:
-    """What depends on x_k alone: it needs no expectation."""
+    """Return the terms that depend on x_k alone, which need no expectation."""
     elbo, values = None, {}
     if followed.model is not None:
         (emission,) = _of_kind(LogJoint(followed.model), AbstractStateTerm)
@@ -226,7 +227,7 @@ def _at_states(followed: Followed, at: Arrival, xs: Float[Array, "sample state"]
 def _pair_functions(
     followed: Followed, at: Arrival
 ) -> tuple[Callable[[Array, Array], Scalar] | None, dict[str, Callable[[Array, Array], PyTree]]]:
-    """What depends on (x_{k-1}, x_k): log m for the bound, and the pair terms of functionals."""
+    """Return the functions of (x_{k-1}, x_k): log m for the bound, and the pair terms."""
 
     def total(functional: AbstractFunctional, data: PyTree) -> Callable[[Array, Array], PyTree]:
         terms = _of_kind(functional, AbstractPairTerm)
@@ -249,7 +250,7 @@ def _over_all(
     at: Arrival,
     xs: Float[Array, "sample state"],
 ) -> tuple[Sums, Scalar]:
-    """The expectation over all draws of the time before, and the mean ess of the weights."""
+    """Return the expectation over all previous draws, and the mean ess of the weights."""
     befores, count = before.samples, method.num_samples
     transition, functions = _pair_functions(followed, at)
 
@@ -259,7 +260,7 @@ def _over_all(
         weights = shares if method.normalised else _unbiased(logs)
 
         def over_pairs(fn: Callable[[Array, Array], PyTree]) -> PyTree:
-            # Over x_{k-1} outside: what a transition makes of it is computed once.
+            # x_{k-1} is the outer loop, so that its transition is computed once.
             return jax.vmap(lambda b: jax.vmap(lambda x: fn(b, x))(xs))(befores)
 
         def paired(values: Array) -> Array:
@@ -281,22 +282,23 @@ def _over_all(
 
 
 def _in_tiles(fn: Callable[[Array], PyTree], xs: Float[Array, "sample state"], rows: int) -> PyTree:
-    """A function of many states, taken over some of them at a time."""
+    """Evaluate a function of many states in tiles."""
     count = xs.shape[0]
     tiles = -(-count // rows)
     padded = jnp.pad(xs, ((0, tiles * rows - count), (0, 0)), mode="edge")
-    found = lax.map(fn, padded.reshape(tiles, rows, -1))
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], found)
+    values = lax.map(fn, padded.reshape(tiles, rows, -1))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], values)
 
 
 def _unbiased(logs: Float[Array, "now before"]) -> Float[Array, "now before"]:
-    """What the draws before count for, with expectations as under the kernel itself.
+    """Return weights of the previous draws whose averages are unbiased.
 
     With a_j what is averaged, w_j the weights, S their sum and b_j = Σ_{l≠j} w_l a_l / (S − w_j),
 
         (1/N) Σ_j [w_j (a_j − b_j) + b_j] = Σ_l a_l (w_l/N) [1 + Σ_{j≠l} (1 − w_j) / (S − w_j)].
 
-    These sum to one over l. The part of the largest weight is taken apart, since S less it cancels.
+    These sum to one over l. The largest weight is treated separately, since subtracting it from S
+    cancels.
     """
     count = logs.shape[1]
     weights = jnp.exp(logs)
@@ -305,8 +307,8 @@ def _unbiased(logs: Float[Array, "now before"]) -> Float[Array, "now before"]:
     ratios = jnp.where(largest, 0.0, (1.0 - weights) / jnp.where(largest, 1.0, rest))
     others = jax.nn.softmax(jnp.where(largest, -jnp.inf, logs), axis=1)
     top = jnp.sum(jnp.where(largest, weights, 0.0), axis=1, keepdims=True)
-    own = weights * (1.0 + jnp.sum(ratios, axis=1, keepdims=True) - ratios)
-    return (own + (1.0 - top) * others) / count
+    terms = weights * (1.0 + jnp.sum(ratios, axis=1, keepdims=True) - ratios)
+    return (terms + (1.0 - top) * others) / count
 
 
 class _Backward(AbstractKernel):
@@ -344,7 +346,7 @@ def _over_draws(
     xs: Float[Array, "sample state"],
     key: PRNGKey,
 ) -> Sums:
-    """The mean over a few draws, for each state, from those of the time before."""
+    """Return the mean over a few previous draws for each state."""
     befores, draws = before.samples, method.num_draws or 0
     repeated = jnp.repeat(xs, draws, axis=0)
     chosen = _indices(method, law_of, at, befores, repeated, key)
@@ -375,7 +377,7 @@ def _indices(
     xs: Float[Array, "draw state"],
     key: PRNGKey,
 ) -> Int[Array, "draw"]:
-    """One index for each state, with the weights of `log_weights`.
+    """Draw one index per state, with the weights of `log_weights`.
 
     These are the backward draws of a particle smoother whose particles have weights 1/q_{k-1} and
     whose transition density, read from the state back to the particle, is the backward kernel.
@@ -386,8 +388,8 @@ def _indices(
     if sampler is None:
         sampler = RejectionBackward() if linear else ExactBackward()
     pairs = Pairs.of(kernel, None, befores, reverse=True)
-    own = jax.nn.log_softmax(-jax.vmap(at.before.log_prob)(befores))
+    log_proposal = jax.nn.log_softmax(-jax.vmap(at.before.log_prob)(befores))
     start_key, draw_key = jax.random.split(key)
-    # Where all weights vanish nothing tells draws apart, and any of them is taken.
+    # If all weights vanish, any draw is used.
     fallback = jax.random.randint(start_key, (xs.shape[0],), 0, befores.shape[0])
-    return sampler.draw(draw_key, pairs, own, xs, fallback)
+    return sampler.draw(draw_key, pairs, log_proposal, xs, fallback)

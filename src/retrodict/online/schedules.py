@@ -9,10 +9,10 @@ from retrodict._types import Scalar
 
 
 def robbins_monro(rate: float, exponent: float = 0.6, warmup: int = 0) -> optax.Schedule:
-    """Step sizes rate · n^{−exponent}, whose sum diverges while that of their squares does not.
+    """Return step sizes rate · n^{−exponent}, whose sum diverges and whose squares are summable.
 
-    With exponents in (½, 1] the steps forget where they started and average the noise away: what is
-    learned converges. Parameters that drift are followed by a constant step instead.
+    With exponents in (½, 1] the estimate forgets its start and averages the noise, and converges.
+    Use a constant step for parameters that drift.
 
     Example:
         >>> import retrodict as rd
@@ -22,7 +22,7 @@ def robbins_monro(rate: float, exponent: float = 0.6, warmup: int = 0) -> optax.
 
     Args:
         rate: the largest step size.
-        exponent: how quickly steps shrink.
+        exponent: the rate at which steps shrink.
         warmup: steps during which the size grows linearly to `rate`, before it shrinks.
 
     Returns:
@@ -33,7 +33,7 @@ def robbins_monro(rate: float, exponent: float = 0.6, warmup: int = 0) -> optax.
     if not 0.5 < exponent <= 1.0:
         raise ValueError(
             f"robbins_monro expects an exponent in (0.5, 1], got {exponent}: below it the noise"
-            " does not average out, above it the steps end before they arrive."
+            " does not average out, above it the steps shrink before the estimate converges."
         )
     if warmup < 0:
         raise ValueError(f"robbins_monro expects a warmup of at least 0 steps, got {warmup}.")

@@ -12,7 +12,6 @@ from retrodict._numerics import linalg
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count
 from retrodict.online.fixed_lag import factor_shapes
-from retrodict.online.followed import zeros_like_shapes
 from retrodict.online.gradient import AbstractRecursiveGradient, RowGradient, check_has_family
 from retrodict.online.parts import Parts, as_vector, dtype_of
 from retrodict.online.rows import first_terms, log_emission, log_transition
@@ -24,11 +23,12 @@ from retrodict.online.sensitivity import (
     check_sensitivity,
     follow,
 )
+from retrodict.online.stream import zeros_like_shapes
 from retrodict.online.weights import backward_law, log_weights
 
 
 class ScoreState(eqx.Module):
-    """What `RecursiveScore` carries from one row to the next.
+    """The state of `RecursiveScore`.
 
     Attributes:
         family: the family's state and its derivative.
@@ -36,7 +36,7 @@ class ScoreState(eqx.Module):
         xs: draws of it.
         values: T_k at the draws, less their mean.
         scores: S_k at the draws, less their mean.
-        mean_score: the mean of S_k, summed up over the rows.
+        mean_score: the mean of S_k, summed over the rows.
         terminal: the part of the gradient that comes from moving q_k.
         started: whether a row was read.
     """
@@ -52,7 +52,7 @@ class ScoreState(eqx.Module):
 
 
 class RecursiveScore(AbstractRecursiveGradient):
-    """The gradient of the ELBO by scores, carried forward on samples of the filtering laws.
+    """The score-function gradient of the ELBO, computed forward on samples of the filtering laws.
 
     With ℓ_k the increment of log p − log q and T_k(x_k) = E_{q_{k-1|k}}[T_{k-1} + ℓ_k], the
     function S_k = ∂(T_k + log q_k) follows
@@ -61,15 +61,15 @@ class RecursiveScore(AbstractRecursiveGradient):
 
     and ∂ELBO_k = E_{q_k}[S_k + ∂ log q_k · (T_k − b')]. Expectations under q_{k-1|k} are taken over
     draws of q_{k-1} with weights. The baselines b and b' are conditional means over the *other*
-    draws, so that they take no expectation with them; where the chain is exact T_{k-1} + ℓ_k is a
-    constant, and no noise is left in λ. Derivatives reach back through the family's state by its
+    draws, so that they do not change expectations; where the chain is exact T_{k-1} + ℓ_k is a
+    constant, and the gradient in λ has no noise. Derivatives through the family's state use its
     sensitivity. A row costs num_samples² evaluations of the transition.
 
     Args:
-        num_samples: how many draws of each filtering law.
-        normalised: whether weights are made to sum to one, which lowers the variance and leaves a
-            bias of order 1 / num_samples; without it the gradient is unbiased.
-        sensitivity: `"exact"`, or `"none"` to take the family's state for a constant.
+        num_samples: the number of draws per filtering law.
+        normalised: whether weights are normalised to sum to one, which lowers the variance and
+            leaves a bias of order 1 / num_samples; without it the gradient is unbiased.
+        sensitivity: `"exact"`, or `"none"` to treat the family's state as a constant.
     """
 
     num_samples: int = eqx.field(static=True)
@@ -86,11 +86,11 @@ class RecursiveScore(AbstractRecursiveGradient):
         self.normalised, self.sensitivity = normalised, sensitivity
 
     def check(self, parts: Parts) -> None:
-        """Refuses a missing family."""
+        """Raise if there is no family."""
         check_has_family(parts, "RecursiveScore")
 
     def init(self, parts: Parts) -> ScoreState:
-        """The state before anything was read."""
+        """Return the state before the first row."""
         family, _ = parts.whole
         dtype, count = dtype_of(parts.parameters), self.num_samples
         none = jnp.zeros_like(as_vector(parts.parameters).values)
@@ -108,7 +108,7 @@ class RecursiveScore(AbstractRecursiveGradient):
     def update(
         self, parts: Parts, state: ScoreState, row: Row, key: PRNGKey
     ) -> tuple[ScoreState, RowGradient]:
-        """Draws from the new filtering law, and carries T and S to the draws."""
+        """Draw from the new filtering law, and compute T and S at the draws."""
         vector = as_vector(parts.parameters)
         after = advanced(parts, state.family, row, self.sensitivity)
         reading = Reading(parts, state.family, after, row)
@@ -128,7 +128,7 @@ class RecursiveScore(AbstractRecursiveGradient):
         terminal = reading.gradient(
             lambda family, model, read: jnp.sum(shares * jax.vmap(read.law.log_prob)(xs))
         )
-        found = ScoreState(
+        next_state = ScoreState(
             after,
             law,
             xs,
@@ -138,9 +138,9 @@ class RecursiveScore(AbstractRecursiveGradient):
             terminal,
             jnp.ones((), bool),
         )
-        return found, RowGradient(
+        return next_state, RowGradient(
             level,
-            vector.unravel(found.mean_score + terminal),
+            vector.unravel(next_state.mean_score + terminal),
             vector.unravel(slope + terminal - state.terminal),
             jnp.ones((), bool),
             factor,
@@ -150,7 +150,7 @@ class RecursiveScore(AbstractRecursiveGradient):
 def _first(
     reading: Reading, factor: Factor, xs: Float[Array, "sample state"]
 ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
-    """T_0 = log χ g_0 − log q_0 and S_0 = ∂_θ log χ g_0."""
+    """Return T_0 = log χ g_0 − log q_0 and S_0 = ∂_θ log χ g_0."""
     joint, scores = first_terms(reading, xs)
     return joint - jax.vmap(factor.law.log_prob)(xs), scores
 
@@ -162,7 +162,7 @@ def _later(
     state: ScoreState,
     xs: Float[Array, "sample state"],
 ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
-    """T_k and S_k at the draws x_k^i, from those at x_{k-1}^j."""
+    """Return T_k and S_k at the draws x_k^i, from those at x_{k-1}^j."""
     family, model = reading.parts.whole
     row, befores = reading.row, state.xs
     log_w = log_weights(backward_law(family), state.law, factor.kernel, xs, befores)
@@ -191,7 +191,7 @@ def _later(
 def _self_normalised(
     log_w: Float[Array, "now before"], sums: Float[Array, "now before"]
 ) -> tuple[Float[Array, "now before"], Float[Array, "now before"]]:
-    """Weights that sum to one; and times the distance of each sum from its conditional mean."""
+    """Return weights that sum to one, and the weights times the centred sums."""
     weights = jax.nn.softmax(log_w, axis=1)
     mean = jnp.sum(weights * sums, axis=1, keepdims=True)
     return weights, weights * (sums - mean)
@@ -200,9 +200,9 @@ def _self_normalised(
 def _unbiased(
     log_w: Float[Array, "now before"], sums: Float[Array, "now before"]
 ) -> tuple[Float[Array, "now before"], Float[Array, "now before"]]:
-    """Weights whose averages are unbiased and exact for constants; and times the centred sums.
+    """Return weights whose averages are unbiased and exact for constants, and times centred sums.
 
-    For any c_j that the j-th draw has no part in, w_j (f_j − c_j) + c_j has the expectation of
+    For any c_j that does not depend on the j-th draw, w_j (f_j − c_j) + c_j has the expectation of
     w_j f_j, since that of w_j is one. With c_j the mean of f over the other draws in the weights
     v = w + 1, which are never all small, the average is Σ_j B_j f_j with Σ_j B_j = 1.
     """

@@ -1,10 +1,10 @@
-"""How the state of a family depends on its parameters, carried along with it.
+"""The derivative of a family's state in its parameters, updated with the state.
 
 The state a_k = f_λ(a_{k-1}, y_k) depends on λ through all rows. Its derivative follows
 
     J_k = ∂_a f · J_{k-1} + ∂_λ f,
 
-called real-time recurrent learning: exact, at the price of a matrix as large as the state times
+called real-time recurrent learning: exact, at the cost of a matrix of the size of the state times
 the parameters.
 """
 
@@ -30,7 +30,7 @@ class Followed(eqx.Module):
 
     Attributes:
         state: a_k.
-        jacobian: J_k, a row for each number of the state and a column for each parameter of the
+        jacobian: J_k, with one row per number of the state and one column per parameter of the
             family.
     """
 
@@ -39,7 +39,7 @@ class Followed(eqx.Module):
 
 
 class Numbers(eqx.Module):
-    """The floating numbers of a state as one vector, and the way back."""
+    """The floating-point numbers of a state as one vector, and the inverse map."""
 
     values: Float[Array, "entries"]
     rest: PyTree
@@ -47,18 +47,18 @@ class Numbers(eqx.Module):
 
     @classmethod
     def of(cls, state: PyTree) -> "Numbers":
-        """Takes a state apart: what is counted in it has no derivative."""
+        """Split a state into floating-point numbers and the rest, which has no derivative."""
         moving, rest = eqx.partition(state, eqx.is_inexact_array)
         values, unravel = ravel_pytree(moving)
         return cls(values, rest, unravel)
 
     def state(self, values: Array) -> PyTree:
-        """The state with these numbers."""
+        """Return the state with these numbers."""
         return eqx.combine(self.unravel(values), self.rest)
 
 
 def follow(parts: Parts) -> Followed:
-    """The state before anything was read, and its derivative."""
+    """Return the state before the first row, and its derivative."""
     vector = as_vector(parts.parameters)
 
     def start(values: Array) -> Array:
@@ -69,13 +69,13 @@ def follow(parts: Parts) -> Followed:
 
 
 def advanced(parts: Parts, before: Followed, row: Row, sensitivity: Sensitivity) -> Followed:
-    """The state one row later, and its derivative.
+    """Return the state one row later, and its derivative.
 
     Args:
         parts: the family and the model.
         before: the state and derivative before the row.
         row: the row.
-        sensitivity: `"exact"`, or `"none"` to take the state before the row for a constant.
+        sensitivity: `"exact"`, or `"none"` to treat the state before the row as a constant.
     """
     vector, numbers = as_vector(parts.parameters), Numbers.of(before.state)
     family, _ = parts.whole
@@ -85,7 +85,7 @@ def advanced(parts: Parts, before: Followed, row: Row, sensitivity: Sensitivity)
         family, _ = _pair(parts, vector, values)
         return Numbers.of(family.advance(numbers.state(entries), family.embed(row))).values
 
-    # One backward pass for each number of the state: there are fewer of them than of parameters.
+    # One backward pass per number of the state: there are fewer of them than parameters.
     moved, pull = jax.vjp(move, vector.values, numbers.values)
     direct, through = jax.vmap(pull)(jnp.eye(moved.shape[0], dtype=moved.dtype))
     jacobian = direct[:, : vector.num_family]
@@ -95,7 +95,7 @@ def advanced(parts: Parts, before: Followed, row: Row, sensitivity: Sensitivity)
 
 
 class Reading(eqx.Module):
-    """The factors of a row as a function of all that they depend on.
+    """The factors of a row as a function of parameters and states.
 
     Functions of (family, model, factor) are differentiated in the parameters both directly and
     through the states before and after the row.
@@ -107,14 +107,14 @@ class Reading(eqx.Module):
     row: Row
 
     def factor(self) -> Factor:
-        """The law and the kernel of the row."""
+        """Return the law and the kernel of the row."""
         family, _ = self.parts.whole
         return family.read(self.before.state, self.after.state, family.embed(self.row))
 
     def gradient(
         self, fn: Callable[[Any, StateSpaceModel, Factor], Array]
     ) -> Float[Array, "parameter"]:
-        """The total derivative of a number in the parameters."""
+        """Return the total derivative of a scalar function in the parameters."""
         vector = as_vector(self.parts.parameters)
         old, new = Numbers.of(self.before.state), Numbers.of(self.after.state)
 
@@ -132,11 +132,11 @@ class Reading(eqx.Module):
 
 
 def _pair(parts: Parts, vector: Vector, values: Array) -> tuple[Any, StateSpaceModel]:
-    """The family and the model at parameters given as a vector."""
+    """Return the family and the model at a vector of parameters."""
     return Parts(vector.unravel(values), parts.fixed).whole
 
 
 def check_sensitivity(sensitivity: Any, owner: str) -> None:
-    """Refuses unknown names."""
+    """Raise unless the name is known."""
     if sensitivity not in ("exact", "none"):
         raise ValueError(f"{owner} expects sensitivity 'exact' or 'none', got {sensitivity!r}.")

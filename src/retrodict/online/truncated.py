@@ -1,4 +1,4 @@
-"""Truncated backpropagation: the gradient of the last rows, from a state that is held fixed."""
+"""Truncated backpropagation: the gradient of the last rows, from a fixed state."""
 
 from typing import Any, NamedTuple
 
@@ -21,14 +21,14 @@ from retrodict.online.parts import Parts, dtype_of
 
 
 class TruncatedState(eqx.Module):
-    """What `TruncatedBackprop` carries from one row to the next.
+    """The state of `TruncatedBackprop`.
 
     Attributes:
         rows: the last `window` + 1 rows, oldest first.
         oldest: the family's state before the first of them.
         previous: the family's state before the last row but one.
         latest: the family's state before the last row.
-        num_read: how many rows were read.
+        num_read: the number of rows that were read.
     """
 
     rows: Row
@@ -41,18 +41,16 @@ class TruncatedState(eqx.Module):
 class TruncatedBackprop(AbstractRecursiveGradient):
     """Backpropagation through the last rows of a stream, the baseline of recurrent learning.
 
-    What it differentiates is the increment of the ELBO over the last `window` rows, whose prior is
-    the filtering law before them; that law and the state behind it are held fixed. As long as all
-    rows of the stream are kept, it is the ELBO itself, and its gradient is exact: for series of at
-    most `window` + 1 rows nothing is truncated. What a learner ascends is the window's gradient
-    over the number of its rows. `elbo_increment` is taken over the last two states alone, which is
-    exact where the chain is.
+    It differentiates the increment of the ELBO over the last `window` rows, whose prior is the
+    filtering law before them; that law and its state are held fixed. Series of at most `window` + 1
+    rows are not truncated: the increment is the ELBO, and its gradient is exact. A learner ascends
+    the gradient divided by the number of rows of the window. `elbo_increment` is computed over the
+    last two states alone, which is exact where the chain is.
 
     Args:
-        window: how many rows to go back.
-        estimator: how the ELBO is taken; by default that of `fit`.
-        every: how many rows pass from one gradient to the next; with `every=window` each row is
-            gone over once.
+        window: the number of rows to backpropagate through.
+        estimator: the estimator of the ELBO; by default that of `fit`.
+        every: the number of rows between gradients; with `every=window` each row is used once.
     """
 
     window: int = eqx.field(static=True)
@@ -70,11 +68,11 @@ class TruncatedBackprop(AbstractRecursiveGradient):
         self.estimator = estimator
 
     def check(self, parts: Parts) -> None:
-        """Refuses a missing family."""
+        """Raise if there is no family."""
         check_has_family(parts, "TruncatedBackprop")
 
     def init(self, parts: Parts) -> TruncatedState:
-        """The state before anything was read."""
+        """Return the state before the first row."""
         family, _ = parts.whole
         dtype, count = dtype_of(parts.parameters), self.window + 1
         rows = Row(
@@ -88,7 +86,7 @@ class TruncatedBackprop(AbstractRecursiveGradient):
     def update(
         self, parts: Parts, state: TruncatedState, row: Row, key: PRNGKey
     ) -> tuple[TruncatedState, RowGradient]:
-        """Puts a row into the window, and backpropagates through it if it is its turn."""
+        """Add a row to the window, and backpropagate through the window if a gradient is due."""
         after = self._read(parts.whole[0], state, row)
         due = after.num_read % self.every == 0
         key, pair_key = jax.random.split(key)
@@ -108,14 +106,14 @@ class TruncatedBackprop(AbstractRecursiveGradient):
         return after, RowGradient(increment, gradient, mean, due, factor)
 
     def unseen(self, state: TruncatedState) -> TruncatedState:
-        """The state with a window in which nothing was seen."""
+        """Return the state with all rows of the window marked as missing."""
         rows = state.rows._replace(seen=jnp.zeros(state.rows.y.shape, bool))
-        return eqx.tree_at(lambda kept: kept.rows, state, rows)
+        return eqx.tree_at(lambda s: s.rows, state, rows)
 
     def _read(
         self, family: AbstractFactorFamily, state: TruncatedState, row: Row
     ) -> TruncatedState:
-        """The window one row later."""
+        """Return the window one row later."""
         full = state.num_read > self.window
         place = jnp.minimum(state.num_read, self.window)
         first = jax.tree.map(lambda leaf: leaf[0], state.rows)
@@ -125,14 +123,14 @@ class TruncatedBackprop(AbstractRecursiveGradient):
         oldest = _where(full, _advanced(family, state.oldest, first), state.oldest)
         latest = _where(state.num_read > 0, _advanced(family, state.latest, newest), state.latest)
         rows = jax.tree.map(
-            lambda kept, new: jnp.where(full, jnp.roll(kept, -1, axis=0), kept).at[place].set(new),
+            lambda old, new: jnp.where(full, jnp.roll(old, -1, axis=0), old).at[place].set(new),
             state.rows,
             row,
         )
         return TruncatedState(rows, oldest, state.latest, latest, state.num_read + 1)
 
     def _elbo(self, parts: Parts, state: TruncatedState, key: PRNGKey) -> Scalar:
-        """The ELBO of the stream, or its increment over the window once rows have left."""
+        """Return the ELBO of the stream, or its increment over the window once rows have left."""
         family, model = parts.whole
         length = jnp.minimum(state.num_read, self.window + 1)
         window = Window(state.oldest, state.rows, length, state.num_read <= self.window + 1)
@@ -141,7 +139,7 @@ class TruncatedBackprop(AbstractRecursiveGradient):
     def _last_pair(
         self, parts: Parts, state: TruncatedState, key: PRNGKey
     ) -> tuple[Scalar, Factor]:
-        """What the last row added to the ELBO, over its state and the one before; its factors."""
+        """Return the ELBO increment of the last row over the last two states, and its factors."""
         family, model = parts.whole
         first = state.num_read == 1
         begin = jnp.clip(state.num_read - 2, 0, self.window - 1)
@@ -156,14 +154,14 @@ class TruncatedBackprop(AbstractRecursiveGradient):
 
 
 class Window(NamedTuple):
-    """Some rows of a stream, and what lies before them.
+    """Some rows of a stream, and the state before them.
 
     Attributes:
         before: the family's state before the first row.
         rows: the rows.
-        length: how many of them exist.
-        from_start: whether the first row is that of the stream. If not, it stands for the past: its
-            law is the prior of the rows after it.
+        length: the number of rows that exist.
+        from_start: whether the first row is the first of the stream. If not, its law is the prior
+            of the rows after it.
     """
 
     before: PyTree
@@ -173,19 +171,19 @@ class Window(NamedTuple):
 
 
 class EitherLaw(eqx.Module):
-    """One of two laws, known when the program runs."""
+    """One of two laws, selected at run time."""
 
     first: Bool[Array, ""]
     one: Any
     other: Any
 
     def log_prob(self, x: Float[Array, "state"]) -> Scalar:
-        """The log density of the law that it is."""
+        """Return the log density of the selected law."""
         one = jnp.sum(jnp.asarray(self.one.log_prob(x)))
         return jnp.where(self.first, one, self.other.log_prob(x))
 
     def sample(self, key: PRNGKey) -> Float[Array, "state"]:
-        """Draws from the law that it is."""
+        """Draw from the selected law."""
         return jnp.where(self.first, self.one.sample(key), self.other.sample(key))
 
 
@@ -196,10 +194,10 @@ def _value(
     estimator: AbstractEstimator,
     key: PRNGKey,
 ) -> tuple[Scalar, Factor]:
-    """The ELBO of rows from the start, or its increment over all but the first; their factors.
+    """Return the ELBO of rows from the start, or its increment over all but the first; and factors.
 
-    If the law of the first row were exact, the increment would be the ELBO of the others under it
-    as a prior. That prior is held fixed, and so is the state before it.
+    The increment is the ELBO of the other rows with the law of the first row as prior, which is
+    exact if that law is. The prior and the state before it are held fixed.
     """
     rows, start = window.rows, window.from_start
     before = _where(start, family.init(), lax.stop_gradient(window.before))
@@ -215,7 +213,7 @@ def _value(
 
 def _either(first: Bool[Array, ""], one: Any, other: Any) -> Any:
     if isinstance(one, Gaussian) and isinstance(other, Gaussian):
-        # Still a Gaussian, of which expectations have a closed form.
+        # A Gaussian has expectations in closed form.
         pairs = [(law.mean, dense_scale(law.scale_tril)) for law in (one, other)]
         return Gaussian(*_where(first, *pairs))
     return EitherLaw(first, one, other)

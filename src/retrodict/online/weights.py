@@ -1,11 +1,11 @@
-"""Samples of one filtering law, weighed as draws of the backward kernel that leads to it.
+"""Samples of one filtering law, weighted as draws of the backward kernel to it.
 
-Draws ξ^j of q_{k-1} stand for the kernel q_{k-1|k}(x, ·) with the weights
+Draws ξ^j of q_{k-1} represent the kernel q_{k-1|k}(x, ·) with the weights
 
     w_j(x) = q_{k-1|k}(x, ξ^j) / q_{k-1}(ξ^j),
 
 for E_{q_{k-1}}[w(x) f] = E_{q_{k-1|k}(x, ·)}[f]. The mean of w_j(x) f(ξ^j) is unbiased; divided by
-the mean of the weights, which has expectation one, it is consistent and as a rule less variable.
+the mean of the weights, which has expectation one, it is consistent and usually less variable.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ BackwardLaw: TypeAlias = Callable[[PyTree, Array], Any]
 
 
 def backward_law(family: AbstractFamily) -> BackwardLaw:
-    """The backward kernels of a family, as a function of the step that `read` gave and of x_k.
+    """Return the backward kernels of a family as a function of the step of `read` and of x_k.
 
     Args:
         family: an unwrapped family.
@@ -45,7 +45,7 @@ def log_weights(
     xs: Float[Array, "now state"],
     befores: Float[Array, "before state"],
 ) -> Float[Array, "now before"]:
-    """The log weights log q_{k-1|k}(x_k^i, x_{k-1}^j) − log q_{k-1}(x_{k-1}^j) of all pairs.
+    """Return log q_{k-1|k}(x_k^i, x_{k-1}^j) − log q_{k-1}(x_{k-1}^j) of all pairs.
 
     They are not normalised: the mean of exp(·) over draws x_{k-1}^j of q_{k-1} has expectation one.
 
@@ -56,10 +56,10 @@ def log_weights(
         xs: states of time k.
         befores: states of time k-1.
     """
-    own = jax.vmap(before.log_prob)(befores)
+    log_before = jax.vmap(before.log_prob)(befores)
     if isinstance(step, LinearGaussianKernel):
-        return _log_densities(step, xs, befores) - own[None]
-    return jax.vmap(lambda x: jax.vmap(law_of(step, x).log_prob)(befores) - own)(xs)
+        return _log_densities(step, xs, befores) - log_before[None]
+    return jax.vmap(lambda x: jax.vmap(law_of(step, x).log_prob)(befores) - log_before)(xs)
 
 
 def _log_densities(
@@ -67,7 +67,7 @@ def _log_densities(
     xs: Float[Array, "now state"],
     befores: Float[Array, "before state"],
 ) -> Float[Array, "now before"]:
-    """The log densities of all pairs under one scale: whitened once, they are distances."""
+    """Return the log densities of all pairs under one scale, as distances of whitened states."""
     scale = kernel.scale_tril
     means = jax.vmap(lambda x: scale_solve(scale, kernel.law(x, None).mean))(xs)
     whitened = jax.vmap(lambda x: scale_solve(scale, x))(befores)

@@ -18,7 +18,7 @@ from retrodict.particles.importance_bound import (
 from retrodict.particles.importance_smoother import ImportancePosterior as ImportancePosterior
 from retrodict.particles.importance_smoother import importance_smoother as importance_smoother
 from retrodict.particles.online import AdditivePosterior as AdditivePosterior
-from retrodict.particles.online import OnlineSmoother as OnlineSmoother
+from retrodict.particles.online import AdditiveSmoother as AdditiveSmoother
 from retrodict.particles.online import OnlineState as OnlineState
 from retrodict.particles.online import forward_smoother as forward_smoother
 from retrodict.particles.online import paris as paris
@@ -33,6 +33,7 @@ from retrodict.particles.proposal import AbstractProposal as AbstractProposal
 from retrodict.particles.proposal import ChainProposal as ChainProposal
 from retrodict.particles.proposal import Guided as Guided
 from retrodict.particles.proposal import mean_lookahead as mean_lookahead
+from retrodict.particles.resampling import Scheme as Scheme
 from retrodict.particles.tempered import tempered_smoother as tempered_smoother
 
 __all__ = [

@@ -1,11 +1,11 @@
-"""Smoothed additive functionals as data arrive, in memory that does not grow with the series.
+"""Smoothed additive functionals along a series, in memory that does not grow with its length.
 
-Each particle carries an estimate of T_k(x) = E[H(x_{0:k}) | x_k = x, y_{0:k}], which obeys
+Each particle carries an estimate of T_k(x) = E[H(x_{0:k}) | x_k = x, y_{0:k}], which satisfies
 
     T_k(x_k) = E[T_{k-1}(x_{k-1}) + h_k(x_{k-1}, x_k) | x_k, y_{0:k-1}],
 
-an expectation under the backward kernel of the filter: taken over all particles, at a cost of N² a
-step, or over two draws for each particle (PaRIS, Olsson and Westerborn 2017).
+an expectation under the backward kernel of the filter. It is taken over all particles, at a cost of
+N² per step, or over two draws per particle (PaRIS, Olsson and Westerborn 2017).
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from retrodict._expectations import AbstractFunctional, add
 from retrodict._model import StateSpaceModel, check_densities, prepare_data, prepare_data_row
 from retrodict._parameters import unwrap
-from retrodict._series import Series, prepare_rows
+from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 from retrodict.particles.backward import AbstractBackwardSampler, RejectionBackward, check_sampler
@@ -33,22 +33,23 @@ from retrodict.particles.resampling import Scheme
 _REJECTION = RejectionBackward()
 
 TILE = 2**20
-"""How many pairs of particles the forward-only smoother weighs at once."""
+"""The number of pairs of particles that the forward-only smoother weights at once."""
 
 
 class OnlineState(eqx.Module):
-    """What an online smoother carries.
+    """The state of an `AdditiveSmoother`.
 
     Attributes:
-        key: the randomness that is left.
-        particles: the cloud at the current time.
-        log_weights: its normalised log weights.
-        statistics: T_k at each particle, a pytree as the functional has it with a leading axis.
+        key: the key for later rows.
+        particles: the particles at the current time.
+        log_weights: their normalised log weights.
+        statistics: T_k at each particle: the functional's pytree with a leading axis.
         log_evidence: an estimate of log p(y_{0:k}).
         ess: the effective sample size.
-        status: 0 if fine; 1 if no particle explained an observation, 2 if a weight was undefined.
-        status_time: the first time at which it was not; −1 if there is none.
-        num_read: how many rows were read.
+        status: 0 for success; 1 if no particle explained an observation, 2 if a weight was
+            undefined.
+        status_time: the first time with a non-zero status; −1 if there is none.
+        num_read: the number of rows that were read.
     """
 
     key: PRNGKey
@@ -68,32 +69,16 @@ class OnlineState(eqx.Module):
         return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1), self.statistics)
 
 
-class OnlineSmoother(eqx.Module):
-    """Smooths an additive functional as rows arrive.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, retrodict as rd
-        >>> model = rd.StateSpaceModel(
-        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        ... )
-        >>> smoother = rd.online.OnlineSmoother(model, rd.StateSum(), num_particles=50)
-        >>> state = smoother.init(jax.random.key(0), jnp.ones(1))
-        >>> state = smoother.update(state, jnp.ones(1))
-        >>> state.value.shape
-        (1,)
+class AdditiveSmoother(eqx.Module):
+    """A particle filter whose particles carry the statistic of an additive functional.
 
     Args:
         model: the model; its transition must have a density.
-        functional: any additive functional; by default its data is the row `Series(ys, mask,
-            inputs)`, as `LogJoint` and `Score` read it.
-        num_particles: how many particles.
-        backward: how the backward kernel is drawn from; `None` for the expectation over all
-            particles, at a cost of N² a step.
-        num_draws: how many draws each particle averages; at least two, with one the particles would
-            trace the genealogy.
-        resampling: the filter's scheme.
+        functional: any additive functional.
+        num_particles: the number of particles.
+        backward: the sampler of the backward kernel; `None` for the expectation over all particles.
+        num_draws: the number of backward draws per particle.
+        resampling: the scheme of the filter.
         threshold: the share of the particles below which the filter resamples.
     """
 
@@ -106,99 +91,56 @@ class OnlineSmoother(eqx.Module):
         self,
         model: StateSpaceModel,
         functional: AbstractFunctional,
-        num_particles: int = 1000,
+        num_particles: int,
         *,
         backward: AbstractBackwardSampler | None = _REJECTION,
         num_draws: int = 2,
         resampling: Scheme = "systematic",
         threshold: float = 0.5,
+        owner: str = "OnlineSmoother",
     ):
         if not isinstance(functional, AbstractFunctional):
             raise TypeError(
-                "OnlineSmoother expects a functional, such as StateSum(), got"
+                f"{owner} expects a functional, such as StateSum(), got"
                 f" {type(functional).__name__}."
             )
         if backward is not None:
-            check_sampler(backward, "OnlineSmoother")
-        check_densities(unwrap(model), "OnlineSmoother", ("transition",))
+            check_sampler(backward, owner)
+        check_densities(unwrap(model), owner, ("transition",))
         self.filter = make_filter(unwrap(model), num_particles, None, None, resampling, threshold)
         self.functional, self.backward = functional, backward
         self.num_draws = check_count(num_draws, "num_draws")
 
-    def init(
-        self, key: PRNGKey, y: Any, *, mask: Any = None, u: Any = None, data: PyTree = None
+    def start(self, key: PRNGKey, row: Series, data: PyTree) -> OnlineState:
+        """Return the state after the first row; called inside `jax.jit`."""
+        key, filter_key = jax.random.split(key)
+        step = self.filter.start(filter_key, row)
+        statistics = jax.vmap(lambda x: self.functional.initial(x, data))(step.particles)
+        status = (jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32))
+        zero = jnp.zeros_like(step.increment)
+        return _state(key, step, statistics, zero, status, jnp.zeros((), int))
+
+    def advance(
+        self, state: OnlineState, row: Series, data: PyTree, exists: Any = None
     ) -> OnlineState:
-        """The state after the first row.
+        """Return the state after one more row; called inside `jax.jit`."""
+        key, noise_key, select_key, back_key = jax.random.split(state.key, 4)
+        cloud, model = (state.particles, state.log_weights), self.filter.model
+        noise = self.filter.noise(noise_key, state.particles.dtype)
+        step = frozen_where(exists, self.filter.move(cloud, select_key, noise, row, None), cloud)
+        pairs = Pairs.of(model.transition, input_of(model.transition, row), cloud[0])
+        if self.backward is None:
+            statistics = _over_all(self, state, pairs, step.particles, data)
+        else:
+            statistics = _over_draws(self, state, pairs, step, data, back_key)
 
-        Args:
-            key: a typed key, for all that will be drawn.
-            y: the first observation, of shape `(obs,)`; NaN where an entry is missing.
-            mask: true where an entry was seen.
-            u: the input, of shape `(input,)`, if a kernel takes one.
-            data: the row of the functional's data; `None` for the observation.
-        """
-        check_key(key, "OnlineSmoother.init")
-        return _init(self, key, self._row(y, mask, u), data)
+        def select(new: Array, old: Array) -> Array:
+            new = new.astype(old.dtype)
+            return new if exists is None else jnp.where(exists, new, old)
 
-    def update(
-        self, state: OnlineState, y: Any, *, mask: Any = None, u: Any = None, data: PyTree = None
-    ) -> OnlineState:
-        """The state after one more row.
-
-        Args:
-            state: what `init` or the last update returned.
-            y: the observation, of shape `(obs,)`; NaN where an entry is missing.
-            mask: true where an entry was seen.
-            u: the input, of shape `(input,)`, if a kernel takes one.
-            data: the row of the functional's data; `None` for the observation.
-        """
-        return _update(self, state, self._row(y, mask, u), data)
-
-    def _row(self, y: Any, mask: Any, u: Any) -> Series:
-        """Validate one row."""
-        return prepare_data_row(self.filter.model, y, mask=mask, u=u)
-
-
-@eqx.filter_jit
-def _init(smoother: OnlineSmoother, key: PRNGKey, row: Series, data: PyTree) -> OnlineState:
-    return start(smoother, key, row, row if data is None else data)
-
-
-@eqx.filter_jit
-def _update(smoother: OnlineSmoother, state: OnlineState, row: Series, data: PyTree) -> OnlineState:
-    return advance(smoother, state, row, row if data is None else data, None)
-
-
-def start(smoother: OnlineSmoother, key: PRNGKey, row: Series, data: PyTree) -> OnlineState:
-    """The state after the first row, to be called inside `jax.jit`."""
-    key, own = jax.random.split(key)
-    step = smoother.filter.start(own, row)
-    statistics = jax.vmap(lambda x: smoother.functional.initial(x, data))(step.particles)
-    fine = (jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32))
-    return _state(key, step, statistics, jnp.zeros_like(step.increment), fine, jnp.zeros((), int))
-
-
-def advance(
-    smoother: OnlineSmoother, state: OnlineState, row: Series, data: PyTree, exists: Any
-) -> OnlineState:
-    """The state after one more row, to be called inside `jax.jit`."""
-    key, noise_key, select_key, back_key = jax.random.split(state.key, 4)
-    cloud, machine = (state.particles, state.log_weights), smoother.filter
-    noise = machine.noise(noise_key, state.particles.dtype)
-    step = frozen_where(exists, machine.move(cloud, select_key, noise, row, None), cloud)
-    pairs = Pairs.of(machine.model.transition, row.inputs, cloud[0])
-    if smoother.backward is None:
-        statistics = _over_all(smoother, state, pairs, step.particles, data)
-    else:
-        statistics = _over_draws(smoother, state, pairs, step, data, back_key)
-
-    def settled(new: Array, old: Array) -> Array:
-        new = new.astype(old.dtype)
-        return new if exists is None else jnp.where(exists, new, old)
-
-    statistics = jax.tree.map(settled, statistics, state.statistics)
-    status = (state.status, state.status_time)
-    return _state(key, step, statistics, state.log_evidence, status, state.num_read)
+        statistics = jax.tree.map(select, statistics, state.statistics)
+        status = (state.status, state.status_time)
+        return _state(key, step, statistics, state.log_evidence, status, state.num_read)
 
 
 def _state(
@@ -225,7 +167,7 @@ def _state(
 
 
 def _over_draws(
-    smoother: OnlineSmoother,
+    smoother: AdditiveSmoother,
     state: OnlineState,
     pairs: Pairs,
     step: Step,
@@ -246,7 +188,7 @@ def _over_draws(
 
 
 def _over_all(
-    smoother: OnlineSmoother,
+    smoother: AdditiveSmoother,
     state: OnlineState,
     pairs: Pairs,
     xs: Float[Array, "particle state"],
@@ -323,7 +265,7 @@ def paris(
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
         length: how many rows exist; the rest contributes exactly zero.
     """
-    smoother = OnlineSmoother(
+    smoother = AdditiveSmoother(
         model,
         functional,
         num_particles,
@@ -331,6 +273,7 @@ def paris(
         num_draws=num_draws,
         resampling=resampling,
         threshold=threshold,
+        owner="paris",
     )
     rest = {"mask": mask, "inputs": inputs, "length": length}
     return _whole_series("paris", smoother, key, ys, data, strict, rest)
@@ -371,13 +314,14 @@ def forward_smoother(
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
         length: how many rows exist; the rest contributes exactly zero.
     """
-    smoother = OnlineSmoother(
+    smoother = AdditiveSmoother(
         model,
         functional,
         num_particles,
         backward=None,
         resampling=resampling,
         threshold=threshold,
+        owner="forward_smoother",
     )
     rest = {"mask": mask, "inputs": inputs, "length": length}
     return _whole_series("forward_smoother", smoother, key, ys, data, strict, rest)
@@ -385,7 +329,7 @@ def forward_smoother(
 
 def _whole_series(
     owner: str,
-    smoother: OnlineSmoother,
+    smoother: AdditiveSmoother,
     key: PRNGKey,
     ys: Any,
     data: PyTree,
@@ -402,15 +346,15 @@ def _whole_series(
 
 @eqx.filter_jit
 def _scan(
-    smoother: OnlineSmoother, key: PRNGKey, series: Series, data: PyTree
+    smoother: AdditiveSmoother, key: PRNGKey, series: Series, data: PyTree
 ) -> AdditivePosterior:
     rows = series.rows
-    data = rows if data is None else data
-    first = start(smoother, key, *jax.tree.map(lambda leaf: leaf[0], (rows, data)))
+    data = rows if data is None else jax.tree.map(jnp.asarray, data)
+    first = smoother.start(key, *jax.tree.map(lambda leaf: leaf[0], (rows, data)))
 
     def move(carry: tuple[OnlineState, Scalar], at: tuple) -> tuple[tuple, None]:
         state, least = carry
-        state = advance(smoother, state, *at)
+        state = smoother.advance(state, *at)
         return (state, jnp.minimum(least, state.ess)), None
 
     later = jax.tree.map(lambda leaf: leaf[1:], (rows, data, series.exists()))
