@@ -22,7 +22,7 @@ from linear_models import random_model
 from retrodict._chains import AbstractKernelChain
 from retrodict._exact import KalmanPosterior
 from retrodict.particles import GuidedPosterior
-from retrodict.particles.pairs import Pairs
+from retrodict.particles.backward_weights import Pairs
 from wrong_chain import shaken
 
 UNTYPED = cast(Any, rd)

@@ -19,8 +19,8 @@ import scipy.stats
 import retrodict as rd
 from retrodict.particles import backward as backward_module
 from retrodict.particles import resampling
-from retrodict.particles.exponential import power_of_two
-from retrodict.particles.pairs import Pairs
+from retrodict.particles.backward_weights import Pairs
+from retrodict.particles.power_of_two import power_of_two
 
 RARE = 1e-6
 SCHEMES = ("systematic", "stratified", "residual", "multinomial")

@@ -16,9 +16,9 @@ from retrodict._learning.batch import prepare_batch
 from retrodict._smooth import check as grading
 from retrodict._smooth import smooth as driver
 from retrodict._smooth.amortise import Training
-from retrodict._smooth.check import Grade
-from retrodict._smooth.simulate_like import like_batch
-from retrodict._smooth.smooth import _stands
+from retrodict._smooth.check import BatchCheck
+from retrodict._smooth.simulate_like import simulate_batch
+from retrodict._smooth.smooth import _is_as_good
 from retrodict.bounds.reference import find_reference
 
 N, QUICK = 30, {"num_steps": 3, "num_series": 8, "num_samples": 32, "progress": False}
@@ -238,7 +238,7 @@ def test_without_a_density_the_smoother_speaks_for_itself():
     found = rd.smooth(stiff, simulated(stiff, 2))
     assert found.method == "linearised" and found.mean.shape == (2, N, 1)
     assert not found.trustworthy
-    assert "calls itself 'ok'" in found.reason and "transition with a density" in found.reason
+    assert "has status 'ok'" in found.reason and "transition with a density" in found.reason
     with pytest.raises(ValueError, match="transition with a density"):
         rd.smooth(stiff, simulated(stiff), method="amortised")
 
@@ -284,14 +284,14 @@ def test_a_family_breaks_or_is_beaten():
     """NaN compares as nothing: a broken family must not stand."""
 
     def graded(elbo, *objections):
-        return Grade(objections, elbo, "", None if objections else "not checked")
+        return BatchCheck(objections, elbo, "", None if objections else "not checked")
 
-    assert _stands(graded(-5.0), graded(-6.0))
-    assert not _stands(graded(-7.0), graded(-6.0))
-    assert _stands(graded(-7.0), graded(-6.0, "mode loss"))
-    assert not _stands(graded(-7.0, "mode loss"), graded(-6.0, "mode loss"))
-    assert not _stands(graded(float("nan")), graded(-6.0, "mode loss"))
-    assert _stands(Grade((), -7.0, ""), graded(-6.0, "wrong law"))
+    assert _is_as_good(graded(-5.0), graded(-6.0))
+    assert not _is_as_good(graded(-7.0), graded(-6.0))
+    assert _is_as_good(graded(-7.0), graded(-6.0, "mode loss"))
+    assert not _is_as_good(graded(-7.0, "mode loss"), graded(-6.0, "mode loss"))
+    assert not _is_as_good(graded(float("nan")), graded(-6.0, "mode loss"))
+    assert _is_as_good(BatchCheck((), -7.0, ""), graded(-6.0, "wrong law"))
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ def test_training_series_take_after_the_given_ones():
         takes_input=True,
         owner="test",
     )
-    found = like_batch(jax.random.key(0), model, batch, 6, 64)
+    found = simulate_batch(jax.random.key(0), model, batch, 6, 64)
     assert found.ys.shape == (6, 64, 1)
     assert found.options["length"].tolist() == [64, 20, 64, 20, 64, 20]
     inputs, mask = found.options["inputs"][..., 0], found.options["mask"][..., 0]
@@ -357,12 +357,12 @@ def test_a_trained_family_knows_both_modes():
     ("options", "kind", "message"),
     [
         ({"method": "exact"}, TypeError, "linear-Gaussian kernels, got Gaussian, Linear"),
-        ({"method": "best"}, ValueError, "expects a method of"),
+        ({"method": "best"}, ValueError, "`method` must be one of"),
         ({"family": 3}, TypeError, "expects a family, got int"),
         ({"key": 0}, TypeError, "one typed key"),
         ({"num_samples": 16}, ValueError, "32 or more, got 16"),
         ({"num_samples": 100}, ValueError, "a multiple of it, got 100"),
-        ({"check": False}, ValueError, "smooth chooses by a check"),
+        ({"check": False}, ValueError, "check chooses the method"),
         ({"num_steps": 0}, ValueError, "num_steps must be at least 1"),
         ({"inputs": np.zeros((N, 1))}, ValueError, "smooth: the model reads no inputs"),
         ({"mask": np.ones(N, bool)}, ValueError, "mask must have the shape of ys"),
@@ -385,7 +385,7 @@ def test_other_misuse_is_refused():
     with pytest.raises(ValueError, match="must have 1 columns, got 2"):
         rd.smooth(MILD, np.zeros((N, 2)))
     family = rd.ConjugateFamily(jax.random.key(0), 1, 1, width=4)
-    with pytest.raises(ValueError, match="the method 'linearised' has no use for"):
+    with pytest.raises(ValueError, match="method 'linearised' does not use a family"):
         rd.smooth(MILD, np.zeros((N, 1)), method="linearised", family=family)
     wrong = rd.smooth(LINEAR, np.zeros((N, 1)))
     with pytest.raises(TypeError, match="Pass its .family"):
@@ -433,6 +433,16 @@ def explosive(scale: float) -> rd.StateSpaceModel:
         rd.NonlinearGaussianKernel(lambda x: x + 0.2 * (x - x**3), rd.Diagonal(jnp.array([0.2]))),
         rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
     )
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_simulated_keeps_the_linearised_answer():
+    ys = 1.0 + 0.5 * np.sin(np.arange(12.0))[:, None]
+    smoothed = rd.smooth(explosive(50.0), ys, **QUICK)
+    assert smoothed.method == "linearised"
+    assert smoothed.trustworthy or "simulates series that are not finite" in smoothed.reason
+    with pytest.raises(ValueError, match="simulates series that are not finite"):
+        rd.smooth(explosive(50.0), ys, method="amortised", check=False, **QUICK)
 
 
 def test_simulated_paths_that_are_not_finite_are_replaced():

@@ -13,14 +13,19 @@ from retrodict._model import StateSpaceModel, check_densities
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
-from retrodict.particles.backward import (
+from retrodict.particles.backward_samplers import (
     AbstractBackwardSampler,
     ExactBackward,
     Genealogy,
     check_sampler,
 )
+from retrodict.particles.backward_weights import Pairs
 from retrodict.particles.cloud import Filter
-from retrodict.particles.diagnosis import (
+from retrodict.particles.moments import num_distinct, path_expectation, path_moments, path_quantile
+from retrodict.particles.particle_filter import ParticleFilterPosterior, prepare_filter, run_filter
+from retrodict.particles.proposal import AbstractProposal, Lookahead
+from retrodict.particles.resampling import Scheme, resample
+from retrodict.particles.status import (
     DEGENERATE,
     FINE,
     check_data,
@@ -28,11 +33,6 @@ from retrodict.particles.diagnosis import (
     check_single,
     refuse_failure,
 )
-from retrodict.particles.moments import num_distinct, path_expectation, path_moments, path_quantile
-from retrodict.particles.pairs import Pairs
-from retrodict.particles.particle_filter import ParticleFilterPosterior, prepare_filter, run_filter
-from retrodict.particles.proposal import AbstractProposal, Lookahead
-from retrodict.particles.resampling import Scheme, resample
 
 FEW = 10
 """With paths through fewer particles than this at some time, a smoother has degenerated."""

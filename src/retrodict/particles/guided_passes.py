@@ -34,9 +34,9 @@ from retrodict._expectations import Observations, fill_padding, input_of
 from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
-from retrodict.particles.backward import AbstractBackwardSampler, Genealogy
+from retrodict.particles.backward_samplers import AbstractBackwardSampler, Genealogy
+from retrodict.particles.backward_weights import Pairs
 from retrodict.particles.cloud import Step, frozen_where, select, summed, weighed
-from retrodict.particles.pairs import Pairs
 from retrodict.particles.resampling import Scheme
 
 

@@ -7,7 +7,6 @@ from jaxtyping import Array, Float, Int, PyTree
 from retrodict._expectations import AbstractFunctional, Observations
 from retrodict._types import Scalar
 from retrodict._validate import check_count
-from retrodict.particles.diagnosis import check_data, check_functional, check_single
 from retrodict.particles.moments import (
     log_evidence_variance,
     path_expectation,
@@ -15,6 +14,7 @@ from retrodict.particles.moments import (
     path_quantile,
 )
 from retrodict.particles.resampling import Scheme
+from retrodict.particles.status import check_data, check_functional, check_single
 
 
 class GuidedPosterior(eqx.Module):

@@ -13,13 +13,17 @@ from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
-from retrodict.particles.backward import AbstractBackwardSampler, MCMCBackward, check_sampler
-from retrodict.particles.diagnosis import DEGENERATE, FINE, refuse_failure, status_of
+from retrodict.particles.backward_samplers import (
+    AbstractBackwardSampler,
+    MCMCBackward,
+    check_sampler,
+)
 from retrodict.particles.ffbsi import FEW
 from retrodict.particles.guided_passes import Guide, forward_indices, run_backward
 from retrodict.particles.guided_posterior import GuidedPosterior
 from retrodict.particles.moments import num_distinct
 from retrodict.particles.resampling import Scheme, check_scheme, check_threshold, resample
+from retrodict.particles.status import DEGENERATE, FINE, refuse_failure, status_of
 
 _MOVES = MCMCBackward()
 

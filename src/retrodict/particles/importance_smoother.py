@@ -21,10 +21,10 @@ from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key, is_concrete
-from retrodict.particles.diagnosis import check_data, check_functional
 from retrodict.particles.moments import path_values, weighted_moments, weighted_quantile
 from retrodict.particles.pareto import FEWEST_WEIGHTS, K_HAT_GOOD, pareto_smoothed
 from retrodict.particles.path_weights import log_weights_of
+from retrodict.particles.status import check_data, check_functional
 
 
 class ImportancePosterior(eqx.Module):

@@ -16,7 +16,6 @@ from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 from retrodict.particles.cloud import Filter, Step, frozen_where
-from retrodict.particles.diagnosis import check_single, refuse_failure, status_of
 from retrodict.particles.moments import (
     log_evidence_variance,
     num_lineages,
@@ -25,6 +24,7 @@ from retrodict.particles.moments import (
 )
 from retrodict.particles.proposal import AbstractProposal, Lookahead
 from retrodict.particles.resampling import Scheme, check_scheme, check_threshold
+from retrodict.particles.status import check_single, refuse_failure, status_of
 
 
 class ParticleFilterPosterior(eqx.Module):

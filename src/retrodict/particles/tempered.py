@@ -24,7 +24,7 @@ from retrodict._expectations import Observations, input_of
 from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
-from retrodict.particles.backward import ExactBackward
+from retrodict.particles.backward_samplers import ExactBackward
 from retrodict.particles.cloud import Cloud, Step, summed
 from retrodict.particles.ffbsi import ParticlePosterior, run_smoother
 from retrodict.particles.resampling import Scheme, resample

@@ -12,7 +12,7 @@ from retrodict._kernels import AbstractKernel
 from retrodict._laws import scale_solve
 from retrodict._types import Scalar
 from retrodict.particles.cloud import has_fixed_scale
-from retrodict.particles.exponential import LOG2_E
+from retrodict.particles.power_of_two import LOG2_E
 
 
 class Pairs(eqx.Module):

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
-from retrodict.particles.exponential import LOG2_E, power_of_two
-from retrodict.particles.pairs import Pairs, by_products, log2_bound, squared_distance
+from retrodict.particles.backward_weights import Pairs, by_products, log2_bound, squared_distance
+from retrodict.particles.power_of_two import LOG2_E, power_of_two
 from retrodict.particles.resampling import cumulative, independent, inverse, uniforms
 
 FAN = 16
