@@ -535,7 +535,7 @@ def test_a_mean_over_paths_is_no_certificate():
     assert error > 1000 and float(found.value) < 1e-9
     assert found.method == "score" and not found.rigorous
     assert found.confidence == pytest.approx(scipy.stats.norm.cdf(3))
-    assert "no certificate" in found.rests_on
+    assert "not a certificate" in found.rests_on
 
 
 def test_a_box_that_misses_a_mode_is_no_certificate():

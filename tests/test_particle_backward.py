@@ -17,7 +17,7 @@ import scipy.special
 import scipy.stats
 
 import retrodict as rd
-from retrodict.particles import backward as backward_module
+from retrodict.particles import backward_samplers as backward_module
 from retrodict.particles import resampling
 from retrodict.particles.backward_weights import Pairs
 from retrodict.particles.power_of_two import power_of_two

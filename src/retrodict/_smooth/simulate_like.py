@@ -16,7 +16,7 @@ from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
 MOST_ROWS = 64
-"""The longest series to train on. Families trained on 64 rows were accurate on 500 rows; a step takes
+"""The longest series to train on. Families trained on 64 rows were accurate on 500. A step takes
 time in proportion to the rows."""
 
 
