@@ -536,7 +536,7 @@ def test_a_handful_of_particles_is_named(key: jax.Array):
         ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
         ({"key": 0}, TypeError, "guided_smoother expects one typed key"),
         ({"forward": "exact"}, TypeError, "guided_smoother expects a backward sampler"),
-        ({"threshold": 0.0}, ValueError, r"threshold must lie in \(0, 1\]"),
+        ({"threshold": 0.0}, ValueError, r"`threshold` must be in \(0, 1\]"),
         ({"resampling": "best"}, ValueError, "resampling must be one of"),
         (
             {"model": random_model(np.random.default_rng(0), 2, 2, singular=True)},
@@ -557,7 +557,7 @@ def test_a_posterior_wants_a_functional(key: jax.Array):
     found: Any = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 20)
     with pytest.raises(TypeError, match="expects a functional"):
         found.expectation(lambda x: x)
-    with pytest.raises(ValueError, match="one row a time step, 6 in all"):
+    with pytest.raises(ValueError, match="one row per time step, 6 rows"):
         found.expectation(rd.StateSum(), jnp.zeros((3, 1)))
     with pytest.raises(ValueError, match="between 0 and 1"):
         found.quantile(1.5)

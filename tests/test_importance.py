@@ -337,7 +337,7 @@ def test_a_posterior_wants_a_functional(key: jax.Array):
     found = rd.importance_smoother(key, MODEL, EXACT.chain, YS, 10)
     with pytest.raises(TypeError, match="expects a functional"):
         found.expectation(cast(Any, lambda x: x))
-    with pytest.raises(ValueError, match="one row a time step, 6 in all"):
+    with pytest.raises(ValueError, match="one row per time step, 6 rows"):
         found.expectation(rd.StateSum(), jnp.zeros((3, 1)))
     with pytest.raises(ValueError, match="between 0 and 1"):
         found.quantile(1.5)

@@ -757,12 +757,12 @@ SMALL = np.zeros((3, 1))
         (
             lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, threshold=0.0),
             ValueError,
-            r"threshold must lie in \(0, 1\], got 0",
+            r"`threshold` must be in \(0, 1\], got 0",
         ),
         (
             lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, threshold=1.5),
             ValueError,
-            r"threshold must lie in \(0, 1\], got 1.5",
+            r"`threshold` must be in \(0, 1\], got 1.5",
         ),
         (
             lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, proposal=lambda x: x),
@@ -830,18 +830,22 @@ SMALL = np.zeros((3, 1))
             "made for 4 rows.*has 6",
         ),
         (
-            lambda: UNTYPED.ChainProposal(rd.kalman_smoother(LINEAR, YS)),
+            lambda: UNTYPED.particles.ChainProposal(rd.kalman_smoother(LINEAR, YS)),
             TypeError,
             "expects a LinearGaussianChain, got KalmanPosterior.*chain",
         ),
         (
-            lambda: UNTYPED.ChainProposal(rd.kalman_smoother(LINEAR, YS).chain, 0.0),
+            lambda: UNTYPED.particles.ChainProposal(rd.kalman_smoother(LINEAR, YS).chain, 0.0),
             ValueError,
             "positive inflation, got 0",
         ),
-        (lambda: UNTYPED.Guided(1.0, _guide), TypeError, "function as its initial, got float"),
         (
-            lambda: UNTYPED.Guided(_guide_first, None),
+            lambda: UNTYPED.particles.Guided(1.0, _guide),
+            TypeError,
+            "function as its initial, got float",
+        ),
+        (
+            lambda: UNTYPED.particles.Guided(_guide_first, None),
             TypeError,
             "function as its move, got NoneType",
         ),
@@ -859,7 +863,7 @@ def test_misuse_is_refused(call: Callable, kind: type[Exception], message: str):
 
 @pytest.mark.usefixtures("untyped")
 def test_misuse_of_a_result_is_refused(found: rd.ParticlePosterior):
-    with pytest.raises(ValueError, match="probability between 0 and 1, got 1.5"):
+    with pytest.raises(ValueError, match="`probability` must be between 0 and 1, got 1.5"):
         found.quantile(1.5)
     with pytest.raises(ValueError, match="probability between 0 and 1, got -0.1"):
         found.filtered.quantile(-0.1)
@@ -890,5 +894,5 @@ def test_moments_of_a_batch_are_not_mistaken_for_those_of_one_series(
 @pytest.mark.usefixtures("untyped")
 def test_data_of_another_length_is_refused(found: rd.ParticlePosterior, data: Any):
     functional = rd.AdditiveFunctional(lambda before, x, data: data * x)
-    with pytest.raises(ValueError, match="one row a time step"):
+    with pytest.raises(ValueError, match="one row per time step"):
         found.expectation(functional, jnp.asarray(data))

@@ -411,17 +411,17 @@ SUM: Any = rd.StateSum()
         (
             lambda: UNTYPED.forward_smoother(KEY, SCALAR, YS, SUM, 5, threshold=0.0),
             ValueError,
-            r"threshold must lie in \(0, 1\]",
+            r"`threshold` must be in \(0, 1\]",
         ),
         (
             lambda: UNTYPED.paris(KEY, SCALAR, YS, SUM, 5, data=np.zeros(3)),
             ValueError,
-            r"data with one row a time step, 4 in all, got an array of shape \(3,\)",
+            r"data with one row per time step, 4 rows, got an array of shape \(3,\)",
         ),
         (
             lambda: UNTYPED.paris(KEY, SCALAR, YS, SUM, 5, data=1.0),
             ValueError,
-            r"data with one row a time step, 4 in all, got an array of shape \(\)",
+            r"data with one row per time step, 4 rows, got an array of shape \(\)",
         ),
         (lambda: UNTYPED.paris(0, SCALAR, YS, SUM, 5), TypeError, "paris expects one typed key"),
         (

@@ -256,8 +256,8 @@ def refuse_misfit(misfit: Scalar) -> None:
     """Decline a grid that does not cover or resolve the laws of the chain."""
     if not float(misfit) <= MISFIT:
         raise Declined(
-            f"the grid misses {float(misfit):.1g} of a law of the chain, which lies outside of its"
-            " box or is narrower than its spacing: widen or refine the grid"
+            f"the grid misses {float(misfit):.1g} of a law of the chain, which is outside of its"
+            " box or narrower than its spacing: widen or refine the grid"
         )
 
 

@@ -96,41 +96,43 @@ def h1_constants(
     return _by_sampling(model, chain, series, key, check_count(num_samples, "num_samples"))
 
 
+def _rows_of(series: Series) -> tuple:
+    return series.ys, series.mask, series.inputs
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+def _steps_of(chain: LinearGaussianChain, series: Series) -> tuple:
+    """Return q_{k-1}, q_k, q_{k-1|k} and the row of time k, for each k ≥ 1."""
+    later = jax.tree.map(lambda leaf: leaf[1:], (chain.laws, _rows_of(series)))
+    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
+    return earlier, later[0], chain.kernels, later[1]
+
+
 @eqx.filter_jit
 def _in_closed_form(
     model: StateSpaceModel, chain: LinearGaussianChain, series: Series
 ) -> Float[Array, "time"]:
-    def smoothed(prior: Gaussian, ys: Array, mask: Array, inputs: Array | None) -> Any:
+    def posterior(prior: Gaussian, row: tuple, missing: int) -> LinearGaussianChain:
+        """Condition on one row, after as many missing rows."""
+        y, mask, u = row
+        observed = jnp.ones(y.shape, bool) if mask is None else mask
+        masks = jnp.stack([jnp.zeros_like(observed)] * missing + [observed])
+        ys, us = jax.tree.map(lambda leaf: jnp.stack([leaf] * (missing + 1)), (y, u))
         started = StateSpaceModel(prior, model.transition, model.emission)
-        return kalman_smoother(started, ys, mask=mask, inputs=inputs).chain
+        return kalman_smoother(started, ys, mask=masks, inputs=us).chain
 
-    observed = jnp.ones(series.ys.shape, bool) if series.mask is None else series.mask
-
-    def pair(before: Gaussian, after: Gaussian, kernel: Any, ys: Array, mask: Array, us: Any):
-        # The law of two neighbours given the later row only: a series whose first row is missing.
-        exact = smoothed(before, ys, mask.at[0].set(False), us).pairwise()
+    def pair(before: Gaussian, after: Gaussian, kernel: Any, row: tuple) -> Array:
+        exact = posterior(before, row, 1).pairwise()
         laws = jax.tree.map(lambda a, b: jnp.stack([a, b]), before, after)
         ours = LinearGaussianChain(laws, jax.tree.map(lambda leaf: leaf[None], kernel)).pairwise()
-        ours, exact = jax.tree.map(lambda leaf: leaf[0], (ours, exact))
-        return twice_total_variation(ours, exact)
+        return twice_total_variation(_first(ours), _first(exact))
 
-    def neighbours(array: Any) -> Any:
-        return None if array is None else jnp.stack([array[:-1], array[1:]], axis=1)
-
-    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
-    later = jax.tree.map(lambda leaf: leaf[1:], chain.laws)
-    rest = jax.vmap(pair)(
-        earlier,
-        later,
-        chain.kernels,
-        neighbours(series.ys),
-        neighbours(observed),
-        neighbours(series.inputs),
-    )
-    us = None if series.inputs is None else series.inputs[:1]
-    filtered = smoothed(model.prior, series.ys[:1], observed[:1], us).terminal
-    first = jax.tree.map(lambda leaf: leaf[0], chain.laws)
-    return jnp.append(twice_total_variation(first, filtered), rest)
+    rest = jax.vmap(pair)(*_steps_of(chain, series))
+    filtered = posterior(model.prior, _first(_rows_of(series)), 0).terminal  # pyright: ignore
+    return jnp.append(twice_total_variation(_first(chain.laws), filtered), rest)
 
 
 def _check_linear_gaussian(chain: Any, owner: str) -> None:
@@ -166,18 +168,10 @@ def _over_grid(
         exact = (law_on(grid, before)[0][:, None] * moved * likelihood(row)[None, :]).T
         return jnp.sum(jnp.abs(ours / jnp.sum(ours) - exact / jnp.sum(exact))), misfit
 
-    rows = (series.ys, series.mask, series.inputs)
-    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
-    later = jax.tree.map(lambda leaf: leaf[1:], chain.laws)
-    rest, misfits = lax.map(
-        step, (earlier, later, chain.kernels, jax.tree.map(lambda r: r[1:], rows))
-    )
-    exact = (
-        jnp.exp(log_prior(model, points))
-        * quadrature
-        * likelihood(jax.tree.map(lambda r: r[0], rows))
-    )
-    law, misfit = law_on(grid, jax.tree.map(lambda leaf: leaf[0], chain.laws))
+    rest, misfits = lax.map(step, _steps_of(chain, series))
+    prior = jnp.exp(log_prior(model, points)) * quadrature
+    exact = prior * likelihood(_first(_rows_of(series)))
+    law, misfit = law_on(grid, _first(chain.laws))
     first = jnp.sum(jnp.abs(law - exact / jnp.sum(exact)))
     return jnp.append(first, rest), jnp.maximum(misfit, jnp.max(misfits, initial=0.0))
 
@@ -212,15 +206,9 @@ def _by_sampling(
 
         return distance(jax.vmap(log_ratio)(jax.random.split(key, num_samples)))
 
-    rows = (series.ys, series.mask, series.inputs)
     keys = jax.random.split(key, chain.num_times)
-    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
-    later = jax.tree.map(lambda leaf: leaf[1:], chain.laws)
-    rest = jax.vmap(pairs)(
-        keys[1:], earlier, later, chain.kernels, jax.tree.map(lambda r: r[1:], rows)
-    )
-    first = jax.tree.map(lambda leaf: leaf[0], (chain.laws, rows))
-    return jnp.append(initial(keys[0], *first), rest)
+    rest = jax.vmap(pairs)(keys[1:], *_steps_of(chain, series))
+    return jnp.append(initial(keys[0], *_first((chain.laws, _rows_of(series)))), rest)
 
 
 def h2_constants(
@@ -267,7 +255,7 @@ def _extremes(
         table = densities(kernel, points, points, u)
         largest = jnp.max(table)
         if isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel)):
-            # The density at the mean, wherever that lies between the points.
+            # The density at the mean, which may be between the points.
             law: Any = kernel.law(points[0], u if kernel.takes_input else None)
             largest = jnp.exp(law.log_prob(law.mean))
         return jnp.min(table), largest

@@ -187,7 +187,7 @@ class RejectionBackward(AbstractBackwardSampler):
 
 
 class Genealogy(AbstractBackwardSampler):
-    """A sampler that returns the ancestors: paths of the filter, which soon coincide in the past."""
+    """A sampler that returns the ancestors: paths of the filter, which coalesce in the past."""
 
     def draw(
         self,

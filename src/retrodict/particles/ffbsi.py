@@ -116,8 +116,8 @@ def ffbsi(
         resampling: `"systematic"`, `"stratified"`, `"residual"` or `"multinomial"`.
         threshold: the filter resamples once the effective sample size is below this share of the
             particles; 1 to do so at every step.
-        strict: whether to raise an error if the filter fails; inside `jax.jit` the status in the
-            result says so.
+        strict: whether to raise an error if the filter fails; inside `jax.jit` only the status of
+            the result is set.
         mask: true where an entry was observed; `True` if all entries were.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
         length: the number of rows that exist; beyond it paths are constant.

@@ -83,8 +83,8 @@ def guided_smoother(
         resampling: `"systematic"`, `"stratified"`, `"residual"` or `"multinomial"`.
         threshold: particles are resampled once the effective sample size is below this share of
             them; 1 to do so at every step.
-        strict: whether to raise an error if the run fails; inside `jax.jit` the status in the
-            result says so.
+        strict: whether to raise an error if the run fails; inside `jax.jit` only the status of the
+            result is set.
         mask: true where an entry was observed; `True` if all entries were.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
         length: the number of rows that exist; by default that of the chain. Beyond it paths are

@@ -143,7 +143,7 @@ def particle_filter(
         threshold: the filter resamples once the effective sample size is below this share of the
             particles; 1 to do so at every step.
         strict: whether to raise an error if no particle explains an observation, or a weight is
-            undefined; inside `jax.jit` the status in the result says so.
+            undefined; inside `jax.jit` only the status of the result is set.
         mask: true where an entry was observed; `True` if all entries were.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
         length: the number of rows that exist; the rest is padding.

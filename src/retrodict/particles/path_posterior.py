@@ -92,7 +92,7 @@ def trace_paths(
     rows: tuple,
     *,
     forward: bool = False,
-) -> Int[Array, "time-1 sample"]:
+) -> Int[Array, "pair sample"]:
     """Draw the particle of each path at each time, from one end of the series to the other.
 
     Args:

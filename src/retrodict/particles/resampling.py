@@ -39,13 +39,13 @@ def check_threshold(threshold: float) -> float:
 def resample(
     scheme: Scheme, key: PRNGKey, weights: Float[Array, "particle"], num_draws: int
 ) -> Int[Array, "draw"]:
-    """Indices drawn by one of the schemes, in increasing order.
+    """Draw indices by one of the schemes, in increasing order.
 
     Args:
         scheme: which one.
         key: a typed key.
         weights: positive numbers, not all zero; they need not sum to one.
-        num_draws: how many indices.
+        num_draws: the number of indices.
     """
     return _SCHEMES[scheme](key, weights, num_draws)
 

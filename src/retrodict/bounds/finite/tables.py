@@ -61,7 +61,7 @@ def tabulate(
         table = tables[name]
         if is_concrete(table) and not np.asarray(table).any(axis=-1).all():
             raise ValueError(
-                f"The points of the grid have no mass of a law of {whose}: it lies outside of the"
+                f"The points of the grid have no mass of a law of {whose}: it is outside of the"
                 " box or between two points. Widen or refine the grid."
             )
     return tables
