@@ -865,7 +865,7 @@ def test_misuse_is_refused(call: Callable, kind: type[Exception], message: str):
 def test_misuse_of_a_result_is_refused(found: rd.ParticlePosterior):
     with pytest.raises(ValueError, match="`probability` must be between 0 and 1, got 1.5"):
         found.quantile(1.5)
-    with pytest.raises(ValueError, match="probability between 0 and 1, got -0.1"):
+    with pytest.raises(ValueError, match="`probability` must be between 0 and 1, got -0.1"):
         found.filtered.quantile(-0.1)
     with pytest.raises(TypeError, match="expects a functional.*StateSum.*function"):
         found.expectation(lambda path: path)  # pyright: ignore

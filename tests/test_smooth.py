@@ -1,6 +1,7 @@
 """Smoothing without choosing: what is chosen, why, and what must be refused."""
 
 import dataclasses
+import importlib
 from typing import Any
 
 import equinox as eqx
@@ -14,12 +15,14 @@ import retrodict as rd
 import two_sided
 from retrodict._learning.batch import prepare_batch
 from retrodict._smooth import check as grading
-from retrodict._smooth import smooth as driver
 from retrodict._smooth.amortise import Training
 from retrodict._smooth.check import BatchCheck
 from retrodict._smooth.simulate_like import simulate_batch
 from retrodict._smooth.smooth import _is_as_good
 from retrodict.bounds.reference import find_reference
+
+# The package exports the function of the same name.
+driver = importlib.import_module("retrodict._smooth.smooth")
 
 N, QUICK = 30, {"num_steps": 3, "num_series": 8, "num_samples": 32, "progress": False}
 
@@ -174,6 +177,7 @@ def negative_mass(model, ys, points):
 )
 def test_a_linearised_answer_that_lost_a_mode_is_not_trustworthy(error):
     model, ys = sharp(error)
+    ys = ys[:8] if error > 0.2 else ys
     exact = negative_mass(model, ys, np.linspace(-6.0, 6.0, 1501 if error > 0.2 else 4001))
     np.testing.assert_allclose(exact, 0.18, atol=0.02)
     found = rd.smooth(model, ys[:, None], method="linearised")
