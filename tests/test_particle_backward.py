@@ -309,7 +309,7 @@ def sampler_name(value: Any) -> str | None:
         (rd.particles.ExactBackward(), 1, 17),
         (rd.particles.ExactBackward(), 3, 300),
         (rd.particles.ExactBackward(), 40, 17),
-        (rd.particles.RejectionBackward(), 3, 300),
+        pytest.param(rd.particles.RejectionBackward(), 3, 300, marks=pytest.mark.slow),
         pytest.param(rd.particles.ExactBackward(), 5, 33, marks=more),
         pytest.param(rd.particles.ExactBackward(), 1, 1, marks=more),
         pytest.param(rd.particles.ExactBackward(), 1, 16, marks=more),
