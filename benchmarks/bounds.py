@@ -30,7 +30,7 @@ from accuracy import (
     trained,
 )
 from retrodict._series import Series
-from retrodict.bounds import curvature, methods, on_grid, wasserstein
+from retrodict.bounds import curvature, grid_bounds, theorems, wasserstein
 from retrodict.bounds.distances import gaussian_distance
 from retrodict.experiments import published
 
@@ -91,12 +91,12 @@ def instance(key: Any, free: Any, n: int, d: int) -> dict[str, Any]:
     chain = jax.tree.map(
         lambda a, b: jnp.where(free, a, b), shaken(keys[4], size, exact.chain), other
     )
-    reference = wasserstein.reference_of(exact.chain)
+    reference = wasserstein.exact_posterior(exact.chain)
     ones, series = jnp.ones(n), Series(ys, None, None, None)
     found = curvature.curvature(model, series)
     variance = jnp.sum(found.largest_variance(ones, WINDOW))
     gap = exact.log_evidence - rd.elbo(model, chain, ys, mask=True)
-    terms = methods.score_terms(model, chain, series, found, chain.sample(keys[5], 500))
+    terms = theorems.score_terms(model, chain, series, found, chain.sample(keys[5], 500))
     phi = wasserstein.phi(chain, reference, wasserstein.Sensitivity(0 * ones, ones), WINDOW)
     values = {
         "phi": jnp.sum(phi),
@@ -177,7 +177,7 @@ def paper(figures: Path | None) -> dict[str, Any]:
 
     def both(epoch: int, y: Any) -> tuple[Any, Any, Any]:
         chain = rd.kalman_smoother(rd.unwrap(published.linear_lambda(epoch)), y, mask=True).chain
-        reference = wasserstein.reference_of(rd.kalman_smoother(theta, y, mask=True).chain)
+        reference = wasserstein.exact_posterior(rd.kalman_smoother(theta, y, mask=True).chain)
         ones = jnp.ones(y.shape[0])
         steps = wasserstein.phi(chain, reference, wasserstein.Sensitivity(0 * ones, ones), WINDOW)
         error = jnp.sum(chain.marginals().mean - reference.marginals.mean)
@@ -343,7 +343,7 @@ def graded(
         _, ys = model.simulate(jax.random.key(900 + seed), n)
         chain, key = smoother(ys), jax.random.key(seed)
         posterior = rd.grid_smoother(model, ys, grid)
-        weights, _ = on_grid.marginals_on(grid, chain)
+        weights, _ = grid_bounds.marginals_on(grid, chain)
         cumulated = jnp.cumsum(weights - posterior.weights, axis=1)
         distances = grid.spacing[0] * jnp.sum(jnp.abs(cumulated), axis=1)
         found = rd.error_bound(

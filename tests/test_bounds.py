@@ -20,10 +20,20 @@ import retrodict as rd
 from bounded_law import Within
 from linear_models import lower_factor, random_mask, random_model
 from retrodict._series import Series
+<<<<<<< HEAD
 from retrodict.bounds import ErrorBound, curvature, distances, gains, on_grid, wasserstein
+||||||| 12276ef
+from retrodict.bounds import ErrorBound, curvature, distances, gains, on_grid, wasserstein
+from retrodict.bounds import error_bound as driver
+=======
+from retrodict.bounds import ErrorBound, curvature, distances, grid_bounds, lipschitz, wasserstein
+>>>>>>> fix-smoothers
 from retrodict.bounds import hypotheses as mixing
-from retrodict.bounds.methods import Found
+from retrodict.bounds.theorems import BoundValue
 from retrodict.particles.pareto import pareto_shape
+
+# The package exports the function of the same name.
+driver = importlib.import_module("retrodict.bounds.error_bound")
 
 N = 12
 WINDOW = 64
@@ -152,15 +162,15 @@ def sum_of_products(gains_: np.ndarray, lipschitz: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("d", [1, 2, 3])
-def test_reach_is_the_sum_over_all_products(d: int):
+def test_lipschitz_sums_are_the_sums_over_all_products(d: int):
     rng = np.random.default_rng(d)
-    steps, lipschitz = 0.6 * rng.normal(size=(9, d, d)), rng.uniform(size=10)
-    expected = sum_of_products(steps, lipschitz)
-    found = gains.reach(jnp.asarray(steps), jnp.asarray(lipschitz), 10)
+    steps, constants = 0.6 * rng.normal(size=(9, d, d)), rng.uniform(size=10)
+    expected = sum_of_products(steps, constants)
+    found = lipschitz.lipschitz_sums(jnp.asarray(steps), jnp.asarray(constants), 10)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
-    backward = gains.reach_forward(jnp.asarray(steps), jnp.asarray(lipschitz), 10)
+    backward = lipschitz.forward_lipschitz_sums(jnp.asarray(steps), jnp.asarray(constants), 10)
     assert float(backward[-2]) == pytest.approx(
-        lipschitz[-2] + lipschitz[-1] * np.linalg.norm(steps[-1], 2)
+        constants[-2] + constants[-1] * np.linalg.norm(steps[-1], 2)
     )
 
 
@@ -170,14 +180,14 @@ def test_a_window_keeps_the_sum_an_upper_bound_and_close():
     steps = 0.8 * np.array([scipy.linalg.expm(a - a.T) for a in rng.normal(size=(59, 2, 2))])
     expected = sum_of_products(steps, np.ones(60))
     for window in (1, 2, 5, 20):
-        found = np.asarray(gains.reach(jnp.asarray(steps), jnp.ones(60), window))
+        found = np.asarray(lipschitz.lipschitz_sums(jnp.asarray(steps), jnp.ones(60), window))
         assert (found >= expected * (1 - 1e-12)).all()
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     # Shears, whose norms exceed 1 while their products decay: a short window is looser, not wrong.
     shears = np.array([[[0.5, 2.0], [0.0, 0.5]]] * 59)
     expected = sum_of_products(shears, np.ones(60))
-    wide = np.asarray(gains.reach(jnp.asarray(shears), jnp.ones(60), 20))
-    narrow = np.asarray(gains.reach(jnp.asarray(shears), jnp.ones(60), 2))
+    wide = np.asarray(lipschitz.lipschitz_sums(jnp.asarray(shears), jnp.ones(60), 20))
+    narrow = np.asarray(lipschitz.lipschitz_sums(jnp.asarray(shears), jnp.ones(60), 2))
     assert (narrow >= expected).all() and narrow[-1] > 10 * expected[-1]
     np.testing.assert_allclose(wide, expected, rtol=1e-2)
 
@@ -216,15 +226,15 @@ def test_curvature_is_the_hessian_of_a_linear_gaussian_model(d: int):
     form = float(jnp.sum(found.quadratic_form(jnp.asarray(s))))
     assert form == pytest.approx(s.ravel() @ np.linalg.inv(precision) @ s.ravel())
     blocks = np.linalg.inv(precision).reshape(n, d, n, d).transpose(0, 2, 1, 3)
-    sizes, lipschitz = np.linalg.norm(blocks, 2, axis=(2, 3)), rng.uniform(size=n)
-    variance = float(jnp.sum(found.largest_variance(jnp.asarray(lipschitz), WINDOW)))
-    assert variance == pytest.approx(lipschitz @ sizes @ lipschitz)
+    sizes, constants = np.linalg.norm(blocks, 2, axis=(2, 3)), rng.uniform(size=n)
+    variance = float(jnp.sum(found.largest_variance(jnp.asarray(constants), WINDOW)))
+    assert variance == pytest.approx(constants @ sizes @ constants)
 
 
 @pytest.mark.slow
 def test_forward_kernels_are_those_of_the_joint_law():
     instance = Instance(4, 2)
-    reference = wasserstein.reference_of(instance.exact)
+    reference = wasserstein.exact_posterior(instance.exact)
     joint = instance.exact.pairwise()
     covariance = np.asarray(joint.covariance)
     gain = covariance[:, 2:, :2] @ np.linalg.inv(covariance[:, :2, :2])
@@ -393,18 +403,18 @@ def counts() -> tuple[rd.StateSpaceModel, Any, rd.LinearGaussianChain, rd.GridPo
 def test_on_a_grid_the_bound_is_that_of_closed_forms():
     instance = Instance(11, 1)
     posterior = rd.grid_smoother(instance.model, instance.ys, GRID)
-    ones = wasserstein.Sensitivity(jnp.zeros(N), jnp.ones(N))
-    reference = wasserstein.reference_of(instance.exact)
+    ones = lipschitz.Sensitivity(jnp.zeros(N), jnp.ones(N))
+    reference = wasserstein.exact_posterior(instance.exact)
     expected = wasserstein.phi(instance.chain, reference, ones, WINDOW)
-    found, misfit = on_grid.phi(instance.chain, posterior, ones, WINDOW)
+    found, misfit = grid_bounds.phi(instance.chain, posterior, ones, WINDOW)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
     assert float(misfit) < 1e-6
     # In one dimension the kernels' mean distance is W₁ on the grid and a root mean square of W₂
     # in closed form.
-    pairs = wasserstein.Sensitivity(jnp.ones(N).at[0].set(0.0), jnp.ones(N))
+    pairs = lipschitz.Sensitivity(jnp.ones(N).at[0].set(0.0), jnp.ones(N))
     above = wasserstein.phi(instance.chain, reference, pairs, WINDOW)
-    moves, variations, _ = on_grid.kernel_distances(instance.chain, posterior)
-    below = on_grid.phi_of_pairs(instance.chain, moves, pairs, WINDOW)
+    moves, variations, _ = grid_bounds.kernel_distances(instance.chain, posterior)
+    below = grid_bounds.phi_of_pairs(instance.chain, moves, pairs, WINDOW)
     assert (np.asarray(below) <= np.asarray(above) * (1 + 1e-6)).all()
     assert float(jnp.sum(below)) > 0.5 * float(jnp.sum(above))
     assert (np.asarray(variations) <= 1).all()
@@ -414,7 +424,7 @@ def test_on_a_grid_the_bound_is_that_of_closed_forms():
 def test_bounds_of_counts_hold_with_and_without_a_grid(counts: Any):
     model, ys, chain, posterior = counts
     key = jax.random.key(0)
-    weights, _ = on_grid.marginals_on(GRID, chain)
+    weights, _ = grid_bounds.marginals_on(GRID, chain)
     spacing = float(GRID.spacing[0])
     worst = spacing * float(jnp.sum(jnp.abs(jnp.cumsum(weights - posterior.weights, axis=1))))
     found = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), reference=posterior, key=key)
@@ -455,7 +465,7 @@ def test_without_memory_the_ranges_are_oscillations():
     )
     posterior = rd.grid_smoother(model, jnp.zeros((4, 1)), GRID)
     values = jnp.stack([k * jnp.tanh(GRID.points[:, 0]) for k in range(4)])
-    found = on_grid.ranges(posterior, values)
+    found = grid_bounds.ranges(posterior, values)
     np.testing.assert_allclose(found, [0, 2, 4, 6], atol=1e-5)
 
 
@@ -470,9 +480,9 @@ def test_two_dimensions_on_a_grid():
     low = np.min(laws.mean - 9 * laws.std, axis=0)
     high = np.max(laws.mean + 9 * laws.std, axis=0)
     posterior = rd.grid_smoother(model, ys, rd.Grid(low, high, 60))
-    ones = wasserstein.Sensitivity(jnp.zeros(3), jnp.ones(3))
-    found, _ = on_grid.phi(chain, posterior, ones, WINDOW)
-    closed = wasserstein.phi(chain, wasserstein.reference_of(exact), ones, WINDOW)
+    ones = lipschitz.Sensitivity(jnp.zeros(3), jnp.ones(3))
+    found, _ = grid_bounds.phi(chain, posterior, ones, WINDOW)
+    closed = wasserstein.phi(chain, wasserstein.exact_posterior(exact), ones, WINDOW)
     # Moving coordinates in turn costs at most √2 times what moving along a diagonal does, and W₂
     # is above W₁.
     assert (np.asarray(found) <= 2 * np.asarray(closed)).all()
@@ -535,7 +545,7 @@ def test_a_mean_over_paths_is_no_certificate():
     assert error > 1000 and float(found.value) < 1e-9
     assert found.method == "score" and not found.rigorous
     assert found.confidence == pytest.approx(scipy.stats.norm.cdf(3))
-    assert "no certificate" in found.rests_on
+    assert "not a certificate" in found.rests_on
 
 
 def test_a_box_that_misses_a_mode_is_no_certificate():
@@ -567,7 +577,7 @@ def test_a_smaller_value_of_a_worse_kind_is_not_returned(monkeypatch: pytest.Mon
 
     def returned(names: list[str]) -> ErrorBound:
         found = {
-            name: lambda problem, name=name: Found(
+            name: lambda problem, name=name: BoundValue(
                 jnp.asarray(values[name][1]), jnp.ones(N), "", values[name][0]
             )
             for name in names
@@ -719,6 +729,22 @@ def test_without_anything_rigorous_it_is_an_estimate_and_says_so():
         rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz())
 
 
+@pytest.mark.slow
+def test_a_degenerate_particle_smoother_gives_no_estimate():
+    """A sharp sensor: all paths of a bootstrap filter go through a few particles."""
+    model = nonlinear_model(rd.NonlinearGaussianKernel(jnp.sin, rd.Diagonal(1e-4 * jnp.ones(1))))
+    _, ys = model.simulate(jax.random.key(3), 4)
+    chain = rd.extended_smoother(model, ys).chain
+    degenerate = rd.ffbsi(jax.random.key(0), model, ys, 100)
+    assert int(degenerate.status) == 3
+    key, sums = jax.random.key(0), rd.StateSum()
+    estimate = rd.error_bound(model, chain, ys, sums, key=key, num_samples=100)
+    assert estimate.method == "estimate" and "with tempered particles" in estimate.rests_on
+    for functional in (sums, rd.bounds.AnyLipschitz()):
+        with pytest.raises(ValueError, match="paths go through fewer than 10 particles at time"):
+            rd.error_bound(model, chain, ys, functional, reference=degenerate, key=key)
+
+
 def test_more_curvature_than_there_is_is_found_out(counts: Any):
     _, ys, chain, _ = counts
     wrong = rd.DistributionKernel(
@@ -848,7 +874,7 @@ def test_the_gap_is_the_evidence_minus_the_elbo():
     for d in (1, 2):
         instance = Instance(21, d)
         gap = instance.log_evidence - rd.elbo(instance.model, instance.chain, instance.ys)
-        reference = wasserstein.reference_of(instance.exact)
+        reference = wasserstein.exact_posterior(instance.exact)
         found = wasserstein.divergence(instance.chain, reference)
         assert float(found) == pytest.approx(float(gap), rel=1e-8)
 

@@ -22,7 +22,7 @@ from linear_models import random_model
 from retrodict._chains import AbstractKernelChain
 from retrodict._exact import KalmanPosterior
 from retrodict.particles import GuidedPosterior
-from retrodict.particles.pairs import Pairs
+from retrodict.particles.backward_weights import Pairs
 from wrong_chain import shaken
 
 UNTYPED = cast(Any, rd)
@@ -536,7 +536,7 @@ def test_a_handful_of_particles_is_named(key: jax.Array):
         ({"num_samples": 0}, ValueError, "num_samples must be at least 1, got 0"),
         ({"key": 0}, TypeError, "guided_smoother expects one typed key"),
         ({"forward": "exact"}, TypeError, "guided_smoother expects a backward sampler"),
-        ({"threshold": 0.0}, ValueError, r"threshold must lie in \(0, 1\]"),
+        ({"threshold": 0.0}, ValueError, r"`threshold` must be in \(0, 1\]"),
         ({"resampling": "best"}, ValueError, "resampling must be one of"),
         (
             {"model": random_model(np.random.default_rng(0), 2, 2, singular=True)},

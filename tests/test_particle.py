@@ -757,12 +757,12 @@ SMALL = np.zeros((3, 1))
         (
             lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, threshold=0.0),
             ValueError,
-            r"threshold must lie in \(0, 1\], got 0",
+            r"`threshold` must be in \(0, 1\], got 0",
         ),
         (
             lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, threshold=1.5),
             ValueError,
-            r"threshold must lie in \(0, 1\], got 1.5",
+            r"`threshold` must be in \(0, 1\], got 1.5",
         ),
         (
             lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, proposal=lambda x: x),
@@ -863,9 +863,9 @@ def test_misuse_is_refused(call: Callable, kind: type[Exception], message: str):
 
 @pytest.mark.usefixtures("untyped")
 def test_misuse_of_a_result_is_refused(found: rd.ParticlePosterior):
-    with pytest.raises(ValueError, match="probability between 0 and 1, got 1.5"):
+    with pytest.raises(ValueError, match="`probability` must be between 0 and 1, got 1.5"):
         found.quantile(1.5)
-    with pytest.raises(ValueError, match="probability between 0 and 1, got -0.1"):
+    with pytest.raises(ValueError, match="`probability` must be between 0 and 1, got -0.1"):
         found.filtered.quantile(-0.1)
     with pytest.raises(TypeError, match="expects a functional.*StateSum.*function"):
         found.expectation(lambda path: path)  # pyright: ignore

@@ -17,10 +17,10 @@ import scipy.special
 import scipy.stats
 
 import retrodict as rd
-from retrodict.particles import backward as backward_module
+from retrodict.particles import backward_samplers as backward_module
 from retrodict.particles import resampling
-from retrodict.particles.exponential import power_of_two
-from retrodict.particles.pairs import Pairs
+from retrodict.particles.backward_weights import Pairs
+from retrodict.particles.power_of_two import power_of_two
 
 RARE = 1e-6
 SCHEMES = ("systematic", "stratified", "residual", "multinomial")
@@ -309,7 +309,7 @@ def sampler_name(value: Any) -> str | None:
         (rd.particles.ExactBackward(), 1, 17),
         (rd.particles.ExactBackward(), 3, 300),
         (rd.particles.ExactBackward(), 40, 17),
-        (rd.particles.RejectionBackward(), 3, 300),
+        pytest.param(rd.particles.RejectionBackward(), 3, 300, marks=pytest.mark.slow),
         pytest.param(rd.particles.ExactBackward(), 5, 33, marks=more),
         pytest.param(rd.particles.ExactBackward(), 1, 1, marks=more),
         pytest.param(rd.particles.ExactBackward(), 1, 16, marks=more),

@@ -199,9 +199,15 @@ def prepare_data(
     return series
 
 
-def prepare_data_row(model: StateSpaceModel, y: Any, *, mask: Any, u: Any) -> Series:
+def prepare_data_row(model: StateSpaceModel, y: Any, *, mask: Any, inputs: Any) -> Series:
     """Validate one row of a stream against an unwrapped model."""
-    row = prepare_row(y, mask=mask, u=u, takes_input=model.takes_input, input_dim=_input_dim(model))
+    row = prepare_row(
+        y,
+        mask=mask,
+        inputs=inputs,
+        takes_input=model.takes_input,
+        input_dim=_input_dim(model),
+    )
     check_columns(row.ys, "y", _obs_dim(model, row.inputs))
     return row
 

@@ -177,7 +177,7 @@ def prepare_row(
     y: Any,
     *,
     mask: Any = None,
-    u: Any = None,
+    inputs: Any = None,
     takes_input: bool = False,
     obs_dim: int | None = None,
     input_dim: int | None = None,
@@ -187,25 +187,25 @@ def prepare_row(
     Args:
         y: the observation, of shape `(obs,)`; NaN where an entry is missing.
         mask: true where an entry was observed; `True` alone declares that all entries were.
-        u: the input, of shape `(input,)`.
+        inputs: the input, of shape `(input,)`.
         takes_input: whether the model or family takes inputs.
         obs_dim: the number of entries that `y` must have, if it is known.
-        input_dim: the number of entries that `u` must have, if it is known.
+        input_dim: the number of entries that `inputs` must have, if it is known.
 
     Raises:
         ValueError: if shapes do not fit, or values are infinite.
         TypeError: if an array has the wrong type.
     """
-    y, u = convert_row(y, mask, u)
+    y, inputs = convert_row(y, mask, inputs)
     check_columns(y, "y", obs_dim)
-    _check_presence(u, "u", "(input,)", takes_input)
-    if u is not None:
-        check_columns(u, "u", input_dim)
+    _check_presence(inputs, "inputs", "(input,)", takes_input)
+    if inputs is not None:
+        check_columns(inputs, "inputs", input_dim)
     observed = ~jnp.isnan(y)
-    return Series(jnp.where(observed, y, 0.0), observed, u)
+    return Series(jnp.where(observed, y, 0.0), observed, inputs)
 
 
-def convert_row(y: Any, mask: Any, u: Any) -> tuple[Array, Array | None]:
+def convert_row(y: Any, mask: Any, inputs: Any) -> tuple[Array, Array | None]:
     """Convert one row to arrays: the observation, NaN where an entry is missing, and the input.
 
     Verbs that read a stream call it outside of their compiled programs, where values are known, and
@@ -214,7 +214,7 @@ def convert_row(y: Any, mask: Any, u: Any) -> tuple[Array, Array | None]:
     Args:
         y: the observation, of shape `(obs,)`; NaN where an entry is missing.
         mask: true where an entry was observed; `True` alone declares that all entries were.
-        u: the input, of shape `(input,)`, or `None`.
+        inputs: the input, of shape `(input,)`, or `None`.
 
     Raises:
         ValueError: if shapes do not fit, or values are infinite.
@@ -226,12 +226,14 @@ def convert_row(y: Any, mask: Any, u: Any) -> tuple[Array, Array | None]:
     observed = _observed_entries(y, mask, "y")
     y = y if observed is None else jnp.where(observed, y, jnp.nan)
     check_finite(y, "y", allow_nan=True)
-    if u is not None:
-        u = as_real_array(u, "u")
-        if u.ndim != 1:
-            raise ValueError(f"u must be one input of shape (input,), got shape {u.shape}.")
-        check_finite(u, "u")
-    return y, u
+    if inputs is not None:
+        inputs = as_real_array(inputs, "inputs")
+        if inputs.ndim != 1:
+            raise ValueError(
+                f"inputs must be one input of shape (input,), got shape {inputs.shape}."
+            )
+        check_finite(inputs, "inputs")
+    return y, inputs
 
 
 def prepare_length(length: Any, num_times: int) -> Int[Array, ""] | None:

@@ -354,7 +354,7 @@ def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, inputs: Any) -> Ro
         validate_row(
             y,
             mask=mask,
-            u=inputs,
+            inputs=inputs,
             takes_input=family.input_dim > 0,
             obs_dim=family.obs_dim,
             input_dim=family.input_dim,

@@ -1,4 +1,4 @@
-"""Check the chains of a batch against independent references: one grade, that of the worst."""
+"""Check the chains of a batch against independent references."""
 
 import math
 from typing import Any, NamedTuple
@@ -29,14 +29,14 @@ from retrodict.bounds import (
 )
 
 MOST_CHECKED = 8
-"""How many series of a batch are checked, evenly spread: each costs a reference."""
+"""The largest number of series of a batch that are checked: each costs a reference."""
 
 NUM_SAMPLES = 1000
-"""How many paths of the chain a check draws."""
+"""The number of paths of the chain that a check draws."""
 
 
-class Witness(NamedTuple):
-    """One series of a batch, and a posterior of it to compare with.
+class SeriesReference(NamedTuple):
+    """One series of a batch with a reference posterior.
 
     Attributes:
         position: its index in the batch.
@@ -49,14 +49,14 @@ class Witness(NamedTuple):
     reference: Reference
 
 
-class Grade(NamedTuple):
+class BatchCheck(NamedTuple):
     """The result of checking the chains of a batch.
 
     Attributes:
-        objections: what kinds of finding speak against them; empty if none does.
-        elbo: the sum of the ELBOs of the series that were checked, in nats.
+        objections: the kinds of findings against the chains; empty if there are none.
+        elbo: the sum of the ELBOs of the checked series, in nats.
         figures: the figures of the worst series, in words.
-        unchecked: why a series was not checked, in words; `None` if all were.
+        unchecked: why a series was not checked; `None` if all were.
     """
 
     objections: tuple[Kind, ...]
@@ -71,8 +71,18 @@ class Grade(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether all checked series have a reference, and none speaks against its chain."""
+        """Whether every checked series has a valid reference that agrees with its chain."""
         return not self.objections and self.unchecked is None
+
+    def verdict(self, name: str) -> str:
+        """Describe the outcome for the method called `name`, with the figures."""
+        if self.objections:
+            kinds = ", ".join(self.objections)
+            return f"{name} does not pass check_posterior ({kinds}): {self.figures}."
+        if self.unchecked is not None:
+            reason = self.unchecked.removeprefix("not checked: ")
+            return f"{name} was not checked: {reason}. Figures: {self.figures}."
+        return f"{name} passes check_posterior: {self.figures}."
 
 
 def pick(tree: Any, index: int) -> Any:
@@ -80,59 +90,60 @@ def pick(tree: Any, index: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[index] if eqx.is_array(leaf) else leaf, tree)
 
 
-def run_references(key: PRNGKey, model: StateSpaceModel, batch: Series) -> list[Witness]:
+def run_references(key: PRNGKey, model: StateSpaceModel, batch: Series) -> list[SeriesReference]:
     """Compute references for some of the series, evenly spread over the batch."""
     count = num_series(batch)
     chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_CHECKED)).round().astype(int))
-    found = []
-    for position in chosen.tolist():
-        series = take(batch, position)
-        own = jax.random.fold_in(key, position)
-        found.append(Witness(position, series, find_reference(own, model, series)))
-    return found
+
+    def one(position: int) -> SeriesReference:
+        series, series_key = take(batch, position), jax.random.fold_in(key, position)
+        return SeriesReference(position, series, find_reference(series_key, model, series))
+
+    return [one(position) for position in chosen.tolist()]
 
 
-def grade(
-    key: PRNGKey, model: StateSpaceModel, chains: AbstractBackwardChain, witnesses: list[Witness]
-) -> Grade:
-    """Check the chains of the witnesses' series.
+def check_chains(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    chains: AbstractBackwardChain,
+    references: list[SeriesReference],
+) -> BatchCheck:
+    """Check the chains of the series that have a reference.
 
     Args:
         key: a typed key, for paths of the chains.
         model: the model.
         chains: the chains of the whole batch, with a leading axis.
-        witnesses: the series to look at.
+        references: the series to check.
     """
     checks = [
         check_posterior(
-            jax.random.fold_in(key, witness.position),
+            jax.random.fold_in(key, each.position),
             model,
-            pick(chains, witness.position),
-            witness.series.ys,
-            reference=witness.reference,
+            pick(chains, each.position),
+            each.series.ys,
+            reference=each.reference,
             num_samples=NUM_SAMPLES,
-            **options_of(witness.series),
+            **options_of(each.series),
         )
-        for witness in witnesses
+        for each in references
     ]
-    objections: list[Kind] = [
-        kind for kind in AGAINST_CHAIN if any(kind in each.kinds for each in checks)
-    ]
-    unchecked = [each for each in checks if each.verdict == "not checked"]
-    return Grade(
-        objections=tuple(objections),
+    unchecked = [check.messages[0] for check in checks if check.verdict == "not checked"]
+    return BatchCheck(
+        objections=tuple(kind for kind in AGAINST_CHAIN if any(kind in c.kinds for c in checks)),
         elbo=float(sum(check.elbo for check in checks)),
         figures=_figures(checks),
-        unchecked=unchecked[0].messages[0] if unchecked else None,
+        unchecked=unchecked[0] if unchecked else None,
     )
 
 
 def _figures(checks: list[PosteriorCheck]) -> str:
-    """Put the worst figures of all series into words."""
+    """Describe the worst figures of all series."""
     shape = max(float(check.k_hat) for check in checks)
+    words = f"{shape:.2f}" if math.isfinite(shape) else ("infinite" if shape > 0 else "none")
     of = f" of {len(checks)} series, at worst," if len(checks) > 1 else ""
     methods = " or ".join(sorted({check.reference for check in checks}))
-    # Both ELBO and evidence are estimates, so that a gap of nothing may come out negative.
+    # Both ELBO and evidence are estimates, so that a gap of zero may come out negative.
     gap = max(0.0, *(float(check.gap) for check in checks))
     missed = max(float(np.max(check.missed)) for check in checks)
     distance = max(root_mean_square(check.distance) for check in checks)
@@ -141,10 +152,6 @@ def _figures(checks: list[PosteriorCheck]) -> str:
         f" {distance:.2f} on average over time, up to {missed:.0%} of the states are where it has"
         f" no mass, and its ELBO is {gap:.1f} nats below the evidence (good: up to"
         f" {MOST_DISTANCE}, {MANY_MISSED:.0%}, and {MANY_NATS:.0f} nats or {MANY_NATS_PER_ROW} nats"
-        f" per row); the Pareto shape of its path weights is {_shape(shape)} (weights correct whole"
-        f" paths up to {K_HAT_GOOD})"
+        f" per row); the Pareto shape of its path weights is {words} (weights correct whole paths"
+        f" up to {K_HAT_GOOD})"
     )
-
-
-def _shape(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else ("infinite" if value > 0 else "none")

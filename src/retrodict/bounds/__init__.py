@@ -19,11 +19,11 @@ from retrodict.bounds.finite.counterexample import (
     two_state_counterexample as two_state_counterexample,
 )
 from retrodict.bounds.finite.problem import FiniteProblem as FiniteProblem
+from retrodict.bounds.functional_classes import AnyBounded as AnyBounded
+from retrodict.bounds.functional_classes import AnyLipschitz as AnyLipschitz
 from retrodict.bounds.hypotheses import Mixing as Mixing
 from retrodict.bounds.hypotheses import h1_constants as h1_constants
 from retrodict.bounds.hypotheses import h2_constants as h2_constants
-from retrodict.bounds.problem import AnyBounded as AnyBounded
-from retrodict.bounds.problem import AnyLipschitz as AnyLipschitz
 from retrodict.bounds.reference import Reference as Reference
 from retrodict.bounds.reference import find_reference as find_reference
 from retrodict.bounds.reference import options_of as options_of

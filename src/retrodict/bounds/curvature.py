@@ -1,14 +1,15 @@
 """A lower bound K₀ of the curvature −∇² log p(x_{0:n-1}, y) of a log-concave joint density.
 
 K₀ is block tridiagonal: prior and transition are linear Gaussian, whose curvature is known exactly,
-and the emission adds at each time a matrix that it declares. Seen as the precision of a Gaussian
-law of paths it has everything a chain has: backward gains, marginal covariances, and
+and the emission adds a declared matrix at each time. As the precision of a Gaussian law of paths it
+has backward gains, marginal covariances, and
 
     sᵀ K₀⁻¹ s = Σ_k ‖l_k⁻¹ r_k‖²,   r_k = s_k + G_{k-1}ᵀ r_{k-1},   D_k = l_k l_kᵀ,
 
 by one elimination forward in time.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -24,7 +25,7 @@ from retrodict._numerics import linalg
 from retrodict._series import Series
 from retrodict._types import Scalar
 from retrodict.bounds.distances import norms
-from retrodict.bounds.gains import reach_into
+from retrodict.bounds.lipschitz import windowed_lipschitz_sums
 
 
 class Curvature(NamedTuple):
@@ -34,8 +35,8 @@ class Curvature(NamedTuple):
         pivots: l_k, the lower factors of the pivots D_k.
         gains: G_k = −D_k⁻¹ K₀[k, k+1], so that K₀⁻¹[i, j] = G_i ⋯ G_{j-1} K₀⁻¹[j, j] for i ≤ j.
         covariances: K₀⁻¹[k, k].
-        definite: whether all pivots are positive beyond rounding. Where they are not, the other
-            numbers mean nothing.
+        definite: whether all pivots are positive beyond rounding; otherwise the other fields are
+            invalid.
     """
 
     pivots: Float[Array, "time d d"]
@@ -44,11 +45,11 @@ class Curvature(NamedTuple):
     definite: Bool[Array, ""]
 
     def quadratic_form(self, s: Float[Array, "time d"]) -> Float[Array, "time"]:
-        """The terms of sᵀ K₀⁻¹ s, one a time."""
+        """Return the terms of sᵀ K₀⁻¹ s, one per time."""
 
         def step(before: Array, at: tuple) -> tuple[Array, Array]:
-            gain, pivot, own = at
-            rest = own + linalg.matvec(gain.T, before)
+            gain, pivot, here = at
+            rest = here + linalg.matvec(gain.T, before)
             return rest, jnp.sum(linalg.solve_triangular(pivot, rest) ** 2)
 
         gains = jnp.concatenate([jnp.zeros_like(self.pivots[:1]), self.gains])
@@ -58,13 +59,13 @@ class Curvature(NamedTuple):
     def largest_variance(
         self, lipschitz: Float[Array, "time"], window: int
     ) -> Float[Array, "time"]:
-        """Terms of Σ_{i,j} ℓ_i ℓ_j ‖K₀⁻¹[i, j]‖, which ∇hᵀ K₀⁻¹ ∇h does not exceed."""
-        reached = reach_into(self.gains, lipschitz, self.covariances, window)
-        return lipschitz * (2 * reached - lipschitz * norms(self.covariances))
+        """Return the terms of Σ_{i,j} ℓ_i ℓ_j ‖K₀⁻¹[i, j]‖, an upper bound of ∇hᵀ K₀⁻¹ ∇h."""
+        sums = windowed_lipschitz_sums(self.gains, lipschitz, self.covariances, window)
+        return lipschitz * (2 * sums - lipschitz * norms(self.covariances))
 
 
 def eliminate(blocks: Float[Array, "time d d"], between: Float[Array, "pair d d"]) -> Curvature:
-    """The elimination of a block-tridiagonal matrix, which should be positive definite.
+    """Eliminate a block-tridiagonal matrix, which should be positive definite.
 
     Args:
         blocks: K₀[k, k].
@@ -93,13 +94,13 @@ def eliminate(blocks: Float[Array, "time d d"], between: Float[Array, "pair d d"
     _, earlier = lax.scan(back, noises[-1], (gains, noises[:-1]), reverse=True)
     sizes = jnp.diagonal(blocks, axis1=1, axis2=2)
     squares = jnp.diagonal(pivots, axis1=1, axis2=2) ** 2
-    # Of a pivot that is not positive `cholesky` makes zero or NaN, and neither is above rounding.
+    # A pivot that is not positive becomes zero or NaN, and neither is above rounding.
     definite = jnp.all(squares > 1e3 * jnp.finfo(blocks.dtype).eps * jnp.abs(sizes))
     return Curvature(pivots, gains, jnp.concatenate([earlier, noises[-1:]]), definite)
 
 
 def why_unknown(model: StateSpaceModel) -> str | None:
-    """What stands in the way of a curvature bound; `None` if nothing does."""
+    """Return why a model has no curvature bound; `None` if it has one."""
     if not isinstance(model.prior, Gaussian):
         return f"the prior is {type(model.prior).__name__}, not Gaussian"
     if not isinstance(model.transition, AbstractLinearGaussianKernel):
@@ -117,7 +118,7 @@ def why_unknown(model: StateSpaceModel) -> str | None:
 
 @eqx.filter_jit
 def curvature(model: StateSpaceModel, series: Series) -> Curvature:
-    """K₀ of an unwrapped model of which `why_unknown` says nothing, all rows existing."""
+    """Compute K₀ of an unwrapped model for which `why_unknown` is `None`, without padding."""
     prior: Any = model.prior
     d, n = prior.dim, series.num_times
     dtype = series.ys.dtype
@@ -134,17 +135,16 @@ def curvature(model: StateSpaceModel, series: Series) -> Curvature:
 
     us = None if series.inputs is None else series.inputs[1:]
     past, between, present = jax.vmap(moved, axis_size=n - 1)(us)
-    seen = jax.vmap(lambda y, m, u: seen_curvature(model, y, m, u))(
-        series.ys, series.mask, series.inputs
-    )
-    blocks = seen.at[0].add(precision(prior.scale_tril)).at[:-1].add(past).at[1:].add(present)
+    rows = (series.ys, series.mask, series.inputs)
+    emitted = jax.vmap(partial(emission_curvature, model))(*rows)
+    blocks = emitted.at[0].add(precision(prior.scale_tril)).at[:-1].add(past).at[1:].add(present)
     return eliminate(blocks, between)
 
 
-def seen_curvature(
+def emission_curvature(
     model: StateSpaceModel, y: Array, mask: Array | None, u: Array | None
 ) -> Float[Array, "d d"]:
-    """What the emission adds: exactly if it is linear Gaussian, else what it declares."""
+    """Return the curvature of the emission: exact if it is linear Gaussian, else as declared."""
     kernel: Any = model.emission
     if isinstance(kernel, AbstractLinearGaussianKernel):
         point = jnp.zeros(kernel.at(u).weight.shape[1], y.dtype)
@@ -154,10 +154,10 @@ def seen_curvature(
     declared = jnp.asarray(declared, y.dtype)
     if declared.shape != (d, d):
         raise ValueError(
-            f"The curvature of an emission must have shape ({d}, {d}), one row and column a"
+            f"The curvature of an emission must have shape ({d}, {d}), one row and column per"
             f" coordinate of the state, got {declared.shape}."
         )
-    # A row of which nothing was seen says nothing; the driver refuses rows that were seen in part.
+    # A missing row has no curvature; the driver refuses rows that were observed in part.
     return declared if mask is None else jnp.where(jnp.any(mask), declared, 0.0)
 
 
@@ -165,16 +165,16 @@ def seen_curvature(
 def least_excess(
     model: StateSpaceModel, series: Series, paths: Float[Array, "sample time d"]
 ) -> tuple[Scalar, Array]:
-    """How far the emission's curvature at sampled states is above what it declares, at least.
+    """Return the least excess of the emission's curvature at sampled states over its declaration.
 
     Returns:
         The least eigenvalue of −∇² log g(x_k, y_k) minus the declared matrix, relative to the size
-        of either, and the time at which it was seen. Below zero, the declaration is wrong.
+        of either, and its time. Below zero, the declaration is wrong.
     """
 
     def at(x: Array, y: Array, mask: Array | None, u: Array | None) -> Array:
         actual = -jax.hessian(lambda x: model.emission.log_prob(x, y, u, mask))(x)
-        declared = seen_curvature(model, y, mask, u)
+        declared = emission_curvature(model, y, mask, u)
         size = jnp.linalg.norm(actual) + jnp.linalg.norm(declared)
         return jnp.linalg.eigvalsh(actual - declared)[0] / jnp.where(size > 0, size, 1.0)
 

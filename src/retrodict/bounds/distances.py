@@ -1,4 +1,4 @@
-"""Distances between laws, or upper bounds of them: what a bound charges for one wrong factor."""
+"""Distances between laws, or upper bounds of them."""
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from retrodict._types import Scalar
 
 
 def gaussian_distance(p: Gaussian, q: Gaussian) -> Scalar:
-    """The distance W₁ of two Gaussian laws in one dimension, W₂ ≥ W₁ in more."""
+    """Return W₁ of two Gaussian laws in one dimension, W₂ ≥ W₁ in more."""
     return _folded(p, q) if p.dim == 1 else bures(p, q)
 
 
 def _folded(p: Gaussian, q: Gaussian) -> Scalar:
-    """W₁ = E|Δm + Δs Z| with Z standard normal: both laws are increasing functions of one Z."""
+    """Return W₁ = E|Δm + Δs Z|, Z standard normal: both laws are increasing functions of one Z."""
     shift = jnp.abs(p.mean[0] - q.mean[0])
     spread = jnp.abs(jnp.abs(p.scale_tril[0, 0]) - jnp.abs(q.scale_tril[0, 0]))
     ratio = shift / jnp.where(spread > 0, spread, 1.0)
@@ -27,38 +27,38 @@ def _folded(p: Gaussian, q: Gaussian) -> Scalar:
 
 
 def bures(p: Gaussian, q: Gaussian) -> Scalar:
-    """W₂, with W₂² = ‖Δm‖² + min ‖s_p − s_q U‖² over the rotations U.
+    """Return W₂, with W₂² = ‖Δm‖² + min ‖s_p − s_q U‖² over the rotations U.
 
-    The minimum is at U = V Wᵀ where s_qᵀs_p = V D Wᵀ; written this way no difference of traces
-    cancels, and any U at all would give an upper bound.
+    The minimum is at U = V Wᵀ where s_qᵀs_p = V D Wᵀ; this form has no difference of
+    traces that cancels, and any U would give an upper bound.
     """
     spread = root_distance(p.scale_tril, q.scale_tril)
     return jnp.sqrt(jnp.sum((p.mean - q.mean) ** 2) + spread**2)
 
 
 def root_distance(s: Float[Array, "d d"], t: Float[Array, "d d"]) -> Scalar:
-    """The least ‖s − t U‖ over rotations U: W₂ of two centred Gaussian laws with these factors."""
+    """Return the least ‖s − t U‖ over rotations U: W₂ of two centred Gaussian laws."""
     left, _, right = jnp.linalg.svd(linalg.matmul(t.T, s))
     rotation = jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
     return jnp.linalg.norm(s - linalg.matmul(t, rotation))
 
 
 def twice_total_variation(p: Gaussian, q: Gaussian) -> Scalar:
-    """At least ∫|p − q| = 2 TV, by Pinsker: (2 KL(p ‖ q))^½, and never more than 2."""
+    """Return an upper bound of 2 TV = ∫|p − q|, by Pinsker: (2 KL(p ‖ q))^½, at most 2."""
     return jnp.minimum(2.0, jnp.sqrt(2.0 * jnp.maximum(kl_divergence(p, q), 0.0)))
 
 
 def interval_distance(
     p: Float[Array, "point"], q: Float[Array, "point"], spacing: Float[Array, ""]
 ) -> Scalar:
-    """W₁ of two laws on equally spaced points: ∫|F_p − F_q|, with F the cumulative sums."""
+    """Return W₁ of two laws on equally spaced points: ∫|F_p − F_q|, F the cumulative sums."""
     return spacing * jnp.sum(jnp.abs(jnp.cumsum(p - q)))
 
 
 def table_distance(
     p: Float[Array, "a b"], q: Float[Array, "a b"], spacing: Float[Array, "2"]
 ) -> Scalar:
-    """At least W₁ of two laws on a rectangular mesh: the cost of moving coordinates in turn.
+    """Return an upper bound of W₁ on a rectangular mesh: the cost of moving coordinates in turn.
 
     The first coordinate is coupled in increasing order and then, given both, the second one (a
     Knothe–Rosenblatt coupling), which costs at most the sum of the two moves. Either coordinate may
@@ -89,12 +89,12 @@ def _in_turn(p: Array, q: Array, first: Array, second: Array) -> Scalar:
 
 
 def empirical_distance(xs: Float[Array, "sample"], zs: Float[Array, "sample"]) -> Scalar:
-    """W₁ of two samples of one size: they are coupled in increasing order."""
+    """Return W₁ of two samples of one size, coupled in increasing order."""
     return jnp.mean(jnp.abs(jnp.sort(xs) - jnp.sort(zs)))
 
 
 def sample_moments(xs: Float[Array, "sample d"]) -> Gaussian:
-    """The Gaussian law with the mean and the covariance of a sample."""
+    """Return the Gaussian law with the mean and the covariance of a sample."""
     mean = jnp.mean(xs, axis=0)
     centred = (xs - mean[None, :]) / np.sqrt(xs.shape[0])
     covariance = jnp.matmul(centred.T, centred, precision=lax.Precision.HIGHEST)
@@ -102,7 +102,7 @@ def sample_moments(xs: Float[Array, "sample d"]) -> Gaussian:
 
 
 def spectral_norm(a: Float[Array, "r c"]) -> Scalar:
-    """The largest singular value; an upper bound of it would do, a lower one would not."""
+    """Return the largest singular value."""
     if a.shape == (1, 1):
         return jnp.abs(a[0, 0])
     return jnp.linalg.norm(a, ord=2)

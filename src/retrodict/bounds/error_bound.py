@@ -1,4 +1,4 @@
-"""The driver: a model, a chain and a functional to a bound of the error, with what it rests on."""
+"""The driver `error_bound`: a model, a chain and a functional to a bound of the error."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
@@ -12,18 +12,17 @@ from retrodict._exact import GridPosterior
 from retrodict._expectations import AbstractFunctional
 from retrodict._model import StateSpaceModel
 from retrodict._types import Scalar
-from retrodict.bounds import methods, wasserstein
-from retrodict.bounds.estimate import by_particles
-from retrodict.bounds.methods import Found
-from retrodict.bounds.problem import (
+from retrodict.bounds import theorems, wasserstein
+from retrodict.bounds.comparison import (
     CONFIDENCE,
-    AnyBounded,
-    AnyLipschitz,
     Basis,
+    Comparison,
     Declined,
-    Problem,
-    prepare,
+    prepare_comparison,
 )
+from retrodict.bounds.functional_classes import AnyBounded, AnyLipschitz
+from retrodict.bounds.particle_estimate import estimate_by_particles
+from retrodict.bounds.theorems import BoundValue
 from retrodict.particles import ParticlePosterior
 
 Method: TypeAlias = Literal[
@@ -42,25 +41,25 @@ Method: TypeAlias = Literal[
 
 
 class ErrorBound(eqx.Module):
-    """How far the expectation of a functional under a chain may be from the exact one.
+    """A bound of the error of an expectation under a chain.
 
     Attributes:
         value: the bound of |E_q h − E h|; of the largest entry if the functional has several.
-        per_step: what each time contributes. Contributions to an error that was computed or
-            estimated are signed; those to a bound sum to its value.
-        rigorous: whether a theorem, evaluated in closed form, says that the error is not larger,
-            up to rounding and given the constants that the functional declares. False for what was
-            computed on a grid, whose error is estimated and whose box may miss part of the
-            posterior; for means over sampled paths; and for estimates.
-        rests_on: what was taken for granted, in words.
+        per_step: the contribution of each time. Contributions to a computed or estimated error are
+            signed; those to a bound sum to its value.
+        rigorous: whether a theorem, evaluated in closed form, proves that the error is not larger,
+            up to rounding and given the constants that the functional declares. False for values
+            from a grid, whose error is estimated and whose box may miss part of the posterior; for
+            means over sampled paths; and for estimates.
+        rests_on: the assumptions, in words.
         method: how it was obtained.
-        error: the signed error itself, with the structure of the functional, where it is known.
-        standard_error: of the value, if it was taken by Monte Carlo; zero if not.
+        error: the signed error, with the structure of the functional, where it is known.
+        standard_error: the standard error of a Monte Carlo value; otherwise zero.
         confidence: the nominal probability that the error is not larger: 1 for closed forms, and
             for a grid up to its error; 0.9987 for a mean over sampled paths plus three standard
             errors, if that mean is close to normal; `None` for an estimate, which is not a bound.
         considered: the values of all methods that applied.
-        declined: why the others did not, as pairs of a method and a reason.
+        declined: pairs of a method that did not apply and the reason.
     """
 
     value: Scalar
@@ -94,23 +93,23 @@ def error_bound(
     """Bound the error of the expectation E_q[h_0(x_0) + Σ_{k≥1} h_k(x_{k-1}, x_k)] of a chain.
 
     Tries every method that applies to the model, the chain and the functional, and returns the
-    sharpest of the most trustworthy ones: closed forms (`rigorous`), then what was computed on a
-    grid, then means over sampled paths. A smaller value of a less trustworthy method is listed in
+    sharpest of the most trustworthy ones: closed forms (`rigorous`), then values from a grid, then
+    means over sampled paths. A smaller value of a less trustworthy method is listed in
     `considered` and never returned in its place. The methods:
 
     - `"exact"`: the error itself, of a quadratic functional of a linear-Gaussian model, or up to
       grid error with a `GridPosterior` as reference;
     - `"wasserstein_phi"`, `"wasserstein_b"`, `"wasserstein_q"`, `"wasserstein_a"`: Theorem 4, for
       Lipschitz functionals of a linear-Gaussian model; the first also with a grid;
-    - `"score"`: Theorem 5 without any truth, for log-concave models and Lipschitz functionals. It
-      is a mean over sampled paths and needs a key;
+    - `"score"`: Theorem 5 without the posterior, for log-concave models and Lipschitz functionals.
+      It is a mean over sampled paths and needs a key;
     - `"elbo_gap"`: Theorem 5 with the gap to an evidence that is known, exactly or by a grid; with
       a grid the ELBO is a mean over sampled paths;
     - `"total_variation"`: Theorem 1's S2φ on a grid in one dimension, for bounded functionals;
-    - `"hoeffding"`, `"pinsker"`: Theorem 3 and its simpler cousin, for bounded functionals where
+    - `"hoeffding"`, `"pinsker"`: Theorem 3 and Pinsker's inequality, for bounded functionals where
       the evidence is known.
 
-    Where none applies it returns an `"estimate"` by particles, which is not a bound and says so.
+    If none applies, the result is an `"estimate"` by particles, which is not a bound.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -130,29 +129,29 @@ def error_bound(
         ('exact', True, True)
 
     Args:
-        model: the model that the data come from.
-        chain: the law of paths whose error is asked for.
+        model: the model of the data.
+        chain: the law of paths whose error is bounded.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        functional: what the expectation is taken of; it may declare Lipschitz constants and
-            oscillations, which are taken at their word. Or a class of functionals:
+        functional: the functional of the expectation. It may declare Lipschitz constants and
+            oscillations, which are not checked. Or a class of functionals:
             `AnyLipschitz()`, `AnyBounded()`.
-        data: a pytree with one row a time step, which the functional reads; for `LogJoint` and
-            `Score` the observations by themselves.
+        data: a pytree with one row per time step, which the functional reads; by default the
+            observations for `LogJoint` and `Score`.
         reference: the exact posterior on a grid, or paths of a particle smoother.
         method: one method by name, or `"auto"` for the sharpest.
         key: a typed key, for methods that draw.
-        num_samples: how many paths they draw.
-        window: over how many times products of gains are kept before they are bounded by products
-            of norms; larger is sharper, and any is rigorous.
-        mask: true where an entry was seen.
+        num_samples: the number of paths to draw.
+        window: the number of gains in a product before products are bounded by products of norms;
+            larger is sharper, and any value is rigorous.
+        mask: true where an entry was observed.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist.
+        length: the number of rows that exist.
 
     Raises:
-        ValueError: if the named method does not apply, or nothing does and no estimate can be
-            taken; it says why.
+        ValueError: if the named method does not apply, or if no method applies and no estimate can
+            be taken; the message has the reasons.
     """
-    problem = prepare(
+    comparison = prepare_comparison(
         model,
         chain,
         ys,
@@ -162,82 +161,85 @@ def error_bound(
         key,
         num_samples,
         window,
-        mask,
-        inputs,
-        length,
+        mask=mask,
+        inputs=inputs,
+        length=length,
     )
     if method != "auto":
-        if method not in _METHODS:
-            raise ValueError(
-                f"error_bound expects method 'auto' or one of {get_args(Method)}, got {method!r}."
-            )
-        try:
-            found = _attempt(_METHODS[method], problem)
-        except Declined as reason:
-            raise ValueError(f"The method {method!r} does not apply here: {reason}.") from None
-        return _bound(method, found, {method: found.value}, ())
-    closed_forms = problem.linear_gaussian and isinstance(problem.chain, LinearGaussianChain)
-    results: dict[str, Found] = {}
+        return _by_name(method, comparison)
+    closed_forms = comparison.linear_gaussian and isinstance(comparison.chain, LinearGaussianChain)
+    results: dict[str, BoundValue] = {}
     declined: list[tuple[str, str]] = []
     for name, attempt in _METHODS.items():
-        # An exact error needs no bound beside it, unless a grid stands for a posterior that other
-        # methods have in closed form. An estimate is the last resort.
+        # An exact error needs no bound beside it, unless it comes from a grid and other methods
+        # have closed forms. An estimate is the last resort.
         if results and (
             name == "estimate"
             or ("exact" in results and (_rank(results["exact"]) == 0 or not closed_forms))
         ):
             break
         try:
-            results[name] = _attempt(attempt, problem)
+            results[name] = _finite(attempt(comparison))
         except Declined as reason:
             declined.append((name, str(reason)))
     if not results:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in declined)
         raise ValueError(f"No bound applies, and no estimate could be taken:\n{reasons}")
     best: Any = min(results, key=lambda name: (_rank(results[name]), float(results[name].value)))
-    considered = {name: found.value for name, found in results.items()}
-    return _bound(best, results[best], considered, tuple(declined))
+    considered = {name: result.value for name, result in results.items()}
+    return _error_bound(best, results[best], considered, tuple(declined))
 
 
-def _rank(found: Found) -> int:
-    """How far a value can be trusted, 0 first: a sharper bound of a worse kind may be too sharp."""
-    return get_args(Basis).index(found.basis)
+def _by_name(method: str, comparison: Comparison) -> ErrorBound:
+    if method not in _METHODS:
+        raise ValueError(
+            f"error_bound expects method 'auto' or one of {get_args(Method)}, got {method!r}."
+        )
+    try:
+        result = _finite(_METHODS[method](comparison))
+    except Declined as reason:
+        raise ValueError(f"The method {method!r} does not apply here: {reason}.") from None
+    return _error_bound(method, result, {method: result.value}, ())
 
 
-def _attempt(method: Callable[[Problem], Found], problem: Problem) -> Found:
-    """What a method gives, declined if it is no number: the least of several would pick it."""
-    found = method(problem)
-    if not bool(jnp.isfinite(found.value)):
-        raise Declined(f"its value is {float(found.value)}")
-    return found
+def _rank(result: BoundValue) -> int:
+    """Return the rank of a value by trust, 0 first: a sharper but weaker bound may be wrong."""
+    return get_args(Basis).index(result.basis)
 
 
-def _bound(method: Any, found: Found, considered: dict, declined: tuple) -> ErrorBound:
+def _finite(result: BoundValue) -> BoundValue:
+    """Decline a value that is not finite."""
+    if not bool(jnp.isfinite(result.value)):
+        raise Declined(f"its value is {float(result.value)}")
+    return result
+
+
+def _error_bound(method: Any, result: BoundValue, considered: dict, declined: tuple) -> ErrorBound:
     return ErrorBound(
-        value=found.value,
-        per_step=found.per_step,
-        rigorous=found.basis == "closed form",
-        rests_on=found.rests_on,
+        value=result.value,
+        per_step=result.per_step,
+        rigorous=result.basis == "closed form",
+        rests_on=result.rests_on,
         method=method,
-        error=found.error,
-        standard_error=jnp.asarray(found.standard_error, found.value.dtype),
-        confidence={"samples": CONFIDENCE, "particles": None}.get(found.basis, 1.0),
+        error=result.error,
+        standard_error=jnp.asarray(result.standard_error, result.value.dtype),
+        confidence={"samples": CONFIDENCE, "particles": None}.get(result.basis, 1.0),
         considered=considered,
         declined=declined,
     )
 
 
 # In the order in which they are tried: an exact error first, an estimate last.
-_METHODS: dict[str, Callable[[Problem], Found]] = {
-    "exact": methods.exact,
-    "wasserstein_phi": methods.wasserstein_phi,
-    "wasserstein_b": methods.by_reference(wasserstein.backward),
-    "wasserstein_q": methods.by_reference(wasserstein.forward),
-    "wasserstein_a": methods.by_reference(wasserstein.auxiliary),
-    "total_variation": methods.total_variation,
-    "elbo_gap": methods.elbo_gap,
-    "hoeffding": methods.hoeffding,
-    "pinsker": methods.pinsker,
-    "score": methods.score,
-    "estimate": by_particles,
+_METHODS: dict[str, Callable[[Comparison], BoundValue]] = {
+    "exact": theorems.exact,
+    "wasserstein_phi": theorems.wasserstein_phi,
+    "wasserstein_b": theorems.wasserstein_by(wasserstein.backward),
+    "wasserstein_q": theorems.wasserstein_by(wasserstein.forward),
+    "wasserstein_a": theorems.wasserstein_by(wasserstein.auxiliary),
+    "total_variation": theorems.total_variation,
+    "elbo_gap": theorems.elbo_gap,
+    "hoeffding": theorems.hoeffding,
+    "pinsker": theorems.pinsker,
+    "score": theorems.score,
+    "estimate": estimate_by_particles,
 }

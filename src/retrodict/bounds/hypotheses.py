@@ -1,4 +1,4 @@
-"""The quantities of the paper's own theorem: H1's c_k and H2's σ₋ and σ₊."""
+"""The hypotheses of Theorem 2: the local errors c_k of H1, the mixing constants of H2."""
 
 from typing import Any, NamedTuple
 
@@ -10,21 +10,21 @@ from jaxtyping import Array, Float
 
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import Grid, densities, kalman_smoother, log_emission, log_prior
-from retrodict._expectations import check_chain
+from retrodict._expectations import check_chain, check_model, series_of_chain
 from retrodict._kernels import AbstractLinearGaussianKernel, NonlinearGaussianKernel
 from retrodict._laws import Gaussian
-from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, prepare_data
+from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian
 from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import Scalar
 from retrodict._validate import as_real_array, check_count, check_key
+from retrodict.bounds.comparison import MISFIT
 from retrodict.bounds.distances import twice_total_variation
-from retrodict.bounds.on_grid import law_on
-from retrodict.bounds.problem import MISFIT
+from retrodict.bounds.grid_bounds import law_on
 
 
 class Mixing(NamedTuple):
-    """H2 on a compact domain: bounds of the densities, and the rates that follow from them.
+    """The mixing constants of H2 on a compact domain, and the rates that follow from them.
 
     Attributes:
         sigma_minus: σ₋, the least density of the transition and of the backward kernels.
@@ -50,7 +50,7 @@ def h1_constants(
     mask: Any = None,
     inputs: Any = None,
 ) -> Float[Array, "time"]:
-    """H1's c_k: how far each step of a chain is from one step of the exact filter.
+    """Compute the c_k of H1, the distance of each step of a chain to a step of the exact filter.
 
     With the filtering laws q_k of the chain, c_0 = 2 TV(q_0, φ_0) and
 
@@ -66,27 +66,17 @@ def h1_constants(
         ys: observations, of shape `(time, obs)`; NaN where missing.
         grid: points to sum over, for a model that is not linear Gaussian.
         key: a typed key, to estimate by sampling.
-        num_samples: how many pairs to draw at each time.
-        mask: true where an entry was seen.
+        num_samples: the number of pairs to draw at each time.
+        mask: true where an entry was observed.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
 
     Returns:
         c_0, …, c_{n-1}, none above 2.
     """
-    check_chain(chain, "h1_constants")
-    if not isinstance(chain, LinearGaussianChain):
-        raise TypeError(
-            f"h1_constants expects a linear-Gaussian chain, got {type(chain).__name__}."
-        )
-    _refuse_padding(chain, "h1_constants")
+    _check_linear_gaussian(chain, "h1_constants")
     model = unwrap(model)
-    check_densities(model, "h1_constants")
-    series = prepare_data(model, ys, mask=mask, inputs=inputs)
-    if series.num_times != chain.num_times or model.state_dim != chain.state_dim:
-        raise ValueError(
-            f"The chain has {chain.num_times} rows and {chain.state_dim} state dimensions, the data"
-            f" {series.num_times} rows and the model {model.state_dim} state dimensions."
-        )
+    check_model(model, chain, "h1_constants")
+    series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs)
     if is_linear_gaussian(model):
         return _in_closed_form(model, chain, series)
     if grid is not None:
@@ -106,44 +96,49 @@ def h1_constants(
     return _by_sampling(model, chain, series, key, check_count(num_samples, "num_samples"))
 
 
+def _rows_of(series: Series) -> tuple:
+    return series.ys, series.mask, series.inputs
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+def _steps_of(chain: LinearGaussianChain, series: Series) -> tuple:
+    """Return q_{k-1}, q_k, q_{k-1|k} and the row of time k, for each k ≥ 1."""
+    later = jax.tree.map(lambda leaf: leaf[1:], (chain.laws, _rows_of(series)))
+    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
+    return earlier, later[0], chain.kernels, later[1]
+
+
 @eqx.filter_jit
 def _in_closed_form(
     model: StateSpaceModel, chain: LinearGaussianChain, series: Series
 ) -> Float[Array, "time"]:
-    def smoothed(prior: Gaussian, ys: Array, mask: Array, inputs: Array | None) -> Any:
+    def posterior(prior: Gaussian, row: tuple, missing: int) -> LinearGaussianChain:
+        """Condition on one row, after as many missing rows."""
+        y, mask, u = row
+        observed = jnp.ones(y.shape, bool) if mask is None else mask
+        masks = jnp.stack([jnp.zeros_like(observed)] * missing + [observed])
+        ys, us = jax.tree.map(lambda leaf: jnp.stack([leaf] * (missing + 1)), (y, u))
         started = StateSpaceModel(prior, model.transition, model.emission)
-        return kalman_smoother(started, ys, mask=mask, inputs=inputs).chain
+        return kalman_smoother(started, ys, mask=masks, inputs=us).chain
 
-    seen = jnp.ones(series.ys.shape, bool) if series.mask is None else series.mask
-
-    def pair(before: Gaussian, after: Gaussian, kernel: Any, ys: Array, mask: Array, us: Any):
-        # The law of two neighbours given the later row alone: a series whose first row is missing.
-        exact = smoothed(before, ys, mask.at[0].set(False), us).pairwise()
+    def pair(before: Gaussian, after: Gaussian, kernel: Any, row: tuple) -> Array:
+        exact = posterior(before, row, 1).pairwise()
         laws = jax.tree.map(lambda a, b: jnp.stack([a, b]), before, after)
         ours = LinearGaussianChain(laws, jax.tree.map(lambda leaf: leaf[None], kernel)).pairwise()
-        first = lambda law: jax.tree.map(lambda leaf: leaf[0], law)  # noqa: E731
-        return twice_total_variation(first(ours), first(exact))
+        return twice_total_variation(_first(ours), _first(exact))
 
-    def neighbours(array: Any) -> Any:
-        return None if array is None else jnp.stack([array[:-1], array[1:]], axis=1)
-
-    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
-    later = jax.tree.map(lambda leaf: leaf[1:], chain.laws)
-    rest = jax.vmap(pair)(
-        earlier,
-        later,
-        chain.kernels,
-        neighbours(series.ys),
-        neighbours(seen),
-        neighbours(series.inputs),
-    )
-    us = None if series.inputs is None else series.inputs[:1]
-    filtered = smoothed(model.prior, series.ys[:1], seen[:1], us).terminal
-    own = jax.tree.map(lambda leaf: leaf[0], chain.laws)
-    return jnp.append(twice_total_variation(own, filtered), rest)
+    rest = jax.vmap(pair)(*_steps_of(chain, series))
+    filtered = posterior(model.prior, _first(_rows_of(series)), 0).terminal  # pyright: ignore
+    return jnp.append(twice_total_variation(_first(chain.laws), filtered), rest)
 
 
-def _refuse_padding(chain: LinearGaussianChain, owner: str) -> None:
+def _check_linear_gaussian(chain: Any, owner: str) -> None:
+    check_chain(chain, owner)
+    if not isinstance(chain, LinearGaussianChain):
+        raise TypeError(f"{owner} expects a linear-Gaussian chain, got {type(chain).__name__}.")
     if chain.length is not None:
         raise ValueError(f"{owner} expects a chain without padding: take chain.prefix(length).")
 
@@ -157,7 +152,7 @@ def _log_emission(model: StateSpaceModel, x: Array, row: tuple) -> Scalar:
 def _over_grid(
     model: StateSpaceModel, chain: LinearGaussianChain, series: Series, grid: Grid
 ) -> tuple[Float[Array, "time"], Scalar]:
-    """The constants, and the largest misfit of a filtering law or of a mean backward kernel."""
+    """Return the constants, and the largest misfit of a filtering law or mean backward kernel."""
     points, quadrature = grid.points, jnp.exp(grid.log_quadrature)
 
     def likelihood(row: tuple) -> Array:
@@ -173,19 +168,11 @@ def _over_grid(
         exact = (law_on(grid, before)[0][:, None] * moved * likelihood(row)[None, :]).T
         return jnp.sum(jnp.abs(ours / jnp.sum(ours) - exact / jnp.sum(exact))), misfit
 
-    rows = (series.ys, series.mask, series.inputs)
-    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
-    later = jax.tree.map(lambda leaf: leaf[1:], chain.laws)
-    rest, misfits = lax.map(
-        step, (earlier, later, chain.kernels, jax.tree.map(lambda r: r[1:], rows))
-    )
-    exact = (
-        jnp.exp(log_prior(model, points))
-        * quadrature
-        * likelihood(jax.tree.map(lambda r: r[0], rows))
-    )
-    own, misfit = law_on(grid, jax.tree.map(lambda leaf: leaf[0], chain.laws))
-    first = jnp.sum(jnp.abs(own - exact / jnp.sum(exact)))
+    rest, misfits = lax.map(step, _steps_of(chain, series))
+    prior = jnp.exp(log_prior(model, points)) * quadrature
+    exact = prior * likelihood(_first(_rows_of(series)))
+    law, misfit = law_on(grid, _first(chain.laws))
+    first = jnp.sum(jnp.abs(law - exact / jnp.sum(exact)))
     return jnp.append(first, rest), jnp.maximum(misfit, jnp.max(misfits, initial=0.0))
 
 
@@ -193,7 +180,7 @@ def _over_grid(
 def _by_sampling(
     model: StateSpaceModel, chain: LinearGaussianChain, series: Series, key: Any, num_samples: int
 ) -> Float[Array, "time"]:
-    """2 TV = E_q|1 − p/q| with the ratios made to average one."""
+    """Estimate 2 TV = E_q|1 − p/q|, with the ratios scaled to a mean of one."""
 
     def distance(log_ratios: Array) -> Array:
         ratios = jnp.exp(log_ratios - jnp.max(log_ratios))
@@ -219,15 +206,9 @@ def _by_sampling(
 
         return distance(jax.vmap(log_ratio)(jax.random.split(key, num_samples)))
 
-    rows = (series.ys, series.mask, series.inputs)
     keys = jax.random.split(key, chain.num_times)
-    earlier = jax.tree.map(lambda leaf: leaf[:-1], chain.laws)
-    later = jax.tree.map(lambda leaf: leaf[1:], chain.laws)
-    rest = jax.vmap(pairs)(
-        keys[1:], earlier, later, chain.kernels, jax.tree.map(lambda r: r[1:], rows)
-    )
-    first = jax.tree.map(lambda leaf: leaf[0], (chain.laws, rows))
-    return jnp.append(initial(keys[0], *first), rest)
+    rest = jax.vmap(pairs)(keys[1:], *_steps_of(chain, series))
+    return jnp.append(initial(keys[0], *_first((chain.laws, _rows_of(series)))), rest)
 
 
 def h2_constants(
@@ -237,25 +218,21 @@ def h2_constants(
     *,
     inputs: Any = None,
 ) -> Mixing:
-    """H2's σ₋ and σ₊ on a compact domain: the least and the largest density over its points.
+    """Compute σ₋ and σ₊ of H2: the least and the largest density over the points of a domain.
 
-    They are those of the transition and of every backward kernel, with respect to Lebesgue
-    measure on the box; likelihoods may be scaled freely and do not count. On the whole space σ₋
+    The densities are those of the transition and of every backward kernel, with respect to Lebesgue
+    measure on the box. Likelihoods may be scaled freely and do not count. On the whole space σ₋
     would be zero and the hypothesis would fail.
 
     Args:
         model: the model.
         chain: a linear-Gaussian chain.
-        domain: a grid over the domain, whose points stand for all of it.
+        domain: a grid over the compact domain.
         inputs: inputs of shape `(time, input)`, if the transition takes them.
     """
     if not isinstance(domain, Grid):
         raise TypeError(f"h2_constants expects a Grid as its domain, got {type(domain).__name__}.")
-    if not isinstance(chain, LinearGaussianChain):
-        raise TypeError(
-            f"h2_constants expects a linear-Gaussian chain, got {type(chain).__name__}."
-        )
-    _refuse_padding(chain, "h2_constants")
+    _check_linear_gaussian(chain, "h2_constants")
     model = unwrap(model)
     check_densities(model, "h2_constants", ("transition",))
     if domain.dim != model.state_dim:
@@ -278,8 +255,16 @@ def _extremes(
         table = densities(kernel, points, points, u)
         largest = jnp.max(table)
         if isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel)):
+<<<<<<< HEAD
             # The density at the mean, wherever that lies between the points.
             law: Any = kernel.law(points[0], u)
+||||||| 12276ef
+            # The density at the mean, wherever that lies between the points.
+            law: Any = kernel.law(points[0], u if kernel.takes_input else None)
+=======
+            # The density at the mean, which may be between the points.
+            law: Any = kernel.law(points[0], u if kernel.takes_input else None)
+>>>>>>> fix-smoothers
             largest = jnp.exp(law.log_prob(law.mean))
         return jnp.min(table), largest
 

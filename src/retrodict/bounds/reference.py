@@ -1,10 +1,10 @@
-"""Posteriors to compare a chain with, computed independently of the chain.
+"""Reference posteriors that are computed independently of the chain to check.
 
-A reference that shares the blind spot of what it checks is no check. A grid sees every mode inside
-its box. Tempered particles follow every mode that the prediction reaches, also where the sensor is
-so sharp that those of a bootstrap filter die out; several independent runs of them must agree.
-Linearised smoothers that start from paths of the prior, and from reflections of the first solution,
-find modes that a filter gave up before later rows spoke for them.
+A reference must not share the blind spots of the chain. A grid covers every mode inside its box.
+Tempered particles follow every mode that the prediction reaches, also under a sensor so sharp that
+a bootstrap filter degenerates; several independent runs must agree. Linearised smoothers that start
+from paths of the prior and from reflections of the first solution find modes that a filter lost
+before later rows supported them.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -21,57 +21,61 @@ from retrodict._linearised import check_moments, iterated_smoother, smooth_from_
 from retrodict._model import StateSpaceModel, check_densities
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
-from retrodict.particles import ParticlePosterior, log_weights_of, tempered_smoother
+from retrodict.particles import (
+    ParticlePosterior,
+    log_weights_of,
+    status_words,
+    tempered_smoother,
+)
 
 NUM_RUNS = 3
-"""How many independent particle smoothers must agree."""
+"""The number of independent particle smoothers that must agree."""
 
 NUM_PARTICLES = (1000, 4000)
-"""How many particles each of them has, and how many if they do not agree."""
+"""The number of particles of each, and the number for a second attempt."""
 
 MOST_NOISE = 0.1
-"""How far the mean of the runs may be from its limit, as the square root of the mean square over
-time of Kolmogorov distances, for a reference to count."""
+"""The largest error of the mean of the runs, as a root mean square of Kolmogorov distances."""
 
 GRIDS = {1: (512, 2048, 4096), 2: (48, 96)}
-"""How many points a coordinate has, finer where the grid before was too coarse."""
+"""Numbers of points per coordinate, by state dimension, from coarse to fine."""
 
 MOST_WORK = {1: 2**32, 2: 2**36}
-"""How many pairs of points, times rows, a grid may go through."""
+"""The largest number of pairs of points times rows, by state dimension."""
 
 MOST_GRID_ERROR = 0.5
 """The largest estimated error of a grid, in nats and in standard deviations. The estimate is the
 error of a grid with three quarters of the points, far above that of the grid itself."""
 
 NUM_PRIOR_PATHS = 256
-"""How many paths of the prior tell where states may be."""
+"""The number of paths of the prior from which the range of the states is estimated."""
 
 NUM_STARTS = 12
-"""From how many of them linearised smoothers start."""
+"""The number of these paths from which linearised smoothers start."""
 
 NUM_MODE_PATHS = 200
-"""How many paths of a mode estimate its share of the evidence."""
+"""The number of paths from which the evidence of a mode is estimated."""
 
 
 class Mode(NamedTuple):
-    """A local solution: paths around it, and the evidence that they account for."""
+    """Paths around a local solution, and the evidence they account for."""
 
     paths: Float[Array, "sample time state"]
     log_evidence: float
 
 
 class Reference(eqx.Module):
-    """What is known of a posterior independently of any chain.
+    """A posterior that was computed independently of any chain.
 
     Attributes:
         states: draws from the smoothed marginals; paths, for particles.
         log_evidence: an estimate of the log-evidence.
         log_evidence_standard_error: its standard error.
-        noise: an estimate of the distance between `states` and the posterior, as the square root of
-            the mean square over time of Kolmogorov distances.
+        noise: an estimate of the distance between `states` and the posterior, as a root mean square
+            over time of Kolmogorov distances.
         modes: local solutions of linearised smoothers with other starts.
-        method: what computed it.
-        problem: why it cannot be trusted, in words; `None` if it can.
+        method: how it was computed.
+        problem: why it cannot be trusted; `None` if it can.
     """
 
     states: Float[Array, "sample time state"]
@@ -84,7 +88,7 @@ class Reference(eqx.Module):
 
 
 def find_reference(key: PRNGKey, model: StateSpaceModel, series: Series) -> Reference:
-    """Compute a reference: by a grid for one or two states if one is fine enough, or by particles.
+    """Compute a reference, on a grid if one is affordable and fine enough, else by particles.
 
     Args:
         key: a typed key.
@@ -99,27 +103,25 @@ def find_reference(key: PRNGKey, model: StateSpaceModel, series: Series) -> Refe
         if posterior is not None:
             return from_grid(posterior)
     modes = tuple(_modes(mode_key, model, series, paths))
-    found = None
-    for position, count in enumerate(NUM_PARTICLES):
-        own = jax.random.fold_in(particle_key, position)
-        found = _from_runs(own, model, series, count, modes)
-        if found.problem is None:
-            break
-    return found  # pyright: ignore[reportReturnType]
+    run_key, rerun_key = jax.random.split(particle_key)
+    reference = _from_runs(run_key, model, series, NUM_PARTICLES[0], modes)
+    if reference.problem is not None:
+        reference = _from_runs(rerun_key, model, series, NUM_PARTICLES[1], modes)
+    return reference
 
 
 def from_grid(posterior: GridPosterior, num_states: int = 1000) -> Reference:
     """Turn a posterior on a grid into a reference.
 
     Args:
-        posterior: that of `grid_smoother`.
-        num_states: how many states of each time to draw, at evenly spread quantiles.
+        posterior: the result of `grid_smoother`.
+        num_states: the number of states per time, at evenly spread quantiles.
     """
     levels = (jnp.arange(num_states) + 0.5) / num_states
     sums = jnp.cumsum(posterior.weights, axis=1)
     indices = jax.vmap(lambda sums: jnp.searchsorted(sums, levels * sums[-1]))(sums)
     states = posterior.points[jnp.minimum(indices, sums.shape[1] - 1)]
-    # Spread over their cells: laws on points are far from laws with densities.
+    # Spread over the cells: laws on points are far from laws with densities.
     within = jax.random.uniform(jax.random.key(0), states.shape, states.dtype, -0.5, 0.5)
     states = states + within * posterior.grid.spacing[None, None]
     code = int(posterior.status)
@@ -137,7 +139,10 @@ def from_grid(posterior: GridPosterior, num_states: int = 1000) -> Reference:
 
 def from_particles(posterior: ParticlePosterior) -> Reference:
     """Turn one run of a particle smoother into a reference."""
-    code = int(posterior.status)
+    problem = None
+    if int(posterior.status) != 0:
+        words = status_words(posterior.status, posterior.status_time)
+        problem = f"the particle smoother failed: {words}"
     return Reference(
         posterior.samples,
         posterior.log_evidence,
@@ -145,23 +150,19 @@ def from_particles(posterior: ParticlePosterior) -> Reference:
         0.0,
         (),
         "particles",
-        None if code == 0 else f"the particle smoother itself reports status {code}",
+        problem,
     )
 
 
+@eqx.filter_jit
 def distances(
     xs: Float[Array, "sample time state"], zs: Float[Array, "other time state"]
 ) -> Float[Array, "time"]:
-    """Kolmogorov distances of two samples at each time, the largest over coordinates and others.
+    """Return Kolmogorov distances of two samples at each time, the largest over some directions.
 
-    In several dimensions four fixed directions are added, along standardised states: coordinates
-    alone do not see whether two of them have the same sign.
+    The directions are the coordinates and, in several dimensions, four fixed ones of standardised
+    states: the laws of coordinates do not depend on whether two of them have the same sign.
     """
-    return _distances(xs, zs)
-
-
-@eqx.filter_jit
-def _distances(xs: Array, zs: Array) -> Array:
     dim = xs.shape[2]
     directions = jnp.eye(dim, dtype=xs.dtype)
     if dim > 1:
@@ -182,17 +183,18 @@ def _distances(xs: Array, zs: Array) -> Array:
         a, b = (jnp.matmul(each, directions.T, precision="highest") for each in (a, b))
         return jnp.max(jax.vmap(along, in_axes=1)(a, b))
 
-    found = jax.lax.map(lambda at: at_time(*at), (jnp.swapaxes(xs, 0, 1), jnp.swapaxes(zs, 0, 1)))
-    return jnp.where(jnp.isnan(found), 1.0, found)
+    by_time = (jnp.swapaxes(xs, 0, 1), jnp.swapaxes(zs, 0, 1))
+    largest = jax.lax.map(lambda at: at_time(*at), by_time)
+    return jnp.where(jnp.isnan(largest), 1.0, largest)
 
 
 def root_mean_square(values: Any) -> float:
-    """The square root of the mean square."""
+    """Return the square root of the mean square."""
     return float(np.sqrt(np.mean(np.asarray(values) ** 2)))
 
 
 def options_of(series: Series) -> dict[str, Any]:
-    """A prepared series as the verbs take it, but for its `ys`."""
+    """Return the keyword arguments that describe a prepared series to a verb."""
     mask = True if series.mask is None else series.mask
     return {"mask": mask, "inputs": series.inputs, "length": series.length}
 
@@ -212,7 +214,7 @@ def _prior_paths(key: PRNGKey, model: StateSpaceModel, series: Series) -> Array:
 
 
 def _on_grid(model: StateSpaceModel, series: Series, paths: np.ndarray) -> GridPosterior | None:
-    """The posterior on a grid over the states that the prior reaches; `None` if none is good."""
+    """Smooth on a grid over the states that the prior reaches; `None` if no grid is good."""
     dim, rows = paths.shape[2], _rows(series)
     states = paths[:, :rows].reshape(-1, dim)
     states = states[np.all(np.isfinite(states), axis=1)]
@@ -229,12 +231,12 @@ def _on_grid(model: StateSpaceModel, series: Series, paths: np.ndarray) -> GridP
             return None
         grid = Grid(jnp.asarray(low), jnp.asarray(high), points)
         try:
-            found = grid_smoother(model, series.ys, grid, throw=False, **options_of(series))
+            posterior = grid_smoother(model, series.ys, grid, throw=False, **options_of(series))
         except (TypeError, ValueError):
             return None
-        code = int(found.status)
-        if code == Status.FINE and float(found.discretisation_error) < MOST_GRID_ERROR:
-            return found
+        code = int(posterior.status)
+        if code == Status.FINE and float(posterior.discretisation_error) < MOST_GRID_ERROR:
+            return posterior
         if code in (Status.EDGE, Status.ESCAPING):
             wider, margin = wider + 1, 0.5 * (high - low)
             low, high = low - margin, high + margin
@@ -249,17 +251,16 @@ def _on_grid(model: StateSpaceModel, series: Series, paths: np.ndarray) -> GridP
 def _from_runs(
     key: PRNGKey, model: StateSpaceModel, series: Series, count: int, modes: tuple[Mode, ...]
 ) -> Reference:
-    """Several runs of tempered particles, and whether they agree."""
-    runs = [tempered_smoother(own, model, series, count) for own in jax.random.split(key, NUM_RUNS)]
+    """Run several tempered particle smoothers, and check that they agree."""
+    keys = jax.random.split(key, NUM_RUNS)
+    runs = [tempered_smoother(run_key, model, series, count) for run_key in keys]
     codes, rows = [int(run.status) for run in runs], _rows(series)
     evidences = np.array([float(run.log_evidence) for run in runs])
     problem, noise = None, 0.0
     if any(codes):
         at = codes.index(max(codes))
-        problem = (
-            f"a particle smoother with {count} tempered particles reports status {codes[at]} at"
-            f" time {int(runs[at].status_time)}"
-        )
+        words = status_words(codes[at], runs[at].status_time)
+        problem = f"a particle smoother with {count} tempered particles failed: {words}"
     else:
         apart = []
         for i, run in enumerate(runs):
@@ -277,8 +278,8 @@ def _from_runs(
     finite = np.isfinite(peak)
     pooled = peak + np.log(np.mean(np.exp(evidences - peak))) if finite else peak
     spread = np.std(evidences, ddof=1) if np.all(np.isfinite(evidences)) else np.inf
-    own = [float(run.filtered.log_evidence_standard_error()) for run in runs]
-    error = max(float(spread), root_mean_square(own)) / np.sqrt(NUM_RUNS)
+    errors = [float(run.filtered.log_evidence_standard_error()) for run in runs]
+    error = max(float(spread), root_mean_square(errors)) / np.sqrt(NUM_RUNS)
     return Reference(
         jnp.concatenate([run.samples for run in runs]),
         jnp.asarray(pooled),
@@ -294,7 +295,7 @@ def _from_runs(
 
 
 def _modes(key: PRNGKey, model: StateSpaceModel, series: Series, paths: Array) -> list[Mode]:
-    """Local solutions of linearised smoothers from the prior's paths and from reflections."""
+    """Find local solutions of linearised smoothers from prior paths and reflections."""
     try:
         check_moments(model, series)
         first = iterated_smoother(model, series.ys, **options_of(series)).chain.marginals()
@@ -311,31 +312,33 @@ def _modes(key: PRNGKey, model: StateSpaceModel, series: Series, paths: Array) -
         starts = [mean, *(centre + each * (mean - centre) for each in signs), *starts]
     chains = smooth_from_paths(model, series, jnp.stack(starts).astype(mean.dtype), scales)
     laws = jax.vmap(lambda chain: chain.marginals())(chains)
-    found: list[Mode] = []
-    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    modes: list[Mode] = []
+    distinct: list[tuple[np.ndarray, np.ndarray]] = []
     for i in range(len(starts)):
-        # Whether it has converged is not asked: its weights say what it accounts for.
+        # Convergence is not checked: the weights measure the evidence of a solution.
         law = (np.asarray(laws.mean[i]), np.linalg.norm(np.asarray(laws.scale_tril[i]), axis=2))
         if not (np.isfinite(law[0]).all() and np.isfinite(law[1]).all()):
             continue
-        if any(np.max(np.abs(law[0] - mean) / np.maximum(std, 1e-300)) < 2 for mean, std in seen):
+        if any(
+            np.max(np.abs(law[0] - mean) / np.maximum(std, 1e-300)) < 2 for mean, std in distinct
+        ):
             continue
-        seen.append(law)
+        distinct.append(law)
         chain = jax.tree.map(lambda leaf, i=i: leaf[i] if eqx.is_array(leaf) else leaf, chains)
-        found.append(_weighed(jax.random.fold_in(key, i), model, chain, series))
-    return [mode for mode in found if np.isfinite(mode.log_evidence)]
+        modes.append(_weigh(jax.random.fold_in(key, i), model, chain, series))
+    return [mode for mode in modes if np.isfinite(mode.log_evidence)]
 
 
 def _flips(dim: int) -> np.ndarray:
-    """Signs by which coordinates are reflected: all of them, and each by itself if they are few."""
+    """Return signs that reflect all coordinates, and each one separately if they are few."""
     alone = 1.0 - 2.0 * np.eye(dim) if dim <= 6 else np.zeros((0, dim))
     return np.unique(np.concatenate([-np.ones((1, dim)), alone]), axis=0)
 
 
-def _weighed(
+def _weigh(
     key: PRNGKey, model: StateSpaceModel, chain: LinearGaussianChain, series: Series
 ) -> Mode:
-    """Paths of a local solution, and the mean of their importance weights."""
+    """Draw paths of a local solution, and average their importance weights."""
     paths = chain.sample(key, NUM_MODE_PATHS)
     logs = np.asarray(log_weights_of(model, chain, paths, series))
     logs = np.where(np.isfinite(logs), logs, -np.inf)

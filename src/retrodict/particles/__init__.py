@@ -1,13 +1,12 @@
 """Particle filters and smoothers, and importance sampling of whole paths."""
 
-from retrodict.particles.backward import AbstractBackwardSampler as AbstractBackwardSampler
-from retrodict.particles.backward import ExactBackward as ExactBackward
-from retrodict.particles.backward import Genealogy as Genealogy
-from retrodict.particles.backward import MCMCBackward as MCMCBackward
-from retrodict.particles.backward import RejectionBackward as RejectionBackward
-from retrodict.particles.diagnosis import DEGENERATE as DEGENERATE
-from retrodict.particles.diagnosis import FINE as FINE
-from retrodict.particles.diagnosis import refuse_failure as refuse_failure
+from retrodict.particles.backward_samplers import AbstractBackwardSampler as AbstractBackwardSampler
+from retrodict.particles.backward_samplers import ExactBackward as ExactBackward
+from retrodict.particles.backward_samplers import Genealogy as Genealogy
+from retrodict.particles.backward_samplers import MCMCBackward as MCMCBackward
+from retrodict.particles.backward_samplers import RejectionBackward as RejectionBackward
+from retrodict.particles.backward_weights import Pairs as Pairs
+from retrodict.particles.backward_weights import squared_distance as squared_distance
 from retrodict.particles.ffbsi import ParticlePosterior as ParticlePosterior
 from retrodict.particles.ffbsi import ffbsi as ffbsi
 from retrodict.particles.guided_posterior import GuidedPosterior as GuidedPosterior
@@ -22,8 +21,6 @@ from retrodict.particles.online import AdditiveSmoother as AdditiveSmoother
 from retrodict.particles.online import OnlineState as OnlineState
 from retrodict.particles.online import forward_smoother as forward_smoother
 from retrodict.particles.online import paris as paris
-from retrodict.particles.pairs import Pairs as Pairs
-from retrodict.particles.pairs import squared_distance as squared_distance
 from retrodict.particles.pareto import K_HAT_GOOD as K_HAT_GOOD
 from retrodict.particles.pareto import pareto_shape as pareto_shape
 from retrodict.particles.particle_filter import ParticleFilterPosterior as ParticleFilterPosterior
@@ -33,7 +30,16 @@ from retrodict.particles.proposal import AbstractProposal as AbstractProposal
 from retrodict.particles.proposal import ChainProposal as ChainProposal
 from retrodict.particles.proposal import Guided as Guided
 from retrodict.particles.proposal import mean_lookahead as mean_lookahead
+<<<<<<< HEAD
 from retrodict.particles.resampling import Scheme as Scheme
+||||||| 12276ef
+=======
+from retrodict.particles.status import DEGENERATE as DEGENERATE
+from retrodict.particles.status import FINE as FINE
+from retrodict.particles.status import check_data as check_data
+from retrodict.particles.status import refuse_failure as refuse_failure
+from retrodict.particles.status import status_words as status_words
+>>>>>>> fix-smoothers
 from retrodict.particles.tempered import tempered_smoother as tempered_smoother
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Weighted particles at one time, and one step of a filter over them."""
+"""Weighted particles at one time, and one step of a particle filter."""
 
 import math
 from typing import Any, NamedTuple
@@ -26,12 +26,12 @@ Cloud = tuple[Float[Array, "particle state"], Float[Array, "particle"]]
 
 
 class Step(NamedTuple):
-    """What one step of a filter leaves.
+    """The result of one step of a filter.
 
     Attributes:
         particles: x_k of each particle.
         log_weights: normalised log weights of the filtering law.
-        ancestors: the index at time k-1 that each particle descends from; its own at time 0.
+        ancestors: the index at time k-1 from which each particle descends; its own index at time 0.
         increment: an estimate of log p(y_k | y_{0:k-1}).
         ess: the effective sample size 1/Σ w².
         impossible: whether no particle has a positive weight.
@@ -48,16 +48,16 @@ class Step(NamedTuple):
 
 
 class Filter(eqx.Module):
-    """A particle filter, as what happens at time 0 and at each later time.
+    """A particle filter: its step at time 0 and at each later time.
 
     Attributes:
         model: an unwrapped model.
-        proposal: where states are drawn from; `None` for the model's own prior and transition.
+        proposal: the laws from which states are drawn; `None` for the model's prior and transition.
         lookahead: the log weights by which an auxiliary filter resamples; `None` for none.
         resampling: the scheme.
-        threshold: the share of the particles below which the effective sample size makes the filter
-            resample.
-        num_particles: how many particles.
+        threshold: the effective sample size, as a share of the particles, below which the filter
+            resamples.
+        num_particles: the number of particles.
     """
 
     model: StateSpaceModel
@@ -68,17 +68,25 @@ class Filter(eqx.Module):
     num_particles: int = eqx.field(static=True)
 
     def noise(self, key: PRNGKey, dtype: Any) -> PyTree:
-        """The randomness with which all particles move once.
+        """Draw the randomness of one move of all particles.
 
-        A Gaussian transition takes one block of normal variables, which is several times quicker
-        than a key for each particle.
+        A Gaussian transition uses one block of normal variables, which is several times faster
+        than one key per particle.
         """
         if self.proposal is None and isinstance(self.model.transition, AbstractGaussianKernel):
             return jax.random.normal(key, (self.num_particles, self.model.state_dim), dtype)
         return jax.random.split(key, self.num_particles)
 
+<<<<<<< HEAD
     def start(self, key: PRNGKey, data: Series) -> Step:
         """Particles at time 0."""
+||||||| 12276ef
+    def start(self, key: PRNGKey, data: Observations) -> Step:
+        """Particles at time 0."""
+=======
+    def start(self, key: PRNGKey, data: Observations) -> Step:
+        """Draw and weigh particles at time 0."""
+>>>>>>> fix-smoothers
         model, keys = self.model, jax.random.split(key, self.num_particles)
         law = model.prior if self.proposal is None else self.proposal.initial(data)
         particles = jax.vmap(lambda key: jnp.asarray(law.sample(key)))(keys)
@@ -91,23 +99,35 @@ class Filter(eqx.Module):
         log_weights = log_weights - math.log(self.num_particles)
         return weighed(particles, log_weights, jnp.arange(self.num_particles))
 
+<<<<<<< HEAD
     def move(self, cloud: Cloud, key: PRNGKey, noise: PyTree, data: Series, step: PyTree) -> Step:
         """Particles at time k: resampled if needed, moved, and weighed.
+||||||| 12276ef
+    def move(
+        self, cloud: Cloud, key: PRNGKey, noise: PyTree, data: Observations, step: PyTree
+    ) -> Step:
+        """Particles at time k: resampled if needed, moved, and weighed.
+=======
+    def move(
+        self, cloud: Cloud, key: PRNGKey, noise: PyTree, data: Observations, step: PyTree
+    ) -> Step:
+        """Resample particles if needed, move them to time k, and weigh them.
+>>>>>>> fix-smoothers
 
         Args:
             cloud: particles at time k-1.
             key: a typed key, for resampling.
-            noise: what `noise` returned.
+            noise: the result of `noise`.
             data: the row of time k.
             step: the row of the proposal's steps.
         """
         particles, log_weights = cloud
-        # A model in single precision does not narrow what data in double precision began with.
+        # A model in single precision must not narrow particles in double precision.
         kinds = (particles.dtype, log_weights.dtype)
         ahead = None
         if self.lookahead is not None:
             ahead = jax.vmap(lambda x: self.lookahead(x, data))(particles)  # pyright: ignore
-            # What looks impossible may still be reached, and must be drawn now and then.
+            # A particle with a tiny lookahead may still explain the data, and must stay possible.
             top = jnp.max(ahead)
             ahead = jnp.where(jnp.isfinite(top), jnp.maximum(ahead, top - 30.0), 0.0)
         ancestors, log_weights = select(self.resampling, self.threshold, log_weights, key, ahead)
@@ -122,7 +142,7 @@ class Filter(eqx.Module):
     def _propose(
         self, befores: Float[Array, "particle state"], noise: PyTree, data: Series, step: Any
     ) -> tuple[Float[Array, "particle state"], Float[Array, "particle"] | None]:
-        """Draws of x_k, and the log ratio of transition and proposal unless they are the same."""
+        """Draw x_k; return it and the log ratio of transition and proposal, if they differ."""
         kernel = self.model.transition
         u = data.inputs
         if self.proposal is None:
@@ -147,7 +167,7 @@ class Filter(eqx.Module):
 
 
 def has_fixed_scale(kernel: Any) -> bool:
-    """Whether a kernel is Gaussian with a scale that does not depend on the state."""
+    """Return whether a kernel is Gaussian with a scale that does not depend on the state."""
     return isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel))
 
 
@@ -158,14 +178,14 @@ def select(
     key: PRNGKey,
     ahead: Float[Array, "particle"] | None = None,
 ) -> tuple[Int[Array, "particle"], Float[Array, "particle"]]:
-    """Ancestors, and the log weights with which they go on.
+    """Resample if the effective sample size is small; return ancestors and their log weights.
 
     Args:
-        scheme: how to resample.
-        threshold: the share of the particles below which the effective sample size asks for it.
+        scheme: the resampling scheme.
+        threshold: the share of the particles below which the effective sample size is small.
         log_weights: normalised log weights.
         key: a typed key.
-        ahead: log weights by which to resample beside those; `None` for none.
+        ahead: additional log weights for resampling; `None` for none.
     """
     count = log_weights.shape[0]
     first_stage = log_weights if ahead is None else log_weights + ahead
@@ -179,13 +199,13 @@ def select(
         fresh = jnp.full_like(log_weights, -math.log(count))
         return chosen, fresh if ahead is None else fresh + constant - ahead[chosen]
 
-    def kept() -> tuple[Array, Array]:
+    def unchanged() -> tuple[Array, Array]:
         return jnp.arange(count, dtype=jnp.int32), log_weights
 
     if threshold >= 1.0:
         return renewed()
     few = 1.0 / jnp.sum(weights**2) < threshold * count
-    return lax.cond(few, renewed, kept)
+    return lax.cond(few, renewed, unchanged)
 
 
 def _gaussian_draw(
@@ -200,7 +220,7 @@ def weighed(
     log_weights: Float[Array, "particle"],
     ancestors: Int[Array, "particle"],
 ) -> Step:
-    """Normalises weights; where none is positive they become equal, and the step says so."""
+    """Normalise weights; if none is positive they become equal, and `impossible` is set."""
     undefined = jnp.isnan(log_weights) | (log_weights == jnp.inf)
     log_weights = jnp.where(undefined, -jnp.inf, log_weights)
     total = _log_sum(log_weights)
@@ -219,19 +239,19 @@ def weighed(
 
 
 def _log_sum(log_weights: Float[Array, "particle"]) -> Scalar:
-    """Log Σ exp, −∞ if every entry is."""
+    """Return log Σ exp, −∞ if every entry is."""
     top = jnp.max(log_weights)
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     return top + jnp.log(jnp.sum(jnp.exp(log_weights - top)))
 
 
 def summed(log_prob: Any) -> Scalar:
-    """The sum over the independent entries of a distribution, if it has several."""
+    """Sum a log density over the independent entries of a distribution."""
     return jnp.sum(jnp.asarray(log_prob))
 
 
 def frozen_where(exists: Bool[Array, ""] | None, new: Step, cloud: Cloud) -> Step:
-    """The step, or one in which nothing happens at a row that does not exist."""
+    """Return the step, or a no-op at a row that does not exist."""
     if exists is None:
         return new
     count = cloud[1].shape[0]

@@ -1,25 +1,31 @@
-"""Forward filtering, backward sampling."""
+"""Forward filtering, backward sampling (FFBSi)."""
 
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
+<<<<<<< HEAD
 from retrodict._expectations import AbstractFunctional
+||||||| 12276ef
+from retrodict._expectations import AbstractFunctional, Observations, input_of
+=======
+from retrodict._expectations import Observations
+>>>>>>> fix-smoothers
 from retrodict._model import StateSpaceModel, check_densities
 from retrodict._series import Series, prepare_rows
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
-from retrodict.particles.backward import (
+from retrodict.particles.backward_samplers import (
     AbstractBackwardSampler,
     ExactBackward,
     Genealogy,
     check_sampler,
 )
 from retrodict.particles.cloud import Filter
+<<<<<<< HEAD
 from retrodict.particles.diagnosis import (
     DEGENERATE,
     FINE,
@@ -29,27 +35,39 @@ from retrodict.particles.diagnosis import (
 )
 from retrodict.particles.moments import num_distinct, path_expectation, path_moments, path_quantile
 from retrodict.particles.pairs import Pairs
+||||||| 12276ef
+from retrodict.particles.diagnosis import (
+    DEGENERATE,
+    FINE,
+    check_data,
+    check_functional,
+    check_single,
+    refuse_failure,
+)
+from retrodict.particles.moments import num_distinct, path_expectation, path_moments, path_quantile
+from retrodict.particles.pairs import Pairs
+=======
+>>>>>>> fix-smoothers
 from retrodict.particles.particle_filter import ParticleFilterPosterior, prepare_filter, run_filter
+from retrodict.particles.path_posterior import AbstractPathPosterior, path_summary, trace_paths
 from retrodict.particles.proposal import AbstractProposal, Lookahead
 from retrodict.particles.resampling import Scheme, resample
-
-FEW = 10
-"""With paths through fewer particles than this at some time, a smoother has degenerated."""
+from retrodict.particles.status import refuse_failure
 
 _EXACT = ExactBackward()
 
 
-class ParticlePosterior(eqx.Module):
+class ParticlePosterior(AbstractPathPosterior):
     """Paths drawn from a particle approximation of the law of the states given the whole series.
 
     Attributes:
         samples: paths, of shape `(sample, time, state)`; all have the same weight.
         indices: the particle through which each path goes, of shape `(time, sample)`.
         filtered: the filter that the paths were drawn from.
-        data: what was observed, for functionals that read it.
-        num_distinct: through how many particles the paths go, at each time.
+        data: the observations, for functionals that read them.
+        num_distinct: the number of particles through which the paths go, at each time.
         status: that of the filter, or 3 if at some time the paths go through fewer than 10
-            particles: what is said of that time then rests on a handful of draws.
+            particles: the result at that time then depends on a few draws.
         status_time: the time of the status; −1 if it is fine.
     """
 
@@ -62,6 +80,11 @@ class ParticlePosterior(eqx.Module):
     status_time: Int[Array, ""]
 
     @property
+    def cloud(self) -> Float[Array, "time particle state"]:
+        """The particles of the filter."""
+        return self.filtered.particles
+
+    @property
     def log_evidence(self) -> Scalar:
         """The filter's estimate of log p(y_{0:n-1}); its exponential is unbiased."""
         return self.filtered.log_evidence
@@ -72,10 +95,11 @@ class ParticlePosterior(eqx.Module):
         return self.filtered.ess
 
     @property
-    def length(self) -> Int[Array, ""] | None:
-        """How many rows exist, or `None` if all of them do."""
+    def length(self) -> Int[Array, ""] | None:  # pyright: ignore
+        """The number of rows that exist, or `None` if all of them do."""
         return self.filtered.length
 
+<<<<<<< HEAD
     @property
     def mean(self) -> Float[Array, "time state"]:
         """The smoothed means."""
@@ -124,6 +148,60 @@ class ParticlePosterior(eqx.Module):
     def _check_single(self) -> None:
         check_single(self.filtered.particles)
 
+||||||| 12276ef
+    @property
+    def mean(self) -> Float[Array, "time state"]:
+        """The smoothed means."""
+        self._check_single()
+        return path_moments(self.samples)[0]
+
+    @property
+    def covariance(self) -> Float[Array, "time state state"]:
+        """The smoothed covariances."""
+        self._check_single()
+        return path_moments(self.samples)[1]
+
+    def quantile(self, probability: float) -> Float[Array, "time state"]:
+        """The quantile of each coordinate of the smoothed states.
+
+        Args:
+            probability: between 0 and 1.
+        """
+        self._check_single()
+        return path_quantile(self.samples, probability)
+
+    def expectation(
+        self, functional: AbstractFunctional, data: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
+        """The expectation of an additive functional, and its standard error from this one run.
+
+        The standard error counts the paths and the filter's own particles: what generation p adds
+        is read off paths that go through the same particle at time p. It leaves out the bias, of
+        order 1/N, and takes resampling to be multinomial, which other schemes improve on.
+
+        Args:
+            functional: what to take the expectation of.
+            data: a pytree with one row a time step; `None` for the observations.
+
+        Returns:
+            The pair (value, standard error), pytrees as the functional has them.
+        """
+        check_functional(functional)
+        self._check_single()
+        if data is None:
+            data = self.data
+        else:
+            check_data(data, self.samples.shape[1], "expectation")
+        num_particles = self.filtered.particles.shape[1]
+        return path_expectation(
+            functional, self.samples, self.indices, num_particles, data, self.length
+        )
+
+    def _check_single(self) -> None:
+        check_single(self.filtered.particles)
+
+=======
+>>>>>>> fix-smoothers
 
 def ffbsi(
     key: PRNGKey,
@@ -142,7 +220,7 @@ def ffbsi(
     inputs: Any = None,
     length: Any = None,
 ) -> ParticlePosterior:
-    """Paths given the whole series: a particle filter, then backward sampling.
+    """Draw paths given the whole series: a particle filter, then backward sampling.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -152,34 +230,35 @@ def ffbsi(
         ...     emission=rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.1 * jnp.ones(1))),
         ... )
         >>> xs, ys = model.simulate(jax.random.key(0), num_times=5)
-        >>> found = rd.ffbsi(jax.random.key(1), model, ys, num_particles=100, num_samples=50)
-        >>> found.samples.shape
+        >>> posterior = rd.ffbsi(jax.random.key(1), model, ys, num_particles=100, num_samples=50)
+        >>> posterior.samples.shape
         (50, 5, 1)
 
     Args:
         key: a typed key.
         model: the model; its transition must have a density.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        num_particles: how many particles the filter has.
-        num_samples: how many paths to draw; as many as particles by default.
-        backward: how: `ExactBackward()`, `RejectionBackward()` of the same law and often cheaper,
-            `MCMCBackward()` of linear cost, or `Genealogy()`.
-        proposal: where the filter draws states from; `None` for the model's prior and transition.
+        num_particles: the number of particles of the filter.
+        num_samples: the number of paths; by default that of the particles.
+        backward: the backward sampler: `ExactBackward()`, `RejectionBackward()` with the same law
+            and often cheaper, `MCMCBackward()` of linear cost, or `Genealogy()`.
+        proposal: the laws from which the filter draws states; `None` for the model's prior and
+            transition.
         lookahead: log weights by which an auxiliary filter resamples; `None` for none.
         resampling: `"systematic"`, `"stratified"`, `"residual"` or `"multinomial"`.
         threshold: the filter resamples once the effective sample size is below this share of the
             particles; 1 to do so at every step.
-        strict: whether to raise an error if the filter fails; inside `jax.jit` the status in the
-            result says so.
-        mask: true where an entry was seen; `True` alone promises that everything was.
+        strict: whether to raise an error if the filter fails; inside `jax.jit` only the status of
+            the result is set.
+        mask: true where an entry was observed; `True` if all entries were.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; beyond it paths stay where they are.
+        length: the number of rows that exist; beyond it paths are constant.
 
     Returns:
         Paths, moments and diagnostics.
 
     Raises:
-        ValueError: if data, model and options do not fit, or rejection has no bound.
+        ValueError: if data, model and options do not match, or rejection has no bound.
         FloatingPointError: if the filter fails and `strict`; it names the time step.
     """
     check_key(key, "ffbsi")
@@ -198,9 +277,9 @@ def ffbsi(
     )
     if not isinstance(backward, Genealogy):
         check_densities(machine.model, "Backward sampling", ("transition",))
-    found = _ffbsi(machine, backward, key, series, num_samples)
-    refuse_failure("ffbsi", found.status, found.status_time, strict)
-    return found
+    posterior = _ffbsi(machine, backward, key, series, num_samples)
+    refuse_failure("ffbsi", posterior.status, posterior.status_time, strict)
+    return posterior
 
 
 @eqx.filter_jit
@@ -221,12 +300,13 @@ def run_smoother(
     series: Series,
     num_samples: int,
 ) -> ParticlePosterior:
-    """Run a filter over a prepared series and draw paths back; to be called inside `jax.jit`."""
+    """Run a filter over a prepared series and draw paths backward; call it inside `jax.jit`."""
     filter_key, last_key, path_key = jax.random.split(key, 3)
     filtered = run_filter(machine, filter_key, series)
     data = series.rows
     weights = jnp.exp(filtered.log_weights[-1])
     last = resample("systematic", last_key, weights, num_samples)
+<<<<<<< HEAD
     indices = _backward_indices(machine.model, backward, path_key, filtered, data, last)
     samples = jax.vmap(lambda cloud, places: cloud[places], out_axes=1)(filtered.particles, indices)
     counts = jax.vmap(lambda row: num_distinct(row, machine.num_particles))(indices)
@@ -271,6 +351,57 @@ def _backward_indices(
     later = jax.tree.map(lambda leaf: leaf[1:], (filtered.ancestors, data, exists))
     earlier = (filtered.particles[:-1], filtered.log_weights[:-1])
     keys = jax.random.split(key, n - 1)
+||||||| 12276ef
+    indices = _backward_indices(machine.model, backward, path_key, filtered, data, last)
+    samples = jax.vmap(lambda cloud, places: cloud[places], out_axes=1)(filtered.particles, indices)
+    counts = jax.vmap(lambda row: num_distinct(row, machine.num_particles))(indices)
+    fewest = jnp.argmin(counts)
+    degenerate = (filtered.status == FINE) & (counts[fewest] < FEW)
+    return ParticlePosterior(
+        samples,
+        indices,
+        filtered,
+        data,
+        counts,
+        jnp.where(degenerate, DEGENERATE, filtered.status),
+        jnp.where(degenerate, fewest, filtered.status_time),
+    )
+
+
+def _backward_indices(
+    model: StateSpaceModel,
+    backward: AbstractBackwardSampler,
+    key: PRNGKey,
+    filtered: ParticleFilterPosterior,
+    data: Observations,
+    last: Int[Array, "sample"],
+) -> Int[Array, "time sample"]:
+    """The particle of each path at each time."""
+    kernel, n = model.transition, filtered.particles.shape[0]
+    exists = None if filtered.length is None else jnp.arange(n) < filtered.length
+
+    def back(state: tuple[Array, Array], at: tuple) -> tuple[tuple[Array, Array], Array]:
+        places, xs = state
+        key, particles, log_weights, parents, row, real = at
+        ancestors = parents[places]
+        if isinstance(backward, Genealogy):
+            chosen = ancestors
+        else:
+            pairs = Pairs.of(kernel, input_of(kernel, row), particles)
+            chosen = backward.draw(key, pairs, log_weights, xs, ancestors)
+        if real is not None:
+            chosen = jnp.where(real, chosen, places)
+        return (chosen, particles[chosen]), chosen
+
+    later = jax.tree.map(lambda leaf: leaf[1:], (filtered.ancestors, data, exists))
+    earlier = (filtered.particles[:-1], filtered.log_weights[:-1])
+    keys = jax.random.split(key, n - 1)
+=======
+    later = jax.tree.map(lambda leaf: leaf[1:], (filtered.ancestors, data, series.exists()))
+    rows = (filtered.particles[:-1], filtered.log_weights[:-1], *later)
+>>>>>>> fix-smoothers
     start = (last, filtered.particles[-1][last])
-    _, indices = lax.scan(back, start, (keys, *earlier, *later), reverse=True)
-    return jnp.concatenate([indices, last[None]])
+    indices = trace_paths(machine.model.transition, backward, path_key, start, rows)
+    indices = jnp.concatenate([indices, last[None]])
+    summary = path_summary(filtered.particles, indices, filtered.status, filtered.status_time)
+    return ParticlePosterior(filtered=filtered, data=data, **summary)

@@ -1,12 +1,12 @@
-"""Particles that run backward in time by the kernels of a chain, and paths drawn forward.
+"""Particles that move backward in time by the kernels of a chain, and paths drawn forward.
 
 With the filtering laws q_k and the backward kernels q_{k-1|k} of the chain, the targets of the run
 are, for k ≥ 1,
 
     γ_k(x_{k:n-1}) = q_k(x_k) ∏_{j>k} m(x_{j-1}, x_j) g_j(x_j),
 
-and at k = 0 the law of x_0 before the data and its emission, χ g_0, stand for q_0: γ_0 is the joint
-density of the model, and its mass the evidence. A particle x_k moves to x_{k-1} ~ q_{k-1|k}(x_k, ·)
+and at k = 0 the prior and the emission, χ g_0, replace q_0: γ_0 is the joint density of the model,
+and its mass the evidence. A particle x_k moves to x_{k-1} ~ q_{k-1|k}(x_k, ·)
 with the weight
 
     q_{k-1}(x_{k-1}) m(x_{k-1}, x_k) g_k(x_k) / (q_k(x_k) q_{k-1|k}(x_k, x_{k-1})),
@@ -27,47 +27,45 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from retrodict._chains import AbstractKernelChain
 from retrodict._expectations import fill_padding
 from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
-from retrodict.particles.backward import AbstractBackwardSampler, Genealogy
 from retrodict.particles.cloud import Step, frozen_where, select, summed, weighed
-from retrodict.particles.pairs import Pairs
 from retrodict.particles.resampling import Scheme
 
 
 class Clouds(NamedTuple):
-    """What the run backward in time leaves.
+    """The result of the pass backward in time.
 
     Attributes:
-        steps: particles, weights and ancestors of each time, the last in time first drawn.
-        lifts: log g_k − log q_k of each particle.
+        steps: particles, weights and ancestors of each time.
+        path_log_weights: the normalised weights W_k g_k / q_k, by which paths are drawn forward.
         log_evidence: the logarithm of the estimated mass of γ_0.
-        impossible: whether no particle has a positive weight once the row of each time counts.
-        undefined: whether the log weight of some particle is NaN or +∞ then.
+        impossible: whether no particle has a positive weight after the row of each time.
+        undefined: whether the log weight of some particle is NaN or +∞ after it.
     """
 
     steps: Step
-    lifts: Float[Array, "time particle"]
+    path_log_weights: Float[Array, "time particle"]
     log_evidence: Scalar
     impossible: Bool[Array, "time"]
     undefined: Bool[Array, "time"]
 
 
 class Guide(eqx.Module):
-    """A run backward in time, as what happens at the end and at each earlier time.
+    """A particle method that moves backward in time.
 
     Attributes:
         model: an unwrapped model.
-        chain: where particles are drawn from.
+        chain: the chain that proposes particles.
         resampling: the scheme.
-        threshold: the share of the particles below which the effective sample size makes the run
-            resample.
-        num_particles: how many particles.
+        threshold: the effective sample size, as a share of the particles, below which particles are
+            resampled.
+        num_particles: the number of particles.
     """
 
     model: StateSpaceModel
@@ -77,7 +75,7 @@ class Guide(eqx.Module):
     num_particles: int = eqx.field(static=True)
 
     def noise(self, key: PRNGKey, steps: PyTree, dtype: Any) -> Float[Array, "particle e"]:
-        """Standard normal numbers with which all particles move once."""
+        """Draw the standard normal numbers of one move of all particles."""
         blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), steps)
         x = jnp.zeros(self.chain.state_dim, dtype)
         size = self.chain.kernel_law(blank, x).noise_dim
@@ -89,7 +87,7 @@ class Guide(eqx.Module):
         log_laws: Float[Array, "particle"],
         data: Series,
     ) -> Float[Array, "particle"]:
-        """The values log g_k − log q_k of particles; −∞ where q_k, and so γ_k, has no mass."""
+        """Return log g_k − log q_k of particles; −∞ where q_k, and so γ_k, has no mass."""
         kernel = self.model.emission
         u = data.inputs
         emitted = jax.vmap(lambda x: kernel.log_prob(x, data.ys, u, data.mask))(xs)
@@ -99,7 +97,7 @@ class Guide(eqx.Module):
     def propose(
         self, after: Float[Array, "state"], noise: Float[Array, "e"], step: PyTree, law: Any, u: Any
     ) -> tuple[Float[Array, "state"], Scalar, Scalar]:
-        """A draw x of time k-1, its log q_{k-1}, and log m − log of the density it was drawn by."""
+        """Draw x of time k-1; return it, log q_{k-1}, and log m minus the log proposal density."""
         kernel = self.chain.kernel_law(step, after)
         x = kernel.from_noise(noise).astype(after.dtype)
         log_law, log_proposal = summed(law.log_prob(x)), summed(kernel.log_prob(x))
@@ -107,7 +105,7 @@ class Guide(eqx.Module):
 
 
 def run_backward(guide: Guide, key: PRNGKey, series: Series) -> Clouds:
-    """The run over a prepared series, from its end to time 0."""
+    """Move particles from the end of a prepared series to time 0."""
     exists, n, chain = series.exists(), series.num_times, guide.chain
     data = series.rows
     later = None if exists is None else exists[1:]
@@ -136,8 +134,8 @@ def run_backward(guide: Guide, key: PRNGKey, series: Series) -> Clouds:
         )
         log_weights = log_weights + lifts[ancestors] + log_laws + ratios
         new = frozen_where(real, weighed(xs, log_weights.astype(dtype), ancestors), cloud)
-        found = guide.lift(xs, log_laws, row).astype(dtype)
-        lifts = found if real is None else jnp.where(real, found, lifts)
+        new_lifts = guide.lift(xs, log_laws, row).astype(dtype)
+        lifts = new_lifts if real is None else jnp.where(real, new_lifts, lifts)
         return ((new.particles, new.log_weights), lifts), (new, lifts)
 
     keys = jax.random.split(select_key, n - 1)
@@ -145,22 +143,23 @@ def run_backward(guide: Guide, key: PRNGKey, series: Series) -> Clouds:
     rows = (keys, noise, steps, *earlier, jax.tree.map(lambda leaf: leaf[1:], data), later)
     state = ((start.particles, start.log_weights), lifts)
     _, rest = lax.scan(back, state, rows, reverse=True)
-    found, all_lifts = jax.tree.map(
+    steps, all_lifts = jax.tree.map(
         lambda head, tail: jnp.concatenate([head, tail[None]]), rest, (start, lifts)
     )
-    # At time 0 the law of x_0 before the data stands for the chain's.
-    priors = jax.vmap(lambda x: summed(guide.model.prior.log_prob(x)))(found.particles[0])
-    log_weights = (found.log_weights[0] + priors + all_lifts[0]).astype(dtype)
-    final = weighed(found.particles[0], log_weights, found.ancestors[0])
-    clouds = jax.tree.map(lambda leaf, row: leaf.at[0].set(row), found, final)
-    # A step to time k-1 brings in the row of time k, and the last one that of time 0.
+    # At time 0 the prior replaces the law of the chain.
+    priors = jax.vmap(lambda x: summed(guide.model.prior.log_prob(x)))(steps.particles[0])
+    log_weights = (steps.log_weights[0] + priors + all_lifts[0]).astype(dtype)
+    final = weighed(steps.particles[0], log_weights, steps.ancestors[0])
+    clouds = jax.tree.map(lambda leaf, row: leaf.at[0].set(row), steps, final)
+    # A step to time k-1 reads the row of time k, and the last one that of time 0.
     impossible, undefined = (
         jnp.concatenate([last[None], flags[:-1]])
         for last, flags in (
-            (final.impossible, found.impossible),
-            (final.undefined, found.undefined),
+            (final.impossible, steps.impossible),
+            (final.undefined, steps.undefined),
         )
     )
+<<<<<<< HEAD
     log_evidence = jnp.sum(found.increment) + final.increment
     return Clouds(clouds, all_lifts, log_evidence, impossible, undefined)
 
@@ -199,3 +198,47 @@ def forward_indices(
     start = (first, steps.particles[0][first])
     _, indices = lax.scan(forth, start, (keys, steps.ancestors[:-1], *later))
     return jnp.concatenate([first[None], indices])
+||||||| 12276ef
+    log_evidence = jnp.sum(found.increment) + final.increment
+    return Clouds(clouds, all_lifts, log_evidence, impossible, undefined)
+
+
+def forward_indices(
+    model: StateSpaceModel,
+    forward: AbstractBackwardSampler,
+    key: PRNGKey,
+    clouds: Clouds,
+    data: Observations,
+    exists: Bool[Array, "time"] | None,
+    first: Int[Array, "sample"],
+) -> Int[Array, "time sample"]:
+    """The particle of each path at each time."""
+    kernel, steps = model.transition, clouds.steps
+    n = steps.particles.shape[0]
+
+    def forth(state: tuple[Array, Array], at: tuple) -> tuple[tuple[Array, Array], Array]:
+        places, xs = state
+        key, parents, particles, log_weights, lifts, row, real = at
+        ancestors = parents[places]
+        if isinstance(forward, Genealogy):
+            chosen = ancestors
+        else:
+            pairs = Pairs.of(kernel, input_of(kernel, row), particles, reverse=True)
+            lifted = weighed(particles, log_weights + lifts, parents).log_weights
+            chosen = forward.draw(key, pairs, lifted, xs, ancestors)
+        if real is not None:
+            chosen = jnp.where(real, chosen, places)
+        return (chosen, particles[chosen]), chosen
+
+    later = jax.tree.map(
+        lambda leaf: leaf[1:], (steps.particles, steps.log_weights, clouds.lifts, data, exists)
+    )
+    keys = jax.random.split(key, n - 1)
+    start = (first, steps.particles[0][first])
+    _, indices = lax.scan(forth, start, (keys, steps.ancestors[:-1], *later))
+    return jnp.concatenate([first[None], indices])
+=======
+    log_evidence = jnp.sum(steps.increment) + final.increment
+    lifted = jax.vmap(weighed)(clouds.particles, clouds.log_weights + all_lifts, clouds.ancestors)
+    return Clouds(clouds, lifted.log_weights, log_evidence, impossible, undefined)
+>>>>>>> fix-smoothers

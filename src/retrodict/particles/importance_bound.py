@@ -29,11 +29,11 @@ def importance_weighted_bound(
     inputs: Any = None,
     length: Any = None,
 ) -> Estimate:
-    """The bound E log (1/K) Σ_{i≤K} p(x^i, y) / q(x^i) over K paths of a chain, in nats.
+    """Estimate the bound E log (1/K) Σ_{i≤K} p(x^i, y) / q(x^i) over K paths, in nats.
 
     With one path it is the ELBO; it grows with K, and tends to the log-evidence (Burda, Grosse and
-    Salakhutdinov, 2016). It is differentiable in the model and in the chain: paths are
-    reparameterised, and the derivative is that of what is computed.
+    Salakhutdinov, 2016). It is differentiable in the model and in the chain, since paths are
+    reparameterised.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -44,8 +44,8 @@ def importance_weighted_bound(
         ... )
         >>> xs, ys = model.simulate(jax.random.key(0), num_times=5)
         >>> exact = rd.kalman_smoother(model, ys)
-        >>> found = rd.importance_weighted_bound(jax.random.key(1), model, exact.chain, ys)
-        >>> bool(jnp.isclose(found.value, exact.log_evidence, rtol=1e-4))
+        >>> bound = rd.importance_weighted_bound(jax.random.key(1), model, exact.chain, ys)
+        >>> bool(jnp.isclose(bound.value, exact.log_evidence, rtol=1e-4))
         True
 
     Args:
@@ -54,17 +54,17 @@ def importance_weighted_bound(
         chain: the law q of paths.
         ys: observations, of shape `(time, obs)`; NaN where missing.
         num_paths: the number K of paths inside the logarithm.
-        num_replicates: how many independent values are averaged; the standard error needs two or
-            more.
-        mask: true where an entry was seen; `True` alone promises that everything was.
+        num_replicates: the number of independent values to average; the standard error needs two
+            or more.
+        mask: true where an entry was observed; `True` if all entries were.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; that of the chain if it is left out.
+        length: the number of rows that exist; by default that of the chain.
 
     Returns:
         The pair (value, standard_error); the latter is NaN for a single replicate.
 
     Raises:
-        ValueError: if model, chain and series do not fit, or a scale of the model is singular.
+        ValueError: if model, chain and series do not match, or a scale of the model is singular.
     """
     owner = "importance_weighted_bound"
     check_key(key, owner)
@@ -93,6 +93,6 @@ def _bound(
     value = jnp.mean(values)
     if num_replicates == 1:
         return Estimate(value, jnp.full_like(value, jnp.nan))
-    # Under an exact chain all values agree, where a standard deviation has no derivative.
+    # Under an exact chain all values agree, and the standard deviation has no derivative.
     spread = jnp.std(jax.lax.stop_gradient(values), ddof=1)
     return Estimate(value, spread / math.sqrt(num_replicates))

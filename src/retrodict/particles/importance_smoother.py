@@ -1,4 +1,4 @@
-"""Paths of a chain, weighed so that they stand for the posterior."""
+"""Importance sampling of whole paths of a chain."""
 
 import math
 from typing import Any
@@ -21,25 +21,31 @@ from retrodict._parameters import unwrap
 from retrodict._series import Series, prepare_rows
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key, is_concrete
+<<<<<<< HEAD
 from retrodict.particles.diagnosis import check_functional
+||||||| 12276ef
+from retrodict.particles.diagnosis import check_data, check_functional
+=======
+>>>>>>> fix-smoothers
 from retrodict.particles.moments import path_values, weighted_moments, weighted_quantile
 from retrodict.particles.pareto import FEWEST_WEIGHTS, K_HAT_GOOD, pareto_smoothed
 from retrodict.particles.path_weights import log_weights_of
+from retrodict.particles.status import check_data, check_functional
 
 
 class ImportancePosterior(eqx.Module):
-    """Weighted paths that stand for the law of the states given the whole series.
+    """Weighted paths that approximate the law of the states given the whole series.
 
     Attributes:
         samples: paths of the chain, of shape `(sample, time, state)`.
-        log_weights: their normalised log weights, smoothed if that was asked for.
+        log_weights: their normalised log weights, smoothed if `smooth` was set.
         raw_log_weights: log p(x, y) − log q(x), neither smoothed nor normalised.
         k_hat: the Pareto shape of the raw weights. Up to 0.7 the weights correct the chain
-            reliably; above, its tails are too thin, it is elsewhere, or the series is long. With
-            fewer than 21 paths, too few to fit it to, it is ∞, and `messages` say so.
-        data: what was observed, for functionals that read it.
-        length: how many rows exist, or `None` if all of them do.
-        messages: what is wrong, in words; empty if nothing is.
+            reliably; above, its tails are too thin, its mass is elsewhere, or the series is long.
+            With fewer than 21 paths it cannot be fitted: it is ∞, and there is a message.
+        data: the observations, for functionals that read them.
+        length: the number of rows that exist, or `None` if all of them do.
+        messages: warnings; empty if there are none.
     """
 
     samples: Float[Array, "sample time state"]
@@ -88,7 +94,7 @@ class ImportancePosterior(eqx.Module):
         return weighted_moments(*self._clouds())[1]
 
     def quantile(self, probability: float) -> Float[Array, "time state"]:
-        """The quantile of each coordinate of the smoothed states.
+        """Return the quantile of each coordinate of the smoothed states.
 
         Args:
             probability: between 0 and 1.
@@ -98,25 +104,34 @@ class ImportancePosterior(eqx.Module):
     def expectation(
         self, functional: AbstractFunctional, data: PyTree = None
     ) -> tuple[PyTree, PyTree]:
-        """The expectation of an additive functional h, and its standard error.
+        """Return the expectation of an additive functional h, and its standard error.
 
         The value is Σ_i w_i h(x^i) with normalised weights w, and its variance Σ_i w_i² (h(x^i) −
-        value)², by the delta method. Both leave out the bias, of order 1/sample, and neither can be
-        trusted if k̂ is above 0.7.
+        value)², by the delta method. Both exclude the bias, of order 1/sample, and neither is
+        reliable if k̂ is above 0.7.
 
         Args:
-            functional: what to take the expectation of.
-            data: a pytree with one row a time step; `None` for the observations.
+            functional: the functional.
+            data: a pytree with one row per time step; `None` for the observations.
 
         Returns:
-            The pair (value, standard error), pytrees as the functional has them.
+            The pair (value, standard error), pytrees with the structure of the functional.
         """
         check_functional(functional)
+<<<<<<< HEAD
         data = self.data if data is None else prepare_rows(data, self.samples.shape[1])
         return _expectation(self, functional, data)
+||||||| 12276ef
+        if data is not None:
+            check_data(data, self.samples.shape[1], "expectation")
+        return _expectation(self, functional, self.data if data is None else data)
+=======
+        check_data(data, self.samples.shape[1], "expectation")
+        return _expectation(self, functional, self.data if data is None else data)
+>>>>>>> fix-smoothers
 
     def _clouds(self) -> tuple[Float[Array, "time sample state"], Float[Array, "time sample"]]:
-        """The states of each time, with their log weights."""
+        """Return the states of each time, with their log weights."""
         states = jnp.swapaxes(self.samples, 0, 1)
         return states, jnp.broadcast_to(self.log_weights, states.shape[:2])
 
@@ -133,12 +148,12 @@ def importance_smoother(
     inputs: Any = None,
     length: Any = None,
 ) -> ImportancePosterior:
-    """Paths of a chain with weights p(x, y) / q(x), which correct what is wrong with it.
+    """Draw paths of a chain with weights p(x, y) / q(x), which correct its errors.
 
-    What it says converges to the posterior as paths are added, if the chain has mass wherever the
-    posterior does. Weights of whole paths degenerate as the series grows: `guided_smoother`, which
-    resamples on the way, does not. It fits a Pareto law to the weights outside of JAX and so cannot
-    be called inside `jax.jit` or `jax.vmap`.
+    The result converges to the posterior as paths are added, if the chain has mass wherever the
+    posterior does. Weights of whole paths degenerate as the series grows; those of
+    `guided_smoother`, which resamples, do not. A Pareto law is fitted to the weights outside of
+    JAX: do not call it inside `jax.jit` or `jax.vmap`.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -157,20 +172,20 @@ def importance_smoother(
         model: the model; all of its parts must have densities.
         chain: the law q of paths to draw from.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        num_samples: how many paths; from 21 on their weights have a Pareto shape, and some hundreds
-            tell it well.
+        num_samples: the number of paths; the Pareto shape of their weights needs at least 21, and
+            is accurate from a few hundred on.
         smooth: whether the largest weights are replaced by quantiles of the Pareto law fitted to
             them (Vehtari et al. 2024), which lowers the variance for a small bias.
-        mask: true where an entry was seen; `True` alone promises that everything was.
+        mask: true where an entry was observed; `True` if all entries were.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; that of the chain if it is left out.
+        length: the number of rows that exist; by default that of the chain.
 
     Returns:
         Paths, weights, moments and diagnostics.
 
     Raises:
-        ValueError: if model, chain and series do not fit.
-        TypeError: if it is called inside of a transformation of JAX.
+        ValueError: if model, chain and series do not match.
+        TypeError: if it is called inside a JAX transformation.
         FloatingPointError: if a weight is undefined, or the model excludes every path.
     """
     check_key(key, "importance_smoother")
@@ -201,7 +216,7 @@ def importance_smoother(
 
 
 def _check_weights(raw: np.ndarray) -> None:
-    """Refuses weights that say nothing."""
+    """Refuse weights that are undefined or all zero."""
     undefined = np.isnan(raw) | (raw == np.inf)
     if np.any(undefined):
         raise FloatingPointError(
@@ -220,13 +235,13 @@ def _messages(k_hat: float, num_samples: int) -> tuple[str, ...]:
         return ()
     if num_samples < FEWEST_WEIGHTS:
         return (
-            f"unknown: {num_samples} paths are too few to tell the Pareto shape of their weights,"
+            f"unknown: {num_samples} paths are too few to fit the Pareto shape of their weights,"
             f" which counts as infinite. Draw at least {FEWEST_WEIGHTS} paths",
         )
     return (
         f"unreliable: the Pareto shape of the weights is {k_hat:.2f}, above {K_HAT_GOOD}: a few"
-        " paths carry most of the weight, and standard errors are too small. Use a chain with wider"
-        " tails, or guided_smoother, which resamples on the way",
+        " paths have most of the weight, and standard errors are too small. Use a chain with wider"
+        " tails, or guided_smoother, which resamples",
     )
 
 

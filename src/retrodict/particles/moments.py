@@ -14,7 +14,7 @@ from retrodict._types import Scalar
 def weighted_moments(
     particles: Float[Array, "time particle state"], log_weights: Float[Array, "time particle"]
 ) -> tuple[Float[Array, "time state"], Float[Array, "time state state"]]:
-    """Means and covariances at each time."""
+    """Compute means and covariances at each time."""
     weights = jnp.exp(log_weights)
     mean = jnp.einsum("tp,tps->ts", weights, particles, precision="highest")
     centred = particles - mean[:, None]
@@ -27,7 +27,7 @@ def weighted_quantile(
     log_weights: Float[Array, "time particle"],
     probability: float,
 ) -> Float[Array, "time state"]:
-    """The least value with at least this probability at or below it, in each coordinate."""
+    """Return the least value with at least this probability at or below it, per coordinate."""
     _check_probability(probability)
 
     def one(values: Array, weights: Array) -> Array:
@@ -41,7 +41,7 @@ def weighted_quantile(
 
 
 def num_lineages(ancestors: Int[Array, "time particle"]) -> Int[Array, "time"]:
-    """How many particles of each time have offspring at the last time."""
+    """Count the particles of each time that have offspring at the last time."""
     count = ancestors.shape[1]
     here = jnp.arange(count, dtype=ancestors.dtype)
 
@@ -53,7 +53,7 @@ def num_lineages(ancestors: Int[Array, "time particle"]) -> Int[Array, "time"]:
 
 
 def num_distinct(indices: Int[Array, "entry"], count: int) -> Int[Array, ""]:
-    """How many different indices below `count` there are."""
+    """Count the distinct indices below `count`."""
     return jnp.sum(jnp.zeros(count, jnp.int32).at[indices].set(1))
 
 
@@ -63,18 +63,18 @@ def log_evidence_variance(
     lag: int,
     independent: bool,
 ) -> Scalar:
-    """The variance of the log-evidence from shares of descendants; see `ParticleFilterPosterior`.
+    """Estimate the variance of the log-evidence; see `ParticleFilterPosterior`.
 
     With D_p(i) the weight at time e = min(p + lag, n-1) of the descendants of particle i of time p,
-    generation p adds Σ_i D_p(i)² − Σ_i D_{p+1}(i)² as seen from the same time e, and the last
-    generation adds Σ_i w_i² − 1/N. Where offspring are drawn independently, shares differ by chance
-    even if all particles are as good: that part, (1 − Σ_i D_p(i)²)/(N − 1), is taken off (Lee and
+    generation p adds Σ_i D_p(i)² − Σ_i D_{p+1}(i)², both at the same time e, and the last
+    generation adds Σ_i w_i² − 1/N. If offspring are drawn independently, shares differ by chance
+    even between equal particles: that part, (1 − Σ_i D_p(i)²)/(N − 1), is subtracted (Lee and
     Whiteley 2018).
 
     Args:
-        ancestors: the index at the time before of each particle.
+        ancestors: the index of each particle at the time before.
         log_weights: normalised log weights.
-        lag: how many steps later shares are looked at.
+        lag: the number of steps after which shares are compared.
         independent: whether resampling is multinomial.
     """
     n, count = log_weights.shape
@@ -82,7 +82,7 @@ def log_evidence_variance(
     ends = jnp.minimum(jnp.arange(n) + lag, n - 1)
 
     def of_generation(time: Array, end: Array) -> Array:
-        """Σ D² of generations `time` and `time + 1`, seen from `end`."""
+        """Return the contribution of the generation of `time`, from shares at `end`."""
 
         def back(k: Array, places: tuple[Array, Array]) -> tuple[Array, Array]:
             here, later = places
@@ -96,12 +96,12 @@ def log_evidence_variance(
         def squares(places: Array) -> Array:
             return jnp.sum(jnp.zeros(count, weights.dtype).at[places].add(weights) ** 2)
 
-        own, last = squares(here), end == time
-        added = own - jnp.where(last, 1.0 / count, squares(later))
+        total, last = squares(here), end == time
+        added = total - jnp.where(last, 1.0 / count, squares(later))
         if not independent or count == 1:
             return added
         renewed = jnp.any(ancestors[jnp.minimum(time + 1, n - 1)] != start)
-        return added - jnp.where(renewed & ~last, (1.0 - own) / (count - 1), 0.0)
+        return added - jnp.where(renewed & ~last, (1.0 - total) / (count - 1), 0.0)
 
     added = lax.map(lambda at: of_generation(*at), (jnp.arange(n), ends))
     return jnp.maximum(jnp.sum(added), 0.0)
@@ -110,7 +110,7 @@ def log_evidence_variance(
 def path_moments(
     samples: Float[Array, "sample time state"],
 ) -> tuple[Float[Array, "time state"], Float[Array, "time state state"]]:
-    """Means and covariances of paths at each time."""
+    """Compute means and covariances of paths at each time."""
     mean = jnp.mean(samples, axis=0)
     centred = jnp.swapaxes(samples - mean[None], 0, 1)
     covariance = jax.vmap(lambda c: linalg.matmul(c.T, c))(centred) / samples.shape[0]
@@ -120,14 +120,14 @@ def path_moments(
 def path_quantile(
     samples: Float[Array, "sample time state"], probability: float
 ) -> Float[Array, "time state"]:
-    """The quantile of each coordinate of paths of equal weight, at each time."""
+    """Return the quantile of each coordinate of paths of equal weight, at each time."""
     _check_probability(probability)
     return jnp.quantile(samples, probability, axis=0)
 
 
 def _check_probability(probability: float) -> None:
     if not 0 <= probability <= 1:
-        raise ValueError(f"quantile expects a probability between 0 and 1, got {probability}.")
+        raise ValueError(f"`probability` must be between 0 and 1, got {probability}.")
 
 
 @eqx.filter_jit
@@ -139,15 +139,15 @@ def path_expectation(
     data: PyTree,
     length: Int[Array, ""] | None,
 ) -> tuple[PyTree, PyTree]:
-    """The mean of a functional over paths drawn through particles, and its standard error.
+    """Return the mean of a functional over paths through particles, and its standard error.
 
     Args:
-        functional: what to take the mean of.
+        functional: the functional.
         samples: paths of equal weight.
         indices: the particle through which each path goes at each time.
-        num_particles: how many particles there are.
-        data: a pytree with one row a time step.
-        length: how many rows exist; `None` if all of them do.
+        num_particles: the number of particles.
+        data: a pytree with one row per time step.
+        length: the number of rows that exist; `None` if all of them do.
     """
     values = path_values(functional, samples, data, length)
     variances = path_variance(values, indices, num_particles, _exists(samples, length))
@@ -163,7 +163,7 @@ def path_values(
     data: PyTree,
     length: Int[Array, ""] | None,
 ) -> PyTree:
-    """The values of a functional at paths, over the rows that exist, with an axis `sample`."""
+    """Return the values of a functional along paths, over the rows that exist."""
     exists = _exists(samples, length)
     return jax.vmap(lambda path: _value_along(functional, path, data, exists))(samples)
 
@@ -180,7 +180,7 @@ def _value_along(
     data: PyTree,
     exists: Bool[Array, "time"] | None,
 ) -> PyTree:
-    """The value of a functional at one path, over the rows that exist."""
+    """Return the value of a functional along one path, over the rows that exist."""
     first = functional.initial(path[0], jax.tree.map(lambda leaf: leaf[0], data))
 
     def more(total: PyTree, at: tuple) -> tuple[PyTree, None]:
@@ -200,10 +200,10 @@ def path_variance(
     num_particles: int,
     exists: Bool[Array, "time"] | None,
 ) -> PyTree:
-    """The variance of the mean of a functional over backward paths, estimated from one run.
+    """Estimate the variance of the mean of a functional over backward paths, from one run.
 
-    Given the filter, paths are independent draws, which adds s²/M. What the filter's own particles
-    add is seen in paths that share one: with c the centred values, generation p adds
+    Given the filter, paths are independent draws, which adds s²/M. The contribution of the filter's
+    particles is estimated from paths that share one: with c the centred values, generation p adds
 
         Σ_{a ≠ b, same particle at time p} c_a c_b / M²,
 
@@ -212,7 +212,7 @@ def path_variance(
     Args:
         values: a pytree with a leading axis `sample`.
         indices: the particle through which each path goes at each time.
-        num_particles: how many particles there are.
+        num_particles: the number of particles.
         exists: which times exist; `None` if all of them do.
     """
 
@@ -220,16 +220,16 @@ def path_variance(
         count = leaf.shape[0]
         flat = leaf.reshape(count, -1)
         centred = flat - jnp.mean(flat, axis=0, keepdims=True)
-        own = jnp.sum(centred**2, axis=0)
+        squares = jnp.sum(centred**2, axis=0)
 
         def at_time(total: Array, at: tuple[Array, Array | None]) -> tuple[Array, None]:
             places, real = at
             sums = jnp.zeros((num_particles, flat.shape[1]), flat.dtype).at[places].add(centred)
-            added = jnp.sum(sums**2, axis=0) - own
+            added = jnp.sum(sums**2, axis=0) - squares
             return total + (added if real is None else jnp.where(real, added, 0.0)), None
 
-        shared, _ = lax.scan(at_time, jnp.zeros_like(own), (indices, exists))
-        alone = own / max(count * (count - 1), 1) if count > 1 else jnp.full_like(own, jnp.nan)
+        shared, _ = lax.scan(at_time, jnp.zeros_like(squares), (indices, exists))
+        alone = squares / (count * (count - 1)) if count > 1 else jnp.full_like(squares, jnp.nan)
         return (jnp.maximum(shared, 0.0) / count**2 + alone).reshape(leaf.shape[1:])
 
     return jax.tree.map(one, values)

@@ -22,13 +22,27 @@ from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
-from retrodict.particles.backward import AbstractBackwardSampler, RejectionBackward, check_sampler
+from retrodict.particles.backward_samplers import (
+    AbstractBackwardSampler,
+    RejectionBackward,
+    check_sampler,
+)
+from retrodict.particles.backward_weights import Pairs
 from retrodict.particles.cloud import Filter, Step, frozen_where
+<<<<<<< HEAD
 from retrodict.particles.diagnosis import FINE, IMPOSSIBLE, UNDEFINED, refuse_failure
 from retrodict.particles.exponential import LOG2_E
 from retrodict.particles.pairs import Pairs
+||||||| 12276ef
+from retrodict.particles.diagnosis import FINE, IMPOSSIBLE, UNDEFINED, check_data, refuse_failure
+from retrodict.particles.exponential import LOG2_E
+from retrodict.particles.pairs import Pairs
+=======
+>>>>>>> fix-smoothers
 from retrodict.particles.particle_filter import make_filter
+from retrodict.particles.power_of_two import LOG2_E
 from retrodict.particles.resampling import Scheme
+from retrodict.particles.status import FINE, IMPOSSIBLE, UNDEFINED, check_data, refuse_failure
 
 _REJECTION = RejectionBackward()
 

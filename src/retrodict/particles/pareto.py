@@ -1,7 +1,7 @@
-"""The largest importance weights as draws of a generalised Pareto law.
+"""Fit a generalised Pareto law to the largest importance weights.
 
-Everything here is in double precision on the host, since weights span more than single precision
-holds.
+All computations are in double precision on the host, since weights exceed the range of single
+precision.
 """
 
 import math
@@ -13,13 +13,13 @@ K_HAT_GOOD = 0.7
 """Up to this Pareto shape, importance weights correct a posterior reliably (Vehtari et al.)."""
 
 FEWEST = 5
-"""How many weights a tail must have for a shape to be fitted to it."""
+"""The least number of weights in a tail to which a shape is fitted."""
 
 FEWEST_WEIGHTS = 5 * (FEWEST - 1) + 1
-"""How many weights there must be for a fifth of them, rounded up, to make a tail."""
+"""The least number of weights of which a fifth, rounded up, makes a tail."""
 
 PRIOR_SIZE = 10.0
-"""How many draws of a tail with shape ½ the shape is drawn towards."""
+"""The weight of the prior on the shape, as a number of draws from a tail with shape ½."""
 
 
 class _Tail(NamedTuple):
@@ -27,8 +27,7 @@ class _Tail(NamedTuple):
 
     Attributes:
         threshold: the largest weight that is not in the tail.
-        excess: what the weights of the tail are above it, in increasing order; those that are not
-            above it are left out.
+        excess: the weights of the tail minus the threshold, in increasing order, without zeros.
     """
 
     threshold: float
@@ -36,13 +35,13 @@ class _Tail(NamedTuple):
 
 
 def pareto_shape(log_weights: Any) -> float:
-    """The shape k̂ of a generalised Pareto law fitted to the largest weights.
+    """Return the shape k̂ of a generalised Pareto law fitted to the largest weights.
 
-    The tail is the largest min(S/5, 3√S) of S weights; its shape is the weighted mean of Zhang and
-    Stephens (2009) over a profile likelihood, drawn towards ½ as Vehtari et al. (2024) do. Weights
-    without a tail, as of the exact posterior, give −∞. Weights of which hardly any but the largest
-    is above zero give ∞, and so do fewer than 21 weights, and weights that are all zero or of which
-    one is undefined. A path that the model excludes has log weight −∞: it is a draw of weight zero.
+    The tail is the largest min(S/5, 3√S) of S weights. Its shape is the weighted mean of Zhang and
+    Stephens (2009) over a profile likelihood, shrunk towards ½ as in Vehtari et al. (2024). Weights
+    without a tail, as of the exact posterior, give −∞. The shape is ∞ for fewer than 21 weights, if
+    few weights besides the largest are positive, if all are zero, and if one is undefined. A path
+    that the model excludes has log weight −∞: it is a draw of weight zero.
     """
     logs = np.asarray(log_weights)
     if np.any(np.isnan(logs) | (logs == np.inf)) or np.all(logs == -np.inf):
@@ -51,12 +50,12 @@ def pareto_shape(log_weights: Any) -> float:
 
 
 def pareto_smoothed(log_weights: Any) -> tuple[np.ndarray, float]:
-    """Normalised log weights with a smoothed tail, and its shape k̂.
+    """Return normalised log weights with a smoothed tail, and its shape k̂.
 
-    The weight of rank j of the M in the tail becomes the quantile (j − ½)/M of the generalised
-    Pareto law that was fitted to them, which stands for its expected order statistic, and at most
-    the largest raw weight (Vehtari et al. 2024). Weights without a tail, or with one that no law
-    can be fitted to, stay as they are, and weights of zero are zero.
+    The weight of rank j of the M in the tail becomes the quantile (j − ½)/M of the fitted
+    generalised Pareto law, which approximates its expected order statistic, and at most the largest
+    raw weight (Vehtari et al. 2024). Weights without a tail, or with one too short to fit, are
+    unchanged, and weights of zero stay zero.
 
     Args:
         log_weights: of shape `(sample,)`; none may be NaN or +∞, and one must be finite.
@@ -70,20 +69,20 @@ def pareto_smoothed(log_weights: Any) -> tuple[np.ndarray, float]:
     elif tail is not None:
         k_hat, scale = _zhang_stephens(tail.excess)
         size = tail.excess.size
-        # −log of the probability of a larger draw, by which quantiles do not cancel.
+        # −log of the probability of a larger draw: quantiles in terms of it do not cancel.
         rarity = -np.log1p(-(np.arange(size) + 0.5) / size)
         excess = scale * (rarity if k_hat == 0 else np.expm1(k_hat * rarity) / k_hat)
-        # A stable order keeps ties where they are.
+        # A stable order keeps the order of ties.
         largest = np.argsort(logs, kind="stable")[-size:]
         logs[largest] = np.log(np.minimum(tail.threshold + excess, 1.0))
     return logs - np.log(np.sum(np.exp(logs))), k_hat
 
 
 def _tail(log_weights: Any) -> _Tail | None:
-    """The tail of the weights; `None` if all of it is as large as the largest one."""
+    """Return the tail of the weights; `None` if all of it is as large as the largest one."""
     ordered = np.sort(np.asarray(log_weights, np.float64))
     size = math.ceil(min(0.2 * ordered.size, 3 * math.sqrt(ordered.size)))
-    # Against rounding: the log densities of a long path are large, and agree to a few digits less.
+    # The log densities of a long path are large, and their rounding errors grow with them.
     magnitude = np.max(np.abs(ordered[np.isfinite(ordered)]))
     rounding = 1e3 * np.finfo(np.asarray(log_weights).dtype).eps * magnitude
     below = ordered[max(ordered.size - size - 1, 0)]
@@ -95,7 +94,7 @@ def _tail(log_weights: Any) -> _Tail | None:
 
 
 def _zhang_stephens(excess: np.ndarray) -> tuple[float, float]:
-    """The shape, drawn towards ½, and the scale of a generalised Pareto law."""
+    """Return the shape, shrunk towards ½, and the scale of a generalised Pareto law."""
     size = excess.size
     num_points = 30 + math.isqrt(size)
     quartile = excess[max(math.floor(size / 4 + 0.5), 1) - 1]
@@ -106,5 +105,5 @@ def _zhang_stephens(excess: np.ndarray) -> tuple[float, float]:
     weights = np.exp(profile - np.max(profile))
     slope = np.sum(slopes * weights) / np.sum(weights)
     shape = np.mean(np.log1p(-slope * excess))
-    drawn = (size * shape + 0.5 * PRIOR_SIZE) / (size + PRIOR_SIZE)
-    return float(drawn), float(-shape / slope)
+    shrunk = (size * shape + 0.5 * PRIOR_SIZE) / (size + PRIOR_SIZE)
+    return float(shrunk), float(-shape / slope)

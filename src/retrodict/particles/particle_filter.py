@@ -15,7 +15,6 @@ from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 from retrodict.particles.cloud import Filter, Step, frozen_where
-from retrodict.particles.diagnosis import check_single, refuse_failure, status_of
 from retrodict.particles.moments import (
     log_evidence_variance,
     num_lineages,
@@ -24,6 +23,7 @@ from retrodict.particles.moments import (
 )
 from retrodict.particles.proposal import AbstractProposal, Lookahead
 from retrodict.particles.resampling import Scheme, check_scheme, check_threshold
+from retrodict.particles.status import check_single, refuse_failure, status_of
 
 
 class ParticleFilterPosterior(eqx.Module):
@@ -32,14 +32,14 @@ class ParticleFilterPosterior(eqx.Module):
     Attributes:
         particles: of shape `(time, particle, state)`.
         log_weights: normalised log weights of each time.
-        ancestors: the index at the time before that each particle descends from.
+        ancestors: the index at the time before from which each particle descends.
         log_evidence: an estimate of log p(y_{0:n-1}); its exponential is unbiased.
         log_evidence_increments: estimates of log p(y_k | y_{0:k-1}), zero where there is no row.
         ess: effective sample sizes 1/Σ w², before resampling.
         status: 0 if fine; 1 if no particle explains an observation, 2 if a weight is undefined.
         status_time: the first time at which it was not fine; −1 if there is none.
-        length: how many rows exist, or `None` if all of them do.
-        resampling: the scheme by which particles were resampled.
+        length: the number of rows that exist, or `None` if all of them do.
+        resampling: the resampling scheme.
     """
 
     particles: Float[Array, "time particle state"]
@@ -67,12 +67,12 @@ class ParticleFilterPosterior(eqx.Module):
 
     @property
     def num_ancestors(self) -> Int[Array, "time"]:
-        """How many particles of each time have offspring at the last one."""
+        """The number of particles of each time with offspring at the last one."""
         check_single(self.particles)
         return num_lineages(self.ancestors)
 
     def quantile(self, probability: float) -> Float[Array, "time state"]:
-        """The quantile of each coordinate under the filtering laws.
+        """Return the quantile of each coordinate under the filtering laws.
 
         Args:
             probability: between 0 and 1.
@@ -81,15 +81,15 @@ class ParticleFilterPosterior(eqx.Module):
         return weighted_quantile(self.particles, self.log_weights, probability)
 
     def log_evidence_standard_error(self, lag: int = 20) -> Scalar:
-        """The standard error of `log_evidence`, estimated from this one run.
+        """Return the standard error of `log_evidence`, estimated from this run.
 
-        The error that resampling and moving at time p make is seen in how unequally the particles
-        of time p share the weights of time p + lag: the variance is the sum over p of what
-        generation p adds to the sum of squared shares. A longer lag is less biased for models that
-        forget slowly, and more variable once few ancestors are left.
+        The error of resampling and moving at time p is estimated from the shares that the particles
+        of time p have in the weights of time p + lag: the variance is the sum over p of the
+        contribution of generation p to the sum of squared shares. A longer lag is less biased for
+        models that forget slowly, and more variable once few ancestors are left.
 
         Args:
-            lag: how many steps later shares are looked at.
+            lag: the number of steps after which shares are compared.
         """
         lag = check_count(lag, "lag")
         check_single(self.particles)
@@ -112,11 +112,11 @@ def particle_filter(
     inputs: Any = None,
     length: Any = None,
 ) -> ParticleFilterPosterior:
-    """Filtering laws and evidence by weighted particles.
+    """Estimate filtering laws and the evidence by weighted particles.
 
     Particles move by the model's transition (a bootstrap filter) or by a proposal (a guided one);
-    with a `lookahead` they are resampled by how well they will explain the next row (an auxiliary
-    filter).
+    with a `lookahead` they are resampled by an estimate of the likelihood of the next row (an
+    auxiliary filter).
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -133,25 +133,25 @@ def particle_filter(
         key: a typed key.
         model: the model.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        num_particles: how many particles.
-        proposal: where states are drawn from, such as `Guided` or `ChainProposal`; `None` for the
-            model's prior and transition.
+        num_particles: the number of particles.
+        proposal: the laws from which states are drawn, such as `Guided` or `ChainProposal`; `None`
+            for the model's prior and transition.
         lookahead: `lookahead(x, data)`, a log weight in place of log p(y_k | x_{k-1} = x), such as
             `mean_lookahead(model)`; `None` for none.
         resampling: `"systematic"`, `"stratified"`, `"residual"` or `"multinomial"`.
         threshold: the filter resamples once the effective sample size is below this share of the
             particles; 1 to do so at every step.
         strict: whether to raise an error if no particle explains an observation, or a weight is
-            undefined; inside `jax.jit` the status in the result says so.
-        mask: true where an entry was seen; `True` alone promises that everything was.
+            undefined; inside `jax.jit` only the status of the result is set.
+        mask: true where an entry was observed; `True` if all entries were.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; the rest is padding.
+        length: the number of rows that exist; the rest is padding.
 
     Returns:
         Particles, weights and the estimated evidence.
 
     Raises:
-        ValueError: if data, model and options do not fit.
+        ValueError: if data, model and options do not match.
         FloatingPointError: if the filter fails and `strict`; it names the time step.
     """
     check_key(key, "particle_filter")
@@ -165,9 +165,9 @@ def particle_filter(
         threshold,
         {"mask": mask, "inputs": inputs, "length": length},
     )
-    found = _filter(machine, key, series)
-    refuse_failure("particle_filter", found.status, found.status_time, strict)
-    return found
+    posterior = _filter(machine, key, series)
+    refuse_failure("particle_filter", posterior.status, posterior.status_time, strict)
+    return posterior
 
 
 def prepare_filter(
@@ -180,7 +180,7 @@ def prepare_filter(
     threshold: float,
     rest: dict[str, Any],
 ) -> tuple[Filter, Series]:
-    """Checks what a filter is made of, and the series."""
+    """Check the parts of a filter, and the series."""
     model = unwrap(model)
     series = prepare_data(model, ys, **rest)
     machine = make_filter(model, num_particles, proposal, lookahead, resampling, threshold)
@@ -200,7 +200,7 @@ def make_filter(
     resampling: Scheme,
     threshold: float,
 ) -> Filter:
-    """A filter from checked options."""
+    """Build a filter from checked options."""
     num_particles = check_count(num_particles, "num_particles")
     check_scheme(resampling)
     needed = ("emission",) if proposal is None else ("prior", "transition", "emission")
@@ -223,14 +223,22 @@ def _filter(machine: Filter, key: PRNGKey, series: Series) -> ParticleFilterPost
 
 
 def run_filter(machine: Any, key: PRNGKey, series: Series) -> ParticleFilterPosterior:
+<<<<<<< HEAD
     """Run a `Filter` or `TemperedFilter` over a prepared series; to be called inside `jax.jit`."""
     data = series.rows
+||||||| 12276ef
+    """Run a `Filter` or `TemperedFilter` over a prepared series; to be called inside `jax.jit`."""
+    data = Observations(series.ys, series.mask, series.inputs)
+=======
+    """Run a `Filter` or `TemperedFilter` over a prepared series; call it inside `jax.jit`."""
+    data = Observations(series.ys, series.mask, series.inputs)
+>>>>>>> fix-smoothers
     exists, n = series.exists(), series.num_times
-    steps = None if machine.proposal is None else machine.proposal.steps
+    proposal_rows = None if machine.proposal is None else machine.proposal.steps
     start_key, noise_key, select_key = jax.random.split(key, 3)
     first = machine.start(start_key, jax.tree.map(lambda leaf: leaf[0], data))
     draw = partial(machine.noise, dtype=first.particles.dtype)
-    # The states are kept for all times anyway, so that their noise may be drawn for all at once.
+    # The states of all times are stored, so that their noise may be drawn at once.
     noise = jax.vmap(draw)(jax.random.split(noise_key, n - 1))
     keys = jax.random.split(select_key, n - 1)
 
@@ -239,18 +247,18 @@ def run_filter(machine: Any, key: PRNGKey, series: Series) -> ParticleFilterPost
         new = frozen_where(exists, machine.move(cloud, key, noise, row, step), cloud)
         return (new.particles, new.log_weights), new
 
-    later = jax.tree.map(lambda leaf: leaf[1:], (data, steps, exists))
+    later = jax.tree.map(lambda leaf: leaf[1:], (data, proposal_rows, exists))
     cloud = (first.particles, first.log_weights)
     _, rest = lax.scan(move, cloud, (keys, noise, *later))
-    found = jax.tree.map(lambda head, tail: jnp.concatenate([head[None], tail]), first, rest)
-    status, time = status_of(found.impossible, found.undefined)
+    steps = jax.tree.map(lambda head, tail: jnp.concatenate([head[None], tail]), first, rest)
+    status, time = status_of(steps.impossible, steps.undefined)
     return ParticleFilterPosterior(
-        found.particles,
-        found.log_weights,
-        found.ancestors,
-        jnp.sum(found.increment),
-        found.increment,
-        found.ess,
+        steps.particles,
+        steps.log_weights,
+        steps.ancestors,
+        jnp.sum(steps.increment),
+        steps.increment,
+        steps.ess,
         status,
         time,
         series.length,

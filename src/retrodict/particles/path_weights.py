@@ -1,4 +1,4 @@
-"""The weights by which paths of a chain become paths of the posterior."""
+"""Importance weights of paths of a chain."""
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ from retrodict._series import Series
 from retrodict._types import Scalar
 
 AT_ONCE = 100
-"""How many paths are weighed at once."""
+"""The number of paths that are weighed at once."""
 
 
 @eqx.filter_jit
@@ -20,7 +20,7 @@ def log_weights_of(
     paths: Float[Array, "sample time state"],
     series: Series,
 ) -> Float[Array, "sample"]:
-    """The logarithm of p(x, y) / q(x) along each path."""
+    """Return log p(x, y) − log q(x) of each path."""
     options = {
         "mask": True if series.mask is None else series.mask,
         "inputs": series.inputs,

@@ -1,4 +1,4 @@
-"""Where a particle filter draws its next states from."""
+"""Proposals: the laws from which a particle filter draws its next states."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -10,57 +10,86 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from retrodict._chains import LinearGaussianChain
+<<<<<<< HEAD
 from retrodict._kernels import AbstractGaussianKernel, AbstractKernel, Distribution
+||||||| 12276ef
+from retrodict._expectations import Observations, input_of
+from retrodict._kernels import AbstractGaussianKernel, AbstractKernel, Distribution
+=======
+from retrodict._expectations import Observations, input_of
+from retrodict._kernels import (
+    AbstractGaussianKernel,
+    AbstractKernel,
+    Distribution,
+    LinearGaussianKernel,
+)
+>>>>>>> fix-smoothers
 from retrodict._laws import Gaussian
 from retrodict._model import StateSpaceModel
-from retrodict._numerics import linalg
+from retrodict._numerics import Factored, linalg, reverse
 from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import Scalar, State
 
 Lookahead = Callable[[Any, Any], Any]
-"""`lookahead(x, data)`: a log weight that stands for log p(y_k | x_{k-1} = x)."""
+"""`lookahead(x, data)`: an approximation of log p(y_k | x_{k-1} = x)."""
 
 
 class AbstractProposal(eqx.Module):
     """The laws from which a guided particle filter draws.
 
     Attributes:
-        steps: a pytree of arrays with one row a time step, of which `move` gets the row of the time
-            that it moves to; `None` if there is nothing to keep.
+        steps: a pytree of arrays with one row per time step, of which `move` receives the row of
+            the time that it moves to; or `None`.
     """
 
     if TYPE_CHECKING:
 
         @property
         def steps(self) -> PyTree:
-            """One row a time step, or `None`."""
+            """One row per time step, or `None`."""
             ...
     else:
         # A type checker would take an abstract variable for an argument of the constructor.
         steps: eqx.AbstractVar[PyTree]
 
     @abstractmethod
+<<<<<<< HEAD
     def initial(self, data: Series) -> Any:
         """The law of the first state, with `log_prob` and `sample`."""
+||||||| 12276ef
+    def initial(self, data: Observations) -> Any:
+        """The law of the first state, with `log_prob` and `sample`."""
+=======
+    def initial(self, data: Observations) -> Any:
+        """Return the law of the first state, with `log_prob` and `sample`."""
+>>>>>>> fix-smoothers
 
     @abstractmethod
+<<<<<<< HEAD
     def move(self, before: State, data: Series, step: PyTree) -> Any:
         """The law of x_k given x_{k-1}, the data of time k and a row of `steps`."""
+||||||| 12276ef
+    def move(self, before: State, data: Observations, step: PyTree) -> Any:
+        """The law of x_k given x_{k-1}, the data of time k and a row of `steps`."""
+=======
+    def move(self, before: State, data: Observations, step: PyTree) -> Any:
+        """Return the law of x_k given x_{k-1}, the data of time k and a row of `steps`."""
+>>>>>>> fix-smoothers
 
 
 class Guided(AbstractProposal):
-    """A proposal of your own.
+    """A proposal given by two functions.
 
     Example:
-        A proposal that looks at nothing but the last state, wider than the transition:
+        A proposal that depends on the last state only, wider than the transition:
         `Guided(lambda data: prior, lambda before, data: rd.Gaussian(before, 2 * scale))`.
 
     Args:
         initial: called as `initial(data)` with the row `Series(ys, mask, inputs)` of time 0;
             returns a law with `log_prob` and `sample`.
-        move: called as `move(before, data)` with x_{k-1} and the row of time k; likewise. Where the
-            model has mass, these laws must have some.
+        move: called as `move(before, data)` with x_{k-1} and the row of time k; likewise. These
+            laws must have mass wherever the model has.
     """
 
     initial_fn: Callable[[Any], Any]
@@ -76,28 +105,43 @@ class Guided(AbstractProposal):
 
     @property
     def steps(self) -> PyTree:
-        """Nothing is kept."""
+        """There are no rows."""
         return None
 
+<<<<<<< HEAD
     def initial(self, data: Series) -> Distribution:
         """The law that the first function returns."""
+||||||| 12276ef
+    def initial(self, data: Observations) -> Distribution:
+        """The law that the first function returns."""
+=======
+    def initial(self, data: Observations) -> Distribution:
+        """Return the result of the first function."""
+>>>>>>> fix-smoothers
         return self.initial_fn(data)
 
+<<<<<<< HEAD
     def move(self, before: State, data: Series, step: PyTree) -> Distribution:
         """The law that the second function returns."""
+||||||| 12276ef
+    def move(self, before: State, data: Observations, step: PyTree) -> Distribution:
+        """The law that the second function returns."""
+=======
+    def move(self, before: State, data: Observations, step: PyTree) -> Distribution:
+        """Return the result of the second function."""
+>>>>>>> fix-smoothers
         return self.move_fn(before, data)
 
 
 class ChainProposal(AbstractProposal):
-    """A linear-Gaussian chain, such as a linearised or amortised smoother's, read forward.
+    """The forward kernels of a linear-Gaussian chain, such as that of a linearised smoother.
 
-    The chain has x_{k-1} = G x_k + c + s ε. Given x_{k-1}, its x_k is Gaussian again, of covariance
-    S (I + BᵀB)⁻¹ Sᵀ for B = s⁻¹ G S and the marginal law N(m, S Sᵀ) of x_k.
+    The chain has x_{k-1} = G x_k + c + s ε. Given x_{k-1}, its x_k is Gaussian again.
 
     Args:
-        chain: a chain of the series that is filtered, with densities at all times.
-        inflation: a factor on the scales. Above one the weights have lighter tails where the chain
-            is too sure of itself.
+        chain: a chain of the filtered series, with densities at all times.
+        inflation: a factor on the scales. Above one the weights have lighter tails where the scales
+            of the chain are too small.
     """
 
     first: Gaussian
@@ -115,43 +159,48 @@ class ChainProposal(AbstractProposal):
         self.first, self.steps = _forward(chain)
         self.inflation = inflation
 
+<<<<<<< HEAD
     def initial(self, data: Series) -> Gaussian:
         """The marginal law of x_0."""
+||||||| 12276ef
+    def initial(self, data: Observations) -> Gaussian:
+        """The marginal law of x_0."""
+=======
+    def initial(self, data: Observations) -> Gaussian:
+        """Return the marginal law of x_0."""
+>>>>>>> fix-smoothers
         return Gaussian(self.first.mean, self.inflation * self.first.scale_tril)
 
+<<<<<<< HEAD
     def move(self, before: State, data: Series, step: PyTree) -> Gaussian:
         """The law of x_k given x_{k-1} under the chain."""
+||||||| 12276ef
+    def move(self, before: State, data: Observations, step: PyTree) -> Gaussian:
+        """The law of x_k given x_{k-1} under the chain."""
+=======
+    def move(self, before: State, data: Observations, step: PyTree) -> Gaussian:
+        """Return the law of x_k given x_{k-1} under the chain."""
+>>>>>>> fix-smoothers
         gain, offset, scale = step
         return Gaussian(linalg.matvec(gain, before) + offset, self.inflation * scale)
 
 
 @eqx.filter_jit
 def _forward(chain: LinearGaussianChain) -> tuple[Gaussian, tuple[Array, Array, Array]]:
-    """The law of x_0, and gains, offsets and scales of x_k given x_{k-1}; row 0 is not used."""
-    laws, eye = chain.marginals(), jnp.eye(chain.state_dim, dtype=chain.laws.mean.dtype)
+    """Return the law of x_0, and gains, offsets and scales of x_k given x_{k-1}; row 0 is zero."""
+    laws, kernels = chain.marginals(), chain.kernels
 
-    def turn(mean: Array, scale: Array, gain: Array, offset: Array, noise: Array):
-        whitener = linalg.solve_triangular(noise, eye)
-        design = linalg.matmul(whitener, gain)
-        seen = linalg.matmul(design, scale)
-        precision = eye + linalg.matmul(seen.T, seen)
-        upper = linalg.cholesky(precision[::-1, ::-1])[::-1, ::-1]
-        after = linalg.matmul(scale, linalg.solve_triangular(upper.T, eye))
-        pull = linalg.matmul(linalg.matmul(after, after.T), linalg.matmul(design.T, whitener))
-        return pull, mean - linalg.matvec(pull, linalg.matvec(gain, mean) + offset), after
+    def turn(law: Gaussian, kernel: LinearGaussianKernel) -> tuple[Array, Array, Array]:
+        factored = Factored.from_scale(law.mean, law.scale_tril)
+        return reverse(factored, kernel.weight, kernel.bias, kernel.scale_tril)
 
-    kernels = chain.kernels
-    steps = jax.vmap(turn)(
-        laws.mean[1:], laws.scale_tril[1:], kernels.weight, kernels.bias, kernels.scale_tril
-    )
-    unused = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:1]), (laws.scale_tril, laws.mean))
-    first = (unused[0], unused[1], unused[0])
-    steps = jax.tree.map(lambda head, tail: jnp.concatenate([head, tail]), first, steps)
+    steps = jax.vmap(turn)(jax.tree.map(lambda leaf: leaf[1:], laws), kernels)
+    steps = jax.tree.map(lambda leaf: jnp.pad(leaf, ((1, 0), *[(0, 0)] * (leaf.ndim - 1))), steps)
     return jax.tree.map(lambda leaf: leaf[0], laws), steps
 
 
 def mean_lookahead(model: StateSpaceModel) -> Lookahead:
-    """The log emission density of y_k at the mean of x_k given x_{k-1}, for an auxiliary filter.
+    """Return a lookahead: the log emission density of y_k at the mean of x_k given x_{k-1}.
 
     Example:
         `rd.particle_filter(key, model, ys, lookahead=rd.particles.mean_lookahead(model))`.
@@ -164,14 +213,14 @@ def mean_lookahead(model: StateSpaceModel) -> Lookahead:
     if not isinstance(kernel, AbstractGaussianKernel):
         raise TypeError(
             "mean_lookahead reads the mean of a Gaussian transition, got"
-            f" {type(kernel).__name__}. Pass a function lookahead(x, data) of your own."
+            f" {type(kernel).__name__}. Pass a function lookahead(x, data)."
         )
 
     return _MeanLookahead(kernel, emission)
 
 
 class _MeanLookahead(eqx.Module):
-    """The function of `mean_lookahead`: a module, so that filters with it are compiled once."""
+    """The function of `mean_lookahead`, as a module so that filters are compiled once."""
 
     transition: AbstractGaussianKernel
     emission: AbstractKernel

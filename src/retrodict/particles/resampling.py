@@ -1,7 +1,7 @@
-"""Resampling: which particles have offspring, and how many.
+"""Resampling schemes.
 
 Each scheme draws `num_draws` indices whose expected counts are proportional to the weights, in
-increasing order. All of them leave the estimate of the evidence unbiased.
+increasing order. With all of them the estimate of the evidence is unbiased.
 """
 
 from collections.abc import Callable
@@ -19,33 +19,33 @@ Scheme: TypeAlias = Literal["systematic", "stratified", "residual", "multinomial
 Resampler: TypeAlias = Callable[..., Int[Array, "draw"]]
 
 _ROW = 32
-"""The length of the rows in which a long vector is summed up."""
+"""The length of the rows in which a long vector is summed."""
 
 
 def check_scheme(scheme: str) -> None:
-    """Refuses the name of no scheme."""
+    """Refuse an unknown scheme."""
     if scheme not in get_args(Scheme):
         names = ", ".join(repr(name) for name in get_args(Scheme))
         raise ValueError(f"resampling must be one of {names}, got {scheme!r}.")
 
 
 def check_threshold(threshold: float) -> float:
-    """The share of the particles below which a filter resamples, refused unless in (0, 1]."""
+    """Return the threshold as a float; refuse it unless it is in (0, 1]."""
     if not 0 < threshold <= 1:
-        raise ValueError(f"threshold must lie in (0, 1], got {threshold}.")
+        raise ValueError(f"`threshold` must be in (0, 1], got {threshold}.")
     return float(threshold)
 
 
 def resample(
     scheme: Scheme, key: PRNGKey, weights: Float[Array, "particle"], num_draws: int
 ) -> Int[Array, "draw"]:
-    """Indices drawn by one of the schemes, in increasing order.
+    """Draw indices by one of the schemes, in increasing order.
 
     Args:
         scheme: which one.
         key: a typed key.
         weights: positive numbers, not all zero; they need not sum to one.
-        num_draws: how many indices.
+        num_draws: the number of indices.
     """
     return _SCHEMES[scheme](key, weights, num_draws)
 
@@ -53,11 +53,11 @@ def resample(
 def systematic(
     key: PRNGKey, weights: Float[Array, "particle"], num_draws: int
 ) -> Int[Array, "draw"]:
-    """Positions (i + u)/M with one uniform u for all."""
+    """Draw at positions (i + u)/M with one uniform u for all."""
     u = jax.random.uniform(key, (), weights.dtype)
     sums = cumulative(weights)
-    # The number of positions below each cumulative weight, from which offspring are counted: the
-    # positions need not be searched for.
+    # Offspring are counted from the number of positions below each cumulative weight, without a
+    # search.
     before = jnp.ceil(num_draws * (sums / sums[-1]) - u)
     return _from_counts(jnp.clip(before, 0, num_draws), num_draws)
 
@@ -65,7 +65,7 @@ def systematic(
 def stratified(
     key: PRNGKey, weights: Float[Array, "particle"], num_draws: int
 ) -> Int[Array, "draw"]:
-    """Positions (i + u_i)/M with a uniform u_i of its own in each stratum."""
+    """Draw at positions (i + u_i)/M with one uniform u_i per stratum."""
     u = jax.random.uniform(key, (num_draws,), weights.dtype)
     return inverse(cumulative(weights), (jnp.arange(num_draws) + u) / num_draws)
 
@@ -73,27 +73,27 @@ def stratified(
 def multinomial(
     key: PRNGKey, weights: Float[Array, "particle"], num_draws: int
 ) -> Int[Array, "draw"]:
-    """Independent positions, drawn in order as normalised sums of exponential variables."""
+    """Draw at independent positions, in order, as normalised sums of exponential variables."""
     gaps = cumulative(jax.random.exponential(key, (num_draws + 1,), weights.dtype))
     return inverse(cumulative(weights), gaps[:-1] / gaps[-1])
 
 
 def residual(key: PRNGKey, weights: Float[Array, "particle"], num_draws: int) -> Int[Array, "draw"]:
-    """⌊M w⌋ copies of each particle, and independent draws from what remains."""
+    """Copy each particle ⌊M w⌋ times, and draw the rest independently from the remainders."""
     expected = num_draws * weights / jnp.sum(weights)
-    # A whole number that rounding has left just below itself is still whole.
+    # An integer that rounding has left just below itself counts as an integer.
     copies = jnp.floor(expected * (1.0 + 8.0 * jnp.finfo(weights.dtype).eps))
     fixed = cumulative(copies)
     rest = jnp.maximum(expected - copies, 0.0)
-    # Weights that leave no remainder have nothing to draw from; their draws are not looked at.
-    drawn = multinomial(key, jnp.where(jnp.sum(rest) > 0, rest, weights), num_draws)
+    # Without a remainder the draws are not used.
+    draws = multinomial(key, jnp.where(jnp.sum(rest) > 0, rest, weights), num_draws)
     slots = jnp.arange(num_draws)
     num_fixed = jnp.round(fixed[-1]).astype(slots.dtype)
-    # An unordered subset of ordered draws would favour low indices: they are spread evenly.
+    # A prefix of ordered draws would favour low indices: permute them.
     key = jax.random.fold_in(key, 1)
-    drawn = jax.random.permutation(key, drawn)
+    draws = jax.random.permutation(key, draws)
     copied = _from_counts(jnp.clip(jnp.round(fixed), 0, num_draws), num_draws)
-    return jnp.sort(jnp.where(slots < num_fixed, copied, drawn[slots - num_fixed]))
+    return jnp.sort(jnp.where(slots < num_fixed, copied, draws[slots - num_fixed]))
 
 
 _SCHEMES: dict[str, Resampler] = {
@@ -105,27 +105,27 @@ _SCHEMES: dict[str, Resampler] = {
 
 
 def uniforms(key: PRNGKey, shape: tuple[int, ...], dtype: Any) -> Float[Array, "..."]:
-    """Uniform variables on a lattice of 2⁻³² (2⁻²³ in single precision), inside (0, 1).
+    """Draw uniform variables on a lattice of 2⁻³² (2⁻²³ in single precision), inside (0, 1).
 
     They take half the bits, and half the time, of `jax.random.uniform` in double precision. No
-    probability moves by more than the spacing of the lattice.
+    probability changes by more than the spacing of the lattice.
     """
     bits = jax.random.bits(key, shape, jnp.uint32)
-    kept = 32 if dtype == jnp.float64 else 23
-    return ((bits >> (32 - kept)).astype(dtype) + 0.5) * 2.0**-kept
+    num_bits = 32 if dtype == jnp.float64 else 23
+    return ((bits >> (32 - num_bits)).astype(dtype) + 0.5) * 2.0**-num_bits
 
 
 def independent(
     key: PRNGKey, sums: Float[Array, "particle"], shape: tuple[int, ...]
 ) -> Int[Array, "..."]:
-    """Independent indices of any shape and in no order, from cumulative weights."""
+    """Draw independent indices of any shape, unordered, from cumulative weights."""
     return inverse(sums, uniforms(key, shape, sums.dtype))
 
 
 def inverse(
     sums: Float[Array, "particle"], positions: Float[Array, "*shape"]
 ) -> Int[Array, "*shape"]:
-    """The first index whose share of the cumulative weights exceeds each position in [0, 1]."""
+    """Return the first index whose share of the cumulative weights exceeds each position."""
     # Below the total, the first sum that exceeds a position is that of a particle with weight.
     total = sums[-1]
     values = jnp.minimum(positions * total, jnp.nextafter(total, jnp.zeros_like(total)))
@@ -133,7 +133,7 @@ def inverse(
 
 
 def cumulative(values: Float[Array, "entry"]) -> Float[Array, "entry"]:
-    """Cumulative sums, within rows and then over rows: two small products on CPU and GPU."""
+    """Return cumulative sums, within rows and then over rows: two small products."""
     n = values.shape[0]
     num_rows = -(-n // _ROW)
     rows = jnp.pad(values, (0, num_rows * _ROW - n)).reshape(num_rows, _ROW)
@@ -141,12 +141,12 @@ def cumulative(values: Float[Array, "entry"]) -> Float[Array, "entry"]:
     within = jnp.matmul(rows, upper, precision="highest")
     before = jnp.cumsum(within[:, -1]) - within[:, -1]
     sums = (within + before[:, None]).reshape(-1)[:n]
-    # Rounding may make a sum fall short of the one before it, or grow where nothing is added.
+    # Rounding may make a sum smaller than the one before it, or larger where zero is added.
     return jnp.maximum(jax.lax.cummax(jnp.where(values > 0, sums, -jnp.inf)), 0.0)
 
 
 def _from_counts(before: Float[Array, "particle"], num_draws: int) -> Int[Array, "draw"]:
-    """The index at each of the slots, from how many slots lie before the end of each particle."""
+    """Return the index at each slot, from the number of slots before the end of each particle."""
     marks = jnp.zeros(num_draws, before.dtype).at[before.astype(jnp.int32)].add(1.0, mode="drop")
-    found = jnp.round(cumulative(marks)).astype(jnp.int32)
-    return jnp.minimum(found, before.shape[0] - 1)
+    indices = jnp.round(cumulative(marks)).astype(jnp.int32)
+    return jnp.minimum(indices, before.shape[0] - 1)

@@ -1,8 +1,8 @@
-"""A particle filter that takes in each observation by degrees.
+"""A particle filter with tempered observations.
 
-Where the sensor is sharp, none of a thousand draws of the transition explains the next observation,
-and a bootstrap filter keeps the few that happen to lie nearest. Here the law of time k moves from
-the prediction to the filtering law through
+Under a sharp sensor, none of a thousand draws of the transition explains the next observation, and
+a bootstrap filter degenerates to the few nearest ones. Here the law of time k moves from the
+prediction to the filtering law through
 
     p_φ(x_{k-1}, x_k) ∝ p(x_{k-1} | y_{0:k-1}) m(x_{k-1}, x_k) g(x_k, y_k)^φ,    0 = φ_0 < … < 1,
 
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
-from retrodict.particles.backward import ExactBackward
+from retrodict.particles.backward_samplers import ExactBackward
 from retrodict.particles.cloud import Cloud, Step, summed
 from retrodict.particles.ffbsi import ParticlePosterior, run_smoother
 from retrodict.particles.resampling import Scheme, resample
@@ -32,13 +32,13 @@ LEAST_ESS = 0.5
 """The share of the effective sample size that a step in the temperature keeps."""
 
 NUM_MOVES = 4
-"""How many Metropolis moves each particle makes at each temperature."""
+"""The number of Metropolis moves per particle and temperature."""
 
 MOST_STAGES = 60
-"""How many temperatures a row may take: each keeps half of the sample, so 60 take in 40 nats."""
+"""The largest number of temperatures per row: each halves the sample, so that 60 cover 40 nats."""
 
 NUM_HALVINGS = 30
-"""How often the interval in which the next temperature lies is halved."""
+"""The number of bisections for the next temperature."""
 
 SMALLEST_STEP = 1e-9
 """The smallest step in the temperature."""
@@ -57,7 +57,7 @@ class _Stage(NamedTuple):
         log_g: its log-likelihood.
         ancestors: the index at time k-1.
         total: the increment of the log-evidence so far.
-        num_stages: how many stages there were.
+        num_stages: the number of stages so far.
     """
 
     phi: Scalar
@@ -74,7 +74,7 @@ class TemperedFilter(eqx.Module):
 
     Attributes:
         model: an unwrapped model; its prior and transition must have densities.
-        num_particles: how many particles.
+        num_particles: the number of particles.
     """
 
     model: StateSpaceModel
@@ -83,26 +83,42 @@ class TemperedFilter(eqx.Module):
     resampling: Scheme = eqx.field(static=True, default="systematic")
 
     def noise(self, key: PRNGKey, dtype: Any) -> Array:
-        """The keys of one step."""
+        """Draw the keys of one step."""
         return jax.random.split(key, self.num_particles)
 
+<<<<<<< HEAD
     def start(self, key: PRNGKey, data: Series) -> Step:
         """Particles at time 0."""
+||||||| 12276ef
+    def start(self, key: PRNGKey, data: Observations) -> Step:
+        """Particles at time 0."""
+=======
+    def start(self, key: PRNGKey, data: Observations) -> Step:
+        """Draw particles at time 0."""
+>>>>>>> fix-smoothers
         prior, (draw_key, key) = self.model.prior, jax.random.split(key)
         keys = jax.random.split(draw_key, self.num_particles)
         xs = jax.vmap(lambda key: jnp.asarray(prior.sample(key)))(keys)
         xs = xs.astype(jnp.result_type(xs.dtype, data.ys.dtype))
-        return self._take_in(key, xs, xs, data, lambda _, x: summed(prior.log_prob(x)))
+        return self._temper(key, xs, xs, data, lambda _, x: summed(prior.log_prob(x)))
 
+<<<<<<< HEAD
     def move(self, cloud: Cloud, key: PRNGKey, noise: Array, data: Series, step: Any) -> Step:
         """Particles at time k. All weights are equal before and after."""
+||||||| 12276ef
+    def move(self, cloud: Cloud, key: PRNGKey, noise: Array, data: Observations, step: Any) -> Step:
+        """Particles at time k. All weights are equal before and after."""
+=======
+    def move(self, cloud: Cloud, key: PRNGKey, noise: Array, data: Observations, step: Any) -> Step:
+        """Move particles to time k. All weights are equal before and after."""
+>>>>>>> fix-smoothers
         befores, kernel = cloud[0], self.model.transition
         u = data.inputs
         xs = jax.vmap(lambda x, key: jnp.asarray(kernel.sample(key, x, u)))(befores, noise)
         xs = xs.astype(befores.dtype)
-        return self._take_in(key, befores, xs, data, lambda x, z: kernel.log_prob(x, z, u))
+        return self._temper(key, befores, xs, data, lambda x, z: kernel.log_prob(x, z, u))
 
-    def _take_in(
+    def _temper(
         self,
         key: PRNGKey,
         befores: Float[Array, "particle state"],
@@ -117,7 +133,7 @@ class TemperedFilter(eqx.Module):
             value = kernel.log_prob(x, data.ys, u, data.mask)
             return jnp.where(jnp.isnan(value) | (value == jnp.inf), -jnp.inf, value)
 
-        def going_on(stage: _Stage) -> Array:
+        def unfinished(stage: _Stage) -> Array:
             possible = jnp.isfinite(stage.total)
             return (stage.phi < 1.0) & (stage.num_stages < MOST_STAGES) & possible
 
@@ -144,7 +160,7 @@ class TemperedFilter(eqx.Module):
         zero = jnp.zeros((), xs.dtype)
         places = jnp.arange(count, dtype=jnp.int32)
         first = _Stage(zero, befores, xs, log_g, places, zero, jnp.zeros((), jnp.int32))
-        last = lax.while_loop(going_on, advance, first)
+        last = lax.while_loop(unfinished, advance, first)
         failed = ~((last.phi >= 1.0) & jnp.isfinite(last.total))
         return Step(
             last.xs,
@@ -166,7 +182,7 @@ def tempered_smoother(
         key: a typed key.
         model: an unwrapped model; its prior and transition must have densities.
         series: a prepared series.
-        num_particles: how many particles, and how many paths.
+        num_particles: the number of particles, and of paths.
     """
     machine = TemperedFilter(model, num_particles)
     return _run(machine, key, series)
@@ -178,18 +194,18 @@ def _run(machine: TemperedFilter, key: PRNGKey, series: Series) -> ParticlePoste
 
 
 def _scaled(factor: Scalar, logs: Float[Array, "particle"]) -> Float[Array, "particle"]:
-    """The product, −∞ where the second factor is, even if the first one is zero."""
+    """Return the product, −∞ where the second factor is, even if the first is zero."""
     return jnp.where(logs == -jnp.inf, -jnp.inf, factor * jnp.where(logs == -jnp.inf, 0.0, logs))
 
 
 def _next_temperature(phi: Scalar, log_g: Float[Array, "particle"]) -> Scalar:
-    """The largest temperature whose weights keep their share of the effective sample size."""
+    """Return the largest temperature that keeps the share `LEAST_ESS` of the sample size."""
 
     def share(step: Scalar) -> Scalar:
         weights = jax.nn.softmax(_scaled(step, log_g))
         return 1.0 / (log_g.shape[0] * jnp.sum(weights**2))
 
-    # Particles that are impossible at any temperature are lost at the first step, whatever it is.
+    # Particles that are impossible at any temperature are lost at the first step in any case.
     least = LEAST_ESS * jnp.mean(log_g > -jnp.inf)
 
     def halve(_: Any, ends: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
@@ -213,10 +229,10 @@ def _moved(
     log_move: Callable[[Array, Array], Scalar],
     log_emission: Callable[[Array], Scalar],
 ) -> tuple[Float[Array, "particle state"], Float[Array, "particle"]]:
-    """Metropolis moves by scaled differences of two other particles (ter Braak 2006).
+    """Make Metropolis moves by scaled differences of two other particles (ter Braak 2006).
 
-    The differences of particles within a mode have its width, and those between modes lead from one
-    to the other: nothing need be tuned. Differences are those of the cloud before the moves.
+    Differences of particles within a mode have its width, and differences between modes lead from
+    one to the other: nothing has to be tuned. They are those of the cloud before the moves.
     """
     count, dim = xs.shape
     cloud, widest = xs, 2.38 / math.sqrt(2 * dim)

@@ -2,7 +2,7 @@
 
 The state takes values 0, ..., S-1 at times 0, ..., n-1. The model gives χ(x) g_0(x) and the kernels
 L_k(x, y) = m_k(x, y) g_{k+1}(y); the approximation is a terminal law q_{n-1} and backward kernels
-q_{k|k+1}. What is bounded is the error on an additive functional,
+q_{k|k+1}. The bounds are of the error on an additive functional,
 
     q h - φ h,   h(x_{0:n-1}) = Σ_k h_k(x_k, x_{k+1}),
 

@@ -1,4 +1,4 @@
-"""The bounds: Theorems 1, 2 and 3, and the proposition as it was printed."""
+"""The bounds on a finite space: Theorems 1, 2 and 3, and Proposition 3.1 as printed."""
 
 from typing import NamedTuple
 
@@ -25,6 +25,14 @@ from retrodict.bounds.finite.posterior import (
 )
 from retrodict.bounds.finite.problem import FiniteProblem
 from retrodict.bounds.finite.quantities import FiniteQuantities, check_measure, quantities_of
+from retrodict.bounds.finite.theorem2 import (
+    DiscountedSums,
+    discounted_sums,
+    final_display,
+    printed_proposition_terms,
+    sigma_ratio,
+    theorem2_terms,
+)
 
 RIGOROUS = (
     "s1",
@@ -42,7 +50,7 @@ RIGOROUS = (
 
 
 class FiniteContributions(NamedTuple):
-    """The terms whose sums are the error and its bounds.
+    """Terms whose sums are the error and its bounds.
 
     Attributes:
         error: the error of each increment, q h_k - φ h_k.
@@ -96,7 +104,7 @@ class FiniteBounds(NamedTuple):
             D_j = sup_x osc h_{j-1}(x, ·) + v_j.
         elbo_gap_birkhoff: Theorem 3 with ϑ_j for δ(F_j) in v.
         contributions: the terms of the sums.
-        quantities: what they are made of.
+        quantities: the constants and coefficients of the bounds.
     """
 
     error: Scalar
@@ -119,7 +127,7 @@ class FiniteBounds(NamedTuple):
 def finite_bounds(
     problem: FiniteProblem, *, measure: Float[Array, "state"] | None = None
 ) -> FiniteBounds:
-    """The exact error of a backward chain on an additive functional, and every bound on it.
+    """Compute the exact error of a backward chain on an additive functional, and its bounds.
 
     Costs O(n S³) operations and O(n S²) memory; for many problems of one shape, `jax.vmap`. Where
     the observations are impossible under the model there is no posterior, and the error is NaN.
@@ -149,11 +157,12 @@ def _finite_bounds(problem: FiniteProblem, measure: Array | None) -> FiniteBound
     both = jnp.stack([quantities.forward_dobrushin, quantities.birkhoff])
     v, v_birkhoff = jax.vmap(future_oscillations, (0, None))(both, spread)
     change, size = _identity_terms(problem, exact, tilts)
-    h1, ratio = quantities.h1, _ratio(quantities)
+    h1, ratio = quantities.h1, sigma_ratio(quantities)
     rhos = jnp.stack([1.0 - 1.0 / ratio, (1.0 - 1.0 / ratio) / (1.0 + 1.0 / ratio)])
-    sums = jax.vmap(_discounted, (None, 0))(h1, rhos)
-    first = _Discounted(sums.before[0], sums.after[0])
-    classical, sharper = jax.vmap(_classical_terms, (None, None, 0, 0, None))(
+    sums = jax.vmap(discounted_sums, (None, 0))(h1, rhos)
+    first = DiscountedSums(sums.before[0], sums.after[0])
+    printed = printed_proposition_terms(h1, ratio, rhos[0], first, problem.functional)
+    classical, sharper = jax.vmap(theorem2_terms, (None, None, 0, 0, None))(
         h1, ratio, rhos, sums, spread
     )
     terms = FiniteContributions(
@@ -166,12 +175,12 @@ def _finite_bounds(problem: FiniteProblem, measure: Array | None) -> FiniteBound
         s3=_s2_terms(quantities.tilted_bound, u, v_birkhoff, spread),
         classical=classical,
         classical_birkhoff=sharper,
-        printed_proposition=_printed_terms(h1, ratio, rhos[0], first, problem.functional),
+        printed_proposition=printed,
     )
     gap = quantities.evidence_gap
     return FiniteBounds(
         **{name: jnp.sum(value) for name, value in terms._asdict().items()},
-        final_display=_final_display(h1, ratio, problem.functional),
+        final_display=final_display(h1, ratio, problem.functional),
         elbo_gap=_elbo_gap_bound(gap, v, spread),
         elbo_gap_birkhoff=_elbo_gap_bound(gap, v_birkhoff, spread),
         contributions=terms,
@@ -180,14 +189,14 @@ def _finite_bounds(problem: FiniteProblem, measure: Array | None) -> FiniteBound
 
 
 def _error_terms(problem: FiniteProblem, exact: Exact, marginals: Array) -> Array:
-    """The errors (q_{k:k+1} - φ_{k:k+1|n}) h_k of the increments."""
+    """Return the errors (q_{k:k+1} - φ_{k:k+1|n}) h_k of the increments."""
     ours = pairs_back(marginals, problem.kernels)
     truth = pairs_ahead(exact.smoothed, exact.forward)
     return jnp.sum((ours - truth) * problem.functional, axis=(1, 2))
 
 
 def _identity_terms(problem: FiniteProblem, exact: Exact, tilts: Array) -> tuple[Array, Array]:
-    """The terms (Π_m - Π'_m) H_m of Theorem 1, and osc(H_m).
+    """Return the terms (Π_m - Π'_m) H_m of Theorem 1, and osc(H_m).
 
     H_0 = V_0 and H_m(x, y) = U_{m-1}(x) + h_{m-1}(x, y) + V_m(y); Π_0 = t_0, Π'_0 = φ_{0|n} and
     Π_m = t_m ⊗ q_{m-1|m}, Π'_m = t_{m-1} ⊗ F_{m-1}.
@@ -203,12 +212,14 @@ def _identity_terms(problem: FiniteProblem, exact: Exact, tilts: Array) -> tuple
 
 
 def _s2_terms(distances: Array, u: Array, v: Array, spread: Spread) -> Array:
-    """τ_0 v_0, then τ_m (u_{m-1} + osc h_{m-1} + v_m): S2, and S3 with its own τ and v."""
+    """Return τ_0 v_0, then τ_m (u_{m-1} + osc h_{m-1} + v_m): S2, or S3 with its τ and v."""
     return distances * jnp.concatenate([v[:1], u[:-1] + spread.both + v[1:]])
 
 
 def _s2_phi_terms(problem: FiniteProblem, exact: Exact, u: Array, spread: Spread) -> Array:
-    """E_{φ_{j+1|n}} TV(q_{j|j+1}(x, ·), b_j(x, ·)) (u_j + o1_j), then TV(q, φ) u at the last time.
+    """Return the terms of S2φ, that of the terminal law last.
+
+        E_{φ_{j+1|n}} TV(q_{j|j+1}(x, ·), b_j(x, ·)) (u_j + o1_j),   TV(q, φ) u at the last time
 
     Theorem 1 with t = φ_{·|n}: both pair laws have the same law of x_m, so that V_m drops out.
     """
@@ -221,7 +232,9 @@ def _s2_phi_terms(problem: FiniteProblem, exact: Exact, u: Array, spread: Spread
 def _s2_q_terms(
     problem: FiniteProblem, exact: Exact, marginals: Array, v: Array, spread: Spread
 ) -> Array:
-    """TV(q_{0|n}, φ_{0|n}) v_0, then TV(q_{j:j+1}, q_{j|n} ⊗ F_j) (v_{j+1} + o2_j).
+    """Return the terms of S2q, that of the law of x_0 first.
+
+        TV(q_{0|n}, φ_{0|n}) v_0,   TV(q_{j:j+1}, q_{j|n} ⊗ F_j) (v_{j+1} + o2_j)
 
     Theorem 1 with t = q_{·|n}: both pair laws have the same law of x_{m-1}, and U drops out.
     """
@@ -231,78 +244,8 @@ def _s2_q_terms(
     return jnp.concatenate([start[None], local * (v[1:] + spread.second)])
 
 
-def _ratio(quantities: FiniteQuantities) -> Scalar:
-    """The ratio r = σ₊ / σ₋, infinite where H2 fails."""
-    low = quantities.sigma_minus
-    return jnp.where(low > 0, quantities.sigma_plus / jnp.where(low > 0, low, 1.0), jnp.inf)
-
-
-def _scaled(values: Array, ratio: Scalar) -> Array:
-    """The values times the ratio; all infinite if it is, where 0 · ∞ would be a NaN."""
-    infinite = jnp.isinf(ratio)
-    return jnp.where(infinite, jnp.inf, jnp.where(infinite, 1.0, ratio) * values)
-
-
-class _Discounted(NamedTuple):
-    """Discounted sums of H1's constants, one for each increment k.
-
-    Attributes:
-        before: Σ_{m≤k} ρ^{k-m} c_m.
-        after: Σ_{m≥k+2} ρ^{m-k-2} c_m.
-    """
-
-    before: Float[Array, "pair"]
-    after: Float[Array, "pair"]
-
-
-def _discounted(h1: Float[Array, "time"], rho: Scalar) -> _Discounted:
-    def step(total: Array, value: Array) -> tuple[Array, Array]:
-        total = rho * total + value
-        return total, total
-
-    # The last constant enters the second sum first, with time reversed; nothing is after the last
-    # increment but one.
-    rows = jnp.stack([h1[:-1], jnp.concatenate([jnp.zeros_like(h1[:1]), h1[:1:-1]])], axis=1)
-    _, sums = jax.lax.scan(step, jnp.zeros_like(rows[0]), rows)
-    return _Discounted(sums[:, 0], sums[::-1, 1])
-
-
-def _classical_terms(
-    h1: Array, ratio: Scalar, rho: Scalar, sums: _Discounted, spread: Spread
-) -> Array:
-    """The terms of Theorem 2, under H1 and H2, one for each increment.
-
-        (r / 2) osc(h_k) [Σ_{m≤k} ρ^{k-m} c_m + c_{k+1} + Σ_{m≥k+2} ρ^{m-k-2} c_m],   r = σ₊/σ₋
-
-    An increment that depends on x_k only gains a factor ρ in the last sum, one that depends on
-    x_{k+1} only gains one in the first. ρ is 1 - 1/r, or the smaller (r - 1) / (r + 1).
-    """
-    before = sums.before * jnp.where(spread.first > 0, 1.0, rho)
-    after = sums.after * jnp.where(spread.second > 0, 1.0, rho)
-    return _scaled(0.5 * spread.both * (before + h1[1:] + after), ratio)
-
-
-def _printed_terms(
-    h1: Array, ratio: Scalar, rho: Scalar, sums: _Discounted, functional: Array
-) -> Array:
-    """The terms of Proposition 3.1 as printed, which do not sum to a bound if ρ < ½.
-
-    2 r ‖h_k‖ [c_0 + Σ_{1≤m≤k} ρ^{k-m+1} c_m + c_{k+1} + Σ_{m≥k+2} ρ^{m-k-1} c_m], ρ = 1 - 1/r.
-    """
-    norms = jnp.max(jnp.abs(functional), axis=(1, 2))
-    start = h1[0] * rho ** jnp.arange(len(norms))
-    before = h1[0] + rho * (sums.before - start)
-    return _scaled(2.0 * norms * (before + h1[1:] + rho * sums.after), ratio)
-
-
-def _final_display(h1: Array, ratio: Scalar, functional: Array) -> Scalar:
-    """4 r (1 + ρ / (1 - ρ)) c₊ h_∞ (n - 1) with ρ = 1 - 1/r, so that the constant is 4 r²."""
-    total = jnp.max(h1) * jnp.max(jnp.abs(functional)) * functional.shape[0]
-    return _scaled(4.0 * total, ratio**2)
-
-
 def _elbo_gap_bound(gap: Scalar, v: Array, spread: Spread) -> Scalar:
-    """Theorem 3: [½ gap Σ_j D_j²]^½ with D_0 = v_0 and D_j = o2_{j-1} + v_j."""
+    """Evaluate Theorem 3, [½ gap Σ_j D_j²]^½ with D_0 = v_0 and D_j = o2_{j-1} + v_j."""
     ranges = jnp.concatenate([v[:1], spread.second + v[1:]])
     total = jnp.sum(ranges**2)
     # A constant functional has no error, however large the gap.

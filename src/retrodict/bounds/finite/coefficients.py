@@ -1,4 +1,4 @@
-"""Distances between laws on a finite space, and how much a kernel forgets."""
+"""Distances between laws on a finite space, and contraction coefficients of kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from retrodict._types import Scalar
 
 
 def total_variation(p: Float[Array, "*shape"], q: Float[Array, "*shape"]) -> Scalar:
-    """The distance TV(p, q) = ½ Σ |p - q| of two laws, between 0 and 1; H1's c is twice as much.
+    """Return TV(p, q) = ½ Σ |p - q|, between 0 and 1; the c_k of H1 are twice as much.
 
     Args:
         p: probabilities, of any shape: a table is the law of a pair.
@@ -18,14 +18,14 @@ def total_variation(p: Float[Array, "*shape"], q: Float[Array, "*shape"]) -> Sca
 
 
 def divergences(p: Array, q: Array) -> Array:
-    """KL(p ‖ q) of laws in the last axis, accurate also where the two are close.
+    """Return KL(p ‖ q) of laws in the last axis, accurate also where the two are close.
 
-    Summed as Σ q [(1 + d) log(1 + d) - d] with d = p/q - 1: no term is negative, so that none
-    cancels another.
+    Summed as Σ q [(1 + d) log(1 + d) - d] with d = p/q - 1: no term is negative, so that no
+    terms cancel.
     """
     safe = jnp.where(q > 0, q, 1.0)
     d = (p - q) / safe
-    # Beyond its radius the series is not used; there the formula itself loses nothing.
+    # The series is used near 0 only; elsewhere the formula is accurate.
     near = jnp.abs(d) < 1e-3
     series = d * d * (0.5 - d / 6 + d * d / 12)
     far = jnp.where(d > -1, (1.0 + d) * jnp.log1p(jnp.where(d > -1, d, 0.0)), 0.0) - d
@@ -34,12 +34,12 @@ def divergences(p: Array, q: Array) -> Array:
 
 
 def oscillation(h: Float[Array, "*shape"]) -> Scalar:
-    """The oscillation osc(h) = max h - min h of a function, given by its values."""
+    """Return the oscillation osc(h) = max h - min h of a function, given by its values."""
     return jnp.max(h) - jnp.min(h)
 
 
 def dobrushin(kernel: Float[Array, "from to"]) -> Scalar:
-    """The Dobrushin coefficient of a Markov kernel, its greatest contraction of oscillations.
+    """Return the Dobrushin coefficient of a Markov kernel, its contraction of oscillations.
 
         δ(K) = max_{x, x'} TV(K(x, ·), K(x', ·)),   osc(K f) ≤ δ(K) osc(f)
 
@@ -55,14 +55,14 @@ def dobrushin(kernel: Float[Array, "from to"]) -> Scalar:
 
 
 def birkhoff(transition: Float[Array, "from to"]) -> tuple[Scalar, Scalar]:
-    """The contraction ϑ = tanh(Δ/4) of a transition, and the ratio B, of Lemma 3.
+    """Return the contraction ϑ = tanh(Δ/4) of a transition and the ratio B, of Lemma 3.
 
         Δ = log max m(x, y) m(x', y') / (m(x', y) m(x, y')),   B = max m(x, y) / m(x', y)
 
-    ϑ bounds the Dobrushin coefficients of every forward and backward smoothing kernel that is made
-    of this transition, and B the ratio β_k(x) / β_k(x'), whatever the observations. A state that is
-    reached from some states and not from others makes Δ and B infinite, ϑ = 1; one that is reached
-    from nowhere does not count.
+    ϑ bounds the Dobrushin coefficients of every forward and backward smoothing kernel of this
+    transition, and B the ratio β_k(x) / β_k(x'), whatever the observations. A state that is reached
+    from some states and not from others makes Δ and B infinite and ϑ = 1; a state that is reached
+    from no state does not count.
 
     Args:
         transition: m(x, y), of any scale.
@@ -87,7 +87,7 @@ def birkhoff(transition: Float[Array, "from to"]) -> tuple[Scalar, Scalar]:
 
 
 def tilted_distance(ratio: Float[Array, "*m"], distance: Float[Array, "*m"]) -> Float[Array, "*m"]:
-    """How far apart two laws at this distance may be once both are reweighted (Lemma 2).
+    """Return the largest distance of two laws after both are reweighted (Lemma 2).
 
         TV(βP / Pβ, βP' / P'β) ≤ I(B, ε) = B ε / (1 + (B - 1) ε),   B ≥ max β / min β, ε = TV(P, P')
 

@@ -1,4 +1,4 @@
-"""The case in which the printed proposition does not hold."""
+"""A counterexample to Proposition 3.1 as printed."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from retrodict.bounds.finite.problem import FiniteProblem
 
 
 def two_state_counterexample(e: float = 0.05, filed: int = 0) -> FiniteProblem:
-    """The smallest case in which Proposition 3.1 of the paper, as printed, does not hold.
+    """Return the smallest counterexample to Proposition 3.1 of the paper as printed.
 
-    Three independent fair coins that observations tell nothing about; the approximation is exact,
-    but for P(x_1 = 0) = ½ + e. The error on f(x_1), f = ±1, is 2e, and the printed right-hand side
+    Three independent fair coins with uninformative observations; the approximation is exact, except
+    for P(x_1 = 0) = ½ + e. The error on f(x_1), f = ±1, is 2e, and the printed right-hand side
     is 16 e² / (1 - 2e): smaller for every e < 1/10.
 
     Example:
@@ -19,9 +19,9 @@ def two_state_counterexample(e: float = 0.05, filed: int = 0) -> FiniteProblem:
         '0.1000 > 0.0444'
 
     Args:
-        e: by how much the middle coin is off, between 0 and ½.
-        filed: where f(x_1) is filed: 0 for h_0(x_0, x_1), with the fair coin as q̃_1, or 1 for
-            h_1(x_1, x_2), with the coin of the approximation as q̃_1.
+        e: the error of the middle coin, between 0 and ½.
+        filed: the increment that contains f(x_1): 0 for h_0(x_0, x_1), with the fair coin as q̃_1,
+            or 1 for h_1(x_1, x_2), with the coin of the approximation as q̃_1.
     """
     if not 0 < e < 0.5:
         raise ValueError(f"e must lie between 0 and ½, got {e}.")

@@ -1,4 +1,4 @@
-"""Oscillations of an additive functional, carried forward and back in time."""
+"""Oscillations of an additive functional, propagated forward and backward in time."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Spread(NamedTuple):
 
 
 def spread_of(functional: Float[Array, "pair state state"]) -> Spread:
-    """The three sizes of every increment."""
+    """Return the three sizes of every increment."""
 
     def along(axis: int) -> Array:
         width = jnp.max(functional, axis=axis) - jnp.min(functional, axis=axis)
@@ -28,7 +28,7 @@ def spread_of(functional: Float[Array, "pair state state"]) -> Spread:
 
 
 def past_oscillations(contraction: Array, spread: Spread) -> Float[Array, "time"]:
-    """The constants u_j ≥ osc E_q[Σ_{i<j} h_i | x_j = ·] of S2, by Lemma 1.
+    """Return the constants u_j ≥ osc E_q[Σ_{i<j} h_i | x_j = ·] of S2, by Lemma 1.
 
     u_0 = 0,   u_{j+1} = δ_j u_j + min(osc h_j, o2_j + δ_j o1_j)
     """
@@ -44,7 +44,7 @@ def past_oscillations(contraction: Array, spread: Spread) -> Float[Array, "time"
 
 
 def future_oscillations(contraction: Array, spread: Spread) -> Float[Array, "time"]:
-    """The constants v_j ≥ osc E_φ[Σ_{i≥j} h_i | x_j = ·] of S2: u_j with time reversed.
+    """Return the constants v_j ≥ osc E_φ[Σ_{i≥j} h_i | x_j = ·] of S2: u_j with time reversed.
 
     v_{n-1} = 0,   v_j = δ_j v_{j+1} + min(osc h_j, o1_j + δ_j o2_j)
     """
@@ -55,7 +55,7 @@ def future_oscillations(contraction: Array, spread: Spread) -> Float[Array, "tim
 def past_sums(
     kernels: Float[Array, "pair state state"], functional: Float[Array, "pair state state"]
 ) -> Float[Array, "time state"]:
-    """U_0 = 0, U_{j+1}(y) = Σ_x K_j(y, x) [U_j(x) + h_j(x, y)], for kernels K_j to the past."""
+    """Return U_0 = 0, U_{j+1}(y) = Σ_x K_j(y, x) [U_j(x) + h_j(x, y)], K_j backward in time."""
 
     def step(value: Array, row: tuple[Array, Array]) -> tuple[Array, Array]:
         kernel, h = row
@@ -70,5 +70,5 @@ def past_sums(
 def future_sums(
     kernels: Float[Array, "pair state state"], functional: Float[Array, "pair state state"]
 ) -> Float[Array, "time state"]:
-    """V_{n-1} = 0, V_j(x) = Σ_y K_j(x, y) [h_j(x, y) + V_{j+1}(y)]: U_j with time reversed."""
+    """Return V_{n-1} = 0, V_j(x) = Σ_y K_j(x, y) [h_j(x, y) + V_{j+1}(y)]: U, time reversed."""
     return past_sums(kernels[::-1], jnp.swapaxes(functional, 1, 2)[::-1])[::-1]

@@ -10,7 +10,7 @@ from retrodict.bounds.finite.problem import FiniteProblem
 
 
 def normalise(array: Array) -> Array:
-    """Makes rows sum to 1; a row of zeros, which no law under consideration visits, is uniform."""
+    """Normalise rows to a sum of 1; a row of zeros, which no law visits, becomes uniform."""
     total = jnp.sum(array, axis=-1, keepdims=True)
     return jnp.where(total > 0, array / jnp.where(total > 0, total, 1.0), 1.0 / array.shape[-1])
 
@@ -20,9 +20,9 @@ class Exact(NamedTuple):
 
     Attributes:
         filtered: φ_k, the law of x_k given y_{0:k}.
-        betas: β_k(x), the likelihood of what follows x_k = x, scaled to a maximum of 1.
-        smoothed: φ_{k|n}, the law of x_k given everything.
-        forward: F_k(x, y), the transition from x_k to x_{k+1} given everything.
+        betas: β_k(x), the likelihood of the observations after k given x_k = x, with maximum 1.
+        smoothed: φ_{k|n}, the law of x_k given all observations.
+        forward: F_k(x, y), the transition from x_k to x_{k+1} given all observations.
         backward: b_k(y, x), the transition from x_{k+1} back to x_k.
     """
 
@@ -34,7 +34,7 @@ class Exact(NamedTuple):
 
 
 def exact_posterior(problem: FiniteProblem) -> Exact:
-    """One pass forward for φ_k and b_k, one back for β_k and F_k."""
+    """Compute φ_k and b_k forward in time, β_k and F_k backward."""
     # Only ratios matter: each step is scaled to a maximum of 1, so that products never underflow.
     peaks = jnp.max(problem.potentials, axis=(1, 2), keepdims=True)
     potentials = problem.potentials / peaks
@@ -59,7 +59,7 @@ def exact_posterior(problem: FiniteProblem) -> Exact:
 
 
 def chain_marginals(problem: FiniteProblem) -> Float[Array, "time state"]:
-    """The marginals q_{k|n} of the chain."""
+    """Return the marginals q_{k|n} of the chain."""
 
     def back(law: Array, kernel: Array) -> tuple[Array, Array]:
         before = jnp.matmul(law, kernel, precision=jax.lax.Precision.HIGHEST)
@@ -71,10 +71,10 @@ def chain_marginals(problem: FiniteProblem) -> Float[Array, "time state"]:
 
 
 def pairs_back(laws: Array, kernels: Array) -> Float[Array, "pair state state"]:
-    """The laws of (x_k, x_{k+1}) with x_{k+1} from row k+1 of `laws`, and x_k by a kernel."""
+    """Return the laws of (x_k, x_{k+1}) with x_{k+1} of law k+1, and x_k by a kernel."""
     return laws[1:, None, :] * jnp.swapaxes(kernels, 1, 2)
 
 
 def pairs_ahead(laws: Array, kernels: Array) -> Float[Array, "pair state state"]:
-    """The laws of (x_k, x_{k+1}) with x_k from row k of `laws`, and x_{k+1} by a kernel."""
+    """Return the laws of (x_k, x_{k+1}) with x_k of law k, and x_{k+1} by a kernel."""
     return laws[:-1, :, None] * kernels

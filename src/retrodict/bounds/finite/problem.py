@@ -13,7 +13,7 @@ from retrodict._expectations import AbstractFunctional
 from retrodict._model import StateSpaceModel
 from retrodict._types import ArrayLike
 from retrodict._validate import as_real_array, check_finite, is_concrete
-from retrodict.bounds.finite.from_grid import tabulate
+from retrodict.bounds.finite.tables import tabulate
 
 
 class FiniteProblem(eqx.Module):
@@ -47,7 +47,7 @@ class FiniteProblem(eqx.Module):
         filters: ArrayLike,
         functional: ArrayLike,
     ):
-        given = {
+        values = {
             "initial": initial,
             "potentials": potentials,
             "transitions": transitions,
@@ -55,7 +55,7 @@ class FiniteProblem(eqx.Module):
             "filters": filters,
             "functional": functional,
         }
-        arrays = {name: as_real_array(value, name) for name, value in given.items()}
+        arrays = {name: as_real_array(value, name) for name, value in values.items()}
         dtype = jnp.result_type(*arrays.values())
         _check_shapes(arrays)
         _check_values(arrays)
@@ -73,7 +73,7 @@ class FiniteProblem(eqx.Module):
         filters: ArrayLike,
         functional: ArrayLike,
     ) -> "FiniteProblem":
-        """Builds a problem from a prior, transitions and likelihoods of the observations.
+        """Build a problem from a prior, transitions and likelihoods of the observations.
 
         Args:
             prior: χ(x), of shape `(S,)`.
@@ -117,15 +117,15 @@ class FiniteProblem(eqx.Module):
         mask: Any = None,
         inputs: Any = None,
     ) -> "FiniteProblem":
-        """Restricts a model, a chain and a functional to the points of a grid.
+        """Restrict a model, a chain and a functional to the points of a grid.
 
             m_k(x_i, x_j) ∝ m(x_i, x_j) w_j,   q_{k|k+1}(x_j, x_i) ∝ q_{k|k+1}(x_j, x_i) w_i
 
-        with the weights w of the trapezoidal rule, and rows that sum to 1: nothing leaves the box.
+        with the weights w of the trapezoidal rule, and rows that sum to 1: no state leaves the box.
         This is a model on a compact domain, where assumption H2 can hold, and every bound is
-        rigorous for it. It is close to the model on the whole space if the box holds the states
-        and its spacing is below the standard deviations of the kernels, which `grid_smoother`
-        checks. The laws q̃_k are the filtering laws of the chain.
+        rigorous for it. It is close to the model on the whole space if the box contains the
+        states and its spacing is below the standard deviations of the kernels, as checked by
+        `grid_smoother`. The laws q̃_k are the filtering laws of the chain.
 
         With `measure=jnp.exp(grid.log_quadrature)` the densities that `finite_bounds` takes for H2
         are those with respect to Lebesgue measure.
@@ -150,11 +150,11 @@ class FiniteProblem(eqx.Module):
             chain: a linear-Gaussian chain, with one row for each of n ≥ 2 rows of `ys`.
             ys: observations, of shape `(time, obs)`; NaN where missing.
             grid: S points, at most 600; arrays of n S² entries are made, at most 2e7.
-            functional: an additive functional whose value is one number. Its value at x_0 is filed
-                with the first pair.
-            data: a pytree with one row a time step, which the functional reads; for `LogJoint` the
-                observations by themselves.
-            mask: true where an entry was seen.
+            functional: an additive functional whose value is one number. Its value at x_0 is
+                added to the first pair.
+            data: a pytree with one row per time step, which the functional reads; by default the
+                observations for `LogJoint`.
+            mask: true where an entry was observed.
             inputs: inputs of shape `(time, input)`, if a kernel takes them.
         """
         tables = tabulate(model, chain, ys, grid, functional, data, mask, inputs)

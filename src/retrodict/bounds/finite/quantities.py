@@ -1,4 +1,4 @@
-"""What the bounds are made of: the constants of H1 and H2, coefficients of kernels, the gap."""
+"""The constants of H1 and H2 on a finite space, coefficients of kernels, and the gap."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from retrodict.bounds.finite.problem import FiniteProblem
 
 
 class FiniteQuantities(NamedTuple):
-    """What the bounds are made of.
+    """The constants and coefficients in the bounds.
 
     Attributes:
         h1: H1's constants, c_0 = 2 TV(q̃_0, φ_0) and, for m ≥ 1,
@@ -52,10 +52,10 @@ class FiniteQuantities(NamedTuple):
 def mixing_constants(
     problem: FiniteProblem, measure: Float[Array, "state"] | None = None
 ) -> tuple[Scalar, Scalar]:
-    """The constants of H2: all densities of a problem lie between σ₋ and σ₊.
+    """Compute the mixing constants of H2: all densities are between σ₋ and σ₊.
 
     These are the densities ℓ_k of L_k(x, ·) and those of the kernels q_{k|k+1}(y, ·). The scale of
-    each likelihood is free, and is taken so as to make σ₊ / σ₋ least.
+    each likelihood is free, and is chosen to minimise σ₊ / σ₋.
 
     Args:
         problem: the problem.
@@ -90,7 +90,7 @@ def check_measure(problem: FiniteProblem, measure: Array) -> None:
 def quantities_of(
     problem: FiniteProblem, exact: Exact, marginals: Array, measure: Array | None
 ) -> tuple[FiniteQuantities, Float[Array, "time state"]]:
-    """All quantities, and the laws t_m."""
+    """Compute all quantities, and the laws t_m."""
     distances = jax.vmap(total_variation)
     filters = problem.filters
     weighted = filters * exact.betas
@@ -102,7 +102,7 @@ def quantities_of(
     mass = jnp.sum(moved, axis=(1, 2))
     moved = moved / jnp.where(mass > 0, mass, 1.0)[:, None, None]
     far = distances(pairs_back(filters, problem.kernels), moved)
-    # A law that the model cannot continue is as far as can be.
+    # A law that the model cannot continue has the largest distance.
     far = jnp.where(mass > 0, far, 1.0)
     epsilon = jnp.concatenate([total_variation(filters[0], exact.filtered[0])[None], far])
 
@@ -111,8 +111,8 @@ def quantities_of(
     kernel_dobrushin, forward_dobrushin = jax.vmap(jax.vmap(dobrushin))(both)
     theta, ratios = jax.vmap(birkhoff)(problem.transitions)
     ratios = jnp.concatenate([ratios, jnp.ones_like(ratios[:1])])
-    # Lemma 2 speaks of laws that can be reweighted: those that the future excludes are replaced by
-    # others, of which nothing is known.
+    # Lemma 2 needs laws that can be reweighted. Laws that the future excludes were replaced by
+    # others, for which the trivial bound 1 holds.
     excluded = jnp.sum(weighted, axis=1) <= 0
     excluded = excluded | jnp.concatenate([jnp.zeros_like(excluded[:1]), excluded[:-1]])
     sigma_minus, sigma_plus = mixing_constants(problem, measure)
@@ -132,7 +132,7 @@ def quantities_of(
 
 
 def _evidence_gap(problem: FiniteProblem, exact: Exact, marginals: Array) -> Scalar:
-    """KL(q ‖ φ) = KL(q_{n-1} ‖ φ_{n-1}) + Σ_k E_{q_{k+1|n}} KL(q_{k|k+1} ‖ b_k)."""
+    """Return KL(q ‖ φ) = KL(q_{n-1} ‖ φ_{n-1}) + Σ_k E_{q_{k+1|n}} KL(q_{k|k+1} ‖ b_k)."""
     local = divergences(problem.kernels, exact.backward)
     visited = marginals[1:] > 0
     inner = jnp.where(visited, marginals[1:] * jnp.where(visited, local, 0.0), 0.0)

@@ -1,8 +1,8 @@
 """Powers of two in a form that XLA vectorises inside a fused loop.
 
-Backward sampling evaluates one exponential for each pair of a path and a particle, hundreds of
-millions in a short series. XLA's own `exp2` is accurate to the last bit and, inside a large fusion
-on CPU, is not vectorised. A polynomial on [-1/2, 1/2] and an addition to the exponent bits take two
+Backward sampling evaluates one exponential per pair of a path and a particle, hundreds of millions
+in a short series. XLA's `exp2` is accurate to the last bit but is not vectorised inside a large
+fusion on CPU. A polynomial on [-1/2, 1/2] and an addition to the exponent bits take two
 thirds of the time (`docs/decisions/0005-particle-smoothing.md`). Its relative error, below 1e-13 in
 float64 and 3e-7 in float32, is that of a weight: many orders below the Monte Carlo error.
 """
@@ -16,7 +16,7 @@ LOG2_E = float(np.log2(np.e))
 
 
 def _polynomial(degree: int) -> tuple[float, ...]:
-    """Coefficients of 2^f on [-1/2, 1/2], interpolated at Chebyshev's points."""
+    """Return coefficients of 2^f on [-1/2, 1/2], interpolated at Chebyshev points."""
     nodes = 0.5 * np.cos(np.pi * (np.arange(degree + 1) + 0.5) / (degree + 1))
     fit = np.polynomial.polynomial.polyfit(nodes, 2.0**nodes, degree)
     return tuple(float(c) for c in fit)
@@ -27,12 +27,12 @@ _IN_SINGLE = _polynomial(6)
 
 
 def power_of_two(t: Float[Array, "..."]) -> Float[Array, "..."]:
-    """2^t for t below the largest exponent; zero where t is −∞ or underflows, NaN where t is NaN.
+    """Return 2^t for t below the largest exponent; zero if t is −∞ or underflows, NaN if t is NaN.
 
     With t = k + f for an integer k, 2^f is a polynomial, and k is added to its exponent bits. For
-    that 1.5·2^p is added to k, for a mantissa of p bits, after which k stands in the lowest bits of
-    the sum: a conversion to integers would not be vectorised. The integer itself must come from a
-    rounding: `(t + c) - c`, which rounds too, is simplified to t by XLA.
+    that 1.5·2^p is added to k, for a mantissa of p bits, so that the lowest bits of the sum hold k:
+    a conversion to integers would not be vectorised. The integer must come from a rounding: XLA
+    simplifies `(t + c) - c`, which rounds too, to t.
     """
     if t.dtype == jnp.float64:
         integers, bits, lowest, coefficients = jnp.int64, 52, -1021.0, _IN_DOUBLE

@@ -12,19 +12,32 @@ from jaxtyping import Array, Float, PyTree
 
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import Grid, densities, log_emission, log_prior
+<<<<<<< HEAD:src/retrodict/bounds/finite/from_grid.py
 from retrodict._expectations import AbstractFunctional, LogJoint
+||||||| 12276ef:src/retrodict/bounds/finite/from_grid.py
+from retrodict._expectations import AbstractFunctional, LogJoint, Observations
+=======
+from retrodict._expectations import (
+    AbstractFunctional,
+    LogJoint,
+    Observations,
+    check_model,
+    series_of_chain,
+)
+>>>>>>> fix-smoothers:src/retrodict/bounds/finite/tables.py
 from retrodict._kernels import AbstractKernel
-from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._series import Series, prepare_rows
 from retrodict._validate import is_concrete
-from retrodict.bounds.on_grid import law_on
+from retrodict.bounds.grid_bounds import law_on
+from retrodict.particles import check_data
 
 MAX_POINTS = 600
-"""How many points a grid may have: bounds cost the cube of it at every time."""
+"""The largest number of points: bounds cost its cube at every time."""
 
 MAX_ENTRIES = 2e7
-"""How many entries a table over all times and pairs of points may have: 160 MB of float64."""
+"""The largest number of entries of a table over times and pairs of points: 160 MB of float64."""
 
 
 def tabulate(
@@ -37,15 +50,24 @@ def tabulate(
     mask: Any,
     inputs: Any,
 ) -> dict[str, Array]:
-    """The arguments of `FiniteProblem.from_model`, checked; `FiniteProblem.from_grid` explains."""
+    """Return checked arguments of `FiniteProblem.from_model`; see `FiniteProblem.from_grid`."""
     _check_types(chain, grid, functional)
     model = unwrap(model)
-    check_densities(model, "from_grid")
-    series = prepare_data(model, ys, mask=mask, inputs=inputs)
-    _check_sizes(model, chain, series, grid)
+    check_model(model, chain, "from_grid")
+    series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs)
+    _check_sizes(series, grid)
     if isinstance(functional, LogJoint) and data is None:
+<<<<<<< HEAD:src/retrodict/bounds/finite/from_grid.py
         data = series.rows
     data = prepare_rows(data, series.num_times)
+||||||| 12276ef:src/retrodict/bounds/finite/from_grid.py
+        data = Observations(series.ys, series.mask, series.inputs)
+    data = _check_data(data, series.num_times)
+=======
+        data = Observations(series.ys, series.mask, series.inputs)
+    check_data(data, series.num_times, "from_grid")
+    data = jax.tree.map(jnp.asarray, data)
+>>>>>>> fix-smoothers:src/retrodict/bounds/finite/tables.py
     _check_scalar(functional, grid, data)
     tables = _tabulate(model, chain, series, grid, functional, data)
     names = {"transitions": "the transition", "kernels": "the chain", "filters": "the chain"}
@@ -53,7 +75,7 @@ def tabulate(
         table = tables[name]
         if is_concrete(table) and not np.asarray(table).any(axis=-1).all():
             raise ValueError(
-                f"The points of the grid carry no mass of a law of {whose}: it lies outside of the"
+                f"The points of the grid have no mass of a law of {whose}: it is outside of the"
                 " box or between two points. Widen or refine the grid."
             )
     return tables
@@ -119,22 +141,16 @@ def _check_types(chain: Any, grid: Any, functional: Any) -> None:
             raise TypeError(f"from_grid expects a {expected.__name__}, got {type(value).__name__}.")
     if chain.length is not None:
         raise ValueError("from_grid expects a chain without padding, got one with a length.")
+    if grid.dim != chain.state_dim:
+        raise ValueError(
+            f"The grid has {grid.dim} dimensions, and the chain {chain.state_dim} state dimensions."
+        )
 
 
-def _check_sizes(
-    model: StateSpaceModel, chain: LinearGaussianChain, series: Series, grid: Grid
-) -> None:
+def _check_sizes(series: Series, grid: Grid) -> None:
     n, size = series.num_times, grid.size
-    if n != chain.num_times or n < 2:
-        raise ValueError(
-            "from_grid expects two rows or more, and as many of ys as of the chain, got"
-            f" {n} and {chain.num_times}."
-        )
-    if not model.state_dim == chain.state_dim == grid.dim:
-        raise ValueError(
-            f"The model has {model.state_dim} state dimensions, the chain {chain.state_dim} and the"
-            f" grid {grid.dim}."
-        )
+    if n < 2:
+        raise ValueError(f"from_grid expects a series of two rows or more, got {n}.")
     if size > MAX_POINTS or n * size**2 > MAX_ENTRIES:
         raise ValueError(
             f"from_grid tabulates all pairs of points at all times: at most {MAX_POINTS} points"

@@ -1,4 +1,4 @@
-"""What each time adds to the expectation of a functional."""
+"""Contributions of each time to the expectation of a functional."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,41 +36,34 @@ class _Weighted(AbstractFunctional):
 
 
 def _weighted(term: Any) -> AbstractTerm:
-    if isinstance(term, AbstractPairTerm):
-        return PairTerm(_PairTimes(term), term.quadratic, term.name)
-    kind = InitialTerm if isinstance(term, AbstractInitialTerm) else StateTerm
-    return kind(_StateTimes(term), term.quadratic, term.name)
+    kinds = {AbstractPairTerm: PairTerm, AbstractInitialTerm: InitialTerm}
+    kind = next((new for old, new in kinds.items() if isinstance(term, old)), StateTerm)
+    return kind(_WeightedFunction(term), term.quadratic, term.name)
 
 
-class _StateTimes(eqx.Module):
-    term: Callable[[Any, Any], PyTree]
+class _WeightedFunction(eqx.Module):
+    """The function of a term, times the weight beside the row of data."""
 
-    def __call__(self, x: Array, row: tuple[PyTree, Array]) -> PyTree:
-        data, weight = row
-        return jax.tree.map(lambda leaf: weight * leaf, self.term(x, data))
+    term: Callable[..., PyTree]
 
-
-class _PairTimes(eqx.Module):
-    term: Callable[[Any, Any, Any], PyTree]
-
-    def __call__(self, before: Array, x: Array, row: tuple[PyTree, Array]) -> PyTree:
-        data, weight = row
-        return jax.tree.map(lambda leaf: weight * leaf, self.term(before, x, data))
+    def __call__(self, *arguments: Any) -> PyTree:
+        *states, (data, weight) = arguments
+        return jax.tree.map(lambda leaf: weight * leaf, self.term(*states, data))
 
 
 @eqx.filter_jit
-def closed_form_by_time(
+def closed_form_contributions(
     chain: LinearGaussianChain, functional: AbstractFunctional, data: PyTree
 ) -> Float[Array, "time entry"]:
-    """E_q h_k for every k, of a quadratic functional whose entries are laid out flat.
+    """Return E_q h_k for every k, for a quadratic functional with flattened entries.
 
-    The expectation is linear in the weights of the times, so that its derivative in them is what
-    each time adds.
+    The expectation is linear in the weights of the times, so that the derivative in a weight is the
+    contribution of its time.
     """
 
     def total(weights: Float[Array, "time"]) -> Array:
-        found = estimate(chain, _Weighted(functional), (data, weights), ClosedForm(), None)
-        return ravel_pytree(found.value)[0]
+        value = estimate(chain, _Weighted(functional), (data, weights), ClosedForm(), None).value
+        return ravel_pytree(value)[0]
 
     ones = jnp.ones(chain.num_times, chain.laws.mean.dtype)
     return jax.jacrev(total)(ones).T
@@ -80,7 +73,7 @@ def closed_form_by_time(
 def along_paths(
     functional: AbstractFunctional, paths: Float[Array, "sample time state"], data: PyTree
 ) -> Float[Array, "sample time entry"]:
-    """h_k along every path, entries laid out flat."""
+    """Return h_k along every path, with flattened entries."""
     first = jax.tree.map(lambda leaf: leaf[0], data)
     rest = jax.tree.map(lambda leaf: leaf[1:], data)
 
@@ -98,18 +91,18 @@ def along_paths(
 
 
 def has_pairs(functional: AbstractFunctional) -> bool:
-    """Whether a functional looks at neighbouring states together."""
+    """Return whether a functional depends on neighbouring states together."""
     return any(isinstance(term, AbstractPairTerm) for term in functional.terms())
 
 
 @eqx.filter_jit
-def values_on(
+def values_at_points(
     functional: AbstractFunctional,
     points: Float[Array, "point state"],
     data: PyTree,
     num_times: int,
 ) -> Float[Array, "time point entry"]:
-    """h_k at every point, of a functional without pairs, entries laid out flat."""
+    """Return h_k at every point, for a functional without pairs, with flattened entries."""
     terms: list[Any] = list(functional.terms())
     state = [term for term in terms if isinstance(term, AbstractStateTerm)]
     initial = [term for term in terms if isinstance(term, AbstractInitialTerm)]
@@ -132,13 +125,13 @@ def values_on(
     return every.at[0].add(at(initial, first)) if initial else every
 
 
-def grid_by_time(
+def grid_contributions(
     posterior: GridPosterior, functional: AbstractFunctional, data: PyTree
 ) -> Float[Array, "time entry"]:
-    """E[h_k | y] on a grid for every k, entries laid out flat."""
+    """Return E[h_k | y] on a grid for every k, with flattened entries."""
     n, points = posterior.weights.shape[0], posterior.points
     if not has_pairs(functional):
-        values = values_on(functional, points, data, n)
+        values = values_at_points(functional, points, data, n)
         return jnp.einsum("tp,tpe->te", posterior.weights, values, precision="highest")
     first = jax.tree.map(lambda leaf: leaf[0], data)
     initial = jax.vmap(lambda x: ravel_pytree(functional.initial(x, first))[0])(points)

@@ -1,4 +1,12 @@
-"""Transition densities between all particles of one time and states of a neighbouring one."""
+"""The FFBSi weights: the backward kernel of a particle filter.
+
+Given a state x of time k, particle i of time k-1 has the probability
+
+    w_{k-1}^i m(x_{k-1}^i, x) / Σ_j w_{k-1}^j m(x_{k-1}^j, x).
+
+`Pairs` holds the transition densities m between all particles and states, `Pairs.log2_weights` the
+unnormalised weights. Logarithms have base 2, which is cheaper to exponentiate.
+"""
 
 import math
 from typing import Any
@@ -12,22 +20,22 @@ from retrodict._kernels import AbstractKernel
 from retrodict._laws import scale_solve
 from retrodict._types import Scalar
 from retrodict.particles.cloud import has_fixed_scale
-from retrodict.particles.exponential import LOG2_E
+from retrodict.particles.power_of_two import LOG2_E
 
 
 class Pairs(eqx.Module):
-    """The function (i, x) ↦ log₂ m(x_{k-1}^i, x), up to a constant where only ratios count.
+    """The function (i, x) ↦ log₂ m(x_{k-1}^i, x), up to a constant.
 
     Reversed, the particles are those of time k and x is a state of time k-1: log₂ m(x, x_k^i). For
-    a Gaussian transition whose scale is the same everywhere, particles and states are whitened
-    once: what is left for each pair is a squared distance.
+    a Gaussian transition with a constant scale, particles and states are whitened once, and the
+    value for a pair is minus a squared distance.
 
     Attributes:
         kernel: the transition.
         u: its input, or `None`.
         particles: the particles; whitened, their means or, reversed, themselves.
-        whitened: whether distances stand for densities.
-        reverse: whether the particles are where the transition leads to.
+        whitened: whether densities are computed from distances.
+        reverse: whether the particles are those of the later time.
     """
 
     kernel: AbstractKernel
@@ -45,14 +53,14 @@ class Pairs(eqx.Module):
         *,
         reverse: bool = False,
     ) -> "Pairs":
-        """Whitens the particles if the kernel allows it."""
+        """Build the pairs of a kernel, with whitened particles if the kernel allows it."""
         if not has_fixed_scale(kernel):
             return cls(kernel, u, particles, False, reverse)
         whitened = jax.vmap(lambda x: _whiten(kernel, x, u, mean=not reverse))(particles)
         return cls(kernel, u, whitened, True, reverse)
 
     def prepare(self, xs: Float[Array, "sample state"]) -> Float[Array, "sample state"]:
-        """States of the other time as the other methods read them."""
+        """Return states of the other time in the form that the other methods read."""
         if not self.whitened:
             return xs
         return jax.vmap(lambda x: _whiten(self.kernel, x, self.u, mean=self.reverse))(xs)
@@ -60,23 +68,26 @@ class Pairs(eqx.Module):
     def each(
         self, indices: Int[Array, "sample"], prepared: Float[Array, "sample state"]
     ) -> Float[Array, "sample"]:
-        """log₂ m of one particle for each state."""
-        return self.between(self.particles[indices], prepared)
-
-    def between(
-        self, particles: Float[Array, "sample state"], prepared: Float[Array, "sample state"]
-    ) -> Float[Array, "sample"]:
-        """log₂ m of rows of particles and states."""
+        """Return log₂ m of one particle per state."""
+        particles = self.particles[indices]
         if self.whitened:
             return -jnp.sum((particles - prepared) ** 2, axis=-1)
         return LOG2_E * jax.vmap(self._log_density)(particles, prepared)
 
     def matrix(self, prepared: Float[Array, "sample state"]) -> Float[Array, "particle sample"]:
-        """log₂ m of all pairs."""
+        """Return log₂ m of all pairs."""
         if self.whitened:
             return -squared_distance(self.particles, prepared)
         one = jax.vmap(self._log_density, in_axes=(None, 0))
         return LOG2_E * jax.vmap(one, in_axes=(0, None))(self.particles, prepared)
+
+    def log2_weights(
+        self,
+        log2_w: Float[Array, "particle"],
+        prepared: Float[Array, "sample state"],
+    ) -> Float[Array, "particle sample"]:
+        """Return the unnormalised log₂ FFBSi weights log₂ w^i + log₂ m(x^i, x) of all pairs."""
+        return log2_w[:, None] + self.matrix(prepared)
 
     def _log_density(self, particle: Float[Array, "state"], x: Float[Array, "state"]) -> Scalar:
         before, after = (x, particle) if self.reverse else (particle, x)
@@ -86,7 +97,7 @@ class Pairs(eqx.Module):
 def squared_distance(
     a: Float[Array, "*rows state"], b: Float[Array, "sample state"]
 ) -> Float[Array, "*rows sample"]:
-    """‖a − b‖² of all pairs."""
+    """Return ‖a − b‖² of all pairs."""
     across = (1,) * (a.ndim - 1) + (b.shape[0],)
     if not by_products(a):
         total = jnp.zeros((), a.dtype)
@@ -101,22 +112,22 @@ def squared_distance(
 
 
 def by_products(a: Float[Array, "*rows state"]) -> bool:
-    """Whether distances are taken as ‖a‖² − 2 a·b + ‖b‖², around the mean of a.
+    """Return whether distances are computed as ‖a‖² − 2 a·b + ‖b‖², around the mean of a.
 
-    A sum over coordinates fuses into what reads it, and does not cancel. From a few coordinates on
-    one product of matrices is several times quicker on CPU; what it loses, about ‖a‖² roundings,
-    is nothing in double precision for a cloud of any sensible spread, and too much in single.
+    A sum over coordinates fuses into the loop that reads it, and does not cancel. For more than a
+    few coordinates one matrix product is several times faster on CPU. Its rounding error, about
+    ‖a‖² units, is negligible in double precision and too large in single.
     """
     d = a.shape[-1]
     return d > (FEW if a.dtype == jnp.float64 else MANY)
 
 
 FEW, MANY = 3, 32
-"""Up to how many coordinates distances are summed one by one, in double and single precision."""
+"""The largest numbers of coordinates that are summed one by one, in double and single precision."""
 
 
 def log2_bound(kernel: Any, pairs: Pairs, log_bound: float | None) -> Scalar | float:
-    """An upper bound of what `Pairs.each` returns, refused if there is none."""
+    """Return an upper bound of `Pairs.each`; refuse a kernel without one."""
     if pairs.whitened:
         return 0.0
     if log_bound is None:
@@ -129,9 +140,9 @@ def log2_bound(kernel: Any, pairs: Pairs, log_bound: float | None) -> Scalar | f
 
 
 def _whiten(kernel: Any, x: Array, u: Array | None, *, mean: bool) -> Array:
-    """s⁻¹ of the mean at x or of x itself, in units in which minus the square is a log₂ density.
+    """Return s⁻¹ times the mean at x or times x, scaled for log₂ densities.
 
-    The scale s is the same wherever the law is taken.
+    The scale s does not depend on x. Minus the squared norm of a difference is a log₂ density.
     """
     law = kernel.law(x, u)
     return math.sqrt(0.5 * LOG2_E) * scale_solve(law.scale_tril, law.mean if mean else x)

@@ -1,7 +1,6 @@
-"""Bounds whose exact side is a grid: for any model with one or two state dimensions.
+"""Bounds with a grid as the exact posterior, for any model with one or two state dimensions.
 
-They hold up to the error of the grid, which stands for the exact posterior, and treat states
-outside of its box as if they could not be.
+They hold up to the error of the grid, and neglect states outside of its box.
 """
 
 import equinox as eqx
@@ -18,16 +17,15 @@ from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import Gaussian
 from retrodict._numerics import linalg
 from retrodict._types import Scalar
-from retrodict.bounds.distances import interval_distance, norms, spectral_norm, table_distance
-from retrodict.bounds.gains import reach
-from retrodict.bounds.wasserstein import Sensitivity
+from retrodict.bounds.distances import interval_distance, spectral_norm, table_distance
+from retrodict.bounds.lipschitz import Sensitivity, decayed_sums, lipschitz_sums
 
 CELL_POINTS = 8
-"""Over how many points a function is averaged within a cell, in each coordinate."""
+"""The number of points per coordinate over which a function is averaged within a cell."""
 
 
 def law_on(grid: Grid, law: Gaussian) -> tuple[Float[Array, "point"], Scalar]:
-    """The probabilities of a Gaussian law at the points, and how far their sum was from one."""
+    """Return the probabilities of a Gaussian law at the points, and |1 − their sum|."""
     constant = LinearGaussianKernel(
         jnp.zeros((law.dim, law.dim), law.mean.dtype), law.mean, law.scale_tril
     )
@@ -36,7 +34,7 @@ def law_on(grid: Grid, law: Gaussian) -> tuple[Float[Array, "point"], Scalar]:
 
 
 def within_cell(grid: Grid) -> Float[np.ndarray, "shift state"]:
-    """Shifts that spread points evenly over the cell of each point of a grid."""
+    """Return shifts that spread points evenly over the cell of each point of a grid."""
     steps = (np.arange(CELL_POINTS) + 0.5) / CELL_POINTS - 0.5
     mesh = np.meshgrid(*(steps * float(h) for h in grid.spacing), indexing="ij")
     return np.stack([axis.reshape(-1) for axis in mesh], axis=1)
@@ -48,7 +46,7 @@ def _normalised(weights: Float[Array, "point"]) -> tuple[Float[Array, "point"], 
 
 
 def _distance(grid: Grid, p: Array, q: Array) -> Scalar:
-    """W₁ in one dimension, an upper bound of it in two."""
+    """Return W₁ in one dimension, an upper bound of it in two."""
     if grid.dim == 1:
         return interval_distance(p, q, grid.spacing[0])
     return table_distance(p.reshape(grid.num_points), q.reshape(grid.num_points), grid.spacing)
@@ -58,7 +56,7 @@ def _distance(grid: Grid, p: Array, q: Array) -> Scalar:
 def marginals_on(
     grid: Grid, chain: LinearGaussianChain
 ) -> tuple[Float[Array, "time point"], Scalar]:
-    """The marginal laws of a chain at the points, and the largest misfit of their sums."""
+    """Return the marginal laws of a chain at the points, and the largest misfit of their sums."""
     weights, misfits = lax.map(lambda law: law_on(grid, law), chain.marginals())
     return weights, jnp.max(misfits)
 
@@ -67,15 +65,15 @@ def marginals_on(
 def phi(
     chain: LinearGaussianChain, posterior: GridPosterior, sensitivity: Sensitivity, window: int
 ) -> tuple[Float[Array, "time"], Scalar]:
-    """Wφ with the marginals of the grid, for functionals of single states.
+    """Compute Wφ with the marginals of the grid, for functionals of single states.
 
         W(q_{n-1}, φ_{n-1}) u_{n-1} + Σ_{j<n-1} W(φ_{j+1|n} q_{j|j+1}, φ_{j|n}) u_j
 
     Returns:
-        What each time contributes, and the largest misfit of a law on the grid.
+        The contribution of each time, and the largest misfit of a law on the grid.
     """
     grid = posterior.grid
-    u = reach(chain.kernels.weight, sensitivity.now, window)
+    u = lipschitz_sums(chain.kernels.weight, sensitivity.now, window)
 
     def step(at: tuple) -> tuple[Array, Array]:
         kernel, later, earlier = at
@@ -93,7 +91,7 @@ def phi(
 def kernel_distances(
     chain: LinearGaussianChain, posterior: GridPosterior
 ) -> tuple[Float[Array, "time"], Float[Array, "time"], Scalar]:
-    """Mean distances of the variational backward kernels to the exact ones, in one dimension.
+    """Compute mean distances of the variational backward kernels to the exact ones, for d = 1.
 
     Returns:
         E_{φ_{j+1|n}} W₁(q_{j|j+1}(X, ·), b_j(X, ·)) for each j, with W₁(q_{n-1}, φ_{n-1}) at the
@@ -133,10 +131,9 @@ def kernel_distances(
 def phi_of_pairs(
     chain: LinearGaussianChain, moves: Float[Array, "time"], sensitivity: Sensitivity, window: int
 ) -> Float[Array, "time"]:
-    """Wφ of a functional of pairs, from the mean distances of the kernels."""
+    """Compute Wφ of a functional of pairs, from the mean distances of the kernels."""
     gains = chain.kernels.weight
-    own = sensitivity.now + jnp.append(0.0, norms(gains)) * sensitivity.before
-    u = reach(gains, own, window)
+    u = lipschitz_sums(gains, sensitivity.through(gains), window)
     return moves * (u + jnp.append(sensitivity.before[1:], 0.0))
 
 
@@ -148,15 +145,15 @@ def total_variation(
     oscillations: Float[Array, "time"],
     pairs: bool,
 ) -> Float[Array, "time"]:
-    """S2φ on the box, for bounded functionals.
+    """Compute S2φ on the box, for bounded functionals.
 
         TV(q_{n-1}, φ_{n-1}) u_{n-1} + Σ_j τ_j (u_j + o_{j+1}),
         τ_j = E_{φ_{j+1|n}} TV(q_{j|j+1}(X, ·), b_j(X, ·)),
 
     with u_{j+1} = δ_j u_j + o_{j+1} and u_0 = o_0, o_k the oscillation of h_k, and δ_j the
     Dobrushin coefficient of q_{j|j+1} on a box of diameter D: two states at distance D give
-    Gaussian laws with TV = erf(‖s⁻¹G‖ D / 2√2) at most. If h_k looks at x_k alone, o_{j+1} drops
-    out of the sum over j.
+    Gaussian laws with TV = erf(‖s⁻¹G‖ D / 2√2) at most. If h_k depends on x_k only,
+    o_{j+1} drops out of the sum over j.
     """
     diameter = jnp.linalg.norm(grid.upper - grid.lower)
 
@@ -164,41 +161,33 @@ def total_variation(
         whitened = linalg.solve_triangular(kernel.scale_tril, kernel.weight)
         return erf(spectral_norm(whitened) * diameter / np.sqrt(8.0))
 
-    def step(u: Array, at: tuple) -> tuple[Array, Array]:
-        contracts, own = at
-        u = contracts * u + own
-        return u, u
-
-    contractions = jax.vmap(contraction)(chain.kernels)
-    _, later = lax.scan(step, oscillations[0], (contractions, oscillations[1:]))
-    u = jnp.concatenate([oscillations[:1], later])
+    u = decayed_sums(jax.vmap(contraction)(chain.kernels), oscillations)
     return variations * (u + jnp.append(oscillations[1:], 0.0) if pairs else u)
 
 
 @eqx.filter_jit
 def ranges(posterior: GridPosterior, values: Float[Array, "time point"]) -> Float[Array, "time"]:
-    """The ranges D_j of Theorem 3 of a functional Σ_k f_k(x_k) given by its values at the points.
+    """Compute the ranges D_j of Theorem 3 of Σ_k f_k(x_k), given by its values at the points.
 
-    Under the exact posterior the functional is a sum of martingale increments, of which the one of
-    time j given x_{j-1} ranges over D_j = osc(f_j + V_{j+1}), where V_{j+1}(x) is the expected sum
-    of what comes after time j from x_j = x on.
+    Under the exact posterior the functional is a sum of martingale increments. The increment of
+    time j given x_{j-1} has the range D_j = osc(f_j + V_{j+1}), where V_{j+1}(x) is the expected
+    sum of the later terms given x_j = x.
     """
     move = operators(posterior.transition.kernel, posterior.grid, posterior.kind)
 
-    def predicted(filtered: Array, u: Array | None) -> Array:
-        return move(u)[0].push(filtered)
-
     us = None if posterior.inputs is None else posterior.inputs[1:]
-    densities_ahead = lax.map(lambda at: predicted(*at), (posterior.filter_weights[:-1], us))
+    densities_ahead = lax.map(
+        lambda at: move(at[1])[0].push(at[0]), (posterior.filter_weights[:-1], us)
+    )
 
     def back(ahead: Array, at: tuple) -> tuple[Array, Array]:
-        smoothed, density, own, u = at
-        reached = ahead + own
+        smoothed, density, value, u = at
+        reached = ahead + value
         ratio = jnp.where(density > 0, smoothed / jnp.where(density > 0, density, 1.0), 0.0)
         operator, _ = move(u)
         mass = operator.pull(ratio)
         mean = operator.pull(ratio * reached) / jnp.where(mass > 0, mass, 1.0)
-        # Where no mass goes on, nothing was computed: such points take the middle of the others.
+        # Points without mass ahead have no mean: they take the middle of the range.
         middle = 0.5 * (jnp.max(reached) + jnp.min(reached))
         return jnp.where(mass > 0, mean, middle), jnp.max(reached) - jnp.min(reached)
 

@@ -1,9 +1,4 @@
-"""Drawing the particle of time k-1 that a state of time k came from.
-
-The backward kernel of a particle filter gives particle i of time k-1 the probability
-
-    w_{k-1}^i m(x_{k-1}^i, x_k) / Σ_j w_{k-1}^j m(x_{k-1}^j, x_k).
-"""
+"""Samplers of the FFBSi weights: draw the particle of time k-1 that precedes a state of time k."""
 
 from abc import abstractmethod
 from typing import Any
@@ -16,22 +11,22 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
-from retrodict.particles.exponential import LOG2_E, power_of_two
-from retrodict.particles.pairs import Pairs, by_products, log2_bound, squared_distance
+from retrodict.particles.backward_weights import Pairs, by_products, log2_bound, squared_distance
+from retrodict.particles.power_of_two import LOG2_E, power_of_two
 from retrodict.particles.resampling import cumulative, independent, inverse, uniforms
 
 FAN = 16
-"""How many particles, and then how many groups, are summed into one group."""
+"""The number of particles, and then of groups, that are summed into one group."""
 
 LARGEST_TILE = 2**22
-"""How many group sums are held at once; more paths are taken in turn."""
+"""The largest number of group sums in memory; more paths are processed in chunks."""
 
 REST = 64
-"""How many paths that were never accepted are drawn at once by the exact sampler."""
+"""The number of rejected paths that the exact sampler draws at once."""
 
 
 class AbstractBackwardSampler(eqx.Module):
-    """A way of drawing from the backward kernel."""
+    """A sampler of the backward kernel."""
 
     @abstractmethod
     def draw(
@@ -42,20 +37,23 @@ class AbstractBackwardSampler(eqx.Module):
         xs: Float[Array, "sample state"],
         ancestors: Int[Array, "sample"],
     ) -> Int[Array, "sample"]:
-        """One index for each state.
+        """Draw one index per state.
 
         Args:
             key: a typed key.
             pairs: the transition from the particles of time k-1; reversed, that to the particles
                 of time k from states of time k-1.
-            log_weights: their normalised log weights.
+            log_weights: the normalised log weights of the particles.
             xs: the states.
-            ancestors: the particles from which these states were moved.
+            ancestors: the particles from which these states descend.
         """
 
 
 class ExactBackward(AbstractBackwardSampler):
-    """Every particle is weighed for every path: N·M densities a step, in memory N·M/16."""
+    """An exact sampler that weighs every particle for every path.
+
+    It evaluates N·M densities per step, and holds N·M/16 values in memory.
+    """
 
     def draw(
         self,
@@ -65,36 +63,35 @@ class ExactBackward(AbstractBackwardSampler):
         xs: Float[Array, "sample state"],
         ancestors: Int[Array, "sample"],
     ) -> Int[Array, "sample"]:
-        """Independent draws from the backward kernel."""
+        """Draw independently from the backward kernel."""
         shares = jax.random.uniform(key, (xs.shape[0],), xs.dtype)
         prepared = pairs.prepare(xs)
         log_weights = LOG2_E * log_weights
         count, num_paths = log_weights.shape[0], xs.shape[0]
-        # Only group sums are held where distances fuse into them.
+        # Only group sums are in memory where distances fuse into them.
         share = FAN if pairs.whitened and not by_products(pairs.particles) else 1
         chunk = max(1, LARGEST_TILE * share // count)
 
-        def some(at: tuple[Array, Array, Array]) -> Array:
-            prepared, shares, ancestors = at
+        def draw_chunk(rows: tuple[Array, Array, Array]) -> Array:
+            prepared, shares, ancestors = rows
             if pairs.whitened:
                 return _by_distance(pairs.particles, log_weights, prepared, shares, ancestors)
-            return _by_matrix(log_weights[:, None] + pairs.matrix(prepared), shares, ancestors)
+            return _by_matrix(pairs.log2_weights(log_weights, prepared), shares, ancestors)
 
-        if num_paths <= chunk:
-            return some((prepared, shares, ancestors))
-        return _in_chunks(some, (prepared, shares, ancestors), chunk)
+        rows = (prepared, shares, ancestors)
+        return draw_chunk(rows) if num_paths <= chunk else _in_chunks(draw_chunk, rows, chunk)
 
 
 class MCMCBackward(AbstractBackwardSampler):
-    """A few Metropolis moves from the true ancestor: cost linear in the paths (Dau and Chopin).
+    """A sampler by a few Metropolis moves from the true ancestor, at linear cost (Dau and Chopin).
 
     A move proposes particle i with probability w_{k-1}^i and accepts it with the ratio of
     transition densities. The start is a draw from the law that the moves leave invariant, given the
-    filter's past, so that the samples are consistent after any number of moves; more of them make
+    filter's past, so that the samples are consistent after any number of moves. With more moves,
     paths share fewer particles.
 
     Args:
-        num_moves: how many moves.
+        num_moves: the number of moves.
     """
 
     num_moves: int = eqx.field(static=True, default=2)
@@ -110,11 +107,11 @@ class MCMCBackward(AbstractBackwardSampler):
         xs: Float[Array, "sample state"],
         ancestors: Int[Array, "sample"],
     ) -> Int[Array, "sample"]:
-        """The ancestors after the moves."""
+        """Return the ancestors after the moves."""
         sums, count = cumulative(jnp.exp(log_weights)), xs.shape[0]
         prepared = pairs.prepare(xs)
         at, value = ancestors, pairs.each(ancestors, prepared)
-        # Proposals do not depend on where a path is: those of all moves are made at once.
+        # Proposals do not depend on the current particle: those of all moves are drawn at once.
         positions, levels = uniforms(key, (2, self.num_moves, count), xs.dtype)
         proposals = inverse(sums, positions)
         news = jax.vmap(pairs.each, in_axes=(0, None))(proposals, prepared)
@@ -126,13 +123,13 @@ class MCMCBackward(AbstractBackwardSampler):
 
 
 class RejectionBackward(AbstractBackwardSampler):
-    """Rejection from the filter's weights, and exact draws for what is left after some trials.
+    """A sampler by rejection from the filter's weights, with exact draws for rejected paths.
 
-    The draws have the exact law, as those of `ExactBackward`; where the transition density is a
-    good share of its bound, their cost is linear in the number of paths.
+    The draws have the exact law, as those of `ExactBackward`. Where the transition density is a
+    large share of its bound, the cost is linear in the number of paths.
 
     Args:
-        max_trials: how many trials all paths have before those that are left are drawn exactly.
+        max_trials: the number of trials before the remaining paths are drawn exactly.
         log_bound: an upper bound of log m, for transitions that are not Gaussian with one scale.
     """
 
@@ -150,13 +147,13 @@ class RejectionBackward(AbstractBackwardSampler):
         xs: Float[Array, "sample state"],
         ancestors: Int[Array, "sample"],
     ) -> Int[Array, "sample"]:
-        """Independent draws from the backward kernel."""
+        """Draw independently from the backward kernel."""
         bound = log2_bound(pairs.kernel, pairs, self.log_bound)
         prepared, count = pairs.prepare(xs), xs.shape[0]
         sums = cumulative(jnp.exp(log_weights))
         trial_key, rest_key = jax.random.split(key)
 
-        def again(state: tuple[Array, Array, Array]) -> Array:
+        def unfinished(state: tuple[Array, Array, Array]) -> Array:
             trial, _, open_paths = state
             return (trial < self.max_trials) & jnp.any(open_paths)
 
@@ -170,29 +167,27 @@ class RejectionBackward(AbstractBackwardSampler):
             return trial + 1, jnp.where(taken, proposed, chosen), open_paths & ~taken
 
         start = (jnp.zeros((), jnp.int32), ancestors, jnp.ones(count, bool))
-        _, chosen, open_paths = lax.while_loop(again, attempt, start)
-
-        def left(state: tuple[Array, Array, Array]) -> Array:
-            return jnp.any(state[2])
+        _, chosen, open_paths = lax.while_loop(unfinished, attempt, start)
 
         def finish(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             turn, chosen, open_paths = state
             places = jnp.nonzero(open_paths, size=min(REST, count), fill_value=count)[0]
-            some = jnp.minimum(places, count - 1)
-            drawn = ExactBackward().draw(
-                jax.random.fold_in(rest_key, turn), pairs, log_weights, xs[some], ancestors[some]
+            rows = jnp.minimum(places, count - 1)
+            exact = ExactBackward().draw(
+                jax.random.fold_in(rest_key, turn), pairs, log_weights, xs[rows], ancestors[rows]
             )
             return (
                 turn + 1,
-                chosen.at[places].set(drawn, mode="drop"),
+                chosen.at[places].set(exact, mode="drop"),
                 open_paths.at[places].set(False, mode="drop"),
             )
 
-        return lax.while_loop(left, finish, (jnp.zeros((), jnp.int32), chosen, open_paths))[1]
+        start = (jnp.zeros((), jnp.int32), chosen, open_paths)
+        return lax.while_loop(lambda state: jnp.any(state[2]), finish, start)[1]
 
 
 class Genealogy(AbstractBackwardSampler):
-    """The ancestors themselves: paths as the filter drew them, which soon coincide in the past."""
+    """A sampler that returns the ancestors: paths of the filter, which coalesce in the past."""
 
     def draw(
         self,
@@ -202,12 +197,12 @@ class Genealogy(AbstractBackwardSampler):
         xs: Float[Array, "sample state"],
         ancestors: Int[Array, "sample"],
     ) -> Int[Array, "sample"]:
-        """The ancestors."""
+        """Return the ancestors."""
         return ancestors
 
 
 def check_sampler(sampler: Any, owner: str) -> None:
-    """Refuses what is no backward sampler."""
+    """Refuse an object that is not a backward sampler."""
     if not isinstance(sampler, AbstractBackwardSampler):
         raise TypeError(
             f"{owner} expects a backward sampler, such as ExactBackward() or MCMCBackward(), got"
@@ -222,17 +217,17 @@ def _by_distance(
     shares: Float[Array, "sample"],
     ancestors: Int[Array, "sample"],
 ) -> Int[Array, "sample"]:
-    """Exact draws where log₂ m is minus a squared distance, without holding all pairs.
+    """Draw exactly where log₂ m is minus a squared distance, without a table of all pairs.
 
-    Weights are summed in groups of `FAN` inside one fused loop, groups in groups of groups; a draw
-    descends from the top, and weighs the particles of its last group once more. Weights are taken
-    relative to that of the path's own ancestor, which has density by construction, so that they
-    neither underflow together nor overflow: they are at most `top` above it.
+    Weights are summed in groups of `FAN` inside one fused loop, groups in groups of groups. A draw
+    descends from the top, and weighs the particles of its last group again. Weights are relative to
+    that of the path's ancestor, whose density is positive by construction, so that they neither all
+    underflow nor overflow: they are at most `top` above it.
     """
     limit = 0.5 * jnp.finfo(prepared.dtype).maxexp
     top = jnp.max(log_weights)
-    own = log_weights[ancestors] - jnp.sum((befores[ancestors] - prepared) ** 2, axis=-1)
-    shift = jnp.maximum(own, top - limit)
+    ancestral = log_weights[ancestors] - jnp.sum((befores[ancestors] - prepared) ** 2, axis=-1)
+    shift = jnp.maximum(ancestral, top - limit)
     count, d = befores.shape
     num_groups = -(-count // FAN)
     missing = num_groups * FAN - count
@@ -249,10 +244,10 @@ def _by_distance(
     distances = jnp.sum((members - prepared[None]) ** 2, axis=-1)
     weights = power_of_two(in_groups[group].T - distances - shift[None])
     place, _ = _pick(weights, rest)
-    found = jnp.minimum(group * FAN + place, count - 1)
+    chosen = jnp.minimum(group * FAN + place, count - 1)
     # A state so far from every particle that all weights vanish keeps its ancestor: in single
     # precision that is some 15 standard deviations of the noise, in double 40.
-    return jnp.where(rest >= 0, found, ancestors).astype(ancestors.dtype)
+    return jnp.where(rest >= 0, chosen, ancestors).astype(ancestors.dtype)
 
 
 def _by_matrix(
@@ -260,20 +255,20 @@ def _by_matrix(
     shares: Float[Array, "sample"],
     ancestors: Int[Array, "sample"],
 ) -> Int[Array, "sample"]:
-    """Exact draws from the unnormalised log₂ weights of all pairs."""
+    """Draw exactly from the unnormalised log₂ weights of all pairs."""
     top = jnp.max(log_weights, axis=0)
     weights = power_of_two(log_weights - jnp.where(jnp.isfinite(top), top, 0.0)[None])
-    found, rest = _descend(weights, shares)
-    return jnp.where(rest >= 0, found, ancestors).astype(ancestors.dtype)
+    chosen, rest = _descend(weights, shares)
+    return jnp.where(rest >= 0, chosen, ancestors).astype(ancestors.dtype)
 
 
 def _descend(
     weights: Float[Array, "entry sample"], shares: Float[Array, "sample"]
 ) -> tuple[Int[Array, "sample"], Float[Array, "sample"]]:
-    """The entry at a given share of each column's sum, and what of it lies within that entry.
+    """Return the entry at a given share of each column's sum, and the remainder within that entry.
 
-    Sums of sums are built up to a few groups, and searched from the top. What is returned as the
-    share is −1 for a column whose weights are all zero.
+    Sums of sums are built up to a few groups, and searched from the top. The remainder is −1 for a
+    column whose weights are all zero.
     """
     levels = [weights]
     while levels[-1].shape[0] > FAN:
@@ -296,9 +291,9 @@ def _descend(
 def _pick(
     weights: Float[Array, "entry sample"], rest: Float[Array, "sample"]
 ) -> tuple[Int[Array, "sample"], Float[Array, "sample"]]:
-    """The entry in which a share of each column's sum lies, and what of the share is left in it.
+    """Return the entry that contains a given partial sum of each column, and the remainder in it.
 
-    Rounding may leave a share past the end: then it lies in the last entry that has weight.
+    If rounding puts the partial sum past the end, the entry is the last one with weight.
     """
     place = jnp.zeros(rest.shape, jnp.int32)
     before = jnp.zeros_like(rest)
@@ -312,7 +307,7 @@ def _pick(
 
 
 def _in_chunks(fn: Any, arrays: tuple[Array, ...], chunk: int) -> Array:
-    """The function over pieces of the leading axis, one after another."""
+    """Apply a function to chunks of the leading axis in turn."""
     count = arrays[0].shape[0]
     num_chunks = -(-count // chunk)
 
