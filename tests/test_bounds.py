@@ -20,14 +20,7 @@ import retrodict as rd
 from bounded_law import Within
 from linear_models import lower_factor, random_mask, random_model
 from retrodict._series import Series
-<<<<<<< HEAD
-from retrodict.bounds import ErrorBound, curvature, distances, gains, on_grid, wasserstein
-||||||| 12276ef
-from retrodict.bounds import ErrorBound, curvature, distances, gains, on_grid, wasserstein
-from retrodict.bounds import error_bound as driver
-=======
 from retrodict.bounds import ErrorBound, curvature, distances, grid_bounds, lipschitz, wasserstein
->>>>>>> fix-smoothers
 from retrodict.bounds import hypotheses as mixing
 from retrodict.bounds.theorems import BoundValue
 from retrodict.particles.pareto import pareto_shape

@@ -428,24 +428,12 @@ def _first_row(model: Any, y: np.ndarray) -> Any:
         (
             lambda: UNTYPED.paris(KEY, SCALAR, YS, SUM, 5, data=np.zeros(3)),
             ValueError,
-<<<<<<< HEAD
             r"data must have one row per time step, 4 rows, got an array of shape \(3,\)",
-||||||| 12276ef
-            r"data with one row a time step, 4 in all, got an array of shape \(3,\)",
-=======
-            r"data with one row per time step, 4 rows, got an array of shape \(3,\)",
->>>>>>> fix-smoothers
         ),
         (
             lambda: UNTYPED.paris(KEY, SCALAR, YS, SUM, 5, data=1.0),
             ValueError,
-<<<<<<< HEAD
             r"data must have one row per time step, 4 rows, got an array of shape \(\)",
-||||||| 12276ef
-            r"data with one row a time step, 4 in all, got an array of shape \(\)",
-=======
-            r"data with one row per time step, 4 rows, got an array of shape \(\)",
->>>>>>> fix-smoothers
         ),
         (lambda: UNTYPED.paris(0, SCALAR, YS, SUM, 5), TypeError, "paris expects one typed key"),
         (

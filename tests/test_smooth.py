@@ -21,12 +21,7 @@ from retrodict._smooth.simulate_like import simulate_batch
 from retrodict._smooth.smooth import _is_as_good
 from retrodict.bounds.reference import find_reference
 
-<<<<<<< HEAD
 # The package exports the function under the same name.
-||||||| 12276ef
-=======
-# The package exports the function of the same name.
->>>>>>> fix-smoothers
 driver = importlib.import_module("retrodict._smooth.smooth")
 
 N, QUICK = 30, {"num_steps": 3, "num_series": 8, "num_samples": 32, "progress": False}

@@ -16,7 +16,6 @@ from retrodict._expectations import (
     AbstractFunctional,
     BackwardSampling,
     LogJoint,
-    Observations,
     Score,
     Variation,
     check_chain,
@@ -28,13 +27,13 @@ from retrodict._kernels import AbstractLinearGaussianKernel
 from retrodict._laws import dense_scale
 from retrodict._model import StateSpaceModel, is_linear_gaussian
 from retrodict._parameters import unwrap
-from retrodict._series import Series
+from retrodict._series import Series, prepare_rows
 from retrodict._types import Scalar
 from retrodict._validate import check_count, check_key, is_concrete
 from retrodict.bounds import grid_bounds, wasserstein
 from retrodict.bounds.functional_classes import AnyBounded, AnyLipschitz, variation_of
 from retrodict.bounds.lipschitz import Sensitivity
-from retrodict.particles import ParticlePosterior, check_data
+from retrodict.particles import ParticlePosterior
 
 MISFIT = 1e-6
 """The largest mass of a law that a grid may miss."""
@@ -284,8 +283,8 @@ def prepare_comparison(
     if not is_concrete(series.ys):
         raise ValueError("error_bound compares values: call it outside of jit and vmap.")
     if isinstance(functional, (LogJoint, Score)) and data is None:
-        data = Observations(series.ys, series.mask, series.inputs)
-    check_data(data, series.num_times, "error_bound")
+        data = series.rows
+    data = prepare_rows(data, series.num_times)
     if isinstance(chain, LinearGaussianChain):
         # The data may be in single precision and the chain in double, or vice versa.
         dtype = jnp.result_type(series.ys, chain.laws.mean)

@@ -255,16 +255,8 @@ def _extremes(
         table = densities(kernel, points, points, u)
         largest = jnp.max(table)
         if isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel)):
-<<<<<<< HEAD
-            # The density at the mean, wherever that lies between the points.
-            law: Any = kernel.law(points[0], u)
-||||||| 12276ef
-            # The density at the mean, wherever that lies between the points.
-            law: Any = kernel.law(points[0], u if kernel.takes_input else None)
-=======
             # The density at the mean, which may be between the points.
-            law: Any = kernel.law(points[0], u if kernel.takes_input else None)
->>>>>>> fix-smoothers
+            law: Any = kernel.law(points[0], u)
             largest = jnp.exp(law.log_prob(law.mean))
         return jnp.min(table), largest
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from retrodict._expectations import AbstractFunctional, Observations
+from retrodict._expectations import AbstractFunctional
 from retrodict._families import input_dim_of
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._parameters import unwrap
@@ -72,7 +72,7 @@ class OnlineSmoother(AbstractStream[OnlineState, OnlineOutput]):
 
     Args:
         model: the model; its transition must have a density.
-        functional: any additive functional; by default its data is the row `Observations(ys, mask,
+        functional: any additive functional; by default its data is the row `Series(ys, mask,
             inputs)`, as `LogJoint` and `Score` read it.
         num_particles: the number of particles.
         backward: the sampler of the backward kernel; `None` for the expectation over all
@@ -117,9 +117,9 @@ class OnlineSmoother(AbstractStream[OnlineState, OnlineOutput]):
 
         def first() -> OnlineState:
             x = jnp.asarray(model.prior.sample(jax.random.key(0)))
-            emission_input = u if model.emission.takes_input else None
+            emission_input = u
             y = jnp.asarray(model.emission.sample(jax.random.key(0), x, emission_input))
-            row = Observations(y.astype(dtype), jnp.ones(y.shape, bool), u)
+            row = Series(y.astype(dtype), jnp.ones(y.shape, bool), u)
             return self.smoother.start(jax.random.key(0), row, row if data is None else data)
 
         shapes = jax.eval_shape(first)
@@ -153,7 +153,7 @@ class OnlineSmoother(AbstractStream[OnlineState, OnlineOutput]):
     def _try(
         self, state: OnlineState, series: Series, data: PyTree
     ) -> tuple[OnlineState, OnlineOutput, Bool[Array, "time"]]:
-        rows = Observations(series.ys, series.mask, series.inputs)
+        rows = series.rows
         row, data = jax.tree.map(lambda leaf: leaf[0], (rows, rows if data is None else data))
         after = lax.cond(
             state.num_read == 0,

@@ -30,16 +30,11 @@ from retrodict.particles.proposal import AbstractProposal as AbstractProposal
 from retrodict.particles.proposal import ChainProposal as ChainProposal
 from retrodict.particles.proposal import Guided as Guided
 from retrodict.particles.proposal import mean_lookahead as mean_lookahead
-<<<<<<< HEAD
 from retrodict.particles.resampling import Scheme as Scheme
-||||||| 12276ef
-=======
 from retrodict.particles.status import DEGENERATE as DEGENERATE
 from retrodict.particles.status import FINE as FINE
-from retrodict.particles.status import check_data as check_data
 from retrodict.particles.status import refuse_failure as refuse_failure
 from retrodict.particles.status import status_words as status_words
->>>>>>> fix-smoothers
 from retrodict.particles.tempered import tempered_smoother as tempered_smoother
 
 __all__ = [

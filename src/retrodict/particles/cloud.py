@@ -77,16 +77,8 @@ class Filter(eqx.Module):
             return jax.random.normal(key, (self.num_particles, self.model.state_dim), dtype)
         return jax.random.split(key, self.num_particles)
 
-<<<<<<< HEAD
     def start(self, key: PRNGKey, data: Series) -> Step:
-        """Particles at time 0."""
-||||||| 12276ef
-    def start(self, key: PRNGKey, data: Observations) -> Step:
-        """Particles at time 0."""
-=======
-    def start(self, key: PRNGKey, data: Observations) -> Step:
         """Draw and weigh particles at time 0."""
->>>>>>> fix-smoothers
         model, keys = self.model, jax.random.split(key, self.num_particles)
         law = model.prior if self.proposal is None else self.proposal.initial(data)
         particles = jax.vmap(lambda key: jnp.asarray(law.sample(key)))(keys)
@@ -99,20 +91,8 @@ class Filter(eqx.Module):
         log_weights = log_weights - math.log(self.num_particles)
         return weighed(particles, log_weights, jnp.arange(self.num_particles))
 
-<<<<<<< HEAD
     def move(self, cloud: Cloud, key: PRNGKey, noise: PyTree, data: Series, step: PyTree) -> Step:
-        """Particles at time k: resampled if needed, moved, and weighed.
-||||||| 12276ef
-    def move(
-        self, cloud: Cloud, key: PRNGKey, noise: PyTree, data: Observations, step: PyTree
-    ) -> Step:
-        """Particles at time k: resampled if needed, moved, and weighed.
-=======
-    def move(
-        self, cloud: Cloud, key: PRNGKey, noise: PyTree, data: Observations, step: PyTree
-    ) -> Step:
         """Resample particles if needed, move them to time k, and weigh them.
->>>>>>> fix-smoothers
 
         Args:
             cloud: particles at time k-1.

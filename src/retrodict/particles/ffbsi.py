@@ -7,15 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-<<<<<<< HEAD
-from retrodict._expectations import AbstractFunctional
-||||||| 12276ef
-from retrodict._expectations import AbstractFunctional, Observations, input_of
-=======
-from retrodict._expectations import Observations
->>>>>>> fix-smoothers
 from retrodict._model import StateSpaceModel, check_densities
-from retrodict._series import Series, prepare_rows
+from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 from retrodict.particles.backward_samplers import (
@@ -25,29 +18,6 @@ from retrodict.particles.backward_samplers import (
     check_sampler,
 )
 from retrodict.particles.cloud import Filter
-<<<<<<< HEAD
-from retrodict.particles.diagnosis import (
-    DEGENERATE,
-    FINE,
-    check_functional,
-    check_single,
-    refuse_failure,
-)
-from retrodict.particles.moments import num_distinct, path_expectation, path_moments, path_quantile
-from retrodict.particles.pairs import Pairs
-||||||| 12276ef
-from retrodict.particles.diagnosis import (
-    DEGENERATE,
-    FINE,
-    check_data,
-    check_functional,
-    check_single,
-    refuse_failure,
-)
-from retrodict.particles.moments import num_distinct, path_expectation, path_moments, path_quantile
-from retrodict.particles.pairs import Pairs
-=======
->>>>>>> fix-smoothers
 from retrodict.particles.particle_filter import ParticleFilterPosterior, prepare_filter, run_filter
 from retrodict.particles.path_posterior import AbstractPathPosterior, path_summary, trace_paths
 from retrodict.particles.proposal import AbstractProposal, Lookahead
@@ -99,109 +69,6 @@ class ParticlePosterior(AbstractPathPosterior):
         """The number of rows that exist, or `None` if all of them do."""
         return self.filtered.length
 
-<<<<<<< HEAD
-    @property
-    def mean(self) -> Float[Array, "time state"]:
-        """The smoothed means."""
-        self._check_single()
-        return path_moments(self.samples)[0]
-
-    @property
-    def covariance(self) -> Float[Array, "time state state"]:
-        """The smoothed covariances."""
-        self._check_single()
-        return path_moments(self.samples)[1]
-
-    def quantile(self, probability: float) -> Float[Array, "time state"]:
-        """The quantile of each coordinate of the smoothed states.
-
-        Args:
-            probability: between 0 and 1.
-        """
-        self._check_single()
-        return path_quantile(self.samples, probability)
-
-    def expectation(
-        self, functional: AbstractFunctional, data: PyTree = None
-    ) -> tuple[PyTree, PyTree]:
-        """The expectation of an additive functional, and its standard error from this one run.
-
-        The standard error counts the paths and the filter's own particles: what generation p adds
-        is read off paths that go through the same particle at time p. It leaves out the bias, of
-        order 1/N, and takes resampling to be multinomial, which other schemes improve on.
-
-        Args:
-            functional: what to take the expectation of.
-            data: a pytree with one row a time step; `None` for the observations.
-
-        Returns:
-            The pair (value, standard error), pytrees as the functional has them.
-        """
-        check_functional(functional)
-        self._check_single()
-        data = self.data if data is None else prepare_rows(data, self.samples.shape[1])
-        num_particles = self.filtered.particles.shape[1]
-        return path_expectation(
-            functional, self.samples, self.indices, num_particles, data, self.length
-        )
-
-    def _check_single(self) -> None:
-        check_single(self.filtered.particles)
-
-||||||| 12276ef
-    @property
-    def mean(self) -> Float[Array, "time state"]:
-        """The smoothed means."""
-        self._check_single()
-        return path_moments(self.samples)[0]
-
-    @property
-    def covariance(self) -> Float[Array, "time state state"]:
-        """The smoothed covariances."""
-        self._check_single()
-        return path_moments(self.samples)[1]
-
-    def quantile(self, probability: float) -> Float[Array, "time state"]:
-        """The quantile of each coordinate of the smoothed states.
-
-        Args:
-            probability: between 0 and 1.
-        """
-        self._check_single()
-        return path_quantile(self.samples, probability)
-
-    def expectation(
-        self, functional: AbstractFunctional, data: PyTree = None
-    ) -> tuple[PyTree, PyTree]:
-        """The expectation of an additive functional, and its standard error from this one run.
-
-        The standard error counts the paths and the filter's own particles: what generation p adds
-        is read off paths that go through the same particle at time p. It leaves out the bias, of
-        order 1/N, and takes resampling to be multinomial, which other schemes improve on.
-
-        Args:
-            functional: what to take the expectation of.
-            data: a pytree with one row a time step; `None` for the observations.
-
-        Returns:
-            The pair (value, standard error), pytrees as the functional has them.
-        """
-        check_functional(functional)
-        self._check_single()
-        if data is None:
-            data = self.data
-        else:
-            check_data(data, self.samples.shape[1], "expectation")
-        num_particles = self.filtered.particles.shape[1]
-        return path_expectation(
-            functional, self.samples, self.indices, num_particles, data, self.length
-        )
-
-    def _check_single(self) -> None:
-        check_single(self.filtered.particles)
-
-=======
->>>>>>> fix-smoothers
 
 def ffbsi(
     key: PRNGKey,
@@ -306,100 +173,8 @@ def run_smoother(
     data = series.rows
     weights = jnp.exp(filtered.log_weights[-1])
     last = resample("systematic", last_key, weights, num_samples)
-<<<<<<< HEAD
-    indices = _backward_indices(machine.model, backward, path_key, filtered, data, last)
-    samples = jax.vmap(lambda cloud, places: cloud[places], out_axes=1)(filtered.particles, indices)
-    counts = jax.vmap(lambda row: num_distinct(row, machine.num_particles))(indices)
-    fewest = jnp.argmin(counts)
-    degenerate = (filtered.status == FINE) & (counts[fewest] < FEW)
-    return ParticlePosterior(
-        samples,
-        indices,
-        filtered,
-        data,
-        counts,
-        jnp.where(degenerate, DEGENERATE, filtered.status),
-        jnp.where(degenerate, fewest, filtered.status_time),
-    )
-
-
-def _backward_indices(
-    model: StateSpaceModel,
-    backward: AbstractBackwardSampler,
-    key: PRNGKey,
-    filtered: ParticleFilterPosterior,
-    data: Series,
-    last: Int[Array, "sample"],
-) -> Int[Array, "time sample"]:
-    """The particle of each path at each time."""
-    kernel, n = model.transition, filtered.particles.shape[0]
-    exists = None if filtered.length is None else jnp.arange(n) < filtered.length
-
-    def back(state: tuple[Array, Array], at: tuple) -> tuple[tuple[Array, Array], Array]:
-        places, xs = state
-        key, particles, log_weights, parents, row, real = at
-        ancestors = parents[places]
-        if isinstance(backward, Genealogy):
-            chosen = ancestors
-        else:
-            pairs = Pairs.of(kernel, row.inputs, particles)
-            chosen = backward.draw(key, pairs, log_weights, xs, ancestors)
-        if real is not None:
-            chosen = jnp.where(real, chosen, places)
-        return (chosen, particles[chosen]), chosen
-
-    later = jax.tree.map(lambda leaf: leaf[1:], (filtered.ancestors, data, exists))
-    earlier = (filtered.particles[:-1], filtered.log_weights[:-1])
-    keys = jax.random.split(key, n - 1)
-||||||| 12276ef
-    indices = _backward_indices(machine.model, backward, path_key, filtered, data, last)
-    samples = jax.vmap(lambda cloud, places: cloud[places], out_axes=1)(filtered.particles, indices)
-    counts = jax.vmap(lambda row: num_distinct(row, machine.num_particles))(indices)
-    fewest = jnp.argmin(counts)
-    degenerate = (filtered.status == FINE) & (counts[fewest] < FEW)
-    return ParticlePosterior(
-        samples,
-        indices,
-        filtered,
-        data,
-        counts,
-        jnp.where(degenerate, DEGENERATE, filtered.status),
-        jnp.where(degenerate, fewest, filtered.status_time),
-    )
-
-
-def _backward_indices(
-    model: StateSpaceModel,
-    backward: AbstractBackwardSampler,
-    key: PRNGKey,
-    filtered: ParticleFilterPosterior,
-    data: Observations,
-    last: Int[Array, "sample"],
-) -> Int[Array, "time sample"]:
-    """The particle of each path at each time."""
-    kernel, n = model.transition, filtered.particles.shape[0]
-    exists = None if filtered.length is None else jnp.arange(n) < filtered.length
-
-    def back(state: tuple[Array, Array], at: tuple) -> tuple[tuple[Array, Array], Array]:
-        places, xs = state
-        key, particles, log_weights, parents, row, real = at
-        ancestors = parents[places]
-        if isinstance(backward, Genealogy):
-            chosen = ancestors
-        else:
-            pairs = Pairs.of(kernel, input_of(kernel, row), particles)
-            chosen = backward.draw(key, pairs, log_weights, xs, ancestors)
-        if real is not None:
-            chosen = jnp.where(real, chosen, places)
-        return (chosen, particles[chosen]), chosen
-
-    later = jax.tree.map(lambda leaf: leaf[1:], (filtered.ancestors, data, exists))
-    earlier = (filtered.particles[:-1], filtered.log_weights[:-1])
-    keys = jax.random.split(key, n - 1)
-=======
     later = jax.tree.map(lambda leaf: leaf[1:], (filtered.ancestors, data, series.exists()))
     rows = (filtered.particles[:-1], filtered.log_weights[:-1], *later)
->>>>>>> fix-smoothers
     start = (last, filtered.particles[-1][last])
     indices = trace_paths(machine.model.transition, backward, path_key, start, rows)
     indices = jnp.concatenate([indices, last[None]])

@@ -4,36 +4,11 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-<<<<<<< HEAD
-from retrodict._expectations import AbstractFunctional
-from retrodict._series import Series, prepare_rows
-||||||| 12276ef
-from retrodict._expectations import AbstractFunctional, Observations
-=======
-from retrodict._expectations import Observations
->>>>>>> fix-smoothers
+from retrodict._series import Series
 from retrodict._types import Scalar
 from retrodict._validate import check_count
-<<<<<<< HEAD
-from retrodict.particles.diagnosis import check_functional, check_single
-from retrodict.particles.moments import (
-    log_evidence_variance,
-    path_expectation,
-    path_moments,
-    path_quantile,
-)
-||||||| 12276ef
-from retrodict.particles.diagnosis import check_data, check_functional, check_single
-from retrodict.particles.moments import (
-    log_evidence_variance,
-    path_expectation,
-    path_moments,
-    path_quantile,
-)
-=======
 from retrodict.particles.moments import log_evidence_variance
 from retrodict.particles.path_posterior import AbstractPathPosterior
->>>>>>> fix-smoothers
 from retrodict.particles.resampling import Scheme
 from retrodict.particles.status import check_single
 
@@ -92,60 +67,3 @@ class GuidedPosterior(AbstractPathPosterior):
         independent = self.resampling == "multinomial"
         order = self.ancestors[::-1], self.log_weights[::-1]
         return jnp.sqrt(log_evidence_variance(*order, lag, independent))
-<<<<<<< HEAD
-
-    def expectation(
-        self, functional: AbstractFunctional, data: PyTree = None
-    ) -> tuple[PyTree, PyTree]:
-        """The expectation of an additive functional, and its standard error from this one run.
-
-        Seen from the end of the series this is forward filtering, backward sampling, and the
-        standard error is that of `ParticlePosterior.expectation`: it counts the paths and the
-        particles, leaves out the bias, of order 1/N, and takes particles to be resampled at every
-        step. A chain that fits makes the run resample seldom: the standard error is then too large.
-
-        Args:
-            functional: what to take the expectation of.
-            data: a pytree with one row a time step; `None` for the observations.
-
-        Returns:
-            The pair (value, standard error), pytrees as the functional has them.
-        """
-        check_functional(functional)
-        check_single(self.particles)
-        data = self.data if data is None else prepare_rows(data, self.samples.shape[1])
-        num_particles = self.particles.shape[1]
-        return path_expectation(
-            functional, self.samples, self.indices, num_particles, data, self.length
-        )
-||||||| 12276ef
-
-    def expectation(
-        self, functional: AbstractFunctional, data: PyTree = None
-    ) -> tuple[PyTree, PyTree]:
-        """The expectation of an additive functional, and its standard error from this one run.
-
-        Seen from the end of the series this is forward filtering, backward sampling, and the
-        standard error is that of `ParticlePosterior.expectation`: it counts the paths and the
-        particles, leaves out the bias, of order 1/N, and takes particles to be resampled at every
-        step. A chain that fits makes the run resample seldom: the standard error is then too large.
-
-        Args:
-            functional: what to take the expectation of.
-            data: a pytree with one row a time step; `None` for the observations.
-
-        Returns:
-            The pair (value, standard error), pytrees as the functional has them.
-        """
-        check_functional(functional)
-        check_single(self.particles)
-        if data is None:
-            data = self.data
-        else:
-            check_data(data, self.samples.shape[1], "expectation")
-        num_particles = self.particles.shape[1]
-        return path_expectation(
-            functional, self.samples, self.indices, num_particles, data, self.length
-        )
-=======
->>>>>>> fix-smoothers

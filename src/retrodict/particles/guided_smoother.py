@@ -129,14 +129,8 @@ def _guided(
     run_key, first_key, path_key = jax.random.split(key, 3)
     clouds = run_backward(guide, run_key, series)
     steps = clouds.steps
-<<<<<<< HEAD
-    data = series.rows
-||||||| 12276ef
-    data = Observations(series.ys, series.mask, series.inputs)
-=======
->>>>>>> fix-smoothers
     first = resample("systematic", first_key, jnp.exp(steps.log_weights[0]), num_samples)
-    data = Observations(series.ys, series.mask, series.inputs)
+    data = series.rows
     later = jax.tree.map(
         lambda leaf: leaf[1:], (steps.particles, clouds.path_log_weights, data, series.exists())
     )

@@ -21,16 +21,10 @@ from retrodict._parameters import unwrap
 from retrodict._series import Series, prepare_rows
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key, is_concrete
-<<<<<<< HEAD
-from retrodict.particles.diagnosis import check_functional
-||||||| 12276ef
-from retrodict.particles.diagnosis import check_data, check_functional
-=======
->>>>>>> fix-smoothers
 from retrodict.particles.moments import path_values, weighted_moments, weighted_quantile
 from retrodict.particles.pareto import FEWEST_WEIGHTS, K_HAT_GOOD, pareto_smoothed
 from retrodict.particles.path_weights import log_weights_of
-from retrodict.particles.status import check_data, check_functional
+from retrodict.particles.status import check_functional
 
 
 class ImportancePosterior(eqx.Module):
@@ -118,17 +112,8 @@ class ImportancePosterior(eqx.Module):
             The pair (value, standard error), pytrees with the structure of the functional.
         """
         check_functional(functional)
-<<<<<<< HEAD
-        data = self.data if data is None else prepare_rows(data, self.samples.shape[1])
-        return _expectation(self, functional, data)
-||||||| 12276ef
-        if data is not None:
-            check_data(data, self.samples.shape[1], "expectation")
+        data = prepare_rows(data, self.samples.shape[1])
         return _expectation(self, functional, self.data if data is None else data)
-=======
-        check_data(data, self.samples.shape[1], "expectation")
-        return _expectation(self, functional, self.data if data is None else data)
->>>>>>> fix-smoothers
 
     def _clouds(self) -> tuple[Float[Array, "time sample state"], Float[Array, "time sample"]]:
         """Return the states of each time, with their log weights."""

@@ -17,9 +17,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from retrodict._expectations import AbstractFunctional, add
-from retrodict._model import StateSpaceModel, check_densities, prepare_data, prepare_data_row
+from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
-from retrodict._series import Series
+from retrodict._series import Series, prepare_rows
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 from retrodict.particles.backward_samplers import (
@@ -29,20 +29,10 @@ from retrodict.particles.backward_samplers import (
 )
 from retrodict.particles.backward_weights import Pairs
 from retrodict.particles.cloud import Filter, Step, frozen_where
-<<<<<<< HEAD
-from retrodict.particles.diagnosis import FINE, IMPOSSIBLE, UNDEFINED, refuse_failure
-from retrodict.particles.exponential import LOG2_E
-from retrodict.particles.pairs import Pairs
-||||||| 12276ef
-from retrodict.particles.diagnosis import FINE, IMPOSSIBLE, UNDEFINED, check_data, refuse_failure
-from retrodict.particles.exponential import LOG2_E
-from retrodict.particles.pairs import Pairs
-=======
->>>>>>> fix-smoothers
 from retrodict.particles.particle_filter import make_filter
 from retrodict.particles.power_of_two import LOG2_E
 from retrodict.particles.resampling import Scheme
-from retrodict.particles.status import FINE, IMPOSSIBLE, UNDEFINED, check_data, refuse_failure
+from retrodict.particles.status import FINE, IMPOSSIBLE, UNDEFINED, refuse_failure
 
 _REJECTION = RejectionBackward()
 
@@ -142,7 +132,7 @@ class AdditiveSmoother(eqx.Module):
         cloud, model = (state.particles, state.log_weights), self.filter.model
         noise = self.filter.noise(noise_key, state.particles.dtype)
         step = frozen_where(exists, self.filter.move(cloud, select_key, noise, row, None), cloud)
-        pairs = Pairs.of(model.transition, input_of(model.transition, row), cloud[0])
+        pairs = Pairs.of(model.transition, row.inputs, cloud[0])
         if self.backward is None:
             statistics = _over_all(self, state, pairs, step.particles, data)
         else:

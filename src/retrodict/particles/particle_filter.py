@@ -223,16 +223,8 @@ def _filter(machine: Filter, key: PRNGKey, series: Series) -> ParticleFilterPost
 
 
 def run_filter(machine: Any, key: PRNGKey, series: Series) -> ParticleFilterPosterior:
-<<<<<<< HEAD
-    """Run a `Filter` or `TemperedFilter` over a prepared series; to be called inside `jax.jit`."""
-    data = series.rows
-||||||| 12276ef
-    """Run a `Filter` or `TemperedFilter` over a prepared series; to be called inside `jax.jit`."""
-    data = Observations(series.ys, series.mask, series.inputs)
-=======
     """Run a `Filter` or `TemperedFilter` over a prepared series; call it inside `jax.jit`."""
-    data = Observations(series.ys, series.mask, series.inputs)
->>>>>>> fix-smoothers
+    data = series.rows
     exists, n = series.exists(), series.num_times
     proposal_rows = None if machine.proposal is None else machine.proposal.steps
     start_key, noise_key, select_key = jax.random.split(key, 3)

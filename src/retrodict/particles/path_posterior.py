@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from retrodict._expectations import AbstractFunctional, Observations, input_of
+from retrodict._expectations import AbstractFunctional
 from retrodict._kernels import AbstractKernel
+from retrodict._series import Series, prepare_rows
 from retrodict._types import PRNGKey
 from retrodict.particles.backward_samplers import AbstractBackwardSampler
 from retrodict.particles.backward_weights import Pairs
@@ -19,7 +20,6 @@ from retrodict.particles.status import (
     DEGENERATE,
     FEW,
     FINE,
-    check_data,
     check_functional,
     check_single,
 )
@@ -30,7 +30,7 @@ class AbstractPathPosterior(eqx.Module):
 
     samples: eqx.AbstractVar[Float[Array, "sample time state"]]
     indices: eqx.AbstractVar[Int[Array, "time sample"]]
-    data: eqx.AbstractVar[Observations]
+    data: eqx.AbstractVar[Series]
     length: eqx.AbstractVar[Int[Array, ""] | None]
 
     @property
@@ -78,8 +78,7 @@ class AbstractPathPosterior(eqx.Module):
         """
         check_functional(functional)
         check_single(self.cloud)
-        check_data(data, self.samples.shape[1], "expectation")
-        data = self.data if data is None else data
+        data = self.data if data is None else prepare_rows(data, self.samples.shape[1])
         count = self.cloud.shape[1]
         return path_expectation(functional, self.samples, self.indices, count, data, self.length)
 
@@ -109,7 +108,7 @@ def trace_paths(
     def step(state: tuple[Array, Array], row: tuple) -> tuple[tuple[Array, Array], Array]:
         places, xs = state
         key, particles, log_weights, parents, data, exists = row
-        pairs = Pairs.of(kernel, input_of(kernel, data), particles, reverse=forward)
+        pairs = Pairs.of(kernel, data.inputs, particles, reverse=forward)
         chosen = sampler.draw(key, pairs, log_weights, xs, parents[places])
         if exists is not None:
             chosen = jnp.where(exists, chosen, places)

@@ -10,20 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from retrodict._chains import LinearGaussianChain
-<<<<<<< HEAD
-from retrodict._kernels import AbstractGaussianKernel, AbstractKernel, Distribution
-||||||| 12276ef
-from retrodict._expectations import Observations, input_of
-from retrodict._kernels import AbstractGaussianKernel, AbstractKernel, Distribution
-=======
-from retrodict._expectations import Observations, input_of
 from retrodict._kernels import (
     AbstractGaussianKernel,
     AbstractKernel,
     Distribution,
     LinearGaussianKernel,
 )
->>>>>>> fix-smoothers
 from retrodict._laws import Gaussian
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import Factored, linalg, reverse
@@ -54,28 +46,12 @@ class AbstractProposal(eqx.Module):
         steps: eqx.AbstractVar[PyTree]
 
     @abstractmethod
-<<<<<<< HEAD
     def initial(self, data: Series) -> Any:
-        """The law of the first state, with `log_prob` and `sample`."""
-||||||| 12276ef
-    def initial(self, data: Observations) -> Any:
-        """The law of the first state, with `log_prob` and `sample`."""
-=======
-    def initial(self, data: Observations) -> Any:
         """Return the law of the first state, with `log_prob` and `sample`."""
->>>>>>> fix-smoothers
 
     @abstractmethod
-<<<<<<< HEAD
     def move(self, before: State, data: Series, step: PyTree) -> Any:
-        """The law of x_k given x_{k-1}, the data of time k and a row of `steps`."""
-||||||| 12276ef
-    def move(self, before: State, data: Observations, step: PyTree) -> Any:
-        """The law of x_k given x_{k-1}, the data of time k and a row of `steps`."""
-=======
-    def move(self, before: State, data: Observations, step: PyTree) -> Any:
         """Return the law of x_k given x_{k-1}, the data of time k and a row of `steps`."""
->>>>>>> fix-smoothers
 
 
 class Guided(AbstractProposal):
@@ -108,28 +84,12 @@ class Guided(AbstractProposal):
         """There are no rows."""
         return None
 
-<<<<<<< HEAD
     def initial(self, data: Series) -> Distribution:
-        """The law that the first function returns."""
-||||||| 12276ef
-    def initial(self, data: Observations) -> Distribution:
-        """The law that the first function returns."""
-=======
-    def initial(self, data: Observations) -> Distribution:
         """Return the result of the first function."""
->>>>>>> fix-smoothers
         return self.initial_fn(data)
 
-<<<<<<< HEAD
     def move(self, before: State, data: Series, step: PyTree) -> Distribution:
-        """The law that the second function returns."""
-||||||| 12276ef
-    def move(self, before: State, data: Observations, step: PyTree) -> Distribution:
-        """The law that the second function returns."""
-=======
-    def move(self, before: State, data: Observations, step: PyTree) -> Distribution:
         """Return the result of the second function."""
->>>>>>> fix-smoothers
         return self.move_fn(before, data)
 
 
@@ -159,28 +119,12 @@ class ChainProposal(AbstractProposal):
         self.first, self.steps = _forward(chain)
         self.inflation = inflation
 
-<<<<<<< HEAD
     def initial(self, data: Series) -> Gaussian:
-        """The marginal law of x_0."""
-||||||| 12276ef
-    def initial(self, data: Observations) -> Gaussian:
-        """The marginal law of x_0."""
-=======
-    def initial(self, data: Observations) -> Gaussian:
         """Return the marginal law of x_0."""
->>>>>>> fix-smoothers
         return Gaussian(self.first.mean, self.inflation * self.first.scale_tril)
 
-<<<<<<< HEAD
     def move(self, before: State, data: Series, step: PyTree) -> Gaussian:
-        """The law of x_k given x_{k-1} under the chain."""
-||||||| 12276ef
-    def move(self, before: State, data: Observations, step: PyTree) -> Gaussian:
-        """The law of x_k given x_{k-1} under the chain."""
-=======
-    def move(self, before: State, data: Observations, step: PyTree) -> Gaussian:
         """Return the law of x_k given x_{k-1} under the chain."""
->>>>>>> fix-smoothers
         gain, offset, scale = step
         return Gaussian(linalg.matvec(gain, before) + offset, self.inflation * scale)
 

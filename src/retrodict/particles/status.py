@@ -65,27 +65,3 @@ def check_functional(functional: Any) -> None:
             "expectation expects a functional, such as StateSum() or AdditiveFunctional(fn), got"
             f" {type(functional).__name__}."
         )
-<<<<<<< HEAD:src/retrodict/particles/diagnosis.py
-||||||| 12276ef:src/retrodict/particles/diagnosis.py
-
-
-def check_data(data: PyTree, num_times: int, owner: str) -> None:
-    """Refuses data of a functional that does not have one row a time step."""
-    for leaf in jax.tree.leaves(data):
-        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != num_times:
-            raise ValueError(
-                f"{owner} expects data with one row a time step, {num_times} in all, got an array"
-                f" of shape {jnp.shape(leaf)}."
-            )
-=======
-
-
-def check_data(data: PyTree, num_times: int, owner: str) -> None:
-    """Refuse data of a functional that do not have one row per time step."""
-    for leaf in jax.tree.leaves(data):
-        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != num_times:
-            raise ValueError(
-                f"{owner} expects data with one row per time step, {num_times} rows, got an array"
-                f" of shape {jnp.shape(leaf)}."
-            )
->>>>>>> fix-smoothers:src/retrodict/particles/status.py

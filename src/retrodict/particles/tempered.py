@@ -86,32 +86,16 @@ class TemperedFilter(eqx.Module):
         """Draw the keys of one step."""
         return jax.random.split(key, self.num_particles)
 
-<<<<<<< HEAD
     def start(self, key: PRNGKey, data: Series) -> Step:
-        """Particles at time 0."""
-||||||| 12276ef
-    def start(self, key: PRNGKey, data: Observations) -> Step:
-        """Particles at time 0."""
-=======
-    def start(self, key: PRNGKey, data: Observations) -> Step:
         """Draw particles at time 0."""
->>>>>>> fix-smoothers
         prior, (draw_key, key) = self.model.prior, jax.random.split(key)
         keys = jax.random.split(draw_key, self.num_particles)
         xs = jax.vmap(lambda key: jnp.asarray(prior.sample(key)))(keys)
         xs = xs.astype(jnp.result_type(xs.dtype, data.ys.dtype))
         return self._temper(key, xs, xs, data, lambda _, x: summed(prior.log_prob(x)))
 
-<<<<<<< HEAD
     def move(self, cloud: Cloud, key: PRNGKey, noise: Array, data: Series, step: Any) -> Step:
-        """Particles at time k. All weights are equal before and after."""
-||||||| 12276ef
-    def move(self, cloud: Cloud, key: PRNGKey, noise: Array, data: Observations, step: Any) -> Step:
-        """Particles at time k. All weights are equal before and after."""
-=======
-    def move(self, cloud: Cloud, key: PRNGKey, noise: Array, data: Observations, step: Any) -> Step:
         """Move particles to time k. All weights are equal before and after."""
->>>>>>> fix-smoothers
         befores, kernel = cloud[0], self.model.transition
         u = data.inputs
         xs = jax.vmap(lambda x, key: jnp.asarray(kernel.sample(key, x, u)))(befores, noise)

@@ -147,7 +147,7 @@ def _num_observed(model: rd.StateSpaceModel, num_inputs: int) -> int:
     """Return the number of columns of an observation, from its shape."""
     emission = rd.unwrap(model).emission
     draw = eqx.filter_eval_shape(
-        lambda key, x, u: emission.sample(key, x, u if emission.takes_input else None),
+        lambda key, x, u: emission.sample(key, x, u),
         jax.random.key(0),
         jnp.zeros(model.state_dim),
         jnp.zeros(num_inputs),

@@ -12,26 +12,18 @@ from jaxtyping import Array, Float, PyTree
 
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import Grid, densities, log_emission, log_prior
-<<<<<<< HEAD:src/retrodict/bounds/finite/from_grid.py
-from retrodict._expectations import AbstractFunctional, LogJoint
-||||||| 12276ef:src/retrodict/bounds/finite/from_grid.py
-from retrodict._expectations import AbstractFunctional, LogJoint, Observations
-=======
 from retrodict._expectations import (
     AbstractFunctional,
     LogJoint,
-    Observations,
     check_model,
     series_of_chain,
 )
->>>>>>> fix-smoothers:src/retrodict/bounds/finite/tables.py
 from retrodict._kernels import AbstractKernel
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._series import Series, prepare_rows
 from retrodict._validate import is_concrete
 from retrodict.bounds.grid_bounds import law_on
-from retrodict.particles import check_data
 
 MAX_POINTS = 600
 """The largest number of points: bounds cost its cube at every time."""
@@ -57,17 +49,8 @@ def tabulate(
     series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs)
     _check_sizes(series, grid)
     if isinstance(functional, LogJoint) and data is None:
-<<<<<<< HEAD:src/retrodict/bounds/finite/from_grid.py
         data = series.rows
     data = prepare_rows(data, series.num_times)
-||||||| 12276ef:src/retrodict/bounds/finite/from_grid.py
-        data = Observations(series.ys, series.mask, series.inputs)
-    data = _check_data(data, series.num_times)
-=======
-        data = Observations(series.ys, series.mask, series.inputs)
-    check_data(data, series.num_times, "from_grid")
-    data = jax.tree.map(jnp.asarray, data)
->>>>>>> fix-smoothers:src/retrodict/bounds/finite/tables.py
     _check_scalar(functional, grid, data)
     tables = _tabulate(model, chain, series, grid, functional, data)
     names = {"transitions": "the transition", "kernels": "the chain", "filters": "the chain"}
