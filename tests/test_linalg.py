@@ -228,7 +228,7 @@ def test_gram_schmidt_keeps_a_small_eigenvalue_that_the_product_loses():
     pivots = np.diagonal(exact) ** 2
     assert 1e-12 < pivots[1] / pivots[0] < 3e-11
 
-    lower, diagonal = linalg.weighted_gram_schmidt(jnp.asarray(w), [jnp.ones(())] * 2)
+    lower, diagonal, _ = linalg.weighted_gram_schmidt(jnp.asarray(w), [jnp.ones(())] * 2)
     assert lower.dtype == diagonal.dtype == jnp.float32
     np.testing.assert_allclose(diagonal, pivots, rtol=1e-2)
     np.testing.assert_allclose(linalg.tria(jnp.asarray(w))[1, 1], exact[1, 1], rtol=1e-2)
