@@ -218,6 +218,8 @@ def rotation(q: Float[Array, "r c"]) -> Float[Array, "r c_plus_r"]:
     """
     size = q.shape[0]
     eye = jnp.eye(size, dtype=q.dtype)
+    # Where a remainder is rounding error, a compiler that computes it twice may get two of them.
+    q = fence(q * safe_reciprocal(safe_sqrt(jnp.sum(q**2, axis=1)))[:, None])
     extended = jnp.concatenate([jnp.zeros_like(q), eye], axis=1)
     is_zero = jnp.all(q == 0, axis=1)
     for i in reversed(range(size)):
