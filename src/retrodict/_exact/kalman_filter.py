@@ -23,9 +23,10 @@ from retrodict._numerics import (
     condition_columns,
     in_parts,
     linalg,
+    narrowest,
     predict,
     propagate,
-    reverse,
+    reverse_rows,
     reverse_standardised,
 )
 from retrodict._types import Scalar
@@ -147,13 +148,13 @@ class Filtered(NamedTuple):
     Attributes:
         laws: the filtering laws.
         predicted: the laws of x_1, …, x_{n-1} given the rows before.
-        rotations: how `predict` turned the standard coordinates of each filtering law into those of
-            the next predicted law; `None` if the factors of `laws` do not follow from each other.
+        rows: the rows q that `predict` returned beside them. Both are `None` if the factors of
+            `laws` were not computed from each other.
     """
 
     laws: Factored
     predicted: Factored | None = None
-    rotations: Float[Array, "steps state state_plus_noise"] | None = None
+    rows: Float[Array, "steps state state_plus_noise"] | None = None
 
 
 def filter_laws(
@@ -168,11 +169,12 @@ def filter_laws(
     def move(law: Factored, row: tuple) -> tuple[Factored, tuple]:
         moving, design, value, real = row
         design = design if design_varies else data.design
-        predicted, rotation = predict(law, *_join(fixed, moving))
+        predicted, directions = predict(law, *_join(fixed, moving))
         after, innovations = condition(predicted, design, value)
         if real is not None:
             after = jax.tree.map(lambda new, old: jnp.where(real, new, old), after, law)
-        return after, (after, innovations, predicted, rotation)
+        # Factors of one row are unique: they need not be passed on, and the loop stays one kernel.
+        return after, (after, innovations, *((predicted, directions) if law.dim > 1 else ()))
 
     rows = (
         varying,
@@ -414,29 +416,28 @@ def backward_kernels(
     They do not depend on each other. On a CPU they are computed in chunks that stay in its cache;
     in parallel, all at once.
     """
-    laws, predicted, rotations = filtered
+    laws, predicted, directions = filtered
     fixed, varying = _split(transition)
     reduced = data.reduced()
     design_varies = reduced.design.ndim == 3
-    tolerance = float(jnp.finfo(laws.columns.dtype).eps) ** 0.5
+    tolerance = narrowest(laws.columns.dtype)
 
     def kernel(row: tuple) -> tuple[tuple, StandardKernel]:
-        before, after, moving, predicted, rotation, design, value = row
+        before, after, moving, predicted, directions, design, value = row
         arrays = _join(fixed, moving)
         design = design if design_varies else reduced.design
-        if rotation is None:
-            predicted, rotation = predict(before, *arrays, tolerance=tolerance)
-        else:
-            after = None
-        standard = reverse_standardised(predicted, rotation, design, value, after)
-        return reverse(before, *arrays), standard
+        resolved = predict(before, *arrays, tolerance=tolerance)
+        between_states = reverse_rows(before, *resolved)
+        if directions is None:
+            return between_states, reverse_standardised(*resolved, design, value, after)
+        return between_states, reverse_standardised(predicted, directions, design, value)
 
     rows = (
         jax.tree.map(lambda leaf: leaf[:-1], laws),
         jax.tree.map(lambda leaf: leaf[1:], laws),
         varying,
         predicted,
-        rotations,
+        directions,
         reduced.design[1:] if design_varies else None,
         reduced.value[1:],
     )

@@ -29,7 +29,7 @@ class Pass(eqx.Module):
         laws: the filtering laws.
         transition: the linearised transitions into times 1, …, n-1.
         data: the linearised emissions, whitened: value_k = design_k x_k + ε.
-        rotations: see `Filtered`.
+        directions: see `Filtered`.
         increments: log densities of each row given those before, under the linearised model.
         squared: squares of the whitened innovations, eᵀ S⁻¹ e.
     """
@@ -38,14 +38,14 @@ class Pass(eqx.Module):
     laws: Factored
     transition: Transition
     data: Whitened
-    rotations: Float[Array, "steps state state_plus_noise"]
+    directions: Float[Array, "steps state state_plus_noise"]
     increments: Float[Array, "time"]
     squared: Float[Array, "time"]
 
     def chain(self, series: Series) -> LinearGaussianChain:
         """The filtering laws, and the linearised transitions reversed under them."""
         later = jax.tree.map(lambda leaf: leaf[1:], self.predicted)
-        filtered = Filtered(self.laws, later, self.rotations)
+        filtered = Filtered(self.laws, later, self.directions)
         kernels, standard = backward_kernels(filtered, self.transition, self.data, series.exists())
         laws = jax.vmap(Gaussian)(self.laws.mean, self.laws.scale_tril)
         return LinearGaussianChain(laws, kernels, series.length, standard)
@@ -151,16 +151,16 @@ def _filter(
             law = jax.tree.map(lambda new, old: jnp.where(row.exists, new, old), law, before)
         squared = jnp.sum(found.gains**2 * found.variances)
         transition = Transition(*move(law, row))
-        after, rotation = predict(law, *transition)
+        after, directions = predict(law, *transition)
         data, increment = Whitened(design, value), found.log_prob() + constant
-        return (after, law), (predicted, law, data, increment, squared, transition, rotation)
+        return (after, law), (predicted, law, data, increment, squared, transition, directions)
 
     # The first row exists: what stands for the law before it is never taken.
     _, (predicted, laws, data, increments, squared, *moves) = lax.scan(
         advance, (prior, prior), rows
     )
-    transition, rotations = jax.tree.map(lambda leaf: leaf[:-1], moves)
-    return Pass(predicted, laws, transition, data, rotations, increments, squared)
+    transition, directions = jax.tree.map(lambda leaf: leaf[:-1], moves)
+    return Pass(predicted, laws, transition, data, directions, increments, squared)
 
 
 def iterate(

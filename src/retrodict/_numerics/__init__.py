@@ -11,9 +11,11 @@ from retrodict._numerics.ldl import Innovations as Innovations
 from retrodict._numerics.ldl import StandardKernel as StandardKernel
 from retrodict._numerics.ldl import condition as condition
 from retrodict._numerics.ldl import condition_columns as condition_columns
+from retrodict._numerics.ldl import narrowest as narrowest
 from retrodict._numerics.ldl import predict as predict
 from retrodict._numerics.ldl import propagate as propagate
 from retrodict._numerics.ldl import reverse as reverse
+from retrodict._numerics.ldl import reverse_rows as reverse_rows
 from retrodict._numerics.ldl import reverse_standardised as reverse_standardised
 from retrodict._numerics.linalg import UNROLLED as UNROLLED
 from retrodict._numerics.linalg import sum_of as sum_of

@@ -36,7 +36,7 @@ class Factored(eqx.Module):
     def from_scale(cls, mean: Float[Array, "d"], scale: Float[Array, "d k"]) -> "Factored":
         """The law N(m, s sᵀ), for any s with d rows, singular ones included."""
         one = jnp.ones((), mean.dtype)
-        lower, diagonal = linalg.weighted_gram_schmidt(scale, [one] * scale.shape[1])
+        lower, diagonal, _ = linalg.weighted_gram_schmidt(scale, [one] * scale.shape[1])
         return cls(
             jnp.concatenate([lower, mean[:, None]], axis=1),
             jnp.concatenate([diagonal, jnp.zeros(1, mean.dtype)]),
@@ -85,8 +85,7 @@ def propagate(
     The covariance w L D Lᵀ wᵀ + s sᵀ is the Gram matrix of the rows of [w L, s] in the weights
     [D, 1], so that orthogonalising those rows factors it without forming it.
     """
-    moved, weights = _moved_rows(law, weight, scale)
-    return _predicted(moved, bias, law.dim, *linalg.weighted_gram_schmidt(moved, weights))
+    return predict(law, weight, bias, scale)[0]
 
 
 def predict(
@@ -97,38 +96,29 @@ def predict(
     *,
     tolerance: float = 0.0,
 ) -> tuple[Factored, Float[Array, "e d_plus_k"]]:
-    """Return what `propagate` returns, and the rotation from the old coordinates to the new.
+    """Return what `propagate` returns, and the rows q of [w S, s] = B q.
 
-    Write x = m + S z and w x + b + s ε = a + B e, with S and B the Cholesky factors before and
-    after, z and ε standard normal. Then [w S, s] = B q with orthonormal rows q, and e = q (z, ε).
+    Here S and B are the Cholesky factors before and after. With x = m + S z and
+    w x + b + s ε = a + B e, for standard normal z and ε, e is q (z, ε): see `linalg.rotation`.
 
     Args:
         law: the law of x.
         weight: w.
         bias: b.
         scale: s.
-        tolerance: see `linalg.orthogonalise`. A dependent row of B is zero in its own coordinate.
+        tolerance: see `linalg.weighted_gram_schmidt`.
     """
-    moved, weights = _moved_rows(law, weight, scale)
-    lower, diagonal, rotation = linalg.orthogonalise(moved, weights, tolerance=tolerance)
-    return _predicted(moved, bias, law.dim, lower, diagonal), linalg.fence(rotation)
-
-
-def _moved_rows(
-    law: Factored, weight: Float[Array, "e d"], scale: Float[Array, "e k"]
-) -> tuple[Float[Array, "e c"], list[Array | None]]:
-    """Return the rows of [w L, w m, s] and the weights of their columns."""
+    d = law.dim
     moved = linalg.fence(jnp.concatenate([linalg.matmul(weight, law.columns), scale], axis=1))
     one = jnp.ones((), moved.dtype)
-    return moved, [*(law.diagonal[k] for k in range(law.dim)), None, *([one] * scale.shape[1])]
-
-
-def _predicted(moved: Array, bias: Array, dim: int, lower: Array, diagonal: Array) -> Factored:
-    mean = moved[:, dim] + bias
-    return Factored(
+    weights = [*(law.diagonal[k] for k in range(d)), None, *([one] * scale.shape[1])]
+    lower, diagonal, rows = linalg.weighted_gram_schmidt(moved, weights, tolerance=tolerance)
+    mean = moved[:, d] + bias
+    predicted = Factored(
         linalg.fence(jnp.concatenate([lower, mean[:, None]], axis=1)),
         linalg.fence(jnp.concatenate([diagonal, jnp.zeros(1, moved.dtype)])),
     )
+    return predicted, rows
 
 
 def condition(
@@ -241,7 +231,7 @@ class StandardKernel(NamedTuple):
 
 def reverse_standardised(
     predicted: Factored,
-    rotation: Float[Array, "d d_plus_k"],
+    rows: Float[Array, "d d_plus_k"],
     design: Float[Array, "p d"],
     value: Float[Array, "p"],
     after: Factored | None = None,
@@ -250,11 +240,12 @@ def reverse_standardised(
 
     `predict` gave e = q (z, ε), with x_k = a + B e; conditioning on the row gives e = μ + M z_k.
     With q₁ the first d columns of q, z given e has mean q₁ᵀ e, and the rows of [I, 0] without their
-    projection on those of q are a factor of its covariance.
+    projection on those of q are a factor of its covariance. Rotations have more columns than q:
+    further noises without effect on x.
 
     Args:
         predicted: the law N(a, B Bᵀ) of x_k given the rows before.
-        rotation: q.
+        rows: q.
         design: the design of the row k, in units of its noise.
         value: the values of row k, likewise.
         after: the filtering law of x_k, if its factor S was not computed from this B. M then is
@@ -271,6 +262,7 @@ def reverse_standardised(
         shrinkage = columns[:, :d] * linalg.safe_sqrt(diagonal[:d])[None, :]
     else:
         shrinkage = _unscale(predicted, after.scale_tril)
+    rotation = linalg.rotation(rows)
     turned = rotation[:, :d].T
     return StandardKernel(
         linalg.matmul(turned, shrinkage),
@@ -313,9 +305,20 @@ def reverse(
     Returns:
         The gain G, the offset m − G (w m + b) and the lower Cholesky factor of the conditional law.
     """
-    tolerance = float(jnp.finfo(law.columns.dtype).eps) ** (1 / 3)
-    predicted, rotation = predict(law, weight, bias, scale, tolerance=tolerance)
-    before, d = law.scale_tril, law.dim
+    predicted, rows = predict(law, weight, bias, scale, tolerance=narrowest(law.columns.dtype))
+    return reverse_rows(law, predicted, rows)
+
+
+def narrowest(dtype: jnp.dtype) -> float:
+    """Return the relative width below which `reverse` leaves a direction out, ε^(1/3)."""
+    return float(jnp.finfo(dtype).eps) ** (1 / 3)
+
+
+def reverse_rows(
+    law: Factored, predicted: Factored, rows: Float[Array, "d d_plus_k"]
+) -> tuple[Float[Array, "d d"], Float[Array, "d"], Float[Array, "d d"]]:
+    """Return what `reverse` returns, from the output of `predict`."""
+    before, d, rotation = law.scale_tril, law.dim, linalg.rotation(rows)
     coefficients = linalg.matmul(rotation[:, :d], before.T)
     inverse = linalg.safe_reciprocal(linalg.safe_sqrt(predicted.diagonal[:-1]))
     gain = linalg.solve_triangular(

@@ -157,96 +157,76 @@ def solve_triangular(
 
 
 def weighted_gram_schmidt(
-    w: Float[Array, "r c"], weights: Sequence[Array | None]
-) -> tuple[Float[Array, "r r"], Float[Array, "r"]]:
-    """Return unit-lower l and diagonal d with l diag(d) lᵀ = w diag(weights) wᵀ.
-
-    See `orthogonalise`, which also returns the orthonormal rows.
-    """
-    if w.shape[0] > UNROLLED * 2:
-        return unit_lower_and_diagonal(tria_by_qr(_scaled_columns(w, weights)))
-    unit_lower, diagonal, _ = _eliminate_rows(w, weights, twice=False)
-    return unit_lower, diagonal
-
-
-def orthogonalise(
     w: Float[Array, "r c"], weights: Sequence[Array | None], *, tolerance: float = 0.0
 ) -> tuple[Float[Array, "r r"], Float[Array, "r"], Float[Array, "r k"]]:
-    """Factor the rows of w diag(√weights) as l diag(√d) q, with orthonormal rows q.
+    """Factor the rows of w diag(√weights) as l diag(√d) q, with unit-lower l and unit rows q.
 
     Modified Gram–Schmidt over the rows of `w` in the inner product of `weights` (Thornton's
     propagation of a factored covariance). No difference of squares is formed, so that small
-    eigenvalues survive beside large ones in float32. Each row is projected twice, so that q is
-    orthonormal to rounding however small d is. A row of which the second projection leaves nothing
-    depends on those before it: its entry of d and its row of q are zero.
+    eigenvalues survive beside large ones in float32, and l diag(d) lᵀ = w diag(weights) wᵀ to
+    rounding. The rows q are orthogonal only where w is well conditioned: see `rotation`.
 
     Args:
         w: the rows to orthogonalise.
         weights: one nonnegative scalar per column, or `None` for a column that is carried along
             and does not count.
-        tolerance: rows of which less than this fraction is independent of the rows before them
-            count as dependent.
+        tolerance: a row of which less than this fraction is independent of the rows before it
+            counts as dependent: its entry of d and its row of q are zero.
 
     Returns:
-        The unit-lower l, the nonnegative d and the rows q, whose columns are the counted ones.
+        The factor l, the nonnegative d and the rows q, whose columns are the counted ones.
     """
-    if w.shape[0] > UNROLLED * 2 and tolerance == 0.0:
-        lower, rows = lower_and_rows_by_qr(_scaled_columns(w, weights))
-        return *unit_lower_and_diagonal(lower), rows
-    unit_lower, diagonal, rows = _eliminate_rows(w, weights, twice=True, tolerance=tolerance)
-    scaled = _scaled_columns(rows, weights)
-    return unit_lower, diagonal, scaled * safe_reciprocal(safe_sqrt(diagonal))[:, None]
-
-
-def _scaled_columns(w: Float[Array, "r c"], weights: Sequence[Array | None]) -> Array:
-    """Return the columns that count, times the square roots of their weights."""
-    counted = jnp.asarray([k for k, weight in enumerate(weights) if weight is not None])
-    scales = safe_sqrt(jnp.stack([weight for weight in weights if weight is not None]))
-    return w[:, counted] * scales[None, :]
-
-
-def _eliminate_rows(
-    w: Float[Array, "r c"],
-    weights: Sequence[Array | None],
-    *,
-    twice: bool,
-    tolerance: float = 0.0,
-) -> tuple[Float[Array, "r r"], Float[Array, "r"], Float[Array, "r c"]]:
-    """Return l, d and the rows before they are scaled to unit length."""
-    size, eps = w.shape[0], float(jnp.finfo(w.dtype).eps)
-    counted = [(k, weight) for k, weight in enumerate(weights) if weight is not None]
-    dense = jnp.stack([jnp.zeros((), w.dtype) if x is None else x for x in weights])
-
-    def products(a: Float[Array, "n c"], row: Float[Array, "c"]) -> Float[Array, "n"]:
-        if size > UNROLLED * 2:
-            return matvec(a, row * dense)
-        return sum_of([a[:, k] * (row[k] * weight) for k, weight in counted])
-
-    smallest = tolerance**2 * jnp.sum(w**2 * dense[None, :], axis=1)
-    rest, done, pivots = w, jnp.zeros((0, w.shape[1]), w.dtype), []
-    inverses = jnp.zeros(0, w.dtype)
-    for i in range(size):
-        if twice and i > 0:
-            overlaps = fence(products(jnp.concatenate([done, rest[:1]]), rest[0]))
-            coefficients, before = overlaps[:i] * inverses, overlaps[i]
-            row = rest[0] - matvec(done.T, coefficients)
-            rest = fence(jnp.concatenate([row[None], rest[1:]]))
-            least = jnp.maximum(eps * before, smallest[i])
+    rows, counted = w.shape[0], [k for k, weight in enumerate(weights) if weight is not None]
+    used = jnp.stack([weight for weight in weights if weight is not None])
+    if rows > UNROLLED * 2 and tolerance == 0.0:
+        lower, q = lower_and_rows_by_qr(w[:, jnp.asarray(counted)] * safe_sqrt(used)[None, :])
+        return *unit_lower_and_diagonal(lower), q
+    smallest = jnp.zeros(rows, w.dtype)
+    if tolerance > 0.0:
+        smallest = tolerance**2 * jnp.sum(w[:, jnp.asarray(counted)] ** 2 * used[None, :], axis=1)
+    pivots, remainders = [], []
+    for i in range(rows):
+        if rows > UNROLLED * 2:
+            products = matvec(w[:, jnp.asarray(counted)], w[0, jnp.asarray(counted)] * used)
         else:
-            least = jnp.zeros((), w.dtype)
-        overlaps = products(rest, rest[0])
-        square = jnp.where(overlaps[:1] > least, overlaps[:1], 0.0)
+            products = sum_of([w[:, k] * (w[0, k] * weights[k]) for k in counted])
+        if tolerance > 0.0:
+            products = jnp.where(products[0] > smallest[i], products, 0.0)
         # One array for the products and the reciprocal of the pivot makes one loop of them.
-        pivot = fence(jnp.concatenate([square, overlaps[1:], safe_reciprocal(square)]))
+        pivot = fence(jnp.concatenate([products, safe_reciprocal(products[:1])]))
         pivots.append(pivot)
-        done, inverses = jnp.concatenate([done, rest[:1]]), jnp.append(inverses, pivot[-1])
-        if i < size - 1:
-            rest = fence(rest[1:] - (pivot[1:-1] * pivot[-1])[:, None] * rest[0][None, :])
+        remainders.append(w[0])
+        if i < rows - 1:
+            w = fence(w[1:] - (pivot[1:-1] * pivot[-1])[:, None] * w[0][None, :])
     zeros, one = (lambda i: jnp.zeros(i, w.dtype)), jnp.ones(1, w.dtype)
     unit_lower = jnp.stack(
         [jnp.concatenate([zeros(i), one, p[1:-1] * p[-1]]) for i, p in enumerate(pivots)], axis=1
     )
-    return unit_lower, jnp.concatenate([p[:1] for p in pivots]), done
+    lengths = jnp.stack([p[-1] for p in pivots])
+    q = jnp.stack(remainders)[:, jnp.asarray(counted)] * safe_sqrt(used)[None, :]
+    return unit_lower, jnp.concatenate([p[:1] for p in pivots]), q * safe_sqrt(lengths)[:, None]
+
+
+def rotation(q: Float[Array, "r c"]) -> Float[Array, "r c_plus_r"]:
+    """Return orthonormal rows [y, t] with l diag(√d) [y, t] = [w diag(√weights), 0] to rounding.
+
+    Rows that nearly depend on others make the rows q of `weighted_gram_schmidt` far from
+    orthogonal. But the algorithm is that of Householder with the reflections I − v vᵀ,
+    v = (q_i, −e_i), of rows extended by zeros (Björck and Paige 1992), and their product is
+    orthogonal for any q of unit rows: y is q where that is orthogonal, and t is what y lacks.
+    A row of zeros becomes (0, e_i).
+    """
+    size = q.shape[0]
+    eye = jnp.eye(size, dtype=q.dtype)
+    # Where a remainder is rounding error, a compiler that computes it twice may get two of them.
+    q = fence(q * safe_reciprocal(safe_sqrt(jnp.sum(q**2, axis=1)))[:, None])
+    extended = jnp.concatenate([jnp.zeros_like(q), eye], axis=1)
+    is_zero = jnp.all(q == 0, axis=1)
+    for i in reversed(range(size)):
+        mirror = jnp.concatenate([q[i], jnp.where(is_zero[i], 0.0, -eye[i])])
+        overlaps = matvec(extended, mirror)
+        extended = fence(extended - overlaps[:, None] * mirror[None, :])
+    return extended
 
 
 def tria_by_qr(w: Float[Array, "r c"]) -> Float[Array, "r r"]:
@@ -274,7 +254,7 @@ def tria(w: Float[Array, "r c"]) -> Float[Array, "r r"]:
     if w.shape[0] > UNROLLED * 2:
         return tria_by_qr(w)
     one = jnp.ones((), w.dtype)
-    unit_lower, diagonal = weighted_gram_schmidt(w, [one] * w.shape[1])
+    unit_lower, diagonal, _ = weighted_gram_schmidt(w, [one] * w.shape[1])
     return unit_lower * safe_sqrt(diagonal)[None, :]
 
 
