@@ -42,8 +42,8 @@ def chapter(results: Results) -> Chapter:
             f" {off.mean():.1f} on average over {off.shape[0]} runs, where the errors printed for"
             f" the gated network average {printed:.1f}. With correct gradients and an exact"
             f" reference the gated and the recurrent family come within {worst:.3f} nats per step"
-            f" of the evidence, with an additive error of {error['gated']:.2f} (gated) where that of"
-            f" the conjugate family is {error['conjugate']:.2f}."
+            f" of the evidence, with an additive error of {error['gated']:.2f} (gated), where that"
+            f" of the conjugate family is {error['conjugate']:.2f}."
         ),
         sections=[
             _figure_section(results),
