@@ -672,8 +672,8 @@ def test_check_report_and_picture(copy: runs.Run, table: data.Table, tmp_path):
 def test_a_run_of_counts(tmp_path, monkeypatch):
     """A family is trained, smooths a series with a gap, and its stream equals it offline."""
     few = {"num_particles": 50, "num_samples": 50, "num_replicates": 5}
-    monkeypatch.setattr(_uncertain, "SIZES_OF_LOUIS", few)
-    monkeypatch.setattr(_uncertain, "MOST_REPLICATES", 5)
+    monkeypatch.setattr(_standard_errors, "SIZES_OF_LOUIS", few)
+    monkeypatch.setattr(_standard_errors, "MOST_REPLICATES", 5)
     model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
     _, ys = model.simulate(jax.random.key(0), 60)
     ys = np.array(ys)
