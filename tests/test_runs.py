@@ -31,6 +31,7 @@ from retrodict.runs import (
     _answer,
     _check,
     _exact,
+    _fit,
     _fit_folder,
     _lines,
     _record,
@@ -837,6 +838,15 @@ def test_one_mode_has_no_hollow(draw):
     assert found.hollow is None or np.isfinite(found.hollow.lower).sum() <= 1
 
 
+def fit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `fit` write its starting model, without optimisation and standard errors."""
+    monkeypatch.setattr(
+        _fit, "fit_by_evidence", lambda _, __, model, ___: (model, np.zeros(1), 0.0, "converged")
+    )
+    refused = {"refused": np.array("not computed.")}
+    monkeypatch.setattr(_standard_errors, "_compute", lambda *_: refused)
+
+
 def test_memory_states_are_left_out_and_parameters_go_by_column(tmp_path, monkeypatch, capsys):
     """A season of twelve months in numbers such as 200001, with uneven scales of its column."""
     rng = np.random.default_rng(0)
@@ -846,7 +856,7 @@ def test_memory_states_are_left_out_and_parameters_go_by_column(tmp_path, monkey
     frame.to_csv(tmp_path / "infl.csv", index=False)
     table = data.read(tmp_path / "infl.csv")
     assert table.step == "1 month" and table.inserted == 0
-    monkeypatch.setattr(_training, "MAX_EVIDENCE_STEPS", 2)
+    fit_nothing(monkeypatch)
     run = runs.fit(table, models.load("seasonal"), tmp_path / "run")
     assert run.spec.options == {"period": 12}
     parameters = run.record["results"]["parameters"]
@@ -874,7 +884,7 @@ def test_the_unit_of_uneven_times_is_said(tmp_path, monkeypatch, capsys):
     times = np.cumsum(rng.choice([2.0, 2.5, 7.1], size=30))
     table = data.read({"t": times, "y": rng.normal(size=30)}, step_input=True)
     spec = models.load("local_level").with_options(["irregular=true"])
-    monkeypatch.setattr(_training, "MAX_EVIDENCE_STEPS", 2)
+    fit_nothing(monkeypatch)
     run = runs.fit(table, spec, tmp_path / "run")
     words = f"scales, slopes and rates are per step of {table.step_unit}, the median step"
     assert command(["info", str(run.path)]) == 0

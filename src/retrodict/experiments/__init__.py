@@ -1,1 +1,1 @@
-"""Experiments: one module each, standing on the public API as a user's script would."""
+"""Experiments: one module each, written with the public API like a user's script."""

@@ -26,11 +26,11 @@ from retrodict.experiments._drawing import DASHES, INKS, Picture, draw
 from retrodict.experiments._report import Chapter, Section, Table
 
 BIASES = (0.01, 0.02, 0.05, 0.09, 0.12, 0.2, 0.3)
-"""By how much the middle coin of the two-state example is off, e."""
+"""The error e of the middle coin of the two-state example."""
 
 
 class Sizes(NamedTuple):
-    """How much is done.
+    """The sizes of the experiment.
 
     Attributes:
         num_series: of the paper's evaluation sequences, how many.
@@ -46,12 +46,12 @@ QUICK = Sizes(4, (50, 400, 2000))
 
 
 def num_stages(sizes: Sizes) -> int:
-    """How many stages `run` has."""
+    """Return the number of stages of `run`."""
     return len(published.EPOCHS) + 1
 
 
 def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
-    """Errors and bounds of the published fits as n grows; nothing here is drawn at random."""
+    """Compute errors and bounds of the published fits as n grows, without random draws."""
     _, ys = published.linear_sequences(sizes.num_series)
     growth = {
         epoch: folder.stage(
@@ -64,7 +64,7 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
 
 
 def _growth(folder: Folder, epoch: int, ys: Array, sizes: Sizes) -> dict[str, Any]:
-    """Additive error, and a bound for every sum of 1-Lipschitz functions, by n and sequence."""
+    """Compute the additive error and a bound for 1-Lipschitz sums, by n and sequence."""
     theta, learned = (
         rd.unwrap(model) for model in (published.linear_theta(), published.linear_lambda(epoch))
     )
@@ -82,7 +82,7 @@ def _growth(folder: Folder, epoch: int, ys: Array, sizes: Sizes) -> dict[str, An
 
 
 def _two_states(folder: Folder) -> dict[str, Any]:
-    """The error of the two-state example, the printed proposition, and corrected bounds."""
+    """Compute the error of the two-state example, the printed proposition and corrected bounds."""
     found = [
         rd.bounds.finite_bounds(rd.bounds.two_state_counterexample(e)) for e in folder.track(BIASES)
     ]
@@ -143,7 +143,7 @@ def _chapter(sizes: Sizes, growth: dict[int, Stage], example: Stage) -> Chapter:
 
 
 def _power(lengths: Sequence[int], values: np.ndarray) -> float:
-    """The exponent of n by which the mean grows between the last two lengths."""
+    """Return the exponent of n with which the mean grows between the last two lengths."""
     first, second = values[-2:].mean(axis=1)
     return float(np.log(second / first) / np.log(lengths[-1] / lengths[-2]))
 
@@ -215,7 +215,7 @@ def _draw_example(example: Stage) -> Picture:
                 "classical": "corrected, Theorem 2",
             }.items()
         ):
-            # S2 is the error here, and a line on a line would hide it.
+            # S2 equals the error here; a second line would hide it.
             line = "none" if what == "error" else DASHES[i]
             axis.semilogy(
                 BIASES,

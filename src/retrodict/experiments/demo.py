@@ -1,4 +1,4 @@
-"""The demo: what is behind an observation that two states explain equally well.
+"""The demo: smoothing when two states explain an observation equally well.
 
 The model is that of the paper's section 5.2. A state moves linearly,
 
@@ -33,7 +33,7 @@ AMORTISED = ("conjugate", "gated", "recurrent")
 
 
 class Sizes(NamedTuple):
-    """How much is done.
+    """The sizes of the demo.
 
     Attributes:
         num_series: training series.
@@ -67,11 +67,11 @@ COLUMNS = {
     "smooth, ms": ".3g",
     "says": "",
 }
-"""The columns of the table of scores, and how their numbers are printed."""
+"""The columns of the table of scores, with their number formats."""
 
 
 class Score(NamedTuple):
-    """How one smoother did on the held-out series, on average.
+    """The mean scores of one smoother on the held-out series.
 
     Attributes:
         rmse: root mean squared error of its marginal means to the exact ones.
@@ -101,7 +101,7 @@ class Bands(NamedTuple):
 
 
 class Demo(NamedTuple):
-    """What the demo found.
+    """The results of the demo.
 
     Attributes:
         seed: seed of all that is drawn.
@@ -115,7 +115,7 @@ class Demo(NamedTuple):
 
 
 def run(out: Path, *, seed: int = 0, sizes: Sizes = FULL, progress: Progress | None = None) -> Demo:
-    """Trains, smooths, compares and draws; writes `report.html`, `summary.json` and pictures.
+    """Train, smooth, compare and draw; write `report.html`, `summary.json` and pictures.
 
     Args:
         out: the folder to write to; made if it does not exist.
@@ -175,7 +175,7 @@ def run(out: Path, *, seed: int = 0, sizes: Sizes = FULL, progress: Progress | N
 
 
 class _Stage:
-    """Tells of the beginning and the end of a part."""
+    """A context that reports the beginning and the end of a stage."""
 
     def __init__(self, progress: Progress, name: str):
         self.progress, self.name = progress, name
@@ -189,13 +189,13 @@ class _Stage:
 
 
 NUM_STAGES = len(AMORTISED) + 1 + len(AMORTISED) + 2 + 2
-"""Fits, the grid, families and linearised smoothers at work, particles, the report."""
+"""The stages: fits, grid, families and linearised smoothers, particles, report."""
 
 
 def _train(
     model: rd.StateSpaceModel, ys: Array, key: Array, sizes: Sizes, progress: Progress
 ) -> tuple[dict[str, rd.AbstractLinearGaussianFamily], dict[str, float]]:
-    """The three families, trained, and the seconds that each took."""
+    """Train the three families; return them and the seconds of each."""
     kinds = (rd.ConjugateFamily, rd.GatedFamily, rd.RecurrentFamily)
     families, seconds = {}, {}
     for name, kind, one in zip(AMORTISED, kinds, jax.random.split(key, 3), strict=True):
@@ -221,7 +221,7 @@ Chains = list[rd.LinearGaussianChain]
 def _smoothers(
     model: rd.StateSpaceModel, families: dict[str, rd.AbstractLinearGaussianFamily]
 ) -> dict[str, Callable[[Array], tuple[Chains, float, str]]]:
-    """What takes the held-out series to chains, the seconds of one, and a word on itself."""
+    """Return the chains of the held-out series, the seconds per series, and a remark."""
 
     def amortised(
         family: rd.AbstractLinearGaussianFamily,
@@ -309,7 +309,7 @@ def _score(
 def _growth(
     chains: Chains, oracle: Sequence[Sequence[rd.GridPosterior]], lengths: np.ndarray
 ) -> np.ndarray:
-    """The additive error given the first n observations, by series and n."""
+    """Compute the additive error given the first n observations, by series and n."""
 
     def total(chain: rd.LinearGaussianChain, num_times: int) -> float:
         return float(jnp.sum(chain.prefix(num_times).marginals().mean))
@@ -322,7 +322,7 @@ def _growth(
 
 
 def _worst(bands: dict[str, Bands]) -> int:
-    """The time at which the conjugate family is furthest from the exact posterior."""
+    """Return the time at which the conjugate family is furthest from the exact posterior."""
     return int(np.abs(bands["conjugate"].means - bands["exact"].means)[0].argmax())
 
 
@@ -372,7 +372,7 @@ def _draw_two_sides(
     families: dict[str, rd.AbstractLinearGaussianFamily],
     bands: dict[str, Bands],
 ) -> Picture:
-    """What is known where the conjugate family is furthest from the exact posterior."""
+    """Draw the marginals where the conjugate family is furthest from the exact posterior."""
     k = _worst(bands)
     points = np.asarray(exact.points)
     seen = np.asarray(jax.vmap(lambda x: model.emission.law(x).mean[0])(exact.points))
@@ -478,14 +478,14 @@ def _table(demo: Demo, sizes: Sizes) -> Table:
 
 
 def rows_of(demo: Demo) -> list[list[Any]]:
-    """The table of scores: a row for each smoother, times of one series in milliseconds."""
+    """Return the table of scores: one row per smoother, times per series in milliseconds."""
     return [
         [name, *score[:5], 1e3 * score.smoothed, score.says] for name, score in demo.scores.items()
     ]
 
 
 def summary(demo: Demo) -> bytes:
-    """The demo as JSON, as in `summary.json`."""
+    """Return the demo as JSON, as in `summary.json`."""
     scores = {name: score._asdict() for name, score in demo.scores.items()}
     return as_json(demo._asdict() | {"scores": scores})
 

@@ -32,7 +32,7 @@ LEVEL = 0.95
 
 
 class Sizes(NamedTuple):
-    """How much is done.
+    """The sizes of the experiment.
 
     Attributes:
         num_series: training series, of ten rows.
@@ -61,17 +61,17 @@ class DiagonalMatrix(rd.AbstractParameter):
 
     @property
     def value(self) -> Float[Array, "state state"]:
-        """The matrix."""
+        """Return the matrix."""
         return jnp.diag(self.entries)
 
 
 def num_stages(sizes: Sizes) -> int:
-    """How many stages `run` has."""
+    """Return the number of stages of `run`."""
     return 2
 
 
 def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
-    """Learns the prior mean and the transition, and smooths with both sets of parameters."""
+    """Learn the prior mean and the transition, and smooth with both sets of parameters."""
     model_key, start_key, data_key, fit_key, test_key = jax.random.split(jax.random.key(seed), 5)
     theta = _model(model_key)
     data_keys = jax.random.split(data_key, sizes.num_series)
@@ -116,7 +116,7 @@ def _model(key: Array) -> rd.StateSpaceModel:
 
 
 def _start(theta: rd.StateSpaceModel, key: Array) -> rd.StateSpaceModel:
-    """θ with another prior mean and another transition, to learn them from."""
+    """Return θ with another prior mean and transition, as a start for learning."""
     mean_key, weight_key = jax.random.split(key)
     return eqx.tree_at(
         lambda model: (model.prior.mean, model.transition.weight.entries),
@@ -131,7 +131,7 @@ def _start(theta: rd.StateSpaceModel, key: Array) -> rd.StateSpaceModel:
 def _smooth(
     theta: rd.StateSpaceModel, learned: rd.StateSpaceModel, key: Array, sizes: Sizes
 ) -> dict[str, Any]:
-    """One sequence for the figure, and how often the regions of many hold the states."""
+    """Smooth one sequence for the figure, and count how often regions contain the states."""
     margin = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     keys = jax.random.split(key, sizes.num_covered)
     xs, ys = rd.distributed.sharded_vmap(lambda key: theta.simulate(key, sizes.num_times))(keys)

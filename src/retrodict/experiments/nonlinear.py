@@ -30,13 +30,14 @@ import retrodict as rd
 from retrodict._workspace import Folder, Stage
 from retrodict.experiments import published
 from retrodict.experiments._measure import shortest, simulate
-from retrodict.experiments._nonlinear_chapter import ARCHIVED, LEVEL, Found, Sizes, chapter
+from retrodict.experiments._nonlinear_chapter import chapter
+from retrodict.experiments._nonlinear_results import ARCHIVED, LEVEL, Results, Sizes
 from retrodict.experiments._report import Chapter
 
 NUM_TIMES = 64
 BATCH_SIZE = 64
 NUM_PATHS = 1000
-"""Sampled paths of an ELBO that is reported."""
+"""The number of sampled paths of a reported ELBO."""
 
 
 FULL = Sizes(2048, 4000, 5, 20_000, 64, 500, 1000, 200, 400)
@@ -44,16 +45,16 @@ QUICK = Sizes(1024, 400, 1, 300, 8, 500, 300, 50, 400)
 
 
 Infer = Callable[[Float[Array, "time obs"]], rd.LinearGaussianChain]
-"""From a series to the law of its states: a family's `infer`, or an archived network."""
+"""A map from a series to a chain: `infer` of a family, or an archived network."""
 
 
 def num_stages(sizes: Sizes) -> int:
-    """How many stages `run` has."""
+    """Return the number of stages of `run`."""
     return 2 * sizes.num_fits + 20
 
 
 def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
-    """Fits every family, and grades them and the archived networks by three references."""
+    """Fit every family; compare them and the archived networks with three references."""
     model = published.nonlinear_theta()
     fit_key, fresh_key, reference_key, path_key = jax.random.split(jax.random.key(seed), 4)
     families, scores, seconds = _fit_all(folder, sizes, model, fit_key)
@@ -91,7 +92,7 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
         for name, infer in smoothers.items()
     }
     fresh = np.asarray(fresh_xs)[..., 0]
-    found = Found(
+    results = Results(
         sizes=sizes,
         xs=np.asarray(xs)[..., 0],
         exact=exact,
@@ -105,13 +106,13 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
         scores=scores,
         seconds=seconds,
     )
-    return chapter(found)
+    return chapter(results)
 
 
 def _families(
     model: rd.StateSpaceModel,
 ) -> dict[str, Callable[[Array], rd.AbstractLinearGaussianFamily]]:
-    """Every family of the library, each from a key."""
+    """Return every family of the library, each from a key."""
 
     def linear(key: Array) -> rd.AbstractLinearGaussianFamily:
         slope = 0.1 * jax.random.normal(key, (1, 1))
@@ -130,7 +131,7 @@ def _families(
 def _fit_all(
     folder: Folder, sizes: Sizes, model: rd.StateSpaceModel, key: Array
 ) -> tuple[dict[str, rd.AbstractLinearGaussianFamily], dict[str, list[float]], dict[str, float]]:
-    """The best fit of each family, the scores of all fits, and the seconds that the best took."""
+    """Return the best fit of each family, the scores of all fits, and the seconds of the best."""
     data_key, short_key, key = jax.random.split(key, 3)
     ys = simulate(model, data_key, sizes.num_series, NUM_TIMES)[1]
     short = simulate(model, short_key, 200 * BATCH_SIZE, 4)[1]
@@ -176,7 +177,7 @@ def _archived(name: Any) -> Infer:
 def _by_length(
     folder: Folder, model: rd.StateSpaceModel, ys: Array, lengths: Sequence[int], grid: rd.Grid
 ) -> dict[str, Any]:
-    """Exact marginal means, and expected sums of states given the first n observations."""
+    """Compute exact marginal means, and expected sums of states given the first n observations."""
     sums, means = [], []
     for y in folder.track(list(ys)):
         found = [rd.grid_smoother(model, y, grid, length=n).mean[:n, 0] for n in lengths]
@@ -193,7 +194,7 @@ def _particles(
     num_particles: int,
     num_runs: int,
 ) -> dict[str, Any]:
-    """Marginal means of a particle smoother that resamples at every step.
+    """Compute the marginal means of a particle smoother that resamples at every step.
 
     As many runs at a time as there are devices, one on each.
     """
@@ -216,7 +217,7 @@ def _particles(
 def _sums(
     folder: Folder, smoothers: dict[str, Infer], ys: Array, lengths: Sequence[int]
 ) -> dict[str, Any]:
-    """E_q[Σ x_k] of every smoother given the first n observations, by sequence and n."""
+    """Compute E_q[Σ x_k] of every smoother given the first n observations, by sequence and n."""
 
     @jax.jit
     def by_length(chain: rd.LinearGaussianChain) -> Array:
@@ -230,7 +231,7 @@ def _sums(
 
 
 def _oracle(folder: Folder, model: rd.StateSpaceModel, ys: Array, grid: rd.Grid) -> dict[str, Any]:
-    """Evidence, marginal means and central intervals of every series."""
+    """Compute evidence, marginal means and central intervals of every series."""
     evidence, means, intervals = [], [], []
     for y in folder.track(list(ys)):
         found = rd.grid_smoother(model, y, grid)
@@ -248,7 +249,7 @@ def _oracle(folder: Folder, model: rd.StateSpaceModel, ys: Array, grid: rd.Grid)
 def _fresh_particles(
     folder: Folder, model: rd.StateSpaceModel, ys: Array, key: Array, num_particles: int
 ) -> dict[str, Any]:
-    """Marginal means of the good particle smoother, and the seconds of one series."""
+    """Compute marginal means by the accurate particle smoother, and the seconds per series."""
     smooth = jax.jit(lambda key, y: rd.ffbsi(key, model, y, num_particles).mean[:, 0])
     keys = jax.random.split(key, len(ys))
     means = [smooth(k, y) for k, y in folder.track(list(zip(keys, ys, strict=True)))]
@@ -258,12 +259,12 @@ def _fresh_particles(
 def _grade(
     folder: Folder, model: rd.StateSpaceModel, infer: Infer, ys: Array, key: Array
 ) -> dict[str, Any]:
-    """ELBO by sampled paths, marginal means and scales, and the seconds of one series."""
+    """Compute the ELBO by sampled paths, marginal means and scales, and the seconds per series."""
     smooth = _jitted(infer)
     found = []
     for y, k in folder.track(list(zip(ys, jax.random.split(key, len(ys)), strict=True))):
         chain = smooth(y)
-        # Its program is compiled once for all smoothers, and so it is called, not closed over.
+        # An argument, not a closure: its program is compiled once for all smoothers.
         bound = rd.elbo(model, chain, y, estimator=rd.BackwardSampling(NUM_PATHS), key=k)
         laws = chain.marginals()
         found.append((bound, laws.mean[:, 0], laws.std[:, 0]))

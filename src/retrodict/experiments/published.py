@@ -1,4 +1,4 @@
-"""What the paper printed, and what its authors' public archive adds: models, sequences, fits.
+"""The printed tables of the paper, and models, sequences and fits of its authors' public archive.
 
 The paper is Chagneux, Gassiat, Gloaguen and Le Corff (2022). `published.json` holds the printed
 tables and, from the archived runs behind them, parameters, training curves and error curves. The
@@ -23,7 +23,7 @@ EPOCHS = (60, 80, 100)
 
 @cache
 def archive() -> dict[str, Any]:
-    """The contents of `published.json`: printed tables as strings, the rest as numbers."""
+    """Return the contents of `published.json`: printed tables as strings, the rest as numbers."""
     return json.loads(files("retrodict.experiments").joinpath("published.json").read_text("utf-8"))
 
 
@@ -56,12 +56,12 @@ def linear_model(
 
 
 def linear_theta() -> rd.StateSpaceModel:
-    """θ of section 5.1. Its transition has a bias, which the paper does not mention."""
+    """Return θ of section 5.1. Its transition has a bias, which the paper does not mention."""
     return linear_model(*archive()["linear"]["theta"])
 
 
 def linear_lambda(epoch: int) -> rd.StateSpaceModel:
-    """λ of the best archived fit of section 5.1 after 60, 80 or 100 epochs."""
+    """Return λ of the best archived fit of section 5.1 after 60, 80 or 100 epochs."""
     return linear_model(*archive()["linear"]["lambda"][str(epoch)])
 
 
@@ -85,14 +85,14 @@ def nonlinear_theta() -> rd.StateSpaceModel:
 def linear_sequences(
     num_series: int = 20,
 ) -> tuple[Float[Array, "series time state"], Float[Array, "series time obs"]]:
-    """States and observations of the evaluation sequences of section 5.1, 2000 rows each."""
+    """Return states and observations of the evaluation sequences of section 5.1, 2000 rows each."""
     return _sequences(linear_theta(), jax.random.PRNGKey(0), 20, 2000, num_series)
 
 
 def nonlinear_sequences() -> tuple[
     Float[Array, "series time state"], Float[Array, "series time obs"]
 ]:
-    """States and observations of the five evaluation sequences of section 5.2, 500 rows each."""
+    """Return states and observations of the five sequences of section 5.2, 500 rows each."""
     with jax.threefry_partitionable(False):
         key = jax.random.split(jax.random.PRNGKey(0), 2)[0]
     return _sequences(nonlinear_theta(), key, 5, 500, 5)
@@ -101,7 +101,7 @@ def nonlinear_sequences() -> tuple[
 def _sequences(
     model: rd.StateSpaceModel, key: Array, num_drawn: int, num_times: int, num_kept: int
 ) -> tuple[Array, Array]:
-    """Sequences as the archived code drew them.
+    """Draw the sequences as the archived code did.
 
     One standard normal from each of 2n keys: the first n move the state, the last n are the noise
     of the observations. The layout of random bits is the one that JAX had then.
@@ -136,7 +136,7 @@ def _sequences(
 
 
 def archived_chain(name: str, ys: Float[Array, "time 1"]) -> rd.LinearGaussianChain:
-    """The posterior of one series by the conjugate or the gated network that the authors trained.
+    """Return the posterior of one series by the authors' conjugate or gated network.
 
     The filtering laws come from a recursion: predict with the fitted transition, then update by
     the network. The backward kernels are those of the fitted transition. The gate of the gated
@@ -192,7 +192,7 @@ def _gated_update(found: dict[str, Any]) -> Callable[..., tuple[Array, Array]]:
         seen = jnp.concatenate([y[None], predicted])
         gate = (seen @ weight + bias)[0]
         mixed = gate * predicted + (1 - gate) * _network(found["network"], seen)
-        # the sign of a scale is free: its square is what counts
+        # The sign of a scale is arbitrary: only its square matters.
         return mixed[0], jnp.abs(mixed[1])
 
     return update

@@ -1,4 +1,4 @@
-"""Reproduces the paper: runs experiments, keeps what is done, and writes one report of all.
+"""Reproduce the paper: run experiments, store finished stages, and write one report.
 
 In the folder, each experiment has one of its own: `numbers.json`, a `.csv` for each table, `.svg`
 and `.png` for each figure, `settings.json` with sizes, seed, versions and times, and `stages`, from
@@ -38,7 +38,7 @@ PACKAGES = ("retrodict", "jax", "jaxlib", "equinox", "optax", "numpy", "matplotl
 
 
 class Reproduced(NamedTuple):
-    """What a reproduction found.
+    """The result of a reproduction.
 
     Attributes:
         report: the page that was written.
@@ -59,7 +59,7 @@ def reproduce(
     seed: int = 0,
     progress: Callable[[str, int], Progress] | None = None,
 ) -> Reproduced:
-    """Runs experiments, or reads what is done of them, and writes the report.
+    """Run experiments, or read their finished stages, and write the report.
 
     Args:
         names: which of `EXPERIMENTS`.
@@ -88,7 +88,7 @@ def reproduce(
         sizes = module.QUICK if quick else module.FULL
         settings = {"experiment": name, "sizes": sizes._asdict(), "seed": seed, **_versions()}
         place = out / name
-        # The report also holds what was asked for before with the same settings.
+        # The report includes earlier experiments with the same settings.
         if name not in names and not (place.exists() and Folder(place, settings).is_complete):
             continue
         told = Quiet() if progress is None else progress(name, module.num_stages(sizes))
@@ -104,7 +104,7 @@ def reproduce(
 
 
 def _write(folder: Folder, chapter: Chapter, settings: dict[str, Any]) -> None:
-    """The results of one experiment, each file whole or not at all."""
+    """Write the results of one experiment, each file atomically."""
     folder.write("numbers.json", as_json(chapter.numbers))
     for table in chapter.tables():
         folder.write(f"{table.name}.csv", as_csv(*table.flat()))
