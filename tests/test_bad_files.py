@@ -80,7 +80,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "unknown freq": (GOOD, {"freq": "fortnight"}, ["'fortnight'", "'D'"]),
     "freq of numbers": (GOOD, {"freq": 1}, ["freq=1", "dates"]),
     "freq of dates": ("t,y\n0,1\n1,2\n", {"freq": "D"}, ["'D'", "numbers"]),
-    "far too fine a freq": (GOOD, {"freq": "1s"}, ["172801 rows", "larger freq"]),
+    "far too fine a freq": (GOOD, {"freq": "1s"}, ["172801 rows", "larger step with freq="]),
     "all missing": (
         "time,y,z\n1,,1\n2,,2\n3,NA,3\n",
         {"columns": ["y", "z"]},
@@ -108,7 +108,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "two roles": (GOOD, {"time": "time", "columns": ["time"]}, ["'time'", "choose"]),
     "named twice": (GOOD, {"columns": ["y", "y"]}, ["'y'", "twice"]),
     "far too much padding": (GOOD, {"pad_to": 10**12}, ["pad_to=1000000000000", "at most"]),
-    "too little padding": (GOOD, {"pad_to": 2}, ["pad_to=2", "3 rows"]),
+    "too little padding": (GOOD, {"pad_to": 2}, ["pad_to=2", "at least 3"]),
     "empty": ("", {}, ["empty"]),
     "empty lines": ("\n\n\n", {}, ["empty lines"]),
 }
@@ -206,7 +206,7 @@ OBJECTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "unequal columns": ({"a": [1, 2], "b": [1, 2, 3]}, {}, ["a (2,), b (3,)"]),
     "all NaN": (np.full((4, 1), np.nan), {}, ["'y0'", "every value is missing"]),
     "an integer beyond floats": ({"y": [1, 10**400, 2]}, {}, ["row 2", "infinite"]),
-    "no columns": ({"y": [1.0, 2.0]}, {"columns": []}, ["columns names nothing"]),
+    "no columns": ({"y": [1.0, 2.0]}, {"columns": []}, ["columns=[] is empty"]),
     "a negative freq": ({"y": [1.0, 2.0]}, {"freq": -1}, ["freq=-1", "above 0"]),
     "infinite entry": (np.array([1.0, -np.inf, 2.0]), {}, ["row 2", "infinite"]),
     "scalar dataset": (xr.Dataset({"a": 1.0}), {}, ["dimension"]),

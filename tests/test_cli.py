@@ -14,8 +14,10 @@ from typing import NamedTuple
 import pytest
 
 import retrodict as rd
+from retrodict._errors import Argument, UserError
 from retrodict._workspace import files as _files
 from retrodict.cli import interrupt_again, main
+from retrodict.cli._errors import as_line
 from retrodict.experiments import demo, reproduction
 from retrodict.experiments._report import Chapter
 
@@ -247,6 +249,27 @@ def test_missing_extras_are_named(
     code, out, err = retrodict("demo", "--out", str(tmp_path))
     assert (code, out) == (1, "")
     assert err == f"retrodict: error: the command line needs {extra}; install retrodict[cli]\n"
+
+
+@pytest.mark.parametrize(
+    "argument, python, option",
+    [
+        (Argument("freq", "1 month"), "freq='1 month'", "--freq '1 month'"),
+        (Argument("columns"), "columns=...", "--columns"),
+        (Argument("step_input", True), "step_input=True", "--step-input"),
+        (Argument("after"), "after=...", "--after TABLE"),
+        (Argument("after", "prior"), "after='prior'", "--from-prior"),
+        (Argument("times", hint="from data.read_times"), "times=... from data", "--at FILE"),
+    ],
+)
+def test_errors_name_arguments_in_python_and_options_here(
+    argument: Argument, python: str, option: str
+):
+    cause = UserError("pass ", argument)
+    error = UserError("file.csv: ", cause, "; or freq= as text")
+    assert (error.argument, error.value) == (argument.name, argument.value)
+    assert f"pass {python}" in str(error)
+    assert as_line(error) == f"file.csv: pass {option}; or freq= as text"
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

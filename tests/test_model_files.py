@@ -94,7 +94,7 @@ HEAD = 'retrodict = 1\n[model]\nname = "seasonal"\n'
         (HEAD + "[fit]\nnum_steps = true", r"fit.num_steps must be a whole number"),
         (
             HEAD + "[model.options]\nperiods = 4",
-            r"model.options.periods is not an option .* mean period\?",
+            r"model.options.periods is not .* mean period\?",
         ),
         (HEAD + '[model.options]\nperiod = "4"', r"model.options.period must be of type int"),
         (HEAD + "[model.options]\nperiod = 1", r"model.options: `period` must be at least 2"),

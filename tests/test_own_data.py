@@ -115,6 +115,8 @@ def test_messages_name_the_options_of_the_command_line(tmp_path: Path, capsys):
     refused(fit, "such as --time-format %d/%m/%Y", capsys, out)
     source.write_text(GOOD.replace("flow", "time"))
     refused(fit, "name it with --time$", capsys, out)
+    source.write_text("year,flow\n1900,1\n")
+    refused(fit, "step of the times with --freq$", capsys, out)
     source.write_text(GOOD)
     refused(
         [*fit, "--freq", "0"],
@@ -162,7 +164,7 @@ def test_options_are_given_and_said(tmp_path: Path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["options"]["period"] == 4 and found["model"]["model"]["options"] == {"period": 4}
     for text, words in (
-        ("periods=4", "no option of seasonal.*period"),
+        ("periods=4", "not an option of seasonal.*period"),
         ("period=four", "period must be a whole number"),
         ("slope=1", "slope must be true or false"),
         ("period", "key=value"),

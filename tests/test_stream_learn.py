@@ -599,7 +599,7 @@ def test_uneven_times_go_on_from_the_last_of_the_fit(tmp_path):
         ("1940,1\n1935,2\n", "1935 is not later than 1940"),
         ("1940,1\n1941,2\n1902,2\n", "1902 is not later than 1941"),
         ("1940.5,1\n", "1940.5 is not a whole number of steps"),
-        ("2020-01-01,1\n", "is a date, and 1939, the last time before it, a number"),
+        ("2020-01-01,1\n", "is a date, and the time before it, 1939, is a number"),
         ("9999999,1\n", "rows are missing between 1939 and"),
     ],
 )

@@ -21,55 +21,66 @@ from retrodict.cli._options import COMMAND_LINE, MOST, AsJson, DataFile, Seed
 from retrodict.cli._output import as_text, print_json, print_run, print_verdict
 from retrodict.cli._progress import Stages
 
+ModelOption = Annotated[
+    str,
+    typer.Option(help="A ready model, a model file FILE.toml, or a Python object MODULE:NAME."),
+]
+OutOption = Annotated[
+    Path | None, typer.Option(help="The folder of the run; required without --dry-run.")
+]
+OptionsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        help="An option of a ready model, such as period=12; may be repeated.",
+    ),
+]
+SeriesOption = Annotated[
+    list[str] | None, typer.Option(help="A column that identifies series; may be repeated.")
+]
+ColumnsOption = Annotated[
+    list[str] | None, typer.Option(help="An observed column; may be repeated.")
+]
+InputsOption = Annotated[list[str] | None, typer.Option(help="An input column; may be repeated.")]
+FreqOption = Annotated[
+    str | None,
+    typer.Option(help="The step of the times: a number, irregular, or D, W, MS, 6h, ..."),
+]
+StepInputOption = Annotated[
+    bool, typer.Option("--step-input", help="Make the length of the step an input.")
+]
+TimeFormatOption = Annotated[
+    str | None, typer.Option(help="The format of dates, such as %d/%m/%Y.")
+]
+FamilyOption = Annotated[
+    str | None, typer.Option(help="The family to train.", show_default="mixture")
+]
+StepsOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=MOST, help="Steps of each training.", show_default="2000"),
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Print how the file is read, and stop.")
+]
+
 
 def fit(
     source: DataFile,
-    model: Annotated[
-        str,
-        typer.Option(help="A ready model, a model file FILE.toml, or a Python object MODULE:NAME."),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="The folder of the run; required without --dry-run.")
-    ] = None,
-    options: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            metavar="KEY=VALUE",
-            help="An option of a ready model, such as period=12; may be repeated.",
-        ),
-    ] = None,
+    model: ModelOption,
+    out: OutOption = None,
+    options: OptionsOption = None,
     time: Annotated[str | None, typer.Option(help="The time column.")] = None,
-    series: Annotated[
-        list[str] | None, typer.Option(help="A column that identifies series; may be repeated.")
-    ] = None,
-    columns: Annotated[
-        list[str] | None, typer.Option(help="An observed column; may be repeated.")
-    ] = None,
-    inputs: Annotated[
-        list[str] | None, typer.Option(help="An input column; may be repeated.")
-    ] = None,
-    freq: Annotated[
-        str | None,
-        typer.Option(help="The step of the times: a number, irregular, or D, W, MS, 6h, ..."),
-    ] = None,
-    step_input: Annotated[
-        bool, typer.Option("--step-input", help="Make the length of the step an input.")
-    ] = False,
-    time_format: Annotated[
-        str | None, typer.Option(help="The format of dates, such as %d/%m/%Y.")
-    ] = None,
-    family: Annotated[
-        str | None, typer.Option(help="The family to train.", show_default="mixture")
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST, help="Steps of each training.", show_default="2000"),
-    ] = None,
+    series: SeriesOption = None,
+    columns: ColumnsOption = None,
+    inputs: InputsOption = None,
+    freq: FreqOption = None,
+    step_input: StepInputOption = False,
+    time_format: TimeFormatOption = None,
+    family: FamilyOption = None,
+    steps: StepsOption = None,
     seed: Seed = 0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print how the file is read, and stop.")
-    ] = False,
+    dry_run: DryRunOption = False,
     distributed: Distributed = False,
     coordinator: Coordinator = None,
     num_processes: NumProcesses = None,

@@ -30,80 +30,93 @@ class Schedule(StrEnum):
     robbins_monro = "robbins-monro"
 
 
+LagOption = Annotated[
+    int, typer.Option(min=1, max=LONGEST_MEMORY, help="Rows to wait before a row is smoothed.")
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(help="Append the answers to this file; after a kill each row is there once."),
+]
+StateOption = Annotated[
+    Path | None,
+    typer.Option(help="File of the state.", show_default="RUN/stream-LAG.rd; -PART with --learn"),
+]
+AfterOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="TABLE",
+        help="Start after the rows of this file.",
+        show_default="after the rows of the fit",
+    ),
+]
+FromPriorOption = Annotated[
+    bool, typer.Option("--from-prior", help="Start from the prior of the model.")
+]
+FlushOption = Annotated[
+    bool, typer.Option("--flush", help="Smooth the last rows too when the input ends.")
+]
+LearnOption = Annotated[
+    Part | None, typer.Option(help="Learn the family, the model or both from the rows.")
+]
+RateOption = Annotated[
+    float | None,
+    typer.Option(
+        help="The largest relative learning step.",
+        show_default="0.001, or 0.05 for robbins-monro",
+    ),
+]
+ScheduleOption = Annotated[
+    Schedule | None,
+    typer.Option(
+        help="Constant steps, which track drift, or decreasing steps, which converge.",
+        show_default="constant",
+    ),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=LONGEST_MEMORY,
+        help="Rows of backpropagation, for runs with a family.",
+        show_default="8",
+    ),
+]
+HistoryOption = Annotated[
+    Path | None, typer.Option(help="Append the learned parameters to this .csv file.")
+]
+HistoryEveryOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=MOST, help="Rows between lines of the history.", show_default="100"),
+]
+FigureOption = Annotated[
+    Path | None, typer.Option(help="Draw the history to this .png, .svg or .pdf file.")
+]
+SaveRunOption = Annotated[
+    Path | None,
+    typer.Option(help="Write a run with the learned parameters when the input ends."),
+]
+RestartOption = Annotated[
+    bool, typer.Option("--restart", help="Start again: replace the state and its answers.")
+]
+
+
 def stream(
     run: RunFolder,
-    lag: Annotated[
-        int, typer.Option(min=1, max=LONGEST_MEMORY, help="Rows to wait before a row is smoothed.")
-    ] = 20,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Append the answers to this file; after a kill each row is there once."),
-    ] = None,
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of the state.", show_default="RUN/stream-LAG.rd; -PART with --learn"
-        ),
-    ] = None,
-    after: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="TABLE",
-            help="Start after the rows of this file.",
-            show_default="after the rows of the fit",
-        ),
-    ] = None,
-    from_prior: Annotated[
-        bool, typer.Option("--from-prior", help="Start from the prior of the model.")
-    ] = False,
-    flush: Annotated[
-        bool, typer.Option("--flush", help="Smooth the last rows too when the input ends.")
-    ] = False,
-    learn: Annotated[
-        Part | None, typer.Option(help="Learn the family, the model or both from the rows.")
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            help="The largest relative learning step.",
-            show_default="0.001, or 0.05 for robbins-monro",
-        ),
-    ] = None,
-    schedule: Annotated[
-        Schedule | None,
-        typer.Option(
-            help="Constant steps, which track drift, or decreasing steps, which converge.",
-            show_default="constant",
-        ),
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=LONGEST_MEMORY,
-            help="Rows of backpropagation, for runs with a family.",
-            show_default="8",
-        ),
-    ] = None,
-    history: Annotated[
-        Path | None, typer.Option(help="Append the learned parameters to this .csv file.")
-    ] = None,
-    history_every: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MOST, help="Rows between lines of the history.", show_default="100"
-        ),
-    ] = None,
-    figure: Annotated[
-        Path | None, typer.Option(help="Draw the history to this .png, .svg or .pdf file.")
-    ] = None,
-    save_run: Annotated[
-        Path | None,
-        typer.Option(help="Write a run with the learned parameters when the input ends."),
-    ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Start again: replace the state and its answers.")
-    ] = False,
+    lag: LagOption = 20,
+    out: OutOption = None,
+    state: StateOption = None,
+    after: AfterOption = None,
+    from_prior: FromPriorOption = False,
+    flush: FlushOption = False,
+    learn: LearnOption = None,
+    rate: RateOption = None,
+    schedule: ScheduleOption = None,
+    window: WindowOption = None,
+    history: HistoryOption = None,
+    history_every: HistoryEveryOption = None,
+    figure: FigureOption = None,
+    save_run: SaveRunOption = None,
+    restart: RestartOption = False,
     model: PythonModel = None,
     seed: Seed = 0,
     as_json: AsJson = False,

@@ -321,7 +321,9 @@ def _sort(
         if same.any():
             first, second = sorted(rows[np.argmax(same) :][:2].tolist())
             hint = (
-                () if has_keys else (", or name what identifies series with ", Argument("series"))
+                (".",)
+                if has_keys
+                else (", or name what identifies series with ", Argument("series"))
             )
             raise table.error(
                 f"the time {written(stamps[second])} is in {table.unit} {table.lines[first]} too;"

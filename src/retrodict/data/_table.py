@@ -334,13 +334,14 @@ def padded_length(longest: int, pad_to: int | str | None, owner: str) -> int:
     `"bucket"` is the next power of two up to 64, and the next multiple of 64 beyond, so that series
     of new lengths are rarely compiled again.
     """
+    most = max(MOST_PADDED, MOST_PADDING * longest)
     if pad_to is None:
         return longest
     if pad_to == "bucket":
         return 1 << (longest - 1).bit_length() if longest <= 64 else -(-longest // 64) * 64
     if isinstance(pad_to, bool) or not isinstance(pad_to, int | np.integer):
         expected = "must be a number of rows, 'bucket' or None"
-    elif not longest <= pad_to <= (most := max(MOST_PADDED, MOST_PADDING * longest)):
+    elif not longest <= pad_to <= most:
         expected = f"must be at least {longest}, the longest series, and at most {most}"
     else:
         return int(pad_to)
