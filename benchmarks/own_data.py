@@ -213,14 +213,14 @@ def volatility_fit(say: Callable[[str], None], quick: bool, folder: Path | None)
             run = runs.fit(table, spec, Path(place) / "run", num_steps=30 if quick else 3000)
     else:
         run = runs.open_run(folder)
-    found = run.record["results"]["parameters"]
-    learned = {name: float(found[f"{name}[0]"]["value"]) for name in NAMES}
+    estimates = run.record["results"]["parameters"]
+    learned = {name: float(estimates[f"{name}[return]"]["value"]) for name in NAMES}
     say("learned: " + ", ".join(f"{name} {value:.4f}" for name, value in learned.items()))
     say(run.record["results"]["uncertainty"])
     top, theta = maximum(say, ys)
     held = jax.jit(jax.hessian(lambda moved: log_likelihood(moved, theta, ys)))(theta)
     for name, exact in zip(NAMES, errors(held, theta), strict=True):
-        shown = found[f"{name}[0]"].get("error", float("nan"))
+        shown = estimates[f"{name}[return]"].get("error", float("nan"))
         say(f"standard error of {name}: {shown:.3f}; on the grid, at the maximum, {exact:.3f}")
 
     model, number = rd.unwrap(run.model), 1000 if quick else NUM_PARTICLES

@@ -1,7 +1,8 @@
-"""The table of formulas in `docs/conventions.md` names files and functions that exist."""
+"""Statements of `docs/conventions.md`: the table of formulas, and the arguments of functions."""
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,39 @@ def test_each_formula_is_where_the_table_says(row: str):
     for path, name in references:
         assert (REPOSITORY / path).is_file(), f"{path} does not exist"
         assert name in defined_names(REPOSITORY / path), f"{path} does not define {name}"
+
+
+SOURCE = REPOSITORY / "src" / "retrodict"
+NAMESPACES = ("bounds", "online", "particles")
+WITHOUT_LENGTH = {"from_grid", "h1_constants"}
+"""Functions that take `ys` and refuse padding."""
+
+
+def exported_names(package: Path) -> set[str]:
+    """Return the names that the `__init__` of a package imports as `X as X`."""
+    tree = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
+
+
+def public_functions() -> Iterator[ast.FunctionDef]:
+    """Yield exported functions and the public methods of exported classes, without importing."""
+    exported = exported_names(SOURCE).union(*(exported_names(SOURCE / n) for n in NAMESPACES))
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name in exported:
+                yield node
+            if isinstance(node, ast.ClassDef) and node.name in exported:
+                methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+                yield from (method for method in methods if not method.name.startswith("_"))
+
+
+def test_functions_of_ys_take_mask_inputs_and_length_by_keyword():
+    functions = [f for f in public_functions() if "ys" in [a.arg for a in f.args.args]]
+    assert len(functions) > 30
+    for function in functions:
+        keywords = [argument.arg for argument in function.args.kwonlyargs]
+        expected = {"mask", "inputs", "length"}
+        if function.name in WITHOUT_LENGTH:
+            expected.remove("length")
+        assert expected <= set(keywords), f"{function.name} takes {keywords}"
