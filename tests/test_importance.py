@@ -245,7 +245,7 @@ def test_in_single_precision(x32: None, key: jax.Array):
 def test_the_bound_grows_from_the_elbo_to_the_evidence(key: jax.Array):
     chain = shaken(EXACT.chain)
     values = [
-        rd.importance_weighted_bound(key, MODEL, chain, YS, count, num_replicates=300)
+        rd.particles.importance_weighted_bound(key, MODEL, chain, YS, count, num_replicates=300)
         for count in (1, 10, 100)
     ]
     elbo = float(rd.elbo(MODEL, chain, YS))
@@ -259,7 +259,7 @@ def test_the_bound_grows_from_the_elbo_to_the_evidence(key: jax.Array):
 @pytest.mark.slow
 def test_the_bound_of_the_exact_posterior_is_the_evidence(key: jax.Array):
     def value(chain: rd.LinearGaussianChain) -> Estimate:
-        return rd.importance_weighted_bound(key, MODEL, chain, YS, 10, num_replicates=3)
+        return rd.particles.importance_weighted_bound(key, MODEL, chain, YS, 10, num_replicates=3)
 
     found = jax.jit(value)(EXACT.chain)
     assert float(found.value) == pytest.approx(float(EXACT.log_evidence), abs=1e-9)
@@ -267,14 +267,16 @@ def test_the_bound_of_the_exact_posterior_is_the_evidence(key: jax.Array):
     slopes = eqx.filter_grad(lambda chain: value(chain).value)(EXACT.chain)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))
     assert np.isnan(
-        rd.importance_weighted_bound(key, MODEL, WRONG, YS, 10, num_replicates=1).standard_error
+        rd.particles.importance_weighted_bound(
+            key, MODEL, WRONG, YS, 10, num_replicates=1
+        ).standard_error
     )
 
 
 @pytest.mark.slow
 def test_the_bound_is_differentiable(key: jax.Array):
     def value(shift: Any) -> Any:
-        return rd.importance_weighted_bound(
+        return rd.particles.importance_weighted_bound(
             key, MODEL, shaken(EXACT.chain, shift), YS, 20, num_replicates=2
         ).value
 

@@ -124,7 +124,9 @@ VERBS: dict[str, Verb] = {
     ),
     "forward_smoother": Verb(
         lambda ys, us, **o: (
-            rd.forward_smoother(KEY, MODEL, ys, rd.StateSum(), 8, inputs=us, **o).log_evidence
+            rd.particles.forward_smoother(
+                KEY, MODEL, ys, rd.StateSum(), 8, inputs=us, **o
+            ).log_evidence
         )
     ),
     "infer": Verb(lambda ys, us, **o: FAMILY.infer(ys, inputs=us, **o).laws.mean),
@@ -147,7 +149,7 @@ VERBS: dict[str, Verb] = {
     ),
     "importance_weighted_bound": Verb(
         lambda ys, us, **o: (
-            rd.importance_weighted_bound(
+            rd.particles.importance_weighted_bound(
                 KEY, MODEL, chain(), ys, 4, num_replicates=2, inputs=us, **o
             ).value
         )

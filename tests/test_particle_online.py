@@ -100,8 +100,8 @@ def keys(count: int, seed: int = 0) -> jax.Array:
         (rd.paris, {"backward": rd.particles.ExactBackward(), "num_draws": 3}),
         (rd.paris, {"backward": rd.particles.MCMCBackward(2)}),
         (rd.paris, {"backward": rd.particles.Genealogy(), "resampling": "stratified"}),
-        (rd.forward_smoother, {"resampling": "residual", "threshold": 1.0}),
-        (rd.forward_smoother, {}),
+        (rd.particles.forward_smoother, {"resampling": "residual", "threshold": 1.0}),
+        (rd.particles.forward_smoother, {}),
     ],
     ids=["rejection", "exact", "mcmc", "genealogy", "forward_residual", "forward"],
 )
@@ -126,7 +126,7 @@ def test_smoothed_functionals_of_a_linear_model(verb: Callable, options: dict):
 def test_the_forward_smoother_is_what_many_draws_tend_to():
     # Given one filter (the keys are split alike), more draws come nearer: by a factor of 10 here.
     ys = SCALAR.simulate(jax.random.key(1), 20)[1]
-    whole = rd.forward_smoother(jax.random.key(0), SCALAR, ys, rd.StateSum(), 50)
+    whole = rd.particles.forward_smoother(jax.random.key(0), SCALAR, ys, rd.StateSum(), 50)
     errors = []
     for draws in (2, 200):
         found = rd.paris(
@@ -201,7 +201,8 @@ def test_a_stream_is_as_a_whole_series():
 
 
 @pytest.mark.parametrize(
-    "verb", [pytest.param(v, marks=pytest.mark.slow) for v in (rd.paris, rd.forward_smoother)]
+    "verb",
+    [pytest.param(v, marks=pytest.mark.slow) for v in (rd.paris, rd.particles.forward_smoother)],
 )
 def test_padding_adds_nothing(verb: Callable):
     ys, rest = series()
@@ -257,7 +258,7 @@ def test_paris_under_moves_that_are_not_gaussian():
     def run(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         options = {"mask": True, "threshold": 1.0}
         found = rd.paris(key, model, ys, rd.StateSum(), 200, backward=sampler, **options)
-        whole = rd.forward_smoother(key, model, ys, rd.StateSum(), 200, **options)
+        whole = rd.particles.forward_smoother(key, model, ys, rd.StateSum(), 200, **options)
         return found.value, whole.value
 
     wanted = np.asarray(exact.mean).sum(0)
@@ -322,7 +323,7 @@ def test_paris_on_a_hundred_thousand_observations(
 
 
 @pytest.mark.parametrize(
-    "verb", [pytest.param(rd.paris, marks=pytest.mark.slow), rd.forward_smoother]
+    "verb", [pytest.param(rd.paris, marks=pytest.mark.slow), rd.particles.forward_smoother]
 )
 @pytest.mark.parametrize("ys_kind", [np.float32, np.float64])
 @pytest.mark.slow
@@ -335,7 +336,7 @@ def test_a_model_in_single_precision_while_double_is_on(verb: Callable, ys_kind:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", [rd.paris, rd.forward_smoother])
+@pytest.mark.parametrize("verb", [rd.paris, rd.particles.forward_smoother])
 def test_single_precision(verb: Callable, x32: None):
     model = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), np.float32), SCALAR)
     ys = np.sin(np.arange(20.0))[:, None]

@@ -98,10 +98,8 @@ if TYPE_CHECKING:
     from retrodict.bounds import error_bound as error_bound
     from retrodict.particles import ParticlePosterior as ParticlePosterior
     from retrodict.particles import ffbsi as ffbsi
-    from retrodict.particles import forward_smoother as forward_smoother
     from retrodict.particles import guided_smoother as guided_smoother
     from retrodict.particles import importance_smoother as importance_smoother
-    from retrodict.particles import importance_weighted_bound as importance_weighted_bound
     from retrodict.particles import paris as paris
     from retrodict.particles import particle_filter as particle_filter
 else:

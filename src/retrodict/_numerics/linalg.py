@@ -176,8 +176,9 @@ def weighted_gram_schmidt(
     Returns:
         The factor l, the nonnegative d and the rows q, whose columns are the counted ones.
     """
-    rows, counted = w.shape[0], [k for k, weight in enumerate(weights) if weight is not None]
-    used = jnp.stack([weight for weight in weights if weight is not None])
+    pairs = [(k, weight) for k, weight in enumerate(weights) if weight is not None]
+    rows, counted = w.shape[0], [k for k, _ in pairs]
+    used = jnp.stack([weight for _, weight in pairs])
     if rows > UNROLLED * 2 and tolerance == 0.0:
         lower, q = lower_and_rows_by_qr(w[:, jnp.asarray(counted)] * safe_sqrt(used)[None, :])
         return *unit_lower_and_diagonal(lower), q
@@ -189,7 +190,7 @@ def weighted_gram_schmidt(
         if rows > UNROLLED * 2:
             products = matvec(w[:, jnp.asarray(counted)], w[0, jnp.asarray(counted)] * used)
         else:
-            products = sum_of([w[:, k] * (w[0, k] * weights[k]) for k in counted])
+            products = sum_of([w[:, k] * (w[0, k] * weight) for k, weight in pairs])
         if tolerance > 0.0:
             products = jnp.where(products[0] > smallest[i], products, 0.0)
         # One array for the products and the reciprocal of the pivot makes one loop of them.
