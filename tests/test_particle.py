@@ -684,7 +684,9 @@ OUTLIER = np.array([[0.0], [0.5], [1000.0], [0.0], [-1000.0]])
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            lambda *args, **options: UNTYPED.forward_smoother(*args, rd.StateSum(), 20, **options),
+            lambda *args, **options: UNTYPED.particles.forward_smoother(
+                *args, rd.StateSum(), 20, **options
+            ),
             marks=pytest.mark.slow,
         ),
     ],

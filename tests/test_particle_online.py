@@ -417,12 +417,12 @@ def _first_row(model: Any, y: np.ndarray) -> Any:
             "num_particles must be at least 1",
         ),
         (
-            lambda: UNTYPED.forward_smoother(KEY, SCALAR, YS, SUM, 5, resampling="none"),
+            lambda: UNTYPED.particles.forward_smoother(KEY, SCALAR, YS, SUM, 5, resampling="none"),
             ValueError,
             "resampling must be one of.*got 'none'",
         ),
         (
-            lambda: UNTYPED.forward_smoother(KEY, SCALAR, YS, SUM, 5, threshold=0.0),
+            lambda: UNTYPED.particles.forward_smoother(KEY, SCALAR, YS, SUM, 5, threshold=0.0),
             ValueError,
             r"`threshold` must be in \(0, 1\]",
         ),

@@ -44,7 +44,8 @@ def importance_weighted_bound(
         ... )
         >>> xs, ys = model.simulate(jax.random.key(0), num_times=5)
         >>> exact = rd.kalman_smoother(model, ys)
-        >>> bound = rd.particles.importance_weighted_bound(jax.random.key(1), model, exact.chain, ys)
+        >>> key = jax.random.key(1)
+        >>> bound = rd.particles.importance_weighted_bound(key, model, exact.chain, ys)
         >>> bool(jnp.isclose(bound.value, exact.log_evidence, rtol=1e-4))
         True
 
