@@ -34,24 +34,25 @@ hypothesis.settings.load_profile("retrodict")
 
 # Files that take long, roughly in order: a worker that starts one last leaves the other idle.
 LONGEST = (
-    "test_family",
-    "test_linearised",
-    "test_bounds",
-    "test_particle",
-    "test_grid",
-    "test_sampled_chain",
-    "test_readme",
-    "test_particle_backward",
-    "test_fit",
-    "test_smooth",
-    "test_experiments",
-    "test_guided",
-    "test_bounds_finite",
+    "runs/test_runs",
+    "exact/test_kalman_smoother",
+    "learning/test_fit",
+    "learning/test_segments",
+    "families/test_base",
+    "runs/test_stream_learn",
     "test_doctests",
-    "test_lag",
-    "test_runs",
-    "test_forecast",
-    "test_models",
+    "online/test_running",
+    "models/test_models",
+    "series/test_accepted_inputs",
+    "test_readme",
+    "learning/test_stored",
+    "distributed/test_mesh",
+    "smooth/test_smooth",
+    "bounds/test_error_bound",
+    "particles/test_ffbsi",
+    "learning/test_information",
+    "data/test_reader",
+    "linearised/test_smoother",
 )
 
 
@@ -67,9 +68,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first; the others stay in their order."""
+    """Put the longest files first; the others keep their order."""
     rank = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    names = {item.path: "/".join(item.path.with_suffix("").parts[-2:]) for item in items}
+    short = {path: name.removeprefix("tests/") for path, name in names.items()}
+    items.sort(key=lambda item: rank.get(short[item.path], len(rank)))
 
 
 @pytest.fixture(autouse=True, scope="module")

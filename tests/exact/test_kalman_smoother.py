@@ -1,0 +1,417 @@
+"""Exact smoothing: singular noise, diffuse priors, padding, gradients, and a peer."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import joint_gaussian
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from linear_models import random_mask, random_model, singular_models
+
+import retrodict as rd
+
+
+@pytest.mark.parametrize(
+    ("state", "obs", "parallel"),
+    [
+        (2, 1, False),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
+        pytest.param(8, 3, False, marks=pytest.mark.slow),
+        pytest.param(8, 3, True, marks=pytest.mark.slow),
+    ],
+)
+def test_semidefinite_noise_and_prior(state, obs, parallel):
+    rng = np.random.default_rng(3)
+    model = random_model(rng, state, obs, singular=True)
+    known = jnp.zeros((state, state)).at[-1, -1].set(1.0)
+    model = eqx.tree_at(lambda m: m.prior.scale_tril, model, known)
+    _, ys = model.simulate(jax.random.key(0), 6)
+    check_against_joint_gaussian(model, ys, parallel=parallel, atol=1e-9)
+
+
+def check_against_joint_gaussian(model, ys, *, parallel, atol):
+    exact = rd.kalman_smoother(model, ys, parallel=parallel)
+    oracle = joint_gaussian.condition(
+        joint_gaussian.arrays_of(model, len(ys), None), np.asarray(ys), np.ones(ys.shape, bool)
+    )
+    marginals = exact.chain.marginals(parallel=parallel)
+    np.testing.assert_allclose(marginals.mean, oracle.mean, atol=atol)
+    for k in range(len(ys)):
+        np.testing.assert_allclose(marginals.covariance[k], oracle.block(k, k), atol=atol)
+    assert exact.log_evidence == pytest.approx(oracle.log_evidence, abs=1e-9)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("name", singular_models())
+def test_states_on_a_line_or_plane_off_the_axes(name, parallel):
+    model = singular_models()[name]
+    _, ys = model.simulate(jax.random.key(0), 40)
+    check_against_joint_gaussian(model, ys, parallel=parallel, atol=1e-8)
+
+
+def test_sampled_shares_sum_to_one():
+    model = singular_models()["shares"]
+    _, ys = model.simulate(jax.random.key(0), 40)
+    paths = rd.kalman_smoother(model, ys).chain.sample(jax.random.key(1), 20)
+    np.testing.assert_allclose(jnp.sum(paths, axis=-1), 1.0, atol=1e-10)
+
+
+def test_parallel_with_more_states_than_are_unrolled():
+    # More rows than one block of the scan, whose neutral element has a covariance of zero.
+    model = random_model(np.random.default_rng(0), 8, 2)
+    _, ys = model.simulate(jax.random.key(0), 20)
+    check_against_joint_gaussian(model, ys, parallel=True, atol=1e-10)
+
+
+def log_evidence_of_one_vector(theta, ys):
+    """The log density of all observations as one Gaussian vector; states start at N(0, I)."""
+    design, noise, weight = theta
+    n, d = ys.shape[0], weight.shape[0]
+    powers = [jnp.eye(d)]
+    for _ in range(n - 1):
+        powers.append(weight @ powers[-1])
+    zero = jnp.zeros((d, d))
+    maps = jnp.block([[powers[i - j] if i >= j else zero for j in range(n)] for i in range(n)])
+    rows = jnp.kron(jnp.eye(n), design) @ maps
+    covariance = rows @ rows.T + jnp.kron(jnp.eye(n), jnp.diag(noise**2))
+    return jax.scipy.stats.multivariate_normal.logpdf(ys.ravel(), jnp.zeros(ys.size), covariance)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_second_derivatives_with_more_entries_than_states(hidden, parallel):
+    # Rows of 5 entries are reduced to 3; with `hidden` the second state is not observed at all.
+    rng = np.random.default_rng(0)
+    ys = jnp.asarray(rng.normal(size=(4, 5)))
+    design = rng.normal(size=(5, 2)) * np.array([1.0, 0.0 if hidden else 1.0])
+    theta = (jnp.asarray(design), jnp.asarray(rng.uniform(0.5, 1.0, 5)), 0.4 * jnp.eye(2))
+
+    def log_evidence(theta):
+        design, noise, weight = theta
+        model = rd.StateSpaceModel(
+            rd.Gaussian(jnp.zeros(2), jnp.eye(2)),
+            rd.LinearGaussianKernel(weight, jnp.zeros(2), jnp.eye(2)),
+            rd.LinearGaussianKernel(design, jnp.zeros(5), rd.Diagonal(noise)),
+        )
+        return rd.kalman_smoother(model, ys, parallel=parallel).log_evidence
+
+    found = jax.jit(jax.hessian(log_evidence))(theta)
+    expected = jax.jit(jax.hessian(lambda theta: log_evidence_of_one_vector(theta, ys)))(theta)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-9)
+
+
+def test_second_derivatives_that_would_be_wrong_are_refused():
+    ys = jnp.ones((3, 4))
+
+    def mean(weight):
+        model = rd.StateSpaceModel(
+            rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+            rd.LinearGaussianKernel(0.5 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+            rd.LinearGaussianKernel(weight * jnp.ones((4, 1)), jnp.zeros(4), jnp.eye(4)),
+        )
+        return rd.kalman_smoother(model, ys).chain.laws.mean[-1, 0]
+
+    weight, step = jnp.array(0.7), 1e-5
+    slope = (mean(weight + step) - mean(weight - step)) / (2 * step)
+    assert jax.grad(mean)(weight) == pytest.approx(float(slope), rel=1e-8)
+    with pytest.raises(TypeError, match="differentiated only once"):
+        jax.grad(jax.grad(mean))(weight)
+
+
+def test_singular_models_in_float32(x32):
+    def small(tree):
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)
+
+    for name in ("common factor", "weight and noise of rank one", "shares"):
+        with jax.enable_x64(True):
+            model = singular_models()[name]
+            _, ys = model.simulate(jax.random.key(0), 40)
+            expected = rd.kalman_smoother(model, ys).chain.marginals()
+        marginals = rd.kalman_smoother(small(model), small(ys)).chain.marginals()
+        np.testing.assert_allclose(marginals.mean, expected.mean, atol=2e-4)
+        np.testing.assert_allclose(marginals.covariance, expected.covariance, atol=2e-4)
+
+
+@pytest.mark.parametrize("prior_scale", [1e3, 1e6, 1e9])
+def test_diffuse_priors_lose_nothing(prior_scale):
+    # With three observations of a 2-state the posterior under a prior of scale s differs from the
+    # limit by O(s^-2): two scales a factor 10 apart must agree to that order, or to rounding.
+    rng = np.random.default_rng(1)
+    model = random_model(rng, 2, 2)
+    _, ys = model.simulate(jax.random.key(2), 8)
+    means = []
+    for scale in (prior_scale, 10 * prior_scale):
+        wide = eqx.tree_at(lambda m: m.prior.scale_tril, model, scale * jnp.eye(2))
+        chain = rd.kalman_smoother(wide, ys).chain
+        means.append(chain.marginals())
+    tolerance = max(500.0 / prior_scale**2, 1e-11)
+    np.testing.assert_allclose(means[0].mean, means[1].mean, atol=tolerance)
+    np.testing.assert_allclose(means[0].covariance, means[1].covariance, atol=tolerance)
+
+
+@pytest.mark.slow
+def test_matches_statsmodels():
+    from statsmodels.tsa.statespace.kalman_smoother import KalmanSmoother
+
+    rng = np.random.default_rng(5)
+    model = random_model(rng, 3, 4)
+    _, ys = model.simulate(jax.random.key(5), 200)
+    ys = np.array(ys)
+    ys[~random_mask(rng, 200, 4, 0.8)] = np.nan
+    arrays = joint_gaussian.arrays_of(model, 2, None)
+    peer = KalmanSmoother(k_endog=4, k_states=3, k_posdef=3)
+    peer.bind(ys.copy())
+    peer["transition"], peer["state_intercept"] = arrays.weights[0], arrays.biases[0][:, None]
+    peer["design"], peer["obs_intercept"] = arrays.designs[0], arrays.shifts[0][:, None]
+    peer["selection"], peer["state_cov"] = np.eye(3), arrays.noises[0]
+    peer["obs_cov"] = arrays.errors[0]
+    peer.initialize_known(arrays.mean, arrays.covariance)
+    result: Any = peer.smooth()
+    exact = rd.kalman_smoother(model, ys)
+    marginals = exact.chain.marginals()
+    np.testing.assert_allclose(marginals.mean, result.smoothed_state.T, atol=1e-10)
+    np.testing.assert_allclose(
+        marginals.covariance, np.moveaxis(result.smoothed_state_cov, -1, 0), atol=1e-10
+    )
+    np.testing.assert_allclose(exact.chain.laws.mean, result.filtered_state.T, atol=1e-10)
+    assert float(exact.log_evidence) == pytest.approx(result.llf, abs=1e-9)
+
+
+@pytest.mark.slow
+def test_varying_kernels_and_the_alignment_of_inputs():
+    def move(u):
+        return jnp.array([[jnp.cos(u[0]), 0.1], [0.0, 0.9]]), u[:2], rd.Diagonal(0.5 + u[:2] ** 2)
+
+    def see(u):
+        return jnp.array([[1.0, u[1]]]), u[:1], jnp.array([[1.0 + u[0] ** 2]])
+
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.ones(2), jnp.eye(2)),
+        transition=rd.VaryingLinearGaussianKernel(move),
+        emission=rd.VaryingLinearGaussianKernel(see),
+    )
+    inputs = np.random.default_rng(0).normal(size=(7, 2))
+    _, ys = model.simulate(jax.random.key(0), 7, inputs=inputs)
+    oracle = joint_gaussian.condition(
+        joint_gaussian.arrays_of(model, 7, inputs), np.asarray(ys), np.ones((7, 1), bool)
+    )
+    for parallel in (False, True):
+        exact = rd.kalman_smoother(model, ys, inputs=inputs, parallel=parallel)
+        np.testing.assert_allclose(exact.chain.marginals().mean, oracle.mean, atol=1e-10)
+        assert float(exact.log_evidence) == pytest.approx(oracle.log_evidence, abs=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [False, True])
+def test_padding_changes_nothing_and_a_missing_row_is_not_padding(parallel):
+    rng = np.random.default_rng(7)
+    model = random_model(rng, 2, 2)
+    _, ys = model.simulate(jax.random.key(7), 9)
+    full = rd.kalman_smoother(model, ys[:6], parallel=parallel)
+    padding = jnp.full((3, 2), jnp.nan)
+    padded = rd.kalman_smoother(
+        model, jnp.concatenate([ys[:6], padding]), length=6, parallel=parallel
+    )
+    assert float(padded.log_evidence) == pytest.approx(float(full.log_evidence), abs=1e-12)
+    ours, theirs = padded.chain.marginals(), full.chain.marginals()
+    np.testing.assert_allclose(ours.mean[:6], theirs.mean, atol=1e-12)
+    np.testing.assert_allclose(ours.covariance[:6], theirs.covariance, atol=1e-12)
+    np.testing.assert_allclose(padded.chain.entropy(), full.chain.entropy(), atol=1e-12)
+    np.testing.assert_allclose(padded.chain.terminal.mean, full.chain.terminal.mean, atol=1e-12)
+    xs = full.chain.sample(jax.random.key(0), 1)[0]
+    longer = jnp.concatenate([xs, jnp.full((3, 2), jnp.nan)])
+    np.testing.assert_allclose(padded.chain.log_prob(longer), full.chain.log_prob(xs), atol=1e-12)
+    missing = rd.kalman_smoother(model, jnp.concatenate([ys[:6], padding]), parallel=parallel)
+    assert float(missing.log_evidence) == pytest.approx(float(full.log_evidence), abs=1e-12)
+    assert not np.allclose(missing.chain.terminal.covariance, full.chain.terminal.covariance)
+
+
+@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_all_rows_missing_gives_the_prior(parallel):
+    model = random_model(np.random.default_rng(0), 2, 1)
+    exact = rd.kalman_smoother(model, jnp.full((4, 1), jnp.nan), parallel=parallel)
+    oracle = joint_gaussian.condition(
+        joint_gaussian.arrays_of(model, 4, None), np.zeros((4, 1)), np.zeros((4, 1), bool)
+    )
+    assert float(exact.log_evidence) == 0.0
+    marginals = exact.chain.marginals()
+    np.testing.assert_allclose(marginals.mean, oracle.mean, atol=1e-12)
+    np.testing.assert_allclose(marginals.covariance[3], oracle.block(3, 3), atol=1e-12)
+
+
+@pytest.mark.slow
+def test_gradients_of_the_evidence_in_every_parameter():
+    rng = np.random.default_rng(11)
+    model = random_model(rng, 2, 4, num_inputs=1)
+    inputs = jnp.asarray(rng.normal(size=(5, 1)))
+    _, ys = model.simulate(jax.random.key(1), 5, inputs=inputs)
+    ys = ys.at[1].set(jnp.nan).at[3, 0].set(jnp.nan)
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def log_evidence(arrays, ys, parallel=False):
+        return rd.kalman_smoother(
+            eqx.combine(arrays, static), ys, inputs=inputs, parallel=parallel, length=4
+        ).log_evidence
+
+    check_grads(jax.jit(log_evidence), (arrays, ys), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+    grads = jax.grad(log_evidence, argnums=(0, 1))(arrays, ys)
+    assert np.all(np.isfinite(grads[1])) and np.all(grads[1][1] == 0.0)
+    in_parallel = jax.grad(lambda *args: log_evidence(*args, parallel=True), argnums=(0, 1))
+    for ours, theirs in zip(
+        jax.tree.leaves(in_parallel(arrays, ys)), jax.tree.leaves(grads), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_the_closed_form_score_with_singular_noise_is_that_of_the_joint_gaussian():
+    # Derivatives of square roots do not exist here; those of covariances do.
+    model = random_model(np.random.default_rng(2), 3, 1, singular=True)
+    model = eqx.tree_at(lambda m: m.prior.scale_tril, model, jnp.zeros((3, 3)).at[1, 1].set(1.0))
+    _, ys = model.simulate(jax.random.key(3), 4)
+
+    def at(step):
+        scale = model.transition.scale_tril + step * jnp.tril(jnp.ones((3, 3)))
+        return eqx.tree_at(lambda m: m.transition.scale_tril, model, scale)
+
+    def oracle(step):
+        arrays = joint_gaussian.arrays_of(at(step), 4, None)
+        return joint_gaussian.condition(arrays, np.asarray(ys), np.ones((4, 1), bool)).log_evidence
+
+    slope = jax.grad(lambda step: rd.kalman_smoother(at(step), ys).log_evidence)(0.0)
+    assert float(slope) == pytest.approx((oracle(1e-5) - oracle(-1e-5)) / 2e-5, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_gradients_of_smoothed_moments():
+    rng = np.random.default_rng(4)
+    model = random_model(rng, 2, 2)
+    _, ys = model.simulate(jax.random.key(1), 4)
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    @jax.jit
+    def moments(arrays):
+        exact = rd.kalman_smoother(eqx.combine(arrays, static), ys, mask=True)
+        marginals = exact.chain.marginals()
+        return exact.log_evidence, marginals.mean, marginals.covariance
+
+    check_grads(moments, (arrays,), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_evidence_score_is_the_same_beside_the_chain():
+    # Once the laws are differentiated too, the derivative of the scan replaces the closed form.
+    model = random_model(np.random.default_rng(9), 2, 1)
+    _, ys = model.simulate(jax.random.key(1), 6)
+    alone = eqx.filter_grad(lambda m: rd.kalman_smoother(m, ys).log_evidence)(model)
+
+    def beside(m):
+        exact = rd.kalman_smoother(m, ys)
+        return exact.log_evidence + 0.0 * jnp.sum(exact.chain.laws.mean)
+
+    for a, b in zip(
+        jax.tree.leaves(alone), jax.tree.leaves(eqx.filter_grad(beside)(model)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_batches_and_a_single_row():
+    model = random_model(np.random.default_rng(0), 2, 2)
+    keys = jax.random.split(jax.random.key(0), 3)
+    ys = jax.vmap(lambda key: model.simulate(key, 5)[1])(keys)
+    lengths = jnp.array([5, 1, 3])
+    batch = jax.vmap(lambda y, length: rd.kalman_smoother(model, y, length=length))(ys, lengths)
+    for y, length, evidence in zip(ys, [5, 1, 3], batch.log_evidence, strict=True):
+        alone = rd.kalman_smoother(model, y[:length])
+        assert float(alone.log_evidence) == pytest.approx(float(evidence), abs=1e-12)
+    with pytest.raises(ValueError, match="vmap"):
+        batch.chain.marginals()
+
+
+def test_an_emission_without_noise_at_one_row_is_refused():
+    model = rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        rd.VaryingLinearGaussianKernel(lambda u: (jnp.eye(1), jnp.zeros(1), u[:, None])),
+    )
+    inputs = jnp.ones((4, 1)).at[2].set(0.0)
+    with pytest.raises(ValueError, match="emission scale with a positive diagonal"):
+        rd.kalman_smoother(model, jnp.ones((4, 1)), inputs=inputs)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(("weight", "num_times"), [(0.5, 100), (0.9, 400)])
+def test_decay_to_a_fixed_point_without_noise(weight, num_times, parallel):
+    """The state becomes narrower than the rounding error of its mean; its past stays known.
+
+    Without noise the path is a line in x_0, so that its posterior is a regression on one number.
+    """
+    ys = np.random.default_rng(0).normal(size=num_times) + 1 / (1 - weight)
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        transition=rd.LinearGaussianKernel(
+            jnp.full((1, 1), weight), jnp.ones(1), jnp.zeros((1, 1))
+        ),
+        emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+    )
+    powers = weight ** np.arange(num_times)
+    shifts = (1 - powers) / (1 - weight)
+    precision = 1 + np.sum(powers**2)
+    start = np.sum(powers * (ys - shifts)) / precision
+    exact = rd.kalman_smoother(model, ys[:, None], parallel=parallel).chain.marginals()
+    np.testing.assert_allclose(exact.mean[:, 0], shifts + powers * start, rtol=0, atol=3e-3)
+    np.testing.assert_allclose(exact.std[:, 0], powers / precision**0.5, rtol=1e-9)
+
+
+def test_a_mode_that_decays_faster_than_others_without_noise():
+    """Backward gains of 1 / 0.05 would turn rounding errors into the answer within a few rows."""
+    rng = np.random.default_rng(5)
+    basis, n = rng.normal(size=(3, 3)), 20
+    weight = basis @ np.diag([0.9, 0.8, 0.05]) @ np.linalg.inv(basis)
+    design, ys = rng.normal(size=(2, 3)), rng.normal(size=(n, 2))
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.ones(3), jnp.eye(3)),
+        transition=rd.LinearGaussianKernel(jnp.asarray(weight), jnp.ones(3), jnp.zeros((3, 3))),
+        emission=rd.LinearGaussianKernel(jnp.asarray(design), jnp.zeros(2), jnp.eye(2)),
+    )
+    # Each row sees x_0 = 1 + e through the powers of the weight.
+    powers, centres = [np.eye(3)], [np.ones(3)]
+    for _ in range(n - 1):
+        powers.append(weight @ powers[-1])
+        centres.append(weight @ centres[-1] + 1)
+    whole = np.concatenate([design @ power for power in powers])
+    residual = (ys - np.stack(centres) @ design.T).ravel()
+    covariance = np.linalg.inv(np.eye(3) + whole.T @ whole)
+    start = covariance @ whole.T @ residual
+    exact = rd.kalman_smoother(model, ys).chain.marginals()
+    np.testing.assert_allclose(exact.mean[0], 1 + start, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(exact.covariance[0], covariance, rtol=0, atol=1e-6)
+
+
+def test_a_prior_that_decays_off_the_plane_of_the_noise():
+    """No coordinate becomes narrow, but a direction across them does, by half at each row."""
+    rng = np.random.default_rng(6)
+    prior, noise = np.tril(rng.normal(size=(3, 3))), np.tril(rng.normal(size=(3, 3)))
+    prior[:, 2], noise[:, 2] = 0, 0
+    model = rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.ones(3), jnp.asarray(prior)),
+        transition=rd.LinearGaussianKernel(0.5 * jnp.eye(3), jnp.ones(3), jnp.asarray(noise)),
+        emission=rd.LinearGaussianKernel(
+            jnp.asarray(rng.normal(size=(1, 3))), jnp.zeros(1), jnp.eye(1)
+        ),
+    )
+    ys = np.asarray(model.simulate(jax.random.key(0), 70)[1])
+    check_against_joint_gaussian(model, ys, parallel=False, atol=1e-3)
+
+
+def test_a_prior_too_wide_for_covariances_is_refused_in_parallel():
+    model = random_model(np.random.default_rng(0), 2, 1, prior_scale=1e9)
+    ys = jnp.ones((20, 1))
+    assert np.isfinite(rd.kalman_smoother(model, ys).log_evidence)
+    with pytest.raises(ValueError, match="parallel=True forms covariances"):
+        rd.kalman_smoother(model, ys, parallel=True)

@@ -1,0 +1,189 @@
+"""What one device finds and what eight find, in a process that has eight: run by `test_devices`.
+
+Prints as JSON how far they are apart; with the argument `all`, of everything.
+"""
+
+import json
+import sys
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from blocks import InBlocks
+from fit_options import fit_options
+from jax import lax
+
+import retrodict as rd
+from retrodict._learning.dataset import Minibatch
+from retrodict._learning.in_memory import InMemoryLoader
+from retrodict._series import Series, prepare_batch
+from retrodict.distributed import MeshLike, as_mesh
+
+jax.config.update("jax_enable_x64", True)
+
+
+def model_of_levels() -> rd.StateSpaceModel:
+    return rd.StateSpaceModel(
+        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), 0.5 * jnp.eye(1)),
+        emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.3 * jnp.eye(1)),
+    )
+
+
+def small_family() -> rd.ConjugateFamily:
+    return rd.ConjugateFamily(jax.random.key(2), state_dim=1, obs_dim=1, width=3)
+
+
+def series(count: int, num_times: int = 6) -> np.ndarray:
+    keys = jax.random.split(jax.random.key(0), count)
+    model = model_of_levels()
+    return np.asarray(jax.vmap(lambda key: model.simulate(key, num_times)[1])(keys))
+
+
+def apart(one: object, other: object) -> float:
+    """The largest difference between the arrays of two trees."""
+    leaves = (jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in (one, other))
+    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(*leaves, strict=True)]
+    return max(float(np.max(np.abs(a - b), initial=0.0)) for a, b in pairs)
+
+
+def fitted(ys: object, mesh: MeshLike, **options: Any) -> rd.FitResult:
+    return rd.fit(
+        jax.random.key(1),
+        small_family(),
+        model_of_levels(),
+        ys,
+        num_steps=50,
+        mesh=mesh,
+        **fit_options(**{"chunk_size": 25, "progress": False, **options}),
+    )
+
+
+def fits(ys: object, mesh: MeshLike, **options: Any) -> dict[str, float]:
+    one, several = (fitted(ys, devices, **options) for devices in (None, mesh))
+    return {
+        "parameters": apart((one.family, one.model), (several.family, several.model)),
+        "history": apart(one.history, several.history),
+        "grades": apart(one.held_out, several.held_out),
+        "restarts": apart(one.restart_scores, several.restart_scores),
+    }
+
+
+def drawn(batch: Series, batch_size: int, mesh: MeshLike, axes: Any = (), count: Any = None) -> Any:
+    """The series of a step."""
+    devices = as_mesh(mesh)
+    axes = axes or (() if devices is None else devices.axis_names)
+    count = batch.ys.shape[0] if count is None else count
+    batches = InMemoryLoader(batch, count, batch_size, devices, axes).load(0, 1, None)
+    draw = eqx.filter_jit(lambda batches: batches.minibatch(jax.random.key(0), jnp.asarray(3)))
+    minibatch = draw(batches)
+    return minibatch.series.ys[: minibatch.count]
+
+
+def draws(count: int, batch_size: int) -> float:
+    """Minibatches from shares, equal or not, beside those from one device."""
+    batch = prepare_batch(series(count), mask=None, inputs=None, length=None, takes_input=False)
+    return apart(drawn(batch, batch_size, None), drawn(batch, batch_size, "all"))
+
+
+def draws_of_shared() -> float:
+    """Minibatches of series that were filled up for more devices than lie along their axis."""
+    mesh, ys = jax.make_mesh((2, 4), ("start", "batch")), series(4)
+    shared = rd.data.SharedSeries(ys, mesh=mesh)
+    return apart(
+        drawn(rd.data.SharedSeries(ys, mesh=None).series, 4, None),
+        drawn(shared.series, 4, mesh, ("batch",), shared.num_series),
+    )
+
+
+def num_reductions() -> int:
+    """How often a step with a loop over time exchanges something between devices."""
+    devices = as_mesh("all")
+    if devices is None:
+        raise ValueError("This is to be run with several devices.")
+    batch = prepare_batch(series(16), mask=None, inputs=None, length=None, takes_input=False)
+
+    def loss(weight: jax.Array, batch: Minibatch) -> jax.Array:
+        def one(weight: jax.Array, series: Series) -> jax.Array:
+            return lax.scan(lambda x, y: (jnp.tanh(weight @ x + y), None), jnp.ones(1), series.ys)[
+                0
+            ]
+
+        return batch.total(batch.each(one, weight)[:, 0])
+
+    laid = Minibatch.on_devices(batch, devices, devices.axis_names)
+    text = jax.jit(jax.grad(loss)).lower(jnp.eye(1), laid).compile().as_text() or ""
+    exchanges = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+    return sum(text.count(f" {name}(") for name in exchanges)
+
+
+def few() -> dict[str, object]:
+    ys, family = series(16), small_family()
+    inferred = [
+        rd.distributed.sharded_vmap(
+            lambda family, y: family.infer(y).laws.mean, (None, 0), mesh=mesh
+        )
+        for mesh in (None, "all")
+    ]
+    laid = inferred[1](family, ys)
+    return {
+        "devices": jax.device_count(),
+        "fit": fits(ys, "all", batch_size=8),
+        "draws": [draws(16, 8), draws(13, 5), draws(3, 64), draws_of_shared()],
+        "reductions": num_reductions(),
+        "infer": apart(*(infer(family, ys[:5]) for infer in inferred)),
+        "shares": [len(laid.sharding.device_set), bool(laid.is_fully_replicated)],
+    }
+
+
+def every() -> dict[str, object]:
+    ys, model = series(16), model_of_levels()
+    few_starts = {"batch_size": 4, "restarts": 2, "tournament": 0.5}
+    mesh = jax.make_mesh((2, 4), ("start", "batch"))
+    shared = rd.data.SharedSeries(ys[:4], mesh=mesh)
+    lengths = np.array([6, 5, 4, 6, 3, 6, 2, 6, 6, 5, 6, 6, 4])
+    evidence = [
+        rd.fit_evidence(
+            jax.random.key(0),
+            model,
+            ys[:13],
+            num_steps=20,
+            optimiser=optimiser,
+            progress=False,
+            mesh=devices,
+        ).model
+        for optimiser in ("lbfgs", None)
+        for devices in (None, "all")
+    ]
+    keys = jax.random.split(jax.random.key(3), 5)
+
+    def smoothed(key: jax.Array, y: jax.Array) -> jax.Array:
+        return rd.ffbsi(key, model, y, num_particles=16, num_samples=8).samples
+
+    return {
+        "starts": fits(ys, mesh, batch_size=8, restarts=2, tournament=0.5, learn="both"),
+        "shared": {
+            what: apart(getattr(one, what), getattr(other, what))
+            for one, other in [
+                (fitted(ys[:4], None, **few_starts), fitted(shared, mesh, **few_starts))
+            ]
+            for what in ("family", "history", "held_out", "restart_scores")
+        },
+        "lengths": fits(ys[:13], "all", batch_size=5, length=lengths, learn="both"),
+        "windows": fits(ys[:13], "all", batch_size=5, window=3),
+        # Two starts on halves of the devices, and then the better one on all of them.
+        "stored": fits(
+            InBlocks(ys[:13], [4, 6, 3], lengths), mesh, batch_size=9, restarts=2, tournament=0.5
+        ),
+        "evidence": apart(evidence[0], evidence[1]),
+        "evidence by steps": apart(evidence[2], evidence[3]),
+        "ffbsi": apart(
+            *(rd.distributed.sharded_vmap(smoothed, mesh=m)(keys, ys[:5]) for m in (None, mesh))
+        ),
+    }
+
+
+if __name__ == "__main__":
+    json.dump(every() if sys.argv[1:] == ["all"] else few(), sys.stdout)

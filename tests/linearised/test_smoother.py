@@ -1,0 +1,879 @@
+"""Linearised smoothers: exact on linear models, textbook on others, and honest where lost."""
+
+import re
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from linear_models import random_mask, random_model
+
+import retrodict as rd
+from retrodict._linearised import LinearisedPosterior, diagnosis, moments, recursion, rules
+from retrodict._model import prepare_data
+from retrodict._numerics.ldl import Factored
+
+METHODS: dict[str, Any] = {
+    "extended": rd.extended_smoother,
+    "unscented": rd.unscented_smoother,
+    "cubature": partial(rd.unscented_smoother, rule=rd.Cubature()),
+    "gauss-hermite": partial(rd.unscented_smoother, rule=rd.GaussHermite(3)),
+    "iterated": rd.iterated_smoother,
+    "iterated extended": partial(rd.iterated_smoother, rule=rd.Taylor()),
+}
+RULES = [
+    rd.Taylor(),
+    rd.Unscented(),
+    rd.Unscented(0.1, 2.0, 0.0),
+    rd.Cubature(),
+    rd.GaussHermite(4),
+]
+
+
+def disguised(model: rd.StateSpaceModel) -> rd.StateSpaceModel:
+    """The same linear model, written so that the library cannot know that it is linear."""
+
+    def hidden(kernel: Any) -> rd.NonlinearGaussianKernel:
+        if kernel.takes_input:
+            return rd.NonlinearGaussianKernel(
+                lambda x, u: kernel.law(x, u).mean, kernel.scale_tril, takes_input=True
+            )
+        return rd.NonlinearGaussianKernel(lambda x: kernel.law(x).mean, kernel.scale_tril)
+
+    return rd.StateSpaceModel(model.prior, hidden(model.transition), hidden(model.emission))
+
+
+def walk(weight: float, scale: float) -> rd.LinearGaussianKernel:
+    return rd.LinearGaussianKernel(weight * jnp.eye(1), jnp.zeros(1), scale * jnp.eye(1))
+
+
+def scalar_model(
+    emission: Any,
+    noise: float = 1.0,
+    *,
+    prior: float = 1.0,
+    weight: float = 0.9,
+    scale: float = 0.4,
+) -> rd.StateSpaceModel:
+    """One state dimension, a linear transition, and an emission from a kernel or a function."""
+    if not isinstance(emission, rd.AbstractKernel):
+        emission = rd.NonlinearGaussianKernel(emission, rd.Diagonal(noise * jnp.ones(1)))
+    law = rd.Gaussian(jnp.zeros(1), prior * jnp.eye(1))
+    return rd.StateSpaceModel(law, walk(weight, scale), emission)
+
+
+SQUARE = scalar_model(jnp.square, 0.1, prior=0.64, weight=0.95, scale=0.2)
+SATURATING = scalar_model(jnp.tanh, 0.1)
+
+
+def pendulum_mean(x: Any) -> Any:
+    velocity = x[1] - 0.98 * jnp.sin(x[0])
+    return jnp.stack([x[0] + 0.1 * velocity, velocity])
+
+
+def pendulum_seen(x: Any) -> Any:
+    return jnp.stack([jnp.sin(x[0]), x[0] * x[1]])
+
+
+PENDULUM = rd.StateSpaceModel(
+    rd.Gaussian(jnp.array([1.0, 0.0]), jnp.array([[0.3, 0.0], [0.1, 0.3]])),
+    rd.NonlinearGaussianKernel(pendulum_mean, jnp.array([[0.05, 0.0], [0.02, 0.1]])),
+    rd.NonlinearGaussianKernel(pendulum_seen, jnp.array([[0.2, 0.0], [0.05, 0.2]])),
+)
+
+
+@pytest.fixture(scope="module")
+def swing() -> np.ndarray:
+    """A series of the pendulum, with an entry and a row missing."""
+    ys = np.array(PENDULUM.simulate(jax.random.key(3), 30)[1])
+    ys[4, 1] = ys[9] = np.nan
+    return ys
+
+
+@pytest.fixture(scope="module")
+def followed(swing: np.ndarray) -> dict[str, LinearisedPosterior]:
+    """What two smoothers make of it, compiled once."""
+    return {
+        "extended": rd.extended_smoother(PENDULUM, swing),
+        "unscented": rd.unscented_smoother(PENDULUM, swing),
+    }
+
+
+def refused(kind: type[Exception], *phrases: str) -> Any:
+    return pytest.raises(kind, match="(?s)" + ".*".join(re.escape(phrase) for phrase in phrases))
+
+
+# --- linear models: the exact posterior, whatever the rule ----------------------------------------
+
+
+def assert_same_chain(ours: rd.LinearGaussianChain, exact: rd.LinearGaussianChain) -> None:
+    for name in ("mean", "covariance"):
+        found, expected = getattr(ours.laws, name), getattr(exact.laws, name)
+        np.testing.assert_allclose(found, expected, atol=1e-10)
+    # Filtering laws and kernels are all there is to a chain.
+    for name in ("weight", "bias", "scale_tril"):
+        found, expected = getattr(ours.kernels, name), getattr(exact.kernels, name)
+        np.testing.assert_allclose(found, expected, atol=1e-10)
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("state", "obs", "method"),
+    [
+        (1, 1, "extended"),
+        (1, 1, "unscented"),
+        (1, 1, "iterated"),
+        (1, 1, "iterated extended"),
+        slow(1, 1, "cubature"),
+        slow(1, 1, "gauss-hermite"),
+        *(slow(2, 3, name) for name in METHODS),
+        *(slow(3, 2, name) for name in METHODS),
+        *(slow(2, 4, name) for name in METHODS),
+        # Beyond a handful of rows the same functions call LAPACK.
+        slow(8, 14, "extended"),
+        slow(8, 14, "cubature"),
+    ],
+)
+def test_linear_models_are_smoothed_exactly(state, obs, method):
+    rng = np.random.default_rng(10 * state + obs)
+    model = random_model(rng, state, obs, 1)
+    inputs = rng.normal(size=(9, 1))
+    _, ys = model.simulate(jax.random.key(0), 9, inputs=inputs)
+    options: Any = dict(mask=random_mask(rng, 9, obs, 0.7), inputs=inputs, length=7)
+    exact = rd.kalman_smoother(model, ys, **options)
+    found = METHODS[method](disguised(model), ys, **options)
+    assert_same_chain(found.chain, exact.chain)
+    assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-10)
+    assert found.status == "ok"
+    assert float(jnp.max(found.diagnostics.missed)) < 1e-10
+    assert np.all(np.asarray(found.changes) < 1e-10)
+
+
+def test_linear_kernels_are_taken_as_they_are_and_never_lost():
+    # Data that the model cannot have made: the innovations say so, and the posterior is exact.
+    model = scalar_model(walk(1.0, 0.1))
+    ys = 100.0 + np.zeros((9, 1))
+    exact = rd.kalman_smoother(model, ys)
+    found = rd.extended_smoother(model, ys)
+    assert_same_chain(found.chain, exact.chain)
+    assert float(jnp.max(found.diagnostics.surprise)) > 4.0
+    assert found.status == "ok" and not bool(found.lost)
+    assert found.check() is found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["extended", "unscented"])
+def test_singular_noise_and_prior(method):
+    model = random_model(np.random.default_rng(3), 2, 1, singular=True)
+    known = jnp.zeros((2, 2)).at[-1, -1].set(1.0)
+    model = eqx.tree_at(lambda m: m.prior.scale_tril, model, known)
+    _, ys = model.simulate(jax.random.key(0), 6)
+    exact = rd.kalman_smoother(model, ys)
+    found = METHODS[method](disguised(model), ys)
+    np.testing.assert_allclose(
+        found.chain.marginals().covariance, exact.chain.marginals().covariance, atol=1e-10
+    )
+    assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
+
+
+# --- nonlinear models: the textbook, in numpy -----------------------------------------------------
+
+
+def square(scale: Any) -> np.ndarray:
+    return np.asarray(scale) @ np.asarray(scale).T
+
+
+def textbook(ys: np.ndarray, linearise_move: Any, linearise_seen: Any) -> tuple:
+    """Filter and Rauch-Tung-Striebel smoother on covariances, one matrix at a time.
+
+    The two arguments map a mean and a covariance to a predicted mean, its covariance without noise,
+    and the cross-covariance with the state.
+    """
+    mean, spread = np.asarray(PENDULUM.prior.mean), square(PENDULUM.prior.scale_tril)
+    noise, error = (square(k.scale_tril) for k in (PENDULUM.transition, PENDULUM.emission))
+    filtered, predicted, log_evidence = [], [], 0.0
+    for k, y in enumerate(ys):
+        if k > 0:
+            moved, inner, cross = linearise_move(mean, spread)
+            predicted.append((moved, inner + noise, cross))
+            mean, spread = moved, inner + noise
+        seen = ~np.isnan(y)
+        if seen.any():
+            expected, inner, cross = linearise_seen(mean, spread)
+            total = (inner + error)[np.ix_(seen, seen)]
+            gain = np.linalg.solve(total, cross[:, seen].T).T
+            innovation = (y - expected)[seen]
+            log_evidence -= 0.5 * (
+                innovation @ np.linalg.solve(total, innovation)
+                + np.linalg.slogdet(2 * np.pi * total)[1]
+            )
+            mean, spread = mean + gain @ innovation, spread - gain @ total @ gain.T
+        filtered.append((mean, spread))
+    smoothed = [filtered[-1]]
+    for (mean, spread), (moved, total, cross) in zip(
+        filtered[-2::-1], predicted[::-1], strict=True
+    ):
+        gain = np.linalg.solve(total, cross.T).T
+        after, after_spread = smoothed[-1]
+        smoothed.append(
+            (mean + gain @ (after - moved), spread + gain @ (after_spread - total) @ gain.T)
+        )
+    means, spreads = zip(*smoothed[::-1], strict=True)
+    return np.array(means), np.array(spreads), log_evidence
+
+
+def by_jacobian(fn: Any) -> Any:
+    value, slope = jax.jit(fn), jax.jit(jax.jacrev(fn))
+
+    def linearise(mean: np.ndarray, spread: np.ndarray) -> tuple:
+        w = np.asarray(slope(jnp.asarray(mean)))
+        return np.asarray(value(jnp.asarray(mean))), w @ spread @ w.T, spread @ w.T
+
+    return linearise
+
+
+def by_unscented_transform(fn: Any, alpha: float, beta: float, kappa: float) -> Any:
+    """The transform of Julier and Uhlmann as it is printed, negative weights and all."""
+    evaluate = jax.jit(jax.vmap(fn))
+
+    def linearise(mean: np.ndarray, spread: np.ndarray) -> tuple:
+        d = len(mean)
+        lam = alpha**2 * (d + kappa) - d
+        root = np.linalg.cholesky((d + lam) * spread)
+        points = np.array([mean, *(mean + root.T), *(mean - root.T)])
+        mean_weights = np.full(2 * d + 1, 0.5 / (d + lam))
+        mean_weights[0] = lam / (d + lam)
+        weights = mean_weights.copy()
+        weights[0] += 1 - alpha**2 + beta
+        values = np.asarray(evaluate(jnp.asarray(points)))
+        expected = mean_weights @ values
+        moved, states = values - expected, points - mean
+        return expected, moved.T * weights @ moved, states.T * weights @ moved
+
+    return linearise
+
+
+def assert_textbook(found: LinearisedPosterior, expected: tuple) -> None:
+    marginals = found.chain.marginals()
+    np.testing.assert_allclose(marginals.mean, expected[0], atol=1e-9)
+    np.testing.assert_allclose(marginals.covariance, expected[1], atol=1e-9)
+    assert float(found.log_evidence) == pytest.approx(expected[2], abs=1e-8)
+    assert float(jnp.sum(found.log_evidence_increments)) == pytest.approx(expected[2], abs=1e-8)
+
+
+def test_extended_is_the_textbook(swing, followed):
+    expected = textbook(swing, by_jacobian(pendulum_mean), by_jacobian(pendulum_seen))
+    assert_textbook(followed["extended"], expected)
+
+
+@pytest.mark.parametrize(
+    "parameters", [(1.0, 0.0, 1.0), slow((3**0.5, 2.0, 1.0)), slow((0.1, 2.0, 0.0))], ids=str
+)
+def test_unscented_is_the_textbook(swing, followed, parameters):
+    transform = partial(by_unscented_transform, alpha=parameters[0])
+    expected = textbook(
+        swing,
+        transform(pendulum_mean, beta=parameters[1], kappa=parameters[2]),
+        transform(pendulum_seen, beta=parameters[1], kappa=parameters[2]),
+    )
+    found = followed["unscented"]  # in two dimensions, the first of the parameters are the default
+    if parameters != (1.0, 0.0, 1.0):
+        found = rd.unscented_smoother(PENDULUM, swing, rule=rd.Unscented(*parameters))
+    assert_textbook(found, expected)
+
+
+def test_a_prefix_is_the_posterior_of_fewer_rows(swing, followed):
+    fewer = swing.copy()
+    fewer[12:] = np.nan
+    found = rd.extended_smoother(PENDULUM, fewer).chain.prefix(12)
+    assert_same_chain(found, followed["extended"].chain.prefix(12))
+
+
+def wave(x: Any) -> Any:
+    return x + 0.4 * jnp.sin(2.0 * x)
+
+
+WAVES = rd.StateSpaceModel(
+    rd.Gaussian(jnp.ones(1), jnp.eye(1)),
+    rd.NonlinearGaussianKernel(wave, rd.Diagonal(jnp.array([0.3]))),
+    rd.NonlinearGaussianKernel(lambda x: x + 0.2 * x**2, rd.Diagonal(jnp.array([0.5]))),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [WAVES, slow(PENDULUM)], ids=["waves", "pendulum"])
+def test_iterated_extended_finds_the_most_probable_path(model):
+    ys = np.array(model.simulate(jax.random.key(3), 30)[1])
+    ys[4, 0] = ys[9] = np.nan
+    smooth = partial(rd.iterated_smoother, model, ys, rule=rd.Taylor(), num_iterations=40)
+    found = smooth()
+    # Gauss-Newton: at its fixed point the gradient of the log-joint is zero.
+    path = found.chain.marginals()
+    slope = jax.jit(jax.grad(lambda xs: model.log_joint(xs, ys)))
+    assert float(jnp.max(jnp.abs(slope(path.mean) * path.std))) < 1e-8
+    assert found.changes.shape == (40,)
+    assert float(found.changes[0]) > 1e-2 and float(found.changes[-1]) < 1e-8
+    assert found.status == "ok"
+    # Held back, it does not get there, and says so.
+    short = smooth(damping=0.999)
+    assert short.status == "not converged" and not bool(short.lost)
+    with refused(ValueError, "last of 40 iterations", "num_iterations", "damping"):
+        short.check()
+
+
+@pytest.mark.slow
+def test_damping_converges_where_full_steps_overshoot():
+    # Full Gauss-Newton steps on an arctangent jump from one flat side to the other.
+    model = scalar_model(lambda x: jnp.arctan(2.0 * x), 0.1, prior=2.0, scale=2.0)
+    ys = jnp.arctan(2.0 * jnp.array([[3.0], [-3.0], [3.0], [-3.0]]))
+    smooth = partial(rd.iterated_smoother, model, ys, rule=rd.Taylor(), num_iterations=60)
+    full = smooth(damping=0.0)
+    assert full.status == "lost" and float(full.changes[-1]) > 1.0
+    damped = smooth(damping=0.5)
+    assert damped.status == "ok" and float(damped.changes[-1]) < 1e-10
+    slope = jax.jit(jax.grad(lambda xs: model.log_joint(xs, ys)))(damped.chain.marginals().mean)
+    assert float(jnp.max(jnp.abs(slope))) < 1e-8
+
+
+# --- conditional moments --------------------------------------------------------------------------
+
+
+def dense_grid(model: Any, ys: Any, lower: float, upper: float) -> tuple:
+    """Means, standard deviations and log-evidence by sums over 600 points, in numpy."""
+    xs = np.linspace(lower, upper, 600)
+    weight, scale = float(model.transition.weight[0, 0]), float(model.transition.scale_tril[0, 0])
+    move = np.exp(-0.5 * ((xs[None, :] - weight * xs[:, None]) / scale) ** 2)
+    move *= (xs[1] - xs[0]) / (scale * np.sqrt(2 * np.pi))
+    density = jax.jit(jax.vmap(jax.vmap(model.emission.log_prob, (0, None)), (None, 0)))
+    seen = np.nan_to_num(np.asarray(density(xs[:, None], jnp.nan_to_num(ys))))
+    seen[np.isnan(np.asarray(ys))[:, 0]] = 0.0
+    law = np.exp(-0.5 * (xs / float(model.prior.scale_tril[0, 0])) ** 2)
+    law, filtered, log_evidence = law / law.sum(), [], 0.0
+    for k, row in enumerate(seen):
+        law = (law @ move if k else law) * np.exp(row)
+        log_evidence += np.log(law.sum())
+        law = law / law.sum()
+        filtered.append(law)
+    smoothed = [law]
+    for law in filtered[-2::-1]:
+        smoothed.append(law * (move @ (smoothed[-1] / np.maximum(law @ move, 1e-300))))
+    weights = np.array(smoothed[::-1])
+    mean = weights @ xs
+    return mean, np.sqrt(weights @ xs**2 - mean**2), log_evidence
+
+
+@pytest.mark.slow
+def test_counts_through_conditional_moments():
+    counts = rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(1.0 + x)))
+    model = scalar_model(counts, prior=0.5, weight=0.95, scale=0.2)
+    ys = model.simulate(jax.random.key(0), 40)[1].at[7].set(jnp.nan)
+    mean, std, log_evidence = dense_grid(model, ys, -4.0, 4.0)
+    found = rd.iterated_smoother(model, ys)
+    marginals = found.chain.marginals()
+    assert np.max(np.abs(marginals.mean[:, 0] - mean) / std) < 0.03
+    np.testing.assert_allclose(marginals.std[:, 0], std, rtol=0.01)
+    assert float(found.log_evidence) == pytest.approx(log_evidence, abs=1.0)
+    assert found.status == "ok"
+
+
+class Widening(rd.AbstractGaussianKernel):
+    """A Gaussian kernel whose noise grows with the state."""
+
+    takes_input: bool = eqx.field(static=True, default=False)  # pyright: ignore
+
+    def law(self, x: Any, u: Any = None) -> rd.Gaussian:
+        return rd.Gaussian(2.0 * x, jnp.diag(0.1 + 0.2 * x**2))
+
+
+@pytest.mark.slow
+def test_noise_that_depends_on_the_state_is_averaged():
+    model = scalar_model(Widening(), prior=0.5)
+    y = jnp.array([[0.7]])
+    found = rd.unscented_smoother(model, y, rule=rd.GaussHermite(7))
+    # x ~ N(0, 1/4): E (0.1 + 0.2 x²)² = 0.01 + 0.04/4 + 0.04 · 3/16.
+    total = 4 * 0.25 + 0.01 + 0.04 * 0.25 + 0.04 * 3 * 0.25**2
+    assert float(found.chain.laws.mean[0, 0]) == pytest.approx(0.5 * 0.7 / total, abs=1e-12)
+    expanded = rd.extended_smoother(model, y)
+    assert float(expanded.chain.laws.mean[0, 0]) == pytest.approx(0.5 * 0.7 / 1.01, abs=1e-12)
+    with refused(ValueError, "Unscented(alpha=0.1", "lose definiteness", "positive"):
+        rd.unscented_smoother(model, y, rule=rd.Unscented(0.1, 2.0, 0.0))
+
+
+COVARIANCE = jnp.array([[0.3, 0.1], [0.1, 0.2]])
+
+
+@pytest.mark.parametrize(
+    ("law", "covariance"),
+    [
+        (dist.MultivariateNormal(jnp.ones(2), COVARIANCE), COVARIANCE),
+        (dist.MultivariateStudentT(4.0, jnp.ones(2), jnp.eye(2)), 2.0 * jnp.eye(2)),
+        (dist.Normal(jnp.ones(2), jnp.array([0.3, 0.2])), jnp.diag(jnp.array([0.09, 0.04]))),
+        (dist.Normal(jnp.ones(2), 0.5).to_event(1), 0.25 * jnp.eye(2)),
+        (rd.Gaussian(jnp.ones(2), rd.Diagonal(jnp.array([2.0, 3.0]))), jnp.diag(jnp.array([4, 9]))),
+    ],
+    ids=["dense", "heavy tails", "entries", "event", "gaussian"],
+)
+def test_moments_of_laws(law, covariance):
+    found = moments.law_moments(law, jnp.dtype("float64"))
+    np.testing.assert_allclose(found.mean, jnp.ones(2), atol=1e-12)
+    np.testing.assert_allclose(square(found.scale), covariance, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_law_with_one_density_for_a_row_is_left_out_whole():
+    # Also: laws of numpyro as prior and emission, at once.
+    joint = rd.DistributionKernel(lambda x: dist.MultivariateNormal(jnp.tile(x, 2), COVARIANCE))
+    prior = dist.Normal(jnp.zeros(1), jnp.ones(1))
+    model = rd.StateSpaceModel(prior, walk(0.9, 0.4), joint)
+    ys = np.random.default_rng(0).normal(size=(6, 2))
+    left_out = ys.copy()
+    ys[2, 0], left_out[2] = np.nan, np.nan
+    found, expected = rd.extended_smoother(model, ys), rd.extended_smoother(model, left_out)
+    np.testing.assert_array_equal(found.chain.laws.mean, expected.chain.laws.mean)
+    assert found.diagnostics.degrees.tolist() == [2, 2, 0, 2, 2, 2]
+    assert float(found.log_evidence_increments[2]) == 0.0
+    # Two readings of the first state, which is all that the linear-Gaussian update takes.
+    gain = np.ones(2) @ np.linalg.inv(np.ones((2, 2)) + COVARIANCE)
+    assert float(found.chain.laws.mean[0, 0]) == pytest.approx(float(gain @ ys[0]), abs=1e-12)
+
+
+class Unknown(eqx.Module):
+    """A law that says nothing of its moments."""
+
+    location: jax.Array
+
+    def log_prob(self, value: Any) -> Any:
+        return -jnp.abs(value - self.location)
+
+    def sample(self, key: Any, sample_shape: Any = ()) -> Any:
+        return self.location + jax.random.laplace(key, (*sample_shape, *self.location.shape))
+
+
+class MeanAlone(Unknown):
+    @property
+    def mean(self) -> jax.Array:
+        return self.location
+
+
+@pytest.mark.parametrize(
+    ("law", "kind", "phrases"),
+    [
+        (Unknown, TypeError, ("emission cannot be linearised", "Unknown", "`mean` and `variance`")),
+        (MeanAlone, TypeError, ("emission", "MeanAlone", "neither `covariance_matrix`")),
+        (
+            lambda x: dist.Dirichlet(jnp.exp(jnp.stack([x[0], -x[0]]))),
+            TypeError,
+            ("Dirichlet", "one density for all entries", "`covariance_matrix`"),
+        ),
+        (lambda x: dist.Cauchy(x, 1.0), ValueError, ("emission", "not finite", "Cauchy")),
+    ],
+    ids=["nothing", "mean", "dependent", "infinite"],
+)
+def test_laws_without_moments_are_refused(law, kind, phrases):
+    model = scalar_model(rd.DistributionKernel(law))
+    width = jax.eval_shape(lambda: model.simulate(jax.random.key(0), 1)[1]).shape[1]
+    with refused(kind, *phrases):
+        rd.extended_smoother(model, jnp.full((3, width), 0.5))
+
+
+def test_a_prior_without_moments_is_refused():
+    model = SATURATING
+    model = rd.StateSpaceModel(Unknown(jnp.zeros(1)), model.transition, model.emission)
+    with refused(TypeError, "prior cannot be linearised", "Unknown"):
+        rd.unscented_smoother(model, jnp.zeros((3, 1)))
+
+
+# --- being lost -----------------------------------------------------------------------------------
+
+
+def many(smooth: Any, model: rd.StateSpaceModel, num_times: int, count: int) -> Any:
+    """Simulated series, and what a smoother makes of them, all at once."""
+    keys = jax.random.split(jax.random.key(11), count)
+    ys = jax.vmap(lambda key: model.simulate(key, num_times)[1])(keys)
+    return ys, jax.jit(jax.vmap(lambda y: smooth(model, y, mask=True)))(ys)
+
+
+VARIANTS = ("cubature", "gauss-hermite", "iterated", "iterated extended")
+"""Methods that share their code with another one here: theirs are run with the slow tests."""
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in VARIANTS else name for name in METHODS])
+def test_all_are_lost_on_a_square(name):
+    _, found = many(METHODS[name], SQUARE, 40, 8)
+    assert bool(jnp.all(found.lost)), found.code
+    # They return the prior, of which the mean is zero.
+    assert float(jnp.max(jnp.abs(found.chain.laws.mean))) < 1e-12
+    assert float(jnp.min(jnp.max(found.diagnostics.misread, axis=1))) > 0.9
+
+
+@pytest.mark.parametrize("num_times", [1, slow(7)])
+def test_a_short_series_can_be_lost_too(num_times):
+    found = rd.unscented_smoother(SQUARE, jnp.full((num_times, 1), 1.0))
+    assert found.status == "lost" and int(found.status_time) == num_times - 1
+    with refused(ValueError, "lost", "95% of what the observations say", "grid_smoother"):
+        found.check()
+
+
+@pytest.mark.slow
+def test_ignoring_the_scale_of_observations_is_being_lost():
+    # Stochastic volatility: the conditional mean is flat, so that its moments say nothing of x,
+    # and the innovations are as large as they should be.
+    volatility = rd.DistributionKernel(lambda x: dist.Normal(0.0 * x, jnp.exp(x / 2)))
+    model = scalar_model(volatility, weight=0.95, scale=0.3)
+    _, found = many(rd.unscented_smoother, model, 60, 4)
+    assert bool(jnp.all(found.lost))
+
+
+@pytest.fixture(scope="module")
+def saturated() -> tuple:
+    """Series of a saturating emission: the linearisation is often poor, and never lost."""
+    return many(rd.extended_smoother, SATURATING, 100, 32)
+
+
+def test_a_saturating_emission_is_not_called_lost(saturated):
+    assert not bool(jnp.any(saturated[1].lost)), saturated[1].code
+
+
+PAPER = rd.StateSpaceModel(
+    rd.Gaussian(jnp.zeros(1), 0.316 * jnp.eye(1)),
+    rd.LinearGaussianKernel(-0.898 * jnp.eye(1), -0.4 * jnp.ones(1), 0.1 * jnp.eye(1)),
+    rd.NonlinearGaussianKernel(
+        lambda x: jnp.cos(jnp.tanh(1.5455 * x)), rd.Diagonal(jnp.array([0.0316]))
+    ),
+)
+PRECISE = scalar_model(jnp.tanh, 0.01, prior=0.3, scale=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        slow(PAPER, "unscented"),
+        slow(PAPER, "extended"),
+        slow(PAPER, "iterated"),
+        slow(PRECISE, "extended"),
+        slow(PRECISE, "unscented"),
+        slow(SATURATING, "unscented"),
+        slow(SATURATING, "iterated"),
+        slow(SATURATING, "iterated extended"),
+        slow(PENDULUM, "extended"),
+        slow(PENDULUM, "iterated"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_suits_them_is_not_called_lost(model, method):
+    _, found = many(METHODS[method], model, 100, 32)
+    assert not bool(jnp.any(found.lost)), found.code
+
+
+@pytest.mark.slow
+def test_mild_curvature_is_hardly_noticed():
+    model = scalar_model(lambda x: x + 0.1 * jnp.sin(x), 0.1)
+    _, found = many(rd.extended_smoother, model, 100, 32)
+    assert not bool(jnp.any(found.code))
+    assert float(jnp.max(found.diagnostics.misread)) < 0.2
+    # A mean of 3200 squares of standard normal variables, each of variance 2.
+    squares = found.diagnostics.squared_innovations
+    assert float(jnp.mean(squares)) == pytest.approx(1.0, abs=5 * np.sqrt(2 / 3200))
+
+
+@pytest.mark.slow
+def test_iterating_comes_nearer_to_the_exact_posterior(saturated):
+    ys = saturated[0][1]
+    mean, std, _ = dense_grid(SATURATING, ys, -8.0, 8.0)
+
+    def error(smooth: Any) -> float:
+        found = smooth(SATURATING, ys).chain.marginals()
+        return float(np.mean(np.abs(found.mean[:, 0] - mean) / std))
+
+    assert error(rd.iterated_smoother) < min(0.2, 0.6 * error(rd.extended_smoother))
+
+
+def test_distances_are_those_of_a_dense_grid(saturated):
+    ys, found = saturated
+    xs = np.linspace(-8, 8, 8001)
+    means, variances = (np.asarray(a) for a in (found.chain.laws.mean, found.chain.laws.covariance))
+
+    def normalised(log_density: np.ndarray) -> np.ndarray:
+        density = np.exp(log_density - log_density.max())
+        return density / density.sum()
+
+    for i, k in ((0, 0), (0, 3), (1, 50), (2, 20), (3, 99)):
+        mean, variance = 0.0, 1.0
+        if k > 0:
+            mean, variance = 0.9 * means[i, k - 1, 0], 0.81 * variances[i, k - 1, 0, 0] + 0.16
+        prediction = -0.5 * (xs - mean) ** 2 / variance
+        update = prediction - 0.5 * (float(ys[i, k, 0]) - np.tanh(xs)) ** 2 / 0.01
+        made = -0.5 * (xs - means[i, k, 0]) ** 2 / variances[i, k, 0, 0]
+        exact, before, after = (normalised(a) for a in (update, prediction, made))
+        said, missed = 0.5 * np.abs(exact - before).sum(), 0.5 * np.abs(exact - after).sum()
+        assert float(found.diagnostics.said[i, k]) == pytest.approx(said, abs=0.03)
+        assert float(found.diagnostics.missed[i, k]) == pytest.approx(missed, abs=0.03)
+
+
+def test_a_wrong_state_shows_in_the_innovations():
+    # Two wells, a linear emission, and a prior that is sure of the wrong well: each linearised
+    # update is exact, and the transition pulls back what it learned.
+    well = rd.NonlinearGaussianKernel(
+        lambda x: x + 0.9 * x * (1 - x**2) / (1 + x**2), rd.Diagonal(jnp.array([0.02]))
+    )
+    model = rd.StateSpaceModel(rd.Gaussian(jnp.ones(1), 0.02 * jnp.eye(1)), well, walk(1.0, 0.3))
+    ys = -1.0 + 0.3 * np.random.default_rng(0).normal(size=(40, 1))
+    found = rd.extended_smoother(model, ys)
+    assert float(jnp.max(found.diagnostics.misread)) < 1e-10
+    assert found.status == "lost" and int(found.status_time) == 19
+    with refused(ValueError, "lost", "up to time 19", "squared innovations", "does not fit"):
+        found.check()
+
+
+def test_what_overflows_is_not_finite():
+    explosion = rd.NonlinearGaussianKernel(lambda x: x**5, rd.Diagonal(jnp.ones(1)))
+    model = rd.StateSpaceModel(
+        rd.Gaussian(2.0 * jnp.ones(1), jnp.eye(1)), explosion, walk(1.0, 1.0)
+    )
+    found = rd.extended_smoother(model, jnp.full((12, 1), jnp.nan).at[0].set(3.0))
+    assert found.status == "not finite" and 1 < int(found.status_time) < 11
+    with refused(ValueError, f"not finite from time {int(found.status_time)} on"):
+        found.check()
+
+
+def test_the_verdict_averages_over_rows_with_an_observation():
+    values = np.arange(60.0)
+    observed = np.random.default_rng(0).random(60) < 0.6
+    average = jax.jit(diagnosis._average)
+    found = np.asarray(average(values, observed))
+    for k in range(60):
+        rows = values[: k + 1][observed[: k + 1]]
+        expected = rows[-20:].mean() if len(rows) >= 20 else 0.0
+        assert found[k] == pytest.approx(expected, abs=1e-12)
+    few = np.asarray(average(values[:9], observed[:9]))
+    assert few[-1] == pytest.approx(values[:9][observed[:9]].mean())
+    assert not np.any(average(values, np.zeros(60, bool)))
+
+
+@pytest.mark.slow
+def test_long_series_are_read_in_batches(swing, followed, monkeypatch):
+    model, measured = PENDULUM, followed["extended"].diagnostics
+    series = prepare_data(model, swing)
+
+    @eqx.filter_jit
+    def said_and_missed() -> Any:
+        found = recursion.linearised_filter(model, series, rd.Taylor())
+        return diagnosis._readings(model, series, found)
+
+    monkeypatch.setattr(diagnosis, "BATCH", 8)
+    said, missed = said_and_missed()
+    np.testing.assert_allclose(said, measured.said, atol=1e-12)
+    np.testing.assert_allclose(missed, measured.missed, atol=1e-12)
+
+
+def test_missing_rows_say_nothing(swing, followed):
+    found = followed["extended"].diagnostics
+    assert found.degrees[4] == 1 and found.degrees[9] == 0
+    for values in (found.squared_innovations, found.said, found.missed):
+        assert float(values[9]) == 0.0
+    blind = rd.extended_smoother(PENDULUM, np.full_like(swing, np.nan))
+    assert blind.status == "ok" and float(blind.log_evidence) == 0.0
+
+
+# --- batches, padding, precision, gradients -------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_batches_and_padding():
+    ys = jax.vmap(lambda key: SATURATING.simulate(key, 8)[1])(
+        jax.random.split(jax.random.key(2), 3)
+    )
+    lengths = jnp.array([8, 1, 5])
+
+    def smooth(y: Any, length: Any) -> LinearisedPosterior:
+        return rd.extended_smoother(SATURATING, y, length=length)
+
+    batch, single = jax.jit(jax.vmap(smooth))(ys, lengths), jax.jit(smooth)
+    found = jax.tree.map(np.asarray, batch)
+
+    def close(ours: Any, theirs: Any) -> None:
+        np.testing.assert_allclose(ours, theirs, atol=1e-10)
+
+    for i in range(3):
+        ours = jax.tree.map(lambda leaf, i=i: leaf[i], found)
+        jax.tree.map(close, ours, single(ys[i], lengths[i]))
+    # What stands in the padding does not matter, and the terminal law is repeated there.
+    alone = rd.extended_smoother(SATURATING, np.asarray(ys)[2, :5])
+    padded = jax.tree.map(lambda leaf: leaf[2], found)
+    close(padded.log_evidence, alone.log_evidence)
+    close(padded.chain.laws.mean[:5], alone.chain.laws.mean)
+    close(padded.chain.laws.mean[5:], np.tile(np.asarray(alone.chain.laws.mean)[-1:], (3, 1)))
+    close(padded.chain.kernels.weight[:4], alone.chain.kernels.weight)
+    close(padded.chain.kernels.weight[4:], np.ones((3, 1, 1)))
+    close(padded.diagnostics.misread[4], alone.diagnostics.misread[-1])
+    with refused(ValueError, "batch of posteriors", "jax.tree.map"):
+        _ = batch.status
+    with refused(ValueError, "not known inside"):
+        jax.eval_shape(lambda y: smooth(y, 8).status, ys[0])
+
+
+def test_chains_are_used_as_any_other(swing, followed):
+    estimator = rd.BackwardSampling(64)
+    bounds = {
+        name: rd.elbo(PENDULUM, found.chain, swing, estimator=estimator, key=jax.random.key(0))
+        for name, found in followed.items()
+    }
+    assert all(np.isfinite(float(bound)) for bound in bounds.values())
+
+
+@pytest.mark.parametrize("name", ["iterated", slow("extended"), slow("unscented")])
+@pytest.mark.slow
+def test_single_precision(x32, name):
+    model = scalar_model(jnp.tanh, 0.1)
+    found = METHODS[name](model, np.tanh(np.sin(0.3 * np.arange(30.0)))[:, None].astype("f4"))
+    for leaf in jax.tree.leaves(jax.tree.map(np.asarray, found)):
+        assert leaf.dtype in (np.int32, np.float32)
+        assert np.all(np.isfinite(leaf))
+    assert found.status == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["unscented", slow("extended"), slow("iterated")])
+def test_gradients_of_evidence_and_means(name):
+    smooth = METHODS[name] if name != "iterated" else partial(METHODS[name], num_iterations=2)
+    ys = SATURATING.simulate(jax.random.key(0), 6)[1].at[2].set(jnp.nan)
+
+    def at(step: Any) -> Any:
+        moved = eqx.tree_at(
+            lambda m: (m.prior.mean, m.emission.scale_tril.std),
+            SATURATING,
+            (SATURATING.prior.mean + step, SATURATING.emission.scale_tril.std * (1.0 + step)),
+        )
+        found = smooth(moved, ys)
+        return found.log_evidence + jnp.sum(found.chain.kernels.bias)
+
+    run = jax.jit(jax.value_and_grad(at))
+    (high, _), (low, _) = run(1e-5), run(-1e-5)
+    assert float(run(0.0)[1]) == pytest.approx(float(high - low) / 2e-5, rel=1e-6)
+
+
+# --- rules and misuse -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("singular", [False, True])
+def test_linear_functions_are_found_again(rule, singular):
+    rng = np.random.default_rng(0)
+    weight, bias = jnp.asarray(rng.normal(size=(3, 2))), jnp.asarray(rng.normal(size=3))
+    noise = jnp.asarray(np.tril(rng.normal(size=(3, 3)), -1) + np.eye(3))
+    scale = jnp.array([[0.0 if singular else 0.5, 0.0], [0.3, 0.2]])
+    law = Factored.from_scale(jnp.array([1.0, -2.0]), scale)
+
+    def moments_at(x: Any) -> moments.Moments:
+        return moments.Moments(weight @ x + bias, noise)
+
+    for constant in (True, False):
+        if not constant and rule == rd.Unscented(0.1, 2.0, 0.0):
+            continue
+        run = jax.jit(lambda law, c=constant: rule.linearise(moments_at, law, constant_scale=c))
+        found = run(law)
+        x = law.mean + scale @ jnp.array([0.7, -0.4])
+        np.testing.assert_allclose(found.weight @ x + found.bias, weight @ x + bias, atol=1e-11)
+        np.testing.assert_allclose(square(found.scale), square(noise), atol=1e-11)
+
+
+def test_gradients_are_finite_at_a_linear_function():
+    # There the residuals of a regression are zero, and so is the square root of their covariance.
+    def total(weight: Any, law: Factored) -> Any:
+        def moments_at(x: Any) -> moments.Moments:
+            return moments.Moments(weight @ x, jnp.zeros((2, 2)))
+
+        affine = rd.Unscented().linearise(moments_at, law, constant_scale=True)
+        return sum(jnp.sum(leaf) for leaf in affine)
+
+    law = Factored.from_scale(jnp.ones(2), jnp.array([[0.5, 0.0], [0.3, 0.0]]))
+    slopes = jax.jit(jax.grad(total, argnums=(0, 1)))(jnp.eye(2), law)
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(slopes))
+
+
+@pytest.mark.parametrize("parameters", [(1.0, 0.0, 1.0), (3**0.5, 2.0, 1.0), (0.1, 2.0, 0.0)])
+def test_regression_is_the_unscented_transform(parameters):
+    mean, scale = np.array([0.5, -0.2]), np.array([[0.4, 0.0], [0.1, 0.3]])
+    rule = rd.Unscented(*parameters)
+    law = Factored.from_scale(jnp.asarray(mean), jnp.asarray(scale))
+
+    def moments_at(x: Any) -> moments.Moments:
+        return moments.Moments(pendulum_seen(x), jnp.zeros((2, 2)))
+
+    found = jax.jit(lambda law: rule.linearise(moments_at, law, constant_scale=True))(law)
+    expected, inner, cross = by_unscented_transform(pendulum_seen, *parameters)(mean, square(scale))
+    w = np.asarray(found.weight)
+    np.testing.assert_allclose(w @ mean + found.bias, expected, atol=1e-11)
+    np.testing.assert_allclose(square(scale) @ w.T, cross, atol=1e-11)
+    np.testing.assert_allclose(w @ square(scale) @ w.T + square(found.scale), inner, atol=1e-11)
+
+
+@pytest.mark.parametrize("rule", RULES[1:], ids=str)
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_points_have_mean_zero_and_unit_covariance(rule, dim):
+    nodes, weights, reference, spreads, excess = rule.points(dim)
+    assert weights.sum() == pytest.approx(1.0) and reference.sum() == pytest.approx(1.0)
+    np.testing.assert_allclose(weights @ nodes, np.zeros(dim), atol=1e-12)
+    np.testing.assert_allclose(nodes.T * weights @ nodes, np.eye(dim), atol=1e-12)
+    assert spreads.min() >= 0 and excess >= 0
+    # The opposite of each point is a point of the same weight.
+    mirror = rules._mirror(nodes)
+    np.testing.assert_allclose(nodes[mirror], -nodes, atol=1e-12)
+    np.testing.assert_allclose(weights[mirror], weights, atol=1e-12)
+
+
+def test_factors_of_many_columns():
+    rng = np.random.default_rng(0)
+    for rows, columns in ((1, 5), (3, 40), (4, 2), (14, 20)):
+        w = jnp.asarray(rng.normal(size=(rows, columns)))
+        factor = jax.jit(rules.lower_factor)(w)
+        np.testing.assert_allclose(factor @ factor.T, w @ w.T, atol=1e-12)
+        np.testing.assert_allclose(np.triu(factor, 1), 0.0)
+    zero = jax.jit(rules.lower_factor)(jnp.zeros((3, 4)))
+    assert float(jnp.max(jnp.abs(zero))) == 0.0
+
+
+def test_rules_refuse_what_they_cannot_do():
+    with refused(ValueError, "positive alpha", "-1.0"):
+        rd.Unscented(alpha=-1.0)
+    with refused(ValueError, "kappa above -2", "got -2.0"):
+        rd.Unscented(kappa=-2.0).points(2)
+    with refused(ValueError, "lose definiteness", "beta of at least alpha ** 2", "Cubature()"):
+        rd.Unscented(alpha=1.0, beta=0.0, kappa=-1.0).points(2)
+    with refused(ValueError, "order of at least 2"):
+        rd.GaussHermite(1)
+    with refused(ValueError, "10^6 points", "Cubature()"):
+        rd.GaussHermite(10).points(6)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_misuse_is_refused_with_the_remedy():
+    model: Any = SATURATING
+    ys = np.zeros((3, 1))
+    with refused(TypeError, "order must be a Python integer"):
+        rd.GaussHermite(2.5)  # pyright: ignore[reportArgumentType]
+    with refused(TypeError, "sigma points", "Taylor", "extended_smoother"):
+        rd.unscented_smoother(model, ys, rule=rd.Taylor())  # pyright: ignore[reportArgumentType]
+    with refused(TypeError, "expects a rule", "str"):
+        rd.iterated_smoother(model, ys, rule="unscented")  # pyright: ignore[reportArgumentType]
+    with refused(ValueError, "num_iterations must be at least 1"):
+        rd.iterated_smoother(model, ys, num_iterations=0)
+    with refused(ValueError, "damping", "got 1.0"):
+        rd.iterated_smoother(model, ys, damping=1.0)
+    with refused(ValueError, "1 columns", "got 2"):
+        rd.extended_smoother(model, np.zeros((3, 2)))
+    with refused(ValueError, "jax.vmap"):
+        rd.extended_smoother(model, np.zeros((2, 3, 1)))
+    with refused(ValueError, "inputs were given"):
+        rd.extended_smoother(model, ys, inputs=ys)
+    with refused(ValueError, "positive diagonal", "[0.]"):
+        rd.extended_smoother(scalar_model(jnp.tanh, 0.0), ys)
+    with refused(ValueError, "prior's parameters must be finite", "nan"):
+        rd.extended_smoother(eqx.tree_at(lambda m: m.prior.mean, model, jnp.full(1, jnp.nan)), ys)

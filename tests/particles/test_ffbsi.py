@@ -1,0 +1,900 @@
+"""Particle filters and FFBSi against Kalman, the grid and sums written out in numpy.
+
+Keys are fixed. A Monte Carlo average may be off by 4.5 standard errors, which happens to one
+average in 150,000, and by its bias of order 1/N where it has one.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+import scipy.stats
+from bounded_law import Within
+
+import retrodict as rd
+from retrodict._exact import KalmanPosterior
+
+UNTYPED = cast(Any, rd)
+"""The library as it is called by those who do not read types."""
+
+LINEAR = rd.StateSpaceModel(
+    rd.Gaussian(jnp.array([0.5, -0.5]), jnp.array([[1.0, 0.0], [0.3, 0.8]])),
+    rd.LinearGaussianKernel(
+        jnp.array([[0.8, 0.3], [-0.2, 0.7]]),
+        jnp.array([0.1, -0.2]),
+        jnp.array([[0.6, 0.0], [0.2, 0.5]]),
+    ),
+    rd.LinearGaussianKernel(
+        jnp.array([[1.0, 0.4], [0.0, 1.0]]), jnp.array([0.2, 0.0]), jnp.diag(jnp.array([0.7, 1.0]))
+    ),
+)
+NUM_TIMES = 6
+
+
+def _drive(u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A transition of which weight, bias and scale all depend on the input."""
+    weight = jnp.array([[0.9, 0.2], [-0.3, 0.8]]) * (1 - 0.3 * u[0])
+    return weight, jnp.array([1.0, -1.0]) * u[1], jnp.diag(0.4 + u**2)
+
+
+DRIVEN = rd.StateSpaceModel(
+    LINEAR.prior,
+    rd.VaryingLinearGaussianKernel(_drive),
+    rd.LinearGaussianKernel(
+        jnp.array([[1.0, 0.4], [0.0, 1.0]]),
+        jnp.zeros(2),
+        jnp.array([[0.7, 0.0], [0.4, 0.8]]),
+        jnp.array([[1.0, 0.0], [-1.0, 2.0]]),
+    ),
+)
+SLOPE = -1.545546939136267
+NONLINEAR = rd.StateSpaceModel(
+    rd.Gaussian(jnp.zeros(1), jnp.sqrt(0.1) * jnp.eye(1)),
+    rd.LinearGaussianKernel(
+        jnp.array([[-0.8980038681557039]]), jnp.array([-0.4]), 0.1 * jnp.eye(1)
+    ),
+    rd.NonlinearGaussianKernel(
+        lambda x: jnp.cos(jnp.tanh(SLOPE * x)), rd.Diagonal(jnp.sqrt(jnp.array([0.001])))
+    ),
+)
+"""The model of the paper's section 5.2."""
+
+YS = LINEAR.simulate(jax.random.key(5), NUM_TIMES)[1]
+SHARP = {"resampling": "multinomial", "threshold": 1.0}
+
+
+def keys(count: int, seed: int = 0) -> jax.Array:
+    return jax.random.split(jax.random.key(seed), count)
+
+
+def pairs_of(samples: jax.Array) -> jax.Array:
+    """Covariances of neighbours (x_{k-1}, x_k), of shape `(time-1, 2d, 2d)`."""
+    stacked = jnp.concatenate([samples[:, :-1], samples[:, 1:]], axis=-1)
+    centred = stacked - stacked.mean(0, keepdims=True)
+    return jnp.einsum("mta,mtb->tab", centred, centred) / samples.shape[0]
+
+
+def summary(found: rd.ParticlePosterior) -> dict[str, jax.Array]:
+    value, error = found.expectation(rd.StateSum())
+    return {
+        "mean": found.mean,
+        "covariance": found.covariance,
+        "pairs": pairs_of(found.samples),
+        "log_evidence": found.log_evidence,
+        "filter_mean": found.filtered.mean,
+        "filter_covariance": found.filtered.covariance,
+        "sum": value,
+        "sum_error": error,
+        "log_evidence_error": found.filtered.log_evidence_standard_error(),
+    }
+
+
+def exact_summary(exact: KalmanPosterior, length: int) -> dict[str, np.ndarray]:
+    laws = exact.chain.marginals()
+    return {
+        "mean": np.asarray(laws.mean),
+        "covariance": np.asarray(laws.covariance),
+        "pairs": np.asarray(exact.chain.pairwise().covariance),
+        "filter_mean": np.asarray(exact.chain.laws.mean),
+        "filter_covariance": np.asarray(exact.chain.laws.covariance),
+        "sum": np.asarray(laws.mean)[:length].sum(0),
+    }
+
+
+def smoothed(
+    model: rd.StateSpaceModel, num_particles: int, num_keys: int, ys: Any = YS, **options: Any
+) -> dict[str, np.ndarray]:
+    """Summaries of many runs, with a leading axis for the keys."""
+
+    @jax.jit
+    @jax.vmap
+    def run(key: jax.Array) -> dict[str, jax.Array]:
+        return summary(rd.ffbsi(key, model, ys, num_particles, **options))
+
+    return {name: np.asarray(value) for name, value in run(keys(num_keys)).items()}
+
+
+def check_means(found: dict, exact: dict, num_particles: int, bias: float = 3.0) -> None:
+    """Averages over keys are exact but for 4.5 standard errors and a bias of bias/N."""
+    for name, wanted in exact.items():
+        values = found[name]
+        error = np.abs(values.mean(0) - wanted)
+        standard = values.std(0) / np.sqrt(len(values))
+        scale = np.sqrt(np.abs(exact["covariance"]).max()) if "mean" in name else 1.0
+        allowed = 4.5 * standard + bias * scale / num_particles
+        assert np.all(error <= allowed), f"{name}: {np.max(error / allowed):.2f} of what is allowed"
+
+
+# --- against Kalman -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sharp_runs() -> dict[str, np.ndarray]:
+    return smoothed(LINEAR, 100, 200, **SHARP)
+
+
+def test_smoothed_moments_of_a_linear_model(sharp_runs: dict):
+    exact = exact_summary(rd.kalman_smoother(LINEAR, YS), NUM_TIMES)
+    check_means(sharp_runs, exact, 100)
+
+
+def test_standard_errors_from_one_run_are_calibrated(sharp_runs: dict):
+    # The standard deviation of 200 z-scores has a relative standard error of 5 %.
+    exact = rd.kalman_smoother(LINEAR, YS)
+    sums = np.asarray(exact.chain.marginals().mean).sum(0)
+    scores = (sharp_runs["sum"] - sums) / sharp_runs["sum_error"]
+    assert np.all((scores.std(0) > 0.75) & (scores.std(0) < 1.3)), scores.std(0)
+    error = sharp_runs["log_evidence"] - float(exact.log_evidence)
+    scores = error / sharp_runs["log_evidence_error"]
+    assert 0.75 < scores.std() < 1.3, scores.std()
+
+
+def driven_series() -> tuple[np.ndarray, dict[str, Any]]:
+    """A series of 7 rows of which 5 exist, with inputs, missing entries and a missing row."""
+    rng = np.random.default_rng(1)
+    inputs = rng.uniform(-0.8, 0.8, size=(7, 2))
+    ys = np.array(DRIVEN.simulate(jax.random.key(8), 7, inputs=inputs)[1])
+    mask = np.ones((7, 2), bool)
+    mask[1, 0], mask[2], mask[4, 1] = False, False, False
+    return ys, {"mask": mask, "inputs": inputs, "length": 5}
+
+
+@pytest.mark.statistical
+def test_smoothed_moments_with_inputs_masks_and_padding():
+    ys, rest = driven_series()
+    exact = rd.kalman_smoother(DRIVEN, ys, **rest)
+    found = smoothed(DRIVEN, 100, 200, ys, **rest)
+    wanted = exact_summary(exact, 5)
+    # Neighbours beyond the end are one and the same state, whose covariance stands in both blocks.
+    check_means(found, wanted, 100)
+    ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
+    assert abs(ratio.mean() - 1) < 4.5 * ratio.std() / np.sqrt(200)
+    assert np.abs(np.mean(found["log_evidence_error"]) / found["log_evidence"].std() - 1) < 0.4
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"backward": rd.particles.RejectionBackward()},
+        {"backward": rd.particles.MCMCBackward(2)},
+        {"backward": rd.particles.Genealogy()},
+        {"lookahead": rd.particles.mean_lookahead(LINEAR)},
+        {"resampling": "residual", "backward": rd.particles.MCMCBackward(1)},
+    ],
+    ids=["exact", "rejection", "mcmc", "genealogy", "auxiliary", "residual"],
+)
+def test_smoothed_moments_however_paths_are_drawn(options: dict):
+    exact = exact_summary(rd.kalman_smoother(LINEAR, YS), NUM_TIMES)
+    check_means(smoothed(LINEAR, 200, 200, **options), exact, 200)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("backward", [rd.particles.ExactBackward(), rd.particles.MCMCBackward(2)])
+def test_smoothed_moments_under_a_guided_filter(backward: rd.particles.AbstractBackwardSampler):
+    exact = rd.kalman_smoother(LINEAR, YS)
+    options = {"proposal": rd.particles.ChainProposal(exact.chain, 1.5), "backward": backward}
+    check_means(smoothed(LINEAR, 200, 200, **options), exact_summary(exact, NUM_TIMES), 200)
+
+
+@pytest.mark.statistical
+def test_errors_fall_as_one_over_the_root_of_the_number_of_particles():
+    # Over 60 keys the slopes have standard deviations of at most 0.05: 0.2 is four of them.
+    exact = rd.kalman_smoother(LINEAR, YS)
+    wanted = exact_summary(exact, NUM_TIMES) | {"log_evidence": np.asarray(exact.log_evidence)}
+    sizes = np.array([50, 200, 800])
+    runs = [smoothed(LINEAR, int(size), 60) for size in sizes]
+    for name, value in wanted.items():
+        errors = [np.sqrt(np.mean((run[name] - value) ** 2)) for run in runs]
+        slope = np.polyfit(np.log(sizes), np.log(errors), 1)[0]
+        assert -0.7 < slope < -0.3, f"{name}: {slope:.2f}"
+
+
+@pytest.mark.slow
+@pytest.mark.statistical
+def test_standard_errors_are_calibrated_on_a_longer_series():
+    # The standard deviation of 60 z-scores has a relative standard error of 9 %. With 200 particles
+    # in place of 800, errors of the sum would come out a quarter too small here.
+    ys = LINEAR.simulate(jax.random.key(6), 40)[1]
+    exact = rd.kalman_smoother(LINEAR, ys)
+    sums = np.asarray(exact.chain.marginals().mean).sum(0)
+    sharp = smoothed(LINEAR, 800, 60, ys, **SHARP)
+    scores = (sharp["sum"] - sums) / sharp["sum_error"]
+    assert np.all((scores.std(0) > 0.75) & (scores.std(0) < 1.3)), scores.std(0)
+    usual = smoothed(LINEAR, 200, 100, ys)
+    scores = (usual["log_evidence"] - float(exact.log_evidence)) / usual["log_evidence_error"]
+    assert 0.75 < scores.std() < 1.3, scores.std()
+
+
+# --- against the grid -----------------------------------------------------------------------------
+
+
+@pytest.mark.statistical
+def test_smoothed_moments_of_a_nonlinear_model():
+    ys = NONLINEAR.simulate(jax.random.key(2), 8)[1]
+    exact = rd.grid_smoother(
+        NONLINEAR, ys, rd.Grid(jnp.array([-3.0]), jnp.array([3.0]), 2000)
+    ).check()
+    found = smoothed(NONLINEAR, 400, 100, ys)
+    mean, covariance = np.asarray(exact.mean), np.asarray(exact.covariance)
+    cross = np.asarray(exact.cross_covariance())
+    pairs = np.block([[covariance[:-1], cross], [cross.transpose(0, 2, 1), covariance[1:]]])
+    wanted = {"mean": mean, "covariance": covariance, "pairs": pairs, "sum": mean.sum(0)}
+    check_means(found, wanted, 400)
+    ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
+    assert abs(ratio.mean() - 1) < 4.5 * ratio.std() / 10
+    scores = (found["sum"] - mean.sum(0)) / found["sum_error"]
+    # Systematic resampling is better than what the standard error takes it for.
+    assert 0.4 < scores.std() < 1.3, scores.std()
+
+
+@pytest.mark.statistical
+def test_smoothed_moments_of_counts_under_heavy_tailed_moves():
+    model = rd.StateSpaceModel(
+        dist.Normal(jnp.zeros(1), 0.5),
+        rd.DistributionKernel(lambda x: dist.StudentT(5.0, 0.8 * x, 0.3)),
+        rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x))),
+    )
+    ys = np.array([[1.0], [0.0], [np.nan], [6.0], [2.0]])
+    exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
+    bound = float(scipy.stats.t.logpdf(0.0, 5.0, 0.0, 0.3))
+    wanted = {"mean": np.asarray(exact.mean), "covariance": np.asarray(exact.covariance)}
+    for backward in (rd.particles.ExactBackward(), rd.particles.RejectionBackward(log_bound=bound)):
+        found = smoothed(model, 300, 100, ys, backward=backward)
+        check_means(found, wanted, 300)
+        ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
+        assert abs(ratio.mean() - 1) < 4.5 * ratio.std() / 10
+
+
+# --- evidence -------------------------------------------------------------------------------------
+
+
+def _guide_first(data: rd.Series) -> dist.Distribution:
+    return dist.Normal(0.5 * data.ys, jnp.array([1.5, 1.2]))
+
+
+def _guide(before: jax.Array, data: rd.Series) -> dist.Distribution:
+    return dist.Normal(0.5 * before + 0.3 * data.ys, jnp.array([1.0, 0.9]))
+
+
+def filter_options(kind: str) -> dict[str, Any]:
+    """Every way to run a filter, by name."""
+    name, _, threshold = kind.partition(" ")
+    options: dict[str, Any] = {"threshold": float(threshold or 0.5)}
+    if name == "guided":
+        return options | {"proposal": rd.particles.Guided(_guide_first, _guide)}
+    if name == "chain":
+        return options | {
+            "proposal": rd.particles.ChainProposal(rd.kalman_smoother(LINEAR, YS).chain)
+        }
+    if name == "auxiliary":
+        return options | {"lookahead": rd.particles.mean_lookahead(LINEAR)}
+    if name == "both":
+        return options | filter_options("guided") | filter_options("auxiliary 1.0")
+    return options | {"resampling": name}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "multinomial 1.0",
+        "both",
+        *(
+            pytest.param(kind, marks=pytest.mark.statistical)
+            for kind in (
+                "systematic 0.5",
+                "systematic 1.0",
+                "stratified 0.5",
+                "stratified 1.0",
+                "residual 0.5",
+                "residual 1.0",
+                "multinomial 0.5",
+                "guided 0.5",
+                "guided 1.0",
+                "chain 0.5",
+                "chain 1.0",
+                "auxiliary 0.5",
+                "auxiliary 1.0",
+            )
+        ),
+    ],
+)
+def test_the_evidence_is_unbiased(kind: str):
+    # With 8 particles and the effective sample size below half of them now and then, so that what
+    # is lost or counted twice at resampling would show.
+    options = filter_options(kind)
+
+    @jax.jit
+    @jax.vmap
+    def run(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = rd.particle_filter(key, LINEAR, YS, 8, **options)
+        return found.log_evidence, found.ess
+
+    log_evidence, ess = (np.asarray(a) for a in run(keys(4000, seed=1)))
+    ratio = np.exp(log_evidence - float(rd.kalman_smoother(LINEAR, YS).log_evidence))
+    assert abs(ratio.mean() - 1) < 4.5 * ratio.std() / np.sqrt(4000)
+    if not kind.startswith("chain"):
+        assert 0.02 < (ess[:, :-1] < 4).mean() < 0.98, "resampling is not put to the test"
+
+
+@pytest.mark.slow
+def test_the_exact_posterior_as_a_proposal_gives_the_exact_evidence():
+    # Without resampling every particle then has the weight p(x, y) / p(x | y), whatever x is.
+    ys, rest = driven_series()
+    exact = rd.kalman_smoother(DRIVEN, ys, **rest)
+    found = rd.particle_filter(
+        jax.random.key(0),
+        DRIVEN,
+        ys,
+        7,
+        proposal=rd.particles.ChainProposal(exact.chain, inflation=1.0),
+        threshold=1e-9,
+        **rest,
+    )
+    np.testing.assert_allclose(found.log_evidence, exact.log_evidence, rtol=1e-10)
+    np.testing.assert_allclose(found.log_weights[-1], -np.log(7), rtol=1e-8)
+    np.testing.assert_allclose(found.ess[-1], 7, rtol=1e-8)
+    assert found.ess[0] < 6.9
+    np.testing.assert_array_equal(found.ancestors, np.tile(np.arange(7), (7, 1)))
+
+
+def test_a_lookahead_that_rules_out_every_particle_is_not_believed():
+    # The means of x_1 are all further from y_1 than the emission allows; draws of x_1 are not.
+    model = rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(1), 0.1 * jnp.eye(1)),
+        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        rd.DistributionKernel(lambda x: Within(x, 1.0)),
+    )
+    ys = jnp.array([[0.0], [1.9]])
+    options: dict[str, Any] = {"threshold": 1.0, "strict": False}
+    found = rd.particle_filter(
+        jax.random.key(0), model, ys, 200, lookahead=rd.particles.mean_lookahead(model), **options
+    )
+    assert int(found.status) == 0
+    density = scipy.stats.norm(0, np.sqrt(1.01))
+    exact = np.log((density.cdf(2.9) - density.cdf(0.9)) / 4)
+    assert abs(float(found.log_evidence) - exact) < 0.8
+
+
+@pytest.mark.parametrize(
+    "resampling", [pytest.param("systematic", marks=pytest.mark.slow), "multinomial"]
+)
+def test_where_nothing_is_seen_the_evidence_is_known(resampling: Any):
+    # Its logarithm is zero whatever is drawn, so that its standard error is as well. An estimate of
+    # the variance has a standard deviation of some sqrt(12 / 200³) = 0.0012.
+    mask = np.zeros((12, 2), bool)
+    found = rd.particle_filter(
+        jax.random.key(0),
+        LINEAR,
+        np.zeros((12, 2)),
+        200,
+        mask=mask,
+        resampling=resampling,
+        threshold=1.0,
+    )
+    np.testing.assert_allclose(found.log_evidence, 0.0, atol=1e-10)
+    assert float(found.log_evidence_standard_error()) ** 2 < 5 * 0.0012
+
+
+# --- what one run says ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found() -> rd.ParticlePosterior:
+    ys = LINEAR.simulate(jax.random.key(6), 9)[1]
+    return rd.ffbsi(jax.random.key(0), LINEAR, ys, 40, 60)
+
+
+def test_shapes_and_weights(found: rd.ParticlePosterior):
+    filtered = found.filtered
+    assert found.samples.shape == (60, 9, 2) and found.indices.shape == (9, 60)
+    assert filtered.particles.shape == (9, 40, 2) and filtered.ancestors.shape == (9, 40)
+    assert found.length is None and int(found.status) == 0 and int(found.status_time) == -1
+    weights = np.exp(np.asarray(filtered.log_weights))
+    np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-12)
+    np.testing.assert_allclose(filtered.ess, 1 / (weights**2).sum(1), rtol=1e-10)
+    np.testing.assert_allclose(found.log_evidence, filtered.log_evidence_increments.sum())
+    clouds = np.asarray(filtered.particles)
+    paths = [clouds[k][np.asarray(found.indices)[k]] for k in range(9)]
+    np.testing.assert_array_equal(np.swapaxes(found.samples, 0, 1), paths)
+
+
+def test_moments_are_those_of_paths_and_particles(found: rd.ParticlePosterior):
+    samples = np.asarray(found.samples)
+    np.testing.assert_allclose(found.mean, samples.mean(0), rtol=1e-10)
+    for k in range(9):
+        wanted = np.cov(samples[:, k].T, ddof=0)
+        np.testing.assert_allclose(found.covariance[k], wanted, rtol=1e-9)
+        weights = np.exp(np.asarray(found.filtered.log_weights[k]))
+        wanted = np.cov(np.asarray(found.filtered.particles[k]).T, aweights=weights, ddof=0)
+        np.testing.assert_allclose(found.filtered.covariance[k], wanted, rtol=1e-9)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.05, 0.5, 0.9, 1.0])
+def test_quantiles(found: rd.ParticlePosterior, probability: float):
+    wanted = np.quantile(np.asarray(found.samples), probability, axis=0)
+    np.testing.assert_allclose(found.quantile(probability), wanted, rtol=1e-10)
+    values = np.asarray(found.filtered.particles)
+    weights = np.exp(np.asarray(found.filtered.log_weights))
+    answers = np.asarray(found.filtered.quantile(probability))
+    for k in range(9):
+        for i in range(2):
+            order = np.argsort(values[k, :, i])
+            reached = np.cumsum(weights[k][order]) >= probability * (1 - 1e-12)
+            assert answers[k, i] == values[k, order, i][np.argmax(reached)]
+
+
+def test_counts_of_ancestors_and_of_particles_on_paths(found: rd.ParticlePosterior):
+    indices, ancestors = np.asarray(found.indices), np.asarray(found.filtered.ancestors)
+    assert found.num_distinct.tolist() == [len(set(row)) for row in indices]
+    alive, counts = set(range(40)), []
+    for k in range(8, -1, -1):
+        counts.append(len(alive))
+        alive = {ancestors[k][i] for i in alive}
+    assert found.filtered.num_ancestors.tolist() == counts[::-1]
+    assert 1 < counts[-1] < 40
+
+
+@pytest.mark.parametrize("lag", [1, 3, 20])
+def test_the_variance_of_the_evidence_is_what_its_formula_says(
+    found: rd.ParticlePosterior, lag: int
+):
+    ancestors = np.asarray(found.filtered.ancestors)
+    weights = np.exp(np.asarray(found.filtered.log_weights))
+
+    def squared_shares(time: int, end: int) -> float:
+        """Σ_i (the weight at `end` of the descendants of particle i of `time`)²."""
+        shares = np.zeros(40)
+        for i in range(40):
+            place = i
+            for k in range(end, time, -1):
+                place = ancestors[k][place]
+            shares[place] += weights[end][i]
+        return (shares**2).sum()
+
+    variance = 0.0
+    for p in range(9):
+        end = min(p + lag, 8)
+        later = 1 / 40 if p == end else squared_shares(p + 1, end)
+        variance += squared_shares(p, end) - later
+    error = found.filtered.log_evidence_standard_error(lag)
+    np.testing.assert_allclose(error, np.sqrt(variance), rtol=1e-8)
+
+
+def test_expectations_are_averages_over_paths(found: rd.ParticlePosterior):
+    weights = np.linspace(0, 1, 9)
+    functional = rd.AdditiveFunctional(
+        lambda before, x, data: {"far": data * jnp.sum(jnp.abs(x - before)), "x": x},
+        lambda x, data: {"far": data + jnp.sum(x), "x": x},
+    )
+    value, error = found.expectation(functional, jnp.asarray(weights + 0.5))
+    samples, indices = np.asarray(found.samples), np.asarray(found.indices)
+    steps = np.abs(np.diff(samples, axis=1)).sum(-1)
+    far = 0.5 + samples[:, 0].sum(-1) + steps @ (weights[1:] + 0.5)
+    values = np.concatenate([far[:, None], samples.sum(1)], axis=1)
+    found_values = np.concatenate([[value["far"]], value["x"]])
+    np.testing.assert_allclose(found_values, values.mean(0), rtol=1e-10)
+    # Paths that go through one particle at some time, pair by pair.
+    centred = values - values.mean(0)
+    shared = np.zeros(3)
+    for k in range(9):
+        for a in range(60):
+            for b in range(60):
+                if a != b and indices[k, a] == indices[k, b]:
+                    shared += centred[a] * centred[b]
+    variance = np.maximum(shared, 0) / 60**2 + centred.var(0, ddof=1) / 60
+    found_errors = np.concatenate([[error["far"]], error["x"]])
+    np.testing.assert_allclose(found_errors, np.sqrt(variance), rtol=1e-8)
+
+
+# --- missing values, padding, batches -------------------------------------------------------------
+
+
+def driven_run(key: jax.Array, ys: Any, **rest: Any) -> rd.ParticlePosterior:
+    return rd.ffbsi(key, DRIVEN, ys, 30, 50, **rest)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), found, wanted)
+
+
+@pytest.fixture(scope="module")
+def padded() -> rd.ParticlePosterior:
+    ys, rest = driven_series()
+    return driven_run(jax.random.key(3), ys, **rest)
+
+
+@pytest.fixture(scope="module")
+def truncated() -> rd.ParticlePosterior:
+    ys, rest = driven_series()
+    return driven_run(jax.random.key(3), ys[:5], mask=rest["mask"][:5], inputs=rest["inputs"][:5])
+
+
+def test_padding_changes_nothing_before_it(
+    padded: rd.ParticlePosterior, truncated: rd.ParticlePosterior
+):
+    assert_same(padded.log_evidence, truncated.log_evidence)
+    assert_same(padded.samples[:, :5], truncated.samples)
+    assert_same(padded.indices[:5], truncated.indices)
+    assert_same(padded.num_distinct[:5], truncated.num_distinct)
+    assert_same(padded.filtered.num_ancestors[:5], truncated.filtered.num_ancestors)
+    assert int(padded.length) == 5  # pyright: ignore
+    error = padded.filtered.log_evidence_standard_error()
+    assert_same(error, truncated.filtered.log_evidence_standard_error())
+
+
+def test_padding_repeats_the_last_row_that_exists(padded: rd.ParticlePosterior):
+    for k in (5, 6):
+        np.testing.assert_array_equal(padded.samples[:, k], padded.samples[:, 4])
+        np.testing.assert_array_equal(padded.filtered.particles[k], padded.filtered.particles[4])
+        assert_same(padded.filtered.log_weights[k], padded.filtered.log_weights[4])
+    np.testing.assert_array_equal(padded.filtered.log_evidence_increments[5:], 0)
+
+
+@pytest.mark.parametrize("functional", [rd.StateSum(), rd.SecondMoments()], ids=["sum", "squares"])
+def test_padding_adds_nothing_to_expectations_and_their_errors(
+    padded: rd.ParticlePosterior, truncated: rd.ParticlePosterior, functional: Any
+):
+    value, error = padded.expectation(functional)
+    wanted, wanted_error = truncated.expectation(functional)
+    assert_same(value, wanted)
+    assert_same(error, wanted_error)
+
+
+def test_what_was_not_seen_does_not_count(padded: rd.ParticlePosterior):
+    ys, rest = driven_series()
+    absurd = np.where(rest["mask"], ys, 1e6)
+    absurd[5:] = np.nan
+    assert_same(driven_run(jax.random.key(3), absurd, **rest).samples, padded.samples)
+    holes = np.where(rest["mask"], ys, np.nan)
+    del rest["mask"]
+    assert_same(driven_run(jax.random.key(3), holes, **rest).samples, padded.samples)
+    # Nothing was seen at time 2.
+    assert float(padded.filtered.log_evidence_increments[2]) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def batched() -> tuple[rd.ParticlePosterior, Callable[[int], rd.ParticlePosterior]]:
+    """Three series of unequal length at once, and a function that runs one of them alone."""
+    ys, rest = driven_series()
+    batch = jnp.stack([ys, ys[::-1], ys])
+    lengths, run_keys = jnp.array([5, 7, 3]), jnp.stack([jax.random.key(i) for i in (3, 1, 2)])
+    masks = jnp.stack([rest["mask"], np.ones((7, 2), bool), rest["mask"]])
+    arrays = (run_keys, batch, masks, lengths)
+
+    def run(key: jax.Array, ys: Any, mask: Any, length: Any) -> rd.ParticlePosterior:
+        return driven_run(key, ys, mask=mask, length=length, inputs=rest["inputs"])
+
+    return jax.vmap(run)(*arrays), lambda i: run(*(array[i] for array in arrays))
+
+
+@pytest.mark.slow
+def test_a_batch_is_as_its_series_one_by_one(batched: tuple):
+    together, alone = batched
+    for i in range(3):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i], together)
+        assert_same(one.indices, alone(i).indices)
+        wanted = eqx.filter(alone(i), eqx.is_inexact_array)
+        assert_same(eqx.filter(one, eqx.is_inexact_array), wanted)
+
+
+@pytest.mark.slow
+def test_inside_jit(padded: rd.ParticlePosterior):
+    ys, rest = driven_series()
+    run = jax.jit(
+        lambda key, ys, mask, inputs, length: driven_run(
+            key, ys, mask=mask, inputs=inputs, length=length
+        )
+    )
+    arrays = map(jnp.asarray, (ys, *rest.values()))
+    assert_same(run(jax.random.key(3), *arrays).samples, padded.samples)
+
+
+# --- small sizes and precision --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_times", "num_particles", "num_samples"),
+    [(1, 20, 30), (4, 1, 3), pytest.param(4, 3, None, marks=pytest.mark.slow)],
+)
+def test_small_sizes(num_times: int, num_particles: int, num_samples: int | None):
+    found = rd.ffbsi(jax.random.key(0), LINEAR, YS[:num_times], num_particles, num_samples)
+    assert found.samples.shape == (num_samples or num_particles, num_times, 2)
+    assert np.isfinite(found.samples).all() and np.isfinite(found.log_evidence)
+    assert np.isfinite(found.filtered.log_evidence_standard_error())
+    if num_particles == 1:
+        assert np.all(np.asarray(found.indices) == 0)
+        particles = np.asarray(found.filtered.particles)[:, 0]
+        weight, bias = (np.asarray(a) for a in (LINEAR.emission.weight, LINEAR.emission.bias))
+        laws: Any = scipy.stats.norm(particles @ weight.T + bias, [0.7, 1.0])
+        wanted = laws.logpdf(np.asarray(YS[:num_times])).sum()
+        np.testing.assert_allclose(found.log_evidence, wanted, rtol=1e-10)
+
+
+def in_precision(model: rd.StateSpaceModel, kind: Any) -> rd.StateSpaceModel:
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), kind), model)
+
+
+@pytest.mark.slow
+def test_single_precision(x32: None):
+    model, ys = in_precision(LINEAR, np.float32), np.asarray(YS, np.float32)
+    found = rd.ffbsi(jax.random.key(0), model, ys, 500)
+    exact = rd.kalman_smoother(model, ys)
+    for leaf in jax.tree.leaves(eqx.filter(found, eqx.is_inexact_array)):
+        assert leaf.dtype == np.float32
+    # The error of means is 0.7/sqrt(500) of a standard deviation and more.
+    laws = exact.chain.marginals()
+    assert np.abs((found.mean - laws.mean) / laws.std).max() < 0.3
+    assert abs(float(found.log_evidence - exact.log_evidence)) < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ys_kind", [np.float32, np.float64])
+def test_a_model_in_single_precision_while_double_is_on(ys_kind: Any):
+    model, ys = in_precision(LINEAR, np.float32), jnp.asarray(YS, ys_kind)
+    found = rd.ffbsi(jax.random.key(0), model, ys, 20)
+    wanted = rd.kalman_smoother(model, ys).log_evidence.dtype
+    assert found.samples.dtype == found.log_evidence.dtype == wanted
+    assert found.filtered.log_weights.dtype == wanted
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+BOUNDED = rd.StateSpaceModel(
+    rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+    rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+    rd.DistributionKernel(lambda x: Within(x, 2.0)),
+)
+OUTLIER = np.array([[0.0], [0.5], [1000.0], [0.0], [-1000.0]])
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda *args, **options: UNTYPED.particle_filter(*args, 20, **options),
+        lambda *args, **options: UNTYPED.ffbsi(*args, 20, **options),
+        pytest.param(
+            lambda *args, **options: UNTYPED.paris(*args, rd.StateSum(), 20, **options),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda *args, **options: UNTYPED.particles.forward_smoother(
+                *args, rd.StateSum(), 20, **options
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["particle_filter", "ffbsi", "paris", "forward_smoother"],
+)
+def test_an_impossible_observation_is_named(verb: Callable):
+    with pytest.raises(FloatingPointError, match="no particle.*time 2.*strict=False"):
+        verb(jax.random.key(0), BOUNDED, OUTLIER)
+    found = verb(jax.random.key(0), BOUNDED, OUTLIER, strict=False)
+    assert (int(found.status), int(found.status_time)) == (1, 2)
+    assert float(found.log_evidence) == -np.inf
+    for name in ("samples", "value"):
+        assert np.all(np.isfinite(getattr(found, name, 0.0)))
+
+
+def test_inside_jit_a_failure_is_a_status():
+    run = jax.jit(lambda ys: rd.particle_filter(jax.random.key(0), BOUNDED, ys, 20).status)
+    assert int(run(jnp.asarray(OUTLIER))) == 1
+
+
+def test_a_weight_that_is_no_number_is_named():
+    # The state is about k at time k, and the emission undefined beyond 5.
+    model = rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(1), 0.1 * jnp.eye(1)),
+        rd.LinearGaussianKernel(jnp.eye(1), jnp.ones(1), 0.1 * jnp.eye(1)),
+        rd.NonlinearGaussianKernel(lambda x: jnp.sqrt(5 - x), jnp.eye(1)),
+    )
+    ys = jnp.ones((8, 1))
+    with pytest.raises(FloatingPointError, match="NaN.*time 5"):
+        rd.particle_filter(jax.random.key(0), model, ys, 50)
+    found = rd.particle_filter(jax.random.key(0), model, ys, 50, strict=False)
+    assert (int(found.status), int(found.status_time)) == (2, 5)
+    assert np.all(np.isfinite(found.log_weights[:5]))
+
+
+@pytest.mark.slow
+def test_paths_that_coincide_are_reported():
+    ys = LINEAR.simulate(jax.random.key(6), 60)[1]
+    found = rd.ffbsi(jax.random.key(0), LINEAR, ys, 30, backward=rd.particles.Genealogy())
+    counts = np.asarray(found.num_distinct)
+    assert counts.min() < 10 <= counts.max()
+    assert (int(found.status), int(found.status_time)) == (3, np.argmin(counts))
+    # The genealogy is what the filter says it is.
+    ancestors, indices = np.asarray(found.filtered.ancestors), np.asarray(found.indices)
+    for k in range(1, 60):
+        np.testing.assert_array_equal(indices[k - 1], ancestors[k][indices[k]])
+
+
+# --- misuse ---------------------------------------------------------------------------------------
+
+
+STUDENT = eqx.tree_at(
+    lambda model: model.transition,
+    BOUNDED,
+    rd.DistributionKernel(lambda x: dist.StudentT(4.0, x, 1.0)),
+)
+KEY = jax.random.key(0)
+SMALL = np.zeros((3, 1))
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (
+            lambda: UNTYPED.particle_filter(KEY, LINEAR, YS, 5, resampling="random"),
+            ValueError,
+            "resampling must be one of 'systematic'.*'multinomial', got 'random'",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, threshold=0.0),
+            ValueError,
+            r"`threshold` must be in \(0, 1\], got 0",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, threshold=1.5),
+            ValueError,
+            r"`threshold` must be in \(0, 1\], got 1.5",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, proposal=lambda x: x),
+            TypeError,
+            "proposal must be a proposal.*Guided.*function",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, lookahead=3.0),
+            TypeError,
+            "lookahead must be a function.*float",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, backward="exact"),
+            TypeError,
+            "ffbsi expects a backward sampler.*ExactBackward.*str",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, backward=rd.particles.ExactBackward),
+            TypeError,
+            "ffbsi expects a backward sampler",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(
+                KEY, STUDENT, SMALL, 5, backward=rd.particles.RejectionBackward()
+            ),
+            ValueError,
+            "upper bound.*DistributionKernel.*log_bound",
+        ),
+        (lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 0), ValueError, "num_particles must be at least 1"),
+        (
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 2.5),
+            TypeError,
+            "num_particles must be a Python int",
+        ),
+        (
+            lambda: UNTYPED.particle_filter(KEY, LINEAR, YS, 0),
+            ValueError,
+            "num_particles must be at",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS, 5, 0),
+            ValueError,
+            "num_samples must be at least 1",
+        ),
+        (lambda: UNTYPED.ffbsi(0, LINEAR, YS, 5), TypeError, "ffbsi expects one typed key"),
+        (
+            lambda: UNTYPED.particle_filter(0, LINEAR, YS, 5),
+            TypeError,
+            "particle_filter expects one",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(KEY, LINEAR, YS[:, :1], 5),
+            ValueError,
+            "must have 2 columns, got 1",
+        ),
+        (
+            lambda: UNTYPED.ffbsi(
+                KEY,
+                LINEAR,
+                YS,
+                5,
+                proposal=rd.particles.ChainProposal(rd.kalman_smoother(LINEAR, YS[:4]).chain),
+            ),
+            ValueError,
+            "made for 4 rows.*has 6",
+        ),
+        (
+            lambda: UNTYPED.particles.ChainProposal(rd.kalman_smoother(LINEAR, YS)),
+            TypeError,
+            "expects a LinearGaussianChain, got KalmanPosterior.*chain",
+        ),
+        (
+            lambda: UNTYPED.particles.ChainProposal(rd.kalman_smoother(LINEAR, YS).chain, 0.0),
+            ValueError,
+            "positive inflation, got 0",
+        ),
+        (
+            lambda: UNTYPED.particles.Guided(1.0, _guide),
+            TypeError,
+            "function as its initial, got float",
+        ),
+        (
+            lambda: UNTYPED.particles.Guided(_guide_first, None),
+            TypeError,
+            "function as its move, got NoneType",
+        ),
+        (
+            lambda: rd.particles.mean_lookahead(STUDENT),
+            TypeError,
+            "Gaussian transition.*DistributionKernel",
+        ),
+    ],
+)
+def test_misuse_is_refused(call: Callable, kind: type[Exception], message: str):
+    with pytest.raises(kind, match="(?s)" + message):
+        call()
+
+
+@pytest.mark.usefixtures("untyped")
+def test_misuse_of_a_result_is_refused(found: rd.ParticlePosterior):
+    with pytest.raises(ValueError, match="`probability` must be between 0 and 1, got 1.5"):
+        found.quantile(1.5)
+    with pytest.raises(ValueError, match="`probability` must be between 0 and 1, got -0.1"):
+        found.filtered.quantile(-0.1)
+    with pytest.raises(TypeError, match="expects a functional.*StateSum.*function"):
+        found.expectation(lambda path: path)  # pyright: ignore
+    with pytest.raises(ValueError, match="lag must be at least 1"):
+        found.filtered.log_evidence_standard_error(0)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_moments_of_a_batch_are_not_mistaken_for_those_of_one_series(
+    found: rd.ParticlePosterior,
+):
+    # The leading axis is the batch, over which nothing may be averaged: as chains do, refuse.
+    together = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), found)
+    for read in (
+        lambda posterior: posterior.mean,
+        lambda posterior: posterior.covariance,
+        lambda posterior: posterior.quantile(0.5),
+        lambda posterior: posterior.expectation(rd.StateSum()),
+        lambda posterior: posterior.filtered.mean,
+    ):
+        with pytest.raises(ValueError, match="vmap"):
+            read(together)
+
+
+@pytest.mark.parametrize("data", [np.ones(4), np.float64(1.0)], ids=["rows", "scalar"])
+@pytest.mark.usefixtures("untyped")
+def test_data_of_another_length_is_refused(found: rd.ParticlePosterior, data: Any):
+    functional = rd.AdditiveFunctional(lambda before, x, data: data * x)
+    with pytest.raises(ValueError, match="one row per time step"):
+        found.expectation(functional, jnp.asarray(data))

@@ -1,0 +1,475 @@
+"""Smoothing without choosing: what is chosen, why, and what must be refused."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+import two_sided
+
+import retrodict as rd
+from retrodict._series import prepare_batch
+from retrodict._smooth import check as grading
+from retrodict._smooth.amortise import Training
+from retrodict._smooth.check import BatchCheck
+from retrodict._smooth.simulate_like import simulate_batch
+from retrodict._smooth.smooth import _is_as_good
+from retrodict.bounds.reference import find_reference
+
+# The package exports the function under the same name.
+driver = importlib.import_module("retrodict._smooth.smooth")
+
+N, QUICK = 30, {"num_steps": 3, "num_series": 8, "num_samples": 32, "progress": False}
+
+
+def linear(weight, noise, driven=False):
+    weight, noise = jnp.array([[weight]]), jnp.array([[noise]])
+    return rd.LinearGaussianKernel(weight, jnp.zeros(1), noise, jnp.eye(1) if driven else None)
+
+
+def model_with(emission, weight=0.9, noise=0.4, driven=False):
+    spread = noise / np.sqrt(1 - weight**2)
+    prior = rd.Gaussian(jnp.zeros(1), jnp.array([[spread]]))
+    return rd.StateSpaceModel(prior, linear(weight, noise, driven), emission)
+
+
+def seen_through(map_, error):
+    return rd.NonlinearGaussianKernel(map_, rd.Diagonal(jnp.array([error])))
+
+
+def bent(x):
+    return x + 0.1 * jnp.sin(x)
+
+
+LINEAR = model_with(linear(1.0, 0.3))
+MILD = model_with(seen_through(bent, 0.3))
+SQUARE = model_with(seen_through(jnp.square, 0.1), weight=0.95, noise=0.2)
+
+
+def simulated(model, count=None, n=N, seed=2):
+    if count is None:
+        return model.simulate(jax.random.key(seed), n)[1]
+    keys = jax.random.split(jax.random.key(seed), count)
+    return jax.vmap(lambda key: model.simulate(key, n)[1])(keys)
+
+
+def grid_moments(model, ys):
+    oracle = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-5.0]), jnp.array([5.0]), 600))
+    return oracle.mean, oracle.covariance
+
+
+def untrained(key, model, batch, **options):
+    """What stands in for the training, which takes long to compile."""
+    family = rd.MixtureFamily(key, 1, 1).prepare(model, batch.ys)
+    return Training(family, f"A family was not trained, with {options['num_steps']} steps")
+
+
+@pytest.fixture(scope="module")
+def squared():
+    """A series with two explanations, smoothed by a family that was not trained."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "train_family", untrained)
+        return rd.smooth(SQUARE, simulated(SQUARE), **QUICK)
+
+
+# --- exact ----------------------------------------------------------------------------------------
+
+
+def test_a_linear_gaussian_model_is_smoothed_exactly():
+    ys = np.asarray(simulated(LINEAR)).copy()
+    ys[5:9] = np.nan
+    found = rd.smooth(LINEAR, ys)
+    expected = rd.kalman_smoother(LINEAR, ys).chain.marginals()
+    np.testing.assert_allclose(found.mean, expected.mean, atol=1e-10)
+    np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-10)
+    assert found.method == "exact" and "linear and Gaussian" in found.reason and found.trustworthy
+    assert found.family is None and found.model is LINEAR
+    assert not found.mean_standard_error.any() and not found.covariance_standard_error.any()
+    assert found.chain.num_times == N
+    assert repr(found) == f"Smoothed(mean of shape (30, 1), exact: {found.reason})"
+
+
+@pytest.mark.slow
+def test_a_batch_has_masks_inputs_and_lengths_of_its_own():
+    model = model_with(linear(1.0, 0.3), driven=True)
+    us = jnp.sin(jnp.arange(3.0 * N)).reshape(3, N, 1)
+    keys = jax.random.split(jax.random.key(0), 3)
+    ys = jax.vmap(lambda key, u: model.simulate(key, N, inputs=u)[1])(keys, us)
+    mask = jax.random.bernoulli(jax.random.key(1), 0.7, ys.shape)
+    length = jnp.array([N, 10, 20])
+    found = rd.smooth(model, ys, mask=mask, inputs=us, length=length)
+    for i in range(3):
+        alone = rd.smooth(model, ys[i], mask=mask[i], inputs=us[i], length=length[i])
+        np.testing.assert_allclose(found.mean[i], alone.mean, atol=1e-10)
+        np.testing.assert_allclose(found.covariance[i], alone.covariance, atol=1e-10)
+
+
+# --- linearised -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mild():
+    return rd.smooth(MILD, simulated(MILD))
+
+
+@pytest.mark.slow
+def test_a_mildly_nonlinear_model_is_linearised(mild):
+    assert mild.method == "linearised" and mild.family is None
+    assert mild.trustworthy
+    assert (
+        "iterated smoother passes check_posterior: compared with a reference (grid)" in mild.reason
+    )
+    mean, covariance = grid_moments(MILD, simulated(MILD))
+    # A twentieth of the posterior standard deviation.
+    assert jnp.max(jnp.abs(mild.mean - mean)) < 0.05 * jnp.sqrt(jnp.min(covariance))
+    np.testing.assert_allclose(mild.covariance, covariance, rtol=0.05)
+
+
+@pytest.mark.slow
+def test_the_same_call_has_the_same_answer(mild):
+    again = rd.smooth(MILD, simulated(MILD), key=jax.random.key(0))
+    assert again.reason == mild.reason
+    np.testing.assert_array_equal(again.mean, mild.mean)
+
+
+def sharp(error):
+    """A sensor that sees x² with little noise, x near 3, and a prior that allows both signs."""
+    model = rd.StateSpaceModel(
+        rd.Gaussian(jnp.ones(1), 2.0 * jnp.eye(1)),
+        linear(1.0, 0.1),
+        seen_through(jnp.square, error),
+    )
+    draws = np.random.default_rng(0).normal(size=(2, N))
+    return model, (3.0 + 0.1 * np.cumsum(draws[0])) ** 2 + error * draws[1]
+
+
+def negative_mass(model, ys, points):
+    """P(x_k < 0 | y) for each k, by sums over a grid in numpy."""
+    (mean, std), step = (float(each) for each in (model.prior.mean[0], model.prior.std[0])), 0.1
+    error = float(model.emission.scale_tril.std[0])
+
+    def normal(z, scale):
+        return np.exp(-0.5 * (z / scale) ** 2)
+
+    move = normal(points[None] - points[:, None], step)
+    logs = [-0.5 * ((y - points**2) / error) ** 2 for y in ys]
+    likelihoods = [np.exp(each - each.max()) for each in logs]
+    forward = [normal(points - mean, std) * likelihoods[0]]
+    for each in likelihoods[1:]:
+        joint = (forward[-1] @ move) * each
+        forward.append(joint / joint.sum())
+    backward = [np.ones_like(points)]
+    for each in reversed(likelihoods[1:]):
+        earlier = move @ (each * backward[0])
+        backward.insert(0, earlier / earlier.max())
+    smoothed = np.array(forward) * np.array(backward)
+    return smoothed[:, points < 0].sum(axis=1) / smoothed.sum(axis=1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [0.3, pytest.param(0.1, marks=pytest.mark.slow), pytest.param(0.03, marks=pytest.mark.slow)],
+)
+def test_a_linearised_answer_that_lost_a_mode_is_not_trustworthy(error):
+    model, ys = sharp(error)
+    ys = ys[:8] if error > 0.2 else ys
+    exact = negative_mass(model, ys, np.linspace(-6.0, 6.0, 1501 if error > 0.2 else 4001))
+    np.testing.assert_allclose(exact, 0.18, atol=0.02)
+    found = rd.smooth(model, ys[:, None], method="linearised")
+    assert found.method == "linearised" and not found.trustworthy
+    assert jnp.max(found.covariance) < 0.1  # where the exact variance is above 4
+    assert "does not pass check_posterior (mode loss" in found.reason
+
+
+@pytest.mark.slow
+def test_a_mode_is_found_where_no_grid_is_fine_enough():
+    """At an error of 0.01 the grid is too coarse, and a bootstrap filter degenerates."""
+    model, ys = sharp(0.01)
+    found = rd.smooth(model, ys[:, None], method="linearised")
+    assert not found.trustworthy and "mode loss" in found.reason
+    assert "a reference (particles)" in found.reason
+
+
+def failed_reference(key, model, series):
+    found = find_reference(key, model, series)
+    return dataclasses.replace(found, problem="a smoother degenerates")
+
+
+@pytest.mark.parametrize("method", ["linearised", pytest.param("auto", marks=pytest.mark.slow)])
+def test_an_answer_whose_reference_fails_is_not_checked(monkeypatch, method):
+    monkeypatch.setattr(grading, "find_reference", failed_reference)
+    monkeypatch.setattr(driver, "train_family", untrained)
+    found = rd.smooth(MILD, simulated(MILD), method=method, **QUICK)
+    assert not found.trustworthy
+    assert "was not checked: a smoother degenerates." in found.reason
+    assert ("A family was not trained" in found.reason) == (method == "auto")
+
+
+def test_what_is_not_checked_is_not_trustworthy():
+    found = rd.smooth(MILD, simulated(MILD), method="linearised", check=False)
+    assert not found.trustworthy and "was not checked otherwise" in found.reason
+    assert repr(found).startswith("Smoothed(mean of shape (30, 1), linearised, not trustworthy: ")
+
+
+@pytest.mark.slow
+def test_what_was_forced_is_done_and_graded():
+    found = rd.smooth(SQUARE, simulated(SQUARE), method="linearised")
+    assert found.method == "linearised" and not found.trustworthy
+    assert "does not pass check_posterior (" in found.reason
+
+
+@pytest.mark.slow
+def test_many_sharp_sensors_do_not_kill_the_reference():
+    # Twenty observations with little noise each: the weights of a bootstrap filter are on one
+    # particle, and no affordable grid is fine enough.
+    wide = rd.NonlinearGaussianKernel(
+        lambda x: jnp.repeat(bent(x), 20), rd.Diagonal(jnp.full(20, 1e-3))
+    )
+    model = model_with(wide)
+    found = rd.smooth(model, simulated(model, n=8))
+    assert found.method == "linearised" and found.trustworthy
+    assert "a reference (particles)" in found.reason
+
+
+@pytest.mark.slow
+def test_without_a_density_the_smoother_speaks_for_itself():
+    stiff = rd.StateSpaceModel(MILD.prior, linear(0.9, 0.0), MILD.emission)
+    found = rd.smooth(stiff, simulated(stiff, 2))
+    assert found.method == "linearised" and found.mean.shape == (2, N, 1)
+    assert not found.trustworthy
+    assert "has status 'ok'" in found.reason and "transition with a density" in found.reason
+    with pytest.raises(ValueError, match="transition with a density"):
+        rd.smooth(stiff, simulated(stiff), method="amortised")
+
+
+# --- amortised ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_modes_are_left_to_a_family(squared):
+    assert squared.method == "amortised"
+    assert "The iterated smoother does not pass check_posterior (" in squared.reason
+    assert "A family was not trained, with 3 steps. It does not pass" in squared.reason
+    assert squared.mean.shape == (N, 1) and squared.covariance.shape == (N, 1, 1)
+    assert jnp.all(squared.mean_standard_error >= 0) and jnp.any(squared.mean_standard_error > 0)
+    assert isinstance(squared.family, rd.AbstractSampledFamily)
+    assert squared.chain.sample(jax.random.key(0), 3).shape == (3, N, 1)
+
+
+@pytest.mark.slow
+def test_a_family_is_used_again_without_training(squared):
+    told = []
+    options = {"num_samples": 32, "progress": lambda *at: told.append(at)}
+    new = simulated(SQUARE, 2, seed=7)
+    found = rd.smooth(SQUARE, new, family=squared.family, **options)
+    assert found.method == "amortised" and found.reason.startswith("The family was given.")
+    assert not told and found.mean.shape == (2, N, 1)
+    chain = squared.family.infer(new[1])
+    key = jax.random.fold_in(jax.random.split(jax.random.key(0))[1], 1)
+    estimator = rd.BackwardSampling(32, noise="stratified", by_component=True)
+    alone = rd.marginals(chain, estimator=estimator, key=key)
+    np.testing.assert_allclose(found.mean[1], alone.mean, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_a_linear_gaussian_family_needs_no_draws():
+    ys = simulated(MILD)
+    family = rd.ConjugateFamily(jax.random.key(0), 1, 1, width=4).prepare(MILD, ys)
+    found = rd.smooth(MILD, ys, family=family)
+    assert found.method == "amortised" and not found.mean_standard_error.any()
+
+
+def test_a_family_breaks_or_is_beaten():
+    """NaN compares as nothing: a broken family must not stand."""
+
+    def graded(elbo, *objections):
+        return BatchCheck(objections, elbo, "", None if objections else "not checked")
+
+    assert _is_as_good(graded(-5.0), graded(-6.0))
+    assert not _is_as_good(graded(-7.0), graded(-6.0))
+    assert _is_as_good(graded(-7.0), graded(-6.0, "mode loss"))
+    assert not _is_as_good(graded(-7.0, "mode loss"), graded(-6.0, "mode loss"))
+    assert not _is_as_good(graded(float("nan")), graded(-6.0, "mode loss"))
+    assert _is_as_good(BatchCheck((), -7.0, ""), graded(-6.0, "wrong law"))
+
+
+@pytest.mark.slow
+def test_training_series_take_after_the_given_ones():
+    model = model_with(seen_through(jnp.square, 0.1), driven=True)
+    us = jnp.arange(2.0 * 80).reshape(2, 80, 1)
+    seen = np.ones((2, 80, 1), bool)
+    seen[0, ::2] = False
+    batch = prepare_batch(
+        jnp.zeros((2, 80, 1)),
+        mask=seen,
+        inputs=us,
+        length=jnp.array([80, 20]),
+        takes_input=True,
+    )
+    found = simulate_batch(jax.random.key(0), model, batch, 6, 64)
+    assert found.ys.shape == (6, 64, 1)
+    assert found.options["length"].tolist() == [64, 20, 64, 20, 64, 20]
+    inputs, mask = found.options["inputs"][..., 0], found.options["mask"][..., 0]
+    np.testing.assert_array_equal(mask[0::2], inputs[0::2] % 2 == 1)
+    np.testing.assert_array_equal(inputs[1::2, :20], np.tile(np.arange(80.0, 100.0), (3, 1)))
+    assert mask[1::2, :20].all() and not mask[1::2, 20:].any()
+
+
+@pytest.mark.slow
+def test_a_family_is_trained_with_gaps_inputs_and_lengths():
+    model = model_with(seen_through(jnp.square, 0.1), driven=True)
+    us = 0.1 * jnp.sin(jnp.arange(2.0 * N)).reshape(2, N, 1)
+    keys = jax.random.split(jax.random.key(0), 2)
+    ys = np.array(jax.vmap(lambda key, u: model.simulate(key, N, inputs=u)[1])(keys, us))
+    ys[0, 10:15] = np.nan
+    found = rd.smooth(model, ys, method="amortised", inputs=us, length=[N, 20], **QUICK)
+    assert "Family was trained on 8 simulated series of 30 rows" in found.reason
+    assert found.mean.shape == (2, N, 1) and jnp.all(jnp.isfinite(found.mean))
+    np.testing.assert_allclose(found.mean[1, 20:], jnp.tile(found.mean[1, 19], (10, 1)), atol=1e-10)
+
+
+@pytest.mark.slow
+def test_a_smoother_that_a_family_does_not_beat_is_kept(monkeypatch):
+    # Nothing is good enough for this check.
+    monkeypatch.setattr("retrodict.bounds.check.MOST_DISTANCE", -1.0)
+    monkeypatch.setattr(driver, "train_family", untrained)
+    found = rd.smooth(MILD, simulated(MILD), **QUICK)
+    assert found.method == "linearised" and "which is therefore kept" in found.reason
+    assert found.family is not None
+
+
+@pytest.mark.slow
+def test_a_trained_family_knows_both_modes():
+    ys = simulated(SQUARE)
+    found = rd.smooth(SQUARE, ys, num_steps=600, num_series=256, progress=False)
+    assert found.method == "amortised" and isinstance(found.family, rd.MixtureFamily)
+    mean, covariance = grid_moments(SQUARE, ys)
+    assert jnp.max(jnp.abs(found.mean - mean)) < 0.3 * jnp.sqrt(jnp.max(covariance))
+    np.testing.assert_allclose(found.covariance, covariance, rtol=0.25, atol=0.02)
+
+
+# --- misuse ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"method": "exact"}, TypeError, "linear-Gaussian kernels, got Gaussian, Linear"),
+        ({"method": "best"}, ValueError, "`method` must be one of"),
+        ({"family": 3}, TypeError, "expects a family, got int"),
+        ({"key": 0}, TypeError, "one typed key"),
+        ({"num_samples": 16}, ValueError, "32 or more, got 16"),
+        ({"num_samples": 100}, ValueError, "a multiple of it, got 100"),
+        ({"check": False}, ValueError, "check chooses the method"),
+        ({"num_steps": 0}, ValueError, "num_steps must be at least 1"),
+        ({"inputs": np.zeros((N, 1))}, ValueError, "takes no inputs"),
+        ({"mask": np.ones(N, bool)}, ValueError, "mask must have the shape of ys"),
+        ({"length": N + 1}, ValueError, "length must be between 1 and 30"),
+    ],
+)
+@pytest.mark.usefixtures("untyped")
+def test_misuse_is_refused(options, kind, message):
+    with pytest.raises(kind, match=message):
+        rd.smooth(MILD, np.zeros((N, 1)), **options)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_other_misuse_is_refused():
+    wrong: Any = 3
+    with pytest.raises(TypeError, match="expects a StateSpaceModel, got int"):
+        rd.smooth(wrong, np.zeros((N, 1)))
+    with pytest.raises(ValueError, match=r"\(batch, time, obs\), or \(time, obs\)"):
+        rd.smooth(MILD, np.zeros(N))
+    with pytest.raises(ValueError, match="must have 1 columns, got 2"):
+        rd.smooth(MILD, np.zeros((N, 2)))
+    family = rd.ConjugateFamily(jax.random.key(0), 1, 1, width=4)
+    with pytest.raises(ValueError, match="method 'linearised' does not use a family"):
+        rd.smooth(MILD, np.zeros((N, 1)), method="linearised", family=family)
+    wrong = rd.smooth(LINEAR, np.zeros((N, 1)))
+    with pytest.raises(TypeError, match="Pass its .family"):
+        rd.smooth(LINEAR, np.zeros((N, 1)), family=wrong)
+
+
+LEVELS = [0.05, 0.3, 0.95]
+
+
+@pytest.fixture(scope="module")
+def quantiles_of_two_modes() -> np.ndarray:
+    smoothed = two_sided.smoothed()
+    quantiles = smoothed.quantile(LEVELS)
+    assert quantiles.shape == (3, *smoothed.mean.shape)
+    # Draws are the same in every call.
+    np.testing.assert_array_equal(smoothed.quantile(LEVELS), quantiles)
+    return np.asarray(quantiles)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_quantiles_of_two_modes_are_those_of_draws(
+    quantiles_of_two_modes: np.ndarray, level: float
+):
+    """Against a grid; a false alarm has a probability of 2e-9 per row."""
+    exact, smoothed = two_sided.posterior(), two_sided.smoothed()
+    expected = np.asarray(exact.quantile(level))[:, 0]
+    near = two_sided.tolerance(exact, level, 1000)
+    quantiles = quantiles_of_two_modes[LEVELS.index(level)]
+    assert np.all(np.abs(quantiles[:, 0] - expected) < near)
+    # A Gaussian interval is elsewhere: modes at ±3 have a standard deviation of 3.
+    gaussian = smoothed.mean[:, 0] + 1.645 * np.sqrt(smoothed.covariance[:, 0, 0])
+    assert np.all(np.abs(gaussian - np.asarray(exact.quantile(0.95))[:, 0]) > 1.5)
+
+
+@pytest.mark.slow
+def test_quantiles_of_a_batch_have_its_axis_after_that_of_the_levels():
+    smoothed = two_sided.smoothed()
+    batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), eqx.filter(smoothed, eqx.is_array))
+    batch = eqx.combine(batch, smoothed)
+    assert batch.quantile([0.3, 0.5]).shape == (2, 2, *smoothed.mean.shape)
+
+
+def test_quantiles_of_a_linear_gaussian_posterior_are_exact():
+    ys = simulated(LINEAR)
+    found = rd.smooth(LINEAR, ys)
+    std = np.sqrt(np.asarray(found.covariance)[:, 0, 0])
+    expected = scipy.stats.norm.ppf(0.95, np.asarray(found.mean)[:, 0], std)
+    np.testing.assert_allclose(found.quantile(0.95)[:, 0], expected, rtol=1e-6)
+    assert found.quantile([[0.1, 0.9]]).shape == (1, 2, N, 1)
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, -0.5, np.nan])
+def test_quantile_refuses_what_is_no_probability(level: float):
+    with pytest.raises(ValueError, match="strictly between 0 and 1"):
+        two_sided.smoothed().quantile(level)
+
+
+def explosive(scale: float) -> rd.StateSpaceModel:
+    """A double well, out of which paths that start far away are thrown to infinity."""
+    return rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(1), scale * jnp.eye(1)),
+        rd.NonlinearGaussianKernel(lambda x: x + 0.2 * (x - x**3), rd.Diagonal(jnp.array([0.2]))),
+        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+    )
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_simulated_keeps_the_linearised_answer():
+    ys = 1.0 + 0.5 * np.sin(np.arange(12.0))[:, None]
+    smoothed = rd.smooth(explosive(50.0), ys, **QUICK)
+    assert smoothed.method == "linearised"
+    assert smoothed.trustworthy or "simulates series that are not finite" in smoothed.reason
+    with pytest.raises(ValueError, match="simulates series that are not finite"):
+        rd.smooth(explosive(50.0), ys, method="amortised", check=False, **QUICK)
+
+
+def test_simulated_paths_that_are_not_finite_are_replaced():
+    key, ys = jax.random.key(0), jnp.zeros((20, 1))
+    plain = jax.vmap(lambda key: explosive(2.0).simulate(key, 20)[1])(jax.random.split(key, 64))
+    assert not np.all(np.isfinite(plain))
+    simulated = rd.simulate_like(key, explosive(2.0), ys, 64)
+    assert simulated.ys.shape == (64, 20, 1) and np.all(np.isfinite(simulated.ys))
+    with pytest.raises(ValueError, match="simulates series that are not finite"):
+        rd.simulate_like(key, explosive(50.0), ys, 64)
