@@ -774,7 +774,7 @@ def test_bad_input_is_refused(untyped: None, change: dict, message: str):
 
 
 def test_constants_of_functionals_are_checked(untyped: None):
-    with pytest.raises(ValueError, match="lipschitz must be a finite number"):
+    with pytest.raises(ValueError, match="lipschitz must be a finite nonnegative number"):
         rd.StateFunctional(lambda x, data: x, lipschitz=-1.0)
     with pytest.raises(ValueError, match="as a pair of constants"):
         rd.AdditiveFunctional(distance_travelled, lipschitz=1.0)  # pyright: ignore

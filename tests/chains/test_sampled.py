@@ -667,7 +667,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
     key = jax.random.key(0)
     with pytest.raises(TypeError, match="Opaque has no map from noise to paths"):
         rd.marginals(Opaque(chain), estimator=rd.BackwardSampling(2, noise="antithetic"), key=key)
-    with pytest.raises(TypeError, match="MixtureFamily are drawn. Use fit"):
+    with pytest.raises(TypeError, match="got MixtureFamily. Use fit"):
         rd.em(key, model, ys, family=rd.MixtureFamily(key, 1, 2))
 
 

@@ -731,8 +731,8 @@ def test_files_with_the_module_names_of_version_0_1_are_read(tmp_path: Path):
 
     def edit(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
         text = json.dumps(manifest["tree"])
-        assert "retrodict._series:Series" in text
-        old = text.replace("retrodict._series:Series", "retrodict._mask:Series")
+        assert "retrodict:Series" in text
+        old = text.replace("retrodict:Series", "retrodict._mask:Series")
         manifest["tree"] = json.loads(old)
 
     rewrite(path, edit, content=True, whole=True)

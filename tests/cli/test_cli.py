@@ -232,7 +232,7 @@ def test_mistakes_get_one_line(
     refused(retrodict(*arguments), word)
 
 
-@pytest.mark.parametrize("extra", ["typer", "rich", "matplotlib"])
+@pytest.mark.parametrize("extra", ["typer", "rich", "matplotlib", "jinja2"])
 def test_missing_extras_are_named(
     retrodict: Callable[..., Outcome],
     tmp_path: Path,

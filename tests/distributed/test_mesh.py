@@ -340,7 +340,7 @@ def test_a_coordinator_that_is_not_there_ends_in_one_line(tmp_path: Path) -> Non
     (done,) = all_of([command], [environment()])
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "retrodict: error: the other processes did not come to localhost" in line
+    assert "retrodict: error: the other processes did not join at localhost" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -625,7 +625,7 @@ def test_a_result_can_be_saved_and_loaded(whole, tmp_path):
     ("change", "error", "words"),
     [
         ({"ys": jnp.zeros((2, 5, 2))}, ValueError, "1 columns, got 2|must have 1 columns"),
-        ({"ys": jnp.zeros(5)}, ValueError, r"\(batch, time, obs\)"),
+        ({"ys": jnp.zeros(5)}, ValueError, r"shape \(time, obs\)"),
         ({"family": rd.GatedFamily(jax.random.key(0), 2, 1)}, ValueError, "state_dim=1"),
         ({"learn": "everything"}, ValueError, "'family', 'model', 'both'"),
         ({"mask": True, "ys": jnp.full((2, 5, 1), jnp.nan)}, ValueError, "mask=True declares"),

@@ -416,7 +416,7 @@ def test_what_is_no_file_of_series_is_refused(tmp_path: Path):
     with pytest.raises(data.DataError, match="name a file in it"):
         data.open_series(tmp_path / "folder.nc", series="who")
     (tmp_path / "table.csv").write_text("who,y\n1,2\n")
-    with pytest.raises(data.DataError, match="not one of .parquet, .nc"):
+    with pytest.raises(data.DataError, match="use one of .parquet, .nc"):
         data.open_series(tmp_path / "table.csv", series="who")
     with pytest.raises(data.DataError, match="no file; name one"):
         data.open_series([], series="who")

@@ -871,7 +871,7 @@ def test_misuse_is_refused_with_the_remedy():
         rd.extended_smoother(model, np.zeros((3, 2)))
     with refused(ValueError, "jax.vmap"):
         rd.extended_smoother(model, np.zeros((2, 3, 1)))
-    with refused(ValueError, "inputs were given"):
+    with refused(ValueError, "inputs must be left out"):
         rd.extended_smoother(model, ys, inputs=ys)
     with refused(ValueError, "positive diagonal", "[0.]"):
         rd.extended_smoother(scalar_model(jnp.tanh, 0.0), ys)

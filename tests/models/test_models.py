@@ -567,7 +567,7 @@ def test_a_kalman_family_takes_a_ready_model_with_uneven_times():
 
 
 def test_em_refuses_what_it_cannot_learn():
-    with pytest.raises(ValueError, match=r"built from parameters by Regular.*fit_evidence"):
+    with pytest.raises(ValueError, match=r"is a Regular.*fit_evidence"):
         rd.em(jax.random.key(0), rd.models.local_level(), WALK[:, None], num_iterations=1)
 
 

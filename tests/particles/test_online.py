@@ -450,7 +450,7 @@ def _first_row(model: Any, y: np.ndarray) -> Any:
         (
             lambda: _first_row(MODEL, np.zeros(1)),
             ValueError,
-            "inputs.*needed, got None",
+            "inputs must be given.*got None",
         ),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_dry_run_refuses_what_a_fit_would(tmp_path: Path, capsys):
     irregular = ["--option", "irregular=true"]
     for arguments, words in (
         (["local_level", "--step-input"], "takes no inputs, and the table has step"),
-        (["local_level", *irregular], "the length of the step, and the table has none.*--inputs"),
+        (["local_level", *irregular], "the length of the step.* and the table has none.*--inputs"),
         (
             ["poisson_counts", *irregular, "--option", "exposure=true", "--step-input"],
             "the length of the step, the exposure, and the table has step\\.",

@@ -368,7 +368,7 @@ def test_a_check_says_what_its_rows_mean(run: runs.Run, frame, tmp_path, capsys,
     monkeypatch.setattr(runs, "check", lambda *_, **__: found)
     assert command(["check", str(run.path), str(source)]) == 0
     said = capsys.readouterr().out
-    assert "what it means" in said and "so and so" in said and "In words." in said
+    assert "meaning" in said and "so and so" in said and "In words." in said
 
 
 def test_replicates_are_few_where_rows_are_many():
@@ -606,7 +606,7 @@ def test_inputs_of_coming_rows_are_those_after_the_last(run: runs.Run):
     assert found[..., 0].tolist() == [[5.0, 6.0, 7.0]]
     with pytest.raises(runs.RunError, match="must have 5 rows of inputs.*after its last row"):
         runs.read_inputs(driven, table, later, 5)
-    with pytest.raises(runs.RunError, match="after 4 comes 5"):
+    with pytest.raises(runs.RunError, match="the time after 4 is 5"):
         runs.read_inputs(driven, table, later.iloc[3:], 2)
 
 
@@ -616,7 +616,7 @@ def test_coming_times_of_a_regular_table_are_the_next_ones(copy: runs.Run, frame
     for times, code in (("1931\n1932\n", 0), ("1935\n", 2), ("1931.5\n", 2)):
         at.write_text(f"year\n{times}")
         assert command(["forecast", str(copy.path), str(source), "--at", str(at)]) == code
-    assert "after 1930 comes 1931" in capsys.readouterr().err
+    assert "the time after 1930 is 1931" in capsys.readouterr().err
 
 
 def test_coverage_counts_what_lies_inside():
@@ -1015,7 +1015,7 @@ def test_a_closed_pipe_ends_a_command_quietly(run: runs.Run, monkeypatch, capsys
     def closed(*_: Any, **__: Any) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("retrodict.cli._own.typer.echo", closed)
+    monkeypatch.setattr("retrodict.cli._output.typer.echo", closed)
     assert command(["info", str(run.path)]) == 141
     assert capsys.readouterr().err == ""
 

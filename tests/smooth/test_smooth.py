@@ -383,7 +383,7 @@ def test_other_misuse_is_refused():
     wrong: Any = 3
     with pytest.raises(TypeError, match="expects a StateSpaceModel, got int"):
         rd.smooth(wrong, np.zeros((N, 1)))
-    with pytest.raises(ValueError, match=r"\(batch, time, obs\), or \(time, obs\)"):
+    with pytest.raises(ValueError, match=r"shape \(time, obs\) with at least one row"):
         rd.smooth(MILD, np.zeros(N))
     with pytest.raises(ValueError, match="must have 1 columns, got 2"):
         rd.smooth(MILD, np.zeros((N, 2)))

@@ -195,8 +195,11 @@ def filter_laws(
 
 def with_closed_form_score(
     run: Callable[..., tuple[Filtered, Scalar]], *, parallel: Parallel
-) -> Callable[..., tuple[Filtered, Scalar]]:
+) -> Callable[..., tuple[tuple[Filtered, Whitened], Scalar]]:
     """Return a filter whose log density is differentiated by `score`.
+
+    It also returns the reduced data. Reducing them again outside of it would differentiate the
+    reduction a second time in a Hessian of the log density.
 
     Rows of more than d + 1 entries are reduced first. `score` maps its result back to all entries,
     so that it can be differentiated again: the Hessian of the log density is exact. If the laws are
@@ -208,19 +211,21 @@ def with_closed_form_score(
         return isinstance(leaf, zero)
 
     def run_reduced(prior: Prior, transition: Transition, data: Whitened, exists: Array | None):
-        return run(prior, transition, data.reduced(), exists)
+        reduced = data.reduced()
+        filtered, log_prob = run(prior, transition, reduced, exists)
+        return (filtered, reduced), log_prob
 
     filtered = jax.custom_vjp(run_reduced)
 
     def forward(*primals):
         arguments = jax.tree.map(lambda primal: primal.value, primals)
-        filtered, log_prob = run_reduced(*arguments)
-        return (filtered, log_prob), (arguments, filtered.laws)
+        outputs, log_prob = run_reduced(*arguments)
+        return (outputs, log_prob), (arguments, outputs[0].laws)
 
     def backward(residuals, cotangents):
         (prior, transition, data, exists), laws = residuals
-        filtered_bar, log_prob_bar = cotangents
-        if all(is_zero(leaf) for leaf in jax.tree.leaves(filtered_bar, is_leaf=is_zero)):
+        outputs_bar, log_prob_bar = cotangents
+        if all(is_zero(leaf) for leaf in jax.tree.leaves(outputs_bar, is_leaf=is_zero)):
             scores = score(prior, transition, data, exists, laws, parallel=parallel)
             if is_zero(log_prob_bar):
                 log_prob_bar = jnp.zeros((), data.value.dtype)
@@ -406,7 +411,7 @@ def read(
 def backward_kernels(
     filtered: Filtered,
     transition: Transition,
-    data: Whitened,
+    reduced: Whitened,
     exists: Bool[Array, "time"] | None,
     *,
     parallel: Parallel = False,
@@ -418,7 +423,6 @@ def backward_kernels(
     """
     laws, predicted, directions = filtered
     fixed, varying = _split(transition)
-    reduced = data.reduced()
     design_varies = reduced.design.ndim == 3
     tolerance = narrowest(laws.columns.dtype)
 

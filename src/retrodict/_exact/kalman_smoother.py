@@ -113,9 +113,9 @@ def kalman_smoother(
 def smooth_series(model: StateSpaceModel, series: Series, parallel: Parallel) -> KalmanPosterior:
     """The posterior from an unwrapped model and a series that were checked."""
     series = laid_out(series, parallel)
-    filtered, transition, data, log_evidence = _filtered(model, series, parallel)
+    filtered, transition, reduced, log_evidence = _filtered(model, series, parallel)
     kernels, standard = backward_kernels(
-        filtered, transition, data, series.exists(), parallel=parallel
+        filtered, transition, reduced, series.exists(), parallel=parallel
     )
     laws = jax.vmap(Gaussian)(filtered.laws.mean, filtered.laws.scale_tril)
     chain = LinearGaussianChain(laws, kernels, series.length, standard)
@@ -135,15 +135,15 @@ def log_evidence_of(model: StateSpaceModel, series: Series) -> Scalar:
 def _filtered(
     model: StateSpaceModel, series: Series, parallel: Parallel
 ) -> tuple[Filtered, Transition, Whitened, Scalar]:
-    """Return the filtering laws, the whitened model and data, and the log-evidence."""
+    """Return the filtering laws, the transition, the whitened data and the log-evidence."""
     prior = Prior(model.prior.mean, dense_scale(model.prior.scale_tril))
     transition = _transition_arrays(model.transition, series)
     data, constant = _whitened_data(model.emission, series)
     run = partial(filter_laws_in_parallel, parallel=parallel) if parallel else filter_laws
-    filtered, log_prob = with_closed_form_score(run, parallel=parallel)(
+    (filtered, reduced), log_prob = with_closed_form_score(run, parallel=parallel)(
         prior, transition, data, series.exists()
     )
-    return filtered, transition, data, log_prob + constant
+    return filtered, transition, reduced, log_prob + constant
 
 
 def _transition_arrays(kernel: AbstractLinearGaussianKernel, series: Series) -> Transition:

@@ -46,7 +46,9 @@ class Pass(eqx.Module):
         """The filtering laws, and the linearised transitions reversed under them."""
         later = jax.tree.map(lambda leaf: leaf[1:], self.predicted)
         filtered = Filtered(self.laws, later, self.directions)
-        kernels, standard = backward_kernels(filtered, self.transition, self.data, series.exists())
+        kernels, standard = backward_kernels(
+            filtered, self.transition, self.data.reduced(), series.exists()
+        )
         laws = jax.vmap(Gaussian)(self.laws.mean, self.laws.scale_tril)
         return LinearGaussianChain(laws, kernels, series.length, standard)
 

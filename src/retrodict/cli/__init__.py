@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-EXTRAS = {"matplotlib", "rich", "typer"}
+EXTRAS = {"jinja2", "matplotlib", "rich", "typer"}
 """The packages of the extra `cli`."""
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -66,6 +67,8 @@ def initialise(
         )
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
         raise ValueError(f"coordinator must be host:port, got {coordinator!r}.")
+    if coordinator is not None and process_id == 0:
+        _check_port(coordinator)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -88,6 +91,18 @@ def initialise(
             "No job of SLURM or Open MPI was found: start the processes by srun or mpirun, or give"
             " coordinator, num_processes and process_id."
         ) from error
+
+
+def _check_port(coordinator: str) -> None:
+    """Refuse a port in use: JAX may crash when it fails to listen."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(coordinator.rpartition(":")[2])))
+        except (OSError, OverflowError) as error:
+            raise ValueError(
+                f"Process 0 cannot use {coordinator}: {error}. Choose another port."
+            ) from error
 
 
 def is_main_process() -> bool:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jinja2  # noqa: F401  (a missing package is reported before training, not after)
+import matplotlib  # noqa: F401
 import numpy as np
 from jaxtyping import Array, Float
 

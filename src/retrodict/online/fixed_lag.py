@@ -21,7 +21,6 @@ from retrodict._families import (
     Factor,
     Row,
     factors,
-    prepare_for,
     rows_of,
 )
 from retrodict._kernels import LinearGaussianKernel
@@ -173,8 +172,9 @@ class FixedLag(AbstractStream[LagState, LagOutput]):
         key = require_key(self, key) if self.draws else None
         return LagState(family.init(), factor.law, steps, jnp.zeros((), jnp.result_type(int)), key)
 
-    def _series(self, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
-        return prepare_for(self.family, ys, mask=mask, inputs=inputs, length=length)
+    @property
+    def _checked_against(self) -> AbstractFamily:
+        return self.family
 
     def _advance(self, state: LagState, series: Series, data: PyTree) -> tuple[LagState, LagOutput]:
         def advance(

@@ -1,14 +1,13 @@
 """Learning along a stream, together with its fixed-lag posterior."""
 
 from functools import partial
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._families import AbstractFamily, KalmanFamily, Row, prepare_for, rows_of
+from retrodict._families import AbstractFamily, KalmanFamily, Row, rows_of
 from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._series import Series
@@ -130,8 +129,9 @@ class LaggedLearner(AbstractStream[LaggedLearnerState, LaggedLearnerOutput]):
         # Weak types would change in the loop, and the program would be compiled again.
         return jax.tree.map(_strongly_typed, state)
 
-    def _series(self, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
-        return prepare_for(self.live.family, ys, mask=mask, inputs=inputs, length=length)
+    @property
+    def _checked_against(self) -> AbstractFamily:
+        return self.live.family
 
     def _advance(
         self, state: LaggedLearnerState, series: Series, data: PyTree

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from retrodict._families import AbstractFactorFamily, AbstractSampledFamily, Factor, Row, rows_of
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import dense_scale
-from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._parameters import unwrap
 from retrodict._series import Series
@@ -158,9 +158,9 @@ class OnlineLearner(AbstractStream[LearnerState, LearnerOutput]):
         optimiser, gradient = self.optimiser.init(parameters), self.gradient.init(self.parts)
         return LearnerState(parameters, optimiser, gradient, zero, zero, require_key(self, key))
 
-    def _series(self, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
-        model = unwrap(eqx.combine(*self.parts)[1])
-        return prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
+    @property
+    def _checked_against(self) -> StateSpaceModel:
+        return unwrap(eqx.combine(*self.parts)[1])
 
     def _advance(
         self, state: LearnerState, series: Series, data: PyTree

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from retrodict._expectations import AbstractFunctional
 from retrodict._families import input_dim_of
-from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._model import StateSpaceModel
 from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
@@ -131,8 +131,9 @@ class OnlineSmoother(AbstractStream[OnlineState, OnlineOutput]):
             is_leaf=lambda leaf: leaf is None,
         )
 
-    def _series(self, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
-        return prepare_data(self.smoother.filter.model, ys, mask=mask, inputs=inputs, length=length)
+    @property
+    def _checked_against(self) -> StateSpaceModel:
+        return self.smoother.filter.model
 
     def _advance(
         self, state: OnlineState, series: Series, data: PyTree

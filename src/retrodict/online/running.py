@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from retrodict._expectations import AbstractFunctional, Recursive
-from retrodict._families import AbstractFamily, Row, check_fits, prepare_for
+from retrodict._families import AbstractFamily, Row, check_fits
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._series import Series
@@ -201,8 +201,9 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
         residues = jax.tree.map(jnp.zeros_like, totals)
         return RunningState(self.lagged.init(lag_key), statistics, totals, residues, own_key)
 
-    def _series(self, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
-        return prepare_for(self.lagged.family, ys, mask=mask, inputs=inputs, length=length)
+    @property
+    def _checked_against(self) -> AbstractFamily:
+        return self.lagged.family
 
     def _advance(
         self, state: RunningState, series: Series, data: PyTree

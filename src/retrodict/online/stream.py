@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
+from retrodict._families import AbstractFamily, prepare_for
+from retrodict._model import StateSpaceModel, prepare_data, prepare_data_row
 from retrodict._numerics import linalg
-from retrodict._series import Series, convert_row
+from retrodict._series import Series, convert_row, prepare_row
 from retrodict._types import PRNGKey
 from retrodict._validate import check_key
 
@@ -42,9 +44,10 @@ class AbstractStream(eqx.Module, Generic[S, T]):
     def _start(self, key: PRNGKey | None, data: PyTree) -> S:
         """Return the state before the first row."""
 
+    @property
     @abstractmethod
-    def _series(self, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
-        """Check rows against the dimensions of the stream."""
+    def _checked_against(self) -> AbstractFamily | StateSpaceModel:
+        """The family or unwrapped model whose dimensions rows must have."""
 
     @abstractmethod
     def _advance(self, state: S, series: Series, data: PyTree) -> tuple[S, T]:
@@ -104,7 +107,7 @@ class AbstractStream(eqx.Module, Generic[S, T]):
             The next state, and the output for each row with a leading axis `time`; NaN from
             `length` on.
         """
-        series = self._series(ys, mask=mask, inputs=inputs, length=length)
+        series = _prepare_series(self, ys, mask=mask, inputs=inputs, length=length)
         count = series.num_times
         # One program for chunks with and without missing entries and padding.
         series = Series(
@@ -139,12 +142,32 @@ def require_key(stream: AbstractStream, key: Any) -> PRNGKey:
     return key
 
 
+def _prepare_series(stream: AbstractStream, ys: Any, **options: Any) -> Series:
+    reference = stream._checked_against
+    if isinstance(reference, StateSpaceModel):
+        return prepare_data(reference, ys, **options)
+    return prepare_for(reference, ys, **options)
+
+
+def _prepare_row(stream: AbstractStream, y: Array, inputs: Array | None) -> Series:
+    reference = stream._checked_against
+    if isinstance(reference, StateSpaceModel):
+        return prepare_data_row(reference, y, mask=None, inputs=inputs)
+    return prepare_row(
+        y,
+        inputs=inputs,
+        takes_input=reference.input_dim > 0,
+        obs_dim=reference.obs_dim,
+        input_dim=reference.input_dim,
+    )
+
+
 @eqx.filter_jit
 def _update(
     stream: AbstractStream, state: Any, y: Array, inputs: Array | None, data: PyTree
 ) -> tuple[Any, Any]:
-    us, data = jax.tree.map(lambda leaf: leaf[None], (inputs, data))
-    series = stream._series(y[None], mask=None, inputs=us, length=None)
+    row = _prepare_row(stream, y, inputs)
+    series, data = jax.tree.map(lambda leaf: leaf[None], (row, data))
     state, out = stream._advance(state, series, data)
     return state, jax.tree.map(lambda leaf: leaf[0], out)
 
