@@ -778,7 +778,7 @@ def test_constants_of_functionals_are_checked(untyped: None):
         rd.StateFunctional(lambda x, data: x, lipschitz=-1.0)
     with pytest.raises(ValueError, match="as a pair of constants"):
         rd.AdditiveFunctional(distance_travelled, lipschitz=1.0)  # pyright: ignore
-    with pytest.raises(ValueError, match="constant must be a finite number"):
+    with pytest.raises(ValueError, match="constant must be a finite nonnegative number"):
         rd.bounds.AnyLipschitz(math.inf)
 
 

@@ -304,7 +304,7 @@ def test_functions_of_users_are_taken_from_like(fn: Any, tmp_path: Path):
 
 def test_classes_of_users_are_taken_from_like(tmp_path: Path):
     kernel = UserKernel(jnp.ones(2), name="other")
-    with pytest.raises(rd.CheckpointError, match=r"unknown class .*test_checkpoint:UserKernel"):
+    with pytest.raises(rd.CheckpointError, match=r"unknown class .*test_file:UserKernel"):
         reload(tmp_path, kernel)
     loaded = rd.load(tmp_path / "object.rd", like=UserKernel(jnp.zeros(2)))
     assert same(loaded, kernel)

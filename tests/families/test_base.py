@@ -859,7 +859,7 @@ def test_prepare_explains_what_does_not_fit(name: str):
         (YS[:, :2], US, {}, "ys must have 3 columns, got 2"),
         (YS, US[:, :1], {}, "inputs must have 2 columns, got 1"),
         (YS, None, {}, "inputs must be given"),
-        (YS, US[:3], {}, r"inputs must have shape \(1, 8, input\), .*got \(3, 2\)"),
+        (YS, US[:3], {}, r"inputs must have one row per time step, 8 rows, got 3"),
         (YS[0], US, {}, r"\(batch, time, obs\), or \(time, obs\) .* got shape \(3,\)"),
         (YS + np.inf, US, {}, "finite, got inf"),
         (YS, US + np.inf, {}, "inputs must be finite, got inf"),

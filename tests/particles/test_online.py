@@ -445,7 +445,7 @@ def _first_row(model: Any, y: np.ndarray) -> Any:
         (
             lambda: _first_row(SCALAR, np.zeros(2)),
             ValueError,
-            "must have 1 columns, got 2",
+            "y must have 1 entries, got 2",
         ),
         (
             lambda: _first_row(MODEL, np.zeros(1)),
