@@ -61,7 +61,13 @@ def run_page(page: str, name: str) -> int:
 
 
 # These train or compile for longer than the others, and are run with the slow tests.
-LONG = ("docs/tutorial.md", "docs/extending.md", "docs/forecast.md", "docs/choose-a-family.md")
+LONG = (
+    "docs/scale.md",
+    "docs/tutorial.md",
+    "docs/extending.md",
+    "docs/forecast.md",
+    "docs/choose-a-family.md",
+)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def few() -> dict[str, Any]:
     return on_eight_devices()
 
 
+@pytest.mark.slow
 def test_fifty_steps_on_eight_devices_are_those_of_one(few: dict[str, Any]) -> None:
     assert few["devices"] == 8
     assert max(few["fit"].values()) < ROUNDING

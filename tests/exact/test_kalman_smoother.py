@@ -44,7 +44,7 @@ def check_against_joint_gaussian(model, ys, *, parallel, atol):
     assert exact.log_evidence == pytest.approx(oracle.log_evidence, abs=1e-9)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", singular_models())
 def test_states_on_a_line_or_plane_off_the_axes(name, parallel):
     model = singular_models()[name]
@@ -122,6 +122,7 @@ def test_second_derivatives_that_would_be_wrong_are_refused():
         jax.grad(jax.grad(mean))(weight)
 
 
+@pytest.mark.slow
 def test_singular_models_in_float32(x32):
     def small(tree):
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)
@@ -368,6 +369,7 @@ def test_decay_to_a_fixed_point_without_noise(weight, num_times, parallel):
     np.testing.assert_allclose(exact.std[:, 0], powers / precision**0.5, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_mode_that_decays_faster_than_others_without_noise():
     """Backward gains of 1 / 0.05 would turn rounding errors into the answer within a few rows."""
     rng = np.random.default_rng(5)

@@ -29,7 +29,8 @@ def walk(emission: rd.AbstractKernel, fn=lambda x: 0.95 * x) -> rd.StateSpaceMod
     )
 
 
-@pytest.mark.parametrize("num_looks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_looks", [1, 2])
 def test_without_corrections_a_linear_model_has_its_exact_posterior(num_looks: int):
     """With dense noise, missing entries and inputs: an expected slope says all of a square."""
     model = random_model(np.random.default_rng(3), 2, 3, 2)
@@ -43,6 +44,7 @@ def test_without_corrections_a_linear_model_has_its_exact_posterior(num_looks: i
     np.testing.assert_allclose(got.covariance, exact.covariance, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_an_outlier_is_not_followed():
     """Under a Student law the untrained filter is near the grid's, and far off none at all.
 

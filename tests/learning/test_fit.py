@@ -81,6 +81,7 @@ def whole(ys, told):
     return fit(conjugate(), tanh_model(), ys, progress=lambda *at: told.append(at))
 
 
+@pytest.mark.slow
 def test_progress_may_be_a_function(whole, told):
     assert [step for step, _ in told] == [5, 10, 15, 20]
     best = np.maximum.accumulate(whole.held_out)[1:]
@@ -518,7 +519,7 @@ def test_a_killed_fit_of_drawn_paths_resumes_to_the_last_bit(ys, tmp_path, monke
     assert np.array_equal(whole.history, resumed.history)
 
 
-@pytest.mark.parametrize("name", ["common factor", "shares"])
+@pytest.mark.parametrize("name", ["common factor", pytest.param("shares", marks=pytest.mark.slow)])
 def test_em_keeps_states_on_their_line_or_plane(name):
     model = singular_models()[name]
     ys = np.stack([model.simulate(jax.random.key(i), 20)[1] for i in range(2)])

@@ -132,9 +132,8 @@ def drawn(family: Any, model: Any, batch: Series, estimator: Any) -> Callable[..
     return run
 
 
-@pytest.mark.parametrize(
-    "noise", ["antithetic", pytest.param("independent", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", ["antithetic", "independent"])
 def test_each_path_through_all_segments_gives_the_evidence_under_the_posterior(noise: Any):
     """And without the score no path has a gradient in the family."""
     rng = np.random.default_rng(4)

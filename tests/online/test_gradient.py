@@ -97,6 +97,7 @@ def test_the_kalman_score_is_the_gradient_of_the_log_evidence(short: Case):
     np.testing.assert_allclose(rows.factor.kernel.bias[1:], exact.chain.kernels.bias, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_backpropagation_is_exact_while_all_rows_are_kept(short: Case):
     rows = rd.online.recursive_gradient(
         rd.online.TruncatedBackprop(7), short.family, short.model, short.ys, key=KEY

@@ -140,7 +140,7 @@ def test_a_dry_run_refuses_what_a_fit_would(tmp_path: Path, capsys):
         (["local_level", *irregular], "the length of the step.* and the table has none.*--inputs"),
         (
             ["poisson_counts", *irregular, "--option", "exposure=true", "--step-input"],
-            "the length of the step, the exposure, and the table has step\\.",
+            "the length of the step, the exposure,.* and the table has step\\.",
         ),
         (["binomial_counts"], "the number of trials, and the table has none"),
         (["range_bearing"], "model of 2 columns, got 1"),

@@ -501,6 +501,7 @@ def test_levels_are_uniform_under_the_model_and_not_under_another():
     assert min(test.p_value for test in _residuals.residual_tests([wrong[:, 0]])) < 1e-6
 
 
+@pytest.mark.slow
 def test_levels_of_a_model_with_many_states_are_exact():
     """A thousand particles find none of twelve wide states; fixed seed, as above."""
     model = models.seasonal(level_scale=0.3, seasonal_scale=0.05, obs_scale=1.0, prior_scale=50.0)
@@ -847,6 +848,7 @@ def fit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_standard_errors, "_compute", lambda *_: refused)
 
 
+@pytest.mark.slow
 def test_memory_states_are_left_out_and_parameters_go_by_column(tmp_path, monkeypatch, capsys):
     """A season of twelve months in numbers such as 200001, with uneven scales of its column."""
     rng = np.random.default_rng(0)
