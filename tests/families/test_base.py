@@ -860,7 +860,7 @@ def test_prepare_explains_what_does_not_fit(name: str):
         (YS, US[:, :1], {}, "inputs must have 2 columns, got 1"),
         (YS, None, {}, "inputs must be given"),
         (YS, US[:3], {}, r"inputs must have one row per time step, 8 rows, got 3"),
-        (YS[0], US, {}, r"\(batch, time, obs\), or \(time, obs\) .* got shape \(3,\)"),
+        (YS[0], US, {}, r"shape \(time, obs\) .* got \(3,\)"),
         (YS + np.inf, US, {}, "finite, got inf"),
         (YS, US + np.inf, {}, "inputs must be finite, got inf"),
         (YS, US, {"mask": US > 0}, "mask must have the shape of ys"),

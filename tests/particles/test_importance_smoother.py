@@ -314,7 +314,7 @@ def test_misuse_is_refused(verb: str, change: dict, kind: type[Exception], words
     count = given.pop("count")
     arguments = [given.pop(name) for name in ("key", "model", "chain", "ys")]
     with pytest.raises(kind, match=words):
-        getattr(UNTYPED, verb)(*arguments, count, **given)
+        getattr(UNTYPED.particles, verb)(*arguments, count, **given)
 
 
 def broken(case: str) -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]:

@@ -142,7 +142,7 @@ def test_a_dry_run_refuses_what_a_fit_would(tmp_path: Path, capsys):
             ["poisson_counts", *irregular, "--option", "exposure=true", "--step-input"],
             "the length of the step, the exposure,.* and the table has step\\.",
         ),
-        (["binomial_counts"], "the number of trials, and the table has none"),
+        (["binomial_counts"], "the number of trials,.* and the table has none"),
         (["range_bearing"], "model of 2 columns, got 1"),
         (
             ["binomial_counts", "--option", "total_count=11"],
