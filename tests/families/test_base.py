@@ -865,7 +865,7 @@ def test_prepare_explains_what_does_not_fit(name: str):
         (YS, US + np.inf, {}, "inputs must be finite, got inf"),
         (YS, US, {"mask": US > 0}, "mask must have the shape of ys"),
         (YS, US, {"length": 9}, "length must be between 1 and 8"),
-        (YS, US, {"length": [3, 3]}, "length must be one integer, or one per series"),
+        (YS, US, {"length": [3, 3]}, "length must be one integer"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             family.prepare(model, ys, inputs=inputs, **options)
