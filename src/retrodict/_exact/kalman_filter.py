@@ -183,7 +183,7 @@ def filter_laws(
         None if exists is None else exists[1:],
     )
     _, (laws, later, *predictions) = lax.scan(
-        move, first, rows, unroll=linalg.steps_a_loop(first.dim)
+        move, first, rows, unroll=linalg.steps_per_loop(first.dim)
     )
     laws, innovations = jax.tree.map(
         lambda start, rest: jnp.concatenate([start[None], rest]),
