@@ -180,7 +180,7 @@ def filter_laws(
         after, innovations = condition(predicted, design, value)
         if real is not None:
             after = jax.tree.map(lambda new, old: jnp.where(real, new, old), after, law)
-        # For d = 1 factors are unique, and `backward_kernels` recomputes them: the loop stays small.
+        # For d = 1 factors are unique: `backward_kernels` recomputes them and the loop stays small.
         return after, (after, innovations, *((predicted, directions) if law.dim > 1 else ()))
 
     rows = (
