@@ -646,7 +646,7 @@ def test_a_grid_too_coarse_for_the_transition_is_refused(ys):
     grid = rd.Grid([-16.0], [16.0], GRID[2])
     message, status, posterior = refused(narrow, ys, grid)
     assert status == diagnosis.Status.COARSE_TRANSITION
-    assert "instead of 1, which means that its noise is narrower than the spacing [0.201]" in message
+    assert "instead of 1" in message and "noise is narrower than the spacing [0.201]" in message
     excess = float(posterior.diagnostics.transition_excess.max())
     (suggested,) = diagnosis._more_points(grid, diagnosis._width_of(excess))
     narrower = 16.0 * GRID[2] / suggested
