@@ -151,8 +151,8 @@ def condition_columns(
 
     For one observation with f = h L and α_j = 1 + Σ_{l>j} f_l² D_l, column j of L becomes
     L_j − (f_j/α_j) Σ_{l>j} L_l D_l f_l, D_j becomes D_j α_j / (α_j + f_j² D_j), and a column of X
-    follows the same formula with the sum over all l. The rows h L, h X − o are kept below [L | X]
-    in one array, so that they are up to date when their turn comes.
+    follows the same formula with the sum over all l. The rows h L, h X − o are stored below [L | X]
+    in one array and updated with it, so that each row is current when it is processed.
 
     Returns:
         The columns and the diagonal after conditioning; for each observation its row
@@ -208,14 +208,14 @@ def _condition_columns_by_qr(
     bottom = jnp.concatenate([jnp.zeros((d, p), dtype), scale], axis=1)
     factor = linalg.tria_by_qr(jnp.concatenate([top, bottom]))
     root, gain = factor[:p, :p], factor[p:, :p]
-    carried = columns[:, d:]
-    whitened = linalg.solve_triangular(root, linalg.matmul(design, carried) - offsets)
+    additional = columns[:, d:]
+    whitened = linalg.solve_triangular(root, linalg.matmul(design, additional) - offsets)
     lower, spread = linalg.unit_lower_and_diagonal(factor[p:, p:])
-    moved = carried - linalg.matmul(gain, whitened)
+    updated = additional - linalg.matmul(gain, whitened)
     deviations = jnp.diagonal(root)
     rows = jnp.concatenate([jnp.zeros((p, d), dtype), whitened / deviations[:, None]], axis=1)
     return (
-        jnp.concatenate([lower, moved], axis=1),
+        jnp.concatenate([lower, updated], axis=1),
         jnp.concatenate([spread, jnp.zeros(1, dtype)]),
         rows,
         deviations**2,

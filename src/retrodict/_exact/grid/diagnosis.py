@@ -37,7 +37,7 @@ class Status(IntEnum):
     """The outcome of the diagnosis of a grid; every value except `FINE` is a failure."""
 
     FINE = 0
-    IMPOSSIBLE = 1  # no point explains an observation, or a density is not a number
+    IMPOSSIBLE = 1  # no point explains an observation, or a density is NaN
     EDGE = 2
     COARSE_POSTERIOR = 3
     COARSE_TRANSITION = 4

@@ -14,7 +14,7 @@ from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 
 VALUES_PER_POINT = 256
-"""The assumed memory of an emission per point, such as a hidden layer; it sets block sizes."""
+"""The assumed number of values that an emission needs per point; it sets block sizes."""
 
 
 class Passes(eqx.Module):
