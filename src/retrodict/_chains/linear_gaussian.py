@@ -233,7 +233,7 @@ def _marginals_one_by_one(chain: LinearGaussianChain) -> Gaussian:
         law = propagate(law, *kernel)
         return law, law
 
-    unroll = linalg.steps_a_loop(chain.state_dim)
+    unroll = linalg.steps_per_loop(chain.state_dim)
     _, laws = lax.scan(back, last, kernels, reverse=True, unroll=unroll)
     laws = jax.tree.map(lambda rest, end: jnp.concatenate([rest, end[None]]), laws, last)
     return jax.vmap(Gaussian)(laws.mean, laws.scale_tril)

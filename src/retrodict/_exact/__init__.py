@@ -1,4 +1,4 @@
-"""Exact smoothers: Kalman for linear-Gaussian models, grids for low dimensions."""
+"""Exact smoothers: Kalman for linear-Gaussian models, grids for states of dimension 1 or 2."""
 
 from retrodict._exact.grid.diagnosis import Status as Status
 from retrodict._exact.grid.mesh import Grid as Grid

@@ -1,7 +1,7 @@
 """Exact inference in linear-Gaussian models on plain arrays: filter, backward kernels, score.
 
-Observations are whitened first: noise of unit covariance, so that an entry that was not seen is a
-row of zeros, and nothing below this line knows of masks.
+Observations are whitened first, so that their noise has unit covariance. A missing entry is then a
+row of zeros, and the functions after `whiten` need no mask.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,10 @@ class Prior(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """x_k = weight x_{k-1} + bias + scale ε; each with or without a leading axis `time-1`."""
+    """The transition x_k = weight x_{k-1} + bias + scale ε.
+
+    Each array may have a leading axis `time-1`.
+    """
 
     weight: Float[Array, "*time state state"]
     bias: Float[Array, "*time state"]
@@ -49,7 +52,10 @@ class Transition(NamedTuple):
 
 
 class Whitened(NamedTuple):
-    """value_k = design x_k + ε with standard normal ε; the design with or without a time axis."""
+    """Whitened observations value_k = design x_k + ε with standard normal ε.
+
+    The design may have a leading time axis.
+    """
 
     design: Float[Array, "*time whitened state"]
     value: Float[Array, "time whitened"]
@@ -68,17 +74,18 @@ def whiten(
     residual: Float[Array, "obs"],
     mask: Bool[Array, "obs"] | None,
 ) -> tuple[Float[Array, "obs state"], Float[Array, "obs"], Scalar]:
-    """Turn y − b = w x + s ε into observations with unit noise.
+    """Transform y − b = w x + s ε into observations with unit noise.
 
     Returns:
-        The design, the values, and what the change of variables adds to the log density.
+        The design, the values, and the constant that the change of variables adds to the log
+        density.
     """
     count = jnp.asarray(residual.shape[0], residual.dtype)
     if mask is not None:
-        seen = mask.astype(residual.dtype)
-        count = jnp.sum(seen)
-        scale = masked_scale(scale, seen)
-        weight, residual = weight * seen[:, None], residual * seen
+        observed = mask.astype(residual.dtype)
+        count = jnp.sum(observed)
+        scale = masked_scale(scale, observed)
+        weight, residual = weight * observed[:, None], residual * observed
     design, value = scale_solve(scale, weight), scale_solve(scale, residual)
     constant = -0.5 * LOG_2PI * count - scale_log_det(scale)
     return design, value, constant
@@ -87,13 +94,13 @@ def whiten(
 def reduce_rows(
     design: Float[Array, "obs state"], value: Float[Array, "obs"]
 ) -> tuple[Float[Array, "whitened state"], Float[Array, "whitened"]]:
-    """Rotate observations with unit noise so that at most d + 1 of them are left.
+    """Rotate observations with unit noise so that at most d + 1 of them remain.
 
     With B an orthonormal basis of the span of [H, v], the entries B v with design B H have the
-    likelihood of v with design H, up to a constant (Jungbacker and Koopman 2015). B is a constant
-    to differentiation: the likelihood depends on [H, v] through its Gram matrix alone, and moving
-    out of the span changes that to second order only. Second derivatives would therefore be wrong,
-    and are refused.
+    likelihood of v with design H, up to a constant (Jungbacker and Koopman 2015). Differentiation
+    treats B as a constant: the likelihood depends on [H, v] only through its Gram matrix, which a
+    change out of the span affects to second order only. Second derivatives would therefore be
+    wrong, and raise an error.
     """
     if design.shape[0] <= design.shape[1] + 1:
         return design, value
@@ -118,27 +125,27 @@ def _first_order_only(basis: Array) -> Array:
 
 
 @_first_order_only.defjvp
-def _refuse(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def _reject_second_derivative(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     raise TypeError(
         "Filtering laws and chains can be differentiated only once where a row has more than d + 1"
         " entries (d is the state dimension), and the log-evidence only twice. For higher"
-        " derivatives process the entries of a row as rows of their own, with no transition between"
+        " derivatives process the entries of a row as separate rows, with no transition between"
         " them."
     )
 
 
 def _row_basis(rows: Float[Array, "r c"]) -> Float[Array, "r c"]:
-    """Orthonormal rows with the span of the given ones; dependent rows become zero."""
+    """Return orthonormal rows with the same span as `rows`; dependent rows become zero."""
     basis: list[Array] = []
     tiny = jnp.finfo(rows.dtype).eps
     for row in rows:
         size = jnp.sqrt(jnp.sum(row**2))
-        for _ in range(2):  # twice is enough for orthogonality to rounding
+        for _ in range(2):  # two passes give orthogonality to rounding
             for other in basis:
                 row = row - other * jnp.sum(other * row)
-        left = jnp.sqrt(jnp.sum(row**2))
-        keep = left > 10 * rows.shape[1] * tiny * size
-        basis.append(jnp.where(keep, row / jnp.where(keep, left, 1.0), 0.0))
+        remainder = jnp.sqrt(jnp.sum(row**2))
+        keep = remainder > 10 * rows.shape[1] * tiny * size
+        basis.append(jnp.where(keep, row / jnp.where(keep, remainder, 1.0), 0.0))
     return jnp.stack(basis)
 
 
@@ -147,9 +154,9 @@ class Filtered(NamedTuple):
 
     Attributes:
         laws: the filtering laws.
-        predicted: the laws of x_1, …, x_{n-1} given the rows before.
-        rows: the rows q that `predict` returned beside them. Both are `None` if the factors of
-            `laws` were not computed from each other.
+        predicted: the laws of x_1, …, x_{n-1} given the rows before them.
+        rows: the rows q that `predict` returned with `predicted`. Both are `None` if the factors
+            of `laws` were not computed from each other.
     """
 
     laws: Factored
@@ -160,7 +167,7 @@ class Filtered(NamedTuple):
 def filter_laws(
     prior: Prior, transition: Transition, data: Whitened, exists: Bool[Array, "time"] | None
 ) -> tuple[Filtered, Scalar]:
-    """Return the laws of all times, and the log density of the whitened values."""
+    """Return the filtering laws at all times, and the log density of the whitened values."""
     design_varies = data.design.ndim == 3
     fixed, varying = _split(transition)
     first_design = data.design[0] if design_varies else data.design
@@ -173,7 +180,7 @@ def filter_laws(
         after, innovations = condition(predicted, design, value)
         if real is not None:
             after = jax.tree.map(lambda new, old: jnp.where(real, new, old), after, law)
-        # Factors of one row are unique: they need not be passed on, and the loop stays one kernel.
+        # For d = 1 factors are unique: `backward_kernels` recomputes them and the loop stays small.
         return after, (after, innovations, *((predicted, directions) if law.dim > 1 else ()))
 
     rows = (
@@ -183,7 +190,7 @@ def filter_laws(
         None if exists is None else exists[1:],
     )
     _, (laws, later, *predictions) = lax.scan(
-        move, first, rows, unroll=linalg.steps_a_loop(first.dim)
+        move, first, rows, unroll=linalg.steps_per_loop(first.dim)
     )
     laws, innovations = jax.tree.map(
         lambda start, rest: jnp.concatenate([start[None], rest]),
@@ -198,12 +205,12 @@ def with_closed_form_score(
 ) -> Callable[..., tuple[tuple[Filtered, Whitened], Scalar]]:
     """Return a filter whose log density is differentiated by `score`.
 
-    It also returns the reduced data. Reducing them again outside of it would differentiate the
-    reduction a second time in a Hessian of the log density.
-
     Rows of more than d + 1 entries are reduced first. `score` maps its result back to all entries,
     so that it can be differentiated again: the Hessian of the log density is exact. If the laws are
-    differentiated as well, the derivative of the filter itself is taken.
+    differentiated as well, the filter itself is differentiated.
+
+    The filter also returns the reduced data. Reducing the data again outside of the filter would
+    differentiate the reduction twice in a Hessian of the log density.
     """
     zero = jax.custom_derivatives.SymbolicZero
 
@@ -251,13 +258,16 @@ def score(
     *,
     parallel: Parallel = False,
 ) -> tuple[Prior, Transition, Whitened]:
-    """The gradient of the log density in every argument, from one backward pass.
+    """Compute the gradient of the log density in every argument, by one backward pass.
 
-    With r_k and N_k the derivative and the curvature of the log density of y_{k:} in the predicted
-    mean at time k (r_k = j_k + Ψ_kᵀ r_{k+1}, N_k = J_k + Ψ_kᵀ N_{k+1} Ψ_k, where Ψ_k takes a
-    predicted mean to the next one), the derivative in a predicted covariance is ½ (r rᵀ − N). The
-    chain rule through w m + b and w P wᵀ + s sᵀ gives the rest (Koopman and Shephard 1992). No
-    inverse of a state covariance is needed, so that singular noise and singular priors are fine.
+    Let r_k and N_k be the derivative and the curvature of the log density of y_{k:} in the
+    predicted mean at time k. With Ψ_k the map from a predicted mean to the next one,
+
+        r_k = j_k + Ψ_kᵀ r_{k+1},   N_k = J_k + Ψ_kᵀ N_{k+1} Ψ_k.
+
+    The derivative in a predicted covariance is ½ (r rᵀ − N). The chain rule through w m + b and
+    w P wᵀ + s sᵀ gives the other derivatives (Koopman and Shephard 1992). No inverse of a state
+    covariance is needed, so that the noise and the prior may be singular.
     """
     weight, bias, scale = over_time(transition, data.value.shape[0] - 1)
     reduced = data.reduced()
@@ -291,22 +301,26 @@ def score(
             lambda leaf: jnp.where(exists[1:].reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0.0),
             transition_bar,
         )
-    # The smoothed moments, from the filtering law and what comes after it.
+    # Smoothed moments, from the filtering law and the derivatives of the later log density.
     transposed = jnp.swapaxes(weight, -1, -2)
     r_after = appended(apply(transposed, r[1:]), zero_vector, parallel)
     n_after = appended(product(transposed, product(big_n[1:], weight)), zero_matrix, parallel)
     mean = laws.mean + apply(covariance, r_after)
-    # With unit noise H P = Kᵀ after conditioning: H times the smoothed covariance, unsubtracted.
+    # With unit noise H P = Kᵀ after conditioning, so that H times the smoothed covariance needs
+    # no difference of covariances.
     gain = jnp.swapaxes(reading.gain, -1, -2)
     misfit = reading.residual - apply(gain, r_after)
     shrinkage = product(n_after, covariance)
-    seen = gain - product(gain, shrinkage)
+    design_covariance = gain - product(gain, shrinkage)
     if reduced is not data:
         smoothed = covariance - product(covariance, shrinkage)
-        misfit, seen = jax.vmap(_at_all_entries, in_axes=(0 if data.design.ndim == 3 else None, 0))(
-            data.design, (data.value, mean, smoothed, misfit, seen)
+        at_all_entries = jax.vmap(
+            _at_all_entries, in_axes=(0 if data.design.ndim == 3 else None, 0)
         )
-    design_bar = misfit[:, :, None] * mean[:, None, :] - seen
+        misfit, design_covariance = at_all_entries(
+            data.design, (data.value, mean, smoothed, misfit, design_covariance)
+        )
+    design_bar = misfit[:, :, None] * mean[:, None, :] - design_covariance
     return (
         Prior(r[0], linalg.matmul(outer[0], prior.scale)),
         Transition(
@@ -319,12 +333,12 @@ def score(
 def _at_all_entries(
     design: Float[Array, "obs state"], row: tuple[Array, Array, Array, Array, Array]
 ) -> tuple[Float[Array, "obs"], Float[Array, "obs state"]]:
-    """Return v − H m and H P for all entries of a row, from those of its reduced entries.
+    """Return v − H m and H P for all entries of a row, given those of its reduced entries.
 
-    With the basis B of `reduce_rows`, v − H m = Bᵀ (B v − B H m) + (I − BᵀB)(v − H m), for any B:
-    it may be a constant. The second term is zero, but its derivative is not.
+    With the basis B of `reduce_rows`, v − H m = Bᵀ (B v − B H m) + (I − BᵀB)(v − H m). This holds
+    for any B, so that B may be a constant. The second term is zero, but its derivative is not.
     """
-    value, mean, covariance, misfit, seen = row
+    value, mean, covariance, misfit, design_covariance = row
     columns = jnp.concatenate([design, value[:, None]], axis=1)
     basis = lax.stop_gradient(_row_basis(columns.T))
 
@@ -334,7 +348,7 @@ def _at_all_entries(
     full_misfit = value - linalg.matvec(design, mean)
     return (
         whole(misfit[:, None], full_misfit[:, None])[:, 0],
-        whole(seen, linalg.matmul(design, covariance)),
+        whole(design_covariance, linalg.matmul(design, covariance)),
     )
 
 
@@ -343,7 +357,7 @@ def _affine_suffix_loop(
     biases: Float[Array, "time d"],
     covariances: Float[Array, "time d d"],
 ) -> tuple[Float[Array, "time d"], Float[Array, "time d d"]]:
-    """What `affine_suffix_scan` computes, one step after another."""
+    """Compute the result of `affine_suffix_scan` by a sequential loop."""
 
     def back(state: tuple[Array, Array], row: tuple[Array, Array, Array]):
         (mean, spread), (weight, bias, covariance) = state, row
@@ -356,9 +370,10 @@ def _affine_suffix_loop(
 
 
 class Reading(NamedTuple):
-    """What an observation with design H said of a state of law N(m, P).
+    """The conditional law and the likelihood terms of an observation of a state of law N(m, P).
 
-    Here S = H P Hᵀ + I is the covariance of the innovation v = y − H m, and K = P Hᵀ S⁻¹.
+    The observation has design H. S = H P Hᵀ + I is the covariance of the innovation v = y − H m,
+    and K = P Hᵀ S⁻¹ is the gain.
 
     Attributes:
         law: the conditional law.
@@ -366,7 +381,7 @@ class Reading(NamedTuple):
         curvature: Hᵀ S⁻¹ H.
         carry: I − K H.
         gain: K.
-        residual: S⁻¹ v, which is y − H m at the conditional mean.
+        residual: S⁻¹ v, which equals y − H m at the conditional mean.
     """
 
     law: Factored
@@ -380,11 +395,11 @@ class Reading(NamedTuple):
 def read(
     law: Factored, design: Float[Array, "whitened state"], value: Float[Array, "whitened"]
 ) -> Reading:
-    """Conditions a law, and keeps what the observation said.
+    """Condition a law on an observation, and return the conditional law and likelihood terms.
 
-    The identity in the state and in the observation are carried beside the mean through the scalar
-    updates. Everything comes out as sums of squares or as differences of innovations, where the
-    textbook's formulas subtract covariances, or observations from their fit.
+    Identity matrices for the state and for the observation are updated together with the mean by
+    the scalar updates. All results are sums of squares or differences of innovations. The textbook
+    formulas subtract covariances, or subtract fitted values from observations.
     """
     d, dtype = law.dim, law.columns.dtype
     p = value.shape[0]
@@ -395,13 +410,13 @@ def read(
         [value[:, None], jnp.zeros((p, d), dtype), jnp.eye(p, dtype=dtype)], axis=1
     )
     columns, diagonal, rows, variances = condition_columns(columns, law.diagonal, design, offsets)
-    # Decorrelating the innovations takes v, H and I to these rows, over their variances.
-    gains, seen, roots = -rows[:, d], rows[:, d + 1 : 2 * d + 1], -rows[:, 2 * d + 1 :]
-    weighted = seen * variances[:, None]
+    # Decorrelating the innovations transforms v, H and I to these rows, divided by the variances.
+    gains, designs, roots = -rows[:, d], rows[:, d + 1 : 2 * d + 1], -rows[:, 2 * d + 1 :]
+    weighted = designs * variances[:, None]
     return Reading(
         Factored(columns[:, : d + 1], diagonal),
         linalg.matvec(weighted.T, gains),
-        linalg.matmul(weighted.T, seen),
+        linalg.matmul(weighted.T, designs),
         columns[:, d + 1 : 2 * d + 1],
         columns[:, 2 * d + 1 :],
         linalg.matvec((roots * variances[:, None]).T, gains),
@@ -418,8 +433,8 @@ def backward_kernels(
 ) -> tuple[LinearGaussianKernel, StandardKernel]:
     """Return all backward kernels, between states and between their standard coordinates.
 
-    They do not depend on each other. On a CPU they are computed in chunks that stay in its cache;
-    in parallel, all at once.
+    The kernels do not depend on each other. By default they are computed in chunks that fit into
+    the cache of a CPU; with `parallel`, all at once.
     """
     laws, predicted, directions = filtered
     fixed, varying = _split(transition)
@@ -448,26 +463,26 @@ def backward_kernels(
     kernels, standard = jax.vmap(kernel)(rows) if parallel else in_parts(kernel, rows, CHUNK)
     if exists is not None:
         eye = jnp.eye(laws.dim, dtype=laws.columns.dtype)
-        constant = (eye, jnp.zeros_like(eye[0]), jnp.zeros_like(eye))
+        identity_kernel = (eye, jnp.zeros_like(eye[0]), jnp.zeros_like(eye))
         kernels, standard = jax.tree.map(
-            lambda leaf, still: jnp.where(
-                exists[1:].reshape(-1, *[1] * (leaf.ndim - 1)), leaf, still
+            lambda leaf, identity: jnp.where(
+                exists[1:].reshape(-1, *[1] * (leaf.ndim - 1)), leaf, identity
             ),
             (kernels, standard),
-            (constant, StandardKernel(*constant)),
+            (identity_kernel, StandardKernel(*identity_kernel)),
         )
     return jax.vmap(LinearGaussianKernel)(*kernels), standard
 
 
 CHUNK = 32
-"""How many backward kernels are computed together."""
+"""The number of backward kernels per chunk."""
 
 _RANKS = (2, 1, 2)
 """The ranks of a transition's weight, bias and scale at one time."""
 
 
 def _split(transition: Transition) -> tuple[tuple, tuple]:
-    """The leaves that are the same at all times, and those that are not."""
+    """Split into arrays that are constant in time and arrays that vary; `None` elsewhere."""
     varies = [leaf.ndim > rank for leaf, rank in zip(transition, _RANKS, strict=True)]
     fixed = tuple(None if v else leaf for v, leaf in zip(varies, transition, strict=True))
     varying = tuple(leaf if v else None for v, leaf in zip(varies, transition, strict=True))
@@ -480,7 +495,7 @@ def _join(fixed: tuple, moving: tuple) -> tuple[Array, Array, Array]:
 
 
 def over_time(transition: Transition, steps: int) -> Transition:
-    """The transition with a time axis on each of its arrays."""
+    """Return the transition with a time axis on each of its arrays."""
     return Transition(
         *(
             repeat_over_time(leaf, rank + 1, steps)
@@ -490,10 +505,10 @@ def over_time(transition: Transition, steps: int) -> Transition:
 
 
 def repeat_over_time(array: Array, rank: int, count: int) -> Array:
-    """The array itself if it has this rank, else as many copies of it along a new first axis."""
+    """Return the array if it has this rank, else `count` copies of it along a new first axis."""
     return array if array.ndim == rank else jnp.broadcast_to(array, (count, *array.shape))
 
 
 def _reduce(bar: Array, leaf: Array) -> Array:
-    """Sums over time the derivative of what is the same at all times."""
+    """Sum a derivative over time if its primal `leaf` is constant in time."""
     return bar if bar.ndim == leaf.ndim else jnp.sum(bar, axis=0)

@@ -1,4 +1,4 @@
-"""The driver of exact smoothing: a linear-Gaussian model and a series to a backward chain."""
+"""The Kalman smoother: the backward chain of a linear-Gaussian model given a series."""
 
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ class KalmanPosterior(eqx.Module):
 
     Attributes:
         chain: the law of the whole path given the series, a backward chain.
-        log_evidence: log p(y_{0:n-1}), of the entries that were seen.
+        log_evidence: log p(y_{0:n-1}) of the observed entries.
     """
 
     chain: LinearGaussianChain
@@ -52,22 +52,23 @@ def kalman_smoother(
     inputs: Any = None,
     length: Any = None,
 ) -> KalmanPosterior:
-    """Smooths a series exactly under a linear-Gaussian model.
+    """Smooth a series exactly under a linear-Gaussian model.
 
-    The filter runs forward in time on factors L diag(D) Lᵀ of its covariances; all backward kernels
-    then follow at once from the filtering laws. Transition noise and prior may be singular; the
-    emission's noise must have a density. Derivatives in every parameter are exact; that of
-    `log_evidence` alone is computed in closed form by one backward pass. Where a row has more than
-    d + 1 entries, the log-evidence can be differentiated twice and the chain once; more than that
-    raises a `TypeError`.
+    The filter runs forward in time on factors L diag(D) Lᵀ of its covariances. All backward kernels
+    are then computed from the filtering laws. The transition noise and the prior may be singular;
+    the emission noise must have a density. Derivatives in every parameter are exact. The derivative
+    of `log_evidence` alone is computed in closed form by one backward pass. If a row has more than
+    d + 1 entries, the log-evidence can be differentiated twice and the chain once; higher
+    derivatives raise a `TypeError`.
 
-    Smoothing runs in standard coordinates z_k of the filtering laws, x_k = m_k + S_k z_k, in which
-    backward gains are at most one: singular, narrow and decaying directions of the state are exact
-    to rounding. `chain.log_prob` divides by their widths and has errors of rounding over width.
-    Two limits remain. `chain.kernels`, the kernels between states, leave out directions narrower
-    than ε^(1/3) relative to the coordinates, about 6e-6 in float64 and 5e-3 in float32. So does
-    everything with `parallel=True`: marginals are then off by about that width, and
-    `chain.log_prob` of a model with narrower directions is not the exact log density.
+    Smoothing uses standard coordinates z_k of the filtering laws, x_k = m_k + S_k z_k, in which
+    backward gains are at most one. Singular, narrow and decaying directions of the state are
+    therefore exact to rounding. `chain.log_prob` divides by their widths, so that its error is the
+    rounding error divided by the width. Two limits remain. `chain.kernels`, the kernels between
+    states, omit directions narrower than ε^(1/3) relative to the coordinates, about 6e-6 in float64
+    and 5e-3 in float32. With `parallel=True` all results omit them: marginals have errors of about
+    that width, and `chain.log_prob` of a model with narrower directions is not the exact log
+    density.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -84,21 +85,21 @@ def kalman_smoother(
     Args:
         model: a model with a `Gaussian` prior and linear-Gaussian kernels.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        parallel: whether to run in O(log n) depth, for long series on accelerators. It forms
-            covariances, where the sequential form carries factors. Prior scale, noise levels and
-            the widths of the state must then lie within three orders of each other in float32 and
-            within six in float64. A prior beyond that is refused where its values are known. A
-            `time_mesh` lays the rows over several devices.
-        mask: true where an entry was seen; `True` alone promises that everything was.
+        parallel: whether to run in O(log n) depth, for long series on accelerators. The parallel
+            form computes covariances, the sequential form their factors. Prior scale, noise levels
+            and the widths of the state must then be within three orders of magnitude of each other
+            in float32 and within six in float64. Outside of jit, a wider prior raises a
+            `ValueError`. A `time_mesh` distributes the rows over several devices.
+        mask: true where an entry was observed; a single `True` declares all entries observed.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; the rest is padding.
+        length: the number of rows that exist; the other rows are padding.
 
     Returns:
         The chain and the log-evidence.
 
     Raises:
         TypeError: if the model is not linear Gaussian.
-        ValueError: if shapes do not fit, or a scale of the emission is singular.
+        ValueError: if shapes do not match, or the emission scale is singular.
     """
     model = unwrap(model)
     check_linear_gaussian(model)
@@ -111,7 +112,7 @@ def kalman_smoother(
 
 @eqx.filter_jit
 def smooth_series(model: StateSpaceModel, series: Series, parallel: Parallel) -> KalmanPosterior:
-    """The posterior from an unwrapped model and a series that were checked."""
+    """Return the posterior of an unwrapped, validated model given a validated series."""
     series = laid_out(series, parallel)
     filtered, transition, reduced, log_evidence = _filtered(model, series, parallel)
     kernels, standard = backward_kernels(
@@ -124,10 +125,10 @@ def smooth_series(model: StateSpaceModel, series: Series, parallel: Parallel) ->
 
 @eqx.filter_jit
 def log_evidence_of(model: StateSpaceModel, series: Series) -> Scalar:
-    """The log-evidence alone, from an unwrapped model and a series that were checked.
+    """Return the log-evidence of an unwrapped, validated model given a validated series.
 
-    Backward kernels would be left out by the compiler, but not before they are traced and, where
-    the log-evidence is differentiated, traced again with their derivatives.
+    Backward kernels are not computed. As dead code the compiler would remove them, but only after
+    they were traced and, under differentiation, traced again with their derivatives.
     """
     return _filtered(model, series, False)[-1]
 
@@ -147,7 +148,7 @@ def _filtered(
 
 
 def _transition_arrays(kernel: AbstractLinearGaussianKernel, series: Series) -> Transition:
-    """The transition's parameters: with a time axis only where they follow the input."""
+    """Return the transition parameters, with a time axis only if they depend on the input."""
 
     def at(u: Array | None) -> Transition:
         fixed = kernel.at(u)
@@ -162,7 +163,10 @@ def _transition_arrays(kernel: AbstractLinearGaussianKernel, series: Series) -> 
 
 
 def _whitened_data(kernel: AbstractLinearGaussianKernel, series: Series) -> tuple[Whitened, Scalar]:
-    """Whitened observations; the design has a time axis only if inputs or a mask move it."""
+    """Return the whitened observations and the constant of their log density.
+
+    The design has a time axis only if it depends on inputs or a mask.
+    """
 
     def one(kernel: LinearGaussianKernel, y: Array, mask: Array | None):
         return whiten(kernel.weight, kernel.scale_tril, y - kernel.bias, mask)
@@ -187,7 +191,7 @@ def _whitened_data(kernel: AbstractLinearGaussianKernel, series: Series) -> tupl
 
 
 def check_linear_gaussian(model: StateSpaceModel) -> None:
-    """Refuses a model that is not linear Gaussian."""
+    """Raise a `TypeError` unless the model is linear Gaussian."""
     if not isinstance(model.prior, Gaussian):
         raise TypeError(
             f"kalman_smoother expects a Gaussian prior, got {type(model.prior).__name__}."
@@ -202,7 +206,7 @@ def check_linear_gaussian(model: StateSpaceModel) -> None:
 
 
 def _check_values(model: StateSpaceModel, series: Series) -> None:
-    """Refuse values that can only give NaN, where they are known."""
+    """Raise a `ValueError` for concrete values that can only give NaN."""
     for name in ("prior", "transition", "emission"):
         part = getattr(model, name)
         for leaf in jax.tree.leaves(eqx.filter(part, eqx.is_inexact_array)):
@@ -215,15 +219,15 @@ def _check_values(model: StateSpaceModel, series: Series) -> None:
     if is_concrete(pivots) and np.any(np.asarray(pivots) <= 0):
         raise ValueError(
             "kalman_smoother expects an emission scale with a positive diagonal, got diagonal"
-            f" {np.asarray(pivots)}. An observation without noise has no density: give it a small"
-            " one."
+            f" {np.asarray(pivots)}. An observation without noise has no density: add a small"
+            " amount of noise."
         )
 
 
 def _check_width(model: StateSpaceModel) -> None:
-    """Refuse a prior that is too wide for covariances, where it is known.
+    """Raise a `ValueError` for a concrete prior that is too wide for covariances.
 
-    In units of the noise of an observation, a prior of width w leaves an error of about ε w² in the
+    In units of the observation noise, a prior of width w causes an error of about ε w² in the
     log-evidence.
     """
     kernels = (model.transition, model.emission)
@@ -233,16 +237,17 @@ def _check_width(model: StateSpaceModel) -> None:
         return
     scale = np.asarray(dense_scale(model.prior.scale_tril))
     noise = np.asarray(dense_scale(model.emission.scale_tril))
-    seen = np.linalg.solve(np.tril(noise), np.asarray(model.emission.weight))
+    design = np.linalg.solve(np.tril(noise), np.asarray(model.emission.weight))
     reach = max(
-        np.abs(seen @ scale).max(), np.abs(seen @ np.asarray(model.transition.weight) @ scale).max()
+        np.abs(design @ scale).max(),
+        np.abs(design @ np.asarray(model.transition.weight) @ scale).max(),
     )
     eps = jnp.finfo(scale.dtype).eps
     if eps * reach**2 > 0.1:
         raise ValueError(
-            f"parallel=True forms covariances, and in {scale.dtype} they cannot hold a prior that"
-            f" is {reach:.0e} times as wide as the noise of an observation. Use parallel=False, or"
-            " a narrower prior."
+            f"parallel=True forms covariances, which in {scale.dtype} cannot represent a prior that"
+            f" is {reach:.0e} times as wide as the observation noise. Use parallel=False, or a"
+            " narrower prior."
         )
 
 

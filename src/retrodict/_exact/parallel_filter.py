@@ -1,6 +1,6 @@
-"""The filter parallel in time: prefix sums under an associative operator.
+"""The Kalman filter, parallel in time: prefix sums under an associative operator.
 
-Särkkä and García-Fernández (2021). An element holds the law of x_k given x_j and y_{j+1:k},
+See Särkkä and García-Fernández (2021). An element holds the law of x_k given x_j and y_{j+1:k},
 N(A x_j + b, C), and the likelihood of y_{j+1:k} in x_j, exp(ηᵀx − ½ xᵀJx) up to a constant.
 """
 
@@ -36,7 +36,7 @@ class Element(NamedTuple):
 
 
 def combine(first: Element, second: Element) -> Element:
-    """Return the element of two neighbouring stretches of time."""
+    """Return the element of the union of two adjacent time intervals."""
     mm, mv = linalg.matmul, linalg.matvec
     inverse = _inverse_of_one_plus(first.covariance, second.curvature)
     onward = mm(second.weight, inverse)
@@ -58,9 +58,9 @@ def _inverse_of_one_plus(
 ) -> Float[Array, "d d"]:
     """Return X = (I + C J)⁻¹ = I − S (I + SᵀJS)⁻¹ SᵀJ with C = S Sᵀ.
 
-    The system that is solved is at least the identity. One Newton step X (2I − (I + C J) X)
-    restores what rounding lost. The derivative is that of the inverse, also where C is singular and
-    its Cholesky factor has none.
+    The matrix I + SᵀJS of the linear system is at least the identity. One Newton step
+    X (2I − (I + C J) X) corrects rounding errors. The derivative is that of the inverse. It also
+    holds if C is singular, where the Cholesky factor is not differentiable.
     """
     eye = jnp.eye(covariance.shape[0], dtype=covariance.dtype)
     scale = linalg.semidefinite_cholesky(covariance)
@@ -88,9 +88,9 @@ def filter_laws_in_parallel(
 ) -> tuple[Filtered, Scalar]:
     """Return the filtering laws and the log density of the whitened values, in O(log n) depth.
 
-    The scan gives means and covariances at all times. One sequential step from each of them to the
-    next, all at once, then gives factors, innovations and the log density by the code of the
-    sequential filter; it contracts rounding errors of the scan as a filter contracts its prior.
+    The scan computes means and covariances at all times. One step of the sequential filter from
+    each time to the next, all times in parallel, then computes factors, innovations and the log
+    density. This step contracts rounding errors of the scan as a filter contracts its prior.
     """
     steps = data.value.shape[0] - 1
     design = repeat_over_time(data.design, 3, steps + 1)
@@ -101,17 +101,17 @@ def filter_laws_in_parallel(
     elements = jax.vmap(_element)(weight, bias, scale, design[1:], data.value[1:])
     if exists is not None:
         elements = jax.tree.map(
-            lambda leaf, still: jnp.where(
-                exists[1:].reshape(-1, *[1] * (leaf.ndim - 1)), leaf, still
+            lambda leaf, identity: jnp.where(
+                exists[1:].reshape(-1, *[1] * (leaf.ndim - 1)), leaf, identity
             ),
             elements,
-            _standing_still(first.dim, bias.dtype),
+            _neutral_element(first.dim, bias.dtype),
         )
     zero_vector, zero_matrix = jnp.zeros_like(bias[0]), jnp.zeros_like(weight[0])
     start = Element(
         zero_matrix, first.mean, linalg.outer_gram(first.scale_tril), zero_vector, zero_matrix
     )
-    neutral = _standing_still(first.dim, bias.dtype)
+    neutral = _neutral_element(first.dim, bias.dtype)
     summed = prefix_scan(combine, prepended(start, elements, parallel), neutral, parallel=parallel)
     before = jax.vmap(
         lambda mean, covariance: Factored.from_scale(mean, linalg.semidefinite_cholesky(covariance))
@@ -131,7 +131,7 @@ def _element(
     design: Float[Array, "whitened d"],
     value: Float[Array, "whitened"],
 ) -> Element:
-    """The element of one time step: the noise's law conditioned on the observation."""
+    """Return the element of one time step: the law of the noise conditioned on the observation."""
     reading = read(Factored.from_scale(bias, scale), design, value)
     return Element(
         linalg.matmul(reading.carry, weight),
@@ -142,7 +142,7 @@ def _element(
     )
 
 
-def _standing_still(d: int, dtype: jnp.dtype) -> Element:
-    """The neutral element: time does not pass and nothing is seen."""
+def _neutral_element(d: int, dtype: jnp.dtype) -> Element:
+    """Return the neutral element: an identity transition without an observation."""
     vector, matrix = jnp.zeros(d, dtype), jnp.zeros((d, d), dtype)
     return Element(jnp.eye(d, dtype=dtype), vector, matrix, vector, matrix)

@@ -1,4 +1,4 @@
-"""Linear algebra of small matrices, Gaussian steps and scans on plain arrays."""
+"""Linear algebra for small matrices, Gaussian updates and scans on plain arrays."""
 
 from retrodict._numerics import linalg as linalg
 from retrodict._numerics.associative_scan import affine_suffix_paths as affine_suffix_paths

@@ -1,8 +1,8 @@
-"""Prefix sums under an associative operator, compiled quickly.
+"""Prefix sums under an associative operator, with short compilation times.
 
-`jax.lax.associative_scan` traces its operator 2 log₂ n times; with the operators of this library,
-a few small factorisations each, it then compiles for long. Here the operator is traced three
-times, whatever n is.
+`jax.lax.associative_scan` traces its operator 2 log₂ n times. The operators of this library contain
+a few small factorisations each, so that compilation becomes slow. Here the operator is traced three
+times, for any n.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from retrodict.distributed import Parallel, appended, mesh_of, prepended, scan_o
 T = TypeVar("T")
 
 BLOCK = 16
-"""How many elements are summed one after another, in all blocks at once."""
+"""The number of elements per block: each block is summed sequentially, all blocks in parallel."""
 
 
 def prefix_scan(
@@ -31,22 +31,26 @@ def prefix_scan(
     reverse: bool = False,
     parallel: Parallel = True,
 ) -> T:
-    """All sums e_0 ∘ … ∘ e_k of an associative operator.
+    """Compute all prefix sums e_0 ∘ … ∘ e_k of an associative operator.
 
-    Blocks of `BLOCK` elements are summed one after another, all blocks at once; the totals of the
-    blocks by doubling (distances 1, 2, 4, …, all of them at once); then each block is added to the
-    sum of those before it. About 3n applications of the operator, in BLOCK + log₂(n/BLOCK) + 1
-    rounds.
+    There are three stages:
+
+    1. Sum each block of `BLOCK` elements sequentially, all blocks in parallel.
+    2. Compute prefix sums of the block totals by doubling (distances 1, 2, 4, …).
+    3. Combine each block with the sum of the blocks before it, all blocks in parallel.
+
+    The operator is applied about 3n times, in BLOCK + log₂(n/BLOCK) + 1 rounds.
 
     Args:
-        combine: the operator on two single elements, earlier one first.
+        combine: the operator on two single elements; the earlier element is the first argument.
         elements: a pytree of arrays with a leading axis.
-        neutral: an element that changes nothing, without that axis.
-        reverse: whether to sum from the end; `combine` then has the later element first.
-        parallel: a mesh to sum over several devices; `True` for one.
+        neutral: the neutral element of the operator, without the leading axis.
+        reverse: whether to sum from the end; the later element is then the first argument of
+            `combine`.
+        parallel: a mesh to distribute the scan over several devices; `True` for one device.
 
     Returns:
-        The sums, shaped as `elements`.
+        The prefix sums, with the shapes of `elements`.
     """
     mesh = mesh_of(parallel)
     if mesh is not None:
@@ -54,7 +58,7 @@ def prefix_scan(
     n = jax.tree.leaves(elements)[0].shape[0]
     block = min(BLOCK, n)
     blocks = -(-n // block)
-    together = jax.vmap(combine)
+    combine_all = jax.vmap(combine)
 
     def spread(count: int) -> T:
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), neutral)
@@ -71,7 +75,7 @@ def prefix_scan(
     )
 
     def add(total: T, element: T) -> tuple[T, T]:
-        total = together(total, element)
+        total = combine_all(total, element)
         return total, total
 
     totals, within = lax.scan(add, spread(blocks), padded)
@@ -84,14 +88,14 @@ def prefix_scan(
             sums,
             spread(blocks),
         )
-        return together(earlier, sums), None
+        return combine_all(earlier, sums), None
 
     levels = max(blocks - 1, 0).bit_length()
     sums, _ = lax.scan(double, totals, 2 ** jnp.arange(levels))
     before = jax.tree.map(
         lambda leaf, fill: jnp.concatenate([fill[None], leaf[:-1]]), sums, neutral
     )
-    result = jax.vmap(together, in_axes=(None, 0))(before, within)
+    result = jax.vmap(combine_all, in_axes=(None, 0))(before, within)
     return flip(
         jax.tree.map(
             lambda leaf: jnp.swapaxes(leaf, 0, 1).reshape(blocks * block, *leaf.shape[2:])[:n],
@@ -106,9 +110,9 @@ def affine_suffix_scan(
     covariances: Float[Array, "time d d"],
     parallel: Parallel = True,
 ) -> tuple[Float[Array, "time d"], Float[Array, "time d d"]]:
-    """Solves m_k = w_k m_{k+1} + b_k and P_k = w_k P_{k+1} w_kᵀ + c_k from m_n = 0, P_n = 0.
+    """Solve m_k = w_k m_{k+1} + b_k and P_k = w_k P_{k+1} w_kᵀ + c_k from m_n = 0, P_n = 0.
 
-    The affine maps are composed by a prefix scan, so that all times are found in O(log n) rounds.
+    A prefix scan composes the affine maps, so that all times are computed in O(log n) rounds.
     """
 
     def compose(later: tuple, earlier: tuple) -> tuple:
@@ -132,7 +136,7 @@ def affine_suffix_paths(
     biases: Float[Array, "time d sample"],
     parallel: Parallel = True,
 ) -> Float[Array, "time d sample"]:
-    """Solves x_k = w_k x_{k+1} + b_k from x_n = 0 for many b at once, in O(log n) rounds."""
+    """Solve x_k = w_k x_{k+1} + b_k from x_n = 0 for many b at once, in O(log n) rounds."""
 
     def compose(later: tuple, earlier: tuple) -> tuple:
         (weight_1, bias_1), (weight_2, bias_2) = later, earlier
@@ -148,10 +152,11 @@ def linear_recurrence(
     drives: Float[Array, "time units"],
     parallel: Parallel = True,
 ) -> Float[Array, "time units"]:
-    """Solves h_k = a_k h_{k-1} + b_k from h_{-1} = 0, unit by unit, in O(log n) rounds.
+    """Solve h_k = a_k h_{k-1} + b_k from h_{-1} = 0 for each unit, in O(log n) rounds.
 
-    Its derivative is for reverse mode, and a recurrence of the same kind from the end: with g_k the
-    cotangent of h_k, λ_k = g_k + a_{k+1} λ_{k+1} is that of b_k, and λ_k h_{k-1} that of a_k.
+    Only reverse-mode differentiation is supported. The derivative is a recurrence of the same kind
+    that runs backward. With g_k the cotangent of h_k, the cotangent of b_k is
+    λ_k = g_k + a_{k+1} λ_{k+1}, and the cotangent of a_k is λ_k h_{k-1}.
     """
     return _recur(decays, drives, parallel, reverse=False)
 
@@ -169,8 +174,10 @@ def _recurrence_forward(decays: Array, drives: Array, parallel: Parallel) -> tup
     return states, (decays, states)
 
 
-def _recurrence_backward(parallel: Parallel, kept: tuple, cotangents: Array) -> tuple[Array, Array]:
-    decays, states = kept
+def _recurrence_backward(
+    parallel: Parallel, residuals: tuple, cotangents: Array
+) -> tuple[Array, Array]:
+    decays, states = residuals
     onward = appended(decays[1:], jnp.zeros_like(decays[0]), parallel)
     adjoints = _recur(onward, cotangents, parallel, reverse=True)
     before = prepended(jnp.zeros_like(states[0]), states[:-1], parallel)

@@ -1,4 +1,4 @@
-"""The values of a function at many rows, a part of the rows at a time."""
+"""A vectorised map over many rows, in batches of bounded size."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,22 +9,22 @@ from jaxtyping import PyTree
 
 
 def in_parts(fn: Callable[[Any], PyTree], xs: PyTree, size: int) -> PyTree:
-    """What `jax.vmap(fn)(xs)` is, with at most `size` rows at once.
+    """Compute `jax.vmap(fn)(xs)` in batches of at most `size` rows.
 
-    `jax.lax.map` with a batch size has the function twice in its program, the second time for the
-    remainder, and takes twice as long to compile. Here the last part is filled up with copies of
-    the first rows, whose values are dropped.
+    `jax.lax.map` with a batch size compiles the function twice, the second time for the remainder,
+    and so takes twice as long to compile. Here the last batch is padded with copies of the first
+    rows, and their values are dropped.
     """
     count = jax.tree.leaves(xs)[0].shape[0]
-    turns = max(1, -(-count // size))
-    if turns == 1:
+    num_batches = max(1, -(-count // size))
+    if num_batches == 1:
         return jax.vmap(fn)(xs)
-    size = -(-count // turns)
-    short = turns * size - count
+    size = -(-count // num_batches)
+    padding = num_batches * size - count
 
-    def parted(leaf: jax.Array) -> jax.Array:
-        filled = jnp.concatenate([leaf, leaf[:short]]) if short else leaf
-        return filled.reshape(turns, size, *leaf.shape[1:])
+    def split(leaf: jax.Array) -> jax.Array:
+        padded = jnp.concatenate([leaf, leaf[:padding]]) if padding else leaf
+        return padded.reshape(num_batches, size, *leaf.shape[1:])
 
-    found = jax.lax.map(jax.vmap(fn), jax.tree.map(parted, xs))
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], found)
+    values = jax.lax.map(jax.vmap(fn), jax.tree.map(split, xs))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], values)

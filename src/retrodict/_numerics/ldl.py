@@ -1,13 +1,14 @@
-"""Gaussian laws whose covariance is held as L diag(D) Lᵀ, and the three steps of exact inference.
+"""Gaussian laws with covariance L diag(D) Lᵀ, and the three steps of exact inference.
 
-A unit-lower L and a diagonal D (Bierman's and Thornton's factors) take no square root, keep small
-eigenvalues beside large ones, pass through D = 0 (noise without a density) and lose nothing under a
-prior scale of 1e10: conditioning multiplies the entries of D by ratios, and never subtracts from
-them. That is what makes float32 safe here.
+The steps are prediction, conditioning and reversal. The unit-lower L and the diagonal D (the
+factors of Bierman and Thornton) need no square root. They preserve small eigenvalues beside large
+ones, allow D = 0 (noise without a density) and lose no accuracy under a prior scale of 1e10.
+Conditioning multiplies the entries of D by ratios and never subtracts from them. This makes
+float32 safe here.
 
-L and the mean m travel as one array `[L | m]`. Conditioning on y_i = h x + noise then is one
-formula for all columns, and a step of a scan compiles to few loops, each of which costs more to
-start than to run when the state has a handful of coordinates.
+L and the mean m are stored as one array `[L | m]`. Conditioning on y_i = h x + noise is then one
+formula for all columns, and a step of a scan compiles to few loops. This matters because, for a
+state with few coordinates, a loop costs more to start than to run.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,7 @@ class Factored(eqx.Module):
 
     Attributes:
         columns: `[L | m]`, of shape `(d, d + 1)`.
-        diagonal: D and one entry without meaning, of shape `(d + 1,)`.
+        diagonal: D and one unused entry, of shape `(d + 1,)`.
     """
 
     columns: Float[Array, "d d_plus_1"]
@@ -34,7 +35,7 @@ class Factored(eqx.Module):
 
     @classmethod
     def from_scale(cls, mean: Float[Array, "d"], scale: Float[Array, "d k"]) -> "Factored":
-        """The law N(m, s sᵀ), for any s with d rows, singular ones included."""
+        """Return the law N(m, s sᵀ), for any s with d rows; s may be singular."""
         one = jnp.ones((), mean.dtype)
         lower, diagonal, _ = linalg.weighted_gram_schmidt(scale, [one] * scale.shape[1])
         return cls(
@@ -59,18 +60,18 @@ class Factored(eqx.Module):
 
 
 class Innovations(eqx.Module):
-    """What conditioning learned of each scalar observation, in the order they were processed.
+    """Scaled innovations and innovation variances of scalar observations, in processing order.
 
     Attributes:
-        gains: v_i / α_i, the innovation over its variance, of shape `(p,)`.
-        variances: α_i, of shape `(p,)`.
+        gains: v_i / α_i, the innovation divided by its variance, of shape `(p,)`.
+        variances: α_i, the innovation variance, of shape `(p,)`.
     """
 
     gains: Float[Array, "*batch p"]
     variances: Float[Array, "*batch p"]
 
     def log_prob(self) -> Scalar:
-        """The log density of the observations, up to −½ log 2π for each."""
+        """Return the log density of the observations, without −½ log 2π per observation."""
         return -0.5 * jnp.sum(jnp.log(self.variances) + self.gains**2 * self.variances)
 
 
@@ -82,8 +83,8 @@ def propagate(
 ) -> Factored:
     """Return the law of w x + b + s ε for x of law N(m, L D Lᵀ) and standard normal ε.
 
-    The covariance w L D Lᵀ wᵀ + s sᵀ is the Gram matrix of the rows of [w L, s] in the weights
-    [D, 1], so that orthogonalising those rows factors it without forming it.
+    The covariance w L D Lᵀ wᵀ + s sᵀ is the Gram matrix of the rows of [w L, s] with the weights
+    [D, 1]. Orthogonalising those rows factors the covariance without forming it.
     """
     return predict(law, weight, bias, scale)[0]
 
@@ -96,9 +97,9 @@ def predict(
     *,
     tolerance: float = 0.0,
 ) -> tuple[Factored, Float[Array, "e d_plus_k"]]:
-    """Return what `propagate` returns, and the rows q of [w S, s] = B q.
+    """Return the law of `propagate` and the rows q of [w S, s] = B q.
 
-    Here S and B are the Cholesky factors before and after. With x = m + S z and
+    Here S and B are the Cholesky factors before and after the step. With x = m + S z and
     w x + b + s ε = a + B e, for standard normal z and ε, e is q (z, ε): see `linalg.rotation`.
 
     Args:
@@ -124,10 +125,10 @@ def predict(
 def condition(
     law: Factored, design: Float[Array, "p d"], value: Float[Array, "p"]
 ) -> tuple[Factored, Innovations]:
-    """The law of x given value = design x + ε with standard normal ε, and the innovations.
+    """Return the law of x given value = design x + ε with standard normal ε, and the innovations.
 
     Observations are processed one scalar at a time (Bierman's update), so that no p × p matrix is
-    factored. A row of zeros with value zero changes nothing: that is a missing entry.
+    factored. A row of zeros with value zero is a no-op and represents a missing entry.
     """
     offsets = value[:, None]
     columns, diagonal, rows, variances = condition_columns(
@@ -142,28 +143,29 @@ def condition_columns(
     design: Float[Array, "p d"],
     offsets: Float[Array, "p q"],
 ) -> tuple[Float[Array, "d c"], Float[Array, "d_plus_1"], Float[Array, "p c"], Float[Array, "p"]]:
-    """Conditions on scalar observations, and carries any number of columns along.
+    """Condition on scalar observations, and update any number of additional columns.
 
-    `columns` is [L | X] with d columns of L and q columns X, each of which moves as a mean does:
-    X ← X − k (h X − o) with the gain k of observation h and its row o of `offsets`. With
+    `columns` is [L | X] with d columns of L and q columns X. Each column of X is updated like a
+    mean: X ← X − k (h X − o) with the gain k of observation h and its row o of `offsets`. With
     X = [m | I] and offsets [y | 0] the result holds the conditional mean and I − K H.
 
     For one observation with f = h L and α_j = 1 + Σ_{l>j} f_l² D_l, column j of L becomes
     L_j − (f_j/α_j) Σ_{l>j} L_l D_l f_l, D_j becomes D_j α_j / (α_j + f_j² D_j), and a column of X
-    follows the same formula with the sum over all l. The rows h L, h X − o are kept below [L | X]
-    in one array, so that they are up to date when their turn comes.
+    follows the same formula with the sum over all l. The rows h L, h X − o are stored below [L | X]
+    in one array and updated with it, so that each row is current when it is processed.
 
     Returns:
-        The columns and diagonal after conditioning; for each observation its row [h L | h X − o] at
-        its turn, divided by its innovation variance; and those variances.
+        The columns and the diagonal after conditioning; for each observation its row
+        [h L | h X − o] when it is processed, divided by its innovation variance; and the innovation
+        variances.
     """
     d, width = columns.shape
     if d > linalg.UNROLLED:
         return _condition_columns_by_qr(columns, diagonal, design, offsets)
     p, dtype = design.shape[0], columns.dtype
     padding = jnp.zeros((p, d), dtype)
-    seen = linalg.matmul(design, columns) - jnp.concatenate([padding, offsets], axis=1)
-    stack = linalg.fence(jnp.concatenate([columns, seen], axis=0))
+    projected = linalg.matmul(design, columns) - jnp.concatenate([padding, offsets], axis=1)
+    stack = linalg.fence(jnp.concatenate([columns, projected], axis=0))
     # later[l, j]: whether column l of L enters the sums of column j.
     later = np.concatenate([np.tril(np.ones((d, d)), -1), np.ones((d, width - d))], axis=1)
     later = later.astype(dtype)
@@ -175,7 +177,7 @@ def condition_columns(
     for i in range(p):
         f = stack[d]
         alpha = 1.0 + linalg.sum_of([later[k] * (f[k] * f[k] * spread[k]) for k in range(d)])
-        # One array for both makes one loop of them; its last entry is the innovation variance.
+        # Storing both in one array gives one loop; its last entry is the innovation variance.
         after = jnp.where(is_diagonal, spread * (alpha / (alpha + f * f * spread)), alpha)
         step = linalg.fence(jnp.stack([f / alpha, after]))
         sums = linalg.sum_of(
@@ -196,21 +198,24 @@ def _condition_columns_by_qr(
     design: Float[Array, "p d"],
     offsets: Float[Array, "p q"],
 ) -> tuple[Float[Array, "d c"], Float[Array, "d_plus_1"], Float[Array, "p c"], Float[Array, "p"]]:
-    """All observations at once, by triangularising [[I, H S], [0, S]]; for larger states."""
+    """Condition on all observations at once by triangularising [[I, H S], [0, S]].
+
+    This form is used for larger states.
+    """
     d, p, dtype = columns.shape[0], design.shape[0], columns.dtype
     scale = columns[:, :d] * linalg.safe_sqrt(diagonal[:d])[None, :]
     top = jnp.concatenate([jnp.eye(p, dtype=dtype), linalg.matmul(design, scale)], axis=1)
     bottom = jnp.concatenate([jnp.zeros((d, p), dtype), scale], axis=1)
     factor = linalg.tria_by_qr(jnp.concatenate([top, bottom]))
     root, gain = factor[:p, :p], factor[p:, :p]
-    carried = columns[:, d:]
-    whitened = linalg.solve_triangular(root, linalg.matmul(design, carried) - offsets)
+    additional = columns[:, d:]
+    whitened = linalg.solve_triangular(root, linalg.matmul(design, additional) - offsets)
     lower, spread = linalg.unit_lower_and_diagonal(factor[p:, p:])
-    moved = carried - linalg.matmul(gain, whitened)
+    updated = additional - linalg.matmul(gain, whitened)
     deviations = jnp.diagonal(root)
     rows = jnp.concatenate([jnp.zeros((p, d), dtype), whitened / deviations[:, None]], axis=1)
     return (
-        jnp.concatenate([lower, moved], axis=1),
+        jnp.concatenate([lower, updated], axis=1),
         jnp.concatenate([spread, jnp.zeros(1, dtype)]),
         rows,
         deviations**2,
@@ -220,8 +225,8 @@ def _condition_columns_by_qr(
 class StandardKernel(NamedTuple):
     """The backward kernel of z_{k-1} given z_k, with x_k = m_k + S_k z_k for filtering laws (m, S).
 
-    z_{k-1} = gain z_k + offset + scale ε. The gain has norm at most one and the scale is at most
-    the identity, whatever S is: nothing is divided by a width of the state.
+    The kernel is z_{k-1} = gain z_k + offset + scale ε. For any S the gain has norm at most one and
+    the scale is at most the identity: no division by a width of the state occurs.
     """
 
     gain: Float[Array, "*time d d"]
@@ -238,18 +243,18 @@ def reverse_standardised(
 ) -> StandardKernel:
     """Return the backward kernel between the standard coordinates of two filtering laws.
 
-    `predict` gave e = q (z, ε), with x_k = a + B e; conditioning on the row gives e = μ + M z_k.
-    With q₁ the first d columns of q, z given e has mean q₁ᵀ e, and the rows of [I, 0] without their
-    projection on those of q are a factor of its covariance. Rotations have more columns than q:
-    further noises without effect on x.
+    `predict` gives e = q (z, ε), with x_k = a + B e. Conditioning on row k gives e = μ + M z_k.
+    With q₁ the first d columns of q, z given e has mean q₁ᵀ e. A factor of its covariance is given
+    by the rows of [I, 0] minus their projection on the rows of q. Rotations have more columns than
+    q: these are additional noise terms without effect on x.
 
     Args:
         predicted: the law N(a, B Bᵀ) of x_k given the rows before.
         rows: q.
-        design: the design of the row k, in units of its noise.
-        value: the values of row k, likewise.
-        after: the filtering law of x_k, if its factor S was not computed from this B. M then is
-            B⁻¹ S in the coordinates that `predict` counted as independent.
+        design: the design of row k, in units of its noise.
+        value: the values of row k, in the same units.
+        after: the filtering law of x_k, if its factor S was not computed from this B. M is then
+            B⁻¹ S in the coordinates that `predict` treated as independent.
     """
     d, dtype = predicted.dim, predicted.columns.dtype
     eye, scale = jnp.eye(d, dtype=dtype), predicted.scale_tril
@@ -263,11 +268,11 @@ def reverse_standardised(
     else:
         shrinkage = _unscale(predicted, after.scale_tril)
     rotation = linalg.rotation(rows)
-    turned = rotation[:, :d].T
+    transposed = rotation[:, :d].T
     return StandardKernel(
-        linalg.matmul(turned, shrinkage),
-        linalg.matvec(turned, columns[:, d]),
-        linalg.tria(_left_of_identity(rotation)),
+        linalg.matmul(transposed, shrinkage),
+        linalg.matvec(transposed, columns[:, d]),
+        linalg.tria(_project_out_of_identity(rotation)),
     )
 
 
@@ -277,16 +282,16 @@ def _unscale(law: Factored, b: Float[Array, "d c"]) -> Float[Array, "d c"]:
     return inverse[:, None] * linalg.solve_triangular(law.columns[:, :-1], b)
 
 
-def _left_of_identity(rotation: Float[Array, "d c"]) -> Float[Array, "d c"]:
-    """Return the rows of [I, 0] without their projection on the orthonormal rows q.
+def _project_out_of_identity(rotation: Float[Array, "d c"]) -> Float[Array, "d c"]:
+    """Return the rows of [I, 0] minus their projection on the orthonormal rows q.
 
-    Projecting twice keeps the relative precision of rows of which little is left.
+    Projecting twice preserves the relative precision of rows with a small remainder.
     """
     d = rotation.shape[0]
-    left = jnp.eye(*rotation.shape, dtype=rotation.dtype) - linalg.matmul(
+    remainder = jnp.eye(*rotation.shape, dtype=rotation.dtype) - linalg.matmul(
         rotation[:, :d].T, rotation
     )
-    return left - linalg.matmul(linalg.matmul(left, rotation.T), rotation)
+    return remainder - linalg.matmul(linalg.matmul(remainder, rotation.T), rotation)
 
 
 def reverse(
@@ -298,9 +303,9 @@ def reverse(
     """Return the backward kernel of x given z = w x + b + s ε, for x of law N(m, S Sᵀ).
 
     With [w S, s] = B q as in `predict`, the gain is S q₁ᵀ B⁻¹. Directions of z that are narrower
-    than ε^(1/3) times its coordinates are left out: their gains g would turn a rounding error ε of
-    one time step into ε g, and into ε g² relative to the narrowest direction of the next. Leaving
-    one out costs 1/g. `reverse_standardised` has no such limit.
+    than ε^(1/3) times its coordinates are omitted. Their gains g would amplify a rounding error ε
+    of one time step to ε g, and to ε g² relative to the narrowest direction of the next step.
+    Omitting a direction causes an error of 1/g. `reverse_standardised` has no such limit.
 
     Returns:
         The gain G, the offset m − G (w m + b) and the lower Cholesky factor of the conditional law.
@@ -310,14 +315,14 @@ def reverse(
 
 
 def narrowest(dtype: jnp.dtype) -> float:
-    """Return the relative width below which `reverse` leaves a direction out, ε^(1/3)."""
+    """Return ε^(1/3), the relative width below which `reverse` omits a direction."""
     return float(jnp.finfo(dtype).eps) ** (1 / 3)
 
 
 def reverse_rows(
     law: Factored, predicted: Factored, rows: Float[Array, "d d_plus_k"]
 ) -> tuple[Float[Array, "d d"], Float[Array, "d"], Float[Array, "d d"]]:
-    """Return what `reverse` returns, from the output of `predict`."""
+    """Return the backward kernel of `reverse`, given the output of `predict`."""
     before, d, rotation = law.scale_tril, law.dim, linalg.rotation(rows)
     coefficients = linalg.matmul(rotation[:, :d], before.T)
     inverse = linalg.safe_reciprocal(linalg.safe_sqrt(predicted.diagonal[:-1]))
@@ -325,4 +330,4 @@ def reverse_rows(
         predicted.columns[:, :-1], inverse[:, None] * coefficients, transpose=True
     ).T
     offset = law.mean - linalg.matvec(gain, predicted.mean)
-    return gain, offset, linalg.tria(linalg.matmul(before, _left_of_identity(rotation)))
+    return gain, offset, linalg.tria(linalg.matmul(before, _project_out_of_identity(rotation)))

@@ -1,13 +1,13 @@
-"""Linear algebra of small matrices, spelled so that XLA fuses it inside a scan.
+"""Linear algebra for small matrices, written so that XLA fuses it inside a scan.
 
-A call to LAPACK inside a scan costs more than the arithmetic of a matrix with a handful of rows,
-and stops XLA from fusing what stands around it. Up to `UNROLLED` rows the loops over rows and over
-inner dimensions are therefore unrolled in Python, over whole rows and not over entries: one entry
-at a time gives more, not fewer, fused loops. Beyond it the same functions call LAPACK:
-`benchmarks/numerics.py` prints what either costs by dimension.
+A LAPACK call inside a scan costs more than the arithmetic of a matrix with few rows, and prevents
+XLA from fusing the surrounding operations. Up to `UNROLLED` rows, the loops over rows and over
+inner dimensions are therefore unrolled in Python. They are unrolled over whole rows, since
+unrolling over entries produces more fused loops, not fewer. Above `UNROLLED` rows the same
+functions call LAPACK. `benchmarks/numerics.py` prints the cost of both forms by dimension.
 
-Everything is written for one matrix; callers `vmap`. Divisions by a pivot that is exactly zero give
-zero, so that semidefinite matrices pass.
+All functions take one matrix; callers use `vmap`. Division by a pivot that is exactly zero gives
+zero, so that semidefinite matrices are supported.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,17 @@ UNROLLED = 6
 """The largest number of rows for which loops are unrolled."""
 
 
-def steps_a_loop(d: int) -> int:
-    """How many steps of a scan over d-dimensional laws to put into one iteration of its loop.
+def steps_per_loop(d: int) -> int:
+    """Return the number of steps per loop iteration in a scan over d-dimensional laws.
 
-    An iteration costs several fusions by itself. With d = 1 XLA compiles the whole loop as one
-    kernel, but only as long as its body is small; for larger d the steps take long to compile.
+    Each iteration has an overhead of several fusions. For d = 1 XLA compiles the whole loop as one
+    kernel, but only if its body is small. For larger d unrolled steps are slow to compile.
     """
     return 8 if 2 <= d <= 3 else 1
 
 
 def sum_of(terms: Sequence[Array]) -> Array:
-    """Adds arrays of one shape: Python's `sum` would start from an integer zero."""
+    """Return the sum of arrays of one shape, without the integer zero of Python's `sum`."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term
@@ -42,16 +42,17 @@ def sum_of(terms: Sequence[Array]) -> Array:
 
 
 def fence(tree: T) -> T:
-    """The same arrays, computed once: XLA may not recompute them inside the loops that read them.
+    """Return the same arrays behind an optimisation barrier.
 
-    Without it a chain of small steps is fused into loops that repeat the whole chain for each of
-    their entries. Measured on a Kalman step with d = 3: four times slower, and slower to compile.
+    The barrier prevents XLA from recomputing the arrays inside the loops that read them. Without
+    it, a chain of small steps is fused into loops that repeat the whole chain for every entry. On a
+    Kalman step with d = 3 this was four times slower, and slower to compile.
     """
     return lax.optimization_barrier(tree)
 
 
 def matmul(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Array, "r c"]:
-    """The product a b, never in less than the full precision of its type."""
+    """Return the product a b, in the full precision of its type."""
     inner = _inner(a, b)
     if inner > UNROLLED or inner == 0:
         return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
@@ -59,7 +60,7 @@ def matmul(a: Float[Array, "r k"], b: Float[Array, "k c"]) -> Float[Array, "r c"
 
 
 def matvec(a: Float[Array, "r k"], x: Float[Array, "k"]) -> Float[Array, "r"]:
-    """The product a x."""
+    """Return the product a x, in the full precision of its type."""
     inner = _inner(a, x)
     if inner > UNROLLED or inner == 0:
         return jnp.matmul(a, x, precision=lax.Precision.HIGHEST)
@@ -67,34 +68,37 @@ def matvec(a: Float[Array, "r k"], x: Float[Array, "k"]) -> Float[Array, "r"]:
 
 
 def _inner(a: Array, b: Array) -> int:
-    """The inner dimension of a product; unrolled sums would read past it without a word."""
+    """Return the inner dimension of a product; unrolled sums would not detect a mismatch."""
     if a.shape[1] != b.shape[0]:
-        raise TypeError(f"a matrix of shape {a.shape} does not multiply shape {b.shape}.")
+        raise TypeError(
+            f"The inner dimensions of a product must match, got shapes {a.shape} and {b.shape}."
+        )
     return a.shape[1]
 
 
 def outer_gram(a: Float[Array, "r k"]) -> Float[Array, "r r"]:
-    """The product a aᵀ."""
+    """Return the product a aᵀ."""
     return matmul(a, a.T)
 
 
 def safe_reciprocal(x: Array) -> Array:
-    """1/x, and 0 where x is 0, with a gradient that is finite there too."""
+    """Return 1/x, and 0 where x is 0; the gradient is finite everywhere."""
     nonzero = x != 0
     return jnp.where(nonzero, 1.0 / jnp.where(nonzero, x, 1.0), 0.0)
 
 
 def safe_sqrt(x: Array) -> Array:
-    """The square root of max(x, 0), with gradient 0 where x is not positive."""
+    """Return the square root of max(x, 0), with gradient 0 where x is not positive."""
     positive = x > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1.0)), 0.0)
 
 
 def cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
-    """The lower factor l of a symmetric positive-definite a = l lᵀ.
+    """Return the lower Cholesky factor l of a symmetric positive-definite a = l lᵀ.
 
     Only the lower triangle of `a` is read. A pivot that is not positive gives a column of zeros in
-    the unrolled form and NaN in LAPACK's: callers that accept user input check it first.
+    the unrolled form and NaN in the LAPACK form. Callers that accept user input must check it
+    first.
     """
     d = a.shape[0]
     if d > UNROLLED:
@@ -113,9 +117,9 @@ def cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
 def semidefinite_cholesky(a: Float[Array, "d d"]) -> Float[Array, "d d"]:
     """Return a lower factor of a symmetric positive-semidefinite matrix, to rounding.
 
-    A pivot below 10 d ε times the diagonal entry it came from is rounding error, and its column
-    is zero. Without this a singular matrix gets a random direction of size √ε, which differs from
-    one time step to the next.
+    A pivot below 10 d ε times its original diagonal entry is treated as rounding error, and its
+    column is set to zero. Otherwise the factor of a singular matrix would contain a random
+    direction of size √ε that differs between time steps.
     """
     d = a.shape[0]
     smallest = 10 * d * jnp.finfo(a.dtype).eps * jnp.diagonal(a)
@@ -141,7 +145,7 @@ def solve_triangular(
     *,
     transpose: bool = False,
 ) -> Float[Array, "d ..."]:
-    """Solves l x = b, or lᵀ x = b, for a lower-triangular l and a vector or matrix b."""
+    """Solve l x = b, or lᵀ x = b, for a lower-triangular l and a vector or matrix b."""
     d = l.shape[0]
     if d > UNROLLED:
         return lapack_solve_triangular(l, b, lower=True, trans=1 if transpose else 0)
@@ -162,19 +166,19 @@ def weighted_gram_schmidt(
     """Factor the rows of w diag(√weights) as l diag(√d) q, with unit-lower l and unit rows q.
 
     Modified Gram–Schmidt over the rows of `w` in the inner product of `weights` (Thornton's
-    propagation of a factored covariance). No difference of squares is formed, so that small
-    eigenvalues survive beside large ones in float32, and l diag(d) lᵀ = w diag(weights) wᵀ to
-    rounding. The rows q are orthogonal only where w is well conditioned: see `rotation`.
+    propagation of a factored covariance). No difference of squares is formed. Small eigenvalues
+    are therefore preserved beside large ones in float32, and l diag(d) lᵀ = w diag(weights) wᵀ to
+    rounding. The rows q are orthogonal only if w is well conditioned: see `rotation`.
 
     Args:
         w: the rows to orthogonalise.
-        weights: one nonnegative scalar per column, or `None` for a column that is carried along
-            and does not count.
-        tolerance: a row of which less than this fraction is independent of the rows before it
-            counts as dependent: its entry of d and its row of q are zero.
+        weights: one nonnegative scalar per column, or `None` for a column that is transformed but
+            does not enter the inner product.
+        tolerance: a row is treated as dependent if less than this fraction of it is independent of
+            the rows before it. Its entry of d and its row of q are then zero.
 
     Returns:
-        The factor l, the nonnegative d and the rows q, whose columns are the counted ones.
+        The factor l, the nonnegative d, and the rows q with one column per weighted column of `w`.
     """
     pairs = [(k, weight) for k, weight in enumerate(weights) if weight is not None]
     rows, counted = w.shape[0], [k for k, _ in pairs]
@@ -193,7 +197,7 @@ def weighted_gram_schmidt(
             products = sum_of([w[:, k] * (w[0, k] * weight) for k, weight in pairs])
         if tolerance > 0.0:
             products = jnp.where(products[0] > smallest[i], products, 0.0)
-        # One array for the products and the reciprocal of the pivot makes one loop of them.
+        # Storing the products and the reciprocal of the pivot in one array gives one loop.
         pivot = fence(jnp.concatenate([products, safe_reciprocal(products[:1])]))
         pivots.append(pivot)
         remainders.append(w[0])
@@ -211,15 +215,15 @@ def weighted_gram_schmidt(
 def rotation(q: Float[Array, "r c"]) -> Float[Array, "r c_plus_r"]:
     """Return orthonormal rows [y, t] with l diag(√d) [y, t] = [w diag(√weights), 0] to rounding.
 
-    Rows that nearly depend on others make the rows q of `weighted_gram_schmidt` far from
-    orthogonal. But the algorithm is that of Householder with the reflections I − v vᵀ,
-    v = (q_i, −e_i), of rows extended by zeros (Björck and Paige 1992), and their product is
-    orthogonal for any q of unit rows: y is q where that is orthogonal, and t is what y lacks.
-    A row of zeros becomes (0, e_i).
+    If rows of w nearly depend on others, the rows q of `weighted_gram_schmidt` are far from
+    orthogonal. But the algorithm is equivalent to Householder's with the reflections I − v vᵀ,
+    v = (q_i, −e_i), applied to rows extended by zeros (Björck and Paige 1992). The product of these
+    reflections is orthogonal for any q with unit rows: y equals q where q is orthogonal, and t
+    completes y to orthonormal rows. A row of zeros becomes (0, e_i).
     """
     size = q.shape[0]
     eye = jnp.eye(size, dtype=q.dtype)
-    # Where a remainder is rounding error, a compiler that computes it twice may get two of them.
+    # If XLA computes a remainder of rounding error twice, the two results may differ.
     q = fence(q * safe_reciprocal(safe_sqrt(jnp.sum(q**2, axis=1)))[:, None])
     extended = jnp.concatenate([jnp.zeros_like(q), eye], axis=1)
     is_zero = jnp.all(q == 0, axis=1)
@@ -240,7 +244,7 @@ def tria_by_qr(w: Float[Array, "r c"]) -> Float[Array, "r r"]:
 def lower_and_rows_by_qr(
     w: Float[Array, "r c"],
 ) -> tuple[Float[Array, "r r"], Float[Array, "r c"]]:
-    """Factor w = s q by Householder reflections: s as in `tria_by_qr`, q of orthonormal rows."""
+    """Factor w = s q by Householder reflections: s as in `tria_by_qr`, q with orthonormal rows."""
     columns, upper = jnp.linalg.qr(w.T)
     signs = _signs(jnp.diagonal(upper))
     return jnp.tril(upper.T * signs[None, :]), (columns * signs[None, :]).T
@@ -251,7 +255,7 @@ def _signs(pivots: Array) -> Array:
 
 
 def tria(w: Float[Array, "r c"]) -> Float[Array, "r r"]:
-    """The lower-triangular factor s, with a nonnegative diagonal, of s sᵀ = w wᵀ."""
+    """Return the lower-triangular s with a nonnegative diagonal and s sᵀ = w wᵀ."""
     if w.shape[0] > UNROLLED * 2:
         return tria_by_qr(w)
     one = jnp.ones((), w.dtype)
@@ -262,10 +266,10 @@ def tria(w: Float[Array, "r c"]) -> Float[Array, "r r"]:
 def unit_lower_and_diagonal(
     scale: Float[Array, "d d"],
 ) -> tuple[Float[Array, "d d"], Float[Array, "d"]]:
-    """Splits a lower factor s into unit-lower l and diagonal d, with l diag(d) lᵀ = s sᵀ.
+    """Split a lower factor s into unit-lower l and diagonal d, with l diag(d) lᵀ = s sᵀ.
 
-    A pivot of zero above entries that are not (a semidefinite factor that is not in echelon form)
-    is replaced by rounding error times the largest entry, which keeps the product to rounding.
+    A zero pivot above nonzero entries (a semidefinite factor that is not in echelon form) is
+    replaced by ε times the largest entry, which changes the product by rounding error only.
     """
     pivots = jnp.diagonal(scale)
     largest = jnp.max(jnp.abs(scale))

@@ -1,4 +1,4 @@
-"""The dense-grid smoother, exact up to its grid, for states of dimension 1 and 2."""
+"""The dense-grid smoother for states of dimension 1 and 2, exact up to discretisation."""
 
 from retrodict._exact.grid.mesh import Grid as Grid
 from retrodict._exact.grid.posterior import GridPosterior as GridPosterior

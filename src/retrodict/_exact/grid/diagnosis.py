@@ -1,4 +1,4 @@
-"""Whether a grid was good enough: status, error estimate and messages with the remedy."""
+"""Diagnosis of a grid: status, error estimate, and messages with the remedy."""
 
 from enum import IntEnum
 from typing import Any
@@ -13,31 +13,31 @@ from retrodict._exact.grid.recursion import Passes, moments, resolution
 from retrodict._types import Scalar
 
 MOST_ESCAPING = 0.25
-"""How much of a transition may leave the box before the grid is refused.
+"""The largest fraction of a transition that may leave the box.
 
-What leaves is no error in itself, since an observation may exclude it; only modes of the posterior
-that lie wholly outside would be missed, which is why the figure is loose.
+Mass that leaves the box is not an error by itself, since an observation may exclude it. Only modes
+of the posterior entirely outside of the box would be missed. The limit is therefore loose.
 """
 
 MOST_EXCESS = 0.02
-"""How far above 1 the rows of a transition may sum on average."""
+"""The largest average excess over 1 of the row sums of a transition."""
 
 LEAST_RESOLUTION = 0.5
-"""The smallest width of a posterior in spacings; the trapezoidal rule then errs by about 1%."""
+"""The smallest posterior width in spacings; the trapezoidal rule then has an error of about 1%."""
 
 SAFETY = 3.0
-"""What the difference between two grids is multiplied by to bound the error of the finer.
+"""The factor from the difference between two grids to a bound on the error of the finer one.
 
-With an error C h^p and a comparison at spacing 4h/3, the difference is ((4/3)^p - 1) C h^p, a third
-of the error for p = 1 and more for every larger p.
+With an error C h^p and a comparison at spacing 4h/3, the difference is ((4/3)^p - 1) C h^p. This
+is a third of the error for p = 1 and more for larger p.
 """
 
 
 class Status(IntEnum):
-    """How a grid fared; anything but `FINE` is refused."""
+    """The outcome of the diagnosis of a grid; every value except `FINE` is a failure."""
 
     FINE = 0
-    IMPOSSIBLE = 1  # no point explains an observation, or a density is not a number
+    IMPOSSIBLE = 1  # no point explains an observation, or a density is NaN
     EDGE = 2
     COARSE_POSTERIOR = 3
     COARSE_TRANSITION = 4
@@ -45,15 +45,15 @@ class Status(IntEnum):
 
 
 class Diagnostics(eqx.Module):
-    """What was measured of the grid at each time.
+    """Measures of the quality of a grid, per time.
 
     Attributes:
         boundary_mass: posterior probability of the outer 2% of the box.
-        escaping_mass: how much of the transition into k leaves the box from where the posterior at
-            k-1 lies; at time 0, the share of p(x_0 | y_0) outside of the box.
-        transition_excess: by how much rows of the discretised transition exceed 1, on the same
-            average: not zero if its noise is narrower than the spacing.
-        resolution: the width of the posterior in spacings, as a standard deviation.
+        escaping_mass: the fraction of the transition into k that leaves the box, averaged over the
+            posterior at k-1; at time 0, the fraction of p(x_0 | y_0) outside of the box.
+        transition_excess: the excess over 1 of the row sums of the discretised transition, averaged
+            likewise. It is not zero if the noise is narrower than the spacing.
+        resolution: the standard deviation of the posterior in spacings.
     """
 
     boundary_mass: Float[Array, "time"]
@@ -63,14 +63,14 @@ class Diagnostics(eqx.Module):
 
 
 class ErrorEstimate(eqx.Module):
-    """Estimated errors of what the grid computed, each in its own units.
+    """Estimated discretisation errors.
 
     Attributes:
         log_evidence: in nats.
         mean: in the units of the state.
-        covariance: in the square of those.
+        covariance: in squared units of the state.
         worst: the largest of the error of the log-evidence in nats, of a mean in posterior standard
-            deviations, and of a covariance in products of them.
+            deviations, and of a covariance in products of posterior standard deviations.
     """
 
     log_evidence: Scalar
@@ -80,7 +80,7 @@ class ErrorEstimate(eqx.Module):
 
 
 class Summary(eqx.Module):
-    """What two runs are compared by."""
+    """Increments and smoothed moments, by which two runs are compared."""
 
     increments: Float[Array, "time"]
     mean: Float[Array, "time state"]
@@ -92,12 +92,12 @@ class Summary(eqx.Module):
 
 
 def diagnose(passes: Passes, grid: Grid, outside: Scalar) -> Diagnostics:
-    """Measures how well the grid held the posterior.
+    """Measure how well the grid represents the posterior.
 
     Args:
-        passes: what both passes gave.
+        passes: the output of both passes.
         grid: the grid.
-        outside: the share of p(x_0 | y_0) outside of the box.
+        outside: the fraction of p(x_0 | y_0) outside of the box.
     """
     edge = jnp.asarray(grid.at_edge, passes.weights.dtype)
     return Diagnostics(
@@ -109,42 +109,42 @@ def diagnose(passes: Passes, grid: Grid, outside: Scalar) -> Diagnostics:
 
 
 def judge(
-    increments: Float[Array, "time"], found: Diagnostics, tolerance: Scalar
+    increments: Float[Array, "time"], diagnostics: Diagnostics, tolerance: Scalar
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """The status, and the time at which it was worst."""
-    # In order of what explains what: a posterior squeezed against the edge is also narrow, and one
-    # that lies on a single point meets rows that are off.
-    complaints = [
+    """Return the status, and the time at which its criterion is violated most."""
+    # Causes come before their symptoms: a posterior cut off at the edge is also narrow, and a
+    # posterior on a single point has inaccurate row sums.
+    criteria = [
         (Status.IMPOSSIBLE, 1.0 * ~jnp.isfinite(increments), 0.5),
-        (Status.EDGE, found.boundary_mass, tolerance),
-        (Status.COARSE_POSTERIOR, 1.0 / found.resolution, 1.0 / LEAST_RESOLUTION),
-        (Status.COARSE_TRANSITION, found.transition_excess, MOST_EXCESS),
-        (Status.ESCAPING, found.escaping_mass, MOST_ESCAPING),
+        (Status.EDGE, diagnostics.boundary_mass, tolerance),
+        (Status.COARSE_POSTERIOR, 1.0 / diagnostics.resolution, 1.0 / LEAST_RESOLUTION),
+        (Status.COARSE_TRANSITION, diagnostics.transition_excess, MOST_EXCESS),
+        (Status.ESCAPING, diagnostics.escaping_mass, MOST_ESCAPING),
     ]
     status, time = jnp.zeros((), int), jnp.zeros((), int)
-    for code, measured, most in reversed(complaints):
-        refused = jnp.any(measured > most)
-        status = jnp.where(refused, int(code), status)
-        time = jnp.where(refused, jnp.argmax(measured), time)
+    for code, measured, limit in reversed(criteria):
+        violated = jnp.any(measured > limit)
+        status = jnp.where(violated, int(code), status)
+        time = jnp.where(violated, jnp.argmax(measured), time)
     return status, time
 
 
 def estimate_errors(
     fine: Summary, rough: Summary, boundary_mass: Float[Array, "time"], grid: Grid
 ) -> ErrorEstimate:
-    """Errors from a second run with three quarters of the points, and from the mass at the edge.
+    """Estimate errors from a second run with three quarters of the points and the mass at the edge.
 
-    The trapezoidal rule converges faster than any power of the spacing for smooth densities, so
-    that the difference between both runs is mostly the error of the rougher one: what is returned
-    bounds the error of the finer, and by a margin that grows with its accuracy. The mass in the
-    outer 2% of the box stands for what lies beyond, which no grid in the box can see.
+    For smooth densities the trapezoidal rule converges faster than any power of the spacing. The
+    difference between both runs is then mostly the error of the coarser run. The estimate bounds
+    the error of the finer run, with a margin that grows with its accuracy. The mass in the outer 2%
+    of the box is a proxy for the mass outside of the box, which no grid in the box can measure.
     """
     width = grid.upper - grid.lower
-    # What is cut off at one time is felt at all others.
+    # Mass that is cut off at one time affects all other times.
     beyond = jnp.max(boundary_mass) * jnp.broadcast_to(width, fine.mean.shape)
     rounding = 8 * jnp.finfo(fine.mean.dtype).eps
-    # Errors of either sign alternate in time. Their sizes are added, and their largest taken over
-    # time, since where the difference changes sign it says nothing.
+    # The sign of the error alternates in time, and the difference is uninformative where it
+    # changes sign. Absolute errors are therefore summed, or their maximum over time is used.
     evidence_error = (
         SAFETY * jnp.sum(jnp.abs(fine.increments - rough.increments))
         + jnp.sum(boundary_mass)
@@ -170,51 +170,52 @@ def estimate_errors(
 def explain(
     status: Status,
     time: int,
-    found: Diagnostics,
+    diagnostics: Diagnostics,
     grid: Grid,
-    moments_found: tuple[Any, Any],
+    posterior_moments: tuple[Any, Any],
     tolerance: float,
 ) -> str:
-    """What is wrong with the grid, as it was measured, and what to do."""
+    """Return an error message with the measured defect of the grid and the remedy."""
     box = f"from {_numbers(grid.lower)} to {_numbers(grid.upper)}"
     if status == Status.IMPOSSIBLE:
         return (
             f"No point of the grid {box} explains the observation at time {time}: its likelihood is"
-            " zero or not a number at all of them. Widen the box or take more points; if the"
-            " observation is an outlier, use float64, where densities underflow later."
+            " zero or NaN at all points. Widen the box or use more points. If the observation is an"
+            " outlier, use float64, in which smaller densities can be represented."
         )
     if status == Status.COARSE_POSTERIOR:
-        width = float(found.resolution[time])
+        width = float(diagnostics.resolution[time])
         return (
             f"The grid is too coarse: the posterior at time {time} has a standard deviation of only"
-            f" {width:.2g} spacings, and at least {LEAST_RESOLUTION} are needed. Take"
-            f" num_points={_more_points(grid, width)}, which would make it one, or a narrower box."
+            f" {width:.2g} spacings, and at least {LEAST_RESOLUTION} are needed. Use"
+            f" num_points={_more_points(grid, width)} or a narrower box."
         )
     if status == Status.COARSE_TRANSITION:
-        excess = float(found.transition_excess[time])
+        excess = float(diagnostics.transition_excess[time])
         return (
             f"The grid is too coarse for the transition into time {time}: its rows sum to"
-            f" {1 + excess:.3g} instead of 1, so that its noise is narrower than the spacing"
-            f" {_numbers(grid.spacing)}. Take num_points={_more_points(grid, _width_of(excess))},"
-            " or a narrower box."
+            f" {1 + excess:.3g} instead of 1, which means that its noise is narrower than the"
+            f" spacing {_numbers(grid.spacing)}. Use"
+            f" num_points={_more_points(grid, _width_of(excess))} or a narrower box."
         )
-    remedy = f"Take {_wider_box(grid, *moments_found)}."
+    remedy = f"Use {_wider_box(grid, *posterior_moments)}."
     if status == Status.EDGE:
         return (
-            f"The grid does not cover the mass: a fraction {float(found.boundary_mass[time]):.2g}"
-            f" of the posterior at time {time} lies in the outer {EDGE:.0%} of the box {box}, more"
-            f" than the tolerance {tolerance:.2g}. {remedy}"
+            "The grid does not cover the mass: a fraction"
+            f" {float(diagnostics.boundary_mass[time]):.2g} of the posterior at time {time} is in"
+            f" the outer {EDGE:.0%} of the box {box}, more than the tolerance {tolerance:.2g}."
+            f" {remedy}"
         )
-    what = "of p(x_0 | y_0) lies" if time == 0 else f"of the transition into time {time} leads"
+    law = "of p(x_0 | y_0)" if time == 0 else f"of the transition into time {time}"
     return (
-        f"The grid does not cover the mass: a fraction {float(found.escaping_mass[time]):.2g}"
-        f" {what} outside of the box {box}, so that modes might be missed. {remedy}"
+        f"The grid does not cover the mass: a fraction {float(diagnostics.escaping_mass[time]):.2g}"
+        f" {law} is outside of the box {box}, so that modes might be missed. {remedy}"
     )
 
 
 def _width_of(excess: float) -> float:
-    # Rows of a Gaussian transition of standard deviation σ sum to at most 1 + 2 exp(-2π²σ²/h²) when
-    # σ is near the spacing h, and to h / (σ √2π) when it is far below.
+    # Rows of a Gaussian transition of standard deviation σ sum to at most 1 + 2 exp(-2π²σ²/h²) if
+    # σ is near the spacing h, and to h / (σ √2π) if σ is much smaller.
     if excess > 0.3:
         return 0.4 / (1.0 + excess)
     return float(np.sqrt(np.log(2.0 / excess) / 2.0) / np.pi)
@@ -228,7 +229,7 @@ def _more_points(grid: Grid, width: float) -> tuple[int, ...]:
 def _wider_box(grid: Grid, mean: Any, covariance: Any) -> str:
     lower, upper, mean = (np.asarray(a, float) for a in (grid.lower, grid.upper, mean))
     std = np.sqrt(np.diagonal(np.asarray(covariance, float), axis1=1, axis2=2))
-    # A law cut off by the box looks narrower than it is, so that both sides move in any case.
+    # A law cut off by the box appears too narrow, so that both sides are always extended.
     margin = 0.5 * (upper - lower)
     wide_lower = np.minimum(lower - margin, (mean - 8 * std).min(axis=0))
     wide_upper = np.maximum(upper + margin, (mean + 8 * std).max(axis=0))

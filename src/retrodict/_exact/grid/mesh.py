@@ -1,4 +1,4 @@
-"""Rectangular grids and the trapezoidal rule on them."""
+"""Rectangular grids with the trapezoidal rule."""
 
 from typing import Any
 
@@ -10,20 +10,20 @@ from jaxtyping import Array, Bool, Float
 from retrodict._validate import as_real_array, check_count, check_finite, is_concrete
 
 MIN_POINTS = 8
-"""The fewest points a coordinate may have; the comparison grid then has six."""
+"""The smallest number of points per coordinate; the comparison grid then has six."""
 
 EDGE = 0.02
-"""The outer fraction of the box, on either side, whose mass counts as lying at the edge."""
+"""The outer fraction of the box, on either side, that counts as the edge."""
 
 
 class Grid(eqx.Module):
     """Equally spaced points over a box, in one or two dimensions, with trapezoidal weights.
 
-    Coordinate i runs over `num_points[i]` points from `lower[i]` to `upper[i]`, both included. The
-    box must hold the mass of the states at every time, and the spacing must be finer than about one
-    standard deviation of the transition and of the posterior: the trapezoidal rule is then accurate
-    to many digits, since its error for a smooth density that vanishes at the edges decreases faster
-    than any power of the spacing.
+    Coordinate i has `num_points[i]` points from `lower[i]` to `upper[i]`, both included. The box
+    must contain the mass of the states at every time. The spacing must be smaller than about one
+    standard deviation of the transition and of the posterior. The trapezoidal rule is then accurate
+    to many digits: for a smooth density that vanishes at the edges, its error decreases faster than
+    any power of the spacing.
 
     Example:
         >>> import jax.numpy as jnp, retrodict as rd
@@ -34,7 +34,7 @@ class Grid(eqx.Module):
     Args:
         lower: the lower corner of the box, of shape `(state,)`.
         upper: the upper corner, of shape `(state,)`.
-        num_points: the number of points of each coordinate; an integer serves for all of them.
+        num_points: the number of points per coordinate; an integer applies to all coordinates.
     """
 
     lower: Float[Array, "state"]
@@ -73,12 +73,12 @@ class Grid(eqx.Module):
 
     @property
     def size(self) -> int:
-        """The number of points in all."""
+        """The total number of points."""
         return int(np.prod(self.num_points))
 
     @property
     def spacing(self) -> Float[Array, "state"]:
-        """The distance between neighbours, in each coordinate."""
+        """The distance between neighbouring points, per coordinate."""
         intervals = jnp.asarray(self.num_points, self.lower.dtype) - 1
         return (self.upper - self.lower) / intervals
 
@@ -91,7 +91,7 @@ class Grid(eqx.Module):
 
     @property
     def points(self) -> Float[Array, "point state"]:
-        """Every point, the last coordinate running fastest."""
+        """All points; the last coordinate varies fastest."""
         mesh = jnp.meshgrid(*self.axes, indexing="ij")
         return jnp.stack([coordinate.reshape(-1) for coordinate in mesh], axis=1)
 
@@ -108,7 +108,7 @@ class Grid(eqx.Module):
 
     @property
     def at_edge(self) -> Bool[np.ndarray, "point"]:
-        """Which points lie in the outer 2% of the box; the outermost always do."""
+        """Whether each point is in the outer 2% of the box; the outermost points always are."""
         edge = np.zeros(self.num_points, bool)
         for axis, n in enumerate(self.num_points):
             layer = max(1, round(EDGE * n))
@@ -117,11 +117,11 @@ class Grid(eqx.Module):
         return edge.reshape(-1)
 
     def coarser(self) -> "Grid":
-        """The same box with three quarters of the points in each coordinate."""
+        """Return a grid over the same box with three quarters of the points in each coordinate."""
         return Grid(self.lower, self.upper, tuple((3 * n + 3) // 4 for n in self.num_points))
 
     def surroundings(self) -> tuple["Grid", Bool[np.ndarray, "around"]]:
-        """A box three times as wide with the same spacing, and which of its points are outside."""
+        """Return a grid three times as wide with equal spacing, and a mask of points outside."""
         width = self.upper - self.lower
         wide = Grid(
             self.lower - width, self.upper + width, tuple(3 * n - 2 for n in self.num_points)
@@ -135,10 +135,10 @@ def _counts(num_points: Any, dim: int) -> tuple[int, ...]:
     counts = num_points if isinstance(num_points, (tuple, list)) else (num_points,) * dim
     if len(counts) != dim:
         raise ValueError(
-            f"Grid expects one number of points for each of {dim} coordinates, got {len(counts)}."
+            f"Grid expects num_points with one entry per coordinate ({dim}), got {len(counts)}."
         )
     checked = tuple(check_count(n, "num_points") for n in counts)
-    # `coarser` passes through here too, with three quarters of at least MIN_POINTS.
+    # The limit is three quarters of MIN_POINTS, since `coarser` calls this function too.
     if min(checked) < (3 * MIN_POINTS + 3) // 4:
         raise ValueError(
             f"Grid expects num_points of at least {MIN_POINTS} in every coordinate, got {checked}."

@@ -1,4 +1,4 @@
-"""The posterior on a grid, and what can be asked of it."""
+"""The posterior on a grid: moments, quantiles, pairwise laws and samples."""
 
 from collections.abc import Callable
 from typing import Any
@@ -54,15 +54,15 @@ class GridPosterior(eqx.Module):
         log_evidence: log p(y_{0:n-1}), the sum of the increments.
         log_evidence_increments: log p(y_k | y_{0:k-1}), zero where there is no row.
         error: estimated errors of the log-evidence, the means and the covariances.
-        diagnostics: how well the grid held the posterior, at each time.
-        status: 0 if the grid was good enough; 1 if no point explains an observation, 2 if mass lies
-            at the edge, 3 if the grid is too coarse for the posterior or 4 for the transition, 5 if
-            mass leaves the box. `check` explains.
-        status_time: the time at which the status was worst.
+        diagnostics: measures of how well the grid represents the posterior, per time.
+        status: 0 if the grid is good enough; 1 if no point explains an observation; 2 if there is
+            mass at the edge; 3 if the grid is too coarse for the posterior, or 4 for the
+            transition; 5 if mass leaves the box. `check` raises an error with the explanation.
+        status_time: the time at which the criterion of the status is violated most.
         inputs: the inputs, or `None`.
-        length: how many rows exist, or `None` if all of them do.
-        transition: the transition, held so that it passes through `jax.jit`.
-        tolerance: the mass that was allowed at the edge.
+        length: the number of rows that exist, or `None` if all rows exist.
+        transition: the transition kernel, wrapped so that `jax.jit` can return it.
+        tolerance: the largest mass allowed at the edge.
         kind: how the transition is applied.
     """
 
@@ -90,7 +90,7 @@ class GridPosterior(eqx.Module):
 
     @property
     def density(self) -> Float[Array, "time point"]:
-        """The smoothing density at the points: the weights without the quadrature's."""
+        """The smoothing density at the points: the weights divided by the quadrature weights."""
         return self.weights * jnp.exp(-self.grid.log_quadrature)[None, :]
 
     @property
@@ -100,26 +100,28 @@ class GridPosterior(eqx.Module):
 
     @property
     def discretisation_error(self) -> Float[Array, "*batch"]:
-        """An estimate, on the safe side, of the largest error that the grid makes.
+        """A conservative estimate of the largest discretisation error.
 
-        It is the largest of the error of the log-evidence in nats, of any mean in posterior
-        standard deviations, and of any covariance in products of them; `error` has each by itself.
-        Three times the difference from a second run, with three quarters of the points in each
-        coordinate, is added to the mass at the edge. That is right to a factor of three where the
-        error is a power of the spacing. For smooth densities it is the error of a grid a quarter
-        coarser, and so much above that of this one, about the square root of it.
+        It is the largest of three errors: of the log-evidence in nats, of any mean in posterior
+        standard deviations, and of any covariance in products of standard deviations. `error` holds
+        each of them separately. The estimate is the mass at the edge plus three times the
+        difference from a second run with three quarters of the points in each coordinate. It is
+        accurate to a factor of three if the error is a power of the spacing. For smooth densities
+        it is the error of the coarser grid. This is much larger than the error of this grid, about
+        its square root.
         """
         return self.error.worst
 
     def check(self) -> "GridPosterior":
-        """Raises a `ValueError` with the remedy unless the grid was good enough; returns itself."""
+        """Return the posterior; raise a `ValueError` with the remedy if the grid is inadequate."""
         if not is_concrete(self.status):
-            raise ValueError("check needs to know the status: call it outside of jit and vmap.")
+            raise ValueError("check needs a concrete status: call it outside of jit and vmap.")
         if np.any(np.asarray(self.status) != Status.FINE):
             if np.ndim(self.status) > 0:
                 raise ValueError(
-                    f"Of a batch, the series {np.flatnonzero(self.status).tolist()} were refused."
-                    " Check each on its own: jax.tree.map(lambda leaf: leaf[i], posterior).check()."
+                    "The grid is inadequate for the series"
+                    f" {np.flatnonzero(self.status).tolist()} of the batch. Check each separately:"
+                    " jax.tree.map(lambda leaf: leaf[i], posterior).check()."
                 )
             raise ValueError(
                 explain(
@@ -134,7 +136,7 @@ class GridPosterior(eqx.Module):
         return self
 
     def expectation(self, fn: Callable[[Array], Array]) -> Float[Array, "time ..."]:
-        """E[fn(x_k) | y] for every k.
+        """Return E[fn(x_k) | y] for every k.
 
         Args:
             fn: a function of one state, of shape `(state,)`, to an array of any shape.
@@ -145,25 +147,27 @@ class GridPosterior(eqx.Module):
     def expectation_pairwise(
         self, fn: Callable[..., Array], data: Any = None
     ) -> Float[Array, "pair ..."]:
-        """E[fn(x_{k-1}, x_k) | y] for k = 1, …, n-1, in row k-1; zero where there is no row k.
+        """Return E[fn(x_{k-1}, x_k) | y] for k = 1, …, n-1.
 
-        Summed over time, it is the smoothed expectation of an additive functional. Pairs of points
-        are gone through in blocks, so that memory does not grow with the grid.
+        Row k-1 holds the expectation for k. It is zero if row k does not exist. The sum over time
+        is the smoothed expectation of an additive functional. Pairs of points are processed in
+        blocks, so that memory does not grow with the grid.
 
         Args:
             fn: a function of two neighbouring states to an array of any shape.
-            data: a pytree with one row a time step; if given, `fn(x_{k-1}, x_k, data_k)` is called.
+            data: a pytree with one row per time step; with it, `fn(x_{k-1}, x_k, data_k)` is
+                called.
         """
         if data is not None:
             data = prepare_rows(data, self.weights.shape[0])
         return _expectation_pairwise(self, fn, data)
 
     def cross_covariance(self) -> Float[Array, "pair state state"]:
-        """Cov(x_{k-1}, x_k | y) for k = 1, …, n-1, in row k-1; zero where there is no row k."""
+        """Return Cov(x_{k-1}, x_k | y), k = 1, …, n-1, in row k-1; zero if row k does not exist."""
         return _cross_covariance(self)
 
     def pairwise(self, k: int) -> Float[Array, "point point"]:
-        """The joint law of neighbours: P(x_{k-1} = point i, x_k = point j | y), rows over i.
+        """Return the joint law P(x_{k-1} = point i, x_k = point j | y), with rows over i.
 
         Args:
             k: the time of the later state, from 1 to n-1.
@@ -176,12 +180,12 @@ class GridPosterior(eqx.Module):
         if self.grid.size**2 > DENSE_ENTRIES:
             raise ValueError(
                 f"The joint law on {self.grid.size} points has {self.grid.size**2} entries. Use"
-                " expectation_pairwise or cross_covariance, which do not hold it."
+                " expectation_pairwise or cross_covariance, which do not store it."
             )
         return _pairwise(self, jnp.asarray(k))
 
     def quantile(self, probabilities: Any) -> Float[Array, "*shape time state"]:
-        """Quantiles of the smoothed law of each coordinate at each time.
+        """Return quantiles of the smoothed law of each coordinate at each time.
 
         The distribution function is integrated to sixth order in the spacing and interpolated by
         a cubic whose slopes are the densities.
@@ -194,18 +198,18 @@ class GridPosterior(eqx.Module):
         """
         levels = as_real_array(probabilities, "probabilities").astype(self.weights.dtype)
         if is_concrete(levels):
-            known = np.asarray(levels)
-            if not ((known > 0) & (known < 1)).all():
-                raise ValueError(f"probabilities must lie strictly between 0 and 1, got {known}.")
+            concrete = np.asarray(levels)
+            if not ((concrete > 0) & (concrete < 1)).all():
+                raise ValueError(f"probabilities must be strictly between 0 and 1, got {concrete}.")
         columns = [_quantiles(self, axis, levels.reshape(-1)) for axis in range(self.grid.dim)]
         return jnp.stack(columns, axis=-1).reshape(*levels.shape, -1, self.grid.dim)
 
     def sample(self, key: PRNGKey, num_samples: int) -> Float[Array, "sample time state"]:
-        """Draws paths from the joint smoothing law on the grid, backward in time.
+        """Draw paths from the joint smoothing law on the grid, backward in time.
 
-        Draws are points of the grid and are not moved within their cells, so that their moments
-        are those of `mean` and `covariance` without bias. Rows that do not exist repeat the last
-        that does.
+        The states of the paths are points of the grid. They are not jittered within their cells, so
+        that their moments match `mean` and `covariance` without bias. Rows that do not exist repeat
+        the last existing row.
 
         Args:
             key: a typed key.
@@ -216,7 +220,7 @@ class GridPosterior(eqx.Module):
 
 
 def _later(posterior: GridPosterior) -> tuple[Array, Array, Array | None, Array]:
-    """What the steps from k-1 to k read, one row for each k ≥ 1."""
+    """Return the inputs of the steps from k-1 to k, one row per k ≥ 1."""
     num_times = posterior.weights.shape[0]
     exists = jnp.ones(num_times, bool)
     if posterior.length is not None:
@@ -226,7 +230,7 @@ def _later(posterior: GridPosterior) -> tuple[Array, Array, Array | None, Array]
 
 
 def _ratio(smoothed: Array, predicted: Array) -> Array:
-    """s_k / p_k, so that f_{k-1}(i) m(x_i, x_j) times it is the joint law of a pair."""
+    """Return r = s_k / p_k; f_{k-1}(i) m(x_i, x_j) r(j) is then the joint law of a pair."""
     return jnp.where(predicted > 0, smoothed / jnp.where(predicted > 0, predicted, 1.0), 0.0)
 
 
@@ -253,7 +257,7 @@ def _expectation_pairwise(posterior: GridPosterior, fn: Callable, data: Any) -> 
             sources, mass = block
             joint = mass[:, None] * densities(kernel, sources, points, u) * after[None, :]
             values = jax.vmap(lambda x: jax.vmap(lambda z: value(x, z, row))(points))(sources)
-            # Where there is no mass the function may be anything, infinite included.
+            # The function may be non-finite where there is no mass.
             values = values.reshape(*joint.shape, entries)
             values = jnp.where(joint[:, :, None] > 0, values, 0.0)
             highest = jax.lax.Precision.HIGHEST
@@ -305,9 +309,9 @@ def _sample(posterior: GridPosterior, key: Array, num_samples: int) -> Array:
     batch = max(1, min(num_samples, BLOCK_ENTRIES // num_points))
 
     def draw(law: Array, uniform: Array) -> Array:
-        """An index drawn by inverting cumulative sums: one uniform, not one a point."""
+        """Draw an index by inverting cumulative sums, with one uniform instead of one per point."""
         cumulative = jnp.cumsum(law)
-        # Kept below the total, so that the last point of positive mass is the last to be drawn.
+        # A level below the total excludes points after the last point of positive mass.
         level = jnp.minimum(uniform, 1.0 - jnp.finfo(law.dtype).eps) * cumulative[-1]
         return jnp.searchsorted(cumulative, level, side="right")
 
@@ -356,7 +360,7 @@ def _quantiles(posterior: GridPosterior, axis: int, levels: Array) -> Array:
 def _invert_cubic(
     level: Array, low: Array, high: Array, slope_low: Array, slope_high: Array
 ) -> Array:
-    """Where in [0, 1] the cubic with these end values and slopes takes the level, by bisection."""
+    """Solve cubic(t) = level for t in [0, 1] by bisection, given end values and end slopes."""
 
     def halve(interval: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
         left, right = interval

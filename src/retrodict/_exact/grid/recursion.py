@@ -1,4 +1,4 @@
-"""The forward and the backward pass on a grid, and what they tell about the grid itself."""
+"""The forward and the backward pass on a grid, and measures of the quality of the grid."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,20 +13,20 @@ from retrodict._exact.grid.transition import Kind, map_rows, operators
 from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 
-NUMBERS_A_POINT = 256
-"""How many numbers an emission may need at a point, a hidden layer for one; sets block sizes."""
+VALUES_PER_POINT = 256
+"""The assumed number of values that an emission needs per point; it sets block sizes."""
 
 
 class Passes(eqx.Module):
-    """What the two passes over a series give.
+    """The output of the two passes over a series.
 
     Attributes:
         filter_weights: probabilities of x_k at the points given y_{0:k}.
         weights: probabilities of x_k at the points given the whole series.
-        increments: log p(y_k | y_{0:k-1}), zero where there is no row.
-        escaping: how far the rows of the transition into k ≥ 1 fall short of 1, on average over the
-            smoothing law at k-1, in row k-1.
-        excess: by how much they exceed 1, on the same average.
+        increments: log p(y_k | y_{0:k-1}), zero for rows that do not exist.
+        escaping: the shortfall below 1 of the row sums of the transition into k ≥ 1, averaged over
+            the smoothing law at k-1, in row k-1.
+        excess: the excess of the row sums over 1, averaged likewise.
     """
 
     filter_weights: Float[Array, "time point"]
@@ -37,7 +37,7 @@ class Passes(eqx.Module):
 
 
 def smooth(model: StateSpaceModel, series: Series, grid: Grid, kind: Kind) -> Passes:
-    """Runs both passes.
+    """Run the forward and the backward pass.
 
     Forward, with quadrature weights q_j at the points x_j and filter probabilities f,
 
@@ -48,7 +48,7 @@ def smooth(model: StateSpaceModel, series: Series, grid: Grid, kind: Kind) -> Pa
         s_{k-1}(i) = f_{k-1}(i) Σ_j m(x_i, x_j) s_k(j) / p_k(j),
 
     which is the backward kernel f_{k-1}(i) m(x_i, x_j) / p_k(j) applied to s_k. Every column of
-    that kernel sums to 1 on any grid, so that no mass is lost on the way back.
+    that kernel sums to 1 on any grid, so that the backward pass loses no mass.
     """
     transition: Any = model.transition
     move = operators(transition, grid, kind)
@@ -95,7 +95,7 @@ def _forward(
         y, mask, u, real = row
         operator, _ = move(u)
         density = operator.push(before)
-        # The gradient of a logarithm at zero is infinite: such points are kept out of it.
+        # The gradient of the logarithm is infinite at zero: exclude such points.
         log_density = jnp.where(
             density > 0, jnp.log(jnp.where(density > 0, density, 1.0)), -jnp.inf
         )
@@ -122,36 +122,36 @@ def _forward(
 def increments(
     model: StateSpaceModel, series: Series, grid: Grid, kind: Kind
 ) -> Float[Array, "time"]:
-    """The increments of the log-evidence, by the forward pass alone."""
+    """Return the increments of the log-evidence, by the forward pass alone."""
     transition: Any = model.transition
     return _forward(model, series, grid, operators(transition, grid, kind))[2]
 
 
 def log_prior(model: StateSpaceModel, points: Array) -> Float[Array, "point"]:
-    """The log density of the prior at the points."""
+    """Return the log density of the prior at the points."""
     return _at_points(lambda x: jnp.sum(jnp.asarray(model.prior.log_prob(x))), points)
 
 
 def log_emission(
     model: StateSpaceModel, points: Array, y: Array, mask: Array | None, u: Array | None
 ) -> Float[Array, "point"]:
-    """The log density of what was seen at one time, at the points."""
+    """Return the log density of the observed entries at one time, at the points."""
     emission: Any = model.emission
     return _at_points(lambda x: emission.log_prob(x, y, u=u, mask=mask), points)
 
 
 def _at_points(fn: Callable[[Array], Array], points: Array) -> Float[Array, "point"]:
-    return map_rows(fn, points, NUMBERS_A_POINT).astype(points.dtype)
+    return map_rows(fn, points, VALUES_PER_POINT).astype(points.dtype)
 
 
 def mass_outside(model: StateSpaceModel, series: Series, grid: Grid) -> Float[Array, ""]:
-    """The share of p(x_0 | y_0) that a box three times as wide finds outside of the grid's own."""
+    """Return the fraction of p(x_0 | y_0) outside of the box, within a box three times as wide."""
     wide, outside = grid.surroundings()
     mask = None if series.mask is None else series.mask[0]
     u = None if series.inputs is None else series.inputs[0]
     log_mass = log_prior(model, wide.points) + wide.log_quadrature
     log_mass = log_mass + log_emission(model, wide.points, series.ys[0], mask, u)
-    # Beyond the box a model may be undefined, a logarithm of a negative state for one.
+    # Outside of the box a model may be undefined, for example the logarithm of a negative state.
     log_mass = jax.lax.stop_gradient(jnp.where(jnp.isfinite(log_mass), log_mass, -jnp.inf))
     mass = jnp.exp(log_mass - jnp.max(log_mass))
     return jnp.sum(jnp.where(outside, mass, 0.0)) / jnp.sum(mass)
@@ -160,7 +160,7 @@ def mass_outside(model: StateSpaceModel, series: Series, grid: Grid) -> Float[Ar
 def moments(
     weights: Float[Array, "time point"], points: Float[Array, "point state"]
 ) -> tuple[Float[Array, "time state"], Float[Array, "time state state"]]:
-    """Means and covariances of laws on the points."""
+    """Return the means and covariances of laws on the points."""
 
     def of_one(law: Array) -> tuple[Array, Array]:
         mean = jnp.matmul(law, points, precision=jax.lax.Precision.HIGHEST)
@@ -172,17 +172,17 @@ def moments(
 
 
 def resolution(weights: Float[Array, "time point"], grid: Grid) -> Float[Array, "time"]:
-    """The narrowest width of each law, as the standard deviation of a Gaussian in spacings.
+    """Return the smallest width of each law, as the standard deviation of a Gaussian in spacings.
 
-    A Gaussian of standard deviation σ overlaps with itself moved by one spacing h in the ratio
+    The overlap of a Gaussian of standard deviation σ with its copy shifted by one spacing h is
     c = Σ_j s_j s_{j+1} / Σ_j s_j² = exp(-h² / 4σ²), so that σ / h = ½ (-log c)^(-1/2). Unlike the
-    standard deviation, the overlap sees that two peaks far apart are each too narrow.
+    standard deviation, the overlap detects narrow peaks that are far apart.
     """
     table = weights.reshape(-1, *grid.num_points)
     overlaps = []
     for axis in range(grid.dim):
-        moved = jnp.moveaxis(table, axis + 1, 1).reshape(table.shape[0], grid.num_points[axis], -1)
-        overlaps.append(jnp.sum(moved[:, 1:] * moved[:, :-1], axis=(1, 2)))
+        along = jnp.moveaxis(table, axis + 1, 1).reshape(table.shape[0], grid.num_points[axis], -1)
+        overlaps.append(jnp.sum(along[:, 1:] * along[:, :-1], axis=(1, 2)))
     ratio = jnp.min(jnp.stack(overlaps), axis=0) / jnp.sum(weights**2, axis=1)
     limits = jnp.finfo(weights.dtype)
     return 0.5 / jnp.sqrt(-jnp.log(jnp.clip(ratio, limits.tiny, 1.0 - limits.eps)))

@@ -1,4 +1,4 @@
-"""The driver: a model, a series and a grid to a posterior."""
+"""The grid smoother: the posterior of a model given a series, on a grid."""
 
 from typing import Any
 
@@ -29,7 +29,9 @@ def grid_smoother(
     tolerance: float = 1e-4,
     throw: bool = True,
 ) -> GridPosterior:
-    """Smooths a series on a grid of states: exact up to the grid, for any model with densities.
+    """Smooth a series on a grid of states, for any model with densities.
+
+    The result is exact up to the discretisation error of the grid.
 
     The integrals of the filtering and smoothing recursions,
 
@@ -38,16 +40,18 @@ def grid_smoother(
         p(x_{k-1} | y) = p(x_{k-1} | y_{0:k-1})
             ∫ m(x_{k-1}, x_k) p(x_k | y) / p(x_k | y_{0:k-1}) dx_k
 
-    are taken by the trapezoidal rule, whose error decreases faster than any power of the spacing
-    for smooth densities: a spacing below the smallest standard deviation, of the posterior and of
-    the transition, gives six digits and more.
-    Transitions are applied in blocks, so that memory stays a few hundred MiB whatever the grid. In
-    two dimensions a transition with independent coordinates (a `Diagonal` scale, or a distribution
-    whose `log_prob` has shape `(state,)`) is applied as a matrix product, many times faster.
+    are computed by the trapezoidal rule. For smooth densities its error decreases faster than any
+    power of the spacing: a spacing below the smallest standard deviation of the posterior and of
+    the transition gives at least six digits.
 
-    A grid that does not cover the mass, or is too coarse for it, is refused with the remedy. Under
-    `jax.jit` and `jax.vmap`, where values are not known, the result carries a `status` instead and
-    `check` raises later.
+    Transitions are applied in blocks, so that memory stays at a few hundred MiB for any grid. In
+    two dimensions a transition with independent coordinates (a `Diagonal` scale, or a distribution
+    whose `log_prob` has shape `(state,)`) is applied as a matrix product, which is many times
+    faster.
+
+    A grid that does not cover the mass, or is too coarse, raises a `ValueError` with the remedy.
+    Under `jax.jit` and `jax.vmap`, where values are not concrete, no error is raised. Call `check`
+    on the result, which has a `status`.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -64,18 +68,19 @@ def grid_smoother(
     Args:
         model: a model with a state of dimension 1 or 2, whose transition has a density.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        grid: the points, over a box that holds the states at all times.
-        mask: true where an entry was seen, of the shape of `ys`.
+        grid: the points, over a box that contains the states at all times.
+        mask: true where an entry was observed, of the shape of `ys`.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; the rest contributes nothing and repeats the terminal law.
-        tolerance: how much of a posterior marginal may lie in the outer 2% of the box.
+        length: the number of rows that exist. The other rows do not contribute and repeat the
+            terminal law.
+        tolerance: the largest mass of a posterior marginal allowed in the outer 2% of the box.
         throw: whether to raise an error for a grid that is not good enough.
 
     Returns:
         The posterior on the grid, with an estimate of its discretisation error.
 
     Raises:
-        ValueError: if shapes do not fit, or the grid does not cover the mass or is too coarse.
+        ValueError: if shapes do not match, or the grid does not cover the mass or is too coarse.
     """
     model = unwrap(model)
     if not isinstance(grid, Grid):
@@ -86,7 +91,7 @@ def grid_smoother(
     u = None if series.inputs is None else series.inputs[0]
     refuse_without_density(transition, 0.5 * (grid.lower + grid.upper), u)
     kinds = (kind_of(transition, grid, u), kind_of(transition, grid.coarser(), u))
-    # An array, so that another tolerance does not compile anew.
+    # An array, so that a different tolerance does not trigger a new compilation.
     posterior = _run(model, series, grid, kinds, jnp.asarray(tolerance, jnp.result_type(float)))
     if throw and is_concrete(posterior.status):
         posterior.check()
@@ -102,8 +107,8 @@ def _run(
     passes = smooth(model, series, grid, kinds[0])
     fine = Summary(passes, grid)
     rough = Summary(smooth(model, series, rough_grid, kinds[1]), rough_grid)
-    found = diagnose(passes, grid, mass_outside(model, series, grid))
-    status, time = judge(passes.increments, found, tolerance)
+    diagnostics = diagnose(passes, grid, mass_outside(model, series, grid))
+    status, time = judge(passes.increments, diagnostics, tolerance)
     return GridPosterior(
         grid=grid,
         weights=passes.weights,
@@ -112,8 +117,8 @@ def _run(
         covariance=fine.covariance,
         log_evidence=jnp.sum(passes.increments),
         log_evidence_increments=passes.increments,
-        error=estimate_errors(fine, rough, found.boundary_mass, grid),
-        diagnostics=found,
+        error=estimate_errors(fine, rough, diagnostics.boundary_mass, grid),
+        diagnostics=diagnostics,
         status=status,
         status_time=time,
         inputs=series.inputs,
@@ -125,7 +130,7 @@ def _run(
 
 
 def _in_common_precision(model: StateSpaceModel, series: Series, grid: Grid) -> Grid:
-    """The grid in the widest of the types of its own corners, the observations and the prior."""
+    """Return the grid in the widest data type of its corners, the observations and the prior."""
     density = jax.eval_shape(lambda x: jnp.asarray(model.prior.log_prob(x)), grid.lower)
     dtype = jnp.result_type(grid.lower.dtype, series.ys.dtype, density.dtype)
     return Grid(grid.lower.astype(dtype), grid.upper.astype(dtype), grid.num_points)
@@ -134,11 +139,11 @@ def _in_common_precision(model: StateSpaceModel, series: Series, grid: Grid) -> 
 def _check_dimension(model: StateSpaceModel, grid: Grid) -> None:
     if model.state_dim not in (1, 2):
         raise ValueError(
-            f"grid_smoother takes a state of dimension 1 or 2, got a model of dimension"
+            f"grid_smoother takes a state of dimension 1 or 2, got a model with state dimension"
             f" {model.state_dim}. Use ffbsi, or kalman_smoother if the model is linear Gaussian."
         )
     if grid.dim != model.state_dim:
         raise ValueError(
-            f"The model has a state of dimension {model.state_dim}, so that the grid must have"
-            f" lower and upper of shape ({model.state_dim},), got ({grid.dim},)."
+            f"The model has a state of dimension {model.state_dim}: `lower` and `upper` of the grid"
+            f" must have shape ({model.state_dim},), got ({grid.dim},)."
         )

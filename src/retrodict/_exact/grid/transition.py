@@ -1,10 +1,10 @@
-"""Transitions as operators on a grid, applied without more memory than a block of rows needs.
+"""Transitions as operators on a grid, with the memory of one block of rows.
 
-An operator knows the densities m(x_i, x_j) between all pairs of points and does two things with
-them: `push` carries a law forward, `pull` carries a function of the next state back. Densities are
-used as they are. The sums of their rows, Σ_j q_j m(x_i, x_j) under the quadrature weights q, are
-kept beside them: they fall short of 1 where the transition leaves the box and stray from 1 where
-its noise is narrower than the spacing, which a silent renormalisation would hide.
+An operator represents the densities m(x_i, x_j) between all pairs of points. `push` propagates a
+law forward, and `pull` propagates a function of the next state backward. Densities are not
+renormalised. The row sums Σ_j q_j m(x_i, x_j), with the quadrature weights q, are computed as well.
+They are below 1 where the transition leaves the box, and differ from 1 where its noise is narrower
+than the spacing. A renormalisation would hide both.
 """
 
 from abc import abstractmethod
@@ -37,10 +37,10 @@ from retrodict._numerics import sum_of
 from retrodict._validate import is_concrete
 
 BLOCK_ENTRIES = 2**22
-"""How many densities a block may hold: 32 MiB of float64, whatever the number of points."""
+"""The largest number of densities per block: 32 MiB of float64, for any number of points."""
 
 DENSE_ENTRIES = 2**24
-"""How many densities are kept as one matrix: 128 MiB of float64, or 4096 points."""
+"""The largest number of densities stored as one matrix: 128 MiB of float64, or 4096 points."""
 
 Kind: TypeAlias = Literal["dense", "separable", "blocked"]
 
@@ -50,15 +50,15 @@ class AbstractTransition(eqx.Module):
 
     @abstractmethod
     def push(self, weights: Float[Array, "point"]) -> Float[Array, "point"]:
-        """The density Σ_i w_i m(x_i, x_j) of the next state at every point j."""
+        """Return the density Σ_i w_i m(x_i, x_j) of the next state at every point j."""
 
     @abstractmethod
     def pull(self, values: Float[Array, "point"]) -> Float[Array, "point"]:
-        """The sum Σ_j m(x_i, x_j) v_j from every point i."""
+        """Return the sum Σ_j m(x_i, x_j) v_j for every point i."""
 
 
 class DenseTransition(AbstractTransition):
-    """All densities as one matrix, computed once."""
+    """A transition whose densities are computed once and stored as one matrix."""
 
     matrix: Float[Array, "point point"]
 
@@ -72,10 +72,10 @@ class DenseTransition(AbstractTransition):
 
 
 class SeparableTransition(AbstractTransition):
-    """Densities whose coordinates are independent given the state, in two dimensions.
+    """A two-dimensional transition whose coordinates are independent given the state.
 
-    With m(x_i, (a, b)) = s(i, a) t(i, b), pushing is the matrix product sᵀ diag(w) t, which costs
-    what a dense product does and needs two tables of N √N entries instead of one of N².
+    With m(x_i, (a, b)) = s(i, a) t(i, b), `push` is the matrix product sᵀ diag(w) t. It costs as
+    much as a dense product, but needs two tables of N √N entries instead of one of N².
     """
 
     first: Float[Array, "point a"]
@@ -94,7 +94,7 @@ class SeparableTransition(AbstractTransition):
 
 
 class BlockedTransition(AbstractTransition):
-    """Densities computed anew, a block of rows at a time, whenever they are used."""
+    """A transition whose densities are recomputed at each use, one block of rows at a time."""
 
     kernel: AbstractKernel
     points: Float[Array, "point state"]
@@ -127,7 +127,7 @@ def densities(
     targets: Float[Array, "target state"],
     u: Float[Array, "input"] | None,
 ) -> Float[Array, "source target"]:
-    """The table of m(x_i, x_j)."""
+    """Return the table of the densities m(x_i, x_j)."""
     if isinstance(kernel, AbstractGaussianKernel):
         return _gaussian_densities(kernel, sources, targets, u)
 
@@ -146,8 +146,8 @@ def _gaussian_densities(
         constant = -0.5 * law.dim * LOG_2PI - scale_log_det(law.scale_tril)
         return law.mean, scale_solve(law.scale_tril, eye), constant
 
-    # XLA would fuse the law of a source into the loop over pairs and compute it anew for each of
-    # them: seven times slower for a transition with one sine.
+    # XLA would fuse the law of a source into the loop over pairs and recompute it for each pair.
+    # This was seven times slower for a transition with one sine.
     laws = jax.lax.optimization_barrier(jax.vmap(law_of)(sources))
     means, whiteners, constants = laws
     differences = [targets[None, :, i] - means[:, None, i] for i in range(targets.shape[1])]
@@ -159,38 +159,39 @@ def _gaussian_densities(
 
 
 def in_blocks(rows: Array, num_points: int | None = None, entries: int = 1) -> Array:
-    """Cuts an array over the points into blocks; the last is filled up with zeros.
+    """Split an array over the points into blocks, with padding in the last block.
 
     Args:
-        rows: an array with one row a point.
-        num_points: the number of columns that each row of densities has; by default, of points.
-        entries: how many numbers stand for one density in what is computed.
+        rows: an array with one row per point.
+        num_points: the number of densities per row; by default, the number of points.
+        entries: the number of values that are computed per density.
     """
     count = rows.shape[0]
     block = max(1, min(count, BLOCK_ENTRIES // ((num_points or count) * entries)))
     num_blocks = -(-count // block)
     pad = [(0, num_blocks * block - count)] + [(0, 0)] * (rows.ndim - 1)
-    # Points of the filling repeat the last one: at zero a density might not be finite.
-    filled = jnp.pad(rows, pad, mode="edge") if rows.ndim > 1 else jnp.pad(rows, pad)
-    return filled.reshape(num_blocks, block, *rows.shape[1:])
+    # Padding repeats the last point, since a density might be non-finite at zero. Masses are
+    # padded with zeros.
+    padded = jnp.pad(rows, pad, mode="edge") if rows.ndim > 1 else jnp.pad(rows, pad)
+    return padded.reshape(num_blocks, block, *rows.shape[1:])
 
 
 def map_rows(fn: Callable[[Any], Any], rows: Any, entries: int) -> Any:
-    """Applies a function to every row, as many at once as a block holds.
+    """Apply a function to every row, in batches that fit into a block.
 
     Args:
         fn: a function of one row.
-        rows: a pytree of arrays with one common leading axis.
-        entries: how many numbers the function holds for one row.
+        rows: a pytree of arrays with a common leading axis.
+        entries: the number of values that the function needs in memory per row.
     """
     count = jax.tree.leaves(rows)[0].shape[0]
     batch = max(1, BLOCK_ENTRIES // entries)
-    # One loop less to compile where everything fits.
+    # Without a loop, which would take time to compile, if one batch is enough.
     return jax.vmap(fn)(rows) if count <= batch else jax.lax.map(fn, rows, batch_size=batch)
 
 
 def kind_of(kernel: AbstractKernel, grid: Grid, u: Float[Array, "input"] | None) -> Kind:
-    """How a transition is to be applied; called outside of jit, where scales are known."""
+    """Return how to apply a transition; call it outside of jit, where scales are concrete."""
     if grid.dim == 2 and _is_separable(kernel, grid.lower, u):
         return "separable"
     return "dense" if grid.size**2 <= DENSE_ENTRIES else "blocked"
@@ -199,10 +200,10 @@ def kind_of(kernel: AbstractKernel, grid: Grid, u: Float[Array, "input"] | None)
 def operators(
     kernel: AbstractKernel, grid: Grid, kind: Kind
 ) -> Callable[[Float[Array, "input"] | None], tuple[AbstractTransition, Float[Array, "point"]]]:
-    """A function of the input to the operator and the sums of its rows.
+    """Return a function from the input to the operator and its row sums.
 
-    A kernel that takes no input has one operator, which is built here and now, so that scans over
-    time close over it.
+    A kernel that takes no input has one operator. It is built once, so that scans over time close
+    over it.
     """
 
     def build(u: Array | None) -> tuple[AbstractTransition, Array]:
@@ -243,7 +244,7 @@ def _separable(kernel: AbstractKernel, grid: Grid, u: Any) -> SeparableTransitio
 
 
 def _coordinate_log_prob(law: Any, value: Float[Array, "state"]) -> Float[Array, "state"]:
-    """The log density of each coordinate, under a law whose coordinates are independent."""
+    """Return the log density of each coordinate, for a law with independent coordinates."""
     if not isinstance(law, Gaussian):
         return jnp.asarray(law.log_prob(value))
     std = jnp.abs(scale_diagonal(law.scale_tril))
@@ -255,7 +256,7 @@ def _is_separable(kernel: AbstractKernel, x: Array, u: Any) -> bool:
         scale = kernel.scale_tril
         if isinstance(scale, Diagonal):
             return True
-        # A dense scale may be diagonal by value, 0.1 * eye for one, which is known outside of jit.
+        # A dense scale may have diagonal values, for example 0.1 * eye: check concrete values.
         return is_concrete(scale) and not np.tril(np.asarray(scale), -1).any()
     law: Any = kernel.law(x, u)
     if isinstance(kernel, AbstractGaussianKernel):
@@ -264,7 +265,7 @@ def _is_separable(kernel: AbstractKernel, x: Array, u: Any) -> bool:
 
 
 def refuse_without_density(kernel: AbstractKernel, x: Array, u: Any) -> None:
-    """Refuses a Gaussian transition whose scale is singular, where that is known."""
+    """Raise a `ValueError` for a Gaussian transition with a concrete singular scale."""
     if not isinstance(kernel, AbstractGaussianKernel):
         return
     law: Any = kernel.law(x, u)
