@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from retrodict._chains.base import AbstractKernelChain, check_single, kept_rows
+from retrodict._chains.base import AbstractKernelChain, check_single, first_rows
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import LOG_2PI, Gaussian
 from retrodict._model import prepare_path
@@ -204,7 +204,7 @@ class LinearGaussianChain(AbstractKernelChain):
         Args:
             num_times: how many rows to keep, from 1 to `self.num_times`.
         """
-        laws, kernels, length = kept_rows(self, num_times)
+        laws, kernels, length = first_rows(self, num_times)
         count = laws.mean.shape[0]
         standard = jax.tree.map(lambda leaf: leaf[: count - 1], self.standard)
         return LinearGaussianChain(laws, kernels, length, standard)

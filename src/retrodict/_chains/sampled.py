@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from retrodict._chains.base import AbstractKernelChain, check_single, kept_rows
+from retrodict._chains.base import AbstractKernelChain, check_single, first_rows
 from retrodict._model import prepare_path
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
@@ -140,7 +140,7 @@ class SampledChain(AbstractKernelChain):
         Args:
             num_times: how many rows to keep, from 1 to `self.num_times`.
         """
-        laws, steps, length = kept_rows(self, num_times)
+        laws, steps, length = first_rows(self, num_times)
         return SampledChain(laws, self.shared, steps, length)
 
 
