@@ -16,7 +16,7 @@ from retrodict._kernels import (
 )
 from retrodict._laws import Gaussian, scale_diagonal
 from retrodict._linearised.diagnosis import diagnose, judge
-from retrodict._linearised.moments import check_moments, seen_entries
+from retrodict._linearised.moments import check_moments, observed_entries
 from retrodict._linearised.posterior import LinearisedPosterior
 from retrodict._linearised.recursion import iterate, iterate_from, linearised_filter
 from retrodict._linearised.rules import AbstractRule, AbstractSigmaPoints, Taylor, Unscented
@@ -227,7 +227,7 @@ def smooth_from_paths(
     Returns:
         The chains, with a leading axis for the starts.
     """
-    series = Series(series.ys, seen_entries(model, series), series.inputs, series.length)
+    series = Series(series.ys, observed_entries(model, series), series.inputs, series.length)
 
     def one(path: Float[Array, "time state"]) -> LinearGaussianChain:
         nominal = jax.vmap(Gaussian)(path, scales)
@@ -250,7 +250,7 @@ def _smooth(
     series = prepare_data(model, ys, **data)
     check_moments(model, series)
     _check_values(model)
-    series = Series(series.ys, seen_entries(model, series), series.inputs, series.length)
+    series = Series(series.ys, observed_entries(model, series), series.inputs, series.length)
     return _run(model, series, rule, num_iterations, damping)
 
 
