@@ -56,7 +56,7 @@ below 1e-8 per window.
 """
 
 LARGEST_SQUARE = 10.0
-"""The cap on a squared innovation, relative to its expectation; it limits the effect of outliers."""
+"""The cap on a squared innovation, relative to its expectation; it limits the role of outliers."""
 
 MOST_CHANGE = 0.1
 """The largest move of a mean, in standard deviations, in the last iteration of a converged run."""

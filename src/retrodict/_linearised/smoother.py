@@ -151,8 +151,8 @@ def iterated_smoother(
     Each iteration then linearises every kernel with respect to the smoothed law of its state, and
     smooths the linearised model exactly (iterated posterior linearisation, García-Fernández,
     Svensson and Särkkä 2017). The smoothed law is narrower than the filtering law and includes
-    later data. With `Taylor()` this is the Gauss–Newton method. If the noise does not depend on
-    the state, its fixed point is the most probable path.
+    later data. With `Taylor()` this is the Gauss–Newton method, and the smoothed means converge to
+    the most probable path if the noise does not depend on the state.
 
     Each iteration linearises all times at once. `changes` in the result holds the largest move of
     the means per iteration. The filtering laws of the chain are those of the final linearised
@@ -290,7 +290,7 @@ def _check_values(model: StateSpaceModel) -> None:
     """Check the concrete values of a model's parameters.
 
     Raises:
-        ValueError: if a parameter is not finite, or the emission scale has a zero pivot.
+        ValueError: if a parameter is not finite, or a pivot of the emission scale is not positive.
     """
     for name in ("prior", "transition", "emission"):
         part = getattr(model, name)
