@@ -20,7 +20,7 @@ from retrodict._validate import is_concrete
 
 
 class LinearisedPosterior(eqx.Module):
-    """An approximate posterior: the exact posterior of a linear-Gaussian approximation of the model.
+    """An approximate posterior: the exact posterior of a linearised model.
 
     `status` summarises its reliability:
 
@@ -29,8 +29,9 @@ class LinearisedPosterior(eqx.Module):
       such rows, if there are fewer). Either squared innovations, each capped at 10 times its
       expectation, averaged more than 4 times their expectation; or `diagnostics.misread`, the
       relative error of the linearised updates, exceeded two thirds. The relative error is near 1
-      for a smoother that ignores its observations, as all of these do on y = x² around 0. Five
-      smoothers were run on 1,300 series of 100 rows from thirteen suitable models: none was lost.
+      for a smoother that ignores its observations, as every linearised smoother does on y = x²
+      around 0. Five smoothers were run on 1,300 series of 100 rows from thirteen suitable models,
+      and none was reported as lost.
     - `"not converged"`: the last iteration still moved a mean by more than a tenth of its standard
       deviation.
     - `"not finite"`: the laws or the evidence overflowed, or a moment does not exist.
