@@ -156,13 +156,13 @@ def _filter(
     def advance(state: tuple[Factored, Factored], row: Row) -> tuple[tuple, tuple]:
         predicted, before = state
         design, value, constant = emission(predicted, row)
-        law, innovation = condition(predicted, design, value)
+        law, innovations = condition(predicted, design, value)
         if row.exists is not None:
             law = jax.tree.map(lambda new, old: jnp.where(row.exists, new, old), law, before)
-        squared = jnp.sum(innovation.gains**2 * innovation.variances)
+        squared = jnp.sum(innovations.gains**2 * innovations.variances)
         affine = Transition(*transition(law, row))
         after, directions = predict(law, *affine)
-        data, increment = Whitened(design, value), innovation.log_prob() + constant
+        data, increment = Whitened(design, value), innovations.log_prob() + constant
         return (after, law), (predicted, law, data, increment, squared, affine, directions)
 
     # The first row always exists, so the initial value of `before` is never used.
