@@ -517,7 +517,7 @@ def test_all_are_lost_on_a_square(name):
 def test_a_short_series_can_be_lost_too(num_times):
     found = rd.unscented_smoother(SQUARE, jnp.full((num_times, 1), 1.0))
     assert found.status == "lost" and int(found.status_time) == num_times - 1
-    with refused(ValueError, "lost", "95% of what the observations say", "grid_smoother"):
+    with refused(ValueError, "lost", "relative error of 95%", "grid_smoother"):
         found.check()
 
 

@@ -1,4 +1,4 @@
-"""Backward chains: laws of whole paths, factorised backward in time."""
+"""Backward chains: laws of whole paths that factorise backward in time."""
 
 from retrodict._chains.base import AbstractBackwardChain as AbstractBackwardChain
 from retrodict._chains.base import AbstractKernelChain as AbstractKernelChain

@@ -1,4 +1,4 @@
-"""Backward chains: laws of a whole path that factorise backward in time.
+"""Backward chains: laws of whole paths that factorise backward in time.
 
     q(x_{0:n-1}) = q_{n-1}(x_{n-1}) ∏_{k=1}^{n-1} q_{k-1|k}(x_k, x_{k-1})
 
@@ -18,7 +18,7 @@ from retrodict._validate import check_count
 
 
 class AbstractBackwardChain(eqx.Module):
-    """A law of paths that can be sampled backward in time and whose density is known."""
+    """A law of paths with backward sampling and a tractable density."""
 
     @property
     @abstractmethod
@@ -32,31 +32,31 @@ class AbstractBackwardChain(eqx.Module):
 
     @abstractmethod
     def sample(self, key: PRNGKey, num_samples: int) -> Float[Array, "sample time state"]:
-        """Draws paths."""
+        """Draw paths."""
 
     @abstractmethod
     def log_prob(self, xs: Any) -> Scalar:
-        """The log density of one path."""
+        """Compute the log density of one path."""
 
     @abstractmethod
     def prefix(self, num_times: int) -> "AbstractBackwardChain":
-        """The chain of the first rows, given their data alone."""
+        """Return the chain of the first rows, conditioned on the data of those rows only."""
 
 
 class AbstractKernelChain(AbstractBackwardChain):
-    """A chain that is given by its filtering laws q_k and its backward kernels q_{k-1|k}.
+    """A chain defined by its filtering laws q_k and its backward kernels q_{k-1|k}.
 
-    A law has `mean`, `covariance`, `log_prob(x)`, `sample(key)`, and `from_noise(e)`, a map under
-    which standard normal noise of length `noise_dim` has that law.
+    A law has `mean`, `covariance`, `log_prob(x)`, `sample(key)` and `from_noise(e)`. The latter
+    maps standard normal noise of length `noise_dim` to a draw of the law.
 
     Attributes:
         laws: the filtering laws, with a leading time axis.
         steps: the parameters of the backward kernels: arrays with a leading axis `time-1`.
-        length: how many rows exist; `None` if all of them do.
+        length: the number of rows that exist; `None` if all of them do.
     """
 
     if TYPE_CHECKING:
-        # A type checker would take abstract variables for arguments of the constructor.
+        # A type checker would treat abstract variables as arguments of the constructor.
 
         @property
         def laws(self) -> Any:
@@ -70,7 +70,7 @@ class AbstractKernelChain(AbstractBackwardChain):
 
         @property
         def length(self) -> Int[Array, ""] | None:
-            """How many rows exist."""
+            """The number of rows that exist; `None` if all of them do."""
             ...
     else:
         laws: eqx.AbstractVar[Any]
@@ -79,31 +79,31 @@ class AbstractKernelChain(AbstractBackwardChain):
 
     @abstractmethod
     def kernel_law(self, step: PyTree, x: Float[Array, "state"]) -> Any:
-        """The law q_{k-1|k}(x, ·), from row k-1 of `steps` and a state x of time k."""
+        """Return the law q_{k-1|k}(x, ·), from row k-1 of `steps` and a state x at time k."""
 
     @property
     @abstractmethod
     def noise_dim(self) -> int:
-        """How many standard normal numbers make one state."""
+        """The number of standard normal variates per state."""
 
     @abstractmethod
     def from_noise(
         self, noise: Float[Array, "sample time noise"]
     ) -> Float[Array, "sample time state"]:
-        """The paths that given noise makes; standard normal noise makes draws of the chain."""
+        """Map noise to paths; standard normal noise gives draws from the chain."""
 
 
-def kept_rows(chain: AbstractKernelChain, num_times: Any) -> tuple[Any, PyTree, Any]:
-    """The laws, steps and length of the first rows of a chain.
+def first_rows(chain: AbstractKernelChain, num_times: Any) -> tuple[Any, PyTree, Any]:
+    """Return the laws, steps and length of the first rows of a chain.
 
-    Nothing is computed: a backward kernel does not depend on what came after it.
+    This only slices arrays: a backward kernel does not depend on later data.
 
     Raises:
-        ValueError: if the chain has fewer rows.
+        ValueError: if `num_times` exceeds the number of rows of the chain.
     """
     count, n = check_count(num_times, "num_times"), chain.num_times
     if count > n:
-        raise ValueError(f"The chain has {n} rows, so that prefix({count}) does not exist.")
+        raise ValueError(f"`num_times` must be at most the number of rows ({n}), got {count}.")
     return (
         jax.tree.map(lambda leaf: leaf[:count], chain.laws),
         jax.tree.map(lambda leaf: leaf[: count - 1], chain.steps),
@@ -112,7 +112,7 @@ def kept_rows(chain: AbstractKernelChain, num_times: Any) -> tuple[Any, PyTree, 
 
 
 def check_single(mean: Array) -> None:
-    """Refuses a chain of a batch of series, told by the means of its laws."""
+    """Raise a `ValueError` if the means of a chain's laws belong to a batch of series."""
     shape = jnp.shape(mean)
     if len(shape) != 2:
         raise ValueError(

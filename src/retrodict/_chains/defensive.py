@@ -1,4 +1,4 @@
-"""A chain mixed with a wide law, so that nothing is left out that might be true."""
+"""Defensive mixtures: a chain mixed with a wide law that covers the state space."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from retrodict._types import PRNGKey, Scalar
 
 
 class DefensiveLaw(eqx.Module):
-    """The law (1 − ε) q + ε w of a law q and a wide one w.
+    """The mixture (1 − ε) q + ε w of a law q and a wide law w.
 
     Attributes:
         law: q.
@@ -29,7 +29,7 @@ class DefensiveLaw(eqx.Module):
 
     @property
     def noise_dim(self) -> int:
-        """One number chooses between the two, the rest makes the draw."""
+        """The number of standard normal variates per draw; the first selects the component."""
         return 1 + max(self.law.noise_dim, self.wide.noise_dim)
 
     @property
@@ -47,23 +47,23 @@ class DefensiveLaw(eqx.Module):
         return (1 - share) * self.law.covariance + share * self.wide.covariance + between
 
     def log_prob(self, x: Float[Array, "state"]) -> Scalar:
-        """The log density of the mixture."""
+        """Compute the log density of the mixture."""
         return jnp.logaddexp(
             jnp.log1p(-self.share) + self.law.log_prob(x),
             jnp.log(self.share) + self.wide.log_prob(x),
         )
 
     def from_noise(self, noise: Float[Array, "noise"]) -> Float[Array, "state"]:
-        """A draw of one of the two; not meant to be differentiated in the share."""
-        chosen = noise[1:]
+        """Map standard normal noise to a draw; not meant to be differentiated in the share."""
+        rest = noise[1:]
         return jnp.where(
             ndtr(noise[0]) < self.share,
-            self.wide.from_noise(chosen[: self.wide.noise_dim]),
-            self.law.from_noise(chosen[: self.law.noise_dim]),
+            self.wide.from_noise(rest[: self.wide.noise_dim]),
+            self.law.from_noise(rest[: self.law.noise_dim]),
         )
 
     def sample(self, key: PRNGKey) -> Float[Array, "state"]:
-        """One draw."""
+        """Draw one state."""
         return self.from_noise(jax.random.normal(key, (self.noise_dim,), self.wide.mean.dtype))
 
 
@@ -71,8 +71,8 @@ class DefensiveStep(NamedTuple):
     """The parameters of one backward kernel.
 
     Attributes:
-        inner: those of the kernel that is mixed.
-        wide: w, for the state of the earlier time.
+        inner: the parameters of the original kernel.
+        wide: w, the wide law of the state at the earlier time.
     """
 
     inner: PyTree
@@ -80,10 +80,10 @@ class DefensiveStep(NamedTuple):
 
 
 class DefensiveKernel(AbstractBackwardKernel):
-    """The backward kernels (1 − ε) q_{k-1|k}(x, ·) + ε w of a chain.
+    """The backward kernels (1 − ε) q_{k-1|k}(x, ·) + ε w of a defensive mixture.
 
     Attributes:
-        chain: the chain of q.
+        chain: the original chain, with kernels q_{k-1|k}.
         share: ε.
     """
 
@@ -91,24 +91,24 @@ class DefensiveKernel(AbstractBackwardKernel):
     share: Float[Array, ""]
 
     def law(self, step: DefensiveStep, x: Float[Array, "state"]) -> DefensiveLaw:
-        """The mixed law."""
+        """Return the mixture law at state x."""
         return DefensiveLaw(self.chain.kernel_law(step.inner, x), step.wide, self.share)
 
 
 def defensive_mixture(
     chain: AbstractKernelChain, wide: Gaussian | None, share: float = 0.1
 ) -> SampledChain:
-    """A chain whose filtering laws and backward kernels are mixed with a wide law.
+    """Mix the filtering laws and backward kernels of a chain with a wide law.
 
-    A chain that is badly trained may leave out part of the posterior, and weights do not find what
-    is never drawn. With a share ε of a law w that covers the states, every density is at least ε w,
-    so that a `guided_smoother` finds the posterior whatever the chain, at the price of that share
-    of its particles.
+    A badly trained chain may miss part of the posterior, and importance weights cannot recover a
+    region that is never sampled. With a share ε of a law w that covers the states, every density is
+    at least ε w. A `guided_smoother` then converges to the posterior for any chain, at the cost of
+    that share of its particles.
 
-    If the filtering laws q_k cover the posterior, and only the kernels are too sure of themselves,
-    the former may stand for w: the kernels become (1 − ε) q_{k-1|k}(x, ·) + ε q_{k-1}, the laws
-    stay as they are, and the factor q_{k-1} / kernel in the weights of a `guided_smoother` is at
-    most 1/ε.
+    If the filtering laws q_k cover the posterior and only the kernels are too narrow, pass `None`
+    to use the filtering laws as w. The kernels become (1 − ε) q_{k-1|k}(x, ·) + ε q_{k-1}, and the
+    filtering laws do not change. The factor q_{k-1} / kernel in the weights of a `guided_smoother`
+    is then at most 1/ε.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -119,13 +119,15 @@ def defensive_mixture(
 
     Args:
         chain: the chain.
-        wide: w, such as the law of the states before anything was seen; `None` for the filtering
-            laws of the chain.
+        wide: w, such as the prior law of the states; `None` to use the filtering laws of the chain.
         share: ε, between zero and one.
+
+    Returns:
+        The chain with mixed laws and kernels.
 
     Raises:
         TypeError: if the chain has no filtering laws and kernels.
-        ValueError: if the share is not between zero and one, or w is of another dimension.
+        ValueError: if the share is not between zero and one, or w has another dimension.
     """
     if not isinstance(chain, AbstractKernelChain):
         raise TypeError(
@@ -137,8 +139,8 @@ def defensive_mixture(
     n, d = chain.num_times, chain.state_dim
     if wide is not None and wide.mean.shape != (d,):
         raise ValueError(
-            f"defensive_mixture expects one wide law of {d} states as the chain has, or None, got"
-            f" a mean of shape {wide.mean.shape}."
+            "defensive_mixture expects `wide` to be None or one Gaussian with a mean of shape"
+            f" {(d,)}, the state dimension of the chain, got a mean of shape {wide.mean.shape}."
         )
     shares = jnp.full(n, share, chain.laws.mean.dtype)
     if wide is None:

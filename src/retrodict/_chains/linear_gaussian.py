@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from retrodict._chains.base import AbstractKernelChain, check_single, kept_rows
+from retrodict._chains.base import AbstractKernelChain, check_single, first_rows
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import LOG_2PI, Gaussian
 from retrodict._model import prepare_path
@@ -31,20 +31,20 @@ class LinearGaussianChain(AbstractKernelChain):
     """A chain with Gaussian filtering laws and linear-Gaussian backward kernels.
 
     The kernel in row k-1 is q_{k-1|k}(x_k, ·) = N(G_k x_k + c_k, s_k s_kᵀ): `kernels.weight` holds
-    the gains G, `kernels.bias` the offsets c and `kernels.scale_tril` the scales s. Every
-    expectation of a path's first two moments is then closed form.
+    the gains G, `kernels.bias` the offsets c and `kernels.scale_tril` the scales s. The first two
+    moments of a path, and expectations that depend only on them, have closed forms.
 
-    Rows from `length` on do not exist. Their laws repeat the terminal one and their kernels are the
-    identity, so that a sampled path stays where it ended, and their densities count as zero.
+    Rows from `length` on are padding. Their laws repeat the terminal law and their kernels are the
+    identity: a sampled path repeats its last state there. Padding adds zero to log densities.
 
     Attributes:
         laws: the filtering laws q_k, a `Gaussian` with a leading time axis.
         kernels: the backward kernels, a `LinearGaussianKernel` with a leading axis `time-1`.
-        length: how many rows exist; `None` if all of them do.
+        length: the number of rows that exist; `None` if all of them do.
         standard: the backward kernels between the standard coordinates z_k of the filtering laws,
-            x_k = m_k + S_k z_k. Exact smoothers give them: where a filtering law is singular or
-            narrow in some direction, they are accurate and `kernels` cannot be. All methods use
-            them in place of `kernels`.
+            x_k = m_k + S_k z_k. Exact smoothers provide them. They are accurate where a filtering
+            law is singular or narrow in some direction, and `kernels` cannot be. If present, all
+            methods use them in place of `kernels`.
     """
 
     laws: Gaussian  # pyright: ignore
@@ -62,7 +62,7 @@ class LinearGaussianChain(AbstractKernelChain):
         kernel_scales: Any,
         length: Any = None,
     ) -> "LinearGaussianChain":
-        """Builds a chain from stacked parameters.
+        """Build a chain from stacked parameters.
 
         Args:
             means: means of the filtering laws, of shape `(time, state)`.
@@ -70,7 +70,7 @@ class LinearGaussianChain(AbstractKernelChain):
             gains: G, one per backward kernel, of shape `(time-1, state, state)`.
             offsets: c, one per backward kernel, of shape `(time-1, state)`.
             kernel_scales: lower Cholesky factors s of the backward kernels, shaped as `gains`.
-            length: how many rows exist.
+            length: the number of rows that exist; all of them by default.
         """
         means, scales = as_real_array(means, "means"), as_real_array(scales, "scales")
         gains, offsets = as_real_array(gains, "gains"), as_real_array(offsets, "offsets")
@@ -89,7 +89,7 @@ class LinearGaussianChain(AbstractKernelChain):
         for name, (array, shape) in expected.items():
             if array.shape != shape:
                 raise ValueError(
-                    f"LinearGaussianChain expects {name} of shape {shape} beside means of shape"
+                    f"LinearGaussianChain expects {name} of shape {shape} to match means of shape"
                     f" {(n, d)}, got {array.shape}."
                 )
         check_lower("scales", scales)
@@ -114,7 +114,7 @@ class LinearGaussianChain(AbstractKernelChain):
         return self.kernels
 
     def kernel_law(self, step: LinearGaussianKernel, x: Float[Array, "state"]) -> Gaussian:
-        """The law N(G_k x + c_k, s_k s_kᵀ)."""
+        """Return the law N(G_k x + c_k, s_k s_kᵀ)."""
         return step.law(x, None)
 
     @property
@@ -124,16 +124,16 @@ class LinearGaussianChain(AbstractKernelChain):
         return jax.tree.map(lambda leaf: leaf[-1], self.laws)
 
     def marginals(self, *, parallel: Parallel = False) -> Gaussian:
-        """The marginal laws of the states, given the whole series.
+        """Compute the marginal laws of the states given the whole series.
 
-        Backward in time, m_{k-1} = G_k m_k + c_k and P_{k-1} = G_k P_k G_kᵀ + s_k s_kᵀ, carried as
-        factors, so that covariances are positive semidefinite by construction.
+        Backward in time, m_{k-1} = G_k m_k + c_k and P_{k-1} = G_k P_k G_kᵀ + s_k s_kᵀ. The
+        recursion propagates factors, so covariances are positive semidefinite by construction.
 
         Args:
-            parallel: whether to compose kernels by an associative scan, which is quicker on
-                accelerators for long series; a `time_mesh` to do so over several devices. It forms
-                covariances, which cannot hold directions that decay below the rounding error of
-                others.
+            parallel: whether to compose kernels by an associative scan, which is faster on
+                accelerators for long series; a `time_mesh` runs it over several devices. The scan
+                forms covariances, which cannot represent directions that decay below the rounding
+                error of others.
 
         Returns:
             A `Gaussian` with a leading time axis: `.mean`, `.scale_tril`, `.covariance`, `.std`.
@@ -142,7 +142,7 @@ class LinearGaussianChain(AbstractKernelChain):
         return _marginals(self, parallel)
 
     def pairwise(self, *, parallel: Parallel = False) -> Gaussian:
-        """The joint laws of (x_{k-1}, x_k), k = 1..n-1, as stacked vectors of dimension 2d.
+        """Compute the joint laws of (x_{k-1}, x_k), k = 1..n-1, as stacked vectors of dimension 2d.
 
         Args:
             parallel: as in `marginals`.
@@ -156,13 +156,13 @@ class LinearGaussianChain(AbstractKernelChain):
     def sample(
         self, key: PRNGKey, num_samples: int, *, parallel: Parallel = False
     ) -> Float[Array, "sample time state"]:
-        """Draws paths: the terminal state, then one kernel after another.
+        """Draw paths: the terminal state first, then one state per kernel, backward in time.
 
         Args:
             key: a typed key.
-            num_samples: how many paths.
-            parallel: whether to compose kernels by an associative scan, once their noise is drawn;
-                the paths are the same to rounding.
+            num_samples: the number of paths.
+            parallel: whether to compose kernels by an associative scan once their noise is drawn.
+                The paths are the same up to rounding.
         """
         check_key(key, "LinearGaussianChain.sample")
         num_samples = check_count(num_samples, "num_samples")
@@ -171,40 +171,40 @@ class LinearGaussianChain(AbstractKernelChain):
 
     @property
     def noise_dim(self) -> int:
-        """How many standard normal numbers make one state: as many as it has coordinates."""
+        """The number of standard normal variates per state, equal to the state dimension."""
         return self.state_dim
 
     def from_noise(
         self, noise: Float[Array, "sample time noise"], *, parallel: Parallel = False
     ) -> Float[Array, "sample time state"]:
-        """The paths x_{k-1} = G_k x_k + c_k + s_k ε_{k-1} of given noise.
+        """Map noise ε to the paths x_{k-1} = G_k x_k + c_k + s_k ε_{k-1}.
 
         Args:
-            noise: standard normal numbers.
+            noise: standard normal variates.
             parallel: as in `sample`.
         """
         self._check_single()
         return _from_noise(self, jnp.swapaxes(noise, 0, 1), parallel)
 
     def log_prob(self, xs: Any) -> Scalar:
-        """The log density log q(x_{0:n-1}) of one path of shape `(time, state)`."""
+        """Compute the log density log q(x_{0:n-1}) of one path of shape `(time, state)`."""
         path = prepare_path(xs, self.state_dim, self.num_times)
         return _log_prob(self, path)
 
     def entropy(self) -> Scalar:
-        """−E log q, which for linear-Gaussian kernels is the sum of their entropies."""
+        """Compute −E log q: the entropies of the terminal law and of all kernels, summed."""
         self._check_single()
         return _entropy(self)
 
     def prefix(self, num_times: int) -> "LinearGaussianChain":
-        """The chain of the first rows: the law of their states given their data alone.
+        """Return the chain of the first rows, conditioned on the data of those rows only.
 
-        Nothing is computed: a backward kernel does not depend on what came after it.
+        This only slices arrays: a backward kernel does not depend on later data.
 
         Args:
-            num_times: how many rows to keep, from 1 to `self.num_times`.
+            num_times: the number of rows to keep, from 1 to `self.num_times`.
         """
-        laws, kernels, length = kept_rows(self, num_times)
+        laws, kernels, length = first_rows(self, num_times)
         count = laws.mean.shape[0]
         standard = jax.tree.map(lambda leaf: leaf[: count - 1], self.standard)
         return LinearGaussianChain(laws, kernels, length, standard)
@@ -213,7 +213,8 @@ class LinearGaussianChain(AbstractKernelChain):
         check_single(self.laws.mean)
 
 
-# Compiled once a shape, whoever calls: a scan that is run outside of `jax.jit` compiles each time.
+# The functions below are jitted, so that each compiles once per shape: outside of `jax.jit`, a scan
+# would compile on every call.
 
 
 @eqx.filter_jit
@@ -242,8 +243,8 @@ def _marginals_one_by_one(chain: LinearGaussianChain) -> Gaussian:
 def _recursion(chain: LinearGaussianChain) -> tuple[Gaussian, StandardKernel]:
     """Return the terminal law and the kernels of the backward recursion.
 
-    They are those of standard coordinates where the chain has them, and of the states otherwise.
-    `_to_states` and `_paths_to_states` map the results back.
+    They act on standard coordinates if the chain has `standard`, and on states otherwise. Callers
+    map the results back to states: laws by `_to_states`, paths in `_from_noise`.
     """
     if chain.standard is None:
         kernels = chain.kernels
@@ -253,7 +254,7 @@ def _recursion(chain: LinearGaussianChain) -> tuple[Gaussian, StandardKernel]:
 
 
 def _to_states(chain: LinearGaussianChain, marginals: Gaussian) -> Gaussian:
-    """Return the laws of m + S z. The product of two lower factors is one."""
+    """Return the laws of m + S z. The product of two lower factors is a lower factor."""
     if chain.standard is None:
         return marginals
     means = chain.laws.mean + jax.vmap(linalg.matvec)(chain.laws.scale_tril, marginals.mean)
@@ -262,11 +263,11 @@ def _to_states(chain: LinearGaussianChain, marginals: Gaussian) -> Gaussian:
 
 
 def marginals_with_density(chain: LinearGaussianChain, *, parallel: Parallel = False) -> Gaussian:
-    """The marginals of a chain whose kernels all have a density, quick to differentiate.
+    """Compute the marginals of a chain whose kernels all have a density; fast to differentiate.
 
-    Covariances are carried in the scan and factored after it, all times at once: a third less time
-    for a training step with one state dimension than a triangularisation in every step, far less
-    with ten, and safe where nothing is singular.
+    The scan propagates covariances, which are factored after it for all times at once. Compared
+    with a triangularisation in every step, a training step takes a third less time with one state
+    dimension, and far less with ten. The result is accurate if no kernel is singular.
     """
     if parallel or chain.standard is not None:
         return _marginals(chain, parallel)
@@ -276,9 +277,10 @@ def marginals_with_density(chain: LinearGaussianChain, *, parallel: Parallel = F
     def back(law: tuple[Array, Array], step: tuple) -> tuple[tuple, tuple]:
         mean, covariance = law
         gain, offset, spread = step
-        # Fenced, the transpose is a copy of its own: products that transpose are slower than both.
-        moved = linalg.matmul(linalg.matmul(gain, covariance), linalg.fence(gain.T)) + spread
-        law = (linalg.matvec(gain, mean) + offset, moved)
+        # The fence makes the transpose a separate copy: a copy and a plain product are faster than
+        # a product that transposes its operand.
+        product = linalg.matmul(linalg.matmul(gain, covariance), linalg.fence(gain.T))
+        law = (linalg.matvec(gain, mean) + offset, product + spread)
         return law, law
 
     last = (terminal.mean, terminal.covariance)
@@ -292,7 +294,7 @@ def marginals_with_density(chain: LinearGaussianChain, *, parallel: Parallel = F
 
 
 def _marginals_in_parallel(chain: LinearGaussianChain, parallel: Parallel) -> Gaussian:
-    """Marginals by composing all backward kernels, the terminal law as a constant map."""
+    """Compose all backward kernels, with the terminal law as a constant map."""
     terminal, (gains, offsets, scales) = _recursion(chain)
     zero = jnp.zeros((chain.state_dim, chain.state_dim), terminal.mean.dtype)
     rows = (gains, offsets, jax.vmap(linalg.outer_gram)(scales))
@@ -361,14 +363,14 @@ def _paths(
 def _paths_in_parallel(
     chain: LinearGaussianChain, noise: Float[Array, "time sample noise"], parallel: Parallel
 ) -> Float[Array, "time sample state"]:
-    """Compose all backward maps x ↦ G x + c + s ε, the last state as a constant one."""
+    """Compose all backward maps x ↦ G x + c + s ε, with the last state as a constant map."""
     terminal, (gains, offsets, scales) = _recursion(chain)
     zero = jnp.zeros((chain.state_dim, chain.state_dim), terminal.mean.dtype)
 
-    def moved(bias: Array, scale: Array, e: Array) -> Array:
+    def shift(bias: Array, scale: Array, e: Array) -> Array:
         return bias[:, None] + linalg.matmul(scale, e.T)
 
-    shifts = jax.vmap(moved)(offsets, scales, noise[:-1])
+    shifts = jax.vmap(shift)(offsets, scales, noise[:-1])
     last = jax.vmap(terminal.from_noise)(noise[-1]).T
     paths = affine_suffix_paths(*appended((gains, shifts), (zero, last), parallel), parallel)
     return jnp.swapaxes(paths, 1, 2)
@@ -405,7 +407,7 @@ def _entropy(chain: LinearGaussianChain) -> Scalar:
 
 
 def _log_volume(chain: LinearGaussianChain) -> Scalar:
-    """Return the log determinant of the map from standard coordinates to states; 0 without one."""
+    """Return the log determinant of the map from standard coordinates to states, or 0 if none."""
     if chain.standard is None:
         return jnp.zeros((), chain.laws.mean.dtype)
     pivots = jnp.diagonal(chain.laws.scale_tril, axis1=-2, axis2=-1)
@@ -418,7 +420,7 @@ def _log_volume(chain: LinearGaussianChain) -> Scalar:
 def _finite_kernels(
     chain: LinearGaussianChain, kernels: StandardKernel
 ) -> tuple[StandardKernel, Array]:
-    """Return kernels whose densities are finite, and which of them are between existing rows."""
+    """Return kernels with finite densities, and a mask of those between existing rows."""
     n, d = chain.num_times, chain.state_dim
     if chain.length is None:
         return kernels, jnp.ones(n - 1, bool)

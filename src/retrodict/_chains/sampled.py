@@ -1,7 +1,7 @@
-"""Chains whose backward kernels are any function of the later state.
+"""Chains whose backward kernels are arbitrary functions of the later state.
 
-Such a chain has no marginals in closed form. It is drawn backward in time, and since the law of
-each state given the next is known, moments average conditional moments and not states.
+Such a chain has no closed-form marginals. Paths are sampled backward in time. The law of each state
+given the next is known, so moments are estimated by averaging conditional moments, not states.
 """
 
 from abc import abstractmethod
@@ -13,33 +13,34 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from retrodict._chains.base import AbstractKernelChain, check_single, kept_rows
+from retrodict._chains.base import AbstractKernelChain, check_single, first_rows
 from retrodict._model import prepare_path
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 
 
 class AbstractBackwardKernel(eqx.Module):
-    """What the backward kernels of all times share, such as a network: (step, x_k) ↦ q_{k-1|k}.
+    """The part of the backward kernels shared by all times, such as a network.
 
-    Its law is a `Gaussian`, a `GaussianMixture`, or anything else with `mean`, `covariance`,
-    `log_prob(x)`, `noise_dim` and `from_noise(e)`, a map under which that many standard normal
-    numbers have the law. Gradients of draws are those of `from_noise`. What a kernel holds should
-    be arrays, and functions static fields: `jax.vmap` of `infer` returns chains, and thus kernels.
+    It maps (step, x_k) to q_{k-1|k}. The law is a `Gaussian`, a `GaussianMixture`, or any object
+    with `mean`, `covariance`, `log_prob(x)`, `noise_dim` and `from_noise(e)`. The latter maps
+    `noise_dim` standard normal variates to a draw, and defines the gradients of draws. Fields of a
+    kernel should be arrays, and functions should be static fields, because `jax.vmap` of `infer`
+    returns chains and therefore kernels.
     """
 
     @abstractmethod
     def law(self, step: PyTree, x: Float[Array, "state"]) -> Any:
-        """The law of x_{k-1}, from the parameters of its row and the state x_k = x."""
+        """Return the law of x_{k-1}, from the parameters of its row and the state x_k = x."""
 
 
 class Trace(NamedTuple):
-    """Paths, and the laws that their states were drawn from.
+    """Sampled paths, and the conditional moments of their states.
 
     Attributes:
         paths: the states.
         means: E[x_{k-1} | x_k] along each path; the mean of the terminal law at the last row.
-        covariances: the conditional covariances likewise.
+        covariances: Cov[x_{k-1} | x_k] along each path; the terminal covariance at the last row.
     """
 
     paths: Float[Array, "sample time state"]
@@ -48,16 +49,16 @@ class Trace(NamedTuple):
 
 
 class SampledChain(AbstractKernelChain):
-    """A chain with backward kernels of any form, drawn and not marginalised.
+    """A chain with backward kernels of any form, which is sampled and has no closed-form marginals.
 
-    Rows from `length` on do not exist: what `laws` and `steps` hold there is not read, a path stays
-    where it ended, and densities count as zero.
+    Rows from `length` on are padding. Their `laws` and `steps` are not used, a sampled path repeats
+    its last state there, and they add zero to log densities.
 
     Attributes:
         laws: the filtering laws q_k, with a leading time axis.
-        shared: what all backward kernels share.
-        steps: their parameters, arrays with a leading axis `time-1`.
-        length: how many rows exist; `None` if all of them do.
+        shared: the part of the backward kernels shared by all times.
+        steps: the parameters of each backward kernel, arrays with a leading axis `time-1`.
+        length: the number of rows that exist; `None` if all of them do.
     """
 
     laws: Any  # pyright: ignore
@@ -78,16 +79,16 @@ class SampledChain(AbstractKernelChain):
 
     @property
     def noise_dim(self) -> int:
-        """How many standard normal numbers make one state: the most that any of the laws takes."""
+        """The number of standard normal variates per state: the maximum over all laws."""
 
-        def numbers(step: PyTree, x: Array) -> Array:
+        def noise_like(step: PyTree, x: Array) -> Array:
             return jnp.zeros(self.kernel_law(step, x).noise_dim)
 
         step = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.steps
         )
         x = jax.ShapeDtypeStruct((self.state_dim,), self.laws.mean.dtype)
-        return max(self.laws.noise_dim, jax.eval_shape(numbers, step, x).shape[0])
+        return max(self.laws.noise_dim, jax.eval_shape(noise_like, step, x).shape[0])
 
     @property
     def terminal(self) -> Any:
@@ -97,15 +98,15 @@ class SampledChain(AbstractKernelChain):
         return jax.tree.map(lambda leaf: leaf[end], self.laws)
 
     def kernel_law(self, step: PyTree, x: Float[Array, "state"]) -> Any:
-        """The law q_{k-1|k}(x, ·)."""
+        """Return the law q_{k-1|k}(x, ·)."""
         return self.shared.law(step, x)
 
     def sample(self, key: PRNGKey, num_samples: int) -> Float[Array, "sample time state"]:
-        """Draws paths: the terminal state, then one kernel after another.
+        """Draw paths: the terminal state first, then one state per kernel, backward in time.
 
         Args:
             key: a typed key.
-            num_samples: how many paths.
+            num_samples: the number of paths.
         """
         check_key(key, "SampledChain.sample")
         shape = (check_count(num_samples, "num_samples"), self.num_times, self.noise_dim)
@@ -114,7 +115,7 @@ class SampledChain(AbstractKernelChain):
     def from_noise(
         self, noise: Float[Array, "sample time noise"]
     ) -> Float[Array, "sample time state"]:
-        """The paths of given noise, differentiable in the parameters of the chain."""
+        """Map noise to paths, differentiably in the parameters of the chain."""
         return _trace(self, noise, None).paths
 
     def trace(
@@ -122,25 +123,25 @@ class SampledChain(AbstractKernelChain):
         noise: Float[Array, "sample time noise"],
         last: Float[Array, "sample state"] | None = None,
     ) -> Trace:
-        """The paths of given noise, and the laws that their states were drawn from.
+        """Map noise to paths, and return the conditional moments along them as well.
 
         Args:
-            noise: standard normal numbers.
-            last: terminal states to start from instead of draws of the terminal law.
+            noise: standard normal variates.
+            last: terminal states to start from; by default they are drawn from the terminal law.
         """
         return _trace(self, noise, last)
 
     def log_prob(self, xs: Any) -> Scalar:
-        """The log density log q(x_{0:n-1}) of one path of shape `(time, state)`."""
+        """Compute the log density log q(x_{0:n-1}) of one path of shape `(time, state)`."""
         return _log_prob(self, prepare_path(xs, self.state_dim, self.num_times))
 
     def prefix(self, num_times: int) -> "SampledChain":
-        """The chain of the first rows: the law of their states given their data alone.
+        """Return the chain of the first rows, conditioned on the data of those rows only.
 
         Args:
-            num_times: how many rows to keep, from 1 to `self.num_times`.
+            num_times: the number of rows to keep, from 1 to `self.num_times`.
         """
-        laws, steps, length = kept_rows(self, num_times)
+        laws, steps, length = first_rows(self, num_times)
         return SampledChain(laws, self.shared, steps, length)
 
 
@@ -152,20 +153,20 @@ def _trace(
 ) -> Trace:
     terminal, exists = chain.terminal, _exists(chain)
     noise = jnp.swapaxes(noise, 0, 1)
-    drawn = jax.vmap(terminal.from_noise)(noise[-1, :, : terminal.noise_dim])
-    end = drawn if last is None else last
+    terminal_draws = jax.vmap(terminal.from_noise)(noise[-1, :, : terminal.noise_dim])
+    end = terminal_draws if last is None else last
     spread = terminal.covariance
 
     def draw(step: PyTree, x: Array, e: Array) -> tuple[Array, Array, Array]:
         law = chain.kernel_law(step, x)
         return law.from_noise(e[: law.noise_dim]), law.mean, law.covariance
 
-    # In padding the conditional moments are those of the terminal law, which the states repeat.
+    # Padding rows repeat the terminal state, with the moments of the terminal law.
     def back(state: tuple, at: tuple) -> tuple[tuple, tuple]:
         step, e, real = at
         new = jax.vmap(draw, in_axes=(None, 0, 0))(step, state[0], e)
         if real is not None:
-            new = jax.tree.map(lambda drawn, kept: jnp.where(real, drawn, kept), new, state)
+            new = jax.tree.map(lambda leaf, old: jnp.where(real, leaf, old), new, state)
         return new, new
 
     first = (
@@ -185,7 +186,7 @@ def _log_prob(chain: SampledChain, path: Float[Array, "time state"]) -> Scalar:
     if exists is None or chain.length is None:
         last, before, after = path[-1], path[:-1], path[1:]
     else:
-        # What stands in padding may be anything: the last state that exists stands there instead.
+        # Padding may hold any values: replace them by the last state that exists.
         last = path[chain.length - 1]
         path = jnp.where(jnp.concatenate([jnp.ones(1, bool), exists])[:, None], path, last[None])
         before, after = path[:-1], path[1:]
@@ -198,14 +199,14 @@ def _log_prob(chain: SampledChain, path: Float[Array, "time state"]) -> Scalar:
 
 
 def _exists(chain: SampledChain) -> Any:
-    """Which of the backward kernels lead between rows that exist; `None` if all of them do."""
+    """Return a mask of the backward kernels between existing rows; `None` if all rows exist."""
     return None if chain.length is None else jnp.arange(1, chain.num_times) < chain.length
 
 
 def _finite_steps(chain: SampledChain, exists: Any) -> PyTree:
-    """The steps, with a copy of the first where nothing exists.
+    """Return the steps, with padding replaced by copies of the first step.
 
-    What is computed there is thrown away, but if it were not finite its gradient would be NaN.
+    Results in padding are discarded, but non-finite values there would make gradients NaN.
     """
     if exists is None:
         return chain.steps

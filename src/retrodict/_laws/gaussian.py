@@ -1,7 +1,7 @@
 """Gaussian laws in moment and natural form, and the integrals between them.
 
 Scales come in two types: a dense lower Cholesky factor, which is an array of shape `(d, d)`, and
-`Diagonal`, which holds d standard deviations. Which of the two is meant is never read off a shape.
+`Diagonal`, which holds d standard deviations. The type decides between them, never the shape.
 """
 
 from typing import Any, TypeAlias
@@ -21,9 +21,9 @@ LOG_2PI = float(np.log(2 * np.pi))
 
 
 class Diagonal(eqx.Module):
-    """A diagonal scale: independent coordinates with these standard deviations.
+    """A diagonal scale: independent coordinates with the given standard deviations.
 
-    Accepted wherever a `scale_tril` is.
+    It is accepted wherever a `scale_tril` is.
 
     Args:
         std: standard deviations, of shape `(d,)`, at least zero; an array or a parameter such as
@@ -37,7 +37,7 @@ class Diagonal(eqx.Module):
         if std is not None and len(std) != 1:
             raise ValueError(
                 f"Diagonal expects std to be a vector of standard deviations, got shape {std}."
-                " For a dense scale, pass its lower Cholesky factor itself."
+                " For a dense scale, pass its lower Cholesky factor without Diagonal."
             )
         values = known_values(unwrap(self.std))
         if values is not None and np.any(values < 0):
@@ -47,13 +47,14 @@ class Diagonal(eqx.Module):
 
 
 Scale: TypeAlias = Any
-"""A dense lower factor of shape `(d, d)`, a `Diagonal`, or a parameter that stands for either."""
+"""A dense lower factor of shape `(d, d)`, a `Diagonal`, or a parameter for either."""
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
-    """The shape of an array or of a parameter's value; `None` for what has none.
+    """Return the shape of an array or of a parameter's value; `None` if it has no shape.
 
-    Inside a transformation equinox rebuilds modules around placeholders, which pass unchecked.
+    Inside a transformation equinox rebuilds modules around placeholders, which have no shape and
+    are not checked.
     """
     if isinstance(value, AbstractParameter):
         value = value.value
@@ -61,10 +62,10 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
 
 
 def as_scale(scale: Any) -> Scale:
-    """Convert what a constructor was given for a `scale_tril`.
+    """Convert the `scale_tril` argument of a constructor.
 
-    The sign of each column of a lower factor is free: s sᵀ stays the same. Columns with a known
-    negative pivot are turned, so that the diagonal of a stored factor is at least zero.
+    The sign of each column of a lower factor is free: it does not change s sᵀ. Columns with a known
+    negative pivot change their sign, so that the diagonal of a stored factor is at least zero.
     """
     if isinstance(scale, Frozen):
         return Frozen(as_scale(scale.tree))
@@ -83,44 +84,44 @@ def as_scale(scale: Any) -> Scale:
 
 
 def scale_dim(scale: Scale) -> int | None:
-    """The number d of coordinates of a scale; `None` if it has no shape."""
+    """Return the number d of coordinates of a scale; `None` if it has no shape."""
     scale = unwrap(scale)
     shape = shape_of(scale.std if isinstance(scale, Diagonal) else scale)
     return shape[-1] if shape else None
 
 
 def dense_scale(scale: Scale) -> Float[Array, "d d"]:
-    """The lower factor of shape `(d, d)` of either type of scale."""
+    """Return the lower factor, of shape `(d, d)`, of either type of scale."""
     return jnp.diag(scale.std) if isinstance(scale, Diagonal) else jnp.tril(scale)
 
 
 def scale_matvec(scale: Scale, x: Float[Array, "d"]) -> Float[Array, "d"]:
-    """The product s x."""
+    """Compute the product s x."""
     return scale.std * x if isinstance(scale, Diagonal) else linalg.matvec(jnp.tril(scale), x)
 
 
 def scale_solve(scale: Scale, b: Float[Array, "d ..."]) -> Float[Array, "d ..."]:
-    """Solves s x = b for a vector or a matrix b."""
+    """Solve s x = b for a vector or a matrix b."""
     if isinstance(scale, Diagonal):
         return b / (scale.std if b.ndim == 1 else scale.std[:, None])
     return linalg.solve_triangular(scale, b)
 
 
 def scale_diagonal(scale: Scale) -> Float[Array, "d"]:
-    """The diagonal of the lower factor."""
+    """Return the diagonal of the lower factor."""
     return scale.std if isinstance(scale, Diagonal) else jnp.diagonal(scale)
 
 
 def scale_log_det(scale: Scale) -> Scalar:
-    """The value log |det s|, half the log-determinant of the covariance."""
+    """Compute log |det s|, half the log-determinant of the covariance."""
     return jnp.sum(jnp.log(jnp.abs(scale_diagonal(scale))))
 
 
 def masked_scale(scale: Scale, mask: Float[Array, "d"]) -> Float[Array, "d d"] | Diagonal:
-    """A scale whose observed block is that of the marginal law of the observed coordinates.
+    """Return a scale whose observed block is that of the marginal law of the observed coordinates.
 
-    Coordinates that were not observed become independent, with standard deviation 1: residuals that
-    are zero there then contribute nothing, and the log-determinant neither.
+    Unobserved coordinates become independent, with standard deviation 1. They contribute nothing to
+    the log-determinant, nor to the squared residuals if the residuals are zero there.
 
     Args:
         scale: the scale of all coordinates.
@@ -128,7 +129,7 @@ def masked_scale(scale: Scale, mask: Float[Array, "d"]) -> Float[Array, "d d"] |
     """
     if isinstance(scale, Diagonal):
         return Diagonal(jnp.where(mask > 0, scale.std, 1.0))
-    # Rows of the factor of what was observed, and unit rows for what was not, factored anew.
+    # Take the factor's rows for observed coordinates and unit rows for the others; triangularise.
     lower = jnp.tril(scale) * mask[:, None]
     return linalg.tria(jnp.concatenate([lower, jnp.diag(1.0 - mask)], axis=1))
 
@@ -145,8 +146,8 @@ class Gaussian(eqx.Module):
     Args:
         mean: m, of shape `(d,)`.
         scale_tril: s, a lower Cholesky factor of shape `(d, d)`, or a `Diagonal`. Nonzero entries
-            above the diagonal are refused, except inside `jax.jit`, which cannot see them and cuts
-            them off; columns with a negative pivot change their sign, which leaves s sᵀ as it is.
+            above the diagonal raise an error; inside `jax.jit`, where values are unknown, they are
+            dropped. Columns with a negative pivot change their sign, which does not change s sᵀ.
     """
 
     mean: Any = eqx.field(converter=lambda value: as_parameter(value, "mean"))
@@ -165,7 +166,7 @@ class Gaussian(eqx.Module):
 
     @classmethod
     def from_covariance(cls, mean: Any, covariance: Any) -> "Gaussian":
-        """Builds the law from its covariance, which must be positive definite."""
+        """Build the law from its covariance, which must be positive definite."""
         return cls(mean, factor_of_covariance("Gaussian.from_covariance", covariance))
 
     @property
@@ -191,41 +192,41 @@ class Gaussian(eqx.Module):
         return jnp.linalg.norm(jnp.tril(scale), axis=-1)
 
     def log_prob(self, x: Float[Array, "d"]) -> Scalar:
-        """The log density log N(x; m, s sᵀ)."""
+        """Compute the log density log N(x; m, s sᵀ)."""
         law = unwrap(self)
         residual = scale_solve(law.scale_tril, x - law.mean)
         return -0.5 * (jnp.sum(residual**2) + law.dim * LOG_2PI) - scale_log_det(law.scale_tril)
 
     def masked_log_prob(self, x: Float[Array, "d"], mask: Float[Array, "d"]) -> Scalar:
-        """The log density of the marginal law of the coordinates where `mask` is 1."""
+        """Compute the log density of the marginal law of the coordinates where `mask` is 1."""
         law = unwrap(self)
         scale = masked_scale(law.scale_tril, mask)
         residual = scale_solve(scale, jnp.where(mask > 0, x - law.mean, 0.0))
         return -0.5 * (jnp.sum(residual**2) + jnp.sum(mask) * LOG_2PI) - scale_log_det(scale)
 
     def sample(self, key: PRNGKey, sample_shape: tuple[int, ...] = ()) -> Float[Array, "*shape d"]:
-        """Draws m + s ε with standard normal ε."""
+        """Draw m + s ε with standard normal ε."""
         law = unwrap(self)
         noise = jax.random.normal(key, (*sample_shape, law.dim), law.mean.dtype)
         return jax.vmap(law.from_noise)(noise.reshape(-1, law.dim)).reshape(noise.shape)
 
     @property
     def noise_dim(self) -> int:
-        """How many standard normal numbers make one draw."""
+        """The number of standard normal variates per draw."""
         return self.dim
 
     def from_noise(self, noise: Float[Array, "d"]) -> Float[Array, "d"]:
-        """The draw m + s ε of given standard normal ε."""
+        """Map standard normal noise ε to the draw m + s ε."""
         law = unwrap(self)
         return law.mean + scale_matvec(law.scale_tril, noise)
 
     def entropy(self) -> Scalar:
-        """½ d (1 + log 2π) + log |det s|."""
+        """Compute the entropy ½ d (1 + log 2π) + log |det s|."""
         law = unwrap(self)
         return 0.5 * law.dim * (1.0 + LOG_2PI) + scale_log_det(law.scale_tril)
 
     def to_natural(self) -> "NaturalGaussian":
-        """The natural parameters (Σ⁻¹ m, Σ⁻¹) of the law."""
+        """Return the natural parameters (Σ⁻¹ m, Σ⁻¹) of the law."""
         law = unwrap(self)
         eye = jnp.eye(law.dim, dtype=law.mean.dtype)
         whitener = scale_solve(law.scale_tril, eye)
@@ -234,10 +235,10 @@ class Gaussian(eqx.Module):
 
 
 class NaturalGaussian(eqx.Module):
-    """A Gaussian by its natural parameters: density ∝ exp(ηᵀx − ½ xᵀΛx).
+    """A Gaussian law in natural parameters: density ∝ exp(ηᵀx − ½ xᵀΛx).
 
-    Products of densities are sums of natural parameters, so that `+` conditions one law on another
-    piece of evidence.
+    Natural parameters add when densities are multiplied. Thus `+` conditions a law on further
+    evidence.
 
     Args:
         precision_mean: η = Σ⁻¹ m, of shape `(d,)`.
@@ -248,14 +249,14 @@ class NaturalGaussian(eqx.Module):
     precision: Float[Array, "d d"]
 
     def __add__(self, other: "NaturalGaussian") -> "NaturalGaussian":
-        """The (unnormalised) product of two densities."""
+        """Return the (unnormalised) product of two densities."""
         return NaturalGaussian(
             self.precision_mean + other.precision_mean, self.precision + other.precision
         )
 
     def to_moments(self) -> Gaussian:
-        """The mean and lower Cholesky factor; Λ must be positive definite."""
-        # With Λ = UUᵀ for an upper U, Σ = U⁻ᵀU⁻¹ and U⁻ᵀ is lower: no inverse is factored again.
+        """Return the law with its mean and lower Cholesky factor; Λ must be positive definite."""
+        # With Λ = UUᵀ for an upper U, Σ = U⁻ᵀU⁻¹ and U⁻ᵀ is lower. Σ need not be factored again.
         upper = linalg.cholesky(self.precision[::-1, ::-1])[::-1, ::-1]
         eye = jnp.eye(self.precision.shape[0], dtype=self.precision.dtype)
         scale = linalg.solve_triangular(upper.T, eye)
@@ -264,7 +265,9 @@ class NaturalGaussian(eqx.Module):
 
 
 def kl_divergence(q: Gaussian, p: Gaussian) -> Scalar:
-    """KL(q ‖ p) = ½ (tr(Σ_p⁻¹Σ_q) + ‖s_p⁻¹(m_p − m_q)‖² − d) + log |s_p| − log |s_q|.
+    """Compute the Kullback–Leibler divergence of q from p.
+
+    KL(q ‖ p) = ½ (tr(Σ_p⁻¹Σ_q) + ‖s_p⁻¹(m_p − m_q)‖² − d) + log |s_p| − log |s_q|.
 
     Example:
         >>> import jax.numpy as jnp, retrodict as rd
@@ -285,11 +288,11 @@ def expected_log_density(
     bias: Float[Array, "e"],
     scale: Scale,
 ) -> Scalar:
-    """E log N(z; w x + b, s sᵀ) when (x, z) is jointly Gaussian.
+    """Compute E log N(z; w x + b, s sᵀ) when (x, z) is jointly Gaussian.
 
-    With residual r = z − w x − b, the value is −½ (E ‖s⁻¹r‖² + e log 2π) − log |det s|, and
-    E ‖s⁻¹r‖² is a squared mean plus the squared entries of s⁻¹ [−w, I] times the joint factor: a
-    sum of squares, so that nothing cancels.
+    With residual r = z − w x − b, the value is −½ (E ‖s⁻¹r‖² + e log 2π) − log |det s|. The term
+    E ‖s⁻¹r‖² is a squared mean plus the squared entries of s⁻¹ [−w, I] times the joint factor. It
+    is a sum of squares, so there is no cancellation.
 
     Args:
         joint: the law of the stacked vector (x, z), of dimension d + e.
@@ -311,24 +314,28 @@ def expected_log_density(
 
 
 def check_scale(owner: str, scale: Scale, dim: int) -> None:
-    """Refuse a scale that is not of shape `(dim, dim)`, or not lower triangular."""
+    """Raise a `ValueError` unless a scale has shape `(dim, dim)` and is lower triangular."""
     scale = unwrap(scale)
     if isinstance(scale, Diagonal):
-        got = shape_of(scale.std)
-        if got is not None and got != (dim,):
-            raise ValueError(f"{owner} expects a Diagonal scale of shape ({dim},), got {got}.")
+        shape = shape_of(scale.std)
+        if shape is not None and shape != (dim,):
+            raise ValueError(f"{owner} expects a Diagonal scale of shape ({dim},), got {shape}.")
         return
-    got = shape_of(scale)
-    if got is not None and got != (dim, dim):
+    shape = shape_of(scale)
+    if shape is not None and shape != (dim, dim):
         raise ValueError(
             f"{owner} expects scale_tril of shape ({dim}, {dim}), a lower Cholesky factor, got"
-            f" {got}. For independent coordinates pass Diagonal(std)."
+            f" {shape}. For independent coordinates pass Diagonal(std)."
         )
     check_lower("scale_tril", scale)
 
 
 def factor_of_covariance(owner: str, covariance: Any) -> Float[Array, "d d"]:
-    """The lower Cholesky factor of a covariance, refused unless it is positive definite."""
+    """Compute the lower Cholesky factor of a covariance.
+
+    Raises:
+        ValueError: if the covariance is known and not finite, symmetric and positive definite.
+    """
     covariance = as_real_array(covariance, "covariance")
     if covariance.ndim != 2 or covariance.shape[0] != covariance.shape[1]:
         raise ValueError(f"{owner} expects a square covariance, got shape {covariance.shape}.")
@@ -343,6 +350,6 @@ def factor_of_covariance(owner: str, covariance: Any) -> Float[Array, "d d"]:
         if np.linalg.eigvalsh(values)[0] <= 0:
             raise ValueError(
                 f"{owner} expects a positive-definite covariance, got\n{values}.\nFor singular"
-                " noise give a scale_tril whose columns span its support."
+                " noise, pass a scale_tril whose columns span its support."
             )
     return linalg.cholesky(covariance)

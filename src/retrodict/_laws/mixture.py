@@ -1,4 +1,4 @@
-"""Mixtures of Gaussian laws, with draws that can be differentiated in any dimension."""
+"""Mixtures of Gaussian laws, with differentiable draws in any dimension."""
 
 from typing import Any
 
@@ -70,12 +70,12 @@ class GaussianMixture(eqx.Module):
 
     @property
     def num_components(self) -> int:
-        """How many Gaussian laws are mixed."""
+        """The number of components."""
         return self.means.shape[-2]
 
     @property
     def noise_dim(self) -> int:
-        """How many standard normal numbers make one draw: one chooses the component."""
+        """The number of standard normal variates per draw; the first selects the component."""
         return self.dim + 1
 
     @property
@@ -99,28 +99,28 @@ class GaussianMixture(eqx.Module):
 
     @property
     def components(self) -> Gaussian:
-        """The mixed laws, a `Gaussian` with a leading axis `component`."""
+        """The component laws, a `Gaussian` with a leading axis `component`."""
         return jax.vmap(Gaussian)(self.means, self.scale_trils)
 
     def log_prob(self, x: Float[Array, "d"]) -> Scalar:
-        """The log density log Σ_j π_j N(x; m_j, s_j s_jᵀ)."""
+        """Compute the log density log Σ_j π_j N(x; m_j, s_j s_jᵀ)."""
         residuals = _residuals(self.means, self.scale_trils, x)
         return jax.nn.logsumexp(self.log_weights + jnp.sum(_terms(self, residuals), axis=1))
 
     def sample(self, key: PRNGKey, sample_shape: tuple[int, ...] = ()) -> Float[Array, "*shape d"]:
-        """Draws a component, and from it."""
+        """Draw a component, then a state from that component."""
         noise = jax.random.normal(key, (*sample_shape, self.noise_dim), self.means.dtype)
         flat = jax.vmap(self.from_noise)(noise.reshape(-1, self.noise_dim))
         return flat.reshape(*sample_shape, self.dim)
 
     def from_noise(self, noise: Float[Array, "noise"]) -> Float[Array, "d"]:
-        """The draw that standard normal noise makes: its first entry chooses the component.
+        """Map standard normal noise to a draw; the first entry selects the component.
 
-        The choice jumps, but the law moves smoothly with its parameters, and the derivative of a
-        draw is that of a map which keeps the law: with the distribution function
-        F_i(x_i | x_{<i}; θ) of each coordinate given those before it, F(x; θ) = u stays what it was
-        as θ moves, so that dx = −(∂F/∂x)⁻¹ (∂F/∂θ) dθ, with a triangular ∂F/∂x (Figurnov,
-        Mohamed and Mnih, 2018). The noise itself is not differentiated.
+        The selection is discontinuous, but the law is smooth in its parameters. The derivative of a
+        draw is an implicit reparameterisation gradient (Figurnov, Mohamed and Mnih, 2018). Let
+        F_i(x_i | x_{<i}; θ) be the distribution function of each coordinate given the earlier ones.
+        Holding F(x; θ) = u fixed as θ changes gives dx = −(∂F/∂x)⁻¹ (∂F/∂θ) dθ, with a triangular
+        ∂F/∂x. The noise itself is not differentiated.
         """
         return _draw((self.log_weights, self.means, self.scale_trils), noise)
 
@@ -128,12 +128,12 @@ class GaussianMixture(eqx.Module):
 @jax.custom_jvp
 def _draw(parameters: tuple[Array, Array, Array], noise: Array) -> Array:
     log_weights, means, scales = parameters
-    below = jnp.cumsum(jnp.exp(log_weights))
-    # Rounding may leave the last sum below one: the last component takes what is left.
-    chosen = jnp.sum(below[:-1] < ndtr(noise[0]) * below[-1])
-    taken = jax.nn.one_hot(chosen, means.shape[0], dtype=means.dtype)
-    mean = jnp.sum(taken[:, None] * means, axis=0)
-    scale = jnp.sum(taken[:, None, None] * jnp.tril(scales), axis=0)
+    cumulative = jnp.cumsum(jnp.exp(log_weights))
+    # Rounding may leave the last sum different from one, so the uniform variate is scaled by it.
+    index = jnp.sum(cumulative[:-1] < ndtr(noise[0]) * cumulative[-1])
+    selection = jax.nn.one_hot(index, means.shape[0], dtype=means.dtype)
+    mean = jnp.sum(selection[:, None] * means, axis=0)
+    scale = jnp.sum(selection[:, None, None] * jnp.tril(scales), axis=0)
     return mean + linalg.matvec(scale, noise[1:])
 
 
@@ -141,24 +141,26 @@ def _draw(parameters: tuple[Array, Array, Array], noise: Array) -> Array:
 def _draw_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     parameters, noise = primals
     x = _draw(parameters, noise)
-    _, moved = jax.jvp(lambda p: _distribution(p, x), (parameters,), (tangents[0],))
+    _, tangent = jax.jvp(lambda p: _distribution(p, x), (parameters,), (tangents[0],))
     slope = jax.jacfwd(lambda x: _distribution(parameters, x))(x)
-    return x, -linalg.solve_triangular(slope, moved)
+    return x, -linalg.solve_triangular(slope, tangent)
 
 
 def _distribution(
     parameters: tuple[Array, Array, Array], x: Float[Array, "d"]
 ) -> Float[Array, "d"]:
-    """F_i(x_i | x_{<i}) of each coordinate, less one where it is above a half.
+    """Compute F_i(x_i | x_{<i}) for each coordinate, minus one where it exceeds one half.
 
-    Given the coordinates before it, coordinate i of component j is normal with the i-th residual
-    e_ji = (s_j⁻¹(x − m_j))_i, and the component has a weight in proportion to the density of those
-    coordinates. Above a half −(1 − F) is taken, whose derivative is the same and does not cancel.
+    Given the earlier coordinates, coordinate i of component j is normal with standardised residual
+    e_ji = (s_j⁻¹(x − m_j))_i. The weight of the component is proportional to π_j times its density
+    of the earlier coordinates. Above one half the function returns −(1 − F), which has the same
+    derivative and avoids cancellation.
     """
     law = GaussianMixture(*parameters)
     residuals = _residuals(law.means, law.scale_trils, x)
     terms = _terms(law, residuals)
-    # Not the sum with a term less that term: a component that is far off in it would lose the rest.
+    # An exclusive cumulative sum. Subtracting each term from the inclusive sum would lose the other
+    # terms to rounding for a component whose density is tiny there.
     earlier = jnp.cumsum(jnp.pad(terms[:, :-1], ((0, 0), (1, 0))), axis=1)
     weights = jax.nn.softmax(law.log_weights[:, None] + earlier, axis=0)
     upper = jnp.sum(weights * ndtr(residuals), axis=0) > 0.5
@@ -167,13 +169,16 @@ def _distribution(
 
 
 def _residuals(means: Array, scales: Array, x: Array) -> Float[Array, "component d"]:
-    """s_j⁻¹ (x − m_j) of each component, increasing in x where a scale has a negative pivot too."""
-    turned = jnp.where(jnp.diagonal(scales, axis1=-2, axis2=-1) < 0, -1.0, 1.0)
-    turned = turned.astype(scales.dtype)
-    return jax.vmap(lambda m, s, t: t * linalg.solve_triangular(s, x - m))(means, scales, turned)
+    """Compute s_j⁻¹ (x − m_j) per component, with signs that make each entry increase in its x_i.
+
+    The sign is flipped where the scale has a negative pivot.
+    """
+    signs = jnp.where(jnp.diagonal(scales, axis1=-2, axis2=-1) < 0, -1.0, 1.0)
+    signs = signs.astype(scales.dtype)
+    return jax.vmap(lambda m, s, t: t * linalg.solve_triangular(s, x - m))(means, scales, signs)
 
 
 def _terms(law: Any, residuals: Float[Array, "component d"]) -> Float[Array, "component d"]:
-    """The log density of each coordinate given those before it, under each component."""
+    """Compute the log density of each coordinate given the earlier ones, per component."""
     diagonal = jnp.diagonal(law.scale_trils, axis1=-2, axis2=-1)
     return -0.5 * (residuals**2 + LOG_2PI) - jnp.log(jnp.abs(diagonal))

@@ -1,15 +1,16 @@
-"""Whether a linearised smoother is lost: what it made of each observation, and a verdict.
+"""Diagnostics of a linearised smoother, per observation, and its status.
 
-Two things can go wrong, and each hides where the other shows. A filter that follows the wrong state
-finds its innovations far larger than it predicted. A filter that is blind (on y = x² around x = 0
-every linearisation is flat) may predict the spread of its innovations well, and ignores them: it
-returns the prior. What tells is the exact density of the observation. Under the prediction p_k of
-the filter, the update that is right is t_k ∝ p_k g(·, y_k), and the one that was made is q_k:
+A linearised filter can fail in two ways, and a check for one does not detect the other. A filter
+that follows the wrong state has innovations far larger than predicted. A filter with a flat
+linearisation (such as y = x² around x = 0) may predict the spread of its innovations well, but
+ignores them and returns the prior. The exact density of the observation detects the second failure.
+Under the prediction p_k of the filter, the exact update is t_k ∝ p_k g(·, y_k), and the linearised
+update is q_k. The total variation distances
 
     said_k = TV(t_k, p_k),    missed_k = TV(t_k, q_k)
 
-are what the observation says, and what the linearised update gets wrong of it, as total variation
-distances. Their ratio is 0 for an exact update, whatever the data, and 1 for none at all.
+measure the information in the observation and the error of the linearised update. Their ratio is 0
+for an exact update, whatever the data, and 1 for a filter that ignores the observation.
 """
 
 import functools
@@ -32,42 +33,43 @@ from retrodict._series import Series
 from retrodict._types import Scalar
 
 WINDOW = 20
-"""Over how many rows with an observation the verdict averages: one bad update is soon repaired."""
+"""The number of rows with an observation in each average: a single bad update is soon corrected."""
 
 MOST_MISREAD = 2 / 3
-"""The largest ratio of what is missed to what is said.
+"""The largest ratio of `missed` to `said` with status OK.
 
-Measured on 100 series of 100 rows from each of thirteen models whose smoothed marginals are right
-to 0.2 in total variation on average, with five smoothers: at most 0.52, and 0.63 for iterations
-that had not converged. On y = x², y = |x|, y = cos 3x and stochastic volatility, where all five
-are blind, at least 0.76.
+Calibration: 100 series of 100 rows from each of thirteen models, with five smoothers whose smoothed
+marginals are accurate to 0.2 in total variation on average. The ratio was at most 0.52, and at most
+0.63 for iterations that had not converged. On y = x², y = |x|, y = cos 3x and stochastic
+volatility, where all five smoothers ignore the observations, it was at least 0.76.
 """
 
 LEAST_SAID = 0.05
-"""What is added to the average of what is said: where nothing is said, nothing can be missed."""
+"""The constant added to the average of `said`, so that uninformative rows give a small ratio."""
 
 MOST_SURPRISE = 4.0
-"""The largest average square of innovations, over what was predicted: twice too large each.
+"""The largest average ratio of squared innovations to their expectation with status OK.
 
-The largest seen on the thirteen models was 3.1. For Gaussian innovations the chance of more is
-below 1e-8 in each window.
+It corresponds to innovations twice as large as predicted. The largest observed value on the
+thirteen models was 3.1. For Gaussian innovations, the probability of exceeding the threshold is
+below 1e-8 per window.
 """
 
 LARGEST_SQUARE = 10.0
-"""At how much of its expectation a squared innovation is cut off: outliers do not decide."""
+"""The cap on a squared innovation, relative to its expectation; it limits the role of outliers."""
 
 MOST_CHANGE = 0.1
-"""How far, in standard deviations, the last iteration may move a mean of what has converged."""
+"""The largest move of a mean, in standard deviations, in the last iteration of a converged run."""
 
 NUM_POINTS = 64
-"""How many points of the prediction, and how many of the update, distances are computed on."""
+"""The number of points per law (prediction and update) at which distances are computed."""
 
 BATCH = 1024
-"""How many rows are read at once, which bounds memory."""
+"""The number of rows processed at once, which bounds memory."""
 
 
 class Status(IntEnum):
-    """How a linearised smoother fared."""
+    """The status of a linearised smoother."""
 
     OK = 0
     NOT_FINITE = 1
@@ -86,19 +88,19 @@ WORDS = {
 
 
 class Diagnostics(eqx.Module):
-    """What a linearised smoother made of each observation; zero where there was none.
+    """Diagnostics of a linearised smoother, per row; zero in rows without an observation.
 
     Attributes:
         squared_innovations: eᵀ S⁻¹ e, for an innovation e of predicted covariance S; near
-            `degrees` on average if all is well.
-        degrees: how many entries were seen, the degrees of freedom of the former.
+            `degrees` on average for a correct filter.
+        degrees: the number of observed entries, the degrees of freedom of `squared_innovations`.
         said: total variation distance between the prediction and its exact update.
-        missed: total variation distance between the exact update and the one that was made.
-        surprise: average of the squared innovations over their degrees, each at most 10, over the
-            twenty rows with an observation that end here; over all rows if there are fewer. Zero
-            until there are as many.
-        misread: sum of `missed` over sum of `said` in the same rows, to which 0.05 a row is added:
-            near 0 if updates are right, near 1 if they are no better than none.
+        missed: total variation distance between the exact update and the linearised one.
+        surprise: moving average of `squared_innovations / degrees`, each capped at 10. The window
+            is the last twenty rows with an observation, or all such rows if there are fewer. Zero
+            until the window is full.
+        misread: sum of `missed` divided by (sum of `said` plus 0.05 per row) in the same window;
+            near 0 for accurate updates, near 1 if updates are no better than ignoring the data.
     """
 
     squared_innovations: Float[Array, "time"]
@@ -110,25 +112,25 @@ class Diagnostics(eqx.Module):
 
 
 class Verdict(NamedTuple):
-    """A status, and the time at which it came about."""
+    """A status code and the first time at which its criterion was met."""
 
     code: Int[Array, ""]
     time: Int[Array, ""]
 
 
-def diagnose(model: StateSpaceModel, series: Series, found: Pass) -> Diagnostics:
-    """Measures what the last pass made of each observation."""
-    found = lax.stop_gradient(found)
-    said, missed = _readings(model, series, found)
-    degrees = jnp.full(series.num_times, series.ys.shape[1], found.squared.dtype)
+def diagnose(model: StateSpaceModel, series: Series, last_pass: Pass) -> Diagnostics:
+    """Compute the diagnostics of the last pass."""
+    last_pass = lax.stop_gradient(last_pass)
+    said, missed = _readings(model, series, last_pass)
+    degrees = jnp.full(series.num_times, series.ys.shape[1], last_pass.squared.dtype)
     if series.mask is not None:
-        degrees = jnp.sum(series.mask, axis=1).astype(found.squared.dtype)
+        degrees = jnp.sum(series.mask, axis=1).astype(last_pass.squared.dtype)
     observed = degrees > 0
-    squares = found.squared / jnp.where(observed, degrees, 1.0)
+    squares = last_pass.squared / jnp.where(observed, degrees, 1.0)
     squares = jnp.where(jnp.isnan(squares), LARGEST_SQUARE, jnp.minimum(squares, LARGEST_SQUARE))
     average = functools.partial(_average, observed=observed)
     return Diagnostics(
-        squared_innovations=found.squared,
+        squared_innovations=last_pass.squared,
         degrees=degrees,
         said=said,
         missed=missed,
@@ -138,48 +140,49 @@ def diagnose(model: StateSpaceModel, series: Series, found: Pass) -> Diagnostics
 
 
 def judge(
-    found: Pass,
-    measured: Diagnostics,
+    last_pass: Pass,
+    diagnostics: Diagnostics,
     changes: Float[Array, "iteration"],
     *,
     exact: bool,
 ) -> Verdict:
-    """The status and its time.
+    """Return the status and its time.
 
     Args:
-        found: the last pass.
-        measured: what it made of the observations.
-        changes: how far each iteration moved the means.
-        exact: whether nothing was linearised, so that innovations can only speak against the model.
+        last_pass: the last pass.
+        diagnostics: the diagnostics of that pass.
+        changes: the largest move of the means in each iteration.
+        exact: whether nothing was linearised. Large innovations are then evidence against the model
+            only, and `MISREAD` and `SURPRISED` are not reported.
     """
     broken = ~(
-        jnp.all(jnp.isfinite(found.laws.columns), axis=(1, 2))
-        & jnp.all(jnp.isfinite(found.laws.diagonal), axis=1)
-        & jnp.isfinite(found.increments)
+        jnp.all(jnp.isfinite(last_pass.laws.columns), axis=(1, 2))
+        & jnp.all(jnp.isfinite(last_pass.laws.diagonal), axis=1)
+        & jnp.isfinite(last_pass.increments)
     )
-    complaints = [(Status.NOT_FINITE, broken)]
+    failures = [(Status.NOT_FINITE, broken)]
     if not exact:
-        # Updates that are wrong explain innovations that are, and not the other way round.
-        complaints.append((Status.MISREAD, measured.misread > MOST_MISREAD))
-        complaints.append((Status.SURPRISED, measured.surprise > MOST_SURPRISE))
+        # Wrong updates cause large innovations, not the reverse, so MISREAD takes precedence.
+        failures.append((Status.MISREAD, diagnostics.misread > MOST_MISREAD))
+        failures.append((Status.SURPRISED, diagnostics.surprise > MOST_SURPRISE))
     if changes.shape[0] > 0:
         last = jnp.zeros(broken.shape[0], bool).at[-1].set(~(changes[-1] <= MOST_CHANGE))
-        complaints.append((Status.NOT_CONVERGED, last))
+        failures.append((Status.NOT_CONVERGED, last))
     code, time = jnp.zeros((), int), jnp.zeros((), int)
-    for status, where in reversed(complaints):
-        refused = jnp.any(where)
-        code = jnp.where(refused, int(status), code)
-        time = jnp.where(refused, jnp.argmax(where), time)
+    for status, where in reversed(failures):
+        failed = jnp.any(where)
+        code = jnp.where(failed, int(status), code)
+        time = jnp.where(failed, jnp.argmax(where), time)
     return Verdict(code, time)
 
 
 def _readings(
-    model: StateSpaceModel, series: Series, found: Pass
+    model: StateSpaceModel, series: Series, last_pass: Pass
 ) -> tuple[Float[Array, "time"], Float[Array, "time"]]:
-    """What each observation says, and what the linearised update misses of it."""
+    """Compute `said` and `missed` for every row."""
     emission = model.emission
-    dim = found.laws.mean.shape[1]
-    noise = jnp.asarray(_normal_points(NUM_POINTS, dim), found.squared.dtype)
+    dim = last_pass.laws.mean.shape[1]
+    noise = jnp.asarray(_normal_points(NUM_POINTS, dim), last_pass.squared.dtype)
 
     def at_time(row: tuple) -> tuple[Scalar, Scalar]:
         law, (design, value), y, mask, u = row
@@ -189,7 +192,7 @@ def _readings(
 
         return _reading(law, design, value, log_likelihood, noise)
 
-    rows = (found.predicted, found.data, series.ys, series.mask, series.inputs)
+    rows = (last_pass.predicted, last_pass.data, series.ys, series.mask, series.inputs)
     if series.num_times <= BATCH:
         return jax.vmap(at_time)(rows)
     return lax.map(at_time, rows, batch_size=BATCH)
@@ -202,12 +205,12 @@ def _reading(
     log_likelihood: Callable[[Array], Scalar],
     noise: Float[Array, "point state"],
 ) -> tuple[Scalar, Scalar]:
-    """TV(t, p) and TV(t, q) for t ∝ p g and q ∝ p ĝ, from points of p and of q.
+    """Compute TV(t, p) and TV(t, q) for t ∝ p g and q ∝ p ĝ, from points of p and of q.
 
     In coordinates z with x = m + S z and p = N(0, I), the linearised likelihood is
-    ĝ = exp(−½‖v − B z‖²) and q has precision I + BᵀB, which is never near singular. Each of the
-    laws is represented by weights on all points, over the density of the mixture ½ p + ½ q that
-    they were drawn from, and normalised: for g = ĝ the weights of t and q are the same numbers.
+    ĝ = exp(−½‖v − B z‖²) and q has precision I + BᵀB, which is never near singular. The points
+    represent the mixture ½ p + ½ q. Each law is represented by normalised importance weights on all
+    points, relative to that mixture. For g = ĝ the weights of t and q are therefore equal.
     """
     dim = noise.shape[1]
     slope = linalg.matmul(design, law.scale_tril)
@@ -222,7 +225,7 @@ def _reading(
     centred = linalg.matmul(zs - shift[None, :], root)
     log_p = -0.5 * jnp.sum(zs**2, axis=1)
     log_q = -0.5 * jnp.sum(centred**2, axis=1) + jnp.sum(jnp.log(jnp.diagonal(root)))
-    # The shares p/(p + q) and q/(p + q), and the logarithm of the first, by one exponential.
+    # The shares p/(p + q) and q/(p + q), and the logarithm of the first, from one exponential.
     ratio = log_p - log_q
     tail = jnp.exp(-jnp.abs(ratio))
     smaller, larger = tail / (1.0 + tail), 1.0 / (1.0 + tail)
@@ -237,7 +240,7 @@ def _reading(
 
     def distance(weights: Array) -> Scalar:
         between = 0.5 * jnp.sum(jnp.abs(exact - weights / jnp.sum(weights)))
-        # Where no point explains the observation, everything is missed.
+        # If the likelihood is zero at all points, return the largest distance.
         return jnp.where(jnp.isnan(between), 1.0, between)
 
     return distance(before), distance(after)
@@ -245,10 +248,10 @@ def _reading(
 
 @functools.lru_cache(maxsize=16)
 def _normal_points(count: int, dim: int) -> np.ndarray:
-    """Points spread evenly over the standard normal law, the same ones always.
+    """Return deterministic, evenly spread points for the standard normal law.
 
-    Normal quantiles of multiples of (φ⁻¹, φ⁻², …) modulo 1, with φ^{d+1} = φ + 1: the golden ratio
-    for d = 1, and its generalisation (Roberts 2018).
+    They are the normal quantiles of multiples of (φ⁻¹, φ⁻², …) modulo 1, with φ^{d+1} = φ + 1: the
+    golden ratio for d = 1, and its generalisation (Roberts 2018).
     """
     phi = 2.0
     for _ in range(64):
@@ -260,13 +263,13 @@ def _normal_points(count: int, dim: int) -> np.ndarray:
 
 
 def _average(values: Float[Array, "time"], observed: Bool[Array, "time"]) -> Float[Array, "time"]:
-    """Averages over the last `WINDOW` rows with an observation, or over all if there are fewer.
+    """Average over the last `WINDOW` rows with an observation, or over all if there are fewer.
 
-    Zero where there are not as many yet.
+    The result is zero until the window is full.
     """
     counts = jnp.cumsum(observed)
     sums = jnp.cumsum(jnp.where(observed, values, 0.0))
-    # Rows of which no more than counts - WINDOW were seen lie before the window.
+    # The window starts after the last row whose count is at most counts - WINDOW.
     start = jnp.searchsorted(counts, counts - WINDOW, side="right")
     before = jnp.concatenate([jnp.zeros(1, sums.dtype), sums])[start]
     width = jnp.minimum(counts, WINDOW)

@@ -1,4 +1,4 @@
-"""Mean and covariance of conditional laws, which is all that linearisation asks of a kernel."""
+"""Means and covariances of conditional laws, the only inputs that linearisation needs."""
 
 from typing import Any, NamedTuple
 
@@ -29,27 +29,27 @@ class Moments(NamedTuple):
 
 
 def law_moments(law: Any, dtype: Any) -> Moments:
-    """The moments of a law: a `Gaussian`, or whatever has a mean and a covariance.
+    """Return the moments of a `Gaussian`, or of any law with a mean and a covariance.
 
-    Distributions of numpyro have `mean` and, if their entries are dependent, `covariance_matrix`;
-    otherwise `variance`, which is all there is to know if entries are independent.
+    A numpyro distribution has `mean` and, if its entries are dependent, `covariance_matrix`;
+    otherwise it has `variance`, which determines the covariance of independent entries.
 
     Raises:
-        TypeError: if the law does not say what its moments are.
+        TypeError: if the law does not define its mean or its covariance.
     """
     if isinstance(law, Gaussian):
         law = unwrap(law)
         return Moments(law.mean.astype(dtype), dense_scale(law.scale_tril).astype(dtype))
     name = type(law).__name__
-    # numpyro's to_event(1) declares independent entries one event, and keeps them underneath.
+    # numpyro's to_event(1) wraps independent entries as one event; unwrap the base distribution.
     while hasattr(law, "reinterpreted_batch_ndims"):
         law = law.base_dist
     mean = _read(law, "mean")
     if mean is None or mean.ndim != 1:
         raise TypeError(
-            f"A law is linearised through its mean and covariance, and {name} does not have"
-            " a mean of shape (out,). Give it the properties `mean` and `variance`, or"
-            " `covariance_matrix` if its entries are dependent; or use ffbsi, or grid_smoother"
+            f"Linearisation needs the mean and covariance of a law, and {name} does not have"
+            " a mean of shape (out,). Define the properties `mean` and `variance`, or"
+            " `covariance_matrix` if the entries are dependent; or use ffbsi, or grid_smoother"
             " (state dimension 1 or 2)."
         )
     covariance, variance = _read(law, "covariance_matrix"), _read(law, "variance")
@@ -58,49 +58,53 @@ def law_moments(law: Any, dtype: Any) -> Moments:
     if covariance is None:
         if variance is None:
             raise TypeError(
-                f"A law is linearised through its mean and covariance, and {name} has a mean but"
+                f"Linearisation needs the mean and covariance of a law, and {name} has a mean but"
                 " neither `covariance_matrix` nor a `variance` of the same shape. Add one of them;"
                 " or use ffbsi, or grid_smoother (state dimension 1 or 2)."
             )
         if _density_shape(law, mean) != mean.shape:
             raise TypeError(
-                f"A law is linearised through its mean and covariance. {name} has one density for"
-                " all entries, which may depend on each other, and only a `variance` for each."
-                " Give it a `covariance_matrix`."
+                f"Linearisation needs the mean and covariance of a law. {name} has one density for"
+                " all entries, so they may be dependent, but it only has a `variance` per entry."
+                " Define a `covariance_matrix`."
             )
         covariance = jnp.diag(variance)
     return Moments(mean.astype(dtype), _factor(covariance, variance).astype(dtype))
 
 
 def _factor(covariance: Array, variance: Array | None) -> Array:
-    """A lower factor of a covariance.
+    """Return a lower factor of a covariance, rescaled to the variances if there are any.
 
-    Where variances are known they prevail: what numpyro calls the covariance matrix of a Student
-    law is that of its scale, to which its covariance is proportional.
+    The `covariance_matrix` of numpyro's Student law is the square of its scale, which is only
+    proportional to the covariance.
     """
     factor, finite = linalg.cholesky(covariance), jnp.all(jnp.isfinite(covariance))
     if variance is not None:
         ratio = variance * linalg.safe_reciprocal(jnp.diagonal(covariance))
         factor = linalg.safe_sqrt(ratio)[:, None] * factor
         finite = finite & jnp.all(jnp.isfinite(variance))
-    # A pivot that is no number passes for zero in `linalg`, and would be taken for certainty.
+    # `linalg` treats a NaN pivot as zero, which would mean a variance of zero.
     return jnp.where(finite, factor, jnp.nan)
 
 
 def conditional_moments(kernel: AbstractKernel, x: Array, u: Array | None) -> Moments:
-    """The moments of a kernel's law given the state and, if it takes one, the input."""
+    """Return the moments of a kernel's law given the state and, if it takes one, the input."""
     return law_moments(kernel.law(x, u), x.dtype)
 
 
 def has_constant_scale(kernel: AbstractKernel) -> bool:
-    """Whether the covariance of a kernel's law is known not to depend on the state."""
+    """Return whether the covariance of a kernel's law is known to be independent of the state."""
     return isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel))
 
 
 def check_moments(model: StateSpaceModel, series: Series) -> None:
-    """Refuses a prior or kernel without finite moments, before anything is compiled.
+    """Check that the prior and kernels have finite moments, before anything is compiled.
 
-    Values are looked at where the prior has its mean, if they are known.
+    Concrete values are checked at the mean of the prior.
+
+    Raises:
+        TypeError: if the prior or a kernel does not define its mean or its covariance.
+        ValueError: if a moment is not finite.
     """
     dtype, prior = series.ys.dtype, None
     u = None if series.inputs is None else series.inputs[0]
@@ -110,19 +114,23 @@ def check_moments(model: StateSpaceModel, series: Series) -> None:
             continue
         try:
             prior = law_moments(model.prior, dtype) if prior is None else prior
-            found = prior if name == "prior" else conditional_moments(part, prior.mean, u)
+            moments = prior if name == "prior" else conditional_moments(part, prior.mean, u)
         except TypeError as error:
             raise TypeError(f"The model's {name} cannot be linearised. {error}") from error
-        if any(is_concrete(leaf) and not np.all(np.isfinite(leaf)) for leaf in found):
+        if any(is_concrete(leaf) and not np.all(np.isfinite(leaf)) for leaf in moments):
             raise ValueError(
-                f"The model's {name} cannot be linearised: at the mean of the prior its own mean or"
-                " covariance is not finite, as for a Cauchy law, or a Student law with two degrees"
-                " of freedom or fewer. Use ffbsi, or grid_smoother (state dimension 1 or 2)."
+                f"The model's {name} cannot be linearised: its mean or covariance, evaluated at the"
+                " mean of the prior, is not finite, as for a Cauchy law or a Student law with at"
+                " most two degrees of freedom. Use ffbsi, or grid_smoother (state dimension 1 or"
+                " 2)."
             )
 
 
-def seen_entries(model: StateSpaceModel, series: Series) -> Array | None:
-    """What of each row enters the update: all or nothing if entries share one density."""
+def observed_entries(model: StateSpaceModel, series: Series) -> Array | None:
+    """Return the mask of the entries that enter each update.
+
+    If the entries of a row share one density, an incomplete row is masked as a whole.
+    """
     if series.mask is None or isinstance(model.emission, AbstractGaussianKernel):
         return series.mask
     dtype = series.ys.dtype
@@ -140,7 +148,7 @@ def seen_entries(model: StateSpaceModel, series: Series) -> Array | None:
 
 
 def _read(law: Any, name: str) -> Array | None:
-    """A property of a law, `None` if it has none: numpyro raises where a moment is not written."""
+    """Return a property of a law; `None` if absent or, as numpyro may do, not implemented."""
     try:
         value = getattr(law, name)
     except (AttributeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""One pass over a series: a filter that linearises on its way, or along laws that are given."""
+"""One filter pass over a series, linearised at its own laws or at given laws, and its iteration."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,15 +22,15 @@ from retrodict._types import Scalar
 
 
 class Pass(eqx.Module):
-    """What one pass leaves behind.
+    """The results of one filter pass.
 
     Attributes:
-        predicted: the laws of each state given the rows before.
+        predicted: the law of each state given the earlier rows.
         laws: the filtering laws.
         transition: the linearised transitions into times 1, …, n-1.
         data: the linearised emissions, whitened: value_k = design_k x_k + ε.
         directions: see `Filtered`.
-        increments: log densities of each row given those before, under the linearised model.
+        increments: log density of each row given the earlier ones, under the linearised model.
         squared: squares of the whitened innovations, eᵀ S⁻¹ e.
     """
 
@@ -43,7 +43,7 @@ class Pass(eqx.Module):
     squared: Float[Array, "time"]
 
     def chain(self, series: Series) -> LinearGaussianChain:
-        """The filtering laws, and the linearised transitions reversed under them."""
+        """Return the chain of the filtering laws and the reversed linearised transitions."""
         later = jax.tree.map(lambda leaf: leaf[1:], self.predicted)
         filtered = Filtered(self.laws, later, self.directions)
         kernels, standard = backward_kernels(
@@ -53,8 +53,8 @@ class Pass(eqx.Module):
         return LinearGaussianChain(laws, kernels, series.length, standard)
 
 
-class Seen(NamedTuple):
-    """An emission linearised and whitened: value = design x + ε, and a constant of its density."""
+class WhitenedEmission(NamedTuple):
+    """A linearised, whitened emission value = design x + ε, and a constant of its log density."""
 
     design: Float[Array, "*time whitened state"]
     value: Float[Array, "*time whitened"]
@@ -62,50 +62,58 @@ class Seen(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What the filter reads at one time; `move` is what the transition out of it needs."""
+    """The inputs of the filter at one time.
 
-    see: Any
-    move: Any
+    Attributes:
+        emission: the data of the update.
+        transition: the data of the transition out of this time.
+        exists: whether the row exists; `None` if all rows do.
+    """
+
+    emission: Any
+    transition: Any
     exists: Any
 
 
 def linearised_filter(model: StateSpaceModel, series: Series, rule: AbstractRule) -> Pass:
-    """The filter that linearises the emission at its prediction, and the transition at its law."""
+    """Run the filter that linearises emissions at predictions and transitions at filtering laws."""
 
-    def see(law: Factored, row: Row) -> Seen:
-        y, mask, u = row.see
+    def emission(law: Factored, row: Row) -> WhitenedEmission:
+        y, mask, u = row.emission
         return _whiten(linearise(model.emission, rule, law, u), y, mask)
 
-    def move(law: Factored, row: Row) -> Affine:
-        return linearise(model.transition, rule, law, row.move)
+    def transition(law: Factored, row: Row) -> Affine:
+        return linearise(model.transition, rule, law, row.transition)
 
-    seen = (series.ys, series.mask, series.inputs)
-    rows = Row(seen, _leaving(series.inputs), series.exists())
-    return _filter(_prior(model, series), rows, see, move)
+    data = (series.ys, series.mask, series.inputs)
+    rows = Row(data, _outgoing_inputs(series.inputs), series.exists())
+    return _filter(_prior(model, series), rows, emission, transition)
 
 
 def filter_along(
     model: StateSpaceModel, series: Series, rule: AbstractRule, nominal: Gaussian
 ) -> Pass:
-    """The filter of the model that is linearised at the given laws, all of them at once."""
+    """Run the filter of the model linearised at the nominal laws, for all times at once."""
     laws = jax.vmap(Factored.from_scale)(nominal.mean, nominal.scale_tril)
-    seen = jax.vmap(
+    emissions = jax.vmap(
         lambda law, y, mask, u: _whiten(linearise(model.emission, rule, law, u), y, mask)
     )(laws, series.ys, series.mask, series.inputs)
-    moves = jax.vmap(lambda law, u: linearise(model.transition, rule, law, u))(
-        laws, _leaving(series.inputs)
+    transitions = jax.vmap(lambda law, u: linearise(model.transition, rule, law, u))(
+        laws, _outgoing_inputs(series.inputs)
     )
-    rows = Row(seen, moves, series.exists())
-    return _filter(_prior(model, series), rows, lambda _, row: row.see, lambda _, row: row.move)
+    rows = Row(emissions, transitions, series.exists())
+    return _filter(
+        _prior(model, series), rows, lambda _, row: row.emission, lambda _, row: row.transition
+    )
 
 
-def _leaving(inputs: Array | None) -> Array | None:
-    """The input of the transition that leaves each time; any, for the last, which is not used."""
+def _outgoing_inputs(inputs: Array | None) -> Array | None:
+    """Return the input of the transition out of each time; the last one is an unused copy."""
     return None if inputs is None else jnp.concatenate([inputs[1:], inputs[-1:]])
 
 
 def linearise(kernel: AbstractKernel, rule: AbstractRule, law: Factored, u: Array | None) -> Affine:
-    """The kernel as a linear-Gaussian one near a law; as it is, if it is linear already."""
+    """Linearise a kernel near a law; return a linear-Gaussian kernel unchanged."""
     if isinstance(kernel, AbstractLinearGaussianKernel):
         fixed = kernel.at(u)
         dtype = law.columns.dtype
@@ -127,42 +135,42 @@ def _prior(model: StateSpaceModel, series: Series) -> Factored:
     return Factored.from_scale(*law_moments(model.prior, dtype))
 
 
-def _whiten(affine: Affine, y: Array, mask: Array | None) -> Seen:
+def _whiten(affine: Affine, y: Array, mask: Array | None) -> WhitenedEmission:
     residual = y.astype(affine.bias.dtype) - affine.bias
     design, value, constant = whiten(affine.weight, affine.scale, residual, mask)
-    return Seen(*reduce_rows(design, value), constant)
+    return WhitenedEmission(*reduce_rows(design, value), constant)
 
 
 def _filter(
     prior: Factored,
     rows: Row,
-    see: Callable[[Factored, Row], Seen],
-    move: Callable[[Factored, Row], Affine],
+    emission: Callable[[Factored, Row], WhitenedEmission],
+    transition: Callable[[Factored, Row], Affine],
 ) -> Pass:
-    """Updates by `see` and predicts by `move`, each given the law at hand and a row.
+    """Run a Kalman filter whose emissions and transitions are functions of the current law and row.
 
-    One step updates and then predicts, so that it is compiled once; what is predicted beyond the
+    Each step updates and then predicts, so that both are compiled once. The prediction beyond the
     last row is dropped.
     """
 
     def advance(state: tuple[Factored, Factored], row: Row) -> tuple[tuple, tuple]:
         predicted, before = state
-        design, value, constant = see(predicted, row)
-        law, found = condition(predicted, design, value)
+        design, value, constant = emission(predicted, row)
+        law, innovations = condition(predicted, design, value)
         if row.exists is not None:
             law = jax.tree.map(lambda new, old: jnp.where(row.exists, new, old), law, before)
-        squared = jnp.sum(found.gains**2 * found.variances)
-        transition = Transition(*move(law, row))
-        after, directions = predict(law, *transition)
-        data, increment = Whitened(design, value), found.log_prob() + constant
-        return (after, law), (predicted, law, data, increment, squared, transition, directions)
+        squared = jnp.sum(innovations.gains**2 * innovations.variances)
+        affine = Transition(*transition(law, row))
+        after, directions = predict(law, *affine)
+        data, increment = Whitened(design, value), innovations.log_prob() + constant
+        return (after, law), (predicted, law, data, increment, squared, affine, directions)
 
-    # The first row exists: what stands for the law before it is never taken.
-    _, (predicted, laws, data, increments, squared, *moves) = lax.scan(
+    # The first row always exists, so the initial value of `before` is never used.
+    _, (predicted, laws, data, increments, squared, *predictions) = lax.scan(
         advance, (prior, prior), rows
     )
-    transition, directions = jax.tree.map(lambda leaf: leaf[:-1], moves)
-    return Pass(predicted, laws, transition, data, directions, increments, squared)
+    transitions, directions = jax.tree.map(lambda leaf: leaf[:-1], predictions)
+    return Pass(predicted, laws, transitions, data, directions, increments, squared)
 
 
 def iterate(
@@ -173,11 +181,11 @@ def iterate(
     num_iterations: int,
     damping: Scalar,
 ) -> tuple[Pass, LinearGaussianChain, Float[Array, "iteration"]]:
-    """Linearises along the smoothed marginals of the pass before, again and again.
+    """Linearise repeatedly along the smoothed marginals of the previous pass.
 
     Returns:
-        The last pass and its chain, and how far each pass moved the smoothed means from where it
-        was linearised, in standard deviations, where that was farthest.
+        The last pass, its chain, and the largest distance per iteration between a smoothed mean and
+        the mean at which the model was linearised, in standard deviations.
     """
     chain = start.chain(series)
     state = (chain.marginals(), start, chain)
@@ -192,7 +200,7 @@ def iterate_from(
     num_iterations: int,
     damping: Scalar,
 ) -> LinearGaussianChain:
-    """Linearise along given laws first, and then as `iterate` does; return the last chain."""
+    """Linearise at the nominal laws, iterate as `iterate` does, and return the last chain."""
     first = filter_along(model, series, rule, nominal)
     state = (nominal, first, first.chain(series))
     return _repeat(model, series, rule, state, num_iterations, damping)[1]
@@ -206,19 +214,19 @@ def _repeat(
     num_iterations: int,
     damping: Scalar,
 ) -> tuple[Pass, LinearGaussianChain, Float[Array, "iteration"]]:
-    """Iterate from laws to linearise at, a pass and its chain."""
+    """Iterate from a state of nominal laws, a pass and its chain."""
 
-    def again(state: tuple, _: None) -> tuple[tuple, Scalar]:
+    def iteration(state: tuple, _: None) -> tuple[tuple, Scalar]:
         nominal = state[0]
-        found = filter_along(model, series, rule, nominal)
-        chain = found.chain(series)
+        new_pass = filter_along(model, series, rule, nominal)
+        chain = new_pass.chain(series)
         smoothed = chain.marginals()
         mean = smoothed.mean + damping * (nominal.mean - smoothed.mean)
         after = jax.vmap(Gaussian)(mean, smoothed.scale_tril)
-        return (after, found, chain), _largest_move(nominal, smoothed, series.exists())
+        return (after, new_pass, chain), _largest_move(nominal, smoothed, series.exists())
 
-    (_, found, chain), changes = lax.scan(again, state, None, length=num_iterations)
-    return found, chain, changes
+    (_, last_pass, chain), changes = lax.scan(iteration, state, None, length=num_iterations)
+    return last_pass, chain, changes
 
 
 def _largest_move(before: Gaussian, after: Gaussian, exists: Array | None) -> Scalar:

@@ -1,4 +1,4 @@
-"""How a kernel is replaced by a linear-Gaussian one: Taylor expansion, or regression on points."""
+"""Linearisation rules for kernels: Taylor expansion, and regression on sigma points."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ from retrodict._numerics import Factored, linalg
 from retrodict._validate import check_count
 
 MAX_NODES = 10_000
-"""The most points at which a kernel is evaluated in one time step."""
+"""The largest number of points per time step at which a kernel is evaluated."""
 
 
 class Affine(NamedTuple):
@@ -29,13 +29,13 @@ class Affine(NamedTuple):
 
 
 class AbstractRule(eqx.Module):
-    """A way to replace a kernel by a linear-Gaussian one near a law of the state."""
+    """A rule that replaces a kernel by a linear-Gaussian one near a law of the state."""
 
     @abstractmethod
     def linearise(
         self, moments: Callable[[Array], Moments], law: Factored, *, constant_scale: bool
     ) -> Affine:
-        """The linear-Gaussian kernel nearest to one with these conditional moments.
+        """Return a linear-Gaussian approximation of the kernel with these conditional moments.
 
         Args:
             moments: x ↦ E[z | x] and a factor of Cov[z | x].
@@ -48,8 +48,8 @@ class Taylor(AbstractRule):
     """First-order expansion of the conditional mean at the mean of the state's law.
 
     E[z | x] ≈ f(m) + f'(m) (x − m) and Cov[z | x] ≈ Cov[z | m]: the extended Kalman filter's rule
-    and, iterated, the Gauss–Newton method for the most probable path. How wide the law of x is does
-    not enter, so that a slope which vanishes at m hides all of f.
+    and, iterated, the Gauss–Newton method for the most probable path. The rule ignores the width of
+    the law of x. If the slope vanishes at m, the linearised mean is constant.
 
     Example:
         >>> import retrodict as rd
@@ -60,27 +60,27 @@ class Taylor(AbstractRule):
     def linearise(
         self, moments: Callable[[Array], Moments], law: Factored, *, constant_scale: bool
     ) -> Affine:
-        """The expansion at the mean of `law`."""
+        """Return the expansion at the mean of `law`."""
 
-        def mean_and_all(x: Array) -> tuple[Array, Moments]:
-            found = moments(x)
-            return found.mean, found
+        def mean_and_moments(x: Array) -> tuple[Array, Moments]:
+            at_x = moments(x)
+            return at_x.mean, at_x
 
-        weight, (mean, scale) = jax.jacfwd(mean_and_all, has_aux=True)(law.mean)
+        weight, (mean, scale) = jax.jacfwd(mean_and_moments, has_aux=True)(law.mean)
         return Affine(weight, mean - linalg.matvec(weight, law.mean), jnp.tril(scale))
 
 
 class SigmaPoints(NamedTuple):
     """Points ξ_j for the standard normal law: E f(ξ) ≈ Σ_j w_j f(ξ_j).
 
-    They have mean 0 and covariance I, and a Gram matrix of values in place of a covariance:
+    They have mean 0 and covariance I. Covariances of values are approximated by Gram matrices:
 
         Cov f(ξ) ≈ Σ_j v_j (f(ξ_j) − o)(f(ξ_j) − o)ᵀ + e (f̄ − o)(f̄ − o)ᵀ,    o = Σ_j r_j f(ξ_j).
 
     Attributes:
         nodes: ξ_j, of shape `(node, state)`.
         weights: w_j, which sum to 1.
-        reference: r_j, which say from where values are measured.
+        reference: r_j, the weights of the origin o from which values are measured.
         spreads: v_j ≥ 0, equal to w_j wherever ξ_j is not 0.
         excess: e ≥ 0.
     """
@@ -93,72 +93,72 @@ class SigmaPoints(NamedTuple):
 
 
 class AbstractSigmaPoints(AbstractRule):
-    """Statistical linear regression of a kernel on points, in place of an expansion.
+    """Statistical linear regression of a kernel on sigma points.
 
     With points x_j = m + S ξ_j of a law N(m, S Sᵀ) and values z_j = E[z | x_j], the regression
-    z ≈ A x + b minimises the mean square of its residual, and what it leaves becomes noise:
+    z ≈ A x + b minimises the mean square of its residual. The residual is added to the noise:
 
         A S = Σ_j w_j (z_j − z̄) ξ_jᵀ,   b = z̄ − A m,
         Ω = Σ_j w_j (z_j − A x_j − b)(z_j − A x_j − b)ᵀ + Σ_j w_j Cov[z | x_j].
 
-    Ω is a Gram matrix of residuals, so that it is positive semidefinite however it is rounded.
+    Ω is a Gram matrix of residuals, so it is positive semidefinite regardless of rounding.
     """
 
     @abstractmethod
     def points(self, dim: int) -> SigmaPoints:
-        """The points for a state of dimension `dim`."""
+        """Return the points for a state of dimension `dim`."""
 
     def linearise(
         self, moments: Callable[[Array], Moments], law: Factored, *, constant_scale: bool
     ) -> Affine:
-        """The regression on points of `law`."""
+        """Return the regression on points of `law`."""
         dtype, d = law.columns.dtype, law.dim
         points = self.points(d)
         nodes, weights, reference = (jnp.asarray(a, dtype) for a in points[:3])
         xs = law.mean[None, :] + linalg.matmul(nodes, law.scale_tril.T)
         values, scales = jax.vmap(moments)(xs)
         origin = jnp.sum(reference[:, None] * values, axis=0)
-        moved = values - origin[None, :]
-        shift = jnp.sum(weights[:, None] * moved, axis=0)
-        # Points come in pairs ±ξ. Differences within a pair are exactly zero for an even function,
-        # where products that are rounded on their own would leave a slope of rounding errors.
+        centred = values - origin[None, :]
+        shift = jnp.sum(weights[:, None] * centred, axis=0)
+        # Points come in pairs ±ξ. Differences within a pair are exactly zero for an even function.
+        # Without them, products that are rounded separately would leave a spurious slope.
         odd = 0.5 * (values - values[_mirror(points.nodes)])
         slope = linalg.matmul((weights[:, None] * odd).T, nodes)
-        residuals = moved - linalg.matmul(nodes, slope.T)
+        residuals = centred - linalg.matmul(nodes, slope.T)
         columns = [(jnp.asarray(np.sqrt(points.spreads), dtype)[:, None] * residuals).T]
         if points.excess > 0:
             columns.append(float(np.sqrt(points.excess)) * shift[:, None])
         if constant_scale:
             columns.append(scales[0])
         else:
-            self._refuse_negative(points.weights)
+            self._check_positive(points.weights)
             weighted = jnp.sqrt(weights)[:, None, None] * scales
             columns.append(jnp.swapaxes(weighted, 0, 1).reshape(scales.shape[1], -1))
-        # A L D^½ = slope, where D may have zeros: there the points coincide and say nothing.
+        # A L D^½ = slope. Where D is zero the points coincide, and the slope there is set to zero.
         roots = linalg.safe_reciprocal(linalg.safe_sqrt(law.diagonal[:d]))
         whitened = (slope * roots[None, :]).T
         weight = linalg.solve_triangular(law.columns[:, :d], whitened, transpose=True).T
         bias = origin + shift - linalg.matvec(weight, law.mean)
         return Affine(weight, bias, lower_factor(jnp.concatenate(columns, axis=1)))
 
-    def _refuse_negative(self, weights: np.ndarray) -> None:
+    def _check_positive(self, weights: np.ndarray) -> None:
         if np.any(weights < 0):
             raise ValueError(
-                f"{self} has a point of weight {weights.min():.3g}, so that the average of a noise"
-                " that depends on the state could lose definiteness. Take Unscented(), Cubature()"
-                " or GaussHermite(order), whose weights are positive."
+                f"{self} has a point of weight {weights.min():.3g}, so the averaged covariance of a"
+                " noise that depends on the state could lose definiteness. Use Unscented(),"
+                " Cubature() or GaussHermite(order), whose weights are positive."
             )
 
 
 class Unscented(AbstractSigmaPoints):
     """The unscented transform: the mean, and two points on each axis at distance √(α²(d + κ)).
 
-    With λ = α²(d + κ) − d the points have weights 1/(2(d + λ)) and the mean has λ/(d + λ), to which
-    covariances add 1 − α² + β (Julier and Uhlmann 2004). By default all weights are positive and
-    points lie at distance √3, which gives fourth moments in each coordinate, for d = 1 and 2.
+    With λ = α²(d + κ) − d the points have weights 1/(2(d + λ)). The mean has the weight λ/(d + λ),
+    plus 1 − α² + β in covariances (Julier and Uhlmann 2004). By default all weights are positive.
+    For d = 1 and 2 the points are at distance √3, which matches fourth moments per coordinate.
 
-    A negative weight of the mean is fine with β ≥ α², which makes covariances semidefinite; but
-    small α divides differences by α², of which float32 leaves little below α = 0.1.
+    A negative weight of the mean is allowed if β ≥ α², which keeps covariances semidefinite. A
+    small α divides differences by α²: below α = 0.1, float32 loses most of the precision.
 
     Example:
         >>> import retrodict as rd
@@ -166,8 +166,8 @@ class Unscented(AbstractSigmaPoints):
         Unscented(alpha=0.5, beta=2.0, kappa=0.0)
 
     Args:
-        alpha: α, how far the points spread.
-        beta: β, what is known of fourth moments; 2 suits a Gaussian.
+        alpha: α, the spread of the points.
+        beta: β, prior information on fourth moments; 2 is suitable for a Gaussian.
         kappa: κ > −d; by default max(3 − d, 1).
     """
 
@@ -182,7 +182,7 @@ class Unscented(AbstractSigmaPoints):
         self.kappa = None if kappa is None else float(kappa)
 
     def points(self, dim: int) -> SigmaPoints:
-        """The 2d + 1 points."""
+        """Return the 2d + 1 points."""
         kappa = max(3.0 - dim, 1.0) if self.kappa is None else self.kappa
         total = self.alpha**2 * (dim + kappa)
         if total <= 0:
@@ -196,13 +196,13 @@ class Unscented(AbstractSigmaPoints):
         reference, spreads, excess = weights, weights.copy(), 0.0
         spreads[0] = spread_of_mean
         if spread_of_mean < 0:
-            # Measured from the value at the mean instead of from the average of values, the same
-            # covariance has the weight β − α² for the square of their difference.
+            # Values are measured from the value at the mean instead of from their average. In the
+            # same covariance, the square of the difference of the two then has weight β − α².
             excess = self.beta - self.alpha**2
             if excess < 0:
                 raise ValueError(
                     f"{self} gives the mean a weight of {spread_of_mean:.3g} in covariances of"
-                    f" dimension {dim}, which can then lose definiteness. Take beta of at least"
+                    f" dimension {dim}, which can then lose definiteness. Use beta of at least"
                     " alpha ** 2, a larger kappa, or Cubature()."
                 )
             reference = np.eye(2 * dim + 1)[0]
@@ -212,9 +212,10 @@ class Unscented(AbstractSigmaPoints):
 
 
 class Cubature(AbstractSigmaPoints):
-    """The spherical-radial rule of third degree: 2d points at distance √d, of equal weights.
+    """The spherical-radial rule of third degree: 2d points at distance √d, with equal weights.
 
-    Arasaratnam and Haykin (2009). The centre is no point, so that a bump at the mean is not seen.
+    See Arasaratnam and Haykin (2009). The mean is not a point of the rule, so a narrow feature of
+    the kernel at the mean has no effect.
 
     Example:
         >>> import retrodict as rd
@@ -223,7 +224,7 @@ class Cubature(AbstractSigmaPoints):
     """
 
     def points(self, dim: int) -> SigmaPoints:
-        """The points ±√d e_j."""
+        """Return the points ±√d e_j."""
         axes = np.sqrt(dim) * np.eye(dim)
         return _positive_points(np.concatenate([axes, -axes]), np.full(2 * dim, 0.5 / dim))
 
@@ -237,7 +238,7 @@ class GaussHermite(AbstractSigmaPoints):
         GaussHermite(order=5)
 
     Args:
-        order: points along one axis, at least 2.
+        order: the number of points per axis, at least 2.
     """
 
     order: int = eqx.field(static=True)
@@ -245,20 +246,20 @@ class GaussHermite(AbstractSigmaPoints):
     def __init__(self, order: int = 5):
         self.order = check_count(order, "order")
         if self.order < 2:
-            raise ValueError("GaussHermite expects an order of at least 2, got 1.")
+            raise ValueError(f"GaussHermite expects an order of at least 2, got {self.order}.")
 
     def points(self, dim: int) -> SigmaPoints:
-        """The tensor product of nodes."""
+        """Return the tensor product of the nodes."""
         if self.order**dim > MAX_NODES:
             raise ValueError(
-                f"GaussHermite(order={self.order}) would take {self.order}^{dim} points a time"
-                f" step, more than {MAX_NODES}. Take a lower order, Unscented() or Cubature()."
+                f"GaussHermite(order={self.order}) needs {self.order}^{dim} points per time step,"
+                f" more than {MAX_NODES}. Use a lower order, Unscented() or Cubature()."
             )
         return _positive_points(*_gauss_hermite(self.order, dim))
 
 
 def _mirror(nodes: np.ndarray) -> np.ndarray:
-    """For each node the index of its opposite."""
+    """Return the index of the opposite of each node."""
     order, opposite = np.lexsort(nodes.T), np.lexsort(-nodes.T)
     mirror = np.empty_like(order)
     mirror[order] = opposite
@@ -279,10 +280,10 @@ def _gauss_hermite(order: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lower_factor(columns: Float[Array, "r c"]) -> Float[Array, "r r"]:
-    """The lower-triangular s with s sᵀ = c cᵀ, for many columns.
+    """Compute the lower-triangular s with s sᵀ = c cᵀ, for many columns.
 
-    Gram–Schmidt over rows as in `linalg.tria`, which writes out a sum over columns: here there may
-    be hundreds, so that it is one reduction.
+    This is Gram–Schmidt over rows, as in `linalg.tria`. That function unrolls the sum over columns;
+    here there may be hundreds of columns, so the sum is one reduction.
     """
     count, dtype = columns.shape[0], columns.dtype
     if count > 2 * linalg.UNROLLED:

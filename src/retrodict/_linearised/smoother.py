@@ -1,4 +1,4 @@
-"""The drivers: a model and a series to an approximate posterior."""
+"""Linearised smoothers: from a model and a series to an approximate posterior."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from retrodict._kernels import (
 )
 from retrodict._laws import Gaussian, scale_diagonal
 from retrodict._linearised.diagnosis import diagnose, judge
-from retrodict._linearised.moments import check_moments, seen_entries
+from retrodict._linearised.moments import check_moments, observed_entries
 from retrodict._linearised.posterior import LinearisedPosterior
 from retrodict._linearised.recursion import iterate, iterate_from, linearised_filter
 from retrodict._linearised.rules import AbstractRule, AbstractSigmaPoints, Taylor, Unscented
@@ -35,18 +35,18 @@ def extended_smoother(
     inputs: Any = None,
     length: Any = None,
 ) -> LinearisedPosterior:
-    """Smooths a series under a model expanded to first order along its own filter.
+    """Smooth a series under a first-order expansion of the model along its own filter.
 
     The transition is expanded at the mean of each filtering law and the emission at the predicted
     mean,
 
         E[x_{k+1} | x_k] ≈ f(m) + f'(m) (x_k − m),    E[y_k | x_k] ≈ h(m) + h'(m) (x_k − m),
 
-    each with the covariance that it has there: the extended Kalman filter, and the
-    Rauch–Tung–Striebel smoother as a chain of backward kernels. For laws that are not Gaussian the
-    conditional mean and covariance are used, which numpyro's distributions have. It is quick, and
-    exact for linear-Gaussian models; where a mean bends within the width of a law, take
-    `unscented_smoother` or `iterated_smoother`.
+    each with its covariance at that point. This is the extended Kalman filter, with the
+    Rauch–Tung–Striebel smoother as a chain of backward kernels. For non-Gaussian laws the
+    conditional mean and covariance are used, which numpyro's distributions define. The smoother is
+    fast, and exact for linear-Gaussian models. If a conditional mean is strongly nonlinear within
+    the width of a law, use `unscented_smoother` or `iterated_smoother`.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -65,16 +65,16 @@ def extended_smoother(
     Args:
         model: a model whose prior and kernels have means and covariances.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        mask: true where an entry was seen; `True` alone promises that everything was.
+        mask: true where an entry was observed; the scalar `True` if no entry is missing.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; the rest is padding.
+        length: the number of rows that exist; the rest is padding.
 
     Returns:
         The chain, an approximate log-evidence, and whether the smoother is lost.
 
     Raises:
-        TypeError: if the prior or a kernel does not say what its moments are.
-        ValueError: if shapes do not fit, or a scale of the emission is singular.
+        TypeError: if the prior or a kernel does not define its mean or its covariance.
+        ValueError: if shapes do not match, or the scale of the emission is singular.
     """
     return _smooth(model, ys, Taylor(), mask=mask, inputs=inputs, length=length)
 
@@ -88,12 +88,12 @@ def unscented_smoother(
     inputs: Any = None,
     length: Any = None,
 ) -> LinearisedPosterior:
-    """Smooths a series under a model regressed on sigma points along its own filter.
+    """Smooth a series under a sigma-point regression of the model along its own filter.
 
-    Each kernel is replaced by its statistical linear regression with respect to the filtering law
-    or the prediction at hand, x ↦ N(A x + b, Ω), where Ω includes what the regression leaves; see
-    `Unscented`, `Cubature` and `GaussHermite` for the points. What then follows is exact: the
-    sigma-point Kalman filter, and its smoother as a chain of backward kernels.
+    Each kernel is replaced by its statistical linear regression with respect to the current
+    filtering law or prediction, x ↦ N(A x + b, Ω), where Ω includes the residual of the regression.
+    See `Unscented`, `Cubature` and `GaussHermite` for the points. The remaining computation is
+    exact: the sigma-point Kalman filter, and its smoother as a chain of backward kernels.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -111,18 +111,18 @@ def unscented_smoother(
     Args:
         model: a model whose prior and kernels have means and covariances.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        rule: the points, `Unscented()` by default.
-        mask: true where an entry was seen; `True` alone promises that everything was.
+        rule: the sigma points, `Unscented()` by default.
+        mask: true where an entry was observed; the scalar `True` if no entry is missing.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; the rest is padding.
+        length: the number of rows that exist; the rest is padding.
 
     Returns:
         The chain, an approximate log-evidence, and whether the smoother is lost.
 
     Raises:
-        TypeError: if the prior or a kernel does not say what its moments are.
-        ValueError: if shapes do not fit, a scale of the emission is singular, or the points do not
-            fit the dimension of the state.
+        TypeError: if the prior or a kernel does not define its mean or its covariance.
+        ValueError: if shapes do not match, the scale of the emission is singular, or the rule does
+            not support the dimension of the state.
     """
     rule = Unscented() if rule is None else rule
     if not isinstance(rule, AbstractSigmaPoints):
@@ -145,18 +145,18 @@ def iterated_smoother(
     inputs: Any = None,
     length: Any = None,
 ) -> LinearisedPosterior:
-    """Smooths a series under a model linearised along its own smoothed marginals.
+    """Smooth a series under a linearisation of the model along its own smoothed marginals.
 
-    After a first pass as by `unscented_smoother`, or `extended_smoother` for `rule=Taylor()`, every
-    kernel is linearised anew with respect to the smoothed law of its state, which is narrower than
-    the filter's and knows what came after; that model is smoothed exactly, and so on (iterated
-    posterior linearisation, García-Fernández, Svensson and Särkkä 2017). With `Taylor()` this is
-    the Gauss–Newton method, and the smoothed means converge to the most probable path if the noise
-    does not depend on the state.
+    The first pass is that of `unscented_smoother`, or of `extended_smoother` for `rule=Taylor()`.
+    Each iteration then linearises every kernel with respect to the smoothed law of its state, and
+    smooths the linearised model exactly (iterated posterior linearisation, García-Fernández,
+    Svensson and Särkkä 2017). The smoothed law is narrower than the filtering law and includes
+    later data. With `Taylor()` this is the Gauss–Newton method, and the smoothed means converge to
+    the most probable path if the noise does not depend on the state.
 
-    Linearisations of all times are done at once; `changes` of the result says how far each
-    iteration moved the means. In the chain the filtering laws are those of the model as linearised
-    in the end, so that `chain.prefix` is not the posterior of fewer rows.
+    Each iteration linearises all times at once. `changes` in the result holds the largest move of
+    the means per iteration. The filtering laws of the chain are those of the final linearised
+    model, so `chain.prefix` is not the posterior of fewer rows.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -175,23 +175,23 @@ def iterated_smoother(
     Args:
         model: a model whose prior and kernels have means and covariances.
         ys: observations, of shape `(time, obs)`; NaN where missing.
-        rule: how kernels are linearised: `Unscented()` by default, any other sigma points, or
+        rule: the linearisation rule: `Unscented()` by default, any other sigma points, or
             `Taylor()`.
-        num_iterations: how often to linearise anew after the first pass.
-        damping: what share of each move of the means is held back, from 0 to below 1. Full steps
-            overshoot on many models and then swing for ever: on four of them 293 of 480 runs
-            converged in twenty iterations with 0, and 476 with 0.5.
-        mask: true where an entry was seen; `True` alone promises that everything was.
+        num_iterations: the number of iterations after the first pass.
+        damping: the fraction of each move of the means that is not applied, in [0, 1). Full steps
+            overshoot on many models and then oscillate indefinitely. On four such models, 293 of
+            480 runs converged in twenty iterations with 0, and 476 with 0.5.
+        mask: true where an entry was observed; the scalar `True` if no entry is missing.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; the rest is padding.
+        length: the number of rows that exist; the rest is padding.
 
     Returns:
         The chain, an approximate log-evidence, whether the smoother is lost, and how it converged.
 
     Raises:
-        TypeError: if the prior or a kernel does not say what its moments are.
-        ValueError: if shapes do not fit, a scale of the emission is singular, or the points do not
-            fit the dimension of the state.
+        TypeError: if the prior or a kernel does not define its mean or its covariance.
+        ValueError: if shapes do not match, the scale of the emission is singular, or the rule does
+            not support the dimension of the state.
     """
     rule = Unscented() if rule is None else rule
     if not isinstance(rule, AbstractRule):
@@ -201,7 +201,7 @@ def iterated_smoother(
         )
     count = check_count(num_iterations, "num_iterations")
     if is_concrete(damping) and not 0.0 <= damping < 1.0:
-        raise ValueError(f"damping must lie between 0 and below 1, got {damping}.")
+        raise ValueError(f"`damping` must be at least 0 and below 1, got {damping}.")
     return _smooth(
         model, ys, rule, count, jnp.asarray(damping), mask=mask, inputs=inputs, length=length
     )
@@ -215,19 +215,19 @@ def smooth_from_paths(
     scales: Float[Array, "time state state"],
     num_iterations: int = 30,
 ) -> LinearGaussianChain:
-    """Run the iterated smoother from each of several paths, to look for other modes.
+    """Run the iterated smoother from each of several paths, to search for other modes.
 
     Args:
         model: an unwrapped model with moments.
         series: a prepared series.
-        paths: the means to linearise at first.
-        scales: lower factors of the covariances to linearise with first.
-        num_iterations: how often to linearise anew.
+        paths: the means of the initial laws to linearise at.
+        scales: lower factors of the covariances of these laws.
+        num_iterations: the number of iterations after the first pass.
 
     Returns:
-        The chains, with a leading axis for the starts.
+        The chains, with a leading axis `start`.
     """
-    series = Series(series.ys, seen_entries(model, series), series.inputs, series.length)
+    series = Series(series.ys, observed_entries(model, series), series.inputs, series.length)
 
     def one(path: Float[Array, "time state"]) -> LinearGaussianChain:
         nominal = jax.vmap(Gaussian)(path, scales)
@@ -245,12 +245,12 @@ def _smooth(
     damping: Scalar | None = None,
     **data: Any,
 ) -> LinearisedPosterior:
-    """Checks what was given, once for all smoothers, and runs."""
+    """Check the arguments and run a smoother."""
     model = unwrap(model)
     series = prepare_data(model, ys, **data)
     check_moments(model, series)
     _check_values(model)
-    series = Series(series.ys, seen_entries(model, series), series.inputs, series.length)
+    series = Series(series.ys, observed_entries(model, series), series.inputs, series.length)
     return _run(model, series, rule, num_iterations, damping)
 
 
@@ -262,24 +262,24 @@ def _run(
     num_iterations: int,
     damping: Scalar | None,
 ) -> LinearisedPosterior:
-    found = linearised_filter(model, series, rule)
-    changes = jnp.zeros(0, found.increments.dtype)
+    last_pass = linearised_filter(model, series, rule)
+    changes = jnp.zeros(0, last_pass.increments.dtype)
     if damping is None:
-        chain = found.chain(series)
+        chain = last_pass.chain(series)
     else:
         damping = damping.astype(changes.dtype)
-        found, chain, changes = iterate(model, series, rule, found, num_iterations, damping)
-    measured = diagnose(model, series, found)
+        last_pass, chain, changes = iterate(model, series, rule, last_pass, num_iterations, damping)
+    diagnostics = diagnose(model, series, last_pass)
     exact = isinstance(model.prior, Gaussian) and all(
         isinstance(kernel, AbstractLinearGaussianKernel)
         for kernel in (model.transition, model.emission)
     )
-    verdict = judge(found, measured, changes, exact=exact)
+    verdict = judge(last_pass, diagnostics, changes, exact=exact)
     return LinearisedPosterior(
         chain=chain,
-        log_evidence=jnp.sum(found.increments),
-        log_evidence_increments=found.increments,
-        diagnostics=measured,
+        log_evidence=jnp.sum(last_pass.increments),
+        log_evidence_increments=last_pass.increments,
+        diagnostics=diagnostics,
         changes=changes,
         code=verdict.code,
         status_time=verdict.time,
@@ -287,7 +287,11 @@ def _run(
 
 
 def _check_values(model: StateSpaceModel) -> None:
-    """Refuses values that can only give NaN, where they are known."""
+    """Check the concrete values of a model's parameters.
+
+    Raises:
+        ValueError: if a parameter is not finite, or a pivot of the emission scale is not positive.
+    """
     for name in ("prior", "transition", "emission"):
         part = getattr(model, name)
         for leaf in jax.tree.leaves(eqx.filter(part, eqx.is_inexact_array)):
@@ -299,6 +303,6 @@ def _check_values(model: StateSpaceModel) -> None:
     if is_concrete(pivots) and np.any(np.asarray(pivots) <= 0):
         raise ValueError(
             "A linearised smoother expects an emission scale with a positive diagonal, got diagonal"
-            f" {np.asarray(pivots)}. An observation without noise has no density: give it a small"
-            " one."
+            f" {np.asarray(pivots)}. An observation without noise has no density: use a small"
+            " positive scale."
         )
