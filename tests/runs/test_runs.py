@@ -585,7 +585,7 @@ def test_a_fit_that_was_killed_at_its_end_writes_its_report(
     said, text = capsys.readouterr().out, page.read_text()
     scope = "Checked 8 of 300 series, the longest, and 80 of 3000 rows."
     assert "verdict: unknown. Well.\n" in said and scope in said and scope in text
-    assert "retrodict fit &#39;" in text and "nile $1.csv" in text and "Not judged" in text
+    assert "retrodict fit &#39;" in text and "nile $1.csv" in text and "Not checked" in text
     assert command(arguments) == 2
 
 
@@ -708,7 +708,7 @@ def test_steps_to_coming_times_are_those_of_the_reader():
     np.testing.assert_array_equal(_answer._future_inputs(alone, 2, None, times), expected[..., :1])
     with pytest.raises(runs.RunError, match="needs future times"):
         _answer._future_inputs(alone, 2, None, None)
-    with pytest.raises(runs.RunError, match="expects as many times"):
+    with pytest.raises(runs.RunError, match="needs as many times"):
         _answer._future_inputs(alone, 3, None, times)
 
 
