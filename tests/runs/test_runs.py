@@ -135,7 +135,7 @@ def _edited(record: dict) -> dict:
     ("spoil", "words"),
     [
         (lambda path: path.joinpath("run.json").write_text("{"), "cannot be read"),
-        (lambda path: path.joinpath("run.json").write_text("[]"), "holds no record"),
+        (lambda path: path.joinpath("run.json").write_text("[]"), "is not a record"),
         (
             lambda path: path.joinpath("run.json").write_text(
                 json.dumps(_edited(json.loads(path.joinpath("run.json").read_text())))
@@ -150,7 +150,7 @@ def _edited(record: dict) -> dict:
             lambda path: path.joinpath("model.rd").write_bytes(
                 path.joinpath("model.rd").read_bytes()[:-7]
             ),
-            "model.rd is not as `fit` wrote it",
+            "model.rd was changed after `fit` wrote it",
         ),
         (lambda path: path.joinpath("model.rd").unlink(), "model.rd cannot be read"),
     ],
@@ -955,7 +955,7 @@ def test_a_model_with_functions_of_ones_own_is_asked_for(pushed: runs.Run, tmp_p
     fitted = driven(weight=3.0, gain=lambda x: jnp.sin(x))
     kept = {name: pushed.record[name] for name in ("layout", "options", "data", "results")}
     _record.write(tmp_path / "run", models.load(build), fitted, None, kept)
-    with pytest.raises(runs.RunError, match=r"was given in Python.*model=\.\.\."):
+    with pytest.raises(runs.RunError, match=r"was passed as a Python object.*model=\.\.\."):
         runs.open_run(tmp_path / "run")
     for given in (build, build()):
         again = runs.open_run(tmp_path / "run", model=given)
