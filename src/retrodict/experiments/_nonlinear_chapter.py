@@ -104,9 +104,8 @@ def _figure_section(results: Results) -> Section:
         "The error of the sum of states for five sequences, gated (dots) and conjugate (stars).",
         [_draw_errors(lengths, panels), table],
         "The left panel shows the values of the paper's figure, from the archive. The middle panel"
-        " compares the same networks with the exact posterior: the difference to the left panel is"
-        " the error of the 2-particle reference. In the right panel both families were trained with"
-        " correct gradients.",
+        " compares the same networks with the exact posterior: only the reference differs. In the"
+        " right panel both families were trained with correct gradients.",
     )
 
 

@@ -11,10 +11,10 @@ Deviations of the archived runs from the text of the paper: the reference of the
 smoother with 2 particles, not 1000; gradients were averaged over the entries of each weight matrix;
 the gate is one linear number without a sigmoid, on mean and scale; training series had four rows;
 each family had five fits of 60,000 steps, with one draw of the emission terms. Our deviations from
-those runs: correct gradients; series of 64 rows (and one fit per family to series of four rows, with
-fewer steps); quadrature for the emission terms; networks with two hidden layers of 32 units instead
-of 16; a gate with a sigmoid, elementwise on natural parameters (on mean and scale in "gated,
-scale"); and the exact posterior on a grid as the reference.
+those runs: correct gradients; series of 64 rows (and one fit per family to series of four rows,
+with fewer steps); quadrature for the emission terms; networks with two hidden layers of 32 units
+instead of 16; a gate with a sigmoid, elementwise on natural parameters (on mean and scale in
+"gated, scale"); and the exact posterior on a grid as the reference.
 """
 
 from collections.abc import Callable, Sequence
