@@ -110,11 +110,11 @@ class Table:
 
     def select(self, identifiers: Sequence[Any]) -> "Table":
         """Return the series of these identifiers, in this order."""
-        known = list(self.series or ())
+        series = list(self.series or ())
         for identifier in identifiers:
-            if identifier not in known:
-                raise ValueError(f"There is no series {identifier!r}; there are {listed(known)}.")
-        places = [known.index(identifier) for identifier in identifiers]
+            if identifier not in series:
+                raise ValueError(f"There is no series {identifier!r}; there are {listed(series)}.")
+        places = [series.index(identifier) for identifier in identifiers]
         if not places:
             raise ValueError("select expects one identifier or more, got none.")
         return self._some(np.array(places))
