@@ -46,7 +46,7 @@ BAD_MODELS = {
         "retrodict = 1\n[model]\nname = 'local_level'\nstart = {obs_scale = [1.0, 2.0]}\n",
         "own.toml: model.start.obs_scale: .*cannot be",
     ),
-    "a file of code": ("folder/own.py:model", "name a module, and not its file"),
+    "a file of code": ("folder/own.py:model", "name a module, not its file"),
     "code that ends the program": ("module_that_exits:model", "imported: SystemExit: 3"),
     "other columns": ("module_of_two:model", "observes 2 columns, and the table has 1: flow"),
 }

@@ -301,7 +301,7 @@ def test_a_poor_start_does_not_flatten_the_curve():
         (lambda p: runs.Band(p.times[::-1], p.centre, p.lower, p.upper), "increasing"),
         (
             lambda p: runs.Band(p.times, p.centre[:-1], p.lower, p.upper),
-            "centre must have one",
+            "centre` must have one",
         ),
         (lambda p: runs.Band(p.times.astype(str), p.centre, p.lower, p.upper), "datetime64"),
         (

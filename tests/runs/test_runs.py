@@ -135,7 +135,7 @@ def _edited(record: dict) -> dict:
     ("spoil", "words"),
     [
         (lambda path: path.joinpath("run.json").write_text("{"), "cannot be read"),
-        (lambda path: path.joinpath("run.json").write_text("[]"), "holds no record"),
+        (lambda path: path.joinpath("run.json").write_text("[]"), "is not a record"),
         (
             lambda path: path.joinpath("run.json").write_text(
                 json.dumps(_edited(json.loads(path.joinpath("run.json").read_text())))
@@ -150,7 +150,7 @@ def _edited(record: dict) -> dict:
             lambda path: path.joinpath("model.rd").write_bytes(
                 path.joinpath("model.rd").read_bytes()[:-7]
             ),
-            "model.rd is not as `fit` wrote it",
+            "model.rd was changed after `fit` wrote it",
         ),
         (lambda path: path.joinpath("model.rd").unlink(), "model.rd cannot be read"),
     ],
@@ -208,7 +208,7 @@ def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
     assert runs.Check((fine, moved), "").worst == "doubtful"
     (lost,) = _check._fitted(told_of(run, status="not at a maximum", distance=7.0))
     assert lost.verdict == "bad"
-    for words, value in (("exact", "determined"), ("louis", "told from noise")):
+    for words, value in (("exact", "determined"), ("louis", "Monte Carlo noise")):
         unknown = {"status": "not identified", "uncertainty": _standard_errors.METHODS[words]}
         assert value in _check._fitted(told_of(run, **unknown))[0].value
     old = told_of(run)
@@ -331,7 +331,7 @@ def test_a_check_gives_numbers_and_how_much_it_looked_at(run: runs.Run, monkeypa
     assert tests and all(0.0 <= line["value"] <= 1.0 for line in tests)
     assert "8 of 10 series" in runs.Scope(8, 10, 240, 300).words
     assert runs.Scope(1, 1, 2000, 2500).words == (
-        "Looked at 2000 of 2500 rows, the last of each series."
+        "Checked 2000 of 2500 rows, the last of each series."
     )
 
 
@@ -583,9 +583,9 @@ def test_a_fit_that_was_killed_at_its_end_writes_its_report(
     assert command(arguments) == 0
     assert (copy.path / "run.json").read_bytes() == before
     said, text = capsys.readouterr().out, page.read_text()
-    looked = "Looked at 8 of 300 series, the longest, and 80 of 3000 rows."
-    assert "verdict: unknown. Well.\n" in said and looked in said and looked in text
-    assert "retrodict fit &#39;" in text and "nile $1.csv" in text and "Not judged" in text
+    scope = "Checked 8 of 300 series, the longest, and 80 of 3000 rows."
+    assert "verdict: unknown. Well.\n" in said and scope in said and scope in text
+    assert "retrodict fit &#39;" in text and "nile $1.csv" in text and "Not checked" in text
     assert command(arguments) == 2
 
 
@@ -706,9 +706,9 @@ def test_steps_to_coming_times_are_those_of_the_reader():
     np.testing.assert_array_equal(_answer._future_inputs(table, 2, given, times), expected)
     alone = data.read(early[["t", "y"]], freq="irregular", step_input=True, step_unit=1.0)
     np.testing.assert_array_equal(_answer._future_inputs(alone, 2, None, times), expected[..., :1])
-    with pytest.raises(runs.RunError, match="needs the coming times"):
+    with pytest.raises(runs.RunError, match="needs future times"):
         _answer._future_inputs(alone, 2, None, None)
-    with pytest.raises(runs.RunError, match="expects as many times"):
+    with pytest.raises(runs.RunError, match="needs as many times"):
         _answer._future_inputs(alone, 3, None, times)
 
 
@@ -955,7 +955,7 @@ def test_a_model_with_functions_of_ones_own_is_asked_for(pushed: runs.Run, tmp_p
     fitted = driven(weight=3.0, gain=lambda x: jnp.sin(x))
     kept = {name: pushed.record[name] for name in ("layout", "options", "data", "results")}
     _record.write(tmp_path / "run", models.load(build), fitted, None, kept)
-    with pytest.raises(runs.RunError, match=r"was given in Python.*model=\.\.\."):
+    with pytest.raises(runs.RunError, match=r"was passed as a Python object.*model=\.\.\."):
         runs.open_run(tmp_path / "run")
     for given in (build, build()):
         again = runs.open_run(tmp_path / "run", model=given)

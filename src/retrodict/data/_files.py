@@ -68,8 +68,8 @@ def open_file(path: Path, name: str) -> Any:
 def read_binary(read: Callable[[], T], name: str, kind: str) -> T:
     """Call a reader of binary files, and turn its errors into one line.
 
-    Libraries raise a dozen types on damaged files. Objects that they leave half made may raise once
-    more when they are freed, which Python prints: they are freed here, without a print.
+    Libraries raise many types of errors on damaged files. Partly initialised objects may raise
+    again when they are freed, which Python prints: they are freed here, without printing.
 
     Args:
         read: reads the file, or a part of it.
@@ -88,7 +88,7 @@ def read_binary(read: Callable[[], T], name: str, kind: str) -> T:
             except Exception as error:
                 lines = str(error).strip().splitlines()
                 reason = lines[0][:120] if lines else type(error).__name__
-        gc.collect(1)  # half-made objects are young; the whole heap would take a second
+        gc.collect(1)  # new objects only; the whole heap would take a second
     finally:
         sys.unraisablehook = hook
     raise DataError(

@@ -82,13 +82,13 @@ class LiveReader:
         if layout["series"]:
             raise DataError(
                 f"{owner}: the run has several series ({', '.join(layout['series'])}), and a stream"
-                " is one series; fit one series alone."
+                " has one series; fit a single series."
             )
         self.layout, self.header, self.owner = layout, header, owner
         self.columns, self.inputs = layout["columns"], layout["inputs"] or []
         self.last, self.resumed = last, last
         self.line, self.skipped = 1, 0
-        # The header may have been forgotten. It is its own first row until there is another.
+        # Check the columns early. A table needs a row: the header serves as one.
         self._require(text_source(f"{header}\n{header}\n".encode(), owner))
 
     def read(self, lines: Sequence[str]) -> Rows:

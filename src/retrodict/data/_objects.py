@@ -206,18 +206,18 @@ def _time_dimension(dataset: Any, name: str, time: str | None) -> Any:
     )
 
 
-def _as_columns(dataset: Any, name: str, kept: set[Any], alone: bool) -> Any:
+def _as_columns(dataset: Any, name: str, indexed: set[Any], alone: bool) -> Any:
     """Turn one further dimension of a variable into columns, one per label."""
     columns = {}
     for key, variable in dataset.data_vars.items():
-        further = [dimension for dimension in variable.dims if dimension not in kept]
+        further = [dimension for dimension in variable.dims if dimension not in indexed]
         if not further:
             columns[str(key)] = variable
             continue
         if len(further) > 1:
             raise DataError(
                 f"{name}, column {str(key)!r}: the dimensions {listed(further)} are too many;"
-                " select along them, but for the one that identifies series, and name it with ",
+                " select along all but the one that identifies series, and name that with ",
                 Argument("series"),
             )
         for place, label in enumerate(dataset[further[0]].values):

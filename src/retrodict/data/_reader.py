@@ -232,7 +232,9 @@ def _check_roles(
     labels = [*([time] if time else []), *keys]
     for name in [*observed, *driving]:
         if name in labels:
-            raise table.error("it is data and also the time or the series; choose.", column=name)
+            raise table.error(
+                "it is data and also the time or the series; choose one role.", column=name
+            )
     for names in (labels, observed, driving):
         for name, count in Counter(names).items():
             if count > 1:

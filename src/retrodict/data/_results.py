@@ -69,13 +69,14 @@ def to_xarray(
     Raises:
         ValueError: if a shape does not fit the table.
     """
-    given = {
+    arguments = {
         "mean": mean,
         "covariance": covariance,
         "states": states,
         "observations": observations,
     }
-    parts = _parts_of(result) | {key: value for key, value in given.items() if value is not None}
+    parts = _parts_of(result)
+    parts |= {key: value for key, value in arguments.items() if value is not None}
     if result is not None and not parts:
         raise TypeError(
             "to_xarray expects a result with mean and covariance, or with states and observations,"
@@ -109,9 +110,9 @@ def to_xarray(
     variables = {
         key: _variable(table, key, arrays[key], length) for key in DIMENSIONS if key in arrays
     }
-    known = _attributes(result) | ({} if level is None else {"level": level})
+    standard = _attributes(result) | ({} if level is None else {"level": level})
     dataset = optional("xarray").Dataset(
-        variables, coords=coordinates, attrs=known | dict(attributes or {})
+        variables, coords=coordinates, attrs=standard | dict(attributes or {})
     )
     if shown_states is None:
         return dataset
@@ -160,8 +161,8 @@ def _parts_of(result: Any) -> dict[str, Any]:
             "mean": getattr(result, "state_mean", None),
             "covariance": getattr(result, "state_covariance", None),
         }
-        known = {key: value for key, value in moments.items() if value is not None}
-        return known | {"states": result.states, "observations": result.observations}
+        available = {key: value for key, value in moments.items() if value is not None}
+        return available | {"states": result.states, "observations": result.observations}
     names = ("mean", "covariance", "mean_standard_error")
     return {name: getattr(result, name) for name in names if hasattr(result, name)}
 
@@ -301,13 +302,13 @@ def _padded(times: np.ndarray, rows: int) -> np.ndarray:
 
 
 def _attributes(result: Any) -> dict[str, Any]:
-    known = {"library": "retrodict", "version": library_version()}
+    attributes = {"library": "retrodict", "version": library_version()}
     for name in ("method", "reason"):
         if isinstance(value := getattr(result, name, None), str):
-            known[name] = value
+            attributes[name] = value
     if isinstance(trustworthy := getattr(result, "trustworthy", None), bool):
-        known["trustworthy"] = str(trustworthy).lower()  # NetCDF has no booleans
-    return known
+        attributes["trustworthy"] = str(trustworthy).lower()  # NetCDF has no booleans
+    return attributes
 
 
 def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options: Any) -> Any:
@@ -368,9 +369,9 @@ def _summaries(dataset: Any, level: float) -> dict[str, np.ndarray]:
         if key in dataset:
             for name in dataset[names].values:
                 columns |= _of_draws(str(name), dataset[key].sel({names: name}), level)
-    known = [what for what in ("mean", "std", "lower", "upper") if what in dataset]
-    for name in dataset["state"].values if known else ():
-        for what in known:
+    moments = [what for what in ("mean", "std", "lower", "upper") if what in dataset]
+    for name in dataset["state"].values if moments else ():
+        for what in moments:
             columns[f"{name}_{what}"] = _by_series(dataset[what].sel(state=name))
     return columns
 
@@ -382,13 +383,13 @@ def _of_forecast(table: Table, result: Any, level: float) -> dict[str, np.ndarra
         for part in (result.mean, result.covariance)
     )
     std = np.sqrt(np.maximum(np.diagonal(covariance, axis1=-2, axis2=-1), 0.0))
-    found = {"mean": mean, "std": std}
+    moments = {"mean": mean, "std": std}
     if result.gaussian:
-        found["lower"], found["upper"] = gaussian_ends(mean, covariance, level)
+        moments["lower"], moments["upper"] = gaussian_ends(mean, covariance, level)
     return {
         f"{name}_{what}": values[..., i]
         for i, name in enumerate(table.names)
-        for what, values in found.items()
+        for what, values in moments.items()
     }
 
 

@@ -253,8 +253,8 @@ class _RowIndex(_Index):
             source = dataclasses.replace(_source(cells, file.name), lines=lines, unit=file.unit)
             check_identified(source, keys)
             local, identifiers = factorize(cells, keys)
-            known = [numbers.setdefault(identifier, len(numbers)) for identifier in identifiers]
-            codes.append(np.array(known)[local])
+            assigned = [numbers.setdefault(identifier, len(numbers)) for identifier in identifiers]
+            codes.append(np.array(assigned)[local])
         order = ordered(_source(None, file.name), keys, list(numbers))
         self._places = order.places[np.concatenate([np.zeros(0, int), *codes])]
         self.count, self._text = len(order.names), order.text

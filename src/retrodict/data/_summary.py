@@ -61,11 +61,11 @@ class Summary:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Summary":
         """Return the summary of a dictionary; JSON turns tuples into lists."""
-        known: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in fields.items()
         }
-        return cls(**known)
+        return cls(**arguments)
 
 
 def add_up(parts: Sequence[Summary]) -> Summary:

@@ -110,11 +110,11 @@ class Table:
 
     def select(self, identifiers: Sequence[Any]) -> "Table":
         """Return the series of these identifiers, in this order."""
-        known = list(self.series or ())
+        series = list(self.series or ())
         for identifier in identifiers:
-            if identifier not in known:
-                raise ValueError(f"There is no series {identifier!r}; there are {listed(known)}.")
-        places = [known.index(identifier) for identifier in identifiers]
+            if identifier not in series:
+                raise ValueError(f"There is no series {identifier!r}; there are {listed(series)}.")
+        places = [series.index(identifier) for identifier in identifiers]
         if not places:
             raise ValueError("select expects one identifier or more, got none.")
         return self._some(np.array(places))
@@ -251,10 +251,10 @@ class Table:
         step = "irregular" if self.step is None else f"step {self.step}"
         lines.append(f"time: {name}, {begin} to {end}, {step}")
         columns = zip(self.names, whole.seen, whole.lowest, whole.highest, strict=True)
-        for column, seen, lowest, highest in columns:
-            missing = whole.num_rows - seen
+        for column, count, lowest, highest in columns:
+            missing = whole.num_rows - count
             share = f"{missing} missing ({100 * missing / whole.num_rows:.1f} %)"
-            span = f"{lowest:g} to {highest:g}" if seen else "no values"
+            span = f"{lowest:g} to {highest:g}" if count else "no values"
             lines.append(f"column {column!r}: {span}, {share if missing else 'none missing'}")
         for place, column in enumerate(self.input_names):
             is_step = self.step_unit is not None and not place

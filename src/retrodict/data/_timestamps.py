@@ -167,7 +167,7 @@ def find_code(source: Source, column: str) -> str | None:
     years, rest = np.divmod(codes, 10 ** (digits - 4))
     if len(str(codes[-1])) != digits or years[0] < FIRST_YEAR or years[-1] > LAST_YEAR:
         return None
-    # Within a year months are numbers like any others, unless the name of the column says dates.
+    # Months of one year are read as plain numbers, unless the name of the column indicates dates.
     certain = _is_named_like_dates(column) or (years[0] < years[-1] and codes.size > 2)
     if digits == 5 and certain and np.all((rest >= 1) & (rest <= 4)):
         raise _write_as_text(source, column, codes[0], "quarter", f"{years[0]}Q{rest[0]}")
@@ -211,9 +211,10 @@ def _parse_dates(
             utc=True,
         )
     except ValueError as error:
-        given = Argument("time_format", time_format)
         raise source.error(
-            given, f" is not a format of dates ({error}); write e.g. '%d/%m/%Y'.", column=column
+            Argument("time_format", time_format),
+            f" is not a format of dates ({error}); write e.g. '%d/%m/%Y'.",
+            column=column,
         ) from None
     invalid = dates.isna().to_numpy()
     if invalid.any():

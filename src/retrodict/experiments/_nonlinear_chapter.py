@@ -37,13 +37,13 @@ def chapter(results: Results) -> Chapter:
         name="nonlinear",
         title="Section 5.2: an observation map that is not injective",
         summary=(
-            f"The archived networks against the archived reference give {agreeing} of 10 printed"
-            f" errors. Such a reference, a particle smoother with 2 particles, is itself off by"
-            f" {off.mean():.1f} on average over {off.shape[0]} runs, where the errors printed for"
-            f" the gated network average {printed:.1f}. With correct gradients and an exact"
-            f" reference the gated and the recurrent family come within {worst:.3f} nats per step"
-            f" of the evidence, with an additive error of {error['gated']:.2f} (gated), where that"
-            f" of the conjugate family is {error['conjugate']:.2f}."
+            f"The archived networks and the archived reference give {agreeing} of 10 printed"
+            f" errors. The mean error of such a reference, a particle smoother with 2 particles, is"
+            f" {off.mean():.1f} over {off.shape[0]} runs. The mean of the errors printed for the"
+            f" gated network is {printed:.1f}. With correct gradients and an exact reference, the"
+            f" ELBO of the gated and the recurrent family is within {worst:.3f} nats per step of"
+            f" the evidence. The additive error of the gated family is {error['gated']:.2f}, and"
+            f" that of the conjugate family {error['conjugate']:.2f}."
         ),
         sections=[
             _figure_section(results),
@@ -103,9 +103,9 @@ def _figure_section(results: Results) -> Section:
         "Figure 2: additive errors as n grows",
         "The error of the sum of states for five sequences, gated (dots) and conjugate (stars).",
         [_draw_errors(lengths, panels), table],
-        "The left panel holds the values behind the paper's figure, from the archive. In the middle"
-        " the same networks are put beside the exact posterior: what changes is the error of the"
-        " 2-particle reference alone. On the right both families had correct gradients.",
+        "The left panel shows the values of the paper's figure, from the archive. The middle panel"
+        " compares the same networks with the exact posterior: only the reference differs. In the"
+        " right panel both families were trained with correct gradients.",
     )
 
 
@@ -124,8 +124,8 @@ def _draw_errors(lengths: np.ndarray, panels: dict[str, dict[str, np.ndarray]]) 
 
     return draw(
         "additive_error",
-        "Additive smoothing errors of five sequences as n grows. Left: the values behind the"
-        " paper's figure. Middle: the same networks against the exact posterior. Right: our fits"
+        "Additive smoothing errors of five sequences as n grows. Left: the values of the paper's"
+        " figure. Middle: the same networks against the exact posterior. Right: our fits"
         " against the exact posterior.",
         fill,
         columns=3,
@@ -201,9 +201,9 @@ def _table_section(results: Results, reproduced: dict[str, np.ndarray], agreeing
         "Squared error of the reference to the states, and additive errors of both families at"
         " n = 500.",
         tables,
-        f"{agreeing} of the 10 printed additive errors come out of the archived networks and the"
-        f" archived reference. The squared errors printed for that reference are {ratio:.0f} times"
-        " those of the exact posterior on average: they show the 2 particles.",
+        f"The archived networks and the archived reference give {agreeing} of the 10 printed"
+        f" additive errors. The squared errors printed for that reference are {ratio:.0f} times"
+        " those of the exact posterior on average, because it has 2 particles.",
     )
 
 
@@ -227,14 +227,14 @@ def _reference_section(results: Results, off: np.ndarray) -> Section:
     names = [*results.sums]
     ways = [[name, *errors_by_reference(results, name)] for name in names]
     return Section(
-        "The reference itself",
-        "The text says that the reference has 1000 samples; the archived run behind the table had 2"
+        "Error of the reference",
+        "According to the text the reference has 1000 samples; the archived run of the table had 2"
         " particles.",
         [
             _draw_reference(off, archived),
             Table(
                 "reference",
-                f"Additive error of the reference itself at n = 500: the archived run, quantiles of"
+                f"Additive error of the reference at n = 500: the archived run, quantiles of"
                 f" {off.shape[0]} runs of ours with 2 particles, and the mean of"
                 f" {good.shape[0]} runs with {results.sizes.num_particles}.",
                 {
@@ -259,7 +259,7 @@ def _reference_section(results: Results, off: np.ndarray) -> Section:
                 ways,
             ),
         ],
-        "A reference moves every row of the table by up to its own error, either way.",
+        "The error of a reference changes every row of the table by up to its size, up or down.",
     )
 
 

@@ -17,6 +17,12 @@ from retrodict.experiments._report import Section, Spread, Table, spread
 
 
 def families_section(results: Results, grades: dict[str, dict[str, Spread]]) -> Section:
+    """Return the section that compares all families on new series.
+
+    Args:
+        results: the results of the experiment.
+        grades: the scores of each smoother, by name.
+    """
     names = list(grades)
     titles = {
         "gap": "ELBO gap, nats per step",
@@ -77,8 +83,8 @@ def families_section(results: Results, grades: dict[str, dict[str, Spread]]) -> 
             ),
         ],
         "The archived networks were trained with averaged gradients, and with one draw of the"
-        " emission terms where ours use quadrature; ours have 32 instead of 16 units in a layer,"
-        " and a gate with a sigmoid. Those named '4 rows' are ours, trained once on series of four"
+        " emission terms where ours use quadrature; ours have 32 instead of 16 units per layer,"
+        " and a gate with a sigmoid. Those named '4 rows' are ours: one fit to series of four"
         " rows with correct gradients and Adam at a constant rate of 0.01, for"
         f" {results.sizes.short_steps} steps; the archived fits took 60,000 steps, five times.",
     )
@@ -103,14 +109,14 @@ def _elbo_table(results: Results) -> Table:
 
 def _draw_families(grades: dict[str, dict[str, Spread]]) -> Picture:
     names = list(grades)
-    drawn = {
+    labels = {
         "gap": ("ELBO gap, nats per step", 1.0),
         "additive error": ("additive error", 1.0),
         "marginal MSE": ("marginal MSE, ×10⁻⁴", 1e4),
     }
 
     def fill(*axes: Any) -> None:
-        for axis, (what, (label, unit)) in zip(axes, drawn.items(), strict=True):
+        for axis, (what, (label, unit)) in zip(axes, labels.items(), strict=True):
             for i, name in enumerate(names):
                 value, archived = grades[name][what].times(unit), name.startswith("archived")
                 axis.errorbar(

@@ -1,15 +1,15 @@
 """Section 3: the additive error grows linearly with n, in theory and in practice.
 
-Model: that of section 5.1, with the published parameters at three stopping points, on the paper's
-evaluation sequences; and the two-state model on which the proposition fails as printed.
+Model: that of section 5.1, with the published parameters at three stopping points, on the
+evaluation sequences of the paper; and a two-state model on which the proposition fails as printed.
 
-Reproduced: the claim of section 3 that the error on an additive functional is at most linear in the
-number of observations. The paper draws the error alone; here the bound stands beside it.
+Reproduced: the claim of section 3 that the error of an additive functional is at most linear in the
+number of observations. The paper shows the error only; here the bound is shown too.
 
 Deviations: Proposition 3.1 is false as printed for models that mix well (ρ < ½), which a two-state
-example shows. Nor does it apply to the paper's own example: the sum of states is unbounded, and its
-assumption H2 fails on the whole line. The bound that is drawn is one for Lipschitz functionals,
-computed by `error_bound`.
+example shows. It does not apply to the example of the paper either: the sum of states is unbounded,
+and assumption H2 fails on the whole line. The bound shown is for Lipschitz functionals, computed by
+`error_bound`.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ class Sizes(NamedTuple):
     """The sizes of the experiment.
 
     Attributes:
-        num_series: of the paper's evaluation sequences, how many.
-        lengths: how many of their observations.
+        num_series: the number of evaluation sequences of the paper that are used.
+        lengths: the numbers of observations n.
     """
 
     num_series: int
@@ -83,14 +83,14 @@ def _growth(folder: Folder, epoch: int, ys: Array, sizes: Sizes) -> dict[str, An
 
 def _two_states(folder: Folder) -> dict[str, Any]:
     """Compute the error of the two-state example, the printed proposition and corrected bounds."""
-    found = [
+    bounds = [
         rd.bounds.finite_bounds(rd.bounds.two_state_counterexample(e)) for e in folder.track(BIASES)
     ]
     return {
-        "error": np.array([abs(float(b.error)) for b in found]),
-        "printed": np.array([float(b.printed_proposition) for b in found]),
-        "corrected": np.array([float(b.s2) for b in found]),
-        "classical": np.array([float(b.classical) for b in found]),
+        "error": np.array([abs(float(b.error)) for b in bounds]),
+        "printed": np.array([float(b.printed_proposition) for b in bounds]),
+        "corrected": np.array([float(b.s2) for b in bounds]),
+        "classical": np.array([float(b.classical) for b in bounds]),
     }
 
 
@@ -116,20 +116,21 @@ def _chapter(sizes: Sizes, growth: dict[int, Stage], example: Stage) -> Chapter:
         sections=[
             Section(
                 "Growth with the number of observations",
-                "The error is bounded by a constant times n; the constants are not computed.",
+                "The error is bounded by a constant times n; the paper does not compute the"
+                " constants.",
                 [_draw_growth(sizes.lengths, growth), _growth_table(sizes.lengths, growth)],
-                "The bound is on the worst sum of 1-Lipschitz functions of the states, of which the"
-                " sum of states is one. It rests on the exact posterior of linear-Gaussian models.",
+                "The bound holds for every sum of 1-Lipschitz functions of the states, such as the"
+                " sum of states. It uses the exact posterior of linear-Gaussian models.",
             ),
             Section(
                 "Proposition 3.1, as printed and corrected",
                 "An explicit constant for models that mix strongly.",
                 [_draw_example(example), _example_table(example)],
-                "The example: three independent fair coins that the data tell nothing about. The"
-                " approximation is exact, but for the middle coin, which is off by e. The error on"
-                " its sign is 2e, and the printed right-hand side is of the order of e². S2 holds"
-                " for every finite model, and Theorem 2 under the assumptions H1 and H2; the page"
-                " on theory has the proofs. In this example S2 is the error itself.",
+                "The example: three independent fair coins, on which the data have no information."
+                " The approximation is exact except for the middle coin, whose probability is off"
+                " by e. The error of its expected sign is 2e, and the printed right-hand side is of"
+                " order e². S2 holds for every finite model, and Theorem 2 under assumptions H1 and"
+                " H2; the proofs are on the theory page. In this example S2 equals the error.",
             ),
         ],
         numbers={
@@ -159,7 +160,7 @@ def _growth_table(lengths: Sequence[int], growth: dict[int, Stage]) -> Table:
     titles = [f"{what}, {epoch} epochs" for epoch in growth for what in ("error", "bound")]
     return Table(
         "growth",
-        "Error of the sum of states, and the bound, means over the sequences.",
+        "Error of the sum of states and its bound, mean over the sequences.",
         {"n": "", **dict.fromkeys(titles, ".2g")},
         rows,
     )
@@ -199,7 +200,7 @@ def _example_table(example: Stage) -> Table:
     return Table(
         "two_states",
         "The two-state example by e: the error, Proposition 3.1 as printed, and the"
-        " corrected bounds S2 and of Theorem 2.",
+        " corrected bounds: S2 and Theorem 2.",
         {"e": "", "error": ".4f", "as printed": ".4f", "S2": ".4f", "Theorem 2": ".4f"},
         rows,
     )
@@ -225,14 +226,14 @@ def _draw_example(example: Stage) -> Picture:
                 marker="x" if what == "error" else None,
                 label=label,
             )
-        axis.set_xlabel("e, by how much the coin is off")
-        axis.set_ylabel("additive error, and bounds on it")
+        axis.set_xlabel("error e of the middle coin")
+        axis.set_ylabel("additive error and bounds")
         axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
     return draw(
         "two_states",
-        "Two states, with the middle coin off by e: the error, the proposition as printed, which is"
-        " below it for e < 0.1, and corrected bounds.",
+        "Two-state example with an error e of the middle coin: the additive error, the proposition"
+        " as printed, which is below it for e < 0.1, and corrected bounds.",
         fill,
         height=2.5,
     )

@@ -1,11 +1,11 @@
 """The demo: smoothing when two states explain an observation equally well.
 
-The model is that of the paper's section 5.2. A state moves linearly,
+The model is that of section 5.2 of the paper. A state moves linearly,
 
     x_k = A x_{k-1} + a + N(0, 0.1²),    y_k = cos(tanh(w x_k)) + N(0, 0.001),
 
-and is seen through an even map: x and −x look the same, and only the dynamics tell them apart.
-Three amortised families are trained on simulated series, and smooth held-out ones beside the exact
+and is observed through an even map: only the dynamics distinguish x from −x. Three amortised
+families are trained on simulated series. On held-out series they are compared with the exact
 posterior, a particle smoother and two linearised smoothers.
 """
 
@@ -38,13 +38,13 @@ class Sizes(NamedTuple):
     """The sizes of the demo.
 
     Attributes:
-        num_series: training series.
-        train_times: their rows.
-        num_steps: steps of a fit.
-        num_tested: held-out series.
-        num_times: their rows.
-        num_particles: particles of the particle smoother.
-        grid_points: points of the exact reference.
+        num_series: the number of training series.
+        train_times: the number of rows of a training series.
+        num_steps: the number of optimiser steps of a fit.
+        num_tested: the number of held-out series.
+        num_times: the number of rows of a held-out series.
+        num_particles: the number of particles of the particle smoother.
+        grid_points: the number of grid points of the exact reference.
     """
 
     num_series: int
@@ -76,13 +76,13 @@ class Score(NamedTuple):
     """The mean scores of one smoother on the held-out series.
 
     Attributes:
-        rmse: root mean squared error of its marginal means to the exact ones.
-        additive_error: error on the sum of all states of a series.
-        coverage: how often its 90% interval holds the true state.
-        gap: by how many nats a step its ELBO is short of the evidence; NaN if it has none.
-        trained: seconds of training, compilation included; NaN if there was none.
-        smoothed: seconds for one series, once compiled.
-        says: what it says of itself.
+        rmse: the root mean squared error of its marginal means to the exact ones.
+        additive_error: the error of the sum of all states of a series.
+        coverage: the share of true states within their 90% interval.
+        gap: evidence minus ELBO in nats per step; NaN for a smoother without an ELBO.
+        trained: the seconds of training, including compilation; NaN without training.
+        smoothed: the seconds per series, without compilation.
+        says: the status of a linearised smoother; empty for the others.
     """
 
     rmse: float
@@ -106,9 +106,9 @@ class Demo(NamedTuple):
     """The results of the demo.
 
     Attributes:
-        seed: seed of all that is drawn.
-        seconds: how long it took.
-        scores: how each smoother did, by name.
+        seed: the random seed.
+        seconds: the duration.
+        scores: the scores of each smoother, by name.
     """
 
     seed: int
@@ -117,16 +117,16 @@ class Demo(NamedTuple):
 
 
 def run(out: Path, *, seed: int = 0, sizes: Sizes = FULL, progress: Progress | None = None) -> Demo:
-    """Train, smooth, compare and draw; write `report.html`, `summary.json` and pictures.
+    """Run the demo, and write `report.html`, `summary.json` and pictures.
 
     Args:
-        out: the folder to write to; made if it does not exist.
-        seed: seed of all that is drawn.
-        sizes: how much is done.
-        progress: who is told how far it is.
+        out: the output folder, created if it does not exist.
+        seed: the random seed.
+        sizes: the sizes of the demo.
+        progress: progress callback.
 
     Raises:
-        OSError: if the folder cannot be made or written to.
+        OSError: if the folder cannot be created or written to.
     """
     began = time.perf_counter()
     make_writable(out)
@@ -141,19 +141,19 @@ def run(out: Path, *, seed: int = 0, sizes: Sizes = FULL, progress: Progress | N
         grid = rd.Grid(jnp.array([-2.5]), jnp.array([2.5]), sizes.grid_points)
         lengths = np.linspace(sizes.num_times // 4, sizes.num_times, 4).astype(int)
         oracle = [[rd.grid_smoother(model, y, grid, length=n) for n in lengths] for y in ys]
-        exact = _exact_bands([found[-1] for found in oracle])
+        exact = _exact_bands([posteriors[-1] for posteriors in oracle])
     scores: dict[str, Score] = {}
     growth: dict[str, np.ndarray] = {}
     bands: dict[str, Bands] = {"exact": exact}
-    evidence = np.array([float(found[-1].log_evidence) for found in oracle])
+    evidence = np.array([float(posteriors[-1].log_evidence) for posteriors in oracle])
     for name, smooth in _smoothers(model, families).items():
         with _Stage(progress, name):
-            chains, seconds, says = smooth(ys)
+            chains, seconds, status = smooth(ys)
             bands[name] = _gaussian_bands(chains)
             bound = _elbos(model, chains, ys, path_key)
             gap = float(np.mean(evidence - bound)) / sizes.num_times
-            known = trained.get(name, math.nan)
-            scores[name] = _score(bands[name], exact, xs, gap, known, seconds, says)
+            training = trained.get(name, math.nan)
+            scores[name] = _score(bands[name], exact, xs, gap, training, seconds, status)
             if name in AMORTISED:
                 growth[name] = _growth(chains, oracle, lengths)
     with _Stage(progress, "the particle smoother"):
@@ -177,7 +177,7 @@ def run(out: Path, *, seed: int = 0, sizes: Sizes = FULL, progress: Progress | N
 
 
 class _Stage:
-    """A context that reports the beginning and the end of a stage."""
+    """A context manager that reports the beginning and the end of a stage."""
 
     def __init__(self, progress: Progress, name: str):
         self.progress, self.name = progress, name
@@ -223,7 +223,7 @@ Chains = list[rd.LinearGaussianChain]
 def _smoothers(
     model: rd.StateSpaceModel, families: dict[str, rd.AbstractLinearGaussianFamily]
 ) -> dict[str, Callable[[Array], tuple[Chains, float, str]]]:
-    """Return the chains of the held-out series, the seconds per series, and a remark."""
+    """Return smoothers by name: from series to chains, seconds per series, and a status."""
 
     def amortised(
         family: rd.AbstractLinearGaussianFamily,
@@ -242,10 +242,10 @@ def _smoothers(
 
     def linearised(call: Callable[..., Any]) -> Callable[[Array], tuple[Chains, float, str]]:
         def smooth(ys: Array) -> tuple[Chains, float, str]:
-            found = [call(model, y) for y in ys]
-            words = sorted({posterior.status for posterior in found})
+            posteriors = [call(model, y) for y in ys]
+            statuses = sorted({posterior.status for posterior in posteriors})
             seconds = shortest(lambda: call(model, ys[0]).chain, 5)
-            return [posterior.chain for posterior in found], seconds, "/".join(words)
+            return [posterior.chain for posterior in posteriors], seconds, "/".join(statuses)
 
         return smooth
 
@@ -255,10 +255,10 @@ def _smoothers(
     }
 
 
-def _exact_bands(found: Sequence[rd.GridPosterior]) -> Bands:
+def _exact_bands(posteriors: Sequence[rd.GridPosterior]) -> Bands:
     tails = np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    ends = np.stack([np.asarray(posterior.quantile(tails))[..., 0] for posterior in found], axis=1)
-    return Bands(np.stack([np.asarray(p.mean)[:, 0] for p in found]), *ends)
+    ends = np.stack([np.asarray(p.quantile(tails))[..., 0] for p in posteriors], axis=1)
+    return Bands(np.stack([np.asarray(p.mean)[:, 0] for p in posteriors]), *ends)
 
 
 def _gaussian_bands(chains: Chains) -> Bands:
@@ -294,17 +294,17 @@ def _score(
     gap: float,
     trained: float,
     smoothed: float,
-    says: str,
+    status: str,
 ) -> Score:
-    truth, off = np.asarray(xs)[..., 0], bands.means - exact.means
+    truth, error = np.asarray(xs)[..., 0], bands.means - exact.means
     return Score(
-        rmse=float(np.sqrt(np.mean(off**2))),
-        additive_error=float(np.abs(off.sum(axis=1)).mean()),
+        rmse=float(np.sqrt(np.mean(error**2))),
+        additive_error=float(np.abs(error.sum(axis=1)).mean()),
         coverage=float(np.mean((bands.lower < truth) & (truth < bands.upper))),
         gap=gap,
         trained=trained,
         smoothed=smoothed,
-        says=says,
+        says=status,
     )
 
 
@@ -317,8 +317,8 @@ def _growth(
         return float(jnp.sum(chain.prefix(num_times).marginals().mean))
 
     exact = [
-        [float(posterior.mean[:n].sum()) for posterior, n in zip(found, lengths, strict=True)]
-        for found in oracle
+        [float(posterior.mean[:n].sum()) for posterior, n in zip(posteriors, lengths, strict=True)]
+        for posteriors in oracle
     ]
     return np.abs(np.array([[total(c, int(n)) for n in lengths] for c in chains]) - np.array(exact))
 
@@ -357,7 +357,7 @@ def _draw_bands(truth: np.ndarray, bands: dict[str, Bands], num_drawn: int = 40)
     return draw(
         "smoothing",
         f"{times.size} states of a held-out series: truth, posterior mean and {LEVEL:.0%} band by"
-        " four smoothers, around the time at which the conjugate family is furthest off.",
+        " four smoothers, around the time of the largest error of the conjugate family.",
         fill,
         rows=2,
         columns=2,
@@ -377,7 +377,7 @@ def _draw_two_sides(
     """Draw the marginals where the conjugate family is furthest from the exact posterior."""
     k = _worst(bands)
     points = np.asarray(exact.points)
-    seen = np.asarray(jax.vmap(lambda x: model.emission.law(x).mean[0])(exact.points))
+    curve = np.asarray(jax.vmap(lambda x: model.emission.law(x).mean[0])(exact.points))
     noise = float(model.emission.law(exact.points[0]).std[0])
     likelihood = np.exp(
         np.asarray(jax.vmap(lambda x: model.emission.log_prob(x, ys[k]))(exact.points)).ravel()
@@ -387,7 +387,7 @@ def _draw_two_sides(
 
     def fill(left: Any, right: Any) -> None:
         y = float(ys[k, 0])
-        left.plot(points[:, 0], seen, color=INKS[0], label="cos(tanh(w x))")
+        left.plot(points[:, 0], curve, color=INKS[0], label="cos(tanh(w x))")
         left.axhspan(y - 2 * noise, y + 2 * noise, color="0.88", lw=0, label="y ± 2 sd")
         left.axhline(y, color="black", lw=0.8, ls=":")
         left.set_xlabel("state x")
@@ -405,14 +405,14 @@ def _draw_two_sides(
         right.set_xlabel("state x")
         right.set_ylabel("density")
         right.set_xlim(-2, 2)
-        right.set_title(f"time {k}: what is known of the state")
+        right.set_title(f"densities of the state at time {k}")
         left.set_title("two states for one observation")
         right.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
     return draw(
         "two_sides",
-        f"Left: the observation map, and the observation at time {k}. Right: what it says of the"
-        " state by itself, which has two sides, and the posterior given all observations: exact,"
+        f"Left: the observation map, and the observation at time {k}. Right: the likelihood of this"
+        " observation alone, which has two modes, and the posterior given all observations: exact,"
         " and by two families.",
         fill,
         columns=2,
@@ -434,8 +434,8 @@ def _draw_growth(lengths: np.ndarray, growth: dict[str, np.ndarray]) -> Picture:
 
     return draw(
         "growth",
-        "How the error on the sum of all states grows with the number of observations: mean and"
-        " standard error over the held-out series.",
+        "Error of the sum of all states by the number of observations: mean and standard error over"
+        " the held-out series.",
         fill,
         height=2.5,
     )
@@ -447,19 +447,19 @@ def _chapter(demo: Demo, sizes: Sizes, pictures: Sequence[Picture]) -> Chapter:
     particles = demo.scores[f"FFBSi {sizes.num_particles}"]
     return Chapter(
         name="demo",
-        title="A state that is seen through an even map",
+        title="A state observed through an even map",
         summary=(
             f"Three families were trained on {sizes.num_series} simulated series of"
             f" {sizes.train_times} rows, and smoothed {sizes.num_tested} held-out series of"
-            f" {sizes.num_times}. The gated family's means are {gated.rmse:.3f} from the exact ones"
-            f" (root mean square), the extended smoother's {extended.rmse:.3f} and a particle"
-            f" smoother's {particles.rmse:.3f}, which took"
-            f" {particles.smoothed / gated.smoothed:.0f} times as long for a series."
+            f" {sizes.num_times} rows. The root mean squared error to the exact means is"
+            f" {gated.rmse:.3f} for the gated family, {extended.rmse:.3f} for the extended smoother"
+            f" and {particles.rmse:.3f} for the particle smoother. Per series, the latter took"
+            f" {particles.smoothed / gated.smoothed:.0f} times as long as the gated family."
         ),
         sections=[
             Section("The posterior against the truth", "", [bands, _table(demo, sizes)]),
-            Section("Two sides", "", [two_sides]),
-            Section("How errors grow", "", [growth]),
+            Section("Two modes", "", [two_sides]),
+            Section("Growth of the error", "", [growth]),
         ],
         numbers={},
         seconds={},
@@ -469,11 +469,10 @@ def _chapter(demo: Demo, sizes: Sizes, pictures: Sequence[Picture]) -> Chapter:
 def _table(demo: Demo, sizes: Sizes) -> Table:
     return Table(
         "scores",
-        f"{sizes.num_tested} held-out series of {sizes.num_times} rows. RMSE and the error on the"
-        f" sum of states are to the exact posterior; how often the {LEVEL:.0%} interval holds the"
-        " state; how far the ELBO is short of the evidence, nats a step. Training:"
-        f" {sizes.num_steps} steps, compilation included. Smoothing: one series, compiled. The last"
-        " column is what a linearised smoother says of itself.",
+        f"{sizes.num_tested} held-out series of {sizes.num_times} rows. RMSE and error of Σx: to"
+        f" the exact posterior. Coverage of the {LEVEL:.0%} interval. ELBO gap: evidence"
+        f" minus ELBO, nats per step. Training: {sizes.num_steps} steps, including compilation."
+        " Smoothing: one series, compiled. Last column: the status of a linearised smoother.",
         COLUMNS,
         rows_of(demo),
     )
@@ -494,10 +493,11 @@ def summary(demo: Demo) -> bytes:
 
 def _page(chapter: Chapter, demo: Demo) -> bytes:
     lead = [
-        "retrodict infers the path of a hidden state from noisy observations of it. Here a state"
-        " and its negative look the same. A conjugate family gives each observation one Gaussian,"
-        " which cannot have two sides; a linearised smoother replaces the map by a line; a gated or"
-        " recurrent family reads the observation in the light of what it knows already.",
+        "retrodict infers the path of a hidden state from noisy observations. Here a state and its"
+        " negative have the same law of observations. A conjugate family represents each"
+        " observation by one Gaussian, which has one mode. A linearised smoother replaces the map"
+        " by a line. In a gated or recurrent family the update also depends on the earlier"
+        " observations.",
     ]
     footer = f"Made by 'retrodict demo --seed {demo.seed}' in {demo.seconds:.0f} s."
     return page("retrodict: a demo", lead, [chapter], footer)

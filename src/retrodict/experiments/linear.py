@@ -1,6 +1,6 @@
 """Section 5.1 and appendix D.2: a linear-Gaussian model, smoothed by a family that contains it.
 
-Model: x_0 ~ N(m, s²), x_k = A x_{k-1} + a + N(0, q²), y_k = B x_k + N(0, r²), all on the line. θ is
+Model: x_0 ~ N(m, s²), x_k = A x_{k-1} + a + N(0, q²), y_k = B x_k + N(0, r²), all scalar. θ is
 known; λ, seven parameters with the same meaning, is learned by maximising the closed-form ELBO.
 
 Reproduced: the training curves and the additive errors of the first figure, the marginal errors
@@ -67,7 +67,7 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     curves = np.stack([NUM_TIMES * fit.held_out for fit in fits])
     best = int(curves.max(axis=1).argmax())
 
-    # The rate is constant, so that a shorter fit is the beginning of a longer one.
+    # The rate is constant: a shorter fit equals the beginning of a longer one.
     stopped = []
     for epoch in sizes.epochs[:-1]:
         fitted, _ = folder.fit(

@@ -1,15 +1,15 @@
 """Appendix D.2: a linear-Gaussian model with three states and four observations.
 
 Model: x_0 ~ N(m, 0.1 I), x_k = A x_{k-1} + N(0, 0.1 I), y_k = B x_k + N(0, 0.1 I), with A diagonal,
-its entries drawn from (0.99, 1). Only the prior mean m and A are learned: what else would be free,
-scales and permutations of the states, is fixed.
+its entries drawn from (0.99, 1). Only the prior mean m and A are learned. All other
+parameters are fixed, which removes the ambiguity of scales and permutations of the states.
 
 Reproduced: the figure of smoothed components with 95% regions, under the true and under the learned
 parameters.
 
-Deviations: the paper names neither m nor B, nor the length of the sequence that it draws. Here m
-and B are standard normal draws, and the sequence has 64 rows. The regions' coverage is counted,
-which the paper does not do. Batches are drawn afresh at each step.
+Deviations: the paper does not state m, B or the length of the sequence in its figure. Here m and B
+are standard normal draws, and the sequence has 64 rows. In addition, the coverage of the regions is
+computed. Each step draws a new minibatch.
 """
 
 from statistics import NormalDist
@@ -35,11 +35,11 @@ class Sizes(NamedTuple):
     """The sizes of the experiment.
 
     Attributes:
-        num_series: training series, of ten rows.
-        num_epochs: how often there are as many steps as would see each of them once.
+        num_series: the number of training series, of ten rows each.
+        num_epochs: the number of epochs of `num_series / BATCH_SIZE` steps.
         learning_rate: the constant rate of Adam.
-        num_times: rows of the evaluated sequences.
-        num_covered: sequences on which coverage is counted.
+        num_times: the number of rows of an evaluated sequence.
+        num_covered: the number of sequences on which coverage is computed.
     """
 
     num_series: int
@@ -90,8 +90,8 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     )
     family: Any = result.family
     learned = rd.unwrap(family.model)
-    found = folder.stage("smoothing", lambda: _smooth(rd.unwrap(theta), learned, test_key, sizes))
-    return _chapter(sizes, rd.unwrap(theta), learned, found, seconds)
+    stage = folder.stage("smoothing", lambda: _smooth(rd.unwrap(theta), learned, test_key, sizes))
+    return _chapter(sizes, rd.unwrap(theta), learned, stage, seconds)
 
 
 def _model(key: Array) -> rd.StateSpaceModel:
@@ -142,22 +142,22 @@ def _smooth(
         inside = jnp.abs(xs - laws.mean) < margin * laws.std
         return laws.mean[0], laws.std[0], jnp.mean(inside, axis=1)
 
-    found = {"xs": xs[0]}
+    arrays = {"xs": xs[0]}
     for name, model in (("true", theta), ("learned", learned)):
         parts = zip(("mean", "std", "covered"), smooth(model), strict=True)
-        found |= {f"{what}_{name}": part for what, part in parts}
-    return found
+        arrays |= {f"{what}_{name}": part for what, part in parts}
+    return arrays
 
 
 def _chapter(
     sizes: Sizes,
     theta: rd.StateSpaceModel,
     learned: rd.StateSpaceModel,
-    found: Stage,
+    stage: Stage,
     seconds: float,
 ) -> Chapter:
     coverage = {
-        name: [spread(found[f"covered_{name}"][:, i]) for i in range(STATE_DIM)]
+        name: [spread(stage[f"covered_{name}"][:, i]) for i in range(STATE_DIM)]
         for name in ("true", "learned")
     }
     mean = {name: np.mean([state.mean for state in states]) for name, states in coverage.items()}
@@ -166,14 +166,15 @@ def _chapter(
         for i in range(STATE_DIM)
     ] + [(f"prior mean {i}", theta.prior.mean[i], learned.prior.mean[i]) for i in range(STATE_DIM)]
     rows = [[name, float(true), float(fitted)] for name, true, fitted in pairs]
-    away = max(abs(true - fitted) for _, true, fitted in rows)
+    largest_error = max(abs(true - fitted) for _, true, fitted in rows)
     return Chapter(
         name="multivariate",
         title="Appendix D.2: three states, four observations",
         summary=(
-            f"Learned from {sizes.num_series} series of {LENGTH} rows, no parameter is further than"
-            f" {away:.1e} from the truth. The {LEVEL:.0%} regions hold {mean['true']:.1%} of the"
-            f" states under the true parameters and {mean['learned']:.1%} under the learned ones"
+            f"After learning from {sizes.num_series} series of {LENGTH} rows, the largest error of"
+            f" a parameter is {largest_error:.1e}. The {LEVEL:.0%} regions contain"
+            f" {mean['true']:.1%} of the states under the true parameters and"
+            f" {mean['learned']:.1%} under the learned ones"
             f" ({sizes.num_covered} sequences of {sizes.num_times} rows)."
         ),
         sections=[
@@ -181,17 +182,17 @@ def _chapter(
                 "Appendix figure: smoothed components",
                 "Each component of one sequence, with true parameters on the left and learned ones"
                 " on the right: true states (stars), smoothed means (dots), 95% regions (bars).",
-                [_draw(found)],
-                "The paper names neither the emission matrix nor the sequence, so that the picture"
-                " can agree in kind only.",
+                [_draw(stage)],
+                "The paper does not state the emission matrix or the sequence: the comparison can"
+                " only be qualitative.",
             ),
             Section(
                 "Parameters, side by side",
-                "True and learned parameters are not printed.",
+                "The paper does not print true and learned parameters.",
                 [
                     Table(
                         "parameters",
-                        "What is learned: the diagonal of A and the prior mean.",
+                        "Learned parameters: the diagonal of A and the prior mean.",
                         {"": "", "true": ".4f", "learned": ".4f"},
                         rows,
                     )
@@ -199,7 +200,7 @@ def _chapter(
             ),
             Section(
                 "Coverage",
-                "The regions are drawn; how often they hold the state is not counted.",
+                "The paper shows the regions, but not their coverage.",
                 [
                     Table(
                         "coverage",
@@ -219,9 +220,9 @@ def _chapter(
     )
 
 
-def _draw(found: Stage) -> Picture:
+def _draw(stage: Stage) -> Picture:
     margin = NormalDist().inv_cdf(0.5 + LEVEL / 2)
-    times = np.arange(found["xs"].shape[0])
+    times = np.arange(stage["xs"].shape[0])
 
     def fill(*axes: Any) -> None:
         for i in range(STATE_DIM):
@@ -229,15 +230,15 @@ def _draw(found: Stage) -> Picture:
                 axis = axes[2 * i + j]
                 axis.errorbar(
                     times,
-                    found[f"mean_{name}"][:, i],
-                    yerr=margin * found[f"std_{name}"][:, i],
+                    stage[f"mean_{name}"][:, i],
+                    yerr=margin * stage[f"std_{name}"][:, i],
                     fmt="o",
                     ms=1.8,
                     lw=0.7,
                     color=INKS[0],
                     label="mean and 95% region",
                 )
-                axis.plot(times, found["xs"][:, i], "*", ms=4, mew=0, color=INKS[1], label="state")
+                axis.plot(times, stage["xs"][:, i], "*", ms=4, mew=0, color=INKS[1], label="state")
                 if i == 0:
                     axis.set_title(f"{name} parameters")
             axes[2 * i].set_ylabel(f"state {i}")

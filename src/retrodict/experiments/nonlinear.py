@@ -1,20 +1,20 @@
 """Section 5.2: a model whose observation map is not injective, conjugate against gated.
 
 Model: x_0 ~ N(0, 0.1), x_k = A x_{k-1} + a + N(0, 0.01), y_k = cos(tanh(w x_k)) + N(0, 0.001). The
-map is even: x and −x are seen alike, and only the dynamics tell them apart.
+map is even: only the dynamics distinguish x from −x.
 
-Reproduced: the additive errors of the second figure and of the table, on the paper's own five
-sequences, with the networks that its authors trained and with ours; and beyond it, every family of
-the library on fresh series.
+Reproduced: the additive errors of the second figure and of the table, on the five sequences of the
+paper, with the networks that its authors trained and with ours. In addition, every family of the
+library is evaluated on fresh series.
 
-Deviations of the archived runs from the paper's text: the table's reference is a particle smoother
-with 2 particles and not 1000; gradients were averaged over the entries of each weight matrix; the
-gate is one linear number without a sigmoid, on mean and scale; training series had four rows; five
-fits of 60,000 steps each, with one draw of the emission terms. Deviations of ours from those runs:
-correct gradients; series of 64 rows (fits to series of four rows beside them, one of fewer steps a
-family); quadrature for the emission terms; networks with two hidden layers of 32 units instead of
-16; a gate with a sigmoid, element by element on natural parameters (on mean and scale as "gated,
-scale"); and the exact posterior on a grid as the reference.
+Deviations of the archived runs from the text of the paper: the reference of the table is a particle
+smoother with 2 particles, not 1000; gradients were averaged over the entries of each weight matrix;
+the gate is one linear number without a sigmoid, on mean and scale; training series had four rows;
+each family had five fits of 60,000 steps, with one draw of the emission terms. Our deviations from
+those runs: correct gradients; series of 64 rows (and one fit per family to series of four rows,
+with fewer steps); quadrature for the emission terms; networks with two hidden layers of 32 units
+instead of 16; a gate with a sigmoid, elementwise on natural parameters (on mean and scale in
+"gated, scale"); and the exact posterior on a grid as the reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -180,9 +180,9 @@ def _by_length(
     """Compute exact marginal means, and expected sums of states given the first n observations."""
     sums, means = [], []
     for y in folder.track(list(ys)):
-        found = [rd.grid_smoother(model, y, grid, length=n).mean[:n, 0] for n in lengths]
-        sums.append([float(mean.sum()) for mean in found])
-        means.append(found[-1])
+        by_length = [rd.grid_smoother(model, y, grid, length=n).mean[:n, 0] for n in lengths]
+        sums.append([float(mean.sum()) for mean in by_length])
+        means.append(by_length[-1])
     return {"sums": np.array(sums), "means": jnp.stack(means)}
 
 
@@ -196,15 +196,15 @@ def _particles(
 ) -> dict[str, Any]:
     """Compute the marginal means of a particle smoother that resamples at every step.
 
-    As many runs at a time as there are devices, one on each.
+    Each device computes one run at a time.
     """
 
     def means(key: Array) -> Array:
         def one(y: Array, key: Array) -> Array:
-            found = rd.ffbsi(
+            posterior = rd.ffbsi(
                 key, model, y, num_particles, resampling="multinomial", threshold=1.0, strict=False
             )
-            return found.mean[:, 0]
+            return posterior.mean[:, 0]
 
         return jax.lax.map(lambda at: one(*at), (ys, jax.random.split(key, len(ys))))
 
@@ -223,22 +223,22 @@ def _sums(
     def by_length(chain: rd.LinearGaussianChain) -> Array:
         return jnp.stack([jnp.sum(chain.prefix(n).marginals().mean) for n in lengths])
 
-    found = {}
+    sums = {}
     for name in folder.track(list(smoothers)):
         infer = _jitted(smoothers[name])
-        found[name] = jnp.stack([by_length(infer(y)) for y in ys])
-    return found
+        sums[name] = jnp.stack([by_length(infer(y)) for y in ys])
+    return sums
 
 
 def _oracle(folder: Folder, model: rd.StateSpaceModel, ys: Array, grid: rd.Grid) -> dict[str, Any]:
     """Compute evidence, marginal means and central intervals of every series."""
     evidence, means, intervals = [], [], []
     for y in folder.track(list(ys)):
-        found = rd.grid_smoother(model, y, grid)
-        evidence.append(float(found.log_evidence))
-        means.append(np.asarray(found.mean)[:, 0])
+        posterior = rd.grid_smoother(model, y, grid)
+        evidence.append(float(posterior.log_evidence))
+        means.append(np.asarray(posterior.mean)[:, 0])
         tails = np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        intervals.append(np.asarray(found.quantile(tails))[..., 0])
+        intervals.append(np.asarray(posterior.quantile(tails))[..., 0])
     return {
         "evidence": np.array(evidence),
         "means": np.stack(means),
@@ -261,14 +261,14 @@ def _grade(
 ) -> dict[str, Any]:
     """Compute the ELBO by sampled paths, marginal means and scales, and the seconds per series."""
     smooth = _jitted(infer)
-    found = []
+    parts = []
     for y, k in folder.track(list(zip(ys, jax.random.split(key, len(ys)), strict=True))):
         chain = smooth(y)
-        # An argument, not a closure: its program is compiled once for all smoothers.
+        # The chain is an argument, not a closure: one compiled program serves all smoothers.
         bound = rd.elbo(model, chain, y, estimator=rd.BackwardSampling(NUM_PATHS), key=k)
         laws = chain.marginals()
-        found.append((bound, laws.mean[:, 0], laws.std[:, 0]))
-    bounds, means, stds = (jnp.stack(part) for part in zip(*found, strict=True))
+        parts.append((bound, laws.mean[:, 0], laws.std[:, 0]))
+    bounds, means, stds = (jnp.stack(part) for part in zip(*parts, strict=True))
     whole = jax.jit(lambda y: infer(y).marginals().mean)
     return {
         "elbo": bounds,
@@ -279,5 +279,5 @@ def _grade(
 
 
 def _jitted(infer: Infer) -> Infer:
-    # A method of a family cannot be jitted itself: JAX would hash the family.
+    # A bound method of a family cannot be jitted: JAX would hash the family.
     return jax.jit(lambda y: infer(y))

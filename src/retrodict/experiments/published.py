@@ -2,7 +2,7 @@
 
 The paper is Chagneux, Gassiat, Gloaguen and Le Corff (2022). `published.json` holds the printed
 tables and, from the archived runs behind them, parameters, training curves and error curves. The
-evaluation sequences are drawn anew here, to the last digit.
+evaluation sequences are simulated here again and equal the archived ones to the last digit.
 """
 
 import json
@@ -36,9 +36,10 @@ def linear_model(
     slope: float,
     emission_std: float,
 ) -> rd.StateSpaceModel:
-    """x_0 ~ N(m, s²), x_k = A x_{k-1} + a + N(0, q²), y_k = B x_k + N(0, r²), on the line.
+    """Return the model of section 5.1, with one state and one observation.
 
-    The emission has no bias, and none is learned.
+    x_0 ~ N(m, s²), x_k = A x_{k-1} + a + N(0, q²), y_k = B x_k + N(0, r²). The emission has no
+    bias, and none is learned.
     """
 
     def matrix(value: float) -> Array:
@@ -66,18 +67,21 @@ def linear_lambda(epoch: int) -> rd.StateSpaceModel:
 
 
 def nonlinear_theta() -> rd.StateSpaceModel:
-    """θ of section 5.2: x_k = A x_{k-1} + a + N(0, 0.1²), y_k = cos(tanh(w x_k)) + N(0, 0.001)."""
-    found = archive()["nonlinear"]
-    weight, bias, noise = found["transition"]
-    slope = found["slope"]
+    """Return θ of section 5.2.
+
+    x_k = A x_{k-1} + a + N(0, 0.1²), y_k = cos(tanh(w x_k)) + N(0, 0.001).
+    """
+    parameters = archive()["nonlinear"]
+    weight, bias, noise = parameters["transition"]
+    slope = parameters["slope"]
     return rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), found["prior_std"] * jnp.eye(1)),
+        prior=rd.Gaussian(jnp.zeros(1), parameters["prior_std"] * jnp.eye(1)),
         transition=rd.LinearGaussianKernel(
             weight * jnp.eye(1), jnp.array([bias]), noise * jnp.eye(1)
         ),
         emission=rd.NonlinearGaussianKernel(
             lambda x: jnp.cos(jnp.tanh(slope * x)),
-            rd.Diagonal(jnp.array([found["emission_std"]])),
+            rd.Diagonal(jnp.array([parameters["emission_std"]])),
         ),
     )
 
@@ -103,8 +107,8 @@ def _sequences(
 ) -> tuple[Array, Array]:
     """Draw the sequences as the archived code did.
 
-    One standard normal from each of 2n keys: the first n move the state, the last n are the noise
-    of the observations. The layout of random bits is the one that JAX had then.
+    Each of 2n keys gives one standard normal: the first n are the noise of the states, the last n
+    that of the observations. The layout of random bits is that of the JAX version used then.
     """
     with jax.threefry_partitionable(False):
         keys = jax.random.split(key, num_drawn + 1)[1 : num_kept + 1]
@@ -126,11 +130,11 @@ def _sequences(
         _, rest = jax.lax.scan(move, first, noise[1:num_times])
         xs = jnp.concatenate([first[None], rest])
 
-        def see(x: Array, draw: Array) -> Array:
+        def observe(x: Array, draw: Array) -> Array:
             law = model.emission.law(x)
             return law.mean + law.std * draw
 
-        return xs, jax.vmap(see)(xs, noise[num_times:])
+        return xs, jax.vmap(observe)(xs, noise[num_times:])
 
     return jax.vmap(one)(noise)
 
@@ -140,11 +144,11 @@ def archived_chain(name: str, ys: Float[Array, "time 1"]) -> rd.LinearGaussianCh
 
     The filtering laws come from a recursion: predict with the fitted transition, then update by
     the network. The backward kernels are those of the fitted transition. The gate of the gated
-    network is a plain linear map, one number for mean and scale, as it was run and not as printed.
+    network is a linear map to one number for mean and scale: as in the archive, not as printed.
     """
-    found = archive()["nonlinear"][name]
-    prior_mean, prior_std, weight, bias, noise = found["law"]
-    update = _conjugate_update(found) if name == "conjugate" else _gated_update(found)
+    archived = archive()["nonlinear"][name]
+    prior_mean, prior_std, weight, bias, noise = archived["law"]
+    update = _conjugate_update(archived) if name == "conjugate" else _gated_update(archived)
 
     def step(filtered: tuple[Array, Array], y: Array) -> tuple[Any, Any]:
         mean, std = filtered
@@ -175,23 +179,23 @@ def _network(layers: list, x: Array) -> Array:
     return x @ last[0] + last[1]
 
 
-def _conjugate_update(found: dict[str, Any]) -> Callable[..., tuple[Array, Array]]:
+def _conjugate_update(archived: dict[str, Any]) -> Callable[..., tuple[Array, Array]]:
     def update(y: Array, mean: Array, std: Array) -> tuple[Array, Array]:
-        first, second = _network(found["network"], y[None])
+        first, second = _network(archived["network"], y[None])
         precision = 1 / std**2 + jax.nn.softplus(second)
         return (mean / std**2 + first) / precision, 1 / jnp.sqrt(precision)
 
     return update
 
 
-def _gated_update(found: dict[str, Any]) -> Callable[..., tuple[Array, Array]]:
-    weight, bias = (jnp.array(part) for part in found["gate"])
+def _gated_update(archived: dict[str, Any]) -> Callable[..., tuple[Array, Array]]:
+    weight, bias = (jnp.array(part) for part in archived["gate"])
 
     def update(y: Array, mean: Array, std: Array) -> tuple[Array, Array]:
         predicted = jnp.stack([mean, std])
-        seen = jnp.concatenate([y[None], predicted])
-        gate = (seen @ weight + bias)[0]
-        mixed = gate * predicted + (1 - gate) * _network(found["network"], seen)
+        features = jnp.concatenate([y[None], predicted])
+        gate = (features @ weight + bias)[0]
+        mixed = gate * predicted + (1 - gate) * _network(archived["network"], features)
         # The sign of a scale is arbitrary: only its square matters.
         return mixed[0], jnp.abs(mixed[1])
 

@@ -1,8 +1,8 @@
 """Reproduce the paper: run experiments, store finished stages, and write one report.
 
-In the folder, each experiment has one of its own: `numbers.json`, a `.csv` for each table, `.svg`
-and `.png` for each figure, `settings.json` with sizes, seed, versions and times, and `stages`, from
-which a killed run goes on.
+Each experiment has a subfolder with `numbers.json`, one `.csv` per table, one `.svg` and one `.png`
+per figure, `settings.json` with sizes, seed, versions and times, and `stages`, from which an
+interrupted run resumes.
 """
 
 import math
@@ -41,9 +41,9 @@ class Reproduced(NamedTuple):
     """The result of a reproduction.
 
     Attributes:
-        report: the page that was written.
-        chapters: the experiments that were asked for, now or before.
-        seconds: how long the stages of each took, in this run or before.
+        report: the path of the report.
+        chapters: the requested experiments, and finished ones of earlier calls.
+        seconds: the duration of the stages of each experiment, including earlier calls.
     """
 
     report: Path
@@ -62,16 +62,16 @@ def reproduce(
     """Run experiments, or read their finished stages, and write the report.
 
     Args:
-        names: which of `EXPERIMENTS`.
-        out: the folder to write to; made if it does not exist.
-        quick: whether to do less of everything.
-        seed: seed of all that is drawn, but for the paper's own sequences.
-        progress: called with the name of an experiment and the number of its stages, gives whom to
-            tell of them.
+        names: names of `EXPERIMENTS`.
+        out: the output folder, created if it does not exist.
+        quick: whether to use small sizes.
+        seed: the random seed; the sequences of the paper do not depend on it.
+        progress: returns a progress callback, given the name of an experiment and the number of
+            its stages.
 
     Raises:
         ValueError: if there is no such experiment, or JAX does not compute in float64.
-        OSError: if the folder cannot be made or written to; what was computed is kept.
+        OSError: if the folder cannot be created or written to; finished stages are kept.
     """
     unknown = [name for name in names if name not in EXPERIMENTS]
     if unknown:
@@ -80,7 +80,7 @@ def reproduce(
         )
     if not _float64():
         raise ValueError(
-            "the paper's numbers are of float64: jax.config.update('jax_enable_x64', True) first"
+            "the paper's numbers need float64: call jax.config.update('jax_enable_x64', True) first"
         )
     make_writable(out)
     chapters, seconds = [], {}
@@ -91,8 +91,8 @@ def reproduce(
         # The report includes earlier experiments with the same settings.
         if name not in names and not (place.exists() and Folder(place, settings).is_complete):
             continue
-        told = Quiet() if progress is None else progress(name, module.num_stages(sizes))
-        folder = Folder(place, settings, told)
+        callback = Quiet() if progress is None else progress(name, module.num_stages(sizes))
+        folder = Folder(place, settings, callback)
         chapter = module.run(folder, sizes, seed)
         chapters.append(chapter)
         seconds[name] = folder.seconds
@@ -117,13 +117,13 @@ def _write(folder: Folder, chapter: Chapter, settings: dict[str, Any]) -> None:
 
 
 def _versions() -> dict[str, dict[str, str]]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return {"versions": found}
+            versions[package] = "not installed"
+    return {"versions": versions}
 
 
 def _float64() -> bool:
@@ -148,12 +148,12 @@ def _page(chapters: Sequence[Chapter], seconds: dict[str, float], quick: bool, s
         f"{'Every figure and table' if whole else 'Figures and tables'} of Chagneux, Gassiat,"
         " Gloaguen and Le Corff (2022), 'Amortized backward variational inference in nonlinear"
         " state-space models': as printed, from the parameters and values in its authors' public"
-        " archive, and computed anew by retrodict.",
+        " archive, and computed by retrodict.",
     ]
     if quick:
         lead.append(
-            "This is a quick run: fewer fits, steps and series than the paper's. Its figures show"
-            " the kind of the result; for the numbers, run without --quick."
+            "This is a quick run, with fewer fits, steps and series than in the paper. Its results"
+            " are qualitative; for the numbers, run without --quick."
         )
     times = ", ".join(f"{name} {_duration(value)}" for name, value in seconds.items())
     footer = (

@@ -306,9 +306,9 @@ def option_from_text(ready: ReadyModel, text: str) -> tuple[str, Any]:
     if not equals:
         raise ModelError(f"An option is key=value, such as period=12, got {text!r}.")
     if name not in ready.options:
-        known = ", ".join(ready.options)
+        names = ", ".join(ready.options)
         raise ModelError(
-            f"{name} is not an option of {ready.name}.{guess(name, ready.options)} It has {known}."
+            f"{name} is not an option of {ready.name}.{guess(name, ready.options)} It has {names}."
         )
     kind = ready.options[name].kind
     try:

@@ -46,17 +46,17 @@ TABLES: dict[str, dict[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """What a reference says of a model, its data and its fit.
+    """The specification of a model, its data and its fit, from a reference.
 
     Attributes:
-        reference: the reference itself.
+        reference: the reference.
         name: the name of a ready model; `None` if the reference is to an object.
         options: options of the ready model.
         start: starting values by parameter, in place of those from data.
         fixed: names of parameters that are not learned.
         data: how to read data: some of the arguments of `retrodict.data.read`.
         fit: how to fit: some of `family` and `num_steps`.
-        given: the model itself, if the reference is to an object that was given in Python.
+        given: the model, if it was passed as a Python object.
     """
 
     reference: str
@@ -229,7 +229,7 @@ def load(
     Args:
         reference: the name of a ready model, the path of a model file that ends in `.toml`, or
             `module:name`, where the object is a `StateSpaceModel` or a function of no arguments
-            that returns one; a module is imported in this case alone. Or the object itself: a
+            that returns one; a module is imported in this case only. Or a Python object: a
             `StateSpaceModel`, or a function of no arguments that returns one.
 
     Raises:
@@ -267,16 +267,16 @@ def _is_object(reference: str) -> bool:
 def _object_model(reference: str) -> StateSpaceModel:
     module_name, _, attribute = reference.partition(":")
     if module_name.endswith(".py") or "/" in module_name or module_name.startswith("."):
-        raise ModelError(f"{reference}: name a module, and not its file, such as my_module:model.")
+        raise ModelError(f"{reference}: name a module, not its file, such as my_module:model.")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         reason = _reason(error)
         raise ModelError(f"{reference}: {module_name} cannot be imported: {reason}.") from error
     if not hasattr(module, attribute):
-        known = [name for name in vars(module) if not name.startswith("_")]
+        public = [name for name in vars(module) if not name.startswith("_")]
         raise ModelError(
-            f"{reference}: {module_name} has no {attribute!r}.{nearest(attribute, known)}"
+            f"{reference}: {module_name} has no {attribute!r}.{nearest(attribute, public)}"
         )
     return _built(getattr(module, attribute), reference)
 
@@ -352,8 +352,8 @@ def _check_ready(spec: ModelSpec, where: str) -> None:
     for name, value in spec.start.items():
         with _located(f"{where}: model.start.{name}"):
             # Lists have as many entries as the data have columns, which are not known yet.
-            known = named_parameters(model, fixed=True).get(name, 0.5)
-            with_parameters(model, {name: known if isinstance(value, list) else value})
+            default = named_parameters(model, fixed=True).get(name, 0.5)
+            with_parameters(model, {name: default if isinstance(value, list) else value})
     with _located(f"{where}: model.fixed"):
         fix_parameters(model, spec.fixed)
 

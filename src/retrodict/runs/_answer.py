@@ -107,8 +107,8 @@ def read_inputs(
     layout = run.layout
     wanted = layout["inputs"]
     if not wanted:
-        raise RunError("The model of this run has no inputs to be given; leave them out.")
-    given = data.read(
+        raise RunError("The model of this run takes no inputs; leave them out.")
+    future = data.read(
         source,
         time=layout["time"],
         series=layout["series"],
@@ -116,29 +116,29 @@ def read_inputs(
         freq=layout["freq"],
         time_format=layout["time_format"],
     )
-    begins = np.zeros(given.num_series, int)
-    if given.series == table.series and layout["time"] is not None:
-        pairs = zip(given.times, table.times, strict=True)
-        begins = np.array([int(np.sum(own <= past[-1])) for own, past in pairs])
-    fewest = int(np.min(given.length - begins))
-    if given.series != table.series or fewest < (num_times or 1):
+    begins = np.zeros(future.num_series, int)
+    if future.series == table.series and layout["time"] is not None:
+        pairs = zip(future.times, table.times, strict=True)
+        begins = np.array([int(np.sum(times <= past[-1])) for times, past in pairs])
+    fewest = int(np.min(future.length - begins))
+    if future.series != table.series or fewest < (num_times or 1):
         wanted = "at least one row" if num_times is None else f"{num_times} rows"
         raise RunError(
-            f"{given.source} must have {wanted} of inputs for each series of the data, after its"
+            f"{future.source} must have {wanted} of inputs for each series of the data, after its"
             " last row."
         )
     num_times = fewest if num_times is None else num_times
     rows = begins[:, None] + np.arange(num_times)
-    us = np.take_along_axis(given.ys, rows[..., None], axis=1)
+    us = np.take_along_axis(future.ys, rows[..., None], axis=1)
     if np.isnan(us).any():
-        raise RunError(f"{given.source} has gaps; inputs must be known in every row.")
+        raise RunError(f"{future.source} has gaps; fill in the inputs of every row.")
     steps = np.ones(us.shape[:2])
     if layout["time"] is not None:
-        coming = [own[places] for own, places in zip(given.times, rows, strict=True)]
+        coming = [times[places] for times, places in zip(future.times, rows, strict=True)]
         try:
             coming = table.coming(coming)
         except ValueError as error:
-            raise RunError(f"{given.source}: ", error) from error
+            raise RunError(f"{future.source}: ", error) from error
         if layout["step_input"] and table.step is None:
             steps = table.steps_to(coming)
     return us if not layout["step_input"] else np.concatenate([steps[..., None], us], axis=2)
@@ -152,12 +152,12 @@ def _future_inputs(
         steps = table.steps_to(times)
         if steps.shape[1] != num_times:
             raise RunError(
-                f"A forecast of {num_times} rows expects as many times of each series, got"
+                f"A forecast of {num_times} rows needs as many times per series, got"
                 f" {steps.shape[1]}."
             )
     elif inputs is None and table.step is None and table.step_unit is not None:
         raise RunError(
-            "The times of this run are irregular: a forecast needs the coming times, ",
+            "The times of this run are irregular: a forecast needs future times, ",
             Argument("times", hint="from data.read_times"),
             ".",
         )
@@ -169,18 +169,18 @@ def _future_inputs(
     if inputs is None:
         if width > 1 or table.step_unit is None:
             raise RunError(
-                f"A forecast needs the inputs {', '.join(table.input_names)} of the coming rows."
+                f"A forecast needs the inputs {', '.join(table.input_names)} of the future rows."
             )
         return np.ones((table.num_series, num_times, 1)) if steps is None else steps[..., None]
-    given = np.asarray(inputs, float)
-    if given.shape != (table.num_series, num_times, width):
+    us = np.asarray(inputs, float)
+    if us.shape != (table.num_series, num_times, width):
         raise RunError(
             f"A forecast of {num_times} rows expects inputs of shape"
-            f" {(table.num_series, num_times, width)}, got {given.shape}."
+            f" {(table.num_series, num_times, width)}, got {us.shape}."
         )
     if steps is not None:
-        given = np.concatenate([steps[..., None], given[..., 1:]], axis=2)
-    return given
+        us = np.concatenate([steps[..., None], us[..., 1:]], axis=2)
+    return us
 
 
 def impute(
@@ -200,17 +200,17 @@ def impute(
         hidden: true where an observed entry is treated as missing.
         seed: the random seed.
     """
-    kept = table.mask if hidden is None else table.mask & ~hidden
-    options = {"mask": kept, "inputs": table.inputs, "length": table.length}
+    mask = table.mask if hidden is None else table.mask & ~hidden
+    options = {"mask": mask, "inputs": table.inputs, "length": table.length}
     key = jax.random.key(seed)
     if run.is_exact:
-        found = rd.smooth(run.model, table.ys, method="exact", progress=False, **options)
+        smoothed = rd.smooth(run.model, table.ys, method="exact", progress=False, **options)
     else:
-        found = rd.smooth(
+        smoothed = rd.smooth(
             run.model, table.ys, family=run.family, key=key, check=False, progress=False, **options
         )
     model, keys = rd.unwrap(run.model), jax.random.split(key, table.num_series)
-    ys = np.where(kept, table.ys, 0.0)
+    ys = np.where(mask, table.ys, 0.0)
 
     @eqx.filter_jit
     def each(keys: Any, chains: Any, ys: Any, mask: Any, us: Any, length: Any) -> jax.Array:
@@ -221,4 +221,4 @@ def impute(
             in_axes=(0, eqx.if_array(0), 0, 0, None if us is None else 0, 0),
         )(keys, chains, ys, mask, us, length)
 
-    return np.asarray(each(keys, found.chain, ys, kept, table.inputs, table.length))
+    return np.asarray(each(keys, smoothed.chain, ys, mask, table.inputs, table.length))

@@ -55,7 +55,7 @@ class Finding(NamedTuple):
         value: its result, as text.
         meaning: the interpretation.
         verdict: `"good"`, `"doubtful"`, `"bad"` or `"unknown"`.
-        numbers: the result as numbers by name; the one that is judged is `"value"`.
+        numbers: the result as numbers by name; the verdict depends on `"value"`.
     """
 
     name: str
@@ -89,13 +89,13 @@ class Scope(NamedTuple):
     def words(self) -> str:
         """The scope as a sentence."""
         if not self.is_partial:
-            return f"Looked at all {self.rows} rows."
+            return f"Checked all {self.rows} rows."
         series = ""
         if self.series > 1:
             longest = ", the longest" if self.series_checked < self.series else ""
             series = f"{self.series_checked} of {self.series} series{longest}, and "
         which = "" if self.series_checked < self.series else ", the last of each series"
-        return f"Looked at {series}{self.rows_checked} of {self.rows} rows{which}."
+        return f"Checked {series}{self.rows_checked} of {self.rows} rows{which}."
 
 
 class Check(NamedTuple):
@@ -120,7 +120,7 @@ class Check(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Return a dict that JSON can store; non-finite numbers become `None`.
 
-        Each finding has a `value`, the number that is judged, or `None` if there is none; further
+        Each finding has a `value`, the number that the verdict depends on, or `None`. Further
         numbers are in `details`, and sentences in `text` and `meaning`.
         """
         findings = []
@@ -144,7 +144,7 @@ def check(
     """Check a run on a table.
 
     Parameters should be at a maximum of the likelihood; if it is exact and the table is that of the
-    fit, other starts should find no higher maximum. The posterior is compared with importance
+    fit, other starts should not reach a higher maximum. The posterior is compared with importance
     weights and a particle smoother, and the model with one-step-ahead residuals and hidden points.
     Only the longest of many series, and only the last rows of long ones, are checked.
 
@@ -164,9 +164,9 @@ def check(
     part = part.last(min(MOST_ROWS, int(part.length.max())))
     posterior_key, level_key, hide_key = jax.random.split(jax.random.key(seed), 3)
 
-    def stage(name: str, look: Callable[[], T]) -> T:
+    def stage(name: str, compute: Callable[[], T]) -> T:
         progress.begin(name)
-        result = look()
+        result = compute()
         progress.end(name, kept=False)
         return result
 
@@ -231,8 +231,8 @@ def _fitted(run: Run, higher: float | None = None) -> list[Finding]:
         return [
             Finding(
                 name,
-                f"another start finds a log-likelihood that is higher by {higher:.3g}",
-                "these are not the values that make the data most likely: fit again, or from"
+                f"another start reaches a log-likelihood that is higher by {higher:.3g}",
+                "the parameters are not the maximum-likelihood estimates: fit again, or from"
                 " another start",
                 "bad" if higher > MUCH_LARGER else "doubtful",
             )
@@ -240,14 +240,14 @@ def _fitted(run: Run, higher: float | None = None) -> list[Finding]:
     if status == "not at a maximum":
         far = results["distance"]
         if far <= NEAR_MAXIMUM:
-            meaning = "no other values make the data noticeably more likely"
+            meaning = "no nearby values have a noticeably higher likelihood"
             text = f"to {far:.2g} standard errors"
             return [Finding(name, text, meaning, "good", {"value": far})]
         return [
             Finding(
                 name,
-                f"not at a maximum, which is {far:.2g} standard errors away",
-                "estimates and their intervals are those of a maximum: learn longer, or from"
+                f"the maximum is {far:.2g} standard errors away",
+                "estimates and intervals are only valid at a maximum: train longer, or from"
                 " another start",
                 "bad" if far > FAR_FROM_MAXIMUM else "doubtful",
                 {"value": far},
@@ -255,91 +255,97 @@ def _fitted(run: Run, higher: float | None = None) -> list[Finding]:
         ]
     if status == "not identified":
         value = "not all are determined"
-        meaning = "other values explain the data as well: hold some fixed, or use a simpler model"
+        meaning = "other values fit the data equally well: fix some, or use a simpler model"
         if METHODS["louis"] in results["uncertainty"]:
-            value = "not all could be told from noise"
-            meaning = "paths of a particle smoother do not tell how well the data determine them"
+            value = "Monte Carlo noise is too large for some"
+            meaning = "the sampled paths are too noisy to measure how well the data determine them"
         return [Finding(name, value, meaning, "doubtful")]
     if status not in ("fine", "at an edge"):
-        meaning = "there are no paths, or too poor ones, to tell whether this is a maximum"
-        return [Finding(name, "not judged", meaning, "unknown")]
+        meaning = "the paths of the particle smoother are missing or too poor for this check"
+        return [Finding(name, "not checked", meaning, "unknown")]
     at_edge = {
         entry: line["edge"] for entry, line in results["parameters"].items() if "edge" in line
     }
     numbers = {"value": results.get("distance", np.nan), "at_an_edge": len(at_edge)}
     if not at_edge:
-        meaning = "no other values make the data more likely"
-        return [Finding(name, "they are", meaning, "good", numbers)]
+        meaning = "no nearby values have a higher likelihood"
+        return [Finding(name, "yes", meaning, "good", numbers)]
     value = "; ".join(
         f"{entry} at the edge of {edge}: no interval" for entry, edge in at_edge.items()
     )
-    meaning = "a maximum; the data do not ask for what is at an edge, and a simpler model would do"
+    meaning = "at a maximum; a simpler model, with these fixed at their edge, fits equally well"
     return [Finding(name, value, meaning, "good", numbers)]
 
 
 def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
     if run.is_exact:
         meaning = (
-            "the model is linear and Gaussian, and its posterior is computed, not approximated"
+            "the model is linear and Gaussian: its posterior is computed without approximation"
         )
         return [Finding("posterior", "exact", meaning, "good")]
-    found = []
+    checks = []
     for i in range(table.num_series):
         one = table.one(i)
         chain = run.smoother.infer(one["ys"], mask=one["mask"], inputs=one["inputs"])
-        own = jax.random.fold_in(key, i)
+        series_key = jax.random.fold_in(key, i)
         try:
-            found.append(rd.check_posterior(own, run.model, chain, num_samples=count, **one))
+            checks.append(
+                rd.check_posterior(series_key, run.model, chain, num_samples=count, **one)
+            )
         except FloatingPointError as error:
             return [Finding("comparison with a reference", "failed", str(error), "bad")]
     rows = [max(1, int(mask.any(axis=1).sum())) for mask in table.mask]
-    gaps = np.array([float(each.gap) / n for each, n in zip(found, rows, strict=True)])
-    shapes = np.array([float(each.k_hat) for each in found])
-    messages = [message for each in found for message in each.messages]
-    unchecked = sum(each.verdict == "not checked" for each in found)
+    gaps = np.array([float(each.gap) / n for each, n in zip(checks, rows, strict=True)])
+    shapes = np.array([float(each.k_hat) for each in checks])
+    messages = [message for each in checks for message in each.messages]
+    unchecked = sum(each.verdict == "not checked" for each in checks)
     worst = int(np.argmax(gaps))
     errors = np.array(
         [
             float(np.hypot(each.elbo_standard_error, each.log_evidence_standard_error)) / n
-            for each, n in zip(found, rows, strict=True)
+            for each, n in zip(checks, rows, strict=True)
         ]
     )
-    off: Verdict = "good" if gaps.max() < 0.02 else "doubtful" if gaps.max() < 0.2 else "bad"
-    meaning = "an estimate of how far the posterior is off: KL(q ‖ posterior) per observed row"
-    if off == "good" and np.any(gaps < -4 * errors - 1e-3):
+    gap_verdict: Verdict = (
+        "good" if gaps.max() < 0.02 else "doubtful" if gaps.max() < 0.2 else "bad"
+    )
+    meaning = "an estimate of KL(q ‖ posterior) per observed row"
+    if gap_verdict == "good" and np.any(gaps < -4 * errors - 1e-3):
         # The ELBO is at most the evidence: the particle filter has degenerated.
-        off, meaning = (
+        gap_verdict, meaning = (
             "doubtful",
-            "a particle evidence below the ELBO is too low: take more of them",
+            "the particle estimate of the evidence is below the ELBO: use more particles",
         )
-    shaped: Verdict = "good" if shapes.max() < 0.7 else "doubtful" if shapes.max() < 1.5 else "bad"
+    shape_verdict: Verdict = (
+        "good" if shapes.max() < 0.7 else "doubtful" if shapes.max() < 1.5 else "bad"
+    )
     return [
         Finding(
             "gap of the ELBO to the particle evidence",
             f"{gaps[worst]:.4f} ± {errors[worst]:.4f} nats per observed row, largest of"
-            f" {len(found)}",
+            f" {len(checks)}",
             meaning,
-            off,
-            {"value": gaps[worst], "standard_error": errors[worst], "series": len(found)},
+            gap_verdict,
+            {"value": gaps[worst], "standard_error": errors[worst], "series": len(checks)},
         ),
         Finding(
             "k-hat of path weights",
-            f"{shapes.max():.2f}, largest of {len(found)}",
-            "below 0.7 weights could correct whole paths; it grows with the length of a series",
-            shaped,
-            {"value": shapes.max(), "series": len(found)},
+            f"{shapes.max():.2f}, largest of {len(checks)}",
+            "below 0.7 importance weights can correct whole paths; it grows with the series length",
+            shape_verdict,
+            {"value": shapes.max(), "series": len(checks)},
         ),
         Finding(
             "comparison with a reference",
-            f"{unchecked} of {len(found)} series not checked"
+            f"{unchecked} of {len(checks)} series not checked"
             if unchecked
-            else f"{len(messages)} objections"
+            else f"{len(messages)} {'warning' if len(messages) == 1 else 'warnings'}"
             if messages
-            else "no objection",
+            else "no warnings",
             " ".join(messages[:2])
             or "marginals agree with a grid smoother, or with tempered particles",
             "doubtful" if messages else "good",
-            {"value": len(messages), "series": len(found)},
+            {"value": len(messages), "series": len(checks)},
         ),
     ]
 
@@ -363,14 +369,14 @@ def _certificate(run: Run, table: data.Table) -> Finding:
 
 
 def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
-    found = []
+    series = []
     for i in range(table.num_series):
         one = table.one(i)
-        own = jax.random.fold_in(key, i)
-        found.append(levels(own, run.model, num_particles=count, **one))
+        series_key = jax.random.fold_in(key, i)
+        series.append(levels(series_key, run.model, num_particles=count, **one))
     findings = []
     for place, column in enumerate(table.names):
-        for test in residual_tests([each[:, place] for each in found]):
+        for test in residual_tests([each[:, place] for each in series]):
             p = test.p_value
             verdict: Verdict = (
                 "unknown"
@@ -381,7 +387,9 @@ def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
                 if p < DOUBTFUL
                 else "good"
             )
-            value = "too few rows, or too poor particles" if np.isnan(p) else f"p = {p:.3g}"
+            value = (
+                "too few rows, or a degenerate particle filter" if np.isnan(p) else f"p = {p:.3g}"
+            )
             name = f"{test.name} ({column})"
             findings.append(Finding(name, value, test.meaning, verdict, {"value": p}))
     return findings
@@ -389,38 +397,38 @@ def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
 
 def _hidden(run: Run, table: data.Table, key: Any, seed: int) -> Finding:
     hide_key, tie_key = jax.random.split(key)
-    away = hide(hide_key, table.mask, HIDDEN_SHARE, FEWEST_HIDDEN)
+    hidden = hide(hide_key, table.mask, HIDDEN_SHARE, FEWEST_HIDDEN)
     name = "hidden points in their 90% intervals"
-    if away.sum() < FEWEST_HIDDEN:
+    if hidden.sum() < FEWEST_HIDDEN:
         value = f"too few points: {FEWEST_HIDDEN} are needed"
-        return Finding(name, value, "points that were seen are hidden and drawn again", "unknown")
-    times = len(away)
-    table, away = _again(table, times), np.concatenate(away)
-    draws = impute(run, table, 400, hidden=away, seed=seed)
+        return Finding(name, value, "observed points are hidden and imputed", "unknown")
+    times = len(hidden)
+    table, hidden = _repeated(table, times), np.concatenate(hidden)
+    draws = impute(run, table, 400, hidden=hidden, seed=seed)
     truth = table.ys[:, None]
-    below, equal = (draws < truth).mean(axis=1)[away], (draws == truth).mean(axis=1)[away]
+    below, equal = (draws < truth).mean(axis=1)[hidden], (draws == truth).mean(axis=1)[hidden]
     ties = np.asarray(jax.random.uniform(tie_key, below.shape))
-    found = coverage(below + ties * equal)
-    share = found.inside / found.hidden
-    error = np.sqrt(0.09 / found.hidden)
-    p = found.p_value
+    covered = coverage(below + ties * equal)
+    share = covered.inside / covered.hidden
+    error = np.sqrt(0.09 / covered.hidden)
+    p = covered.p_value
     return Finding(
         name,
-        f"{100 * share:.1f}% of {found.hidden} (90 ± {100 * error:.1f} expected)",
-        "a tenth of what was seen is hidden from the smoother, and drawn by it"
-        + (f"; {times} times, another tenth each" if times > 1 else ""),
+        f"{100 * share:.1f}% of {covered.hidden} (90 ± {100 * error:.1f} expected)",
+        "a tenth of the observed points is hidden from the smoother and imputed"
+        + (f"; repeated {times} times with different points" if times > 1 else ""),
         "bad" if p < BAD else "doubtful" if p < DOUBTFUL else "good",
         {
             "value": share,
             "expected": 0.9,
             "standard_error": error,
             "p_value": p,
-            "hidden": found.hidden,
+            "hidden": covered.hidden,
         },
     )
 
 
-def _again(table: data.Table, times: int) -> data.Table:
+def _repeated(table: data.Table, times: int) -> data.Table:
     """Return the series repeated several times, as one batch for one compiled program."""
     return dataclasses.replace(
         table,
@@ -437,10 +445,10 @@ def _in_words(run: Run, findings: list[Finding]) -> str:
     doubtful = [finding.name for finding in findings if finding.verdict == "doubtful"]
     if bad:
         return (
-            f"Do not trust this run as it is; these failed: {'; '.join(bad)}. If residuals speak"
-            " against it, it needs another model; if the parameters or the posterior do, longer"
-            " training, another start or another family."
+            f"Do not trust this run; failed checks: {'; '.join(bad)}. If the residuals fail, use"
+            " another model; if the parameters or the posterior fail, train longer, or use another"
+            " start or another family."
         )
     if doubtful:
-        return "With reserve; in doubt: " + "; ".join(doubtful) + "."
-    return "Nothing that was looked at speaks against this run."
+        return "Use with caution; doubtful checks: " + "; ".join(doubtful) + "."
+    return "No check failed."

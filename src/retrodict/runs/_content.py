@@ -178,7 +178,7 @@ class Diagnostic:
         name: the name of the check.
         value: its result, a number or a text.
         meaning: the interpretation, in a sentence.
-        verdict: "good", "doubtful" or "bad"; "unknown" if it could not be judged.
+        verdict: "good", "doubtful" or "bad"; "unknown" if the check could not be made.
     """
 
     name: str
@@ -193,7 +193,7 @@ class ReportContent:
 
     Attributes:
         title: the heading.
-        verdict: "good", "doubtful" or "bad", or None if nothing was judged.
+        verdict: "good", "doubtful" or "bad", or None if no check could be made.
         summary: the results, one text per paragraph.
         data: the description of the data, one text per line.
         series: the series; a page shows the first `MAX_SERIES` of them.
@@ -229,7 +229,7 @@ class ReportContent:
 
     def __post_init__(self):
         if not 0 < self.level < 1:
-            raise ValueError(f"level must lie between 0 and 1, such as 0.9; it is {self.level}.")
+            raise ValueError(f"`level` must be between 0 and 1, such as 0.9, got {self.level}.")
 
 
 def sides(band: Band | SeriesPanel) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -246,7 +246,7 @@ def sides(band: Band | SeriesPanel) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 SHALLOW = 0.4
-"""A valley is a gap if its density is below this share of the lower of the peaks beside it."""
+"""A valley is a gap if its density is below this share of the lower of the two adjacent peaks."""
 
 FEWEST_IN_WINDOW, WINDOWS = 50, 20
 """Draws per density estimate: one in `WINDOWS`, and at least this many."""
@@ -277,7 +277,7 @@ def find_hollow(draws: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> Holl
     columns = np.arange(draws.shape[1])
     deepest = np.argmin(np.where(np.isnan(depth), 1.0, depth), axis=0)
     # All windows over a gap after draw g have low densities: those that begin at g − 2 half + 1
-    # to g. A valley that is not empty has more of them, and lies between the same two draws.
+    # to g. A valley that is not empty has more such windows, and is between the same two draws.
     rank = np.arange(len(density))[:, None]
     high = density >= SHALLOW * np.minimum(before, after)[deepest, columns]
     first = np.max(np.where(high & (rank < deepest), rank, -1), axis=0) + 1
@@ -305,7 +305,7 @@ def percent(level: float) -> str:
 def _check_times(times: np.ndarray) -> None:
     if times.ndim != 1 or times.dtype.kind not in "Miuf":
         raise ValueError(
-            f"times must be one row of dates (datetime64) or of numbers; they have shape "
+            "`times` must be a vector of dates (datetime64) or numbers, got shape "
             f"{times.shape} and type {times.dtype}."
         )
     if is_dated(times):
@@ -313,7 +313,7 @@ def _check_times(times: np.ndarray) -> None:
     else:
         finite, increasing = np.isfinite(times), np.diff(times) > 0
     if not (finite.all() and increasing.all()):
-        raise ValueError("times must be increasing, without NaN or NaT; sort them first.")
+        raise ValueError("`times` must be increasing, without NaN or NaT; sort them first.")
 
 
 def _check_rows(holder: object, names: Sequence[str], of: str = "times") -> None:
@@ -322,6 +322,6 @@ def _check_rows(holder: object, names: Sequence[str], of: str = "times") -> None
         value = getattr(holder, name)
         if value is not None and np.shape(value) != (num_times,):
             raise ValueError(
-                f"{name} must have one value for each of the {num_times} {of}, shape "
-                f"({num_times},); it has shape {np.shape(value)}."
+                f"`{name}` must have one value per entry of `{of}`, shape ({num_times},), got"
+                f" {np.shape(value)}."
             )

@@ -47,13 +47,13 @@ def read_record(path: str | Path) -> dict[str, Any]:
     try:
         record = json.loads(_read_inside(path, RECORD).decode("utf-8"))
         if not isinstance(record, dict):
-            raise ValueError("it holds no record")
+            raise ValueError("it is not a record")
     except FileNotFoundError as error:
         unfinished = (path / "stages").is_dir()
         rest = (
-            "is unfinished: run the same `fit` again, which goes on"
+            "is unfinished: run the same `fit` again to resume it"
             if unfinished
-            else f"is no run: it has no {RECORD}. Give the folder that `fit --out` made"
+            else f"is not a run: it has no {RECORD}. Give the folder that `fit --out` made"
         )
         raise RunError(f"{path} {rest}.") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -81,12 +81,14 @@ def read_record(path: str | Path) -> dict[str, Any]:
                 " again."
             ) from error
         if digest_of(content) != digest:
-            raise RunError(f"{path / name} is not as `fit` wrote it. Fit again to another folder.")
+            raise RunError(
+                f"{path / name} was changed after `fit` wrote it. Fit again to another folder."
+            )
     return record
 
 
 def _read_inside(folder: Path, name: str) -> bytes:
-    """Read a regular file of a folder: not a pipe or a device, nor a link out of the folder."""
+    """Read a regular file of a folder; refuse pipes, devices and links out of the folder."""
     place = folder / name
     if not stat.S_ISREG(place.stat().st_mode):
         raise OSError(0, "it is not a regular file")
@@ -136,7 +138,7 @@ _SCHEMA: dict[str, Any] = {
 def _check(record: Mapping[str, Any], place: Path) -> None:
     """Refuse a record with missing entries or values of wrong types."""
     if wrong := _mismatch(record, _SCHEMA, ""):
-        raise RunError(f"{place}: {wrong}. `fit` did not write it so; fit again to another folder.")
+        raise RunError(f"{place}: {wrong}. It was changed after `fit` wrote it; fit again.")
     unknown = [*set(record["layout"]) - set(_SCHEMA["layout"])]
     unknown += [name for name in record["files"] if name not in (MODEL, FAMILY, TRAINING, ROWS)]
     if unknown or MODEL not in record["files"]:

@@ -38,7 +38,7 @@ class Learned(NamedTuple):
         rows: the number of rows read, in all sessions of the stream.
         skipped: the number of them that were skipped.
         elbo: the ELBO per row in nats, averaged over the last rows.
-        start: the learned parameters of the model by name, as they are in the run.
+        start: the learned parameters of the model by name, with their values in the run.
         now: their present values; `family_moved` is the distance that the parameters of a family
             have moved, relative to their norm.
     """
@@ -86,9 +86,9 @@ class Learning:
     def __post_init__(self) -> None:
         """Refuse invalid options before anything is read."""
         if self.what not in PARTS:
-            raise RunError(f"A stream learns {', '.join(PARTS)}, not {self.what!r}.")
+            raise RunError(f"A stream can learn one of {', '.join(PARTS)}, got {self.what!r}.")
         if self.schedule not in RATES:
-            raise RunError(f"The schedules are {', '.join(RATES)}, not {self.schedule!r}.")
+            raise RunError(f"Choose a schedule from {', '.join(RATES)}, got {self.schedule!r}.")
         if self.rate is not None and not 0.0 <= self.rate < 1.0:
             raise RunError(f"The rate must be at least 0 and less than 1, got {self.rate}.")
         if self.rate == 0.0 and self.schedule != "constant":
@@ -98,7 +98,7 @@ class Learning:
                 raise RunError(Argument(name, value), " must be at least 1 row.")
         if self.figure is not None:
             if self.history is None:
-                raise RunError("The figure is drawn from the history: name a file for it too.")
+                raise RunError("The figure is drawn from the history: name a history file too.")
             check_picture(self.figure)
 
     @property
@@ -119,7 +119,7 @@ class Learning:
             lag: the number of rows that a smoothed row waits for.
 
         Raises:
-            RunError: if the run has nothing to learn.
+            RunError: if the run has no parameters to learn.
         """
         gradient, steps = self._gradient(run), _optimiser(self.schedule, self.largest_step)
         part: Any = "model" if run.is_exact else self.what
@@ -139,7 +139,7 @@ class Learning:
             )
         if self.window is not None:
             raise RunError(
-                f"{run.path} needs no window: its smoothing is exact, and so are its gradients."
+                f"{run.path} needs no window: its gradients are exact. Leave the window out."
             )
         return rd.online.KalmanScore()
 

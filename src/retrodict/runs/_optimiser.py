@@ -11,7 +11,7 @@ def relative_to_size() -> optax.GradientTransformation:
     """Return a transformation that multiplies updates of the model by max(1, |parameter|).
 
     Without it a scale of a thousand would take a hundred thousand steps of 0.01. Updates are pairs
-    of family and model; those of the family are left as they are.
+    of family and model; those of the family are not changed.
     """
 
     def scale(updates: Any, parameters: Any) -> Any:

@@ -18,7 +18,7 @@ MAX_SERIES = 50
 MAX_NUMBERS = 1_500_000
 """The largest number of numbers on a page, about 9 bytes each; the first series is always shown."""
 
-VERDICTS = {"good": "Good", "doubtful": "Doubtful", "bad": "Bad", "unknown": "Not judged"}
+VERDICTS = {"good": "Good", "doubtful": "Doubtful", "bad": "Bad", "unknown": "Not checked"}
 
 BUTTONS = (
     ("zoom-in", "Zoom in", "+"),
@@ -75,7 +75,7 @@ def _script() -> str:
 
 
 def _fitting(series: Sequence[Series]) -> Sequence[Series]:
-    """Return the first series, as many as a page may hold."""
+    """Return the first series that fit into the limits of a page."""
     sizes = [sum(4 * p.times.size for p in one.panels) for one in series[:MAX_SERIES]]
     count = int(np.searchsorted(np.cumsum(sizes), MAX_NUMBERS, side="right"))
     return series[: max(1, count)]

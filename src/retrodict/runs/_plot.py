@@ -47,7 +47,7 @@ def plot(
         ImportError: if matplotlib is not installed.
     """
     if not panels:
-        raise ValueError("There are no panels to draw; give at least one.")
+        raise ValueError("There are no panels to draw; pass at least one.")
 
     def draw(figure: Any, axes: list[Any]) -> None:
         for panel, ax in zip(panels, axes, strict=True):
@@ -86,7 +86,7 @@ def check_picture(path: Path) -> str:
 
 
 def literal(text: str) -> str:
-    """Return a text that matplotlib shows as it is: a dollar sign does not start a formula."""
+    """Escape a text for matplotlib: a dollar sign does not start a formula."""
     return visible(text).replace("$", r"\$")
 
 

@@ -127,8 +127,8 @@ def write(
 def open_run(path: str | Path, *, model: Model | None = None) -> Run:
     """Open the folder of a finished run.
 
-    The folder is data: no code in it is run, and nothing is imported because a run names it. A run
-    of your own model refers to Python code, `module:name`, which you must name again.
+    The folder is data: no code in it is executed, and no module that it names is imported. A run of
+    your own model refers to Python code, `module:name`, which you must name again.
 
     Args:
         path: the folder.
@@ -152,7 +152,7 @@ def open_run(path: str | Path, *, model: Model | None = None) -> Run:
         needed: tuple[str | Argument, ...] = ()
         if spec.is_given and like is None:
             needed = (
-                " Its model was given in Python: open the run in Python with ",
+                " Its model was passed as a Python object: open the run in Python with ",
                 Argument("model"),
                 ", or fit a model that is named as module:name.",
             )
@@ -197,8 +197,9 @@ def _named(
     """
     reference = model.reference if isinstance(model, models.ModelSpec) else model
     if isinstance(reference, str) and not spec.is_given and reference != spec.reference:
-        given = Argument("model", reference)
-        raise RunError(f"{path} is a run of {spec.reference}, got ", given, ".")
+        raise RunError(
+            f"{path} is a run of {spec.reference}, got ", Argument("model", reference), "."
+        )
     if spec.name is not None or (spec.is_given and model is None):
         return spec, None
     if model is None:

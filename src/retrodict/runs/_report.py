@@ -42,7 +42,7 @@ from retrodict.runs._record import Run
 PAGE_STAGE = "the report"
 
 FEWEST_REPLICATES, MOST_REPLICATES, MOST_DRAWN = 200, 2000, 4_000_000
-"""Draws per observation for bands that have no closed form: as many as the rows allow."""
+"""Draws per observation for bands without a closed form, and the largest number of draws in all."""
 
 OPEN = " They are quantiles of draws, with a gap between two modes."
 
@@ -154,7 +154,7 @@ def draw(
 
 
 def _centre(run: Run) -> Literal["mean", "median"]:
-    """Return what the line within a band is."""
+    """Return the kind of the line within a band."""
     return "mean" if run.is_exact else "median"
 
 
@@ -166,26 +166,26 @@ def _how(results: Mapping[str, Any]) -> str:
     return f"Smoothing is by a family trained on series simulated from the fitted model. {value}"
 
 
-def _parameter(name: str, found: Mapping[str, Any]) -> ParameterLine:
-    if found.get("error") is None:
-        note = f"at the edge of {found['edge']}: no interval" if "edge" in found else ""
-        return ParameterLine(name, found["value"], learned=found["learned"], note=note)
-    interval = (found["lower"], found["upper"])
-    return ParameterLine(name, found["value"], found["error"], interval, found["learned"])
+def _parameter(name: str, line: Mapping[str, Any]) -> ParameterLine:
+    if line.get("error") is None:
+        note = f"at the edge of {line['edge']}: no interval" if "edge" in line else ""
+        return ParameterLine(name, line["value"], learned=line["learned"], note=note)
+    interval = (line["lower"], line["upper"])
+    return ParameterLine(name, line["value"], line["error"], interval, line["learned"])
 
 
 def _curves(path: Path) -> list[Curve]:
     """Return the training curves, thinned to the points that a page shows."""
-    curves: dict[str, list[tuple[float, float]]] = {}
+    points_by_name: dict[str, list[tuple[float, float]]] = {}
     for row in csv.reader(io.StringIO(path.read_text())):
         if row and row[0] != "stage" and row[2]:
-            curves.setdefault(row[0], []).append((float(row[1]), float(row[2])))
-    found = []
-    for name, points in curves.items():
+            points_by_name.setdefault(row[0], []).append((float(row[1]), float(row[2])))
+    curves = []
+    for name, points in points_by_name.items():
         steps, values = np.array(points).T
         every = max(1, -(-len(steps) // MOST_POINTS_OF_TRAINING))
-        found.append(Curve(name, steps[::every], values[::every]))
-    return found
+        curves.append(Curve(name, steps[::every], values[::every]))
+    return curves
 
 
 def _series(
@@ -199,7 +199,7 @@ def _series(
     *,
     all_states: bool = False,
 ) -> list[Series]:
-    """Return the panels of the first series, as many as a page may hold."""
+    """Return the panels of the first series, at most `MAX_SERIES` of them."""
     if table.num_series > MAX_SERIES and table.series is not None:
         table = table.select(table.series[:MAX_SERIES])
     smoothed = smooth(run, table, seed=seed)
@@ -209,11 +209,11 @@ def _series(
     panels += [(names[place], states[place]) for place in shown]
     ahead: list[list[Band]] | None = None
     if steps:
-        found = forecast(
+        forecasted = forecast(
             run, table, steps, inputs=inputs, times=times, seed=seed, smoothed=smoothed
         )
         coming = table.future_times(steps) if times is None else table.coming(times)
-        later = _coming(found, coming, level)
+        later = _coming(forecasted, coming, level)
         ahead = later[: len(table.names)] + [later[len(table.names) + place] for place in shown]
     return [
         Series(
@@ -246,7 +246,7 @@ def _columns(
     if not run.is_exact:
         return _of_draws(table.times, _replicates(run, table, smoothed, seed), level)
     model, reach = rd.unwrap(run.model), NormalDist().inv_cdf(0.5 + level / 2)
-    found = [
+    laws = [
         replicate_moments(
             model,
             smoothed.mean[i],
@@ -255,9 +255,9 @@ def _columns(
         )
         for i in range(table.num_series)
     ]
-    means = np.stack([law.mean for law in found])
-    wide = reach * np.stack([law.std for law in found])
-    return _between(table.times, means, means - wide, means + wide)
+    means = np.stack([law.mean for law in laws])
+    margin = reach * np.stack([law.std for law in laws])
+    return _between(table.times, means, means - margin, means + margin)
 
 
 def _states(
@@ -272,17 +272,17 @@ def _states(
 
 def _coming(ahead: rd.Forecast, times: Sequence[np.ndarray], level: float) -> list[list[Band]]:
     """Return the bands of the forecast, by column or state and series."""
-    found: list[list[Band]] = []
+    bands: list[list[Band]] = []
     for exact, mean, covariance, draws in (
         (ahead.gaussian, ahead.mean, ahead.covariance, ahead.observations),
         (ahead.gaussian_states, ahead.state_mean, ahead.state_covariance, ahead.states),
     ):
         if exact:
             lower, upper = data.gaussian_ends(mean, covariance, level)
-            found += _between(times, np.asarray(mean), lower, upper)
+            bands += _between(times, np.asarray(mean), lower, upper)
         else:
-            found += _of_draws(times, np.asarray(draws), level)
-    return found
+            bands += _of_draws(times, np.asarray(draws), level)
+    return bands
 
 
 def _between(
@@ -292,21 +292,24 @@ def _between(
     return [
         [
             Band(
-                own,
-                centre[i, : len(own), place],
-                lower[i, : len(own), place],
-                upper[i, : len(own), place],
+                stamps,
+                centre[i, : len(stamps), place],
+                lower[i, : len(stamps), place],
+                upper[i, : len(stamps), place],
             )
-            for i, own in enumerate(times)
+            for i, stamps in enumerate(times)
         ]
         for place in range(centre.shape[-1])
     ]
 
 
 def _of_draws(times: Sequence[np.ndarray], draws: np.ndarray, level: float) -> list[list[Band]]:
-    """Return bands from draws of shape `(batch, sample, time, column)`, likewise."""
+    """Return bands from draws of shape `(batch, sample, time, column)`, by column and series."""
     return [
-        [Band.of_draws(own, draws[i, :, : len(own), place], level) for i, own in enumerate(times)]
+        [
+            Band.of_draws(stamps, draws[i, :, : len(stamps), place], level)
+            for i, stamps in enumerate(times)
+        ]
         for place in range(draws.shape[-1])
     ]
 

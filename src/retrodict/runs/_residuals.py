@@ -76,32 +76,32 @@ def levels(
     """
     filter_key, draw_key, tie_key = jax.random.split(key, 3)
     model = rd.unwrap(model)
-    seen = ~np.isnan(np.asarray(ys)) if mask is None else np.asarray(mask)
+    observed = ~np.isnan(np.asarray(ys)) if mask is None else np.asarray(mask)
     if model.is_linear_gaussian:
         law = one_step_ahead(model, ys, mask=mask, inputs=inputs)
-        found = np.asarray(ndtr((np.where(seen, ys, law.mean) - law.mean) / law.std))
+        level = np.asarray(ndtr((np.where(observed, ys, law.mean) - law.mean) / law.std))
         narrow = law.std <= WIDE * np.median(law.std, axis=0)
-        return np.where(seen & narrow, np.clip(found, TINY, 1 - TINY), np.nan)
+        return np.where(observed & narrow, np.clip(level, TINY, 1 - TINY), np.nan)
     filtered = rd.particle_filter(
         filter_key, model, ys, num_particles, mask=mask, inputs=inputs, strict=False
     )
-    rows = seen.any(axis=1)
+    rows = observed.any(axis=1)
     if not np.median(np.asarray(filtered.ess)[rows]) > LEAST_EFFECTIVE * num_particles:
-        return np.full(seen.shape, np.nan)
+        return np.full(observed.shape, np.nan)
     us = None if inputs is None else jnp.asarray(inputs)
-    drawn = _seen_ahead(model, filtered.particles, filtered.log_weights, draw_key, us)
+    draws = _draw_ahead(model, filtered.particles, filtered.log_weights, draw_key, us)
     ties = jax.random.uniform(tie_key, np.shape(ys))
     values = np.asarray(ys)[:, None]
-    below = np.mean(np.asarray(drawn) < values, axis=1)
-    equal = np.mean(np.asarray(drawn) == values, axis=1)
+    below = np.mean(np.asarray(draws) < values, axis=1)
+    equal = np.mean(np.asarray(draws) == values, axis=1)
     # Levels of zero and one have infinite quantiles: keep half a particle away from them.
     edge = 0.5 / num_particles
-    found = np.clip(below + np.asarray(ties) * equal, edge, 1 - edge)
-    return np.where(seen, found, np.nan)
+    level = np.clip(below + np.asarray(ties) * equal, edge, 1 - edge)
+    return np.where(observed, level, np.nan)
 
 
 @eqx.filter_jit
-def _seen_ahead(
+def _draw_ahead(
     model: rd.StateSpaceModel, particles: Any, log_weights: Any, key: Any, us: Any
 ) -> jax.Array:
     """Draw each row given the rows before it, of shape `(time, particle, obs)`."""
@@ -111,7 +111,7 @@ def _seen_ahead(
 
     def ahead(key: Any, xs: Any, log_weights: Any, u: Any) -> jax.Array:
         pick_key, move_key = jax.random.split(key)
-        # Systematic resampling: as many copies of each particle as its weight asks for.
+        # Systematic resampling: the copies of each particle are proportional to its weight.
         grid = (jnp.arange(count) + jax.random.uniform(pick_key)) / count
         shares = jnp.cumsum(jnp.exp(log_weights))
         picked = jnp.minimum(jnp.searchsorted(shares / shares[-1], grid), count - 1)
@@ -125,11 +125,11 @@ def _seen_ahead(
     moved = jax.vmap(ahead, axes)(keys[0, 1:], particles[:-1], log_weights[:-1], later)
     states = jnp.concatenate([first[None], moved])
 
-    def see(key: Any, xs: Any, u: Any) -> jax.Array:
+    def observe(key: Any, xs: Any, u: Any) -> jax.Array:
         keys = jax.random.split(key, count)
         return jax.vmap(lambda k, x: model.emission.sample(k, x, u=u))(keys, xs)
 
-    return jax.vmap(see, (0, 0, None if us is None else 0))(keys[1], states, us)
+    return jax.vmap(observe, (0, 0, None if us is None else 0))(keys[1], states, us)
 
 
 def residual_tests(series: list[np.ndarray]) -> list[Test]:
@@ -145,42 +145,42 @@ def residual_tests(series: list[np.ndarray]) -> list[Test]:
     return [
         _uniform(np.concatenate(series)),
         _uncorrelated(
-            "residuals do not follow each other",
+            "autocorrelation of residuals",
             [_centred(each) for each in z],
-            "a small p: the past says more than the model uses, such as a season or more lags",
+            "a small p: the model lacks dependence on the past, such as a season or more lags",
         ),
         _uncorrelated(
-            "spread of residuals does not follow itself",
+            "autocorrelation of squared residuals",
             squared,
-            "a small p: quiet and wild times alternate, and the model's noise is even",
+            "a small p: the noise variance changes over time, but that of the model does not",
         ),
     ]
 
 
 def _centred(values: np.ndarray) -> np.ndarray:
-    seen = ~np.isnan(values)
-    return values - values[seen].mean() if seen.any() else values
+    observed = ~np.isnan(values)
+    return values - values[observed].mean() if observed.any() else values
 
 
 def _uniform(values: np.ndarray) -> Test:
     """Apply Pearson's test to the levels in bins of equal probability."""
-    seen = values[~np.isnan(values)]
-    name = "residuals have the law that the model says"
-    meaning = "a small p: another law of the noise, such as heavier tails or a skewed one"
-    if seen.size < 5 * NUM_BINS:
+    observed = values[~np.isnan(values)]
+    name = "distribution of residuals"
+    meaning = "a small p: the noise has another law, such as one with heavier tails or skewness"
+    if observed.size < 5 * NUM_BINS:
         return Test(name, np.nan, np.nan, meaning)
-    counts = np.histogram(seen, NUM_BINS, (0.0, 1.0))[0]
-    expected = seen.size / NUM_BINS
+    counts = np.histogram(observed, NUM_BINS, (0.0, 1.0))[0]
+    expected = observed.size / NUM_BINS
     statistic = float(np.sum((counts - expected) ** 2 / expected))
     return _test(name, statistic, NUM_BINS - 1, meaning)
 
 
 def _uncorrelated(name: str, series: list[np.ndarray], meaning: str) -> Test:
     """Test Q = Σ_k n_k ρ_k², with ρ_k over the n_k observed pairs that are k rows apart."""
-    seen = np.concatenate([each[~np.isnan(each)] for each in series])
-    if seen.size < 5 * NUM_LAGS:
+    observed = np.concatenate([each[~np.isnan(each)] for each in series])
+    if observed.size < 5 * NUM_LAGS:
         return Test(name, np.nan, np.nan, meaning)
-    variance = float(np.mean(seen**2))
+    variance = float(np.mean(observed**2))
     if not variance > 0:  # a constant series, without noise
         return Test(name, np.nan, np.nan, meaning)
     total = 0.0

@@ -98,7 +98,7 @@ def save_learned(
 def with_structure_of(
     before: rd.StateSpaceModel, learned: rd.StateSpaceModel
 ) -> rd.StateSpaceModel:
-    """Return the learned model with the structure of the model before.
+    """Return the learned model with the structure of the original model.
 
     Scales that were plain arrays are wrapped while they are learned, to stay positive. A checkpoint
     of a user's own model is read with the structure of that model.

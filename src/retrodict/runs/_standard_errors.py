@@ -220,5 +220,5 @@ def _in_words(
                 " with it fixed there."
             )
     if status == "not at a maximum":
-        status = f"not at a maximum, which is {distance:.2g} standard errors away"
+        status = f"not at a maximum, but {distance:.2g} standard errors from it"
     return " ".join([*sentences, f"Status: {status}."])

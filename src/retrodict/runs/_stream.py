@@ -96,12 +96,12 @@ def stream(
             this ends the stream.
         seed: the random seed of families that draw.
         as_json: whether an answer is a line of JSON instead of comma-separated values.
-        learning: what is learned from the rows, and how; by default nothing is.
-        restart: whether to begin anew: the state, and the files that this stream wrote, are
+        learning: the options of learning from the rows; by default the parameters are fixed.
+        restart: whether to start over: the state, and the files that this stream wrote, are
             replaced.
         after: the rows before the first row of the stream: those that the run was `"fit"` to, a
             table that was read with `run.layout`, or none, for a start from the `"prior"` of the
-            model. They are neither answered nor learned from.
+            model. These rows are not answered, and parameters are not learned from them.
         say: a callback for messages: where the stream starts, and how many rows it skips.
 
     Returns:
@@ -145,7 +145,7 @@ def stream(
                 Notice(
                     f"Resuming from {place}: {rows}; ",
                     Argument("restart", True),
-                    " begins anew.",
+                    " starts over.",
                 )
             )
         else:
@@ -190,16 +190,16 @@ def _monitor(
     if learning is None or not isinstance(live, rd.online.LaggedLearner):
         return None
     stored, history = MonitorState(*state.monitor), None
-    figure, known = learning.figure, int(stored.noted)
-    if figure is not None and figure.exists() and not (known or unread):
+    figure, num_bytes = learning.figure, int(stored.noted)
+    if figure is not None and figure.exists() and not (num_bytes or unread):
         raise RunError(f"{figure} exists, and is not of this stream; name another.")
     if learning.history is not None:
-        history = open_output(learning.history, known, unread, files)
+        history = open_output(learning.history, num_bytes, unread, files)
     return Monitor(live, learning, run.layout["columns"], fresh.live, stored, history)
 
 
 class _Session:
-    """A loop that answers the rows of one source and saves the state meanwhile.
+    """A loop that answers the rows of one source and regularly saves the state.
 
     Args:
         run: the run.
@@ -308,7 +308,7 @@ class _Session:
 
 def _save_run(run: Run, monitor: Monitor, state: StreamState, out: Path) -> None:
     if not state.read:
-        raise RunError("No row was read, and nothing learned: there is no run to save.")
+        raise RunError("No row was read: there is no learned run to save. Send rows first.")
     save_learned(
         run,
         monitor.live.model(state.live),
@@ -372,11 +372,11 @@ def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
     """
     if run.layout["series"]:
         raise RunError(
-            f"{run.path} is a run of several series, and a stream has one series; fit one series"
-            " alone."
+            f"{run.path} is a run of several series, and a stream has one series; fit a single"
+            " series."
         )
     if isinstance(after, str) and after == "prior":
-        words = "Starting from the prior of the model, without rows before the first."
+        words = "Starting from the prior of the model, without earlier rows."
         return Start(None, None, words)
     if isinstance(after, str):
         rows, fingerprint = run.rows(), run.record["data"]["sha256"]
@@ -406,7 +406,7 @@ def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
 def _read_before(
     run: Run, live: Live, learning: Learning | None, fresh: StreamState, rows: data.Rows, seed: int
 ) -> StreamState:
-    """Read the rows before a stream, which are neither answered nor learned from.
+    """Read the rows before a stream, without answering them or learning from them.
 
     A learner reads them with steps of zero, so that its gradients continue from them too.
     """
@@ -433,7 +433,7 @@ def _fingerprint(run: Run, live: Live, learning: Learning | None, start: Start) 
 
 
 def _forget(place: Path, out: Any, learning: Learning | None, names: list[str]) -> None:
-    """Remove a state and the output of its stream; files of something else are left alone."""
+    """Remove a state and the output of its stream, but no other files."""
     if not place.exists():
         return
     answers = isinstance(out, Path) and empty_file(out, (header(names), b'{"time": '))

@@ -25,10 +25,10 @@ class StreamState(NamedTuple):
         live: the state of the smoother.
         last: the time of the last row as a number; dates in microseconds.
         dates: whether times are dates.
-        waiting: the times of the rows that are not smoothed yet, likewise.
+        waiting: the times of the rows that are not smoothed yet, as numbers.
         written: the number of bytes written to the file of answers.
         read: the number of rows answered, without those that the stream starts after.
-        monitor: the state of the monitor of a learner; `None` if nothing is learned.
+        monitor: the state of the monitor of a learner; `None` without learning.
     """
 
     live: Any
@@ -90,11 +90,11 @@ def read_state(place: Path, fingerprint: str, fresh: StreamState) -> StreamState
     try:
         tree = rd.load(place, like=None)
     except rd.CheckpointError as error:
-        raise RunError(f"{error} Pass ", Argument("restart", True), " to begin anew.") from error
+        raise RunError(f"{error} Pass ", Argument("restart", True), " to start over.") from error
     other_version = RunError(
         f"{place} was written by another version of retrodict. Pass ",
         Argument("restart", True),
-        " to begin anew.",
+        " to start over.",
     )
     try:
         fields, stored = tree
@@ -108,7 +108,7 @@ def read_state(place: Path, fingerprint: str, fresh: StreamState) -> StreamState
             Argument("state"),
             ", or pass ",
             Argument("restart", True),
-            " to begin anew.",
+            " to start over.",
         )
     structure = jax.tree.structure(fresh.live)
     numbers = (state.last, state.dates, state.waiting, state.written)
@@ -177,12 +177,12 @@ class StateLock:
         return status.st_ino, status.st_mtime_ns
 
 
-def open_output(out: Path, known: int, unread: bool, files: ExitStack) -> Any:
+def open_output(out: Path, num_bytes: int, unread: bool, files: ExitStack) -> Any:
     """Open a file that a stream appends to, truncated to the bytes that the state covers.
 
     Args:
         out: the file.
-        known: the number of bytes that the state covers. A file with none is refused as not of
+        num_bytes: the number of bytes that the state covers. A file with none is refused as not of
             this stream, unless the state has read no row.
         unread: whether there is a state that has read no row.
         files: closes the file, and removes it if it is empty.
@@ -196,17 +196,17 @@ def open_output(out: Path, known: int, unread: bool, files: ExitStack) -> Any:
     files.callback(_remove_empty, out)
     files.enter_context(handle)
     size = out.stat().st_size
-    if size < known:
+    if size < num_bytes:
         raise RunError(
-            f"{out} has {size} bytes, and the state covers {known}: it is not the file that this"
-            " stream was written to. Name that one, or another state by ",
+            f"{out} has {size} bytes, and the state covers {num_bytes}: this stream was written to"
+            " another file. Name that one, or another state by ",
             Argument("state"),
             ".",
         )
-    if size and not (known or unread):
+    if size and not (num_bytes or unread):
         raise RunError(f"{out} exists, and is not of this stream; name another.")
-    handle.truncate(known)
-    handle.seek(known)
+    handle.truncate(num_bytes)
+    handle.seek(num_bytes)
     return handle
 
 
@@ -216,7 +216,7 @@ def _remove_empty(path: Path) -> None:
 
 
 def empty_file(path: Path | None, starts: tuple[bytes, ...]) -> bool:
-    """Empty a file if it begins like one of a stream, and return whether it did."""
+    """Empty a file if it begins like an output of a stream; return whether it was emptied."""
     if path is None or not path.exists():
         return False
     with open(path, "r+b") as file:
@@ -232,5 +232,5 @@ def refuse_removed(handle: Any) -> None:
         raise RunError(
             f"{handle.name} was removed while the stream was writing to it. Pass ",
             Argument("restart", True),
-            " to begin anew.",
+            " to start over.",
         )

@@ -81,7 +81,7 @@ def fit_by_elbo(
     """Return the model of maximal ELBO, the history, and the ELBO.
 
     The model is learned with a recurrent family, whose ELBO is in closed form or by quadrature, so
-    that parameters converge. That family has read only the given series, and is discarded.
+    that parameters converge. That family was trained on these series only, and is discarded.
     """
     family_key, fit_key = jax.random.split(key)
     options = table.batch()

@@ -1,6 +1,6 @@
-// Rows to pixels, and the marks of axes: functions of numbers alone.
+// Decimation of rows to pixels, and axis ticks: pure functions of numbers.
 
-// The first index whose time is not before t.
+// Return the first index whose time is at least t.
 const search = (times, t) => {
   let low = 0, high = times.length;
   while (low < high) {
@@ -15,8 +15,9 @@ const nearest = (times, t) => {
   return i === times.length || t - times[i - 1] < times[i] - t ? i - 1 : i;
 };
 
-// One bin a column of pixels that holds a value: its extremes, and its first and last value, with
-// which a line goes on. The rows next to the window are kept, so that lines leave the picture.
+// Return one bin per pixel column with a value: its extremes, and its first and last value, which
+// connect lines between columns. The rows next to the window are included, so that lines extend
+// to the edges of the picture.
 const decimate = (times, values, from, to, width) => {
   const bins = [], scale = width / (to - from);
   const begin = Math.max(0, search(times, from) - 1);
@@ -73,7 +74,7 @@ const numberTicks = (low, high, count) => {
   return ticks;
 };
 
-// The first mark names the day or the year where no other does.
+// Add the day or the year to the first tick if no other tick shows it.
 const withContext = ticks => {
   if (!ticks.length || ticks.some(tick => /^-?\d+$/.test(tick.label))) return ticks;
   const date = new Date(ticks[0].at), year = date.getUTCFullYear();
@@ -119,7 +120,7 @@ const dateTicks = (low, high, count) => {
 const showNumber = value => value !== value || value === undefined
   ? "–" : String(Number(value.toPrecision(6))).replace(/-/g, "−");
 
-// As many parts of a date as its axis needs.
+// Format a date with the precision that its axis needs.
 const dateShower = times => {
   const parts = unit => times.every(t => t % unit === 0);
   const length = parts(DAY) ? 10 : parts(MINUTE) ? 16 : parts(SECOND) ? 19 : 23;

@@ -1,10 +1,10 @@
-// Draws the series of the page on canvases that share one axis of time. No library, no network.
+// Draw the series of the page on canvases that share one time axis. No library, no network.
 
 const $ = id => document.getElementById(id);
 const make = (tag, name, text) => {
   const element = document.createElement(tag);
   if (name) element.className = name;
-  if (text !== undefined) element.textContent = text; // names are never read as HTML
+  if (text !== undefined) element.textContent = text; // names are never parsed as HTML
   return element;
 };
 
@@ -17,13 +17,13 @@ const numbers = list => list && Float64Array.from(list, value => value === null 
 const decodeBand = band => {
   if (!band) return band;
   const [centre, lower, upper] = [band.centre, band.lower, band.upper].map(numbers);
-  const found = { times: axes[band.axis], centre, lower, upper };
+  const columns = { times: axes[band.axis], centre, lower, upper };
   if (band.hollow) {
     const edge = ends => numbers(ends).map((end, i) => end === end ? end : centre[i]);
-    [found.below, found.above] = band.hollow.map(edge);
-    found.hollow = band.hollow.map(numbers);
+    [columns.below, columns.above] = band.hollow.map(edge);
+    columns.hollow = band.hollow.map(numbers);
   }
-  return found;
+  return columns;
 };
 const decodePanel = panel => ({
   title: panel.title, smoothed: decodeBand(panel), forecast: decodeBand(panel.forecast),
@@ -65,7 +65,7 @@ const choose = index => {
     listen(panel);
   }
   pointer = null;
-  tell();
+  showRange();
   draw();
 };
 
@@ -76,7 +76,7 @@ const show = (from, width) => {
   view.from = clamp(from, view.low, view.high - width);
   view.to = view.from + width;
   if (width > whole * (1 - 1e-9)) [view.from, view.to] = [view.low, view.high];
-  tell();
+  showRange();
   drawSoon();
 };
 const zoom = (factor, about = (view.from + view.to) / 2) => {
@@ -103,8 +103,8 @@ const draw = () => {
   for (const panel of panels) paint(panel, left, ink, font);
 };
 
-// Says what is shown: the first and the last row in the window, and the window for machines.
-const tell = () => {
+// Show the first and the last row in the window, and store the window as data attributes.
+const showRange = () => {
   let first = Infinity, last = -Infinity;
   for (const { times } of panels.flatMap(p => [p.smoothed, p.forecast]).filter(Boolean)) {
     const begin = search(times, view.from), end = search(times, view.to) - 1;
@@ -117,21 +117,21 @@ const tell = () => {
   Object.assign(host.dataset, { from: view.from, to: view.to });
 };
 
-// The values that are seen, one bin a pixel, and the range that holds them.
+// Compute the visible values, one bin per pixel column, and their range.
 const measure = (panel, font) => {
   const { canvas, smoothed, forecast, observed } = panel;
-  const width = panel.width = canvas.parentNode.clientWidth, seen = panel.seen = {};
+  const width = panel.width = canvas.parentNode.clientWidth, visible = panel.visible = {};
   const take = (band, key) => decimate(band.times, band[key], view.from, view.to, width);
   for (const [name, band] of Object.entries({ smoothed, forecast })) {
     if (!band) continue;
-    seen[name] = {};
-    for (const key of ["centre", "lower", "upper"]) seen[name][key] = take(band, key);
-    if (band.hollow) for (const key of ["below", "above"]) seen[name][key] = take(band, key);
+    visible[name] = {};
+    for (const key of ["centre", "lower", "upper"]) visible[name][key] = take(band, key);
+    if (band.hollow) for (const key of ["below", "above"]) visible[name][key] = take(band, key);
   }
   if (observed) {
-    seen.observed = decimate(smoothed.times, observed, view.from, view.to, width);
+    visible.observed = decimate(smoothed.times, observed, view.from, view.to, width);
   }
-  const parts = [seen.smoothed, seen.forecast, { observed: seen.observed || [] }];
+  const parts = [visible.smoothed, visible.forecast, { observed: visible.observed || [] }];
   const all = parts.flatMap(part => Object.values(part || {}).flat());
   const within = all.filter(bin => bin.x >= 0 && bin.x <= width);
   let low = Infinity, high = -Infinity;
@@ -149,7 +149,7 @@ const measure = (panel, font) => {
 };
 
 const paint = (panel, left, ink, font) => {
-  const { canvas, seen, width } = panel, ratio = window.devicePixelRatio || 1;
+  const { canvas, visible, width } = panel, ratio = window.devicePixelRatio || 1;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(HEIGHT * ratio);
   const pen = canvas.getContext("2d"), right = width - 6, bottom = HEIGHT - BOTTOM;
@@ -158,7 +158,7 @@ const paint = (panel, left, ink, font) => {
   panel.left = left;
   panel.right = right;
   const squeeze = (right - left) / width;
-  const X = x => left + x * squeeze; // bins are taken over the whole width
+  const X = x => left + x * squeeze; // bins are computed over the whole width
   const T = t => left + (t - view.from) / (view.to - view.from) * (right - left);
   const Y = value => bottom - (value - panel.low) / (panel.high - panel.low) * (bottom - TOP);
 
@@ -188,10 +188,10 @@ const paint = (panel, left, ink, font) => {
   pen.beginPath();
   pen.rect(left, 0, right - left, bottom + 1);
   pen.clip();
-  const stain = (bins, colour) => {
+  const shade = (bins, colour) => {
     pen.fillStyle = colour;
     pen.globalAlpha = 0.24;
-    pen.beginPath(); // one path: where two sides overlap, they are no darker
+    pen.beginPath(); // one path, so that overlapping sides are not darker
     if (bins.below) {
       fill(pen, bins.lower, bins.below, X, Y);
       fill(pen, bins.above, bins.upper, X, Y);
@@ -205,12 +205,12 @@ const paint = (panel, left, ink, font) => {
     pen.lineJoin = "round";
     trace(pen, bins, X, Y);
   };
-  if (seen.observed) dot(pen, seen.observed, X, Y, ink("observed"), width, true);
-  stain(seen.smoothed, ink("smoothed"));
-  if (seen.forecast) stain(seen.forecast, ink("forecast"));
-  stroke(seen.smoothed.centre, ink("smoothed"));
-  if (seen.forecast) stroke(seen.forecast.centre, ink("forecast"));
-  if (seen.observed) dot(pen, seen.observed, X, Y, ink("observed"), width, false);
+  if (visible.observed) dot(pen, visible.observed, X, Y, ink("observed"), width, true);
+  shade(visible.smoothed, ink("smoothed"));
+  if (visible.forecast) shade(visible.forecast, ink("forecast"));
+  stroke(visible.smoothed.centre, ink("smoothed"));
+  if (visible.forecast) stroke(visible.forecast.centre, ink("forecast"));
+  if (visible.observed) dot(pen, visible.observed, X, Y, ink("observed"), width, false);
   pen.fillStyle = ink("missing");
   const marks = new Map(), rows = panel.smoothed.times;
   for (const t of panel.missing) {
@@ -219,7 +219,7 @@ const paint = (panel, left, ink, font) => {
     marks.set(x, (marks.get(x) || 0) + 1);
   }
   const crowd = (search(rows, view.to) - search(rows, view.from)) / (right - left);
-  for (const [x, count] of marks) { // as dark as the share of the column that is missing
+  for (const [x, count] of marks) { // opacity: the missing share of the column
     pen.globalAlpha = clamp(count / crowd, 0.15, 1);
     pen.fillRect(x - 0.75, bottom - 6, 1.5, 6);
   }
@@ -247,7 +247,7 @@ const trace = (pen, bins, X, Y) => {
     const x = X(bin.x);
     if (bin.broken) pen.moveTo(x, Y(bin.first)); else pen.lineTo(x, Y(bin.first));
     if (bin.count === 1) {
-      if (bin.broken) pen.lineTo(x + 0.5, Y(bin.first)); // one value alone is still seen
+      if (bin.broken) pen.lineTo(x + 0.5, Y(bin.first)); // makes an isolated value visible
       continue;
     }
     pen.lineTo(x, Y(bin.low));
@@ -257,7 +257,7 @@ const trace = (pen, bins, X, Y) => {
   pen.stroke();
 };
 
-// Between the lowest lower and the highest upper end of each column, run by run.
+// Fill between the lowest lower and the highest upper end of each column, run by run.
 const fill = (pen, lower, upper, X, Y) => {
   const above = new Map(upper.map(bin => [bin.column, bin.high]));
   let run = [];
@@ -275,7 +275,7 @@ const fill = (pen, lower, upper, X, Y) => {
   if (run.length) close();
 };
 
-// Points where they are few; else the extremes of each column, drawn below the band.
+// Draw points if there are few; otherwise the extremes of each column, below the band.
 const dot = (pen, bins, X, Y, colour, width, below) => {
   const count = bins.reduce((sum, bin) => sum + bin.count, 0), dense = count > width;
   if (dense !== below) return;
@@ -358,7 +358,7 @@ const listen = panel => {
       pan(share((event.deltaX || event.deltaY) * unit));
       return;
     }
-    // All is seen already: the page scrolls on.
+    // Everything is visible: let the page scroll.
     if (event.deltaY > 0 && view.from === view.low && view.to === view.high) return;
     event.preventDefault();
     zoom(Math.exp(clamp(event.deltaY * unit * 0.002, -0.5, 0.5)), timeAt(panel, event));
@@ -413,7 +413,7 @@ const buttons = {
 for (const [id, act] of Object.entries(buttons)) $(id).addEventListener("click", act);
 new ResizeObserver(drawSoon).observe(host);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
-// Paper is white whatever the screen is.
+// Print on white, also in dark mode.
 addEventListener("beforeprint", () => {
   document.documentElement.classList.add("printing");
   draw();
