@@ -68,5 +68,5 @@ def _escape_bars(line: str) -> str:
 
 
 def setup(app: Any) -> None:
-    """Registers what is done to docstrings, before napoleon reads them."""
+    """Register the changes to docstrings, before napoleon reads them."""
     app.connect("autodoc-process-docstring", plain_formulas, priority=400)

@@ -583,8 +583,8 @@ def test_a_fit_that_was_killed_at_its_end_writes_its_report(
     assert command(arguments) == 0
     assert (copy.path / "run.json").read_bytes() == before
     said, text = capsys.readouterr().out, page.read_text()
-    scope = "Checked 8 of 300 series, the longest, and 80 of 3000 rows."
-    assert "verdict: unknown. Well.\n" in said and scope in said and scope in text
+    line = "Checked 8 of 300 series, the longest, and 80 of 3000 rows."
+    assert "verdict: unknown. Well.\n" in said and line in said and line in text
     assert "retrodict fit &#39;" in text and "nile $1.csv" in text and "Not checked" in text
     assert command(arguments) == 2
 

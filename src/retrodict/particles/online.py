@@ -248,7 +248,7 @@ def paris(
     inputs: Any = None,
     length: Any = None,
 ) -> AdditivePosterior:
-    """A smoothed additive functional by PaRIS, in memory that does not grow with the series.
+    """Smooth an additive functional by PaRIS, in memory that does not grow with the series.
 
     Args:
         key: a typed key; run several under `jax.vmap` for a standard error.
@@ -298,7 +298,7 @@ def forward_smoother(
     inputs: Any = None,
     length: Any = None,
 ) -> AdditivePosterior:
-    """A smoothed additive functional by the forward-only smoother, at a cost of N² a step.
+    """Smooth an additive functional by the forward-only smoother, at a cost of N² per step.
 
     It is what `paris` tends to with many draws: no backward draw is left to chance.
 
