@@ -553,7 +553,7 @@ def test_points_are_hidden_as_often_as_needed():
 
 def test_hidden_points_of_a_short_series_are_counted(run: runs.Run, table: data.Table):
     found = _check._hidden(run, table, jax.random.key(0), 0)
-    assert found.verdict == "good" and "times, another tenth each" in found.meaning
+    assert found.verdict == "good" and "times with different points" in found.meaning
     few = table.last(12)
     assert _check._hidden(run, few, jax.random.key(0), 0).verdict == "unknown"
 

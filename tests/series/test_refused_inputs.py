@@ -386,7 +386,7 @@ def test_a_traced_count(key: jax.Array):
 
 
 def test_a_prefix_longer_than_the_chain(chain: rd.LinearGaussianChain):
-    with refused(ValueError, "The chain has 4 rows", "prefix(5)"):
+    with refused(ValueError, "at most the number of rows (4)", "got 5"):
         chain.prefix(5)
 
 
