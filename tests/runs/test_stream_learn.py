@@ -430,7 +430,7 @@ def test_a_killed_stream_learns_the_same(exact, tmp_path: Path):
         files = {"--state": ".rd", "--out": ".csv", "--history": ".h"}
         named = [part for o, end in files.items() for part in (o, str(tmp_path / (name + end)))]
         program = [sys.executable, "-c", "from retrodict.cli import main; main()"]
-        return [*program, "stream", str(exact.path), "--learn", "model", *named]
+        return [*program, "stream", str(exact.path), "--from-prior", "--learn", "model", *named]
 
     everything = b"".join(lines)
     subprocess.run(stream("whole"), input=everything, check=True, timeout=250)

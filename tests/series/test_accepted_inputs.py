@@ -99,6 +99,11 @@ VERBS: dict[str, Verb] = {
     "kalman_smoother": Verb(
         lambda ys, us, **o: rd.kalman_smoother(MODEL, ys, inputs=us, **o).log_evidence
     ),
+    "kalman_smoother in parallel": Verb(
+        lambda ys, us, **o: (
+            rd.kalman_smoother(MODEL, ys, inputs=us, parallel=True, **o).log_evidence
+        )
+    ),
     "grid_smoother": Verb(
         lambda ys, us, **o: (
             rd.grid_smoother(MODEL, ys, rd.Grid([-6.0], [6.0], 32), inputs=us, **o).log_evidence
@@ -569,6 +574,14 @@ def test_every_verb_gives_the_plain_answer(verb: Verb):
     holes = HOLES[1] if verb.rows else HOLES
     masked = np.ma.array(np.where(holes, 99.0, ys), mask=holes)
     np.testing.assert_allclose(verb.call(masked, us), verb.call(ys, us, mask=~holes), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", [n for n, v in VERBS.items() if v.traceable])
+def test_a_verb_can_be_traced_with_its_model_as_a_constant(name: str):
+    """The model is concrete here, and what is computed from it is not: checks must not mix them."""
+    ys, us = _given(VERBS[name])
+    answer = jax.eval_shape(VERBS[name].call, ys, us)
+    assert all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(answer))
 
 
 @pytest.mark.slow

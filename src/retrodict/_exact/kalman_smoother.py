@@ -235,8 +235,9 @@ def _check_width(model: StateSpaceModel) -> None:
         return
     if not all(is_concrete(leaf) for leaf in jax.tree.leaves(model) if eqx.is_array(leaf)):
         return
-    scale = np.asarray(dense_scale(model.prior.scale_tril))
-    noise = np.asarray(dense_scale(model.emission.scale_tril))
+    with jax.ensure_compile_time_eval():  # the model may be a constant of a function under jit
+        scale = np.asarray(dense_scale(model.prior.scale_tril))
+        noise = np.asarray(dense_scale(model.emission.scale_tril))
     design = np.linalg.solve(np.tril(noise), np.asarray(model.emission.weight))
     reach = max(
         np.abs(design @ scale).max(),

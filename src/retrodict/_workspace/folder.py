@@ -20,7 +20,7 @@ import numpy as np
 
 from retrodict._checkpoint import CheckpointError, load, save
 from retrodict._families import AbstractFamily
-from retrodict._learning import FitResult, fit
+from retrodict._learning import FitResult, Objective, Optimisation, fit
 from retrodict._workspace.files import as_json, make_writable, write_atomically
 from retrodict.distributed import broadcast_from_main, by_all, is_main_process, wait_for_processes
 
@@ -119,7 +119,13 @@ class Folder:
         ys: Any,
         *,
         num_steps: int,
-        **options: Any,
+        learn: Any = "family",
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+        held_out: Any = None,
+        objective: Objective | None = None,
+        optimisation: Optimisation | None = None,
     ) -> tuple[FitResult, float]:
         """Fit a family as a stage, which resumes from its last checkpoint.
 
@@ -130,7 +136,13 @@ class Folder:
             model: the model.
             ys: the series to fit to.
             num_steps: the number of steps.
-            **options: further options of `retrodict.fit`.
+            learn: what to fit, as in `retrodict.fit`; so are all that follow.
+            mask: which entries were observed.
+            inputs: the inputs.
+            length: the number of rows of each series.
+            held_out: the series that grade the fit.
+            objective: the ELBO and how it is computed.
+            optimisation: minibatches, optimiser, starts and evaluations.
 
         Returns:
             The fit and its duration in seconds, compilation included. After an interruption, it
@@ -155,9 +167,15 @@ class Folder:
                     model,
                     ys,
                     num_steps=num_steps,
+                    learn=learn,
+                    mask=mask,
+                    inputs=inputs,
+                    length=length,
+                    held_out=held_out,
+                    objective=objective,
+                    optimisation=optimisation,
                     checkpoint=checkpoint,
                     progress=report,
-                    **options,
                 )
             except ValueError as error:  # damaged, or of other data; includes CheckpointError
                 if not self._set_aside(checkpoint, str(error)):

@@ -95,8 +95,8 @@ def fit_by_elbo(
         ys,
         num_steps=num_steps,
         learn="both",
-        optimiser=_optimiser(num_steps),
-        window=MAX_WINDOW if table.summary.longest > MAX_WINDOW else None,
+        objective=rd.Objective(window=MAX_WINDOW if table.summary.longest > MAX_WINDOW else None),
+        optimisation=rd.Optimisation(optimiser=_optimiser(num_steps)),
         **options,
     )
     elbo = float(result.held_out[result.held_out_steps == result.kept_step][-1])

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from retrodict._types import Scalar
@@ -83,7 +84,7 @@ def check_measure(problem: FiniteProblem, measure: Array) -> None:
         raise ValueError(
             f"measure must have shape (S,) = {problem.initial.shape}, got {measure.shape}."
         )
-    if is_concrete(measure) and not bool(jnp.all(measure > 0)):
+    if is_concrete(measure) and not np.all(np.asarray(measure) > 0):
         raise ValueError(f"measure must be positive at every state, got {measure}.")
 
 
