@@ -6,19 +6,21 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from retrodict._chains.base import AbstractKernelChain, check_single, first_rows
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import LOG_2PI, Gaussian
 from retrodict._model import prepare_path
 from retrodict._numerics import (
-    Factored,
     StandardKernel,
+    affine_scan,
     affine_suffix_paths,
     affine_suffix_scan,
     linalg,
-    propagate,
+    lower_factor,
+    scales_agree,
+    settling_scan,
 )
 from retrodict._parameters import check_lower
 from retrodict._series import prepare_length
@@ -45,12 +47,15 @@ class LinearGaussianChain(AbstractKernelChain):
             x_k = m_k + S_k z_k. Exact smoothers provide them. They are accurate where a filtering
             law is singular or narrow in some direction, and `kernels` cannot be. If present, all
             methods use them in place of `kernels`.
+        resolved: whether every direction of the filtering laws was resolved. If not, log densities
+            and the entropy are NaN. `None` if all directions are resolved by construction.
     """
 
     laws: Gaussian  # pyright: ignore
     kernels: LinearGaussianKernel
     length: Int[Array, ""] | None = None  # pyright: ignore
     standard: StandardKernel | None = None
+    resolved: Bool[Array, ""] | None = None
 
     @classmethod
     def from_arrays(
@@ -207,7 +212,7 @@ class LinearGaussianChain(AbstractKernelChain):
         laws, kernels, length = first_rows(self, num_times)
         count = laws.mean.shape[0]
         standard = jax.tree.map(lambda leaf: leaf[: count - 1], self.standard)
-        return LinearGaussianChain(laws, kernels, length, standard)
+        return LinearGaussianChain(laws, kernels, length, standard, self.resolved)
 
     def _check_single(self) -> None:
         check_single(self.laws.mean)
@@ -228,16 +233,27 @@ def _recursion_marginals(chain: LinearGaussianChain, parallel: Parallel) -> Gaus
 
 def _marginals_one_by_one(chain: LinearGaussianChain) -> Gaussian:
     terminal, kernels = _recursion(chain)
-    last = Factored.from_scale(terminal.mean, terminal.scale_tril)
+    last = lower_factor(terminal.scale_tril)
+    _, scales = settling_scan(
+        _move_scale,
+        scales_agree,
+        None,
+        last,
+        (kernels.gain, kernels.scale),
+        chain.num_times - 1,
+        reverse=True,
+    )
+    means = affine_scan(kernels.gain, kernels.offset, terminal.mean, reverse=True)
+    return jax.vmap(Gaussian)(
+        jnp.concatenate([means, terminal.mean[None]]), jnp.concatenate([scales, last[None]])
+    )
 
-    def back(law: Factored, kernel: StandardKernel) -> tuple[Factored, Factored]:
-        law = propagate(law, *kernel)
-        return law, law
 
-    unroll = linalg.steps_per_loop(chain.state_dim)
-    _, laws = lax.scan(back, last, kernels, reverse=True, unroll=unroll)
-    laws = jax.tree.map(lambda rest, end: jnp.concatenate([rest, end[None]]), laws, last)
-    return jax.vmap(Gaussian)(laws.mean, laws.scale_tril)
+def _move_scale(fixed: None, scale: Array, kernel: tuple[Array, Array]) -> tuple[Array, Array]:
+    gain, noise = kernel
+    rows = jnp.concatenate([linalg.matmul(gain, scale), noise], axis=1)
+    scale = lower_factor(linalg.fence(rows))
+    return scale, scale
 
 
 def _recursion(chain: LinearGaussianChain) -> tuple[Gaussian, StandardKernel]:
@@ -414,6 +430,8 @@ def _log_volume(chain: LinearGaussianChain) -> Scalar:
     volumes = jnp.sum(jnp.log(jnp.abs(pivots)), axis=-1)
     if chain.length is not None:
         volumes = jnp.where(jnp.arange(chain.num_times) < chain.length, volumes, 0.0)
+    if chain.resolved is not None:
+        volumes = jnp.where(chain.resolved, volumes, jnp.nan)
     return jnp.sum(volumes)
 
 

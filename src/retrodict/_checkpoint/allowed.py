@@ -146,7 +146,6 @@ CLASSES: dict[str, str] = {
     "retrodict._exact.grid.diagnosis": "Diagnostics ErrorEstimate",
     "retrodict._exact.grid.posterior": "Held",
     "retrodict._exact.grid.transition": "BlockedTransition DenseTransition SeparableTransition",
-    "retrodict._exact.kalman_filter": "Filtered Prior Transition Whitened",
     "retrodict._linearised.diagnosis": "Diagnostics",
     "retrodict.online.exact": "BoundState ExactStatistics",
     "retrodict.online.followed": "Followed Sums",
@@ -186,7 +185,6 @@ MOVED_PACKAGES: dict[str, str] = {
 RENAMED: dict[str, str] = {
     "retrodict._factored": "retrodict._numerics.ldl",
     "retrodict._functional": "retrodict._expectations.functionals",
-    "retrodict._kalman._operations": "retrodict._exact.kalman_filter",
     "retrodict._mask:Series": "retrodict:Series",
     "retrodict._train": "retrodict._learning.train",
     "retrodict:Observations": "retrodict:Series",

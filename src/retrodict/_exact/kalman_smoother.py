@@ -1,6 +1,5 @@
 """The Kalman smoother: the backward chain of a linear-Gaussian model given a series."""
 
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -10,17 +9,9 @@ import numpy as np
 from jaxtyping import Array
 
 from retrodict._chains import LinearGaussianChain
-from retrodict._exact.kalman_filter import (
-    Filtered,
-    Prior,
-    Transition,
-    Whitened,
-    backward_kernels,
-    filter_laws,
-    whiten,
-    with_closed_form_score,
-)
-from retrodict._exact.parallel_filter import filter_laws_in_parallel
+from retrodict._exact.gains import Prior, Transition
+from retrodict._exact.kalman_filter import Filtered, backward_kernels, kalman_filter
+from retrodict._exact.whiten import Whitened, whiten
 from retrodict._kernels import AbstractLinearGaussianKernel, LinearGaussianKernel
 from retrodict._laws import Gaussian, dense_scale, scale_diagonal
 from retrodict._model import StateSpaceModel, prepare_data
@@ -114,12 +105,10 @@ def kalman_smoother(
 def smooth_series(model: StateSpaceModel, series: Series, parallel: Parallel) -> KalmanPosterior:
     """Return the posterior of an unwrapped, validated model given a validated series."""
     series = laid_out(series, parallel)
-    filtered, transition, reduced, log_evidence = _filtered(model, series, parallel)
-    kernels, standard = backward_kernels(
-        filtered, transition, reduced, series.exists(), parallel=parallel
-    )
-    laws = jax.vmap(Gaussian)(filtered.laws.mean, filtered.laws.scale_tril)
-    chain = LinearGaussianChain(laws, kernels, series.length, standard)
+    (gains, mean, predicted, innovation), log_evidence = _filtered(model, series, parallel)
+    kernels, standard = backward_kernels(gains.reversal, mean, predicted, innovation)
+    laws = jax.vmap(Gaussian)(mean, gains.scale)
+    chain = LinearGaussianChain(laws, kernels, series.length, standard, gains.resolved)
     return KalmanPosterior(chain, log_evidence)
 
 
@@ -135,16 +124,13 @@ def log_evidence_of(model: StateSpaceModel, series: Series) -> Scalar:
 
 def _filtered(
     model: StateSpaceModel, series: Series, parallel: Parallel
-) -> tuple[Filtered, Transition, Whitened, Scalar]:
-    """Return the filtering laws, the transition, the whitened data and the log-evidence."""
+) -> tuple[Filtered, Scalar]:
+    """Return the filter's output and the log-evidence."""
     prior = Prior(model.prior.mean, dense_scale(model.prior.scale_tril))
     transition = _transition_arrays(model.transition, series)
     data, constant = _whitened_data(model.emission, series)
-    run = partial(filter_laws_in_parallel, parallel=parallel) if parallel else filter_laws
-    (filtered, reduced), log_prob = with_closed_form_score(run, parallel=parallel)(
-        prior, transition, data, series.exists()
-    )
-    return filtered, transition, reduced, log_prob + constant
+    filtered, log_prob = kalman_filter(prior, transition, data, series.exists(), parallel)
+    return filtered, log_prob + constant
 
 
 def _transition_arrays(kernel: AbstractLinearGaussianKernel, series: Series) -> Transition:

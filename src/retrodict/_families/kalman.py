@@ -11,7 +11,7 @@ from retrodict._exact import (
     Prior,
     Transition,
     Whitened,
-    filter_laws_in_parallel,
+    filter_laws,
     reduce_rows,
     whiten,
 )
@@ -142,7 +142,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         """Compute all filtering laws by an associative scan."""
         prior, kernel = unwrap(self.model).prior, embedded.transition
         arrays = (kernel.weight, kernel.bias, kernel.scale_tril)
-        (laws, *_), _ = filter_laws_in_parallel(
+        means, scales = filter_laws(
             Prior(prior.mean, dense_scale(prior.scale_tril)),
             Transition(*(leaf[1:] for leaf in arrays)),
             Whitened(embedded.design, embedded.value),
@@ -150,6 +150,7 @@ class KalmanFamily(AbstractLinearGaussianFamily):
             parallel,
         )
         count = embedded.value.shape[0]
+        laws = jax.vmap(Factored.from_scale)(means, scales)
         return FilterState(laws, jnp.arange(1, count + 1, dtype=jnp.int32))
 
     def read(self, before: FilterState, after: FilterState, embedded: Evidence) -> Factor:

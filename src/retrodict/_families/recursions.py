@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from retrodict._exact import Prior, Transition, Whitened, filter_laws_in_parallel
+from retrodict._exact import Prior, Transition, Whitened, filter_laws
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import Gaussian
 from retrodict._numerics import linalg
@@ -141,11 +141,11 @@ def filtered_in_parallel(
     varies = kernel.bias.ndim == 2
     arrays = (kernel.weight, kernel.bias, kernel.scale_tril)
     transition = Transition(*(leaf[1:] if varies else leaf for leaf in arrays))
-    (laws, *_), _ = filter_laws_in_parallel(
+    means, scales = filter_laws(
         Prior(prior.mean, prior.scale), transition, Whitened(design, value), exists, parallel
     )
     counts = jnp.arange(1, value.shape[0] + 1, dtype=prior.num_read.dtype)
-    return GaussianState(laws.mean, laws.scale_tril, counts)
+    return GaussianState(means, scales, counts)
 
 
 def contraction(w: Float[Array, "d d"]) -> Float[Array, "d d"]:

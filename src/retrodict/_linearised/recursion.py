@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from retrodict._chains import LinearGaussianChain
-from retrodict._exact import Filtered, Transition, Whitened, backward_kernels, reduce_rows, whiten
+from retrodict._exact import Transition, backward_gains, backward_kernels, reduce_rows, whiten
 from retrodict._kernels import AbstractKernel, AbstractLinearGaussianKernel
 from retrodict._laws import Gaussian, dense_scale
 from retrodict._linearised.moments import conditional_moments, has_constant_scale, law_moments
@@ -28,8 +28,8 @@ class Pass(eqx.Module):
         predicted: the law of each state given the earlier rows.
         laws: the filtering laws.
         transition: the linearised transitions into times 1, …, n-1.
-        data: the linearised emissions, whitened: value_k = design_k x_k + ε.
-        directions: see `Filtered`.
+        emissions: the linearised, whitened emissions.
+        directions: see `predict`.
         increments: log density of each row given the earlier ones, under the linearised model.
         squared: squares of the whitened innovations, eᵀ S⁻¹ e.
     """
@@ -37,18 +37,29 @@ class Pass(eqx.Module):
     predicted: Factored
     laws: Factored
     transition: Transition
-    data: Whitened
+    emissions: "WhitenedEmission"
     directions: Float[Array, "steps state state_plus_noise"]
     increments: Float[Array, "time"]
     squared: Float[Array, "time"]
 
     def chain(self, series: Series) -> LinearGaussianChain:
         """Return the chain of the filtering laws and the reversed linearised transitions."""
-        later = jax.tree.map(lambda leaf: leaf[1:], self.predicted)
-        filtered = Filtered(self.laws, later, self.directions)
-        kernels, standard = backward_kernels(
-            filtered, self.transition, self.data.reduced(), series.exists()
+        design, value, _ = self.emissions
+        reversal = backward_gains(
+            self.laws.scale_tril,
+            self.transition,
+            self.predicted.scale_tril[1:],
+            self.directions,
+            design[1:],
+            series.exists(),
         )
+        predicted = self.predicted.mean
+        innovation = value - jax.vmap(linalg.matvec)(design, predicted)
+        if series.length is not None:
+            exists = series.exists()[1:, None]
+            moved = jnp.where(exists, predicted[1:], self.laws.mean[:-1])
+            predicted = jnp.concatenate([predicted[:1], moved])
+        kernels, standard = backward_kernels(reversal, self.laws.mean, predicted, innovation)
         laws = jax.vmap(Gaussian)(self.laws.mean, self.laws.scale_tril)
         return LinearGaussianChain(laws, kernels, series.length, standard)
 
@@ -155,22 +166,22 @@ def _filter(
 
     def advance(state: tuple[Factored, Factored], row: Row) -> tuple[tuple, tuple]:
         predicted, before = state
-        design, value, constant = emission(predicted, row)
-        law, innovations = condition(predicted, design, value)
+        emitted = emission(predicted, row)
+        law, innovations = condition(predicted, emitted.design, emitted.value)
         if row.exists is not None:
             law = jax.tree.map(lambda new, old: jnp.where(row.exists, new, old), law, before)
         squared = jnp.sum(innovations.gains**2 * innovations.variances)
         affine = Transition(*transition(law, row))
         after, directions = predict(law, *affine)
-        data, increment = Whitened(design, value), innovations.log_prob() + constant
-        return (after, law), (predicted, law, data, increment, squared, affine, directions)
+        increment = innovations.log_prob() + emitted.constant
+        return (after, law), (predicted, law, emitted, increment, squared, affine, directions)
 
     # The first row always exists, so the initial value of `before` is never used.
-    _, (predicted, laws, data, increments, squared, *predictions) = lax.scan(
+    _, (predicted, laws, emissions, increments, squared, *predictions) = lax.scan(
         advance, (prior, prior), rows
     )
     transitions, directions = jax.tree.map(lambda leaf: leaf[:-1], predictions)
-    return Pass(predicted, laws, transitions, data, directions, increments, squared)
+    return Pass(predicted, laws, transitions, emissions, directions, increments, squared)
 
 
 def iterate(

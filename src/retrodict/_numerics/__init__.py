@@ -1,6 +1,7 @@
 """Linear algebra for small matrices, Gaussian updates and scans on plain arrays."""
 
 from retrodict._numerics import linalg as linalg
+from retrodict._numerics.associative_scan import affine_scan as affine_scan
 from retrodict._numerics.associative_scan import affine_suffix_paths as affine_suffix_paths
 from retrodict._numerics.associative_scan import affine_suffix_scan as affine_suffix_scan
 from retrodict._numerics.associative_scan import linear_recurrence as linear_recurrence
@@ -8,14 +9,22 @@ from retrodict._numerics.associative_scan import prefix_scan as prefix_scan
 from retrodict._numerics.batched_map import in_parts as in_parts
 from retrodict._numerics.ldl import Factored as Factored
 from retrodict._numerics.ldl import Innovations as Innovations
-from retrodict._numerics.ldl import StandardKernel as StandardKernel
 from retrodict._numerics.ldl import condition as condition
 from retrodict._numerics.ldl import condition_columns as condition_columns
-from retrodict._numerics.ldl import narrowest as narrowest
 from retrodict._numerics.ldl import predict as predict
 from retrodict._numerics.ldl import propagate as propagate
 from retrodict._numerics.ldl import reverse as reverse
-from retrodict._numerics.ldl import reverse_rows as reverse_rows
-from retrodict._numerics.ldl import reverse_standardised as reverse_standardised
 from retrodict._numerics.linalg import UNROLLED as UNROLLED
 from retrodict._numerics.linalg import sum_of as sum_of
+from retrodict._numerics.settle import curvatures_agree as curvatures_agree
+from retrodict._numerics.settle import scales_agree as scales_agree
+from retrodict._numerics.settle import settling_map as settling_map
+from retrodict._numerics.settle import settling_scan as settling_scan
+from retrodict._numerics.standard import Conditioning as Conditioning
+from retrodict._numerics.standard import Reversal as Reversal
+from retrodict._numerics.standard import StandardKernel as StandardKernel
+from retrodict._numerics.standard import condition_standard as condition_standard
+from retrodict._numerics.standard import lower_factor as lower_factor
+from retrodict._numerics.standard import predict_scale as predict_scale
+from retrodict._numerics.standard import reverse_scale as reverse_scale
+from retrodict._numerics.standard import shrinkage_of as shrinkage_of

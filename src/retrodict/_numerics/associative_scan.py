@@ -131,6 +131,35 @@ def affine_suffix_scan(
     return means, spreads
 
 
+def affine_scan(
+    weights: Float[Array, "time d d"],
+    biases: Float[Array, "time d"],
+    start: Float[Array, "d"],
+    *,
+    reverse: bool = False,
+    parallel: Parallel = False,
+) -> Float[Array, "time d"]:
+    """Solve x_k = w_k x_{k-1} + b_k from x_{-1} = start, or from the end if `reverse`."""
+    if not parallel:
+
+        def step(x: Array, row: tuple[Array, Array]) -> tuple[Array, Array]:
+            x = linalg.matvec(row[0], x) + row[1]
+            return x, x
+
+        unroll = 8 if start.shape[0] <= linalg.UNROLLED else 1
+        return lax.scan(step, start, (weights, biases), reverse=reverse, unroll=unroll)[1]
+
+    def compose(first: tuple, second: tuple) -> tuple:
+        (weight_1, bias_1), (weight_2, bias_2) = first, second
+        return linalg.matmul(weight_2, weight_1), linalg.matvec(weight_2, bias_1) + bias_2
+
+    neutral = (jnp.eye(start.shape[0], dtype=start.dtype), jnp.zeros_like(start))
+    products, sums = prefix_scan(
+        compose, (weights, biases), neutral, reverse=reverse, parallel=parallel
+    )
+    return jax.vmap(linalg.matvec, in_axes=(0, None))(products, start) + sums
+
+
 def affine_suffix_paths(
     weights: Float[Array, "time d d"],
     biases: Float[Array, "time d sample"],

@@ -11,8 +11,6 @@ formula for all columns, and a step of a scan compiles to few loops. This matter
 state with few coordinates, a loop costs more to start than to run.
 """
 
-from typing import NamedTuple
-
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
@@ -94,8 +92,6 @@ def predict(
     weight: Float[Array, "e d"],
     bias: Float[Array, "e"],
     scale: Float[Array, "e k"],
-    *,
-    tolerance: float = 0.0,
 ) -> tuple[Factored, Float[Array, "e d_plus_k"]]:
     """Return the law of `propagate` and the rows q of [w S, s] = B q.
 
@@ -107,13 +103,12 @@ def predict(
         weight: w.
         bias: b.
         scale: s.
-        tolerance: see `linalg.weighted_gram_schmidt`.
     """
     d = law.dim
     moved = linalg.fence(jnp.concatenate([linalg.matmul(weight, law.columns), scale], axis=1))
     one = jnp.ones((), moved.dtype)
     weights = [*(law.diagonal[k] for k in range(d)), None, *([one] * scale.shape[1])]
-    lower, diagonal, rows = linalg.weighted_gram_schmidt(moved, weights, tolerance=tolerance)
+    lower, diagonal, rows = linalg.weighted_gram_schmidt(moved, weights)
     mean = moved[:, d] + bias
     predicted = Factored(
         linalg.fence(jnp.concatenate([lower, mean[:, None]], axis=1)),
@@ -222,78 +217,6 @@ def _condition_columns_by_qr(
     )
 
 
-class StandardKernel(NamedTuple):
-    """The backward kernel of z_{k-1} given z_k, with x_k = m_k + S_k z_k for filtering laws (m, S).
-
-    The kernel is z_{k-1} = gain z_k + offset + scale ε. For any S the gain has norm at most one and
-    the scale is at most the identity: no division by a width of the state occurs.
-    """
-
-    gain: Float[Array, "*time d d"]
-    offset: Float[Array, "*time d"]
-    scale: Float[Array, "*time d d"]
-
-
-def reverse_standardised(
-    predicted: Factored,
-    rows: Float[Array, "d d_plus_k"],
-    design: Float[Array, "p d"],
-    value: Float[Array, "p"],
-    after: Factored | None = None,
-) -> StandardKernel:
-    """Return the backward kernel between the standard coordinates of two filtering laws.
-
-    `predict` gives e = q (z, ε), with x_k = a + B e. Conditioning on row k gives e = μ + M z_k.
-    With q₁ the first d columns of q, z given e has mean q₁ᵀ e. A factor of its covariance is given
-    by the rows of [I, 0] minus their projection on the rows of q. Rotations have more columns than
-    q: these are additional noise terms without effect on x.
-
-    Args:
-        predicted: the law N(a, B Bᵀ) of x_k given the rows before.
-        rows: q.
-        design: the design of row k, in units of its noise.
-        value: the values of row k, in the same units.
-        after: the filtering law of x_k, if its factor S was not computed from this B. M is then
-            B⁻¹ S in the coordinates that `predict` treated as independent.
-    """
-    d, dtype = predicted.dim, predicted.columns.dtype
-    eye, scale = jnp.eye(d, dtype=dtype), predicted.scale_tril
-    columns = jnp.concatenate([eye, jnp.zeros((d, 1), dtype)], axis=1)
-    residual = value - linalg.matvec(design, predicted.mean)
-    columns, diagonal, _, _ = condition_columns(
-        columns, jnp.ones(d + 1, dtype), linalg.matmul(design, scale), residual[:, None]
-    )
-    if after is None:
-        shrinkage = columns[:, :d] * linalg.safe_sqrt(diagonal[:d])[None, :]
-    else:
-        shrinkage = _unscale(predicted, after.scale_tril)
-    rotation = linalg.rotation(rows)
-    transposed = rotation[:, :d].T
-    return StandardKernel(
-        linalg.matmul(transposed, shrinkage),
-        linalg.matvec(transposed, columns[:, d]),
-        linalg.tria(_project_out_of_identity(rotation)),
-    )
-
-
-def _unscale(law: Factored, b: Float[Array, "d c"]) -> Float[Array, "d c"]:
-    """Return B⁻¹ b for the Cholesky factor B of a law, with zeros where B is zero."""
-    inverse = linalg.safe_reciprocal(linalg.safe_sqrt(law.diagonal[:-1]))
-    return inverse[:, None] * linalg.solve_triangular(law.columns[:, :-1], b)
-
-
-def _project_out_of_identity(rotation: Float[Array, "d c"]) -> Float[Array, "d c"]:
-    """Return the rows of [I, 0] minus their projection on the orthonormal rows q.
-
-    Projecting twice preserves the relative precision of rows with a small remainder.
-    """
-    d = rotation.shape[0]
-    remainder = jnp.eye(*rotation.shape, dtype=rotation.dtype) - linalg.matmul(
-        rotation[:, :d].T, rotation
-    )
-    return remainder - linalg.matmul(linalg.matmul(remainder, rotation.T), rotation)
-
-
 def reverse(
     law: Factored,
     weight: Float[Array, "d d"],
@@ -305,29 +228,39 @@ def reverse(
     With [w S, s] = B q as in `predict`, the gain is S q₁ᵀ B⁻¹. Directions of z that are narrower
     than ε^(1/3) times its coordinates are omitted. Their gains g would amplify a rounding error ε
     of one time step to ε g, and to ε g² relative to the narrowest direction of the next step.
-    Omitting a direction causes an error of 1/g. `reverse_standardised` has no such limit.
+    Omitting a direction causes an error of 1/g. Kernels between standard coordinates have no such
+    limit: see `standard.py`.
 
     Returns:
         The gain G, the offset m − G (w m + b) and the lower Cholesky factor of the conditional law.
     """
-    predicted, rows = predict(law, weight, bias, scale, tolerance=narrowest(law.columns.dtype))
-    return reverse_rows(law, predicted, rows)
+    gain, conditional = reverse_states(law.scale_tril, weight, scale)
+    moved = linalg.matvec(weight, law.mean) + bias
+    return gain, law.mean - linalg.matvec(gain, moved), conditional
 
 
-def narrowest(dtype: jnp.dtype) -> float:
-    """Return ε^(1/3), the relative width below which `reverse` omits a direction."""
-    return float(jnp.finfo(dtype).eps) ** (1 / 3)
+def reverse_states(
+    scale: Float[Array, "d d"], weight: Float[Array, "e d"], noise: Float[Array, "e k"]
+) -> tuple[Float[Array, "d e"], Float[Array, "d d"]]:
+    """Return the gain and the scale of `reverse`, which do not depend on means."""
+    rows = linalg.fence(jnp.concatenate([linalg.matmul(weight, scale), noise], axis=1))
+    ones = [jnp.ones((), rows.dtype)] * rows.shape[1]
+    tolerance = linalg.narrowest(rows.dtype)
+    lower, diagonal, q = linalg.weighted_gram_schmidt(rows, ones, tolerance=tolerance)
+    rotation = linalg.rotation(q)
+    coefficients = linalg.matmul(rotation[:, : scale.shape[0]], scale.T)
+    inverse = linalg.safe_reciprocal(linalg.safe_sqrt(diagonal))
+    gain = linalg.solve_triangular(lower, inverse[:, None] * coefficients, transpose=True).T
+    return gain, linalg.tria(linalg.matmul(scale, project_out_of_identity(rotation)))
 
 
-def reverse_rows(
-    law: Factored, predicted: Factored, rows: Float[Array, "d d_plus_k"]
-) -> tuple[Float[Array, "d d"], Float[Array, "d"], Float[Array, "d d"]]:
-    """Return the backward kernel of `reverse`, given the output of `predict`."""
-    before, d, rotation = law.scale_tril, law.dim, linalg.rotation(rows)
-    coefficients = linalg.matmul(rotation[:, :d], before.T)
-    inverse = linalg.safe_reciprocal(linalg.safe_sqrt(predicted.diagonal[:-1]))
-    gain = linalg.solve_triangular(
-        predicted.columns[:, :-1], inverse[:, None] * coefficients, transpose=True
-    ).T
-    offset = law.mean - linalg.matvec(gain, predicted.mean)
-    return gain, offset, linalg.tria(linalg.matmul(before, _project_out_of_identity(rotation)))
+def project_out_of_identity(rotation: Float[Array, "d c"]) -> Float[Array, "d c"]:
+    """Return the rows of [I, 0] minus their projection on the orthonormal rows q.
+
+    Projecting twice preserves the relative precision of rows with a small remainder.
+    """
+    d = rotation.shape[0]
+    remainder = jnp.eye(*rotation.shape, dtype=rotation.dtype) - linalg.matmul(
+        rotation[:, :d].T, rotation
+    )
+    return remainder - linalg.matmul(linalg.matmul(remainder, rotation.T), rotation)

@@ -24,6 +24,11 @@ UNROLLED = 6
 """The largest number of rows for which loops are unrolled."""
 
 
+def narrowest(dtype: jnp.dtype) -> float:
+    """Return ε^(1/3), the relative width below which a direction counts as narrow."""
+    return float(jnp.finfo(dtype).eps) ** (1 / 3)
+
+
 def steps_per_loop(d: int) -> int:
     """Return the number of steps per loop iteration in a scan over d-dimensional laws.
 

@@ -1,0 +1,184 @@
+"""The part of the Kalman smoother that does not depend on the data: covariances and gains.
+
+The gains depend on the parameters and on the mask. Series with the same mask share them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from retrodict._numerics import (
+    Conditioning,
+    Reversal,
+    condition_standard,
+    linalg,
+    lower_factor,
+    predict_scale,
+    reverse_scale,
+    scales_agree,
+    settling_map,
+    settling_scan,
+    shrinkage_of,
+)
+
+CHUNK = 32
+"""The number of backward kernels per batch, which fit into the cache of a CPU."""
+
+
+class Prior(NamedTuple):
+    """The law N(mean, scale scaleᵀ) of x_0."""
+
+    mean: Float[Array, "state"]
+    scale: Float[Array, "state noise"]
+
+
+class Transition(NamedTuple):
+    """The transition x_k = weight x_{k-1} + bias + scale ε.
+
+    Each array may have a leading axis `time-1`.
+    """
+
+    weight: Float[Array, "*time state state"]
+    bias: Float[Array, "*time state"]
+    scale: Float[Array, "*time state noise"]
+
+
+class Gains(NamedTuple):
+    """The scales and gains of a filter and of its backward kernels.
+
+    Attributes:
+        scale: S_k, the scale of the filtering law of x_k.
+        gain: K_k, with filtering mean a_k + K_k (v_k − H_k a_k) for the predicted mean a_k.
+        whitener: W_k, with W_k (v_k − H_k a_k) standard normal.
+        reversal: the backward kernels.
+        resolved: whether the computation resolved every direction of the filtering laws. If not,
+            their density is unknown. `None` if all directions are resolved by construction.
+    """
+
+    scale: Float[Array, "time state state"]
+    gain: Float[Array, "time state whitened"]
+    whitener: Float[Array, "time whitened whitened"]
+    reversal: Reversal
+    resolved: Bool[Array, ""] | None = None
+
+
+def sequential_gains(
+    prior: Float[Array, "state noise"],
+    transition: Transition,
+    design: Float[Array, "*time whitened state"],
+    exists: Bool[Array, "time"] | None,
+    count: int,
+) -> Gains:
+    """Compute the gains one time step after another, until they no longer change.
+
+    Args:
+        prior: the scale of x_0.
+        transition: the transition; its bias is not used.
+        design: the whitened, reduced design.
+        exists: which rows exist; `None` if all of them do.
+        count: the number of rows n.
+    """
+    fixed, varying = split_constant((transition.weight, transition.scale, design), (2, 2, 2))
+    later_designs = None if varying[2] is None else varying[2][1:]
+    real = None if exists is None else exists[1:]
+    predicted = lower_factor(prior)
+    first = linalg.matmul(
+        predicted, shrinkage_of(linalg.matmul(design[0] if design.ndim == 3 else design, predicted))
+    )
+    _, (later, later_predicted, directions) = settling_scan(
+        _advance, scales_agree, fixed, first, (*varying[:2], later_designs, real), count - 1
+    )
+    scales = jnp.concatenate([first[None], later])
+    predictions = jnp.concatenate([predicted[None], later_predicted])
+    conditioning, gain = settling_map(_condition, fixed[2], (predictions, varying[2]), CHUNK)
+    rows = (scales[:-1], *varying[:2], later_predicted, directions, _tail(conditioning))
+    reversal = settling_map(_reverse, fixed[:2], rows, CHUNK)
+    return Gains(scales, gain, conditioning.whitener, without_padding(reversal, exists))
+
+
+def backward_gains(
+    scales: Float[Array, "time state state"],
+    transition: Transition,
+    predicted: Float[Array, "steps state state"],
+    directions: Float[Array, "steps state state_plus_noise"],
+    designs: Float[Array, "steps whitened state"],
+    exists: Bool[Array, "time"] | None,
+) -> Reversal:
+    """Return the backward kernels of filtering laws whose transitions and designs vary in time.
+
+    Args:
+        scales: the scales of the filtering laws.
+        transition: the transitions into rows 1, …, n-1.
+        predicted: the scales of the predicted laws of these rows.
+        directions: the directions that `predict_scale` returned with them.
+        designs: the whitened designs of these rows.
+        exists: which rows exist; `None` if all of them do.
+    """
+    conditioning, _ = settling_map(_condition, None, (predicted, designs), CHUNK)
+    rows = (scales[:-1], transition.weight, transition.scale, predicted, directions, conditioning)
+    return without_padding(settling_map(_reverse, (None, None), rows, CHUNK), exists)
+
+
+def _advance(fixed: tuple, scale: Array, row: tuple) -> tuple[Array, tuple]:
+    """Return the filtering scale S_k from S_{k-1}, with B_k and the directions q_k."""
+    *varying, exists = row
+    weight, noise, design = _join(fixed, tuple(varying))
+    if scale.shape[0] > linalg.UNROLLED:  # `_reverse` computes the directions in batches
+        rows = jnp.concatenate([linalg.matmul(weight, scale), noise], axis=1)
+        predicted, directions = lower_factor(rows), None
+    else:
+        predicted, directions = predict_scale(scale, weight, noise)
+    after = linalg.matmul(predicted, shrinkage_of(linalg.matmul(design, predicted)))
+    if exists is not None:
+        after = jnp.where(exists, after, scale)
+    return after, (after, predicted, directions)
+
+
+def _condition(fixed_design: Array | None, rows: tuple) -> tuple[Conditioning, Array]:
+    """Return the update of the standard coordinates by each row, and its gain on states."""
+    predicted, design = rows
+    if design is None:
+        design = jnp.broadcast_to(fixed_design, (predicted.shape[0], *fixed_design.shape))
+    product = jax.vmap(linalg.matmul)
+    conditioning = condition_standard(product(design, predicted))
+    return conditioning, product(predicted, conditioning.gain)
+
+
+def _reverse(fixed: tuple, rows: tuple) -> Reversal:
+    scale, weight, noise, predicted, directions, conditioning = rows
+    weight, noise = (
+        jnp.broadcast_to(constant, (scale.shape[0], *constant.shape)) if own is None else own
+        for constant, own in zip(fixed, (weight, noise), strict=True)
+    )
+    if directions is None:
+        predicted, directions = predict_scale(scale, weight, noise)
+    return reverse_scale(scale, weight, noise, predicted, directions, conditioning)
+
+
+def without_padding(reversal: Reversal, exists: Bool[Array, "time"] | None) -> Reversal:
+    """Return identity kernels in place of those into rows that do not exist."""
+    if exists is None:
+        return reversal
+    eye = jnp.eye(reversal.gain.shape[-1], dtype=reversal.gain.dtype)
+    identity = Reversal(eye, jnp.zeros_like(reversal.response[0]), 0 * eye, eye, 0 * eye)
+    return jax.tree.map(
+        lambda leaf, neutral: jnp.where(exists[1:, None, None], leaf, neutral), reversal, identity
+    )
+
+
+def split_constant(arrays: tuple, ranks: tuple[int, ...]) -> tuple[tuple, tuple]:
+    """Split arrays into those that are constant in time and those that vary; `None` elsewhere."""
+    varies = [array.ndim > rank for array, rank in zip(arrays, ranks, strict=True)]
+    fixed = tuple(None if v else array for v, array in zip(varies, arrays, strict=True))
+    varying = tuple(array if v else None for v, array in zip(varies, arrays, strict=True))
+    return fixed, varying
+
+
+def _join(fixed: tuple, varying: tuple) -> tuple:
+    return tuple(b if a is None else a for a, b in zip(fixed, varying, strict=True))
+
+
+def _tail(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[1:], tree)

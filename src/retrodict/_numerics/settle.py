@@ -1,0 +1,212 @@
+"""Scans and maps over time that skip repeated work.
+
+In a linear-Gaussian model the covariances depend on the parameters and on the mask, not on the
+data. If the parameters are constant in time they converge within a few steps. `settling_scan` stops
+when its carry no longer changes and continues at the next change of its inputs, for example at a
+gap in the data. `settling_map` evaluates a function once per run of equal rows. Both return the
+values of the plain loop, to rounding.
+
+Both loops have a number of steps that is known only at run time. Under differentiation, and under
+`vmap` over their arguments, the plain loop runs instead.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, PyTree
+
+from retrodict._numerics.batched_map import in_batches
+
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""`step(fixed, carry, row)` returns the next carry and an output, and closes over no tracers."""
+
+Settled = Callable[[Any, Any], Bool[Array, ""]]
+"""`settled(before, after)`: whether two successive carries are equal to rounding."""
+
+
+def settling_scan(
+    step: Step,
+    settled: Settled,
+    fixed: PyTree,
+    init: PyTree,
+    rows: PyTree,
+    count: int,
+    *,
+    reverse: bool = False,
+) -> tuple[PyTree, PyTree]:
+    """Return `lax.scan(partial(step, fixed), init, rows, count)`, without its repeated steps.
+
+    Args:
+        step: a pure function of `fixed`, the carry and one row.
+        settled: decides whether the carry has converged.
+        fixed: arrays that are the same at every step.
+        init: the first carry.
+        rows: arrays with a leading axis of size `count`, or `None`.
+        count: the number of steps.
+        reverse: whether to start at the last row.
+
+    Returns:
+        The last carry, and the outputs of all steps.
+    """
+    if count == 0:
+        return lax.scan(partial(step, fixed), init, rows, count)
+    return _settling_scan(step, settled, count, reverse, fixed, init, rows)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
+def _settling_scan(
+    step: Step, settled: Settled, count: int, reverse: bool, fixed: Any, init: Any, rows: Any
+) -> tuple[PyTree, PyTree]:
+    loop = partial(_settling_loop, step, settled, count, reverse)
+    return _unless_batched(loop, partial(_plain_scan, step, count, reverse))(fixed, init, rows)
+
+
+@_settling_scan.defjvp
+def _settling_scan_jvp(
+    step: Step, settled: Settled, count: int, reverse: bool, primals: tuple, tangents: tuple
+) -> tuple[PyTree, PyTree]:
+    return jax.jvp(partial(_plain_scan, step, count, reverse), primals, tangents)
+
+
+def _plain_scan(
+    step: Step, count: int, reverse: bool, fixed: Any, init: Any, rows: Any
+) -> tuple[PyTree, PyTree]:
+    return lax.scan(partial(step, fixed), init, rows, count, reverse=reverse)
+
+
+def _settling_loop(
+    step: Step, settled: Settled, count: int, reverse: bool, fixed: Any, init: Any, rows: Any
+) -> tuple[PyTree, PyTree]:
+    rows = jax.tree.map(lambda leaf: leaf[::-1], rows) if reverse else rows
+    changes = _changes(rows, count)
+    # The first position after k at which a row differs from the one before it.
+    starts = jnp.where(changes, jnp.arange(count), count)
+    next_change = jnp.append(lax.cummin(starts, reverse=True)[1:], count)
+    _, out = jax.eval_shape(step, fixed, init, jax.tree.map(lambda leaf: leaf[0], rows))
+    buffers = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), out)
+
+    def advance(state: tuple) -> tuple:
+        k, carry, buffers, computed = state
+        after, out = step(fixed, carry, jax.tree.map(lambda leaf: leaf[k], rows))
+        buffers = jax.tree.map(lambda buffer, leaf: buffer.at[k].set(leaf), buffers, out)
+        k_next = jnp.where(settled(carry, after), next_change[k], k + 1)
+        return k_next, after, buffers, computed.at[k].set(True)
+
+    start = (jnp.zeros((), next_change.dtype), init, buffers, jnp.zeros(count, bool))
+    _, last, buffers, computed = lax.while_loop(lambda state: state[0] < count, advance, start)
+    source = _last_true(computed)
+    source = source[::-1] if reverse else source
+    return last, jax.tree.map(lambda buffer: buffer[source], buffers)
+
+
+def settling_map(
+    fn: Callable[[Any, Any], PyTree], fixed: PyTree, rows: PyTree, size: int
+) -> PyTree:
+    """Evaluate `fn` on batches of at most `size` rows, once per run of equal rows.
+
+    Args:
+        fn: `fn(fixed, batch)` maps rows with a leading axis to outputs with a leading axis, one row
+            at a time. It must not close over tracers.
+        fixed: arrays that are the same for all rows.
+        rows: arrays with a leading axis, or `None`.
+        size: the number of rows per call.
+    """
+    count = jax.tree.leaves(rows)[0].shape[0]
+    if count <= size:
+        return fn(fixed, rows)
+    return _settling_map(fn, size, fixed, rows)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _settling_map(fn: Callable, size: int, fixed: Any, rows: Any) -> PyTree:
+    loop = partial(_settling_batches, fn, size)
+    return _unless_batched(loop, partial(_plain_map, fn, size))(fixed, rows)
+
+
+@_settling_map.defjvp
+def _settling_map_jvp(
+    fn: Callable, size: int, primals: tuple, tangents: tuple
+) -> tuple[PyTree, PyTree]:
+    return jax.jvp(partial(_plain_map, fn, size), primals, tangents)
+
+
+def _plain_map(fn: Callable, size: int, fixed: Any, rows: Any) -> PyTree:
+    return in_batches(partial(fn, fixed), rows, size)
+
+
+def _settling_batches(fn: Callable, size: int, fixed: Any, rows: Any) -> PyTree:
+    count = jax.tree.leaves(rows)[0].shape[0]
+    changes = _changes(rows, count)
+    distinct = jnp.nonzero(changes, size=count + size, fill_value=count - 1)[0]
+    out = jax.eval_shape(fn, fixed, jax.tree.map(lambda leaf: leaf[:size], rows))
+    buffers = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape[1:]), leaf.dtype), out)
+
+    def advance(state: tuple) -> tuple:
+        first, buffers = state
+        chosen = lax.dynamic_slice_in_dim(distinct, first, size)
+        out = fn(fixed, jax.tree.map(lambda leaf: leaf[chosen], rows))
+        # Positions beyond the last distinct row repeat the last row, and store its own value.
+        buffers = jax.tree.map(lambda buffer, leaf: buffer.at[chosen].set(leaf), buffers, out)
+        return first + size, buffers
+
+    total = jnp.sum(changes)
+    _, buffers = lax.while_loop(
+        lambda state: state[0] < total, advance, (jnp.zeros((), total.dtype), buffers)
+    )
+    source = _last_true(changes)
+    return jax.tree.map(lambda buffer: buffer[source], buffers)
+
+
+def _unless_batched(loop: Callable, plain: Callable) -> Callable:
+    """Return `loop`, replaced by `plain` under `vmap` over any of its arguments.
+
+    A batched `while_loop` would copy its buffers at every step.
+    """
+    run = jax.custom_batching.custom_vmap(loop)
+
+    @run.def_vmap
+    def _(axis_size: int, in_batched: list, *arguments: Any) -> tuple[PyTree, PyTree]:
+        del axis_size
+        axes = tuple(jax.tree.map(lambda batched: 0 if batched else None, b) for b in in_batched)
+        out = jax.vmap(plain, in_axes=axes)(*arguments)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return run
+
+
+def _changes(rows: PyTree, count: int) -> Bool[Array, "count"]:
+    """Return which rows differ from the row before them; the first row does."""
+    changes = jnp.zeros(count, bool).at[0].set(True)
+    for leaf in jax.tree.leaves(rows):
+        differs = jnp.any((leaf[1:] != leaf[:-1]).reshape(count - 1, -1), axis=1)
+        changes = changes.at[1:].set(changes[1:] | differs)
+    return changes
+
+
+def _last_true(flags: Bool[Array, "count"]) -> Int[Array, "count"]:
+    """Return, for each position, the last position up to it whose flag is true."""
+    return lax.cummax(jnp.where(flags, jnp.arange(flags.shape[0]), 0))
+
+
+def scales_agree(before: Array, after: Array) -> Bool[Array, ""]:
+    """Return whether two lower factors of shape `(d, d)` agree to rounding.
+
+    Entries are compared in units of their coordinate (row) and of the width of their direction
+    (column), so that narrow directions must have converged too.
+    """
+    eps = jnp.finfo(after.dtype).eps
+    rows = jnp.max(jnp.abs(after), axis=1, keepdims=True)
+    relative = jnp.where(rows > 0, jnp.abs(after) / jnp.where(rows > 0, rows, 1.0), 0.0)
+    widths = jnp.maximum(jnp.max(relative, axis=0, keepdims=True), jnp.sqrt(eps))
+    return jnp.all(jnp.abs(after - before) <= 4 * eps * rows * widths)
+
+
+def curvatures_agree(before: Array, after: Array) -> Bool[Array, ""]:
+    """Return whether two positive-semidefinite matrices agree to rounding."""
+    sizes = jnp.sqrt(jnp.maximum(jnp.diagonal(after), 0.0))
+    tolerance = 4 * jnp.finfo(after.dtype).eps * sizes[:, None] * sizes[None, :]
+    return jnp.all(jnp.abs(after - before) <= tolerance)

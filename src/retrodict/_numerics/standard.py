@@ -1,0 +1,297 @@
+"""Gaussian steps in standard coordinates: prediction, conditioning and reversal of scales.
+
+A law N(m, S Sᵀ) is written x = m + S z with standard normal z. The steps below transform the scale
+S. None of them depends on the data, so that one computation serves all series with the same mask.
+
+    predict     [w S, s] = B q, with orthonormal rows q:   w x + b + s ε = (w m + b) + B e
+    condition   e given B, H and the innovation r:         e = K r + M z'
+    reverse     z given e:                                 z = q₁ᵀ e + s' ε'
+
+Every gain between standard coordinates has norm at most one. Nothing is divided by a width of the
+state, so that singular, narrow and decaying directions need no special case.
+
+Small states use unrolled Gram–Schmidt and scalar updates. Larger ones use Cholesky factors of Gram
+matrices, which are several times faster than LAPACK's QR, where these are accurate to ε^(2/3), and
+QR elsewhere. The choice is made at run time for each batch of rows.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from retrodict._numerics import linalg
+from retrodict._numerics.ldl import (
+    condition_columns,
+    project_out_of_identity,
+    reverse_states,
+)
+
+
+class StandardKernel(NamedTuple):
+    """The backward kernel of z_{k-1} given z_k, with x_k = m_k + S_k z_k for filtering laws (m, S).
+
+    The kernel is z_{k-1} = gain z_k + offset + scale ε. For any S the gain has norm at most one and
+    the scale is at most the identity: no division by a width of the state occurs.
+    """
+
+    gain: Float[Array, "*time d d"]
+    offset: Float[Array, "*time d"]
+    scale: Float[Array, "*time d d"]
+
+
+class Conditioning(NamedTuple):
+    """The law of standard normal e given r = F e + ε: e = gain r + shrinkage z.
+
+    Attributes:
+        shrinkage: M, lower triangular, with M Mᵀ = (I + FᵀF)⁻¹.
+        gain: K = (I + FᵀF)⁻¹ Fᵀ.
+        whitener: W, lower triangular, with WᵀW = (I + F Fᵀ)⁻¹.
+    """
+
+    shrinkage: Float[Array, "*time d d"]
+    gain: Float[Array, "*time d p"]
+    whitener: Float[Array, "*time p p"]
+
+
+class Reversal(NamedTuple):
+    """The backward kernel of one transition, without its data.
+
+    Between standard coordinates z_{k-1} = gain z_k + response r_k + scale ε, with the innovation
+    r_k. Between states x_{k-1} = m_{k-1} + state_gain (x_k − a_k) + state_scale ε, with the
+    predicted mean a_k.
+    """
+
+    gain: Float[Array, "*time d d"]
+    response: Float[Array, "*time d p"]
+    scale: Float[Array, "*time d d"]
+    state_gain: Float[Array, "*time d d"]
+    state_scale: Float[Array, "*time d d"]
+
+
+def predict_scale(
+    scale: Float[Array, "*time d d"],
+    weight: Float[Array, "*time e d"],
+    noise: Float[Array, "*time e k"],
+) -> tuple[Float[Array, "*time e e"], Float[Array, "*time e d_plus_k"]]:
+    """Return B and q with [w S, s] = B q: the scale of w x + b + s ε, and its directions."""
+    return triangularise(jnp.concatenate([_matmul(weight, scale), noise], axis=-1))
+
+
+def triangularise(
+    rows: Float[Array, "*time r c"],
+) -> tuple[Float[Array, "*time r r"], Float[Array, "*time r c"]]:
+    """Factor rows = B q, with a lower triangular B of nonnegative diagonal and unit rows q.
+
+    For r ≤ `linalg.UNROLLED` the rows q are orthogonal only if the rows are well conditioned: see
+    `linalg.rotation`.
+    """
+    if rows.shape[-2] > linalg.UNROLLED:
+        return _triangularise_large(rows)
+    one = jnp.ones((), rows.dtype)
+
+    def single(rows: Array) -> tuple[Array, Array]:
+        lower, diagonal, q = linalg.weighted_gram_schmidt(rows, [one] * rows.shape[-1])
+        return lower * linalg.safe_sqrt(diagonal)[None, :], q
+
+    return _over_rows(single, rows)
+
+
+@jax.custom_jvp
+def _triangularise_large(rows: Float[Array, "*time r c"]) -> tuple[Array, Array]:
+    gram = _matmul(rows, _transpose(rows))
+    lower = jnp.tril(lax.linalg.cholesky(gram, symmetrize_input=False))
+    return lax.cond(
+        _resolved(lower),
+        lambda: (lower, _solve(lower, rows)),
+        lambda: _over_rows(linalg.lower_and_rows_by_qr, rows),
+    )
+
+
+@_triangularise_large.defjvp
+def _triangularise_large_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple, tuple]:
+    """Differentiate rows = B q under q qᵀ = I, where B has no zero pivot."""
+    lower, q = _triangularise_large(*primals)
+    pivots = jnp.diagonal(lower, axis1=-2, axis2=-1)
+    eye = jnp.eye(lower.shape[-1], dtype=lower.dtype)
+    solved = _solve(lower + eye * jnp.where(pivots == 0, 1.0, 0.0)[..., None], tangents[0])
+    mixed = _matmul(solved, _transpose(q))
+    change = jnp.tril(mixed + _transpose(mixed), -1) + mixed * eye
+    return (lower, q), (_matmul(lower, change), solved - _matmul(change, q))
+
+
+def lower_factor(rows: Float[Array, "*time r c"]) -> Float[Array, "*time r r"]:
+    """Return the factor B of `triangularise` alone, at a lower cost for larger matrices."""
+    if rows.shape[-2] > linalg.UNROLLED:
+        return _lower_factor_large(rows)
+    return triangularise(rows)[0]
+
+
+@jax.custom_jvp
+def _lower_factor_large(rows: Float[Array, "*time r c"]) -> Float[Array, "*time r r"]:
+    gram = _matmul(rows, _transpose(rows))
+    lower = jnp.tril(lax.linalg.cholesky(gram, symmetrize_input=False))
+    return lax.cond(_resolved(lower), lambda: lower, lambda: _over_rows(linalg.tria_by_qr, rows))
+
+
+@_lower_factor_large.defjvp
+def _lower_factor_large_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (lower, _), (change, _) = jax.jvp(_triangularise_large, primals, tangents)
+    return lower, change
+
+
+def _resolved(lower: Float[Array, "*time d d"]) -> Bool[Array, ""]:
+    """Return whether all factors are finite and have no narrow direction.
+
+    A row of a Cholesky factor has the norm of the rows that it factors. Its pivot is the part that
+    is independent of the rows before it.
+    """
+    pivots = jnp.diagonal(lower, axis1=-2, axis2=-1) ** 2
+    return jnp.all(pivots > linalg.narrowest(lower.dtype) * jnp.sum(lower**2, axis=-1))
+
+
+def condition_standard(design: Float[Array, "*time p d"]) -> Conditioning:
+    """Condition standard normal e on r = F e + ε, for a design F and standard normal ε."""
+    d = design.shape[-1]
+    if d > linalg.UNROLLED:
+        return lax.cond(
+            _is_moderate(design),
+            _condition_by_cholesky,
+            lambda design: _over_rows(_condition_by_qr, design),
+            design,
+        )
+    p, dtype = design.shape[-2], design.dtype
+
+    def single(design: Array) -> Conditioning:
+        columns = jnp.eye(d, d + p, dtype=dtype)
+        columns, diagonal, rows, variances = condition_columns(
+            columns, jnp.ones(d + 1, dtype), design, jnp.eye(p, dtype=dtype)
+        )
+        return Conditioning(
+            columns[:, :d] * linalg.safe_sqrt(diagonal[:d])[None, :],
+            columns[:, d:],
+            -rows[:, d:] * jnp.sqrt(variances)[:, None],
+        )
+
+    return _over_rows(single, design)
+
+
+def shrinkage_of(design: Float[Array, "*time p d"]) -> Float[Array, "*time d d"]:
+    """Return the shrinkage M of `condition_standard` alone, at a lower cost for larger states."""
+    if design.shape[-1] <= linalg.UNROLLED:
+        return condition_standard(design).shrinkage
+    return lax.cond(
+        _is_moderate(design),
+        _shrinkage_by_cholesky,
+        lambda design: _over_rows(_condition_by_qr, design).shrinkage,
+        design,
+    )
+
+
+def _is_moderate(design: Float[Array, "*time p d"]) -> Bool[Array, ""]:
+    """Return whether I + FᵀF represents its identity part to ε^(2/3)."""
+    largest = jnp.max(jnp.sum(design**2, axis=(-2, -1)))
+    return largest * linalg.narrowest(design.dtype) < 1.0
+
+
+def _shrinkage_by_cholesky(design: Float[Array, "*time p d"]) -> Float[Array, "*time d d"]:
+    """Return U⁻ᵀ for the upper triangular U with U Uᵀ = I + FᵀF."""
+    eye = jnp.eye(design.shape[-1], dtype=design.dtype)
+    information = eye + _matmul(_transpose(design), design)
+    flipped = lax.linalg.cholesky(jnp.flip(information, (-2, -1)), symmetrize_input=False)
+    upper = jnp.flip(jnp.tril(flipped), (-2, -1))
+    return jnp.tril(_solve(_transpose(upper), jnp.broadcast_to(eye, upper.shape)))
+
+
+def _condition_by_cholesky(design: Float[Array, "*time p d"]) -> Conditioning:
+    p = design.shape[-2]
+    eye = jnp.eye(p, dtype=design.dtype)
+    covariance = eye + _matmul(design, _transpose(design))
+    root = jnp.tril(lax.linalg.cholesky(covariance, symmetrize_input=False))
+    whitener = jnp.tril(_solve(root, jnp.broadcast_to(eye, root.shape)))
+    gain = _matmul(_matmul(_transpose(design), _transpose(whitener)), whitener)
+    return Conditioning(_shrinkage_by_cholesky(design), gain, whitener)
+
+
+def _condition_by_qr(design: Float[Array, "p d"]) -> Conditioning:
+    """Condition by triangularising [[I, F], [0, I]]."""
+    p, d = design.shape
+    top = jnp.concatenate([jnp.eye(p, dtype=design.dtype), design], axis=1)
+    bottom = jnp.eye(d, p + d, k=p, dtype=design.dtype)
+    factor = linalg.tria_by_qr(jnp.concatenate([top, bottom]))
+    whitener = jnp.tril(_solve(factor[:p, :p], jnp.eye(p, dtype=design.dtype)))
+    return Conditioning(factor[p:, p:], linalg.matmul(factor[p:, :p], whitener), whitener)
+
+
+def reverse_scale(
+    scale: Float[Array, "time d d"],
+    weight: Float[Array, "time d d"],
+    noise: Float[Array, "time d k"],
+    predicted: Float[Array, "time d d"],
+    q: Float[Array, "time d d_plus_k"],
+    conditioning: Conditioning,
+) -> Reversal:
+    """Return the backward kernels of transitions, given the output of `predict_scale`.
+
+    With q₁ the first d columns of q, z given e has mean q₁ᵀ e. A factor of its covariance is given
+    by the rows of [I, 0] minus their projection on the rows of q.
+
+    Between states, directions of x_k that are narrower than ε^(1/3) times its coordinates are
+    omitted. Their gains g would amplify a rounding error ε of one time step to ε g.
+    """
+    d = scale.shape[-1]
+    if d > linalg.UNROLLED:
+        rotation = q
+        state_gain, state_scale = _reverse_states_large(scale, weight, noise, predicted, q)
+    else:
+        rotation = jax.vmap(linalg.rotation)(q)
+        state_gain, state_scale = jax.vmap(reverse_states)(scale, weight, noise)
+    transposed = _transpose(rotation[..., :d])
+    return Reversal(
+        _matmul(transposed, conditioning.shrinkage),
+        _matmul(transposed, conditioning.gain),
+        lower_factor(_over_rows(project_out_of_identity, rotation)),
+        state_gain,
+        state_scale,
+    )
+
+
+def _reverse_states_large(
+    scale: Array, weight: Array, noise: Array, predicted: Array, q: Array
+) -> tuple[Array, Array]:
+    """Return the gain S q₁ᵀ B⁻¹ and the scale of the backward kernels between states."""
+
+    def direct() -> tuple[Array, Array]:
+        coefficients = _matmul(q[..., : scale.shape[-1]], _transpose(scale))
+        gain = _transpose(_solve(predicted, coefficients, transpose=True))
+        rows = _matmul(scale, _over_rows(project_out_of_identity, q))
+        return gain, lower_factor(rows)
+
+    def omitting() -> tuple[Array, Array]:
+        return jax.vmap(reverse_states)(scale, weight, noise)
+
+    return lax.cond(_resolved(predicted), direct, omitting)
+
+
+def _over_rows(fn, rows: Float[Array, "*time r c"]):
+    return jax.vmap(fn)(rows) if rows.ndim == 3 else fn(rows)
+
+
+def _transpose(a: Array) -> Array:
+    return jnp.swapaxes(a, -1, -2)
+
+
+def _matmul(a: Float[Array, "*time r k"], b: Float[Array, "*time k c"]) -> Array:
+    """Return the product a b of single matrices or of stacks of matrices."""
+    if a.ndim == 2 and b.ndim == 2:
+        return linalg.matmul(a, b)
+    axes = (0 if a.ndim == 3 else None, 0 if b.ndim == 3 else None)
+    return jax.vmap(linalg.matmul, in_axes=axes)(a, b)
+
+
+def _solve(lower: Array, b: Array, *, transpose: bool = False) -> Array:
+    solve = partial(linalg.solve_triangular, transpose=transpose)
+    return jax.vmap(solve)(lower, b) if lower.ndim == 3 else solve(lower, b)
