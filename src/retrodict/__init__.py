@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from retrodict._exact import GridPosterior as GridPosterior
     from retrodict._exact import grid_smoother as grid_smoother
     from retrodict._exact import kalman_smoother as kalman_smoother
+    from retrodict._exact import kalman_smoother_batch as kalman_smoother_batch
     from retrodict._expectations import AbstractEstimator as AbstractEstimator
     from retrodict._expectations import AbstractFunctional as AbstractFunctional
     from retrodict._expectations import AdditiveFunctional as AdditiveFunctional

@@ -22,6 +22,7 @@ from retrodict._parameters import AbstractParameter, AbstractWhole, Positive, Po
 from retrodict._series import (
     Series,
     check_columns,
+    prepare_batch,
     prepare_inputs,
     prepare_row,
     prepare_series,
@@ -197,6 +198,23 @@ def prepare_data(
     check_columns(series.ys, "ys", _obs_dim(model, series.inputs))
     _check_varying_parameters(model, series)
     return series
+
+
+def prepare_data_batch(
+    model: StateSpaceModel, ys: Any, *, mask: Any = None, inputs: Any = None, length: Any = None
+) -> Series:
+    """Validate a batch of series against an unwrapped model."""
+    batch = prepare_batch(
+        ys,
+        mask=mask,
+        inputs=inputs,
+        length=length,
+        takes_input=model.takes_input,
+        input_dim=_input_dim(model),
+    )
+    check_columns(batch.ys, "ys", _obs_dim(model, batch.inputs))
+    _check_varying_parameters(model, jax.tree.map(lambda leaf: leaf[0], batch))
+    return batch
 
 
 def prepare_data_row(model: StateSpaceModel, y: Any, *, mask: Any, inputs: Any) -> Series:

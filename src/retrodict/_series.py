@@ -170,7 +170,9 @@ def prepare_batch(
         ys, observed = _fill(ys, _observed_entries(ys, mask, "ys"), exists)
         us = _prepare_inputs(inputs, ys.shape[:2], exists, takes_input, input_dim)
         lengths = None if lengths is None else jnp.asarray(lengths)
-    return Series(ys, None if observed is None or observed.all() else observed, us, lengths)
+    if observed is not None and is_concrete(observed) and observed.all():
+        observed = None
+    return Series(ys, observed, us, lengths)
 
 
 def prepare_row(

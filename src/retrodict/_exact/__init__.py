@@ -15,6 +15,8 @@ from retrodict._exact.grid.transition import Kind as Kind
 from retrodict._exact.grid.transition import densities as densities
 from retrodict._exact.grid.transition import kind_of as kind_of
 from retrodict._exact.grid.transition import operators as operators
+from retrodict._exact.kalman_batch import KalmanBatch as KalmanBatch
+from retrodict._exact.kalman_batch import kalman_smoother_batch as kalman_smoother_batch
 from retrodict._exact.kalman_filter import backward_kernels as backward_kernels
 from retrodict._exact.kalman_filter import filter_laws as filter_laws
 from retrodict._exact.kalman_smoother import KalmanPosterior as KalmanPosterior

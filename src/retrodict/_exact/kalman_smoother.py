@@ -45,12 +45,14 @@ def kalman_smoother(
 ) -> KalmanPosterior:
     """Smooth a series exactly under a linear-Gaussian model.
 
-    The filter runs forward in time on factors L diag(D) Lᵀ of its covariances. All backward kernels
-    are then computed from the filtering laws. The transition noise and the prior may be singular;
-    the emission noise must have a density. Derivatives in every parameter are exact. The derivative
-    of `log_evidence` alone is computed in closed form by one backward pass. If a row has more than
-    d + 1 entries, the log-evidence can be differentiated twice and the chain once; higher
-    derivatives raise a `TypeError`.
+    Covariances and gains do not depend on the observed values. They are computed first, forward in
+    time on factors of the covariances, and only until they no longer change: in a model that is
+    constant in time this takes few steps, and again a few after each gap. Means are an affine
+    recursion. The transition noise and the prior may be singular; the emission noise must have a
+    density. Derivatives in every parameter are exact. The derivative of `log_evidence` alone is
+    computed in closed form by one backward pass. If a row has more than d + 1 entries, the
+    log-evidence can be differentiated twice and the chain once; higher derivatives raise a
+    `TypeError`. For many series use `kalman_smoother_batch`.
 
     Smoothing uses standard coordinates z_k of the filtering laws, x_k = m_k + S_k z_k, in which
     backward gains are at most one. Singular, narrow and decaying directions of the state are
@@ -58,8 +60,7 @@ def kalman_smoother(
     rounding error divided by the width. Two limits remain. `chain.kernels`, the kernels between
     states, omit directions narrower than ε^(1/3) relative to the coordinates, about 6e-6 in float64
     and 5e-3 in float32. With `parallel=True` all results omit them: marginals have errors of about
-    that width, and `chain.log_prob` of a model with narrower directions is not the exact log
-    density.
+    that width, and `chain.log_prob` and `chain.entropy` are NaN.
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
@@ -95,9 +96,7 @@ def kalman_smoother(
     model = unwrap(model)
     check_linear_gaussian(model)
     series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
-    _check_values(model, series)
-    if parallel:
-        _check_width(model)
+    check_values(model, series, parallel)
     return smooth_series(model, series, parallel)
 
 
@@ -191,8 +190,10 @@ def check_linear_gaussian(model: StateSpaceModel) -> None:
             )
 
 
-def _check_values(model: StateSpaceModel, series: Series) -> None:
-    """Raise a `ValueError` for concrete values that can only give NaN."""
+def check_values(model: StateSpaceModel, series: Series, parallel: Parallel) -> None:
+    """Raise a `ValueError` for concrete values that can only give NaN, or not in parallel."""
+    if parallel:
+        _check_width(model)
     for name in ("prior", "transition", "emission"):
         part = getattr(model, name)
         for leaf in jax.tree.leaves(eqx.filter(part, eqx.is_inexact_array)):
@@ -242,4 +243,5 @@ def _check_width(model: StateSpaceModel) -> None:
 def _pivots_by_row(kernel: AbstractLinearGaussianKernel, inputs: Array | None) -> Array:
     if inputs is None or not kernel.takes_input:
         return scale_diagonal(kernel.at(None).scale_tril)
-    return jax.vmap(lambda u: scale_diagonal(kernel.at(u).scale_tril))(inputs)
+    rows = inputs.reshape(-1, inputs.shape[-1])  # of one series, or of a batch
+    return jax.vmap(lambda u: scale_diagonal(kernel.at(u).scale_tril))(rows)

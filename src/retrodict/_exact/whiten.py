@@ -108,7 +108,8 @@ def _reduce(
     basis = row_basis(design.T)
     reduced = linalg.matvec(basis, value)
     rest = value - linalg.matvec(basis.T, reduced)
-    zero = jnp.zeros(design.shape[1], value.dtype)
+    # A product, so that under `vmap` it has the axis that its derivative has.
+    zero = 0.0 * linalg.matvec(design.T, rest)
     return linalg.matmul(basis, design), reduced, zero, jnp.sum(rest**2)
 
 

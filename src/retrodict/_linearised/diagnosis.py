@@ -185,7 +185,7 @@ def _readings(
     noise = jnp.asarray(_normal_points(NUM_POINTS, dim), last_pass.squared.dtype)
 
     def at_time(row: tuple) -> tuple[Scalar, Scalar]:
-        law, (design, value), y, mask, u = row
+        law, (design, value, _), y, mask, u = row
 
         def log_likelihood(x: Array) -> Scalar:
             return emission.log_prob(x, y, u, mask)

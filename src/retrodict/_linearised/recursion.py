@@ -28,7 +28,7 @@ class Pass(eqx.Module):
         predicted: the law of each state given the earlier rows.
         laws: the filtering laws.
         transition: the linearised transitions into times 1, …, n-1.
-        emissions: the linearised, whitened emissions.
+        data: the linearised, whitened emissions.
         directions: see `predict`.
         increments: log density of each row given the earlier ones, under the linearised model.
         squared: squares of the whitened innovations, eᵀ S⁻¹ e.
@@ -37,14 +37,14 @@ class Pass(eqx.Module):
     predicted: Factored
     laws: Factored
     transition: Transition
-    emissions: "WhitenedEmission"
+    data: "WhitenedEmission"
     directions: Float[Array, "steps state state_plus_noise"]
     increments: Float[Array, "time"]
     squared: Float[Array, "time"]
 
     def chain(self, series: Series) -> LinearGaussianChain:
         """Return the chain of the filtering laws and the reversed linearised transitions."""
-        design, value, _ = self.emissions
+        design, value, _ = self.data
         reversal = backward_gains(
             self.laws.scale_tril,
             self.transition,
@@ -177,11 +177,11 @@ def _filter(
         return (after, law), (predicted, law, emitted, increment, squared, affine, directions)
 
     # The first row always exists, so the initial value of `before` is never used.
-    _, (predicted, laws, emissions, increments, squared, *predictions) = lax.scan(
+    _, (predicted, laws, data, increments, squared, *predictions) = lax.scan(
         advance, (prior, prior), rows
     )
     transitions, directions = jax.tree.map(lambda leaf: leaf[:-1], predictions)
-    return Pass(predicted, laws, transitions, emissions, directions, increments, squared)
+    return Pass(predicted, laws, transitions, data, directions, increments, squared)
 
 
 def iterate(

@@ -182,7 +182,7 @@ def _changes(rows: PyTree, count: int) -> Bool[Array, "count"]:
     """Return which rows differ from the row before them; the first row does."""
     changes = jnp.zeros(count, bool).at[0].set(True)
     for leaf in jax.tree.leaves(rows):
-        differs = jnp.any((leaf[1:] != leaf[:-1]).reshape(count - 1, -1), axis=1)
+        differs = jnp.any(leaf[1:] != leaf[:-1], axis=tuple(range(1, leaf.ndim)))
         changes = changes.at[1:].set(changes[1:] | differs)
     return changes
 

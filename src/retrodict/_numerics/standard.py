@@ -116,7 +116,7 @@ def _triangularise_large_jvp(primals: tuple[Array], tangents: tuple[Array]) -> t
     """Differentiate rows = B q under q qᵀ = I, where B has no zero pivot."""
     lower, q = _triangularise_large(*primals)
     pivots = jnp.diagonal(lower, axis1=-2, axis2=-1)
-    eye = jnp.eye(lower.shape[-1], dtype=lower.dtype)
+    eye = _identity_like(lower)
     solved = _solve(lower + eye * jnp.where(pivots == 0, 1.0, 0.0)[..., None], tangents[0])
     mixed = _matmul(solved, _transpose(q))
     change = jnp.tril(mixed + _transpose(mixed), -1) + mixed * eye
@@ -199,19 +199,19 @@ def _is_moderate(design: Float[Array, "*time p d"]) -> Bool[Array, ""]:
 
 def _shrinkage_by_cholesky(design: Float[Array, "*time p d"]) -> Float[Array, "*time d d"]:
     """Return U⁻ᵀ for the upper triangular U with U Uᵀ = I + FᵀF."""
-    eye = jnp.eye(design.shape[-1], dtype=design.dtype)
-    information = eye + _matmul(_transpose(design), design)
+    gram = _matmul(_transpose(design), design)
+    eye = _identity_like(gram)
+    information = eye + gram
     flipped = lax.linalg.cholesky(jnp.flip(information, (-2, -1)), symmetrize_input=False)
     upper = jnp.flip(jnp.tril(flipped), (-2, -1))
-    return jnp.tril(_solve(_transpose(upper), jnp.broadcast_to(eye, upper.shape)))
+    return jnp.tril(_solve(_transpose(upper), eye))
 
 
 def _condition_by_cholesky(design: Float[Array, "*time p d"]) -> Conditioning:
-    p = design.shape[-2]
-    eye = jnp.eye(p, dtype=design.dtype)
-    covariance = eye + _matmul(design, _transpose(design))
-    root = jnp.tril(lax.linalg.cholesky(covariance, symmetrize_input=False))
-    whitener = jnp.tril(_solve(root, jnp.broadcast_to(eye, root.shape)))
+    gram = _matmul(design, _transpose(design))
+    eye = _identity_like(gram)
+    root = jnp.tril(lax.linalg.cholesky(eye + gram, symmetrize_input=False))
+    whitener = jnp.tril(_solve(root, eye))
     gain = _matmul(_matmul(_transpose(design), _transpose(whitener)), whitener)
     return Conditioning(_shrinkage_by_cholesky(design), gain, whitener)
 
@@ -278,6 +278,10 @@ def _reverse_states_large(
 
 def _over_rows(fn, rows: Float[Array, "*time r c"]):
     return jax.vmap(fn)(rows) if rows.ndim == 3 else fn(rows)
+
+
+def _identity_like(a: Float[Array, "*time d d"]) -> Float[Array, "*time d d"]:
+    return jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
 
 
 def _transpose(a: Array) -> Array:

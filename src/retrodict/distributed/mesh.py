@@ -87,7 +87,8 @@ def automatic(tree: PyTree) -> PyTree:
     """Return the arrays of a tree on the same devices, with automatic axes."""
 
     def convert(leaf: Any) -> Any:
-        sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+        known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        sharding = leaf.sharding if known else None
         if not isinstance(sharding, NamedSharding):
             return leaf
         shards = [shard.data for shard in leaf.addressable_shards]

@@ -1,0 +1,116 @@
+"""Settling scans and maps equal the plain loops, and skip repeated steps."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from retrodict._numerics.settle import scales_agree, settling_map, settling_scan
+
+COUNT = 400
+
+
+def riccati(fixed, scale, row):
+    """One step of the filter of a scalar state: x' = w x + q ε, observed with gain h."""
+    weight, noise = fixed
+    predicted = (weight * scale) ** 2 + noise**2
+    after = jnp.sqrt(predicted / (1.0 + row**2 * predicted))
+    return after, (after, predicted)
+
+
+def run(weight, rows, reverse=False, start=1.0):
+    fixed, init = (jnp.asarray(weight), jnp.asarray(0.5)), jnp.full((1, 1), start)
+    rows = jnp.asarray(rows)[:, None, None]
+    return settling_scan(riccati, scales_agree, fixed, init, rows, len(rows), reverse=reverse)
+
+
+def plain(weight, rows, reverse=False, start=1.0):
+    fixed, init = (jnp.asarray(weight), jnp.asarray(0.5)), jnp.full((1, 1), start)
+    rows = jnp.asarray(rows)[:, None, None]
+    return jax.lax.scan(partial(riccati, fixed), init, rows, reverse=reverse)
+
+
+def designs():
+    rng = np.random.default_rng(0)
+    gaps = np.ones(COUNT)
+    gaps[[50, 51, 200]] = 0.0
+    return {
+        "constant": np.ones(COUNT),
+        "with gaps": gaps,
+        "at random": rng.uniform(size=COUNT),
+        "periodic": np.tile([1.0, 0.2], COUNT // 2),
+        "one row": np.ones(1),
+    }
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", designs())
+def test_a_settling_scan_equals_the_plain_scan(name, reverse):
+    rows = designs()[name]
+    for one, other in zip(
+        jax.tree.leaves(run(0.9, rows, reverse)),
+        jax.tree.leaves(plain(0.9, rows, reverse)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-14)
+
+
+def test_a_carry_that_never_settles_is_computed_to_the_end():
+    # A random walk without observations: its variance grows at every step.
+    rows = np.zeros(COUNT)
+    np.testing.assert_allclose(run(1.0, rows)[1][0], plain(1.0, rows)[1][0], rtol=1e-14)
+
+
+def count_steps(rows):
+    """Run the recursion, and count the steps that were computed."""
+    calls = []
+
+    def counted(fixed, scale, row):
+        jax.debug.callback(lambda: calls.append(1))
+        return riccati(fixed, scale, row)
+
+    fixed, init = (jnp.asarray(0.9), jnp.asarray(0.5)), jnp.ones((1, 1))
+    rows = jnp.asarray(rows)[:, None, None]
+    settling_scan(counted, scales_agree, fixed, init, rows, len(rows))
+    jax.effects_barrier()
+    return len(calls)
+
+
+def test_repeated_steps_are_skipped_until_the_next_change():
+    once = count_steps(np.ones(COUNT))
+    assert once < 40
+    gap = np.ones(COUNT)
+    gap[200:210] = 0.0
+    # The recursion settles at the start, within the gap or at its end, and after it.
+    assert once < count_steps(gap) < 3 * once
+    assert count_steps(np.tile([1.0, 0.2], COUNT // 2)) == COUNT
+
+
+def test_derivatives_and_batches_are_those_of_the_plain_scan():
+    rows = designs()["with gaps"]
+
+    def total(scan, weight):
+        return jnp.sum(scan(weight, rows)[1][0])
+
+    for order in (jax.grad, lambda f: jax.grad(jax.grad(f))):
+        assert order(partial(total, run))(0.9) == pytest.approx(order(partial(total, plain))(0.9))
+    weights = jnp.array([0.3, 0.9, 1.0])
+    np.testing.assert_allclose(
+        jax.vmap(partial(total, run))(weights), jax.vmap(partial(total, plain))(weights), rtol=1e-13
+    )
+
+
+@pytest.mark.parametrize("name", designs())
+def test_a_settling_map_equals_the_plain_map(name):
+    rows = jnp.asarray(designs()[name])[:, None]
+
+    def square(fixed, batch):
+        return fixed * batch**2
+
+    np.testing.assert_allclose(
+        settling_map(square, jnp.asarray(3.0), rows, 32), 3.0 * rows**2, rtol=1e-15
+    )
+    slopes = jax.grad(lambda rows: jnp.sum(settling_map(square, jnp.asarray(3.0), rows, 32)))(rows)
+    np.testing.assert_allclose(slopes, 6.0 * rows, rtol=1e-15)

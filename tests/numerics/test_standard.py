@@ -1,0 +1,103 @@
+"""Gaussian steps in standard coordinates against covariances, for few and many states."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from retrodict._numerics import condition_standard, lower_factor, predict_scale, reverse_scale
+
+STATES = [2, 9]
+"""Below and above the number of rows for which loops are unrolled."""
+
+
+def matrices(d, rows, cols, width=1.0):
+    rng = np.random.default_rng(d)
+    a = rng.normal(size=(3, rows, cols))
+    a[:, -1] = a[:, 0] + width * a[:, -1]  # `width` narrows one direction off the axes
+    return jnp.asarray(a)
+
+
+def transpose(a):
+    return np.swapaxes(a, -1, -2)
+
+
+@pytest.mark.parametrize("width", [1.0, 1e-7])
+@pytest.mark.parametrize("d", STATES)
+def test_lower_factors_are_triangular_and_give_the_same_covariance(d, width):
+    rows = matrices(d, d, d + 2, width)
+    lower = lower_factor(rows)
+    np.testing.assert_allclose(lower, np.tril(lower))
+    assert np.all(np.diagonal(lower, axis1=-2, axis2=-1) >= 0)
+    np.testing.assert_allclose(lower @ transpose(lower), rows @ transpose(rows), atol=1e-12)
+    # The narrow direction keeps its relative accuracy, which a covariance would lose.
+    expected = np.linalg.slogdet(rows @ transpose(rows))[1] if width == 1.0 else None
+    if expected is None:
+        expected = [2 * np.sum(np.log(np.abs(np.diag(np.linalg.qr(r.T)[1])))) for r in rows]
+    found = 2 * np.sum(np.log(np.diagonal(lower, axis1=-2, axis2=-1)), axis=-1)
+    np.testing.assert_allclose(found, expected, rtol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e7])
+@pytest.mark.parametrize("p", [1, 4])
+@pytest.mark.parametrize("d", STATES)
+def test_conditioning_on_precise_and_imprecise_rows(d, p, size):
+    design = size * jnp.asarray(np.random.default_rng(0).normal(size=(3, p, d)))
+    shrinkage, gain, whitener = condition_standard(design)
+    eye = np.eye(d)
+    # Products with the information matrix are compared in its scale.
+    information = eye + transpose(design) @ design
+    np.testing.assert_allclose(
+        shrinkage @ transpose(shrinkage) @ information, eye + 0 * information, atol=1e-9 * size
+    )
+    np.testing.assert_allclose(information @ gain, transpose(design), rtol=1e-6, atol=1e-8 * size)
+    spread = np.eye(p) + design @ transpose(design)
+    np.testing.assert_allclose(
+        whitener @ spread @ transpose(whitener), np.eye(p) + 0 * spread, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("d", STATES)
+def test_backward_kernels_are_those_of_the_joint_gaussian(d):
+    rng = np.random.default_rng(d)
+    scale = jnp.asarray(np.tril(rng.normal(size=(3, d, d))))
+    weight, noise = jnp.asarray(rng.normal(size=(2, 3, d, d)))
+    design = jnp.asarray(rng.normal(size=(3, 2, d)))
+    predicted, q = predict_scale(scale, weight, noise)
+    conditioning = condition_standard(design @ predicted)
+    kernel = reverse_scale(scale, weight, noise, predicted, q, conditioning)
+
+    before = scale @ transpose(scale)
+    after = weight @ before @ transpose(weight) + noise @ transpose(noise)
+    gain = before @ transpose(weight) @ np.linalg.inv(after)
+    np.testing.assert_allclose(kernel.state_gain, gain, atol=1e-8)
+    np.testing.assert_allclose(
+        kernel.state_scale @ transpose(kernel.state_scale),
+        before - gain @ weight @ before,
+        atol=1e-8,
+    )
+    # In standard coordinates: x = m + S z, and z_k has the scale of the filtering law of row k.
+    filtered = predicted @ conditioning.shrinkage
+    np.testing.assert_allclose(scale @ kernel.gain, gain @ filtered, atol=1e-8)
+    assert np.all(np.linalg.norm(kernel.gain, ord=2, axis=(-2, -1)) <= 1 + 1e-12)
+    # z_{k-1} has unit covariance before row k is seen.
+    unit = (
+        kernel.gain @ transpose(kernel.gain)
+        + kernel.response
+        @ (np.eye(2) + design @ after @ transpose(design))
+        @ transpose(kernel.response)
+        + kernel.scale @ transpose(kernel.scale)
+    )
+    np.testing.assert_allclose(unit, np.eye(d) + 0 * unit, atol=1e-8)
+
+
+@pytest.mark.parametrize("d", STATES)
+def test_derivatives_of_lower_factors(d):
+    rows = matrices(d, d, d + 2)
+
+    def covariance(rows):
+        lower = lower_factor(rows)
+        return jnp.sum(jnp.sin(lower @ jnp.swapaxes(lower, -1, -2)))
+
+    expected = jax.grad(lambda rows: jnp.sum(jnp.sin(rows @ jnp.swapaxes(rows, -1, -2))))(rows)
+    np.testing.assert_allclose(jax.grad(covariance)(rows), expected, atol=1e-9)
