@@ -15,7 +15,7 @@ COUNT, ROWS = 3, 12
 def problem(num_inputs=0):
     rng = np.random.default_rng(0)
     ys = rng.normal(size=(COUNT, ROWS, 2))
-    inputs = rng.normal(size=(COUNT, ROWS, num_inputs)) if num_inputs else None
+    inputs = rng.normal(size=(COUNT, ROWS, num_inputs))
     return random_model(rng, 2, 2, num_inputs), ys, inputs
 
 

@@ -42,38 +42,39 @@ def test_lower_factors_are_triangular_and_give_the_same_covariance(d, width):
 @pytest.mark.parametrize("p", [1, 4])
 @pytest.mark.parametrize("d", STATES)
 def test_conditioning_on_precise_and_imprecise_rows(d, p, size):
-    design = size * jnp.asarray(np.random.default_rng(0).normal(size=(3, p, d)))
-    shrinkage, gain, whitener = condition_standard(design)
-    eye = np.eye(d)
-    # Products with the information matrix are compared in its scale.
-    information = eye + transpose(design) @ design
-    np.testing.assert_allclose(
-        shrinkage @ transpose(shrinkage) @ information, eye + 0 * information, atol=1e-9 * size
-    )
-    np.testing.assert_allclose(information @ gain, transpose(design), rtol=1e-6, atol=1e-8 * size)
-    spread = np.eye(p) + design @ transpose(design)
-    np.testing.assert_allclose(
-        whitener @ spread @ transpose(whitener), np.eye(p) + 0 * spread, atol=1e-6
-    )
+    design = size * np.random.default_rng(0).normal(size=(3, p, d))
+    shrinkage, gain, whitener = jax.tree.map(np.asarray, condition_standard(jnp.asarray(design)))
+    # Products with the precise rows come before products that would round them away.
+    rows, columns = design @ shrinkage, whitener @ design
+    precision = transpose(shrinkage) @ shrinkage + transpose(rows) @ rows
+    np.testing.assert_allclose(precision, [np.eye(d)] * 3, atol=1e-7)
+    variance = whitener @ transpose(whitener) + columns @ transpose(columns)
+    np.testing.assert_allclose(variance, [np.eye(p)] * 3, atol=1e-7)
+    # K r minimises |r - F e|^2 + |e|^2.
+    problems = [np.concatenate([f, np.eye(d)]) for f in design]
+    expected = [np.linalg.lstsq(a, np.eye(p + d, p), rcond=None)[0] for a in problems]
+    np.testing.assert_allclose(gain, expected, atol=1e-7 / size)
 
 
 @pytest.mark.parametrize("d", STATES)
 def test_backward_kernels_are_those_of_the_joint_gaussian(d):
     rng = np.random.default_rng(d)
-    scale = jnp.asarray(np.tril(rng.normal(size=(3, d, d))))
-    weight, noise = jnp.asarray(rng.normal(size=(2, 3, d, d)))
-    design = jnp.asarray(rng.normal(size=(3, 2, d)))
-    predicted, q = predict_scale(scale, weight, noise)
-    conditioning = condition_standard(design @ predicted)
-    kernel = reverse_scale(scale, weight, noise, predicted, q, conditioning)
+    scale = np.tril(rng.normal(size=(3, d, d)))
+    weight, noise = rng.normal(size=(2, 3, d, d))
+    design = rng.normal(size=(3, 2, d))
+    before, moving, driving = map(jnp.asarray, (scale, weight, noise))
+    predicted, q = predict_scale(before, moving, driving)
+    conditioning = condition_standard(jnp.asarray(design) @ predicted)
+    kernel = reverse_scale(before, moving, driving, predicted, q, conditioning)
+    predicted, conditioning, kernel = jax.tree.map(np.asarray, (predicted, conditioning, kernel))
 
-    before = scale @ transpose(scale)
-    after = weight @ before @ transpose(weight) + noise @ transpose(noise)
-    gain = before @ transpose(weight) @ np.linalg.inv(after)
+    covariance = scale @ transpose(scale)
+    after = weight @ covariance @ transpose(weight) + noise @ transpose(noise)
+    gain = covariance @ transpose(weight) @ np.linalg.inv(after)
     np.testing.assert_allclose(kernel.state_gain, gain, atol=1e-8)
     np.testing.assert_allclose(
         kernel.state_scale @ transpose(kernel.state_scale),
-        before - gain @ weight @ before,
+        covariance - gain @ weight @ covariance,
         atol=1e-8,
     )
     # In standard coordinates: x = m + S z, and z_k has the scale of the filtering law of row k.
@@ -88,7 +89,7 @@ def test_backward_kernels_are_those_of_the_joint_gaussian(d):
         @ transpose(kernel.response)
         + kernel.scale @ transpose(kernel.scale)
     )
-    np.testing.assert_allclose(unit, np.eye(d) + 0 * unit, atol=1e-8)
+    np.testing.assert_allclose(unit, [np.eye(d)] * 3, atol=1e-8)
 
 
 @pytest.mark.parametrize("d", STATES)

@@ -139,8 +139,7 @@ def _advance(fixed: tuple, scale: Array, row: tuple) -> tuple[Array, tuple]:
 def _condition(fixed_design: Array | None, rows: tuple) -> tuple[Conditioning, Array]:
     """Return the update of the standard coordinates by each row, and its gain on states."""
     predicted, design = rows
-    if design is None:
-        design = jnp.broadcast_to(fixed_design, (predicted.shape[0], *fixed_design.shape))
+    design = _repeated(fixed_design, design, len(predicted))
     product = jax.vmap(linalg.matmul)
     conditioning = condition_standard(product(design, predicted))
     return conditioning, product(predicted, conditioning.gain)
@@ -148,13 +147,16 @@ def _condition(fixed_design: Array | None, rows: tuple) -> tuple[Conditioning, A
 
 def _reverse(fixed: tuple, rows: tuple) -> Reversal:
     scale, weight, noise, predicted, directions, conditioning = rows
-    weight, noise = (
-        jnp.broadcast_to(constant, (scale.shape[0], *constant.shape)) if own is None else own
-        for constant, own in zip(fixed, (weight, noise), strict=True)
-    )
+    weight = _repeated(fixed[0], weight, len(scale))
+    noise = _repeated(fixed[1], noise, len(scale))
     if directions is None:
         predicted, directions = predict_scale(scale, weight, noise)
     return reverse_scale(scale, weight, noise, predicted, directions, conditioning)
+
+
+def _repeated(constant: Array | None, varying: Any, count: int) -> Array:
+    """Return the rows that vary, or copies of the constant that stands in their place."""
+    return varying if constant is None else jnp.broadcast_to(constant, (count, *constant.shape))
 
 
 def without_padding(reversal: Reversal, exists: Bool[Array, "time"] | None) -> Reversal:

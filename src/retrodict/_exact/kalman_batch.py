@@ -23,6 +23,9 @@ from retrodict._types import PRNGKey
 from retrodict._validate import check_key, is_concrete
 from retrodict.distributed import Parallel
 
+SeriesArrays = tuple[Array, Array | None, Array | None, Array | None]
+"""Observations, mask, inputs and length of a batch; only the first surely has a batch axis."""
+
 
 class SeriesAxes(NamedTuple):
     """The batch axis of the arrays of a batch of series: 0, or `None` if all series share one."""
@@ -140,15 +143,15 @@ def kalman_smoother_batch(
     check_linear_gaussian(model)
     series = prepare_data_batch(model, ys, mask=mask, inputs=inputs, length=length)
     check_values(model, series, parallel)
-    series, axes = _without_copies(series)
+    arrays, axes = _without_copies(series)
     kernels = (model.transition, model.emission)
     constant = all(isinstance(kernel, LinearGaussianKernel) for kernel in kernels)
     shared = axes.mask is None and axes.length is None and (constant or axes.inputs is None)
-    return _smooth_batch(model, series, parallel, axes, shared)
+    return _smooth_batch(model, arrays, axes, parallel, shared)
 
 
-def _without_copies(series: Series) -> tuple[Series, SeriesAxes]:
-    """Return the batch with one copy of arrays that are the same for all series, and its axes."""
+def _without_copies(batch: Series) -> tuple[SeriesArrays, SeriesAxes]:
+    """Return the arrays of a batch and their axes; equal ones are replaced by one copy."""
 
     def reduce(leaf: Array | None) -> tuple[Array | None, int | None]:
         if leaf is None:
@@ -156,21 +159,20 @@ def _without_copies(series: Series) -> tuple[Series, SeriesAxes]:
         same = is_concrete(leaf) and bool((leaf == leaf[:1]).all())
         return (leaf[0], None) if same else (leaf, 0)
 
-    arrays = (series.mask, series.inputs, series.length)
-    values, axes = zip(*map(reduce, arrays), strict=True)
-    return Series(series.ys, *values), SeriesAxes(*axes)
+    others = [reduce(leaf) for leaf in (batch.mask, batch.inputs, batch.length)]
+    (mask, mask_axis), (inputs, inputs_axis), (length, length_axis) = others
+    return (batch.ys, mask, inputs, length), SeriesAxes(mask_axis, inputs_axis, length_axis)
 
 
 @eqx.filter_jit
 def _smooth_batch(
-    model: StateSpaceModel, series: Series, parallel: Parallel, axes: SeriesAxes, shared: bool
+    model: StateSpaceModel, arrays: SeriesArrays, axes: SeriesAxes, parallel: Parallel, shared: bool
 ) -> KalmanBatch:
-    def one(ys: Array, mask: Any, inputs: Any, length: Any) -> tuple[tuple, LinearGaussianChain]:
-        posterior = smooth_series(model, Series(ys, mask, inputs, length), parallel)
+    def one(*arrays: Any) -> tuple[tuple, LinearGaussianChain]:
+        posterior = smooth_series(model, Series(*arrays), parallel)
         rest = eqx.tree_at(_means, posterior.chain, replace_fn=lambda _: None)
         return (_means(posterior.chain), posterior.log_evidence), rest
 
-    arrays = (series.ys, series.mask, series.inputs, series.length)
     smooth_all = jax.vmap(one, in_axes=(0, *axes), out_axes=(0, None if shared else 0))
     (means, log_evidence), rest = smooth_all(*arrays)
     chain = eqx.tree_at(_means, rest, means, is_leaf=lambda leaf: leaf is None)
@@ -179,4 +181,5 @@ def _smooth_batch(
 
 def _means(chain: LinearGaussianChain) -> tuple[Any, Any, Any]:
     """Return the arrays that depend on the observed values."""
-    return chain.laws.mean, chain.kernels.bias, chain.standard.offset
+    standard: Any = chain.standard  # exact smoothers provide it
+    return chain.laws.mean, chain.kernels.bias, standard.offset

@@ -121,7 +121,7 @@ def _filter_means(
     white = apply(gains.whitener, innovation)
     pivots = jnp.diagonal(gains.whitener, axis1=-2, axis2=-1)
     log_prob = jnp.sum(jnp.log(pivots)) - 0.5 * jnp.sum(white**2)
-    if data.slope is not None:
+    if data.slope is not None and data.squares is not None:
         log_prob = log_prob + jnp.sum(data.slope * means) - 0.5 * jnp.sum(data.squares)
     return Filtered(gains, means, predicted, innovation), log_prob
 
@@ -142,10 +142,10 @@ def _with_closed_form_score(parallel: Parallel):
         return (outputs, log_prob), (arguments, outputs)
 
     def backward(residuals, cotangents):
-        arguments, outputs = residuals
+        (prior, transition, data, exists), outputs = residuals
         outputs_bar, log_prob_bar = cotangents
         if all(is_zero(leaf) for leaf in jax.tree.leaves(outputs_bar, is_leaf=is_zero)):
-            scores = score(*arguments, outputs, parallel=parallel)
+            scores = score(prior, transition, data, exists, outputs, parallel=parallel)
             if is_zero(log_prob_bar):
                 log_prob_bar = jnp.zeros((), outputs.mean.dtype)
             return (*jax.tree.map(lambda leaf: leaf * log_prob_bar, scores), None)
@@ -154,8 +154,8 @@ def _with_closed_form_score(parallel: Parallel):
             cotangents,
             is_leaf=is_zero,
         )
-        *differentiable, exists = arguments
-        _, pull = jax.vjp(lambda *args: run(*args, exists), *differentiable)
+        differentiated = partial(run, exists=exists)
+        _, pull = jax.vjp(differentiated, prior, transition, data)
         return (*pull(dense), None)
 
     filtered.defvjp(forward, backward, symbolic_zeros=True)
