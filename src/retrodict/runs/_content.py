@@ -1,8 +1,9 @@
 """The content of a report as plain arrays and strings, without models or JAX."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -170,21 +171,26 @@ class Curve:
         _check_rows(self, ("values",), of="steps")
 
 
-@dataclass(frozen=True)
-class Diagnostic:
-    """One check of a run.
+class Finding(NamedTuple):
+    """The result of one check of a run.
 
     Attributes:
         name: the name of the check.
-        value: its result, a number or a text.
+        value: its result, a text or a number.
         meaning: the interpretation, in a sentence.
-        verdict: "good", "doubtful" or "bad"; "unknown" if the check could not be made.
+        verdict: `"good"`, `"doubtful"` or `"bad"`; `"unknown"` if the check could not be made.
+        numbers: the result as numbers by name; the verdict depends on `"value"`.
     """
 
     name: str
-    value: float | str
+    value: str | float
     meaning: str
     verdict: Verdict
+    numbers: Mapping[str, float] = MappingProxyType({})
+
+
+Diagnostic: TypeAlias = Finding
+"""A finding, by its name in earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +229,7 @@ class ReportContent:
     training: Sequence[Curve] = ()
     training_label: str = ""
     training_note: str = ""
-    diagnostics: Sequence[Diagnostic] = ()
+    diagnostics: Sequence[Finding] = ()
     commands: Sequence[str] = ()
     facts: Sequence[tuple[str, str]] = ()
 

@@ -91,27 +91,26 @@ def literal(text: str) -> str:
 
 
 def _draw(panel: SeriesPanel, ax: Any, level: float, centre: str) -> None:
-    bands: list[tuple[Band | SeriesPanel, str, str]] = [(panel, "#1f65b0", "smoothed")]
-    if panel.forecast is not None:
-        bands.append((panel.forecast, "#b7410e", "forecast"))
-    for band, colour, name in bands:
+    bands: dict[str, tuple[Band | SeriesPanel | None, str]] = {
+        "smoothed": (panel, "#1f65b0"),
+        "forecast": (panel.forecast, "#b7410e"),
+    }
+    for name, (band, colour) in bands.items():
+        if band is None:
+            continue
+        for ends in sides(band):
+            ax.fill_between(band.times, *ends, color=colour, alpha=0.24, linewidth=0, zorder=2)
         label = f"{name} {centre} and {percent(level)} band"
-        for lower, upper in sides(band):
-            ax.fill_between(
-                band.times, lower, upper, color=colour, alpha=0.24, linewidth=0, zorder=2
-            )
         ax.plot(band.times, band.centre, color=colour, linewidth=1.2, label=label, zorder=3)
     if panel.observed is not None:
         count = max(1, int(np.isfinite(panel.observed).sum()))
-        size = min(2.6, max(0.8, 1200 / count))
         # Many points would hide the band, and are drawn below it.
         below = count > 1000
         ax.plot(
             panel.times,
             panel.observed,
-            linestyle="none",
-            marker="o",
-            markersize=size,
+            "o",
+            markersize=min(2.6, max(0.8, 1200 / count)),
             markeredgewidth=0,
             color="#1a202c",
             alpha=0.45 if below else 1.0,
@@ -121,12 +120,10 @@ def _draw(panel: SeriesPanel, ax: Any, level: float, centre: str) -> None:
         )
     gaps = panel.gaps()
     if gaps.size:
-        bottom = np.zeros(gaps.size)
         ax.plot(
             panel.times[gaps],
-            bottom,
-            linestyle="none",
-            marker="|",
+            np.zeros(gaps.size),
+            "|",
             markersize=6,
             color="#8a5a00",
             alpha=max(0.02, min(1.0, 1500 / panel.times.size)),  # marks overlap where rows do

@@ -1,6 +1,5 @@
-"""The state of a stream in a file, and the files that a stream appends to."""
+"""The state of a stream, in a file that one process at a time may write."""
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -10,9 +9,9 @@ import numpy as np
 
 import retrodict as rd
 from retrodict._errors import Argument
-from retrodict._workspace import hold
 from retrodict.runs._folder import RunError
-from retrodict.runs._learning_monitor import MonitorState
+from retrodict.runs._monitor import MonitorState
+from retrodict.runs._stream_output import hold_file
 
 Live: TypeAlias = rd.online.FixedLag | rd.online.LaggedLearner
 """The smoother of a stream: with fixed parameters, or learning them."""
@@ -115,12 +114,10 @@ def read_state(place: Path, fingerprint: str, fresh: StreamState) -> StreamState
     matches = (
         len(fields) == len(StreamState._fields)
         and (isinstance(state.live, list) or jax.tree.structure(state.live) == structure)
-        and _forms(state.live) == _forms(fresh.live)
+        and _forms((state.live, state.monitor)) == _forms((fresh.live, fresh.monitor))
         and [np.ndim(number) for number in numbers] == [0, 0, 1, 0]
         and all(isinstance(number, np.ndarray | np.generic) for number in numbers)
         and all(number.dtype.kind in "bifu" for number in numbers)
-        and (state.monitor is None) == (fresh.monitor is None)
-        and _forms(state.monitor) == _forms(fresh.monitor)
     )
     if not matches:
         raise other_version
@@ -157,14 +154,7 @@ class StateLock:
             return
         lock = self.place.with_name(f".{self.place.name}.lock")
         handle = self.files.enter_context(open(lock, "ab"))
-        try:
-            hold(handle.fileno())
-        except BlockingIOError as error:
-            raise RunError(
-                f"{self.place} is in use by another process; end it, or name another state by ",
-                Argument("state"),
-                ".",
-            ) from error
+        hold_file(handle, self.place, "or name another state by ", Argument("state"), ".")
         if self._stamp() != self.before:
             raise RunError(f"{self.place} was changed by another process; start again.")
         self.taken = True
@@ -175,62 +165,3 @@ class StateLock:
         except FileNotFoundError:
             return None
         return status.st_ino, status.st_mtime_ns
-
-
-def open_output(out: Path, num_bytes: int, unread: bool, files: ExitStack) -> Any:
-    """Open a file that a stream appends to, truncated to the bytes that the state covers.
-
-    Args:
-        out: the file.
-        num_bytes: the number of bytes that the state covers. A file with none is refused as not of
-            this stream, unless the state has read no row.
-        unread: whether there is a state that has read no row.
-        files: closes the file, and removes it if it is empty.
-    """
-    handle = open(out, "r+b" if out.exists() else "x+b")
-    try:
-        hold(handle.fileno())
-    except BlockingIOError as error:
-        handle.close()
-        raise RunError(f"{out} is in use by another process; end it, or name another.") from error
-    files.callback(_remove_empty, out)
-    files.enter_context(handle)
-    size = out.stat().st_size
-    if size < num_bytes:
-        raise RunError(
-            f"{out} has {size} bytes, and the state covers {num_bytes}: this stream was written to"
-            " another file. Name that one, or another state by ",
-            Argument("state"),
-            ".",
-        )
-    if size and not (num_bytes or unread):
-        raise RunError(f"{out} exists, and is not of this stream; name another.")
-    handle.truncate(num_bytes)
-    handle.seek(num_bytes)
-    return handle
-
-
-def _remove_empty(path: Path) -> None:
-    if path.exists() and not path.stat().st_size:
-        path.unlink()
-
-
-def empty_file(path: Path | None, starts: tuple[bytes, ...]) -> bool:
-    """Empty a file if it begins like an output of a stream; return whether it was emptied."""
-    if path is None or not path.exists():
-        return False
-    with open(path, "r+b") as file:
-        matches = file.read(max(map(len, starts))).startswith(starts)
-        if matches:
-            file.truncate(0)
-    return matches
-
-
-def refuse_removed(handle: Any) -> None:
-    """Refuse to continue with a file that was removed: further output would be lost."""
-    if not os.fstat(handle.fileno()).st_nlink:
-        raise RunError(
-            f"{handle.name} was removed while the stream was writing to it. Pass ",
-            Argument("restart", True),
-            " to start over.",
-        )

@@ -11,8 +11,7 @@ import optax
 import retrodict as rd
 from retrodict import data
 from retrodict._workspace import Folder
-from retrodict.runs._optimiser import relative_to_size
-from retrodict.runs._save_learned import with_structure_of
+from retrodict.runs._record import with_structure_of
 
 FAMILIES = {
     "mixture": rd.MixtureFamily,
@@ -113,6 +112,23 @@ def _optimiser(num_steps: int) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99), relative_to_size()
     )
+
+
+def relative_to_size() -> optax.GradientTransformation:
+    """Return a transformation that multiplies updates of the model by max(1, |parameter|).
+
+    Without it a scale of a thousand would take a hundred thousand steps of 0.01. Updates are pairs
+    of family and model; those of the family are not changed.
+    """
+
+    def scale(updates: Any, parameters: Any) -> Any:
+        family, model = updates
+        scaled = jax.tree.map(
+            lambda update, at: update * jnp.maximum(1.0, jnp.abs(at)), model, parameters[1]
+        )
+        return family, scaled
+
+    return optax.stateless(scale)
 
 
 def train_family(

@@ -1,4 +1,4 @@
-"""Options of learning from a stream: what is learned, by which gradient, with which steps."""
+"""Learning from a stream: its options, and the run with what was learned."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -11,9 +11,9 @@ import optax
 import retrodict as rd
 from retrodict._errors import Argument
 from retrodict.runs._folder import RunError
-from retrodict.runs._optimiser import relative_to_size
 from retrodict.runs._plot import check_picture
 from retrodict.runs._record import Run
+from retrodict.runs._training import relative_to_size
 
 PARTS = ("family", "model", "both")
 """The parts that can be learned."""
@@ -67,7 +67,7 @@ class Learning:
         history_every: the number of rows between two lines of it.
         figure: a picture of the history, drawn regularly and at the end.
         save_run: the folder of a new run with the learned parameters, written when the rows end.
-        told: progress callback, called about twice per second.
+        progress: progress callback, called about twice per second.
 
     Raises:
         RunError: if an option has an invalid value.
@@ -81,7 +81,7 @@ class Learning:
     history_every: int = 100
     figure: Path | None = None
     save_run: Path | None = None
-    told: Callable[[Learned], None] | None = None
+    progress: Callable[[Learned], None] | None = None
 
     def __post_init__(self) -> None:
         """Refuse invalid options before anything is read."""
