@@ -978,7 +978,7 @@ def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
 
     def settings(gain: Any, weight: float = 1.0) -> Any:
         spec = models.load(driven(weight, gain))
-        return _fit.fit_settings(table, spec, "mixture", 2000, 0)
+        return _fit.Job(table, spec, "mixture", 2000, 0).settings()
 
     first = settings(lambda x: x**2)
     assert settings(lambda x: x**2) == first
@@ -1059,7 +1059,7 @@ def test_names_of_files_need_not_be_utf_8(copy: runs.Run):
 def test_two_processes_do_not_fit_to_one_folder(table: data.Table, tmp_path):
     """The folder is free again when the first ends; what a kill left of a file is no matter."""
     spec = models.load("local_level")
-    settings = _fit.fit_settings(table, spec, "mixture", 2000, 0)
+    settings = _fit.Job(table, spec, "mixture", 2000, 0).settings()
     (tmp_path / ".settings.json.1.partial").write_text("{")
     with contextlib.ExitStack() as held:
         _fit.lock_folder(tmp_path, settings, held)

@@ -12,7 +12,7 @@ from retrodict import data, models
 from retrodict._workspace import Progress, Quiet
 from retrodict.runs._answer import impute
 from retrodict.runs._content import Finding, Verdict
-from retrodict.runs._record import Run
+from retrodict.runs._record import AnyTable, Run
 from retrodict.runs._residuals import coverage, hide, levels, rank, residual_tests
 from retrodict.runs._standard_errors import METHODS
 
@@ -112,7 +112,7 @@ class Check(NamedTuple):
 
 def check(
     run: Run,
-    table: data.Table | data.SharedTable,
+    table: AnyTable,
     *,
     seed: int = 0,
     num_particles: int = 1000,

@@ -184,7 +184,7 @@ def likelihood_in_words(results: Mapping[str, Any]) -> str:
     what = "log-likelihood" if exact else "ELBO, a lower bound of the log-likelihood,"
     if results["nats_per_row"] is None:
         return f"{what} –"
-    words = f"{results['nats_a_row']:.4f} nats per observed row"
+    words = f"{results['nats_per_row']:.4f} nats per observed row"
     if "total" in results:
         rows = f"{results['rows_observed']} of {results['rows']} rows observed"
         words = f"{results['total']:.2f} in all, {words} ({rows})"

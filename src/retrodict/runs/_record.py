@@ -30,6 +30,9 @@ from retrodict.runs._folder import (
 Model: TypeAlias = str | rd.StateSpaceModel | Callable[[], rd.StateSpaceModel] | models.ModelSpec
 """The models that `retrodict.models.load` accepts."""
 
+AnyTable: TypeAlias = data.Table | data.SharedTable
+"""A table, or one of which each process holds a share."""
+
 
 @dataclass(frozen=True, eq=False)
 class Run:

@@ -24,7 +24,7 @@ from retrodict.runs._folder import (
 )
 from retrodict.runs._page import MAX_SERIES, page
 from retrodict.runs._plot import plot
-from retrodict.runs._record import Run, shown_states, state_names
+from retrodict.runs._record import AnyTable, Run, shown_states, state_names
 from retrodict.runs._residuals import image
 
 PAGE_STAGE = "the report"
@@ -39,7 +39,7 @@ MOST_POINTS_OF_TRAINING = 500
 
 def write_report(
     run: Run,
-    table: data.Table | data.SharedTable,
+    table: AnyTable,
     *,
     steps: int = 0,
     level: float = 0.9,

@@ -11,7 +11,7 @@ import retrodict as rd
 from retrodict import data, models
 from retrodict._workspace import Folder
 from retrodict.runs._answer import for_each_series
-from retrodict.runs._record import parameter_entries
+from retrodict.runs._record import AnyTable, parameter_entries
 
 LEVEL = 0.9
 """The probability of the intervals of parameters."""
@@ -44,7 +44,7 @@ PARTICLES_OF_GRID, DEVIATIONS_OF_GRID = 500, 8.0
 
 
 def parameter_table(
-    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable
+    folder: Folder, key: Any, model: rd.StateSpaceModel, table: AnyTable
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the entries of all parameters with standard errors, and how these were computed."""
     learned = models.named_parameters(model)
@@ -70,9 +70,7 @@ def parameter_table(
     return lines, {"uncertainty": words, "status": status, "distance": distance}
 
 
-def _compute(
-    key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable, read: Any
-) -> dict[str, Any]:
+def _compute(key: Any, model: rd.StateSpaceModel, table: AnyTable, read: Any) -> dict[str, Any]:
     """Return standard errors as arrays, or the reason why there are none as `"refused"`."""
     sizes: dict[str, Any] = {}
     if not model.is_linear_gaussian:
@@ -173,7 +171,7 @@ def _line(
     return {"edge": "zero" if edge == 0 else f"{edge:g}"}
 
 
-def _most_replicates(table: data.Table | data.SharedTable) -> int:
+def _most_replicates(table: AnyTable) -> int:
     rows = table.summary.num_rows * SIZES_OF_LOUIS["num_samples"]
     return max(SIZES_OF_LOUIS["num_replicates"], min(MOST_REPLICATES, MOST_ROWS_OF_PATHS // rows))
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -36,20 +36,6 @@ SECONDS_BETWEEN_SAVES = 1.0
 
 LONGEST_LINE = 1 << 24
 """The largest number of bytes of a line; input without an end of line would fill the memory."""
-
-
-class Start(NamedTuple):
-    """The rows that a stream starts after.
-
-    Attributes:
-        rows: the rows; `None` for a start from the prior of the model.
-        fingerprint: their fingerprint.
-        words: a sentence that describes the start.
-    """
-
-    rows: data.Rows | None
-    fingerprint: str | None
-    words: str
 
 
 def stream(
@@ -111,7 +97,8 @@ def stream(
         RunError: if the state is of another run, start, lag, learning or file, or if the run does
             not store the rows that it was fitted to.
     """
-    start = _start(run, after)
+    notify = notify or (lambda _: None)
+    rows_before, fingerprint_before, words = _start(run, after)
     place = state_place(run, lag, learning) if state is None else state
     live = rd.online.FixedLag(run.smoother, lag) if learning is None else learning.learner(run, lag)
     paths = [place, out]
@@ -122,19 +109,46 @@ def stream(
     for path in paths:
         if isinstance(path, Path):
             data.check_target(path, overwrite=True, suffixes=())
+    names = state_names(run)
+    first_line = b"" if as_json else header(names)
     with ExitStack() as files:
+        lock = StateLock(place, files)
+        # Without output files and rows a state is only read, and another stream may use it.
+        if restart or any(isinstance(path, Path) for path in paths[1:]):
+            lock.take()
+        if restart:
+            _forget(place, out, learning, names)
+        fingerprint = _fingerprint(run, live, learning, fingerprint_before)
+        fresh = StreamState.initial(live, seed)
+        current = read_state(place, fingerprint, fresh)
+        # The process may have been killed after its first rows and before their state was written.
+        unread = place.exists() and not current.read
+        answers, monitor = OutputPipe(out, first_line), None
+        if isinstance(out, Path):
+            answers = OutputFile(out, first_line, int(current.written), unread, files)
+        if learning is not None and isinstance(live, rd.online.LaggedLearner):
+            stored = MonitorState(*current.monitor)
+            monitor = Monitor(run, live, learning, fresh.live, stored, unread, files)
+        if place.exists():
+            timed = run.layout["time"] is not None
+            rows = "rows that it covers are skipped" if timed else "rows without a time are all new"
+            restarted = Argument("restart", True)
+            notify(Notice(f"Resuming from {place}: {rows}; ", restarted, " starts over."))
+        else:
+            notify(words)
+            current = _read_before(run, live, learning, current, rows_before, seed)
         session = _Session(
-            run,
+            run.layout,
+            names,
             live,
-            learning,
-            start,
+            current,
             place,
-            out,
-            seed=seed,
-            as_json=as_json,
-            restart=restart,
-            notify=notify or (lambda _: None),
-            files=files,
+            fingerprint,
+            answers,
+            monitor,
+            lock,
+            notify,
+            as_json,
         )
         count = session.answer(source)
         session.finish(flush=flush)
@@ -153,66 +167,35 @@ def state_place(run: Run, lag: int, learning: Learning | None = None) -> Path:
     return run.path / f"stream-{lag}{part}.rd"
 
 
+@dataclasses.dataclass
 class _Session:
-    """One call of `stream`: the smoother, its state, and the open files. See `stream`.
+    """One call of `stream`.
 
-    Args:
-        run: the run.
+    Attributes:
+        layout: the layout of the table that the run was fitted to.
+        names: the names of the states.
         live: the smoother.
-        learning: the options of learning.
-        start: the rows that the stream starts after.
+        state: the state of the stream.
         place: the file of the state.
-        out: the destination of answers.
+        fingerprint: the fingerprint of the state.
+        answers: the destination of answers.
+        monitor: the monitor of a learner.
+        lock: the lock of the state, taken before anything is written.
         notify: a callback for messages.
-        files: closes what is opened.
+        as_json: whether an answer is a line of JSON.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        live: Live,
-        learning: Learning | None,
-        start: Start,
-        place: Path,
-        out: Any,
-        *,
-        seed: int,
-        as_json: bool,
-        restart: bool,
-        notify: Callable[[str], None],
-        files: ExitStack,
-    ):
-        self.run, self.live, self.place, self.notify = run, live, place, notify
-        self.names, self.as_json = state_names(run), as_json
-        self.lock = StateLock(place, files)
-        # Without output files and rows a state is only read, and another stream may use it.
-        if restart or isinstance(out, Path) or (learning and learning.history):
-            self.lock.take()
-        if restart:
-            _forget(place, out, learning, self.names)
-        fresh = StreamState.initial(live, seed)
-        self.fingerprint = _fingerprint(run, live, learning, start)
-        self.state = read_state(place, self.fingerprint, fresh)
-        # The process may have been killed after its first rows and before their state was written.
-        unread = place.exists() and not self.state.read
-        first_line = b"" if as_json else header(self.names)
-        if isinstance(out, Path):
-            self.answers = OutputFile(out, first_line, int(self.state.written), unread, files)
-        else:
-            self.answers = OutputPipe(out, first_line)
-        self.monitor = None
-        if learning is not None and isinstance(live, rd.online.LaggedLearner):
-            stored = MonitorState(*self.state.monitor)
-            self.monitor = Monitor(run, live, learning, fresh.live, stored, unread, files)
-        if place.exists():
-            timed = run.layout["time"] is not None
-            rows = "rows that it covers are skipped" if timed else "rows without a time are all new"
-            restarted = Argument("restart", True)
-            notify(Notice(f"Resuming from {place}: {rows}; ", restarted, " starts over."))
-        else:
-            notify(start.words)
-            if start.rows is not None:
-                self.state = _read_before(run, live, learning, self.state, start.rows, seed)
+    layout: dict[str, Any]
+    names: list[str]
+    live: Live
+    state: StreamState
+    place: Path
+    fingerprint: str
+    answers: OutputFile | OutputPipe
+    monitor: Monitor | None
+    lock: StateLock
+    notify: Callable[[str], None]
+    as_json: bool
 
     def answer(self, source: Any) -> int:
         """Answer all rows; return their number."""
@@ -220,7 +203,7 @@ class _Session:
         last = self.state.as_time(self.state.last) if self.state.waiting.size else None
         for lines in arriving(source):
             if reader is None:
-                reader = data.LiveReader(self.run.layout, lines.pop(0), last=last)
+                reader = data.LiveReader(self.layout, lines.pop(0), last=last)
             rows = reader.read(lines)
             if len(rows.times) and not count:
                 self.report_skipped(reader)
@@ -231,11 +214,10 @@ class _Session:
                     size = self.monitor.rows_to_line(self.state.live, size)
                 chunk, rows = rows.cut(0, size), rows.cut(size, num_rows)
                 self.state, answers, output = _advance(self.live, self.state, chunk)
-                self.answers.write(as_lines(answers, self.names, self.as_json))
+                self.write(answers)
                 count += size
                 if self.monitor is not None:
                     self.monitor.record(self.state.live, chunk, output)
-                self.answers.flush()
                 if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
                     self.save()
                     saved = time.monotonic()
@@ -264,8 +246,7 @@ class _Session:
         """Answer the last rows if the stream ends, and write what was learned."""
         state, monitor = self.state, self.monitor
         if flush and state.read:
-            self.answers.write(as_lines(_remaining(self.live, state), self.names, self.as_json))
-            self.answers.flush()
+            self.write(_remaining(self.live, state))
         if monitor is None:
             return
         monitor.show(state.live, last=True)
@@ -274,6 +255,11 @@ class _Session:
                 raise RunError("No row was read: there is no learned run to save. Send rows first.")
             last = as_texts(np.atleast_1d(state.as_time(state.last)))[0]
             monitor.save_run(monitor.learning.save_run, state.live, last)
+
+    def write(self, answers: Answers) -> None:
+        """Write answers and pass them on."""
+        self.answers.write(as_lines(answers, self.names, self.as_json))
+        self.answers.flush()
 
     def report_skipped(self, reader: data.LiveReader) -> None:
         """Report how many rows were skipped, if any."""
@@ -364,8 +350,10 @@ def _remaining(live: Live, state: StreamState) -> Answers:
     return Answers(times, None, times, (mean[-count:], std[-count:]), np.ones(count, bool))
 
 
-def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
-    """Return the rows that a stream starts after.
+def _start(
+    run: Run, after: data.Table | Literal["fit", "prior"]
+) -> tuple[data.Rows | None, str | None, str]:
+    """Return the rows that a stream starts after, their fingerprint, and a notice.
 
     Raises:
         RunError: if there are none, or if the run is of several series.
@@ -375,10 +363,14 @@ def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
             f"{run.path} is a run of several series, and a stream has one series; fit a single"
             " series."
         )
-    if isinstance(after, str) and after == "prior":
-        words = "Starting from the prior of the model, without earlier rows."
-        return Start(None, None, words)
-    if isinstance(after, str):
+    if isinstance(after, data.Table):
+        rows, fingerprint = data.Rows.of_table(after), after.summary.fingerprint
+        origin = f"of {after.source}"
+        if rows is None:
+            raise RunError(f"{after.source} has several series; give a table of one.")
+    elif after == "prior":
+        return None, None, "Starting from the prior of the model, without earlier rows."
+    else:
         rows, fingerprint = run.rows(), run.record["data"]["sha256"]
         origin = "that the run was fitted to"
         if rows is None:
@@ -389,27 +381,25 @@ def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
                 Argument("after", "prior"),
                 ".",
             )
-    else:
-        rows, fingerprint = data.Rows.of_table(after), after.summary.fingerprint
-        origin = f"of {after.source}"
-        if rows is None:
-            raise RunError(f"{after.source} has several series; give a table of one.")
     last = as_texts(rows.times[-1:])[0]
-    words = Notice(
-        f"Starting after the {len(rows.times)} rows {origin}, up to {last}; ",
-        Argument("after", "prior"),
-        " leaves them out.",
-    )
-    return Start(rows, fingerprint, words)
+    words = f"Starting after the {len(rows.times)} rows {origin}, up to {last}; "
+    return rows, fingerprint, Notice(words, Argument("after", "prior"), " leaves them out.")
 
 
 def _read_before(
-    run: Run, live: Live, learning: Learning | None, fresh: StreamState, rows: data.Rows, seed: int
+    run: Run,
+    live: Live,
+    learning: Learning | None,
+    fresh: StreamState,
+    rows: data.Rows | None,
+    seed: int,
 ) -> StreamState:
     """Read the rows before a stream, without answering them or learning from them.
 
     A learner reads them with steps of zero, so that its gradients continue from them too.
     """
+    if rows is None:
+        return fresh
     state, reader = fresh, live
     if learning is not None:
         without_steps = dataclasses.replace(learning, rate=0.0, schedule="constant")
@@ -424,9 +414,12 @@ def _read_before(
     return state._replace(read=fresh.read)
 
 
-def _fingerprint(run: Run, live: Live, learning: Learning | None, start: Start) -> str:
+def _fingerprint(
+    run: Run, live: Live, learning: Learning | None, fingerprint_before: str | None
+) -> str:
+    """Return what the state of a stream depends on."""
     fixed = live if isinstance(live, rd.online.FixedLag) else live.live
-    settings: list[Any] = [run.record["files"], fixed.lag, fixed.num_samples, start.fingerprint]
+    settings: list[Any] = [run.record["files"], fixed.lag, fixed.num_samples, fingerprint_before]
     if learning is not None:
         settings.append(learning.settings)
     return json.dumps(settings, sort_keys=True)

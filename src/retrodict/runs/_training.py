@@ -9,9 +9,8 @@ import numpy as np
 import optax
 
 import retrodict as rd
-from retrodict import data
 from retrodict._workspace import Folder
-from retrodict.runs._record import with_structure_of
+from retrodict.runs._record import AnyTable, with_structure_of
 
 FAMILIES = {
     "mixture": rd.MixtureFamily,
@@ -35,7 +34,7 @@ MAX_EVIDENCE_STEPS = 300
 
 
 def fit_by_evidence(
-    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable
+    folder: Folder, key: Any, model: rd.StateSpaceModel, table: AnyTable
 ) -> tuple[rd.StateSpaceModel, np.ndarray, float, str]:
     """Return the model of maximal evidence, the history, the log-evidence and a status."""
     options = table.batch()
@@ -74,7 +73,7 @@ def fit_by_elbo(
     folder: Folder,
     key: Any,
     model: rd.StateSpaceModel,
-    table: data.Table | data.SharedTable,
+    table: AnyTable,
     num_steps: int,
 ) -> tuple[rd.StateSpaceModel, np.ndarray, float]:
     """Return the model of maximal ELBO, the history, and the ELBO.
@@ -135,7 +134,7 @@ def train_family(
     folder: Folder,
     key: Any,
     model: rd.StateSpaceModel,
-    table: data.Table | data.SharedTable,
+    table: AnyTable,
     name: str,
     num_steps: int,
 ) -> tuple[rd.AbstractFamily, np.ndarray]:
