@@ -23,7 +23,7 @@ import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
 from retrodict.cli._display import LearningDisplay
-from retrodict.runs import _monitor, _record, _stream, _stream_output
+from retrodict.runs import _answer_lines, _learning, _record, _stream
 
 LAG = 3
 TRUTH = {"level_scale": 80.0, "obs_scale": 60.0}
@@ -632,7 +632,7 @@ def test_families_go_on_after_the_fit(kind: Any, tmp_path: Path):
 def test_names_with_commas_and_quotes_are_quoted():
     """Read back by pandas; columns of a table may have any name."""
     names = ['a "b", c', "d\ne"]
-    table = pd.read_csv(io.BytesIO(_stream_output.header(names)))
+    table = pd.read_csv(io.BytesIO(_answer_lines.header(names)))
     assert list(table)[1:5] == [f"{name}_{what}" for name in names for what in ("mean", "std")]
 
 
@@ -709,4 +709,4 @@ def test_answers_that_were_removed_meanwhile_are_not_lost_in_silence(fitted, lin
 def test_a_new_run_in_a_read_only_folder_is_refused_before_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(runs.RunError, match="is read-only"):
-        _monitor.refuse_existing(tmp_path / "new")
+        _learning.refuse_existing(tmp_path / "new")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from retrodict.runs._folder import unit_in_words as unit_in_words
     from retrodict.runs._learning import Learned as Learned
     from retrodict.runs._learning import Learning as Learning
-    from retrodict.runs._monitor import draw_history as draw_history
+    from retrodict.runs._learning import draw_history as draw_history
     from retrodict.runs._page import page as page
     from retrodict.runs._plot import FORMATS as FORMATS
     from retrodict.runs._plot import plot as plot

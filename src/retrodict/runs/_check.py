@@ -1,6 +1,7 @@
 """Checks of a run on a table: parameters, posterior, residuals and hidden points."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data, models
-from retrodict._workspace import Progress, Quiet
+from retrodict._workspace import Progress, Quiet, as_json
 from retrodict.runs._answer import impute
 from retrodict.runs._content import Finding, Verdict
 from retrodict.runs._record import AnyTable, Run
@@ -100,14 +101,20 @@ class Check(NamedTuple):
         Each finding has a `value`, the number that the verdict depends on, or `None`. Further
         numbers are in `details`, and sentences in `text` and `meaning`.
         """
-        findings = []
-        for each in self.findings:
-            numbers = {name: _finite(number) for name, number in each.numbers.items()}
-            line = {"name": each.name, "verdict": each.verdict, "value": numbers.pop("value", None)}
-            line |= {"details": numbers, "text": each.value, "meaning": each.meaning}
-            findings.append(line)
+        findings = [
+            {
+                "name": name,
+                "verdict": verdict,
+                "value": numbers.get("value"),
+                "details": {key: numbers[key] for key in numbers if key != "value"},
+                "text": value,
+                "meaning": meaning,
+            }
+            for name, value, meaning, verdict, numbers in self.findings
+        ]
         scope = {} if self.scope is None else self.scope._asdict()
-        return {"verdict": self.worst, "words": self.verdict, **scope, "findings": findings}
+        tree = {"verdict": self.worst, "words": self.verdict, **scope, "findings": findings}
+        return json.loads(as_json(tree))
 
 
 def check(
@@ -154,13 +161,6 @@ def check(
         progress.end(name, kept=False)
     scope = Scope(part.num_series, whole.num_series, int(part.length.sum()), whole.num_rows)
     return Check(tuple(findings), _in_words(findings), scope)
-
-
-def _finite(number: Any) -> float | int | bool | None:
-    """Return a number that JSON can store."""
-    if isinstance(number, int):
-        return number
-    return float(number) if np.isfinite(number) else None
 
 
 def _grade(value: float, doubtful: float, bad: float) -> Verdict:

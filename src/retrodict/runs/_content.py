@@ -314,11 +314,7 @@ def _check_times(times: np.ndarray) -> None:
             "`times` must be a vector of dates (datetime64) or numbers, got shape "
             f"{times.shape} and type {times.dtype}."
         )
-    if is_dated(times):
-        finite, increasing = ~np.isnat(times), np.diff(times) > np.timedelta64(0)
-    else:
-        finite, increasing = np.isfinite(times), np.diff(times) > 0
-    if not (finite.all() and increasing.all()):
+    if not (np.isfinite(times).all() and np.all(times[1:] > times[:-1])):
         raise ValueError("`times` must be increasing, without NaN or NaT; sort them first.")
 
 

@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -35,6 +35,9 @@ FEWEST_REPLICATES, MOST_REPLICATES, MOST_DRAWN = 200, 2000, 4_000_000
 OPEN = " They are quantiles of draws, with a gap between two modes."
 
 MOST_POINTS_OF_TRAINING = 500
+
+Law: TypeAlias = tuple[np.ndarray | None, Any, Any]
+"""Draws of shape `(batch, sample, time, column)`, or None for Gaussian laws; means; covariances."""
 
 
 def write_report(
@@ -195,12 +198,12 @@ def _series(
         table = table.select(table.series[:MAX_SERIES])
     smoothed = smooth(run, table, seed=seed)
     titles = [*table.names, *state_names(run)]
-    bands = _smoothed_bands(run, table, smoothed, level, seed)
+    bands = _bands(table.times, _smoothed_laws(run, table, smoothed, seed), level)
     ahead = None
     if steps:
         options: Any = {"inputs": inputs, "times": times, "seed": seed, "smoothed": smoothed}
         coming = table.future_times(steps) if times is None else table.coming(times)
-        ahead = _forecast_bands(forecast(run, table, steps, **options), coming, level)
+        ahead = _bands(coming, _forecast_laws(forecast(run, table, steps, **options)), level)
     num_columns = len(table.names)
     shown = [*range(num_columns), *(num_columns + i for i in shown_states(run, every=all_states))]
 
@@ -223,22 +226,14 @@ def _series(
     return [Series(name, [panel(i, place) for place in shown]) for i, name in enumerate(names)]
 
 
-def _smoothed_bands(
-    run: Run, table: data.Table, smoothed: rd.Smoothed, level: float, seed: int
-) -> list[list[Band]]:
-    """Return the bands of new observations and of the states, by column or state and series."""
-    model, us = rd.unwrap(run.model), table.inputs
+def _smoothed_laws(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -> list[Law]:
+    """Return the laws of new observations of every row, and of the states."""
+    model, us, states = rd.unwrap(run.model), table.inputs, (smoothed.mean, smoothed.covariance)
     if run.is_exact:
-        moments = for_each_series(
-            lambda mean, covariance, us: image(model.emission, mean, covariance, us),
-            smoothed.mean,
-            smoothed.covariance,
-            us,
+        columns = for_each_series(
+            lambda mean, covariance, us: image(model.emission, mean, covariance, us), *states, us
         )
-        return [
-            *_gaussian_bands(table.times, *moments, level),
-            *_gaussian_bands(table.times, smoothed.mean, smoothed.covariance, level),
-        ]
+        return [(None, *columns), (None, *states)]
     keys = jax.random.split(jax.random.key(seed), table.num_series)
     num_replicates, num_paths = _num_draws(table.ys.size), _num_draws(smoothed.mean.size)
     replicates = for_each_series(
@@ -248,53 +243,42 @@ def _smoothed_bands(
         us,
     )
     paths = for_each_series(lambda key, chain: chain.sample(key, num_paths), keys, smoothed.chain)
+    return [(np.asarray(replicates), None, None), (np.asarray(paths), *states)]
+
+
+def _forecast_laws(ahead: rd.Forecast) -> list[Law]:
+    """Return the laws of the observations and of the states of a forecast."""
+    columns = None if ahead.gaussian else np.asarray(ahead.observations)
+    states = None if ahead.gaussian_states else np.asarray(ahead.states)
     return [
-        *_bands_of_draws(table.times, replicates, level),
-        *_bands_of_draws(table.times, paths, level),
+        (columns, ahead.mean, ahead.covariance),
+        (states, ahead.state_mean, ahead.state_covariance),
     ]
 
 
-def _forecast_bands(
-    ahead: rd.Forecast, times: Sequence[np.ndarray], level: float
-) -> list[list[Band]]:
-    """Return the bands of the forecast, by column or state and series."""
-    columns = (
-        _gaussian_bands(times, ahead.mean, ahead.covariance, level)
-        if ahead.gaussian
-        else _bands_of_draws(times, ahead.observations, level)
-    )
-    states = (
-        _gaussian_bands(times, ahead.state_mean, ahead.state_covariance, level)
-        if ahead.gaussian_states
-        else _bands_of_draws(times, ahead.states, level)
-    )
-    return [*columns, *states]
-
-
-def _gaussian_bands(
-    times: Sequence[np.ndarray], mean: Any, covariance: Any, level: float
-) -> list[list[Band]]:
-    """Return bands from moments of shape `(batch, time, column)`, by column and series."""
-    mean = np.asarray(mean)
-    lower, upper = data.gaussian_ends(mean, covariance, level)
-
-    def band(i: int, place: int) -> Band:
-        rows = (i, slice(len(times[i])), place)
-        return Band(times[i], mean[rows], lower[rows], upper[rows])
-
-    return [[band(i, place) for i in range(len(times))] for place in range(mean.shape[-1])]
-
-
-def _bands_of_draws(times: Sequence[np.ndarray], draws: Any, level: float) -> list[list[Band]]:
-    """Return bands from draws of shape `(batch, sample, time, column)`, by column and series."""
-    draws = np.asarray(draws)
-    return [
-        [
-            Band.of_draws(stamps, draws[i, :, : len(stamps), place], level)
-            for i, stamps in enumerate(times)
-        ]
-        for place in range(draws.shape[-1])
-    ]
+def _bands(times: Sequence[np.ndarray], laws: Sequence[Law], level: float) -> list[list[Band]]:
+    """Return the bands of laws, by column or state and series."""
+    bands: list[list[Band]] = []
+    for draws, mean, covariance in laws:
+        if draws is not None:
+            bands += [
+                [
+                    Band.of_draws(stamps, draws[i, :, : len(stamps), place], level)
+                    for i, stamps in enumerate(times)
+                ]
+                for place in range(draws.shape[-1])
+            ]
+            continue
+        centre, (lower, upper) = np.asarray(mean), data.gaussian_ends(mean, covariance, level)
+        for place in range(centre.shape[-1]):
+            rows = [(i, slice(len(stamps)), place) for i, stamps in enumerate(times)]
+            bands.append(
+                [
+                    Band(stamps, centre[at], lower[at], upper[at])
+                    for stamps, at in zip(times, rows, strict=True)
+                ]
+            )
+    return bands
 
 
 def _num_draws(size: int) -> int:

@@ -84,9 +84,8 @@ def starting_model(table: AnyTable, spec: Model, *, seed: int = 0) -> rd.StateSp
             ".",
         )
     refuse_too_large(spec, table)
-    options = table.leading_series().batch()
     key = jax.random.split(jax.random.key(seed), 4)[0]
-    model = spec.build_from(options.pop("ys"), key=key, **options)
+    model = spec.build_from(**table.leading_series().batch(), key=key)
     if model.takes_input and not table.input_names:
         raise RunError(
             f"The model {spec.reference} takes inputs, and the table has none: name their columns"

@@ -14,20 +14,21 @@ import numpy as np
 import retrodict as rd
 from retrodict import data
 from retrodict._errors import Argument, Notice
+from retrodict.runs._answer_lines import Answers, as_lines, as_texts, header
 from retrodict.runs._folder import RunError
-from retrodict.runs._learning import Learning
-from retrodict.runs._monitor import HISTORY_STARTS, Monitor, MonitorState, refuse_existing
+from retrodict.runs._learning import HISTORY_STARTS, Learning, Monitor, refuse_existing
 from retrodict.runs._record import Run, state_names
-from retrodict.runs._stream_output import (
-    Answers,
+from retrodict.runs._stream_files import (
+    Live,
+    MonitorState,
     OutputFile,
     OutputPipe,
-    as_lines,
-    as_texts,
+    StateLock,
+    StreamState,
     empty_file,
-    header,
+    read_state,
+    write_state,
 )
-from retrodict.runs._stream_state import Live, StateLock, StreamState, read_state, write_state
 
 CHUNK = 256
 """Rows per call of the compiled program; a shorter chunk is padded."""

@@ -1,5 +1,6 @@
-"""The state of a stream, in a file that one process at a time may write."""
+"""The files of a stream: its state, which one process at a time may write, and its output."""
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -9,12 +10,33 @@ import numpy as np
 
 import retrodict as rd
 from retrodict._errors import Argument
+from retrodict._workspace import hold
 from retrodict.runs._folder import RunError
-from retrodict.runs._monitor import MonitorState
-from retrodict.runs._stream_output import hold_file
+
+MEMORY = 500
+"""The number of rows over which the ELBO is averaged."""
 
 Live: TypeAlias = rd.online.FixedLag | rd.online.LaggedLearner
 """The smoother of a stream: with fixed parameters, or learning them."""
+
+
+class MonitorState(NamedTuple):
+    """The state of a `Monitor`, which is part of the state of a stream.
+
+    Attributes:
+        recent: the ELBO increments of the last rows, as a ring buffer.
+        counted: the number of rows that have entered it.
+        noted: the number of bytes written to the history.
+    """
+
+    recent: np.ndarray
+    counted: np.ndarray
+    noted: np.ndarray
+
+    @staticmethod
+    def initial() -> "MonitorState":
+        """Return the state before the first row."""
+        return MonitorState(np.zeros(MEMORY), np.zeros((), int), np.zeros((), int))
 
 
 class StreamState(NamedTuple):
@@ -165,3 +187,114 @@ class StateLock:
         except FileNotFoundError:
             return None
         return status.st_ino, status.st_mtime_ns
+
+
+def hold_file(handle: Any, path: Path, *remedy: str | Argument) -> None:
+    """Lock an open file until it is closed.
+
+    Args:
+        handle: the file.
+        path: its path, for the message.
+        *remedy: the end of the message.
+
+    Raises:
+        RunError: if another process has locked it.
+    """
+    try:
+        hold(handle.fileno())
+    except BlockingIOError as error:
+        handle.close()
+        raise RunError(f"{path} is in use by another process; end it, ", *remedy) from error
+
+
+class OutputPipe:
+    """A file that the caller has opened: it is written to, and not truncated.
+
+    Args:
+        handle: the file, opened for bytes.
+        header: its first line.
+    """
+
+    def __init__(self, handle: Any, header: bytes):
+        self.handle, self.header = handle, header
+
+    def write(self, content: bytes) -> None:
+        """Write the header if nothing was written yet, and the content."""
+        self.handle.write(self.header + content)
+        self.header = b""
+
+    def flush(self) -> None:
+        """Pass on what was written."""
+        self.handle.flush()
+
+
+class OutputFile:
+    """A file that a stream appends to, truncated to the bytes that the state of the stream covers.
+
+    Args:
+        path: the file.
+        header: its first line.
+        num_bytes: the number of bytes that the state covers. A file with none is refused as not of
+            this stream, unless the state has read no row.
+        unread: whether there is a state that has read no row.
+        files: closes the file, and removes it if it is empty.
+    """
+
+    def __init__(self, path: Path, header: bytes, num_bytes: int, unread: bool, files: ExitStack):
+        self.path, self.header = path, header
+        self.handle = open(path, "r+b" if path.exists() else "x+b")
+        hold_file(self.handle, path, "or name another.")
+        files.callback(_remove_empty, path)
+        files.enter_context(self.handle)
+        size = path.stat().st_size
+        if size < num_bytes:
+            raise RunError(
+                f"{path} has {size} bytes, and the state covers {num_bytes}: this stream was"
+                " written to another file. Name that one, or another state by ",
+                Argument("state"),
+                ".",
+            )
+        if size and not (num_bytes or unread):
+            raise RunError(f"{path} exists, and is not of this stream; name another.")
+        self.handle.truncate(num_bytes)
+        self.handle.seek(num_bytes)
+
+    def write(self, content: bytes) -> None:
+        """Write the header if the file is empty, and the content."""
+        self.handle.write(content if self.handle.tell() else self.header + content)
+
+    def flush(self) -> None:
+        """Pass on what was written."""
+        self.handle.flush()
+
+    def save(self) -> int:
+        """Write the file to the disk; return its number of bytes.
+
+        Raises:
+            RunError: if the file was removed: further output would be lost.
+        """
+        if not os.fstat(self.handle.fileno()).st_nlink:
+            raise RunError(
+                f"{self.path} was removed while the stream was writing to it. Pass ",
+                Argument("restart", True),
+                " to start over.",
+            )
+        self.handle.flush()
+        os.fsync(self.handle.fileno())
+        return self.handle.tell()
+
+
+def _remove_empty(path: Path) -> None:
+    if path.exists() and not path.stat().st_size:
+        path.unlink()
+
+
+def empty_file(path: Path | None, starts: tuple[bytes, ...]) -> bool:
+    """Empty a file if it begins like an output of a stream; return whether it was emptied."""
+    if path is None or not path.exists():
+        return False
+    with open(path, "r+b") as file:
+        matches = file.read(max(map(len, starts))).startswith(starts)
+        if matches:
+            file.truncate(0)
+    return matches
