@@ -309,6 +309,19 @@ def test_a_history_may_begin_later(exact, lines, tmp_path):
     assert pd.read_csv(history)["row"].tolist() == [20, 40, 60]
 
 
+def test_a_history_of_an_earlier_version_is_drawn_and_replaced(exact, lines, tmp_path):
+    """Its column of the ELBO had another name."""
+    history, figure = tmp_path / "history.csv", tmp_path / "history.png"
+    learning = runs.Learning("model", 0.01, history=history, history_every=4)
+    options: Any = {"lag": LAG, "learning": learning, "after": "prior"}
+    runs.stream(exact, source_of(lines[:9]), io.BytesIO(), **options)
+    history.write_bytes(history.read_bytes().replace(b"elbo_per_row", b"elbo_a_row"))
+    runs.draw_history(history, figure)
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+    runs.stream(exact, source_of(lines[:9]), io.BytesIO(), restart=True, **options)
+    assert list(pd.read_csv(history))[2] == "elbo_per_row"
+
+
 def test_the_command_says_what_was_learned(exact, lines, tmp_path, monkeypatch, capsys):
     def go(*options: str, rows: list[bytes]) -> str:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(source_of(rows)))

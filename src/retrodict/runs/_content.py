@@ -238,17 +238,49 @@ class ReportContent:
             raise ValueError(f"`level` must be between 0 and 1, such as 0.9, got {self.level}.")
 
 
-def sides(band: Band | SeriesPanel) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the parts of a band as pairs of ends: all of it, or both sides of its gap.
+class Shape(NamedTuple):
+    """A line, a set of dots or a band of a chart.
+
+    Attributes:
+        kind: "line", "dots", or "band" between `low` and `high`.
+        ink: the name of its colour in the style sheet.
+        xs: `(time,)`.
+        low: `(time,)`, the values, or the lower end of the band.
+        high: `(time,)`, the upper end of the band.
+        dashes: the pattern of a line, "" for none.
+    """
+
+    kind: str
+    ink: str
+    xs: np.ndarray
+    low: np.ndarray
+    high: np.ndarray | None = None
+    dashes: str = ""
+
+
+def shapes_of_panel(panel: SeriesPanel) -> list[Shape]:
+    """Return the shapes of the chart of a panel, lowest first."""
+    shapes = _shapes_of_band(panel, "smoothed")
+    if panel.observed is not None:
+        shapes.insert(-1, Shape("dots", "observed", panel.times, panel.observed))
+    return (
+        shapes if panel.forecast is None else shapes + _shapes_of_band(panel.forecast, "forecast")
+    )
+
+
+def _shapes_of_band(band: Band | SeriesPanel, ink: str) -> list[Shape]:
+    """Return a band, or both sides of its gap, and its line.
 
     In rows with one mode the two sides touch at the centre.
     """
-    if band.hollow is None:
-        return [(band.lower, band.upper)]
-    whole = np.isnan(band.hollow.lower)
-    below = np.where(whole, band.centre, band.hollow.lower)
-    above = np.where(whole, band.centre, band.hollow.upper)
-    return [(band.lower, below), (above, band.upper)]
+    sides = [(band.lower, band.upper)]
+    if band.hollow is not None:
+        whole = np.isnan(band.hollow.lower)
+        below = np.where(whole, band.centre, band.hollow.lower)
+        above = np.where(whole, band.centre, band.hollow.upper)
+        sides = [(band.lower, below), (above, band.upper)]
+    bands = [Shape("band", ink, band.times, *ends) for ends in sides]
+    return [*bands, Shape("line", ink, band.times, band.centre)]
 
 
 SHALLOW = 0.4
@@ -301,6 +333,11 @@ def find_hollow(draws: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> Holl
 def is_dated(times: np.ndarray) -> bool:
     """Return whether times are dates rather than numbers."""
     return times.dtype.kind == "M"
+
+
+def milliseconds(times: np.ndarray) -> np.ndarray:
+    """Return dates as milliseconds since 1970, and other times unchanged."""
+    return times.astype("datetime64[us]").astype(np.int64) / 1000 if is_dated(times) else times
 
 
 def percent(level: float) -> str:

@@ -16,11 +16,13 @@ from retrodict.runs._content import (
     ReportContent,
     Series,
     SeriesPanel,
+    Shape,
     is_dated,
+    milliseconds,
     percent,
-    sides,
+    shapes_of_panel,
 )
-from retrodict.runs._svg import Shape, chart
+from retrodict.runs._svg import chart
 
 MAX_SERIES = 50
 """The largest number of series on a page."""
@@ -65,7 +67,10 @@ def page(content: ReportContent) -> str:
         panels=panels,
         has_gaps=any(panel.gaps().size for panel in panels),
         level=level,
-        pictures=[(panel.title, _picture(panel)) for panel in series[0].panels] if series else [],
+        pictures=[
+            (panel.title, chart(shapes_of_panel(panel), f"{panel.title} over time"))
+            for panel in (series[0].panels if series else [])
+        ],
         ranges=[_range(one, panel) for one in series for panel in one.panels],
         interval=f"{percent(content.level)} interval",
         parameters=[_parameter(line) for line in content.parameters],
@@ -79,20 +84,6 @@ def _script() -> str:
     folder = resources.files("retrodict.runs").joinpath("templates")
     parts = [folder.joinpath(name).read_text("utf-8") for name in ("axis.js", "charts.js")]
     return f'(() => {{\n"use strict";\n{parts[0]}\n{parts[1]}}})();\n'
-
-
-def _picture(panel: SeriesPanel) -> dict[str, Any]:
-    """Return the static chart of a panel."""
-    xs = milliseconds(panel.times)
-    shapes = [Shape("band", "smoothed", xs, *ends) for ends in sides(panel)]
-    if panel.observed is not None:
-        shapes.append(Shape("dots", "observed", xs, panel.observed))
-    shapes.append(Shape("line", "smoothed", xs, panel.centre))
-    if (ahead := panel.forecast) is not None:
-        later = milliseconds(ahead.times)
-        shapes += [Shape("band", "forecast", later, *ends) for ends in sides(ahead)]
-        shapes.append(Shape("line", "forecast", later, ahead.centre))
-    return chart(shapes, f"{panel.title} over time", dated=is_dated(panel.times))
 
 
 def _range(series: Series, panel: SeriesPanel) -> list[str]:
@@ -187,11 +178,6 @@ def chart_data(series: Sequence[Series], level: str) -> dict[str, Any]:
 
     tree = [{"name": visible(s.name), "panels": [panel(p) for p in s.panels]} for s in series]
     return {"level": level, "axes": [axis for _, axis in axes.values()], "series": tree}
-
-
-def milliseconds(times: np.ndarray) -> np.ndarray:
-    """Return dates as milliseconds since 1970, and other times unchanged."""
-    return times.astype("datetime64[us]").astype(np.int64) / 1000 if is_dated(times) else times
 
 
 def _axis(times: np.ndarray) -> dict[str, Any]:

@@ -1,51 +1,29 @@
 """The geometry of static charts, which a template draws as SVG: for readers without JavaScript."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+
+from retrodict.runs._content import Shape, is_dated, milliseconds
 
 WIDTH, HEIGHT = 480, 210
 LEFT, RIGHT, TOP, BOTTOM = 62, 470, 10, 186
 """The box of the data within the chart."""
 
 
-class Shape(NamedTuple):
-    """A line, a set of dots or a band of a chart.
-
-    Attributes:
-        kind: "line", "dots", or "band" between `low` and `high`.
-        ink: the name of its colour in the style sheet.
-        xs: `(time,)`.
-        low: `(time,)`, the values, or the lower end of the band.
-        high: `(time,)`, the upper end of the band.
-        dashes: the pattern of a line, "" for none.
-    """
-
-    kind: str
-    ink: str
-    xs: np.ndarray
-    low: np.ndarray
-    high: np.ndarray | None = None
-    dashes: str = ""
-
-
 def chart(
-    shapes: Sequence[Shape],
-    label: str,
-    *,
-    dated: bool = False,
-    limits: tuple[float, float] | None = None,
+    shapes: Sequence[Shape], label: str, limits: tuple[float, float] | None = None
 ) -> dict[str, Any]:
     """Return the ticks and paths of a chart; long series keep the extremes of each pixel column.
 
     Args:
         shapes: the shapes, lowest first.
         label: the description for screen readers.
-        dated: whether `xs` are milliseconds since 1970.
         limits: the smallest and the largest value shown; by default those of all finite values.
     """
-    left, right = _range(np.concatenate([shape.xs for shape in shapes]).astype(float))
+    times = [milliseconds(shape.xs).astype(float) for shape in shapes]
+    left, right = _range(np.concatenate(times))
     ends = [np.asarray(y, float) for s in shapes for y in (s.low, s.high) if y is not None]
     low, high = limits or _range(np.concatenate(ends))
     pad = 0.05 * (high - low)
@@ -57,18 +35,18 @@ def chart(
     def at_y(values: Any) -> Any:
         return BOTTOM - (np.asarray(values, float) - low) / (high - low) * (BOTTOM - TOP)
 
-    def path(shape: Shape) -> tuple[Shape, str, float]:
-        x, y = at_x(shape.xs.astype(float)), at_y(shape.low)
+    def path(shape: Shape, xs: np.ndarray) -> tuple[Shape, str, float]:
+        x, y = at_x(xs), at_y(shape.low)
         other = y if shape.high is None else at_y(shape.high)
         width = min(3.0, max(1.2, 600 / max(1, np.isfinite(y).sum())))
         return shape, _path(shape.kind, x, y, other), width
 
-    dates_or_numbers = _dates if dated else _numbers
+    dates_or_numbers = _dates if is_dated(shapes[0].xs) else _numbers
     return {
         "label": label,
         "rows": [(at_y(tick), text) for tick, text in _numbers(low, high, 6, digits=6)],
         "columns": [(at_x(tick), text) for tick, text in dates_or_numbers(left, right)],
-        "paths": [path(shape) for shape in shapes],
+        "paths": [path(shape, xs) for shape, xs in zip(shapes, times, strict=True)],
     }
 
 
