@@ -203,13 +203,13 @@ def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
     near = _check._fitted(told_of(run, status="not at a maximum", distance=0.11))
     assert near.verdict == "good" and near.value == "to 0.11 standard errors"
     moved = _check._fitted(told_of(run, status="not at a maximum", distance=0.7))
-    assert moved.verdict == "doubtful" and "0.7 standard errors away" in moved.value
+    assert moved.verdict == "doubtful" and "0.7 standard errors away" in str(moved.value)
     assert runs.Check((fine, moved), "").worst == "doubtful"
     lost = _check._fitted(told_of(run, status="not at a maximum", distance=7.0))
     assert lost.verdict == "bad"
     for words, value in (("exact", "determined"), ("louis", "Monte Carlo noise")):
         unknown = {"status": "not identified", "uncertainty": _standard_errors.METHODS[words]}
-        assert value in _check._fitted(told_of(run, **unknown)).value
+        assert value in str(_check._fitted(told_of(run, **unknown)).value)
     old = told_of(run)
     del old.record["results"]["status"]  # as earlier versions wrote it
     assert _check._fitted(old).verdict == "unknown"
@@ -220,9 +220,9 @@ def test_a_higher_maximum_elsewhere_is_bad(run: runs.Run, table: data.Table, mon
     tiny = _check._fitted(run, 1e-4)
     assert tiny.verdict == "good"
     some = _check._fitted(run, 0.5)
-    assert some.verdict == "doubtful" and "higher by 0.5" in some.value
+    assert some.verdict == "doubtful" and "higher by 0.5" in str(some.value)
     much = _check._fitted(told_of(run, status="at an edge"), 705.0)
-    assert much.verdict == "bad" and "higher by 705" in much.value
+    assert much.verdict == "bad" and "higher by 705" in str(much.value)
     # The level of the Nile at zero: a maximum may be flat there, and another is higher.
     values = {"level_scale": 1e-8, "obs_scale": 170.0}
     stuck = dataclasses.replace(run, model=models.with_parameters(run.model, values))
@@ -253,7 +253,7 @@ def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
     assert "scale[0] is at the edge of zero: no interval" in words
     assert "Intervals of scale[1] are computed on the log scale" in words
     found = _check._fitted(told_of(run, status="at an edge", parameters=lines))
-    assert found.verdict == "good" and "scale[0] at the edge of zero" in found.value
+    assert found.verdict == "good" and "scale[0] at the edge of zero" in str(found.value)
     assert _report._parameter("s", {"value": 0.0, "learned": True, **lines["scale[0]"]}).note
 
 
