@@ -22,8 +22,7 @@ import xarray as xr
 import retrodict as rd
 from retrodict import models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs._names import parameter_entries
-from retrodict.runs._record import write
+from retrodict.runs._record import parameter_entries, write
 
 CSV = "time,id,y\n" + "".join(f"2020-01-{i % 9 + 1:02d},{'ab'[i // 9]},{i}.5\n" for i in range(18))
 TOML = 'retrodict = 1\n[model]\nname = "seasonal"\noptions = {period = 4}\n[data]\nfreq = "D"\n'
@@ -165,7 +164,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = rd.data.read({"y": np.arange(20.0)})
     spec = models.load("local_level")
     model = spec.build()
-    (path / "training.csv").write_text("stage,step,nats a row\n")
+    (path / "training.csv").write_text("stage,step,nats per observed row\n")
     record = {
         "layout": table.layout,
         "options": {"family": None, "num_steps": 1, "seed": 0},
@@ -173,7 +172,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "results": {
             "method": "exact",
             "objective": "log-evidence",
-            "nats_a_row": -1.0,
+            "nats_per_row": -1.0,
             "uncertainty": "No standard errors.",
             "parameters": {
                 name: {"value": float(entry.value), "learned": entry.learned}

@@ -22,8 +22,8 @@ from scipy import stats
 import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
-from retrodict.cli._learning_display import LearningDisplay
-from retrodict.runs import _lines, _record, _save_learned, _stream
+from retrodict.cli._display import LearningDisplay
+from retrodict.runs import _answer_lines, _learning, _record, _stream
 
 LAG = 3
 TRUTH = {"level_scale": 80.0, "obs_scale": 60.0}
@@ -56,7 +56,7 @@ def written_run(
         "results": {
             "method": "exact" if family is None else "amortised",
             "objective": "log-evidence" if family is None else "ELBO",
-            "nats_a_row": -6.0,
+            "nats_per_row": -6.0,
             "seconds": 1.0,
             "parameters": {},
             "uncertainty": "None.",
@@ -129,7 +129,7 @@ def test_a_model_is_learned_and_becomes_a_run(exact, lines, tmp_path):
         history=tmp_path / "history.csv",
         figure=tmp_path / "history.png",
         save_run=tmp_path / "new",
-        told=told.append,
+        progress=told.append,
     )
     out = io.BytesIO()
     assert (
@@ -143,7 +143,7 @@ def test_a_model_is_learned_and_becomes_a_run(exact, lines, tmp_path):
     history = pd.read_csv(tmp_path / "history.csv")
     assert history["row"].tolist() == list(range(100, 1501, 100))
     assert history["time"].tolist() == list(range(1999, 3400, 100))
-    assert history["elbo_a_row"].iloc[-1] > history["elbo_a_row"].iloc[0] + 0.05
+    assert history["elbo_per_row"].iloc[-1] > history["elbo_per_row"].iloc[0] + 0.05
     assert history["obs_scale[flow]"].iloc[-1] == last.now["obs_scale[flow]"]
     assert (tmp_path / "history.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -199,7 +199,7 @@ def test_bursts_leave_no_trace_that_is_not_finite(exact, lines, tmp_path):
     ys[500:505] = 1e6 * (-1.0) ** np.arange(5)
     told: list[runs.Learned] = []
     out = io.BytesIO()
-    learning = runs.Learning("model", 0.01, told=told.append)
+    learning = runs.Learning("model", 0.01, progress=told.append)
     runs.stream(exact, source_of(rows_of(ys)), out, lag=LAG, learning=learning, after="prior")
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     assert len(answers) == 1500
@@ -215,7 +215,7 @@ def test_rows_of_which_nothing_finite_follows_are_counted(lines, tmp_path):
     ys = np.full(30, 1000.0)
     ys[10:12] = 1e150  # whose squares overflow in units of the noise
     told: list[runs.Learned] = []
-    out, learning = io.BytesIO(), runs.Learning("model", 0.01, told=told.append)
+    out, learning = io.BytesIO(), runs.Learning("model", 0.01, progress=told.append)
     runs.stream(run, source_of(rows_of(ys)), out, lag=LAG, learning=learning, after="prior")
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     assert told[-1].skipped == 2 and np.isfinite(told[-1].elbo)
@@ -309,6 +309,19 @@ def test_a_history_may_begin_later(exact, lines, tmp_path):
     assert pd.read_csv(history)["row"].tolist() == [20, 40, 60]
 
 
+def test_a_history_of_an_earlier_version_is_drawn_and_replaced(exact, lines, tmp_path):
+    """Its column of the ELBO had another name."""
+    history, figure = tmp_path / "history.csv", tmp_path / "history.png"
+    learning = runs.Learning("model", 0.01, history=history, history_every=4)
+    options: Any = {"lag": LAG, "learning": learning, "after": "prior"}
+    runs.stream(exact, source_of(lines[:9]), io.BytesIO(), **options)
+    history.write_bytes(history.read_bytes().replace(b"elbo_per_row", b"elbo_a_row"))
+    runs.draw_history(history, figure)
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+    runs.stream(exact, source_of(lines[:9]), io.BytesIO(), restart=True, **options)
+    assert list(pd.read_csv(history))[2] == "elbo_per_row"
+
+
 def test_the_command_says_what_was_learned(exact, lines, tmp_path, monkeypatch, capsys):
     def go(*options: str, rows: list[bytes]) -> str:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(source_of(rows)))
@@ -350,7 +363,7 @@ def test_scales_that_were_plain_are_plain_in_the_new_run():
     learner = rd.online.OnlineLearner(None, plain, rd.online.KalmanScore())
     learned = learner.model(learner.init(jax.random.key(0)))
     learned = models.with_parameters(learned, {"transition.scale_tril.std": 3.0})
-    found = _save_learned.with_structure_of(plain, learned)
+    found = _record.with_structure_of(plain, learned)
     assert jax.tree.structure(found) == jax.tree.structure(plain)
     np.testing.assert_allclose(found.transition.scale_tril.std, 3.0)
 
@@ -401,11 +414,11 @@ def test_families_are_learned(kind: str, tmp_path: Path, monkeypatch):
     told: list[runs.Learned] = []
     history, save_run = tmp_path / "history.csv", tmp_path / "new"
     whole = runs.Learning(
-        "both", 0.01, window=2, history=history, save_run=save_run, told=told.append
+        "both", 0.01, window=2, history=history, save_run=save_run, progress=told.append
     )
     go("whole", source_of(lines), whole)
     first = pd.read_csv(history)
-    assert first["elbo_a_row"].iloc[-1] > first["elbo_a_row"].iloc[0]
+    assert first["elbo_per_row"].iloc[-1] > first["elbo_per_row"].iloc[0]
     assert first["family_moved"].iloc[-1] > 0 and told[-1].skipped == 0
     new = runs.open_run(save_run)
     assert isinstance(new.family, make)
@@ -487,11 +500,11 @@ def fitted(tmp_path: Path, lines: list[bytes]) -> runs.Run:
 def test_a_stream_goes_on_after_the_fit(fitted, lines, tmp_path, rate: float | None):
     """The first row after the fit, across a gap, against the joint law of all rows."""
     told: list[runs.Learned] = []
-    learning = None if rate is None else runs.Learning("model", rate, told=told.append)
+    learning = None if rate is None else runs.Learning("model", rate, progress=told.append)
     out, said = io.BytesIO(), []
     new = [lines[0], *lines[31:41], lines[44]]  # rows that are known, a gap, and a row
     count = runs.stream(
-        fitted, source_of(new), out, lag=LAG, learning=learning, flush=True, say=said.append
+        fitted, source_of(new), out, lag=LAG, learning=learning, flush=True, notify=said.append
     )
     assert count == 4  # three rows that are missing, and the one that came
     assert "Starting after the 40 rows that the run was fitted to, up to 1939" in said[0]
@@ -534,7 +547,7 @@ def test_a_stream_after_the_fit_is_as_one_of_all_rows(fitted, lines, tmp_path, l
 def test_a_stream_goes_on_after_a_named_table_or_says_what_it_needs(exact, fitted, lines, tmp_path):
     table, out, said = data.read(pd.read_csv(source_of(lines[:51]))), io.BytesIO(), []
     new, state = source_of([lines[0], lines[51]]), tmp_path / "state"
-    runs.stream(exact, new, out, lag=LAG, after=table, say=said.append, state=state)
+    runs.stream(exact, new, out, lag=LAG, after=table, notify=said.append, state=state)
     assert "50 rows of the DataFrame" in said[0]
     ys = np.array([float(line.split(b",")[1]) for line in lines[1:52]])
     mean = level_after(ys, np.arange(51), **START)[0]
@@ -546,7 +559,7 @@ def test_a_stream_goes_on_after_a_named_table_or_says_what_it_needs(exact, fitte
         runs.stream(exact, new, io.BytesIO(), lag=LAG, after="prior", state=state)
     # Nothing but rows that are known: nothing is answered, and nothing is left behind.
     out, said = io.BytesIO(), []
-    assert runs.stream(fitted, source_of(lines[:41]), out, flush=True, say=said.append) == 0
+    assert runs.stream(fitted, source_of(lines[:41]), out, flush=True, notify=said.append) == 0
     assert out.getvalue().count(b"\n") == 1 and "Skipped 40 rows" in said[1]
     assert not list(fitted.path.glob("stream*"))
 
@@ -632,7 +645,7 @@ def test_families_go_on_after_the_fit(kind: Any, tmp_path: Path):
 def test_names_with_commas_and_quotes_are_quoted():
     """Read back by pandas; columns of a table may have any name."""
     names = ['a "b", c', "d\ne"]
-    table = pd.read_csv(io.BytesIO(_lines.header(names)))
+    table = pd.read_csv(io.BytesIO(_answer_lines.header(names)))
     assert list(table)[1:5] == [f"{name}_{what}" for name in names for what in ("mean", "std")]
 
 
@@ -709,4 +722,4 @@ def test_answers_that_were_removed_meanwhile_are_not_lost_in_silence(fitted, lin
 def test_a_new_run_in_a_read_only_folder_is_refused_before_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(runs.RunError, match="is read-only"):
-        _save_learned.refuse_existing(tmp_path / "new")
+        _learning.refuse_existing(tmp_path / "new")

@@ -11,6 +11,3 @@ from retrodict._workspace.folder import Folder as Folder
 from retrodict._workspace.folder import Progress as Progress
 from retrodict._workspace.folder import Quiet as Quiet
 from retrodict._workspace.folder import Stage as Stage
-from retrodict.distributed import by_all as by_all
-from retrodict.distributed import is_main_process as is_main_process
-from retrodict.distributed import wait_for_processes as wait_for_processes

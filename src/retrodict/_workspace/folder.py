@@ -13,14 +13,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 
 from retrodict._checkpoint import CheckpointError, load, save
-from retrodict._families import AbstractFamily
-from retrodict._learning import FitResult, Objective, Optimisation, fit
+from retrodict._learning import FitResult, fit
 from retrodict._workspace.files import as_json, make_writable, write_atomically
 from retrodict.distributed import broadcast_from_main, by_all, is_main_process, wait_for_processes
 
@@ -46,20 +46,69 @@ class Progress(Protocol):
         """Report a message to the user."""
 
 
-class Quiet:
+class Quiet(Progress):
     """A progress callback that does nothing."""
 
-    def begin(self, stage: str) -> None:
-        """Report the start of a stage."""
 
-    def step(self, done: int, total: int) -> None:
-        """Report the completed part of the present stage."""
+Options = ParamSpec("Options")
 
-    def end(self, stage: str, *, kept: bool) -> None:
-        """Report the end of a stage; `kept` if it was complete before."""
 
-    def say(self, message: str) -> None:
-        """Report a message to the user."""
+def _as_stage(
+    fit: Callable[Options, FitResult],
+) -> Callable[Concatenate["Folder", str, Options], tuple[FitResult, float]]:
+    """Return a method of `Folder` with the arguments of `retrodict.fit` after those of a stage."""
+
+    def fit_as_stage(
+        self: "Folder", name: str, *arguments: Options.args, **options: Options.kwargs
+    ) -> tuple[FitResult, float]:
+        """Fit a family as a stage, which resumes from its last checkpoint.
+
+        Args:
+            self: the folder.
+            name: the name of the stage.
+            *arguments: the key, the family to start from, the model, and the series to fit to.
+            **options: the options of `retrodict.fit`, without `checkpoint` and `progress`.
+
+        Returns:
+            The fit and its duration in seconds, compilation included. After an interruption, it is
+            the sum over all attempts up to their last checkpoints.
+        """
+        checkpoint, clock = self._place(name, ".fit"), self._place(name, ".seconds")
+        start: Callable[..., FitResult] = partial(fit, *arguments, **options)
+        num_steps = cast(int, options["num_steps"])
+        results: list[FitResult] = []
+
+        def resume() -> FitResult:
+            began, before = time.perf_counter(), _read_seconds(clock, checkpoint)
+
+            def report(step: int, _: float) -> None:
+                if self._writes:
+                    write_atomically(clock, as_json(before + time.perf_counter() - began))
+                    self.progress.step(step, num_steps)
+
+            try:
+                return start(checkpoint=checkpoint, progress=report)
+            except ValueError as error:  # damaged, or of other data; includes CheckpointError
+                if not self._set_aside(checkpoint, str(error)):
+                    raise
+                return resume()
+
+        def compute() -> Mapping[str, Any]:
+            result = resume()
+            results.append(result)
+            if result.status != "finished":
+                reason = f" {result.reason}" if result.reason else ""
+                self.progress.say(
+                    f"{name}: the fit {result.status}; its best parameters are used.{reason}"
+                )
+            return {"seconds_of_fit": _read_seconds(clock, checkpoint)}
+
+        if self._writes and not checkpoint.exists():
+            self._place(name, ".stage").unlink(missing_ok=True)
+        seconds = float(self.stage(name, compute)["seconds_of_fit"])
+        return (results[0] if results else resume()), seconds
+
+    return fit_as_stage
 
 
 class Folder:
@@ -110,91 +159,7 @@ class Folder:
         self.seconds += float(result.get("seconds_of_fit", seconds))
         return result
 
-    def fit(
-        self,
-        name: str,
-        key: Any,
-        family: AbstractFamily,
-        model: Any,
-        ys: Any,
-        *,
-        num_steps: int,
-        learn: Any = "family",
-        mask: Any = None,
-        inputs: Any = None,
-        length: Any = None,
-        held_out: Any = None,
-        objective: Objective | None = None,
-        optimisation: Optimisation | None = None,
-    ) -> tuple[FitResult, float]:
-        """Fit a family as a stage, which resumes from its last checkpoint.
-
-        Args:
-            name: the name of the stage.
-            key: a typed key.
-            family: the family to start from.
-            model: the model.
-            ys: the series to fit to.
-            num_steps: the number of steps.
-            learn: what to fit, as in `retrodict.fit`; so are all that follow.
-            mask: which entries were observed.
-            inputs: the inputs.
-            length: the number of rows of each series.
-            held_out: the series that grade the fit.
-            objective: the ELBO and how it is computed.
-            optimisation: minibatches, optimiser, starts and evaluations.
-
-        Returns:
-            The fit and its duration in seconds, compilation included. After an interruption, it
-            is the sum over all attempts up to their last checkpoints.
-        """
-        checkpoint, clock = self._place(name, ".fit"), self._place(name, ".seconds")
-        results: list[FitResult] = []
-
-        def resume() -> FitResult:
-            began, before = time.perf_counter(), _read_seconds(clock, checkpoint)
-
-            def report(step: int, _: float) -> None:
-                if not self._writes:
-                    return
-                write_atomically(clock, as_json(before + time.perf_counter() - began))
-                self.progress.step(step, num_steps)
-
-            try:
-                return fit(
-                    key,
-                    family,
-                    model,
-                    ys,
-                    num_steps=num_steps,
-                    learn=learn,
-                    mask=mask,
-                    inputs=inputs,
-                    length=length,
-                    held_out=held_out,
-                    objective=objective,
-                    optimisation=optimisation,
-                    checkpoint=checkpoint,
-                    progress=report,
-                )
-            except ValueError as error:  # damaged, or of other data; includes CheckpointError
-                if not self._set_aside(checkpoint, str(error)):
-                    raise
-                return resume()
-
-        def compute() -> Mapping[str, Any]:
-            results.append(resume())
-            if results[0].status != "finished":
-                reason = f" {results[0].reason}" if results[0].reason else ""
-                self.progress.say(
-                    f"{name}: the fit {results[0].status}; its best parameters are used.{reason}"
-                )
-            return {"seconds_of_fit": _read_seconds(clock, checkpoint)}
-
-        if self._writes and not checkpoint.exists():
-            self._place(name, ".stage").unlink(missing_ok=True)
-        seconds = float(self.stage(name, compute)["seconds_of_fit"])
-        return (results[0] if results else resume()), seconds
+    fit = _as_stage(fit)
 
     def track(self, items: Sequence[T]) -> Iterator[T]:
         """Yield the items, and report how many are complete."""

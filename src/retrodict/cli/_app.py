@@ -12,14 +12,9 @@ import typer
 
 from retrodict.cli._errors import CLOSED, EXIT_CODES, INTERRUPTED, MISTAKE, as_line
 from retrodict.cli._options import COMMAND_LINE
-from retrodict.cli.check import check
-from retrodict.cli.demo import demo
+from retrodict.cli.apply import check, forecast, info, plot, smooth
+from retrodict.cli.experiments import demo, reproduce
 from retrodict.cli.fit import fit
-from retrodict.cli.forecast import forecast
-from retrodict.cli.info import info
-from retrodict.cli.plot import plot
-from retrodict.cli.reproduce import reproduce
-from retrodict.cli.smooth import smooth
 from retrodict.cli.stream import stream
 
 LONGEST_MESSAGE = 2000

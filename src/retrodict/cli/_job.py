@@ -95,18 +95,17 @@ def _within_time(place: str) -> Iterator[None]:
     """
 
     def report() -> None:
-        sys.stderr.write(
-            f"retrodict: waiting for the other processes at {place}, up to {WAIT_SECONDS} seconds\n"
-        )
-        sys.stderr.flush()
+        waiting = f"waiting for the other processes at {place}, up to {WAIT_SECONDS} seconds"
+        print(f"retrodict: {waiting}", file=sys.stderr, flush=True)
 
     def give_up() -> None:
-        sys.stderr.write(
+        print(
             f"retrodict: error: the other processes did not join at {place} within {WAIT_SECONDS}"
             " seconds; check --coordinator, and that all processes, including process 0, were"
-            " started\n"
+            " started",
+            file=sys.stderr,
+            flush=True,
         )
-        sys.stderr.flush()
         os._exit(MISTAKE)
 
     timers = [threading.Timer(PATIENCE_SECONDS, report), threading.Timer(WAIT_SECONDS, give_up)]
@@ -149,8 +148,7 @@ def end_together() -> Iterator[None]:
     try:
         yield
     except rd.distributed.ProcessLostError as error:
-        sys.stderr.write(f"\nretrodict: error: {error}\n")
-        sys.stderr.flush()
+        print(f"\nretrodict: error: {error}", file=sys.stderr, flush=True)
         os._exit(LOST)
     except BaseException as error:
         import jax

@@ -7,8 +7,8 @@ import typer
 from rich.console import Console
 
 from retrodict._errors import UserError
+from retrodict.cli._display import Stages
 from retrodict.cli._errors import writing
-from retrodict.cli._input import find_modules_here
 from retrodict.cli._job import (
     Coordinator,
     Distributed,
@@ -17,9 +17,8 @@ from retrodict.cli._job import (
     end_together,
     join,
 )
-from retrodict.cli._options import COMMAND_LINE, MOST, AsJson, DataFile, Seed
+from retrodict.cli._options import COMMAND_LINE, MOST, AsJson, DataFile, Seed, find_modules_here
 from retrodict.cli._output import as_text, print_json, print_run, print_verdict
-from retrodict.cli._progress import Stages
 
 ModelOption = Annotated[
     str,
@@ -161,7 +160,7 @@ def _fit_and_check(
             run = runs.fit(table, spec, out, seed=seed, progress=stages, **training)
         checked = runs.check(run, table, seed=seed, progress=stages)
         runs.write_report(
-            run, table, seed=seed, found=checked, command=COMMAND_LINE.get(), progress=stages
+            run, table, seed=seed, checked=checked, command=COMMAND_LINE.get(), progress=stages
         )
     return run, checked
 

@@ -9,10 +9,17 @@ import typer
 from rich.console import Console
 
 from retrodict._errors import Argument, UserError, message
+from retrodict.cli._display import LearningDisplay
 from retrodict.cli._errors import as_option, require_output, writing
-from retrodict.cli._input import open_run
-from retrodict.cli._learning_display import LearningDisplay
-from retrodict.cli._options import LONGEST_MEMORY, MOST, AsJson, PythonModel, RunFolder, Seed
+from retrodict.cli._options import (
+    LONGEST_MEMORY,
+    MOST,
+    AsJson,
+    PythonModel,
+    RunFolder,
+    Seed,
+    open_run,
+)
 
 
 class Part(StrEnum):
@@ -170,7 +177,7 @@ def stream(
             learning=learning,
             restart=restart,
             after=start,
-            say=_print_notice,
+            notify=_print_notice,
         )
     if save_run is not None:
         typer.echo(f"Wrote {save_run}.", err=True)
@@ -186,7 +193,7 @@ def _learning(learn: Part | None, display: LearningDisplay, **options: Any) -> A
 
     options = {name: value for name, value in options.items() if value is not None}
     if learn is not None:
-        return runs.Learning(str(learn), told=display, **options)
+        return runs.Learning(str(learn), progress=display, **options)
     if options:
         names = ", ".join(as_option(Argument(name)) for name in options)
         raise UserError(f"{names}: nothing is learned without --learn family, model or both")

@@ -10,36 +10,36 @@ if TYPE_CHECKING:
     from retrodict.runs._answer import smooth as smooth
     from retrodict.runs._check import NUM_CHECKS as NUM_CHECKS
     from retrodict.runs._check import Check as Check
-    from retrodict.runs._check import Finding as Finding
     from retrodict.runs._check import Scope as Scope
     from retrodict.runs._check import check as check
     from retrodict.runs._content import Band as Band
     from retrodict.runs._content import Curve as Curve
     from retrodict.runs._content import Diagnostic as Diagnostic
+    from retrodict.runs._content import Finding as Finding
     from retrodict.runs._content import Hollow as Hollow
     from retrodict.runs._content import ParameterLine as ParameterLine
     from retrodict.runs._content import ReportContent as ReportContent
     from retrodict.runs._content import Series as Series
     from retrodict.runs._content import SeriesPanel as SeriesPanel
+    from retrodict.runs._fit import check_folder as check_folder
     from retrodict.runs._fit import finished_before as finished_before
     from retrodict.runs._fit import fit as fit
     from retrodict.runs._fit import num_stages as num_stages
-    from retrodict.runs._fit_folder import check_folder as check_folder
     from retrodict.runs._folder import RunError as RunError
     from retrodict.runs._folder import likelihood_in_words as likelihood_in_words
     from retrodict.runs._folder import parameter_lines as parameter_lines
     from retrodict.runs._folder import read_record as read_record
     from retrodict.runs._folder import unit_in_words as unit_in_words
-    from retrodict.runs._learning_monitor import draw_history as draw_history
-    from retrodict.runs._names import shown_states as shown_states
-    from retrodict.runs._names import state_names as state_names
-    from retrodict.runs._online_options import Learned as Learned
-    from retrodict.runs._online_options import Learning as Learning
+    from retrodict.runs._learning import Learned as Learned
+    from retrodict.runs._learning import Learning as Learning
+    from retrodict.runs._learning import draw_history as draw_history
     from retrodict.runs._page import page as page
     from retrodict.runs._plot import FORMATS as FORMATS
     from retrodict.runs._plot import plot as plot
     from retrodict.runs._record import Run as Run
     from retrodict.runs._record import open_run as open_run
+    from retrodict.runs._record import shown_states as shown_states
+    from retrodict.runs._record import state_names as state_names
     from retrodict.runs._report import draw as draw
     from retrodict.runs._report import write_report as write_report
     from retrodict.runs._starting_model import starting_model as starting_model

@@ -1,6 +1,7 @@
 """Apply a run to a table: smoothed states, forecasts, and imputations."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -28,20 +29,26 @@ def smooth(run: Run, table: data.Table, *, num_samples: int = 256, seed: int = 0
     Returns:
         The result of `retrodict.smooth` for a batch: every array has a leading axis for the series.
     """
-    options = table.batch()
-    ys = options.pop("ys")
-    if run.is_exact:
-        return rd.smooth(run.model, ys, method="exact", progress=False, **options)
+    choice: dict[str, Any] = {"method": "exact"} if run.is_exact else {"family": run.family}
     return rd.smooth(
         run.model,
-        ys,
-        family=run.family,
+        **table.batch(),
+        **choice,
         key=jax.random.key(seed),
         num_samples=num_samples,
         check=False,
         progress=False,
-        **options,
     )
+
+
+def for_each_series(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Apply a function to each series of a batch, in one compiled program.
+
+    Args:
+        function: a function of one series.
+        *arguments: its arguments, whose arrays have a leading axis for the series.
+    """
+    return eqx.filter_jit(eqx.filter_vmap(function))(*arguments)
 
 
 def forecast(
@@ -74,19 +81,15 @@ def forecast(
     """
     future = _future_inputs(table, num_times, inputs, times)
     smoothed = smooth(run, table, seed=seed) if smoothed is None else smoothed
-    model, count = rd.unwrap(run.model), table.num_series
-    keys = jax.random.split(jax.random.key(seed), count)
-
-    @eqx.filter_jit
-    def each(keys: Any, chains: Any, future: Any) -> rd.Forecast:
-        return eqx.filter_vmap(
-            lambda key, chain, u: rd.forecast(
-                key, model, chain, num_times, inputs=u, num_samples=num_samples
-            ),
-            in_axes=(0, eqx.if_array(0), None if future is None else 0),
-        )(keys, chains, future)
-
-    return each(keys, smoothed.chain, future)
+    model = rd.unwrap(run.model)
+    return for_each_series(
+        lambda key, chain, u: rd.forecast(
+            key, model, chain, num_times, inputs=u, num_samples=num_samples
+        ),
+        jax.random.split(jax.random.key(seed), table.num_series),
+        smoothed.chain,
+        future,
+    )
 
 
 def read_inputs(
@@ -200,25 +203,18 @@ def impute(
         hidden: true where an observed entry is treated as missing.
         seed: the random seed.
     """
-    mask = table.mask if hidden is None else table.mask & ~hidden
-    options = {"mask": mask, "inputs": table.inputs, "length": table.length}
-    key = jax.random.key(seed)
-    if run.is_exact:
-        smoothed = rd.smooth(run.model, table.ys, method="exact", progress=False, **options)
-    else:
-        smoothed = rd.smooth(
-            run.model, table.ys, family=run.family, key=key, check=False, progress=False, **options
-        )
-    model, keys = rd.unwrap(run.model), jax.random.split(key, table.num_series)
-    ys = np.where(mask, table.ys, 0.0)
-
-    @eqx.filter_jit
-    def each(keys: Any, chains: Any, ys: Any, mask: Any, us: Any, length: Any) -> jax.Array:
-        return eqx.filter_vmap(
-            lambda key, chain, y, m, u, k: rd.impute(
-                key, model, chain, y, num_samples, mask=m, inputs=u, length=k
-            ),
-            in_axes=(0, eqx.if_array(0), 0, 0, None if us is None else 0, 0),
-        )(keys, chains, ys, mask, us, length)
-
-    return np.asarray(each(keys, smoothed.chain, ys, mask, table.inputs, table.length))
+    if hidden is not None:
+        table = dataclasses.replace(table, mask=table.mask & ~hidden)
+    model = rd.unwrap(run.model)
+    draws = for_each_series(
+        lambda key, chain, ys, mask, us, length: rd.impute(
+            key, model, chain, ys, num_samples, mask=mask, inputs=us, length=length
+        ),
+        jax.random.split(jax.random.key(seed), table.num_series),
+        smooth(run, table, seed=seed).chain,
+        np.where(table.mask, table.ys, 0.0),
+        table.mask,
+        table.inputs,
+        table.length,
+    )
+    return np.asarray(draws)

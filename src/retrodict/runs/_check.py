@@ -1,23 +1,21 @@
 """Checks of a run on a table: parameters, posterior, residuals and hidden points."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import retrodict as rd
 from retrodict import data, models
-from retrodict._workspace import Progress, Quiet
+from retrodict._workspace import Progress, Quiet, as_json
 from retrodict.runs._answer import impute
-from retrodict.runs._record import Run
-from retrodict.runs._residuals import coverage, hide, levels, residual_tests
+from retrodict.runs._content import Finding, Verdict
+from retrodict.runs._record import AnyTable, Run
+from retrodict.runs._residuals import coverage, hide, levels, rank, residual_tests
 from retrodict.runs._standard_errors import METHODS
-
-Verdict = Literal["good", "doubtful", "bad", "unknown"]
 
 MOST_SERIES, MOST_ROWS = 8, 2000
 """The part of a table that is checked: the longest series, and the last rows of each."""
@@ -43,26 +41,6 @@ STEPS_OF_SEARCH = 60
 
 MOST_ROWS_OF_SEARCH = 100_000
 """Longer tables are not searched again for a higher maximum."""
-
-T = TypeVar("T")
-
-
-class Finding(NamedTuple):
-    """The result of one check.
-
-    Attributes:
-        name: the name of the check.
-        value: its result, as text.
-        meaning: the interpretation.
-        verdict: `"good"`, `"doubtful"`, `"bad"` or `"unknown"`.
-        numbers: the result as numbers by name; the verdict depends on `"value"`.
-    """
-
-    name: str
-    value: str
-    meaning: str
-    verdict: Verdict
-    numbers: Mapping[str, float] = MappingProxyType({})
 
 
 class Scope(NamedTuple):
@@ -123,19 +101,25 @@ class Check(NamedTuple):
         Each finding has a `value`, the number that the verdict depends on, or `None`. Further
         numbers are in `details`, and sentences in `text` and `meaning`.
         """
-        findings = []
-        for each in self.findings:
-            numbers = {name: _finite(number) for name, number in each.numbers.items()}
-            line = {"name": each.name, "verdict": each.verdict, "value": numbers.pop("value", None)}
-            line |= {"details": numbers, "text": each.value, "meaning": each.meaning}
-            findings.append(line)
+        findings = [
+            {
+                "name": name,
+                "verdict": verdict,
+                "value": numbers.get("value"),
+                "details": {key: numbers[key] for key in numbers if key != "value"},
+                "text": value,
+                "meaning": meaning,
+            }
+            for name, value, meaning, verdict, numbers in self.findings
+        ]
         scope = {} if self.scope is None else self.scope._asdict()
-        return {"verdict": self.worst, "words": self.verdict, **scope, "findings": findings}
+        tree = {"verdict": self.worst, "words": self.verdict, **scope, "findings": findings}
+        return json.loads(as_json(tree))
 
 
 def check(
     run: Run,
-    table: data.Table | data.SharedTable,
+    table: AnyTable,
     *,
     seed: int = 0,
     num_particles: int = 1000,
@@ -164,33 +148,28 @@ def check(
     part = part.last(min(MOST_ROWS, int(part.length.max())))
     posterior_key, level_key, hide_key = jax.random.split(jax.random.key(seed), 3)
 
-    def stage(name: str, compute: Callable[[], T]) -> T:
+    stages: dict[str, Callable[[], list[Finding]]] = {
+        "the parameters": lambda: [_fitted(run, _higher(run, table))],
+        "the posterior": lambda: _posterior(run, part, posterior_key, num_particles),
+        "the residuals": lambda: _residuals(run, part, level_key, num_particles),
+        "the hidden points": lambda: [_hidden(run, part, hide_key, seed)],
+    }
+    findings: list[Finding] = []
+    for name, compute in stages.items():
         progress.begin(name)
-        result = compute()
+        findings += compute()
         progress.end(name, kept=False)
-        return result
-
-    findings = [
-        *stage("the parameters", lambda: _fitted(run, _higher(run, table))),
-        *stage(
-            "the posterior",
-            lambda: [
-                *_posterior(run, part, posterior_key, num_particles),
-                _certificate(run, part),
-            ],
-        ),
-        *stage("the residuals", lambda: _residuals(run, part, level_key, num_particles)),
-        stage("the hidden points", lambda: _hidden(run, part, hide_key, seed)),
-    ]
     scope = Scope(part.num_series, whole.num_series, int(part.length.sum()), whole.num_rows)
-    return Check(tuple(findings), _in_words(run, findings), scope)
+    return Check(tuple(findings), _in_words(findings), scope)
 
 
-def _finite(number: Any) -> float | int | bool | None:
-    """Return a number that JSON can store."""
-    if isinstance(number, int):
-        return number
-    return float(number) if np.isfinite(number) else None
+def _grade(value: float, doubtful: float, bad: float) -> Verdict:
+    """Return the verdict of a value that should be small; NaN is bad."""
+    return "good" if value < doubtful else "doubtful" if value < bad else "bad"
+
+
+def _grade_p_value(p_value: float) -> Verdict:
+    return _grade(-p_value, -DOUBTFUL, -BAD)
 
 
 def _higher(run: Run, table: data.Table) -> float | None:
@@ -199,26 +178,24 @@ def _higher(run: Run, table: data.Table) -> float | None:
     Local curvature is not enough: where a scale is near zero the likelihood is flat, and it may be
     much larger elsewhere.
     """
-    results = run.record["results"]
-    same = run.record["data"]["sha256"] == table.summary.fingerprint
-    if not run.is_exact or not same or results.get("total") is None:
+    total = run.record["results"].get("total")
+    if not run.is_exact or run.record["data"]["sha256"] != table.summary.fingerprint:
         return None
-    if table.summary.num_rows > MOST_ROWS_OF_SEARCH or not models.named_parameters(run.model):
+    too_long = table.summary.num_rows > MOST_ROWS_OF_SEARCH
+    if total is None or too_long or not models.named_parameters(run.model):
         return None
-    options = table.batch()
     result = rd.fit_evidence(
         jax.random.key(0),
         run.model,
-        options.pop("ys"),
+        **table.batch(),
         optimiser="lbfgs",
         num_steps=STEPS_OF_SEARCH,
         progress=False,
-        **options,
     )
-    return result.log_evidence - results["total"]
+    return result.log_evidence - total
 
 
-def _fitted(run: Run, higher: float | None = None) -> list[Finding]:
+def _fitted(run: Run, higher: float | None = None) -> Finding:
     """Judge whether the parameters are at a maximum of the likelihood.
 
     Args:
@@ -228,174 +205,151 @@ def _fitted(run: Run, higher: float | None = None) -> list[Finding]:
     results = run.record["results"]
     name, status = "parameters at a maximum of the likelihood", results.get("status")
     if higher is not None and higher > LARGER:
-        return [
-            Finding(
-                name,
-                f"another start reaches a log-likelihood that is higher by {higher:.3g}",
-                "the parameters are not the maximum-likelihood estimates: fit again, or from"
-                " another start",
-                "bad" if higher > MUCH_LARGER else "doubtful",
-            )
-        ]
+        return Finding(
+            name,
+            f"another start reaches a log-likelihood that is higher by {higher:.3g}",
+            "the parameters are not the maximum-likelihood estimates: fit again, or from another"
+            " start",
+            "bad" if higher > MUCH_LARGER else "doubtful",
+        )
     if status == "not at a maximum":
-        far = results["distance"]
-        if far <= NEAR_MAXIMUM:
-            meaning = "no nearby values have a noticeably higher likelihood"
-            text = f"to {far:.2g} standard errors"
-            return [Finding(name, text, meaning, "good", {"value": far})]
-        return [
-            Finding(
-                name,
-                f"the maximum is {far:.2g} standard errors away",
-                "estimates and intervals are only valid at a maximum: train longer, or from"
-                " another start",
-                "bad" if far > FAR_FROM_MAXIMUM else "doubtful",
-                {"value": far},
-            )
-        ]
+        distance = results["distance"]
+        near = distance <= NEAR_MAXIMUM
+        return Finding(
+            name,
+            f"to {distance:.2g} standard errors"
+            if near
+            else f"the maximum is {distance:.2g} standard errors away",
+            "no nearby values have a noticeably higher likelihood"
+            if near
+            else "estimates and intervals are only valid at a maximum: train longer, or from"
+            " another start",
+            "good" if near else "bad" if distance > FAR_FROM_MAXIMUM else "doubtful",
+            {"value": distance},
+        )
     if status == "not identified":
         value = "not all are determined"
         meaning = "other values fit the data equally well: fix some, or use a simpler model"
         if METHODS["louis"] in results["uncertainty"]:
             value = "Monte Carlo noise is too large for some"
             meaning = "the sampled paths are too noisy to measure how well the data determine them"
-        return [Finding(name, value, meaning, "doubtful")]
+        return Finding(name, value, meaning, "doubtful")
     if status not in ("fine", "at an edge"):
         meaning = "the paths of the particle smoother are missing or too poor for this check"
-        return [Finding(name, "not checked", meaning, "unknown")]
-    at_edge = {
-        entry: line["edge"] for entry, line in results["parameters"].items() if "edge" in line
-    }
+        return Finding(name, "not checked", meaning, "unknown")
+    at_edge = [
+        f"{entry} at the edge of {line['edge']}: no interval"
+        for entry, line in results["parameters"].items()
+        if "edge" in line
+    ]
+    meaning = "no nearby values have a higher likelihood"
+    if at_edge:
+        meaning = "at a maximum; a simpler model, with these fixed at their edge, fits equally well"
     numbers = {"value": results.get("distance", np.nan), "at_an_edge": len(at_edge)}
-    if not at_edge:
-        meaning = "no nearby values have a higher likelihood"
-        return [Finding(name, "yes", meaning, "good", numbers)]
-    value = "; ".join(
-        f"{entry} at the edge of {edge}: no interval" for entry, edge in at_edge.items()
-    )
-    meaning = "at a maximum; a simpler model, with these fixed at their edge, fits equally well"
-    return [Finding(name, value, meaning, "good", numbers)]
+    return Finding(name, "; ".join(at_edge) or "yes", meaning, "good", numbers)
 
 
 def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
+    """Compare the chain of each series with a reference, and bound the error of the longest."""
+    bound_name = "bound on the error of the smoothed sum"
     if run.is_exact:
         meaning = (
             "the model is linear and Gaussian: its posterior is computed without approximation"
         )
-        return [Finding("posterior", "exact", meaning, "good")]
-    checks = []
-    for i in range(table.num_series):
-        one = table.one(i)
-        chain = run.smoother.infer(one["ys"], mask=one["mask"], inputs=one["inputs"])
-        series_key = jax.random.fold_in(key, i)
-        try:
-            checks.append(
-                rd.check_posterior(series_key, run.model, chain, num_samples=count, **one)
+        return [
+            Finding("posterior", "exact", meaning, "good"),
+            Finding(bound_name, "0", "nothing is approximated", "good", {"value": 0.0}),
+        ]
+    series = [table.one(i) for i in range(table.num_series)]
+    chains = [
+        run.smoother.infer(one["ys"], mask=one["mask"], inputs=one["inputs"]) for one in series
+    ]
+    bound = _bound(run, chains[0], series[0], bound_name, alone=len(series) == 1)
+    try:
+        checks = [
+            rd.check_posterior(
+                jax.random.fold_in(key, i), run.model, chain, num_samples=count, **one
             )
-        except FloatingPointError as error:
-            return [Finding("comparison with a reference", "failed", str(error), "bad")]
-    rows = [max(1, int(mask.any(axis=1).sum())) for mask in table.mask]
-    gaps = np.array([float(each.gap) / n for each, n in zip(checks, rows, strict=True)])
-    shapes = np.array([float(each.k_hat) for each in checks])
+            for i, (chain, one) in enumerate(zip(chains, series, strict=True))
+        ]
+    except FloatingPointError as error:
+        return [Finding("comparison with a reference", "failed", str(error), "bad"), bound]
+    rows = np.array([max(1, int(one["mask"].any(axis=1).sum())) for one in series])
+    gaps = np.array([float(each.gap) for each in checks]) / rows
+    squares = [each.elbo_standard_error**2 + each.log_evidence_standard_error**2 for each in checks]
+    errors = np.sqrt(np.array(squares, float)) / rows
+    worst, shape = int(np.argmax(gaps)), float(np.max([each.k_hat for each in checks]))
+    meaning = "an estimate of KL(q ‖ posterior) per observed row"
+    verdict = _grade(gaps[worst], 0.02, 0.2)
+    if verdict == "good" and np.any(gaps < -4 * errors - 1e-3):
+        # The ELBO is at most the evidence: the particle filter has degenerated.
+        meaning = "the particle estimate of the evidence is below the ELBO: use more particles"
+        verdict = "doubtful"
     messages = [message for each in checks for message in each.messages]
     unchecked = sum(each.verdict == "not checked" for each in checks)
-    worst = int(np.argmax(gaps))
-    errors = np.array(
-        [
-            float(np.hypot(each.elbo_standard_error, each.log_evidence_standard_error)) / n
-            for each, n in zip(checks, rows, strict=True)
-        ]
-    )
-    gap_verdict: Verdict = (
-        "good" if gaps.max() < 0.02 else "doubtful" if gaps.max() < 0.2 else "bad"
-    )
-    meaning = "an estimate of KL(q ‖ posterior) per observed row"
-    if gap_verdict == "good" and np.any(gaps < -4 * errors - 1e-3):
-        # The ELBO is at most the evidence: the particle filter has degenerated.
-        gap_verdict, meaning = (
-            "doubtful",
-            "the particle estimate of the evidence is below the ELBO: use more particles",
-        )
-    shape_verdict: Verdict = (
-        "good" if shapes.max() < 0.7 else "doubtful" if shapes.max() < 1.5 else "bad"
-    )
+    warnings = f"{len(messages) or 'no'} {'warning' if len(messages) == 1 else 'warnings'}"
     return [
         Finding(
             "gap of the ELBO to the particle evidence",
             f"{gaps[worst]:.4f} ± {errors[worst]:.4f} nats per observed row, largest of"
             f" {len(checks)}",
             meaning,
-            gap_verdict,
+            verdict,
             {"value": gaps[worst], "standard_error": errors[worst], "series": len(checks)},
         ),
         Finding(
             "k-hat of path weights",
-            f"{shapes.max():.2f}, largest of {len(checks)}",
+            f"{shape:.2f}, largest of {len(checks)}",
             "below 0.7 importance weights can correct whole paths; it grows with the series length",
-            shape_verdict,
-            {"value": shapes.max(), "series": len(checks)},
+            _grade(shape, 0.7, 1.5),
+            {"value": shape, "series": len(checks)},
         ),
         Finding(
             "comparison with a reference",
-            f"{unchecked} of {len(checks)} series not checked"
-            if unchecked
-            else f"{len(messages)} {'warning' if len(messages) == 1 else 'warnings'}"
-            if messages
-            else "no warnings",
+            f"{unchecked} of {len(checks)} series not checked" if unchecked else warnings,
             " ".join(messages[:2])
             or "marginals agree with a grid smoother, or with tempered particles",
             "doubtful" if messages else "good",
             {"value": len(messages), "series": len(checks)},
         ),
+        bound,
     ]
 
 
-def _certificate(run: Run, table: data.Table) -> Finding:
-    name = "bound on the error of the smoothed sum"
-    if run.is_exact:
-        return Finding(name, "0", "nothing is approximated", "good", {"value": 0.0})
-    one = table.one(0)
-    chain = run.smoother.infer(one["ys"], mask=one["mask"], inputs=one["inputs"])
+def _bound(run: Run, chain: Any, one: dict[str, Any], name: str, *, alone: bool) -> Finding:
+    """Bound the error of the smoothed sum of one series."""
     try:
         bound = rd.error_bound(run.model, chain, functional=rd.StateSum(), **one)
     except (TypeError, ValueError) as error:
         return Finding(name, "none applies", str(error).split(". ")[0], "unknown")
-    value = float(jnp.max(jnp.asarray(bound.value)))
+    value = float(np.max(bound.value))
     kind = "a certificate" if bound.rigorous else "not a certificate"
-    numbers = {"value": value, "rigorous": bool(bound.rigorous)}
-    longest = "" if table.num_series == 1 else ", of the longest series"
+    longest = "" if alone else ", of the longest series"
     meaning = f"{kind}{longest}; rests on: {bound.rests_on}"
+    numbers = {"value": value, "rigorous": bool(bound.rigorous)}
     return Finding(name, f"{value:.3g}", meaning, "unknown", numbers)
 
 
 def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
-    series = []
-    for i in range(table.num_series):
-        one = table.one(i)
-        series_key = jax.random.fold_in(key, i)
-        series.append(levels(series_key, run.model, num_particles=count, **one))
+    """Test the one-step-ahead residuals of each column."""
+    series = [
+        levels(jax.random.fold_in(key, i), run.model, num_particles=count, **table.one(i))
+        for i in range(table.num_series)
+    ]
     findings = []
     for place, column in enumerate(table.names):
         for test in residual_tests([each[:, place] for each in series]):
-            p = test.p_value
-            verdict: Verdict = (
-                "unknown"
-                if np.isnan(p)
-                else "bad"
-                if p < BAD
-                else "doubtful"
-                if p < DOUBTFUL
-                else "good"
-            )
-            value = (
-                "too few rows, or a degenerate particle filter" if np.isnan(p) else f"p = {p:.3g}"
-            )
+            value, verdict = f"p = {test.p_value:.3g}", _grade_p_value(test.p_value)
+            if np.isnan(test.p_value):
+                value, verdict = "too few rows, or a degenerate particle filter", "unknown"
+            numbers = {"value": test.p_value}
             name = f"{test.name} ({column})"
-            findings.append(Finding(name, value, test.meaning, verdict, {"value": p}))
+            findings.append(Finding(name, value, test.meaning, verdict, numbers))
     return findings
 
 
 def _hidden(run: Run, table: data.Table, key: Any, seed: int) -> Finding:
+    """Hide observed points from the smoother and count those in their intervals."""
     hide_key, tie_key = jax.random.split(key)
     hidden = hide(hide_key, table.mask, HIDDEN_SHARE, FEWEST_HIDDEN)
     name = "hidden points in their 90% intervals"
@@ -405,50 +359,35 @@ def _hidden(run: Run, table: data.Table, key: Any, seed: int) -> Finding:
     times = len(hidden)
     table, hidden = _repeated(table, times), np.concatenate(hidden)
     draws = impute(run, table, 400, hidden=hidden, seed=seed)
-    truth = table.ys[:, None]
-    below, equal = (draws < truth).mean(axis=1)[hidden], (draws == truth).mean(axis=1)[hidden]
-    ties = np.asarray(jax.random.uniform(tie_key, below.shape))
-    covered = coverage(below + ties * equal)
-    share = covered.inside / covered.hidden
-    error = np.sqrt(0.09 / covered.hidden)
-    p = covered.p_value
+    covered = coverage(rank(tie_key, np.moveaxis(draws, 1, 2), table.ys)[hidden])
+    share, error = covered.inside / covered.hidden, np.sqrt(0.09 / covered.hidden)
+    numbers = {"value": share, "expected": 0.9, "standard_error": error}
     return Finding(
         name,
         f"{100 * share:.1f}% of {covered.hidden} (90 ± {100 * error:.1f} expected)",
         "a tenth of the observed points is hidden from the smoother and imputed"
         + (f"; repeated {times} times with different points" if times > 1 else ""),
-        "bad" if p < BAD else "doubtful" if p < DOUBTFUL else "good",
-        {
-            "value": share,
-            "expected": 0.9,
-            "standard_error": error,
-            "p_value": p,
-            "hidden": covered.hidden,
-        },
+        _grade_p_value(covered.p_value),
+        {**numbers, "p_value": covered.p_value, "hidden": covered.hidden},
     )
 
 
 def _repeated(table: data.Table, times: int) -> data.Table:
     """Return the series repeated several times, as one batch for one compiled program."""
-    return dataclasses.replace(
-        table,
-        ys=np.concatenate([table.ys] * times),
-        mask=np.concatenate([table.mask] * times),
-        inputs=None if table.inputs is None else np.concatenate([table.inputs] * times),
-        length=np.concatenate([table.length] * times),
-        times=table.times * times,
-    )
+    repeated = {
+        name: None if array is None else np.concatenate([array] * times)
+        for name, array in table.batch().items()
+    }
+    return dataclasses.replace(table, **repeated, times=table.times * times)
 
 
-def _in_words(run: Run, findings: list[Finding]) -> str:
-    bad = [finding.name for finding in findings if finding.verdict == "bad"]
-    doubtful = [finding.name for finding in findings if finding.verdict == "doubtful"]
+def _in_words(findings: list[Finding]) -> str:
+    bad = "; ".join(finding.name for finding in findings if finding.verdict == "bad")
+    doubtful = "; ".join(finding.name for finding in findings if finding.verdict == "doubtful")
     if bad:
         return (
-            f"Do not trust this run; failed checks: {'; '.join(bad)}. If the residuals fail, use"
-            " another model; if the parameters or the posterior fail, train longer, or use another"
-            " start or another family."
+            f"Do not trust this run; failed checks: {bad}. If the residuals fail, use another"
+            " model; if the parameters or the posterior fail, train longer, or use another start or"
+            " another family."
         )
-    if doubtful:
-        return "Use with caution; doubtful checks: " + "; ".join(doubtful) + "."
-    return "No check failed."
+    return f"Use with caution; doubtful checks: {doubtful}." if doubtful else "No check failed."

@@ -1,8 +1,9 @@
 """The content of a report as plain arrays and strings, without models or JAX."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -170,21 +171,26 @@ class Curve:
         _check_rows(self, ("values",), of="steps")
 
 
-@dataclass(frozen=True)
-class Diagnostic:
-    """One check of a run.
+class Finding(NamedTuple):
+    """The result of one check of a run.
 
     Attributes:
         name: the name of the check.
-        value: its result, a number or a text.
+        value: its result, a text or a number.
         meaning: the interpretation, in a sentence.
-        verdict: "good", "doubtful" or "bad"; "unknown" if the check could not be made.
+        verdict: `"good"`, `"doubtful"` or `"bad"`; `"unknown"` if the check could not be made.
+        numbers: the result as numbers by name; the verdict depends on `"value"`.
     """
 
     name: str
-    value: float | str
+    value: str | float
     meaning: str
     verdict: Verdict
+    numbers: Mapping[str, float] = MappingProxyType({})
+
+
+Diagnostic: TypeAlias = Finding
+"""A finding, by its name in earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +229,7 @@ class ReportContent:
     training: Sequence[Curve] = ()
     training_label: str = ""
     training_note: str = ""
-    diagnostics: Sequence[Diagnostic] = ()
+    diagnostics: Sequence[Finding] = ()
     commands: Sequence[str] = ()
     facts: Sequence[tuple[str, str]] = ()
 
@@ -232,17 +238,49 @@ class ReportContent:
             raise ValueError(f"`level` must be between 0 and 1, such as 0.9, got {self.level}.")
 
 
-def sides(band: Band | SeriesPanel) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the parts of a band as pairs of ends: all of it, or both sides of its gap.
+class Shape(NamedTuple):
+    """A line, a set of dots or a band of a chart.
+
+    Attributes:
+        kind: "line", "dots", or "band" between `low` and `high`.
+        ink: the name of its colour in the style sheet.
+        xs: `(time,)`.
+        low: `(time,)`, the values, or the lower end of the band.
+        high: `(time,)`, the upper end of the band.
+        dashes: the pattern of a line, "" for none.
+    """
+
+    kind: str
+    ink: str
+    xs: np.ndarray
+    low: np.ndarray
+    high: np.ndarray | None = None
+    dashes: str = ""
+
+
+def shapes_of_panel(panel: SeriesPanel) -> list[Shape]:
+    """Return the shapes of the chart of a panel, lowest first."""
+    shapes = _shapes_of_band(panel, "smoothed")
+    if panel.observed is not None:
+        shapes.insert(-1, Shape("dots", "observed", panel.times, panel.observed))
+    return (
+        shapes if panel.forecast is None else shapes + _shapes_of_band(panel.forecast, "forecast")
+    )
+
+
+def _shapes_of_band(band: Band | SeriesPanel, ink: str) -> list[Shape]:
+    """Return a band, or both sides of its gap, and its line.
 
     In rows with one mode the two sides touch at the centre.
     """
-    if band.hollow is None:
-        return [(band.lower, band.upper)]
-    whole = np.isnan(band.hollow.lower)
-    below = np.where(whole, band.centre, band.hollow.lower)
-    above = np.where(whole, band.centre, band.hollow.upper)
-    return [(band.lower, below), (above, band.upper)]
+    sides = [(band.lower, band.upper)]
+    if band.hollow is not None:
+        whole = np.isnan(band.hollow.lower)
+        below = np.where(whole, band.centre, band.hollow.lower)
+        above = np.where(whole, band.centre, band.hollow.upper)
+        sides = [(band.lower, below), (above, band.upper)]
+    bands = [Shape("band", ink, band.times, *ends) for ends in sides]
+    return [*bands, Shape("line", ink, band.times, band.centre)]
 
 
 SHALLOW = 0.4
@@ -297,6 +335,11 @@ def is_dated(times: np.ndarray) -> bool:
     return times.dtype.kind == "M"
 
 
+def milliseconds(times: np.ndarray) -> np.ndarray:
+    """Return dates as milliseconds since 1970, and other times unchanged."""
+    return times.astype("datetime64[us]").astype(np.int64) / 1000 if is_dated(times) else times
+
+
 def percent(level: float) -> str:
     """Return a probability as a percentage: 0.9 is "90%"."""
     return f"{100 * level:g}%"
@@ -308,11 +351,7 @@ def _check_times(times: np.ndarray) -> None:
             "`times` must be a vector of dates (datetime64) or numbers, got shape "
             f"{times.shape} and type {times.dtype}."
         )
-    if is_dated(times):
-        finite, increasing = ~np.isnat(times), np.diff(times) > np.timedelta64(0)
-    else:
-        finite, increasing = np.isfinite(times), np.diff(times) > 0
-    if not (finite.all() and increasing.all()):
+    if not (np.isfinite(times).all() and np.all(times[1:] > times[:-1])):
         raise ValueError("`times` must be increasing, without NaN or NaT; sort them first.")
 
 

@@ -1,26 +1,66 @@
 """Fit a model to a table: parameters, a family, standard errors, and the run folder."""
 
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
 
 import retrodict as rd
 from retrodict import data, models
-from retrodict._workspace import Folder, Progress, Quiet, as_csv
+from retrodict._workspace import (
+    Folder,
+    Progress,
+    Quiet,
+    as_csv,
+    as_json,
+    hold_folder,
+    make_writable,
+    write_atomically,
+)
 from retrodict.distributed import by_all, is_main_process, wait_for_processes
-from retrodict.runs._fit_folder import fit_settings, is_unfinished_fit, lock_folder, refuse_other
-from retrodict.runs._folder import RECORD, REPORT, TRAINING, RunError
-from retrodict.runs._record import Model, Run, open_run, write
+from retrodict.runs._folder import RECORD, REPORT, TRAINING, RunError, as_plain, read_record
+from retrodict.runs._record import AnyTable, Model, Run, open_run, write
 from retrodict.runs._standard_errors import parameter_table
 from retrodict.runs._starting_model import refuse_too_large, starting_model, with_period
 from retrodict.runs._training import FAMILIES, fit_by_elbo, fit_by_evidence, train_family
 
+SETTINGS = "settings.json"
+"""The settings of an unfinished run."""
+
+
+class Job(NamedTuple):
+    """Everything that the result of a fit depends on; see `fit`."""
+
+    table: AnyTable
+    spec: models.ModelSpec
+    family: str
+    num_steps: int
+    seed: int
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments as JSON stores them, the table and the model by fingerprint."""
+        settings = {
+            "model": self.spec.to_dict(),
+            "layout": self.table.layout,
+            "data": self.table.summary.fingerprint,
+            "family": self.family,
+            "num_steps": self.num_steps,
+            "seed": self.seed,
+        }
+        given = self.spec.given
+        return settings if given is None else settings | {"given": _fingerprint(given)}
+
 
 def fit(
-    table: data.Table | data.SharedTable,
+    table: AnyTable,
     spec: Model,
     out: str | Path,
     *,
@@ -65,33 +105,28 @@ def fit(
     if num_steps < 1:
         raise RunError(f"`num_steps` must be at least 1, got {num_steps}.")
     out, (spec, _) = Path(out), with_period(models.load(spec), table)
-    settings = fit_settings(table, spec, family, num_steps, seed)
+    job = Job(table, spec, family, num_steps, seed)
+    settings = job.settings()
     by_all(lambda: refuse_other(out, settings))
     model = by_all(lambda: starting_model(table, spec, seed=seed))
     with ExitStack() as locks:
         by_all(lambda: lock_folder(out, settings, locks) if is_main_process() else None)
-        folder = Folder(out, settings, progress or Quiet())
-        return _run_stages(folder, table, spec, model, family, num_steps, seed)
+        return _run_stages(Folder(out, settings, progress or Quiet()), job, model)
 
 
-def _run_stages(
-    folder: Folder,
-    table: data.Table | data.SharedTable,
-    spec: models.ModelSpec,
-    model: rd.StateSpaceModel,
-    family: str,
-    num_steps: int,
-    seed: int,
-) -> Run:
-    """Run the stages of a fit in its folder; the arguments are those of `fit`."""
-    _, learn_key, train_key, error_key = jax.random.split(jax.random.key(seed), 4)
+def _run_stages(folder: Folder, job: Job, model: rd.StateSpaceModel) -> Run:
+    """Run the stages of a fit in its folder, from the starting model."""
+    table, num_steps = job.table, job.num_steps
+    _, learn_key, train_key, error_key = jax.random.split(jax.random.key(job.seed), 4)
     exact = model.is_linear_gaussian
     trained, family_history, search = None, np.zeros(0), None
     if exact:
         model, history, total, search = fit_by_evidence(folder, learn_key, model, table)
     else:
         model, history, total = fit_by_elbo(folder, learn_key, model, table, num_steps)
-        trained, family_history = train_family(folder, train_key, model, table, family, num_steps)
+        trained, family_history = train_family(
+            folder, train_key, model, table, job.family, num_steps
+        )
     # The library reports nats per time step; reports give nats per observed row.
     history = history * (table.summary.num_rows / table.summary.num_rows_observed)
     lines = [("parameters", i + 1, v) for i, v in enumerate(history)]
@@ -100,12 +135,16 @@ def _run_stages(
     parameters, uncertainty = parameter_table(folder, error_key, model, table)
     record: dict[str, Any] = {
         "layout": table.layout,
-        "options": {"family": None if exact else family, "num_steps": num_steps, "seed": seed},
+        "options": {
+            "family": None if exact else job.family,
+            "num_steps": num_steps,
+            "seed": job.seed,
+        },
         "data": {"sha256": table.summary.fingerprint, "described": table.described()},
         "results": {
             "method": "exact" if exact else "amortised",
             "objective": "log-evidence" if exact else "ELBO",
-            "nats_a_row": total / table.summary.num_rows_observed,
+            "nats_per_row": total / table.summary.num_rows_observed,
             "total": total,
             "rows": table.summary.num_rows,
             "rows_observed": table.summary.num_rows_observed,
@@ -116,13 +155,13 @@ def _run_stages(
         },
     }
     rows = data.Rows.of_table(table)
-    run = write(folder.path, spec, model, trained, record, rows) if is_main_process() else None
+    run = write(folder.path, job.spec, model, trained, record, rows) if is_main_process() else None
     wait_for_processes("the run is written")
-    return open_run(folder.path, model=spec) if run is None else run
+    return open_run(folder.path, model=job.spec) if run is None else run
 
 
 def finished_before(
-    table: data.Table | data.SharedTable,
+    table: AnyTable,
     spec: Model,
     out: str | Path,
     *,
@@ -146,11 +185,11 @@ def finished_before(
     if not (out / RECORD).exists() or (out / REPORT).exists():
         return None
     spec, _ = with_period(spec, table)
-    settings = fit_settings(table, spec, family, num_steps, seed)
+    settings = Job(table, spec, family, num_steps, seed).settings()
     return open_run(out, model=spec) if is_unfinished_fit(out, settings) else None
 
 
-def num_stages(table: data.Table | data.SharedTable, spec: Model) -> int:
+def num_stages(table: AnyTable, spec: Model) -> int:
     """Return the number of stages of a fit, for progress bars.
 
     Args:
@@ -161,3 +200,82 @@ def num_stages(table: data.Table | data.SharedTable, spec: Model) -> int:
     refuse_too_large(spec, table)
     model = spec.build(len(table.names), jax.random.key(0))
     return 2 if model.is_linear_gaussian else 3
+
+
+def _fingerprint(model: rd.StateSpaceModel) -> str:
+    """Return a fingerprint of a model: its arrays, its structure and the code of its functions."""
+
+    def encode(text: str) -> bytes:  # without memory addresses, which differ between processes
+        return re.sub(r" at 0x[0-9a-f]+", "", text).encode()
+
+    leaves, structure = jax.tree.flatten(model)
+    digest = hashlib.sha256(encode(str(structure)))
+    for leaf in leaves:
+        if eqx.is_array_like(leaf):
+            digest.update(np.asarray(leaf).tobytes())
+        else:
+            digest.update(encode(repr(leaf)))
+            digest.update(getattr(getattr(leaf, "__code__", None), "co_code", b""))
+    return digest.hexdigest()
+
+
+def is_unfinished_fit(out: Path, settings: Mapping[str, Any]) -> bool:
+    """Return whether a folder contains a fit with these settings."""
+    try:
+        return json.loads((out / SETTINGS).read_text()) == as_plain(settings)
+    except (OSError, ValueError):
+        return False
+
+
+def lock_folder(out: Path, settings: Mapping[str, Any], locks: ExitStack) -> None:
+    """Make the folder of a run, lock it until `locks` is closed, and write the settings."""
+    make_writable(out)
+    try:
+        hold_folder(out, locks)
+    except BlockingIOError as error:
+        raise RunError(
+            f"{out} is in use by another process that fits to it; wait for it to end, or give"
+            " another folder."
+        ) from error
+    refuse_other(out, settings)  # another process may have written since the first check
+    write_atomically(out / SETTINGS, as_json(settings))
+
+
+def check_folder(out: str | Path) -> None:
+    """Refuse a folder in which a fit can neither start nor resume, before data are read.
+
+    Args:
+        out: the folder of the run.
+
+    Raises:
+        RunError: if it contains a finished run with its report, or other files, or is read-only.
+    """
+    out = Path(out)
+    if (out / RECORD).exists() and (out / REPORT).exists():
+        _refuse_finished(out)
+    if out.exists() and not out.is_dir():
+        raise RunError(f"{out} is a file; give a folder that does not exist yet.")
+    if out.is_dir() and not (out / RECORD).exists() and not (out / SETTINGS).exists():
+        # A process that was killed at once may have left a part of its first file.
+        if any(not re.fullmatch(r"\..*\.partial", place.name) for place in out.iterdir()):
+            raise RunError(f"{out} is not empty and contains no run; give another folder.")
+    first = next(place for place in (out.resolve(), *out.resolve().parents) if place.exists())
+    if not first.is_dir() or not os.access(first, os.W_OK | os.X_OK):
+        raise RunError(f"{out} cannot be written: {first} is read-only or a file; give another.")
+
+
+def refuse_other(out: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse a folder that contains a finished run, a fit with other settings, or other files."""
+    check_folder(out)
+    if (out / RECORD).exists():
+        _refuse_finished(out)
+    if (out / SETTINGS).exists() and not is_unfinished_fit(out, settings):
+        raise RunError(
+            f"{out} contains an unfinished run of other data or options; use the same data and"
+            " options to resume it, or give another folder."
+        )
+
+
+def _refuse_finished(out: Path) -> None:
+    read_record(out)
+    raise RunError(f"{out} contains a finished run; give another folder, or remove it.")

@@ -13,8 +13,8 @@ from typing import Any
 
 from retrodict._errors import UserError
 
-FORMAT = 1
-"""The version of the layout of a run folder."""
+FORMAT = 2
+"""The version of the layout of a run folder. In format 1 `nats_per_row` had another name."""
 
 RECORD, MODEL, FAMILY, TRAINING = "run.json", "model.rd", "family.rd", "training.csv"
 
@@ -58,7 +58,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
         raise RunError(f"{path} {rest}.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{place} cannot be read ({error}). Fit again to another folder.") from error
-    if record.get("retrodict_run") != FORMAT:
+    if record.get("retrodict_run") not in (1, FORMAT):
         raise RunError(
             f"{place} is of format {record.get('retrodict_run')!r}, and this version of retrodict"
             f" reads format {FORMAT}. Use the version that wrote it"
@@ -71,6 +71,9 @@ def read_record(path: str | Path) -> dict[str, Any]:
         whole = False
     if not whole:
         raise RunError(f"{place} was changed after `fit` wrote it. Fit again to another folder.")
+    results = record.get("results")
+    if isinstance(results, dict) and "nats_a_row" in results:
+        results["nats_per_row"] = results.pop("nats_a_row")
     _check(record, place)
     for name, digest in record["files"].items():
         try:
@@ -120,7 +123,7 @@ _SCHEMA: dict[str, Any] = {
     "results": {
         "method": _TEXT,
         "objective": _TEXT,
-        "nats_a_row": _NUMBER,
+        "nats_per_row": _NUMBER,
         "uncertainty": _TEXT,
         **dict.fromkeys(("total", "rows", "rows_observed", "distance"), _OPTIONAL_NUMBER),
         "parameters": {
@@ -179,9 +182,9 @@ def likelihood_in_words(results: Mapping[str, Any]) -> str:
     """
     exact = results["objective"] == "log-evidence"
     what = "log-likelihood" if exact else "ELBO, a lower bound of the log-likelihood,"
-    if results["nats_a_row"] is None:
+    if results["nats_per_row"] is None:
         return f"{what} –"
-    words = f"{results['nats_a_row']:.4f} nats per observed row"
+    words = f"{results['nats_per_row']:.4f} nats per observed row"
     if "total" in results:
         rows = f"{results['rows_observed']} of {results['rows']} rows observed"
         words = f"{results['total']:.2f} in all, {words} ({rows})"

@@ -1,5 +1,6 @@
 """The report of a run: one HTML page that needs no other file and no network."""
 
+import json
 import math
 from collections.abc import Sequence
 from importlib import resources
@@ -8,9 +9,20 @@ from typing import Any
 import numpy as np
 
 from retrodict._pages import render_page, visible
-from retrodict.runs._content import Curve, ReportContent, Series, SeriesPanel, percent, sides
-from retrodict.runs._payload import chart_data, milliseconds
-from retrodict.runs._svg import Shape, svg_chart
+from retrodict.runs._content import (
+    Band,
+    Curve,
+    ParameterLine,
+    ReportContent,
+    Series,
+    SeriesPanel,
+    Shape,
+    is_dated,
+    milliseconds,
+    percent,
+    shapes_of_panel,
+)
+from retrodict.runs._svg import chart
 
 MAX_SERIES = 50
 """The largest number of series on a page."""
@@ -18,15 +30,8 @@ MAX_SERIES = 50
 MAX_NUMBERS = 1_500_000
 """The largest number of numbers on a page, about 9 bytes each; the first series is always shown."""
 
-VERDICTS = {"good": "Good", "doubtful": "Doubtful", "bad": "Bad", "unknown": "Not checked"}
-
-BUTTONS = (
-    ("zoom-in", "Zoom in", "+"),
-    ("zoom-out", "Zoom out", "−"),
-    ("earlier", "Earlier", "←"),
-    ("later", "Later", "→"),
-    ("reset", "Show everything", "All"),
-)
+MANY_ROWS = 20_000
+"""Longer series have one significant digit less, which keeps reports small."""
 
 LINES = (
     ("solid", "smoothed", ""),
@@ -47,7 +52,10 @@ def page(content: ReportContent) -> str:
     Args:
         content: the content of the report.
     """
-    series = _fitting(content.series)
+    sizes = [sum(4 * p.times.size for p in one.panels) for one in content.series[:MAX_SERIES]]
+    count = int(np.searchsorted(np.cumsum(sizes), MAX_NUMBERS, side="right"))
+    series = content.series[: max(1, count)]
+    panels = [panel for one in series for panel in one.panels]
     level = f"{percent(content.level)} band"
     return render_page(
         "retrodict.runs",
@@ -56,15 +64,19 @@ def page(content: ReportContent) -> str:
         title=content.title,
         content=content,
         series=series,
-        legend=_legend(content, series, level),
-        buttons=BUTTONS,
-        verdicts=VERDICTS,
-        pictures=[(panel.title, _picture(panel)) for panel in series[0].panels] if series else [],
+        panels=panels,
+        has_gaps=any(panel.gaps().size for panel in panels),
+        level=level,
+        pictures=[
+            (panel.title, chart(shapes_of_panel(panel), f"{panel.title} over time"))
+            for panel in (series[0].panels if series else [])
+        ],
         ranges=[_range(one, panel) for one in series for panel in one.panels],
-        parameters=_parameters(content),
+        interval=f"{percent(content.level)} interval",
+        parameters=[_parameter(line) for line in content.parameters],
         training=_training(content) if content.training else None,
-        payload=_visible(chart_data(series, level)),
-        number=_number,
+        payload=chart_data(series, level),
+        number=number,
     )
 
 
@@ -74,56 +86,15 @@ def _script() -> str:
     return f'(() => {{\n"use strict";\n{parts[0]}\n{parts[1]}}})();\n'
 
 
-def _fitting(series: Sequence[Series]) -> Sequence[Series]:
-    """Return the first series that fit into the limits of a page."""
-    sizes = [sum(4 * p.times.size for p in one.panels) for one in series[:MAX_SERIES]]
-    count = int(np.searchsorted(np.cumsum(sizes), MAX_NUMBERS, side="right"))
-    return series[: max(1, count)]
-
-
-def _visible(tree: Any) -> Any:
-    """Return the tree with the names of its series and panels made visible."""
-    for one in tree["series"]:
-        one["name"] = visible(one["name"])
-        for panel in one["panels"]:
-            panel["title"] = visible(panel["title"])
-    return tree
-
-
-def _legend(content: ReportContent, series: Sequence[Series], level: str) -> list[tuple[str, str]]:
-    panels = [panel for one in series for panel in one.panels]
-    legend = [("band", f"smoothed {content.centre} and {level}")]
-    if any(panel.observed is not None for panel in panels):
-        legend.insert(0, ("dot", "observed"))
-    if any(panel.forecast is not None for panel in panels):
-        legend.append(("ahead", f"forecast and {level}"))
-    if any(panel.gaps().size for panel in panels):
-        legend.append(("gap", "missing"))
-    return legend
-
-
-def _picture(panel: SeriesPanel) -> str:
-    """Return the static chart of a panel."""
-    xs = milliseconds(panel.times)
-    shapes = [Shape("band", "smoothed", xs, *ends) for ends in sides(panel)]
-    if panel.observed is not None:
-        shapes.append(Shape("dots", "observed", xs, panel.observed))
-    shapes.append(Shape("line", "smoothed", xs, panel.centre))
-    if (ahead := panel.forecast) is not None:
-        later = milliseconds(ahead.times)
-        shapes += [Shape("band", "forecast", later, *ends) for ends in sides(ahead)]
-        shapes.append(Shape("line", "forecast", later, ahead.centre))
-    return svg_chart(shapes, f"{panel.title} over time", dated=panel.times.dtype.kind == "M")
-
-
 def _range(series: Series, panel: SeriesPanel) -> list[str]:
     values = panel.observed if panel.observed is not None else np.zeros(0)
     values = values[np.isfinite(values)]
-    extent = f"{_number(values.min())} to {_number(values.max())}" if values.size else "–"
+    extent = f"{number(values.min())} to {number(values.max())}" if values.size else "–"
     return [series.name, panel.title, str(panel.times.size), str(values.size), extent]
 
 
-def _number(value: float | None, digits: int = 4) -> str:
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number as text; a dash if it is not finite."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:.{digits}g}".replace("-", "−")
@@ -132,36 +103,32 @@ def _number(value: float | None, digits: int = 4) -> str:
 def _estimate(value: float, error: float | None) -> str:
     """Return an estimate with the digits that its standard error justifies, at least four."""
     if not (error and math.isfinite(error) and math.isfinite(value) and value):
-        return _number(value)
+        return number(value)
     needed = math.floor(math.log10(abs(value))) - math.floor(math.log10(error)) + 2
-    return _number(value, min(12, max(4, needed)))
+    return number(value, min(12, max(4, needed)))
 
 
-def _parameters(content: ReportContent) -> dict[str, Any]:
-    with_method = any(line.method for line in content.parameters)
-    titles = ["Name", "Estimate", "Standard error", f"{percent(content.level)} interval"]
-    rows = []
-    for line in content.parameters:
-        ends = line.interval and [_estimate(end, line.error) for end in line.interval]
-        interval = " to ".join(ends) if ends else line.note or "–"
-        cells = [line.name, _estimate(line.estimate, line.error), _number(line.error, 2), interval]
-        cells += ["learned" if line.learned else "fixed", line.method]
-        rows.append(cells[: 5 + with_method])
-    return {"titles": [*titles, "Learned or fixed", "Method"][: 5 + with_method], "rows": rows}
+def _parameter(line: ParameterLine) -> list[str]:
+    """Return the cells of a parameter."""
+    ends = [_estimate(end, line.error) for end in line.interval or ()]
+    interval = " to ".join(ends) or line.note or "–"
+    learned = "learned" if line.learned else "fixed"
+    estimate = _estimate(line.estimate, line.error)
+    return [line.name, estimate, number(line.error, 2), interval, learned, line.method]
 
 
 def _training(content: ReportContent) -> dict[str, Any]:
+    """Return the chart of the training curves; its label is also the caption."""
     values = np.concatenate([np.asarray(c.values, float) for c in content.training])
     limits, num_below = _limits(values[np.isfinite(values)])
     shapes, curves = [], []
     for i, curve in enumerate(content.training):
         look, ink, dashes = LINES[i % len(LINES)]
         shapes.append(Shape("line", ink, curve.steps, curve.values, None, dashes))
-        curves.append(f"{curve.name}: {look} line, {_number(_last(curve), 6)} at the end")
+        curves.append(f"{curve.name}: {look} line, {number(_last(curve), 6)} at the end")
     label = content.training_label or "Objective"
     below = f" {num_below} values are below the chart." if num_below else ""
-    caption = f"{label} by step. {'; '.join(curves)}.{below}"
-    return {"picture": svg_chart(shapes, caption, limits=limits), "caption": caption}
+    return chart(shapes, f"{label} by step. {'; '.join(curves)}.{below}", limits=limits)
 
 
 def _last(curve: Curve) -> float | None:
@@ -178,3 +145,69 @@ def _limits(values: np.ndarray) -> tuple[tuple[float, float] | None, int]:
         return None, 0
     limits = (rest - 0.5 * (high - rest), high)
     return limits, int(np.sum(values < limits[0]))
+
+
+def chart_data(series: Sequence[Series], level: str) -> dict[str, Any]:
+    """Return the numbers of the charts as JSON stores them; non-finite values become null.
+
+    Args:
+        series: the series on the page.
+        level: the name of the bands, such as "90% band".
+    """
+    axes: dict[str, tuple[int, Any]] = {}  # panels share their times: each axis is written once
+
+    def band(source: Band | SeriesPanel, digits: int) -> dict[str, Any]:
+        axis = _axis(source.times)
+        place, _ = axes.setdefault(json.dumps(axis), (len(axes), axis))
+        names = ("centre", "lower", "upper")
+        values = {name: _rounded(getattr(source, name), digits) for name in names}
+        if source.hollow is not None:
+            ends = (source.hollow.lower, source.hollow.upper)
+            values["hollow"] = [_rounded(end, digits) for end in ends]
+        return {"axis": place, **values}
+
+    def panel(source: SeriesPanel) -> dict[str, Any]:
+        digits = _digits(source)
+        return {
+            "title": visible(source.title),
+            **band(source, digits),
+            "observed": None if source.observed is None else _rounded(source.observed, digits),
+            "missing": source.gaps().tolist(),
+            "forecast": None if source.forecast is None else band(source.forecast, digits),
+        }
+
+    tree = [{"name": visible(s.name), "panels": [panel(p) for p in s.panels]} for s in series]
+    return {"level": level, "axes": [axis for _, axis in axes.values()], "series": tree}
+
+
+def _axis(times: np.ndarray) -> dict[str, Any]:
+    """Return times with all their digits; evenly spaced ones as start, step and count."""
+    values, kind = milliseconds(times), "date" if is_dated(times) else "number"
+    if values.dtype.kind == "f" and np.all((values == np.floor(values)) & (abs(values) < 2**53)):
+        values = values.astype(np.int64)
+    if values.size > 2:
+        start, step = values[0], values[1] - values[0]
+        if np.array_equal(start + step * np.arange(values.size), values):
+            regular = {"start": start.item(), "step": step.item(), "count": values.size}
+            return {"kind": kind, **regular}
+    return {"kind": kind, "values": values.tolist()}
+
+
+def _digits(panel: SeriesPanel) -> int:
+    """Return the significant digits of a panel: six of what varies around a large level."""
+    least = 5 if panel.times.size > MANY_ROWS else 6
+    columns = [panel.centre, panel.lower, panel.upper, panel.observed]
+    values = np.concatenate([np.asarray(c, float) for c in columns if c is not None])
+    values = values[np.isfinite(values)]
+    spread = np.ptp(values) if values.size else 0.0
+    if spread == 0:
+        return least
+    return min(15, least + max(0, math.ceil(math.log10(np.abs(values).max() / spread) - 0.5)))
+
+
+def _rounded(values: np.ndarray, digits: int) -> list[Any]:
+    rounded = [float(f"{value:.{digits}g}") for value in np.asarray(values, float).tolist()]
+    return [
+        None if not math.isfinite(v) else int(v) if v.is_integer() and abs(v) < 1e15 else v
+        for v in rounded
+    ]

@@ -9,7 +9,7 @@ import numpy as np
 
 from retrodict._pages import render_figure, visible
 from retrodict._workspace import write_atomically
-from retrodict.runs._content import Band, SeriesPanel, is_dated, percent, sides
+from retrodict.runs._content import SeriesPanel, is_dated, percent, shapes_of_panel
 
 FORMATS = (".png", ".svg", ".pdf")
 """The suffixes of the files that `plot` writes."""
@@ -21,6 +21,9 @@ STYLE: Mapping[str, Any] = {
     "grid.color": "#e8ecf1",
     "grid.linewidth": 0.6,
 }
+
+
+COLOURS = {"smoothed": "#1f65b0", "forecast": "#b7410e", "observed": "#1a202c"}
 
 
 def plot(
@@ -91,42 +94,34 @@ def literal(text: str) -> str:
 
 
 def _draw(panel: SeriesPanel, ax: Any, level: float, centre: str) -> None:
-    bands: list[tuple[Band | SeriesPanel, str, str]] = [(panel, "#1f65b0", "smoothed")]
-    if panel.forecast is not None:
-        bands.append((panel.forecast, "#b7410e", "forecast"))
-    for band, colour, name in bands:
-        label = f"{name} {centre} and {percent(level)} band"
-        for lower, upper in sides(band):
-            ax.fill_between(
-                band.times, lower, upper, color=colour, alpha=0.24, linewidth=0, zorder=2
+    for shape in shapes_of_panel(panel):
+        xs, ys, colour = shape.xs, shape.low, COLOURS[shape.ink]
+        if shape.kind == "band":
+            ax.fill_between(xs, ys, shape.high, color=colour, alpha=0.24, linewidth=0, zorder=2)
+        elif shape.kind == "line":
+            label = f"{shape.ink} {centre} and {percent(level)} band"
+            ax.plot(xs, ys, color=colour, linewidth=1.2, label=label, zorder=3)
+        else:
+            count = max(1, int(np.isfinite(ys).sum()))
+            below = count > 1000  # many points would hide the band, and are drawn below it
+            ax.plot(
+                xs,
+                ys,
+                "o",
+                markersize=min(2.6, max(0.8, 1200 / count)),
+                markeredgewidth=0,
+                color=colour,
+                alpha=0.45 if below else 1.0,
+                label=shape.ink,
+                zorder=1 if below else 4,
+                rasterized=count > 5000,  # otherwise each point is an object of an SVG or PDF file
             )
-        ax.plot(band.times, band.centre, color=colour, linewidth=1.2, label=label, zorder=3)
-    if panel.observed is not None:
-        count = max(1, int(np.isfinite(panel.observed).sum()))
-        size = min(2.6, max(0.8, 1200 / count))
-        # Many points would hide the band, and are drawn below it.
-        below = count > 1000
-        ax.plot(
-            panel.times,
-            panel.observed,
-            linestyle="none",
-            marker="o",
-            markersize=size,
-            markeredgewidth=0,
-            color="#1a202c",
-            alpha=0.45 if below else 1.0,
-            label="observed",
-            zorder=1 if below else 4,
-            rasterized=count > 5000,  # otherwise each point is an object of an SVG or PDF file
-        )
     gaps = panel.gaps()
     if gaps.size:
-        bottom = np.zeros(gaps.size)
         ax.plot(
             panel.times[gaps],
-            bottom,
-            linestyle="none",
-            marker="|",
+            np.zeros(gaps.size),
+            "|",
             markersize=6,
             color="#8a5a00",
             alpha=max(0.02, min(1.0, 1500 / panel.times.size)),  # marks overlap where rows do

@@ -1,12 +1,13 @@
 """Runs: a fitted model with its record, written to a folder and opened again."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
+import jax
 import numpy as np
 
 import retrodict as rd
@@ -28,6 +29,9 @@ from retrodict.runs._folder import (
 
 Model: TypeAlias = str | rd.StateSpaceModel | Callable[[], rd.StateSpaceModel] | models.ModelSpec
 """The models that `retrodict.models.load` accepts."""
+
+AnyTable: TypeAlias = data.Table | data.SharedTable
+"""A table, or one of which each process holds a share."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,3 +216,75 @@ def _named(
         return spec, spec.build(obs_dim=obs_dim)
     like = models.load(model).build(obs_dim)
     return (replace(spec, given=like) if spec.is_given else spec), like
+
+
+def state_names(run: Run) -> list[str]:
+    """Return a name for each coordinate of the state; see `retrodict.models.state_names`.
+
+    Args:
+        run: the run.
+    """
+    return models.state_names(run.model, run.layout["columns"])
+
+
+def shown_states(run: Run, *, every: bool = False) -> list[int]:
+    """Return the indices of the states that tables and pictures show.
+
+    States that store earlier values of others, such as the seasons of the last rows, are left out;
+    see `retrodict.models.is_memory`.
+
+    Args:
+        run: the run.
+        every: whether to show these states too.
+    """
+    memory = models.is_memory(run.model)
+    return [index for index, is_copy in enumerate(memory) if every or not is_copy]
+
+
+class Entry(NamedTuple):
+    """One entry of a parameter.
+
+    Attributes:
+        parameter: the name of the parameter.
+        place: the index of the entry; empty for a scalar.
+        value: the value, a number or a tracer.
+        learned: whether the parameter is learned.
+    """
+
+    parameter: str
+    place: tuple[int, ...]
+    value: Any
+    learned: bool
+
+
+def parameter_entries(model: rd.StateSpaceModel, columns: Sequence[str]) -> dict[str, Entry]:
+    """Return the entries of all parameters by name, learned parameters first.
+
+    Args:
+        model: the model.
+        columns: the names of the observed columns, which name entries such as `level_scale[gdp]`.
+    """
+    learned = models.named_parameters(model)
+    values = models.named_parameters(model, fixed=True)
+    return {
+        models.entry_name(model, name, index, columns): Entry(
+            name, index, values[name][index], name in learned
+        )
+        for name in (*learned, *(name for name in values if name not in learned))
+        for index in np.ndindex(values[name].shape)
+    }
+
+
+def with_structure_of(
+    before: rd.StateSpaceModel, learned: rd.StateSpaceModel
+) -> rd.StateSpaceModel:
+    """Return the learned model with the structure of the original model.
+
+    Scales that were plain arrays are wrapped while they are learned, to stay positive. A checkpoint
+    of a user's own model is read with the structure of that model.
+    """
+    if jax.tree.structure(before) == jax.tree.structure(learned):
+        return learned
+    values = models.named_parameters(learned, fixed=True)
+    names = models.named_parameters(before, fixed=True)
+    return models.with_parameters(before, {name: values[name] for name in names})

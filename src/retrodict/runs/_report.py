@@ -1,13 +1,10 @@
 """Write the report and the pictures of a run."""
 
 import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-import equinox as eqx
 import jax
 import numpy as np
 
@@ -15,18 +12,9 @@ import retrodict as rd
 from retrodict import data
 from retrodict._workspace import Progress, Quiet, library_version, write_atomically
 from retrodict.distributed import is_main_process
-from retrodict.runs._answer import forecast, smooth
+from retrodict.runs._answer import for_each_series, forecast, smooth
 from retrodict.runs._check import Check, check
-from retrodict.runs._content import (
-    Band,
-    Curve,
-    Diagnostic,
-    ParameterLine,
-    ReportContent,
-    Series,
-    SeriesPanel,
-)
-from retrodict.runs._exact import replicate_moments
+from retrodict.runs._content import Band, Curve, ParameterLine, ReportContent, Series, SeriesPanel
 from retrodict.runs._folder import (
     REPORT,
     TRAINING,
@@ -34,10 +22,10 @@ from retrodict.runs._folder import (
     parameter_lines,
     unit_in_words,
 )
-from retrodict.runs._names import shown_states, state_names
 from retrodict.runs._page import MAX_SERIES, page
 from retrodict.runs._plot import plot
-from retrodict.runs._record import Run
+from retrodict.runs._record import AnyTable, Run, shown_states, state_names
+from retrodict.runs._residuals import image
 
 PAGE_STAGE = "the report"
 
@@ -48,15 +36,18 @@ OPEN = " They are quantiles of draws, with a gap between two modes."
 
 MOST_POINTS_OF_TRAINING = 500
 
+Law: TypeAlias = tuple[np.ndarray | None, Any, Any]
+"""Draws of shape `(batch, sample, time, column)`, or None for Gaussian laws; means; covariances."""
+
 
 def write_report(
     run: Run,
-    table: data.Table | data.SharedTable,
+    table: AnyTable,
     *,
     steps: int = 0,
     level: float = 0.9,
     seed: int = 0,
-    found: Check | None = None,
+    checked: Check | None = None,
     command: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -69,7 +60,7 @@ def write_report(
         steps: the number of rows to forecast.
         level: the probability within bands and intervals.
         seed: the random seed.
-        found: the result of `check`, if it is available.
+        checked: the result of `check`, if it is available.
         command: the command line that reproduces the run, if there is one.
         progress: progress callback for the checks, and for the report as one more stage.
 
@@ -80,7 +71,8 @@ def write_report(
     described, whole = table.described(), table
     if isinstance(table, data.SharedTable):
         table = table.leading_series()
-    checked = check(run, whole, seed=seed, progress=progress) if found is None else found
+    if checked is None:
+        checked = check(run, whole, seed=seed, progress=progress)
     scope = [checked.scope.words] if checked.scope and checked.scope.is_partial else []
     progress.begin(PAGE_STAGE)
     results = run.record["results"]
@@ -98,10 +90,7 @@ def write_report(
         parameters_method=f"{unit_in_words(run.record)} {results['uncertainty']}".strip(),
         training=_curves(run.path / TRAINING),
         training_label=f"{results['objective']}, nats per observed row",
-        diagnostics=[
-            Diagnostic(each.name, each.value, each.meaning, each.verdict)
-            for each in checked.findings
-        ],
+        diagnostics=checked.findings,
         commands=[command] if command else [],
         facts=[
             ("retrodict", library_version()),
@@ -167,23 +156,28 @@ def _how(results: Mapping[str, Any]) -> str:
 
 
 def _parameter(name: str, line: Mapping[str, Any]) -> ParameterLine:
-    if line.get("error") is None:
-        note = f"at the edge of {line['edge']}: no interval" if "edge" in line else ""
-        return ParameterLine(name, line["value"], learned=line["learned"], note=note)
-    interval = (line["lower"], line["upper"])
-    return ParameterLine(name, line["value"], line["error"], interval, line["learned"])
+    known = line.get("error") is not None
+    return ParameterLine(
+        name,
+        line["value"],
+        line.get("error"),
+        (line["lower"], line["upper"]) if known else None,
+        line["learned"],
+        note=f"at the edge of {line['edge']}: no interval" if "edge" in line else "",
+    )
 
 
 def _curves(path: Path) -> list[Curve]:
     """Return the training curves, thinned to the points that a page shows."""
     points_by_name: dict[str, list[tuple[float, float]]] = {}
-    for row in csv.reader(io.StringIO(path.read_text())):
-        if row and row[0] != "stage" and row[2]:
-            points_by_name.setdefault(row[0], []).append((float(row[1]), float(row[2])))
+    with path.open(newline="") as file:
+        for name, step, value in [*csv.reader(file)][1:]:
+            if value:
+                points_by_name.setdefault(name, []).append((float(step), float(value)))
     curves = []
     for name, points in points_by_name.items():
         steps, values = np.array(points).T
-        every = max(1, -(-len(steps) // MOST_POINTS_OF_TRAINING))
+        every = -(-len(steps) // MOST_POINTS_OF_TRAINING)
         curves.append(Curve(name, steps[::every], values[::every]))
     return curves
 
@@ -203,146 +197,88 @@ def _series(
     if table.num_series > MAX_SERIES and table.series is not None:
         table = table.select(table.series[:MAX_SERIES])
     smoothed = smooth(run, table, seed=seed)
-    panels = [*zip(table.names, _columns(run, table, smoothed, level, seed), strict=True)]
-    shown, names = shown_states(run, every=all_states), state_names(run)
-    states = _states(run, table, smoothed, level, seed)
-    panels += [(names[place], states[place]) for place in shown]
-    ahead: list[list[Band]] | None = None
+    titles = [*table.names, *state_names(run)]
+    bands = _bands(table.times, _smoothed_laws(run, table, smoothed, seed), level)
+    ahead = None
     if steps:
-        forecasted = forecast(
-            run, table, steps, inputs=inputs, times=times, seed=seed, smoothed=smoothed
-        )
+        options: Any = {"inputs": inputs, "times": times, "seed": seed, "smoothed": smoothed}
         coming = table.future_times(steps) if times is None else table.coming(times)
-        later = _coming(forecasted, coming, level)
-        ahead = later[: len(table.names)] + [later[len(table.names) + place] for place in shown]
+        ahead = _bands(coming, _forecast_laws(forecast(run, table, steps, **options)), level)
+    num_columns = len(table.names)
+    shown = [*range(num_columns), *(num_columns + i for i in shown_states(run, every=all_states))]
+
+    def panel(i: int, place: int) -> SeriesPanel:
+        band, rows, observed = bands[place][i], int(table.length[i]), None
+        if place < num_columns:
+            observed = np.where(table.mask[i, :rows, place], table.ys[i, :rows, place], np.nan)
+        return SeriesPanel(
+            titles[place],
+            band.times,
+            band.centre,
+            band.lower,
+            band.upper,
+            observed,
+            forecast=None if ahead is None else ahead[place][i],
+            hollow=band.hollow,
+        )
+
+    names = [""] if table.series is None else [str(name) for name in table.series]
+    return [Series(name, [panel(i, place) for place in shown]) for i, name in enumerate(names)]
+
+
+def _smoothed_laws(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -> list[Law]:
+    """Return the laws of new observations of every row, and of the states."""
+    model, us, states = rd.unwrap(run.model), table.inputs, (smoothed.mean, smoothed.covariance)
+    if run.is_exact:
+        columns = for_each_series(
+            lambda mean, covariance, us: image(model.emission, mean, covariance, us), *states, us
+        )
+        return [(None, *columns), (None, *states)]
+    keys = jax.random.split(jax.random.key(seed), table.num_series)
+    num_replicates, num_paths = _num_draws(table.ys.size), _num_draws(smoothed.mean.size)
+    replicates = for_each_series(
+        lambda key, chain, us: rd.predictive(key, model, chain, num_replicates, inputs=us),
+        keys,
+        smoothed.chain,
+        us,
+    )
+    paths = for_each_series(lambda key, chain: chain.sample(key, num_paths), keys, smoothed.chain)
+    return [(np.asarray(replicates), None, None), (np.asarray(paths), *states)]
+
+
+def _forecast_laws(ahead: rd.Forecast) -> list[Law]:
+    """Return the laws of the observations and of the states of a forecast."""
+    columns = None if ahead.gaussian else np.asarray(ahead.observations)
+    states = None if ahead.gaussian_states else np.asarray(ahead.states)
     return [
-        Series(
-            "" if table.series is None else str(table.series[i]),
-            [
-                _panel(table, i, place, title, bands[i], None if ahead is None else ahead[place][i])
-                for place, (title, bands) in enumerate(panels)
-            ],
-        )
-        for i in range(table.num_series)
+        (columns, ahead.mean, ahead.covariance),
+        (states, ahead.state_mean, ahead.state_covariance),
     ]
 
 
-def _panel(
-    table: data.Table, i: int, place: int, title: str, band: Band, ahead: Band | None
-) -> SeriesPanel:
-    """Return the panel of one column or state of a series."""
-    observed = None
-    if place < len(table.names):
-        rows = int(table.length[i])
-        observed = np.where(table.mask[i, :rows, place], table.ys[i, :rows, place], np.nan)
-    ends = (band.centre, band.lower, band.upper)
-    return SeriesPanel(title, band.times, *ends, observed, None, ahead, band.hollow)
-
-
-def _columns(
-    run: Run, table: data.Table, smoothed: rd.Smoothed, level: float, seed: int
-) -> list[list[Band]]:
-    """Return the bands of new observations, by column and series."""
-    if not run.is_exact:
-        return _of_draws(table.times, _replicates(run, table, smoothed, seed), level)
-    model, reach = rd.unwrap(run.model), NormalDist().inv_cdf(0.5 + level / 2)
-    laws = [
-        replicate_moments(
-            model,
-            smoothed.mean[i],
-            smoothed.covariance[i],
-            None if table.inputs is None else table.inputs[i],
-        )
-        for i in range(table.num_series)
-    ]
-    means = np.stack([law.mean for law in laws])
-    margin = reach * np.stack([law.std for law in laws])
-    return _between(table.times, means, means - margin, means + margin)
-
-
-def _states(
-    run: Run, table: data.Table, smoothed: rd.Smoothed, level: float, seed: int
-) -> list[list[Band]]:
-    """Return the bands of the states, by state and series."""
-    if not run.is_exact:
-        return _of_draws(table.times, _paths(run, table, smoothed, seed), level)
-    lower, upper = data.gaussian_ends(smoothed.mean, smoothed.covariance, level)
-    return _between(table.times, np.asarray(smoothed.mean), lower, upper)
-
-
-def _coming(ahead: rd.Forecast, times: Sequence[np.ndarray], level: float) -> list[list[Band]]:
-    """Return the bands of the forecast, by column or state and series."""
+def _bands(times: Sequence[np.ndarray], laws: Sequence[Law], level: float) -> list[list[Band]]:
+    """Return the bands of laws, by column or state and series."""
     bands: list[list[Band]] = []
-    for exact, mean, covariance, draws in (
-        (ahead.gaussian, ahead.mean, ahead.covariance, ahead.observations),
-        (ahead.gaussian_states, ahead.state_mean, ahead.state_covariance, ahead.states),
-    ):
-        if exact:
-            lower, upper = data.gaussian_ends(mean, covariance, level)
-            bands += _between(times, np.asarray(mean), lower, upper)
-        else:
-            bands += _of_draws(times, np.asarray(draws), level)
-    return bands
-
-
-def _between(
-    times: Sequence[np.ndarray], centre: np.ndarray, lower: np.ndarray, upper: np.ndarray
-) -> list[list[Band]]:
-    """Return bands from ends of shape `(batch, time, column)`, by column and series."""
-    return [
-        [
-            Band(
-                stamps,
-                centre[i, : len(stamps), place],
-                lower[i, : len(stamps), place],
-                upper[i, : len(stamps), place],
+    for draws, mean, covariance in laws:
+        if draws is not None:
+            bands += [
+                [
+                    Band.of_draws(stamps, draws[i, :, : len(stamps), place], level)
+                    for i, stamps in enumerate(times)
+                ]
+                for place in range(draws.shape[-1])
+            ]
+            continue
+        centre, (lower, upper) = np.asarray(mean), data.gaussian_ends(mean, covariance, level)
+        for place in range(centre.shape[-1]):
+            rows = [(i, slice(len(stamps)), place) for i, stamps in enumerate(times)]
+            bands.append(
+                [
+                    Band(stamps, centre[at], lower[at], upper[at])
+                    for stamps, at in zip(times, rows, strict=True)
+                ]
             )
-            for i, stamps in enumerate(times)
-        ]
-        for place in range(centre.shape[-1])
-    ]
-
-
-def _of_draws(times: Sequence[np.ndarray], draws: np.ndarray, level: float) -> list[list[Band]]:
-    """Return bands from draws of shape `(batch, sample, time, column)`, by column and series."""
-    return [
-        [
-            Band.of_draws(stamps, draws[i, :, : len(stamps), place], level)
-            for i, stamps in enumerate(times)
-        ]
-        for place in range(draws.shape[-1])
-    ]
-
-
-def _replicates(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -> np.ndarray:
-    """Draw new observations of every row, of shape `(batch, sample, time, obs)`."""
-    model = rd.unwrap(run.model)
-    keys = jax.random.split(jax.random.key(seed), table.num_series)
-    us = table.inputs
-    count = _num_draws(table.ys.size)
-
-    @eqx.filter_jit
-    def each(keys: Any, chains: Any, us: Any) -> jax.Array:
-        return eqx.filter_vmap(
-            lambda key, chain, u: rd.predictive(key, model, chain, count, inputs=u),
-            in_axes=(0, eqx.if_array(0), None if us is None else 0),
-        )(keys, chains, us)
-
-    return np.asarray(each(keys, smoothed.chain, us))
-
-
-def _paths(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -> np.ndarray:
-    """Draw paths of the states, of shape `(batch, sample, time, state)`."""
-    keys = jax.random.split(jax.random.key(seed), table.num_series)
-    count = _num_draws(smoothed.mean.size)
-
-    @eqx.filter_jit
-    def each(keys: Any, chains: Any) -> jax.Array:
-        return eqx.filter_vmap(
-            lambda key, chain: chain.sample(key, count), in_axes=(0, eqx.if_array(0))
-        )(keys, chains)
-
-    return np.asarray(each(keys, smoothed.chain))
+    return bands
 
 
 def _num_draws(size: int) -> int:

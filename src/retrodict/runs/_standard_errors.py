@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,8 @@ import numpy as np
 import retrodict as rd
 from retrodict import data, models
 from retrodict._workspace import Folder
-from retrodict.runs._names import parameter_entries
+from retrodict.runs._answer import for_each_series
+from retrodict.runs._record import AnyTable, parameter_entries
 
 LEVEL = 0.9
 """The probability of the intervals of parameters."""
@@ -44,7 +44,7 @@ PARTICLES_OF_GRID, DEVIATIONS_OF_GRID = 500, 8.0
 
 
 def parameter_table(
-    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable
+    folder: Folder, key: Any, model: rd.StateSpaceModel, table: AnyTable
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the entries of all parameters with standard errors, and how these were computed."""
     learned = models.named_parameters(model)
@@ -70,31 +70,25 @@ def parameter_table(
     return lines, {"uncertainty": words, "status": status, "distance": distance}
 
 
-def _compute(
-    key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable, read: Any
-) -> dict[str, Any]:
+def _compute(key: Any, model: rd.StateSpaceModel, table: AnyTable, read: Any) -> dict[str, Any]:
     """Return standard errors as arrays, or the reason why there are none as `"refused"`."""
-    options = table.batch()
     sizes: dict[str, Any] = {}
     if not model.is_linear_gaussian:
-        too_many = {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
-        if isinstance(table, data.SharedTable):
-            return too_many  # the processes would not share the computation
-        on_grid = _errors_on_grid(key, model, table, read)
+        is_shared = isinstance(table, data.SharedTable)  # processes would not share the computation
+        on_grid = None if is_shared else _errors_on_grid(key, model, table, read)
         if on_grid is not None:
             return on_grid
-        if table.summary.num_rows > MOST_ROWS_OF_LOUIS:
-            return too_many
+        if is_shared or table.summary.num_rows > MOST_ROWS_OF_LOUIS:
+            return {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
         sizes = SIZES_OF_LOUIS | {"most_replicates": _most_replicates(table)}
         if isinstance(rd.unwrap(model).transition, rd.AbstractGaussianKernel):
             # Rejection sampling needs a bounded density.
             sizes |= {"backward": rd.particles.RejectionBackward()}
     try:
-        return _as_arrays(
-            rd.parameter_errors(key, model, read=read, level=LEVEL, **sizes, **options)
-        )
+        errors = rd.parameter_errors(key, model, read=read, level=LEVEL, **sizes, **table.batch())
     except (ValueError, FloatingPointError) as error:
         return {"refused": np.array(str(error))}
+    return _as_arrays(errors)
 
 
 def _as_arrays(errors: rd.ParameterErrors) -> dict[str, Any]:
@@ -121,7 +115,6 @@ def _errors_on_grid(
     """
     if model.state_dim != 1 or table.summary.num_rows > MOST_ROWS_OF_GRID:
         return None
-    options = table.batch()
     lower, upper, width = _reach(key, rd.unwrap(model), table)
     if not (np.isfinite(lower) and lower < upper and width > 0):
         return None
@@ -129,29 +122,25 @@ def _errors_on_grid(
     for num_points in (fewest, 4 * fewest):
         grid = rd.Grid(np.array([lower]), np.array([upper]), num_points)
         try:
-            errors = rd.parameter_errors(key, model, read=read, level=LEVEL, grid=grid, **options)
+            return _as_arrays(
+                rd.parameter_errors(key, model, read=read, level=LEVEL, grid=grid, **table.batch())
+            )
         except (ValueError, FloatingPointError):
             continue
-        return _as_arrays(errors)
     return None
 
 
 def _reach(key: Any, model: rd.StateSpaceModel, table: data.Table) -> tuple[float, float, float]:
     """Return the range of the states of a model with one state, and their precision."""
 
-    @eqx.filter_jit
-    def filtered(keys: Any, ys: Any, mask: Any, us: Any, length: Any) -> tuple[Any, Any]:
-        def one(key: Any, ys: Any, mask: Any, us: Any, length: Any) -> tuple[Any, Any]:
-            options = {"mask": mask, "inputs": us, "length": length, "strict": False}
-            result = rd.particle_filter(key, model, ys, PARTICLES_OF_GRID, **options)
-            return result.mean[:, 0], jnp.sqrt(result.covariance[:, 0, 0])
-
-        axes = (0, 0, 0, None if us is None else 0, 0)
-        return eqx.filter_vmap(one, in_axes=axes)(keys, ys, mask, us, length)
+    def filtered(key: Any, ys: Any, mask: Any, us: Any, length: Any) -> tuple[Any, Any]:
+        options: Any = {"mask": mask, "inputs": us, "length": length, "strict": False}
+        result = rd.particle_filter(key, model, ys, PARTICLES_OF_GRID, **options)
+        return result.mean[:, 0], jnp.sqrt(result.covariance[:, 0, 0])
 
     keys = jax.random.split(key, table.num_series)
     ys = np.where(table.mask, table.ys, np.nan)
-    moments = filtered(keys, ys, table.mask, table.inputs, table.length)
+    moments = for_each_series(filtered, keys, ys, table.mask, table.inputs, table.length)
     exists = np.arange(ys.shape[1]) < table.length[:, None]
     mean, std = (np.asarray(part)[exists] for part in moments)
     reach = DEVIATIONS_OF_GRID * std
@@ -182,7 +171,7 @@ def _line(
     return {"edge": "zero" if edge == 0 else f"{edge:g}"}
 
 
-def _most_replicates(table: data.Table | data.SharedTable) -> int:
+def _most_replicates(table: AnyTable) -> int:
     rows = table.summary.num_rows * SIZES_OF_LOUIS["num_samples"]
     return max(SIZES_OF_LOUIS["num_replicates"], min(MOST_REPLICATES, MOST_ROWS_OF_PATHS // rows))
 

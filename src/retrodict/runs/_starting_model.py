@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 import retrodict as rd
-from retrodict import data, models
+from retrodict import models
 from retrodict._errors import Argument
 from retrodict.runs._folder import RunError
-from retrodict.runs._record import Model
+from retrodict.runs._record import AnyTable, Model
 
 PERIODS = {
     "1h": (24, "hours of a day"),
@@ -26,9 +26,7 @@ NUM_MATRICES = 16
 """Matrices of the size of a covariance that are allocated while starting values are computed."""
 
 
-def with_period(
-    spec: models.ModelSpec, table: data.Table | data.SharedTable
-) -> tuple[models.ModelSpec, str]:
+def with_period(spec: models.ModelSpec, table: AnyTable) -> tuple[models.ModelSpec, str]:
     """Return a specification with the period that the time step implies, and the reason in words.
 
     A specification with a period, or of a model without one, is returned unchanged, with an empty
@@ -56,9 +54,7 @@ def with_period(
     return dataclasses.replace(spec, options={**spec.options, "period": period}), words
 
 
-def starting_model(
-    table: data.Table | data.SharedTable, spec: Model, *, seed: int = 0
-) -> rd.StateSpaceModel:
+def starting_model(table: AnyTable, spec: Model, *, seed: int = 0) -> rd.StateSpaceModel:
     """Return the model that a fit starts from, with starting values from the data.
 
     Args:
@@ -88,9 +84,8 @@ def starting_model(
             ".",
         )
     refuse_too_large(spec, table)
-    options = table.leading_series().batch()
     key = jax.random.split(jax.random.key(seed), 4)[0]
-    model = spec.build_from(options.pop("ys"), key=key, **options)
+    model = spec.build_from(**table.leading_series().batch(), key=key)
     if model.takes_input and not table.input_names:
         raise RunError(
             f"The model {spec.reference} takes inputs, and the table has none: name their columns"
@@ -117,7 +112,7 @@ def starting_model(
     return model
 
 
-def refuse_too_large(spec: models.ModelSpec, table: data.Table | data.SharedTable) -> None:
+def refuse_too_large(spec: models.ModelSpec, table: AnyTable) -> None:
     """Refuse a ready model whose matrices do not fit into the memory of this machine.
 
     Raises:

@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -15,21 +14,19 @@ import numpy as np
 import retrodict as rd
 from retrodict import data
 from retrodict._errors import Argument, Notice
+from retrodict.runs._answer_lines import Answers, as_lines, as_texts, header
 from retrodict.runs._folder import RunError
-from retrodict.runs._learning_monitor import HISTORY_STARTS, Monitor, MonitorState
-from retrodict.runs._lines import Answers, arriving, as_texts, header, written
-from retrodict.runs._names import state_names
-from retrodict.runs._online_options import Learning
-from retrodict.runs._record import Run
-from retrodict.runs._save_learned import refuse_existing, save_learned
-from retrodict.runs._stream_state import (
+from retrodict.runs._learning import HISTORY_STARTS, Learning, Monitor, refuse_existing
+from retrodict.runs._record import Run, state_names
+from retrodict.runs._stream_files import (
     Live,
+    MonitorState,
+    OutputFile,
+    OutputPipe,
     StateLock,
     StreamState,
     empty_file,
-    open_output,
     read_state,
-    refuse_removed,
     write_state,
 )
 
@@ -38,19 +35,8 @@ CHUNK = 256
 
 SECONDS_BETWEEN_SAVES = 1.0
 
-
-class Start(NamedTuple):
-    """The rows that a stream starts after.
-
-    Attributes:
-        rows: the rows; `None` for a start from the prior of the model.
-        fingerprint: their fingerprint.
-        words: a sentence that describes the start.
-    """
-
-    rows: data.Rows | None
-    fingerprint: str | None
-    words: str
+LONGEST_LINE = 1 << 24
+"""The largest number of bytes of a line; input without an end of line would fill the memory."""
 
 
 def stream(
@@ -66,7 +52,7 @@ def stream(
     learning: Learning | None = None,
     restart: bool = False,
     after: data.Table | Literal["fit", "prior"] = "fit",
-    say: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> int:
     """Answer rows of comma-separated values as they arrive.
 
@@ -102,7 +88,7 @@ def stream(
         after: the rows before the first row of the stream: those that the run was `"fit"` to, a
             table that was read with `run.layout`, or none, for a start from the `"prior"` of the
             model. These rows are not answered, and parameters are not learned from them.
-        say: a callback for messages: where the stream starts, and how many rows it skips.
+        notify: a callback for messages: where the stream starts, and how many rows it skips.
 
     Returns:
         The number of rows answered.
@@ -112,56 +98,61 @@ def stream(
         RunError: if the state is of another run, start, lag, learning or file, or if the run does
             not store the rows that it was fitted to.
     """
-    say = say or (lambda _: None)
-    start = _start(run, after)
+    notify = notify or (lambda _: None)
+    rows_before, fingerprint_before, words = _start(run, after)
     place = state_place(run, lag, learning) if state is None else state
     live = rd.online.FixedLag(run.smoother, lag) if learning is None else learning.learner(run, lag)
-    if learning is not None and learning.save_run is not None:
-        refuse_existing(learning.save_run)
-    outputs = [out, *((learning.history, learning.figure) if learning else ())]
-    for path in (place, *outputs):
+    paths = [place, out]
+    if learning is not None:
+        paths += [learning.history, learning.figure]
+        if learning.save_run is not None:
+            refuse_existing(learning.save_run)
+    for path in paths:
         if isinstance(path, Path):
             data.check_target(path, overwrite=True, suffixes=())
+    names = state_names(run)
+    first_line = b"" if as_json else header(names)
     with ExitStack() as files:
         lock = StateLock(place, files)
         # Without output files and rows a state is only read, and another stream may use it.
-        if restart or any(isinstance(path, Path) for path in outputs):
+        if restart or any(isinstance(path, Path) for path in paths[1:]):
             lock.take()
         if restart:
-            _forget(place, out, learning, state_names(run))
+            _forget(place, out, learning, names)
+        fingerprint = _fingerprint(run, live, learning, fingerprint_before)
         fresh = StreamState.initial(live, seed)
-        fingerprint = _fingerprint(run, live, learning, start)
         current = read_state(place, fingerprint, fresh)
         # The process may have been killed after its first rows and before their state was written.
         unread = place.exists() and not current.read
-        handle = out
+        answers, monitor = OutputPipe(out, first_line), None
         if isinstance(out, Path):
-            handle = open_output(out, int(current.written), unread, files)
-        monitor = _monitor(run, live, learning, fresh, current, unread, files)
+            answers = OutputFile(out, first_line, int(current.written), unread, files)
+        if learning is not None and isinstance(live, rd.online.LaggedLearner):
+            stored = MonitorState(*current.monitor)
+            monitor = Monitor(run, live, learning, fresh.live, stored, unread, files)
         if place.exists():
             timed = run.layout["time"] is not None
             rows = "rows that it covers are skipped" if timed else "rows without a time are all new"
-            say(
-                Notice(
-                    f"Resuming from {place}: {rows}; ",
-                    Argument("restart", True),
-                    " starts over.",
-                )
-            )
+            restarted = Argument("restart", True)
+            notify(Notice(f"Resuming from {place}: {rows}; ", restarted, " starts over."))
         else:
-            say(start.words)
-            if start.rows is not None:
-                current = _read_before(run, live, learning, current, start.rows, seed)
-        is_file = handle is not out
-        session = _Session(run, live, place, fingerprint, handle, is_file, monitor, say, lock)
-        current, count = session.answer(source, current, as_json)
-        if flush and current.read:
-            handle.write(written(_remaining(live, current), session.names, as_json))
-            handle.flush()
-        if monitor is not None:
-            monitor.show(current.live, last=True)
-            if monitor.learning.save_run is not None:
-                _save_run(run, monitor, current, monitor.learning.save_run)
+            notify(words)
+            current = _read_before(run, live, learning, current, rows_before, seed)
+        session = _Session(
+            run.layout,
+            names,
+            live,
+            current,
+            place,
+            fingerprint,
+            answers,
+            monitor,
+            lock,
+            notify,
+            as_json,
+        )
+        count = session.answer(source)
+        session.finish(flush=flush)
     return count
 
 
@@ -177,148 +168,144 @@ def state_place(run: Run, lag: int, learning: Learning | None = None) -> Path:
     return run.path / f"stream-{lag}{part}.rd"
 
 
-def _monitor(
-    run: Run,
-    live: Live,
-    learning: Learning | None,
-    fresh: StreamState,
-    state: StreamState,
-    unread: bool,
-    files: ExitStack,
-) -> Monitor | None:
-    """Return the monitor of a learner, with its history opened."""
-    if learning is None or not isinstance(live, rd.online.LaggedLearner):
-        return None
-    stored, history = MonitorState(*state.monitor), None
-    figure, num_bytes = learning.figure, int(stored.noted)
-    if figure is not None and figure.exists() and not (num_bytes or unread):
-        raise RunError(f"{figure} exists, and is not of this stream; name another.")
-    if learning.history is not None:
-        history = open_output(learning.history, num_bytes, unread, files)
-    return Monitor(live, learning, run.layout["columns"], fresh.live, stored, history)
-
-
+@dataclasses.dataclass
 class _Session:
-    """A loop that answers the rows of one source and regularly saves the state.
+    """One call of `stream`.
 
-    Args:
-        run: the run.
+    Attributes:
+        layout: the layout of the table that the run was fitted to.
+        names: the names of the states.
         live: the smoother.
+        state: the state of the stream.
         place: the file of the state.
         fingerprint: the fingerprint of the state.
-        handle: the destination of answers.
-        is_file: whether that is a file, which is truncated when the stream resumes.
+        answers: the destination of answers.
         monitor: the monitor of a learner.
-        say: a callback for messages.
-        lock: taken before anything is written.
+        lock: the lock of the state, taken before anything is written.
+        notify: a callback for messages.
+        as_json: whether an answer is a line of JSON.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        live: Live,
-        place: Path,
-        fingerprint: str,
-        handle: Any,
-        is_file: bool,
-        monitor: Monitor | None,
-        say: Callable[[str], None],
-        lock: StateLock,
-    ):
-        self.layout, self.names, self.live = run.layout, state_names(run), live
-        self.place, self.fingerprint, self.lock, self.say = place, fingerprint, lock, say
-        self.handle, self.is_file, self.monitor = handle, is_file, monitor
+    layout: dict[str, Any]
+    names: list[str]
+    live: Live
+    state: StreamState
+    place: Path
+    fingerprint: str
+    answers: OutputFile | OutputPipe
+    monitor: Monitor | None
+    lock: StateLock
+    notify: Callable[[str], None]
+    as_json: bool
 
-    def answer(self, source: Any, state: StreamState, as_json: bool) -> tuple[StreamState, int]:
-        """Answer all rows; return the state after them and their number."""
-        reader: data.LiveReader | None = None
-        last = None if not state.waiting.size else state.as_time(state.last)
-        count, reported, saved = 0, False, time.monotonic()
-        needs_header = not as_json and not (self.is_file and self.handle.tell())
+    def answer(self, source: Any) -> int:
+        """Answer all rows; return their number."""
+        reader, count, saved = None, 0, time.monotonic()
+        last = self.state.as_time(self.state.last) if self.state.waiting.size else None
         for lines in arriving(source):
             if reader is None:
                 reader = data.LiveReader(self.layout, lines.pop(0), last=last)
             rows = reader.read(lines)
-            if len(rows.times) and not reported:
+            if len(rows.times) and not count:
                 self.report_skipped(reader)
-                reported = True
-                self.lock.take()
-            if not count and len(rows.times) and not self.place.exists():
-                # Before any answer: a file of answers without a state would be refused later.
-                state = self.save(state)
-            if needs_header and len(rows.times):
-                self.handle.write(header(self.names))
-                needs_header = False
-                if self.is_file and state.read:  # a file that begins later than the stream
-                    state = self.save(state)
-            for begin, end in self.chunks(state, len(rows.times)):
-                chunk = rows.cut(begin, end)
-                state, answers, output = _advance(self.live, state, chunk)
-                self.handle.write(written(answers, self.names, as_json))
-                count += len(chunk.times)
+                self.begin()
+            while num_rows := len(rows.times):
+                size = min(CHUNK, num_rows)
                 if self.monitor is not None:
-                    self.monitor.record(state.live, chunk, output.elbo_increment, output.skipped)
-                    self.monitor.show(state.live)
-                self.handle.flush()
+                    size = self.monitor.rows_to_line(self.state.live, size)
+                chunk, rows = rows.cut(0, size), rows.cut(size, num_rows)
+                self.state, answers, output = _advance(self.live, self.state, chunk)
+                self.write(answers)
+                count += size
+                if self.monitor is not None:
+                    self.monitor.record(self.state.live, chunk, output)
                 if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
-                    state, saved = self.save(state), time.monotonic()
-        if reader is not None and not reported:
-            self.report_skipped(reader)
+                    self.save()
+                    saved = time.monotonic()
         if count:
-            state = self.save(state)
-        elif needs_header and not self.is_file:
-            self.handle.write(header(self.names))
-        return state, count
+            self.save()
+        else:
+            if reader is not None:
+                self.report_skipped(reader)
+            if isinstance(self.answers, OutputPipe):
+                self.answers.write(b"")
+        return count
+
+    def begin(self) -> None:
+        """Lock the state, and write it before any answer and after a new header.
+
+        A file of answers without a state that covers its header would be refused later.
+        """
+        self.lock.take()
+        if not self.place.exists():
+            self.save()
+        self.answers.write(b"")
+        if self.state.read:
+            self.save()
+
+    def finish(self, *, flush: bool) -> None:
+        """Answer the last rows if the stream ends, and write what was learned."""
+        state, monitor = self.state, self.monitor
+        if flush and state.read:
+            self.write(_remaining(self.live, state))
+        if monitor is None:
+            return
+        monitor.show(state.live, last=True)
+        if monitor.learning.save_run is not None:
+            if not state.read:
+                raise RunError("No row was read: there is no learned run to save. Send rows first.")
+            last = as_texts(np.atleast_1d(state.as_time(state.last)))[0]
+            monitor.save_run(monitor.learning.save_run, state.live, last)
+
+    def write(self, answers: Answers) -> None:
+        """Write answers and pass them on."""
+        self.answers.write(as_lines(answers, self.names, self.as_json))
+        self.answers.flush()
 
     def report_skipped(self, reader: data.LiveReader) -> None:
         """Report how many rows were skipped, if any."""
         if reader.skipped:
             last = as_texts(np.atleast_1d(reader.resumed))[0]
-            self.say(
+            self.notify(
                 f"Skipped {reader.skipped} rows: they are not later than {last}, the last one."
             )
 
-    def chunks(self, state: StreamState, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the ends of chunks, which also end where a line of the history is due."""
-        begin = 0
-        read = 0 if self.monitor is None else int(state.live.learner.num_read)
-        while begin < count:
-            size = CHUNK
-            if self.monitor is not None and self.monitor.history is not None:
-                every = self.monitor.learning.history_every
-                size = min(CHUNK, every - (read + begin) % every)
-            end = min(begin + size, count)
-            yield begin, end
-            begin = end
-
-    def save(self, state: StreamState) -> StreamState:
+    def save(self) -> None:
         """Write the state, after the answers that it covers."""
-        if self.is_file:
-            refuse_removed(self.handle)
-            self.handle.flush()
-            os.fsync(self.handle.fileno())
-            state = state._replace(written=np.asarray(self.handle.tell()))
+        if isinstance(self.answers, OutputFile):
+            self.state = self.state._replace(written=np.asarray(self.answers.save()))
         if self.monitor is not None:
-            if self.monitor.history is not None:
-                refuse_removed(self.monitor.history)
-            state = state._replace(monitor=tuple(self.monitor.save()))
-        write_state(self.place, self.live, state, self.fingerprint)
-        return state
+            self.state = self.state._replace(monitor=tuple(self.monitor.save()))
+        write_state(self.place, self.live, self.state, self.fingerprint)
 
 
-def _save_run(run: Run, monitor: Monitor, state: StreamState, out: Path) -> None:
-    if not state.read:
-        raise RunError("No row was read: there is no learned run to save. Send rows first.")
-    save_learned(
-        run,
-        monitor.live.model(state.live),
-        monitor.live.family(state.live),
-        out,
-        learning=monitor.learning,
-        num_rows=int(state.live.learner.num_read),
-        nats_per_row=monitor.elbo,
-        last=as_texts(np.atleast_1d(state.as_time(state.last)))[0],
-    )
+def arriving(source: Any) -> Iterator[list[str]]:
+    """Yield lines as they arrive: as many as are available, and at least one.
+
+    Raises:
+        DataError: if a line is not UTF-8, or too long.
+    """
+    rest = b""
+    read = getattr(source, "read1", source.read)
+    while block := read(1 << 16):
+        *lines, rest = (rest + block).split(b"\n")
+        if lines:
+            yield [_decoded(line) for line in lines]
+        if len(rest) > LONGEST_LINE:
+            raise data.DataError(
+                f"standard input: a line has more than {LONGEST_LINE} bytes; send rows of text."
+            )
+    if rest.strip():
+        yield [_decoded(rest)]
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode("utf-8-sig").rstrip("\r")
+    except UnicodeDecodeError as error:
+        raise data.DataError(
+            f"standard input: {line[:40]!r} is not UTF-8; send text in UTF-8."
+        ) from error
 
 
 def _advance(live: Live, state: StreamState, rows: data.Rows) -> tuple[StreamState, Answers, Any]:
@@ -364,8 +351,10 @@ def _remaining(live: Live, state: StreamState) -> Answers:
     return Answers(times, None, times, (mean[-count:], std[-count:]), np.ones(count, bool))
 
 
-def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
-    """Return the rows that a stream starts after.
+def _start(
+    run: Run, after: data.Table | Literal["fit", "prior"]
+) -> tuple[data.Rows | None, str | None, str]:
+    """Return the rows that a stream starts after, their fingerprint, and a notice.
 
     Raises:
         RunError: if there are none, or if the run is of several series.
@@ -375,10 +364,14 @@ def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
             f"{run.path} is a run of several series, and a stream has one series; fit a single"
             " series."
         )
-    if isinstance(after, str) and after == "prior":
-        words = "Starting from the prior of the model, without earlier rows."
-        return Start(None, None, words)
-    if isinstance(after, str):
+    if isinstance(after, data.Table):
+        rows, fingerprint = data.Rows.of_table(after), after.summary.fingerprint
+        origin = f"of {after.source}"
+        if rows is None:
+            raise RunError(f"{after.source} has several series; give a table of one.")
+    elif after == "prior":
+        return None, None, "Starting from the prior of the model, without earlier rows."
+    else:
         rows, fingerprint = run.rows(), run.record["data"]["sha256"]
         origin = "that the run was fitted to"
         if rows is None:
@@ -389,27 +382,25 @@ def _start(run: Run, after: data.Table | Literal["fit", "prior"]) -> Start:
                 Argument("after", "prior"),
                 ".",
             )
-    else:
-        rows, fingerprint = data.Rows.of_table(after), after.summary.fingerprint
-        origin = f"of {after.source}"
-        if rows is None:
-            raise RunError(f"{after.source} has several series; give a table of one.")
     last = as_texts(rows.times[-1:])[0]
-    words = Notice(
-        f"Starting after the {len(rows.times)} rows {origin}, up to {last}; ",
-        Argument("after", "prior"),
-        " leaves them out.",
-    )
-    return Start(rows, fingerprint, words)
+    words = f"Starting after the {len(rows.times)} rows {origin}, up to {last}; "
+    return rows, fingerprint, Notice(words, Argument("after", "prior"), " leaves them out.")
 
 
 def _read_before(
-    run: Run, live: Live, learning: Learning | None, fresh: StreamState, rows: data.Rows, seed: int
+    run: Run,
+    live: Live,
+    learning: Learning | None,
+    fresh: StreamState,
+    rows: data.Rows | None,
+    seed: int,
 ) -> StreamState:
     """Read the rows before a stream, without answering them or learning from them.
 
     A learner reads them with steps of zero, so that its gradients continue from them too.
     """
+    if rows is None:
+        return fresh
     state, reader = fresh, live
     if learning is not None:
         without_steps = dataclasses.replace(learning, rate=0.0, schedule="constant")
@@ -424,9 +415,12 @@ def _read_before(
     return state._replace(read=fresh.read)
 
 
-def _fingerprint(run: Run, live: Live, learning: Learning | None, start: Start) -> str:
+def _fingerprint(
+    run: Run, live: Live, learning: Learning | None, fingerprint_before: str | None
+) -> str:
+    """Return what the state of a stream depends on."""
     fixed = live if isinstance(live, rd.online.FixedLag) else live.live
-    settings: list[Any] = [run.record["files"], fixed.lag, fixed.num_samples, start.fingerprint]
+    settings: list[Any] = [run.record["files"], fixed.lag, fixed.num_samples, fingerprint_before]
     if learning is not None:
         settings.append(learning.settings)
     return json.dumps(settings, sort_keys=True)
@@ -438,7 +432,7 @@ def _forget(place: Path, out: Any, learning: Learning | None, names: list[str]) 
         return
     answers = isinstance(out, Path) and empty_file(out, (header(names), b'{"time": '))
     if learning is not None:
-        history = empty_file(learning.history, (HISTORY_STARTS,))
+        history = empty_file(learning.history, HISTORY_STARTS)
         if learning.figure is not None and (answers or history):
             learning.figure.unlink(missing_ok=True)
     place.unlink()

@@ -9,10 +9,8 @@ import numpy as np
 import optax
 
 import retrodict as rd
-from retrodict import data
 from retrodict._workspace import Folder
-from retrodict.runs._optimiser import relative_to_size
-from retrodict.runs._save_learned import with_structure_of
+from retrodict.runs._record import AnyTable, with_structure_of
 
 FAMILIES = {
     "mixture": rd.MixtureFamily,
@@ -36,11 +34,9 @@ MAX_EVIDENCE_STEPS = 300
 
 
 def fit_by_evidence(
-    folder: Folder, key: Any, model: rd.StateSpaceModel, table: data.Table | data.SharedTable
+    folder: Folder, key: Any, model: rd.StateSpaceModel, table: AnyTable
 ) -> tuple[rd.StateSpaceModel, np.ndarray, float, str]:
     """Return the model of maximal evidence, the history, the log-evidence and a status."""
-    options = table.batch()
-    ys = options.pop("ys")
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(arrays)
 
@@ -48,11 +44,10 @@ def fit_by_evidence(
         result = rd.fit_evidence(
             key,
             model,
-            ys,
+            **table.batch(),
             optimiser="lbfgs",
             num_steps=MAX_EVIDENCE_STEPS,
             progress=False,
-            **options,
         )
         fitted = eqx.filter(with_structure_of(model, result.model), eqx.is_inexact_array)
         return {
@@ -75,7 +70,7 @@ def fit_by_elbo(
     folder: Folder,
     key: Any,
     model: rd.StateSpaceModel,
-    table: data.Table | data.SharedTable,
+    table: AnyTable,
     num_steps: int,
 ) -> tuple[rd.StateSpaceModel, np.ndarray, float]:
     """Return the model of maximal ELBO, the history, and the ELBO.
@@ -84,20 +79,18 @@ def fit_by_elbo(
     that parameters converge. That family was trained on these series only, and is discarded.
     """
     family_key, fit_key = jax.random.split(key)
-    options = table.batch()
-    ys, width = options.pop("ys"), len(table.input_names)
-    family = rd.RecurrentFamily(family_key, model.state_dim, len(table.names), input_dim=width)
+    sizes = (model.state_dim, len(table.names))
+    family = rd.RecurrentFamily(family_key, *sizes, input_dim=len(table.input_names))
     result, _ = folder.fit(
         "the parameters, by the ELBO",
         fit_key,
         family,
         model,
-        ys,
         num_steps=num_steps,
         learn="both",
         objective=rd.Objective(window=MAX_WINDOW if table.summary.longest > MAX_WINDOW else None),
         optimisation=rd.Optimisation(optimiser=_optimiser(num_steps)),
-        **options,
+        **table.batch(),
     )
     elbo = float(result.held_out[result.held_out_steps == result.kept_step][-1])
     fitted = with_structure_of(model, result.model)
@@ -115,21 +108,40 @@ def _optimiser(num_steps: int) -> optax.GradientTransformation:
     )
 
 
+def relative_to_size() -> optax.GradientTransformation:
+    """Return a transformation that multiplies updates of the model by max(1, |parameter|).
+
+    Without it a scale of a thousand would take a hundred thousand steps of 0.01. Updates are pairs
+    of family and model; those of the family are not changed.
+    """
+
+    def scale(updates: Any, parameters: Any) -> Any:
+        family, model = updates
+        scaled = jax.tree.map(
+            lambda update, at: update * jnp.maximum(1.0, jnp.abs(at)), model, parameters[1]
+        )
+        return family, scaled
+
+    return optax.stateless(scale)
+
+
 def train_family(
     folder: Folder,
     key: Any,
     model: rd.StateSpaceModel,
-    table: data.Table | data.SharedTable,
+    table: AnyTable,
     name: str,
     num_steps: int,
 ) -> tuple[rd.AbstractFamily, np.ndarray]:
     """Train a family on series simulated from the model; return it and the history."""
     draw_key, family_key, fit_key = jax.random.split(key, 3)
-    options = table.leading_series().batch()
-    ys = options.pop("ys")
     plain = rd.unwrap(model)
     simulated = rd.simulate_like(
-        draw_key, plain, ys, NUM_SIMULATED + NUM_HELD_OUT, num_times=ROWS_SIMULATED, **options
+        draw_key,
+        plain,
+        **table.leading_series().batch(),
+        num_series=NUM_SIMULATED + NUM_HELD_OUT,
+        num_times=ROWS_SIMULATED,
     )
     mask = simulated.options["mask"]
     mask = jnp.ones(simulated.ys.shape, bool) if mask is None else mask
@@ -137,8 +149,8 @@ def train_family(
     simulated = simulated._replace(options={**simulated.options, "mask": mask})
     train = jax.tree.map(lambda leaf: leaf[:NUM_SIMULATED], simulated)
     held_out = jax.tree.map(lambda leaf: leaf[NUM_SIMULATED:], simulated)
-    width = len(table.input_names)
-    family = FAMILIES[name](family_key, model.state_dim, ys.shape[-1], input_dim=width)
+    sizes = (model.state_dim, len(table.names))
+    family = FAMILIES[name](family_key, *sizes, input_dim=len(table.input_names))
     result, _ = folder.fit(
         f"a {name} family",
         fit_key,
@@ -155,9 +167,9 @@ def train_family(
 def _share_observed(mask: Any, length: Any) -> float:
     """Return the share of existing rows with an observed entry."""
     observed: Any = np.asarray(mask).any(axis=2)
-    exists = np.ones(observed.shape, bool)
-    if length is not None:
-        exists = np.arange(observed.shape[1]) < np.asarray(length)[:, None]
+    rows = np.arange(observed.shape[1])
+    exists = rows < (len(rows) if length is None else np.asarray(length)[:, None])
+    exists = np.broadcast_to(exists, observed.shape)
     return float((observed & exists).sum() / exists.sum())
 
 

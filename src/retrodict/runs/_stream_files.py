@@ -1,4 +1,4 @@
-"""The state of a stream in a file, and the files that a stream appends to."""
+"""The files of a stream: its state, which one process at a time may write, and its output."""
 
 import os
 from contextlib import ExitStack
@@ -12,10 +12,31 @@ import retrodict as rd
 from retrodict._errors import Argument
 from retrodict._workspace import hold
 from retrodict.runs._folder import RunError
-from retrodict.runs._learning_monitor import MonitorState
+
+MEMORY = 500
+"""The number of rows over which the ELBO is averaged."""
 
 Live: TypeAlias = rd.online.FixedLag | rd.online.LaggedLearner
 """The smoother of a stream: with fixed parameters, or learning them."""
+
+
+class MonitorState(NamedTuple):
+    """The state of a `Monitor`, which is part of the state of a stream.
+
+    Attributes:
+        recent: the ELBO increments of the last rows, as a ring buffer.
+        counted: the number of rows that have entered it.
+        noted: the number of bytes written to the history.
+    """
+
+    recent: np.ndarray
+    counted: np.ndarray
+    noted: np.ndarray
+
+    @staticmethod
+    def initial() -> "MonitorState":
+        """Return the state before the first row."""
+        return MonitorState(np.zeros(MEMORY), np.zeros((), int), np.zeros((), int))
 
 
 class StreamState(NamedTuple):
@@ -115,12 +136,10 @@ def read_state(place: Path, fingerprint: str, fresh: StreamState) -> StreamState
     matches = (
         len(fields) == len(StreamState._fields)
         and (isinstance(state.live, list) or jax.tree.structure(state.live) == structure)
-        and _forms(state.live) == _forms(fresh.live)
+        and _forms((state.live, state.monitor)) == _forms((fresh.live, fresh.monitor))
         and [np.ndim(number) for number in numbers] == [0, 0, 1, 0]
         and all(isinstance(number, np.ndarray | np.generic) for number in numbers)
         and all(number.dtype.kind in "bifu" for number in numbers)
-        and (state.monitor is None) == (fresh.monitor is None)
-        and _forms(state.monitor) == _forms(fresh.monitor)
     )
     if not matches:
         raise other_version
@@ -157,14 +176,7 @@ class StateLock:
             return
         lock = self.place.with_name(f".{self.place.name}.lock")
         handle = self.files.enter_context(open(lock, "ab"))
-        try:
-            hold(handle.fileno())
-        except BlockingIOError as error:
-            raise RunError(
-                f"{self.place} is in use by another process; end it, or name another state by ",
-                Argument("state"),
-                ".",
-            ) from error
+        hold_file(handle, self.place, "or name another state by ", Argument("state"), ".")
         if self._stamp() != self.before:
             raise RunError(f"{self.place} was changed by another process; start again.")
         self.taken = True
@@ -177,37 +189,99 @@ class StateLock:
         return status.st_ino, status.st_mtime_ns
 
 
-def open_output(out: Path, num_bytes: int, unread: bool, files: ExitStack) -> Any:
-    """Open a file that a stream appends to, truncated to the bytes that the state covers.
+def hold_file(handle: Any, path: Path, *remedy: str | Argument) -> None:
+    """Lock an open file until it is closed.
 
     Args:
-        out: the file.
+        handle: the file.
+        path: its path, for the message.
+        *remedy: the end of the message.
+
+    Raises:
+        RunError: if another process has locked it.
+    """
+    try:
+        hold(handle.fileno())
+    except BlockingIOError as error:
+        handle.close()
+        raise RunError(f"{path} is in use by another process; end it, ", *remedy) from error
+
+
+class OutputPipe:
+    """A file that the caller has opened: it is written to, and not truncated.
+
+    Args:
+        handle: the file, opened for bytes.
+        header: its first line.
+    """
+
+    def __init__(self, handle: Any, header: bytes):
+        self.handle, self.header = handle, header
+
+    def write(self, content: bytes) -> None:
+        """Write the header if nothing was written yet, and the content."""
+        self.handle.write(self.header + content)
+        self.header = b""
+
+    def flush(self) -> None:
+        """Pass on what was written."""
+        self.handle.flush()
+
+
+class OutputFile:
+    """A file that a stream appends to, truncated to the bytes that the state of the stream covers.
+
+    Args:
+        path: the file.
+        header: its first line.
         num_bytes: the number of bytes that the state covers. A file with none is refused as not of
             this stream, unless the state has read no row.
         unread: whether there is a state that has read no row.
         files: closes the file, and removes it if it is empty.
     """
-    handle = open(out, "r+b" if out.exists() else "x+b")
-    try:
-        hold(handle.fileno())
-    except BlockingIOError as error:
-        handle.close()
-        raise RunError(f"{out} is in use by another process; end it, or name another.") from error
-    files.callback(_remove_empty, out)
-    files.enter_context(handle)
-    size = out.stat().st_size
-    if size < num_bytes:
-        raise RunError(
-            f"{out} has {size} bytes, and the state covers {num_bytes}: this stream was written to"
-            " another file. Name that one, or another state by ",
-            Argument("state"),
-            ".",
-        )
-    if size and not (num_bytes or unread):
-        raise RunError(f"{out} exists, and is not of this stream; name another.")
-    handle.truncate(num_bytes)
-    handle.seek(num_bytes)
-    return handle
+
+    def __init__(self, path: Path, header: bytes, num_bytes: int, unread: bool, files: ExitStack):
+        self.path, self.header = path, header
+        self.handle = open(path, "r+b" if path.exists() else "x+b")
+        hold_file(self.handle, path, "or name another.")
+        files.callback(_remove_empty, path)
+        files.enter_context(self.handle)
+        size = path.stat().st_size
+        if size < num_bytes:
+            raise RunError(
+                f"{path} has {size} bytes, and the state covers {num_bytes}: this stream was"
+                " written to another file. Name that one, or another state by ",
+                Argument("state"),
+                ".",
+            )
+        if size and not (num_bytes or unread):
+            raise RunError(f"{path} exists, and is not of this stream; name another.")
+        self.handle.truncate(num_bytes)
+        self.handle.seek(num_bytes)
+
+    def write(self, content: bytes) -> None:
+        """Write the header if the file is empty, and the content."""
+        self.handle.write(content if self.handle.tell() else self.header + content)
+
+    def flush(self) -> None:
+        """Pass on what was written."""
+        self.handle.flush()
+
+    def save(self) -> int:
+        """Write the file to the disk; return its number of bytes.
+
+        Raises:
+            RunError: if the file was removed: further output would be lost.
+        """
+        if not os.fstat(self.handle.fileno()).st_nlink:
+            raise RunError(
+                f"{self.path} was removed while the stream was writing to it. Pass ",
+                Argument("restart", True),
+                " to start over.",
+            )
+        self.handle.flush()
+        os.fsync(self.handle.fileno())
+        return self.handle.tell()
 
 
 def _remove_empty(path: Path) -> None:
@@ -224,13 +298,3 @@ def empty_file(path: Path | None, starts: tuple[bytes, ...]) -> bool:
         if matches:
             file.truncate(0)
     return matches
-
-
-def refuse_removed(handle: Any) -> None:
-    """Refuse to continue with a file that was removed: further output would be lost."""
-    if not os.fstat(handle.fileno()).st_nlink:
-        raise RunError(
-            f"{handle.name} was removed while the stream was writing to it. Pass ",
-            Argument("restart", True),
-            " to start over.",
-        )
