@@ -2,7 +2,8 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from retrodict.data._files import (
     text_records,
 )
 from retrodict.data._objects import from_xarray
-from retrodict.data._source import ROW_NAMES, Source, frame_source, no_column, parse_numbers
+from retrodict.data._source import Source, frame_source, no_column
 
 CHUNK_ROWS = 100_000
 """Rows of a text file whose identifiers are in memory at the same time."""
@@ -32,8 +33,9 @@ class AbstractParts(ABC):
     Attributes:
         name: the path of the file in messages.
         keys: the columns, or the dimension, that identify series.
+        columns: the names of all columns of a table.
         unit: what a number of a row counts in messages.
-        count: the number of parts; of a text file after `identifiers`.
+        count: the number of parts; of a text file after `cells`.
         rows: the number of rows of a part, at most.
         can_be_split: whether parts are read like the whole file.
     """
@@ -44,15 +46,15 @@ class AbstractParts(ABC):
 
     def __init__(self, path: Path, name: str, keys: list[str]) -> None:
         self.path, self.name, self.keys = path, name, keys
+        self.columns: list[str] = []
         self.count = 0
 
     @abstractmethod
-    def identifiers(self) -> Iterator[tuple[np.ndarray, Any]]:
-        """Yield the numbers of rows in messages, and a frame of their identifiers, in chunks."""
+    def cells(self, columns: list[str]) -> Iterator[tuple[np.ndarray, Any]]:
+        """Yield the numbers of rows in messages, and a frame of some columns, in chunks.
 
-    def counting(self) -> tuple[str, ...] | None:
-        """Return the columns that hold the number of the row, after `identifiers`; if known."""
-        return None
+        Of a NetCDF file the only column is the identifier of each series.
+        """
 
     def read(self, places: np.ndarray, layout: dict[str, Any], *, known: bool) -> Source:
         """Read some parts.
@@ -70,10 +72,10 @@ class AbstractParts(ABC):
     @abstractmethod
     def _read(self, places: np.ndarray, layout: dict[str, Any], known: bool) -> Source: ...
 
-    def _require_keys(self, columns: Sequence[str]) -> None:
-        for key in self.keys:
-            if key not in columns:
-                raise DataError(f"{self.name}: {no_column(key, 'series', columns)}")
+    def _require(self, columns: list[str]) -> None:
+        for column in columns:
+            if column not in self.columns:
+                raise DataError(f"{self.name}: {no_column(column, 'series', self.columns)}")
 
 
 def open_parts(path: Path, name: str, keys: list[str]) -> AbstractParts:
@@ -88,6 +90,7 @@ class ParquetRows(AbstractParts):
     def __init__(self, path: Path, name: str, keys: list[str]) -> None:
         super().__init__(path, name, keys)
         self._file = open_parquet(path, name)
+        self.columns = self._file.schema_arrow.names
         metadata = self._file.metadata
         counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         self._begins = np.concatenate([[0], np.cumsum(counts)]).astype(int)
@@ -105,36 +108,19 @@ class ParquetRows(AbstractParts):
             index = (schema.pandas_metadata or {}).get("index_columns", [])
             ranges = [each for each in index if isinstance(each, dict)]
             plain = all((e["start"], e["step"], e["name"]) == (0, 1, None) for e in ranges)
-            return plain and all(column in schema.names for column in self.keys)
+            return plain and set(self.keys) <= set(self.columns)
 
         return read_binary(read, self.name, "Parquet")
 
-    def identifiers(self) -> Iterator[tuple[np.ndarray, Any]]:
-        """Yield the row numbers from 1 of each row group, and a frame of its identifiers."""
-        self._require_keys(self._file.schema_arrow.names)
-        for begin, frame in self._groups(self.keys):
-            yield begin + 1 + np.arange(len(frame)), frame[self.keys]
-
-    def counting(self) -> tuple[str, ...]:
-        """Return the columns that hold the number of the row, by their name and values."""
-        names = [name for name in self._file.schema_arrow.names if name.lower() in ROW_NAMES]
-        return tuple(name for name in names if name not in self.keys and self._counts(name))
-
-    def _counts(self, column: str) -> bool:
-        """Return whether a column counts rows from 0 or 1."""
-        starts = {0, 1}
-        for begin, frame in self._groups([column]):
-            values, _ = parse_numbers(frame[column])
-            rows = begin + np.arange(len(values))
-            starts = {start for start in starts if np.array_equal(values, start + rows)}
-        return bool(starts)
-
-    def _groups(self, columns: list[str]) -> Iterator[tuple[int, Any]]:
+    def cells(self, columns: list[str]) -> Iterator[tuple[np.ndarray, Any]]:
+        """Yield the row numbers from 1 of each row group, and a frame of some columns."""
+        self._require(columns)
         for group, begin in enumerate(self._begins[:-1]):
             table = self._table([group], columns)
             if len(table):
-                convert = lambda table=table: table.to_pandas(ignore_metadata=True)  # noqa: E731
-                yield int(begin), read_binary(convert, self.name, "Parquet")
+                convert = partial(table.to_pandas, ignore_metadata=True)
+                frame = read_binary(convert, self.name, "Parquet")
+                yield begin + 1 + np.arange(len(frame)), frame[columns]
 
     def _read(self, places: np.ndarray, layout: dict[str, Any], known: bool) -> Source:
         """Read the row groups that hold some rows, and select these."""
@@ -171,43 +157,35 @@ class TextRows(AbstractParts):
 
     unit = "line"
 
-    def identifiers(self) -> Iterator[tuple[np.ndarray, Any]]:
-        """Yield the lines of rows, and a frame of their identifiers, chunk by chunk."""
-        records = self._records()
-        self._header = header = next(records)[1]
-        self._require_keys(header)
-        places = [header.index(column) for column in self.keys]
-        self._is_numbered = header[0] == ""
-        # The columns that may count the rows, and the numbers they may start from.
-        self._starts = {
-            column: {0, 1}
-            for column in header
-            if column.lower() in ROW_NAMES and column not in self.keys
-        }
-        self.count = 0
-        while chunk := list(islice(records, CHUNK_ROWS)):
-            for row, (_, cells) in enumerate(chunk, start=self.count):
-                # A first column without a name that counts all rows is not an index.
-                self._is_numbered &= cells[0] == str(row)
-                for column, starts in self._starts.items():
-                    cell = cells[header.index(column)]
-                    starts &= {start for start in starts if cell == str(start + row)}
-            self.count += len(chunk)
-            keys = [[cells[place] for place in places] for _, cells in chunk]
-            frame = optional("pandas").DataFrame(keys, columns=self.keys, dtype=object)
-            yield np.array([line for line, _ in chunk]), frame
+    def __init__(self, path: Path, name: str, keys: list[str]) -> None:
+        super().__init__(path, name, keys)
+        self.columns = next(self._records())[1]
 
-    def counting(self) -> tuple[str, ...]:
-        """Return the columns that hold the number of the row, after `identifiers`."""
-        return tuple(column for column, starts in self._starts.items() if starts)
+    def cells(self, columns: list[str]) -> Iterator[tuple[np.ndarray, Any]]:
+        """Yield the lines of rows, and a frame of some columns, chunk by chunk."""
+        self._require(columns)
+        places = [self.columns.index(column) for column in columns]
+        records = islice(self._records(), 1, None)
+        self.count, self._is_numbered = 0, self.columns[0] == ""
+        while chunk := list(islice(records, CHUNK_ROWS)):
+            lines, rows = zip(*chunk, strict=True)
+            # A first column without a name that counts all rows is not an index.
+            numbers = [str(self.count + i) for i in range(len(rows))]
+            self._is_numbered &= [row[0] for row in rows] == numbers
+            self.count += len(rows)
+            selected = [[row[place] for place in places] for row in rows]
+            yield (
+                np.array(lines),
+                optional("pandas").DataFrame(selected, columns=columns, dtype=object),
+            )
 
     def _read(self, places: np.ndarray, layout: dict[str, Any], known: bool) -> Source:
-        """Select some rows, after `identifiers`."""
+        """Select some rows, after `cells`."""
         wanted = np.zeros(self.count, bool)
         wanted[places] = True
         rows = islice(self._records(), 1, None)
         records = [record for record, keep in zip(rows, wanted, strict=True) if keep]
-        return rows_source(self._header, records, self.name, self._is_numbered)
+        return rows_source(self.columns, records, self.name, self._is_numbered)
 
     def _records(self) -> Iterator[tuple[int, list[str]]]:
         separator = SEPARATORS[self.path.suffix.lower()]
@@ -220,14 +198,15 @@ class NetcdfSeries(AbstractParts):
     def __init__(self, path: Path, name: str, keys: list[str]) -> None:
         super().__init__(path, name, keys)
         self._dataset = open_netcdf(path, name)
-        self.sizes = {str(dimension): size for dimension, size in self._dataset.sizes.items()}
-        self.can_be_split = len(keys) == 1 and keys[0] in self.sizes
-        self.count = self.sizes.get(keys[0], 0)
-        self.rows = max((size for key, size in self.sizes.items() if key != keys[0]), default=1)
+        sizes = {str(dimension): size for dimension, size in self._dataset.sizes.items()}
+        self.dimensions = list(sizes)
+        self.can_be_split = len(keys) == 1 and keys[0] in sizes
+        self.count = sizes.pop(keys[0], 0)
+        self.rows = max(sizes.values(), default=1)
 
-    def identifiers(self) -> Iterator[tuple[np.ndarray, Any]]:
-        """Yield the numbers of the series from 1, and a frame of all identifiers."""
-        (key,) = self.keys
+    def cells(self, columns: list[str]) -> Iterator[tuple[np.ndarray, Any]]:
+        """Yield the numbers of the series from 1, and a frame of their identifiers."""
+        (key,) = columns
         labels: Any = range(self.count)
         if key in self._dataset.coords:
             labels = self._dataset[key].values

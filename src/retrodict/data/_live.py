@@ -1,5 +1,6 @@
 """Rows as they arrive: lines of comma-separated values, read like the table of a run."""
 
+import bisect
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -143,7 +144,9 @@ class LiveReader:
         times = rows.times
         places = positions(times, step)
         if places is None:
-            at = _first_off_grid(times, step)
+            at = 1 + bisect.bisect(
+                range(1, len(times)), False, key=lambda at: positions(times[: at + 1], step) is None
+            )
             raise self._error(
                 source,
                 at,
@@ -175,15 +178,3 @@ def _after(last: Any, rows: Rows) -> Rows:
     ys = np.pad(rows.ys, ((1, 0), (0, 0)), constant_values=np.nan)
     inputs = None if rows.inputs is None else np.pad(rows.inputs, ((1, 0), (0, 0)))
     return Rows(times, ys, inputs)
-
-
-def _first_off_grid(times: np.ndarray, step: Step) -> int:
-    """Return the first time that is not on the grid of those before it, by bisection."""
-    low, high = 1, len(times) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if positions(times[: middle + 1], step) is None:
-            high = middle
-        else:
-            low = middle + 1
-    return low

@@ -293,13 +293,10 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
     Returns:
         A pandas DataFrame; the first columns are those of the identifier and the time.
     """
-    pandas = optional("pandas")
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"`level` must be between 0 and 1, got {level}.")
     dataset = to_xarray(table, result, level=level, **options)
-    columns = _summaries(
-        dataset if "series" in dataset.dims else dataset.expand_dims("series"), level
-    )
+    if table.series is None:
+        dataset = dataset.expand_dims("series")
+    columns = _summaries(dataset, level)
     if hasattr(result, "gaussian"):
         columns |= _of_forecast(table, result, level)
     rows = dataset.sizes["time"]
@@ -312,7 +309,8 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
         frame[name] = np.repeat(np.array(table.series), [len(series) for series in times])
     frame[table.time_name or "time"] = np.concatenate(times)
     exists = np.arange(rows) < np.array([[len(series)] for series in times])
-    return pandas.DataFrame(frame | {name: values[exists] for name, values in columns.items()})
+    columns = {name: values[exists] for name, values in columns.items()}
+    return optional("pandas").DataFrame(frame | columns)
 
 
 def _summaries(dataset: Any, level: float) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ from retrodict.data._chunked import AbstractParts, open_parts
 from retrodict.data._files import SUFFIXES
 from retrodict.data._identifiers import factorize, ordered
 from retrodict.data._reader import read
-from retrodict.data._source import Source
+from retrodict.data._source import ROW_NAMES, Source, parse_numbers
 from retrodict.data._summary import Summary, add_up
 from retrodict.data._table import MOST_LEADING_ROWS, Table
 from retrodict.data._timestamps import kind_of_times
@@ -172,16 +172,27 @@ class _Index:
     def __init__(self, file: AbstractParts) -> None:
         self.name, self._file = file.name, file
         source = Source(None, file.name, "frame", np.zeros(0, int), file.unit)
+        counters = [name for name in file.columns if name.lower() in ROW_NAMES]
+        # The numbers from which each column may count the rows.
+        starts = {name: {0, 1} for name in counters if name not in file.keys}
         numbers: dict[tuple[Any, ...], int] = {}
         codes = [np.zeros(0, int)]
-        for lines, cells in file.identifiers():
+        row = 0
+        for lines, cells in file.cells([*file.keys, *starts]):
             chunk = dataclasses.replace(source, frame=cells, lines=lines)
             local, identifiers = factorize(chunk, file.keys)
             assigned = [numbers.setdefault(identifier, len(numbers)) for identifier in identifiers]
             codes.append(np.array(assigned)[local])
+            for name, possible in starts.items():
+                values, _ = parse_numbers(cells[name])
+                rows = row + np.arange(len(values))
+                possible &= {start for start in possible if np.array_equal(values, start + rows)}
+            row += len(cells)
         order = ordered(source, file.keys, list(numbers))
         self._places = order.places[np.concatenate(codes)]
-        self.count, self._text, self._counting = len(order.names), order.text, file.counting()
+        self.count, self._text = len(order.names), order.text
+        counting = tuple(name for name, possible in starts.items() if possible)
+        self._counting = counting if starts else None
         self.rows = file.rows * np.bincount(self._places, minlength=self.count)
 
     def read(self, share: slice, layout: dict[str, Any], *, known: bool) -> Source:

@@ -207,7 +207,7 @@ def _blocks(path: str | os.PathLike[str], keys: list[str]) -> list[_Block]:
     if isinstance(file, NetcdfSeries) and not file.can_be_split:
         raise DataError(
             f"{name}: {listed(keys)} is not a dimension of the file; name the one that identifies"
-            f" series out of {listed(file.sizes)}."
+            f" series out of {listed(file.dimensions)}."
         )
     if not file.count:
         raise DataError(f"{name}: there are no rows; add some.")
@@ -221,7 +221,7 @@ def _blocks(path: str | os.PathLike[str], keys: list[str]) -> list[_Block]:
 def _series_starts(file: ParquetRows) -> list[int]:
     """Return the rows at which blocks begin: each the first series start of a row group."""
     cuts, last = [0], None
-    for lines, cells in file.identifiers():
+    for lines, cells in file.cells(file.keys):
         changes = (cells != cells.shift()).any(axis=1).to_numpy(copy=True)
         changes[0] = last is None or tuple(cells.iloc[0]) != last
         last = tuple(cells.iloc[-1])
