@@ -128,8 +128,10 @@ def read(
     ]
     if step is not None:
         owners = [""] if identifiers is None else [f" of series {name!r}" for name in identifiers]
-        every = zip(pieces, groups, owners, strict=True)
-        pieces = [_on_grid(table, *each, driving, step) for each in every]
+        pieces = [
+            _on_grid(table, piece, rows, owner, driving, step)
+            for piece, rows, owner in zip(pieces, groups, owners, strict=True)
+        ]
     unit = None
     if step_input:
         if STEP_NAME in driving:

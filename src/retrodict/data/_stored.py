@@ -166,8 +166,8 @@ def open_series(
     share = _share(len(blocks)) if together else range(len(blocks))
     scans = run(lambda: _scan(blocks, first, table, share, progress))
     if together:
-        every = [scan for gathered in all_gather_object(scans) for scan in gathered.items()]
-        scans = {int(number): scan for number, scan in every}
+        gathered = [scan for local in all_gather_object(scans) for scan in local.items()]
+        scans = {int(number): scan for number, scan in gathered}
     numbers = sorted(scans)
     blocks = [blocks[number] for number in numbers]
     parts, hashes = zip(*(scans[number] for number in numbers), strict=True)

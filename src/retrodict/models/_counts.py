@@ -228,23 +228,16 @@ def binomial_counts(
 
 
 def _counts(
-    kind: str,
-    walk: bool,
-    obs_dim: int,
-    irregular: bool,
-    starts: tuple[Any, ...],
-    emission: DistributionKernel,
+    kind: str, walk: bool, obs_dim: int, irregular: bool, starts: Any, emission: DistributionKernel
 ) -> StateSpaceModel:
+    """Build the model of counts; `starts` are the last five arguments of a constructor."""
     obs_dim = check_count(obs_dim, "obs_dim")
     _numpyro()
     mean, persistence, scale, prior_mean, prior_scale = starts
     if walk:
         equation = Structural(positive(scale, obs_dim), kind=kind, continuous=irregular)
-        prior = diffuse(
-            mean if prior_mean is None else prior_mean,
-            3.0 if prior_scale is None else prior_scale,
-            obs_dim,
-        )
+        prior_mean = mean if prior_mean is None else prior_mean
+        prior = diffuse(prior_mean, 3.0 if prior_scale is None else prior_scale, obs_dim)
     else:
         equation = mean_reverting(kind, (mean, persistence, scale), obs_dim, irregular)
         prior = stationary_unless(prior_mean, prior_scale, equation, obs_dim)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from retrodict._kernels import AbstractKernel, LinearGaussianKernel, VaryingLinearGaussianKernel
 from retrodict._laws import Diagonal, Gaussian
+from retrodict._model import StateSpaceModel
 from retrodict._parameters import (
     AbstractParameter,
     AbstractTied,
@@ -386,10 +387,14 @@ class Observed(AbstractEquation):
         return loading, jnp.zeros_like(self.obs_scale), Diagonal(self.obs_scale)
 
 
-def observed(obs_scale: Any, obs_dim: int, loading: Any) -> Regular:
-    """Return the emission N(loading x, obs_scale²).
+def observed(
+    prior: Any, transition: Any, obs_scale: Any, obs_dim: int, loading: Any
+) -> StateSpaceModel:
+    """Return the model of a state that is observed as N(loading x, obs_scale²).
 
     Args:
+        prior: the law of the first state.
+        transition: the kernel of the state.
         obs_scale: the scale of the noise, one per column or one for all.
         obs_dim: the number of columns.
         loading: the weight, of shape `(obs, state)`, or that of one column for all of them.
@@ -398,7 +403,8 @@ def observed(obs_scale: Any, obs_dim: int, loading: Any) -> Regular:
     if loading.ndim == 1:
         loading = np.kron(np.eye(obs_dim), loading[None])
     rows = tuple(tuple(float(entry) for entry in line) for line in loading)
-    return Regular(Observed(positive(obs_scale, obs_dim), rows))
+    emission = Regular(Observed(positive(obs_scale, obs_dim), rows))
+    return StateSpaceModel(prior, transition, emission)
 
 
 def diffuse(mean: Any, scale: Any, state_dim: int) -> Frozen:

@@ -97,11 +97,8 @@ def local_level(
     """
     obs_dim = check_count(obs_dim, "obs_dim")
     equation = Structural(positive(level_scale, obs_dim), kind="local_level", continuous=irregular)
-    return StateSpaceModel(
-        diffuse(prior_mean, prior_scale, obs_dim),
-        kernel_of(equation, irregular),
-        observed(obs_scale, obs_dim, [1]),
-    )
+    prior = diffuse(prior_mean, prior_scale, obs_dim)
+    return observed(prior, kernel_of(equation, irregular), obs_scale, obs_dim, [1])
 
 
 @ready("a level with a slope, both random walks", start_structural)
@@ -135,11 +132,8 @@ def local_trend(
     obs_dim = check_count(obs_dim, "obs_dim")
     scales = positive(level_scale, obs_dim), positive(slope_scale, obs_dim)
     equation = Structural(*scales, kind="local_trend", continuous=irregular)
-    return StateSpaceModel(
-        diffuse(prior_mean, prior_scale, 2 * obs_dim),
-        kernel_of(equation, irregular),
-        observed(obs_scale, obs_dim, [1, 0]),
-    )
+    prior = diffuse(prior_mean, prior_scale, 2 * obs_dim)
+    return observed(prior, kernel_of(equation, irregular), obs_scale, obs_dim, [1, 0])
 
 
 @ready("a level, an optional slope, and a season", start_structural)
@@ -205,11 +199,8 @@ def seasonal(
     # A cycle is observed at its first coordinate, the season of single steps at the current one.
     season = [1, 0] * harmonics if harmonics else [1] + [0] * (period - 2)
     row = [1, 0, *season] if slope else [1, *season]
-    return StateSpaceModel(
-        diffuse(prior_mean, prior_scale, obs_dim * len(row)),
-        kernel_of(equation, irregular),
-        observed(obs_scale, obs_dim, row),
-    )
+    prior = diffuse(prior_mean, prior_scale, obs_dim * len(row))
+    return observed(prior, kernel_of(equation, irregular), obs_scale, obs_dim, row)
 
 
 @ready("an autoregression around a mean, observed with noise", start_autoregressive)
@@ -266,8 +257,6 @@ def autoregressive(
         start = real(0.0, obs_dim, order).at[:, 0].set(real(persistence, obs_dim))
         coefficients = StationaryCoefficients(start)
         equation = Lagged(real(mean, obs_dim), coefficients, positive(scale, obs_dim))
-    return StateSpaceModel(
-        stationary_unless(prior_mean, prior_scale, equation, obs_dim * order),
-        kernel_of(equation, irregular),
-        observed(obs_scale, obs_dim, [1] + [0] * (order - 1)),
-    )
+    prior = stationary_unless(prior_mean, prior_scale, equation, obs_dim * order)
+    row = [1] + [0] * (order - 1)
+    return observed(prior, kernel_of(equation, irregular), obs_scale, obs_dim, row)

@@ -88,11 +88,9 @@ def constant_velocity(
         prior_scale: its scale, wide but finite; not learned.
     """
     dim = check_count(dim, "dim")
-    loading = np.eye(dim, 2 * dim)
     equation = ConstantVelocity(positive(velocity_scale), kind="constant_velocity", dim=dim)
-    emission = observed(obs_scale, dim, loading)
     prior = diffuse(prior_mean, prior_scale, 2 * dim)
-    return StateSpaceModel(prior, kernel_of(equation, irregular), emission)
+    return observed(prior, kernel_of(equation, irregular), obs_scale, dim, np.eye(dim, 2 * dim))
 
 
 class RangeBearingLaw(eqx.Module):
