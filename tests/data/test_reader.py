@@ -22,7 +22,6 @@ import xarray as xr
 from hypothesis import given, settings
 
 import retrodict as rd
-from retrodict.data._arviz import arviz_groups, data_tree
 from retrodict.data._table import Table
 
 matplotlib.use("Agg")
@@ -569,18 +568,17 @@ def test_arviz_summarises_and_plots(key: jax.Array):
     assert data.constant_data["input"].values.tolist() == ["step", "u"]
 
 
-def test_arviz_of_the_next_major_is_a_tree(key: jax.Array):
+def test_arviz_of_the_next_major_is_a_tree(key: jax.Array, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("retrodict.data._arviz.arviz_major", lambda: 1)
     table = rd.data.read(np.ones((2, 6, 1)))
     made = draws(key, table)
-    groups = arviz_groups(
+    tree: Any = rd.data.to_arviz(
         table,
         states=np.stack([made["states"]] * 2),
         observations=np.stack([made["observations"]] * 2),
         parameters=made["parameters"],
-        state_names=None,
         num_chains=2,
     )
-    tree: Any = data_tree(groups)
     assert type(tree) is xr.DataTree
     assert set(tree.children) == {"posterior", "posterior_predictive", "observed_data"}
     found: Any = tree["posterior"]["states"]

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import retrodict as rd
-from retrodict.data import _shares, _stored, _table
+from retrodict.data import _chunked, _shares, _stored, _table
 from retrodict.distributed import processes
 
 SECONDS = 60
@@ -174,7 +174,7 @@ def test_a_process_reads_the_row_groups_of_its_series_and_no_others(
     path = as_parquet(frame(), tmp_path)
     read: dict[int, set[int]] = {0: set(), 1: set()}
     now = job(2)
-    original = _shares.ParquetRows._table
+    original = _chunked.ParquetRows._table
 
     def recorded(self: Any, groups: list[int], columns: list[str] | None) -> Any:
         if columns is not None and columns != ["id"]:  # not the identifiers or the first series
@@ -182,7 +182,7 @@ def test_a_process_reads_the_row_groups_of_its_series_and_no_others(
                 read[now.local.index] |= set(range(*self._begins[group : group + 2]))
         return original(self, groups, columns)
 
-    monkeypatch.setattr(_shares.ParquetRows, "_table", recorded)
+    monkeypatch.setattr(_chunked.ParquetRows, "_table", recorded)
     found = now.run(lambda: rd.data.read_shared(path, series="id"))
     rows = len(frame())
     assert read[0] | read[1] == set(range(rows))

@@ -673,6 +673,9 @@ def test_a_set_parameter_keeps_its_domain():
             rd.models.with_parameters(model, values)
     with pytest.raises(ModelError, match="only all of mean can be fixed"):
         rd.models.fix_parameters(model, ["mean[0]"])
+    fixed = rd.models.fix_parameters(model, iter(["mean", "scale", "mean"]))
+    assert set(rd.models.named_parameters(fixed)) == {"persistence", "leverage"}
+    assert rd.models.fix_parameters(model, []) is model
 
 
 @pytest.mark.parametrize(
@@ -688,8 +691,11 @@ def test_a_set_parameter_keeps_its_domain():
         (lambda: rd.models.from_options("local_levle"), "Did you mean local_level?"),
         (lambda: rd.models.from_options("range_bearing", obs_dim=1), "model of 2 columns, got 1"),
         (lambda: rd.models.from_options("neural_decoder"), "pass key="),
-        (lambda: rd.models.from_options("seasonal", {"period": 4.0}), "period must be of type int"),
-        (lambda: rd.models.from_options("seasonal", {"slope": 1}), "slope must be of type bool"),
+        (
+            lambda: rd.models.from_options("seasonal", {"period": 4.0}),
+            "period must be a whole number",
+        ),
+        (lambda: rd.models.from_options("seasonal", {"slope": 1}), "slope must be true or false"),
     ],
 )
 def test_wrong_options_are_refused(call: Callable[[], Any], reason: str):

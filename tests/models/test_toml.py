@@ -96,7 +96,7 @@ HEAD = 'retrodict = 1\n[model]\nname = "seasonal"\n'
             HEAD + "[model.options]\nperiods = 4",
             r"model.options.periods is not .* mean period\?",
         ),
-        (HEAD + '[model.options]\nperiod = "4"', r"model.options.period must be of type int"),
+        (HEAD + '[model.options]\nperiod = "4"', r"model.options.period must be a whole number"),
         (HEAD + "[model.options]\nperiod = 1", r"model.options: `period` must be at least 2"),
         (HEAD + "[model.start]\nlevl_scale = 1", r"model.start.levl_scale: .*mean level_scale\?"),
         (HEAD + '[model.start]\nlevel_scale = "open(1)"', r"must be a number or list of numbers"),
@@ -149,7 +149,7 @@ def test_objects_are_found_by_reference(own_module: str):
         ("broken_models_of_a_user:model", r"cannot be imported: ZeroDivisionError"),
         (
             "local_levle",
-            r"Did you mean local_level\? There are local_level, .* A model is one of these names",
+            r"Did you mean local_level\? There are auto.* A model is one of these names",
         ),
         ("no/such/file.toml", r"no/such/file.toml cannot be read"),
     ],

@@ -5,7 +5,6 @@ from retrodict._learning import AbstractSeriesStore as AbstractSeriesStore
 from retrodict._learning import SharedSeries as SharedSeries
 from retrodict.data._arviz import to_arviz as to_arviz
 from retrodict.data._live import LiveReader as LiveReader
-from retrodict.data._live import Rows as Rows
 from retrodict.data._reader import read as read
 from retrodict.data._reader import read_times as read_times
 from retrodict.data._results import gaussian_ends as gaussian_ends
@@ -17,6 +16,7 @@ from retrodict.data._shares import read_shared as read_shared
 from retrodict.data._stored import StoredSeries as StoredSeries
 from retrodict.data._stored import open_series as open_series
 from retrodict.data._summary import Summary as Summary
+from retrodict.data._table import Rows as Rows
 from retrodict.data._table import Table as Table
 from retrodict.data._write import check_target as check_target
 from retrodict.data._write import write as write

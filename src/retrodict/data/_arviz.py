@@ -45,49 +45,6 @@ def to_arviz(
     Raises:
         ValueError: if a shape does not fit, or draws cannot be split into so many chains.
     """
-    groups = arviz_groups(
-        table,
-        states=states,
-        observations=observations,
-        parameters=parameters,
-        state_names=state_names,
-        num_chains=num_chains,
-    )
-    return inference_data(groups) if arviz_major() < 1 else data_tree(groups)
-
-
-def arviz_major() -> int:
-    """Return the installed major version of ArviZ."""
-    try:
-        return int(importlib.metadata.version("arviz").partition(".")[0])
-    except importlib.metadata.PackageNotFoundError:
-        raise ImportError("to_arviz needs arviz: pip install 'retrodict[arviz]'.") from None
-
-
-def inference_data(groups: Mapping[str, Any]) -> Any:
-    """Return the record of ArviZ 0.x."""
-    with warnings.catch_warnings():
-        # Its last versions warn of 1.0 when they are imported.
-        warnings.simplefilter("ignore", FutureWarning)
-        arviz = optional("arviz", "arviz")
-    return arviz.InferenceData(**groups)
-
-
-def data_tree(groups: Mapping[str, Any]) -> Any:
-    """Return the record of ArviZ 1.x, a data tree of xarray."""
-    return optional("xarray").DataTree.from_dict(dict(groups))
-
-
-def arviz_groups(
-    table: Table,
-    *,
-    states: Any,
-    observations: Any,
-    parameters: Mapping[str, Any] | None,
-    state_names: Sequence[str] | None,
-    num_chains: int | None,
-) -> dict[str, Any]:
-    """Return the datasets of `to_arviz` by group."""
     xarray = optional("xarray")
     groups: dict[str, Any] = {}
     posterior = xarray.Dataset(attrs={"library": "retrodict", "version": library_version()})
@@ -108,24 +65,32 @@ def arviz_groups(
     groups["observed_data"] = _by_column(data, "observed")
     if table.inputs is not None:
         groups["constant_data"] = data[["inputs"]]
-    return groups
+    if arviz_major() >= 1:
+        return xarray.DataTree.from_dict(groups)
+    with warnings.catch_warnings():
+        # Its last versions warn of 1.0 when they are imported.
+        warnings.simplefilter("ignore", FutureWarning)
+        return optional("arviz", "arviz").InferenceData(**groups)
+
+
+def arviz_major() -> int:
+    """Return the installed major version of ArviZ."""
+    try:
+        return int(importlib.metadata.version("arviz").partition(".")[0])
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError("to_arviz needs arviz: pip install 'retrodict[arviz]'.") from None
 
 
 def _in_chains(dataset: Any, num_chains: int | None) -> Any:
     """Split the axis `sample` into the two leading axes `chain` and `draw`."""
-    xarray = optional("xarray")
     samples = dataset.sizes["sample"]
     chains = num_chains if num_chains is not None else (4 if samples % 4 == 0 else 1)
     if chains < 1 or samples % chains:
         raise ValueError(f"{samples} draws cannot be split into {chains} chains of equal length.")
-    variables = {}
-    for name, variable in dataset.data_vars.items():
-        moved = variable.transpose("sample", ...)
-        values = moved.values.reshape(chains, samples // chains, *moved.shape[1:])
-        variables[name] = (("chain", "draw", *moved.dims[1:]), values)
-    coordinates = {key: value for key, value in dataset.coords.items() if key != "sample"}
-    numbered = {"chain": np.arange(chains), "draw": np.arange(samples // chains)}
-    return xarray.Dataset(variables, coords=coordinates | numbered, attrs=dataset.attrs)
+    length = samples // chains
+    split = dataset.coarsen(sample=length).construct(sample=("chain", "draw"))
+    numbered = {"chain": np.arange(chains), "draw": np.arange(length)}
+    return split.transpose("chain", "draw", ...).assign_coords(numbered).assign_attrs(dataset.attrs)
 
 
 def _by_column(dataset: Any, name: str) -> Any:

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import gc
 import io
+import itertools
 import mmap
 import sys
 import warnings
@@ -53,16 +54,22 @@ def open_file(path: Path, name: str) -> Any:
     check_exists(path, name)
     suffix = check_suffix(path, name, SUFFIXES)
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            is_empty = not file.read(1)
     except OSError as error:
         raise DataError(f"{name}: cannot be opened ({error.strerror}).") from None
-    if not content:
+    if is_empty:
         raise DataError(f"{name}: the file is empty; write it again.")
+    if suffix in SEPARATORS:
+        return text_source(text_lines(path, name), name, SEPARATORS[suffix])
     if suffix == ".parquet":
-        return _parquet(content, name)
-    if suffix == ".nc":
-        return _netcdf(content, name)
-    return text_source(content, name, SEPARATORS[suffix])
+        parquet = open_parquet(path, name)
+        frame = read_binary(
+            lambda: parquet.read(use_pandas_metadata=True).to_pandas(), name, "Parquet"
+        )
+        return frame_source(frame, name, "frame")
+    with open_netcdf(path, name, in_memory=True) as dataset:
+        return read_binary(dataset.load, name, "NetCDF")
 
 
 def read_binary(read: Callable[[], T], name: str, kind: str) -> T:
@@ -111,39 +118,46 @@ def check_size(declared: int, stored: int, name: str) -> None:
         )
 
 
-def _parquet(content: bytes, name: str) -> Source:
+def open_parquet(path: Path, name: str) -> Any:
+    """Open a Parquet file; refuse one whose columns could not be stored in its bytes."""
     parquet = optional("pyarrow.parquet")
 
-    def read() -> Source:
-        check_parquet(parquet.ParquetFile(io.BytesIO(content)), len(content), name)
-        frame = optional("pandas").read_parquet(io.BytesIO(content), engine="pyarrow")
-        return frame_source(frame, name, "frame")
+    def read() -> Any:
+        file = parquet.ParquetFile(path)
+        cells = file.metadata.num_rows * max(1, file.metadata.num_columns)
+        check_size(8 * cells, path.stat().st_size, name)
+        return file
 
     return read_binary(read, name, "Parquet")
 
 
-def check_parquet(file: Any, stored: int, name: str) -> None:
-    """Refuse a Parquet file whose columns could not be stored in its bytes."""
-    cells = file.metadata.num_rows * max(1, file.metadata.num_columns)
-    check_size(8 * cells, stored, name)
+def open_netcdf(path: Path, name: str, *, in_memory: bool = False) -> Any:
+    """Open a NetCDF file with xarray, without loading its arrays.
 
-
-def _netcdf(content: bytes, name: str) -> Any:
-    xarray, engine = optional("xarray"), netcdf_engine(content)
+    Args:
+        path: the file.
+        name: its name in messages.
+        in_memory: whether to copy the bytes of the file, which may then be replaced.
+    """
+    xarray = optional("xarray")
+    with path.open("rb") as file:
+        # With a named engine, a damaged file is not reported as a missing package.
+        engine = "scipy" if file.read(3) == b"CDF" else "h5netcdf"
+    optional(engine)
 
     def read() -> Any:
-        check_heaps(content)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+            check_heaps(whole)
+            source = io.BytesIO(whole) if in_memory else path
         # Numbers in units of time stay numbers.
-        with xarray.open_dataset(
-            io.BytesIO(content), engine=engine, decode_timedelta=False
-        ) as dataset:
-            check_size(dataset.nbytes, len(content), name)
-            return dataset.load()
+        dataset = xarray.open_dataset(source, engine=engine, decode_timedelta=False)
+        check_size(dataset.nbytes, path.stat().st_size, name)
+        return dataset
 
     return read_binary(read, name, "NetCDF")
 
 
-def check_heaps(content: bytes | mmap.mmap) -> None:
+def check_heaps(content: mmap.mmap) -> None:
     """Refuse an HDF5 file on whose damaged heaps the library would loop forever.
 
     A global heap is a header of 16 bytes, then objects: index, references, size, data. The library
@@ -164,56 +178,80 @@ def check_heaps(content: bytes | mmap.mmap) -> None:
         at = content.find(HEAP, at + 1)
 
 
-def netcdf_engine(content: bytes) -> str:
-    """Return the engine of xarray for a file that begins with these bytes.
-
-    With a named engine, a damaged file is not reported as a missing package.
-    """
-    engine = "scipy" if content.startswith(b"CDF") else "h5netcdf"
-    optional(engine)
-    return engine
-
-
-def text_source(content: bytes, name: str, separator: str | None = None) -> Source:
-    """Parse comma-separated values as text, with the line of each row."""
-    text = _decode(content, name)
-    first = text.lstrip("\r\n").partition("\n")[0]
-    records = _records(io.StringIO(text, newline=""), name, separator or _separator(first))
-    header = next(records)[1]
-    lines, rows = [], []
-    for line, cells in records:
-        lines.append(line)
-        rows.append(cells)
-    while len(header) == 1 and rows and rows[-1] == [""]:
-        rows.pop()
-        lines.pop()
-    return rows_source(header, rows, lines, name)
-
-
-def text_records(path: Path, name: str, separator: str | None) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line and the cells of each record of a text file, the header first.
-
-    Only one record is in memory.
-    """
-
-    def lines() -> Iterator[str]:
+def text_lines(path: Path, name: str) -> Iterator[str]:
+    """Yield the lines of a text file with their ends; one line at a time is in memory."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            yield from file
+    except UnicodeDecodeError:
         try:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                for line in file:
-                    if "\0" in line:
-                        _decode(path.read_bytes(), name)  # raises, with the place
-                    yield line
-        except UnicodeDecodeError:
-            _decode(path.read_bytes(), name)  # raises, with the place
+            path.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:  # with the place in the file
+            line = error.object.count(b"\n", 0, error.start) + 1
+            raise DataError(
+                f"{name}, line {line}: byte {error.start} of the file is not UTF-8; save it as"
+                " UTF-8."
+            ) from None
 
-    first = next((line for line in lines() if line.strip("\r\n")), "")
-    return _records(lines(), name, separator or _separator(first))
+
+def text_source(lines: Iterable[str], name: str, separator: str | None = None) -> Source:
+    """Parse comma-separated values as text, with the line of each row."""
+    (_, header), *records = text_records(lines, name, separator)
+    while len(header) == 1 and records and records[-1][1] == [""]:
+        records.pop()
+    return rows_source(header, records, name)
+
+
+def text_records(
+    lines: Iterable[str], name: str, separator: str | None = None
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the first line of each record and its cells; the first record is the header.
+
+    pandas would fill short rows without an error, and does not return the lines of rows.
+
+    Args:
+        lines: the lines of the text.
+        name: the path of the file.
+        separator: between values; by default the most frequent candidate in the header.
+    """
+    lines = iter(lines)
+    start = 1
+    while (first := next(lines, None)) is not None and not first.strip("\r\n"):
+        start += 1
+    if first is None:
+        raise DataError(f"{name}: the file has only empty lines; write it again.")
+    separator = separator or max(",;\t", key=first.count)
+    reader = csv.reader(itertools.chain([first], lines), delimiter=separator, strict=True)
+    header, begin = None, start
+    try:
+        for cells in reader:
+            cells = [cell.strip() for cell in cells]
+            if "\0" in "".join(cells):
+                raise DataError(
+                    f"{name}, line {begin}: a byte is zero, so this is not plain text; save it as"
+                    " CSV in UTF-8."
+                )
+            if header is None:
+                header = _header(cells, name, begin)
+                yield begin, header
+            elif cells or len(header) == 1:
+                cells = cells or [""]
+                if len(cells) != len(header):
+                    raise DataError(
+                        f"{name}, line {begin}: {len(cells)} values below {len(header)} column"
+                        f" names (it begins with {shorten(cells[0])}); add or remove some."
+                    )
+                yield begin, cells
+            begin = start + reader.line_num
+    except csv.Error as error:
+        raise DataError(
+            f"{name}, line {begin}: not comma-separated values ({error}); is a quote not closed?"
+        ) from None
 
 
 def rows_source(
     header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    lines: Sequence[int],
+    records: Sequence[tuple[int, Sequence[str]]],
     name: str,
     is_numbered: bool | None = None,
 ) -> Source:
@@ -221,14 +259,14 @@ def rows_source(
 
     Args:
         header: the names of columns.
-        rows: the cells of each row.
-        lines: the line of each row.
+        records: the line and the cells of each row.
         name: the path of the file.
         is_numbered: whether a first column without a name counts the rows of the file; detected by
             default.
     """
-    if not rows:
+    if not records:
         raise DataError(f"{name}: there are no rows below the header; add some.")
+    lines, rows = zip(*records, strict=True)
     columns = dict(zip(header, zip(*rows, strict=True), strict=True))
     frame = optional("pandas").DataFrame(columns, columns=header, dtype=object)
     if header[0] == "":
@@ -250,64 +288,6 @@ def _with_index(frame: Any, is_numbered: bool | None) -> Any:
         return frame.set_index(pandas.Index([float(cell) for cell in cells]))
     except ValueError:
         return frame.set_index(pandas.Index(cells, dtype=object, name="index"))
-
-
-def _decode(content: bytes, name: str) -> str:
-    if b"\0" in content:
-        at = content.index(b"\0")
-        raise DataError(
-            f"{name}: byte {at} is zero, so this is not plain text; save it as CSV in UTF-8."
-        )
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{name}, line {line}: byte {error.start} of the file is not UTF-8; save it as UTF-8."
-        ) from None
-
-
-def _separator(first: str) -> str:
-    return max(",;\t", key=first.count)
-
-
-def _records(text: Iterable[str], name: str, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the first line of each record and its cells; the first record is the header.
-
-    pandas would fill short rows without an error, and does not return the lines of rows.
-
-    Args:
-        text: the lines of the file.
-        name: the path of the file.
-        separator: between values.
-    """
-    reader = csv.reader(text, delimiter=separator, strict=True)
-    header: list[str] | None = None
-    begin = 1
-    try:
-        for cells in reader:
-            cells = [cell.strip() for cell in cells]
-            if header is None:
-                if cells:
-                    header = _header(cells, name, begin)
-                    yield begin, header
-            else:
-                if not cells and len(header) == 1:
-                    cells = [""]
-                if cells:
-                    if len(cells) != len(header):
-                        raise DataError(
-                            f"{name}, line {begin}: {len(cells)} values below {len(header)} column"
-                            f" names (it begins with {shorten(cells[0])}); add or remove some."
-                        )
-                    yield begin, cells
-            begin = reader.line_num + 1
-    except csv.Error as error:
-        raise DataError(
-            f"{name}, line {begin}: not comma-separated values ({error}); is a quote not closed?"
-        ) from None
-    if header is None:
-        raise DataError(f"{name}: the file has only empty lines; write it again.")
 
 
 def _header(cells: list[str], name: str, line: int) -> list[str]:

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from retrodict.data._columns import missing_cells
-from retrodict.data._source import Source
+from retrodict.data._source import Source, missing_cells
 
 
 def grouped(table: Source, keys: list[str]) -> tuple[tuple[Any, ...] | None, list[np.ndarray]]:
@@ -18,8 +17,7 @@ def grouped(table: Source, keys: list[str]) -> tuple[tuple[Any, ...] | None, lis
     """
     if not keys:
         return None, [np.arange(len(table.frame))]
-    check_identified(table, keys)
-    codes, cells = factorize(table.frame, keys)
+    codes, cells = factorize(table, keys)
     order = ordered(table, keys, cells)
     codes = order.places[codes]
     by_code = np.argsort(codes, kind="stable")
@@ -27,24 +25,19 @@ def grouped(table: Source, keys: list[str]) -> tuple[tuple[Any, ...] | None, lis
     return order.names, np.split(by_code, bounds)
 
 
-def factorize(frame: Any, keys: Sequence[str]) -> tuple[np.ndarray, list[tuple[Any, ...]]]:
-    """Return the number of the identifier of each row, and the cells of each identifier."""
-    cells = frame[list(keys)]
-    codes = cells.groupby(list(keys), sort=False, observed=True, dropna=False).ngroup().to_numpy()
-    first = cells.iloc[np.unique(codes, return_index=True)[1]]
-    return codes, list(zip(*(first[key].tolist() for key in keys), strict=True))
+def factorize(table: Source, keys: list[str]) -> tuple[np.ndarray, list[tuple[Any, ...]]]:
+    """Return the number of the identifier of each row, and the cells of each identifier.
 
-
-def check_identified(table: Source, keys: Sequence[str]) -> None:
-    """Refuse rows without an identifier."""
+    Raises:
+        DataError: if a row has no identifier.
+    """
     for name in keys:
         missing = missing_cells(table.frame[name])
-        if missing.any():
-            raise table.error(
-                "the identifier is missing; fill it in or remove the row.",
-                row=int(np.argmax(missing)),
-                column=name,
-            )
+        table.refuse(missing, name, "the identifier is missing; fill it in or remove the row.")
+    cells = table.frame[keys]
+    codes = cells.groupby(keys, sort=False, observed=True, dropna=False).ngroup().to_numpy()
+    first = cells.iloc[np.unique(codes, return_index=True)[1]]
+    return codes, list(zip(*(first[key].tolist() for key in keys), strict=True))
 
 
 class Ordered(NamedTuple):
@@ -69,20 +62,18 @@ def ordered(table: Source, keys: Sequence[str], cells: Sequence[tuple[Any, ...]]
         keys: the columns that identify series.
         cells: the cells of those columns, for each identifier.
     """
-    if not cells:
-        return Ordered(np.zeros(0, int), (), ())
-    columns = [
-        _as_numbers_or_text(list(column), text=key in table.text)
-        for key, column in zip(keys, zip(*cells, strict=True), strict=True)
-    ]
-    identifiers = list(zip(*columns, strict=True))
+    columns = {
+        key: _as_numbers_or_text([row[i] for row in cells], text=key in table.text)
+        for i, key in enumerate(keys)
+    }
+    identifiers = list(zip(*columns.values(), strict=True))
     unique = list(dict.fromkeys(identifiers))
     names = [key[0] for key in unique] if len(keys) == 1 else _joined(table, unique)
     order = sorted(range(len(unique)), key=lambda i: (isinstance(names[i], str), names[i]))
     place = {unique[i]: rank for rank, i in enumerate(order)}
-    text = [key for key, column in zip(keys, columns, strict=True) if isinstance(column[0], str)]
-    places = np.array([place[identifier] for identifier in identifiers])
-    return Ordered(places, tuple(names[i] for i in order), tuple(text))
+    places = np.array([place[identifier] for identifier in identifiers], int)
+    text = tuple(key for key, column in columns.items() if isinstance(next(iter(column), 0), str))
+    return Ordered(places, tuple(names[i] for i in order), text)
 
 
 def _joined(table: Source, identifiers: Sequence[tuple[Any, ...]]) -> list[str]:

@@ -1,53 +1,22 @@
 """Rows as they arrive: lines of comma-separated values, read like the table of a run."""
 
+import bisect
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from retrodict._errors import DataError
 from retrodict.data._files import text_source
-from retrodict.data._reader import check_inputs, stack_columns, with_step
 from retrodict.data._source import Source
-from retrodict.data._steps import IRREGULAR, Step, complete, parse_step, positions
+from retrodict.data._steps import IRREGULAR, Step, parse_step, positions
 from retrodict.data._summary import written
-from retrodict.data._table import Table
+from retrodict.data._table import Rows
 from retrodict.data._timestamps import timestamps
 
 MOST_MISSING = 100_000
 """A longer gap of a stream is an error in a time: each of its rows would be answered."""
-
-
-class Rows(NamedTuple):
-    """Rows in order of time, including those inserted in gaps.
-
-    Attributes:
-        times: dates as `datetime64[us]`, or numbers.
-        ys: observations, of shape `(time, obs)`, with NaN for missing entries.
-        inputs: inputs, of shape `(time, input)`, or `None`.
-    """
-
-    times: np.ndarray
-    ys: np.ndarray
-    inputs: np.ndarray | None
-
-    def cut(self, start: int, stop: int) -> "Rows":
-        """Return the rows from `start` to before `stop`."""
-        inputs = None if self.inputs is None else self.inputs[start:stop]
-        return Rows(self.times[start:stop], self.ys[start:stop], inputs)
-
-    @classmethod
-    def of_table(cls, table: Any) -> "Rows | None":
-        """Return the rows of a table of one series without identifiers; `None` of any other.
-
-        Args:
-            table: a `Table`, or a `SharedTable`, of which no process holds all rows.
-        """
-        if not isinstance(table, Table) or table.series is not None:
-            return None
-        one = table.one()
-        return cls(table.times[0], one["ys"], one["inputs"])
 
 
 class LiveReader:
@@ -88,8 +57,7 @@ class LiveReader:
         self.columns, self.inputs = layout["columns"], layout["inputs"] or []
         self.last, self.resumed = last, last
         self.line, self.skipped = 1, 0
-        # Check the columns early. A table needs a row: the header serves as one.
-        self._require(text_source(f"{header}\n{header}\n".encode(), owner))
+        self._source([header])  # check the columns early; a table needs a row
 
     def read(self, lines: Sequence[str]) -> Rows:
         """Return the rows of lines that follow those read before.
@@ -103,28 +71,31 @@ class LiveReader:
         first, self.line = self.line, self.line + len(lines)
         if not any(line.strip() for line in lines):
             return self._no_rows()
-        source = text_source("\n".join([self.header, *lines]).encode(), self.owner)
+        source = self._source(lines)
         source = dataclasses.replace(source, lines=source.lines + first - 1)
-        self._require(source)
-        ys, us = stack_columns(source, self.columns), stack_columns(source, self.inputs)
-        check_inputs(source, self.inputs, us)
-        times = self._times(source, len(ys))
-        is_new = np.ones(len(ys), bool)
+        ys, us = source.stack(self.columns), source.inputs(self.inputs)
+        rows = Rows(self._times(source, len(ys)), ys, us)
         if self.last is not None:
-            self._check_kind(source, times)
+            self._check_kind(source, rows.times)
             if self.last == self.resumed:  # afterwards rows must be in order
-                is_new = np.logical_or.accumulate(times > self.last)
-        self.skipped += int(np.sum(~is_new))
-        if not is_new.any():
-            return self._no_rows()
-        rows = np.flatnonzero(is_new)
-        self._check_order(source, times[rows], rows)
-        return self._on_grid(source, times[rows], ys[rows], us[rows] if self.inputs else None, rows)
+                old = int(np.sum(~np.logical_or.accumulate(rows.times > self.last)))
+                self.skipped += old
+                source = dataclasses.replace(source, lines=source.lines[old:])
+                rows = rows.cut(old)
+            if not len(rows.ys):
+                return self._no_rows()
+            rows = _after(self.last, rows)
+            source = dataclasses.replace(source, lines=np.append(0, source.lines))
+        rows = self._on_grid(source, rows).cut(0 if self.last is None else 1)
+        self.last = rows.times[-1]
+        return rows
 
-    def _require(self, source: Source) -> None:
-        """Refuse lines without the columns of the layout."""
+    def _source(self, lines: Iterable[str]) -> Source:
+        """Parse lines; refuse them without the columns of the layout."""
+        source = text_source([f"{line}\n" for line in (self.header, *lines)], self.owner)
         time = [self.layout["time"]] if self.layout["time"] else []
         source.require([*self.columns, *self.inputs, *time], "of the run")
+        return source
 
     def _times(self, source: Source, count: int) -> np.ndarray:
         time = self.layout["time"]
@@ -138,80 +109,62 @@ class LiveReader:
         is_date = [np.asarray(t).dtype.kind == "M" for t in (times, self.last)]
         kinds = ["a date" if each else "a number" for each in is_date]
         if kinds[0] != kinds[1]:
-            raise source.error(
+            raise self._error(
+                source,
+                0,
                 f"{written(times[0])} is {kinds[0]}, and the time before it, {written(self.last)},"
                 f" is {kinds[1]}; write all times in one way.",
-                row=0,
-                column=self.layout["time"],
             )
 
-    def _check_order(self, source: Source, times: np.ndarray, rows: np.ndarray) -> None:
-        every = self._with_last(times)
-        increases = every[1:] > every[:-1]
-        if not increases.all():
-            at = int(np.argmin(increases)) + 1
-            raise source.error(
-                f"{written(every[at])} is not later than {written(every[at - 1])}, the time of the"
+    def _error(self, source: Source, row: int, text: str) -> DataError:
+        return source.error(text, row=row, column=self.layout["time"])
+
+    def _on_grid(self, source: Source, rows: Rows) -> Rows:
+        """Insert rows in gaps, and add the step; the rows begin with the last one, if any."""
+        times = rows.times
+        later = times[1:] > times[:-1]
+        if not later.all():
+            at = int(np.argmin(later)) + 1
+            raise self._error(
+                source,
+                at,
+                f"{written(times[at])} is not later than {written(times[at - 1])}, the time of the"
                 " previous row; rows must be in order of time.",
-                row=int(rows[at - len(every) + len(times)]),
-                column=self.layout["time"],
             )
-
-    def _with_last(self, times: np.ndarray) -> np.ndarray:
-        """Return times with that of the last row before them, if there is one."""
-        return times if self.last is None else np.concatenate([np.array([self.last]), times])
-
-    def _on_grid(
-        self,
-        source: Source,
-        times: np.ndarray,
-        ys: np.ndarray,
-        us: np.ndarray | None,
-        rows: np.ndarray,
-    ) -> Rows:
-        every = self._with_last(times)
-        begin = len(every) - len(times)
-        step, dates = None, times.dtype.kind == "M"
+        unit, dates = None, times.dtype.kind == "M"
         if self.layout["freq"] != IRREGULAR:
             step = parse_step(self.layout["freq"], dates, self.owner)
-            grid, places = self._grid(source, every, step, rows, has_inputs=us is not None)
-            filled = np.full((len(grid), ys.shape[1]), np.nan)
-            filled[places[begin:]] = ys
-            times, ys = grid[begin:], filled[begin:]
-        if self.layout["step_input"]:
-            lengths = np.ones(len(times))
-            if step is None:
-                unit = parse_step(self.layout["step_unit"], dates, self.owner).amount
-                lengths = np.append(1.0, np.diff(every) / unit)[begin:]
-            us = with_step(lengths, us)
-        self.last = times[-1]
-        return Rows(times, ys, us)
+            rows = rows.on_grid(self._places(source, rows, step), step)
+        elif self.layout["step_input"]:
+            unit = parse_step(self.layout["step_unit"], dates, self.owner).amount
+        return rows.with_step(unit) if self.layout["step_input"] else rows
 
-    def _grid(
-        self, source: Source, times: np.ndarray, step: Step, rows: np.ndarray, *, has_inputs: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return all times of the grid, and the places of the given ones."""
-        begin, column = len(times) - len(rows), self.layout["time"]
+    def _places(self, source: Source, rows: Rows, step: Step) -> np.ndarray:
+        """Return the places of rows on the grid; refuse a long gap, and any gap in inputs."""
+        times = rows.times
         places = positions(times, step)
         if places is None:
-            at = _first_off_grid(times, step)
-            raise source.error(
+            at = 1 + bisect.bisect(
+                range(1, len(times)), False, key=lambda at: positions(times[: at + 1], step) is None
+            )
+            raise self._error(
+                source,
+                at,
                 f"{written(times[at])} is not a whole number of steps of {step.name} after"
                 f" {written(times[at - 1])}, the time of the previous row; correct it.",
-                row=int(rows[at - begin]),
-                column=column,
             )
         gaps = np.diff(places) - 1
+        has_inputs = rows.inputs is not None
         if gaps.size and gaps.max() > (0 if has_inputs else MOST_MISSING):
             at = int(np.argmax(gaps))
             reason = "and their inputs are needed; add them" if has_inputs else "too many for a gap"
-            raise source.error(
+            raise self._error(
+                source,
+                at + 1,
                 f"{gaps[at]} rows are missing between {written(times[at])} and"
                 f" {written(times[at + 1])}, {reason}.",
-                row=int(rows[at + 1 - begin]),
-                column=column,
             )
-        return complete(times, places, step), places
+        return places
 
     def _no_rows(self) -> Rows:
         width = len(self.inputs) + bool(self.layout["step_input"])
@@ -219,13 +172,9 @@ class LiveReader:
         return Rows(np.zeros(0), np.zeros((0, len(self.columns))), inputs)
 
 
-def _first_off_grid(times: np.ndarray, step: Step) -> int:
-    """Return the first time that is not on the grid of those before it, by bisection."""
-    low, high = 1, len(times) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if positions(times[: middle + 1], step) is None:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+def _after(last: Any, rows: Rows) -> Rows:
+    """Return rows after one of this time, whose entries are missing."""
+    times = np.concatenate([np.array([last]), rows.times])
+    ys = np.pad(rows.ys, ((1, 0), (0, 0)), constant_values=np.nan)
+    inputs = None if rows.inputs is None else np.pad(rows.inputs, ((1, 0), (0, 0)))
+    return Rows(times, ys, inputs)

@@ -8,22 +8,20 @@ from typing import Any
 import numpy as np
 
 from retrodict._errors import Argument, DataError, listed
-from retrodict.data._columns import is_numeric, numbers, parse_numbers
 from retrodict.data._identifiers import grouped
 from retrodict.data._objects import to_source
-from retrodict.data._source import ROW_NAMES, Source
+from retrodict.data._source import Source, parse_numbers
 from retrodict.data._steps import (
     IRREGULAR,
     MOST_INSERTED,
     Step,
-    complete,
     duration_name,
     find_step,
     parse_step,
     positions,
 )
 from retrodict.data._summary import written
-from retrodict.data._table import Piece, Table, padded_length, stack
+from retrodict.data._table import Rows, Table, padded_length, stack
 from retrodict.data._timestamps import find_code, find_time, timestamps
 
 STEP_NAME = "step"
@@ -110,36 +108,42 @@ def read(
         raise table.error(
             Argument("columns", []), " is empty; name the observed columns, or leave it out."
         )
-    ys, us = stack_columns(table, observed), stack_columns(table, driving)
-    _check_filled(table, observed, ys, driving, us)
+    ys, us = table.stack(observed), table.inputs(driving)
+    if not table.is_part:
+        for place, name in enumerate(observed):
+            if np.isnan(ys[:, place]).all():
+                remedy = "every value is missing; name the others with "
+                raise table.error(remedy, Argument("columns"), column=name)
 
     identifiers, groups = grouped(table, keys)
     if time_name is not None and time_format is None and (freq is None or isinstance(freq, str)):
         time_format = find_code(table, time_name)
         if time_format is not None:
             notes.append(f"times read as dates in the format {time_format}")
-    stamps = None if time_name is None else timestamps(table, time_name, time_format)
-    groups, times = _sort(table, time_name, stamps, groups, bool(keys), notes)
+    groups, times = _sort(table, time_name, time_format, groups, notes)
     step = _step(table, times, freq, step_input)
-    pieces = []
-    for place, (rows, series_times) in enumerate(zip(groups, times, strict=True)):
-        piece = Piece(series_times, ys[rows], us[rows] if driving else None)
-        owner = "" if identifiers is None else f" of series {identifiers[place]!r}"
-        pieces.append(piece if step is None else _on_grid(table, piece, rows, driving, step, owner))
-    inserted = sum(len(piece.ys) for piece in pieces) - len(ys)
+    pieces = [
+        Rows(series_times, ys[rows], None if us is None else us[rows])
+        for rows, series_times in zip(groups, times, strict=True)
+    ]
+    if step is not None:
+        owners = [""] if identifiers is None else [f" of series {name!r}" for name in identifiers]
+        pieces = [
+            _on_grid(table, piece, rows, owner, driving, step)
+            for piece, rows, owner in zip(pieces, groups, owners, strict=True)
+        ]
     unit = None
-    input_names = driving
     if step_input:
         if STEP_NAME in driving:
             raise table.error("an input is called 'step' already; rename it.", column=STEP_NAME)
-        pieces, unit = _with_steps(table, pieces, step, step_unit)
-        input_names = [STEP_NAME, *driving]
+        duration, unit = _unit(table, times, step, step_unit)
+        pieces = [piece.with_step(duration) for piece in pieces]
     rows = padded_length(max(len(piece.ys) for piece in pieces), pad_to, table.name)
     return Table(
         **stack(pieces, rows),
         names=tuple(observed),
         series=identifiers,
-        input_names=tuple(input_names),
+        input_names=(*([STEP_NAME] if step_input else []), *driving),
         time_name=time_name,
         step=None if step is None else step.name,
         step_unit=unit,
@@ -157,7 +161,7 @@ def read(
         kind=table.kind,
         source=table.name,
         notes=tuple(notes),
-        inserted=inserted,
+        inserted=sum(len(piece.ys) for piece in pieces) - len(ys),
     )
 
 
@@ -198,8 +202,7 @@ def read_times(source: Any, table: Table) -> tuple[np.ndarray, ...]:
             f"expected times of the series {listed(table.series or ())}, got times of"
             f" {listed(identifiers or ())}."
         )
-    stamps = timestamps(future, time, layout["time_format"])
-    _, times = _sort(future, time, stamps, groups, bool(keys), [])
+    _, times = _sort(future, time, layout["time_format"], groups, [])
     try:
         return table.coming(times)
     except ValueError as error:
@@ -217,12 +220,6 @@ def require_rows(table: Source) -> None:
     """Refuse a table without rows."""
     if not len(table.frame):
         raise table.error("there are no rows; add some.")
-
-
-def stack_columns(table: Source, names: Sequence[str]) -> np.ndarray:
-    """Return columns of numbers as an array of shape `(row, column)`."""
-    columns = [numbers(table, name) for name in names]
-    return np.stack(columns, axis=1) if columns else np.zeros((len(table.frame), 0))
 
 
 def _check_roles(
@@ -244,21 +241,27 @@ def _check_roles(
 def _data_columns(table: Source, taken: list[str], notes: list[str]) -> list[str]:
     """Return all numeric columns without another role."""
     free = [name for name in table.frame.columns if name not in (*taken, *table.index)]
-    numeric = [name for name in free if is_numeric(table, name)]
+    numeric = [name for name in free if _is_numeric(table, name)]
     if not numeric:
         for name in free:
             if DECIMAL_COMMA.fullmatch(str(table.frame[name].iloc[0]).strip()):
-                numbers(table, name)  # raises, with the remedy
+                table.numbers(name)  # raises, with the remedy
         raise table.error(
             f"there is no column of numbers besides {listed(taken) or 'the index'}; name the"
             " observed columns with ",
             Argument("columns"),
         )
-    numeric = [name for name in numeric if not _counts_rows(table, name)] or numeric
+    numeric = [name for name in numeric if not table.counts_rows(name)] or numeric
     ignored = [name for name in table.frame.columns if name not in (*taken, *numeric)]
     if ignored:
         notes.append(f"ignored: {listed(ignored)}")
     return numeric
+
+
+def _is_numeric(table: Source, name: str) -> bool:
+    """Return whether at least half of the cells are numbers; the others are then errors."""
+    values, invalid = parse_numbers(table.frame[name])
+    return int(np.sum(invalid)) <= int(np.sum(~np.isnan(values)))
 
 
 def _possible_times(table: Source, taken: list[str]) -> list[str]:
@@ -271,68 +274,29 @@ def _possible_times(table: Source, taken: list[str]) -> list[str]:
     return []
 
 
-def _counts_rows(table: Source, name: str) -> bool:
-    """Return whether a column is the number of the row, which many programs write."""
-    if str(name).lower() not in ROW_NAMES:
-        return False
-    if table.counting is not None:
-        return name in table.counting
-    values, _ = parse_numbers(table.frame[name])
-    return any(np.array_equal(values, start + np.arange(len(values))) for start in (0, 1))
-
-
-def _check_filled(
-    table: Source, observed: list[str], ys: np.ndarray, driving: list[str], us: np.ndarray
-) -> None:
-    """Refuse an observed column without values, and missing inputs."""
-    for place, name in enumerate(observed):
-        if np.isnan(ys[:, place]).all() and not table.is_part:
-            raise table.error(
-                "every value is missing; name the others with ", Argument("columns"), column=name
-            )
-    check_inputs(table, driving, us)
-
-
-def check_inputs(table: Source, driving: Sequence[str], us: np.ndarray) -> None:
-    """Refuse missing inputs."""
-    if np.isnan(us).any():
-        place = int(np.argmax(np.isnan(us).any(axis=0)))
-        raise table.error(
-            "an input is missing; inputs are needed in every row, so fill it in.",
-            row=int(np.argmax(np.isnan(us[:, place]))),
-            column=driving[place],
-        )
-
-
 def _sort(
     table: Source,
-    time_name: str | None,
-    stamps: np.ndarray | None,
+    time: str | None,
+    time_format: str | None,
     groups: list[np.ndarray],
-    has_keys: bool,
     notes: list[str],
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the rows and times of each series in order of time."""
-    if stamps is None:
+    if time is None:
         return groups, [np.arange(len(rows)) for rows in groups]
-    ordered = []
-    for rows in groups:
-        rows = rows[np.argsort(stamps[rows], kind="stable")]
-        ordered.append(rows)
+    stamps = timestamps(table, time, time_format)
+    ordered = [rows[np.argsort(stamps[rows], kind="stable")] for rows in groups]
+    for rows in ordered:
         same = stamps[rows[1:]] == stamps[rows[:-1]]
         if same.any():
             first, second = sorted(rows[np.argmax(same) :][:2].tolist())
-            hint = (
-                (".",)
-                if has_keys
-                else (", or name what identifies series with ", Argument("series"))
-            )
+            remedy = [", or name what identifies series with ", Argument("series")]
             raise table.error(
                 f"the time {written(stamps[second])} is in {table.unit} {table.lines[first]} too;"
                 " remove one of them",
-                *hint,
+                *(remedy if len(groups) == 1 else ["."]),
                 row=second,
-                column=time_name,
+                column=time,
             )
     if any(np.any(np.diff(rows) < 0) for rows in ordered):
         notes.append("rows sorted by time")
@@ -364,17 +328,17 @@ def _step(table: Source, times: list[np.ndarray], freq: Any, step_input: bool) -
 
 
 def _on_grid(
-    table: Source, piece: Piece, rows: np.ndarray, driving: list[str], step: Step, owner: str
-) -> Piece:
+    table: Source, piece: Rows, rows: np.ndarray, owner: str, driving: list[str], step: Step
+) -> Rows:
     """Insert rows where the grid of a series has none.
 
     Args:
         table: the table, for messages.
         piece: the series.
-        rows: its rows in the table.
+        rows: the numbers of its rows in the table.
+        owner: the series, for messages.
         driving: the names of its inputs.
         step: the step of the grid.
-        owner: the series, for messages.
     """
     places = positions(piece.times, step)
     if places is None:
@@ -384,69 +348,45 @@ def _on_grid(
             Argument("freq"),
         )
     count = int(places[-1]) + 1
+    irregular = Argument("freq", IRREGULAR)
     if count > MOST_INSERTED * (table.num_rows or len(table.frame)):
+        remedy = (Argument("freq"), ", or ", irregular, ".")
         raise table.error(
             f"a step of {step.name} would make {count} rows of {len(rows)}{owner}; pass a larger"
             " step with ",
-            Argument("freq"),
-            ", or ",
-            Argument("freq", IRREGULAR),
-            ".",
+            *remedy,
         )
-    grid = complete(piece.times, places, step)
-    if piece.inputs is not None and count > len(rows):
+    completed = piece.on_grid(places, step)
+    if driving and count > len(rows):
         gap = int(np.argmax(np.diff(places) > 1))
+        remedy = (irregular, " and ", Argument("step_input", True), ".")
         raise table.error(
-            f"there is no row for {written(grid[places[gap] + 1])}, and its inputs"
+            f"there is no row for {written(completed.times[places[gap] + 1])}, and its inputs"
             f" ({listed(driving)}) are needed; add the row, or pass ",
-            Argument("freq", IRREGULAR),
-            " and ",
-            Argument("step_input", True),
-            ".",
+            *remedy,
             row=int(rows[gap]),
         )
-    filled = np.full((count, piece.ys.shape[1]), np.nan)
-    filled[places] = piece.ys
-    return Piece(grid, filled, piece.inputs)
+    return completed
 
 
-def _with_steps(
-    table: Source, pieces: list[Piece], step: Step | None, step_unit: Any
-) -> tuple[list[Piece], str | int | float]:
-    """Add the time since the previous row as the first input; return its unit too."""
+def _unit(
+    table: Source, times: list[np.ndarray], step: Step | None, step_unit: Any
+) -> tuple[Any, str | int | float]:
+    """Return the duration that counts as one step, `None` on a regular grid, and its name."""
     if step is not None:
-        unit, lengths = step.name, [np.ones(len(piece.ys)) for piece in pieces]
-    else:
-        duration = _unit(table, pieces, step_unit)
-        lengths = [np.append(1.0, np.diff(piece.times) / duration) for piece in pieces]
-        dates = isinstance(duration, np.timedelta64)
-        unit = duration_name(duration) if dates else float(duration)
-    return [
-        Piece(piece.times, piece.ys, with_step(length, piece.inputs))
-        for piece, length in zip(pieces, lengths, strict=True)
-    ], unit
-
-
-def with_step(lengths: np.ndarray, inputs: np.ndarray | None) -> np.ndarray:
-    """Return inputs with the lengths of steps as the first column."""
-    return np.hstack([lengths[:, None], *([] if inputs is None else [inputs])])
-
-
-def _unit(table: Source, pieces: list[Piece], step_unit: Any) -> Any:
-    """Return the duration that counts as one step."""
-    dates = pieces[0].times.dtype.kind == "M"
+        return None, step.name
+    dates = times[0].dtype.kind == "M"
     if step_unit is not None:
-        step = parse_step(step_unit, dates, table.name)
-        if step.kind not in ("number", "fixed"):
-            raise DataError(
-                f"{table.name}: ",
-                Argument("step_unit", step_unit),
-                " has no fixed length; pass e.g. '7D' or '6h'.",
-            )
-        return step.amount
-    differences = np.concatenate([np.diff(piece.times) for piece in pieces])
+        unit = parse_step(step_unit, dates, table.name)
+        if unit.kind not in ("number", "fixed"):
+            given = Argument("step_unit", step_unit)
+            remedy = " has no fixed length; pass e.g. '7D' or '6h'."
+            raise DataError(f"{table.name}: ", given, remedy)
+        return unit.amount, unit.name if dates else float(unit.amount)
+    differences = np.concatenate([np.diff(series) for series in times])
     if not differences.size:
         raise table.error("one row has no step; pass its unit with ", Argument("step_unit"), row=0)
     if dates:
-        return np.timedelta64(int(np.median(differences.astype(np.int64))), "us")
-    return np.median(differences)
+        duration = np.timedelta64(int(np.median(differences.astype(np.int64))), "us")
+        return duration, duration_name(duration)
+    return np.median(differences), float(np.median(differences))

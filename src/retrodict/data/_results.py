@@ -1,6 +1,6 @@
 """Results with names: xarray datasets, pandas frames, or the type of the source."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -69,14 +69,8 @@ def to_xarray(
     Raises:
         ValueError: if a shape does not fit the table.
     """
-    arguments = {
-        "mean": mean,
-        "covariance": covariance,
-        "states": states,
-        "observations": observations,
-    }
-    parts = _parts_of(result)
-    parts |= {key: value for key, value in arguments.items() if value is not None}
+    given = {"mean": mean, "covariance": covariance, "states": states, "observations": observations}
+    parts = _parts_of(result) | {key: value for key, value in given.items() if value is not None}
     if result is not None and not parts:
         raise TypeError(
             "to_xarray expects a result with mean and covariance, or with states and observations,"
@@ -92,28 +86,33 @@ def to_xarray(
             parts["inputs"] = table.inputs
     arrays = {key: _with_batch(table, key, np.asarray(value)) for key, value in parts.items()}
     if "covariance" in arrays:
-        diagonal = np.diagonal(arrays["covariance"], axis1=-2, axis2=-1)
-        arrays["std"] = np.sqrt(np.maximum(diagonal, 0.0))
-    rows = _rows(arrays)
-    stamps = _times(table, rows, future, times)
-    length = np.full(table.num_series, rows) if future else table.length
-    if not future and rows not in (table.ys.shape[1], int(length.max())):
+        arrays["std"] = _std(arrays["covariance"])
+    counts = {key: array.shape[1 + DIMENSIONS[key].index("time")] for key, array in arrays.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"Results must have equally many rows, got {counts}.")
+    rows = next(iter(counts.values()))
+    longest = rows if future else int(table.length.max())
+    if rows not in (longest, table.ys.shape[1]):
         raise ValueError(
             f"The result has {rows} rows and the table {table.ys.shape[1]}; pass future=True for"
             " rows after its end."
         )
-    if not future:
-        # No series has the other rows, which are padding.
-        rows = int(length.max())
-        arrays = {key: _cut(key, array, rows) for key, array in arrays.items()}
-    coordinates = _coordinates(table, stamps, length, rows, arrays, state_names)
+    stamps = _times(table, rows, future, times)
+    xarray = optional("xarray")
     variables = {
-        key: _variable(table, key, arrays[key], length) for key in DIMENSIONS if key in arrays
+        key: (("series", *dimensions), arrays[key])
+        for key, dimensions in DIMENSIONS.items()
+        if key in arrays
     }
-    standard = _attributes(result) | ({} if level is None else {"level": level})
-    dataset = optional("xarray").Dataset(
-        variables, coords=coordinates, attrs=standard | dict(attributes or {})
-    )
+    # No series has rows beyond the longest, which are padding.
+    dataset = xarray.Dataset(variables).isel(time=slice(longest))
+    exists = np.arange(longest) < np.array([[len(series)] for series in stamps])
+    dataset = dataset.where(xarray.DataArray(exists, dims=("series", "time")))
+    dataset = dataset.assign_coords(_coordinates(table, stamps, dataset.sizes, state_names))
+    if table.series is None:
+        dataset = dataset.isel(series=0)
+    dataset.attrs = _attributes(result) | ({} if level is None else {"level": level})
+    dataset.attrs |= dict(attributes or {})
     if shown_states is None:
         return dataset
     shown = {name: list(shown_states) for name in ("state", OTHER_STATE) if name in dataset.dims}
@@ -153,18 +152,13 @@ def _is_forecast(result: Any) -> bool:
 
 
 def _parts_of(result: Any) -> dict[str, Any]:
-    """Return the arrays of a result of the library."""
-    if result is None:
-        return {}
+    """Return the available arrays of a result of the library."""
+    fields = {name: name for name in ("mean", "covariance", "mean_standard_error")}
     if _is_forecast(result):
-        moments = {
-            "mean": getattr(result, "state_mean", None),
-            "covariance": getattr(result, "state_covariance", None),
-        }
-        available = {key: value for key, value in moments.items() if value is not None}
-        return available | {"states": result.states, "observations": result.observations}
-    names = ("mean", "covariance", "mean_standard_error")
-    return {name: getattr(result, name) for name in names if hasattr(result, name)}
+        fields = {"mean": "state_mean", "covariance": "state_covariance"}
+        fields |= {"states": "states", "observations": "observations"}
+    parts = {name: getattr(result, field, None) for name, field in fields.items()}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _interval(result: Any, parts: Mapping[str, Any], level: float) -> dict[str, np.ndarray]:
@@ -202,9 +196,12 @@ def gaussian_ends(mean: Any, covariance: Any, level: float) -> np.ndarray:
         covariance: covariances, of shape `(..., d, d)`.
         level: the probability of the interval.
     """
-    diagonal = np.diagonal(np.asarray(covariance), axis1=-2, axis2=-1)
-    reach = NormalDist().inv_cdf(0.5 + level / 2) * np.sqrt(np.maximum(diagonal, 0.0))
+    reach = NormalDist().inv_cdf(0.5 + level / 2) * _std(np.asarray(covariance))
     return np.stack([np.asarray(mean) - reach, np.asarray(mean) + reach])
+
+
+def _std(covariance: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.maximum(np.diagonal(covariance, axis1=-2, axis2=-1), 0.0))
 
 
 def _with_batch(table: Table, key: str, array: np.ndarray) -> np.ndarray:
@@ -227,69 +224,28 @@ def _with_batch(table: Table, key: str, array: np.ndarray) -> np.ndarray:
     return array if array.dtype.kind == "f" else array.astype(float)
 
 
-def _rows(arrays: Mapping[str, np.ndarray]) -> int:
-    counts = {key: array.shape[1 + DIMENSIONS[key].index("time")] for key, array in arrays.items()}
-    if len(set(counts.values())) > 1:
-        raise ValueError(f"Results must have equally many rows, got {counts}.")
-    return next(iter(counts.values()))
-
-
-def _cut(key: str, array: np.ndarray, rows: int) -> np.ndarray:
-    return np.take(array, np.arange(rows), axis=1 + DIMENSIONS[key].index("time"))
-
-
-def _variable(
-    table: Table, key: str, array: np.ndarray, length: np.ndarray
-) -> tuple[tuple[str, ...], np.ndarray]:
-    """Return the names of the axes, and the array with NaN in rows that do not exist."""
-    dimensions = DIMENSIONS[key]
-    axis = dimensions.index("time")
-    rows = array.shape[1 + axis]
-    exists = np.arange(rows) < length[:, None]
-    shape = [len(array)] + [1] * len(dimensions)
-    shape[1 + axis] = rows
-    array = np.where(exists.reshape(shape), array, np.nan)
-    if table.series is None:
-        return dimensions, array[0]
-    return ("series", *dimensions), array
-
-
 def _coordinates(
     table: Table,
     times: Sequence[np.ndarray],
-    length: np.ndarray,
-    rows: int,
-    arrays: Mapping[str, np.ndarray],
+    sizes: Mapping[Any, int],
     state_names: Sequence[str] | None,
 ) -> dict[str, Any]:
-    coordinates: dict[str, Any] = {}
+    """Return the coordinates of a dataset whose dimensions have these sizes."""
+    coordinates: dict[str, Any] = {"obs": table.names, "input": table.input_names}
+    if "state" in sizes:
+        names = [f"x{i}" for i in range(sizes["state"])] if state_names is None else state_names
+        if len(names) != sizes["state"]:
+            raise ValueError(f"state_names: expected {sizes['state']} names, got {len(names)}.")
+        coordinates |= {"state": names, OTHER_STATE: names}
     if table.series is not None:
-        coordinates["series"] = list(table.series)
+        coordinates["series"] = table.series
+    coordinates = {name: list(labels) for name, labels in coordinates.items() if name in sizes}
     longest = max(times, key=len)
-    if len(longest) == rows and all(np.array_equal(series, longest) for series in times):
-        coordinates["time"] = longest
-    else:
-        stamps = np.stack([_padded(series, rows) for series in times])
-        coordinates["time"] = np.arange(rows)
-        plain = table.series is None
-        coordinates["time_stamp"] = (
-            ("time",) if plain else ("series", "time"),
-            stamps[0] if plain else stamps,
-        )
-    for key, array in arrays.items():
-        if "state" in DIMENSIONS[key]:
-            size = array.shape[-1]
-            names = [f"x{i}" for i in range(size)] if state_names is None else list(state_names)
-            if len(names) != size:
-                raise ValueError(f"state_names: expected {size} names, got {len(names)}.")
-            coordinates["state"] = names
-            if OTHER_STATE in DIMENSIONS[key]:
-                coordinates[OTHER_STATE] = names
-        elif "obs" in DIMENSIONS[key]:
-            coordinates["obs"] = list(table.names)
-        else:
-            coordinates["input"] = list(table.input_names)
-    return coordinates
+    if all(np.array_equal(series, longest) for series in times):
+        return coordinates | {"time": longest}
+    stamps = np.stack([_padded(series, sizes["time"]) for series in times])
+    numbers = np.arange(sizes["time"])
+    return coordinates | {"time": numbers, "time_stamp": (("series", "time"), stamps)}
 
 
 def _padded(times: np.ndarray, rows: int) -> np.ndarray:
@@ -337,12 +293,10 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
     Returns:
         A pandas DataFrame; the first columns are those of the identifier and the time.
     """
-    pandas = optional("pandas")
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"`level` must be between 0 and 1, got {level}.")
     dataset = to_xarray(table, result, level=level, **options)
-    apart = "series" in dataset.dims
-    columns = _summaries(dataset if apart else dataset.expand_dims("series"), level)
+    if table.series is None:
+        dataset = dataset.expand_dims("series")
+    columns = _summaries(dataset, level)
     if hasattr(result, "gaussian"):
         columns |= _of_forecast(table, result, level)
     rows = dataset.sizes["time"]
@@ -350,66 +304,57 @@ def to_frame(table: Table, result: Any = None, *, level: float = 0.9, **options:
     future = _is_forecast(result) if future is None else future
     times = _times(table, rows, future, options.get("times"))
     frame: dict[str, Any] = {}
-    if apart:
+    if table.series is not None:
         name = "-".join(table.layout["series"] or ["series"])
         frame[name] = np.repeat(np.array(table.series), [len(series) for series in times])
     frame[table.time_name or "time"] = np.concatenate(times)
-    exists = np.arange(rows) < np.array([len(series) for series in times])[:, None]
-    return pandas.DataFrame(frame | {name: values[exists] for name, values in columns.items()})
+    exists = np.arange(rows) < np.array([[len(series)] for series in times])
+    columns = {name: values[exists] for name, values in columns.items()}
+    return optional("pandas").DataFrame(frame | columns)
 
 
 def _summaries(dataset: Any, level: float) -> dict[str, np.ndarray]:
     """Return columns of shape `(series, time)` by name."""
     columns: dict[str, np.ndarray] = {}
-    for key, names in (("observed", "obs"), ("inputs", "input")):
+    for key in ("observed", "inputs"):
         if key in dataset:
-            for name in dataset[names].values:
-                columns[str(name)] = _by_series(dataset[key].sel({names: name}))
-    for key, names in (("states", "state"), ("observations", "obs")):
+            names = dataset[DIMENSIONS[key][-1]].values
+            columns |= {str(name): dataset[key].values[..., i] for i, name in enumerate(names)}
+    for key in ("states", "observations"):
         if key in dataset:
-            for name in dataset[names].values:
-                columns |= _of_draws(str(name), dataset[key].sel({names: name}), level)
-    moments = [what for what in ("mean", "std", "lower", "upper") if what in dataset]
-    for name in dataset["state"].values if moments else ():
-        for what in moments:
-            columns[f"{name}_{what}"] = _by_series(dataset[what].sel(state=name))
-    return columns
+            summaries = _of_draws(np.moveaxis(dataset[key].values, 1, -1), level)
+            columns |= _by_name(dataset[DIMENSIONS[key][-1]].values, summaries)
+    moments = {w: dataset[w].values for w in ("mean", "std", "lower", "upper") if w in dataset}
+    return columns | _by_name(dataset["state"].values if moments else (), moments)
+
+
+def _by_name(names: Iterable[str], summaries: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return columns `NAME_SUMMARY` of summaries of shape `(series, time, name)`."""
+    return {
+        f"{name}_{what}": values[..., i]
+        for i, name in enumerate(names)
+        for what, values in summaries.items()
+    }
 
 
 def _of_forecast(table: Table, result: Any, level: float) -> dict[str, np.ndarray]:
     """Return the exact moments of observations of a forecast, in place of those of draws."""
-    mean, covariance = (
-        np.asarray(part) if np.ndim(result.mean) == 3 else np.asarray(part)[None]
-        for part in (result.mean, result.covariance)
-    )
-    std = np.sqrt(np.maximum(np.diagonal(covariance, axis1=-2, axis2=-1), 0.0))
-    moments = {"mean": mean, "std": std}
+    mean, covariance = np.asarray(result.mean), np.asarray(result.covariance)
+    if mean.ndim == 2:
+        mean, covariance = mean[None], covariance[None]
+    moments = {"mean": mean, "std": _std(covariance)}
     if result.gaussian:
         moments["lower"], moments["upper"] = gaussian_ends(mean, covariance, level)
-    return {
-        f"{name}_{what}": values[..., i]
-        for i, name in enumerate(table.names)
-        for what, values in moments.items()
-    }
+    return _by_name(table.names, moments)
 
 
-def _by_series(variable: Any) -> np.ndarray:
-    return variable.transpose("series", "time").values
-
-
-def _of_draws(name: str, variable: Any, level: float) -> dict[str, np.ndarray]:
-    draws = variable.transpose("series", "time", "sample").values
-    # One draw has no standard deviation, and rows of NaN stay NaN.
-    std = (
-        np.std(draws, axis=-1, ddof=1) if draws.shape[-1] > 1 else np.full(draws.shape[:2], np.nan)
-    )
+def _of_draws(draws: np.ndarray, level: float) -> dict[str, np.ndarray]:
+    """Return summaries over the last axis."""
     lower, upper = np.quantile(draws, [0.5 - level / 2, 0.5 + level / 2], axis=-1)
-    return {
-        f"{name}_mean": np.mean(draws, axis=-1),
-        f"{name}_std": std,
-        f"{name}_lower": lower,
-        f"{name}_upper": upper,
-    }
+    # One draw has no standard deviation, and rows of NaN stay NaN.
+    single = draws.shape[-1] == 1
+    std = np.full(lower.shape, np.nan) if single else np.std(draws, axis=-1, ddof=1)
+    return {"mean": np.mean(draws, axis=-1), "std": std, "lower": lower, "upper": upper}
 
 
 def like(table: Table, result: Any = None, **options: Any) -> Any:

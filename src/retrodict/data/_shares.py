@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import numpy as np
 
 from retrodict._errors import Argument, DataError
 from retrodict._learning import SharedSeries
-from retrodict.data._chunked import NetcdfSeries, ParquetRows, TextRows
-from retrodict.data._files import SEPARATORS
-from retrodict.data._identifiers import check_identified, factorize, ordered
+from retrodict.data._chunked import AbstractParts, open_parts
+from retrodict.data._files import SUFFIXES
+from retrodict.data._identifiers import factorize, ordered
 from retrodict.data._reader import read
-from retrodict.data._source import Source
+from retrodict.data._source import ROW_NAMES, Source, parse_numbers
 from retrodict.data._summary import Summary, add_up
 from retrodict.data._table import MOST_LEADING_ROWS, Table
 from retrodict.data._timestamps import kind_of_times
@@ -161,7 +160,7 @@ def read_shared(source: str | os.PathLike[str], **layout: Any) -> Table | Shared
     return SharedTable(leading, local, share, dataclasses.replace(summary, notes=notes))
 
 
-class _Index(ABC):
+class _Index:
     """The series of a file in the order of `read`.
 
     Attributes:
@@ -170,11 +169,32 @@ class _Index(ABC):
         rows: the number of rows of each, at most.
     """
 
-    name: str
-    count: int
-    rows: np.ndarray
+    def __init__(self, file: AbstractParts) -> None:
+        self.name, self._file = file.name, file
+        source = Source(None, file.name, "frame", np.zeros(0, int), file.unit)
+        counters = [name for name in file.columns if name.lower() in ROW_NAMES]
+        # The numbers from which each column may count the rows.
+        starts = {name: {0, 1} for name in counters if name not in file.keys}
+        numbers: dict[tuple[Any, ...], int] = {}
+        codes = [np.zeros(0, int)]
+        row = 0
+        for lines, cells in file.cells([*file.keys, *starts]):
+            chunk = dataclasses.replace(source, frame=cells, lines=lines)
+            local, identifiers = factorize(chunk, file.keys)
+            assigned = [numbers.setdefault(identifier, len(numbers)) for identifier in identifiers]
+            codes.append(np.array(assigned)[local])
+            for name, possible in starts.items():
+                values, _ = parse_numbers(cells[name])
+                rows = row + np.arange(len(values))
+                possible &= {start for start in possible if np.array_equal(values, start + rows)}
+            row += len(cells)
+        order = ordered(source, file.keys, list(numbers))
+        self._places = order.places[np.concatenate(codes)]
+        self.count, self._text = len(order.names), order.text
+        counting = tuple(name for name, possible in starts.items() if possible)
+        self._counting = counting if starts else None
+        self.rows = file.rows * np.bincount(self._places, minlength=self.count)
 
-    @abstractmethod
     def read(self, share: slice, layout: dict[str, Any], *, known: bool) -> Source:
         """Read consecutive series.
 
@@ -183,23 +203,26 @@ class _Index(ABC):
             layout: the arguments of `read`.
             known: whether the layout names everything that is to be read.
         """
+        chosen = np.flatnonzero((self._places >= share.start) & (self._places < share.stop))
+        return dataclasses.replace(
+            self._file.read(chosen, layout, known=known),
+            text=self._text,
+            counting=self._counting,
+            num_rows=int(self.rows.sum()),
+        )
 
 
 def _index_of(path: Path, name: str, layout: dict[str, Any]) -> _Index | None:
     """Return the index of a file; `None` if `read` is to read the whole file, or to refuse it."""
     keys: list[str] = list(layout.get("series") or ())
-    suffix = path.suffix.lower()
-    if not keys or not path.is_file() or not path.stat().st_size:
+    if not keys or path.suffix.lower() not in SUFFIXES:
         return None
-    index: _Index
-    if suffix == ".parquet" and ParquetRows.can_be_split(path, name, keys):
-        index = _RowIndex(ParquetRows(path, name, keys), keys)
-    elif suffix in SEPARATORS:
-        index = _RowIndex(TextRows(path, name, SEPARATORS[suffix], keys), keys)
-    elif suffix == ".nc" and NetcdfSeries.can_be_split(path, name, keys):
-        index = _NetcdfIndex(NetcdfSeries(path, name, keys), keys)
-    else:
+    if not path.is_file() or not path.stat().st_size:
         return None
+    file = open_parts(path, name, keys)
+    if not file.can_be_split:
+        return None
+    index = _Index(file)
     return index if index.count > 1 and index.rows.sum() > MOST_LEADING_ROWS else None
 
 
@@ -240,55 +263,3 @@ def _check_count(index: _Index, table: Table, count: int) -> None:
             f"{index.name}: {count - table.num_series} of its series hold no value; leave them out"
             " of the file."
         )
-
-
-class _RowIndex(_Index):
-    """Series of a file of rows, with the series of each row."""
-
-    def __init__(self, file: ParquetRows | TextRows, keys: list[str]) -> None:
-        self.name, self._file = file.name, file
-        numbers: dict[tuple[Any, ...], int] = {}
-        codes: list[np.ndarray] = []
-        for lines, cells in file.identifiers():
-            source = dataclasses.replace(_source(cells, file.name), lines=lines, unit=file.unit)
-            check_identified(source, keys)
-            local, identifiers = factorize(cells, keys)
-            assigned = [numbers.setdefault(identifier, len(numbers)) for identifier in identifiers]
-            codes.append(np.array(assigned)[local])
-        order = ordered(_source(None, file.name), keys, list(numbers))
-        self._places = order.places[np.concatenate([np.zeros(0, int), *codes])]
-        self.count, self._text = len(order.names), order.text
-        self.rows = np.bincount(self._places, minlength=self.count)
-        self._counting = file.counting()
-
-    def read(self, share: slice, layout: dict[str, Any], *, known: bool) -> Source:
-        """Read the rows of some series."""
-        rows = np.flatnonzero((self._places >= share.start) & (self._places < share.stop))
-        return dataclasses.replace(
-            self._file.read(rows, layout, known=known),
-            text=self._text,
-            counting=self._counting,
-            num_rows=self._file.count,
-        )
-
-
-class _NetcdfIndex(_Index):
-    """Series of a NetCDF file: a rectangle, in which a series may have fewer rows."""
-
-    def __init__(self, file: NetcdfSeries, keys: list[str]) -> None:
-        self.name, self._file = file.name, file
-        order = ordered(_source(None, file.name), keys, [(i,) for i in file.identifiers()])
-        if len(order.names) < file.count:
-            raise DataError(f"{file.name}: two series have the same {keys[0]}; rename one of them.")
-        self.count, self._text = file.count, order.text
-        self.rows = np.full(file.count, file.rows)
-        self._by_place = np.argsort(order.places)
-
-    def read(self, share: slice, layout: dict[str, Any], *, known: bool) -> Source:
-        """Read some series by their places in the file."""
-        source = self._file.read(np.sort(self._by_place[share]), layout, known=known)
-        return dataclasses.replace(source, text=self._text)
-
-
-def _source(frame: Any, name: str) -> Source:
-    return Source(frame, name, "frame", np.zeros(0, int))

@@ -1,4 +1,4 @@
-"""The internal form of a table: one pandas frame, and the names of its rows in messages."""
+"""The internal form of a table: one pandas frame, the names of its rows, and its numbers."""
 
 import difflib
 from collections import Counter
@@ -8,12 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from retrodict._errors import DataError, Part, listed, optional
+from retrodict._errors import DataError, Part, listed, optional, shorten
 
 TIME_NAMES = ("time", "date", "datetime", "timestamp", "t", "year")
 
 ROW_NAMES = ("rownames", "row", "index", "id")
 """Usual names of a column of row numbers."""
+
+# The marks of missing values that pandas reads, and no others: "-" or "-999" may mean something.
+MISSING = frozenset(
+    ["", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"]
+    + ["<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"]
+)
+LARGEST = 1e150
+"""Squares of larger numbers overflow."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,11 @@ class Source:
             where += f", column {column!r}"
         return DataError(f"{where}: ", *parts)
 
+    def refuse(self, wrong: np.ndarray, column: str, text: str) -> None:
+        """Refuse the first row at which `wrong` is true, if any."""
+        if wrong.any():
+            raise self.error(text, row=int(np.argmax(wrong)), column=column)
+
     def require(self, names: Sequence[str], role: str) -> None:
         """Refuse names that are not columns, with the nearest one that is.
 
@@ -75,6 +88,47 @@ class Source:
                     hint = " Name these columns one by one."
                 raise self.error(no_column(name, role, columns), hint)
 
+    def numbers(self, column: str) -> np.ndarray:
+        """Return a column as float64, with NaN for missing values.
+
+        Raises:
+            DataError: if it holds text, an infinity or a number beyond 1e150, with its row.
+        """
+        values, invalid = parse_numbers(self.frame[column])
+        if invalid.any():
+            cell = self.frame[column].iloc[int(np.argmax(invalid))]
+            decimal = isinstance(cell, str) and "," in cell
+            hint = "write a decimal point and no other separator" if decimal else "correct it"
+            text = f"{shorten(cell)} is not a number; {hint}, or leave it empty if missing."
+            self.refuse(invalid, column, text)
+        huge = np.abs(values) > LARGEST
+        if huge.any():
+            value = f"the value {values[np.argmax(huge)]:g} is infinite or beyond {LARGEST:g}"
+            self.refuse(huge, column, f"{value}; correct it, or leave it empty if missing.")
+        return values
+
+    def stack(self, names: Sequence[str]) -> np.ndarray:
+        """Return columns of numbers as an array of shape `(row, column)`."""
+        columns = [self.numbers(name) for name in names]
+        return np.stack(columns, axis=1) if columns else np.zeros((len(self.frame), 0))
+
+    def inputs(self, names: Sequence[str]) -> np.ndarray | None:
+        """Return columns of inputs, `None` if there are none; refuse missing values."""
+        values = self.stack(names)
+        for name, column in zip(names, values.T, strict=True):
+            text = "an input is missing; inputs are needed in every row, so fill it in."
+            self.refuse(np.isnan(column), name, text)
+        return values if names else None
+
+    def counts_rows(self, column: str) -> bool:
+        """Return whether a column is the number of the row, which many programs write."""
+        if column.lower() not in ROW_NAMES:
+            return False
+        if self.counting is not None:
+            return column in self.counting
+        values, _ = parse_numbers(self.frame[column])
+        return any(np.array_equal(values, start + np.arange(len(values))) for start in (0, 1))
+
 
 def no_column(name: str, role: str, columns: Sequence[str]) -> str:
     """Return the message for a column that does not exist."""
@@ -88,29 +142,23 @@ def frame_source(frame: Any, name: str, kind: str) -> Source:
     if isinstance(frame.columns, pandas.MultiIndex):
         raise DataError(f"{name}: the columns have several levels; give them one name each.")
     frame.columns = [str(column) for column in frame.columns]
-    index = frame.index
+    index, time_index, row_index = frame.index, None, None
     is_range = isinstance(index, pandas.RangeIndex) and index.name is None
-    default = is_range and index.equals(pandas.RangeIndex(len(index)))
-    levels = () if default else _level_names(index.names)
+    levels: list[str] = []
+    if not (is_range and index.equals(pandas.RangeIndex(len(index)))):
+        default = [f"index{i}" if index.nlevels > 1 else "index" for i in range(index.nlevels)]
+        pairs = zip(index.names, default, strict=True)
+        levels = [other if name is None else str(name) for name, other in pairs]
+        frame.index = index.set_names(levels)
     check_names([*levels, *frame.columns], name)
-    time_index = row_index = None
     if len(levels) == 1:
         if isinstance(index, pandas.DatetimeIndex | pandas.PeriodIndex):
             time_index = levels[0]
         elif pandas.api.types.is_numeric_dtype(index.dtype):
             row_index = levels[0]
-    if levels:
-        frame.index = index.set_names(list(levels))
     frame = frame.reset_index(drop=not levels)
     lines = np.arange(1, len(frame) + 1)
-    return Source(frame, name, kind, lines, "row", levels, time_index, row_index)
-
-
-def _level_names(names: Sequence[Any]) -> tuple[str, ...]:
-    """Return the names of the levels of an index; one without a name is called `index`."""
-    if len(names) == 1:
-        return ("index" if names[0] is None else str(names[0]),)
-    return tuple(f"index{i}" if name is None else str(name) for i, name in enumerate(names))
+    return Source(frame, name, kind, lines, "row", tuple(levels), time_index, row_index)
 
 
 def check_names(names: Sequence[str], owner: str) -> None:
@@ -118,3 +166,34 @@ def check_names(names: Sequence[str], owner: str) -> None:
     double = sorted(name for name, count in Counter(names).items() if count > 1)
     if double:
         raise DataError(f"{owner}: two columns are called {double[0]!r}; rename one of them.")
+
+
+def missing_cells(series: Any) -> np.ndarray:
+    """Return which cells of a pandas series are empty, NaN or a mark of missing values."""
+    absent, types = series.isna().to_numpy(), optional("pandas").api.types
+    if types.is_numeric_dtype(series.dtype) or types.is_datetime64_any_dtype(series.dtype):
+        return absent
+    cells = series.tolist()
+    return absent | np.array([isinstance(c, str) and c.strip() in MISSING for c in cells], bool)
+
+
+def parse_numbers(series: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of a pandas series, and which cells hold something else."""
+    pandas = optional("pandas")
+    types = pandas.api.types
+    if types.is_numeric_dtype(series.dtype) and not types.is_complex_dtype(series.dtype):
+        values = series.to_numpy(dtype=float, na_value=np.nan)
+        return values, np.zeros(len(values), bool)
+    cells = pandas.Series([_number_or_text(cell) for cell in series.tolist()], dtype=object)
+    values = pandas.to_numeric(cells, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
+    return values, np.isnan(values) & ~missing_cells(series)
+
+
+def _number_or_text(cell: Any) -> float | str:
+    numeric = isinstance(cell, int | float | np.number | np.bool_)
+    if not numeric and type(cell).__name__ not in ("Decimal", "Fraction"):
+        return str(cell)
+    try:
+        return float(cell)
+    except OverflowError:  # an integer of Python may have any size
+        return np.inf

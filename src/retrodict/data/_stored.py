@@ -2,24 +2,22 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from retrodict._errors import Argument, DataError, listed
 from retrodict._learning import AbstractSeriesStore, Arrays, ProgressLine
-from retrodict.data._chunked import NetcdfSeries, ParquetRows
+from retrodict.data._chunked import AbstractParts, NetcdfSeries, ParquetRows, open_parts
 from retrodict.data._files import check_exists, check_suffix
 from retrodict.data._reader import as_names, read
 from retrodict.data._source import Source
 from retrodict.data._summary import Summary, add_up
 from retrodict.data._table import Table
 from retrodict.distributed import all_gather_object, by_all
-
-T = TypeVar("T")
 
 BLOCK_ROWS = 50_000
 """The smallest number of rows of a block, except the last."""
@@ -152,7 +150,7 @@ def open_series(
     paths = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not paths:
         raise DataError("open_series: there is no file; name one.")
-    run = by_all if together else _run_alone
+    run: Any = by_all if together else lambda compute: compute()
     blocks = run(lambda: [block for path in paths for block in _blocks(path, keys)])
     layout: dict[str, Any] = {
         "time": time,
@@ -168,28 +166,26 @@ def open_series(
     share = _share(len(blocks)) if together else range(len(blocks))
     scans = run(lambda: _scan(blocks, first, table, share, progress))
     if together:
-        scans = _from_all_processes(scans)
-    blocks = [blocks[number] for number in sorted(scans)]
-    results = [scans[number] for number in sorted(scans)]
-    if (place := _repeated(results)) is not None:
+        gathered = [scan for local in all_gather_object(scans) for scan in local.items()]
+        scans = {int(number): scan for number, scan in gathered}
+    numbers = sorted(scans)
+    blocks = [blocks[number] for number in numbers]
+    parts, hashes = zip(*(scans[number] for number in numbers), strict=True)
+    if (place := _repeated(hashes)) is not None:
         raise DataError(
             f"{blocks[place].name}: a series of block {blocks[place].number + 1} is in another"
             f" place too; sort the rows by {listed(keys)}, so that each series is in one place."
         )
-    summaries = [scan.summary for scan in results]
+    summaries = [Summary.from_dict(part) for part in parts]
     if not any(add_up(summaries).seen):
         raise _all_missing(blocks)
     return StoredSeries(blocks, table.layout, summaries, table.input_names)
 
 
-def _run_alone(compute: Callable[[], T]) -> T:
-    return compute()
-
-
 class _Block(NamedTuple):
     """A part of a file: consecutive rows of a Parquet file, or series of a NetCDF file."""
 
-    file: ParquetRows | NetcdfSeries
+    file: AbstractParts
     number: int
     begin: int
     end: int
@@ -199,20 +195,25 @@ class _Block(NamedTuple):
         return self.file.name
 
     def read(self, layout: dict[str, Any], *, known: bool) -> Source:
-        """Read the block; the arguments are those of `ParquetRows.read`."""
+        """Read the block; the arguments are those of `AbstractParts.read`."""
         return self.file.read(np.arange(self.begin, self.end), layout, known=known)
 
 
 def _blocks(path: str | os.PathLike[str], keys: list[str]) -> list[_Block]:
     place, name = Path(path), os.fspath(path)
     check_exists(place, name)
-    file: ParquetRows | NetcdfSeries
-    if check_suffix(place, name, (".parquet", ".nc")) == ".parquet":
-        file = ParquetRows(place, name, keys)
-        cuts = _series_starts(file)
-    else:
-        file = NetcdfSeries(place, name, keys)
-        cuts = list(range(0, file.count, max(1, BLOCK_ROWS // file.rows)))
+    check_suffix(place, name, (".parquet", ".nc"))
+    file = open_parts(place, name, keys)
+    if isinstance(file, NetcdfSeries) and not file.can_be_split:
+        raise DataError(
+            f"{name}: {listed(keys)} is not a dimension of the file; name the one that identifies"
+            f" series out of {listed(file.dimensions)}."
+        )
+    if not file.count:
+        raise DataError(f"{name}: there are no rows; add some.")
+    step = max(1, BLOCK_ROWS // file.rows)
+    is_table = isinstance(file, ParquetRows)
+    cuts = _series_starts(file) if is_table else list(range(0, file.count, step))
     ends = [*cuts[1:], file.count]
     return [_Block(file, i, *bounds) for i, bounds in enumerate(zip(cuts, ends, strict=True))]
 
@@ -220,7 +221,7 @@ def _blocks(path: str | os.PathLike[str], keys: list[str]) -> list[_Block]:
 def _series_starts(file: ParquetRows) -> list[int]:
     """Return the rows at which blocks begin: each the first series start of a row group."""
     cuts, last = [0], None
-    for lines, cells in file.identifiers():
+    for lines, cells in file.cells(file.keys):
         changes = (cells != cells.shift()).any(axis=1).to_numpy(copy=True)
         changes[0] = last is None or tuple(cells.iloc[0]) != last
         last = tuple(cells.iloc[-1])
@@ -228,18 +229,6 @@ def _series_starts(file: ParquetRows) -> list[int]:
         if starts.size and starts[0] - cuts[-1] >= BLOCK_ROWS:
             cuts.append(int(starts[0]))
     return cuts
-
-
-class _Scan(NamedTuple):
-    """The result of the first pass over a block.
-
-    Attributes:
-        summary: the summary of its series.
-        identifiers: hashes of their identifiers, the same in every process.
-    """
-
-    summary: Summary
-    identifiers: list[int]
 
 
 def _first_table(blocks: Sequence[_Block], layout: dict[str, Any]) -> tuple[int, Table]:
@@ -264,10 +253,15 @@ def _share(count: int) -> range:
 
 def _scan(
     blocks: Sequence[_Block], first: int, table: Table, share: range, progress: bool
-) -> dict[int, _Scan]:
-    """Scan the blocks with rows among some, by their numbers."""
+) -> dict[int, tuple[dict[str, Any], list[int]]]:
+    """Scan the blocks with rows among some.
+
+    Returns:
+        By the number of the block, its summary and hashes of its identifiers, which are the same in
+        every process.
+    """
     line = ProgressLine("{:.0f} rows were read", len(share)) if progress else None
-    scans: dict[int, _Scan] = {}
+    scans = {}
     num_rows = 0
     for done, number in enumerate(share):
         part = None if number == first else blocks[number].read(table.layout, known=True)
@@ -275,29 +269,18 @@ def _scan(
             block = table if part is None else read(part, **table.layout)
             hashes = [hashlib.blake2b(str(i).encode(), digest_size=8) for i in block.series or ()]
             identifiers = [int.from_bytes(each.digest(), "big") for each in hashes]
-            scans[number] = _Scan(block.summary, identifiers)
+            scans[number] = block.summary.to_dict(), identifiers
             num_rows += block.summary.num_rows
         if line is not None:
             line(done + 1, -float(num_rows))
     return scans
 
 
-def _from_all_processes(scans: dict[int, _Scan]) -> dict[int, _Scan]:
-    """Return the scans of all processes."""
-    local = {number: (scan.summary.to_dict(), scan.identifiers) for number, scan in scans.items()}
-    return {
-        int(number): _Scan(Summary.from_dict(summary), identifiers)
-        for gathered in all_gather_object(local)
-        for number, (summary, identifiers) in gathered.items()
-    }
-
-
-def _repeated(scans: Sequence[_Scan]) -> int | None:
-    """Return the last block with a series that is in another block too."""
-    every = np.concatenate([np.array(scan.identifiers, np.uint64) for scan in scans])
+def _repeated(hashes: Sequence[list[int]]) -> int | None:
+    """Return the place of the last block with a series that is in another block too."""
+    every = np.concatenate([np.array(block, np.uint64) for block in hashes])
     values, counts = np.unique(every, return_counts=True)
     if counts.max() == 1:
         return None
     at = int(np.flatnonzero(every == values[np.argmax(counts)])[-1])
-    sizes = [scan.summary.num_series for scan in scans]
-    return int(np.searchsorted(np.cumsum(sizes), at, side="right"))
+    return int(np.searchsorted(np.cumsum([len(block) for block in hashes]), at, side="right"))

@@ -4,16 +4,69 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from retrodict._errors import Argument, DataError, listed
-from retrodict.data._steps import Step, following, parse_step
+from retrodict.data._steps import Step, complete, following, parse_step
 from retrodict.data._summary import MOST_NAMED, Summary, as_number, as_time, digest_of, written
 
 MOST_LEADING_ROWS = 100_000
 """Rows of a large table from which a model and a family are initialised."""
+
+
+class Rows(NamedTuple):
+    """Rows of one series in order of time, including those inserted in gaps.
+
+    Attributes:
+        times: dates as `datetime64[us]`, or numbers.
+        ys: observations, of shape `(time, obs)`, with NaN for missing entries.
+        inputs: inputs, of shape `(time, input)`, or `None`.
+    """
+
+    times: np.ndarray
+    ys: np.ndarray
+    inputs: np.ndarray | None
+
+    def cut(self, start: int | None, stop: int | None = None) -> "Rows":
+        """Return the rows from `start` to before `stop`, as in a slice."""
+        inputs = None if self.inputs is None else self.inputs[start:stop]
+        return Rows(self.times[start:stop], self.ys[start:stop], inputs)
+
+    def on_grid(self, places: np.ndarray, step: Step) -> "Rows":
+        """Insert rows without observations; there must be none in a series with inputs.
+
+        Args:
+            places: the places of the rows on the grid.
+            step: the step of the grid.
+        """
+        grid = complete(self.times, places, step)
+        ys = np.full((len(grid), self.ys.shape[1]), np.nan)
+        ys[places] = self.ys
+        return Rows(grid, ys, self.inputs)
+
+    def with_step(self, unit: Any = None) -> "Rows":
+        """Add the time since the previous row as the first input; it is 1 in the first row.
+
+        Args:
+            unit: the time that counts as one; without it, each step is one.
+        """
+        lengths = np.ones((len(self.ys), 1))
+        if unit is not None:
+            lengths[1:, 0] = np.diff(self.times) / unit
+        others = [] if self.inputs is None else [self.inputs]
+        return self._replace(inputs=np.hstack([lengths, *others]))
+
+    @classmethod
+    def of_table(cls, table: Any) -> "Rows | None":
+        """Return the rows of a table of one series without identifiers; `None` of any other.
+
+        Args:
+            table: a `Table`, or a `SharedTable`, of which no process holds all rows.
+        """
+        is_one = isinstance(table, Table) and table.series is None
+        return table._rows()[0] if is_one else None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -84,23 +137,23 @@ class Table:
         inputs = None if self.inputs is None else self.inputs[series, :rows]
         return {"ys": self.ys[series, :rows], "mask": self.mask[series, :rows], "inputs": inputs}
 
+    def _rows(self) -> list[Rows]:
+        """Return each series without padding."""
+        ones = [self.one(i) for i in range(self.num_series)]
+        pairs = zip(self.times, ones, strict=True)
+        return [Rows(times, one["ys"], one["inputs"]) for times, one in pairs]
+
     def window(self, start: int, stop: int | None = None) -> "Table":
         """Return the rows from `start` to before `stop` of each series, as in a slice."""
-        pieces = [piece.cut(slice(start, stop)) for piece in self._pieces()]
-        lengths = [len(piece.ys) for piece in pieces]
+        series = [rows.cut(start, stop) for rows in self._rows()]
+        lengths = [len(rows.ys) for rows in series]
         if min(lengths) == 0:
             raise ValueError(
                 f"window({start}, {stop}) leaves no row of a series with"
                 f" {self.length[int(np.argmin(lengths))]} rows; choose rows that all series have."
             )
-        arrays = stack(pieces, max(lengths))
-        return dataclasses.replace(self, **arrays, notes=(*self.notes, "a window of the rows"))
-
-    def _pieces(self) -> list["Piece"]:
-        """Return each series without padding."""
-        ones = [self.one(i) for i in range(self.num_series)]
-        pairs = zip(self.times, ones, strict=True)
-        return [Piece(times, one["ys"], one["inputs"]) for times, one in pairs]
+        notes = (*self.notes, "a window of the rows")
+        return dataclasses.replace(self, **stack(series, max(lengths)), notes=notes)
 
     def last(self, count: int) -> "Table":
         """Return the last `count` rows of each series, or all of a shorter one."""
@@ -117,12 +170,12 @@ class Table:
         places = [series.index(identifier) for identifier in identifiers]
         if not places:
             raise ValueError("select expects one identifier or more, got none.")
-        return self._some(np.array(places))
+        return self._some(places, self.ys.shape[1])
 
     def padded(self, pad_to: int | str) -> "Table":
         """Return the series with more padding, as `pad_to` of `read`."""
         rows = padded_length(int(self.length.max()), pad_to, self.source)
-        return dataclasses.replace(self, **stack(self._pieces(), rows))
+        return dataclasses.replace(self, **stack(self._rows(), rows))
 
     def future_times(self, count: int) -> tuple[np.ndarray, ...]:
         """Return the next `count` times of each series.
@@ -135,7 +188,7 @@ class Table:
             raise DataError("Irregular times cannot be continued; pass the future ones: ", hint)
         if count < 1:
             raise ValueError(f"future_times expects a count of 1 or more, got {count}.")
-        step = self._step()
+        step = self._parsed(self.step)
         return tuple(following(times, step, count) for times in self.times)
 
     def coming(self, times: Sequence[Any]) -> tuple[np.ndarray, ...]:
@@ -170,7 +223,7 @@ class Table:
             last = written(past[-1])
             raise ValueError(f"future times must increase and be later than the last, {last}.")
         if self.step is not None:
-            expected = following(past, self._step(), len(future))
+            expected = following(past, self._parsed(self.step), len(future))
             close = np.isclose(future, expected) if past.dtype.kind == "f" else future == expected
             if not np.all(close):
                 raise ValueError(
@@ -199,16 +252,12 @@ class Table:
             raise ValueError("Expected equally many future times per series.")
         if self.step is not None:
             return np.ones((self.num_series, len(future[0])))
-        unit = parse_step(self.step_unit, self.times[0].dtype.kind == "M", self.source).amount
-        return np.stack(
-            [
-                np.diff(np.concatenate([past[-1:], later])) / unit
-                for past, later in zip(self.times, future, strict=True)
-            ]
-        )
+        unit = self._parsed(self.step_unit).amount
+        pairs = zip(self.times, future, strict=True)
+        return np.stack([np.diff(later, prepend=past[-1:]) / unit for past, later in pairs])
 
-    def _step(self) -> Step:
-        return parse_step(self.step, self.times[0].dtype.kind == "M", self.source)
+    def _parsed(self, freq: Any) -> Step:
+        return parse_step(freq, self.times[0].dtype.kind == "M", self.source)
 
     @functools.cached_property
     def summary(self) -> Summary:
@@ -274,53 +323,33 @@ class Table:
             count *= 2
         if count >= self.num_series:
             return self
-        some = self._some(np.arange(count))
-        return some.padded(int(some.length.max()))
+        return self._some(range(count), int(self.length[:count].max()))
 
-    def _some(self, places: np.ndarray) -> "Table":
-        return dataclasses.replace(
-            self,
-            ys=self.ys[places],
-            mask=self.mask[places],
-            inputs=None if self.inputs is None else self.inputs[places],
-            length=self.length[places],
-            times=tuple(self.times[i] for i in places),
-            series=None if self.series is None else tuple(self.series[i] for i in places),
-        )
+    def _some(self, places: Sequence[int], rows: int) -> "Table":
+        """Return the series at some places, padded to `rows` rows."""
+        series = self._rows()
+        names = None if self.series is None else tuple(self.series[i] for i in places)
+        return dataclasses.replace(self, **stack([series[i] for i in places], rows), series=names)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One series without padding."""
-
-    times: np.ndarray
-    ys: np.ndarray
-    inputs: np.ndarray | None
-
-    def cut(self, rows: slice) -> "Piece":
-        """Return some of the rows."""
-        inputs = None if self.inputs is None else self.inputs[rows]
-        return Piece(self.times[rows], self.ys[rows], inputs)
-
-
-def stack(pieces: Sequence[Piece], rows: int) -> dict[str, Any]:
+def stack(series: Sequence[Rows], rows: int) -> dict[str, Any]:
     """Return the fields of a `Table` that hold arrays: series padded to `rows` rows."""
-    length = np.array([len(piece.ys) for piece in pieces])
-    ys = np.full((len(pieces), rows, pieces[0].ys.shape[1]), np.nan)
-    for i, piece in enumerate(pieces):
-        ys[i, : length[i]] = piece.ys
-    inputs = None
-    if pieces[0].inputs is not None:
-        inputs = np.empty((len(pieces), rows, pieces[0].inputs.shape[1]))
-        for i, piece in enumerate(pieces):
-            # Repeat the last row instead of zeros: a step of length zero has no density.
-            inputs[i] = piece.inputs[np.minimum(np.arange(rows), length[i] - 1)]  # type: ignore[index]
+    length = np.array([len(one.ys) for one in series])
+    ys = np.full((len(series), rows, series[0].ys.shape[1]), np.nan)
+    for i, one in enumerate(series):
+        ys[i, : length[i]] = one.ys
+    # Repeat the last row instead of zeros: a step of length zero has no density.
+    inputs = [
+        one.inputs[np.minimum(np.arange(rows), len(one.inputs) - 1)]
+        for one in series
+        if one.inputs is not None
+    ]
     return {
         "ys": ys,
         "mask": ~np.isnan(ys),
-        "inputs": inputs,
+        "inputs": np.stack(inputs) if inputs else None,
         "length": length,
-        "times": tuple(piece.times for piece in pieces),
+        "times": tuple(one.times for one in series),
     }
 
 

@@ -1,21 +1,23 @@
 """The time column: its name, and its cells as dates or numbers."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from typing import Any
 
 import numpy as np
 
 from retrodict._errors import Argument, listed, optional, shorten
-from retrodict.data._columns import missing_cells, parse_numbers
-from retrodict.data._source import TIME_NAMES, Source
+from retrodict.data._source import TIME_NAMES, Source, missing_cells, parse_numbers
 
 OFFSET = re.compile(r"(Z|[+-]\d\d(:?\d\d)?)$")
-QUARTER = re.compile(r"^(\d{4})[- ]?Q([1-4])$")
-MONTH = re.compile(r"^(\d{4})[- ]?M(0?[1-9]|1[0-2])$", re.IGNORECASE)
-WEEK = re.compile(r"^(\d{4})[- ]?W(\d\d)$")
 ISO = re.compile(r"^\d{4}-\d\d")
+PERIODS = {
+    re.compile(r"^(\d{4})[- ]?Q([1-4])$"): lambda year, quarter: date(year, 3 * quarter - 2, 1),
+    re.compile(r"(?i)^(\d{4})[- ]?M(0?[1-9]|1[0-2])$"): lambda year, month: date(year, month, 1),
+    re.compile(r"^(\d{4})[- ]?W(\d\d)$"): lambda year, week: date.fromisocalendar(year, week, 1),
+}
+"""Quarters, months and weeks as text, with functions that return their first days."""
 
 CODES = {6: "%Y%m", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
 """Formats of dates that are written as whole numbers, by the number of digits."""
@@ -76,8 +78,7 @@ def _holds_dates(source: Source, column: str) -> bool:
     if not parse_numbers(head)[1].any():
         return _is_named_like_dates(column) and find_code(source, column) is not None
     cells = [str(cell).strip() for cell in head[~missing_cells(head)]]
-    forms = (ISO, QUARTER, MONTH, WEEK)
-    return bool(cells) and all(any(form.match(cell) for form in forms) for cell in cells)
+    return bool(cells) and all(any(form.match(c) for form in (ISO, *PERIODS)) for c in cells)
 
 
 def _is_named_like_dates(column: str) -> bool:
@@ -94,13 +95,8 @@ def timestamps(source: Source, column: str, time_format: str | None) -> np.ndarr
         DataError: if a cell is missing or cannot be parsed, with its row.
     """
     series = source.frame[column]
-    missing = missing_cells(series)
-    if missing.any():
-        raise source.error(
-            "the time is missing; fill it in or remove the row.",
-            row=int(np.argmax(missing)),
-            column=column,
-        )
+    remedy = "fill it in or remove the row."
+    source.refuse(missing_cells(series), column, f"the time is missing; {remedy}")
     if _is_dates(series):
         if isinstance(series.dtype, optional("pandas").PeriodDtype):
             series = series.dt.to_timestamp()
@@ -108,12 +104,10 @@ def timestamps(source: Source, column: str, time_format: str | None) -> np.ndarr
     if time_format is None:
         values, invalid = parse_numbers(series)
         if not invalid.any():
-            infinite = ~np.isfinite(values)
-            if infinite.any():
-                row = int(np.argmax(infinite))
-                raise source.error("the time is infinite; correct it.", row=row, column=column)
+            source.refuse(~np.isfinite(values), column, "the time is infinite; correct it.")
             return values.astype(np.int64) if _are_whole(values) else values
-    return _parse_dates(source, column, [_text(cell) for cell in series.tolist()], time_format)
+    cells = [str(int(c)) if _is_whole(c) else str(c).strip() for c in series.tolist()]
+    return _parse_dates(source, column, cells, time_format)
 
 
 def kind_of_times(source: Source, column: str) -> str:
@@ -131,10 +125,8 @@ def kind_of_times(source: Source, column: str) -> str:
     return "dates with an offset from UTC" if zoned else "dates"
 
 
-def _text(cell: Any) -> str:
-    if isinstance(cell, float | np.floating) and float(cell).is_integer():
-        return str(int(cell))
-    return str(cell).strip()
+def _is_whole(cell: Any) -> bool:
+    return isinstance(cell, float | np.floating) and float(cell).is_integer()
 
 
 def _are_whole(values: np.ndarray) -> bool:
@@ -197,19 +189,12 @@ def _parse_dates(
     if time_format is None:
         cells = _first_days(cells)
         offsets = np.array([bool(OFFSET.search(cell[10:])) for cell in cells], bool)
-        if offsets.any() and not offsets.all():
-            raise source.error(
-                "some times have an offset from UTC and some have none; write all in one way.",
-                row=int(np.argmin(offsets)),
-                column=column,
-            )
+        text = "some times have an offset from UTC and some have none; write all in one way."
+        source.refuse(offsets.any() & ~offsets, column, text)
+    texts = pandas.Series(cells, dtype=object)
+    form = time_format or "ISO8601"
     try:
-        dates = pandas.to_datetime(
-            pandas.Series(cells, dtype=object),
-            format=time_format or "ISO8601",
-            errors="coerce",
-            utc=True,
-        )
+        dates = pandas.to_datetime(texts, format=form, errors="coerce", utc=True)
     except ValueError as error:
         raise source.error(
             Argument("time_format", time_format),
@@ -236,20 +221,18 @@ def _first_days(cells: list[str]) -> list[str]:
 
     A week that does not exist stays as it is, and is refused like any other text.
     """
-    if all(quarters := [QUARTER.match(cell) for cell in cells]):
-        return [f"{m[1]}-{3 * int(m[2]) - 2:02d}-01" for m in quarters if m]
-    if all(months := [MONTH.match(cell) for cell in cells]):
-        return [f"{m[1]}-{int(m[2]):02d}-01" for m in months if m]
-    if all(weeks := [WEEK.match(cell) for cell in cells]):
-        return [_monday(m) for m in weeks if m]
+    for form, first_day in PERIODS.items():
+        matches = [match for cell in cells if (match := form.match(cell))]
+        if len(matches) == len(cells):
+            return [_first_day(first_day, match) for match in matches]
     return cells
 
 
-def _monday(week: re.Match[str]) -> str:
+def _first_day(first_day: Callable[[int, int], date], match: re.Match[str]) -> str:
     try:
-        return date.fromisocalendar(int(week[1]), int(week[2]), 1).isoformat()
+        return first_day(int(match[1]), int(match[2])).isoformat()
     except ValueError:
-        return week[0]
+        return match[0]
 
 
 def _microseconds(source: Source, column: str, series: Any) -> np.ndarray:
@@ -257,11 +240,6 @@ def _microseconds(source: Source, column: str, series: Any) -> np.ndarray:
         series = series.dt.tz_convert("UTC").dt.tz_localize(None)
     exact = series.to_numpy()
     rounded = exact.astype("datetime64[us]")
-    finer = rounded != exact
-    if finer.any():
-        raise source.error(
-            "the time is finer than a microsecond; give it as a number.",
-            row=int(np.argmax(finer)),
-            column=column,
-        )
+    text = "the time is finer than a microsecond; give it as a number."
+    source.refuse(rounded != exact, column, text)
     return rounded

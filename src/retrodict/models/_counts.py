@@ -12,16 +12,15 @@ from retrodict._model import StateSpaceModel
 from retrodict._validate import check_count
 from retrodict.models._equations import (
     AbstractNamed,
-    MeanReverting,
     Structural,
     diffuse,
     kernel_of,
-    persistent,
+    mean_reverting,
     positive,
-    real,
     stationary_unless,
 )
-from retrodict.models._start import Sample
+from retrodict.models._registry import ready
+from retrodict.models._start import Sample, centre, reverting, variance
 
 
 class PoissonLaw(AbstractNamed):
@@ -63,6 +62,57 @@ class BinomialLaw(AbstractNamed):
         return _numpyro().Binomial(total, logits=x)
 
 
+def start_counts(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
+    """Return starting values from the mean and the overdispersion of the counts."""
+    law: Any = model.emission.fn
+    ys = sample.ys
+    wrong = np.isfinite(ys) & ((ys < 0) | (ys != np.rint(ys)))
+    remedy = "Choose another model, or another column."
+    _refuse(wrong, ys, "Counts must be non-negative integers", None, remedy)
+    # The exposure of each row, or its number of trials.
+    exposed = np.ones_like(ys)
+    if model.emission.takes_input and sample.inputs is not None:
+        exposed *= np.maximum(sample.inputs[:, :, -1:], 1e-12)
+    starts: dict[str, Any] = {}
+    if isinstance(law, BinomialLaw):
+        total = exposed if law.total_count is None else np.full_like(ys, law.total_count)
+        remedy = "Correct it, or the number of trials."
+        _refuse(ys > total, ys, "Successes cannot outnumber trials", total, remedy)
+        values = np.log((ys + 0.5) / (np.maximum(total - ys, 0) + 0.5))
+        means, spreads = centre(values), np.sqrt(np.clip(variance(values), 0.05, 4))
+    else:
+        rates = ys / exposed
+        typical = np.maximum(centre(rates), 1e-2)
+        excess = (variance(rates) - centre(rates / exposed)) / typical**2
+        # A log-normal rate has squared relative spread exp(s²) − 1, and mean exp(m + s²/2).
+        share = 0.5 if isinstance(law, NegativeBinomialLaw) else 1.0
+        spreads = np.sqrt(np.clip(np.log1p(np.maximum(share * excess, 0)), 0.05, 4))
+        means = np.log(typical) - 0.5 * spreads**2
+        if isinstance(law, NegativeBinomialLaw):
+            starts["concentration"] = 1 / np.clip(0.5 * excess, 0.02, 10.0)
+    transition: Any = model.transition
+    if not isinstance(transition.fn, Structural):
+        return starts | reverting(means, spreads, 0.9, sample.step)
+    return starts | {
+        "level_scale": 0.2 * spreads / np.sqrt(sample.step),
+        "prior.mean": means,
+        "prior.scale_tril.std": 3 * spreads,
+    }
+
+
+def _refuse(wrong: np.ndarray, ys: np.ndarray, rule: str, total: Any, remedy: str) -> None:
+    """Refuse the first wrong count, with the number of trials if there are any."""
+    if wrong.any():
+        place = tuple(np.argwhere(wrong)[0])
+        series, row, column = (int(i) + 1 for i in place)
+        trials = f" of {total[place]:g}" if isinstance(total, np.ndarray) else ""
+        raise ValueError(
+            f"{rule}, and row {row} of series {series}, column {column}, holds"
+            f" {ys[place]:g}{trials}. {remedy}"
+        )
+
+
+@ready("Poisson counts with a latent log rate", start_counts)
 def poisson_counts(
     *,
     walk: bool = False,
@@ -98,6 +148,7 @@ def poisson_counts(
     return _counts("poisson_counts", walk, obs_dim, irregular, starts, emission)
 
 
+@ready("overdispersed counts with a latent log rate", start_counts)
 def negative_binomial_counts(
     *,
     walk: bool = False,
@@ -136,6 +187,7 @@ def negative_binomial_counts(
     return _counts("negative_binomial_counts", walk, obs_dim, irregular, starts, emission)
 
 
+@ready("successes among trials, with latent log odds", start_counts)
 def binomial_counts(
     *,
     total_count: int = 0,
@@ -176,111 +228,20 @@ def binomial_counts(
 
 
 def _counts(
-    kind: str,
-    walk: bool,
-    obs_dim: int,
-    irregular: bool,
-    starts: tuple[Any, ...],
-    emission: DistributionKernel,
+    kind: str, walk: bool, obs_dim: int, irregular: bool, starts: Any, emission: DistributionKernel
 ) -> StateSpaceModel:
+    """Build the model of counts; `starts` are the last five arguments of a constructor."""
     obs_dim = check_count(obs_dim, "obs_dim")
     _numpyro()
     mean, persistence, scale, prior_mean, prior_scale = starts
     if walk:
         equation = Structural(positive(scale, obs_dim), kind=kind, continuous=irregular)
-        prior = diffuse(
-            mean if prior_mean is None else prior_mean,
-            3.0 if prior_scale is None else prior_scale,
-            obs_dim,
-        )
+        prior_mean = mean if prior_mean is None else prior_mean
+        prior = diffuse(prior_mean, 3.0 if prior_scale is None else prior_scale, obs_dim)
     else:
-        equation = MeanReverting(
-            real(mean, obs_dim),
-            persistent(persistence, obs_dim, irregular),
-            positive(scale, obs_dim),
-            kind=kind,
-            continuous=irregular,
-        )
+        equation = mean_reverting(kind, (mean, persistence, scale), obs_dim, irregular)
         prior = stationary_unless(prior_mean, prior_scale, equation, obs_dim)
     return StateSpaceModel(prior, kernel_of(equation, irregular), emission)
-
-
-def start_counts(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Return starting values from the mean and the overdispersion of the counts."""
-    equation: Any = model.transition.fn
-    law: Any = model.emission.fn
-    ys = sample.ys
-    _refuse_unless_counts(ys)
-    # The exposure of each row, an array that broadcasts over columns.
-    exposed = np.ones((1, 1, 1))
-    if model.emission.takes_input and sample.inputs is not None:
-        exposed = np.maximum(sample.inputs[:, :, -1:], 1e-12)
-    starts: dict[str, Any] = {}
-    if isinstance(law, BinomialLaw):
-        total = exposed if law.total_count is None else np.full((1, 1, 1), float(law.total_count))
-        _refuse_more_than(total, ys)
-        values = np.log((ys + 0.5) / (np.maximum(total - ys, 0) + 0.5))
-        means = np.asarray([_mean(column) for column in sample.columns(values)])
-        spreads = np.sqrt(
-            np.clip([_variance(column) for column in sample.columns(values)], 0.05, 4)
-        )
-    else:
-        rates = sample.columns(ys / exposed)
-        typical = np.asarray([max(_mean(column), 1e-2) for column in rates])
-        noise = np.asarray([_mean(c) for c in sample.columns(ys / exposed**2)])
-        excess = (np.asarray([_variance(column) for column in rates]) - noise) / typical**2
-        # A log-normal rate has squared relative spread exp(s²) − 1, and mean exp(m + s²/2).
-        share = 0.5 if isinstance(law, NegativeBinomialLaw) else 1.0
-        spreads = np.sqrt(np.clip(np.log1p(np.maximum(share * excess, 0)), 0.05, 4))
-        means = np.log(typical) - 0.5 * spreads**2
-        if isinstance(law, NegativeBinomialLaw):
-            starts["concentration"] = 1 / np.clip(0.5 * excess, 0.02, 10.0)
-    step = sample.step(equation.continuous)
-    if isinstance(equation, Structural):
-        return starts | {
-            "level_scale": 0.2 * spreads / np.sqrt(step),
-            "prior.mean": means,
-            "prior.scale_tril.std": 3 * spreads,
-        }
-    phi = np.full(sample.obs_dim, 0.9) ** (1 / step)
-    return starts | {
-        "mean": means,
-        "persistence": phi,
-        "scale": spreads * np.sqrt(1 - phi**2),
-    }
-
-
-def _refuse_unless_counts(ys: np.ndarray) -> None:
-    """Refuse values that are not counts, with the first of them."""
-    wrong = np.argwhere(np.isfinite(ys) & ((ys < 0) | (ys != np.rint(ys))))
-    if len(wrong):
-        series, row, column = wrong[0]
-        raise ValueError(
-            f"Counts must be non-negative integers, and row {row + 1} of series"
-            f" {series + 1}, column {column + 1}, holds {ys[series, row, column]:g}. Choose another"
-            " model, or another column."
-        )
-
-
-def _refuse_more_than(total: np.ndarray, ys: np.ndarray) -> None:
-    """Refuse successes that outnumber their trials, with the first of them."""
-    wrong = np.argwhere(ys > total)
-    if len(wrong):
-        series, row, column = wrong[0]
-        trials = np.broadcast_to(total, ys.shape)[series, row, column]
-        raise ValueError(
-            f"Successes cannot outnumber trials, and row {row + 1} of series {series + 1}, column"
-            f" {column + 1}, holds {ys[series, row, column]:g} of {trials:g}. Correct it, or the"
-            " number of trials."
-        )
-
-
-def _mean(column: np.ndarray) -> float:
-    return float(column.mean()) if column.size else 1.0
-
-
-def _variance(column: np.ndarray) -> float:
-    return float(column.var()) if column.size else 1.0
 
 
 def _exposed(x: Array, u: Array | None) -> Array:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from retrodict._kernels import AbstractKernel, LinearGaussianKernel, VaryingLinearGaussianKernel
 from retrodict._laws import Diagonal, Gaussian
+from retrodict._model import StateSpaceModel
 from retrodict._parameters import (
     AbstractParameter,
     AbstractTied,
@@ -169,7 +170,9 @@ class Structural(AbstractColumns):
         parts = [self._trend(step)]
         if self.seasonal_scale is not None:
             parts.append(self._cycles(step) if self.harmonics else self._dummies())
-        weight, scale = (_join([part[i] for part in parts]) for i in (0, 1))
+        weight, scale = (
+            jax.scipy.linalg.block_diag(*blocks) for blocks in zip(*parts, strict=True)
+        )
         return weight, jnp.zeros(weight.shape[0]), scale
 
     def _trend(self, step: Any) -> tuple[Array, Array]:
@@ -246,6 +249,24 @@ class MeanReverting(AbstractColumns):
             return self.mean.reshape(1), std.reshape(1, 1)
         mean = jnp.stack([self.mean, jnp.zeros_like(self.mean)])
         return mean, jnp.diag(jnp.stack([std, jnp.ones_like(std)]))
+
+
+def mean_reverting(
+    kind: str, values: Any, obs_dim: int, irregular: bool, augmented: bool = False
+) -> MeanReverting:
+    """Return an AR(1) process per column, whose persistence is positive for irregular times.
+
+    Args:
+        kind: the name of the ready model.
+        values: the mean, the persistence and the scale, each for all columns or one per column.
+        obs_dim: the number of columns.
+        irregular: whether times are irregular.
+        augmented: whether each column has a second coordinate.
+    """
+    mean, persistence, scale = values
+    phi = Bounded(real(persistence, obs_dim), 0.0 if irregular else -1.0, 1.0)
+    mean, scale = real(mean, obs_dim), positive(scale, obs_dim)
+    return MeanReverting(mean, phi, scale, kind, augmented, irregular)
 
 
 class Lagged(AbstractColumns):
@@ -366,10 +387,14 @@ class Observed(AbstractEquation):
         return loading, jnp.zeros_like(self.obs_scale), Diagonal(self.obs_scale)
 
 
-def observed(obs_scale: Any, obs_dim: int, loading: Any) -> Regular:
-    """Return the emission N(loading x, obs_scale²).
+def observed(
+    prior: Any, transition: Any, obs_scale: Any, obs_dim: int, loading: Any
+) -> StateSpaceModel:
+    """Return the model of a state that is observed as N(loading x, obs_scale²).
 
     Args:
+        prior: the law of the first state.
+        transition: the kernel of the state.
         obs_scale: the scale of the noise, one per column or one for all.
         obs_dim: the number of columns.
         loading: the weight, of shape `(obs, state)`, or that of one column for all of them.
@@ -378,7 +403,8 @@ def observed(obs_scale: Any, obs_dim: int, loading: Any) -> Regular:
     if loading.ndim == 1:
         loading = np.kron(np.eye(obs_dim), loading[None])
     rows = tuple(tuple(float(entry) for entry in line) for line in loading)
-    return Regular(Observed(positive(obs_scale, obs_dim), rows))
+    emission = Regular(Observed(positive(obs_scale, obs_dim), rows))
+    return StateSpaceModel(prior, transition, emission)
 
 
 def diffuse(mean: Any, scale: Any, state_dim: int) -> Frozen:
@@ -414,11 +440,6 @@ def positive(value: Any, *shape: int) -> Positive:
     return Positive(real(value, *shape))
 
 
-def persistent(value: Any, obs_dim: int, irregular: bool) -> Bounded:
-    """Return a persistence per column, which is positive for irregular times."""
-    return Bounded(real(value, obs_dim), 0.0 if irregular else -1.0, 1.0)
-
-
 def lag_noise(size: int) -> np.ndarray:
     """Return the relative noise of a coordinate and of its earlier values."""
     return np.concatenate([np.ones(1), np.full(size - 1, LAG_NOISE)])
@@ -431,11 +452,6 @@ def block_diagonal(blocks: Float[Array, "count r c"]) -> Float[Array, "rows colu
     spread = jnp.zeros((count, rows, count, columns), blocks.dtype)
     spread = spread.at[place, :, place, :].set(blocks)
     return spread.reshape(count * rows, count * columns)
-
-
-def _join(matrices: list[Array]) -> Array:
-    """Return a block-diagonal matrix of one or two square matrices."""
-    return matrices[0] if len(matrices) == 1 else jax.scipy.linalg.block_diag(*matrices)
 
 
 def _factor(first: Array, cross: Array, second: Array) -> Float[Array, "2 2"]:

@@ -14,6 +14,7 @@ from retrodict._parameters import AbstractParameter, unwrap
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 from retrodict.models._equations import AbstractNamed, LinearDynamics, Regular, diffuse, positive
+from retrodict.models._registry import ready
 from retrodict.models._start import Sample, centre, spread
 
 
@@ -32,6 +33,22 @@ class ObservationStd(AbstractNamed, AbstractParameter):
         return unwrap(self.obs_scale)
 
 
+def start_neural(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
+    """Return starting values of the last layer and the noise, in the units of the data."""
+    spreads = spread(sample.ys)
+    emission: Any = model.emission
+    last = len(emission.fn.layers) - 1
+    weight = np.asarray(emission.fn.layers[last].weight)
+    # A unit state then moves the output by about the spread of its column.
+    size = np.maximum(np.linalg.norm(weight, axis=1, keepdims=True), 1e-12)
+    return {
+        "obs_scale": 0.5 * spreads,
+        f"emission.fn.layers[{last}].weight": weight / size * spreads[:, None],
+        f"emission.fn.layers[{last}].bias": centre(sample.ys),
+    }
+
+
+@ready("latent linear dynamics, decoded by a network", start_neural)
 def neural_decoder(
     key: PRNGKey,
     latent_dim: int = 2,
@@ -79,19 +96,3 @@ def neural_decoder(
     return StateSpaceModel(
         diffuse(0.0, 1.0, latent_dim), Regular(equation), NonlinearGaussianKernel(network, scale)
     )
-
-
-def start_neural(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Return starting values of the last layer and the noise, in the units of the data."""
-    columns = sample.columns()
-    spreads = np.asarray([spread(column) for column in columns])
-    emission: Any = model.emission
-    last = len(emission.fn.layers) - 1
-    weight = np.asarray(emission.fn.layers[last].weight)
-    # A unit state then moves the output by about the spread of its column.
-    size = np.maximum(np.linalg.norm(weight, axis=1, keepdims=True), 1e-12)
-    return {
-        "obs_scale": 0.5 * spreads,
-        f"emission.fn.layers[{last}].weight": weight / size * spreads[:, None],
-        f"emission.fn.layers[{last}].bias": [centre(column) for column in columns],
-    }

@@ -147,13 +147,11 @@ def with_parameters(model: StateSpaceModel, values: Mapping[str, Any]) -> StateS
             except (IndexError, TypeError, ValueError) as error:
                 raise ModelError(f"{name} cannot be set to {value!r}: {error}.") from error
             arrays[owner] = before
-    if not arrays:
-        return model
-    return eqx.tree_at(
-        lambda tree: [_at(tree, places[name].path) for name in arrays],
-        model,
-        [_replaced(name, places[name].node, value) for name, value in arrays.items()],
-    )
+    changed = {
+        places[name].path: _replaced(name, places[name].node, value)
+        for name, value in arrays.items()
+    }
+    return _with_nodes(model, changed)
 
 
 def fix_parameters(model: StateSpaceModel, names: Iterable[str]) -> StateSpaceModel:
@@ -167,25 +165,16 @@ def fix_parameters(model: StateSpaceModel, names: Iterable[str]) -> StateSpaceMo
         ModelError: if there is no such parameter.
     """
     places = _places(model)
+    chosen = {}
     for name in names:
-        if _split(name, places)[1] is not None:
+        owner, index = _split(name, places)
+        if index is not None:
             raise ModelError(
-                f"{name} is an entry of a parameter, and only all of {_split(name, places)[0]} can"
-                " be fixed."
+                f"{name} is an entry of a parameter, and only all of {owner} can be fixed."
             )
-    chosen = [places[name] for name in dict.fromkeys(names) if not places[name].fixed]
-    if not chosen:
-        return model
-    return eqx.tree_at(
-        lambda tree: [_at(tree, place.path) for place in chosen],
-        model,
-        [Frozen(place.node) for place in chosen],
-    )
-
-
-def is_fixed(model: StateSpaceModel, name: str) -> bool:
-    """Return whether a parameter is fixed."""
-    return _places(model)[name].fixed
+        if not places[owner].fixed:
+            chosen[places[owner].path] = Frozen(places[owner].node)
+    return _with_nodes(model, chosen)
 
 
 def _places(model: StateSpaceModel) -> dict[str, _Place]:
@@ -215,17 +204,15 @@ def _walk(node: Any, path: tuple[Any, ...], short: str | None, fixed: bool) -> I
             yield from _walk(child, (*path, *keys), name, fixed)
 
 
-def _at(tree: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        if isinstance(key, jax.tree_util.GetAttrKey):
-            tree = getattr(tree, key.name)
-        elif isinstance(key, jax.tree_util.SequenceKey):
-            tree = tree[key.idx]
-        elif isinstance(key, jax.tree_util.DictKey):
-            tree = tree[key.key]
-        else:
-            raise TypeError(f"Parameters cannot be named below a node with keys like {key!r}.")
-    return tree
+def _with_nodes(model: StateSpaceModel, nodes: Mapping[tuple[Any, ...], Any]) -> StateSpaceModel:
+    """Return the model with other nodes at some paths."""
+    if not nodes:
+        return model
+    return jax.tree_util.tree_map_with_path(
+        lambda path, node: nodes.get(path, node),
+        model,
+        is_leaf=lambda node: isinstance(node, CONSTRAINED),
+    )
 
 
 def _split(name: str, places: Mapping[str, Any]) -> tuple[str, tuple[int, ...] | None]:

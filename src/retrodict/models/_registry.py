@@ -3,39 +3,25 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from retrodict._errors import Argument, ModelError, guess, nearest
 from retrodict._model import StateSpaceModel
 from retrodict._types import PRNGKey
-from retrodict.models._counts import (
-    binomial_counts,
-    negative_binomial_counts,
-    poisson_counts,
-    start_counts,
-)
-from retrodict.models._equations import AbstractEquation
-from retrodict.models._neural import neural_decoder, start_neural
-from retrodict.models._parameters import is_fixed, with_parameters
+from retrodict.models._equations import AbstractEquation, Regular
+from retrodict.models._parameters import named_parameters, with_parameters
 from retrodict.models._start import Sample, sample_of
-from retrodict.models._structural import (
-    autoregressive,
-    local_level,
-    local_trend,
-    seasonal,
-    start_autoregressive,
-    start_structural,
-)
-from retrodict.models._tracking import (
-    constant_velocity,
-    range_bearing,
-    start_range_bearing,
-    start_velocity,
-)
-from retrodict.models._volatility import start_volatility, stochastic_volatility
 
-MOST_STATES = 2000
-"""The largest state dimension that an option may request: matrices are dense."""
+LARGEST = {
+    "period": 2000,
+    "harmonics": 1000,
+    "order": 2000,
+    "latent_dim": 2000,
+    "width": 4096,
+    "depth": 64,
+}
+"""The largest values of options that are sizes: matrices are dense. A season of harmonics may have
+any period."""
 
 
 class Option(NamedTuple):
@@ -143,64 +129,37 @@ class ReadyModel(NamedTuple):
         }
         return [name for name, is_read in wanted.items() if is_read]
 
-    def start(
-        self,
-        model: StateSpaceModel,
-        ys: Any,
-        *,
-        mask: Any = None,
-        inputs: Any = None,
-        length: Any = None,
-    ) -> StateSpaceModel:
-        """Return the model with starting values from data: see `start_from`."""
-        values = self.starts(model, sample_of(ys, mask, inputs, length))
+    def start(self, model: StateSpaceModel, ys: Any, **series: Any) -> StateSpaceModel:
+        """Return the model with starting values from data, as `start_from` does."""
+        irregular = not isinstance(model.transition, Regular)
+        values = self.starts(model, sample_of(ys, irregular, **series))
         # Parameters that the user fixed stay. Priors are fixed by construction and follow the data.
+        learned = named_parameters(model)
         free = {
             name: value
             for name, value in values.items()
-            if name.startswith("prior.") or not is_fixed(model, name)
+            if name.startswith("prior.") or name in learned
         }
         return with_parameters(model, free)
 
 
-READY: dict[str, ReadyModel] = {
-    ready.name: ready
-    for ready in (
-        ReadyModel(local_level, "a random walk, observed with noise", start_structural),
-        ReadyModel(local_trend, "a level with a slope, both random walks", start_structural),
-        ReadyModel(seasonal, "a level, an optional slope, and a season", start_structural),
-        ReadyModel(
-            autoregressive,
-            "an autoregression around a mean, observed with noise",
-            start_autoregressive,
-        ),
-        ReadyModel(
-            stochastic_volatility,
-            "returns whose log variance is an AR(1) process",
-            start_volatility,
-        ),
-        ReadyModel(poisson_counts, "Poisson counts with a latent log rate", start_counts),
-        ReadyModel(
-            negative_binomial_counts,
-            "overdispersed counts with a latent log rate",
-            start_counts,
-        ),
-        ReadyModel(binomial_counts, "successes among trials, with latent log odds", start_counts),
-        ReadyModel(
-            constant_velocity,
-            "a target with nearly constant velocity, its position observed with noise",
-            start_velocity,
-        ),
-        ReadyModel(
-            range_bearing,
-            "a target in the plane, observed by a sensor as range and bearing",
-            start_range_bearing,
-            obs_dim=2,
-        ),
-        ReadyModel(neural_decoder, "latent linear dynamics, decoded by a network", start_neural),
-    )
-}
+READY: dict[str, ReadyModel] = {}
 """The ready models by name."""
+
+Constructor = TypeVar("Constructor", bound=Callable[..., StateSpaceModel])
+
+
+def ready(
+    description: str, starts: Callable[..., dict[str, Any]], obs_dim: int | None = None
+) -> Callable[[Constructor], Constructor]:
+    """Register the constructor of a ready model; the arguments are those of `ReadyModel`."""
+
+    def register(constructor: Constructor) -> Constructor:
+        model = ReadyModel(constructor, description, starts, obs_dim)
+        READY[model.name] = model
+        return constructor
+
+    return register
 
 
 def from_options(
@@ -259,7 +218,8 @@ def ready_model(name: str) -> ReadyModel:
     """Return the record of a ready model; refuse an unknown name with the nearest one."""
     if name not in READY:
         raise ModelError(
-            f"There is no ready model {name}.{guess(name, READY)} There are {', '.join(READY)}."
+            f"There is no ready model {name}.{guess(name, READY)} There are"
+            f" {', '.join(sorted(READY))}."
         )
     return READY[name]
 
@@ -273,31 +233,15 @@ def check_options(
             raise ModelError(
                 f"{prefix}{name} is not an option of {ready.name}.{nearest(name, ready.options)}"
             )
-        kind = ready.options[name].kind
-        if not _is_of(value, kind):
-            expected = "a list of numbers" if kind is list else f"of type {kind.__name__}"
+        refuse_unless(value, KINDS[ready.options[name].kind], f"{prefix}{name}")
+        is_free = name == "period" and options.get("harmonics")
+        most = math.inf if is_free else LARGEST.get(name, math.inf)
+        if isinstance(value, int) and value > most:
             raise ModelError(
-                f"{prefix}{name} must be {expected}, got {value!r} of type {type(value).__name__}."
-            )
-        if not isinstance(value, bool) and isinstance(value, int) and value > _most(name, options):
-            raise ModelError(
-                f"{prefix}{name} must be at most {_most(name, options)}, got {value}: the state or"
-                " its network would not fit into memory."
+                f"{prefix}{name} must be at most {most}, got {value}: the state or its network"
+                " would not fit into memory."
             )
     return dict(options)
-
-
-def _most(name: str, options: Mapping[str, Any]) -> int | float:
-    """Return the largest value of an option that is a size; infinity for others."""
-    if name == "period" and not options.get("harmonics"):
-        return MOST_STATES
-    return {
-        "harmonics": MOST_STATES // 2,
-        "order": MOST_STATES,
-        "latent_dim": MOST_STATES,
-        "width": 4096,
-        "depth": 64,
-    }.get(name, math.inf)
 
 
 def option_from_text(ready: ReadyModel, text: str) -> tuple[str, Any]:
@@ -314,7 +258,7 @@ def option_from_text(ready: ReadyModel, text: str) -> tuple[str, Any]:
     try:
         return name, _PARSERS[kind](value)
     except (KeyError, ValueError) as error:
-        raise ModelError(f"The option {name} must be {_KINDS[kind]}, got {value!r}.") from error
+        raise ModelError(f"The option {name} must be {KINDS[kind]}, got {value!r}.") from error
 
 
 _PARSERS: dict[type, Callable[[str], Any]] = {
@@ -324,17 +268,28 @@ _PARSERS: dict[type, Callable[[str], Any]] = {
     list: lambda text: [float(part) for part in text.strip("[]()").split(",")],
 }
 
-_KINDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    list: "numbers with commas between them",
-}
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", list: "a list of numbers"}
+"""The kinds of options in words."""
+
+_TYPES = {"text": str, "table": dict, "whole number": int, "number": (int, float)}
 
 
-def _is_of(value: Any, kind: type) -> bool:
-    if kind is list:
-        return isinstance(value, (list, tuple)) and all(_is_of(entry, float) for entry in value)
-    if isinstance(value, bool) or kind is bool:
-        return isinstance(value, bool) and kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
+def refuse_unless(value: Any, kind: str, name: str) -> None:
+    """Refuse a value of another kind.
+
+    Args:
+        value: the value.
+        kind: kinds in words, such as `"a text or list of texts"`.
+        name: the name of the value, for messages.
+    """
+    if not _is_kind(value, kind.removeprefix("a ")):
+        raise ModelError(f"{name} must be {kind}, got {value!r} of type {type(value).__name__}.")
+
+
+def _is_kind(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "true or false"
+    if isinstance(value, list | tuple):
+        entries = [entry for entry in _TYPES if f"list of {entry}s" in kind]
+        return any(all(_is_kind(each, entry) for each in value) for entry in entries)
+    return any(isinstance(value, _TYPES[part]) for part in kind.split(" or ") if part in _TYPES)

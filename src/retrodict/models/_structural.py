@@ -9,16 +9,16 @@ from retrodict._parameters import StationaryCoefficients
 from retrodict._validate import check_count
 from retrodict.models._equations import (
     Lagged,
-    MeanReverting,
     Structural,
     diffuse,
     kernel_of,
+    mean_reverting,
     observed,
-    persistent,
     positive,
     real,
     stationary_unless,
 )
+from retrodict.models._registry import ready
 from retrodict.models._start import (
     PRIOR_WIDTH,
     Sample,
@@ -26,10 +26,47 @@ from retrodict.models._start import (
     centre,
     differences,
     first,
+    reverting,
     spread,
 )
 
 
+def start_structural(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
+    """Return starting values of level, slope and season: scales from differences in time."""
+    equation: Any = model.transition.fn
+    step = sample.step
+    moves, levels = spread(differences(sample.ys)), first(sample.ys)
+    # Half of the variance of a difference is attributed to the level, a quarter to each noise.
+    values: dict[str, Any] = {
+        "level_scale": np.sqrt(0.5 / step) * moves,
+        "obs_scale": 0.5 * moves,
+    }
+    if equation.slope_scale is not None:
+        values["slope_scale"] = 0.05 / step * moves
+    if equation.seasonal_scale is not None:
+        values["seasonal_scale"] = 0.1 / np.sqrt(step) * moves
+    width = model.state_dim // len(levels)
+    values["prior.mean"] = np.kron(levels, np.eye(1, width)[0])
+    values["prior.scale_tril.std"] = np.repeat(PRIOR_WIDTH * spread(sample.ys), width)
+    return values
+
+
+def start_autoregressive(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
+    """Return starting values of an autoregression from mean, spread and autocorrelation."""
+    means, spreads = centre(sample.ys), spread(sample.ys)
+    correlations = autocorrelation(sample.ys)
+    values: dict[str, Any] = {"obs_scale": 0.3 * spreads}
+    others = model.state_dim // len(means) - 1
+    if not others:
+        return values | reverting(means, spreads, correlations, sample.step)
+    return values | {
+        "mean": means,
+        "coefficients": np.pad(correlations[:, None], ((0, 0), (0, others))),
+        "scale": spreads * np.sqrt(1 - correlations**2),
+    }
+
+
+@ready("a random walk, observed with noise", start_structural)
 def local_level(
     *,
     obs_dim: int = 1,
@@ -60,13 +97,11 @@ def local_level(
     """
     obs_dim = check_count(obs_dim, "obs_dim")
     equation = Structural(positive(level_scale, obs_dim), kind="local_level", continuous=irregular)
-    return StateSpaceModel(
-        diffuse(prior_mean, prior_scale, obs_dim),
-        kernel_of(equation, irregular),
-        observed(obs_scale, obs_dim, [1]),
-    )
+    prior = diffuse(prior_mean, prior_scale, obs_dim)
+    return observed(prior, kernel_of(equation, irregular), obs_scale, obs_dim, [1])
 
 
+@ready("a level with a slope, both random walks", start_structural)
 def local_trend(
     *,
     obs_dim: int = 1,
@@ -97,13 +132,11 @@ def local_trend(
     obs_dim = check_count(obs_dim, "obs_dim")
     scales = positive(level_scale, obs_dim), positive(slope_scale, obs_dim)
     equation = Structural(*scales, kind="local_trend", continuous=irregular)
-    return StateSpaceModel(
-        diffuse(prior_mean, prior_scale, 2 * obs_dim),
-        kernel_of(equation, irregular),
-        observed(obs_scale, obs_dim, [1, 0]),
-    )
+    prior = diffuse(prior_mean, prior_scale, 2 * obs_dim)
+    return observed(prior, kernel_of(equation, irregular), obs_scale, obs_dim, [1, 0])
 
 
+@ready("a level, an optional slope, and a season", start_structural)
 def seasonal(
     *,
     period: int = 12,
@@ -166,13 +199,11 @@ def seasonal(
     # A cycle is observed at its first coordinate, the season of single steps at the current one.
     season = [1, 0] * harmonics if harmonics else [1] + [0] * (period - 2)
     row = [1, 0, *season] if slope else [1, *season]
-    return StateSpaceModel(
-        diffuse(prior_mean, prior_scale, obs_dim * len(row)),
-        kernel_of(equation, irregular),
-        observed(obs_scale, obs_dim, row),
-    )
+    prior = diffuse(prior_mean, prior_scale, obs_dim * len(row))
+    return observed(prior, kernel_of(equation, irregular), obs_scale, obs_dim, row)
 
 
+@ready("an autoregression around a mean, observed with noise", start_autoregressive)
 def autoregressive(
     *,
     order: int = 1,
@@ -219,58 +250,13 @@ def autoregressive(
     obs_dim, order = check_count(obs_dim, "obs_dim"), check_count(order, "order")
     if order > 1 and irregular:
         raise ValueError(f"`order` must be 1 for irregular times, got {order}.")
-    mean, scale = real(mean, obs_dim), positive(scale, obs_dim)
     if order == 1:
-        phi = persistent(persistence, obs_dim, irregular)
-        equation = MeanReverting(mean, phi, scale, continuous=irregular)
+        values = (mean, persistence, scale)
+        equation = mean_reverting("autoregressive", values, obs_dim, irregular)
     else:
         start = real(0.0, obs_dim, order).at[:, 0].set(real(persistence, obs_dim))
-        equation = Lagged(mean, StationaryCoefficients(start), scale)
-    return StateSpaceModel(
-        stationary_unless(prior_mean, prior_scale, equation, obs_dim * order),
-        kernel_of(equation, irregular),
-        observed(obs_scale, obs_dim, [1] + [0] * (order - 1)),
-    )
-
-
-def start_structural(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Return starting values of level, slope and season: scales from differences in time."""
-    equation: Any = model.transition.fn
-    step = sample.step(equation.continuous)
-    moves = [spread(column) for column in sample.columns(differences(sample.ys))]
-    columns = sample.columns()
-    # Half of the variance of a difference is attributed to the level, a quarter to each noise.
-    values: dict[str, Any] = {
-        "level_scale": [np.sqrt(0.5 / step) * move for move in moves],
-        "obs_scale": [0.5 * move for move in moves],
-    }
-    if equation.slope_scale is not None:
-        values["slope_scale"] = [0.05 / step * move for move in moves]
-    if equation.seasonal_scale is not None:
-        values["seasonal_scale"] = [0.1 / np.sqrt(step) * move for move in moves]
-    width = model.state_dim // sample.obs_dim
-    levels = np.zeros((sample.obs_dim, width))
-    levels[:, 0] = [first(column) for column in columns]
-    values["prior.mean"] = levels.ravel()
-    values["prior.scale_tril.std"] = np.repeat([PRIOR_WIDTH * spread(c) for c in columns], width)
-    return values
-
-
-def start_autoregressive(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Return starting values of an autoregression from mean, spread and autocorrelation."""
-    equation: Any = model.transition.fn
-    columns, width = sample.columns(), model.state_dim // sample.obs_dim
-    correlations = np.asarray(autocorrelation(sample.ys))
-    spreads = np.asarray([spread(column) for column in columns])
-    values: dict[str, Any] = {
-        "mean": [centre(column) for column in columns],
-        "obs_scale": 0.3 * spreads,
-    }
-    if width == 1:
-        step = sample.step(equation.continuous)
-        values["persistence"] = phi = correlations ** (1 / step)
-        values["scale"] = spreads * np.sqrt(1 - phi**2)
-    else:
-        values["coefficients"] = np.pad(correlations[:, None], ((0, 0), (0, width - 1)))
-        values["scale"] = spreads * np.sqrt(1 - correlations**2)
-    return values
+        coefficients = StationaryCoefficients(start)
+        equation = Lagged(real(mean, obs_dim), coefficients, positive(scale, obs_dim))
+    prior = stationary_unless(prior_mean, prior_scale, equation, obs_dim * order)
+    row = [1] + [0] * (order - 1)
+    return observed(prior, kernel_of(equation, irregular), obs_scale, obs_dim, row)

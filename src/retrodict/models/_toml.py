@@ -18,7 +18,13 @@ from retrodict._errors import Argument, ModelError, nearest
 from retrodict._model import StateSpaceModel
 from retrodict._types import PRNGKey
 from retrodict.models._parameters import fix_parameters, named_parameters, with_parameters
-from retrodict.models._registry import check_options, option_from_text, ready_model, start_from
+from retrodict.models._registry import (
+    check_options,
+    option_from_text,
+    ready_model,
+    refuse_unless,
+    start_from,
+)
 
 GIVEN = "StateSpaceModel"
 """The reference of a model that was passed as a Python object."""
@@ -30,17 +36,22 @@ SCHEMA_VERSION = 1
 
 # The keys of each table, with the type of the value.
 TABLES: dict[str, dict[str, str]] = {
-    "model": {"name": "text", "options": "table", "start": "table", "fixed": "list of texts"},
-    "data": {
-        "time": "text",
-        "columns": "list of texts",
-        "inputs": "list of texts",
-        "series": "text or list of texts",
-        "freq": "text or number",
-        "step_input": "true or false",
-        "time_format": "text",
+    "model": {
+        "name": "a text",
+        "options": "a table",
+        "start": "a table",
+        "fixed": "a list of texts",
     },
-    "fit": {"family": "text", "num_steps": "whole number"},
+    "data": {
+        "time": "a text",
+        "columns": "a list of texts",
+        "inputs": "a list of texts",
+        "series": "a text or list of texts",
+        "freq": "a text or number",
+        "step_input": "true or false",
+        "time_format": "a text",
+    },
+    "fit": {"family": "a text", "num_steps": "a whole number"},
 }
 
 
@@ -125,8 +136,8 @@ class ModelSpec:
             model = with_parameters(model, self.start)
         except ModelError as error:
             name = next((name for name in self.start if f" {name}" in f" {error}"), None)
-            where = "model.start" if name is None else f"model.start.{name}"
-            raise ModelError(f"{self.reference}: {where}: ", error) from error
+            key = "model.start" if name is None else f"model.start.{name}"
+            raise ModelError(f"{self.reference}: {key}: ", error) from error
         return fix_parameters(model, self.fixed)
 
     def with_options(self, texts: Iterable[str]) -> "ModelSpec":
@@ -153,7 +164,8 @@ class ModelSpec:
         ready = ready_model(self.name)
         chosen = dict(option_from_text(ready, text) for text in texts)
         spec = dataclasses.replace(self, options={**self.options, **chosen})
-        _check_ready(spec, self.reference)
+        with _located(self.reference):
+            _check_ready(spec)
         return spec
 
     def all_options(self) -> dict[str, Any]:
@@ -169,13 +181,11 @@ class ModelSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary that JSON can store, with the keys of a model file."""
-        model: dict[str, Any] = {"name": self.name} if self.name is not None else {}
-        parts = {"options": self.options, "start": self.start, "fixed": list(self.fixed)}
-        model |= {key: value for key, value in parts.items() if value}
+        model = {key: getattr(self, key) for key in TABLES["model"]} | {"fixed": list(self.fixed)}
         return {
             "retrodict": SCHEMA_VERSION,
             "reference": self.reference,
-            "model": model,
+            "model": {key: value for key, value in model.items() if value},
             "data": dict(self.data),
             "fit": dict(self.fit),
         }
@@ -190,7 +200,8 @@ class ModelSpec:
             raise ModelError(f"{reference!r} is not a reference to an object, as module:name is.")
         content = {key: value for key, value in record.items() if key != "reference"}
         is_object = _is_object(reference) or reference == GIVEN
-        return _checked(content, reference, reference, is_object=is_object)
+        with _located(reference):
+            return _checked(content, reference, is_object=is_object)
 
 
 def read_toml(path: str | Path) -> ModelSpec:
@@ -211,7 +222,8 @@ def read_toml(path: str | Path) -> ModelSpec:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
         raise ModelError(f"{path} is not TOML: {error}.") from error
-    return _checked(content, str(path), str(path))
+    with _located(str(path)):
+        return _checked(content, str(path))
 
 
 def load(
@@ -300,91 +312,62 @@ def _built(model: Any, reference: str) -> StateSpaceModel:
     return model
 
 
-def _checked(
-    content: Mapping[str, Any], reference: str, where: str, *, is_object: bool = False
-) -> ModelSpec:
+def _checked(content: Mapping[str, Any], reference: str, *, is_object: bool = False) -> ModelSpec:
     """Return the specification of the content of a file; refuse unknown keys and wrong types."""
-    _refuse_unknown(content, ["retrodict", *TABLES], where, "")
+    _refuse_unknown(content, ["retrodict", *TABLES], "")
     version = content.get("retrodict")
     if version is None:
-        raise ModelError(f"{where}: retrodict is missing: write retrodict = {SCHEMA_VERSION}.")
+        raise ModelError(f"retrodict is missing: write retrodict = {SCHEMA_VERSION}.")
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise ModelError(
-            f"{where}: retrodict is the version of the schema and must be {SCHEMA_VERSION}, got"
-            f" {version!r}."
+            f"retrodict is the version of the schema and must be {SCHEMA_VERSION}, got {version!r}."
         )
-    tables: dict[str, Any] = {}
-    for table, keys in TABLES.items():
-        tables[table] = values = content.get(table, {})
-        _refuse_unless(values, "table", where, table)
-        _refuse_unknown(values, keys, where, f"{table}.")
+    tables: dict[str, Any] = {table: content.get(table, {}) for table in TABLES}
+    for table, values in tables.items():
+        refuse_unless(values, "a table", table)
+        _refuse_unknown(values, TABLES[table], f"{table}.")
         for key, value in values.items():
-            _refuse_unless(value, keys[key], where, f"{table}.{key}")
+            refuse_unless(value, TABLES[table][key], f"{table}.{key}")
     model = tables["model"]
     if "name" not in model and not is_object:
-        raise ModelError(f'{where}: model.name is missing: write e.g. name = "local_level".')
+        raise ModelError('model.name is missing: write e.g. name = "local_level".')
     for name, value in model.get("start", {}).items():
-        _refuse_unless(value, "number or list of numbers", where, f"model.start.{name}")
-    if tables["fit"].get("num_steps", 1) < 1:
-        steps = tables["fit"]["num_steps"]
-        raise ModelError(f"{where}: fit.num_steps must be at least 1, got {steps}.")
-    spec = ModelSpec(
-        reference,
-        model.get("name"),
-        dict(model.get("options", {})),
-        dict(model.get("start", {})),
-        tuple(model.get("fixed", ())),
-        dict(tables["data"]),
-        dict(tables["fit"]),
-    )
+        refuse_unless(value, "a number or list of numbers", f"model.start.{name}")
+    if (steps := tables["fit"].get("num_steps", 1)) < 1:
+        raise ModelError(f"fit.num_steps must be at least 1, got {steps}.")
+    model = {**model, "fixed": tuple(model.get("fixed", ()))}
+    spec = ModelSpec(reference, **model, data=tables["data"], fit=tables["fit"])
     if spec.name is not None:
-        _check_ready(spec, where)
+        _check_ready(spec)
     return spec
 
 
-def _check_ready(spec: ModelSpec, where: str) -> None:
+def _check_ready(spec: ModelSpec) -> None:
     """Refuse options and parameters that the ready model does not have, by building it."""
-    with _located(f"{where}: model.name"):
+    with _located("model.name"):
         ready = ready_model(spec.name or "")
-    check_options(ready, spec.options, f"{where}: model.options.")
-    with _located(f"{where}: model.options"):
+    check_options(ready, spec.options, "model.options.")
+    with _located("model.options"):
         model = ready.build(spec.options, obs_dim=ready.obs_dim or 1, key=jax.random.key(0))
     for name, value in spec.start.items():
-        with _located(f"{where}: model.start.{name}"):
+        with _located(f"model.start.{name}"):
             # Lists have as many entries as the data have columns, which are not known yet.
             default = named_parameters(model, fixed=True).get(name, 0.5)
             with_parameters(model, {name: default if isinstance(value, list) else value})
-    with _located(f"{where}: model.fixed"):
+    with _located("model.fixed"):
         fix_parameters(model, spec.fixed)
 
 
 @contextmanager
 def _located(place: str) -> Iterator[None]:
-    """Begin the messages of errors with the file and the key."""
+    """Begin the messages of errors with the file or the key."""
     try:
         yield
     except ModelError as error:
         raise ModelError(f"{place}: ", error) from error
 
 
-def _refuse_unknown(values: Mapping[str, Any], known: Any, where: str, prefix: str) -> None:
+def _refuse_unknown(values: Mapping[str, Any], known: Iterable[str], table: str) -> None:
     for key in values:
         if key not in known:
-            raise ModelError(f"{where}: there is no key {prefix}{key}.{nearest(key, known)}")
-
-
-def _refuse_unless(value: Any, kind: str, where: str, name: str) -> None:
-    if not _is_kind(value, kind):
-        raise ModelError(
-            f"{where}: {name} must be a {kind}, got {value!r} of type {type(value).__name__}."
-        )
-
-
-def _is_kind(value: Any, kind: str) -> bool:
-    if isinstance(value, bool) or kind == "true or false":
-        return isinstance(value, bool) and kind == "true or false"
-    if isinstance(value, list):
-        entry = "text" if "list of texts" in kind else kind
-        return "list" in kind and all(_is_kind(each, entry) for each in value)
-    types = {"text": str, "table": dict, "whole number": int, "number": (int, float)}
-    return any(isinstance(value, types[part]) for part in kind.split(" or ") if part in types)
+            raise ModelError(f"there is no key {table}{key}.{nearest(key, known)}")

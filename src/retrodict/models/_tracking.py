@@ -18,15 +18,51 @@ from retrodict._validate import check_count
 from retrodict.models._equations import (
     AbstractNamed,
     ConstantVelocity,
-    Regular,
     diffuse,
     kernel_of,
     observed,
     positive,
 )
+from retrodict.models._registry import ready
 from retrodict.models._start import PRIOR_WIDTH, Sample, differences, first, spread
 
 
+def start_velocity(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
+    """Return starting values for observed positions: scales from second differences."""
+    speeds = spread(differences(sample.ys)) / sample.step
+    widths = np.concatenate([spread(sample.ys), speeds])
+    return _moving(sample.ys, sample.step) | {
+        "obs_scale": 0.3 * spread(differences(sample.ys, 2)),
+        "prior.scale_tril.std": PRIOR_WIDTH * widths,
+    }
+
+
+def start_range_bearing(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
+    """Return starting values for range and bearing, from the positions that they determine."""
+    emission: Any = model.emission
+    sensor = np.asarray((emission.fn.fn if hasattr(emission.fn, "fn") else emission.fn).sensor)
+    ranges, bearings = sample.ys[..., 0], sample.ys[..., 1]
+    places = sensor + np.stack([ranges * np.cos(bearings), ranges * np.sin(bearings)], axis=-1)
+    moves = differences(sample.ys, 2)
+    moves[..., 1] = np.angle(np.exp(1j * moves[..., 1]))
+    of_range, of_bearing = spread(moves)
+    return _moving(places, sample.step) | {
+        "range_scale": 0.3 * of_range,
+        "bearing_scale": min(0.3 * of_bearing, 0.3),
+        "prior.scale_tril.std": np.tile(spread(places), 2),
+    }
+
+
+def _moving(places: np.ndarray, step: float) -> dict[str, Any]:
+    begin = first(places)
+    return {
+        # A second difference of positions moves by about the velocity's step, times Δ^{3/2}.
+        "velocity_scale": 0.5 * float(np.mean(spread(differences(places, 2)))) / step**1.5,
+        "prior.mean": np.concatenate([begin, np.zeros_like(begin)]),
+    }
+
+
+@ready("a target with nearly constant velocity, its position observed with noise", start_velocity)
 def constant_velocity(
     *,
     dim: int = 2,
@@ -52,11 +88,9 @@ def constant_velocity(
         prior_scale: its scale, wide but finite; not learned.
     """
     dim = check_count(dim, "dim")
-    loading = np.eye(dim, 2 * dim)
     equation = ConstantVelocity(positive(velocity_scale), kind="constant_velocity", dim=dim)
-    emission = observed(obs_scale, dim, loading)
     prior = diffuse(prior_mean, prior_scale, 2 * dim)
-    return StateSpaceModel(prior, kernel_of(equation, irregular), emission)
+    return observed(prior, kernel_of(equation, irregular), obs_scale, dim, np.eye(dim, 2 * dim))
 
 
 class RangeBearingLaw(eqx.Module):
@@ -142,6 +176,11 @@ class RangeBearingStd(AbstractNamed, AbstractParameter):
         return jnp.stack([unwrap(self.range_scale), unwrap(self.bearing_scale)])
 
 
+@ready(
+    "a target in the plane, observed by a sensor as range and bearing",
+    start_range_bearing,
+    obs_dim=2,
+)
 def range_bearing(
     *,
     sensor: Sequence[float] = (0.0, 0.0),
@@ -190,49 +229,3 @@ def range_bearing(
 def wrapped(angle: Array) -> Array:
     """Return the angle in (−π, π]."""
     return np.pi - jnp.mod(np.pi - angle, 2 * np.pi)
-
-
-def start_velocity(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Return starting values for observed positions: scales from second differences."""
-    positions = sample.columns()
-    step = sample.step(not isinstance(model.transition, Regular))
-    values = _moving(sample.ys, sample, takes_step=not isinstance(model.transition, Regular))
-    bends = [spread(column) for column in sample.columns(differences(sample.ys, 2))]
-    speeds = [spread(column) for column in sample.columns(differences(sample.ys))]
-    values["obs_scale"] = [0.3 * bend for bend in bends]
-    values["prior.scale_tril.std"] = np.concatenate(
-        [
-            [PRIOR_WIDTH * spread(column) for column in positions],
-            [PRIOR_WIDTH * speed / step for speed in speeds],
-        ]
-    )
-    return values
-
-
-def start_range_bearing(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Return starting values for range and bearing, from the positions that they determine."""
-    emission: Any = model.emission
-    sensor = np.asarray((emission.fn.fn if hasattr(emission.fn, "fn") else emission.fn).sensor)
-    ranges, bearings = sample.ys[..., 0], sample.ys[..., 1]
-    places = sensor + np.stack([ranges * np.cos(bearings), ranges * np.sin(bearings)], axis=-1)
-    values = _moving(places, sample, takes_step=not isinstance(model.transition, Regular))
-    moves = differences(sample.ys, 2)
-    moves[..., 1] = np.angle(np.exp(1j * moves[..., 1]))
-    of_range, of_bearing = (spread(column) for column in sample.columns(moves))
-    width = [spread(column) for column in sample.columns(places)]
-    return values | {
-        "range_scale": 0.3 * of_range,
-        "bearing_scale": min(0.3 * of_bearing, 0.3),
-        "prior.scale_tril.std": np.concatenate([width, width]),
-    }
-
-
-def _moving(places: np.ndarray, sample: Sample, takes_step: bool) -> dict[str, Any]:
-    step = sample.step(takes_step)
-    bends = [spread(column) for column in sample.columns(differences(places, 2))]
-    begin = np.asarray([first(column) for column in sample.columns(places)])
-    return {
-        # A second difference of positions moves by about the velocity's step, times Δ^{3/2}.
-        "velocity_scale": 0.5 * float(np.mean(bends)) / step**1.5,
-        "prior.mean": np.concatenate([begin, np.zeros_like(begin)]),
-    }

@@ -14,14 +14,13 @@ from retrodict._validate import check_count
 from retrodict.models._equations import (
     LEVERAGE_SHARE,
     AbstractNamed,
-    MeanReverting,
     kernel_of,
-    persistent,
-    positive,
+    mean_reverting,
     real,
     stationary_unless,
 )
-from retrodict.models._start import Sample
+from retrodict.models._registry import ready
+from retrodict.models._start import Sample, centre, reverting, variance
 
 LARGEST_LEVERAGE = 0.9
 """The bound of the correlation of a return with the next step of its log variance."""
@@ -54,6 +53,22 @@ class VolatilityEmission(AbstractNamed, AbstractGaussianKernel):
         return Gaussian(size * share * x[1::2], Diagonal(size * jnp.sqrt(1 - share**2)))
 
 
+def start_volatility(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
+    """Return starting values by moments.
+
+    log y² is the log variance plus noise of mean −1.27 and variance π²/2.
+    """
+    equation: Any = model.transition.fn
+    squares = sample.ys**2
+    # Zero returns have no logarithm; a thousandth of the mean square replaces them.
+    floors = 1e-3 * centre(squares)
+    logs = np.log(np.maximum(squares, np.where(floors > 0, floors, 1.0)))
+    spreads = np.sqrt(np.clip(variance(logs) - np.pi**2 / 2, 0.1, 4.0))
+    values = reverting(centre(logs) + 1.27, spreads, 0.95, sample.step)
+    return values | ({"leverage": -0.1} if equation.augmented else {})
+
+
+@ready("returns whose log variance is an AR(1) process", start_volatility)
 def stochastic_volatility(
     *,
     leverage: bool = False,
@@ -102,48 +117,16 @@ def stochastic_volatility(
         raise ValueError(
             "`leverage` requires regular times: leave out one of `leverage` and `irregular`."
         )
-    equation = MeanReverting(
-        real(mean, obs_dim),
-        persistent(persistence, obs_dim, irregular),
-        positive(scale, obs_dim),
-        kind="stochastic_volatility",
-        augmented=leverage,
-        continuous=irregular,
-    )
+    values = (mean, persistence, scale)
+    equation = mean_reverting("stochastic_volatility", values, obs_dim, irregular, leverage)
+    emission = VolatilityEmission()
     if leverage:
         prior_mean = None if prior_mean is None else _beside(prior_mean, 0.0, obs_dim)
         prior_scale = None if prior_scale is None else _beside(prior_scale, 1.0, obs_dim)
         rho = Bounded(real(correlation, obs_dim), -LARGEST_LEVERAGE, LARGEST_LEVERAGE)
         emission = VolatilityEmission(rho)
-    else:
-        emission = VolatilityEmission()
     prior = stationary_unless(prior_mean, prior_scale, equation, (1 + leverage) * obs_dim)
     return StateSpaceModel(prior, kernel_of(equation, irregular), emission)
-
-
-def start_volatility(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
-    """Return starting values by moments.
-
-    log y² is the log variance plus noise of mean −1.27 and variance π²/2.
-    """
-    equation: Any = model.transition.fn
-    logs = []
-    for column in sample.columns():
-        squares = column**2
-        # Zero returns have no logarithm; a thousandth of the mean square replaces them.
-        floor = 1e-3 * squares.mean() if squares.size and squares.mean() > 0 else 1.0
-        logs.append(np.log(np.maximum(squares, floor)) if squares.size else np.zeros(1))
-    means = np.asarray([log.mean() + 1.27 for log in logs])
-    spreads = np.sqrt(np.clip([log.var() - np.pi**2 / 2 for log in logs], 0.1, 4.0))
-    phi = np.full(sample.obs_dim, 0.95) ** (1 / sample.step(equation.continuous))
-    values: dict[str, Any] = {
-        "mean": means,
-        "persistence": phi,
-        "scale": spreads * np.sqrt(1 - phi**2),
-    }
-    if equation.augmented:
-        values["leverage"] = np.full(sample.obs_dim, -0.1)
-    return values
 
 
 def _beside(values: Any, other: float, obs_dim: int) -> np.ndarray:
