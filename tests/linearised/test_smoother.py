@@ -873,7 +873,7 @@ def test_misuse_is_refused_with_the_remedy():
         rd.extended_smoother(model, np.zeros((2, 3, 1)))
     with refused(ValueError, "inputs must be left out"):
         rd.extended_smoother(model, ys, inputs=ys)
-    with refused(ValueError, "positive diagonal", "[0.]"):
+    with refused(ValueError, "an emission with a density", "[0.]"):
         rd.extended_smoother(scalar_model(jnp.tanh, 0.0), ys)
     with refused(ValueError, "prior's parameters must be finite", "nan"):
         rd.extended_smoother(eqx.tree_at(lambda m: m.prior.mean, model, jnp.full(1, jnp.nan)), ys)

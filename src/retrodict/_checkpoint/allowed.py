@@ -145,7 +145,6 @@ CLASSES: dict[str, str] = {
     """,
     "retrodict._exact.grid.diagnosis": "Diagnostics ErrorEstimate",
     "retrodict._exact.grid.posterior": "Held",
-    "retrodict._exact.grid.transition": "BlockedTransition DenseTransition SeparableTransition",
     "retrodict._exact.kalman_filter": "Filtered Prior Transition Whitened",
     "retrodict._linearised.diagnosis": "Diagnostics",
     "retrodict.online.exact": "BoundState ExactStatistics",

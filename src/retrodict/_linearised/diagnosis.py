@@ -17,7 +17,6 @@ import functools
 import statistics
 from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -26,6 +25,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from retrodict._exact import first_violation
 from retrodict._linearised.recursion import Pass
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import Factored, linalg
@@ -111,13 +111,6 @@ class Diagnostics(eqx.Module):
     misread: Float[Array, "time"]
 
 
-class Verdict(NamedTuple):
-    """A status code and the first time at which its criterion was met."""
-
-    code: Int[Array, ""]
-    time: Int[Array, ""]
-
-
 def diagnose(model: StateSpaceModel, series: Series, last_pass: Pass) -> Diagnostics:
     """Compute the diagnostics of the last pass."""
     last_pass = lax.stop_gradient(last_pass)
@@ -145,8 +138,8 @@ def judge(
     changes: Float[Array, "iteration"],
     *,
     exact: bool,
-) -> Verdict:
-    """Return the status and its time.
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Return the status, and the first time at which its criterion was met.
 
     Args:
         last_pass: the last pass.
@@ -160,20 +153,16 @@ def judge(
         & jnp.all(jnp.isfinite(last_pass.laws.diagonal), axis=1)
         & jnp.isfinite(last_pass.increments)
     )
-    failures = [(Status.NOT_FINITE, broken)]
+    # Where a criterion is met is above the limit 0.
+    criteria = [(Status.NOT_FINITE, broken, 0)]
     if not exact:
         # Wrong updates cause large innovations, not the reverse, so MISREAD takes precedence.
-        failures.append((Status.MISREAD, diagnostics.misread > MOST_MISREAD))
-        failures.append((Status.SURPRISED, diagnostics.surprise > MOST_SURPRISE))
+        criteria.append((Status.MISREAD, diagnostics.misread > MOST_MISREAD, 0))
+        criteria.append((Status.SURPRISED, diagnostics.surprise > MOST_SURPRISE, 0))
     if changes.shape[0] > 0:
         last = jnp.zeros(broken.shape[0], bool).at[-1].set(~(changes[-1] <= MOST_CHANGE))
-        failures.append((Status.NOT_CONVERGED, last))
-    code, time = jnp.zeros((), int), jnp.zeros((), int)
-    for status, where in reversed(failures):
-        failed = jnp.any(where)
-        code = jnp.where(failed, int(status), code)
-        time = jnp.where(failed, jnp.argmax(where), time)
-    return Verdict(code, time)
+        criteria.append((Status.NOT_CONVERGED, last, 0))
+    return first_violation(criteria)
 
 
 def _readings(

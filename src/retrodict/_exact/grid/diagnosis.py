@@ -1,5 +1,6 @@
 """Diagnosis of a grid: status, error estimate, and messages with the remedy."""
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from retrodict._exact.grid.mesh import EDGE, Grid
-from retrodict._exact.grid.recursion import Passes, moments, resolution
+from retrodict._exact.grid.recursion import Passes, resolution
 from retrodict._types import Scalar
 
 MOST_ESCAPING = 0.25
@@ -79,18 +80,6 @@ class ErrorEstimate(eqx.Module):
     worst: Scalar
 
 
-class Summary(eqx.Module):
-    """Increments and smoothed moments, by which two runs are compared."""
-
-    increments: Float[Array, "time"]
-    mean: Float[Array, "time state"]
-    covariance: Float[Array, "time state state"]
-
-    def __init__(self, passes: Passes, grid: Grid):
-        self.increments = passes.increments
-        self.mean, self.covariance = moments(passes.weights, grid.points)
-
-
 def diagnose(passes: Passes, grid: Grid, outside: Scalar) -> Diagnostics:
     """Measure how well the grid represents the posterior.
 
@@ -115,12 +104,23 @@ def judge(
     # Causes come before their symptoms: a posterior cut off at the edge is also narrow, and a
     # posterior on a single point has inaccurate row sums.
     criteria = [
-        (Status.IMPOSSIBLE, 1.0 * ~jnp.isfinite(increments), 0.5),
+        (Status.IMPOSSIBLE, ~jnp.isfinite(increments), 0),
         (Status.EDGE, diagnostics.boundary_mass, tolerance),
         (Status.COARSE_POSTERIOR, 1.0 / diagnostics.resolution, 1.0 / LEAST_RESOLUTION),
         (Status.COARSE_TRANSITION, diagnostics.transition_excess, MOST_EXCESS),
         (Status.ESCAPING, diagnostics.escaping_mass, MOST_ESCAPING),
     ]
+    return first_violation(criteria)
+
+
+def first_violation(
+    criteria: Sequence[tuple[int, Array, Any]],
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Return the status of the first violated criterion, and the time of its largest violation.
+
+    Args:
+        criteria: a status, the measure per time and its limit; zeros are returned if none exceeds.
+    """
     status, time = jnp.zeros((), int), jnp.zeros((), int)
     for code, measured, limit in reversed(criteria):
         violated = jnp.any(measured > limit)
@@ -130,7 +130,7 @@ def judge(
 
 
 def estimate_errors(
-    fine: Summary, rough: Summary, boundary_mass: Float[Array, "time"], grid: Grid
+    fine: Passes, rough: Passes, boundary_mass: Float[Array, "time"], grid: Grid
 ) -> ErrorEstimate:
     """Estimate errors from a second run with three quarters of the points and the mass at the edge.
 

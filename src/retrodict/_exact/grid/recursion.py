@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from retrodict._exact.grid.mesh import Grid
-from retrodict._exact.grid.transition import Kind, map_rows, operators
+from retrodict._exact.grid.transition import Kind, map_rows, operators, product
 from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 
@@ -23,6 +23,8 @@ class Passes(eqx.Module):
     Attributes:
         filter_weights: probabilities of x_k at the points given y_{0:k}.
         weights: probabilities of x_k at the points given the whole series.
+        mean: smoothed means.
+        covariance: smoothed covariances.
         increments: log p(y_k | y_{0:k-1}), zero for rows that do not exist.
         escaping: the shortfall below 1 of the row sums of the transition into k ≥ 1, averaged over
             the smoothing law at k-1, in row k-1.
@@ -31,6 +33,8 @@ class Passes(eqx.Module):
 
     filter_weights: Float[Array, "time point"]
     weights: Float[Array, "time point"]
+    mean: Float[Array, "time state"]
+    covariance: Float[Array, "time state state"]
     increments: Float[Array, "time"]
     escaping: Float[Array, "pair"]
     excess: Float[Array, "pair"]
@@ -59,8 +63,7 @@ def smooth(model: StateSpaceModel, series: Series, grid: Grid, kind: Kind) -> Pa
     def back(smoothed: Array, step: Any) -> tuple[Array, tuple[Array, Array, Array]]:
         before, density, u, real = step
         operator, rows = move(u)
-        ratio = jnp.where(density > 0, smoothed / jnp.where(density > 0, density, 1.0), 0.0)
-        earlier = before * operator.pull(ratio)
+        earlier = before * operator.pull(correction(smoothed, density))
         escaping = jnp.sum(earlier * jnp.maximum(1.0 - rows, 0.0))
         excess = jnp.sum(earlier * jnp.maximum(rows - 1.0, 0.0))
         earlier = jnp.where(real, earlier, smoothed)
@@ -70,13 +73,14 @@ def smooth(model: StateSpaceModel, series: Series, grid: Grid, kind: Kind) -> Pa
     _, (weights, escaping, excess) = jax.lax.scan(
         back, filter_weights[-1], (filter_weights[:-1], predicted, later, exists[1:]), reverse=True
     )
-    return Passes(
-        filter_weights=filter_weights,
-        weights=jnp.concatenate([weights, filter_weights[-1:]]),
-        increments=increments,
-        escaping=escaping,
-        excess=excess,
-    )
+    weights = jnp.concatenate([weights, filter_weights[-1:]])
+    mean, covariance = _moments(weights, grid.points)
+    return Passes(filter_weights, weights, mean, covariance, increments, escaping, excess)
+
+
+def correction(smoothed: Array, predicted: Array) -> Array:
+    """Return r = s_k / p_k; f_{k-1}(i) m(x_i, x_j) r(j) is then the joint law of a pair."""
+    return jnp.where(predicted > 0, smoothed / jnp.where(predicted > 0, predicted, 1.0), 0.0)
 
 
 def _forward(
@@ -111,11 +115,8 @@ def _forward(
     _, (weights, predicted, increments) = jax.lax.scan(
         step, initial, jax.tree.map(lambda leaf: leaf[1:], rows)
     )
-    return (
-        jnp.concatenate([initial[None], weights]),
-        predicted,
-        jnp.concatenate([increment[None], increments]),
-    )
+    weights = jnp.concatenate([initial[None], weights])
+    return weights, predicted, jnp.concatenate([increment[None], increments])
 
 
 @eqx.filter_jit
@@ -157,16 +158,15 @@ def mass_outside(model: StateSpaceModel, series: Series, grid: Grid) -> Float[Ar
     return jnp.sum(jnp.where(outside, mass, 0.0)) / jnp.sum(mass)
 
 
-def moments(
+def _moments(
     weights: Float[Array, "time point"], points: Float[Array, "point state"]
 ) -> tuple[Float[Array, "time state"], Float[Array, "time state state"]]:
     """Return the means and covariances of laws on the points."""
 
     def of_one(law: Array) -> tuple[Array, Array]:
-        mean = jnp.matmul(law, points, precision=jax.lax.Precision.HIGHEST)
+        mean = product(law, points)
         centred = points - mean[None, :]
-        weighted = law[:, None] * centred
-        return mean, jnp.matmul(weighted.T, centred, precision=jax.lax.Precision.HIGHEST)
+        return mean, product((law[:, None] * centred).T, centred)
 
     return map_rows(of_one, weights, 3 * points.size)
 

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from retrodict._exact.grid.diagnosis import Summary, diagnose, estimate_errors, judge
+from retrodict._exact.grid.diagnosis import diagnose, estimate_errors, judge
 from retrodict._exact.grid.mesh import Grid
 from retrodict._exact.grid.posterior import GridPosterior, Held
 from retrodict._exact.grid.recursion import mass_outside, smooth
@@ -103,21 +103,19 @@ def _run(
     model: StateSpaceModel, series: Series, grid: Grid, kinds: tuple[Kind, Kind], tolerance: Scalar
 ) -> GridPosterior:
     grid = _in_common_precision(model, series, grid)
-    rough_grid = grid.coarser()
     passes = smooth(model, series, grid, kinds[0])
-    fine = Summary(passes, grid)
-    rough = Summary(smooth(model, series, rough_grid, kinds[1]), rough_grid)
+    rough = smooth(model, series, grid.coarser(), kinds[1])
     diagnostics = diagnose(passes, grid, mass_outside(model, series, grid))
     status, time = judge(passes.increments, diagnostics, tolerance)
     return GridPosterior(
         grid=grid,
         weights=passes.weights,
         filter_weights=passes.filter_weights,
-        mean=fine.mean,
-        covariance=fine.covariance,
+        mean=passes.mean,
+        covariance=passes.covariance,
         log_evidence=jnp.sum(passes.increments),
         log_evidence_increments=passes.increments,
-        error=estimate_errors(fine, rough, diagnostics.boundary_mass, grid),
+        error=estimate_errors(passes, rough, diagnostics.boundary_mass, grid),
         diagnostics=diagnostics,
         status=status,
         status_time=time,
