@@ -106,7 +106,7 @@ CLASSES: dict[str, str] = {
     "retrodict._expectations.recursive": "RecursiveState",
     "retrodict._learning.em": "EMResult",
     "retrodict._learning.fit_evidence": "EvidenceResult",
-    "retrodict._linearised.posterior": "LinearisedPosterior",
+    "retrodict._linearised.posterior": "Diagnostics LinearisedPosterior",
     "retrodict._smooth.simulate_like": "Simulated",
     "retrodict.bounds": """
         AnyBounded AnyLipschitz ErrorBound FiniteBounds FiniteProblem Mixing PosteriorCheck
@@ -146,7 +146,6 @@ CLASSES: dict[str, str] = {
     "retrodict._exact.grid.diagnosis": "Diagnostics ErrorEstimate",
     "retrodict._exact.grid.posterior": "Held",
     "retrodict._exact.kalman_filter": "Filtered Prior Transition Whitened",
-    "retrodict._linearised.diagnosis": "Diagnostics",
     "retrodict.online.exact": "BoundState ExactStatistics",
     "retrodict.online.followed": "Followed Sums",
     "retrodict.online.kalman": "KalmanScoreState",
@@ -186,6 +185,7 @@ RENAMED: dict[str, str] = {
     "retrodict._factored": "retrodict._numerics.ldl",
     "retrodict._functional": "retrodict._expectations.functionals",
     "retrodict._kalman._operations": "retrodict._exact.kalman_filter",
+    "retrodict._linearised.diagnosis": "retrodict._linearised.posterior",
     "retrodict._mask:Series": "retrodict:Series",
     "retrodict._train": "retrodict._learning.train",
     "retrodict:Observations": "retrodict:Series",

@@ -4,10 +4,10 @@ from retrodict._exact.grid.diagnosis import Status as Status
 from retrodict._exact.grid.diagnosis import first_violation as first_violation
 from retrodict._exact.grid.mesh import Grid as Grid
 from retrodict._exact.grid.posterior import GridPosterior as GridPosterior
-from retrodict._exact.grid.recursion import increments as increments
-from retrodict._exact.grid.recursion import log_emission as log_emission
-from retrodict._exact.grid.recursion import log_prior as log_prior
 from retrodict._exact.grid.smoother import grid_smoother as grid_smoother
+from retrodict._exact.grid.smoother import increments as increments
+from retrodict._exact.grid.smoother import log_emission as log_emission
+from retrodict._exact.grid.smoother import log_prior as log_prior
 from retrodict._exact.grid.transition import Kind as Kind
 from retrodict._exact.grid.transition import blocked_operator as blocked_operator
 from retrodict._exact.grid.transition import densities as densities

@@ -9,9 +9,8 @@ from jaxtyping import Array, Float
 
 from retrodict._chains import LinearGaussianChain
 from retrodict._laws import Gaussian
-from retrodict._linearised.diagnosis import diagnose, judge
 from retrodict._linearised.moments import check_moments, mask_rows
-from retrodict._linearised.posterior import LinearisedPosterior
+from retrodict._linearised.posterior import LinearisedPosterior, diagnose, judge
 from retrodict._linearised.recursion import iterate, iterate_from, linearised_filter
 from retrodict._linearised.rules import AbstractRule, AbstractSigmaPoints, Taylor, Unscented
 from retrodict._model import (

@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from retrodict._exact.grid.mesh import EDGE, Grid
-from retrodict._exact.grid.recursion import Passes, resolution
 from retrodict._types import Scalar
 
 MOST_ESCAPING = 0.25
@@ -25,13 +24,6 @@ MOST_EXCESS = 0.02
 
 LEAST_RESOLUTION = 0.5
 """The smallest posterior width in spacings; the trapezoidal rule then has an error of about 1%."""
-
-SAFETY = 3.0
-"""The factor from the difference between two grids to a bound on the error of the finer one.
-
-With an error C h^p and a comparison at spacing 4h/3, the difference is ((4/3)^p - 1) C h^p. This
-is a third of the error for p = 1 and more for larger p.
-"""
 
 
 class Status(IntEnum):
@@ -80,23 +72,6 @@ class ErrorEstimate(eqx.Module):
     worst: Scalar
 
 
-def diagnose(passes: Passes, grid: Grid, outside: Scalar) -> Diagnostics:
-    """Measure how well the grid represents the posterior.
-
-    Args:
-        passes: the output of both passes.
-        grid: the grid.
-        outside: the fraction of p(x_0 | y_0) outside of the box.
-    """
-    edge = jnp.asarray(grid.at_edge, passes.weights.dtype)
-    return Diagnostics(
-        boundary_mass=jnp.sum(passes.weights * edge[None, :], axis=1),
-        escaping_mass=jnp.concatenate([outside[None], passes.escaping]),
-        transition_excess=jnp.pad(passes.excess, (1, 0)),
-        resolution=resolution(passes.weights, grid),
-    )
-
-
 def judge(
     increments: Float[Array, "time"], diagnostics: Diagnostics, tolerance: Scalar
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
@@ -127,44 +102,6 @@ def first_violation(
         status = jnp.where(violated, int(code), status)
         time = jnp.where(violated, jnp.argmax(measured), time)
     return status, time
-
-
-def estimate_errors(
-    fine: Passes, rough: Passes, boundary_mass: Float[Array, "time"], grid: Grid
-) -> ErrorEstimate:
-    """Estimate errors from a second run with three quarters of the points and the mass at the edge.
-
-    For smooth densities the trapezoidal rule converges faster than any power of the spacing. The
-    difference between both runs is then mostly the error of the coarser run. The estimate bounds
-    the error of the finer run, with a margin that grows with its accuracy. The mass in the outer 2%
-    of the box is a proxy for the mass outside of the box, which no grid in the box can measure.
-    """
-    width = grid.upper - grid.lower
-    # Mass that is cut off at one time affects all other times.
-    beyond = jnp.max(boundary_mass) * jnp.broadcast_to(width, fine.mean.shape)
-    rounding = 8 * jnp.finfo(fine.mean.dtype).eps
-    # The sign of the error alternates in time, and the difference is uninformative where it
-    # changes sign. Absolute errors are therefore summed, or their maximum over time is used.
-    evidence_error = (
-        SAFETY * jnp.sum(jnp.abs(fine.increments - rough.increments))
-        + jnp.sum(boundary_mass)
-        + rounding * (1.0 + jnp.sum(jnp.abs(fine.increments)))
-    )
-    std = jnp.sqrt(jnp.diagonal(fine.covariance, axis1=1, axis2=2))
-    stds = std[:, :, None] * std[:, None, :]
-    shift = jnp.max(jnp.abs(fine.mean - rough.mean) / std, axis=0)
-    stretch = jnp.max(jnp.abs(fine.covariance - rough.covariance) / stds, axis=0)
-    size = jnp.maximum(jnp.abs(grid.lower), jnp.abs(grid.upper))
-    mean_error = SAFETY * shift[None] * std + beyond + rounding * size[None, :]
-    covariance_error = (
-        SAFETY * stretch[None] * stds
-        + beyond[:, :, None] * width[None, None, :]
-        + rounding * (width[:, None] * width[None, :])[None]
-    )
-    worst = jnp.maximum(jnp.max(mean_error / std), jnp.max(covariance_error / stds))
-    return ErrorEstimate(
-        evidence_error, mean_error, covariance_error, jnp.maximum(evidence_error, worst)
-    )
 
 
 def explain(

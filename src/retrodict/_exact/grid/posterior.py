@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._exact.grid.diagnosis import Diagnostics, ErrorEstimate, Status, explain
 from retrodict._exact.grid.mesh import Grid
-from retrodict._exact.grid.recursion import correction
 from retrodict._exact.grid.transition import (
     BLOCK_ENTRIES,
     DENSE_ENTRIES,
     Kind,
+    correction,
     densities,
     in_blocks,
     operators,

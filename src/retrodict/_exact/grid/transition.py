@@ -106,6 +106,11 @@ def blocked_operator(
     return Operator(push, pull)
 
 
+def correction(smoothed: Array, predicted: Array) -> Array:
+    """Return r = s_k / p_k; f_{k-1}(i) m(x_i, x_j) r(j) is then the joint law of a pair."""
+    return jnp.where(predicted > 0, smoothed / jnp.where(predicted > 0, predicted, 1.0), 0.0)
+
+
 def densities(
     kernel: AbstractKernel,
     sources: Float[Array, "source state"],
