@@ -28,7 +28,15 @@ from retrodict._series import (
     prepare_series,
 )
 from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import as_real_array, check_count, check_key, check_rows, is_concrete
+from retrodict._validate import (
+    as_real_array,
+    check_count,
+    check_finite,
+    check_key,
+    check_rows,
+    is_concrete,
+    known_values,
+)
 
 
 class StateSpaceModel(AbstractWhole):
@@ -74,7 +82,7 @@ class StateSpaceModel(AbstractWhole):
     @property
     def state_dim(self) -> int:
         """The dimension of the state."""
-        return _state_shape(unwrap(self))[0]
+        return _shape_of_draw(unwrap(self).prior)[0]
 
     @property
     def takes_input(self) -> bool:
@@ -240,11 +248,10 @@ def _input_dim(model: StateSpaceModel) -> int | None:
 
 def _obs_dim(model: StateSpaceModel, inputs: Float[Array, "*time input"] | None) -> int:
     """Return the dimension of observations, from the shapes of the kernels at one input."""
-    x = jax.ShapeDtypeStruct(_state_shape(model), jnp.result_type(float))
+    x = jax.ShapeDtypeStruct(_shape_of_draw(model.prior), jnp.result_type(float))
     u = None if inputs is None else jax.ShapeDtypeStruct(inputs.shape[-1:], inputs.dtype)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    jax.eval_shape(model.transition.sample, key, x, u)
-    return jax.eval_shape(model.emission.sample, key, x, u).shape[0]
+    _shape_of_draw(model.transition, x, u)
+    return _shape_of_draw(model.emission, x, u)[0]
 
 
 def _check_varying_parameters(model: StateSpaceModel, series: Series) -> None:
@@ -273,13 +280,27 @@ def check_densities(
         part = getattr(model, name)
         if not isinstance(part, (Gaussian, LinearGaussianKernel, NonlinearGaussianKernel)):
             continue
-        pivots = scale_diagonal(part.scale_tril)
-        if is_concrete(pivots) and np.any(np.asarray(pivots) == 0):
+        pivots = known_values(scale_diagonal(part.scale_tril))
+        if pivots is not None and np.any(pivots == 0):
+            article = "an" if name == "emission" else "a"
             raise ValueError(
-                f"{owner} expects a {name} with a density, got a singular scale with diagonal"
-                f" {np.asarray(pivots)}. Give every coordinate some noise, if small; for exact"
-                " smoothing with singular noise use kalman_smoother."
+                f"{owner} expects {article} {name} with a density, got a singular scale with"
+                f" diagonal {pivots}. Give every coordinate some noise, if small; of a"
+                " singular prior or transition, kalman_smoother gives the exact posterior."
             )
+
+
+def check_parameters(model: StateSpaceModel) -> None:
+    """Refuse known parameters that are not finite."""
+    for name in ("prior", "transition", "emission"):
+        for leaf in jax.tree.leaves(eqx.filter(getattr(model, name), eqx.is_inexact_array)):
+            check_finite(leaf, f"The {name}'s parameters")
+
+
+def require_model(model: Any, owner: str) -> None:
+    """Refuse anything but a state-space model."""
+    if not isinstance(model, StateSpaceModel):
+        raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.")
 
 
 def is_linear_gaussian(model: StateSpaceModel) -> bool:
@@ -314,8 +335,8 @@ def _learnable_scale(scale: Any) -> Any:
     array = scale.std if isinstance(scale, Diagonal) else scale
     if isinstance(array, AbstractParameter):
         return scale
-    pivots = scale_diagonal(scale)
-    if is_concrete(pivots) and np.any(np.asarray(pivots) == 0):
+    pivots = known_values(scale_diagonal(scale))
+    if pivots is not None and np.any(pivots == 0):
         # A singular scale stays unconstrained. The derivative in a column of zeros is zero, so that
         # its rank cannot grow.
         return scale
@@ -335,8 +356,10 @@ def prepare_path(xs: Any, state_dim: int, num_times: int) -> Float[Array, "time 
     return array
 
 
-def _state_shape(model: StateSpaceModel) -> tuple[int, ...]:
-    return jax.eval_shape(model.prior.sample, jax.eval_shape(lambda: jax.random.key(0))).shape
+def _shape_of_draw(part: Any, *arguments: Any) -> tuple[int, ...]:
+    """Return the shape of a draw from a law, or from a kernel given a state and an input."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(part.sample, key, *arguments).shape
 
 
 def _check_dimensions(model: StateSpaceModel) -> None:
@@ -346,27 +369,24 @@ def _check_dimensions(model: StateSpaceModel) -> None:
         for leaf in jax.tree.leaves(model)
     ):
         return  # placeholders of a transformation, not arrays
-    shape = _state_shape(model)
+    shape = _shape_of_draw(model.prior)
     if len(shape) != 1:
         raise ValueError(
             f"StateSpaceModel expects a prior over vectors of shape (state,), got shape {shape}."
         )
+    prior = f"StateSpaceModel has a prior over {shape[0]} coordinates"
     x = jax.ShapeDtypeStruct(shape, jnp.result_type(float))
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    for name, kernel in (("transition", model.transition), ("emission", model.emission)):
+    for name in ("transition", "emission"):
+        kernel = getattr(model, name)
         if kernel.takes_input:
             continue
         try:
-            out = jax.eval_shape(kernel.sample, key, x).shape
+            out = _shape_of_draw(kernel, x)
         except TypeError as error:
-            raise ValueError(
-                f"StateSpaceModel has a prior over {shape[0]} coordinates, which its {name} does"
-                f" not accept: {error}"
-            ) from error
+            raise ValueError(f"{prior}, which its {name} does not accept: {error}") from error
         if name == "transition" and out != shape:
             raise ValueError(
-                f"StateSpaceModel has a prior over {shape[0]} coordinates, so that its transition"
-                f" must return shape {shape}, got {out}."
+                f"{prior}, so that its transition must return shape {shape}, got {out}."
             )
         if name == "emission" and len(out) != 1:
             raise ValueError(

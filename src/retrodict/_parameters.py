@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._validate import as_real_array, is_concrete, known_values
+from retrodict._validate import as_real_array, known_values
 
 T = TypeVar("T")
 
@@ -97,9 +97,8 @@ class Bounded(AbstractParameter):
             raise ValueError(
                 f"Bounded expects finite bounds, the lower one first, got {lower} and {upper}."
             )
-        if is_concrete(value) and not bool(
-            np.all(np.asarray(value) > self.lower) and np.all(np.asarray(value) < self.upper)
-        ):
+        values = known_values(value)
+        if values is not None and not np.all((values > self.lower) & (values < self.upper)):
             raise ValueError(
                 f"Bounded expects a value strictly between {self.lower} and {self.upper}, got"
                 f" {value}."
@@ -131,7 +130,8 @@ class StationaryCoefficients(AbstractParameter):
     def __init__(self, value: Any):
         value = jnp.asarray(value, jnp.result_type(float))
         partial = partial_autocorrelations(value)
-        if is_concrete(partial) and not bool(np.all(np.abs(np.asarray(partial)) < 1)):
+        values = known_values(partial)
+        if values is not None and not np.all(np.abs(values) < 1):
             raise ValueError(
                 "StationaryCoefficients expects the coefficients of a stationary autoregression,"
                 f" whose partial autocorrelations are between -1 and 1; got {value} with partial"
@@ -279,9 +279,8 @@ def _start(value: Any, owner: str) -> Array:
 
 
 def _refuse_unless_positive(value: Array, owner: str, what: str) -> None:
-    if is_concrete(value) and not bool(
-        np.all(np.isfinite(value)) and np.all(np.asarray(value) > 0)
-    ):
+    values = known_values(value)
+    if values is not None and not np.all(np.isfinite(values) & (values > 0)):
         raise ValueError(f"{owner} expects {what} that is positive and finite, got {value}.")
 
 

@@ -165,11 +165,16 @@ def prepare_batch(
                 f" {ys.shape}."
             )
         check_columns(ys, "ys", obs_dim)
-        lengths = _prepare_lengths(length, *ys.shape[:2])
-        exists = None if lengths is None else np.arange(ys.shape[1])[None] < lengths[:, None]
+        count, num_times = ys.shape[:2]
+        lengths = exists = None
+        if length is not None:
+            expected = f"one integer, or one per series ({count})"
+            each = np.asarray(to_hosts(length))
+            _check_lengths(each, num_times, expected, ((), (count,)))
+            each = np.broadcast_to(each, (count,))
+            lengths, exists = jnp.asarray(each), np.arange(num_times)[None] < each[:, None]
         ys, observed = _fill(ys, _observed_entries(ys, mask, "ys"), exists)
-        us = _prepare_inputs(inputs, ys.shape[:2], exists, takes_input, input_dim)
-        lengths = None if lengths is None else jnp.asarray(lengths)
+        us = _prepare_inputs(inputs, (count, num_times), exists, takes_input, input_dim)
     if observed is not None and is_concrete(observed) and observed.all():
         observed = None
     return Series(ys, observed, us, lengths)
@@ -200,9 +205,8 @@ def prepare_row(
     """
     y, inputs = convert_row(y, mask, inputs)
     check_columns(y, "y", obs_dim)
-    _check_presence(inputs, "inputs", "(input,)", takes_input)
-    if inputs is not None:
-        check_columns(inputs, "inputs", input_dim)
+    _check_presence(inputs, "(input,)", takes_input)
+    check_columns(inputs, "inputs", input_dim)
     observed = ~jnp.isnan(y)
     return Series(jnp.where(observed, y, 0.0), observed, inputs)
 
@@ -243,30 +247,22 @@ def prepare_length(length: Any, num_times: int) -> Int[Array, ""] | None:
     if length is None:
         return None
     count = length if isinstance(length, jax.Array) else np.asarray(length)
-    if count.shape != () or not jnp.issubdtype(count.dtype, jnp.integer):
-        raise TypeError(
-            f"length must be one integer, got shape {count.shape} of dtype {count.dtype}."
-        )
-    if is_concrete(count) and not 1 <= int(count) <= num_times:
-        raise ValueError(f"length must be between 1 and {num_times} rows, got {int(count)}.")
+    _check_lengths(count, num_times, "one integer", ((),))
     return jnp.asarray(count)
 
 
-def _prepare_lengths(length: Any, batch: int, time: int) -> np.ndarray | None:
-    """Return one length per series of a batch."""
-    if length is None:
-        return None
-    lengths = np.asarray(to_hosts(length))
-    if not np.issubdtype(lengths.dtype, np.integer) or lengths.shape not in ((), (batch,)):
+def _check_lengths(
+    lengths: Any, num_times: int, expected: str, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    """Refuse lengths that are not integers of these shapes, or known not to be in range."""
+    if lengths.shape not in shapes or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise TypeError(
-            f"length must be one integer, or one per series ({batch}), got shape {lengths.shape} of"
-            f" dtype {lengths.dtype}."
+            f"length must be {expected}, got shape {lengths.shape} of dtype {lengths.dtype}."
         )
-    if lengths.min() < 1 or lengths.max() > time:
-        raise ValueError(
-            f"length must be between 1 and {time} rows, got {lengths.min()} to {lengths.max()}."
-        )
-    return np.broadcast_to(lengths, (batch,))
+    values = known_values(lengths)
+    if values is not None and not (1 <= values.min() and values.max() <= num_times):
+        got = " to ".join(str(bound) for bound in sorted({int(values.min()), int(values.max())}))
+        raise ValueError(f"length must be between 1 and {num_times} rows, got {got}.")
 
 
 def prepare_inputs(
@@ -286,19 +282,15 @@ def prepare_inputs(
 
 
 def _prepare_inputs(
-    inputs: Any,
-    shape: tuple[int, ...],
-    exists: Any,
-    takes_input: bool,
-    input_dim: int | None,
+    inputs: Any, shape: tuple[int, ...], exists: Any, takes_input: bool, input_dim: int | None
 ) -> Array | None:
     """Return inputs of shape `(*shape, input)`, where `shape` is `(time,)` or `(batch, time)`."""
-    _check_presence(inputs, "inputs", f"({shape[-1]}, input)", takes_input)
+    _check_presence(inputs, f"({shape[-1]}, input)", takes_input)
     if inputs is None:
         return None
     us = as_real_array(inputs, "inputs")
     if us.ndim == 3 and len(shape) == 2:
-        if us.shape[:2] != tuple(shape):
+        if us.shape[:2] != shape:
             raise ValueError(
                 f"inputs must have shape ({shape[0]}, {shape[1]}, input), or ({shape[1]}, input)"
                 f" for all series, got {us.shape}."
@@ -317,23 +309,23 @@ def _prepare_inputs(
     return us
 
 
-def _check_presence(inputs: Any, name: str, shape: str, takes_input: bool) -> None:
+def _check_presence(inputs: Any, shape: str, takes_input: bool) -> None:
     """Refuse missing inputs, and inputs that nothing reads."""
     if inputs is None and takes_input:
         raise ValueError(
-            f"{name} must be given, of shape {shape}, since the model or family takes inputs; got"
+            f"inputs must be given, of shape {shape}, since the model or family takes inputs; got"
             " None."
         )
     if inputs is not None and not takes_input:
         raise ValueError(
-            f"{name} must be left out, since the model or family takes no inputs. To take them,"
+            "inputs must be left out, since the model or family takes no inputs. To take them,"
             " build a kernel with takes_input=True or an input_weight, and a family with input_dim."
         )
 
 
-def check_columns(array: Array, name: str, expected: int | None) -> None:
+def check_columns(array: Array | None, name: str, expected: int | None) -> None:
     """Refuse an array whose last axis does not have the expected size; `None` expects nothing."""
-    if expected is not None and array.shape[-1] != expected:
+    if array is not None and expected is not None and array.shape[-1] != expected:
         entries = "entries" if array.ndim == 1 else "columns"
         raise ValueError(
             f"{name} must have {expected} {entries}, got {array.shape[-1]}. The model or family"
@@ -379,15 +371,13 @@ def _fill(ys: Array, observed: Array | None, exists: Any) -> tuple[Array, Array 
 
 def _observed_entries(ys: Array, mask: Any, name: str) -> Array | None:
     """Return where an entry was observed, as a mask of the shape of `ys`; `None` if everywhere."""
-    if mask is True:
+    if mask is None or mask is True:
         values = known_values(ys)
-        if values is not None and np.isnan(values).any():
+        missing = None if values is None else bool(np.isnan(values).any())
+        if mask and missing:
             raise ValueError(
                 f"mask=True declares that nothing is missing, and {name} holds NaN. Leave mask out:"
                 " NaN then marks a missing entry."
             )
-        return None
-    if mask is None:
-        values = known_values(ys)
-        return None if values is not None and not np.isnan(values).any() else ~jnp.isnan(ys)
+        return None if mask or missing is False else ~jnp.isnan(ys)
     return as_boolean_array(mask, "mask", ys.shape, name) & ~jnp.isnan(ys)

@@ -52,9 +52,8 @@ def as_real_array(value: Any, name: str, *, missing: bool = False) -> Array:
         )
     real = jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)
     if not real and array.dtype != np.bool_:
-        raise TypeError(
-            f"{name} must be an array of numbers, got {_described(value)}dtype {array.dtype}."
-        )
+        kind = "" if isinstance(value, (jax.Array, np.ndarray)) else f"{type(value).__name__} of "
+        raise TypeError(f"{name} must be an array of numbers, got {kind}dtype {array.dtype}.")
     if array.dtype in (np.float32, np.float64) and isinstance(array, jax.Array):
         return array
     dtype = None if array.dtype in (np.float32, np.float64) else jnp.result_type(float)
@@ -63,8 +62,9 @@ def as_real_array(value: Any, name: str, *, missing: bool = False) -> Array:
     # Evaluated at compile time inside jax.jit too, so that its values can still be checked.
     # JAX accepts native byte order only, and the user may change a NumPy array later: copy it.
     with jax.ensure_compile_time_eval():
-        native = array if isinstance(array, jax.Array) else _in_native_order(array)
-        return jnp.array(native, dtype)
+        if not isinstance(array, jax.Array):
+            array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        return jnp.array(array, dtype)
 
 
 def as_boolean_array(value: Any, name: str, shape: tuple[int, ...], of: str) -> Array:
@@ -126,12 +126,13 @@ def _of_columns(frame: Any) -> np.ndarray:
     return np.asarray(frame.to_numpy())
 
 
-def _in_native_order(array: np.ndarray) -> np.ndarray:
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
-def _described(value: Any) -> str:
-    return "" if isinstance(value, (jax.Array, np.ndarray)) else f"{type(value).__name__} of "
+def as_probabilities(value: Any, name: str) -> Array:
+    """Convert probabilities to an array; refuse those not strictly between 0 and 1."""
+    array = as_real_array(value, name)
+    values = known_values(array)
+    if values is not None and not np.all((values > 0) & (values < 1)):
+        raise ValueError(f"{name} must be strictly between 0 and 1, got {values}.")
+    return array
 
 
 def check_rows(array: Array, name: str, columns: str, example: str) -> None:
@@ -160,12 +161,11 @@ def check_finite(array: Array, name: str, *, allow_nan: bool = False) -> None:
     """Refuse infinite values, and NaN unless it marks a missing entry."""
     if not is_concrete(array):
         return
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        bad = jnp.isinf(array) if allow_nan else ~jnp.isfinite(array)
-        if bad.any():
+    values = known_values(array)
+    if values is None:
+        if (jnp.isinf(array) if allow_nan else ~jnp.isfinite(array)).any():
             raise ValueError(f"{name} must be finite in every process.")
         return
-    values = np.asarray(array)
     bad = np.isinf(values) if allow_nan else ~np.isfinite(values)
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])

@@ -279,7 +279,7 @@ def test_misuse_is_refused(untyped: None):
         rd.forecast(KEY, c.model, posterior, AHEAD)
     with pytest.raises(TypeError, match="StateSpaceModel"):
         rd.predictive(KEY, no_model, c.chain, 3)
-    with pytest.raises(ValueError, match="below one"):
+    with pytest.raises(ValueError, match="strictly between 0 and 1"):
         exact().quantile([0.0, 0.5])
     with pytest.raises(ValueError, match="as many rows as the chain"):
         rd.impute(KEY, c.model, c.chain, c.ys[:-1], 3, inputs=c.inputs[:-1])

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import retrodict as rd
-from retrodict._laws.gaussian import expected_log_density
 
 # Its stub takes no array for the covariance.
 multivariate_normal: Any = scipy.stats.multivariate_normal
@@ -225,68 +224,6 @@ def test_a_masked_value_has_no_influence_even_if_it_is_nan(kind: str):
     clean = masked_with_gradients(law, jnp.array([0.3, 0.0, -1.0]), masks)
     dirty = masked_with_gradients(law, jnp.array([0.3, jnp.nan, -1.0]), masks)
     jax.tree.map(np.testing.assert_array_equal, clean, dirty)
-
-
-# --- expectations ---------------------------------------------------------------------------------
-
-expected_density = jax.jit(expected_log_density)
-
-
-def joint_law(d: int, e: int, kind: str):
-    rng = np.random.default_rng(10 * d + e)
-    joint, mean, covariance = make(d + e, kind, seed=3)
-    weight, bias = rng.normal(size=(e, d)), rng.normal(size=e)
-    return joint, mean, covariance, weight, bias, dense_factor(rng, e)
-
-
-@KINDS
-@pytest.mark.parametrize("noise", ["dense", "diagonal"])
-def test_expected_log_density_against_the_trace_formula(kind: str, noise: str):
-    joint, mean, covariance, weight, bias, scale = joint_law(2, 3, kind)
-    if noise == "diagonal":
-        scale = np.diag(np.diagonal(scale))
-    contrast = np.concatenate([-weight, np.eye(3)], axis=1)
-    residual, noise_covariance = contrast @ mean - bias, scale @ scale.T
-    second = contrast @ covariance @ contrast.T + np.outer(residual, residual)
-    expected = -0.5 * (
-        np.trace(np.linalg.solve(noise_covariance, second))
-        + np.linalg.slogdet(2 * np.pi * noise_covariance)[1]
-    )
-    given_scale: Any = jnp.asarray(scale)
-    if noise == "diagonal":
-        given_scale = rd.Diagonal(jnp.diagonal(given_scale))
-    got = expected_density(joint, jnp.asarray(weight), jnp.asarray(bias), given_scale)
-    np.testing.assert_allclose(got, expected, rtol=1e-12)
-
-
-def test_expected_log_density_against_quadrature():
-    """The integrand is quadratic, so that a product Gauss-Hermite rule is exact."""
-    joint, mean, covariance, weight, bias, scale = joint_law(1, 1, "dense")
-    nodes, weights = np.polynomial.hermite_e.hermegauss(20)
-    root = np.linalg.cholesky(covariance)
-    grid = np.stack(np.meshgrid(nodes, nodes, indexing="ij"), axis=-1).reshape(-1, 2)
-    masses = np.outer(weights, weights).ravel() / weights.sum() ** 2
-    points = mean + grid @ root.T
-    residuals = points[:, 1] - weight[0, 0] * points[:, 0] - bias[0]
-    logs = -0.5 * (residuals / scale[0, 0]) ** 2 - np.log(scale[0, 0] * np.sqrt(2 * np.pi))
-    got = expected_density(joint, *(jnp.asarray(a) for a in (weight, bias, scale)))
-    np.testing.assert_allclose(got, masses @ logs, rtol=1e-12)
-
-
-def test_expected_log_density_against_monte_carlo():
-    """One average at Z = 5: false alarms at a rate of 6e-7."""
-    joint, mean, covariance, weight, bias, scale = joint_law(2, 3, "dense")
-    draws = np.random.default_rng(0).multivariate_normal(mean, covariance, 20_000)
-    residuals = draws[:, 2:] - draws[:, :2] @ weight.T - bias
-    logs = multivariate_normal(np.zeros(3), scale @ scale.T).logpdf(residuals)
-    got = expected_density(joint, *(jnp.asarray(a) for a in (weight, bias, scale)))
-    assert abs(float(got) - logs.mean()) < Z * logs.std() / np.sqrt(len(logs))
-
-
-def test_expected_log_density_refuses_a_joint_law_of_another_dimension():
-    joint, *_ = make(3, "dense")
-    with pytest.raises(ValueError, match=r"joint law of dimension 2 \+ 2, got 3"):
-        expected_log_density(joint, jnp.ones((2, 2)), jnp.zeros(2), jnp.eye(2))
 
 
 # --- constructors and batches ---------------------------------------------------------------------

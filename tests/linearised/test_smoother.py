@@ -13,7 +13,7 @@ import pytest
 from linear_models import random_mask, random_model
 
 import retrodict as rd
-from retrodict._linearised import LinearisedPosterior, diagnosis, moments, recursion, rules
+from retrodict._linearised import LinearisedPosterior, moments, posterior, recursion, rules
 from retrodict._model import prepare_data
 from retrodict._numerics.ldl import Factored
 
@@ -646,7 +646,7 @@ def test_what_overflows_is_not_finite():
 def test_the_verdict_averages_over_rows_with_an_observation():
     values = np.arange(60.0)
     observed = np.random.default_rng(0).random(60) < 0.6
-    average = jax.jit(diagnosis._average)
+    average = jax.jit(posterior._average)
     found = np.asarray(average(values, observed))
     for k in range(60):
         rows = values[: k + 1][observed[: k + 1]]
@@ -665,9 +665,9 @@ def test_long_series_are_read_in_batches(swing, followed, monkeypatch):
     @eqx.filter_jit
     def said_and_missed() -> Any:
         found = recursion.linearised_filter(model, series, rd.Taylor())
-        return diagnosis._readings(model, series, found)
+        return posterior._readings(model, series, found)
 
-    monkeypatch.setattr(diagnosis, "BATCH", 8)
+    monkeypatch.setattr(posterior, "BATCH", 8)
     said, missed = said_and_missed()
     np.testing.assert_allclose(said, measured.said, atol=1e-12)
     np.testing.assert_allclose(missed, measured.missed, atol=1e-12)
@@ -873,7 +873,7 @@ def test_misuse_is_refused_with_the_remedy():
         rd.extended_smoother(model, np.zeros((2, 3, 1)))
     with refused(ValueError, "inputs must be left out"):
         rd.extended_smoother(model, ys, inputs=ys)
-    with refused(ValueError, "positive diagonal", "[0.]"):
+    with refused(ValueError, "an emission with a density", "[0.]"):
         rd.extended_smoother(scalar_model(jnp.tanh, 0.0), ys)
     with refused(ValueError, "prior's parameters must be finite", "nan"):
         rd.extended_smoother(eqx.tree_at(lambda m: m.prior.mean, model, jnp.full(1, jnp.nan)), ys)

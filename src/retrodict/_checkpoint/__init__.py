@@ -1,8 +1,8 @@
 """Save and load objects, one file per object."""
 
-from retrodict._checkpoint.errors import CheckpointError as CheckpointError
 from retrodict._checkpoint.file import Checkpoint as Checkpoint
 from retrodict._checkpoint.file import load as load
 from retrodict._checkpoint.file import read_checkpoint as read_checkpoint
 from retrodict._checkpoint.file import save as save
 from retrodict._checkpoint.file import write_checkpoint as write_checkpoint
+from retrodict._checkpoint.names import CheckpointError as CheckpointError

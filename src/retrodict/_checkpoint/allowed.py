@@ -106,7 +106,7 @@ CLASSES: dict[str, str] = {
     "retrodict._expectations.recursive": "RecursiveState",
     "retrodict._learning.em": "EMResult",
     "retrodict._learning.fit_evidence": "EvidenceResult",
-    "retrodict._linearised.posterior": "LinearisedPosterior",
+    "retrodict._linearised.posterior": "Diagnostics LinearisedPosterior",
     "retrodict._smooth.simulate_like": "Simulated",
     "retrodict.bounds": """
         AnyBounded AnyLipschitz ErrorBound FiniteBounds FiniteProblem Mixing PosteriorCheck
@@ -145,8 +145,6 @@ CLASSES: dict[str, str] = {
     """,
     "retrodict._exact.grid.diagnosis": "Diagnostics ErrorEstimate",
     "retrodict._exact.grid.posterior": "Held",
-    "retrodict._exact.grid.transition": "BlockedTransition DenseTransition SeparableTransition",
-    "retrodict._linearised.diagnosis": "Diagnostics",
     "retrodict.online.exact": "BoundState ExactStatistics",
     "retrodict.online.followed": "Followed Sums",
     "retrodict.online.kalman": "KalmanScoreState",
@@ -185,6 +183,7 @@ MOVED_PACKAGES: dict[str, str] = {
 RENAMED: dict[str, str] = {
     "retrodict._factored": "retrodict._numerics.ldl",
     "retrodict._functional": "retrodict._expectations.functionals",
+    "retrodict._linearised.diagnosis": "retrodict._linearised.posterior",
     "retrodict._mask:Series": "retrodict:Series",
     "retrodict._train": "retrodict._learning.train",
     "retrodict:Observations": "retrodict:Series",

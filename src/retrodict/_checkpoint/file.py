@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from retrodict._checkpoint.allowed import NAMES_VERSION
-from retrodict._checkpoint.errors import CheckpointError, DamagedError
-from retrodict._checkpoint.names import last_name, root_name
+from retrodict._checkpoint.names import CheckpointError, described, last_name, root_name
 from retrodict._checkpoint.reader import ABSENT, Reader
 from retrodict._checkpoint.writer import Writer
 
@@ -30,6 +29,10 @@ MANIFEST = "manifest.json"
 DIGEST_LENGTH = 64  # hexadecimal digits of SHA-256
 
 PathLike: TypeAlias = str | os.PathLike[str]
+
+
+class DamagedError(CheckpointError):
+    """A file whose content was altered after writing, so that an older file may be better."""
 
 
 class Checkpoint(NamedTuple):
@@ -98,7 +101,7 @@ def load(path: PathLike, *, like: Any = None) -> Any:
         FileNotFoundError: if the file does not exist.
     """
     path = Path(path)
-    return _rebuild(path, _open(path), like)
+    return _rebuild(path, *_open(path), like)
 
 
 def write_checkpoint(path: PathLike, tree: Any, metadata: Any = None) -> None:
@@ -124,20 +127,13 @@ def read_checkpoint(path: PathLike, like: Any = None, *, known: Iterable[type] =
     path = Path(path)
     previous = _previous(path)
     try:
-        used, contents = path, _open(path)
+        used, (manifest, archive) = path, _open(path)
     except (DamagedError, FileNotFoundError):
         if not previous.exists():
             raise
-        used, contents = previous, _open(previous)
-    tree = _rebuild(used, contents, like, known)
-    return Checkpoint(tree, contents.manifest["metadata"], used is previous)
-
-
-class _Contents(NamedTuple):
-    """The content of an intact file."""
-
-    manifest: dict[str, Any]
-    archive: zipfile.ZipFile
+        used, (manifest, archive) = previous, _open(previous)
+    tree = _rebuild(used, manifest, archive, like, known)
+    return Checkpoint(tree, manifest["metadata"], used is previous)
 
 
 def _version(name: str) -> str:
@@ -210,7 +206,7 @@ def _write(path: Path, data: bytes | memoryview, *, keep_previous: bool) -> None
             os.close(folder)
 
 
-def _open(path: Path) -> _Contents:
+def _open(path: Path) -> tuple[dict[str, Any], zipfile.ZipFile]:
     """Return the manifest and the archive, after a check of all bytes."""
     data = _read(path)
     if not data.startswith(b"PK\3\4"):
@@ -233,7 +229,7 @@ def _open(path: Path) -> _Contents:
             f" formats up to {VERSION}. Upgrade retrodict to load it."
         )
     _check_hashes(path, data, manifest, archive)
-    return _Contents(manifest, archive)
+    return manifest, archive
 
 
 def _read(path: Path) -> bytes:
@@ -264,18 +260,22 @@ def _check_hashes(
         raise DamagedError(f"{path} is truncated, edited or damaged.")
 
 
-def _rebuild(path: Path, contents: _Contents, like: Any, known: Iterable[type] = ()) -> Any:
-    tree = contents.manifest["tree"]
+def _rebuild(
+    path: Path,
+    manifest: dict[str, Any],
+    archive: zipfile.ZipFile,
+    like: Any,
+    known: Iterable[type] = (),
+) -> Any:
+    tree, entries = manifest["tree"], manifest["arrays"]
     name = tree.get("class", "") if isinstance(tree, dict) else ""
     root = root_name(last_name(str(name)))
-    reader = Reader(
-        path,
-        root,
-        contents.manifest["arrays"],
-        lambda index: _read_member(contents.archive, _member_name(index)),
-        known,
-        contents.manifest.get("names_version", 0),
-    )
+
+    def read(index: int) -> bytes:
+        return _read_member(archive, _member_name(index))
+
+    classes = {described(cls): cls for cls in known}
+    reader = Reader(path, root, entries, read, classes, manifest.get("names_version", 0))
     try:
         return reader.decode(tree, ABSENT if like is None else like, root)
     except CheckpointError:

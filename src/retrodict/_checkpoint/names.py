@@ -1,28 +1,22 @@
-"""Names of classes and functions in files.
+"""Names of classes, functions and dtypes in files, and the fields of records.
 
 A name is looked up only if it is on the list of `allowed.py`. A file cannot import anything else.
 """
 
+import dataclasses
 import importlib
 import itertools
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import numpy as np
+
 from retrodict._checkpoint.allowed import FUNCTIONS, current_name
 
-# The `__module__` of most functions of JAX is in jax._src; these names are stable.
-JAX_NAMESPACES = (
-    "jax.nn",
-    "jax.numpy",
-    "jax.numpy.linalg",
-    "jax.lax",
-    "jax.scipy.special",
-)
 
-
-def is_subclass(value: Any, parent: type) -> bool:
-    return isinstance(value, type) and issubclass(value, parent)
+class CheckpointError(ValueError):
+    """A file that cannot be loaded: damaged, not a checkpoint, or of another structure."""
 
 
 def resolve(name: Any, allowed: Collection[str]) -> Any:
@@ -50,8 +44,11 @@ def _candidates(value: Any) -> Iterator[str]:
         return
     parts = itertools.takewhile(lambda part: not part.startswith("_"), module.split("."))
     public = itertools.accumulate(parts, lambda outer, part: f"{outer}.{part}")
-    namespaces = JAX_NAMESPACES if module.startswith("jax.") else ()
-    for namespace in (*public, *namespaces, module):
+    # The `__module__` of most functions of JAX is in jax._src; the listed names are stable.
+    listed = [
+        place for place in FUNCTIONS if place.startswith("jax.") and module.startswith("jax.")
+    ]
+    for namespace in (*public, *listed, module):
         yield f"{namespace}:{name}"
     # The default activation of equinox's MLP is a lambda in a variable of its module.
     for variable in FUNCTIONS.get(module, "").split():
@@ -85,3 +82,37 @@ def root_name(class_name: str) -> str:
         return "tree"
     words = re.findall("[A-Z][a-z]+", class_name)
     return words[-1].lower() if words else class_name.lower()
+
+
+def is_record(value: Any) -> bool:
+    """Return whether a value is stored as its fields."""
+    return not isinstance(value, type) and is_record_class(type(value))
+
+
+def is_record_class(cls: Any) -> bool:
+    """Return whether instances are stored as their fields: dataclasses, named tuples, numpyro."""
+    return isinstance(cls, type) and (
+        dataclasses.is_dataclass(cls)
+        or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
+        or cls.__module__.partition(".")[0] == "numpyro"
+    )
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(record):
+        return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    if isinstance(record, tuple):
+        return dict(zip(getattr(record, "_fields", ()), record, strict=True))
+    return dict(vars(record))
+
+
+def is_extension(dtype: np.dtype) -> bool:
+    """Return whether a dtype is not part of the `.npy` format, such as bfloat16."""
+    return dtype.isbuiltin == 2
+
+
+def dtype_name(dtype: Any) -> str:
+    if not isinstance(dtype, np.dtype):
+        return str(dtype)  # of keys
+    plain = dtype.isnative and (dtype.kind in "biufc" or is_extension(dtype))
+    return dtype.name if plain else dtype.str

@@ -7,7 +7,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,48 +23,45 @@ from retrodict._checkpoint.allowed import (
     RECORD_NAMES,
     VALUE_NAMES,
 )
-from retrodict._checkpoint.errors import CheckpointError
-from retrodict._checkpoint.names import described, last_name, name_of, resolve
-from retrodict._checkpoint.records import (
+from retrodict._checkpoint.names import (
+    CheckpointError,
+    described,
     dtype_name,
     fields_of,
     is_extension,
     is_record,
     is_record_class,
+    last_name,
+    name_of,
+    resolve,
 )
 
 DTYPE_NAME = re.compile(r"[<>=|]?[A-Za-z]\w*(\[\w+\])?")
 ABSENT: Any = object()  # there is no `like`, or it has no part here
 
 
+@dataclasses.dataclass
 class Reader:
     """A reader of one object, which is compared with a second one, `like`.
 
-    Args:
+    Attributes:
         path: the file, for messages.
         root: the name of the object in messages.
         entries: the entries of the arrays in the manifest.
         read: returns the bytes of an array in the `.npy` format, by its index.
-        known: further classes that the file may name.
+        known: further classes that the file may name, by name.
         names_version: the version of the list of names with which the file was written.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        root: str,
-        entries: list[Any],
-        read: Callable[[int], bytes],
-        known: Iterable[type] = (),
-        names_version: Any = 0,
-    ) -> None:
-        self.path = path
-        self.root = root
-        self.entries = entries
-        self.read = read
-        self.known = {described(cls): cls for cls in known}
-        self.names_version = names_version
-        self.unread = set(range(len(entries)))
+    path: Path
+    root: str
+    entries: list[Any]
+    read: Callable[[int], bytes]
+    known: dict[str, type]
+    names_version: Any
+
+    def __post_init__(self) -> None:
+        self.unread = set(range(len(self.entries)))
 
     def decode(self, node: Any, like: Any, path: str) -> Any:
         if isinstance(node, list):
@@ -74,20 +71,17 @@ class Reader:
         if "class" in node:
             return self.decode_record(node, like, path)
         ((tag, content),) = node.items()
+        if tag in SCALARS:
+            return self.decode_scalar(SCALARS[tag](content), like, path)
         readers: dict[str, Callable[[Any, Any, str], Any]] = {
             "array": self.decode_array,
             "callable": self.decode_callable,
-            "complex": lambda c, *at: self.decode_scalar(
-                complex(*(self.decode(part, ABSENT, path) for part in c)), *at
-            ),
             "dict": self.decode_dict,
-            "dtype": lambda c, *at: self.decode_scalar(_dtype(c), *at),
             "enum": self.decode_enum,
-            "float": lambda c, *at: self.decode_scalar(float(c), *at),
-            "list": lambda c, *at: self.decode_items(list, c, *at),
+            "list": functools.partial(self.decode_items, list),
             "name": self.decode_name,
             "partial": self.decode_partial,
-            "tuple": lambda c, *at: tuple(self.decode_items(tuple, c, *at)),
+            "tuple": functools.partial(self.decode_items, tuple),
         }
         return readers[tag](content, like, path)
 
@@ -96,17 +90,17 @@ class Reader:
             self.differ(path, _shown(value), like)
         return value
 
-    def decode_items(self, kind: type, nodes: list[Any], like: Any, path: str) -> list[Any]:
+    def decode_items(self, kind: type, nodes: list[Any], like: Any, path: str) -> Any:
         if like is ABSENT:
             likes = [ABSENT] * len(nodes)
         elif type(like) is kind and len(like) == len(nodes):
             likes = like
         else:
             self.differ(path, f"a {kind.__name__} of length {len(nodes)}", like)
-        return [
+        return kind(
             self.decode(node, part, f"{path}[{i}]")
             for i, (node, part) in enumerate(zip(nodes, likes, strict=True))
-        ]
+        )
 
     def decode_dict(self, pairs: list[Any], like: Any, path: str) -> dict[Any, Any]:
         keys = [self.decode(key, ABSENT, path) for key, _ in pairs]
@@ -135,23 +129,20 @@ class Reader:
         except LookupError as error:
             if like is not ABSENT:
                 return self.decode_callable(name, like, path)
-            raise CheckpointError(
-                f"{path} names {name}, which is refused: {error}.{self.hint()} Pass an object of"
-                f" the same structure that has it: rd.load(path, like={self.root})."
-            ) from error
+            self.ask_for_like(f"{path} names {name}, which is refused: {error}.", error)
 
-    def hint(self) -> str:
-        """Return the advice to upgrade if a later version wrote the file."""
-        if type(self.names_version) is int and self.names_version > NAMES_VERSION:
-            return " The file was written by a later version of retrodict: upgrade it."
-        return ""
+    def ask_for_like(self, problem: str, error: Exception | None = None) -> NoReturn:
+        """Raise an error for what a file may not contain or name."""
+        later = type(self.names_version) is int and self.names_version > NAMES_VERSION
+        upgrade = " The file was written by a later version of retrodict: upgrade it."
+        raise CheckpointError(
+            f"{problem}{upgrade if error is not None and later else ''} Pass an object of the same"
+            f" structure that has it: rd.load(path, like={self.root})."
+        ) from error
 
     def decode_callable(self, name: str, like: Any, path: str) -> Any:
         if like is ABSENT:
-            raise CheckpointError(
-                f"{path} is the function {name}, which a file cannot contain. Pass an object of"
-                f" the same structure that has it: rd.load(path, like={self.root})."
-            )
+            self.ask_for_like(f"{path} is the function {name}, which a file cannot contain.")
         if not callable(like) or last_name(described(like)) != last_name(name):
             self.differ(path, f"the function {name}", like)
         return like
@@ -210,10 +201,7 @@ class Reader:
             cls = self.known.get(name) or resolve(name, RECORD_NAMES)
         except LookupError as error:
             if like is ABSENT:
-                raise CheckpointError(
-                    f"{path} is of the unknown class {name}: {error}.{self.hint()} Pass an object"
-                    f" of the same structure that has it: rd.load(path, like={self.root})."
-                ) from error
+                self.ask_for_like(f"{path} is of the unknown class {name}: {error}.", error)
             cls = type(like)
             if last_name(described(cls)) != last_name(name):
                 self.differ(path, f"a {name}", like)
@@ -288,6 +276,15 @@ def _dtype(name: str) -> np.dtype:
     if _is_compound(dtype):
         raise ValueError(f"the dtype {name} is compound")
     return dtype
+
+
+def _complex(parts: list[Any]) -> complex:
+    """Return a complex number from the nodes of its parts."""
+    return complex(*(float(part["float"] if isinstance(part, dict) else part) for part in parts))
+
+
+SCALARS: dict[str, Callable[[Any], Any]] = {"complex": _complex, "dtype": _dtype, "float": float}
+"""Kinds of nodes that hold one value, each with its reader."""
 
 
 def _is_compound(dtype: np.dtype) -> bool:

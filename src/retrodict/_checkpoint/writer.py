@@ -12,8 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from retrodict._checkpoint.allowed import ENUM_NAMES, RECORD_NAMES, VALUE_NAMES
-from retrodict._checkpoint.names import described, name_of
-from retrodict._checkpoint.records import dtype_name, fields_of, is_extension, is_record
+from retrodict._checkpoint.names import (
+    described,
+    dtype_name,
+    fields_of,
+    is_extension,
+    is_record,
+    name_of,
+)
 from retrodict._validate import is_concrete
 
 

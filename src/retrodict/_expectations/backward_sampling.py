@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import ndtri
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from retrodict._chains import (
     AbstractBackwardChain,
@@ -16,18 +16,9 @@ from retrodict._chains import (
     SampledChain,
     Trace,
 )
-from retrodict._expectations.estimator import (
-    AbstractEstimator,
-    existing_rows,
-    fill_padding,
-    sum_rows,
-)
-from retrodict._expectations.functionals import (
-    AbstractInitialTerm,
-    AbstractPairTerm,
-    AbstractTerm,
-    add,
-)
+from retrodict._expectations.estimators import AbstractEstimator
+from retrodict._expectations.functionals import AbstractTerm, add
+from retrodict._expectations.moments import existing_rows, fill_padding, sum_over_rows
 from retrodict._laws import GaussianMixture
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
@@ -70,6 +61,7 @@ class BackwardSampling(AbstractEstimator):
             variance vanishes as the chain becomes exact (Roeder, Wu and Duvenaud, 2017).
     """
 
+    error = "sampled"
     num_samples: int = eqx.field(static=True)
     noise: Noise = eqx.field(static=True)
     by_component: bool = eqx.field(static=True)
@@ -101,11 +93,6 @@ class BackwardSampling(AbstractEstimator):
         """The number of groups of paths that share noise."""
         return self.num_samples // GROUP[self.noise]
 
-    @property
-    def error(self) -> Literal["sampled"]:
-        """A standard error."""
-        return "sampled"
-
     def view(
         self, chain: AbstractBackwardChain, *, parallel: Parallel = False
     ) -> AbstractBackwardChain:
@@ -113,12 +100,7 @@ class BackwardSampling(AbstractEstimator):
         return chain
 
     def draw(
-        self,
-        terms: Sequence[AbstractTerm],
-        view: AbstractBackwardChain,
-        key: Any,
-        *,
-        parallel: Parallel = False,
+        self, terms: Sequence[AbstractTerm], view: Any, key: Any, *, parallel: Parallel = False
     ) -> Paths:
         """Draw paths, in groups."""
         if parallel and not isinstance(view, LinearGaussianChain):
@@ -142,7 +124,7 @@ class BackwardSampling(AbstractEstimator):
                 " BackwardSampling(num_samples) with independent noise."
             )
         grouped = self._grouped(paths)
-        return Paths(grouped, jnp.full(grouped.shape[:2], 1 / grouped.shape[1], paths.dtype))
+        return Paths(grouped, jnp.full(grouped.shape[:2], 1 / GROUP[self.noise], paths.dtype))
 
     def trace(
         self,
@@ -157,49 +139,28 @@ class BackwardSampling(AbstractEstimator):
             key: a typed key.
             last: maps the sampled terminal states to those that paths start from.
         """
-        terminal, dtype = chain.terminal, chain.laws.mean.dtype
-        if not (self.by_component and isinstance(terminal, GaussianMixture)):
-            shape = (self.num_samples, chain.num_times, chain.noise_dim)
-            noise = self._noise(key, shape, dtype)
-            start = None
-            if last is not None:
-                start = last(jax.vmap(terminal.from_noise)(noise[:, -1, : terminal.noise_dim]))
-            trace = chain.trace(noise, start)
-            grouped = Trace(*(self._grouped(leaf) for leaf in trace))
-            size = grouped.paths.shape[1]
-            return grouped, jnp.full(grouped.paths.shape[:2], 1 / size, dtype)
-        count, width = terminal.num_components, chain.noise_dim
+        terminal, width = chain.terminal, chain.noise_dim
+        each = self.by_component and isinstance(terminal, GaussianMixture)
+        count = terminal.num_components if each else 1
         shape = (self.num_samples, chain.num_times, count * width)
-        noise = self._noise(key, shape, dtype)
-        noise = noise.reshape(self.num_samples, chain.num_times, count, width).swapaxes(1, 2)
-        ends = jax.vmap(lambda component, e: jax.vmap(component.from_noise)(e), (0, 1), 1)(
-            terminal.components, noise[:, :, -1, 1 : terminal.noise_dim]
-        )
-
-        def flat(leaf: Array) -> Array:
-            return leaf.reshape(-1, *leaf.shape[2:])
-
-        start = flat(ends) if last is None else last(flat(ends))
-        trace = chain.trace(flat(noise), start)
-        grouped = Trace(
-            *(
-                self._grouped(leaf.reshape(self.num_samples, count, *leaf.shape[1:]))
-                for leaf in trace
-            )
-        )
-        size = grouped.paths.shape[1]
-        grouped = jax.tree.map(
-            lambda leaf: leaf.reshape(-1, size * count, *leaf.shape[3:]), grouped
-        )
-        shares = jnp.tile(jnp.exp(terminal.log_weights) / size, size)
-        return grouped, jnp.broadcast_to(shares, grouped.paths.shape[:2])
+        noise = self._noise(key, shape, chain.laws.mean.dtype)
+        noise = noise.reshape(*shape[:2], count, width).swapaxes(1, 2)
+        final = noise[:, :, -1, : terminal.noise_dim]
+        if each:
+            # The first variate of a mixture would select the component.
+            draw = jax.vmap(lambda law, e: jax.vmap(law.from_noise)(e), (0, 1), 1)
+            ends, shares = draw(terminal.components, final[..., 1:]), jnp.exp(terminal.log_weights)
+        else:
+            ends, shares = jax.vmap(jax.vmap(terminal.from_noise))(final), jnp.ones(1, noise.dtype)
+        noise, ends = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in (noise, ends))
+        trace = chain.trace(noise, ends if last is None else last(ends))
+        grouped = Trace(*(self._grouped(leaf) for leaf in trace))
+        size = GROUP[self.noise]
+        weights = jnp.tile(shares / size, size)
+        return grouped, jnp.broadcast_to(weights, grouped.paths.shape[:2])
 
     def evaluate(
-        self,
-        terms: Sequence[AbstractTerm],
-        view: AbstractBackwardChain,
-        noise: Paths,
-        data: PyTree,
+        self, terms: Sequence[AbstractTerm], view: AbstractBackwardChain, noise: Any, data: PyTree
     ) -> PyTree:
         """Return the sum of the terms along each path, averaged over one group."""
         return self.over_group(lambda path: along_path(terms, view, path, data), noise)
@@ -243,17 +204,12 @@ def along_path(
 ) -> PyTree:
     """Return the sum of the terms along one path, over the rows that exist."""
     exists = existing_rows(chain)
-    return add([_along_path(term, path, data, exists) for term in terms])
+    states = fill_padding((path,), exists)
+    pairs = fill_padding((path[:-1], path[1:]), None if exists is None else exists[1:])
 
+    def total(term: Any) -> PyTree:
+        return sum_over_rows(
+            term, lambda states, data: term(*states, data), (states, pairs), data, exists
+        )
 
-def _along_path(
-    term: Any, path: Float[Array, "time state"], data: PyTree, exists: Bool[Array, "time"] | None
-) -> PyTree:
-    if isinstance(term, AbstractInitialTerm):
-        return term(path[0], jax.tree.map(lambda leaf: leaf[0], data))
-    if isinstance(term, AbstractPairTerm):
-        later = None if exists is None else exists[1:]
-        data = jax.tree.map(lambda leaf: leaf[1:], data)
-        before, after = fill_padding((path[:-1], path[1:]), later)
-        return sum_rows(jax.vmap(term)(before, after, data), later)
-    return sum_rows(jax.vmap(term)(fill_padding(path, exists), data), exists)
+    return add([total(term) for term in terms])

@@ -6,9 +6,8 @@ import equinox as eqx
 from jaxtyping import Array, Float
 
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
-from retrodict._expectations.backward_sampling import BackwardSampling, Paths, along_path
-from retrodict._expectations.closed_form import ClosedForm
-from retrodict._expectations.estimator import AbstractEstimator, existing_rows, fill_padding
+from retrodict._expectations.backward_sampling import BackwardSampling, along_path
+from retrodict._expectations.estimators import AbstractEstimator, ClosedForm, Quadrature
 from retrodict._expectations.expectation import (
     Estimate,
     average,
@@ -17,8 +16,8 @@ from retrodict._expectations.expectation import (
     estimate,
 )
 from retrodict._expectations.functionals import LogJoint
-from retrodict._expectations.quadrature import Quadrature
-from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._expectations.moments import existing_rows, fill_padding
+from retrodict._model import StateSpaceModel, check_densities, prepare_data, require_model
 from retrodict._parameters import Frozen, unwrap
 from retrodict._series import Series, prepare_length
 from retrodict._types import Scalar
@@ -112,11 +111,18 @@ def elbo_of_series(
         key: a typed key, or `None` for a deterministic estimator.
         parallel: whether recursions over time are run in O(log n) depth.
     """
-    data = series.rows
     functional = LogJoint(model)
     if isinstance(estimator, BackwardSampling):
-        return _over_paths(chain, functional, data, estimator, key, parallel)
-    joint = estimate(chain, functional, data, estimator, key, parallel)
+        # The mean of log p − log q over paths, in which common variation cancels.
+        data, terms = fill_padding(series.rows, existing_rows(chain)), functional.terms()
+        density = Frozen(chain).value if estimator.stop_score else chain
+
+        def log_ratio(path: Float[Array, "time state"]) -> Scalar:
+            return along_path(terms, chain, path, data) - density.log_prob(path)
+
+        paths = estimator.draw(terms, chain, key, parallel=parallel)
+        return average(estimator, lambda group: estimator.over_group(log_ratio, group), paths)
+    joint = estimate(chain, functional, series.rows, estimator, key, parallel)
     if not isinstance(chain, LinearGaussianChain):
         raise TypeError(
             f"The entropy of {type(chain).__name__} has no closed form. Use"
@@ -126,28 +132,6 @@ def elbo_of_series(
 
 
 _jitted_estimate = eqx.filter_jit(elbo_of_series)
-
-
-def _over_paths(
-    chain: AbstractBackwardChain,
-    functional: LogJoint,
-    data: Series,
-    estimator: BackwardSampling,
-    key: Any,
-    parallel: Parallel,
-) -> Estimate:
-    """Return the mean of log p − log q over paths, in which common variation cancels."""
-    data, terms = fill_padding(data, existing_rows(chain)), functional.terms()
-    density = Frozen(chain).value if estimator.stop_score else chain
-
-    def one(path: Float[Array, "time state"]) -> Scalar:
-        return along_path(terms, chain, path, data) - density.log_prob(path)
-
-    def replicate(group: Paths) -> Scalar:
-        return estimator.over_group(one, group)
-
-    paths = estimator.draw(terms, chain, key, parallel=parallel)
-    return average(estimator, replicate, paths)
 
 
 def _default_estimator(model: StateSpaceModel, chain: AbstractBackwardChain) -> AbstractEstimator:
@@ -206,12 +190,14 @@ def series_of_chain(
     return series
 
 
-def check_model(model: Any, chain: AbstractBackwardChain, owner: str) -> None:
+def check_model(
+    model: Any, chain: AbstractBackwardChain, owner: str, *, with_densities: bool = True
+) -> None:
     """Refuse a model that does not fit the chain, or has a known singular scale."""
-    if not isinstance(model, StateSpaceModel):
-        raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.")
+    require_model(model, owner)
     if model.state_dim != chain.state_dim:
         raise ValueError(
             f"The model has {model.state_dim} state dimensions, and the chain {chain.state_dim}."
         )
-    check_densities(model, owner)
+    if with_densities:
+        check_densities(model, owner)

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,16 +12,14 @@ from jaxtyping import Array, Float, PyTree
 
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain, SampledChain
 from retrodict._expectations.backward_sampling import BackwardSampling, Paths
-from retrodict._expectations.closed_form import ClosedForm
-from retrodict._expectations.estimator import AbstractEstimator, existing_rows, fill_padding
+from retrodict._expectations.estimators import AbstractEstimator, ClosedForm
 from retrodict._expectations.functionals import AbstractFunctional, LogJoint, Score
+from retrodict._expectations.moments import existing_rows, fill_padding
 from retrodict._series import Series, prepare_rows
 from retrodict._validate import check_key, is_concrete
 from retrodict.distributed import Parallel
 
 _EXACT = ClosedForm()
-
-R = TypeVar("R", bound="Estimate | Marginals")
 
 
 class Estimate(NamedTuple):
@@ -46,6 +43,11 @@ class Marginals(eqx.Module):
     covariance: Float[Array, "time state state"]
     mean_standard_error: Float[Array, "time state"]
     covariance_standard_error: Float[Array, "time state state"]
+
+    @classmethod
+    def exact(cls, mean: Array, covariance: Array) -> "Marginals":
+        """Return moments with standard errors of zero."""
+        return cls(mean, covariance, jnp.zeros_like(mean), jnp.zeros_like(covariance))
 
 
 def expectation(
@@ -105,12 +107,13 @@ def expectation(
             "expectation expects a functional, such as StateSum() or AdditiveFunctional(fn), got"
             f" {type(functional).__name__}."
         )
+    _check_tolerance(tolerance)
     data = _check_data(chain, functional, data)
 
     def run(key: Any) -> Estimate:
         return _estimate(chain, functional, data, estimator, key, parallel)
 
-    result = _within(tolerance, run, lambda run: run.standard_error, estimator, key, max_samples)
+    result = _within(tolerance, run, estimator, key, max_samples)
     return tuple(result) if with_standard_error else result.value
 
 
@@ -151,28 +154,25 @@ def marginals(
         ValueError: if a key is missing, or a tolerance needs too many paths.
     """
     check_chain(chain, "marginals")
+    _check_tolerance(tolerance)
     if isinstance(estimator, BackwardSampling):
-        _check_key(estimator, key, "marginals")
+        check_estimator(estimator, key, False, "marginals")
 
-        def run(key: Any) -> Marginals:
+        def run(key: Any) -> Estimate:
             if isinstance(chain, SampledChain) and not parallel:
-                return _conditional_marginals(chain, estimator, key)
-            return _sampled_marginals(estimator.draw((), chain, key, parallel=parallel))
+                return _conditional_moments(chain, estimator, key)
+            return _sample_moments(estimator.draw((), chain, key, parallel=parallel))
 
-        return _within(
-            tolerance, run, lambda run: run.mean_standard_error, estimator, key, max_samples
-        )
+        result = _within(tolerance, run, estimator, key, max_samples, lambda errors: errors[0])
+        return Marginals(*result.value, *result.standard_error)
     _refuse_unless_estimator(estimator, "marginals")
     if not isinstance(chain, LinearGaussianChain):
         raise TypeError(
             f"The moments of {type(chain).__name__} have no closed form. Pass"
             " estimator=BackwardSampling(num_samples) and a key."
         )
-    if tolerance is not None:
-        _check_tolerance(tolerance)
     laws = chain.marginals(parallel=parallel)
-    covariance = laws.covariance
-    return Marginals(laws.mean, covariance, jnp.zeros_like(laws.mean), jnp.zeros_like(covariance))
+    return Marginals.exact(laws.mean, laws.covariance)
 
 
 def estimate(
@@ -235,7 +235,12 @@ def check_chain(chain: Any, owner: str) -> None:
 def check_estimator(estimator: Any, key: Any, with_standard_error: bool, owner: str) -> None:
     """Refuse anything but an estimator, a missing key, and an unavailable standard error."""
     _refuse_unless_estimator(estimator, owner)
-    _check_key(estimator, key, owner)
+    if estimator.num_replicates is not None:
+        if key is None:
+            raise ValueError(
+                f"{type(estimator).__name__} draws: {owner} needs a key, as from jax.random.key(0)."
+            )
+        check_key(key, owner)
     if with_standard_error and estimator.error == "unknown":
         raise ValueError(
             f"The error of {type(estimator).__name__} is unknown. For a standard error use"
@@ -250,16 +255,6 @@ def _refuse_unless_estimator(estimator: Any, owner: str) -> None:
             f"{owner} expects an estimator, such as ClosedForm() or BackwardSampling(100), got"
             f" {got.__name__}."
         )
-
-
-def _check_key(estimator: AbstractEstimator, key: Any, owner: str) -> None:
-    if estimator.num_replicates is None:
-        return
-    if key is None:
-        raise ValueError(
-            f"{type(estimator).__name__} draws: {owner} needs a key, as from jax.random.key(0)."
-        )
-    check_key(key, owner)
 
 
 def _check_data(
@@ -284,17 +279,17 @@ _estimate = eqx.filter_jit(estimate)
 
 
 @eqx.filter_jit
-def _sampled_marginals(sample: Paths) -> Marginals:
+def _sample_moments(sample: Paths) -> Estimate:
     """Return the moments of weighted paths with a leading axis of replicates."""
     flat = jnp.zeros((*sample.paths.shape, sample.paths.shape[-1]), sample.paths.dtype)
-    return moments_over_paths(sample.paths, flat, sample.weights)
+    return _moments_over_paths(sample.paths, flat, sample.weights)
 
 
 @eqx.filter_jit
-def _conditional_marginals(chain: SampledChain, estimator: BackwardSampling, key: Any) -> Marginals:
+def _conditional_moments(chain: SampledChain, estimator: BackwardSampling, key: Any) -> Estimate:
     """Return the moments from the laws that states were drawn from."""
     trace, weights = estimator.trace(chain, key)
-    return moments_over_paths(trace.means, trace.covariances, weights)
+    return _moments_over_paths(trace.means, trace.covariances, weights)
 
 
 def moments_over_paths(
@@ -302,7 +297,13 @@ def moments_over_paths(
     covariances: Float[Array, "replicate path time state state"],
     weights: Float[Array, "replicate path"],
 ) -> Marginals:
-    """Return the moments of a mixture of laws, averaged over replicates.
+    """Return the moments of a mixture of laws, averaged over replicates."""
+    moments = _moments_over_paths(means, covariances, weights)
+    return Marginals(*moments.value, *moments.standard_error)
+
+
+def _moments_over_paths(means: Array, covariances: Array, weights: Array) -> Estimate:
+    """Return the mean and the covariance of a mixture of laws, averaged over replicates.
 
     The spread of the means around their estimated mean is smaller than around the true mean, by the
     variance of the estimate. That is estimated from the replicates and added.
@@ -316,90 +317,79 @@ def moments_over_paths(
     errors = each - mean[None]
     missing = jnp.sum(errors[..., :, None] * errors[..., None, :], axis=0)
     missing = missing / (count * (count - 1) if count > 1 else jnp.nan)
-    return Marginals(
-        mean,
-        jnp.mean(spreads, axis=0) + missing,
-        _standard_error(each),
-        _standard_error(spreads),
+    return Estimate(
+        (mean, jnp.mean(spreads, axis=0) + missing),
+        (_standard_error(each), _standard_error(spreads)),
     )
+
+
+def _check_tolerance(tolerance: float | None) -> None:
+    if tolerance is not None and not tolerance > 0:
+        raise ValueError(f"tolerance must be a positive standard error, got {tolerance}.")
 
 
 def _within(
     tolerance: float | None,
-    run: Callable[[Any], R],
-    errors: Callable[[R], PyTree],
+    run: Callable[[Any], Estimate],
     estimator: AbstractEstimator,
     key: Any,
     max_samples: int,
-) -> R:
+    judged: Callable[[PyTree], PyTree] = lambda errors: errors,
+) -> Estimate:
     """Return the mean of as many runs of an estimator as a tolerance needs.
 
     Args:
         tolerance: the largest standard error; `None` for one run.
-        run: one run, from a key, which returns values and standard errors.
-        errors: selects the standard errors that must be within the tolerance.
+        run: one run, from a key.
         estimator: the estimator, which has the number of replicates of a run.
         key: a typed key.
         max_samples: the largest total number of paths.
+        judged: selects the standard errors that must be within the tolerance.
     """
-    if tolerance is None:
-        return run(key)
-    _check_tolerance(tolerance)
-    if estimator.error == "none":
+    if tolerance is None or estimator.error == "none":
         return run(key)
     replicates = estimator.num_replicates
     if replicates is None or replicates < 2:
         raise ValueError(
             f"A tolerance needs an estimator that draws two replicates or more, got {estimator}."
         )
-
     count = getattr(estimator, "num_samples", replicates)
-
-    def largest(found: R) -> float:
-        leaves = jax.tree.leaves(errors(found))
-        if not all(is_concrete(leaf) for leaf in leaves):
-            raise ValueError("A tolerance is compared with what was drawn: not inside jax.jit.")
-        # NaN must not be lost among others, as it would be by the max of Python.
-        error = float(np.max([0.0] + [float(jnp.max(leaf)) for leaf in leaves if leaf.size]))
-        if not math.isfinite(error):
-            raise ValueError(f"The standard error is {error}, and more paths would not lower it.")
-        return error
-
-    found, rounds = run(key), 1
-    while (error := largest(found)) > tolerance:
+    results = [run(key)]
+    while True:
+        estimate = _pooled(results)
+        error = _largest(judged(estimate.standard_error))
+        if error <= tolerance:
+            return estimate
         # A tenth more than the estimated error needs, since it is itself an estimate.
-        needed = math.ceil(1.1 * rounds * (error / tolerance) ** 2)
+        needed = math.ceil(1.1 * len(results) * (error / tolerance) ** 2)
         if needed * count > max_samples:
             raise ValueError(
                 f"A standard error of {tolerance} needs about {needed * count} paths, and"
-                f" max_samples is {max_samples}: after {rounds * count} it is {error:.2g}."
+                f" max_samples is {max_samples}: after {len(results) * count} it is {error:.2g}."
             )
-        more = [run(jax.random.fold_in(key, i)) for i in range(rounds, needed)]
-        found, rounds = _pooled(found, rounds, more), needed
-    return found
+        results += [run(jax.random.fold_in(key, i)) for i in range(len(results), needed)]
 
 
-def _check_tolerance(tolerance: float) -> None:
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be a positive standard error, got {tolerance}.")
+def _largest(errors: PyTree) -> float:
+    """Return the largest of several standard errors, which must be known and finite."""
+    leaves = jax.tree.leaves(errors)
+    if not all(is_concrete(leaf) for leaf in leaves):
+        raise ValueError("A tolerance is compared with what was drawn: not inside jax.jit.")
+    # NaN must not be lost among others, as it would be by the max of Python.
+    error = float(np.max([0.0] + [float(jnp.max(leaf)) for leaf in leaves if leaf.size]))
+    if not math.isfinite(error):
+        raise ValueError(f"The standard error is {error}, and more paths would not lower it.")
+    return error
 
 
-def _pooled(found: R, rounds: int, more: list[R]) -> R:
+def _pooled(results: list[Estimate]) -> Estimate:
     """Return the mean of several runs, with standard errors added in quadrature."""
-    total = rounds + len(more)
-
-    def value(first: Array, *rest: Array) -> Array:
-        return (rounds * first + sum(rest)) / total
-
-    def error(first: Array, *rest: Array) -> Array:
-        return jnp.sqrt((rounds * first) ** 2 + sum(leaf**2 for leaf in rest)) / total
-
-    def pool(name: str) -> PyTree:
-        combine = error if name.endswith("standard_error") else value
-        return jax.tree.map(combine, getattr(found, name), *(getattr(each, name) for each in more))
-
-    names = found._fields if isinstance(found, tuple) else [f.name for f in fields(found)]
-    return type(found)(*(pool(name) for name in names))
+    values, errors = zip(*results, strict=True)
+    count = len(results)
+    return Estimate(
+        jax.tree.map(lambda *leaves: sum(leaves) / count, *values),
+        jax.tree.map(lambda *leaves: jnp.sqrt(sum(leaf**2 for leaf in leaves)) / count, *errors),
+    )
 
 
 def _standard_error(values: Float[Array, "sample *value"]) -> Float[Array, "*value"]:

@@ -5,14 +5,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Float
 
 from retrodict._chains import AbstractBackwardChain, AbstractKernelChain
-from retrodict._expectations.elbo import series_of_chain
-from retrodict._expectations.estimator import existing_rows
+from retrodict._expectations.elbo import check_model, series_of_chain
 from retrodict._expectations.expectation import Marginals, check_chain, moments_over_paths
+from retrodict._expectations.moments import existing_rows
 from retrodict._kernels import AbstractGaussianKernel, AbstractKernel, AbstractLinearGaussianKernel
 from retrodict._laws import Diagonal, Gaussian, dense_scale, masked_scale
 from retrodict._model import StateSpaceModel
@@ -20,7 +19,7 @@ from retrodict._numerics import linalg
 from retrodict._parameters import unwrap
 from retrodict._series import Series, prepare_inputs
 from retrodict._types import PRNGKey
-from retrodict._validate import as_real_array, check_count, check_key, is_concrete
+from retrodict._validate import as_probabilities, check_count, check_key
 
 
 class Forecast(eqx.Module):
@@ -84,11 +83,9 @@ class Forecast(eqx.Module):
                 f"This forecast holds a batch of series: its mean has shape {self.mean.shape}. Take"
                 " quantiles under jax.vmap: jax.vmap(lambda f: f.quantile(levels))(forecasts)."
             )
-        ps = jnp.atleast_1d(as_real_array(levels, "levels")).astype(self.mean.dtype)
+        ps = jnp.atleast_1d(as_probabilities(levels, "levels")).astype(self.mean.dtype)
         if ps.ndim != 1:
             raise ValueError(f"levels must be a number or a vector, got shape {ps.shape}.")
-        if is_concrete(ps) and not np.all((np.asarray(ps) > 0) & (np.asarray(ps) < 1)):
-            raise ValueError(f"levels must lie above zero and below one, got {np.asarray(ps)}.")
         if not exact:
             return jnp.quantile(draws, ps, axis=0)
         std = jnp.sqrt(jnp.diagonal(covariance, axis1=-2, axis2=-1))
@@ -245,43 +242,32 @@ def _forecast(
         moments = jax.vmap(lambda x, drawn: _moments(transition, x, u, drawn))(xs, after)
         return after, (after, *moments)
 
-    steps = (jax.random.split(states_key, num_times), us)
-    _, rows = jax.lax.scan(move, last, steps, length=num_times)
+    _, rows = jax.lax.scan(move, last, (jax.random.split(states_key, num_times), us))
     states, *given_before = (jnp.swapaxes(leaf, 0, 1) for leaf in rows)
     observations = _observe(emission, states, observations_key, us)
 
     moves = isinstance(transition, AbstractLinearGaussianKernel)
     observes = isinstance(emission, AbstractLinearGaussianKernel)
     if law is not None and moves:
-        of_states = _moved(transition, law.mean, law.covariance, us, num_times)
+        of_states = _moved(transition, law, us, num_times)
     else:
         of_states = _averaged(*given_before)
     if law is not None and moves and observes:
-        of_rows = _observed(emission, of_states, us)
+        image = jax.vmap(lambda m, p, u: _image(emission, m, p, u))
+        of_rows = Marginals.exact(*image(of_states.mean, of_states.covariance, us))
     else:
-        over_time = jax.vmap(lambda x, u, y: _moments(emission, x, u, y), in_axes=(0, _axis(us), 0))
-        over_paths = jax.vmap(over_time, in_axes=(0, None, 0))
-        of_rows = _averaged(*over_paths(states, us, observations))
-    return Forecast(
-        states,
-        observations,
-        of_rows.mean,
-        of_rows.covariance,
-        of_rows.mean_standard_error,
-        of_rows.covariance_standard_error,
-        of_states.mean,
-        of_states.covariance,
-        of_states.mean_standard_error,
-        of_states.covariance_standard_error,
-        moves and observes and isinstance(law, Gaussian),
-        moves and isinstance(law, Gaussian),
-    )
+        over_time = jax.vmap(lambda x, u, y: _moments(emission, x, u, y))
+        of_rows = _averaged(*jax.vmap(over_time, in_axes=(0, None, 0))(states, us, observations))
+    gaussian = moves and isinstance(law, Gaussian)
+    # The moments have the order of the fields of `Marginals`.
+    moments: list[Any] = [*jax.tree.leaves(of_rows), *jax.tree.leaves(of_states)]
+    moments += [observes and gaussian, gaussian]
+    return Forecast(states, observations, *moments)
 
 
 def _moved(
     transition: AbstractLinearGaussianKernel,
-    mean: Float[Array, "state"],
-    covariance: Float[Array, "state state"],
+    law: Any,
     us: Float[Array, "time input"] | None,
     num_times: int,
 ) -> Marginals:
@@ -291,16 +277,8 @@ def _moved(
         moments = _image(transition, *moments, u)
         return moments, moments
 
-    _, (means, covariances) = jax.lax.scan(move, (mean, covariance), us, length=num_times)
-    return _exact(means, covariances)
-
-
-def _observed(
-    emission: AbstractLinearGaussianKernel, states: Marginals, us: Float[Array, "time input"] | None
-) -> Marginals:
-    """Return the moments of observations, from those of the states."""
-    image = jax.vmap(lambda m, p, u: _image(emission, m, p, u), in_axes=(0, 0, _axis(us)))
-    return _exact(*image(states.mean, states.covariance, us))
+    first = (law.mean, law.covariance)
+    return Marginals.exact(*jax.lax.scan(move, first, us, length=num_times)[1])
 
 
 def _image(
@@ -311,10 +289,6 @@ def _image(
     noise = linalg.outer_gram(dense_scale(at.scale_tril))
     moved = (linalg.matvec(at.weight, mean) + at.bias).astype(mean.dtype)
     return moved, (spread + noise).astype(covariance.dtype)
-
-
-def _exact(means: Array, covariances: Array) -> Marginals:
-    return Marginals(means, covariances, jnp.zeros_like(means), jnp.zeros_like(covariances))
 
 
 def _averaged(
@@ -353,8 +327,7 @@ def _observe(
 ) -> Float[Array, "sample time obs"]:
     """Draw one observation of every state of every path."""
     keys = jax.random.split(key, paths.shape[:2])
-    over_time = jax.vmap(lambda k, x, u: emission.sample(k, x, u), in_axes=(0, 0, _axis(us)))
-    return jax.vmap(over_time, in_axes=(0, 0, None))(keys, paths, us)
+    return jax.vmap(jax.vmap(emission.sample), in_axes=(0, 0, None))(keys, paths, us)
 
 
 @eqx.filter_jit
@@ -366,7 +339,6 @@ def _complete(
 ) -> Float[Array, "sample time obs"]:
     """Return observed entries, and draws of the others."""
     keys = jax.random.split(key, paths.shape[:2])
-    us = series.inputs
 
     def complete(k: Array, x: Array, y: Array, observed: Any, u: Array | None) -> Array:
         drawn = emission.sample(k, x, u)
@@ -374,9 +346,8 @@ def _complete(
             drawn = _condition_draw(emission.law(x, u).scale_tril, drawn, y, observed)
         return jnp.where(observed, y, drawn.astype(y.dtype))
 
-    over_time = jax.vmap(complete, in_axes=(0, 0, 0, 0, _axis(us)))
-    over_paths = jax.vmap(over_time, in_axes=(0, 0, None, None, None))
-    return over_paths(keys, paths, series.ys, series.mask, us)
+    over_paths = jax.vmap(jax.vmap(complete), in_axes=(0, 0, None, None, None))
+    return over_paths(keys, paths, series.ys, series.mask, series.inputs)
 
 
 def _condition_draw(scale: Any, drawn: Array, y: Array, observed: Array) -> Array:
@@ -394,18 +365,9 @@ def _condition_draw(scale: Any, drawn: Array, y: Array, observed: Array) -> Arra
     return drawn + linalg.matvec(lower, linalg.matvec(lower.T, weights * solved))
 
 
-def _axis(us: Array | None) -> int | None:
-    return None if us is None else 0
-
-
 def _check(model: Any, chain: Any, owner: str) -> StateSpaceModel:
     """Return the unwrapped model, refused unless it fits the chain."""
     check_chain(chain, owner)
-    if not isinstance(model, StateSpaceModel):
-        raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.")
     plain = unwrap(model)
-    if plain.state_dim != chain.state_dim:
-        raise ValueError(
-            f"The model has {plain.state_dim} state dimensions, and the chain {chain.state_dim}."
-        )
+    check_model(plain, chain, owner, with_densities=False)
     return plain

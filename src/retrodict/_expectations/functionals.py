@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, PyTree
 
 from retrodict._kernels import AbstractKernel, AbstractLinearGaussianKernel
 from retrodict._laws import Gaussian
-from retrodict._model import StateSpaceModel
+from retrodict._model import StateSpaceModel, require_model
 from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import Scalar, State
@@ -92,7 +92,24 @@ class AbstractPairTerm(AbstractTerm):
         """Return the value at x_{k-1}, x_k and the data of time k."""
 
 
-class InitialTerm(AbstractInitialTerm):
+_AT_THE_START = (AbstractInitialTerm, AbstractStateTerm)
+
+
+class AbstractFunctionTerm(AbstractTerm):
+    """A term that is a user's function, with the constants that the user declares."""
+
+    fn: Callable[..., Any]
+    quadratic: bool = eqx.field(static=True, default=False)  # pyright: ignore
+    name: str = eqx.field(static=True, default="a term")  # pyright: ignore
+    lipschitz: Any = eqx.field(static=True, default=None)
+    oscillation: float | None = eqx.field(static=True, default=None)
+
+    def __call__(self, *states_and_data: Any) -> PyTree:
+        """Return the value of the function."""
+        return self.fn(*states_and_data)
+
+
+class InitialTerm(AbstractFunctionTerm, AbstractInitialTerm):  # pyright: ignore
     """A function of x_0 and the data of time 0.
 
     Args:
@@ -103,18 +120,10 @@ class InitialTerm(AbstractInitialTerm):
         oscillation: sup − inf of each entry of its value, if it is bounded.
     """
 
-    fn: Callable[[Any, Any], Any]
-    quadratic: bool = eqx.field(static=True, default=False)  # pyright: ignore
     name: str = eqx.field(static=True, default="an initial term")  # pyright: ignore
-    lipschitz: float | None = eqx.field(static=True, default=None)
-    oscillation: float | None = eqx.field(static=True, default=None)
-
-    def __call__(self, x: State, data: Data) -> PyTree:
-        """Return the value at x_0."""
-        return self.fn(x, data)
 
 
-class StateTerm(AbstractStateTerm):
+class StateTerm(AbstractFunctionTerm, AbstractStateTerm):  # pyright: ignore
     """A function of x_k and the data of time k, for every k.
 
     Args:
@@ -125,18 +134,10 @@ class StateTerm(AbstractStateTerm):
         oscillation: sup − inf of each entry of its value, if it is bounded.
     """
 
-    fn: Callable[[Any, Any], Any]
-    quadratic: bool = eqx.field(static=True, default=False)  # pyright: ignore
     name: str = eqx.field(static=True, default="a state term")  # pyright: ignore
-    lipschitz: float | None = eqx.field(static=True, default=None)
-    oscillation: float | None = eqx.field(static=True, default=None)
-
-    def __call__(self, x: State, data: Data) -> PyTree:
-        """Return the value at x_k."""
-        return self.fn(x, data)
 
 
-class PairTerm(AbstractPairTerm):
+class PairTerm(AbstractFunctionTerm, AbstractPairTerm):  # pyright: ignore
     """A function of x_{k-1}, x_k and the data of time k, for every k ≥ 1.
 
     Args:
@@ -147,15 +148,24 @@ class PairTerm(AbstractPairTerm):
         oscillation: sup − inf of each entry of its value, if it is bounded.
     """
 
-    fn: Callable[[Any, Any, Any], Any]
-    quadratic: bool = eqx.field(static=True, default=False)  # pyright: ignore
     name: str = eqx.field(static=True, default="a pair term")  # pyright: ignore
-    lipschitz: tuple[float, float] | None = eqx.field(static=True, default=None)
-    oscillation: float | None = eqx.field(static=True, default=None)
 
-    def __call__(self, before: State, x: State, data: Data) -> PyTree:
-        """Return the value at (x_{k-1}, x_k)."""
-        return self.fn(before, x, data)
+
+class AbstractKernelTerm(AbstractTerm):
+    """The log density of a kernel of a model, quadratic if the kernel is linear Gaussian."""
+
+    kernel: AbstractKernel
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether the kernel is linear Gaussian."""
+        return isinstance(self.kernel, AbstractLinearGaussianKernel)
+
+    @property
+    def name(self) -> str:
+        """The name of the term in messages."""
+        part = type(self).__name__.removeprefix("Log").lower()
+        return f"the log density of the {part} ({type(self.kernel).__name__})"
 
 
 class LogPrior(AbstractInitialTerm):
@@ -178,40 +188,16 @@ class LogPrior(AbstractInitialTerm):
         return jnp.sum(jnp.asarray(self.law.log_prob(x)))
 
 
-class LogEmission(AbstractStateTerm):
+class LogEmission(AbstractKernelTerm, AbstractStateTerm):
     """The terms log g(x_k, y_k) of the observed entries."""
-
-    kernel: AbstractKernel
-
-    @property
-    def quadratic(self) -> bool:
-        """Whether the kernel is linear Gaussian."""
-        return isinstance(self.kernel, AbstractLinearGaussianKernel)
-
-    @property
-    def name(self) -> str:
-        """The name of the term in messages."""
-        return f"the log density of the emission ({type(self.kernel).__name__})"
 
     def __call__(self, x: State, data: Series) -> Scalar:
         """Return the log density of the entries observed at time k."""
         return self.kernel.log_prob(x, data.ys, data.inputs, data.mask)
 
 
-class LogTransition(AbstractPairTerm):
+class LogTransition(AbstractKernelTerm, AbstractPairTerm):
     """The terms log m(x_{k-1}, x_k)."""
-
-    kernel: AbstractKernel
-
-    @property
-    def quadratic(self) -> bool:
-        """Whether the kernel is linear Gaussian."""
-        return isinstance(self.kernel, AbstractLinearGaussianKernel)
-
-    @property
-    def name(self) -> str:
-        """The name of the term in messages."""
-        return f"the log density of the transition ({type(self.kernel).__name__})"
 
     def __call__(self, before: State, x: State, data: Series) -> Scalar:
         """Return the log density of x_k given x_{k-1}."""
@@ -236,12 +222,11 @@ class AbstractFunctional(eqx.Module):
 
 def initial_value(terms: Sequence[AbstractTerm], x: State, data: Data) -> PyTree:
     """Return the sum of initial and state terms at x_0; zero if there are none."""
-    kinds = (AbstractInitialTerm, AbstractStateTerm)
-    values = [term(x, data) for term in terms if isinstance(term, kinds)]
+    values = [term(x, data) for term in terms if isinstance(term, _AT_THE_START)]
     if values:
         return add(values)
     shapes = jax.eval_shape(lambda: increment_value(terms, x, x, data))
-    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    return jax.tree.map(jnp.zeros_like, shapes)
 
 
 def increment_value(terms: Sequence[AbstractTerm], before: State, x: State, data: Data) -> PyTree:
@@ -366,23 +351,13 @@ class AdditiveFunctional(AbstractFunctional):
 
     def terms(self) -> tuple[AbstractTerm, ...]:
         """Return the two functions as terms."""
-        pair = PairTerm(
-            self.increment_fn,
-            self.quadratic,
-            "the increment of AdditiveFunctional",
-            self.lipschitz,
-            self.oscillation,
-        )
+        name, quadratic = "the increment of AdditiveFunctional", self.quadratic
+        pair = PairTerm(self.increment_fn, quadratic, name, self.lipschitz, self.oscillation)
         if self.initial_fn is None:
             return (pair,)
-        initial = InitialTerm(
-            self.initial_fn,
-            self.quadratic,
-            "the initial term of AdditiveFunctional",
-            None if self.lipschitz is None else self.lipschitz[1],
-            self.oscillation,
-        )
-        return (initial, pair)
+        name = "the initial term of AdditiveFunctional"
+        lipschitz = None if self.lipschitz is None else self.lipschitz[1]
+        return (InitialTerm(self.initial_fn, quadratic, name, lipschitz, self.oscillation), pair)
 
 
 class StateFunctional(AbstractFunctional):
@@ -423,14 +398,9 @@ def variation(functional: AbstractFunctional) -> tuple[Variation, Variation]:
 
     def total(*kinds: type) -> Variation:
         terms = [_variation(term) for term in functional.terms() if isinstance(term, kinds)]
-        return Variation(
-            *(math.fsum(column) for column in zip(*terms, (0.0, 0.0, 0.0), strict=True))
-        )
+        return Variation(*map(math.fsum, zip(*terms, (0.0, 0.0, 0.0), strict=True)))
 
-    return (
-        total(AbstractInitialTerm, AbstractStateTerm),
-        total(AbstractStateTerm, AbstractPairTerm),
-    )
+    return total(*_AT_THE_START), total(AbstractStateTerm, AbstractPairTerm)
 
 
 def _variation(term: AbstractTerm) -> Variation:
@@ -459,16 +429,12 @@ class LogJoint(AbstractFunctional):
     model: StateSpaceModel
 
     def __check_init__(self) -> None:
-        _check_model("LogJoint", self.model)
+        require_model(self.model, "LogJoint")
 
     def terms(self) -> tuple[AbstractTerm, ...]:
         """Return the log densities of prior, emission and transition."""
         model = unwrap(self.model)
-        return (
-            LogPrior(model.prior),
-            LogEmission(model.emission),
-            LogTransition(model.transition),
-        )
+        return LogPrior(model.prior), LogEmission(model.emission), LogTransition(model.transition)
 
 
 class Score(AbstractFunctional):
@@ -486,7 +452,7 @@ class Score(AbstractFunctional):
     model: StateSpaceModel
 
     def __check_init__(self) -> None:
-        _check_model("Score", self.model)
+        require_model(self.model, "Score")
 
     def terms(self) -> tuple[AbstractTerm, ...]:
         """Return the gradients of the terms of `LogJoint`, quadratic where those are."""
@@ -510,8 +476,3 @@ class _Gradient(eqx.Module):
             return term(*states_and_data)
 
         return eqx.filter_grad(value)(self.model)
-
-
-def _check_model(owner: str, model: Any) -> None:
-    if not isinstance(model, StateSpaceModel):
-        raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.")

@@ -4,7 +4,7 @@ It runs forward in time with memory that does not grow, one step per observation
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,8 +13,10 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
-from retrodict._expectations.closed_form import refuse_unless_quadratic
-from retrodict._expectations.estimator import AbstractDeterministicEstimator, existing_rows
+from retrodict._expectations.estimators import (
+    AbstractDeterministicEstimator,
+    refuse_unless_quadratic,
+)
 from retrodict._expectations.functionals import (
     AbstractFunctional,
     AbstractTerm,
@@ -23,6 +25,7 @@ from retrodict._expectations.functionals import (
     increment_value,
     initial_value,
 )
+from retrodict._expectations.moments import existing_rows
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import Gaussian, dense_scale
 from retrodict._numerics import linalg
@@ -65,6 +68,8 @@ class Recursive(AbstractDeterministicEstimator):
         >>> recursive.value(state).tolist()
         [1.5]
     """
+
+    error = "none"
 
     def init(
         self, functional: AbstractFunctional, law: Gaussian, data: Data = None
@@ -111,11 +116,6 @@ class Recursive(AbstractDeterministicEstimator):
             return c + 0.5 * jnp.tensordot(a, covariance, 2, precision=lax.Precision.HIGHEST)
 
         return jax.tree.map(value, state.constant, state.hessian)
-
-    @property
-    def error(self) -> Literal["none"]:
-        """There is none."""
-        return "none"
 
     def view(
         self, chain: AbstractBackwardChain, *, parallel: Parallel = False

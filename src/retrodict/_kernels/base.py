@@ -5,9 +5,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from retrodict._types import PRNGKey, Scalar
+from retrodict._types import Input, PRNGKey, Scalar, State, Value
 
 
 @runtime_checkable
@@ -23,7 +23,7 @@ class Distribution(Protocol):
         ...
 
 
-def require_input(u: Float[Array, "input"] | None) -> Float[Array, "input"]:
+def require_input(u: Input | None) -> Input:
     """Return the input, refused if there is none."""
     if u is None:
         raise ValueError("This kernel takes an input: pass inputs or u, got None.")
@@ -39,23 +39,17 @@ class AbstractKernel(eqx.Module):
         """Whether the law depends on an input; a kernel that takes none ignores it."""
 
     @abstractmethod
-    def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Distribution:
+    def law(self, x: State, u: Input | None = None) -> Distribution:
         """Return the law given the state x and, if the kernel takes one, the input u."""
 
     @abstractmethod
     def log_prob(
-        self,
-        x: Float[Array, "state"],
-        value: Float[Array, "out"],
-        u: Float[Array, "input"] | None = None,
-        mask: Array | None = None,
+        self, x: State, value: Value, u: Input | None = None, mask: Array | None = None
     ) -> Scalar:
         """Return the log density of `value` given x and u, of its observed entries under a mask."""
 
     @abstractmethod
-    def sample(
-        self, key: PRNGKey, x: Float[Array, "state"], u: Float[Array, "input"] | None = None
-    ) -> Float[Array, "out"]:
+    def sample(self, key: PRNGKey, x: State, u: Input | None = None) -> Value:
         """Draw a value given x and u."""
 
 
@@ -63,15 +57,11 @@ class AbstractGaussianKernel(AbstractKernel):
     """A kernel whose conditional law is `Gaussian`, masked entry by entry."""
 
     @abstractmethod
-    def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Any:
+    def law(self, x: State, u: Input | None = None) -> Any:
         """Return the Gaussian law given x and u."""
 
     def log_prob(
-        self,
-        x: Float[Array, "state"],
-        value: Float[Array, "out"],
-        u: Float[Array, "input"] | None = None,
-        mask: Array | None = None,
+        self, x: State, value: Value, u: Input | None = None, mask: Array | None = None
     ) -> Scalar:
         """Return log N(value; m(x, u), s sᵀ), of the entries where `mask` is true."""
         law = self.law(x, u)
@@ -79,8 +69,6 @@ class AbstractGaussianKernel(AbstractKernel):
             return law.log_prob(value)
         return law.masked_log_prob(value, mask.astype(value.dtype))
 
-    def sample(
-        self, key: PRNGKey, x: Float[Array, "state"], u: Float[Array, "input"] | None = None
-    ) -> Float[Array, "out"]:
+    def sample(self, key: PRNGKey, x: State, u: Input | None = None) -> Value:
         """Draw m(x, u) + s ε."""
         return self.law(x, u).sample(key)

@@ -5,11 +5,11 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from retrodict._kernels.base import AbstractKernel, Distribution, require_input
 from retrodict._parameters import unwrap
-from retrodict._types import PRNGKey, Scalar
+from retrodict._types import Input, PRNGKey, Scalar, State, Value
 
 
 class DistributionKernel(AbstractKernel):
@@ -42,7 +42,7 @@ class DistributionKernel(AbstractKernel):
                 f" {type(self.fn).__name__}."
             )
 
-    def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Distribution:
+    def law(self, x: State, u: Input | None = None) -> Distribution:
         """Return the distribution fn(x, u)."""
         kernel = unwrap(self)
         law = kernel.fn(x, require_input(u)) if self.takes_input else kernel.fn(x)
@@ -54,11 +54,7 @@ class DistributionKernel(AbstractKernel):
         return law
 
     def log_prob(
-        self,
-        x: Float[Array, "state"],
-        value: Float[Array, "out"],
-        u: Float[Array, "input"] | None = None,
-        mask: Array | None = None,
+        self, x: State, value: Value, u: Input | None = None, mask: Array | None = None
     ) -> Scalar:
         """Return the log density of the observed entries of `value`."""
         law = self.law(x, u)
@@ -76,14 +72,12 @@ class DistributionKernel(AbstractKernel):
         keep = jnp.all(mask) if log_prob.shape == () else mask
         return jnp.sum(jnp.where(keep, log_prob, 0.0))
 
-    def sample(
-        self, key: PRNGKey, x: Float[Array, "state"], u: Float[Array, "input"] | None = None
-    ) -> Float[Array, "out"]:
+    def sample(self, key: PRNGKey, x: State, u: Input | None = None) -> Value:
         """Draw a value; counts are returned as floating-point numbers."""
         return jnp.asarray(self.law(x, u).sample(key)).astype(x.dtype)
 
 
-def _feasible(law: Distribution, value: Float[Array, "out"]) -> Array:
+def _feasible(law: Distribution, value: Value) -> Array:
     """Return a point of the support: numpyro's if the law has one, else zero."""
     feasible_like = getattr(getattr(law, "support", None), "feasible_like", None)
     if feasible_like is not None:

@@ -13,8 +13,10 @@ from retrodict._laws.gaussian import kl_divergence as kl_divergence
 from retrodict._laws.gaussian import masked_scale as masked_scale
 from retrodict._laws.gaussian import scale_diagonal as scale_diagonal
 from retrodict._laws.gaussian import scale_dim as scale_dim
+from retrodict._laws.gaussian import scale_inverse as scale_inverse
 from retrodict._laws.gaussian import scale_log_det as scale_log_det
 from retrodict._laws.gaussian import scale_matvec as scale_matvec
 from retrodict._laws.gaussian import scale_solve as scale_solve
 from retrodict._laws.gaussian import shape_of as shape_of
+from retrodict._laws.gaussian import whitened_log_density as whitened_log_density
 from retrodict._laws.mixture import GaussianMixture as GaussianMixture

@@ -107,6 +107,11 @@ def scale_solve(scale: Scale, b: Float[Array, "d ..."]) -> Float[Array, "d ..."]
     return linalg.solve_triangular(scale, b)
 
 
+def scale_inverse(scale: Scale, dtype: Any) -> Float[Array, "d d"]:
+    """Return s⁻¹ as a dense matrix."""
+    return scale_solve(scale, jnp.eye(scale_diagonal(scale).shape[0], dtype=dtype))
+
+
 def scale_diagonal(scale: Scale) -> Float[Array, "d"]:
     """Return the diagonal of the lower factor."""
     return scale.std if isinstance(scale, Diagonal) else jnp.diagonal(scale)
@@ -115,6 +120,19 @@ def scale_diagonal(scale: Scale) -> Float[Array, "d"]:
 def scale_log_det(scale: Scale) -> Scalar:
     """Compute log |det s|, half the log-determinant of the covariance."""
     return jnp.sum(jnp.log(jnp.abs(scale_diagonal(scale))))
+
+
+def whitened_log_density(scale: Scale, count: Any, *residuals: Array) -> Scalar:
+    """Compute −½ (Σ ‖r‖² + count log 2π) − log |det s|.
+
+    Args:
+        scale: s.
+        count: the number of coordinates.
+        *residuals: s⁻¹(x − m) for a log density; for an expected one, the mean of this vector and
+            factors of its covariance.
+    """
+    squares = sum(jnp.sum(residual**2) for residual in residuals)
+    return -0.5 * (squares + count * LOG_2PI) - scale_log_det(scale)
 
 
 def masked_scale(scale: Scale, mask: Float[Array, "d"]) -> Float[Array, "d d"] | Diagonal:
@@ -194,15 +212,16 @@ class Gaussian(eqx.Module):
     def log_prob(self, x: Float[Array, "d"]) -> Scalar:
         """Compute the log density log N(x; m, s sᵀ)."""
         law = unwrap(self)
-        residual = scale_solve(law.scale_tril, x - law.mean)
-        return -0.5 * (jnp.sum(residual**2) + law.dim * LOG_2PI) - scale_log_det(law.scale_tril)
+        return whitened_log_density(
+            law.scale_tril, law.dim, scale_solve(law.scale_tril, x - law.mean)
+        )
 
     def masked_log_prob(self, x: Float[Array, "d"], mask: Float[Array, "d"]) -> Scalar:
         """Compute the log density of the marginal law of the coordinates where `mask` is 1."""
         law = unwrap(self)
         scale = masked_scale(law.scale_tril, mask)
-        residual = scale_solve(scale, jnp.where(mask > 0, x - law.mean, 0.0))
-        return -0.5 * (jnp.sum(residual**2) + jnp.sum(mask) * LOG_2PI) - scale_log_det(scale)
+        residual = jnp.where(mask > 0, x - law.mean, 0.0)
+        return whitened_log_density(scale, jnp.sum(mask), scale_solve(scale, residual))
 
     def sample(self, key: PRNGKey, sample_shape: tuple[int, ...] = ()) -> Float[Array, "*shape d"]:
         """Draw m + s ε with standard normal ε."""
@@ -228,8 +247,7 @@ class Gaussian(eqx.Module):
     def to_natural(self) -> "NaturalGaussian":
         """Return the natural parameters (Σ⁻¹ m, Σ⁻¹) of the law."""
         law = unwrap(self)
-        eye = jnp.eye(law.dim, dtype=law.mean.dtype)
-        whitener = scale_solve(law.scale_tril, eye)
+        whitener = scale_inverse(law.scale_tril, law.mean.dtype)
         precision = linalg.matmul(whitener.T, whitener)
         return NaturalGaussian(linalg.matvec(precision, law.mean), precision)
 
@@ -280,37 +298,6 @@ def kl_divergence(q: Gaussian, p: Gaussian) -> Scalar:
     shift = scale_solve(p.scale_tril, p.mean - q.mean)
     squares = jnp.sum(ratio**2) + jnp.sum(shift**2)
     return 0.5 * (squares - q.dim) + scale_log_det(p.scale_tril) - scale_log_det(q.scale_tril)
-
-
-def expected_log_density(
-    joint: Gaussian,
-    weight: Float[Array, "e d"],
-    bias: Float[Array, "e"],
-    scale: Scale,
-) -> Scalar:
-    """Compute E log N(z; w x + b, s sᵀ) when (x, z) is jointly Gaussian.
-
-    With residual r = z − w x − b, the value is −½ (E ‖s⁻¹r‖² + e log 2π) − log |det s|. The term
-    E ‖s⁻¹r‖² is a squared mean plus the squared entries of s⁻¹ [−w, I] times the joint factor. It
-    is a sum of squares, so there is no cancellation.
-
-    Args:
-        joint: the law of the stacked vector (x, z), of dimension d + e.
-        weight: w.
-        bias: b.
-        scale: s, dense or `Diagonal`.
-    """
-    e, d = weight.shape
-    contrast = jnp.concatenate([-weight, jnp.eye(e, dtype=weight.dtype)], axis=1)
-    factor = dense_scale(joint.scale_tril)
-    if factor.shape[0] != d + e:
-        raise ValueError(
-            f"expected_log_density expects a joint law of dimension {d} + {e}, got {joint.dim}."
-        )
-    mean = scale_solve(scale, linalg.matvec(contrast, joint.mean) - bias)
-    spread = scale_solve(scale, linalg.matmul(contrast, factor))
-    squares = jnp.sum(mean**2) + jnp.sum(spread**2)
-    return -0.5 * (squares + e * LOG_2PI) - scale_log_det(scale)
 
 
 def check_scale(owner: str, scale: Scale, dim: int) -> None:

@@ -1,7 +1,5 @@
 """Mixtures of Gaussian laws, with differentiable draws in any dimension."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -56,8 +54,10 @@ class GaussianMixture(eqx.Module):
             )
         check_lower("scale_trils", self.scale_trils)
         known = known_values(self.log_weights)
-        totals = None if known is None else np.exp(np.asarray(known, float)).sum(axis=-1)
-        if totals is not None and np.any(np.abs(totals - 1) > 1e-3):
+        if known is None:
+            return
+        totals = np.exp(known.astype(float)).sum(axis=-1)
+        if np.any(np.abs(totals - 1) > 1e-3):
             raise ValueError(
                 "GaussianMixture expects log_weights whose exponentials sum to 1, got a sum of"
                 f" {totals}. Use jax.nn.log_softmax, or the logarithm of weights that sum to 1."
@@ -104,8 +104,8 @@ class GaussianMixture(eqx.Module):
 
     def log_prob(self, x: Float[Array, "d"]) -> Scalar:
         """Compute the log density log Σ_j π_j N(x; m_j, s_j s_jᵀ)."""
-        residuals = _residuals(self.means, self.scale_trils, x)
-        return jax.nn.logsumexp(self.log_weights + jnp.sum(_terms(self, residuals), axis=1))
+        terms = _terms(self, _residuals(self, x))
+        return jax.nn.logsumexp(self.log_weights + jnp.sum(terms, axis=1))
 
     def sample(self, key: PRNGKey, sample_shape: tuple[int, ...] = ()) -> Float[Array, "*shape d"]:
         """Draw a component, then a state from that component."""
@@ -122,33 +122,30 @@ class GaussianMixture(eqx.Module):
         Holding F(x; θ) = u fixed as θ changes gives dx = −(∂F/∂x)⁻¹ (∂F/∂θ) dθ, with a triangular
         ∂F/∂x. The noise itself is not differentiated.
         """
-        return _draw((self.log_weights, self.means, self.scale_trils), noise)
+        return _draw(self, noise)
 
 
 @jax.custom_jvp
-def _draw(parameters: tuple[Array, Array, Array], noise: Array) -> Array:
-    log_weights, means, scales = parameters
-    cumulative = jnp.cumsum(jnp.exp(log_weights))
+def _draw(law: GaussianMixture, noise: Array) -> Array:
+    cumulative = jnp.cumsum(jnp.exp(law.log_weights))
     # Rounding may leave the last sum different from one, so the uniform variate is scaled by it.
     index = jnp.sum(cumulative[:-1] < ndtr(noise[0]) * cumulative[-1])
-    selection = jax.nn.one_hot(index, means.shape[0], dtype=means.dtype)
-    mean = jnp.sum(selection[:, None] * means, axis=0)
-    scale = jnp.sum(selection[:, None, None] * jnp.tril(scales), axis=0)
+    selection = jax.nn.one_hot(index, law.num_components, dtype=law.means.dtype)
+    mean = jnp.sum(selection[:, None] * law.means, axis=0)
+    scale = jnp.sum(selection[:, None, None] * jnp.tril(law.scale_trils), axis=0)
     return mean + linalg.matvec(scale, noise[1:])
 
 
 @_draw.defjvp
 def _draw_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    parameters, noise = primals
-    x = _draw(parameters, noise)
-    _, tangent = jax.jvp(lambda p: _distribution(p, x), (parameters,), (tangents[0],))
-    slope = jax.jacfwd(lambda x: _distribution(parameters, x))(x)
+    law, noise = primals
+    x = _draw(law, noise)
+    _, tangent = jax.jvp(lambda law: _distribution(law, x), (law,), (tangents[0],))
+    slope = jax.jacfwd(lambda x: _distribution(law, x))(x)
     return x, -linalg.solve_triangular(slope, tangent)
 
 
-def _distribution(
-    parameters: tuple[Array, Array, Array], x: Float[Array, "d"]
-) -> Float[Array, "d"]:
+def _distribution(law: GaussianMixture, x: Float[Array, "d"]) -> Float[Array, "d"]:
     """Compute F_i(x_i | x_{<i}) for each coordinate, minus one where it exceeds one half.
 
     Given the earlier coordinates, coordinate i of component j is normal with standardised residual
@@ -156,8 +153,7 @@ def _distribution(
     of the earlier coordinates. Above one half the function returns −(1 − F), which has the same
     derivative and avoids cancellation.
     """
-    law = GaussianMixture(*parameters)
-    residuals = _residuals(law.means, law.scale_trils, x)
+    residuals = _residuals(law, x)
     terms = _terms(law, residuals)
     # An exclusive cumulative sum. Subtracting each term from the inclusive sum would lose the other
     # terms to rounding for a component whose density is tiny there.
@@ -168,17 +164,18 @@ def _distribution(
     return jnp.sum(weights * sign * ndtr(sign * residuals), axis=0)
 
 
-def _residuals(means: Array, scales: Array, x: Array) -> Float[Array, "component d"]:
+def _residuals(law: GaussianMixture, x: Array) -> Float[Array, "component d"]:
     """Compute s_j⁻¹ (x − m_j) per component, with signs that make each entry increase in its x_i.
 
     The sign is flipped where the scale has a negative pivot.
     """
+    scales = law.scale_trils
     signs = jnp.where(jnp.diagonal(scales, axis1=-2, axis2=-1) < 0, -1.0, 1.0)
     signs = signs.astype(scales.dtype)
-    return jax.vmap(lambda m, s, t: t * linalg.solve_triangular(s, x - m))(means, scales, signs)
+    return jax.vmap(lambda m, s, t: t * linalg.solve_triangular(s, x - m))(law.means, scales, signs)
 
 
-def _terms(law: Any, residuals: Float[Array, "component d"]) -> Float[Array, "component d"]:
+def _terms(law: GaussianMixture, residuals: Array) -> Float[Array, "component d"]:
     """Compute the log density of each coordinate given the earlier ones, per component."""
     diagonal = jnp.diagonal(law.scale_trils, axis1=-2, axis2=-1)
     return -0.5 * (residuals**2 + LOG_2PI) - jnp.log(jnp.abs(diagonal))

@@ -1,5 +1,6 @@
 """Means and covariances of conditional laws, the only inputs that linearisation needs."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,9 @@ from retrodict._numerics import linalg
 from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._validate import is_concrete
+
+OTHER_SMOOTHERS = "ffbsi, or grid_smoother (state dimension 1 or 2)"
+"""The smoothers that do not linearise, for messages."""
 
 
 class Moments(NamedTuple):
@@ -45,12 +49,12 @@ def law_moments(law: Any, dtype: Any) -> Moments:
     while hasattr(law, "reinterpreted_batch_ndims"):
         law = law.base_dist
     mean = _read(law, "mean")
+    needs = "Linearisation needs the mean and covariance of a law"
     if mean is None or mean.ndim != 1:
         raise TypeError(
-            f"Linearisation needs the mean and covariance of a law, and {name} does not have"
-            " a mean of shape (out,). Define the properties `mean` and `variance`, or"
-            " `covariance_matrix` if the entries are dependent; or use ffbsi, or grid_smoother"
-            " (state dimension 1 or 2)."
+            f"{needs}, and {name} does not have a mean of shape (out,). Define the properties"
+            " `mean` and `variance`, or `covariance_matrix` if the entries are dependent; or use"
+            f" {OTHER_SMOOTHERS}."
         )
     covariance, variance = _read(law, "covariance_matrix"), _read(law, "variance")
     if variance is not None and variance.shape != mean.shape:
@@ -58,15 +62,13 @@ def law_moments(law: Any, dtype: Any) -> Moments:
     if covariance is None:
         if variance is None:
             raise TypeError(
-                f"Linearisation needs the mean and covariance of a law, and {name} has a mean but"
-                " neither `covariance_matrix` nor a `variance` of the same shape. Add one of them;"
-                " or use ffbsi, or grid_smoother (state dimension 1 or 2)."
+                f"{needs}, and {name} has a mean but neither `covariance_matrix` nor a `variance`"
+                f" of the same shape. Add one of them; or use {OTHER_SMOOTHERS}."
             )
-        if _density_shape(law, mean) != mean.shape:
+        if _density_shape(lambda: law, mean) != mean.shape:
             raise TypeError(
-                f"Linearisation needs the mean and covariance of a law. {name} has one density for"
-                " all entries, so they may be dependent, but it only has a `variance` per entry."
-                " Define a `covariance_matrix`."
+                f"{needs}. {name} has one density for all entries, so they may be dependent, but it"
+                " only has a `variance` per entry. Define a `covariance_matrix`."
             )
         covariance = jnp.diag(variance)
     return Moments(mean.astype(dtype), _factor(covariance, variance).astype(dtype))
@@ -121,30 +123,21 @@ def check_moments(model: StateSpaceModel, series: Series) -> None:
             raise ValueError(
                 f"The model's {name} cannot be linearised: its mean or covariance, evaluated at the"
                 " mean of the prior, is not finite, as for a Cauchy law or a Student law with at"
-                " most two degrees of freedom. Use ffbsi, or grid_smoother (state dimension 1 or"
-                " 2)."
+                f" most two degrees of freedom. Use {OTHER_SMOOTHERS}."
             )
 
 
-def observed_entries(model: StateSpaceModel, series: Series) -> Array | None:
-    """Return the mask of the entries that enter each update.
-
-    If the entries of a row share one density, an incomplete row is masked as a whole.
-    """
+def mask_rows(model: StateSpaceModel, series: Series) -> Series:
+    """Mask incomplete rows as a whole if the entries of a row share one density."""
     if series.mask is None or isinstance(model.emission, AbstractGaussianKernel):
-        return series.mask
-    dtype = series.ys.dtype
-    x = jax.ShapeDtypeStruct((model.state_dim,), dtype)
-    y = jax.ShapeDtypeStruct(series.ys.shape[1:], dtype)
-    u = None if series.inputs is None else jax.ShapeDtypeStruct(series.inputs.shape[1:], dtype)
-
-    def density(x: Array, y: Array, u: Array | None) -> Array:
-        law: Any = model.emission.law(x, u)
-        return jnp.asarray(law.log_prob(y))
-
-    if jax.eval_shape(density, x, y, u).shape == y.shape:
-        return series.mask
-    return jnp.broadcast_to(jnp.all(series.mask, axis=1, keepdims=True), series.mask.shape)
+        return series
+    x, y = jnp.zeros(model.state_dim, series.ys.dtype), series.ys[0]
+    u = None if series.inputs is None else series.inputs[0]
+    if _density_shape(lambda: model.emission.law(x, u), y) == y.shape:
+        return series
+    complete = jnp.all(series.mask, axis=1, keepdims=True)
+    mask = jnp.broadcast_to(complete, series.mask.shape)
+    return Series(series.ys, mask, series.inputs, series.length)
 
 
 def _read(law: Any, name: str) -> Array | None:
@@ -156,5 +149,6 @@ def _read(law: Any, name: str) -> Array | None:
     return jnp.asarray(value)
 
 
-def _density_shape(law: Any, value: Array) -> tuple[int, ...]:
-    return jax.eval_shape(lambda v: jnp.asarray(law.log_prob(v)), value).shape
+def _density_shape(law: Callable[[], Any], value: Array) -> tuple[int, ...]:
+    """Return the shape of the log density of a value, without evaluating the law."""
+    return jax.eval_shape(lambda v: jnp.asarray(law().log_prob(v)), value).shape

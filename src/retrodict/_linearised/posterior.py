@@ -1,22 +1,116 @@
-"""The result of a linearised smoother: a chain, and diagnostics of its reliability."""
+"""The result of a linearised smoother: a chain, diagnostics per observation, and a status.
+
+A linearised filter can fail in two ways, and a check for one does not detect the other. A filter
+that follows the wrong state has innovations far larger than predicted. A filter with a flat
+linearisation (such as y = x² around x = 0) may predict the spread of its innovations well, but
+ignores them and returns the prior. The exact density of the observation detects the second failure.
+Under the prediction p_k of the filter, the exact update is t_k ∝ p_k g(·, y_k), and the linearised
+update is q_k. The total variation distances
+
+    said_k = TV(t_k, p_k),    missed_k = TV(t_k, q_k)
+
+measure the information in the observation and the error of the linearised update. Their ratio is 0
+for an exact update, whatever the data, and 1 for a filter that ignores the observation.
+"""
+
+import functools
+import statistics
+from collections.abc import Callable
+from enum import IntEnum
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from retrodict._chains import LinearGaussianChain
-from retrodict._linearised.diagnosis import (
-    MOST_CHANGE,
-    MOST_MISREAD,
-    MOST_SURPRISE,
-    WINDOW,
-    WORDS,
-    Diagnostics,
-    Status,
-)
+from retrodict._exact import first_violation
+from retrodict._linearised.recursion import Pass
+from retrodict._model import StateSpaceModel
+from retrodict._numerics import Factored, linalg
+from retrodict._series import Series
 from retrodict._types import Scalar
 from retrodict._validate import is_concrete
+
+WINDOW = 20
+"""The number of rows with an observation in each average: a single bad update is soon corrected."""
+
+MOST_MISREAD = 2 / 3
+"""The largest ratio of `missed` to `said` with status OK.
+
+Calibration: 100 series of 100 rows from each of thirteen models, with five smoothers whose smoothed
+marginals are accurate to 0.2 in total variation on average. The ratio was at most 0.52, and at most
+0.63 for iterations that had not converged. On y = x², y = |x|, y = cos 3x and stochastic
+volatility, where all five smoothers ignore the observations, it was at least 0.76.
+"""
+
+LEAST_SAID = 0.05
+"""The constant added to the average of `said`, so that uninformative rows give a small ratio."""
+
+MOST_SURPRISE = 4.0
+"""The largest average ratio of squared innovations to their expectation with status OK.
+
+It corresponds to innovations twice as large as predicted. The largest observed value on the
+thirteen models was 3.1. For Gaussian innovations, the probability of exceeding the threshold is
+below 1e-8 per window.
+"""
+
+LARGEST_SQUARE = 10.0
+"""The cap on a squared innovation, relative to its expectation; it limits the role of outliers."""
+
+MOST_CHANGE = 0.1
+"""The largest move of a mean, in standard deviations, in the last iteration of a converged run."""
+
+NUM_POINTS = 64
+"""The number of points per law (prediction and update) at which distances are computed."""
+
+BATCH = 1024
+"""The number of rows processed at once, which bounds memory."""
+
+
+class Status(IntEnum):
+    """The status of a linearised smoother."""
+
+    OK = 0
+    NOT_FINITE = 1
+    MISREAD = 2
+    SURPRISED = 3
+    NOT_CONVERGED = 4
+
+
+WORDS = {
+    Status.OK: "ok",
+    Status.NOT_FINITE: "not finite",
+    Status.SURPRISED: "lost",
+    Status.MISREAD: "lost",
+    Status.NOT_CONVERGED: "not converged",
+}
+
+
+class Diagnostics(eqx.Module):
+    """Diagnostics of a linearised smoother, per row; zero in rows without an observation.
+
+    Attributes:
+        squared_innovations: eᵀ S⁻¹ e, for an innovation e of predicted covariance S; near
+            `degrees` on average for a correct filter.
+        degrees: the number of observed entries, the degrees of freedom of `squared_innovations`.
+        said: total variation distance between the prediction and its exact update.
+        missed: total variation distance between the exact update and the linearised one.
+        surprise: moving average of `squared_innovations / degrees`, each capped at 10. The window
+            is the last twenty rows with an observation, or all such rows if there are fewer. Zero
+            until the window is full.
+        misread: sum of `missed` divided by (sum of `said` plus 0.05 per row) in the same window;
+            near 0 for accurate updates, near 1 if updates are no better than ignoring the data.
+    """
+
+    squared_innovations: Float[Array, "time"]
+    degrees: Float[Array, "time"]
+    said: Float[Array, "time"]
+    missed: Float[Array, "time"]
+    surprise: Float[Array, "time"]
+    misread: Float[Array, "time"]
 
 
 class LinearisedPosterior(eqx.Module):
@@ -93,6 +187,161 @@ class LinearisedPosterior(eqx.Module):
                 " jax.tree.map(lambda leaf: leaf[i], posterior).status."
             )
         return Status(int(self.code))
+
+
+def diagnose(model: StateSpaceModel, series: Series, last_pass: Pass) -> Diagnostics:
+    """Compute the diagnostics of the last pass."""
+    last_pass = lax.stop_gradient(last_pass)
+    said, missed = _readings(model, series, last_pass)
+    degrees = jnp.full(series.num_times, series.ys.shape[1], last_pass.squared.dtype)
+    if series.mask is not None:
+        degrees = jnp.sum(series.mask, axis=1).astype(last_pass.squared.dtype)
+    observed = degrees > 0
+    squares = last_pass.squared / jnp.where(observed, degrees, 1.0)
+    squares = jnp.where(jnp.isnan(squares), LARGEST_SQUARE, jnp.minimum(squares, LARGEST_SQUARE))
+    average = functools.partial(_average, observed=observed)
+    return Diagnostics(
+        squared_innovations=last_pass.squared,
+        degrees=degrees,
+        said=said,
+        missed=missed,
+        surprise=average(squares),
+        misread=average(missed) / (average(said) + LEAST_SAID),
+    )
+
+
+def judge(
+    last_pass: Pass,
+    diagnostics: Diagnostics,
+    changes: Float[Array, "iteration"],
+    *,
+    exact: bool,
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Return the status, and the first time at which its criterion was met.
+
+    Args:
+        last_pass: the last pass.
+        diagnostics: the diagnostics of that pass.
+        changes: the largest move of the means in each iteration.
+        exact: whether nothing was linearised. Large innovations are then evidence against the model
+            only, and `MISREAD` and `SURPRISED` are not reported.
+    """
+    broken = ~(
+        jnp.all(jnp.isfinite(last_pass.laws.columns), axis=(1, 2))
+        & jnp.all(jnp.isfinite(last_pass.laws.diagonal), axis=1)
+        & jnp.isfinite(last_pass.increments)
+    )
+    # Where a criterion is met is above the limit 0.
+    criteria = [(Status.NOT_FINITE, broken, 0)]
+    if not exact:
+        # Wrong updates cause large innovations, not the reverse, so MISREAD takes precedence.
+        criteria.append((Status.MISREAD, diagnostics.misread > MOST_MISREAD, 0))
+        criteria.append((Status.SURPRISED, diagnostics.surprise > MOST_SURPRISE, 0))
+    if changes.shape[0] > 0:
+        last = jnp.zeros(broken.shape[0], bool).at[-1].set(~(changes[-1] <= MOST_CHANGE))
+        criteria.append((Status.NOT_CONVERGED, last, 0))
+    return first_violation(criteria)
+
+
+def _readings(
+    model: StateSpaceModel, series: Series, last_pass: Pass
+) -> tuple[Float[Array, "time"], Float[Array, "time"]]:
+    """Compute `said` and `missed` for every row."""
+    emission = model.emission
+    dim = last_pass.laws.mean.shape[1]
+    noise = jnp.asarray(_normal_points(NUM_POINTS, dim), last_pass.squared.dtype)
+
+    def at_time(row: tuple) -> tuple[Scalar, Scalar]:
+        law, (design, value, _), y, mask, u = row
+
+        def log_likelihood(x: Array) -> Scalar:
+            return emission.log_prob(x, y, u, mask)
+
+        return _reading(law, design, value, log_likelihood, noise)
+
+    rows = (last_pass.predicted, last_pass.data, series.ys, series.mask, series.inputs)
+    if series.num_times <= BATCH:
+        return jax.vmap(at_time)(rows)
+    return lax.map(at_time, rows, batch_size=BATCH)
+
+
+def _reading(
+    law: Factored,
+    design: Float[Array, "whitened state"],
+    value: Float[Array, "whitened"],
+    log_likelihood: Callable[[Array], Scalar],
+    noise: Float[Array, "point state"],
+) -> tuple[Scalar, Scalar]:
+    """Compute TV(t, p) and TV(t, q) for t ∝ p g and q ∝ p ĝ, from points of p and of q.
+
+    In coordinates z with x = m + S z and p = N(0, I), the linearised likelihood is
+    ĝ = exp(−½‖v − B z‖²) and q has precision I + BᵀB, which is never near singular. The points
+    represent the mixture ½ p + ½ q. Each law is represented by normalised importance weights on all
+    points, relative to that mixture. For g = ĝ the weights of t and q are therefore equal.
+    """
+    dim = noise.shape[1]
+    slope = linalg.matmul(design, law.scale_tril)
+    residual = value - linalg.matvec(design, law.mean)
+    eye = jnp.eye(dim, dtype=noise.dtype)
+    root = linalg.cholesky(eye + linalg.matmul(slope.T, slope))
+    pull = linalg.solve_triangular(root, linalg.matvec(slope.T, residual))
+    shift = linalg.solve_triangular(root, pull, transpose=True)
+    updated = shift[:, None] + linalg.solve_triangular(root, noise.T, transpose=True)
+    zs = jnp.concatenate([noise, updated.T])
+
+    centred = linalg.matmul(zs - shift[None, :], root)
+    log_p = -0.5 * jnp.sum(zs**2, axis=1)
+    log_q = -0.5 * jnp.sum(centred**2, axis=1) + jnp.sum(jnp.log(jnp.diagonal(root)))
+    # The shares p/(p + q) and q/(p + q), and the logarithm of the first, from one exponential.
+    ratio = log_p - log_q
+    tail = jnp.exp(-jnp.abs(ratio))
+    smaller, larger = tail / (1.0 + tail), 1.0 / (1.0 + tail)
+    before = jnp.where(ratio > 0, larger, smaller)
+    after = jnp.where(ratio > 0, smaller, larger)
+    log_before = jnp.minimum(ratio, 0.0) - jnp.log1p(tail)
+
+    xs = law.mean[None, :] + linalg.matmul(zs, law.scale_tril.T)
+    log_g = jax.vmap(log_likelihood)(xs)
+    log_g = jnp.where(jnp.isnan(log_g), -jnp.inf, log_g)
+    exact = jax.nn.softmax(log_before + log_g)
+
+    def distance(weights: Array) -> Scalar:
+        between = 0.5 * jnp.sum(jnp.abs(exact - weights / jnp.sum(weights)))
+        # If the likelihood is zero at all points, return the largest distance.
+        return jnp.where(jnp.isnan(between), 1.0, between)
+
+    return distance(before), distance(after)
+
+
+@functools.lru_cache(maxsize=16)
+def _normal_points(count: int, dim: int) -> np.ndarray:
+    """Return deterministic, evenly spread points for the standard normal law.
+
+    They are the normal quantiles of multiples of (φ⁻¹, φ⁻², …) modulo 1, with φ^{d+1} = φ + 1: the
+    golden ratio for d = 1, and its generalisation (Roberts 2018).
+    """
+    phi = 2.0
+    for _ in range(64):
+        phi = (1.0 + phi) ** (1.0 / (dim + 1))
+    steps = phi ** -np.arange(1.0, dim + 1.0)
+    uniform = (0.5 + np.outer(np.arange(1, count + 1), steps)) % 1.0
+    quantile = statistics.NormalDist().inv_cdf
+    return np.array([[quantile(u) for u in row] for row in uniform.tolist()])
+
+
+def _average(values: Float[Array, "time"], observed: Bool[Array, "time"]) -> Float[Array, "time"]:
+    """Average over the last `WINDOW` rows with an observation, or over all if there are fewer.
+
+    The result is zero until the window is full.
+    """
+    counts = jnp.cumsum(observed)
+    sums = jnp.cumsum(jnp.where(observed, values, 0.0))
+    # The window starts after the last row whose count is at most counts - WINDOW.
+    start = jnp.searchsorted(counts, counts - WINDOW, side="right")
+    before = jnp.concatenate([jnp.zeros(1, sums.dtype), sums])[start]
+    width = jnp.minimum(counts, WINDOW)
+    full = (counts >= jnp.minimum(WINDOW, counts[-1])) & (width > 0)
+    return jnp.where(full, (sums - before) / jnp.maximum(width, 1), 0.0)
 
 
 def _explain(status: Status, posterior: LinearisedPosterior) -> str:

@@ -1,7 +1,5 @@
 """Linearisation rules for kernels: Taylor expansion, and regression on sigma points."""
 
-import functools
-import itertools
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from retrodict._expectations import cubature, gauss_hermite
 from retrodict._linearised.moments import Moments
 from retrodict._numerics import Factored, linalg
 from retrodict._validate import check_count
@@ -225,8 +224,7 @@ class Cubature(AbstractSigmaPoints):
 
     def points(self, dim: int) -> SigmaPoints:
         """Return the points ±√d e_j."""
-        axes = np.sqrt(dim) * np.eye(dim)
-        return _positive_points(np.concatenate([axes, -axes]), np.full(2 * dim, 0.5 / dim))
+        return _positive_points(*cubature(dim))
 
 
 class GaussHermite(AbstractSigmaPoints):
@@ -255,7 +253,7 @@ class GaussHermite(AbstractSigmaPoints):
                 f"GaussHermite(order={self.order}) needs {self.order}^{dim} points per time step,"
                 f" more than {MAX_NODES}. Use a lower order, Unscented() or Cubature()."
             )
-        return _positive_points(*_gauss_hermite(self.order, dim))
+        return _positive_points(*gauss_hermite(self.order, dim))
 
 
 def _mirror(nodes: np.ndarray) -> np.ndarray:
@@ -268,15 +266,6 @@ def _mirror(nodes: np.ndarray) -> np.ndarray:
 
 def _positive_points(nodes: np.ndarray, weights: np.ndarray) -> SigmaPoints:
     return SigmaPoints(nodes, weights, weights, weights, 0.0)
-
-
-@functools.lru_cache(maxsize=16)
-def _gauss_hermite(order: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    axis, weight = np.polynomial.hermite_e.hermegauss(order)
-    weight = weight / weight.sum()
-    nodes = np.array(list(itertools.product(axis, repeat=dim)))
-    weights = np.array(list(itertools.product(weight, repeat=dim))).prod(axis=1)
-    return nodes, weights
 
 
 def lower_factor(columns: Float[Array, "r c"]) -> Float[Array, "r r"]:

@@ -5,26 +5,25 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from retrodict._chains import LinearGaussianChain
-from retrodict._kernels import (
-    AbstractLinearGaussianKernel,
-    LinearGaussianKernel,
-    NonlinearGaussianKernel,
-)
-from retrodict._laws import Gaussian, scale_diagonal
-from retrodict._linearised.diagnosis import diagnose, judge
-from retrodict._linearised.moments import check_moments, observed_entries
-from retrodict._linearised.posterior import LinearisedPosterior
+from retrodict._laws import Gaussian
+from retrodict._linearised.moments import check_moments, mask_rows
+from retrodict._linearised.posterior import LinearisedPosterior, diagnose, judge
 from retrodict._linearised.recursion import iterate, iterate_from, linearised_filter
 from retrodict._linearised.rules import AbstractRule, AbstractSigmaPoints, Taylor, Unscented
-from retrodict._model import StateSpaceModel, prepare_data
+from retrodict._model import (
+    StateSpaceModel,
+    check_densities,
+    check_parameters,
+    is_linear_gaussian,
+    prepare_data,
+)
 from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import Scalar
-from retrodict._validate import check_count, check_finite, is_concrete
+from retrodict._validate import check_count, is_concrete
 
 
 def extended_smoother(
@@ -227,7 +226,7 @@ def smooth_from_paths(
     Returns:
         The chains, with a leading axis `start`.
     """
-    series = Series(series.ys, observed_entries(model, series), series.inputs, series.length)
+    series = mask_rows(model, series)
 
     def one(path: Float[Array, "time state"]) -> LinearGaussianChain:
         nominal = jax.vmap(Gaussian)(path, scales)
@@ -249,18 +248,14 @@ def _smooth(
     model = unwrap(model)
     series = prepare_data(model, ys, **data)
     check_moments(model, series)
-    _check_values(model)
-    series = Series(series.ys, observed_entries(model, series), series.inputs, series.length)
-    return _run(model, series, rule, num_iterations, damping)
+    check_parameters(model)
+    check_densities(model, "A linearised smoother", ("emission",))
+    return _run(model, mask_rows(model, series), rule, num_iterations, damping)
 
 
 @eqx.filter_jit
 def _run(
-    model: StateSpaceModel,
-    series: Series,
-    rule: AbstractRule,
-    num_iterations: int,
-    damping: Scalar | None,
+    model: StateSpaceModel, series: Series, rule: AbstractRule, num_iterations: int, damping: Any
 ) -> LinearisedPosterior:
     last_pass = linearised_filter(model, series, rule)
     changes = jnp.zeros(0, last_pass.increments.dtype)
@@ -270,39 +265,8 @@ def _run(
         damping = damping.astype(changes.dtype)
         last_pass, chain, changes = iterate(model, series, rule, last_pass, num_iterations, damping)
     diagnostics = diagnose(model, series, last_pass)
-    exact = isinstance(model.prior, Gaussian) and all(
-        isinstance(kernel, AbstractLinearGaussianKernel)
-        for kernel in (model.transition, model.emission)
-    )
-    verdict = judge(last_pass, diagnostics, changes, exact=exact)
+    code, time = judge(last_pass, diagnostics, changes, exact=is_linear_gaussian(model))
+    evidence = jnp.sum(last_pass.increments)
     return LinearisedPosterior(
-        chain=chain,
-        log_evidence=jnp.sum(last_pass.increments),
-        log_evidence_increments=last_pass.increments,
-        diagnostics=diagnostics,
-        changes=changes,
-        code=verdict.code,
-        status_time=verdict.time,
+        chain, evidence, last_pass.increments, diagnostics, changes, code, time
     )
-
-
-def _check_values(model: StateSpaceModel) -> None:
-    """Check the concrete values of a model's parameters.
-
-    Raises:
-        ValueError: if a parameter is not finite, or a pivot of the emission scale is not positive.
-    """
-    for name in ("prior", "transition", "emission"):
-        part = getattr(model, name)
-        for leaf in jax.tree.leaves(eqx.filter(part, eqx.is_inexact_array)):
-            check_finite(leaf, f"The {name}'s parameters")
-    kernel = model.emission
-    if not isinstance(kernel, (LinearGaussianKernel, NonlinearGaussianKernel)):
-        return
-    pivots = scale_diagonal(kernel.scale_tril)
-    if is_concrete(pivots) and np.any(np.asarray(pivots) <= 0):
-        raise ValueError(
-            "A linearised smoother expects an emission scale with a positive diagonal, got diagonal"
-            f" {np.asarray(pivots)}. An observation without noise has no density: use a small"
-            " positive scale."
-        )

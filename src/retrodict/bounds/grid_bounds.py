@@ -12,7 +12,7 @@ from jax.scipy.special import erf
 from jaxtyping import Array, Float
 
 from retrodict._chains import LinearGaussianChain
-from retrodict._exact import BlockedTransition, Grid, GridPosterior, densities, operators
+from retrodict._exact import Grid, GridPosterior, blocked_operator, densities, operators
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import Gaussian
 from retrodict._numerics import linalg
@@ -77,7 +77,7 @@ def phi(
 
     def step(at: tuple) -> tuple[Array, Array]:
         kernel, later, earlier = at
-        moved = BlockedTransition(kernel, grid.points, None).push(later)
+        moved = blocked_operator(kernel, grid.points, None).push(later)
         law, misfit = _normalised(moved * jnp.exp(grid.log_quadrature))
         return _distance(grid, law, earlier), misfit
 

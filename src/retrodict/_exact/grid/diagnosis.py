@@ -1,5 +1,6 @@
 """Diagnosis of a grid: status, error estimate, and messages with the remedy."""
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from retrodict._exact.grid.mesh import EDGE, Grid
-from retrodict._exact.grid.recursion import Passes, moments, resolution
 from retrodict._types import Scalar
 
 MOST_ESCAPING = 0.25
@@ -24,13 +24,6 @@ MOST_EXCESS = 0.02
 
 LEAST_RESOLUTION = 0.5
 """The smallest posterior width in spacings; the trapezoidal rule then has an error of about 1%."""
-
-SAFETY = 3.0
-"""The factor from the difference between two grids to a bound on the error of the finer one.
-
-With an error C h^p and a comparison at spacing 4h/3, the difference is ((4/3)^p - 1) C h^p. This
-is a third of the error for p = 1 and more for larger p.
-"""
 
 
 class Status(IntEnum):
@@ -79,35 +72,6 @@ class ErrorEstimate(eqx.Module):
     worst: Scalar
 
 
-class Summary(eqx.Module):
-    """Increments and smoothed moments, by which two runs are compared."""
-
-    increments: Float[Array, "time"]
-    mean: Float[Array, "time state"]
-    covariance: Float[Array, "time state state"]
-
-    def __init__(self, passes: Passes, grid: Grid):
-        self.increments = passes.increments
-        self.mean, self.covariance = moments(passes.weights, grid.points)
-
-
-def diagnose(passes: Passes, grid: Grid, outside: Scalar) -> Diagnostics:
-    """Measure how well the grid represents the posterior.
-
-    Args:
-        passes: the output of both passes.
-        grid: the grid.
-        outside: the fraction of p(x_0 | y_0) outside of the box.
-    """
-    edge = jnp.asarray(grid.at_edge, passes.weights.dtype)
-    return Diagnostics(
-        boundary_mass=jnp.sum(passes.weights * edge[None, :], axis=1),
-        escaping_mass=jnp.concatenate([outside[None], passes.escaping]),
-        transition_excess=jnp.pad(passes.excess, (1, 0)),
-        resolution=resolution(passes.weights, grid),
-    )
-
-
 def judge(
     increments: Float[Array, "time"], diagnostics: Diagnostics, tolerance: Scalar
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
@@ -115,56 +79,29 @@ def judge(
     # Causes come before their symptoms: a posterior cut off at the edge is also narrow, and a
     # posterior on a single point has inaccurate row sums.
     criteria = [
-        (Status.IMPOSSIBLE, 1.0 * ~jnp.isfinite(increments), 0.5),
+        (Status.IMPOSSIBLE, ~jnp.isfinite(increments), 0),
         (Status.EDGE, diagnostics.boundary_mass, tolerance),
         (Status.COARSE_POSTERIOR, 1.0 / diagnostics.resolution, 1.0 / LEAST_RESOLUTION),
         (Status.COARSE_TRANSITION, diagnostics.transition_excess, MOST_EXCESS),
         (Status.ESCAPING, diagnostics.escaping_mass, MOST_ESCAPING),
     ]
+    return first_violation(criteria)
+
+
+def first_violation(
+    criteria: Sequence[tuple[int, Array, Any]],
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Return the status of the first violated criterion, and the time of its largest violation.
+
+    Args:
+        criteria: a status, the measure per time and its limit; zeros are returned if none exceeds.
+    """
     status, time = jnp.zeros((), int), jnp.zeros((), int)
     for code, measured, limit in reversed(criteria):
         violated = jnp.any(measured > limit)
         status = jnp.where(violated, int(code), status)
         time = jnp.where(violated, jnp.argmax(measured), time)
     return status, time
-
-
-def estimate_errors(
-    fine: Summary, rough: Summary, boundary_mass: Float[Array, "time"], grid: Grid
-) -> ErrorEstimate:
-    """Estimate errors from a second run with three quarters of the points and the mass at the edge.
-
-    For smooth densities the trapezoidal rule converges faster than any power of the spacing. The
-    difference between both runs is then mostly the error of the coarser run. The estimate bounds
-    the error of the finer run, with a margin that grows with its accuracy. The mass in the outer 2%
-    of the box is a proxy for the mass outside of the box, which no grid in the box can measure.
-    """
-    width = grid.upper - grid.lower
-    # Mass that is cut off at one time affects all other times.
-    beyond = jnp.max(boundary_mass) * jnp.broadcast_to(width, fine.mean.shape)
-    rounding = 8 * jnp.finfo(fine.mean.dtype).eps
-    # The sign of the error alternates in time, and the difference is uninformative where it
-    # changes sign. Absolute errors are therefore summed, or their maximum over time is used.
-    evidence_error = (
-        SAFETY * jnp.sum(jnp.abs(fine.increments - rough.increments))
-        + jnp.sum(boundary_mass)
-        + rounding * (1.0 + jnp.sum(jnp.abs(fine.increments)))
-    )
-    std = jnp.sqrt(jnp.diagonal(fine.covariance, axis1=1, axis2=2))
-    stds = std[:, :, None] * std[:, None, :]
-    shift = jnp.max(jnp.abs(fine.mean - rough.mean) / std, axis=0)
-    stretch = jnp.max(jnp.abs(fine.covariance - rough.covariance) / stds, axis=0)
-    size = jnp.maximum(jnp.abs(grid.lower), jnp.abs(grid.upper))
-    mean_error = SAFETY * shift[None] * std + beyond + rounding * size[None, :]
-    covariance_error = (
-        SAFETY * stretch[None] * stds
-        + beyond[:, :, None] * width[None, None, :]
-        + rounding * (width[:, None] * width[None, :])[None]
-    )
-    worst = jnp.maximum(jnp.max(mean_error / std), jnp.max(covariance_error / stds))
-    return ErrorEstimate(
-        evidence_error, mean_error, covariance_error, jnp.maximum(evidence_error, worst)
-    )
 
 
 def explain(

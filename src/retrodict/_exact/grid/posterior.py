@@ -15,14 +15,16 @@ from retrodict._exact.grid.transition import (
     BLOCK_ENTRIES,
     DENSE_ENTRIES,
     Kind,
+    correction,
     densities,
     in_blocks,
     operators,
+    product,
 )
 from retrodict._kernels import AbstractKernel
 from retrodict._series import prepare_rows
 from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import as_real_array, check_count, check_key, is_concrete
+from retrodict._validate import as_probabilities, check_count, check_key, is_concrete
 
 
 class Held(eqx.Module):
@@ -196,11 +198,7 @@ class GridPosterior(eqx.Module):
         Returns:
             Quantiles, with the axes of `probabilities` first.
         """
-        levels = as_real_array(probabilities, "probabilities").astype(self.weights.dtype)
-        if is_concrete(levels):
-            concrete = np.asarray(levels)
-            if not ((concrete > 0) & (concrete < 1)).all():
-                raise ValueError(f"probabilities must be strictly between 0 and 1, got {concrete}.")
+        levels = as_probabilities(probabilities, "probabilities").astype(self.weights.dtype)
         columns = [_quantiles(self, axis, levels.reshape(-1)) for axis in range(self.grid.dim)]
         return jnp.stack(columns, axis=-1).reshape(*levels.shape, -1, self.grid.dim)
 
@@ -222,16 +220,9 @@ class GridPosterior(eqx.Module):
 def _later(posterior: GridPosterior) -> tuple[Array, Array, Array | None, Array]:
     """Return the inputs of the steps from k-1 to k, one row per k ≥ 1."""
     num_times = posterior.weights.shape[0]
-    exists = jnp.ones(num_times, bool)
-    if posterior.length is not None:
-        exists = jnp.arange(num_times) < posterior.length
+    exists = jnp.arange(num_times) < (num_times if posterior.length is None else posterior.length)
     us = None if posterior.inputs is None else posterior.inputs[1:]
     return posterior.filter_weights[:-1], posterior.weights[1:], us, exists[1:]
-
-
-def _ratio(smoothed: Array, predicted: Array) -> Array:
-    """Return r = s_k / p_k; f_{k-1}(i) m(x_i, x_j) r(j) is then the joint law of a pair."""
-    return jnp.where(predicted > 0, smoothed / jnp.where(predicted > 0, predicted, 1.0), 0.0)
 
 
 @eqx.filter_jit
@@ -243,15 +234,15 @@ def _expectation_pairwise(posterior: GridPosterior, fn: Callable, data: Any) -> 
         result = fn(x, after) if data is None else fn(x, after, row)
         return jnp.asarray(result, points.dtype)
 
-    rows = None if data is None else jax.tree.map(lambda leaf: jnp.asarray(leaf)[1:], data)
-    first = None if data is None else jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], data)
+    # Without data, which is then an empty pytree, these are `None` too.
+    rows, first = (jax.tree.map(lambda leaf, at=at: leaf[at], data) for at in (slice(1, None), 0))
     shape = jax.eval_shape(value, points[0], points[0], first).shape
     entries = max(1, int(np.prod(shape)))
 
     def at_time(step: Any) -> Array:
         (before, smoothed, u, real), row = step
         operator, _ = move(u)
-        after = _ratio(smoothed, operator.push(before))
+        after = correction(smoothed, operator.push(before))
 
         def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
             sources, mass = block
@@ -279,14 +270,13 @@ def _cross_covariance(posterior: GridPosterior) -> Array:
     def at_time(step: Any) -> Array:
         (before, smoothed, u, real), mean, next_mean = step
         operator, _ = move(u)
-        after = _ratio(smoothed, operator.push(before))
+        after = correction(smoothed, operator.push(before))
         centred = points - next_mean[None, :]
         pulled = jnp.stack(
             [operator.pull(after * centred[:, i]) for i in range(points.shape[1])], axis=1
         )
         weighted = before[:, None] * (points - mean[None, :])
-        product = jnp.matmul(weighted.T, pulled, precision=jax.lax.Precision.HIGHEST)
-        return jnp.where(real, product, 0.0)
+        return jnp.where(real, product(weighted.T, pulled), 0.0)
 
     means = posterior.mean
     return jax.lax.map(at_time, (_later(posterior), means[:-1], means[1:]))
@@ -297,7 +287,7 @@ def _pairwise(posterior: GridPosterior, k: Array) -> Array:
     kernel, points = posterior.transition.kernel, posterior.points
     before, smoothed, u, _ = jax.tree.map(lambda leaf: leaf[k - 1], _later(posterior))
     joint = before[:, None] * densities(kernel, points, points, u)
-    return joint * _ratio(smoothed, jnp.sum(joint, axis=0))[None, :]
+    return joint * correction(smoothed, jnp.sum(joint, axis=0))[None, :]
 
 
 @eqx.filter_jit
@@ -373,7 +363,6 @@ def _invert_cubic(
         )
         return (jnp.where(value < level, t, left), jnp.where(value < level, right, t)), None
 
-    (left, right), _ = jax.lax.scan(
-        halve, (jnp.zeros_like(level), jnp.ones_like(level)), None, length=50
-    )
+    ends = (jnp.zeros_like(level), jnp.ones_like(level))
+    (left, right), _ = jax.lax.scan(halve, ends, None, length=50)
     return 0.5 * (left + right)

@@ -7,11 +7,10 @@ They are below 1 where the transition leaves the box, and differ from 1 where it
 than the spacing. A renormalisation would hide both.
 """
 
-from abc import abstractmethod
+import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,80 +44,71 @@ DENSE_ENTRIES = 2**24
 Kind: TypeAlias = Literal["dense", "separable", "blocked"]
 
 
-class AbstractTransition(eqx.Module):
-    """The densities m(x_i, x_j) between the points of a grid, for one input."""
-
-    @abstractmethod
-    def push(self, weights: Float[Array, "point"]) -> Float[Array, "point"]:
-        """Return the density Σ_i w_i m(x_i, x_j) of the next state at every point j."""
-
-    @abstractmethod
-    def pull(self, values: Float[Array, "point"]) -> Float[Array, "point"]:
-        """Return the sum Σ_j m(x_i, x_j) v_j for every point i."""
+product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+"""The matrix product, in full precision on accelerators too."""
 
 
-class DenseTransition(AbstractTransition):
-    """A transition whose densities are computed once and stored as one matrix."""
+class Operator(NamedTuple):
+    """The densities m(x_i, x_j) between the points of a grid, for one input.
 
-    matrix: Float[Array, "point point"]
+    Attributes:
+        push: returns the density Σ_i w_i m(x_i, x_j) of the next state at every point j.
+        pull: returns the sum Σ_j m(x_i, x_j) v_j for every point i.
+    """
 
-    def push(self, weights: Float[Array, "point"]) -> Float[Array, "point"]:
-        """See `AbstractTransition`."""
-        return jnp.matmul(weights, self.matrix, precision=jax.lax.Precision.HIGHEST)
-
-    def pull(self, values: Float[Array, "point"]) -> Float[Array, "point"]:
-        """See `AbstractTransition`."""
-        return jnp.matmul(self.matrix, values, precision=jax.lax.Precision.HIGHEST)
+    push: Callable[[Float[Array, "point"]], Float[Array, "point"]]
+    pull: Callable[[Float[Array, "point"]], Float[Array, "point"]]
 
 
-class SeparableTransition(AbstractTransition):
-    """A two-dimensional transition whose coordinates are independent given the state.
+def dense_operator(matrix: Float[Array, "point point"]) -> Operator:
+    """Return the operator of densities that are computed once and stored as one matrix."""
+    return Operator(
+        lambda weights: product(weights, matrix), lambda values: product(matrix, values)
+    )
+
+
+def separable_operator(first: Float[Array, "point a"], second: Float[Array, "point b"]) -> Operator:
+    """Return the operator of a state whose two coordinates are independent given the one before.
 
     With m(x_i, (a, b)) = s(i, a) t(i, b), `push` is the matrix product sᵀ diag(w) t. It costs as
     much as a dense product, but needs two tables of N √N entries instead of one of N².
     """
 
-    first: Float[Array, "point a"]
-    second: Float[Array, "point b"]
+    def push(weights: Array) -> Array:
+        return product(first.T, weights[:, None] * second).reshape(-1)
 
-    def push(self, weights: Float[Array, "point"]) -> Float[Array, "point"]:
-        """See `AbstractTransition`."""
-        weighted = weights[:, None] * self.second
-        return jnp.matmul(self.first.T, weighted, precision=jax.lax.Precision.HIGHEST).reshape(-1)
+    def pull(values: Array) -> Array:
+        inner = product(first, values.reshape(first.shape[1], second.shape[1]))
+        return jnp.sum(inner * second, axis=1)
 
-    def pull(self, values: Float[Array, "point"]) -> Float[Array, "point"]:
-        """See `AbstractTransition`."""
-        table = values.reshape(self.first.shape[1], self.second.shape[1])
-        inner = jnp.matmul(self.first, table, precision=jax.lax.Precision.HIGHEST)
-        return jnp.sum(inner * self.second, axis=1)
+    return Operator(push, pull)
 
 
-class BlockedTransition(AbstractTransition):
-    """A transition whose densities are recomputed at each use, one block of rows at a time."""
+def blocked_operator(
+    kernel: AbstractKernel, points: Float[Array, "point state"], u: Float[Array, "input"] | None
+) -> Operator:
+    """Return an operator that recomputes its densities at each use, one block of rows at a time."""
 
-    kernel: AbstractKernel
-    points: Float[Array, "point state"]
-    u: Float[Array, "input"] | None
-
-    def push(self, weights: Float[Array, "point"]) -> Float[Array, "point"]:
-        """See `AbstractTransition`."""
-
+    def push(weights: Array) -> Array:
         def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
             sources, mass = block
-            rows = densities(self.kernel, sources, self.points, self.u)
-            return total + jnp.matmul(mass, rows, precision=jax.lax.Precision.HIGHEST), None
+            return total + product(mass, densities(kernel, sources, points, u)), None
 
-        blocks = in_blocks(self.points), in_blocks(weights, self.points.shape[0])
+        blocks = in_blocks(points), in_blocks(weights, points.shape[0])
         return jax.lax.scan(add, jnp.zeros_like(weights), blocks)[0]
 
-    def pull(self, values: Float[Array, "point"]) -> Float[Array, "point"]:
-        """See `AbstractTransition`."""
-
+    def pull(values: Array) -> Array:
         def integrate(sources: Array) -> Array:
-            rows = densities(self.kernel, sources, self.points, self.u)
-            return jnp.matmul(rows, values, precision=jax.lax.Precision.HIGHEST)
+            return product(densities(kernel, sources, points, u), values)
 
-        return jax.lax.map(integrate, in_blocks(self.points)).reshape(-1)[: values.shape[0]]
+        return jax.lax.map(integrate, in_blocks(points)).reshape(-1)[: values.shape[0]]
+
+    return Operator(push, pull)
+
+
+def correction(smoothed: Array, predicted: Array) -> Array:
+    """Return r = s_k / p_k; f_{k-1}(i) m(x_i, x_j) r(j) is then the joint law of a pair."""
+    return jnp.where(predicted > 0, smoothed / jnp.where(predicted > 0, predicted, 1.0), 0.0)
 
 
 def densities(
@@ -199,15 +189,21 @@ def kind_of(kernel: AbstractKernel, grid: Grid, u: Float[Array, "input"] | None)
 
 def operators(
     kernel: AbstractKernel, grid: Grid, kind: Kind
-) -> Callable[[Float[Array, "input"] | None], tuple[AbstractTransition, Float[Array, "point"]]]:
+) -> Callable[[Float[Array, "input"] | None], tuple[Operator, Float[Array, "point"]]]:
     """Return a function from the input to the operator and its row sums.
 
     A kernel that takes no input has one operator. It is built once, so that scans over time close
     over it.
     """
+    points = grid.points
 
-    def build(u: Array | None) -> tuple[AbstractTransition, Array]:
-        operator = _operator(kernel, grid, kind, u)
+    def build(u: Array | None) -> tuple[Operator, Array]:
+        if kind == "separable":
+            operator = separable_operator(*_coordinate_tables(kernel, grid, u))
+        elif kind == "dense":
+            operator = dense_operator(densities(kernel, points, points, u))
+        else:
+            operator = blocked_operator(kernel, points, u)
         return operator, operator.pull(jnp.exp(grid.log_quadrature))
 
     if kernel.takes_input:
@@ -216,16 +212,8 @@ def operators(
     return lambda u: built
 
 
-def _operator(kernel: AbstractKernel, grid: Grid, kind: Kind, u: Any) -> AbstractTransition:
-    points = grid.points
-    if kind == "separable":
-        return _separable(kernel, grid, u)
-    if kind == "dense":
-        return DenseTransition(densities(kernel, points, points, u))
-    return BlockedTransition(kernel, points, u)
-
-
-def _separable(kernel: AbstractKernel, grid: Grid, u: Any) -> SeparableTransition:
+def _coordinate_tables(kernel: AbstractKernel, grid: Grid, u: Any) -> tuple[Array, Array]:
+    """Return the densities of each coordinate of the next state, one row per point."""
     first, second = grid.axes
     longest = max(grid.num_points)
     # One evaluation at (first[a], second[a]) gives an entry of either table.
@@ -234,13 +222,12 @@ def _separable(kernel: AbstractKernel, grid: Grid, u: Any) -> SeparableTransitio
         axis=1,
     )
 
-    def row(x: Array) -> tuple[Array, Array]:
+    def row(x: Array) -> Array:
         law = kernel.law(x, u)
-        table = jnp.exp(jax.vmap(lambda value: _coordinate_log_prob(law, value))(values))
-        return table[: first.shape[0], 0], table[: second.shape[0], 1]
+        return jnp.exp(jax.vmap(lambda value: _coordinate_log_prob(law, value))(values))
 
-    tables = map_rows(row, grid.points, 2 * longest)
-    return SeparableTransition(*(table.astype(first.dtype) for table in tables))
+    table = map_rows(row, grid.points, 2 * longest).astype(first.dtype)
+    return table[:, : first.shape[0], 0], table[:, : second.shape[0], 1]
 
 
 def _coordinate_log_prob(law: Any, value: Float[Array, "state"]) -> Float[Array, "state"]:

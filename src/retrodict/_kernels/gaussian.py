@@ -1,23 +1,31 @@
-"""Linear-Gaussian kernels, with parameters that are fixed or depend on the input."""
+"""Gaussian kernels: linear ones, with fixed or varying parameters, and those of any mean."""
 
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-from jaxtyping import Array, Float
 
 from retrodict._kernels.base import AbstractGaussianKernel, require_input
-from retrodict._laws import Gaussian, Scale, as_scale, check_scale, factor_of_covariance, shape_of
+from retrodict._laws import (
+    Gaussian,
+    Scale,
+    as_scale,
+    check_scale,
+    factor_of_covariance,
+    scale_dim,
+    shape_of,
+)
 from retrodict._numerics import linalg
 from retrodict._parameters import as_parameter, unwrap
+from retrodict._types import Input, State
 
 
 class AbstractLinearGaussianKernel(AbstractGaussianKernel):
     """A kernel that is linear Gaussian in the state once the input is known."""
 
     @abstractmethod
-    def at(self, u: Float[Array, "input"] | None) -> "LinearGaussianKernel":
+    def at(self, u: Input | None) -> "LinearGaussianKernel":
         """Return the kernel x ↦ N(w x + b, s sᵀ) at this input."""
 
 
@@ -66,11 +74,7 @@ class LinearGaussianKernel(AbstractLinearGaussianKernel):
 
     @classmethod
     def from_covariance(
-        cls,
-        weight: Any,
-        bias: Any,
-        covariance: Any,
-        input_weight: Any = None,
+        cls, weight: Any, bias: Any, covariance: Any, input_weight: Any = None
     ) -> "LinearGaussianKernel":
         """Build the kernel from the covariance of its noise, which must be positive definite."""
         scale = factor_of_covariance("LinearGaussianKernel.from_covariance", covariance)
@@ -81,7 +85,7 @@ class LinearGaussianKernel(AbstractLinearGaussianKernel):
         """Whether there is an input_weight."""
         return self.input_weight is not None
 
-    def at(self, u: Float[Array, "input"] | None) -> "LinearGaussianKernel":
+    def at(self, u: Input | None) -> "LinearGaussianKernel":
         """Return the kernel with v u added to its bias."""
         kernel = unwrap(self)
         if kernel.input_weight is None:
@@ -95,7 +99,7 @@ class LinearGaussianKernel(AbstractLinearGaussianKernel):
         shift = linalg.matvec(kernel.input_weight, u)
         return LinearGaussianKernel(kernel.weight, kernel.bias + shift, kernel.scale_tril)
 
-    def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Gaussian:
+    def law(self, x: State, u: Input | None = None) -> Gaussian:
         """Return N(w x + v u + b, s sᵀ)."""
         kernel = self.at(u)
         return Gaussian(linalg.matvec(kernel.weight, x) + kernel.bias, kernel.scale_tril)
@@ -125,7 +129,7 @@ class VaryingLinearGaussianKernel(AbstractLinearGaussianKernel):
         """Always."""
         return True
 
-    def at(self, u: Float[Array, "input"] | None) -> LinearGaussianKernel:
+    def at(self, u: Input | None) -> LinearGaussianKernel:
         """Return the kernel with the parameters fn(u)."""
         parameters = unwrap(self).fn(require_input(u))
         if not isinstance(parameters, tuple) or len(parameters) != 3:
@@ -135,6 +139,57 @@ class VaryingLinearGaussianKernel(AbstractLinearGaussianKernel):
             )
         return unwrap(LinearGaussianKernel(*parameters))
 
-    def law(self, x: Float[Array, "state"], u: Float[Array, "input"] | None = None) -> Gaussian:
+    def law(self, x: State, u: Input | None = None) -> Gaussian:
         """Return N(w(u) x + b(u), s(u) s(u)ᵀ)."""
         return self.at(u).law(x)
+
+
+class NonlinearGaussianKernel(AbstractGaussianKernel):
+    """The kernel x ↦ N(f(x), s sᵀ), or x, u ↦ N(f(x, u), s sᵀ).
+
+    Example:
+        >>> import jax.numpy as jnp, retrodict as rd
+        >>> kernel = rd.NonlinearGaussianKernel(lambda x: jnp.cos(x), rd.Diagonal(jnp.ones(1)))
+        >>> kernel.law(jnp.zeros(1)).mean.tolist()
+        [1.0]
+
+    Args:
+        fn: f, any function that JAX can trace; an `equinox.nn` network is learned with the model.
+        scale_tril: s, a lower Cholesky factor of shape `(out, out)`, or a `Diagonal`.
+        takes_input: whether f is called as `fn(x, u)`.
+        curvature: for error bounds, a function of the value (and of u, if the kernel takes inputs)
+            to a matrix of shape `(state, state)` that −∇² log N(value; f(x), s sᵀ) is at least at
+            every x.
+    """
+
+    fn: Callable[..., Any]
+    scale_tril: Scale = eqx.field(converter=as_scale)
+    takes_input: bool = eqx.field(static=True, default=False)  # pyright: ignore
+    curvature: Callable[..., Any] | None = None
+
+    def __check_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(
+                "NonlinearGaussianKernel expects a function of the state, got"
+                f" {type(self.fn).__name__}. For a matrix use LinearGaussianKernel."
+            )
+        if shape_of(self.scale_tril) == ():
+            raise ValueError(
+                "NonlinearGaussianKernel expects scale_tril of shape (out, out), a lower Cholesky"
+                " factor, got one number. Use number * jnp.eye(out)."
+            )
+        dim = scale_dim(self.scale_tril)
+        if dim is not None:
+            check_scale("NonlinearGaussianKernel", self.scale_tril, dim)
+
+    def law(self, x: State, u: Input | None = None) -> Gaussian:
+        """Return N(f(x, u), s sᵀ)."""
+        kernel = unwrap(self)
+        mean = kernel.fn(x, require_input(u)) if self.takes_input else kernel.fn(x)
+        dim = scale_dim(kernel.scale_tril)
+        if getattr(mean, "shape", None) != (dim,):
+            raise ValueError(
+                f"NonlinearGaussianKernel has a scale of dimension {dim}, so that its function must"
+                f" return shape ({dim},), got {getattr(mean, 'shape', type(mean).__name__)}."
+            )
+        return Gaussian(mean, kernel.scale_tril)
