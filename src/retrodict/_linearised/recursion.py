@@ -55,9 +55,9 @@ class Pass(eqx.Module):
         )
         predicted = self.predicted.mean
         innovation = value - jax.vmap(linalg.matvec)(design, predicted)
-        if series.length is not None:
-            exists = series.exists()[1:, None]
-            moved = jnp.where(exists, predicted[1:], self.laws.mean[:-1])
+        exists = series.exists()
+        if exists is not None:
+            moved = jnp.where(exists[1:, None], predicted[1:], self.laws.mean[:-1])
             predicted = jnp.concatenate([predicted[:1], moved])
         kernels, standard = backward_kernels(reversal, self.laws.mean, predicted, innovation)
         laws = jax.vmap(Gaussian)(self.laws.mean, self.laws.scale_tril)

@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
@@ -87,7 +88,7 @@ def automatic(tree: PyTree) -> PyTree:
     """Return the arrays of a tree on the same devices, with automatic axes."""
 
     def convert(leaf: Any) -> Any:
-        known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
         sharding = leaf.sharding if known else None
         if not isinstance(sharding, NamedSharding):
             return leaf
