@@ -52,18 +52,17 @@ class Minibatch(eqx.Module):
 
     @classmethod
     def on_devices(
-        cls, series: Series, mesh: Mesh | None = None, axes: tuple[str, ...] = ()
+        cls,
+        series: Series,
+        mesh: Mesh | None = None,
+        axes: tuple[str, ...] = (),
+        count: int | None = None,
     ) -> "Minibatch":
-        """Return a minibatch of all series, padded and sharded over axes of a mesh."""
-        count = num_series(series)
-        if mesh is None:
-            return cls(series, count)
-        return cls(
-            shard_over(pad_to_multiple(series, num_devices(mesh, axes)), mesh, P(axes)),
-            count,
-            mesh,
-            axes,
-        )
+        """Return a minibatch of all series, or the first `count`, padded and sharded over axes."""
+        count = num_series(series) if count is None else count
+        if mesh is not None:
+            series = shard_over(pad_to_multiple(series, num_devices(mesh, axes)), mesh, P(axes))
+        return cls(series, count, mesh, axes)
 
     def each(self, fn: Callable[..., Any], parameters: PyTree, *per_series: PyTree) -> Any:
         """Evaluate a function of the parameters and one series for every series.
@@ -123,16 +122,10 @@ class Minibatch(eqx.Module):
 
     def first_rows(self, count: int) -> "Minibatch":
         """Return the same series without the rows from `count` on."""
-        series = self.series
-        return dataclasses.replace(
-            self,
-            series=jax.vmap(Series)(
-                series.ys[:, :count],
-                None if series.mask is None else series.mask[:, :count],
-                None if series.inputs is None else series.inputs[:, :count],
-                None if series.length is None else jnp.minimum(series.length, count),
-            ),
-        )
+        rows = jax.tree.map(lambda leaf: leaf[:, :count], self.series.rows)
+        length = self.series.length
+        length = None if length is None else jnp.minimum(length, count)
+        return dataclasses.replace(self, series=dataclasses.replace(rows, length=length))
 
 
 class AbstractBatches(eqx.Module):
@@ -144,7 +137,7 @@ class AbstractBatches(eqx.Module):
 
 
 class AbstractLoader(ABC):
-    """The minibatches of one run of training. Use it as a context manager.
+    """The minibatches of one run of training.
 
     Attributes:
         steps_per_load: the largest number of steps per call of `load`; `None` for no limit.
@@ -164,12 +157,6 @@ class AbstractLoader(ABC):
 
     def close(self) -> None:  # noqa: B027  (most loaders hold nothing)
         """Release threads and files."""
-
-    def __enter__(self) -> "AbstractLoader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class AbstractDataset(ABC):
@@ -239,3 +226,9 @@ def num_series(batch: Series) -> int:
 def take(batch: Series, index: Any) -> Series:
     """Return some of the series of a batch."""
     return jax.tree.map(lambda leaf: leaf[index], batch)
+
+
+def options_of(series: Series) -> dict[str, Any]:
+    """Return the keyword arguments that describe a prepared series to a verb."""
+    mask = True if series.mask is None else series.mask
+    return {"mask": mask, "inputs": series.inputs, "length": series.length}

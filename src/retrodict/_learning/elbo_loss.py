@@ -1,5 +1,6 @@
 """The loss of `fit`: the negative ELBO of whole series, of prefixes, or of windows."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -140,17 +141,9 @@ def _window_chain(
 
 def _rows(series: Series, begin: Any, count: int) -> Series:
     """Return consecutive rows of one series, of which at least one exists."""
-
-    def cut(array: Array | None) -> Array | None:
-        return None if array is None else lax.dynamic_slice_in_dim(array, begin, count)
-
+    rows = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, count), series.rows)
     length = None if series.length is None else jnp.clip(series.length - begin, 1, count)
-    return Series(
-        lax.dynamic_slice_in_dim(series.ys, begin, count),
-        cut(series.mask),
-        cut(series.inputs),
-        length,
-    )
+    return dataclasses.replace(rows, length=length)
 
 
 class PrefixLoss(eqx.Module):

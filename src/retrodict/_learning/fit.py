@@ -6,6 +6,7 @@ the loss of a minibatch, the state of training, the steps, and the result.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,7 +184,7 @@ def fit(
 
     def run(stages: Sequence[Stage], trained: Trained, starts: int | None) -> Trained:
         placement, axes = _placement(devices, starts)
-        with dataset.loader(key, options.batch_size, options.chunk_size, axes) as loader:
+        with closing(dataset.loader(key, options.batch_size, options.chunk_size, axes)) as loader:
             return train(
                 key,
                 stages,

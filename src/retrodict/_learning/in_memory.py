@@ -1,4 +1,7 @@
-"""Datasets in memory: arrays on one device, or sharded over the devices of a mesh."""
+"""Datasets in memory: arrays on one device, or sharded over the devices of a mesh.
+
+The devices may belong to several processes, each of which holds its share of the series.
+"""
 
 import hashlib
 from typing import Any
@@ -22,11 +25,18 @@ from retrodict._learning.dataset import (
 )
 from retrodict._series import Series
 from retrodict._types import PRNGKey
-from retrodict.distributed import num_devices, pad_to_multiple
+from retrodict.distributed import (
+    is_multi_process,
+    map_shards,
+    num_devices,
+    pad_to_multiple,
+    shard_over,
+    to_hosts,
+)
 
 
 class ArrayDataset(AbstractDataset):
-    """Series in the memory of this process.
+    """Series in arrays, in the memory of this process or sharded over those of several.
 
     Args:
         series: the series, with a leading axis `batch`.
@@ -35,21 +45,39 @@ class ArrayDataset(AbstractDataset):
     """
 
     def __init__(self, series: Series, count: int, mesh: Mesh | None) -> None:
+        size, self._is_shared = num_series(series), is_multi_process(series)
+        if self._is_shared:
+            if mesh is None or size % mesh.size:
+                raise ValueError(
+                    f"The {size} series are sharded over several processes and must have equal"
+                    " shares: pass the mesh of all their devices, and a multiple of its size as"
+                    " the number of series."
+                )
+            series = shard_over(series, mesh, P(mesh.axis_names))
         self._series, self._count, self._mesh = series, count, mesh
         self.num_times = series.ys.shape[1]
         self.num_rows = float(Minibatch(series, count).num_rows())
 
     def spaced(self, count: int) -> Series:
         """Return at most `count` series at equal distances."""
-        return take(self._series, spaced_indices(self._count, count))
+        return self._at(spaced_indices(self._count, count))
 
     def first(self, count: int) -> Series:
         """Return the first series."""
-        return take(self._series, slice(0, min(count, self._count)))
+        return self._at(slice(0, min(count, self._count)))
+
+    def _at(self, index: Any) -> Series:
+        """Return some of the series, in the memory of every process."""
+        chosen = take(self._series, index)
+        return to_hosts(chosen) if self._is_shared else chosen
 
     def fingerprint(self) -> bytes:
-        """Return the hashes of all series."""
-        return hash_series(self._series)[: self._count].tobytes()
+        """Return the hashes of all series, of which each process computes its own."""
+        if self._is_shared:
+            hashes = map_shards(hash_series, self._series, hashlib.sha256().digest_size)
+        else:
+            hashes = hash_series(self._series)
+        return hashes[: self._count].tobytes()
 
     def loader(
         self, key: PRNGKey, batch_size: int, chunk_size: int, axes: tuple[str, ...]
@@ -105,8 +133,7 @@ class InMemoryLoader(AbstractLoader):
     def __init__(
         self, series: Series, count: int, batch_size: int, mesh: Mesh | None, axes: tuple[str, ...]
     ) -> None:
-        laid = Minibatch.on_devices(series, mesh, axes).series
-        everything = Minibatch(laid, count, mesh, axes)
+        everything = Minibatch.on_devices(series, mesh, axes, count)
         self.batches = InMemoryBatches(everything, min(batch_size, count))
 
     def load(self, first: int, count: int, then: int | None) -> InMemoryBatches:

@@ -245,13 +245,12 @@ class StoredLoader(AbstractLoader):
         self._store, self._size, self._mesh, self._axes = store, size, mesh, axes
         self._shapes = jax.tree.map(lambda a: jax.eval_shape(jnp.asarray, a[0]), store.load(0))
         self._blocks: dict[int, tuple[int, Arrays]] = {}
-        self._sharding, self._padded, self._shards = None, size, {(0, size)}
-        if mesh is not None:
-            shards = num_devices(mesh, axes)
-            self._padded = -(-size // shards) * shards
-            self._sharding = NamedSharding(mesh, P(None, axes))
-            places = self._sharding.addressable_devices_indices_map((1, self._padded))
-            self._shards = {self._shard(index) for index in places.values() if index is not None}
+        shards = 1 if mesh is None else num_devices(mesh, axes)
+        self._padded = -(-size // shards) * shards
+        one_device = jnp.zeros(()).sharding
+        self._sharding = one_device if mesh is None else NamedSharding(mesh, P(None, axes))
+        places = self._sharding.addressable_devices_indices_map((1, self._padded))
+        self._shards = {self._shard(index) for index in places.values() if index is not None}
         self._worker = ThreadPoolExecutor(1, "retrodict-batches")
         self._ahead: tuple[tuple[int, int], Future[dict[tuple[int, int], Arrays]]] | None = None
         series_bytes = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(self._shapes))
@@ -267,23 +266,20 @@ class StoredLoader(AbstractLoader):
         self._ahead = None
         if then is not None:
             self._ahead = ((then, count), self._worker.submit(self._read, then, count))
-        start, sharding = jnp.asarray(first), self._sharding
+        start = jnp.asarray(first)
+        start = start if self._mesh is None else shard_over(start, self._mesh, P())
 
         def over_devices(name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
             def shard(index: Any) -> Any:
                 return arrays[self._shard(index)][name]
 
             size = (count, self._padded, *shape.shape)
-            return jax.make_array_from_callback(size, sharding, shard)  # pyright: ignore
+            return jax.make_array_from_callback(size, self._sharding, shard)
 
-        if self._mesh is None:
-            series: Any = jax.tree.map(jnp.asarray, arrays[0, self._size])
-        else:
-            start = shard_over(start, self._mesh, P())
-            series = {
-                name: None if shape is None else over_devices(name, shape)
-                for name, shape in self._shapes.items()
-            }
+        series = {
+            name: None if shape is None else over_devices(name, shape)
+            for name, shape in self._shapes.items()
+        }
         series = jax.vmap(jax.vmap(Series))(**series)
         return StoredBatches(series, start, self._size, self._mesh, self._axes)
 
