@@ -8,8 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from retrodict._chains import AbstractBackwardKernel
-from retrodict._families.base import AbstractSampledFamily, Factor, Row
-from retrodict._families.network import Embedded, RecurrentState, centres, mlp, tril_from, tril_size
+from retrodict._families import perceptron
+from retrodict._families.base import (
+    AbstractPreparedFamily,
+    AbstractSampledFamily,
+    Factor,
+    Row,
+)
+from retrodict._families.network import Embedded, RecurrentState
 from retrodict._families.recurrent import RecurrentFamily
 from retrodict._families.recursions import product
 from retrodict._kernels import LinearGaussianKernel
@@ -17,6 +23,7 @@ from retrodict._laws import Gaussian, GaussianMixture
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._parameters import Frozen
+from retrodict._series import Series
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
@@ -58,7 +65,7 @@ class NonlinearKernel(AbstractBackwardKernel):
         linear = linalg.matvec(step.base.weight, x) + step.base.bias
         return Gaussian(
             linear + linalg.matvec(self.scale, out[:d]),
-            product(step.base.scale_tril, tril_from(out[d:], d)),
+            product(step.base.scale_tril, perceptron.tril_from(out[d:], d)),
         )
 
 
@@ -107,7 +114,7 @@ class MixtureCorrection(eqx.Module):
     centres: Any
 
 
-class NonlinearFamily(AbstractSampledFamily):
+class NonlinearFamily(AbstractPreparedFamily, AbstractSampledFamily):
     """A recurrent family whose backward kernels are nonlinear in the later state.
 
     The kernels of a `RecurrentFamily` are corrected by a network of the recurrent state and of x_k,
@@ -178,33 +185,21 @@ class NonlinearFamily(AbstractSampledFamily):
         """The number of components of each filtering law and each backward kernel."""
         if isinstance(self.correction, eqx.nn.MLP):
             return 1
-        return int(self.correction.law.out_size) // (1 + self.state_dim + tril_size(self.state_dim))
+        return int(self.correction.law.out_size) // (
+            1 + self.state_dim + perceptron.tril_size(self.state_dim)
+        )
 
-    def prepare(
-        self,
-        model: StateSpaceModel,
-        ys: Any,
-        *,
-        mask: Any = None,
-        inputs: Any = None,
-        length: Any = None,
-    ) -> "NonlinearFamily":
-        """Return the family in the units of these data, started near the model's prior chain."""
-        base = self.base.prepare(model, ys, mask=mask, inputs=inputs, length=length)
-        return eqx.tree_at(lambda f: f.base, self, base)
+    def started(self, model: StateSpaceModel, batch: Series) -> "NonlinearFamily":
+        """Return the family in the units of the data."""
+        return eqx.tree_at(lambda f: f.base, self, self.base.started(model, batch))
 
     def redraw(self, key: PRNGKey) -> "NonlinearFamily":
         """Return the same family with a new random cell, readouts and correction."""
         check_key(key, "NonlinearFamily")
         base_key, key = jax.random.split(key)
-        return eqx.tree_at(
-            lambda f: (f.base, f.context, f.entry, f.correction),
-            self,
-            (
-                self.base.redraw(base_key),
-                *_draw(key, self.base, self.depth, self.num_components),
-            ),
-        )
+        drawn = _draw(key, self.base, self.depth, self.num_components)
+        fresh = (self.base.redraw(base_key), *drawn)
+        return eqx.tree_at(lambda f: (f.base, f.context, f.entry, f.correction), self, fresh)
 
     def init(self) -> RecurrentState:
         """Return zero hidden units."""
@@ -280,7 +275,9 @@ def _mixture(
     count, d = means.shape
     out = out.reshape(count, -1)
     narrowed = jnp.sqrt(1.0 - jnp.mean(offsets**2, axis=0))[:, None]
-    scales = jax.vmap(lambda raw: product(scale, narrowed * tril_from(raw, d)))(out[:, 1 + d :])
+    scales = jax.vmap(lambda raw: product(scale, narrowed * perceptron.tril_from(raw, d)))(
+        out[:, 1 + d :]
+    )
     shifts = jax.vmap(lambda shift: linalg.matvec(units, shift))(out[:, 1 : 1 + d])
     return GaussianMixture(jax.nn.log_softmax(out[:, 0]), means + shifts, scales)
 
@@ -291,17 +288,17 @@ def _draw(
     """Return the random first layer of the correction, in two parts, and the rest."""
     context_key, entry_key, rest_key = jax.random.split(key, 3)
     d, hidden, width = base.state_dim, base.cell.hidden_size, base.width
-    known, size = hidden + base.input_dim, d + tril_size(d)
+    known, size = hidden + base.input_dim, d + perceptron.tril_size(d)
     context = eqx.nn.Linear(known, width, key=context_key)
     bound = 1.0 / jnp.sqrt(known + d)
     entry = jax.random.uniform(entry_key, (width, d), minval=-bound, maxval=bound)
     if num_components == 1:
-        return context, entry, mlp(rest_key, width, size, width, depth - 1)
+        return context, entry, perceptron.mlp(rest_key, width, size, width, depth - 1)
     kernel_key, law_key = jax.random.split(rest_key)
     size = num_components * (1 + size)
     correction = MixtureCorrection(
-        mlp(kernel_key, width, size, width, depth - 1),
-        mlp(law_key, hidden, size, width, 1),
-        Frozen(centres(num_components, d)),
+        perceptron.mlp(kernel_key, width, size, width, depth - 1),
+        perceptron.mlp(law_key, hidden, size, width, 1),
+        Frozen(perceptron.centres(num_components, d)),
     )
     return context, entry, correction

@@ -25,7 +25,7 @@ from retrodict._expectations import (
     RaoBlackwellised,
 )
 from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily
-from retrodict._learning.dataset import Minibatch, batch_for
+from retrodict._learning.dataset import Minibatch, batch_for, options_of
 from retrodict._learning.elbo_loss import ElboLoss, stages_of
 from retrodict._learning.fit_checkpoint import FitCheckpoint, fingerprint
 from retrodict._learning.fit_result import (
@@ -159,7 +159,8 @@ def fit(
 
     # Parameters: the leaves of (family, model) that move, for every start.
     if options.prepare:
-        family = _prepare(family, model, dataset.spaced(NUM_PREPARED))
+        series = dataset.spaced(NUM_PREPARED)
+        family = family.prepare(model, series.ys, **options_of(series))
     if isinstance(learn, str) and learn != "family":
         model = learnable(model)
     moving = _moving((family, model), learn)
@@ -222,21 +223,14 @@ def fit(
 
 def _check_types(family: Any, model: Any, objective: Any, optimisation: Any) -> None:
     """Raise if an argument is of the wrong type."""
-    for value, kind, article in (
+    for value, kind, what in (
         (family, AbstractFamily, "a family"),
         (model, StateSpaceModel, "a StateSpaceModel"),
+        (objective, Objective | None, "`objective` to be a retrodict.Objective"),
+        (optimisation, Optimisation | None, "`optimisation` to be a retrodict.Optimisation"),
     ):
         if not isinstance(value, kind):
-            raise TypeError(f"fit expects {article}, got {type(value).__name__}.")
-    for name, value, kind in (
-        ("objective", objective, Objective),
-        ("optimisation", optimisation, Optimisation),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(
-                f"fit expects `{name}` to be a retrodict.{kind.__name__}, got"
-                f" {type(value).__name__}."
-            )
+            raise TypeError(f"fit expects {what}, got {type(value).__name__}.")
 
 
 def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
@@ -249,13 +243,6 @@ def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
         )
     options = {"mask": None, "inputs": None, "length": None, **options}
     return batch_for(unwrap(model), ys, owner="fit", **options)
-
-
-def _prepare(family: AbstractFamily, model: StateSpaceModel, series: Series) -> AbstractFamily:
-    """Return the family in the units of the data."""
-    return family.prepare(
-        model, series.ys, mask=series.mask, inputs=series.inputs, length=series.length
-    )
 
 
 def _moving(pair: tuple[AbstractFamily, StateSpaceModel], learn: Any) -> PyTree:

@@ -28,9 +28,9 @@ from retrodict._learning.dataset import (
     AbstractLoader,
     Minibatch,
     num_series,
+    spaced_indices,
     take,
 )
-from retrodict._learning.in_memory import spaced_indices
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._series import Series
 from retrodict._types import PRNGKey

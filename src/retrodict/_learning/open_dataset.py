@@ -4,8 +4,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from retrodict._learning.dataset import AbstractDataset, batch_for, num_series
-from retrodict._learning.in_memory import ArrayDataset
+from retrodict._learning.dataset import AbstractDataset, ArrayDataset, batch_for, num_series
 from retrodict._learning.on_disk import AbstractSeriesStore, StoredDataset
 from retrodict._learning.shared import SharedSeries, check_shared, refuse_beside
 from retrodict._model import StateSpaceModel
