@@ -74,7 +74,7 @@ class ConjugateFamily(AbstractLawFamily):
         width: int = 32,
         depth: int = 2,
     ):
-        super().__init__(state_dim, obs_dim, input_dim)
+        super().__init__(state_dim, obs_dim, input_dim)  # pyright: ignore
         size = state_dim + perceptron.tril_size(state_dim)
         self.network = perceptron.mlp(
             key, self.num_features, size, width, check_count(depth, "depth")

@@ -59,7 +59,7 @@ class GatedFamily(AbstractLawFamily):
         depth: int = 2,
         gate: Literal["natural", "scale"] = "natural",
     ):
-        super().__init__(state_dim, obs_dim, input_dim)
+        super().__init__(state_dim, obs_dim, input_dim)  # pyright: ignore
         if gate not in ("natural", "scale"):
             raise ValueError(f"GatedFamily expects gate 'natural' or 'scale', got {gate!r}.")
         self.gate = gate

@@ -95,7 +95,7 @@ class MixtureFamily(AbstractCellFamily, AbstractSampledFamily):
         hidden: int = 16,
         width: int = 32,
     ):
-        super().__init__(state_dim, obs_dim, input_dim)
+        super().__init__(state_dim, obs_dim, input_dim)  # pyright: ignore
         self.num_components = check_count(num_components, "num_components")
         hidden, width = check_count(hidden, "hidden"), check_count(width, "width")
         self.cell, self.readout = self._draw(key, hidden, width)

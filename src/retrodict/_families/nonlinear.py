@@ -40,12 +40,10 @@ class NonlinearStep(NamedTuple):
     context: Float[Array, "*time width"]
 
 
-class NonlinearKernel(AbstractBackwardKernel):
-    """The kernel q_{k-1|k}(x, ·) = N(G x + c + S δ(a, z), (s T(a, z)) (s T(a, z))ᵀ).
+class AbstractCorrectedKernel(AbstractBackwardKernel):
+    """A kernel that a network of the recurrent state a and of the later state x corrects.
 
-    G, c and s are those of a linear-Gaussian kernel read from the recurrent state a; δ and the
-    lower factor T are a network of a and of z, the later state in standard coordinates
-    x = x̄ + S z. Since the network is bounded and G is a contraction, paths do not diverge.
+    The network reads z, the later state in standard coordinates x = x̄ + S z.
 
     Attributes:
         entry: the weights by which the first layer reads z.
@@ -59,9 +57,26 @@ class NonlinearKernel(AbstractBackwardKernel):
     location: Float[Array, "state"]
     scale: Float[Array, "state state"]
 
+    def corrections(self, step: NonlinearStep, x: Float[Array, "state"]) -> Float[Array, "out"]:
+        """Return the output of the network at the recurrent state and the later state x."""
+        z = linalg.solve_triangular(self.scale, x - self.location)
+        hidden = jnp.tanh(step.context + linalg.matvec(self.entry, z))
+        for layer in self.layers[:-1]:
+            hidden = jnp.tanh(layer(hidden))
+        return self.layers[-1](hidden)
+
+
+class NonlinearKernel(AbstractCorrectedKernel):
+    """The kernel q_{k-1|k}(x, ·) = N(G x + c + S δ(a, z), (s T(a, z)) (s T(a, z))ᵀ).
+
+    G, c and s are those of a linear-Gaussian kernel read from the recurrent state a; δ and the
+    lower factor T are a network of a and of z. Since the network is bounded and G is a contraction,
+    paths do not diverge.
+    """
+
     def law(self, step: NonlinearStep, x: Float[Array, "state"]) -> Gaussian:
         """Return the Gaussian law of the earlier state."""
-        d, out = x.shape[0], _corrections(self, step, x)
+        d, out = x.shape[0], self.corrections(step, x)
         linear = linalg.matvec(step.base.weight, x) + step.base.bias
         return Gaussian(
             linear + linalg.matvec(self.scale, out[:d]),
@@ -69,7 +84,7 @@ class NonlinearKernel(AbstractBackwardKernel):
         )
 
 
-class NonlinearMixtureKernel(AbstractBackwardKernel):
+class NonlinearMixtureKernel(AbstractCorrectedKernel):
     """The kernel q_{k-1|k}(x, ·) = Σ_j π_j N(G x + c + s e_j + S δ_j, (s B T_j) (s B T_j)ᵀ).
 
     As in `NonlinearKernel`, G, c and s are read from the recurrent state, and log π_j, δ_j and T_j
@@ -78,17 +93,9 @@ class NonlinearMixtureKernel(AbstractBackwardKernel):
     covariance of the linear-Gaussian kernel.
 
     Attributes:
-        entry: the weights by which the first layer reads z.
-        layers: the rest of the network.
-        location: x̄.
-        scale: S.
         offsets: e, one row per component.
     """
 
-    entry: Float[Array, "width state"]
-    layers: tuple[eqx.nn.Linear, ...]
-    location: Float[Array, "state"]
-    scale: Float[Array, "state state"]
     offsets: Float[Array, "component state"]
 
     def law(self, step: NonlinearStep, x: Float[Array, "state"]) -> GaussianMixture:
@@ -96,7 +103,7 @@ class NonlinearMixtureKernel(AbstractBackwardKernel):
         base = step.base
         linear = linalg.matvec(base.weight, x) + base.bias
         apart = jax.vmap(lambda offset: linalg.matvec(base.scale_tril, offset))(self.offsets)
-        out = _corrections(self, step, x)
+        out = self.corrections(step, x)
         return _mixture(out, linear[None] + apart, base.scale_tril, self.scale, self.offsets)
 
 
@@ -243,17 +250,6 @@ class NonlinearFamily(AbstractPreparedFamily, AbstractSampledFamily):
 APART = 0.5
 """The distance of the components of an untrained kernel, as a share of the distance of quantiles of
 the linear-Gaussian kernel."""
-
-
-def _corrections(
-    kernel: NonlinearKernel | NonlinearMixtureKernel, step: NonlinearStep, x: Float[Array, "state"]
-) -> Float[Array, "out"]:
-    """Return the output of the network at the recurrent state and the later state x."""
-    z = linalg.solve_triangular(kernel.scale, x - kernel.location)
-    hidden = jnp.tanh(step.context + linalg.matvec(kernel.entry, z))
-    for layer in kernel.layers[:-1]:
-        hidden = jnp.tanh(layer(hidden))
-    return kernel.layers[-1](hidden)
 
 
 def _mixture(

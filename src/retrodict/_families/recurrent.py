@@ -173,7 +173,7 @@ class RecurrentFamily(AbstractCellFamily, AbstractReadoutFamily):
         width: int = 16,
         tied: bool = False,
     ):
-        super().__init__(state_dim, obs_dim, input_dim)
+        super().__init__(state_dim, obs_dim, input_dim)  # pyright: ignore
         hidden, self.width = check_count(hidden, "hidden"), check_count(width, "width")
         self.cell, self.law, self.backward = self._draw(key, hidden, tied)
         self.backward_start = reversed_start(self.coordinates, self.transition)

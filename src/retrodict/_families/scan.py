@@ -126,7 +126,7 @@ class ScanFamily(AbstractReadoutFamily):
         width: int = 16,
         tied: bool = False,
     ):
-        super().__init__(state_dim, obs_dim, input_dim)
+        super().__init__(state_dim, obs_dim, input_dim)  # pyright: ignore
         self.hidden, self.width = check_count(hidden, "hidden"), check_count(width, "width")
         self.layers, self.law, self.backward = self._draw(key, check_count(depth, "depth"), tied)
         self.backward_start = reversed_start(self.coordinates, self.transition)

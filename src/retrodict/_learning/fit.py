@@ -194,7 +194,6 @@ def fit(
                 loader.load,
                 Minibatch.on_devices(validation, devices, axes),
                 optimiser=optimiser,
-                num_starts=starts,
                 chunk_size=options.chunk_size,
                 steps_per_load=loader.steps_per_load,
                 patience=options.patience,
@@ -301,20 +300,17 @@ def _for_evaluation(estimator: AbstractEstimator) -> AbstractEstimator:
     return dataclasses.replace(estimator, num_samples=2 * estimator.num_samples)  # pyright: ignore
 
 
-def _placement(
-    mesh: Mesh | None, num_starts: int | None
-) -> tuple[Placement | None, tuple[str, ...]]:
-    """Return the devices of the parameters, and the axes over which series are sharded."""
-    if mesh is None:
-        return None, ()
-    if num_starts is None or STARTS not in mesh.axis_names:
-        return Placement(mesh), mesh.axis_names
+def _placement(mesh: Mesh | None, num_starts: int | None) -> tuple[Placement, tuple[str, ...]]:
+    """Return where parameters are, and the axes over which series are sharded."""
+    axes = () if mesh is None else mesh.axis_names
+    if mesh is None or num_starts is None or STARTS not in axes:
+        return Placement(num_starts, mesh), axes
     if num_starts % mesh.shape[STARTS]:
         raise ValueError(
             f"The number of starts ({num_starts}) must be a multiple of the size of the mesh axis"
             f" {STARTS!r} ({mesh.shape[STARTS]})."
         )
-    return Placement(mesh, STARTS), tuple(axis for axis in mesh.axis_names if axis != STARTS)
+    return Placement(num_starts, mesh, STARTS), tuple(axis for axis in axes if axis != STARTS)
 
 
 def _progress_line(

@@ -159,11 +159,10 @@ def fit_evidence(
         loader.load,
         batches.everything,
         optimiser=optimiser,
-        num_starts=None,
         chunk_size=chunk_size,
         patience=patience,
         show=line,
-        placement=None if devices is None else Placement(devices),
+        placement=Placement(mesh=devices),
     )
     return EvidenceResult(
         eqx.combine(trained.state.kept, fixed),

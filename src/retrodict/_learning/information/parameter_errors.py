@@ -207,10 +207,10 @@ def _result(
         distance,
         ~is_open & ~at_edge,
         at_edge,
-        *quantities(coordinates, read, inverted, estimate, level),
-        method,
-        status,
-        tuple(sentence for sentences in messages.values() for sentence in sentences),
+        **quantities(coordinates, read, inverted, estimate, level),
+        method=method,
+        status=status,
+        messages=tuple(sentence for sentences in messages.values() for sentence in sentences),
     )
 
 

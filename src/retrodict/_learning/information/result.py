@@ -1,6 +1,6 @@
 """An observed information, its inverse, and standard errors and intervals of quantities."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import equinox as eqx
@@ -173,8 +173,8 @@ def quantities(
     inverted: Inverse,
     estimate: Information,
     level: float,
-) -> Iterator[PyTree]:
-    """Yield value, standard error, its Monte Carlo error, and both ends of the interval.
+) -> dict[str, PyTree]:
+    """Return the fields of `ParameterErrors` on the natural scale.
 
     The ends of the interval of a quantity with gradient g are its values at θ ± z Σg / √(gᵀΣg), the
     points of the ellipsoid θ'Σ⁻¹θ' ≤ z² at which it is extreme to first order. Scales among the θ
@@ -202,14 +202,15 @@ def quantities(
     if estimate.informations is not None:
         left_out = [_errors(slopes, np.linalg.pinv(each)) for each in estimate.informations]
         monte_carlo = np.where(unknown, np.nan, jackknife(np.array(left_out)))
-    for field in (
-        np.asarray(value),
-        np.where(edge, np.nan, np.where(loose, np.inf, errors)),
-        monte_carlo,
-        np.where(unknown, np.nan, span.min(axis=1)),
-        np.where(unknown, np.nan, span.max(axis=1)),
-    ):
-        yield jax.tree.map(np.asarray, restore(jnp.asarray(field, value.dtype)))
+    fields = {
+        "value": np.asarray(value),
+        "standard_error": np.where(edge, np.nan, np.where(loose, np.inf, errors)),
+        "monte_carlo_error": monte_carlo,
+        "lower": np.where(unknown, np.nan, span.min(axis=1)),
+        "upper": np.where(unknown, np.nan, span.max(axis=1)),
+    }
+    shaped = {name: restore(jnp.asarray(each, value.dtype)) for name, each in fields.items()}
+    return jax.tree.map(np.asarray, shaped)
 
 
 def _quantities_at(
