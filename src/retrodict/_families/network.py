@@ -138,7 +138,8 @@ class AbstractNetworkFamily(AbstractPreparedFamily):
             inputs = np.asarray(batch.inputs)[rows]
             first_inputs = batch.inputs[longest, : lengths[longest]]
         chain = prior_chain(model, int(lengths[longest]), first_inputs)
-        units = Coordinates(*location_and_scale(ys), *location_and_scale(inputs), *chain[3:])
+        scales = (*location_and_scale(ys), *location_and_scale(inputs))
+        units = Coordinates(*scales, chain.location, chain.spread)
         fresh = (jax.tree.map(Frozen, units), _standard_transition(units, chain))
         return eqx.tree_at(lambda family: (family.coordinates, family.transition), self, fresh)
 
