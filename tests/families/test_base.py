@@ -15,7 +15,7 @@ from linear_models import random_model
 from registry import FAMILIES
 
 import retrodict as rd
-from retrodict._families.network import centres
+from retrodict._families.perceptron import centres
 
 # Quick runs try the exact family, one with gates and one that draws: all of them share their base,
 # and each compiles every test anew. The others are run with the slow tests.

@@ -16,8 +16,7 @@ from fit_options import fit_options
 from jax import lax
 
 import retrodict as rd
-from retrodict._learning.dataset import Minibatch
-from retrodict._learning.in_memory import InMemoryLoader
+from retrodict._learning.dataset import InMemoryLoader, Minibatch
 from retrodict._series import Series, prepare_batch
 from retrodict.distributed import MeshLike, as_mesh
 

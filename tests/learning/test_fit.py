@@ -14,9 +14,8 @@ from linear_models import singular_models
 
 import retrodict as rd
 from retrodict._learning import fit_checkpoint
-from retrodict._learning.dataset import Minibatch
+from retrodict._learning.dataset import Minibatch, draw_indices
 from retrodict._learning.elbo_loss import ElboLoss
-from retrodict._learning.in_memory import draw_indices
 from retrodict._learning.train import MAX_SKIPPED_IN_A_ROW, keep, start
 from retrodict._series import prepare_batch
 

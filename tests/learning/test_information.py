@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import retrodict as rd
-from retrodict._learning.information.parameter_errors import _is_hopeless
+from retrodict._learning.information.louis import is_hopeless
 from retrodict._learning.information.result import Inverse
 
 
@@ -364,7 +364,7 @@ def test_intervals_cover():
 def test_replicates_are_not_wasted_on_what_they_cannot_tell():
     def hopeless(value: float, most: int) -> bool:
         directions = (np.ones((1, 1)), np.array([value]), np.ones(1))
-        return _is_hopeless(Inverse(np.eye(1), np.ones(1), *directions), 20, most)
+        return is_hopeless(Inverse(np.eye(1), np.ones(1), *directions), 20, most)
 
     # With eight times the replicates noise is 0.35; three times as much is to be told from zero.
     assert hopeless(-1.0, 160) and not hopeless(-0.9, 160)

@@ -1,6 +1,7 @@
 """Series that stay on disk: what is read of them, in which order, and what a fit makes of it."""
 
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def test_batches_of_a_chunk_that_would_be_too_large_are_read_in_parts(
 ):
     for most, steps in ((2**26, 100), (6 * N * 8 * 30, 25), (1, 1)):
         monkeypatch.setattr(on_disk, "MAX_LOAD_BYTES", most)
-        with StoredLoader(store, KEY, 6, 100) as loader:
+        with closing(StoredLoader(store, KEY, 6, 100)) as loader:
             assert loader.steps_per_load == steps
 
 

@@ -129,7 +129,7 @@ CLASSES: dict[str, str] = {
     "retrodict._numerics.ldl": "Factored StandardKernel",
     "retrodict._families.base": "Factor Row",
     "retrodict._families.network": "Embedded RecurrentState Transition",
-    "retrodict._families.readout": "BackwardStart",
+    "retrodict._families.recurrent": "BackwardStart",
     "retrodict._families.recursions": "GaussianState",
     "retrodict._families.start": "Coordinates",
     "retrodict._families.assimilation": "Sites",
@@ -182,6 +182,7 @@ MOVED_PACKAGES: dict[str, str] = {
 
 RENAMED: dict[str, str] = {
     "retrodict._factored": "retrodict._numerics.ldl",
+    "retrodict._families.readout": "retrodict._families.recurrent",
     "retrodict._functional": "retrodict._expectations.functionals",
     "retrodict._linearised.diagnosis": "retrodict._linearised.posterior",
     "retrodict._mask:Series": "retrodict:Series",

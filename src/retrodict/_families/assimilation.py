@@ -9,23 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from retrodict._families import perceptron, recursions
 from retrodict._families.base import (
     AbstractLinearGaussianFamily,
+    AbstractPreparedFamily,
     Factor,
     Row,
-    check_fits,
 )
 from retrodict._families.kalman import input_dim_of
-from retrodict._families.network import mlp, redrawn
-from retrodict._families.recursions import (
-    GaussianState,
-    inverse_of_upper_factor,
-    predicted,
-    prior_state,
-    product,
-    reverse,
-    transposed,
-)
 from retrodict._kernels import (
     AbstractGaussianKernel,
     AbstractLinearGaussianKernel,
@@ -37,6 +28,7 @@ from retrodict._laws import Gaussian, dense_scale, masked_scale, scale_solve
 from retrodict._model import StateSpaceModel, check_densities
 from retrodict._numerics import linalg
 from retrodict._parameters import Frozen, Positive, unwrap
+from retrodict._series import Series
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
@@ -58,7 +50,7 @@ class Sites(NamedTuple):
     curvature: Float[Array, "obs"]
 
 
-class AssimilationFamily(AbstractLinearGaussianFamily):
+class AssimilationFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
     """A family in which a known model predicts, and a small learned network corrects the update.
 
     With the model's transition linearised at the mean of q_{k-1} the prediction is N(m, P). The
@@ -134,21 +126,12 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
         self.predictor = predictor
         self.obs_dim = _obs_dim(plain, self.input_dim)
         keys = jax.random.split(key, check_count(num_looks, "num_looks"))
-        self.networks = tuple(mlp(one, 2, 3, width, 1) for one in keys)
+        self.networks = tuple(perceptron.mlp(one, 2, 3, width, 1) for one in keys)
         self.spread = Positive(jnp.ones(self.state_dim))
         self.model = Frozen(_copy(model))
 
-    def prepare(
-        self,
-        model: StateSpaceModel,
-        ys: Any,
-        *,
-        mask: Any = None,
-        inputs: Any = None,
-        length: Any = None,
-    ) -> "AssimilationFamily":
+    def started(self, model: StateSpaceModel, batch: Series) -> "AssimilationFamily":
         """Return the family for this model, in the units of the model."""
-        check_fits(self, model)
         _check_model(model)
         return eqx.tree_at(
             lambda f: f.model, self, Frozen(_copy(model)), is_leaf=lambda n: isinstance(n, Frozen)
@@ -158,31 +141,35 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
         """Return the same family with new random networks."""
         check_key(key, "AssimilationFamily")
         keys = jax.random.split(key, len(self.networks))
-        fresh = tuple(redrawn(one, net) for one, net in zip(keys, self.networks, strict=True))
+        fresh = tuple(
+            perceptron.redrawn(one, net) for one, net in zip(keys, self.networks, strict=True)
+        )
         return eqx.tree_at(lambda f: f.networks, self, fresh)
 
-    def init(self) -> GaussianState:
+    def init(self) -> recursions.GaussianState:
         """Return the model's prior."""
         prior = unwrap(self.model).prior
-        return prior_state(Gaussian(prior.mean, dense_scale(prior.scale_tril)))
+        return recursions.prior_state(Gaussian(prior.mean, dense_scale(prior.scale_tril)))
 
     def embed(self, row: Row) -> Row:
         """Return the row unchanged: its information depends on the prediction."""
         return row
 
-    def advance(self, state: GaussianState, embedded: Row) -> GaussianState:
+    def advance(self, state: recursions.GaussianState, embedded: Row) -> recursions.GaussianState:
         """Predict, and update the prediction by a few looks at the row."""
-        mean, scale = predicted(state, self._transition(state.mean, embedded))
+        mean, scale = recursions.predicted(state, self._transition(state.mean, embedded))
         at, factor = mean, scale
         for network in self.networks:
             sites = _corrected(network, *self._look(at, factor, embedded), embedded.seen)
             at, factor = _take_in(mean, scale, at, sites)
-        return GaussianState(at, factor, state.num_read + 1)
+        return recursions.GaussianState(at, factor, state.num_read + 1)
 
-    def read(self, before: GaussianState, after: GaussianState, embedded: Row) -> Factor:
+    def read(
+        self, before: recursions.GaussianState, after: recursions.GaussianState, embedded: Row
+    ) -> Factor:
         """Return the law, and the linearised transition reversed under the previous law."""
         kernel = self._transition(before.mean, embedded)
-        back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
+        back = recursions.reverse(before.mean, before.scale, kernel)
         return Factor(Gaussian(after.mean, after.scale), LinearGaussianKernel(*back))
 
     def _transition(self, mean: Float[Array, "state"], row: Row) -> LinearGaussianKernel:
@@ -204,11 +191,11 @@ class AssimilationFamily(AbstractLinearGaussianFamily):
         """Compute slopes, curvatures and deviations of predictors under N(mean, scale scaleᵀ)."""
         predict, derivative = self._entries(row)
         design = jax.jacfwd(predict)(mean)
-        seen = product(design, scale)
+        seen = recursions.product(design, scale)
         squares = jnp.sum(seen**2, axis=1)
         # A predictor that does not move has no line; its slope and curvature then are zero.
         safe = jnp.sqrt(jnp.where(squares > 0, squares, 1.0))
-        lines = product(seen / safe[:, None], transposed(scale))
+        lines = recursions.product(seen / safe[:, None], recursions.transposed(scale))
         nodes, weights = _nodes(self.order, mean.dtype)
 
         def at(node: Array) -> Array:
@@ -290,12 +277,12 @@ def _take_in(
 ) -> tuple[Float[Array, "state"], Float[Array, "state state"]]:
     """Return mean and lower factor of N(mean, s sᵀ) times Gaussian factors expanded at `at`.
 
-    With b = a s the covariance is s (I + bᵀ h b)⁻¹ sᵀ, as in `_recursions.condition`.
+    With b = a s the covariance is s (I + bᵀ h b)⁻¹ sᵀ, as in `recursions.condition`.
     """
-    seen = product(sites.design, scale)
-    gained = product(transposed(seen), sites.curvature[:, None] * seen)
+    seen = recursions.product(sites.design, scale)
+    gained = recursions.product(recursions.transposed(seen), sites.curvature[:, None] * seen)
     eye = jnp.eye(seen.shape[1], dtype=seen.dtype)
-    after = product(scale, inverse_of_upper_factor(eye + gained))
+    after = recursions.product(scale, recursions.inverse_of_upper_factor(eye + gained))
     pull = sites.slope + sites.curvature * linalg.matvec(sites.design, at - mean)
     whitened = linalg.matvec(after.T, linalg.matvec(sites.design.T, pull))
     return mean + linalg.matvec(after, whitened), after

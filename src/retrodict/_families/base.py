@@ -7,7 +7,7 @@ rows at once when the series is stored.
 """
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -25,12 +25,20 @@ from retrodict._kernels import LinearGaussianKernel
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._parameters import unwrap
-from retrodict._series import Series, prepare_series
+from retrodict._series import Series, prepare_batch, prepare_series
 from retrodict._series import prepare_row as validate_row
 from retrodict._types import PRNGKey
 from retrodict.distributed import Parallel, laid_out, prepended
 
 C = TypeVar("C", bound=AbstractKernelChain)
+F = TypeVar("F", bound="AbstractPreparedFamily")
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    # A type checker would take abstract variables for properties.
+    Abstract = Annotated[T, "a field that final classes declare"]
+else:
+    Abstract = eqx.AbstractVar
 
 
 class Row(NamedTuple):
@@ -63,15 +71,9 @@ class Factor(eqx.Module):
 class AbstractFamily(eqx.Module):
     """An amortised variational family: y_{0:n-1} ↦ q_{n-1}(x_{n-1}) ∏ q_{k-1|k}(x_k, x_{k-1})."""
 
-    if TYPE_CHECKING:
-        # A type checker would take abstract variables for properties.
-        state_dim: int
-        obs_dim: int
-        input_dim: int
-    else:
-        state_dim: eqx.AbstractVar[int]
-        obs_dim: eqx.AbstractVar[int]
-        input_dim: eqx.AbstractVar[int]
+    state_dim: Abstract[int]
+    obs_dim: Abstract[int]
+    input_dim: Abstract[int]
 
     @abstractmethod
     def prepare(
@@ -129,6 +131,33 @@ class AbstractFamily(eqx.Module):
             inputs: inputs of shape `(time, input)`, if the family takes them.
             length: the number of rows that exist; the rest is padding.
         """
+
+
+class AbstractPreparedFamily(AbstractFamily):
+    """A family whose `prepare` checks model and data first."""
+
+    @abstractmethod
+    def started(self: F, model: StateSpaceModel, batch: Series) -> F:
+        """Return the family in the units of checked series, started near the model's prior chain.
+
+        Args:
+            model: the model whose posterior is approximated.
+            batch: the series, with a leading axis `batch`.
+        """
+
+    def prepare(
+        self: F,
+        model: StateSpaceModel,
+        ys: Any,
+        *,
+        mask: Any = None,
+        inputs: Any = None,
+        length: Any = None,
+    ) -> F:
+        """Return the family in the units of these data, started near the model's prior chain."""
+        check_fits(self, model)
+        options = {"mask": mask, "inputs": inputs, "length": length}
+        return self.started(model, prepare_batch(ys, **options, **dimensions(self)))
 
 
 class AbstractFactorFamily(AbstractFamily, Generic[C]):
@@ -199,9 +228,7 @@ class AbstractLinearGaussianFamily(AbstractFactorFamily[LinearGaussianChain]):
         self, read: Factor, exists: Bool[Array, "time"] | None, length: Any
     ) -> LinearGaussianChain:
         """Return the chain, with identity kernels at padded rows."""
-        kernels = read.kernel
-        if exists is not None:
-            kernels = _identity_at_padding(kernels, exists)
+        kernels = read.kernel if exists is None else _identity_at_padding(read.kernel, exists)
         return LinearGaussianChain(read.law, jax.tree.map(lambda leaf: leaf[1:], kernels), length)
 
 
@@ -335,31 +362,24 @@ def rows_of(series: Series) -> Row:
     return Row(series.ys, series.mask, series.inputs)
 
 
+def dimensions(family: AbstractFamily) -> dict[str, Any]:
+    """Return the dimensions of the series that a family reads, as arguments of `prepare_series`."""
+    return {
+        "takes_input": family.input_dim > 0,
+        "obs_dim": family.obs_dim,
+        "input_dim": family.input_dim,
+    }
+
+
 def prepare_for(family: AbstractFamily, ys: Any, *, mask: Any, inputs: Any, length: Any) -> Series:
     """Validate one series against a family's dimensions."""
-    return prepare_series(
-        ys,
-        mask=mask,
-        inputs=inputs,
-        length=length,
-        takes_input=family.input_dim > 0,
-        obs_dim=family.obs_dim,
-        input_dim=family.input_dim,
-    )
+    options = {"mask": mask, "inputs": inputs, "length": length}
+    return prepare_series(ys, **options, **dimensions(family))
 
 
 def prepare_row(family: AbstractFamily, y: Any, *, mask: Any, inputs: Any) -> Row:
     """Check one row against a family's dimensions, and turn NaN into a mask."""
-    return rows_of(
-        validate_row(
-            y,
-            mask=mask,
-            inputs=inputs,
-            takes_input=family.input_dim > 0,
-            obs_dim=family.obs_dim,
-            input_dim=family.input_dim,
-        )
-    )
+    return rows_of(validate_row(y, mask=mask, inputs=inputs, **dimensions(family)))
 
 
 def check_fits(family: AbstractFamily, model: StateSpaceModel) -> None:

@@ -6,30 +6,13 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from retrodict._families.base import AbstractLinearGaussianFamily, Factor, Row
-from retrodict._families.network import (
-    AbstractNetworkFamily,
-    Embedded,
-    Transition,
-    check_dimensions,
-    embed,
-    mlp,
-    redrawn,
-    transition_into,
-    tril_from,
-    tril_size,
-)
-from retrodict._families.recursions import (
-    GaussianState,
-    condition,
-    filtered_in_parallel,
-    predicted,
-    prior_state,
-    reverse,
-)
+from retrodict._families import perceptron, recursions
+from retrodict._families.base import Row
+from retrodict._families.network import AbstractLawFamily, Embedded, Transition
+from retrodict._families.recursions import GaussianState
 from retrodict._families.start import Coordinates
+from retrodict._kernels import LinearGaussianKernel
 from retrodict._numerics import linalg
-from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
 from retrodict.distributed import Parallel
@@ -48,8 +31,13 @@ class Potential(NamedTuple):
     design: Float[Array, "*time state state"]
     value: Float[Array, "*time state"]
 
+    @property
+    def transition(self) -> LinearGaussianKernel | None:
+        """The variational transition into the row, if it depends on inputs."""
+        return self.row.transition
 
-class ConjugateFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
+
+class ConjugateFamily(AbstractLawFamily):
     """The conjugate family of Johnson et al. (2016) and Hälvä et al. (2021).
 
     An encoder of y_k alone gives natural parameters (η, Λ), which are added to those of the
@@ -75,9 +63,6 @@ class ConjugateFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
     network: eqx.nn.MLP
     transition: Transition
     coordinates: Coordinates
-    state_dim: int = eqx.field(static=True)  # pyright: ignore
-    obs_dim: int = eqx.field(static=True)  # pyright: ignore
-    input_dim: int = eqx.field(static=True)  # pyright: ignore
 
     def __init__(
         self,
@@ -89,27 +74,17 @@ class ConjugateFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
         width: int = 32,
         depth: int = 2,
     ):
-        check_dimensions(state_dim, obs_dim, input_dim)
-        self.state_dim, self.obs_dim, self.input_dim = state_dim, obs_dim, input_dim
-        size = state_dim + tril_size(state_dim)
-        depth = check_count(depth, "depth")
-        self.network = mlp(key, 2 * obs_dim + input_dim, size, width, depth)
-        self.transition = Transition.default(state_dim, input_dim)
-        self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)
-
-    def redraw(self, key: PRNGKey) -> "ConjugateFamily":
-        """Return the same family with a new random encoder."""
-        return eqx.tree_at(lambda f: f.network, self, redrawn(key, self.network))
-
-    def init(self) -> GaussianState:
-        """Return the variational prior."""
-        return prior_state(unwrap(self.transition.prior))
+        super().__init__(state_dim, obs_dim, input_dim)  # pyright: ignore
+        size = state_dim + perceptron.tril_size(state_dim)
+        self.network = perceptron.mlp(
+            key, self.num_features, size, width, check_count(depth, "depth")
+        )
 
     def embed(self, row: Row) -> Potential:
         """Compute the potential of the row."""
-        embedded, d = embed(self.coordinates, self.transition, row), self.state_dim
+        embedded, d = self.standard(row), self.state_dim
         out = self.network(embedded.features)
-        root = START * tril_from(out[d:], d)
+        root = START * perceptron.tril_from(out[d:], d)
         if row.seen is not None:
             # A missing row carries no information.
             root = jnp.where(jnp.any(row.seen), root, NOTHING * jnp.eye(d, dtype=root.dtype))
@@ -118,23 +93,18 @@ class ConjugateFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
 
     def advance(self, state: GaussianState, embedded: Potential) -> GaussianState:
         """Predict, and add the natural parameters of the row."""
-        law = predicted(state, transition_into(self.transition, embedded.row))
-        return GaussianState(*condition(*law, embedded.design, embedded.value), state.num_read + 1)
+        law = recursions.predicted(state, self.transition_into(embedded))
+        law = recursions.condition(*law, embedded.design, embedded.value)
+        return GaussianState(*law, state.num_read + 1)
 
     def advance_in_parallel(
         self, embedded: Potential, exists: Bool[Array, "time"] | None, parallel: Parallel = True
     ) -> GaussianState:
         """Compute all filtering laws by an associative scan."""
-        kernel = transition_into(self.transition, embedded.row)
-        return filtered_in_parallel(
+        kernel = self.transition_into(embedded)
+        return recursions.filtered_in_parallel(
             self.init(), kernel, embedded.design, embedded.value, exists, parallel
         )
-
-    def read(self, before: GaussianState, after: GaussianState, embedded: Potential) -> Factor:
-        """Return the law, and the variational transition reversed under the previous law."""
-        kernel = transition_into(self.transition, embedded.row)
-        back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
-        return self.coordinates.factor(after.mean, after.scale, *back)
 
 
 START = 0.1

@@ -7,38 +7,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from retrodict._families.base import AbstractLinearGaussianFamily, Factor, Row
-from retrodict._families.network import (
-    AbstractNetworkFamily,
-    Embedded,
-    Transition,
-    check_dimensions,
-    embed,
-    mlp,
-    redrawn,
-    transition_into,
-    tril_features,
-    tril_from,
-    tril_size,
-)
-from retrodict._families.recursions import (
-    GaussianState,
-    inverse_of_upper_factor,
-    predicted,
-    predicted_whitener,
-    prior_state,
-    product,
-    reverse,
-    transposed,
-)
+from retrodict._families import perceptron, recursions
+from retrodict._families.base import Row
+from retrodict._families.network import AbstractLawFamily, Embedded, Transition
+from retrodict._families.recursions import GaussianState, product, transposed
 from retrodict._families.start import Coordinates
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._numerics import linalg
-from retrodict._parameters import unwrap
 from retrodict._types import PRNGKey
 
 
-class GatedFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
+class GatedFamily(AbstractLawFamily):
     """The gated family of the paper: (μ_k, Σ_k) = r(u_k, y_k) with predictive parameters u_k.
 
     With the variational transition u_k = (Ā μ_{k-1} + ā, Ā Σ_{k-1} Āᵀ + Q̄), a network reads u_k
@@ -67,9 +46,6 @@ class GatedFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
     network: eqx.nn.MLP
     transition: Transition
     coordinates: Coordinates
-    state_dim: int = eqx.field(static=True)  # pyright: ignore
-    obs_dim: int = eqx.field(static=True)  # pyright: ignore
-    input_dim: int = eqx.field(static=True)  # pyright: ignore
     gate: Literal["natural", "scale"] = eqx.field(static=True)
 
     def __init__(
@@ -83,32 +59,21 @@ class GatedFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
         depth: int = 2,
         gate: Literal["natural", "scale"] = "natural",
     ):
-        check_dimensions(state_dim, obs_dim, input_dim)
+        super().__init__(state_dim, obs_dim, input_dim)  # pyright: ignore
         if gate not in ("natural", "scale"):
             raise ValueError(f"GatedFamily expects gate 'natural' or 'scale', got {gate!r}.")
-        self.state_dim, self.obs_dim, self.input_dim = state_dim, obs_dim, input_dim
         self.gate = gate
-        law_size = state_dim + tril_size(state_dim)
-        in_size = 2 * obs_dim + input_dim + law_size
-        self.network = mlp(key, in_size, law_size + 2 * state_dim, width, depth)
-        self.transition = Transition.default(state_dim, input_dim)
-        self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)
-
-    def redraw(self, key: PRNGKey) -> "GatedFamily":
-        """Return the same family with a new random network."""
-        return eqx.tree_at(lambda f: f.network, self, redrawn(key, self.network))
-
-    def init(self) -> GaussianState:
-        """Return the variational prior."""
-        return prior_state(unwrap(self.transition.prior))
+        law_size = state_dim + perceptron.tril_size(state_dim)
+        in_size = self.num_features + law_size
+        self.network = perceptron.mlp(key, in_size, law_size + 2 * state_dim, width, depth)
 
     def embed(self, row: Row) -> Embedded:
         """Return the row in standard coordinates."""
-        return embed(self.coordinates, self.transition, row)
+        return self.standard(row)
 
     def advance(self, state: GaussianState, embedded: Embedded) -> GaussianState:
         """Predict, and mix the prediction with the network's proposal."""
-        kernel = transition_into(self.transition, embedded)
+        kernel = self.transition_into(embedded)
         step = self._in_natural_parameters if self.gate == "natural" else self._in_scales
         mean, scale = step(state, kernel, embedded.features)
         return GaussianState(mean, scale, state.num_read + 1)
@@ -117,12 +82,12 @@ class GatedFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
         self, state: GaussianState, kernel: LinearGaussianKernel, features: Float[Array, "features"]
     ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
         """Mix η and Λ; precisions are weighted from both sides and stay positive definite."""
-        mean, whitener = predicted_whitener(state, kernel)
+        mean, whitener = recursions.predicted_whitener(state, kernel)
         proposed, root, mean_gate, gate = self._propose(features, mean, whitener)
         kept, new = jnp.sqrt(gate)[:, None], jnp.sqrt(1 - gate)[:, None]
         one, other = kept * transposed(whitener), new * root
         precision = product(one, transposed(one)) + product(other, transposed(other))
-        scale = inverse_of_upper_factor(precision)
+        scale = recursions.inverse_of_upper_factor(precision)
         precision_mean = mean_gate * linalg.matvec(whitener.T, linalg.matvec(whitener, mean))
         pull = linalg.matvec(root, linalg.matvec(root.T, proposed))
         precision_mean = precision_mean + (1 - mean_gate) * pull
@@ -132,7 +97,7 @@ class GatedFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
         self, state: GaussianState, kernel: LinearGaussianKernel, features: Float[Array, "features"]
     ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
         """Mix means and the rows of the lower factors, which stay lower factors."""
-        mean, scale = predicted(state, kernel)
+        mean, scale = recursions.predicted(state, kernel)
         proposed, root, mean_gate, gate = self._propose(features, mean, scale)
         rows = gate[:, None]
         return mean_gate * mean + (1 - mean_gate) * proposed, rows * scale + (1 - rows) * root
@@ -145,12 +110,11 @@ class GatedFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
     ) -> tuple[Float[Array, "d"], Float[Array, "d d"], Float[Array, "d"], Float[Array, "d"]]:
         """Return the mean, lower factor and two gates that the network proposes."""
         d = self.state_dim
-        out = self.network(jnp.concatenate([features, mean, tril_features(factor)]))
+        out = self.network(jnp.concatenate([features, mean, perceptron.tril_features(factor)]))
         gates = jax.nn.sigmoid(out[-2 * d :])
-        return out[:d], tril_from(out[d : d + tril_size(d)], d), gates[:d], gates[d:]
-
-    def read(self, before: GaussianState, after: GaussianState, embedded: Embedded) -> Factor:
-        """Return the law, and the variational transition reversed under the previous law."""
-        kernel = transition_into(self.transition, embedded)
-        back = reverse(before.mean, before.scale, kernel.weight, kernel.bias, kernel.scale_tril)
-        return self.coordinates.factor(after.mean, after.scale, *back)
+        return (
+            out[:d],
+            perceptron.tril_from(out[d : d + perceptron.tril_size(d)], d),
+            gates[:d],
+            gates[d:],
+        )

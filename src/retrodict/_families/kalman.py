@@ -1,6 +1,6 @@
 """The Kalman family: λ is a linear-Gaussian model, and its exact posterior is the chain."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,12 +15,18 @@ from retrodict._exact import (
     reduce_rows,
     whiten,
 )
-from retrodict._families.base import AbstractLinearGaussianFamily, Factor, Row, check_fits
+from retrodict._families.base import (
+    AbstractLinearGaussianFamily,
+    AbstractPreparedFamily,
+    Factor,
+    Row,
+)
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import Gaussian, dense_scale
 from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, learnable
 from retrodict._numerics import Factored, condition, propagate, reverse
 from retrodict._parameters import unwrap
+from retrodict._series import Series
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
 from retrodict.distributed import Parallel
@@ -46,7 +52,7 @@ class FilterState(NamedTuple):
     num_read: Int[Array, "*time"]
 
 
-class KalmanFamily(AbstractLinearGaussianFamily):
+class KalmanFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
     """The posteriors of a linear-Gaussian model λ, by its Kalman filter and backward kernels.
 
     λ is a copy of the model it is made from, never tied to another model: `fit` changes one and
@@ -92,17 +98,8 @@ class KalmanFamily(AbstractLinearGaussianFamily):
         u = jnp.zeros(self.input_dim) if self.input_dim else None
         self.obs_dim = jax.eval_shape(lambda: plain.emission.at(u).bias).shape[0]
 
-    def prepare(
-        self,
-        model: StateSpaceModel,
-        ys: Any,
-        *,
-        mask: Any = None,
-        inputs: Any = None,
-        length: Any = None,
-    ) -> "KalmanFamily":
+    def started(self, model: StateSpaceModel, batch: Series) -> "KalmanFamily":
         """Return the family unchanged: λ is in original units."""
-        check_fits(self, model)
         return self
 
     def redraw(self, key: PRNGKey) -> "KalmanFamily":

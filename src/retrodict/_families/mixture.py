@@ -7,27 +7,17 @@ import jax
 from jaxtyping import Array, Float
 
 from retrodict._chains import AbstractBackwardKernel
+from retrodict._families import perceptron
 from retrodict._families.base import AbstractSampledFamily, Factor, Row
-from retrodict._families.network import (
-    AbstractNetworkFamily,
-    Embedded,
-    RecurrentState,
-    Transition,
-    at_rest,
-    centres,
-    check_dimensions,
-    embed,
-    mlp,
-    transition_into,
-    tril_from,
-    tril_size,
-)
+from retrodict._families.network import AbstractCellFamily, Embedded, RecurrentState, Transition
 from retrodict._families.recursions import product, reverse, shared_product, transposed
 from retrodict._families.start import Coordinates
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import Gaussian, GaussianMixture
+from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._parameters import Frozen
+from retrodict._series import Series
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
@@ -62,7 +52,7 @@ class MixtureKernel(AbstractBackwardKernel):
         )
 
 
-class MixtureFamily(AbstractNetworkFamily, AbstractSampledFamily):
+class MixtureFamily(AbstractCellFamily, AbstractSampledFamily):
     """A recurrent family with Gaussian-mixture filtering laws and the backward kernels they imply.
 
     The construction of the linear-Gaussian families, made multimodal: q_k is a mixture whose
@@ -92,9 +82,6 @@ class MixtureFamily(AbstractNetworkFamily, AbstractSampledFamily):
     centres: Any
     transition: Transition
     coordinates: Coordinates
-    state_dim: int = eqx.field(static=True)  # pyright: ignore
-    obs_dim: int = eqx.field(static=True)  # pyright: ignore
-    input_dim: int = eqx.field(static=True)  # pyright: ignore
     num_components: int = eqx.field(static=True)
 
     def __init__(
@@ -108,46 +95,43 @@ class MixtureFamily(AbstractNetworkFamily, AbstractSampledFamily):
         hidden: int = 16,
         width: int = 32,
     ):
-        check_dimensions(state_dim, obs_dim, input_dim)
+        super().__init__(state_dim, obs_dim, input_dim)  # pyright: ignore
         self.num_components = check_count(num_components, "num_components")
-        self.state_dim, self.obs_dim, self.input_dim = state_dim, obs_dim, input_dim
-        out_size = num_components * (1 + state_dim + tril_size(state_dim))
         hidden, width = check_count(hidden, "hidden"), check_count(width, "width")
-        self.cell, self.readout = _draw(key, 2 * obs_dim + input_dim, hidden, width, out_size)
-        self.centres = Frozen(centres(num_components, state_dim))
-        self.transition = Transition.default(state_dim, input_dim)
-        self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)
+        self.cell, self.readout = self._draw(key, hidden, width)
+        self.centres = Frozen(perceptron.centres(num_components, state_dim))
+
+    def started(self, model: StateSpaceModel, batch: Series) -> "MixtureFamily":
+        """Return the family in the units of the data."""
+        return self.in_units(model, batch)
 
     def redraw(self, key: PRNGKey) -> "MixtureFamily":
         """Return the same family with a new random cell and readout."""
-        cell, readout = self.cell, self.readout
-        fresh = _draw(
-            key, cell.input_size, cell.hidden_size, readout.width_size, int(readout.out_size)
-        )
+        fresh = self._draw(key, self.cell.hidden_size, self.readout.width_size)
         return eqx.tree_at(lambda f: (f.cell, f.readout), self, fresh)
 
-    def init(self) -> RecurrentState:
-        """Return zero hidden units."""
-        return at_rest(self.cell)
+    def _draw(self, key: PRNGKey, hidden: int, width: int) -> tuple[eqx.nn.GRUCell, eqx.nn.MLP]:
+        """Return a random cell and readout."""
+        check_key(key, "MixtureFamily")
+        cell_key, readout_key = jax.random.split(key)
+        size = self.num_components * (1 + self.state_dim + perceptron.tril_size(self.state_dim))
+        cell = eqx.nn.GRUCell(self.num_features, hidden, key=cell_key)
+        return cell, perceptron.mlp(readout_key, hidden, size, width, 1)
 
     def embed(self, row: Row) -> Embedded:
         """Return the row in standard coordinates."""
-        return embed(self.coordinates, self.transition, row)
-
-    def advance(self, state: RecurrentState, embedded: Embedded) -> RecurrentState:
-        """Update the cell."""
-        return RecurrentState(self.cell(embedded.features, state.hidden))
+        return self.standard(row)
 
     def read(self, before: RecurrentState, after: RecurrentState, embedded: Embedded) -> Factor:
         """Return the mixture, and the transition reversed under the previous mixture."""
         log_weights, means, scales = self._mixture(before.hidden)
-        move = transition_into(self.transition, embedded)
+        move = self.transition_into(embedded)
 
         def turn(mean: Array, scale: Array) -> tuple[Gaussian, LinearGaussianKernel]:
             moved = shared_product(move.weight, scale)
             spread = product(moved, transposed(moved)) + linalg.outer_gram(move.scale_tril)
             centre = linalg.matvec(move.weight, mean) + move.bias
-            back = reverse(mean, scale, move.weight, move.bias, move.scale_tril)
+            back = reverse(mean, scale, move)
             factor = self.coordinates.factor(centre, linalg.cholesky(spread), *back)
             return factor.law, factor.kernel
 
@@ -162,7 +146,7 @@ class MixtureFamily(AbstractNetworkFamily, AbstractSampledFamily):
         """Return log weights, means and lower factors in standard coordinates."""
         count, d = self.num_components, self.state_dim
         out = self.readout(hidden).reshape(count, -1)
-        scales = jax.vmap(lambda raw: tril_from(raw, d))(out[:, 1 + d :])
+        scales = jax.vmap(lambda raw: perceptron.tril_from(raw, d))(out[:, 1 + d :])
         return jax.nn.log_softmax(out[:, 0]), self.centres + out[:, 1 : 1 + d], SPREAD * scales
 
     def _law(self, hidden: Float[Array, "hidden"]) -> GaussianMixture:
@@ -177,13 +161,3 @@ class MixtureFamily(AbstractNetworkFamily, AbstractSampledFamily):
 
 SPREAD = 0.5
 """The standard deviation of an untrained component, in units of the prior's spread."""
-
-
-def _draw(
-    key: PRNGKey, features: int, hidden: int, width: int, out_size: int
-) -> tuple[eqx.nn.GRUCell, eqx.nn.MLP]:
-    """Return a random cell and readout."""
-    check_key(key, "MixtureFamily")
-    cell_key, readout_key = jax.random.split(key)
-    cell = eqx.nn.GRUCell(features, hidden, key=cell_key)
-    return cell, mlp(readout_key, hidden, out_size, width, 1)

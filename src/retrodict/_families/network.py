@@ -1,27 +1,40 @@
 """Shared parts of families with networks: units, a variational transition, readouts."""
 
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.scipy.special import ndtri
 from jaxtyping import Array, Float
 
-from retrodict._families.base import AbstractFamily, Row, check_fits
-from retrodict._families.start import Coordinates, PriorChain, prior_chain, sample_of, units
+from retrodict._families import perceptron, recursions
+from retrodict._families.base import (
+    Abstract,
+    AbstractLinearGaussianFamily,
+    AbstractPreparedFamily,
+    Factor,
+    Row,
+)
+from retrodict._families.start import (
+    Coordinates,
+    PriorChain,
+    lengths_of,
+    location_and_scale,
+    observed_rows,
+    prior_chain,
+)
 from retrodict._kernels import AbstractLinearGaussianKernel, LinearGaussianKernel
 from retrodict._laws import Gaussian, dense_scale
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
-from retrodict._parameters import Frozen, PositiveTril
+from retrodict._parameters import Frozen, PositiveTril, unwrap
+from retrodict._series import Series
 from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key
+from retrodict._validate import check_count
 
-F = TypeVar("F", bound=AbstractFamily)
+F = TypeVar("F", bound="AbstractNetworkFamily")
+L = TypeVar("L", bound="AbstractLawFamily")
 
 
 class RecurrentState(NamedTuple):
@@ -89,7 +102,7 @@ class Transition(eqx.Module):
         return LinearGaussianKernel(kernel.weight, kernel.bias, dense_scale(kernel.scale_tril))
 
 
-class AbstractNetworkFamily(AbstractFamily):
+class AbstractNetworkFamily(AbstractPreparedFamily):
     """A family with units of its data and a variational transition, which `prepare` sets.
 
     Attributes:
@@ -97,63 +110,101 @@ class AbstractNetworkFamily(AbstractFamily):
         coordinates: the units of states and data.
     """
 
-    if TYPE_CHECKING:
-        # A type checker would take abstract variables for properties.
-        transition: Transition
-        coordinates: Coordinates
-    else:
-        transition: eqx.AbstractVar[Transition]
-        coordinates: eqx.AbstractVar[Coordinates]
+    transition: Abstract[Transition]
+    coordinates: Abstract[Coordinates]
+    state_dim: int = eqx.field(static=True)  # pyright: ignore
+    obs_dim: int = eqx.field(static=True)  # pyright: ignore
+    input_dim: int = eqx.field(static=True)  # pyright: ignore
 
-    def prepare(
-        self: F,
-        model: StateSpaceModel,
-        ys: Any,
-        *,
-        mask: Any = None,
-        inputs: Any = None,
-        length: Any = None,
-    ) -> F:
-        """Return the family in the units of these data, started near the model's prior chain."""
-        return prepared(self, model, ys, mask, inputs, length)
+    def __init__(self, state_dim: int, obs_dim: int, input_dim: int):
+        self.state_dim = check_count(state_dim, "state_dim")
+        self.obs_dim = check_count(obs_dim, "obs_dim")
+        self.input_dim = check_count(input_dim, "input_dim") if input_dim != 0 else 0
+        self.transition = Transition.default(state_dim, input_dim)
+        self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)
+
+    @property
+    def num_features(self) -> int:
+        """The number of features of a row."""
+        return 2 * self.obs_dim + self.input_dim
+
+    def in_units(self: F, model: StateSpaceModel, batch: Series) -> F:
+        """Return the family with the units of the data, and the model's prior chain in them."""
+        lengths = lengths_of(batch)
+        longest = int(np.argmax(lengths))
+        rows = np.arange(batch.ys.shape[1])[None] < lengths[:, None]
+        ys, inputs, first_inputs = observed_rows(batch), np.zeros((0, 0)), None
+        if batch.inputs is not None:
+            inputs = np.asarray(batch.inputs)[rows]
+            first_inputs = batch.inputs[longest, : lengths[longest]]
+        chain = prior_chain(model, int(lengths[longest]), first_inputs)
+        scales = (*location_and_scale(ys), *location_and_scale(inputs))
+        units = Coordinates(*scales, chain.location, chain.spread)
+        fresh = (jax.tree.map(Frozen, units), _standard_transition(units, chain))
+        return eqx.tree_at(lambda family: (family.coordinates, family.transition), self, fresh)
+
+    def standard(self, row: Row) -> Embedded:
+        """Return a row in standard coordinates, with the transition at its input."""
+        u = None if row.u is None else self.coordinates.standard_input(row.u)
+        return Embedded(
+            self.coordinates.features(row), self.transition.moving(self.coordinates, row), u
+        )
+
+    def transition_into(self, embedded: Any) -> LinearGaussianKernel:
+        """Return the variational transition into a row."""
+        moving = embedded.transition
+        return self.transition.fixed() if moving is None else moving
 
 
-def check_dimensions(state_dim: int, obs_dim: int, input_dim: int) -> None:
-    """Raise unless the dimensions are counts."""
-    check_count(state_dim, "state_dim")
-    check_count(obs_dim, "obs_dim")
-    if input_dim != 0:
-        check_count(input_dim, "input_dim")
+class AbstractCellFamily(AbstractNetworkFamily):
+    """A family whose state is that of a gated recurrent unit.
+
+    Attributes:
+        cell: the recurrent unit.
+    """
+
+    cell: Abstract[eqx.nn.GRUCell]
+
+    def init(self) -> RecurrentState:
+        """Return zero hidden units."""
+        return RecurrentState(jnp.zeros(self.cell.hidden_size, self.cell.weight_hh.dtype))
+
+    def advance(self, state: RecurrentState, embedded: Embedded) -> RecurrentState:
+        """Update the cell."""
+        return RecurrentState(self.cell(embedded.features, state.hidden))
 
 
-def embed(coordinates: Coordinates, transition: Transition, row: Row) -> Embedded:
-    """Return a row in standard coordinates, with the transition at its input."""
-    u = None if row.u is None else coordinates.standard_input(row.u)
-    return Embedded(coordinates.features(row), transition.moving(coordinates, row), u)
+class AbstractLawFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily):
+    """A family whose state is its filtering law, which a network updates.
 
+    Backward kernels are the variational transition reversed: q_{k-1|k}(x_k, ·) ∝ m̄(·, x_k) q_{k-1}.
 
-def transition_into(transition: Transition, embedded: Embedded) -> LinearGaussianKernel:
-    """Return the variational transition into a row."""
-    return transition.fixed() if embedded.transition is None else embedded.transition
+    Attributes:
+        network: the network.
+    """
 
+    network: Abstract[eqx.nn.MLP]
 
-def at_rest(cell: eqx.nn.GRUCell) -> RecurrentState:
-    """Return the state of a cell before the first row."""
-    return RecurrentState(jnp.zeros(cell.hidden_size, cell.weight_hh.dtype))
+    def started(self: L, model: StateSpaceModel, batch: Series) -> L:
+        """Return the family in the units of the data."""
+        return self.in_units(model, batch)
 
+    def redraw(self: L, key: PRNGKey) -> L:
+        """Return the same family with a new random network."""
+        return eqx.tree_at(
+            lambda family: family.network, self, perceptron.redrawn(key, self.network)
+        )
 
-def prepared(family: F, model: StateSpaceModel, ys: Any, mask: Any, inputs: Any, length: Any) -> F:
-    """Return the family with the units of the data, and the model's prior chain in them."""
-    check_fits(family, model)
-    sample = sample_of(family, ys, mask, inputs, length)
-    chain = prior_chain(model, sample.num_times, sample.first_inputs)
-    obs = units(sample.ys)
-    us = units(np.zeros((0, 0)) if sample.inputs is None else sample.inputs)
-    plain = Coordinates(
-        obs.location, obs.scale, us.location, us.scale, chain.location, chain.spread
-    )
-    fresh = (jax.tree.map(Frozen, plain), _standard_transition(plain, chain))
-    return eqx.tree_at(attrgetter("coordinates", "transition"), family, fresh)
+    def init(self) -> recursions.GaussianState:
+        """Return the variational prior."""
+        return recursions.prior_state(unwrap(self.transition.prior))
+
+    def read(
+        self, before: recursions.GaussianState, after: recursions.GaussianState, embedded: Any
+    ) -> Factor:
+        """Return the law, and the variational transition reversed under the previous law."""
+        back = recursions.reverse(before.mean, before.scale, self.transition_into(embedded))
+        return self.coordinates.factor(after.mean, after.scale, *back)
 
 
 def _standard_transition(coordinates: Coordinates, chain: PriorChain) -> Transition:
@@ -184,79 +235,3 @@ def _with_density(scale: Float[Array, "d d"]) -> Float[Array, "d d"]:
     turned = scale * jnp.where(jnp.diagonal(scale) < 0, -1.0, 1.0)[None, :]
     raised = jnp.maximum(jnp.diagonal(turned), 1e-3)
     return jnp.tril(turned, -1) + jnp.diag(raised)
-
-
-def tril_size(d: int) -> int:
-    """Return the number of entries of a lower triangle."""
-    return d * (d + 1) // 2
-
-
-def tril_from(raw: Float[Array, "size"], d: int) -> Float[Array, "d d"]:
-    """Return a lower factor with a positive diagonal from free numbers; zeros give the identity."""
-    diagonal = jax.nn.softplus(raw[:d] + _UNIT)
-    diagonal = diagonal + jnp.sqrt(jnp.finfo(raw.dtype).tiny)
-    if d == 1:
-        return diagonal[:, None]
-    packed = jnp.concatenate([diagonal, raw[d:]])
-    return jnp.matmul(packed, _places(d, raw.dtype), precision=HIGHEST).reshape(d, d)
-
-
-def tril_features(scale: Float[Array, "d d"]) -> Float[Array, "size"]:
-    """Return the features of a lower factor: logarithms of its diagonal, and ratios."""
-    diagonal, d = jnp.diagonal(scale), scale.shape[0]
-    if d == 1:
-        return jnp.log(diagonal)
-    ratios = (scale / diagonal[None, :]).reshape(-1)
-    below = _places(d, scale.dtype)[d:].T
-    return jnp.concatenate([jnp.log(diagonal), jnp.matmul(ratios, below, precision=HIGHEST)])
-
-
-def mlp(key: PRNGKey, in_size: Any, out_size: Any, width: int, depth: int) -> eqx.nn.MLP:
-    """Return a tanh network whose last layer has no bias and a hundredth of its random weights.
-
-    Its outputs start near zero, which represents the prior chain; with full weights some starts
-    ended in poor optima.
-    """
-    check_key(key, "A family")
-    width = check_count(width, "width")
-    network = eqx.nn.MLP(in_size, out_size, width, depth, activation=jnp.tanh, key=key)
-    last = network.layers[-1]
-    start = (0.01 * last.weight, jnp.zeros(out_size, last.weight.dtype))
-    last = eqx.tree_at(lambda layer: (layer.weight, layer.bias), last, start)
-    return eqx.tree_at(lambda net: net.layers[-1], network, last)
-
-
-def redrawn(key: PRNGKey, network: eqx.nn.MLP) -> eqx.nn.MLP:
-    """Return a network of the same sizes with new random weights."""
-    return mlp(key, network.in_size, network.out_size, network.width_size, network.depth)
-
-
-def centres(count: int, d: int) -> Float[Array, "component d"]:
-    """Return initial centres of components in standard coordinates, in pairs along the axes.
-
-    Along each axis they are quantiles of the prior, symmetric around its mean, so that neither of
-    two mirrored modes is nearer to the start.
-    """
-    axis = np.arange(count) // 2 % d
-    on_axis = np.bincount(axis, minlength=d)[axis]
-    rank = np.array([np.sum(axis[:j] == axis[j]) for j in range(count)])
-    return jax.nn.one_hot(axis, d) * ndtri(jnp.asarray((rank + 0.5) / on_axis))[:, None]
-
-
-_UNIT = float(np.log(np.expm1(1.0)))
-"""The argument at which softplus is one."""
-
-HIGHEST = lax.Precision.HIGHEST
-
-
-def _places(d: int, dtype: Any) -> Float[np.ndarray, "size entries"]:
-    """Return the 0/1 matrix that places a diagonal and the entries below it in a flat matrix.
-
-    A product with it copies each number exactly. Indexing would do the same, but its derivative
-    scatters one entry after another.
-    """
-    rows, columns = np.tril_indices(d, -1)
-    entries = np.concatenate([np.arange(d) * (d + 1), rows * d + columns])
-    places = np.zeros((tril_size(d), d * d), dtype)
-    places[np.arange(tril_size(d)), entries] = 1.0
-    return places

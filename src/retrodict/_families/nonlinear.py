@@ -8,8 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from retrodict._chains import AbstractBackwardKernel
-from retrodict._families.base import AbstractSampledFamily, Factor, Row
-from retrodict._families.network import Embedded, RecurrentState, centres, mlp, tril_from, tril_size
+from retrodict._families import perceptron
+from retrodict._families.base import (
+    AbstractPreparedFamily,
+    AbstractSampledFamily,
+    Factor,
+    Row,
+)
+from retrodict._families.network import Embedded, RecurrentState
 from retrodict._families.recurrent import RecurrentFamily
 from retrodict._families.recursions import product
 from retrodict._kernels import LinearGaussianKernel
@@ -17,6 +23,7 @@ from retrodict._laws import Gaussian, GaussianMixture
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._parameters import Frozen
+from retrodict._series import Series
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 
@@ -33,12 +40,10 @@ class NonlinearStep(NamedTuple):
     context: Float[Array, "*time width"]
 
 
-class NonlinearKernel(AbstractBackwardKernel):
-    """The kernel q_{k-1|k}(x, ·) = N(G x + c + S δ(a, z), (s T(a, z)) (s T(a, z))ᵀ).
+class AbstractCorrectedKernel(AbstractBackwardKernel):
+    """A kernel that a network of the recurrent state a and of the later state x corrects.
 
-    G, c and s are those of a linear-Gaussian kernel read from the recurrent state a; δ and the
-    lower factor T are a network of a and of z, the later state in standard coordinates
-    x = x̄ + S z. Since the network is bounded and G is a contraction, paths do not diverge.
+    The network reads z, the later state in standard coordinates x = x̄ + S z.
 
     Attributes:
         entry: the weights by which the first layer reads z.
@@ -52,17 +57,34 @@ class NonlinearKernel(AbstractBackwardKernel):
     location: Float[Array, "state"]
     scale: Float[Array, "state state"]
 
+    def corrections(self, step: NonlinearStep, x: Float[Array, "state"]) -> Float[Array, "out"]:
+        """Return the output of the network at the recurrent state and the later state x."""
+        z = linalg.solve_triangular(self.scale, x - self.location)
+        hidden = jnp.tanh(step.context + linalg.matvec(self.entry, z))
+        for layer in self.layers[:-1]:
+            hidden = jnp.tanh(layer(hidden))
+        return self.layers[-1](hidden)
+
+
+class NonlinearKernel(AbstractCorrectedKernel):
+    """The kernel q_{k-1|k}(x, ·) = N(G x + c + S δ(a, z), (s T(a, z)) (s T(a, z))ᵀ).
+
+    G, c and s are those of a linear-Gaussian kernel read from the recurrent state a; δ and the
+    lower factor T are a network of a and of z. Since the network is bounded and G is a contraction,
+    paths do not diverge.
+    """
+
     def law(self, step: NonlinearStep, x: Float[Array, "state"]) -> Gaussian:
         """Return the Gaussian law of the earlier state."""
-        d, out = x.shape[0], _corrections(self, step, x)
+        d, out = x.shape[0], self.corrections(step, x)
         linear = linalg.matvec(step.base.weight, x) + step.base.bias
         return Gaussian(
             linear + linalg.matvec(self.scale, out[:d]),
-            product(step.base.scale_tril, tril_from(out[d:], d)),
+            product(step.base.scale_tril, perceptron.tril_from(out[d:], d)),
         )
 
 
-class NonlinearMixtureKernel(AbstractBackwardKernel):
+class NonlinearMixtureKernel(AbstractCorrectedKernel):
     """The kernel q_{k-1|k}(x, ·) = Σ_j π_j N(G x + c + s e_j + S δ_j, (s B T_j) (s B T_j)ᵀ).
 
     As in `NonlinearKernel`, G, c and s are read from the recurrent state, and log π_j, δ_j and T_j
@@ -71,17 +93,9 @@ class NonlinearMixtureKernel(AbstractBackwardKernel):
     covariance of the linear-Gaussian kernel.
 
     Attributes:
-        entry: the weights by which the first layer reads z.
-        layers: the rest of the network.
-        location: x̄.
-        scale: S.
         offsets: e, one row per component.
     """
 
-    entry: Float[Array, "width state"]
-    layers: tuple[eqx.nn.Linear, ...]
-    location: Float[Array, "state"]
-    scale: Float[Array, "state state"]
     offsets: Float[Array, "component state"]
 
     def law(self, step: NonlinearStep, x: Float[Array, "state"]) -> GaussianMixture:
@@ -89,7 +103,7 @@ class NonlinearMixtureKernel(AbstractBackwardKernel):
         base = step.base
         linear = linalg.matvec(base.weight, x) + base.bias
         apart = jax.vmap(lambda offset: linalg.matvec(base.scale_tril, offset))(self.offsets)
-        out = _corrections(self, step, x)
+        out = self.corrections(step, x)
         return _mixture(out, linear[None] + apart, base.scale_tril, self.scale, self.offsets)
 
 
@@ -107,7 +121,7 @@ class MixtureCorrection(eqx.Module):
     centres: Any
 
 
-class NonlinearFamily(AbstractSampledFamily):
+class NonlinearFamily(AbstractPreparedFamily, AbstractSampledFamily):
     """A recurrent family whose backward kernels are nonlinear in the later state.
 
     The kernels of a `RecurrentFamily` are corrected by a network of the recurrent state and of x_k,
@@ -178,33 +192,21 @@ class NonlinearFamily(AbstractSampledFamily):
         """The number of components of each filtering law and each backward kernel."""
         if isinstance(self.correction, eqx.nn.MLP):
             return 1
-        return int(self.correction.law.out_size) // (1 + self.state_dim + tril_size(self.state_dim))
+        return int(self.correction.law.out_size) // (
+            1 + self.state_dim + perceptron.tril_size(self.state_dim)
+        )
 
-    def prepare(
-        self,
-        model: StateSpaceModel,
-        ys: Any,
-        *,
-        mask: Any = None,
-        inputs: Any = None,
-        length: Any = None,
-    ) -> "NonlinearFamily":
-        """Return the family in the units of these data, started near the model's prior chain."""
-        base = self.base.prepare(model, ys, mask=mask, inputs=inputs, length=length)
-        return eqx.tree_at(lambda f: f.base, self, base)
+    def started(self, model: StateSpaceModel, batch: Series) -> "NonlinearFamily":
+        """Return the family in the units of the data."""
+        return eqx.tree_at(lambda f: f.base, self, self.base.started(model, batch))
 
     def redraw(self, key: PRNGKey) -> "NonlinearFamily":
         """Return the same family with a new random cell, readouts and correction."""
         check_key(key, "NonlinearFamily")
         base_key, key = jax.random.split(key)
-        return eqx.tree_at(
-            lambda f: (f.base, f.context, f.entry, f.correction),
-            self,
-            (
-                self.base.redraw(base_key),
-                *_draw(key, self.base, self.depth, self.num_components),
-            ),
-        )
+        drawn = _draw(key, self.base, self.depth, self.num_components)
+        fresh = (self.base.redraw(base_key), *drawn)
+        return eqx.tree_at(lambda f: (f.base, f.context, f.entry, f.correction), self, fresh)
 
     def init(self) -> RecurrentState:
         """Return zero hidden units."""
@@ -250,17 +252,6 @@ APART = 0.5
 the linear-Gaussian kernel."""
 
 
-def _corrections(
-    kernel: NonlinearKernel | NonlinearMixtureKernel, step: NonlinearStep, x: Float[Array, "state"]
-) -> Float[Array, "out"]:
-    """Return the output of the network at the recurrent state and the later state x."""
-    z = linalg.solve_triangular(kernel.scale, x - kernel.location)
-    hidden = jnp.tanh(step.context + linalg.matvec(kernel.entry, z))
-    for layer in kernel.layers[:-1]:
-        hidden = jnp.tanh(layer(hidden))
-    return kernel.layers[-1](hidden)
-
-
 def _mixture(
     out: Float[Array, "out"],
     means: Float[Array, "component d"],
@@ -280,7 +271,9 @@ def _mixture(
     count, d = means.shape
     out = out.reshape(count, -1)
     narrowed = jnp.sqrt(1.0 - jnp.mean(offsets**2, axis=0))[:, None]
-    scales = jax.vmap(lambda raw: product(scale, narrowed * tril_from(raw, d)))(out[:, 1 + d :])
+    scales = jax.vmap(lambda raw: product(scale, narrowed * perceptron.tril_from(raw, d)))(
+        out[:, 1 + d :]
+    )
     shifts = jax.vmap(lambda shift: linalg.matvec(units, shift))(out[:, 1 : 1 + d])
     return GaussianMixture(jax.nn.log_softmax(out[:, 0]), means + shifts, scales)
 
@@ -291,17 +284,17 @@ def _draw(
     """Return the random first layer of the correction, in two parts, and the rest."""
     context_key, entry_key, rest_key = jax.random.split(key, 3)
     d, hidden, width = base.state_dim, base.cell.hidden_size, base.width
-    known, size = hidden + base.input_dim, d + tril_size(d)
+    known, size = hidden + base.input_dim, d + perceptron.tril_size(d)
     context = eqx.nn.Linear(known, width, key=context_key)
     bound = 1.0 / jnp.sqrt(known + d)
     entry = jax.random.uniform(entry_key, (width, d), minval=-bound, maxval=bound)
     if num_components == 1:
-        return context, entry, mlp(rest_key, width, size, width, depth - 1)
+        return context, entry, perceptron.mlp(rest_key, width, size, width, depth - 1)
     kernel_key, law_key = jax.random.split(rest_key)
     size = num_components * (1 + size)
     correction = MixtureCorrection(
-        mlp(kernel_key, width, size, width, depth - 1),
-        mlp(law_key, hidden, size, width, 1),
-        Frozen(centres(num_components, d)),
+        perceptron.mlp(kernel_key, width, size, width, depth - 1),
+        perceptron.mlp(law_key, hidden, size, width, 1),
+        Frozen(perceptron.centres(num_components, d)),
     )
     return context, entry, correction

@@ -87,19 +87,13 @@ def condition(
     With B = h s the covariance becomes s (I + BᵀB)⁻¹ sᵀ, and factoring I + BᵀB = U Uᵀ with an upper
     U makes s U⁻ᵀ its lower Cholesky factor.
     """
-    seen = product(design, scale)
-    eye = jnp.eye(seen.shape[1], dtype=seen.dtype)
-    after = product(scale, inverse_of_upper_factor(eye + product(transposed(seen), seen)))
+    after = _conditional_scale(scale, product(design, scale))
     gained = linalg.matvec(design.T, value - linalg.matvec(design, mean))
     return mean + linalg.matvec(after, linalg.matvec(after.T, gained)), after
 
 
 def reverse(
-    mean: Float[Array, "d"],
-    scale: Float[Array, "d d"],
-    weight: Float[Array, "d d"],
-    bias: Float[Array, "d"],
-    noise: Float[Array, "d d"],
+    mean: Float[Array, "d"], scale: Float[Array, "d d"], kernel: LinearGaussianKernel
 ) -> tuple[Float[Array, "d d"], Float[Array, "d"], Float[Array, "d d"]]:
     """Return the backward kernel of x given z = w x + b + q ε, for x of law N(m, s sᵀ).
 
@@ -109,15 +103,23 @@ def reverse(
     Returns:
         The gain G, the offset m − G (w m + b) and the lower factor f.
     """
+    weight, noise = kernel.weight, kernel.scale_tril
     eye = jnp.eye(noise.shape[0], dtype=noise.dtype)
     whitener = linalg.solve_triangular(noise, eye)
     design = linalg.matmul(whitener, weight)
-    seen = shared_product(design, scale)
-    after = product(scale, inverse_of_upper_factor(eye + product(transposed(seen), seen)))
+    after = _conditional_scale(scale, shared_product(design, scale))
     covariance = product(after, transposed(after))
     gain = linalg.matmul(covariance, linalg.matmul(design.T, whitener))
-    offset = mean - linalg.matvec(gain, linalg.matvec(weight, mean) + bias)
+    offset = mean - linalg.matvec(gain, linalg.matvec(weight, mean) + kernel.bias)
     return gain, offset, after
+
+
+def _conditional_scale(
+    scale: Float[Array, "d d"], seen: Float[Array, "p d"]
+) -> Float[Array, "d d"]:
+    """Return s (I + BᵀB)^(-1/2): the factor of a law of scale s given data of design B s⁻¹."""
+    eye = jnp.eye(seen.shape[1], dtype=seen.dtype)
+    return product(scale, inverse_of_upper_factor(eye + product(transposed(seen), seen)))
 
 
 def filtered_in_parallel(

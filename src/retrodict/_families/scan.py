@@ -8,13 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from retrodict._families.network import Embedded, Transition, check_dimensions
-from retrodict._families.readout import (
-    AbstractReadoutFamily,
-    BackwardStart,
-    draw_readouts,
-    reversed_start,
-)
+from retrodict._families.network import Embedded, Transition
+from retrodict._families.recurrent import AbstractReadoutFamily, BackwardStart, reversed_start
 from retrodict._families.start import Coordinates
 from retrodict._numerics import linear_recurrence
 from retrodict._series import repeat_last_row
@@ -116,9 +111,6 @@ class ScanFamily(AbstractReadoutFamily):
     backward_start: BackwardStart
     transition: Transition
     coordinates: Coordinates
-    state_dim: int = eqx.field(static=True)  # pyright: ignore
-    obs_dim: int = eqx.field(static=True)  # pyright: ignore
-    input_dim: int = eqx.field(static=True)  # pyright: ignore
     hidden: int = eqx.field(static=True)
     width: int = eqx.field(static=True)
 
@@ -134,12 +126,9 @@ class ScanFamily(AbstractReadoutFamily):
         width: int = 16,
         tied: bool = False,
     ):
-        check_dimensions(state_dim, obs_dim, input_dim)
-        self.state_dim, self.obs_dim, self.input_dim = state_dim, obs_dim, input_dim
+        super().__init__(state_dim, obs_dim, input_dim)  # pyright: ignore
         self.hidden, self.width = check_count(hidden, "hidden"), check_count(width, "width")
         self.layers, self.law, self.backward = self._draw(key, check_count(depth, "depth"), tied)
-        self.transition = Transition.default(state_dim, input_dim)
-        self.coordinates = Coordinates.identity(state_dim, obs_dim, input_dim)
         self.backward_start = reversed_start(self.coordinates, self.transition)
 
     def redraw(self, key: PRNGKey) -> "ScanFamily":
@@ -182,11 +171,9 @@ class ScanFamily(AbstractReadoutFamily):
         """Return random layers and two readouts."""
         check_key(key, "ScanFamily")
         law_key, backward_key, *layer_keys = jax.random.split(key, 2 + depth)
-        sizes = [2 * self.obs_dim + self.input_dim] + [self.hidden] * (depth - 1)
+        sizes = [self.num_features] + [self.hidden] * (depth - 1)
         layers = tuple(
             ScanLayer.draw(layer_key, below, self.hidden)
             for layer_key, below in zip(layer_keys, sizes, strict=True)
         )
-        return layers, *draw_readouts(
-            law_key, backward_key, self.state_dim, self.input_dim, self.hidden, self.width, tied
-        )
+        return layers, *self.draw_readouts(law_key, backward_key, self.hidden, tied)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from retrodict._families.base import Factor, Row
 from retrodict._families.recursions import shared_product
@@ -21,7 +21,7 @@ from retrodict._laws import Gaussian, dense_scale
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._parameters import Frozen, unwrap
-from retrodict._series import prepare_batch
+from retrodict._series import Series
 
 NUM_PATHS = 512
 """The number of paths simulated from a model whose prior chain is not linear Gaussian."""
@@ -217,14 +217,7 @@ def _sample_scale(centred: Float[Array, "rows d"]) -> Float[Array, "d d"]:
     return linalg.cholesky(covariance + jnp.diag(_floor(jnp.diagonal(covariance))))
 
 
-class Units(NamedTuple):
-    """Location and scale of each column, over the observed entries."""
-
-    location: Array
-    scale: Array
-
-
-def units(columns: Float[np.ndarray, "rows columns"]) -> Units:
+def location_and_scale(columns: Float[np.ndarray, "rows columns"]) -> tuple[Array, Array]:
     """Return mean and standard deviation of the entries that are not NaN, per column.
 
     A constant column is divided by its absolute value, or by one if it is zero.
@@ -237,46 +230,20 @@ def units(columns: Float[np.ndarray, "rows columns"]) -> Units:
         largest = largest if largest > 0 else 1.0
         location = largest * np.mean(seen / largest) if seen.size else 0.0
         spread = largest * np.std(seen / largest) if seen.size else 0.0
-        flat = spread <= 1e-10 * largest
         locations.append(location)
-        scales.append(largest if flat else spread)
-    return Units(jnp.asarray(locations), jnp.asarray(scales))
+        scales.append(largest if spread <= 1e-10 * largest else spread)
+    return jnp.asarray(locations), jnp.asarray(scales)
 
 
-class Sample(NamedTuple):
-    """The data that `prepare` reads, flattened to rows, NaN where an entry is missing."""
-
-    ys: np.ndarray
-    inputs: np.ndarray | None
-    first_inputs: Array | None
-    num_times: int
+def lengths_of(batch: Series) -> Int[np.ndarray, "batch"]:
+    """Return the number of rows of each series."""
+    count, most = batch.ys.shape[:2]
+    return np.full(count, most) if batch.length is None else np.asarray(batch.length)
 
 
-def sample_of(family: Any, ys: Any, mask: Any, inputs: Any, length: Any) -> Sample:
-    """Check one series or a batch of series, and flatten it.
-
-    Raises:
-        ValueError: if shapes do not fit, or values are infinite.
-    """
-    batch = prepare_batch(
-        ys,
-        mask=mask,
-        inputs=inputs,
-        length=length,
-        takes_input=family.input_dim > 0,
-        obs_dim=family.obs_dim,
-        input_dim=family.input_dim,
-    )
-    values = np.array(batch.ys, float)
-    count, most = values.shape[:2]
-    lengths = np.full(count, most) if batch.length is None else np.asarray(batch.length)
+def observed_rows(batch: Series) -> Float[np.ndarray, "rows obs"]:
+    """Return the observations of all series, NaN where an entry is missing."""
+    ys = np.array(batch.ys, float)
     if batch.mask is not None:
-        values[~np.asarray(batch.mask)] = np.nan
-    longest = int(np.argmax(lengths))
-    num_times = int(lengths[longest])
-    rows = values.reshape(-1, values.shape[-1])
-    if batch.inputs is None:
-        return Sample(rows, None, None, num_times)
-    us = np.asarray(batch.inputs)
-    exists = np.arange(most)[None] < lengths[:, None]
-    return Sample(rows, us[exists], jnp.asarray(us[longest, :num_times]), num_times)
+        ys[~np.asarray(batch.mask)] = np.nan
+    return ys.reshape(-1, ys.shape[-1])

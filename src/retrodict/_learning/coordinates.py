@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from retrodict._model import StateSpaceModel, learnable
 from retrodict._parameters import (
@@ -34,6 +34,11 @@ class Coordinates(eqx.Module):
     places: tuple[Int[Array, "_"], ...]
     names: tuple[str, ...] = eqx.field(static=True)
     edges: tuple[tuple[float | None, float | None], ...] = eqx.field(static=True)
+
+    @property
+    def is_scale(self) -> Bool[np.ndarray, "parameter"]:
+        """Which parameters are scales."""
+        return np.array([edge == (0.0, None) for edge in self.edges], bool)
 
     def theta(self) -> Float[Array, "parameter"]:
         """Return the coordinates of the model."""
@@ -63,9 +68,8 @@ class Coordinates(eqx.Module):
         scale = jax.nn.softplus(theta)
         moved = scale * jnp.exp(step * jax.nn.sigmoid(theta) / scale)
         raw = moved + jnp.log(-jnp.expm1(-moved))
-        is_scale = np.array([edge == (0.0, None) for edge in self.edges], bool)
         # A zero step of a scale that underflows would give NaN.
-        return jnp.where(is_scale & (step != 0), raw, theta + step)
+        return jnp.where(self.is_scale & (step != 0), raw, theta + step)
 
     def values_at(self, theta: Float[Array, "parameter"]) -> dict[str, PyTree]:
         """Return the values of the learned parameters, each in its domain, by name."""

@@ -2,14 +2,15 @@
 
 `open_dataset` returns a dataset, `dataset.loader(...)` a loader for one run of training,
 `loader.load(first, count, then)` the arrays that `count` steps read, and
-`batches.minibatch(key, step)` the series of one step, inside of the compiled program. The three
-implementations are `in_memory.py`, `on_disk.py` and `shared.py`.
+`batches.minibatch(key, step)` the series of one step, inside of the compiled program. Series are in
+arrays, of this process or sharded over those of several, or in blocks on disk (`on_disk.py`).
 
 The series of a step depend on the key and the number of the step only. A fit that was interrupted
 therefore resumes to the last bit.
 """
 
 import dataclasses
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,6 +29,7 @@ from retrodict._series import Series, prepare_batch
 from retrodict._types import PRNGKey, Scalar
 from retrodict.distributed import (
     is_multi_process,
+    map_shards,
     num_devices,
     pad_to_multiple,
     shard_over,
@@ -52,18 +55,17 @@ class Minibatch(eqx.Module):
 
     @classmethod
     def on_devices(
-        cls, series: Series, mesh: Mesh | None = None, axes: tuple[str, ...] = ()
+        cls,
+        series: Series,
+        mesh: Mesh | None = None,
+        axes: tuple[str, ...] = (),
+        count: int | None = None,
     ) -> "Minibatch":
-        """Return a minibatch of all series, padded and sharded over axes of a mesh."""
-        count = num_series(series)
-        if mesh is None:
-            return cls(series, count)
-        return cls(
-            shard_over(pad_to_multiple(series, num_devices(mesh, axes)), mesh, P(axes)),
-            count,
-            mesh,
-            axes,
-        )
+        """Return a minibatch of all series, or the first `count`, padded and sharded over axes."""
+        count = num_series(series) if count is None else count
+        if mesh is not None:
+            series = shard_over(pad_to_multiple(series, num_devices(mesh, axes)), mesh, P(axes))
+        return cls(series, count, mesh, axes)
 
     def each(self, fn: Callable[..., Any], parameters: PyTree, *per_series: PyTree) -> Any:
         """Evaluate a function of the parameters and one series for every series.
@@ -123,16 +125,10 @@ class Minibatch(eqx.Module):
 
     def first_rows(self, count: int) -> "Minibatch":
         """Return the same series without the rows from `count` on."""
-        series = self.series
-        return dataclasses.replace(
-            self,
-            series=jax.vmap(Series)(
-                series.ys[:, :count],
-                None if series.mask is None else series.mask[:, :count],
-                None if series.inputs is None else series.inputs[:, :count],
-                None if series.length is None else jnp.minimum(series.length, count),
-            ),
-        )
+        rows = jax.tree.map(lambda leaf: leaf[:, :count], self.series.rows)
+        length = self.series.length
+        length = None if length is None else jnp.minimum(length, count)
+        return dataclasses.replace(self, series=dataclasses.replace(rows, length=length))
 
 
 class AbstractBatches(eqx.Module):
@@ -144,7 +140,7 @@ class AbstractBatches(eqx.Module):
 
 
 class AbstractLoader(ABC):
-    """The minibatches of one run of training. Use it as a context manager.
+    """The minibatches of one run of training.
 
     Attributes:
         steps_per_load: the largest number of steps per call of `load`; `None` for no limit.
@@ -164,12 +160,6 @@ class AbstractLoader(ABC):
 
     def close(self) -> None:  # noqa: B027  (most loaders hold nothing)
         """Release threads and files."""
-
-    def __enter__(self) -> "AbstractLoader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class AbstractDataset(ABC):
@@ -209,6 +199,145 @@ class AbstractDataset(ABC):
         """
 
 
+class ArrayDataset(AbstractDataset):
+    """Series in arrays, in the memory of this process or sharded over those of several.
+
+    Args:
+        series: the series, with a leading axis `batch`.
+        count: the number of series that count; the rest is padding.
+        mesh: the devices; `None` for one.
+    """
+
+    def __init__(self, series: Series, count: int, mesh: Mesh | None) -> None:
+        size, self._is_shared = num_series(series), is_multi_process(series)
+        if self._is_shared:
+            if mesh is None or size % mesh.size:
+                raise ValueError(
+                    f"The {size} series are sharded over several processes and must have equal"
+                    " shares: pass the mesh of all their devices, and a multiple of its size as"
+                    " the number of series."
+                )
+            series = shard_over(series, mesh, P(mesh.axis_names))
+        self._series, self._count, self._mesh = series, count, mesh
+        self.num_times = series.ys.shape[1]
+        self.num_rows = float(Minibatch(series, count).num_rows())
+
+    def spaced(self, count: int) -> Series:
+        """Return at most `count` series at equal distances."""
+        return self._at(spaced_indices(self._count, count))
+
+    def first(self, count: int) -> Series:
+        """Return the first series."""
+        return self._at(slice(0, min(count, self._count)))
+
+    def _at(self, index: Any) -> Series:
+        """Return some of the series, in the memory of every process."""
+        chosen = take(self._series, index)
+        return to_hosts(chosen) if self._is_shared else chosen
+
+    def fingerprint(self) -> bytes:
+        """Return the hashes of all series, of which each process computes its own."""
+        if self._is_shared:
+            hashes = map_shards(hash_series, self._series, hashlib.sha256().digest_size)
+        else:
+            hashes = hash_series(self._series)
+        return hashes[: self._count].tobytes()
+
+    def loader(
+        self, key: PRNGKey, batch_size: int, chunk_size: int, axes: tuple[str, ...]
+    ) -> "InMemoryLoader":
+        """Return a loader that gives every step the same arrays."""
+        return InMemoryLoader(self._series, self._count, batch_size, self._mesh, axes)
+
+
+class InMemoryBatches(AbstractBatches):
+    """All series, from which each step draws its minibatch.
+
+    Attributes:
+        everything: all series, on one device or in equal shares on those of a mesh.
+        batch_size: the number of series per step.
+    """
+
+    everything: Minibatch
+    batch_size: int = eqx.field(static=True)
+
+    def minibatch(self, key: PRNGKey, step: Int[Array, ""]) -> Minibatch:
+        """Draw one series from each of `batch_size` equal parts of the data."""
+        series, count = self.everything.series, self.everything.count
+        mesh, axes = self.everything.mesh, self.everything.axes
+        if self.batch_size == count:
+            return self.everything
+        index = draw_indices(key, step, count, self.batch_size)
+        if mesh is None:
+            return Minibatch(take(series, index), self.batch_size)
+        shards = num_devices(mesh, axes)
+        if num_series(series) != count or count % shards or self.batch_size % shards:
+            chosen = take(series, pad_to_multiple(index, shards))
+            chosen = lax.with_sharding_constraint(chosen, NamedSharding(mesh, P(axes)))
+            return Minibatch(chosen, self.batch_size, mesh, axes)
+
+        # Parts of the data and shards end at the same series: nothing is sent between devices.
+        def of_shard(series: Series, index: Array) -> Series:
+            return take(series, index - count // shards * lax.axis_index(axes))
+
+        spec = P(axes)
+        chosen = jax.shard_map(of_shard, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+        return Minibatch(chosen(series, index), self.batch_size, mesh, axes)
+
+
+class InMemoryLoader(AbstractLoader):
+    """A loader of series that are in memory.
+
+    Args:
+        series: the series.
+        count: the number of series that count.
+        batch_size: the number of series per step, at most.
+        mesh: the devices; `None` for one.
+        axes: the axes of the mesh over which the series are sharded.
+    """
+
+    def __init__(
+        self, series: Series, count: int, batch_size: int, mesh: Mesh | None, axes: tuple[str, ...]
+    ) -> None:
+        everything = Minibatch.on_devices(series, mesh, axes, count)
+        self.batches = InMemoryBatches(everything, min(batch_size, count))
+
+    def load(self, first: int, count: int, then: int | None) -> InMemoryBatches:
+        """Return all series."""
+        return self.batches
+
+
+def draw_indices(key: PRNGKey, step: Any, count: int, batch_size: int) -> Int[Array, "batch"]:
+    """Draw the series of one step: one from each of `batch_size` equal parts of the data.
+
+    No series occurs twice in a minibatch, and each is as likely as the others of its part. Nothing
+    is sorted: a permutation of 2048 series would take a tenth of a training step.
+
+    Args:
+        key: the key of the fit.
+        step: the number of the step.
+        count: the number of series.
+        batch_size: the number of series per step, at most `count`.
+    """
+    # Two ranges instead of slices of one: a slice of a sharded array is sent between devices.
+    begin = jnp.arange(batch_size) * count // batch_size
+    end = jnp.arange(1, batch_size + 1) * count // batch_size
+    return jax.random.randint(jax.random.fold_in(key, step), (batch_size,), begin, end)
+
+
+def spaced_indices(count: int, most: int) -> Int[np.ndarray, "index"]:
+    """Return at most `most` of the indices 0..count-1, at equal distances."""
+    most = min(most, count)
+    return np.arange(most) * count // most
+
+
+def hash_series(series: Series) -> np.ndarray:
+    """Return the SHA-256 of each series, one row per series."""
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(series)]
+    rows = [b"".join(leaf[i].tobytes() for leaf in leaves) for i in range(len(leaves[0]))]
+    return np.stack([np.frombuffer(hashlib.sha256(row).digest(), np.uint8) for row in rows])
+
+
 def batch_for(
     model: StateSpaceModel, ys: Any, *, mask: Any, inputs: Any, length: Any, owner: str
 ) -> Series:
@@ -239,3 +368,9 @@ def num_series(batch: Series) -> int:
 def take(batch: Series, index: Any) -> Series:
     """Return some of the series of a batch."""
     return jax.tree.map(lambda leaf: leaf[index], batch)
+
+
+def options_of(series: Series) -> dict[str, Any]:
+    """Return the keyword arguments that describe a prepared series to a verb."""
+    mask = True if series.mask is None else series.mask
+    return {"mask": mask, "inputs": series.inputs, "length": series.length}

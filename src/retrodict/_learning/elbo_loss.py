@@ -1,5 +1,7 @@
 """The loss of `fit`: the negative ELBO of whole series, of prefixes, or of windows."""
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -140,17 +142,9 @@ def _window_chain(
 
 def _rows(series: Series, begin: Any, count: int) -> Series:
     """Return consecutive rows of one series, of which at least one exists."""
-
-    def cut(array: Array | None) -> Array | None:
-        return None if array is None else lax.dynamic_slice_in_dim(array, begin, count)
-
+    rows = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, count), series.rows)
     length = None if series.length is None else jnp.clip(series.length - begin, 1, count)
-    return Series(
-        lax.dynamic_slice_in_dim(series.ys, begin, count),
-        cut(series.mask),
-        cut(series.inputs),
-        length,
-    )
+    return dataclasses.replace(rows, length=length)
 
 
 class PrefixLoss(eqx.Module):
@@ -206,14 +200,11 @@ def stages_of(
 ) -> list[Stage]:
     """Return the losses of a fit in their order, each with the step at which it ends."""
     rows = min(objective.window or num_times, num_times)
-    whole = rows == num_times
+    whole, prefixes = rows == num_times, []
     last = PrefixLoss(loss, rows) if whole else WindowLoss(loss, num_times, rows)
-    prefixes = []
     if objective.growing:
-        length = SHORTEST_PREFIX
-        while length < rows:
-            prefixes.append(length)
-            length *= 2
+        doublings = math.ceil(math.log2(max(1.0, rows / SHORTEST_PREFIX)))
+        prefixes = [SHORTEST_PREFIX * 2**doubling for doubling in range(doublings)]
     stages, half = [], num_steps // 2
     for position, prefix in enumerate(prefixes):
         # Stages end at chunk boundaries, where checkpoints are written.

@@ -148,6 +148,7 @@ def maximise(model: StateSpaceModel, chains: LinearGaussianChain, batch: Series)
     if isinstance(transition, LinearGaussianKernel) and not _is_frozen(transition, "transition"):
         transition = _new_transition(transition, chains, batch)
     if isinstance(emission, LinearGaussianKernel) and not _is_frozen(emission, "emission"):
+        _refuse_partly_missing_rows(batch)
         emission = _new_emission(emission, chains, batch)
     return learnable(StateSpaceModel(prior, transition, emission))
 
@@ -181,56 +182,58 @@ def _new_transition(
     """Regress x_k on (x_{k-1}, u_k, 1) under the pair laws of the chains."""
 
     def one(chain: LinearGaussianChain, series: Series) -> tuple[Array, Array, Array]:
-        pairs, n = chain.pairwise(), chain.num_times
-        d = chain.state_dim
-        means = [pairs.mean[:, :d], pairs.mean[:, d:]]
-        if kernel.input_weight is not None and series.inputs is not None:
-            means.insert(1, series.inputs[1:])
-        # The order (x_{k-1}, u_k, x_k) puts the regressors first.
-        means = jnp.concatenate(means, axis=1)
-        size = means.shape[1]
-        place = np.concatenate([np.arange(d), np.arange(size - d, size)])
-        spread = jnp.zeros((n - 1, size, size), means.dtype)
-        spread = spread.at[:, place[:, None], place[None, :]].set(pairs.covariance)
-        exists = series.exists()
-        weights = jnp.ones(n - 1) if exists is None else exists[1:].astype(means.dtype)
-        return means, spread, weights
+        pairs, exists = chain.pairwise(), series.exists()
+        inputs = None if series.inputs is None else series.inputs[1:]
+        means, spreads = _beside_inputs(kernel, pairs.mean, pairs.covariance, inputs)
+        ones = jnp.ones(means.shape[0], means.dtype)
+        return means, spreads, ones if exists is None else exists[1:].astype(means.dtype)
 
-    return _regression(kernel, *jax.vmap(one)(chains, batch), chains.state_dim)
+    return _regression(kernel, *jax.vmap(one)(chains, batch))
 
 
+@eqx.filter_jit
 def _new_emission(
     kernel: LinearGaussianKernel, chains: LinearGaussianChain, batch: Series
 ) -> LinearGaussianKernel:
     """Regress y_k on (x_k, u_k, 1) under the marginal laws, over the observed rows."""
-    if batch.mask is not None:
-        whole = np.asarray(jnp.all(batch.mask, axis=-1) | ~jnp.any(batch.mask, axis=-1))
-        if not whole.all():
-            raise ValueError(
-                "The M-step of an emission with partly missing rows has no closed form. Learn the"
-                " model with fit or fit_evidence, or wrap the emission's arrays in Frozen."
-            )
-    return _regressed_emission(kernel, chains, batch)
 
-
-@eqx.filter_jit
-def _regressed_emission(
-    kernel: LinearGaussianKernel, chains: LinearGaussianChain, batch: Series
-) -> LinearGaussianKernel:
     def one(chain: LinearGaussianChain, series: Series) -> tuple[Array, Array, Array]:
-        laws, d = chain.marginals(), chain.state_dim
-        means = [laws.mean, series.ys]
-        if kernel.input_weight is not None and series.inputs is not None:
-            means.insert(1, series.inputs)
-        means = jnp.concatenate(means, axis=1)
-        spread = jnp.zeros((means.shape[0], means.shape[1], means.shape[1]), means.dtype)
-        spread = spread.at[:, :d, :d].set(laws.covariance)
-        weights = jnp.ones(chain.num_times)
-        if series.mask is not None:
-            weights = jnp.all(series.mask, axis=1).astype(means.dtype)
-        return means, spread, weights
+        laws, known = chain.marginals(), series.ys.shape[1]
+        means = jnp.concatenate([laws.mean, series.ys], axis=1)
+        spreads = jnp.pad(laws.covariance, ((0, 0), (0, known), (0, known)))
+        means, spreads = _beside_inputs(kernel, means, spreads, series.inputs)
+        ones = jnp.ones(means.shape[0], means.dtype)
+        mask = series.mask
+        return means, spreads, ones if mask is None else jnp.all(mask, axis=1).astype(means.dtype)
 
-    return _regression(kernel, *jax.vmap(one)(chains, batch), chains.state_dim)
+    return _regression(kernel, *jax.vmap(one)(chains, batch))
+
+
+def _refuse_partly_missing_rows(batch: Series) -> None:
+    if batch.mask is None:
+        return
+    whole = np.asarray(jnp.all(batch.mask, axis=-1) | ~jnp.any(batch.mask, axis=-1))
+    if not whole.all():
+        raise ValueError(
+            "The M-step of an emission with partly missing rows has no closed form. Learn the"
+            " model with fit or fit_evidence, or wrap the emission's arrays in Frozen."
+        )
+
+
+def _beside_inputs(
+    kernel: LinearGaussianKernel,
+    means: Float[Array, "row size"],
+    covariances: Float[Array, "row size size"],
+    inputs: Float[Array, "row input"] | None,
+) -> tuple[Float[Array, "row larger"], Float[Array, "row larger larger"]]:
+    """Return the moments of (x, u, response) from those of (x, response), if u is a regressor."""
+    if kernel.input_weight is None or inputs is None:
+        return means, covariances
+    d, count = unwrap(kernel).weight.shape[1], inputs.shape[1]
+    random = np.delete(np.arange(means.shape[1] + count), np.arange(d, d + count))
+    means = jnp.concatenate([means[:, :d], inputs, means[:, d:]], axis=1)
+    spreads = jnp.zeros((*means.shape, means.shape[1]), means.dtype)
+    return means, spreads.at[:, random[:, None], random[None, :]].set(covariances)
 
 
 def _regression(
@@ -238,14 +241,13 @@ def _regression(
     means: Float[Array, "batch row size"],
     spreads: Float[Array, "batch row size size"],
     weights: Float[Array, "batch row"],
-    state_dim: int,
 ) -> LinearGaussianKernel:
     """Compute least squares of the last entries of each row on those before and a constant.
 
     Moments are taken about the mean of all rows. About zero, an offset that is large compared with
     the spread of the data would leave only rounding errors of the spread.
     """
-    out = unwrap(kernel).bias.shape[0]
+    out, state_dim = unwrap(kernel).weight.shape
     split = means.shape[-1] - out
     weights = weights / jnp.sum(weights)
     centre = jnp.sum(means * weights[..., None], axis=(0, 1))
@@ -284,8 +286,6 @@ def _solve_semidefinite(
     learned and have no effect.
     """
     inverse_std = linalg.safe_reciprocal(linalg.safe_sqrt(jnp.diagonal(gram)))
-    values, vectors = jnp.linalg.eigh(gram * inverse_std[:, None] * inverse_std[None, :])
-    smallest = 10 * gram.shape[0] * jnp.finfo(gram.dtype).eps
-    inverse_values = jnp.where(values > smallest, 1.0 / jnp.where(values > 0, values, 1.0), 0.0)
-    projected = linalg.matmul(vectors.T, inverse_std[:, None] * right)
-    return inverse_std[:, None] * linalg.matmul(vectors, inverse_values[:, None] * projected)
+    scaled = gram * inverse_std[:, None] * inverse_std[None, :]
+    shortest = linalg.matmul(jnp.linalg.pinv(scaled, hermitian=True), inverse_std[:, None] * right)
+    return inverse_std[:, None] * shortest

@@ -6,6 +6,7 @@ the loss of a minibatch, the state of training, the steps, and the result.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from retrodict._expectations import (
     RaoBlackwellised,
 )
 from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily
-from retrodict._learning.dataset import Minibatch, batch_for
+from retrodict._learning.dataset import Minibatch, batch_for, options_of
 from retrodict._learning.elbo_loss import ElboLoss, stages_of
 from retrodict._learning.fit_checkpoint import FitCheckpoint, fingerprint
 from retrodict._learning.fit_result import (
@@ -158,7 +159,8 @@ def fit(
 
     # Parameters: the leaves of (family, model) that move, for every start.
     if options.prepare:
-        family = _prepare(family, model, dataset.spaced(NUM_PREPARED))
+        series = dataset.spaced(NUM_PREPARED)
+        family = family.prepare(model, series.ys, **options_of(series))
     if isinstance(learn, str) and learn != "family":
         model = learnable(model)
     moving = _moving((family, model), learn)
@@ -183,7 +185,7 @@ def fit(
 
     def run(stages: Sequence[Stage], trained: Trained, starts: int | None) -> Trained:
         placement, axes = _placement(devices, starts)
-        with dataset.loader(key, options.batch_size, options.chunk_size, axes) as loader:
+        with closing(dataset.loader(key, options.batch_size, options.chunk_size, axes)) as loader:
             return train(
                 key,
                 stages,
@@ -192,7 +194,6 @@ def fit(
                 loader.load,
                 Minibatch.on_devices(validation, devices, axes),
                 optimiser=optimiser,
-                num_starts=starts,
                 chunk_size=options.chunk_size,
                 steps_per_load=loader.steps_per_load,
                 patience=options.patience,
@@ -221,21 +222,14 @@ def fit(
 
 def _check_types(family: Any, model: Any, objective: Any, optimisation: Any) -> None:
     """Raise if an argument is of the wrong type."""
-    for value, kind, article in (
+    for value, kind, what in (
         (family, AbstractFamily, "a family"),
         (model, StateSpaceModel, "a StateSpaceModel"),
+        (objective, Objective | None, "`objective` to be a retrodict.Objective"),
+        (optimisation, Optimisation | None, "`optimisation` to be a retrodict.Optimisation"),
     ):
         if not isinstance(value, kind):
-            raise TypeError(f"fit expects {article}, got {type(value).__name__}.")
-    for name, value, kind in (
-        ("objective", objective, Objective),
-        ("optimisation", optimisation, Optimisation),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(
-                f"fit expects `{name}` to be a retrodict.{kind.__name__}, got"
-                f" {type(value).__name__}."
-            )
+            raise TypeError(f"fit expects {what}, got {type(value).__name__}.")
 
 
 def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
@@ -248,13 +242,6 @@ def _held_out(model: StateSpaceModel, held_out: Any) -> Series:
         )
     options = {"mask": None, "inputs": None, "length": None, **options}
     return batch_for(unwrap(model), ys, owner="fit", **options)
-
-
-def _prepare(family: AbstractFamily, model: StateSpaceModel, series: Series) -> AbstractFamily:
-    """Return the family in the units of the data."""
-    return family.prepare(
-        model, series.ys, mask=series.mask, inputs=series.inputs, length=series.length
-    )
 
 
 def _moving(pair: tuple[AbstractFamily, StateSpaceModel], learn: Any) -> PyTree:
@@ -313,20 +300,17 @@ def _for_evaluation(estimator: AbstractEstimator) -> AbstractEstimator:
     return dataclasses.replace(estimator, num_samples=2 * estimator.num_samples)  # pyright: ignore
 
 
-def _placement(
-    mesh: Mesh | None, num_starts: int | None
-) -> tuple[Placement | None, tuple[str, ...]]:
-    """Return the devices of the parameters, and the axes over which series are sharded."""
-    if mesh is None:
-        return None, ()
-    if num_starts is None or STARTS not in mesh.axis_names:
-        return Placement(mesh), mesh.axis_names
+def _placement(mesh: Mesh | None, num_starts: int | None) -> tuple[Placement, tuple[str, ...]]:
+    """Return where parameters are, and the axes over which series are sharded."""
+    axes = () if mesh is None else mesh.axis_names
+    if mesh is None or num_starts is None or STARTS not in axes:
+        return Placement(num_starts, mesh), axes
     if num_starts % mesh.shape[STARTS]:
         raise ValueError(
             f"The number of starts ({num_starts}) must be a multiple of the size of the mesh axis"
             f" {STARTS!r} ({mesh.shape[STARTS]})."
         )
-    return Placement(mesh, STARTS), tuple(axis for axis in mesh.axis_names if axis != STARTS)
+    return Placement(num_starts, mesh, STARTS), tuple(axis for axis in axes if axis != STARTS)
 
 
 def _progress_line(

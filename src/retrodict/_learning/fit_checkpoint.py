@@ -1,6 +1,7 @@
 """Checkpoints of `fit`: resume from one, and refuse one that belongs to another fit."""
 
 import hashlib
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,19 +119,16 @@ def _refuse_disagreement(path: Path, step: int, mesh: Mesh) -> None:
 def _refuse_other_parameters(path: Path, restored: TrainState, state: TrainState) -> None:
     """Raise if the arrays are not those of this family, model and optimiser."""
 
-    def shapes(tree: Any) -> list[tuple[str, tuple[int, ...], str]]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return [(jax.tree_util.keystr(at), leaf.shape, str(leaf.dtype)) for at, leaf in leaves]
+    def arrays(tree: TrainState) -> list[str]:
+        return [
+            f"{jax.tree_util.keystr(at)} of shape {leaf.shape} and type {leaf.dtype}"
+            for at, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        ]
 
-    for stored, expected in zip(shapes(restored), shapes(state), strict=False):
+    pairs = zip_longest(arrays(restored), arrays(state), fillvalue="no further array")
+    for stored, expected in pairs:
         if stored != expected:
             raise CheckpointError(
-                f"{path} is the checkpoint of another family, model or optimiser: it has"
-                f" {stored[0]} of shape {stored[1]} and type {stored[2]}, and this fit has"
-                f" {expected[0]} of shape {expected[1]} and type {expected[2]}."
+                f"{path} is the checkpoint of another family, model or optimiser: it has {stored},"
+                f" and this fit has {expected}."
             )
-    if len(shapes(restored)) != len(shapes(state)):
-        raise CheckpointError(
-            f"{path} is the checkpoint of another family, model or optimiser: it has"
-            f" {len(shapes(restored))} arrays, and this fit {len(shapes(state))}."
-        )

@@ -11,8 +11,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from retrodict._exact import check_linear_gaussian, log_evidence_of
-from retrodict._learning.dataset import Minibatch
-from retrodict._learning.in_memory import InMemoryBatches
+from retrodict._learning.dataset import InMemoryBatches, Minibatch
 from retrodict._learning.on_disk import AbstractSeriesStore
 from retrodict._learning.open_dataset import open_dataset
 from retrodict._learning.quasi_newton import minimise
@@ -160,11 +159,10 @@ def fit_evidence(
         loader.load,
         batches.everything,
         optimiser=optimiser,
-        num_starts=None,
         chunk_size=chunk_size,
         patience=patience,
         show=line,
-        placement=None if devices is None else Placement(devices),
+        placement=Placement(mesh=devices),
     )
     return EvidenceResult(
         eqx.combine(trained.state.kept, fixed),
@@ -192,8 +190,6 @@ class EvidenceLoss(eqx.Module):
         self, parameters: PyTree, batches: InMemoryBatches, key: PRNGKey, step: Array
     ) -> Scalar:
         """Return the loss of a step."""
-        if batches.batch_size == batches.everything.count:
-            return self.value(parameters, batches.everything)
         return self.value(parameters, batches.minibatch(key, step))
 
     def score(self, parameters: PyTree, batch: Minibatch) -> tuple[Scalar, Scalar]:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int, PyTree
 
 from retrodict._families import AbstractFamily
-from retrodict._learning.dataset import Minibatch, take
+from retrodict._learning.dataset import Minibatch, options_of, take
 from retrodict._learning.elbo_loss import ElboLoss
 from retrodict._learning.train import Status, Trained
 from retrodict._model import StateSpaceModel
@@ -131,20 +131,19 @@ def compare_with_particles(
     if result.status in ("diverged", "overfitted"):
         return result
     batch = Minibatch.on_devices(take(series, slice(0, NUM_COMPARED))).first_rows(MAX_COMPARED_ROWS)
-    model, rows, some = unwrap(result.model), float(batch.num_rows()), batch.series
+    model, rows = unwrap(result.model), float(batch.num_rows())
+    several = [take(batch.series, i) for i in range(batch.count)]
     try:
         filters = [
             particle_filter(
                 jax.random.key(i),
                 model,
-                some.ys[i],
+                series.ys,
                 NUM_PARTICLES,
                 strict=False,
-                mask=True if some.mask is None else some.mask[i],
-                inputs=None if some.inputs is None else some.inputs[i],
-                length=None if some.length is None else some.length[i],
+                **options_of(series),
             )
-            for i in range(batch.count)
+            for i, series in enumerate(several)
         ]
     except (TypeError, ValueError):
         return result  # a part of the model has no density

@@ -7,7 +7,6 @@ epoch, and a process reads only the lanes that its devices train on. Minibatches
 are read by a thread while the present ones are trained on.
 """
 
-import bisect
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -28,9 +27,9 @@ from retrodict._learning.dataset import (
     AbstractLoader,
     Minibatch,
     num_series,
+    spaced_indices,
     take,
 )
-from retrodict._learning.in_memory import spaced_indices
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._series import Series
 from retrodict._types import PRNGKey
@@ -167,53 +166,34 @@ class EpochOrder:
         batch_size: the number of series per step.
 
     Attributes:
+        starts: the index of the first series of each block, and the number of series.
         lanes: the number of lanes.
         per_lane: the number of series that a minibatch takes from each.
     """
 
     def __init__(self, block_sizes: Sequence[int], key: PRNGKey, batch_size: int) -> None:
         self._seed = np.asarray(jax.random.key_data(key)).ravel().tolist()
-        self._starts = np.concatenate([[0], np.cumsum(block_sizes)])
+        self.starts = np.concatenate([[0], np.cumsum(block_sizes)])
         most = min(MAX_LANES, len(block_sizes), batch_size)
         self.lanes = max(lanes for lanes in range(1, most + 1) if batch_size % lanes == 0)
         self.per_lane = batch_size // self.lanes
         self._epoch = functools.lru_cache(2 * self.lanes)(self._shuffle)
 
-    def runs(self, lane: int, begin: int, end: int) -> list[tuple[int, int, np.ndarray]]:
-        """Return positions begin..end-1 of a lane, over all epochs.
+    def series(self, lane: int, begin: int, end: int) -> Int[np.ndarray, "series"]:
+        """Return the series at positions begin..end-1 of a lane, counted over all epochs."""
+        size = len(self._epoch(lane, 0))
+        first = begin // size
+        epochs = [self._epoch(lane, epoch) for epoch in range(first, -(-end // size))]
+        return np.concatenate(epochs)[begin - first * size : end - first * size]
 
-        Each run is its first position, a block, and the series of that block in their order.
-        """
-        first, last = self._bounds(lane)
-        size, runs = last - first, []
-        for epoch in range(begin // size, -(-end // size)):
-            for offset, block, series in self._epoch(lane, epoch):
-                start = offset + epoch * size
-                inside = slice(max(begin - start, 0), min(end - start, len(series)))
-                if inside.start < inside.stop:
-                    runs.append((start + inside.start, block, series[inside]))
-        return runs
-
-    def _bounds(self, lane: int) -> tuple[int, int]:
-        count = int(self._starts[-1])
-        return lane * count // self.lanes, (lane + 1) * count // self.lanes
-
-    def _shuffle(self, lane: int, epoch: int) -> list[tuple[int, int, np.ndarray]]:
-        """Return one pass through a lane as runs, from position 0."""
-        first, last = self._bounds(lane)
-        block = bisect.bisect_right(self._starts, first) - 1
-        pieces = []
-        while self._starts[block] < last:
-            begin, end = self._starts[block : block + 2]
-            pieces.append((block, np.arange(max(begin, first), min(end, last)) - begin))
-            block += 1
+    def _shuffle(self, lane: int, epoch: int) -> Int[np.ndarray, "series"]:
+        """Return one pass through a lane: blocks in random order, and the series within each."""
+        count = int(self.starts[-1])
+        first, last = lane * count // self.lanes, (lane + 1) * count // self.lanes
+        edges = np.unique(np.clip(self.starts, first, last))
         rng = np.random.default_rng([*self._seed, lane, epoch])
-        offset, runs = 0, []
-        for which in rng.permutation(len(pieces)):
-            block, series = pieces[which]
-            runs.append((offset, block, rng.permutation(series)))
-            offset += len(series)
-        return runs
+        order = rng.permutation(len(edges) - 1)
+        return np.concatenate([rng.permutation(np.arange(*edges[i : i + 2])) for i in order])
 
 
 class StoredLoader(AbstractLoader):
@@ -245,13 +225,12 @@ class StoredLoader(AbstractLoader):
         self._store, self._size, self._mesh, self._axes = store, size, mesh, axes
         self._shapes = jax.tree.map(lambda a: jax.eval_shape(jnp.asarray, a[0]), store.load(0))
         self._blocks: dict[int, tuple[int, Arrays]] = {}
-        self._sharding, self._padded, self._shards = None, size, {(0, size)}
-        if mesh is not None:
-            shards = num_devices(mesh, axes)
-            self._padded = -(-size // shards) * shards
-            self._sharding = NamedSharding(mesh, P(None, axes))
-            places = self._sharding.addressable_devices_indices_map((1, self._padded))
-            self._shards = {self._shard(index) for index in places.values() if index is not None}
+        shards = 1 if mesh is None else num_devices(mesh, axes)
+        self._padded = -(-size // shards) * shards
+        one_device = jnp.zeros(()).sharding
+        self._sharding = one_device if mesh is None else NamedSharding(mesh, P(None, axes))
+        places = self._sharding.addressable_devices_indices_map((1, self._padded))
+        self._shards = {self._shard(index) for index in places.values() if index is not None}
         self._worker = ThreadPoolExecutor(1, "retrodict-batches")
         self._ahead: tuple[tuple[int, int], Future[dict[tuple[int, int], Arrays]]] | None = None
         series_bytes = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(self._shapes))
@@ -267,23 +246,20 @@ class StoredLoader(AbstractLoader):
         self._ahead = None
         if then is not None:
             self._ahead = ((then, count), self._worker.submit(self._read, then, count))
-        start, sharding = jnp.asarray(first), self._sharding
+        start = jnp.asarray(first)
+        start = start if self._mesh is None else shard_over(start, self._mesh, P())
 
         def over_devices(name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
             def shard(index: Any) -> Any:
                 return arrays[self._shard(index)][name]
 
             size = (count, self._padded, *shape.shape)
-            return jax.make_array_from_callback(size, sharding, shard)  # pyright: ignore
+            return jax.make_array_from_callback(size, self._sharding, shard)
 
-        if self._mesh is None:
-            series: Any = jax.tree.map(jnp.asarray, arrays[0, self._size])
-        else:
-            start = shard_over(start, self._mesh, P())
-            series = {
-                name: None if shape is None else over_devices(name, shape)
-                for name, shape in self._shapes.items()
-            }
+        series: Any = {
+            name: None if shape is None else over_devices(name, shape)
+            for name, shape in self._shapes.items()
+        }
         series = jax.vmap(jax.vmap(Series))(**series)
         return StoredBatches(series, start, self._size, self._mesh, self._axes)
 
@@ -311,16 +287,19 @@ class StoredLoader(AbstractLoader):
         )
         base = first * each
         for lane in range(low // each, -(-high // each)):
-            for start, block, series in self.order.runs(lane, base, base + count * each):
-                turn = np.arange(start - base, start - base + len(series))
-                place = lane * each + turn % each
-                inside = (place >= low) & (place < high)
-                target = turn[inside] // each, place[inside] - low
+            order = self.order.series(lane, base, base + count * each)
+            turn = np.arange(len(order))
+            step, place = turn // each, lane * each + turn % each - low
+            block = np.searchsorted(self.order.starts, order, side="right") - 1
+            for run in np.split(turn, np.flatnonzero(np.diff(block)) + 1):
+                which = block[run[0]]
+                run = run[(place[run] >= 0) & (place[run] < high - low)]
+                target, index = (step[run], place[run]), order[run] - self.order.starts[which]
 
-                def copy(array: Any, source: Any, target=target, index=series[inside]) -> None:
+                def copy(array: Any, source: Any, target=target, index=index) -> None:
                     array[target] = source[index]
 
-                jax.tree.map(copy, arrays, self._block(lane, block))
+                jax.tree.map(copy, arrays, self._block(lane, int(which)))
         if (low, high) == (begin, end):
             return arrays
         index = np.minimum(np.arange(begin, end), size - 1) - low

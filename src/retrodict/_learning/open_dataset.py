@@ -4,12 +4,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from retrodict._learning.dataset import AbstractDataset, batch_for, num_series
-from retrodict._learning.in_memory import ArrayDataset
+from retrodict._learning.dataset import AbstractDataset, ArrayDataset, batch_for, num_series
 from retrodict._learning.on_disk import AbstractSeriesStore, StoredDataset
-from retrodict._learning.shared import SharedDataset, SharedSeries, check_shared, refuse_beside
+from retrodict._learning.shared import SharedSeries, check_shared, refuse_beside
 from retrodict._model import StateSpaceModel
-from retrodict.distributed import is_multi_process
 
 
 def open_dataset(
@@ -49,5 +47,4 @@ def open_dataset(
     else:
         series = batch_for(model, ys, **options, owner=owner)
         count = num_series(series)
-    dataset = SharedDataset if is_multi_process(series) else ArrayDataset
-    return dataset(series, count, mesh)
+    return ArrayDataset(series, count, mesh)

@@ -6,14 +6,15 @@ therefore starts from several points, takes a few steps from each, and continues
 Scales that end at zero are restarted from the interior. All of it uses one compiled program.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 from scipy.optimize import OptimizeResult, minimize
 
 from retrodict._learning.coordinates import Coordinates, coordinates_of
@@ -82,112 +83,6 @@ class Minimum(NamedTuple):
     status: Status
 
 
-class Chart(eqx.Module):
-    """The learned parameters as a vector z of coordinates without units.
-
-    A scale v has the coordinate log v, so that a change of units is a shift. A bounded parameter
-    keeps its logistic coordinate. Other entries are multiples of a unit, determined by probing.
-
-    Attributes:
-        coordinates: the learned parameters as an unconstrained vector θ.
-        is_scale: which parameters are scales.
-        is_free: which parameters are neither scales nor bounded.
-        array: the index of the array of each parameter.
-        row: the index of each parameter along the last axis of its array.
-    """
-
-    coordinates: Coordinates
-    is_scale: Bool[np.ndarray, "parameter"]
-    is_free: Bool[np.ndarray, "parameter"]
-    array: Int[np.ndarray, "parameter"]
-    row: Int[np.ndarray, "parameter"]
-
-    def start(self) -> Float[np.ndarray, "parameter"]:
-        """Return the coordinates of the model, with units of 1."""
-        theta = np.asarray(self.coordinates.theta(), np.float64)
-        # log softplus(θ), which is θ itself far to the left.
-        log_scale = np.where(
-            theta < -30.0, theta, np.log(np.logaddexp(0.0, np.maximum(theta, -30.0)))
-        )
-        return np.where(self.is_scale, log_scale, theta)
-
-    def parameters(self, z: Float[Array, "parameter"], unit: Float[Array, "parameter"]) -> PyTree:
-        """Return the floating arrays of the model at these coordinates."""
-        log_scale = jnp.where(self.is_scale, z, 0.0)
-        # log(exp(v) − 1) of v = exp(z), which is z itself where v is below rounding.
-        scale = jnp.exp(jnp.maximum(log_scale, -30.0))
-        theta = jnp.where(log_scale < -30.0, log_scale, scale + jnp.log(-jnp.expm1(-scale)))
-        theta = jnp.where(self.is_scale, theta, z * unit)
-        return eqx.filter(self.coordinates.model_at(theta), eqx.is_inexact_array)
-
-
-def chart_of(model: StateSpaceModel) -> Chart:
-    """Return the chart of the parameters that `fit_evidence` learns."""
-    coordinates = coordinates_of(model)
-    places = [np.asarray(place) for place in coordinates.places]
-    leaves = jax.tree.leaves(eqx.filter(coordinates.model, eqx.is_inexact_array))
-    widths = [leaf.shape[-1] if leaf.ndim else 1 for leaf in leaves]
-    rows = [place % width for place, width in zip(places, widths, strict=True)]
-    return Chart(
-        coordinates,
-        np.array([edge == (0.0, None) for edge in coordinates.edges], bool),
-        np.array([edge == (None, None) for edge in coordinates.edges], bool),
-        np.repeat(np.arange(len(places)), [place.size for place in places]),
-        np.concatenate([*rows, np.zeros(0)]).astype(int),
-    )
-
-
-@eqx.filter_jit
-def _evaluate(
-    loss: Callable[[PyTree, PyTree], Scalar], chart: Chart, z: Array, unit: Array, data: PyTree
-) -> tuple[Scalar, Float[Array, "parameter"]]:
-    """Return the loss at some coordinates and its gradient.
-
-    The chart is an argument and not a constant, so that a program is reused for other values.
-    """
-    return jax.value_and_grad(lambda z: loss(chart.parameters(z, unit), data))(z)
-
-
-class _Descent(NamedTuple):
-    """The end of a descent: a point, its loss, the losses that led to it, and the status."""
-
-    z: Float[np.ndarray, "parameter"]
-    value: float
-    losses: list[float]
-    status: Status
-
-    def after(self, before: "_Descent") -> "_Descent":
-        """Return the same with an earlier descent in front; the earlier point if it is better."""
-        if before.value < self.value:
-            return before._replace(status=self.status)
-        return self._replace(losses=before.losses + self.losses)
-
-
-class _Loss:
-    """A loss as a function of coordinates on the host, which counts non-finite values."""
-
-    def __init__(self, loss: Callable[[PyTree, PyTree], Scalar], chart: Chart, data: PyTree):
-        self._loss, self._chart, self._data = loss, chart, data
-        self.dtype = chart.coordinates.theta().dtype
-        self.unit = np.ones(len(chart.is_scale))
-        self.largest, self.skipped = 0.0, 0
-
-    def restore(self, z: np.ndarray) -> PyTree:
-        """Return the floating arrays of the model at some coordinates."""
-        return self._chart.parameters(jnp.asarray(z), jnp.asarray(self.unit))
-
-    def __call__(self, z: np.ndarray) -> tuple[float, np.ndarray]:
-        at, unit = (jnp.asarray(part, self.dtype) for part in (z, self.unit))
-        result = to_hosts(_evaluate(self._loss, self._chart, at, unit, self._data))
-        value, slope = float(result[0]), np.asarray(result[1], np.float64)
-        if np.isfinite(value) and np.all(np.isfinite(slope)):
-            self.largest = max(self.largest, abs(value))
-            return value, slope
-        # A large finite value, from which the line search can interpolate its way back.
-        self.skipped += 1
-        return 1e3 * (1.0 + self.largest), np.zeros_like(slope)
-
-
 def minimise(
     loss: Callable[[PyTree, PyTree], Scalar],
     model: StateSpaceModel,
@@ -213,189 +108,262 @@ def minimise(
         num_starts: the number of starts; by default two or three per array.
         show: called after each step with its number and the loss.
     """
-    chart = chart_of(model)
-    target = _Loss(loss, chart, data)
-    z = chart.start()
-    value, slope = target(z)
-    if target.skipped:
+    search = _Search(loss, model, data, share, show)
+    z = search.start()
+    value, slope = search(z)
+    if search.skipped:
         parameters = eqx.filter(model, eqx.is_inexact_array)
         return Minimum(parameters, float("inf"), np.zeros(0), 1, "diverged")
-    precision = ROUNDING * float(jnp.finfo(target.dtype).eps)
+    search.unit = search.units(z, slope)
+    z = np.where(search.is_free, z / search.unit, z)
+    best, several = _Descent(z, value, [], "finished"), num_starts != 1
+    if several and num_steps > SCREENING_STEPS:
+        starts = [z, *search.starts(z, value)][:num_starts]
+        screened = sorted((search.descend(each, SCREENING_STEPS) for each in starts), key=LOSS)
+        again = [search.descend(each.z, SCREENING_STEPS).after(each) for each in screened[:2]]
+        best = min(again, key=LOSS)
+    best = search.settle(best, num_steps)
+    for _ in range(MAX_ROUNDS if several and best.status == "converged" else 0):
+        raised = search.raised(best.z, best.value)
+        together = [np.max(raised, axis=0)] if len(raised) > 1 else []
+        tried = [search.descend(each, RESTART_STEPS) for each in [*together, *raised]]
+        winner = min(tried, key=LOSS, default=best)
+        if winner.value >= best.value - 1e-3 * share:
+            break
+        best = search.settle(winner, num_steps)
+    parameters, losses = search.restore(best.z), np.asarray(best.losses)
+    return Minimum(parameters, best.value, losses, search.skipped, best.status)
 
-    def descend(z: np.ndarray, most: int) -> _Descent:
+
+class _Descent(NamedTuple):
+    """The end of a descent: a point, its loss, the losses that led to it, and the status."""
+
+    z: Float[np.ndarray, "parameter"]
+    value: float
+    losses: list[float]
+    status: Status
+
+    def after(self, before: "_Descent") -> "_Descent":
+        """Return the same with an earlier descent in front; the earlier point if it is better."""
+        if before.value < self.value:
+            return before._replace(status=self.status)
+        return self._replace(losses=before.losses + self.losses)
+
+
+LOSS = attrgetter("value")
+"""The key by which descents are compared."""
+
+
+class _Search:
+    """A loss on the host as a function of coordinates z without units, and moves between points.
+
+    A scale v has the coordinate log v, so that a change of units is a shift. A bounded parameter
+    keeps its logistic coordinate. Other entries are multiples of a unit, determined by probing.
+
+    Attributes:
+        is_scale: which parameters are scales.
+        is_free: which parameters are neither scales nor bounded.
+        unit: the unit of each free entry.
+        skipped: the number of points with a non-finite loss or gradient.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[PyTree, PyTree], Scalar],
+        model: StateSpaceModel,
+        data: PyTree,
+        share: float,
+        show: Callable[[int, float], None] | None,
+    ):
+        self._loss, self._data, self._share, self._show = loss, data, share, show
+        coordinates = self._coordinates = coordinates_of(model)
+        self._dtype = coordinates.theta().dtype
+        self._precision = ROUNDING * float(jnp.finfo(self._dtype).eps)
+        self.is_scale = coordinates.is_scale
+        self.is_free = np.array([edge == (None, None) for edge in coordinates.edges], bool)
+        # The index of the array of each parameter, and its index along the last axis of it.
+        places = [np.asarray(place) for place in coordinates.places]
+        self._array = np.repeat(np.arange(len(places)), [place.size for place in places])
+        leaves = jax.tree.leaves(eqx.filter(coordinates.model, eqx.is_inexact_array))
+        widths = [leaf.shape[-1] if leaf.ndim else 1 for leaf in leaves]
+        rows = [place % width for place, width in zip(places, widths, strict=True)]
+        self._row = np.concatenate([*rows, np.zeros(0)]).astype(int)
+        self.unit = np.ones(len(self._array))
+        self._largest, self.skipped = 0.0, 0
+
+    def start(self) -> Float[np.ndarray, "parameter"]:
+        """Return the coordinates of the model, with units of 1."""
+        theta = np.asarray(self._coordinates.theta(), np.float64)
+        # log softplus(θ), which is θ itself far to the left.
+        log_scale = np.where(
+            theta < -30.0, theta, np.log(np.logaddexp(0.0, np.maximum(theta, -30.0)))
+        )
+        return np.where(self.is_scale, log_scale, theta)
+
+    def restore(self, z: np.ndarray) -> PyTree:
+        """Return the floating arrays of the model at some coordinates."""
+        return _parameters(self._coordinates, jnp.asarray(z), jnp.asarray(self.unit))
+
+    def __call__(self, z: np.ndarray) -> tuple[float, np.ndarray]:
+        at, unit = (jnp.asarray(part, self._dtype) for part in (z, self.unit))
+        result = to_hosts(_evaluate(self._loss, self._coordinates, at, unit, self._data))
+        value, slope = float(result[0]), np.asarray(result[1], np.float64)
+        if np.isfinite(value) and np.all(np.isfinite(slope)):
+            self._largest = max(self._largest, abs(value))
+            return value, slope
+        # A large finite value, from which the line search can interpolate its way back.
+        self.skipped += 1
+        return 1e3 * (1.0 + self._largest), np.zeros_like(slope)
+
+    def descend(self, z: np.ndarray, most: int) -> _Descent:
+        """Take at most `most` steps of L-BFGS."""
         losses: list[float] = []
 
         def after(intermediate_result: OptimizeResult) -> None:
             losses.append(float(intermediate_result.fun))
-            if show is not None:
-                show(len(losses), losses[-1])
+            if self._show is not None:
+                self._show(len(losses), losses[-1])
 
         # scipy compares the gain of a step with the loss, and at least with 1.
-        size = max(1.0, target.largest)
+        size = max(1.0, self._largest)
         options = {
             "maxiter": most,
             "maxfun": 20 * most,
-            "ftol": max(precision, NO_GAIN * share / size),
+            "ftol": max(self._precision, NO_GAIN * self._share / size),
             "gtol": 0.0,
         }
-        result = minimize(target, z, jac=True, method="L-BFGS-B", callback=after, options=options)
-        is_end = result.success or float(np.max(np.abs(result.jac), initial=0.0)) < precision**0.5
+        result = minimize(self, z, jac=True, method="L-BFGS-B", callback=after, options=options)
+        steepest = float(np.max(np.abs(result.jac), initial=0.0))
+        is_end = result.success or steepest < self._precision**0.5
         status: Status = (
             "finished" if len(losses) >= most else "converged" if is_end else "stopped early"
         )
         return _Descent(result.x, float(result.fun), losses, status)
 
-    target.unit = _units(target, chart, z, slope)
-    z = np.where(chart.is_free, z / target.unit, z)
-    best = _Descent(z, value, [], "finished")
-    if num_starts != 1 and num_steps > SCREENING_STEPS:
-        starts = [z, *_starts(target, chart, z, value, share)][:num_starts]
-        screened = sorted((descend(start, SCREENING_STEPS) for start in starts), key=_by_value)
-        again = [descend(each.z, SCREENING_STEPS).after(each) for each in screened[:2]]
-        best = min(again, key=_by_value)
-
-    def settle(descent: _Descent) -> _Descent:
+    def settle(self, descent: _Descent, num_steps: int) -> _Descent:
         """Descend to convergence, and further if L-BFGS is slow along a scale that goes to zero."""
         for _ in range(MAX_ROUNDS):
             left = num_steps - len(descent.losses)
             if left < 1:
                 return descent
             before = descent.value
-            descent = descend(descent.z, left).after(descent)
-            lower = _lowered(target, chart, descent.z, descent.value)
-            if descent.status != "converged" or (lower is None and before - descent.value < enough):
+            descent = self.descend(descent.z, left).after(descent)
+            lower = self._lowered(descent)
+            slow = lower.value < descent.value or before - descent.value >= SETTLED * self._share
+            if descent.status != "converged" or not slow:
                 return descent
-            descent = descent if lower is None else descent._replace(z=lower[0], value=lower[1])
+            descent = lower
         return descent
 
-    enough = SETTLED * share
-    best = settle(best)
-    for _ in range(MAX_ROUNDS if num_starts != 1 and best.status == "converged" else 0):
-        tried = [
-            descend(start, RESTART_STEPS)
-            for start in _from_interior(target, chart, best.z, best.value, share)
-        ]
-        winner = min(tried, key=_by_value, default=best)
-        if winner.value >= best.value - 1e-3 * share:
-            break
-        best = settle(winner)
-    return Minimum(
-        target.restore(best.z), best.value, np.asarray(best.losses), target.skipped, best.status
-    )
+    def units(self, z: np.ndarray, slope: np.ndarray) -> Float[np.ndarray, "parameter"]:
+        """Return the step of each free entry that changes the loss by about ½: 1 / √curvature.
 
+        Curvatures are differences of gradients over a step that changes the loss by about 1.
+        """
+        unit = np.ones(len(z))
+        for direction in self._directions(slope):
+            along = float(slope @ direction)
+            step = 1.0 / abs(along) if along else float(np.max(np.abs(z * direction))) or 1.0
+            curvature = 0.0
+            for _ in range(8):
+                skipped = self.skipped
+                moved = self(z + step * direction)[1]
+                if self.skipped > skipped or not np.isfinite(step):
+                    self.skipped = skipped
+                    step = 1e-3 * step if np.isfinite(step) else 1.0
+                    continue
+                curvature = float((moved - slope) @ direction) / step
+                if abs(curvature) * step**2 <= 4.0:
+                    break
+                step = (2.0 / abs(curvature)) ** 0.5
+            size = abs(curvature) ** -0.5 if curvature else step
+            unit[direction != 0] = size if np.isfinite(size) and size > 0 else 1.0
+        return unit
 
-def _by_value(descent: _Descent) -> float:
-    return descent.value
+    def _directions(self, slope: np.ndarray) -> list[np.ndarray]:
+        """Return the directions to probe: each free entry, or the gradient of arrays if many."""
+        free = np.flatnonzero(self.is_free)
+        if len(free) <= MAX_PROBES:
+            return list(np.eye(len(slope))[free])
+        slope = np.where(slope == 0, 1.0, slope)
+        along = [np.where(inside, slope, 0.0) for inside in self._by_array(self.is_free)]
+        return [each / np.linalg.norm(each) for each in along]
 
+    def _by_array(self, parameters: Bool[np.ndarray, "parameter"]) -> list[np.ndarray]:
+        """Return some parameters array by array, as masks."""
+        arrays = np.unique(self._array[parameters])
+        return [parameters & (self._array == array) for array in arrays]
 
-def _units(
-    target: _Loss, chart: Chart, z: np.ndarray, slope: np.ndarray
-) -> Float[np.ndarray, "parameter"]:
-    """Return the step of each free entry that changes the loss by about ½: 1 / √curvature.
+    def starts(self, z: np.ndarray, value: float) -> list[np.ndarray]:
+        """Return starts in which one scale is large, or a bounded parameter is off its middle."""
+        raised = self.raised(z, value)
+        centre = np.max([z, *raised], axis=0)
+        starts = [centre] if raised else []
+        scales = self._by_array(self.is_scale)
+        for large in scales if len(scales) > 1 else ():
+            starts.append(np.where(self.is_scale & ~large, centre - np.log(APART), centre))
+        for inside in self._by_array(~self.is_scale & ~self.is_free):
+            for side in (LOGIT, -LOGIT):
+                # Move the first of the partial autocorrelations.
+                starts.append(np.where(inside, np.where(self._row == 0, side, 0.0), centre))
+        return starts
 
-    Curvatures are differences of gradients over a step that changes the loss by about 1.
-    """
-    unit = np.ones(len(z))
-    for direction in _directions(chart, slope):
-        along = float(slope @ direction)
-        step = 1.0 / abs(along) if along else float(np.max(np.abs(z * direction))) or 1.0
-        curvature = 0.0
-        for _ in range(8):
-            skipped = target.skipped
-            moved = target(z + step * direction)[1]
-            if target.skipped > skipped or not np.isfinite(step):
-                target.skipped = skipped
-                step = 1e-3 * step if np.isfinite(step) else 1.0
+    def _small(self, z: np.ndarray) -> list[np.ndarray]:
+        """Return, array by array, the scales that may be converging to zero."""
+        largest = np.max(z, initial=-np.inf, where=self.is_scale)
+        return self._by_array(self.is_scale & (z < largest + np.log(SMALL)))
+
+    def _lowered(self, descent: _Descent) -> _Descent:
+        """Return the same point with small scales much smaller, as far as that is better."""
+        lowered = descent
+        for inside in self._small(descent.z):
+            at = np.where(inside, lowered.z - np.log(APART), lowered.z)
+            if (moved := self(at)[0]) < lowered.value:
+                lowered = lowered._replace(z=at, value=moved)
+        return lowered
+
+    def raised(self, z: np.ndarray, value: float) -> list[np.ndarray]:
+        """Return, for each array with scales at the edge of zero, the point with these raised.
+
+        They are raised to where the loss begins to rise, which depends on the data alone.
+        """
+        points = []
+        for inside in self._small(z):
+            tenfold = np.where(inside, z + np.log(10.0), z)
+            if self(tenfold)[0] - value > NEGLIGIBLE * self._share:
                 continue
-            curvature = float((moved - slope) @ direction) / step
-            if abs(curvature) * step**2 <= 4.0:
-                break
-            step = (2.0 / abs(curvature)) ** 0.5
-        size = abs(curvature) ** -0.5 if curvature else step
-        unit[direction != 0] = size if np.isfinite(size) and size > 0 else 1.0
-    return unit
+            lowest = np.max(z[self.is_scale]) + np.log(LOWEST)
+            at = np.where(inside, np.maximum(z, lowest), z)
+            for _ in range(12):
+                if self(at)[0] - value > max(NOTICEABLE, 2.0 * self._share):
+                    break
+                at = np.where(inside, at + np.log(10.0), at)
+            points.append(at)
+        return points
 
 
-def _directions(chart: Chart, slope: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the directions to probe: each free entry, or the gradient of each array if many."""
-    free = np.flatnonzero(chart.is_free)
-    if len(free) <= MAX_PROBES:
-        yield from np.eye(len(slope))[free]
-        return
-    for array in np.unique(chart.array[free]):
-        inside = chart.is_free & (chart.array == array)
-        along = np.where(inside, np.where(slope == 0, 1.0, slope), 0.0)
-        yield along / np.linalg.norm(along)
+def _parameters(
+    coordinates: Coordinates, z: Float[Array, "parameter"], unit: Float[Array, "parameter"]
+) -> PyTree:
+    """Return the floating arrays of the model at the coordinates z of `_Search`."""
+    log_scale = jnp.where(coordinates.is_scale, z, 0.0)
+    # log(exp(v) − 1) of v = exp(z), which is z itself where v is below rounding.
+    scale = jnp.exp(jnp.maximum(log_scale, -30.0))
+    theta = jnp.where(log_scale < -30.0, log_scale, scale + jnp.log(-jnp.expm1(-scale)))
+    theta = jnp.where(coordinates.is_scale, theta, z * unit)
+    return eqx.filter(coordinates.model_at(theta), eqx.is_inexact_array)
 
 
-def _starts(
-    target: _Loss, chart: Chart, z: np.ndarray, value: float, share: float
-) -> list[np.ndarray]:
-    """Return starts in which one scale is large, or a bounded parameter is off its middle."""
-    centre = z
-    for raised in _raised(target, chart, z, value, share):
-        centre = np.maximum(centre, raised)
-    starts = [] if centre is z else [centre]
-    scales = np.unique(chart.array[chart.is_scale])
-    for array in scales if len(scales) > 1 else ():
-        others = chart.is_scale & (chart.array != array)
-        starts.append(np.where(others, centre - np.log(APART), centre))
-    bounded = ~chart.is_scale & ~chart.is_free
-    for array in np.unique(chart.array[bounded]):
-        inside = bounded & (chart.array == array)
-        for side in (LOGIT, -LOGIT):
-            # Move the first of the partial autocorrelations.
-            starts.append(np.where(inside, np.where(chart.row == 0, side, 0.0), centre))
-    return starts
+@eqx.filter_jit
+def _evaluate(
+    loss: Callable[[PyTree, PyTree], Scalar],
+    coordinates: Coordinates,
+    z: Float[Array, "parameter"],
+    unit: Float[Array, "parameter"],
+    data: PyTree,
+) -> tuple[Scalar, Float[Array, "parameter"]]:
+    """Return the loss at some coordinates and its gradient.
 
-
-def _from_interior(
-    target: _Loss, chart: Chart, z: np.ndarray, value: float, share: float
-) -> Sequence[np.ndarray]:
-    """Return the point with scales at the edge of zero raised: all of them, and one by one."""
-    raised = _raised(target, chart, z, value, share)
-    if len(raised) < 2:
-        return raised
-    return [np.max(raised, axis=0), *raised]
-
-
-def _lowered(
-    target: _Loss, chart: Chart, z: np.ndarray, value: float
-) -> tuple[np.ndarray, float] | None:
-    """Return the point with small scales much smaller and its loss, if that is better."""
-    if not chart.is_scale.any():
-        return None
-    lowered, least = None, value
-    small = chart.is_scale & (z < np.max(z[chart.is_scale]) + np.log(SMALL))
-    for array in np.unique(chart.array[small]):
-        inside = small & (chart.array == array)
-        base = z if lowered is None else lowered
-        at = np.where(inside, base - np.log(APART), base)
-        if (moved := target(at)[0]) < least:
-            lowered, least = at, moved
-    return None if lowered is None else (lowered, least)
-
-
-def _raised(
-    target: _Loss, chart: Chart, z: np.ndarray, value: float, share: float
-) -> list[np.ndarray]:
-    """Return, for each array with scales at the edge of zero, the point with these raised.
-
-    They are raised to where the loss begins to rise, which depends on the data alone.
+    The model is an argument and not a constant, so that a program is reused for other values.
     """
-    if not chart.is_scale.any():
-        return []
-    largest = np.max(z[chart.is_scale])
-    small = chart.is_scale & (z < largest + np.log(SMALL))
-    points = []
-    for array in np.unique(chart.array[small]):
-        inside = small & (chart.array == array)
-        if target(np.where(inside, z + np.log(10.0), z))[0] - value > NEGLIGIBLE * share:
-            continue
-        at = np.where(inside, np.maximum(z, largest + np.log(LOWEST)), z)
-        for _ in range(12):
-            if target(at)[0] - value > max(NOTICEABLE, 2.0 * share):
-                break
-            at = np.where(inside, at + np.log(10.0), at)
-        points.append(at)
-    return points
+    return jax.value_and_grad(lambda z: loss(_parameters(coordinates, z, unit), data))(z)

@@ -1,6 +1,5 @@
-"""Datasets of several processes, each of which holds its share of the series."""
+"""Series of several processes, each of which holds its share."""
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +9,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from retrodict._learning.dataset import AbstractDataset, Minibatch, num_series, take
-from retrodict._learning.in_memory import InMemoryLoader, hash_series, spaced_indices
+from retrodict._learning.dataset import num_series
 from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._series import Series, prepare_batch
-from retrodict._types import PRNGKey
 from retrodict._validate import as_real_array
 from retrodict.distributed import (
     MeshLike,
@@ -22,58 +19,8 @@ from retrodict.distributed import (
     as_mesh,
     by_all,
     device_slice,
-    map_shards,
     process_slice,
-    shard_over,
-    to_hosts,
 )
-
-
-class SharedDataset(AbstractDataset):
-    """Series in arrays that are sharded over the devices of several processes.
-
-    Args:
-        series: the series, with a leading axis `batch`.
-        count: the number of series that count; the rest is padding.
-        mesh: the devices.
-    """
-
-    def __init__(self, series: Series, count: int, mesh: Mesh | None) -> None:
-        size = num_series(series)
-        if mesh is None or size % mesh.size:
-            raise ValueError(
-                f"The {size} series are sharded over several processes and must have equal shares:"
-                " pass the mesh of all their devices, and a multiple of its size as the number of"
-                " series."
-            )
-        self._series, self._count, self._mesh = (
-            shard_over(series, mesh, P(mesh.axis_names)),
-            count,
-            mesh,
-        )
-        self.num_times = series.ys.shape[1]
-        self.num_rows = float(Minibatch(self._series, count).num_rows())
-
-    def spaced(self, count: int) -> Series:
-        """Return at most `count` series at equal distances, on the host."""
-        if count < self._count:
-            return to_hosts(take(self._series, spaced_indices(self._count, count)))
-        return take(to_hosts(self._series), slice(0, self._count))
-
-    def first(self, count: int) -> Series:
-        """Return the first series, on the host."""
-        return to_hosts(take(self._series, slice(0, min(count, self._count))))
-
-    def fingerprint(self) -> bytes:
-        """Return the hashes of all series, of which each process computes its own."""
-        width = hashlib.sha256().digest_size
-        return map_shards(hash_series, self._series, width)[: self._count].tobytes()
-
-    def loader(
-        self, key: PRNGKey, batch_size: int, chunk_size: int, axes: tuple[str, ...]
-    ) -> InMemoryLoader:
-        """Return a loader that gives every step the same arrays."""
-        return InMemoryLoader(self._series, self._count, batch_size, self._mesh, axes)
 
 
 class SharedSeries:

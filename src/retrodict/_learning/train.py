@@ -91,40 +91,62 @@ class TrainHistory(eqx.Module):
 
 
 class Placement(NamedTuple):
-    """The devices of training.
+    """The number of starts that are trained side by side, and the devices of training.
 
     Attributes:
-        mesh: the devices. Each holds a copy of the parameters.
-        starts: the axis of the mesh over which the starts are sharded; `None` if each device trains
+        num_starts: the number of starts; `None` for one without an axis.
+        mesh: the devices, each of which holds a copy of the parameters; `None` for one device.
+        axis: the axis of the mesh over which the starts are sharded; `None` if each device trains
             all of them.
     """
 
-    mesh: Mesh
-    starts: str | None = None
+    num_starts: int | None = None
+    mesh: Mesh | None = None
+    axis: str | None = None
 
-    def specs(self, state: TrainState) -> PyTree:
-        """Return the partition of each array of a state."""
-        spec = P() if self.starts is None else P(self.starts)
-        return eqx.tree_at(lambda s: s.step, jax.tree.map(lambda _: spec, state), P())
+    def over_starts(
+        self, fn: Callable[..., Any], in_axes: tuple[int | None, ...]
+    ) -> Callable[..., Any]:
+        """Return a function that is mapped over the starts, if there are several."""
+        if self.num_starts is None:
+            return fn
+        return jax.vmap(fn, in_axes=in_axes, spmd_axis_name=self.axis)
 
     def place(self, state: TrainState) -> TrainState:
         """Return the state on the devices."""
-        return jax.tree.map(
-            lambda leaf, spec: shard_over(leaf, self.mesh, spec), state, self.specs(state)
-        )
+        return self._shard(state, shard_over)
 
     def constrain(self, state: TrainState) -> TrainState:
         """Return the state with the sharding of `place`, inside of a compiled program."""
-        return jax.tree.map(
-            lambda leaf, spec: lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec)),
+        return self._shard(
             state,
-            self.specs(state),
+            lambda leaf, mesh, spec: lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)),
         )
 
+    def _shard(self, state: TrainState, put: Callable[[Array, Mesh, P], Array]) -> TrainState:
+        if self.mesh is None:
+            return state
+        mesh, spec = self.mesh, P() if self.axis is None else P(self.axis)
+        specs = eqx.tree_at(lambda s: s.step, jax.tree.map(lambda _: spec, state), P())
+        return jax.tree.map(lambda leaf, spec: put(leaf, mesh, spec), state, specs)
+
+    def copy(self, tree: PyTree) -> PyTree:
+        """Return a tree of which every device holds a copy."""
+        return tree if self.mesh is None else shard_over(tree, self.mesh, P())
+
     def replicate(self, tree: PyTree) -> PyTree:
-        """Return arrays that every device, and so every process, holds whole."""
+        """Return the same as `copy`, inside of a compiled program."""
+        if self.mesh is None:
+            return tree
         return lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
 
+    def on_host(self, state: TrainState) -> TrainState:
+        """Return the state as arrays of this process."""
+        return state if self.mesh is None else jax.tree.map(jnp.asarray, to_hosts(state))
+
+
+ONE_DEVICE = Placement()
+"""One start on one device."""
 
 NO_HISTORY = TrainHistory(np.zeros(0), np.zeros(0), np.zeros(0, int))
 """The history before the first evaluation."""
@@ -183,13 +205,12 @@ def train(
     validation: PyTree,
     *,
     optimiser: optax.GradientTransformation,
-    num_starts: int | None,
     chunk_size: int,
     steps_per_load: int | None = None,
     patience: int | None = None,
     at_chunk: Callable[[TrainState, TrainHistory], None] | None = None,
     show: Callable[[int, float], None] | None = None,
-    placement: Placement | None = None,
+    placement: Placement = ONE_DEVICE,
 ) -> Trained:
     """Minimise a loss, and keep the parameters with the best score.
 
@@ -210,8 +231,6 @@ def train(
             The next call begins with step `then`; `None` marks the last call.
         validation: the data of `evaluate`, an argument of the compiled program.
         optimiser: an optax transformation.
-        num_starts: the number of starts that are trained side by side; `None` for one without an
-            axis.
         chunk_size: the number of steps between two evaluations.
         steps_per_load: the number of steps per call of the compiled program; a whole chunk by
             default.
@@ -220,15 +239,12 @@ def train(
         at_chunk: called after each chunk with a state in the memory of this process, to write
             checkpoints.
         show: called after each chunk with the step and the best score so far.
-        placement: the devices; `None` for one. All processes must call this function with the same
+        placement: the starts and the devices. All processes must call this function with the same
             arguments, and get the same result.
     """
-    state, history = begun.state, begun.history
-    if placement is not None:
-        state, key = placement.place(state), shard_over(key, placement.mesh, P())
-        stages = shard_over(list(stages), placement.mesh, P())
-        evaluate = shard_over(evaluate, placement.mesh, P())
-    score = functools.partial(_score, evaluate, num_starts, placement)
+    state, history = placement.place(begun.state), begun.history
+    key, stages, evaluate = placement.copy((key, list(stages), evaluate))
+    score = functools.partial(_score, evaluate, placement)
     if not history.score_steps.size:
         scores, noise = score(state.parameters, validation)
         state = keep(state, scores, noise)
@@ -239,7 +255,7 @@ def train(
     for stage in stages:
         if int(state.step) >= stage.until:
             continue
-        run = functools.partial(_take_steps, stage.loss, optimiser, num_starts, placement, count)
+        run = functools.partial(_take_steps, stage.loss, optimiser, placement, count)
         while int(state.step) < stage.until:
             until, losses = min(int(state.step) + chunk_size, stage.until), []
             while (before := int(state.step)) < until:
@@ -251,13 +267,13 @@ def train(
             state = keep(state, scores, noise)
             history = _extend(history, np.concatenate(losses, -1), scores, int(state.step))
             if at_chunk is not None:
-                at_chunk(_on_host(state, placement), history)
+                at_chunk(placement.on_host(state), history)
             if show is not None:
                 show(int(state.step), float(np.min(to_hosts(state.kept_score))))
             status = _stopped(state, history, patience, chunk_size)
             if status is not None:
-                return Trained(_on_host(state, placement), history, status)
-    return Trained(_on_host(state, placement), history, "finished")
+                return Trained(placement.on_host(state), history, status)
+    return Trained(placement.on_host(state), history, "finished")
 
 
 def _stopped(
@@ -274,11 +290,6 @@ def _stopped(
     return "stopped early" if waited >= patience * chunk_size else None
 
 
-def _on_host(state: TrainState, placement: Placement | None) -> TrainState:
-    """Return the state as arrays of this process."""
-    return state if placement is None else jax.tree.map(jnp.asarray, to_hosts(state))
-
-
 # These programs take losses and optimisers as arguments. A loss that is an equinox module, with the
 # same structure as in an earlier call, is not compiled again: a fit that resumes, or the next
 # iteration of EM, reuses the program.
@@ -287,22 +298,19 @@ def _on_host(state: TrainState, placement: Placement | None) -> TrainState:
 @eqx.filter_jit
 def _score(
     evaluate: Callable[[Any, Any], Any],
-    num_starts: int | None,
-    placement: Placement | None,
+    placement: Placement,
     parameters: PyTree,
     validation: PyTree,
 ) -> tuple[Array, Array]:
     """Evaluate all starts, with a result in every process."""
-    scores = _over_starts(evaluate, (0, None), num_starts, placement)(parameters, validation)
-    return scores if placement is None else placement.replicate(scores)
+    return placement.replicate(placement.over_starts(evaluate, (0, None))(parameters, validation))
 
 
 @eqx.filter_jit
 def _take_steps(
     loss: Loss,
     optimiser: optax.GradientTransformation,
-    num_starts: int | None,
-    placement: Placement | None,
+    placement: Placement,
     count: int,
     state: TrainState,
     batches: PyTree,
@@ -330,7 +338,7 @@ def _take_steps(
         parameters = _choose(ok, optax.apply_updates(parameters, update), parameters)
         return parameters, _choose(ok, moved, state), value, ok
 
-    each = _over_starts(one_start, (0, 0, None), num_starts, placement)
+    each = placement.over_starts(one_start, (0, 0, None))
 
     def step(state: TrainState, _: None) -> tuple[TrainState, Array]:
         parameters, moved, value, ok = each(state.parameters, state.optimiser, state.step)
@@ -345,23 +353,7 @@ def _take_steps(
         return _choose(state.step < until, after, state), value
 
     state, losses = lax.scan(step, state, None, length=count)
-    losses = jnp.moveaxis(losses, 0, -1)
-    if placement is None:
-        return state, losses
-    return placement.constrain(state), placement.replicate(losses)
-
-
-def _over_starts(
-    fn: Callable[..., Any],
-    in_axes: tuple[int | None, ...],
-    num_starts: int | None,
-    placement: Placement | None,
-) -> Callable[..., Any]:
-    """Return a function that is mapped over the starts, if there are several."""
-    if num_starts is None:
-        return fn
-    axis = None if placement is None else placement.starts
-    return jax.vmap(fn, in_axes=in_axes, spmd_axis_name=axis)
+    return placement.constrain(state), placement.replicate(jnp.moveaxis(losses, 0, -1))
 
 
 @eqx.filter_jit

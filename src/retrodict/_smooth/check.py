@@ -7,26 +7,12 @@ import equinox as eqx
 import jax
 import numpy as np
 
+from retrodict import bounds
 from retrodict._chains import AbstractBackwardChain
 from retrodict._learning import num_series, take
 from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 from retrodict._types import PRNGKey
-from retrodict.bounds import (
-    AGAINST_CHAIN,
-    K_HAT_GOOD,
-    MANY_MISSED,
-    MANY_NATS,
-    MANY_NATS_PER_ROW,
-    MOST_DISTANCE,
-    Kind,
-    PosteriorCheck,
-    Reference,
-    check_posterior,
-    find_reference,
-    options_of,
-    root_mean_square,
-)
 
 MOST_CHECKED = 8
 """The largest number of series of a batch that are checked: each costs a reference."""
@@ -46,7 +32,7 @@ class SeriesReference(NamedTuple):
 
     position: int
     series: Series
-    reference: Reference
+    reference: bounds.Reference
 
 
 class BatchCheck(NamedTuple):
@@ -59,7 +45,7 @@ class BatchCheck(NamedTuple):
         unchecked: why a series was not checked; `None` if all were.
     """
 
-    objections: tuple[Kind, ...]
+    objections: tuple[bounds.Kind, ...]
     elbo: float
     figures: str
     unchecked: str | None = None
@@ -97,7 +83,7 @@ def run_references(key: PRNGKey, model: StateSpaceModel, batch: Series) -> list[
 
     def one(position: int) -> SeriesReference:
         series, series_key = take(batch, position), jax.random.fold_in(key, position)
-        return SeriesReference(position, series, find_reference(series_key, model, series))
+        return SeriesReference(position, series, bounds.find_reference(series_key, model, series))
 
     return [one(position) for position in chosen.tolist()]
 
@@ -117,27 +103,29 @@ def check_chains(
         references: the series to check.
     """
     checks = [
-        check_posterior(
+        bounds.check_posterior(
             jax.random.fold_in(key, each.position),
             model,
             pick(chains, each.position),
             each.series.ys,
             reference=each.reference,
             num_samples=NUM_SAMPLES,
-            **options_of(each.series),
+            **bounds.options_of(each.series),
         )
         for each in references
     ]
     unchecked = [check.messages[0] for check in checks if check.verdict == "not checked"]
     return BatchCheck(
-        objections=tuple(kind for kind in AGAINST_CHAIN if any(kind in c.kinds for c in checks)),
+        objections=tuple(
+            kind for kind in bounds.AGAINST_CHAIN if any(kind in c.kinds for c in checks)
+        ),
         elbo=float(sum(check.elbo for check in checks)),
         figures=_figures(checks),
         unchecked=unchecked[0] if unchecked else None,
     )
 
 
-def _figures(checks: list[PosteriorCheck]) -> str:
+def _figures(checks: list[bounds.PosteriorCheck]) -> str:
     """Describe the worst figures of all series."""
     shape = max(float(check.k_hat) for check in checks)
     words = f"{shape:.2f}" if math.isfinite(shape) else ("infinite" if shape > 0 else "none")
@@ -146,12 +134,12 @@ def _figures(checks: list[PosteriorCheck]) -> str:
     # Both ELBO and evidence are estimates, so that a gap of zero may come out negative.
     gap = max(0.0, *(float(check.gap) for check in checks))
     missed = max(float(np.max(check.missed)) for check in checks)
-    distance = max(root_mean_square(check.distance) for check in checks)
+    distance = max(bounds.root_mean_square(check.distance) for check in checks)
     return (
         f"compared with a reference ({methods}), the Kolmogorov distance of its marginals{of} is"
         f" {distance:.2f} on average over time, up to {missed:.0%} of the states are where it has"
         f" no mass, and its ELBO is {gap:.1f} nats below the evidence (good: up to"
-        f" {MOST_DISTANCE}, {MANY_MISSED:.0%}, and {MANY_NATS:.0f} nats or {MANY_NATS_PER_ROW} nats"
-        f" per row); the Pareto shape of its path weights is {words} (weights correct whole paths"
-        f" up to {K_HAT_GOOD})"
+        f" {bounds.MOST_DISTANCE}, {bounds.MANY_MISSED:.0%}, and {bounds.MANY_NATS:.0f} nats or"
+        f" {bounds.MANY_NATS_PER_ROW} nats per row); the Pareto shape of its path"
+        f" weights is {words} (weights correct whole paths up to {bounds.K_HAT_GOOD})"
     )

@@ -11,22 +11,24 @@ import jax.numpy as jnp
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._exact import kalman_smoother
 from retrodict._expectations import BackwardSampling, ClosedForm, Marginals, marginals
-from retrodict._families import AbstractFamily
-from retrodict._learning import batch_for, take
+from retrodict._families import AbstractFamily, MixtureFamily, NonlinearFamily
+from retrodict._learning import FitResult, batch_for, fit, take
 from retrodict._learning import num_series as count_series
 from retrodict._linearised import LinearisedPosterior, check_moments, iterated_smoother
 from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian
 from retrodict._parameters import unwrap
 from retrodict._series import Series
-from retrodict._smooth.amortise import train_family
 from retrodict._smooth.check import BatchCheck, SeriesReference, check_chains, pick, run_references
-from retrodict._smooth.simulate_like import NonFiniteSimulation
+from retrodict._smooth.simulate_like import MOST_ROWS, NonFiniteSimulation, simulate_batch
 from retrodict._smooth.smoothed import Method, Smoothed
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key
 from retrodict.bounds import options_of
 
 METHODS = ("auto", "exact", "linearised", "amortised")
+
+NUM_HELD_OUT = 128
+"""The number of simulated series that compare the families and are not trained on."""
 
 
 class Answer(NamedTuple):
@@ -40,15 +42,21 @@ class Answer(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The checked arguments of `smooth`; `model` is unwrapped and `batch` has a leading axis."""
+    """The checked arguments of `smooth`.
+
+    Attributes:
+        model: the unwrapped model.
+        batch: the series, with a leading axis.
+        family: the trained family, or `None`.
+        check: whether to check the answer.
+        training: the options of `train_family`.
+    """
 
     model: StateSpaceModel
     batch: Series
     family: AbstractFamily | None
-    num_steps: int
-    num_series: int
     check: bool
-    progress: bool | Callable[[int, float], None]
+    training: dict[str, Any]
 
 
 def smooth(
@@ -139,9 +147,12 @@ def smooth(
         )
     plain = unwrap(model)
     batch = batch_for(plain, ys, mask=mask, inputs=inputs, length=length, owner="smooth")
-    num_steps = check_count(num_steps, "num_steps")
-    num_series = check_count(num_series, "num_series")
-    request = Request(plain, batch, family, num_steps, num_series, check, progress)
+    training = {
+        "num_steps": check_count(num_steps, "num_steps"),
+        "num_series": check_count(num_series, "num_series"),
+        "progress": progress,
+    }
+    request = Request(plain, batch, family, check, training)
     answer_key, draw_key = jax.random.split(key)
     answer = _answer(answer_key, request, method)
     moments = _marginals(draw_key, answer.chains, estimator, count_series(batch))
@@ -200,9 +211,9 @@ def _answer(key: PRNGKey, request: Request, method: str) -> Answer:
             "The check chooses the method: with check=False pass method='linearised' or"
             " 'amortised', or a trained family."
         )
-    if method == "auto" and not _has_moments(model, batch):
+    if method == "auto" and _refusal(check_moments, model, take(batch, 0)) is not None:
         method, prelude = "amortised", "The model has no moments to linearise by. "
-    lacking = _lacking_density(model)
+    lacking = _refusal(check_densities, model, "A check by particles or a family")
     if lacking is not None:
         # Particles and families need densities: there is no reference and no alternative.
         if method == "amortised":
@@ -266,12 +277,7 @@ def _amortised(
     family, description = request.family, "The family was given"
     if family is None:
         family, description = train_family(
-            train_key,
-            request.model,
-            request.batch,
-            num_steps=request.num_steps,
-            num_series=request.num_series,
-            progress=request.progress,
+            train_key, request.model, request.batch, **request.training
         )
     chains = _over_series(family.infer, request.batch)
     if not references:
@@ -280,6 +286,61 @@ def _amortised(
     check = check_chains(key, request.model, chains, references)
     reason = f"{description}. {check.verdict('It')}"
     return Answer(chains, "amortised", reason, check.passed, family), check
+
+
+def train_family(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    batch: Series,
+    *,
+    num_steps: int,
+    num_series: int,
+    progress: bool | Callable[[int, float], None],
+) -> tuple[AbstractFamily, str]:
+    """Train a mixture and a nonlinear family; return the better one, and what was done in words.
+
+    Both are trained to the end: stopping one early would cost another compilation, which takes as
+    long as the steps it saves. A family that loses one of two modes loses log 2 nats of ELBO for
+    the whole series, which is little per time step. So the mixture, which can represent both modes,
+    is preferred unless the other is better by more than that.
+
+    Args:
+        key: a typed key.
+        model: the model.
+        batch: the series that will be smoothed.
+        num_steps: training steps per family.
+        num_series: the number of series to simulate for training.
+        progress: as in `fit`.
+
+    Raises:
+        NonFiniteSimulation: if most of the simulated series are not finite.
+    """
+    data_key, held_key, mixture_key, nonlinear_key, key = jax.random.split(key, 5)
+    train = simulate_batch(data_key, model, batch, num_series, MOST_ROWS)
+    held_out = tuple(simulate_batch(held_key, model, batch, NUM_HELD_OUT, MOST_ROWS))
+    dims = (model.state_dim, batch.ys.shape[-1])
+    input_dim = 0 if batch.inputs is None else batch.inputs.shape[-1]
+
+    def trained(family: AbstractFamily) -> FitResult:
+        options = {"num_steps": num_steps, "held_out": held_out, "progress": progress}
+        return fit(key, family, model, train.ys, **options, **train.options)
+
+    mixture = trained(MixtureFamily(mixture_key, *dims, input_dim=input_dim))
+    nonlinear = trained(NonlinearFamily(nonlinear_key, *dims, input_dim=input_dim))
+    elbos = _held_out_elbo(mixture), _held_out_elbo(nonlinear)
+    num_rows = train.ys.shape[1]
+    best = nonlinear if elbos[1] > elbos[0] + math.log(2) / num_rows else mixture
+    return best.family, (
+        f"A {type(best.family).__name__} was trained on {num_series} simulated series of"
+        f" {num_rows} rows (held-out ELBO, nats per time step: {elbos[0]:.3f} for a mixture,"
+        f" {elbos[1]:.3f} for a nonlinear family)"
+    )
+
+
+def _held_out_elbo(result: FitResult) -> float:
+    """Return the held-out ELBO of the returned family, −∞ if it is not finite."""
+    elbo = float(result.held_out[result.held_out_steps == result.kept_step][-1])
+    return elbo if math.isfinite(elbo) else -math.inf
 
 
 def _linearised(model: StateSpaceModel, batch: Series) -> LinearisedPosterior:
@@ -312,19 +373,10 @@ def _status(posterior: LinearisedPosterior) -> str:
     return f"The iterated smoother has status {worst.status!r}, and was not checked otherwise"
 
 
-def _lacking_density(model: StateSpaceModel) -> str | None:
-    """Return which part of the model has no density; `None` if all have one."""
+def _refusal(check: Callable[..., None], *arguments: Any) -> str | None:
+    """Return the message with which a check of a model refuses it; `None` if it accepts it."""
     try:
-        check_densities(model, "A check by particles or a family")
-    except ValueError as error:
+        check(*arguments)
+    except (TypeError, ValueError) as error:
         return str(error)
     return None
-
-
-def _has_moments(model: StateSpaceModel, batch: Series) -> bool:
-    """Return whether the model has finite means and covariances."""
-    try:
-        check_moments(model, take(batch, 0))
-    except (TypeError, ValueError):
-        return False
-    return True

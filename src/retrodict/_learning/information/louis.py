@@ -12,19 +12,41 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from retrodict._chains import AbstractBackwardChain
+from retrodict._expectations import check_model, series_of_chain
 from retrodict._learning.coordinates import Coordinates
+from retrodict._learning.dataset import num_series, options_of, take
+from retrodict._learning.information.result import NOISE, Information, Inverse, inverse
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import in_parts
 from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
-from retrodict.particles import AbstractBackwardSampler, ffbsi, log_weights_of
+from retrodict.particles import (
+    DEGENERATE,
+    FINE,
+    K_HAT_GOOD,
+    AbstractBackwardSampler,
+    ffbsi,
+    log_weights_of,
+    pareto_shape,
+    refuse_failure,
+)
 
 PATHS_AT_ONCE = 50
 """The number of paths that are differentiated at once."""
 
 DIRECTIONS = 16
 """The number of directions in which their gradient is differentiated at once."""
+
+FEWEST_REPLICATES = 4
+"""The smallest number of replicates for an estimate of their spread."""
+
+SURE = 4.0
+"""The number of Monte Carlo standard errors by which the information must exceed zero before no
+more replicates are drawn. The relative error of standard errors is then about an eighth."""
+
+BENEFIT = 2.0
+"""The number of Monte Carlo standard errors added to an eigenvalue before it counts as hopeless."""
 
 
 class Replicates(NamedTuple):
@@ -43,65 +65,151 @@ class Replicates(NamedTuple):
     complete: Float[Any, "series replicate parameter parameter"]
 
 
-class Louis(NamedTuple):
-    """Estimates from all replicates, and from all but one of them.
+def louis_information(
+    key: PRNGKey,
+    coordinates: Coordinates,
+    batch: Series,
+    posterior: AbstractBackwardChain | AbstractBackwardSampler,
+    num_particles: int,
+    num_samples: int,
+    num_replicates: int,
+    most_replicates: int,
+) -> Information:
+    """Return the information by Louis' identity.
 
-    Attributes:
-        score: the estimate of ∇ log p(y).
-        information: the estimate of −∇² log p(y).
-        scores: those without replicate r.
-        informations: those without replicate r.
+    Args:
+        key: a typed key.
+        coordinates: the parameters.
+        batch: the series.
+        posterior: a chain whose weighted paths are used, or how `ffbsi` samples paths.
+        num_particles: the number of particles of each filter.
+        num_samples: the number of paths per replicate.
+        num_replicates: the number of replicates at first.
+        most_replicates: the largest number of replicates.
     """
+    if num_replicates < FEWEST_REPLICATES:
+        raise ValueError(
+            f"parameter_errors expects at least {FEWEST_REPLICATES} replicates, from whose spread"
+            f" the Monte Carlo error is estimated, got num_replicates={num_replicates}."
+        )
 
-    score: Float[np.ndarray, "parameter"]
-    information: Float[np.ndarray, "parameter parameter"]
-    scores: Float[np.ndarray, "replicate parameter"]
-    informations: Float[np.ndarray, "replicate parameter parameter"]
+    def draw(key: PRNGKey) -> tuple[Replicates, list[str]]:
+        if isinstance(posterior, AbstractBackwardChain):
+            keys = jax.random.split(key, num_replicates)
+            return _from_chain(coordinates, batch, keys, posterior, num_samples)
+        keys = jax.random.split(key, (num_series(batch), num_replicates))
+        return _from_particles(coordinates, batch, keys, posterior, num_particles, num_samples)
+
+    replicates, warnings = draw(key)
+    rounds, estimate = 1, combine(replicates)
+    # Double the replicates until the sign of every direction is clear from noise.
+    while not warnings and 2 * rounds * num_replicates <= most_replicates:
+        if not np.all(np.isfinite(estimate.information)):
+            break
+        inverted = inverse(estimate, coordinates.theta(), SURE)
+        unclear = np.abs(inverted.eigenvalues) <= SURE * inverted.noise
+        if not np.any(unclear) or is_hopeless(inverted, rounds * num_replicates, most_replicates):
+            break
+        for turn in range(rounds, 2 * rounds):
+            more, warned = draw(jax.random.fold_in(key, turn))
+            warnings = warnings or warned
+            replicates = jax.tree.map(lambda *pair: np.concatenate(pair, axis=1), replicates, more)
+        rounds, estimate = 2 * rounds, combine(replicates)
+    return estimate._replace(warnings=warnings)
 
 
-@eqx.filter_jit
-def particle_replicates(
+def is_hopeless(inverted: Inverse, count: int, most: int) -> bool:
+    """Return whether some direction would probably remain unclear with all replicates.
+
+    Noise decreases with the square root of the number of replicates. The eigenvalue of a direction
+    is taken two standard errors above its estimate.
+    """
+    at_best = np.maximum(inverted.eigenvalues + BENEFIT * inverted.noise, 0.0)
+    return bool(np.any(at_best < NOISE * inverted.noise * np.sqrt(count / most)))
+
+
+def _from_particles(
     coordinates: Coordinates,
     batch: Series,
     keys: Key[Array, "series replicate"],
+    backward: AbstractBackwardSampler,
     num_particles: int,
     num_samples: int,
+) -> tuple[Replicates, list[str]]:
+    """Return replicates from backward samples of a particle filter, and why they are unreliable."""
+    replicates, *statuses = _particle_replicates(
+        coordinates, batch, keys, backward, num_particles, num_samples
+    )
+    status, time = map(np.asarray, statuses)
+    for code, at in zip(status.ravel(), time.ravel(), strict=True):
+        if code not in (FINE, DEGENERATE):
+            refuse_failure("parameter_errors", code, at, True)
+    if not np.any(status == DEGENERATE):
+        return replicates, []
+    return replicates, [
+        "unreliable: at some time the paths go through fewer than 10 particles, in"
+        f" {np.sum(status == DEGENERATE)} of {status.size} replicates. Use more particles"
+    ]
+
+
+@eqx.filter_jit
+def _particle_replicates(
+    coordinates: Coordinates,
+    batch: Series,
+    keys: Key[Array, "series replicate"],
     backward: AbstractBackwardSampler,
+    num_particles: int,
+    num_samples: int,
 ) -> tuple[Replicates, Int[Array, "series replicate"], Int[Array, "series replicate"]]:
-    """Return replicates from backward samples of a particle filter, with status and its time."""
+    """Return replicates, and the status of each filter with its time."""
     model = unwrap(coordinates.model)
 
     def one(series: Series, key: PRNGKey) -> tuple[Replicates, Array, Array]:
-        posterior = ffbsi(
-            key,
-            model,
-            series.ys,
-            num_particles,
-            num_samples,
-            backward=backward,
-            strict=False,
-            **_rest(series),
-        )
+        options = {"backward": backward, "strict": False, **options_of(series)}
+        posterior = ffbsi(key, model, series.ys, num_particles, num_samples, **options)
         weights = jnp.full(num_samples, 1.0 / num_samples, posterior.samples.dtype)
         sums = _along(coordinates, posterior.samples, weights, series)
-        return (
-            Replicates(jnp.zeros((), weights.dtype), *sums),
-            posterior.status,
-            posterior.status_time,
-        )
+        replicate = Replicates(jnp.zeros((), weights.dtype), *sums)
+        return replicate, posterior.status, posterior.status_time
 
     return jax.lax.map(lambda at: jax.lax.map(lambda key: one(at[0], key), at[1]), (batch, keys))
 
 
+def _from_chain(
+    coordinates: Coordinates,
+    batch: Series,
+    keys: Key[Array, "replicate"],
+    chain: AbstractBackwardChain,
+    num_samples: int,
+) -> tuple[Replicates, list[str]]:
+    """Return replicates from weighted paths of a chain, and why they are unreliable."""
+    if num_series(batch) != 1:
+        raise ValueError(
+            f"parameter_errors with a chain expects one series, got {num_series(batch)}. Call it"
+            " for each series with its chain and sum the information, or leave out `chain`."
+        )
+    model, one = unwrap(coordinates.model), take(batch, 0)
+    check_model(model, chain, "parameter_errors")
+    series = series_of_chain(model, chain, one.ys, **options_of(one))
+    replicates, log_weights = _weighted_replicates(coordinates, chain, series, keys, num_samples)
+    shape = pareto_shape(np.asarray(log_weights).ravel())
+    if shape <= K_HAT_GOOD:
+        return replicates, []
+    return replicates, [
+        f"unreliable: the Pareto shape of the weights is {shape:.2f}, above {K_HAT_GOOD}: a few"
+        " paths carry most of the weight. Use a chain that is closer to the posterior, or none"
+    ]
+
+
 @eqx.filter_jit
-def weighted_replicates(
+def _weighted_replicates(
     coordinates: Coordinates,
     chain: AbstractBackwardChain,
     series: Series,
     keys: Key[Array, "replicate"],
     num_samples: int,
 ) -> tuple[Replicates, Float[Array, "replicate sample"]]:
-    """Return replicates from weighted paths of a chain, and the log weights of the paths."""
+    """Return replicates, and the log weights of their paths."""
     model = unwrap(coordinates.model)
 
     def one(key: PRNGKey) -> tuple[Replicates, Array]:
@@ -135,7 +243,7 @@ def _along(
 
     def log_joint(theta: Array, path: Array) -> Scalar:
         model: StateSpaceModel = unwrap(coordinates.model_at(theta))
-        return model.log_joint(path, series.ys, **_rest(series))
+        return model.log_joint(path, series.ys, **options_of(series))
 
     def chunk(complete: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:
         paths, shares = at
@@ -158,7 +266,7 @@ def _along(
     return score, spread, complete
 
 
-def combine(replicates: Replicates) -> Louis:
+def combine(replicates: Replicates) -> Information:
     """Sum the estimates over the series, from all replicates and with each left out in turn."""
     fields = (np.asarray(leaf, np.float64) for leaf in replicates)
     log_weight, score, spread, complete = fields
@@ -181,18 +289,4 @@ def combine(replicates: Replicates) -> Louis:
     information = information.sum(axis=1)
     information = (information + np.swapaxes(information, 1, 2)) / 2
     scores = mean.sum(axis=1)
-    return Louis(scores[0], information[0], scores[1:], information[1:])
-
-
-def jackknife(values: Float[np.ndarray, "replicate ..."]) -> np.ndarray:
-    """Return the standard error of a statistic from its values with one replicate left out."""
-    count = values.shape[0]
-    return np.sqrt((count - 1) * np.var(values, axis=0))
-
-
-def _rest(series: Series) -> dict[str, Any]:
-    return {
-        "mask": True if series.mask is None else series.mask,
-        "inputs": series.inputs,
-        "length": series.length,
-    }
+    return Information(scores[0], information[0], scores[1:], information[1:])

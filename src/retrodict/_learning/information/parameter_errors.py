@@ -1,67 +1,39 @@
 """Standard errors of the parameters of a model at a maximum of its likelihood."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from retrodict._chains import AbstractBackwardChain
 from retrodict._exact import Grid, check_linear_gaussian
-from retrodict._expectations import check_chain, check_model, series_of_chain
+from retrodict._expectations import check_chain
 from retrodict._learning.coordinates import Coordinates, coordinates_of
-from retrodict._learning.dataset import batch_for, num_series, take
-from retrodict._learning.information.edge import edges_of, raised, spread_of
-from retrodict._learning.information.exact import exact_information
-from retrodict._learning.information.louis import (
-    Replicates,
-    combine,
-    jackknife,
-    particle_replicates,
-    weighted_replicates,
-)
-from retrodict._learning.information.on_grid import grid_information
+from retrodict._learning.dataset import batch_for
+from retrodict._learning.information.exact import exact_information, grid_information
+from retrodict._learning.information.louis import louis_information
 from retrodict._learning.information.result import (
     LEAST_SHARE,
-    NOISE,
+    Information,
     Inverse,
     ParameterErrors,
     inverse,
+    jackknife,
     quantities,
 )
 from retrodict._learning.shared import SharedSeries, check_shared, refuse_beside
 from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian
 from retrodict._parameters import unwrap
-from retrodict._series import Series
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count, check_key, is_concrete
 from retrodict.distributed import sum_over_processes
-from retrodict.particles import (
-    DEGENERATE,
-    FINE,
-    K_HAT_GOOD,
-    AbstractBackwardSampler,
-    ExactBackward,
-    pareto_shape,
-    refuse_failure,
-)
+from retrodict.particles import AbstractBackwardSampler, ExactBackward
 
 _EXACT = ExactBackward()
 
 MAX_PARAMETERS = 200
 """The largest number of parameters of an information matrix."""
-
-FEWEST_REPLICATES = 4
-"""The smallest number of replicates for an estimate of their spread."""
-
-SURE = 4.0
-"""The number of Monte Carlo standard errors by which the information must exceed zero before no
-more replicates are drawn. The relative error of standard errors is then about an eighth."""
-
-BENEFIT = 2.0
-"""The number of Monte Carlo standard errors added to an eigenvalue before it counts as hopeless."""
 
 NEAR = 0.1
 """The distance from a maximum, in standard errors, up to which parameters are at it."""
@@ -169,20 +141,29 @@ def parameter_errors(
     coordinates, plain = _coordinates(model), unwrap(model)
     method = _method(plain, method, chain, grid)
     options = {"mask": mask, "inputs": inputs, "length": length}
-    is_shared = isinstance(ys, SharedSeries)
-    batch = (
-        _local_series(plain, ys, method, options)
-        if is_shared
-        else batch_for(plain, ys, **options, owner="parameter_errors")
-    )
+    total = np.asarray
+    if isinstance(ys, SharedSeries):
+        refuse_beside("parameter_errors", "the shared series", **options)
+        check_shared(plain, ys)
+        if method != "exact":
+            raise ValueError(
+                "parameter_errors sums the information of shared series for linear-Gaussian"
+                f" models; for the method {method!r} give all series to each process."
+            )
+        batch, total = ys.local, sum_over_processes
+    else:
+        batch = batch_for(plain, ys, **options, owner="parameter_errors")
     if method == "exact":
-        estimate = _exact_information(coordinates, batch, is_shared)
+        estimate = exact_information(coordinates, batch, total)
     elif grid is not None:
-        score, information = grid_information(coordinates, batch, grid)
-        estimate = _Information(np.asarray(score, float), np.asarray(information, float))
+        estimate = grid_information(coordinates, batch, grid)
     else:
         check_densities(plain, "parameter_errors by Louis' identity")
-        sizes = _Sizes(
+        estimate = louis_information(
+            key,
+            coordinates,
+            batch,
+            backward if chain is None else chain,
             check_count(num_particles, "num_particles"),
             check_count(num_samples, "num_samples"),
             check_count(num_replicates, "num_replicates"),
@@ -190,89 +171,22 @@ def parameter_errors(
                 num_replicates if most_replicates is None else most_replicates, "most_replicates"
             ),
         )
-        estimate = _louis_information(key, coordinates, batch, chain, backward, sizes)
     _refuse_undefined(estimate.score, estimate.information, coordinates.names)
     return _result(coordinates, estimate, read, level, method)
 
 
-class _Information(NamedTuple):
-    """An observed information, and what qualifies it.
-
-    Attributes:
-        score: the gradient of the log-likelihood.
-        information: minus its Hessian.
-        scores: scores with one replicate left out; `None` if exact.
-        informations: informations with one replicate left out; `None` if exact.
-        edges: the parameters at an edge of their domain, and the edge.
-        warnings: why the replicates are unreliable.
-    """
-
-    score: np.ndarray
-    information: np.ndarray
-    scores: np.ndarray | None = None
-    informations: np.ndarray | None = None
-    edges: Mapping[int, float] = {}
-    warnings: Sequence[str] = ()
-
-
-class _Sizes(NamedTuple):
-    """The sizes of a Monte Carlo estimate."""
-
-    num_particles: int
-    num_samples: int
-    num_replicates: int
-    most_replicates: int
-
-
-def _exact_information(coordinates: Coordinates, batch: Series, is_shared: bool) -> _Information:
-    """Return the exact information, summed over processes if each holds a share of the series."""
-    total = sum_over_processes if is_shared else np.asarray
-    spread, theta = spread_of(batch, total), coordinates.theta()
-    raised_theta = raised(np.asarray(theta, np.float64), coordinates, spread)
-    inside = coordinates.moved(jnp.asarray(raised_theta, theta.dtype))
-    sums = exact_information(inside, batch)
-    score, information = (total(np.asarray(each, float)) for each in sums)
-    information = (information + information.T) / 2
-    edges = edges_of(coordinates, raised_theta, score, information, spread)
-    return _Information(score, information, edges=edges)
-
-
-def _louis_information(
-    key: PRNGKey,
-    coordinates: Coordinates,
-    batch: Series,
-    chain: AbstractBackwardChain | None,
-    backward: AbstractBackwardSampler,
-    sizes: _Sizes,
-) -> _Information:
-    """Return the information by Louis' identity, from particles or from paths of a chain."""
-    if sizes.num_replicates < FEWEST_REPLICATES:
-        raise ValueError(
-            f"parameter_errors expects at least {FEWEST_REPLICATES} replicates, from whose spread"
-            f" the Monte Carlo error is estimated, got num_replicates={sizes.num_replicates}."
-        )
-
-    def draw(key: PRNGKey) -> tuple[Replicates, list[str]]:
-        if chain is None:
-            return _from_particles(key, coordinates, batch, sizes, backward)
-        return _from_chain(key, coordinates, batch, chain, sizes)
-
-    replicates, warnings = _until_sure(key, draw, coordinates, sizes.most_replicates)
-    return _Information(*combine(replicates), warnings=warnings)
-
-
 def _result(
     coordinates: Coordinates,
-    estimate: _Information,
+    estimate: Information,
     read: Callable[[StateSpaceModel], PyTree] | None,
     level: float,
     method: Literal["exact", "grid", "louis"],
 ) -> ParameterErrors:
     """Invert the information, and collect standard errors, intervals, status and messages."""
     score, information, scores, informations, edges, warnings = estimate
-    theta, names = np.asarray(coordinates.theta(), np.float64), coordinates.names
+    theta, names = coordinates.theta(), coordinates.names
     at_edge = np.isin(np.arange(theta.size), list(edges))
-    inverted = inverse(information, theta, informations, _precision(coordinates), fixed=at_edge)
+    inverted = inverse(estimate, theta)
     is_open = inverted.touches(np.eye(theta.size)) > LEAST_SHARE[informations is None]
     distance = float(np.sqrt(score @ inverted.covariance @ score))
     messages: dict[Any, list[str]] = {
@@ -284,7 +198,7 @@ def _result(
     status: Any = next((name for name, sentences in messages.items() if sentences), "fine")
     return ParameterErrors(
         names,
-        theta,
+        np.asarray(theta, np.float64),
         information,
         np.zeros_like(information) if informations is None else jackknife(informations),
         _with_open(inverted.covariance, is_open, at_edge),
@@ -293,25 +207,11 @@ def _result(
         distance,
         ~is_open & ~at_edge,
         at_edge,
-        *quantities(coordinates, read, inverted, informations, level, at_edge),
-        method,
-        status,
-        tuple(sentence for sentences in messages.values() for sentence in sentences),
+        **quantities(coordinates, read, inverted, estimate, level),
+        method=method,
+        status=status,
+        messages=tuple(sentence for sentences in messages.values() for sentence in sentences),
     )
-
-
-def _local_series(
-    model: StateSpaceModel, shared: SharedSeries, method: str, options: Mapping[str, Any]
-) -> Series:
-    """Return the series of this process, whose information is added to that of the others."""
-    refuse_beside("parameter_errors", "the shared series", **options)
-    check_shared(model, shared)
-    if method != "exact":
-        raise ValueError(
-            "parameter_errors sums the information of shared series for linear-Gaussian models;"
-            f" for the method {method!r} give all series to each process."
-        )
-    return shared.local
 
 
 def _coordinates(model: StateSpaceModel) -> Coordinates:
@@ -354,109 +254,7 @@ def _method(
         return "louis"
     if method == "exact":
         check_linear_gaussian(model)
-    if method is None:
-        return "exact" if is_linear_gaussian(model) else "louis"
-    return method
-
-
-def _precision(coordinates: Coordinates) -> float:
-    return float(jnp.finfo(coordinates.theta().dtype).eps)
-
-
-def _until_sure(
-    key: PRNGKey,
-    draw: Callable[[PRNGKey], tuple[Replicates, list[str]]],
-    coordinates: Coordinates,
-    most: int,
-) -> tuple[Replicates, list[str]]:
-    """Double the replicates until the sign of every direction is clear from noise."""
-    replicates, messages = draw(key)
-    first = replicates.log_weight.shape[1]
-    raw = np.asarray(coordinates.theta(), np.float64)
-    rounds = 1
-    while not messages and 2 * rounds * first <= most:
-        _, information, _, informations = combine(replicates)
-        if not np.all(np.isfinite(information)):
-            break
-        inverted = inverse(information, raw, informations, _precision(coordinates), SURE)
-        unclear = np.abs(inverted.eigenvalues) <= SURE * inverted.noise
-        if not np.any(unclear) or _is_hopeless(inverted, rounds * first, most):
-            break
-        for turn in range(rounds, 2 * rounds):
-            more, warned = draw(jax.random.fold_in(key, turn))
-            messages = messages or warned
-            replicates = Replicates(
-                *(np.concatenate(pair, axis=1) for pair in zip(replicates, more, strict=True))
-            )
-        rounds *= 2
-    return replicates, messages
-
-
-def _is_hopeless(inverted: Inverse, count: int, most: int) -> bool:
-    """Return whether some direction would probably remain unclear with all replicates.
-
-    Noise decreases with the square root of the number of replicates. The eigenvalue of a direction
-    is taken two standard errors above its estimate.
-    """
-    at_best = np.maximum(inverted.eigenvalues + BENEFIT * inverted.noise, 0.0)
-    return bool(np.any(at_best < NOISE * inverted.noise * np.sqrt(count / most)))
-
-
-def _from_particles(
-    key: PRNGKey,
-    coordinates: Coordinates,
-    batch: Series,
-    sizes: _Sizes,
-    backward: AbstractBackwardSampler,
-) -> tuple[Replicates, list[str]]:
-    keys = jax.random.split(key, (num_series(batch), sizes.num_replicates))
-    replicates, status, time = particle_replicates(
-        coordinates, batch, keys, sizes.num_particles, sizes.num_samples, backward
-    )
-    status, time = np.asarray(status), np.asarray(time)
-    for code, at in zip(status.ravel(), time.ravel(), strict=True):
-        if code not in (FINE, DEGENERATE):
-            refuse_failure("parameter_errors", code, at, True)
-    if not np.any(status == DEGENERATE):
-        return replicates, []
-    return replicates, [
-        "unreliable: at some time the paths go through fewer than 10 particles, in"
-        f" {np.sum(status == DEGENERATE)} of {status.size} replicates. Use more particles"
-    ]
-
-
-def _from_chain(
-    key: PRNGKey,
-    coordinates: Coordinates,
-    batch: Series,
-    chain: AbstractBackwardChain,
-    sizes: _Sizes,
-) -> tuple[Replicates, list[str]]:
-    if num_series(batch) != 1:
-        raise ValueError(
-            f"parameter_errors with a chain expects one series, got {num_series(batch)}. Call it"
-            " for each series with its chain and sum the information, or leave out `chain`."
-        )
-    model = unwrap(coordinates.model)
-    check_model(model, chain, "parameter_errors")
-    one = take(batch, 0)
-    series = series_of_chain(
-        model,
-        chain,
-        one.ys,
-        mask=True if one.mask is None else one.mask,
-        inputs=one.inputs,
-        length=one.length,
-    )
-    keys = jax.random.split(key, sizes.num_replicates)
-    replicates, raw = weighted_replicates(coordinates, chain, series, keys, sizes.num_samples)
-    shape = pareto_shape(np.asarray(raw).ravel())
-    if shape <= K_HAT_GOOD:
-        return replicates, []
-    return replicates, [
-        f"unreliable: the Pareto shape of the weights is {shape:.2f}, above {K_HAT_GOOD}: a few"
-        " paths carry most of the weight. Use a chain that is closer to the posterior, or none"
-    ]
+    return method or ("exact" if is_linear_gaussian(model) else "louis")
 
 
 def _refuse_undefined(score: np.ndarray, information: np.ndarray, names: tuple[str, ...]) -> None:

@@ -1,6 +1,6 @@
-"""Standard errors and intervals of parameters, and of quantities computed from them."""
+"""An observed information, its inverse, and standard errors and intervals of quantities."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import equinox as eqx
@@ -12,8 +12,6 @@ from jaxtyping import Array, Bool, Float, PyTree
 from scipy.special import ndtri
 
 from retrodict._learning.coordinates import Coordinates
-from retrodict._learning.information.edge import depends_only_on, inside
-from retrodict._learning.information.louis import jackknife
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import in_parts
 
@@ -83,12 +81,32 @@ class ParameterErrors(eqx.Module):
     messages: tuple[str, ...] = eqx.field(static=True)
 
 
+class Information(NamedTuple):
+    """An observed information, and what qualifies it.
+
+    Attributes:
+        score: the gradient of the log-likelihood.
+        information: minus its Hessian.
+        scores: scores with one replicate left out; `None` if exact.
+        informations: informations with one replicate left out; `None` if exact.
+        edges: the parameters at an edge of their domain, and the edge.
+        warnings: why the replicates are unreliable.
+    """
+
+    score: Float[np.ndarray, "parameter"]
+    information: Float[np.ndarray, "parameter parameter"]
+    scores: Float[np.ndarray, "replicate parameter"] | None = None
+    informations: Float[np.ndarray, "replicate parameter parameter"] | None = None
+    edges: Mapping[int, float] = {}
+    warnings: Sequence[str] = ()
+
+
 class Inverse(NamedTuple):
     """The inverse of an information on the directions that the data identify.
 
     Attributes:
         covariance: the inverse there, and zero on the others.
-        units: the unit of each parameter in which its information is one.
+        units: the unit of each parameter in which its information is one; zero at an edge.
         open: orthonormal directions that are not identified, in these units.
         eigenvalues: the information along these directions, in these units.
         noise: the Monte Carlo standard errors of the eigenvalues.
@@ -108,88 +126,72 @@ class Inverse(NamedTuple):
 
 
 def inverse(
-    information: Float[np.ndarray, "parameter parameter"],
-    theta: Float[np.ndarray, "parameter"],
-    replicates: Float[np.ndarray, "replicate parameter parameter"] | None,
-    precision: float,
-    noise_level: float = NOISE,
-    fixed: Bool[np.ndarray, "parameter"] | None = None,
+    estimate: Information, theta: Float[Array, "parameter"], noise_level: float = NOISE
 ) -> Inverse:
     """Invert an information on the directions that the data identify.
 
+    Parameters at an edge are taken as known: the block of the others is inverted.
+
     Args:
-        information: the information.
-        theta: the parameters.
-        replicates: estimates with one replicate left out; `None` if it is exact.
-        precision: the rounding error of its floating-point type.
+        estimate: the information.
+        theta: the parameters, in the floating-point type in which it was computed.
         noise_level: the number of Monte Carlo standard errors by which an eigenvalue must exceed
             zero.
-        fixed: parameters that are taken as known; the block of the others is inverted.
     """
-    if fixed is not None and fixed.any():
-        free = np.flatnonzero(~fixed)
-        block = np.ix_(free, free)
-        within = None if replicates is None else replicates[:, *block]
-        block_inverse = inverse(information[block], theta[free], within, precision, noise_level)
-        return _embedded(block_inverse, free, theta.size)
+    free = np.setdiff1d(np.arange(theta.size), list(estimate.edges)).astype(int)
+    block = np.ix_(free, free)
+    information, precision = estimate.information[block], float(jnp.finfo(theta.dtype).eps)
     # Below this, moving a parameter by orders of its own size has no visible effect.
-    least = precision**0.75 / np.maximum(1.0, theta**2)
+    least = precision**0.75 / np.maximum(1.0, np.asarray(theta, np.float64)[free] ** 2)
     units = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(information)), least))
     eigenvalues, vectors = np.linalg.eigh(information * units[:, None] * units[None])
     noise = np.zeros_like(eigenvalues)
-    if replicates is not None:
-        turned = vectors.T @ (replicates * units[:, None] * units[None]) @ vectors
-        noise = jackknife(np.diagonal(turned, axis1=1, axis2=2))
+    if estimate.informations is not None:
+        within = estimate.informations[:, *block] * units[:, None] * units[None]
+        noise = jackknife(np.diagonal(vectors.T @ within @ vectors, axis1=1, axis2=2))
     identified = eigenvalues > np.maximum(np.sqrt(precision), noise_level * noise)
     basis = units[:, None] * vectors[:, identified]
-    covariance = (basis / eigenvalues[identified]) @ basis.T
     others = ~identified
-    return Inverse(covariance, units, vectors[:, others], eigenvalues[others], noise[others])
+    places = np.eye(theta.size)[:, free]
+    return Inverse(
+        places @ ((basis / eigenvalues[identified]) @ basis.T) @ places.T,
+        places @ units,
+        places @ vectors[:, others],
+        eigenvalues[others],
+        noise[others],
+    )
 
 
-def _embedded(inverted: Inverse, places: np.ndarray, count: int) -> Inverse:
-    """Return an inverse among other parameters that are fixed, which have no units."""
-    covariance, units = np.zeros((count, count)), np.zeros(count)
-    covariance[np.ix_(places, places)], units[places] = inverted.covariance, inverted.units
-    directions = np.zeros((count, inverted.open.shape[1]))
-    directions[places] = inverted.open
-    return Inverse(covariance, units, directions, inverted.eigenvalues, inverted.noise)
-
-
-class Quantities(NamedTuple):
-    """The fields of `ParameterErrors` on the natural scale."""
-
-    value: PyTree
-    standard_error: PyTree
-    monte_carlo_error: PyTree
-    lower: PyTree
-    upper: PyTree
+def jackknife(values: Float[np.ndarray, "replicate ..."]) -> np.ndarray:
+    """Return the standard error of a statistic from its values with one replicate left out."""
+    return np.sqrt((len(values) - 1) * np.var(values, axis=0))
 
 
 def quantities(
     coordinates: Coordinates,
     read: Read | None,
     inverted: Inverse,
-    replicates: Float[np.ndarray, "replicate parameter parameter"] | None,
+    estimate: Information,
     level: float,
-    at_edge: Bool[np.ndarray, "parameter"],
-) -> Quantities:
-    """Return standard errors and intervals of quantities computed from the parameters.
+) -> dict[str, PyTree]:
+    """Return the fields of `ParameterErrors` on the natural scale.
 
     The ends of the interval of a quantity with gradient g are its values at θ ± z Σg / √(gᵀΣg), the
     points of the ellipsoid θ'Σ⁻¹θ' ≤ z² at which it is extreme to first order. Scales among the θ
     step in their logarithm. For a function of a single coordinate these are
     its values at the ends of that coordinate's interval.
     """
-    theta = coordinates.theta()
+    theta, edges = coordinates.theta(), list(estimate.edges)
     value, restore = ravel_pytree(_quantities_at(coordinates, read, theta))
     slopes = np.asarray(_slopes(coordinates, read, theta), np.float64)
     errors = _errors(slopes, inverted.covariance)
-    loose = inverted.touches(slopes) > LEAST_SHARE[replicates is None]
+    loose = inverted.touches(slopes) > LEAST_SHARE[estimate.informations is None]
     edge = np.zeros(errors.shape, bool)
-    if at_edge.any():
-        away = np.asarray(_slopes(coordinates, read, inside(theta, at_edge)), np.float64)
-        edge = depends_only_on(at_edge, slopes, away)
+    if edges:
+        # Derivatives in parameters at an edge vanish there: they are taken in the middle instead.
+        middle = _slopes(coordinates, read, theta.at[np.asarray(edges)].set(0.0))
+        others = np.any(np.delete(slopes, edges, axis=1) != 0, axis=1)
+        edge = np.any(np.asarray(middle)[:, edges] != 0, axis=1) & ~others
     unknown = loose | edge
 
     steps = slopes @ inverted.covariance / np.where(errors > 0, errors, 1.0)[:, None]
@@ -197,18 +199,18 @@ def quantities(
     ends = _ends(coordinates, read, theta, steps)
     span = np.concatenate([np.asarray(ends), np.asarray(value)[:, None]], axis=1)
     monte_carlo = np.zeros_like(errors)
-    if replicates is not None:
-        others = np.array([_errors(slopes, np.linalg.pinv(each)) for each in replicates])
-        monte_carlo = np.where(unknown, np.nan, jackknife(others))
-    fields = (
-        np.asarray(value),
-        np.where(edge, np.nan, np.where(loose, np.inf, errors)),
-        monte_carlo,
-        np.where(unknown, np.nan, span.min(axis=1)),
-        np.where(unknown, np.nan, span.max(axis=1)),
-    )
-    shaped = (restore(jnp.asarray(field, value.dtype)) for field in fields)
-    return Quantities(*(jax.tree.map(np.asarray, each) for each in shaped))
+    if estimate.informations is not None:
+        left_out = [_errors(slopes, np.linalg.pinv(each)) for each in estimate.informations]
+        monte_carlo = np.where(unknown, np.nan, jackknife(np.array(left_out)))
+    fields = {
+        "value": np.asarray(value),
+        "standard_error": np.where(edge, np.nan, np.where(loose, np.inf, errors)),
+        "monte_carlo_error": monte_carlo,
+        "lower": np.where(unknown, np.nan, span.min(axis=1)),
+        "upper": np.where(unknown, np.nan, span.max(axis=1)),
+    }
+    shaped = {name: restore(jnp.asarray(each, value.dtype)) for name, each in fields.items()}
+    return jax.tree.map(np.asarray, shaped)
 
 
 def _quantities_at(

@@ -1,0 +1,89 @@
+"""Multilayer perceptrons, and the numbers that they read and emit."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy.special import ndtri
+from jaxtyping import Array, Float
+
+from retrodict._types import PRNGKey
+from retrodict._validate import check_count, check_key
+
+HIGHEST = lax.Precision.HIGHEST
+
+_UNIT = float(np.log(np.expm1(1.0)))
+"""The argument at which softplus is one."""
+
+
+def tril_size(d: int) -> int:
+    """Return the number of entries of a lower triangle."""
+    return d * (d + 1) // 2
+
+
+def tril_from(raw: Float[Array, "size"], d: int) -> Float[Array, "d d"]:
+    """Return a lower factor with a positive diagonal from free numbers; zeros give the identity."""
+    diagonal = jax.nn.softplus(raw[:d] + _UNIT)
+    diagonal = diagonal + jnp.sqrt(jnp.finfo(raw.dtype).tiny)
+    if d == 1:
+        return diagonal[:, None]
+    packed = jnp.concatenate([diagonal, raw[d:]])
+    return jnp.matmul(packed, _places(d, raw.dtype), precision=HIGHEST).reshape(d, d)
+
+
+def tril_features(scale: Float[Array, "d d"]) -> Float[Array, "size"]:
+    """Return the features of a lower factor: logarithms of its diagonal, and ratios."""
+    diagonal, d = jnp.diagonal(scale), scale.shape[0]
+    if d == 1:
+        return jnp.log(diagonal)
+    ratios = (scale / diagonal[None, :]).reshape(-1)
+    below = _places(d, scale.dtype)[d:].T
+    return jnp.concatenate([jnp.log(diagonal), jnp.matmul(ratios, below, precision=HIGHEST)])
+
+
+def mlp(key: PRNGKey, in_size: Any, out_size: Any, width: int, depth: int) -> eqx.nn.MLP:
+    """Return a tanh network whose last layer has no bias and a hundredth of its random weights.
+
+    Its outputs start near zero, which represents the prior chain; with full weights some starts
+    ended in poor optima.
+    """
+    check_key(key, "A family")
+    width = check_count(width, "width")
+    network = eqx.nn.MLP(in_size, out_size, width, depth, activation=jnp.tanh, key=key)
+    last = network.layers[-1]
+    start = (0.01 * last.weight, jnp.zeros(out_size, last.weight.dtype))
+    last = eqx.tree_at(lambda layer: (layer.weight, layer.bias), last, start)
+    return eqx.tree_at(lambda net: net.layers[-1], network, last)
+
+
+def redrawn(key: PRNGKey, network: eqx.nn.MLP) -> eqx.nn.MLP:
+    """Return a network of the same sizes with new random weights."""
+    return mlp(key, network.in_size, network.out_size, network.width_size, network.depth)
+
+
+def centres(count: int, d: int) -> Float[Array, "component d"]:
+    """Return initial centres of components in standard coordinates, in pairs along the axes.
+
+    Along each axis they are quantiles of the prior, symmetric around its mean, so that neither of
+    two mirrored modes is nearer to the start.
+    """
+    axis = np.arange(count) // 2 % d
+    on_axis = np.bincount(axis, minlength=d)[axis]
+    rank = np.array([np.sum(axis[:j] == axis[j]) for j in range(count)])
+    return jax.nn.one_hot(axis, d) * ndtri(jnp.asarray((rank + 0.5) / on_axis))[:, None]
+
+
+def _places(d: int, dtype: Any) -> Float[np.ndarray, "size entries"]:
+    """Return the 0/1 matrix that places a diagonal and the entries below it in a flat matrix.
+
+    A product with it copies each number exactly. Indexing would do the same, but its derivative
+    scatters one entry after another.
+    """
+    rows, columns = np.tril_indices(d, -1)
+    entries = np.concatenate([np.arange(d) * (d + 1), rows * d + columns])
+    places = np.zeros((tril_size(d), d * d), dtype)
+    places[np.arange(tril_size(d)), entries] = 1.0
+    return places
