@@ -161,7 +161,6 @@ def chapter(results: Results) -> Chapter:
             "smoothing FFBSi": float(results.ffbsi["seconds"]),
         },
         sizes=results.sizes,
-        agreeing=agreeing,
         reference_error=two.mean(),
         num_runs=len(two),
         num_accurate_runs=len(many),

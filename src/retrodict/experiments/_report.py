@@ -139,11 +139,11 @@ def make_chapter(
     Args:
         name: the name of the experiment.
         parts: tables and figures, which the text names by their files: `"name.csv"`, `"name.svg"`.
-        numbers: the results as numbers.
+        numbers: the results as numbers, which the text may use.
         seconds: durations.
-        **values: values in the text.
+        **values: further values in the text.
     """
-    text = read_text(name, **values)
+    text = read_text(name, **{**numbers, **values})
     by_file = {}
     for part in parts:
         file = f"{part.name}.{'csv' if isinstance(part, Table) else 'svg'}"

@@ -117,8 +117,6 @@ def _chapter(sizes: Sizes, growth: dict[int, Stage], example: Stage) -> Chapter:
             "two_states": {"e": BIASES, **example},
         },
         seconds={},
-        violated=violated,
-        checked=checked,
         least_power=min(powers.values()),
         largest_power=max(powers.values()),
         length=sizes.lengths[-1],

@@ -253,17 +253,12 @@ def _chapter(
             "table_from_our_fits": _numbered(_errors(ours)),
         },
         seconds=seconds,
-        agreeing=agreeing,
-        total=total,
         num_fits=len(curves),
-        best=best,
         least_gap=max(gaps.min(), 0.0),
         error=ours["additive"][-1, :, -1].mean(),
         least_power=min(powers),
         largest_power=max(powers),
-        epochs=", ".join(map(str, epochs)),
-        archived_epochs=", ".join(map(str, published.EPOCHS)),
-        kept_epochs=", ".join(map(str, kept_epochs)),
+        epochs=epochs,
     )
 
 
