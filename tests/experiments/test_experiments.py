@@ -404,7 +404,6 @@ def test_a_spread_is_printed_with_one_digit_of_its_error():
 def test_a_table_becomes_comma_separated_values():
     table = Table(
         "t",
-        "caption",
         {"": "", "gap, nats": ".1f", "n": ""},
         [["a", Spread(1.5, 0.1), 3], ["b", float("nan"), 4]],
     )
@@ -420,7 +419,7 @@ def test_numbers_that_are_none_are_null():
 
 def test_the_same_numbers_give_the_same_figure():
     def picture() -> Any:
-        return draw("p", "caption", lambda axis: axis.plot([0, 1], [1, 0]))
+        return draw("p", lambda axis: axis.plot([0, 1], [1, 0]))
 
     assert picture() == picture()
 
@@ -431,8 +430,8 @@ def report() -> bytes:
     titles = ("smoother", "ELBO gap, nats a step", "additive error", "marginal MSE", "state MSE")
     titles += ("coverage of 90%", "training, s", "smoothing, ms")
     row = ["conjugate, 4 rows", *(Spread(12.345, 0.12) for _ in range(5)), 35.0, 0.75]
-    table = Table("wide", "a < b & c", dict.fromkeys(titles, ".3g"), [row] * 6)
-    picture = draw("p", "caption", lambda axis: axis.plot([0, 1], [1, 0], label="<x>"))
+    table = Table("wide", dict.fromkeys(titles, ".3g"), [row] * 6, "a < b & c")
+    picture = draw("p", lambda axis: axis.plot([0, 1], [1, 0], label="<x>"), caption="caption")
     section = Section("Figure <1>", "What & where.", [picture, table, "Text."], "Why.")
     chapters = [Chapter(n, f"Title {n}", "Summary.", [section], {}, {}) for n in ("a", "b")]
     return page("A page", ["Lead."], chapters, "Footer.")

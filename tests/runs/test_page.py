@@ -120,8 +120,8 @@ def floats(values: list[float | None]) -> np.ndarray:
 
 def make_chapters(name: str) -> str:
     """The report of an experiment in which every text is this name."""
-    picture = draw("figure", name, lambda axis: axis.set_title(runs.visible(name)))
-    table = Table("table", name, {name: "", "n": ".1f"}, [[name, 1.0]])
+    picture = draw("figure", lambda axis: axis.set_title(runs.visible(name)), caption=name)
+    table = Table("table", {name: "", "n": ".1f"}, [[name, 1.0]], name)
     section = Section(name, name, [picture, table, name], name)
     chapters = [Chapter(id, name, name, [section], {}, {}) for id in ("a", "b")]
     return experiment_page(name, [name], chapters, name).decode()

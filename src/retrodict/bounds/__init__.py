@@ -11,14 +11,12 @@ from retrodict.bounds.check import PosteriorCheck as PosteriorCheck
 from retrodict.bounds.check import check_posterior as check_posterior
 from retrodict.bounds.error_bound import ErrorBound as ErrorBound
 from retrodict.bounds.error_bound import error_bound as error_bound
-from retrodict.bounds.finite.bounds import FiniteBounds as FiniteBounds
-from retrodict.bounds.finite.bounds import finite_bounds as finite_bounds
-from retrodict.bounds.finite.coefficients import dobrushin as dobrushin
-from retrodict.bounds.finite.coefficients import total_variation as total_variation
-from retrodict.bounds.finite.counterexample import (
-    two_state_counterexample as two_state_counterexample,
-)
-from retrodict.bounds.finite.problem import FiniteProblem as FiniteProblem
+from retrodict.bounds.finite import FiniteBounds as FiniteBounds
+from retrodict.bounds.finite import FiniteProblem as FiniteProblem
+from retrodict.bounds.finite import dobrushin as dobrushin
+from retrodict.bounds.finite import finite_bounds as finite_bounds
+from retrodict.bounds.finite import total_variation as total_variation
+from retrodict.bounds.finite import two_state_counterexample as two_state_counterexample
 from retrodict.bounds.functional_classes import AnyBounded as AnyBounded
 from retrodict.bounds.functional_classes import AnyLipschitz as AnyLipschitz
 from retrodict.bounds.hypotheses import Mixing as Mixing

@@ -1,7 +1,8 @@
 """Check a posterior against an independent reference, where there is no bound."""
 
 import math
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
 
 import equinox as eqx
 import jax
@@ -26,6 +27,7 @@ from retrodict.bounds.reference import (
     find_reference,
     from_grid,
     from_particles,
+    log_mean_exp,
     root_mean_square,
 )
 from retrodict.particles import K_HAT_GOOD, ParticlePosterior, log_weights_of, pareto_shape
@@ -71,6 +73,9 @@ AGAINST_CHAIN: tuple[Kind, ...] = ("mode loss", "wrong law", "loose ELBO")
 """The findings that fail a check. Thin tails do not: path weights degenerate for long series."""
 
 Verdict = Literal["passed", "failed", "not checked"]
+
+Findings: TypeAlias = Iterator[tuple[Kind, str]]
+"""Kinds of findings with their messages."""
 
 
 class PosteriorCheck(eqx.Module):
@@ -188,28 +193,28 @@ def check_posterior(
     reference = _as_reference(reference_key, model, chain, series, reference)
     paths = chain.sample(path_key, count)
     log_weights = log_weights_of(model, chain, paths, series)
-    value = jnp.mean(log_weights)
-    error = jnp.std(log_weights, ddof=1) / math.sqrt(count)
     rows = chain.num_times if series.length is None else int(series.length)
     exists = jnp.arange(chain.num_times) < rows
     missed = jnp.where(exists, _missed(chain, paths, reference.states), 0.0)
     distance = jnp.where(exists, distances(paths, reference.states), 0.0)
+    elbo = jnp.mean(log_weights)
+    error = jnp.std(log_weights, ddof=1) / math.sqrt(count)
     k_hat = pareto_shape(log_weights)
     findings: dict[Kind, str] = {}
     if reference.problem is not None:
         findings["particles"] = f"not checked: {reference.problem}"
     else:
-        findings |= _compare_laws(chain, paths, reference, np.asarray(missed), distance, rows)
-    findings |= _find_other_mode(chain, paths, reference, np.asarray(log_weights), rows)
+        findings.update(_compare_laws(chain, paths, reference, np.asarray(missed), distance, rows))
+    findings.update(_find_other_mode(chain, paths, reference, np.asarray(log_weights), rows))
     if not k_hat <= K_HAT_GOOD:
         findings["thin tails"] = (
             f"thin tails: the Pareto shape of the path weights is {k_hat:.2f}, above"
             f" {K_HAT_GOOD}: the chain leaves out part of the posterior, or the series is long"
         )
-    findings |= _compare_elbo(value, error, reference, rows)
+    findings.update(_compare_elbo(float(elbo), float(error), reference, rows))
     return PosteriorCheck(
         jnp.asarray(k_hat),
-        value,
+        elbo,
         error,
         reference.log_evidence,
         reference.log_evidence_standard_error,
@@ -253,32 +258,28 @@ def _compare_laws(
     missed: np.ndarray,
     distance: Float[Array, "time"],
     rows: int,
-) -> dict[Kind, str]:
+) -> Findings:
     """Compare the marginals of the chain with those of the reference."""
-    findings: dict[Kind, str] = {}
     worst = int(np.argmax(missed))
     if missed[worst] > MANY_MISSED:
-        findings["mode loss"] = (
+        yield (
+            "mode loss",
             f"mode loss: at time {worst}, {missed[worst]:.0%} of the states of the reference"
             f" ({reference.method}) are where the chain has {TAIL:.1%} of its mass, and at"
-            f" {int(np.sum(missed > MANY_MISSED))} times more than {MANY_MISSED:.0%} do"
+            f" {int(np.sum(missed > MANY_MISSED))} times more than {MANY_MISSED:.0%} do",
         )
     apart = np.asarray(distance)[:rows]
     average, largest = root_mean_square(apart), float(np.max(apart))
     shift, stretch = _moment_errors(chain, paths, reference.states, rows)
-    if (
-        average > MOST_DISTANCE
-        or largest > MOST_DISTANCE_AT_ONCE
-        or not shift <= MOST_SHIFT
-        or not stretch <= MOST_STRETCH
-    ):
-        findings["wrong law"] = (
+    close = average <= MOST_DISTANCE and largest <= MOST_DISTANCE_AT_ONCE
+    if not (close and shift <= MOST_SHIFT and stretch <= MOST_STRETCH):
+        yield (
+            "wrong law",
             f"wrong law: marginals of the chain and of the reference ({reference.method}) have a"
             f" Kolmogorov distance of {average:.2f} on average over time and of {largest:.2f} at"
             f" time {int(np.argmax(apart))}; means differ by {shift:.2f} standard deviations, and"
-            f" those by a factor of {math.exp(min(stretch, 700.0)):.3g}, on average"
+            f" those by a factor of {math.exp(min(stretch, 700.0)):.3g}, on average",
         )
-    return findings
 
 
 def _moment_errors(
@@ -288,14 +289,12 @@ def _moment_errors(
 
     Each is the root mean square over time of the worst coordinate; infinite if it is NaN.
     """
-    laws = _laws(chain, paths)
-    mean, std = np.asarray(states.mean(axis=0))[:rows], np.asarray(states.std(axis=0))[:rows]
-    chain_mean, chain_std = np.asarray(laws.mean)[:rows], np.asarray(laws.std)[:rows]
+    law = _laws(chain, paths)
+    mean, std = np.asarray(states.mean(axis=0)), np.asarray(states.std(axis=0))
     with np.errstate(all="ignore"):
-        shift = np.max(np.abs(chain_mean - mean) / std, axis=1)
-        stretch = np.max(np.abs(np.log(chain_std / std)), axis=1)
-    worst = root_mean_square(shift), root_mean_square(stretch)
-    return tuple(each if math.isfinite(each) else math.inf for each in worst)  # pyright: ignore
+        errors = (np.abs(law.mean - mean) / std, np.abs(np.log(law.std / std)))
+    shift, stretch = (root_mean_square(np.max(each[:rows], axis=1)) for each in errors)
+    return shift if shift < math.inf else math.inf, stretch if stretch < math.inf else math.inf
 
 
 def _find_other_mode(
@@ -304,60 +303,54 @@ def _find_other_mode(
     reference: Reference,
     log_weights: np.ndarray,
     rows: int,
-) -> dict[Kind, str]:
+) -> Findings:
     """Find a solution with a share of the evidence that is outside of the chain."""
     finite = log_weights[np.isfinite(log_weights)]
+    if not reference.modes or not finite.size:
+        return
     evidences = [mode.log_evidence for mode in reference.modes]
-    if not evidences or not finite.size:
-        return {}
-    evidence = float(np.max(finite) + np.log(np.mean(np.exp(finite - np.max(finite)))))
+    evidences.append(log_mean_exp(finite))
     if reference.problem is None:
-        evidence = max(evidence, float(reference.log_evidence))
+        evidences.append(float(reference.log_evidence))
     for mode in reference.modes:
-        share = math.exp(min(mode.log_evidence - max(evidence, *evidences), 0.0))
+        share = math.exp(mode.log_evidence - max(evidences))
         if share < SMALLEST_SHARE:
             continue
         missed = np.asarray(_missed(chain, paths, mode.paths))[:rows]
         worst = int(np.argmax(missed))
         if missed[worst] > 0.5:
-            return {
-                "mode loss": (
-                    "mode loss: a linearised smoother with another start has a solution with"
-                    f" about {share:.0%} of the evidence, of which {missed[worst]:.0%} at time"
-                    f" {worst} are where the chain has {TAIL:.1%} of its mass"
-                )
-            }
-    return {}
+            yield (
+                "mode loss",
+                "mode loss: a linearised smoother with another start has a solution with about"
+                f" {share:.0%} of the evidence, of which {missed[worst]:.0%} at time {worst} are"
+                f" where the chain has {TAIL:.1%} of its mass",
+            )
+            return
 
 
-def _compare_elbo(value: Any, error: Any, reference: Reference, rows: int) -> dict[Kind, str]:
+def _compare_elbo(elbo: float, error: float, reference: Reference, rows: int) -> Findings:
     """Compare the ELBO of the chain with the evidence of the reference."""
-    evidence, evidence_error = reference.log_evidence, reference.log_evidence_standard_error
-    gap, noise = float(evidence - value), math.hypot(float(error), float(evidence_error))
-    if float(value) == -math.inf:
-        return {
-            "loose ELBO": (
-                "loose ELBO: it is minus infinity, since the model excludes paths that the chain"
-                " draws"
-            )
-        }
-    if math.isnan(float(value)):
-        return {"loose ELBO": "loose ELBO: it is not a number"}
-    if gap > max(MANY_NATS, MANY_NATS_PER_ROW * rows) + 3 * noise:
-        return {
-            "loose ELBO": (
-                f"loose ELBO: it is {gap:.1f} nats below the estimate of the log-evidence"
-                f" ({reference.method}), of which sampling explains about {noise:.1f}"
-            )
-        }
-    if gap < -3 * noise - 1e-6 * abs(float(evidence)):
-        return {
-            "evidence below": (
-                f"evidence below the ELBO by {-gap:.1f} nats, where sampling explains {noise:.1f}:"
-                " the reference has lost states that explain the data, so that nothing was checked"
-            )
-        }
-    return {}
+    evidence = float(reference.log_evidence)
+    gap, noise = evidence - elbo, math.hypot(error, float(reference.log_evidence_standard_error))
+    if elbo == -math.inf:
+        yield (
+            "loose ELBO",
+            "loose ELBO: it is minus infinity, since the model excludes paths that the chain draws",
+        )
+    elif math.isnan(elbo):
+        yield "loose ELBO", "loose ELBO: it is not a number"
+    elif gap > max(MANY_NATS, MANY_NATS_PER_ROW * rows) + 3 * noise:
+        yield (
+            "loose ELBO",
+            f"loose ELBO: it is {gap:.1f} nats below the estimate of the log-evidence"
+            f" ({reference.method}), of which sampling explains about {noise:.1f}",
+        )
+    elif gap < -3 * noise - 1e-6 * abs(evidence):
+        yield (
+            "evidence below",
+            f"evidence below the ELBO by {-gap:.1f} nats, where sampling explains {noise:.1f}:"
+            " the reference has lost states that explain the data, so that nothing was checked",
+        )
 
 
 def _laws(chain: AbstractBackwardChain, paths: Float[Array, "sample time state"]) -> Gaussian:

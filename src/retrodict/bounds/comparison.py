@@ -18,15 +18,11 @@ from retrodict._expectations import (
     LogJoint,
     Score,
     Variation,
-    check_chain,
-    check_model,
     elbo,
-    series_of_chain,
 )
 from retrodict._kernels import AbstractLinearGaussianKernel
 from retrodict._laws import dense_scale
 from retrodict._model import StateSpaceModel, is_linear_gaussian
-from retrodict._parameters import unwrap
 from retrodict._series import Series, prepare_rows
 from retrodict._types import Scalar
 from retrodict._validate import check_count, check_key, is_concrete
@@ -53,6 +49,12 @@ SAMPLING_WORDS = (
 
 class Declined(Exception):
     """A method that does not apply, with the reason."""
+
+
+def require(condition: Any, reason: str) -> None:
+    """Decline the present method with a reason unless a condition holds."""
+    if not condition:
+        raise Declined(reason)
 
 
 Basis: TypeAlias = Literal["closed form", "grid", "samples", "particles"]
@@ -89,10 +91,49 @@ class Comparison:
     num_samples: int
     window: int
 
-    @property
-    def grid(self) -> GridPosterior | None:
-        """The reference if it is a grid."""
-        return self.reference if isinstance(self.reference, GridPosterior) else None
+    def __post_init__(self) -> None:
+        _check_types(self.functional, self.reference)
+        if self.key is not None:
+            check_key(self.key, "error_bound")
+        if check_count(self.num_samples, "num_samples") < 2:
+            raise ValueError(
+                "`num_samples` must be 2 or more for a standard error of paths, got"
+                f" {self.num_samples}."
+            )
+        self.window = check_count(self.window, "window")
+        if not is_concrete(self.series.ys):
+            raise ValueError("error_bound compares values: call it outside of jit and vmap.")
+        self._remove_padding()
+
+    def _remove_padding(self) -> None:
+        series, chain = self.series, self.chain
+        n = series.num_times if series.length is None else int(series.length)
+        if n < 2:
+            raise ValueError(f"error_bound expects a series of two rows or more, got {n}.")
+        if isinstance(self.functional, (LogJoint, Score)) and self.data is None:
+            self.data = series.rows
+        rows, self.data = jax.tree.map(
+            lambda leaf: jnp.asarray(leaf)[:n],
+            (series.rows, prepare_rows(self.data, series.num_times)),
+        )
+        self.series, self.chain = rows, chain.prefix(n)
+        if isinstance(chain, LinearGaussianChain):
+            self.chain = LinearGaussianChain(self.chain.laws, self.chain.kernels)
+            # The data may be in single precision and the chain in double, or vice versa.
+            dtype = jnp.result_type(rows.ys, chain.laws.mean)
+            self.series = eqx.tree_at(lambda series: series.ys, rows, rows.ys.astype(dtype))
+        self.reference = _without_padding(self.reference, self.model, self.series)
+
+    def need_grid(self, reason: str) -> GridPosterior:
+        """Return the reference if it is a grid; decline for this reason otherwise."""
+        if not isinstance(self.reference, GridPosterior):
+            raise Declined(reason)
+        return self.reference
+
+    def draw_key(self, stream: int, reason: str) -> Any:
+        """Return the key of one of the independent streams; decline if no key was given."""
+        require(self.key is not None, reason)
+        return jax.random.fold_in(self.key, stream)
 
     @property
     def num_times(self) -> int:
@@ -135,32 +176,30 @@ class Comparison:
     @cached_property
     def exact(self) -> wasserstein.ExactPosterior:
         """The exact posterior of a linear-Gaussian model."""
-        if not self.linear_gaussian:
-            raise Declined("the model is not linear Gaussian")
-        if _is_singular(self.model.emission, self.series.inputs):
-            raise Declined("the scale of the emission is singular at some time")
+        require(self.linear_gaussian, "the model is not linear Gaussian")
+        singular = _is_singular(self.model.emission, self.series.inputs)
+        require(not singular, "the scale of the emission is singular at some time")
         chain = kalman_smoother(self.model, self.series.ys, **self.options).chain
         return wasserstein.exact_posterior(chain)
 
     def sensitivity(self) -> Sensitivity:
         """Return the Lipschitz constants of the functional in each state."""
         first, later = self.variation
-        if not all(math.isfinite(each) for each in (first.now, later.before, later.now)):
-            raise Declined("the functional declares no Lipschitz constant")
+        declared = all(map(math.isfinite, (first.now, later.before, later.now)))
+        require(declared, "the functional declares no Lipschitz constant")
         return Sensitivity.of(first, later, self.num_times, self.series.ys.dtype)
 
     def lipschitz_in_single_states(self) -> Float[Array, "time"]:
         """Return the Lipschitz constants of a functional that is a sum over single states."""
         sensitivity = self.sensitivity()
-        if self.pairs:
-            raise Declined("the functional depends on pairs of states")
+        require(not self.pairs, "the functional depends on pairs of states")
         return sensitivity.now
 
     def oscillations(self) -> Float[Array, "time"]:
         """Return the oscillation of each term of the functional."""
         first, later = self.variation
-        if not all(math.isfinite(part.oscillation) for part in (first, later)):
-            raise Declined("the functional declares no oscillation")
+        declared = math.isfinite(first.oscillation + later.oscillation)
+        require(declared, "the functional declares no oscillation")
         every = jnp.full(self.num_times, later.oscillation, self.series.ys.dtype)
         return every.at[0].set(first.oscillation)
 
@@ -173,9 +212,8 @@ class Comparison:
     @cached_property
     def paths(self) -> Float[Array, "sample time state"]:
         """Sampled paths of the chain."""
-        if self.key is None:
-            raise Declined("it draws paths: pass key=jax.random.key(0)")
-        return self.chain.sample(jax.random.fold_in(self.key, 0), self.num_samples)
+        key = self.draw_key(0, "it draws paths: pass key=jax.random.key(0)")
+        return self.chain.sample(key, self.num_samples)
 
     def refuse_singular(self) -> None:
         """Decline if the chain, the exact posterior or the transition lacks a density."""
@@ -183,11 +221,12 @@ class Comparison:
         chains += [self.chain] if isinstance(self.chain, LinearGaussianChain) else []
         scales = [part.scale_tril for chain in chains for part in (chain.terminal, chain.kernels)]
         later = None if self.series.inputs is None else self.series.inputs[1:]
-        if any(map(_no_density, scales)) or _is_singular(self.model.transition, later):
-            raise Declined(
-                "a scale of the chain, of the transition or of the exact posterior is singular at"
-                " some time"
-            )
+        singular = any(map(_no_density, scales)) or _is_singular(self.model.transition, later)
+        require(
+            not singular,
+            "a scale of the chain, of the transition or of the exact posterior is singular at some"
+            " time",
+        )
 
     @cached_property
     def gap(self) -> Gap:
@@ -197,34 +236,31 @@ class Comparison:
             gap = wasserstein.divergence(self.chain, self.exact)
             words = "exact: evidence and ELBO in closed form"
             return Gap(gap, jnp.zeros_like(gap), words, "closed form")
-        if self.grid is None:
-            raise Declined(
-                "the evidence is not known: pass a GridPosterior as reference. A particle estimate"
-                " of it has no upper confidence bound"
-            )
-        if self.key is None:
-            raise Declined("the ELBO is taken by sampled paths: pass key=jax.random.key(0)")
+        grid = self.need_grid(
+            "the evidence is not known: pass a GridPosterior as reference. A particle estimate of"
+            " it has no upper confidence bound"
+        )
+        key = self.draw_key(1, "the ELBO is taken by sampled paths: pass key=jax.random.key(0)")
         # A quadrature ELBO is not a bound.
         bound, error = elbo(
             self.model,
             self.chain,
             self.series.ys,
             estimator=BackwardSampling(self.num_samples),
-            key=jax.random.fold_in(self.key, 1),
+            key=key,
             with_standard_error=True,
             **self.options,
         )
-        gap = self.grid.log_evidence - bound
-        if not bool(jnp.isfinite(gap) & jnp.isfinite(error)):
-            raise Declined("the ELBO is not finite")
-        return Gap(gap, error, f"{grid_words(self.grid)}; {self.sampling_words}", "samples")
+        gap = grid.log_evidence - bound
+        require(jnp.isfinite(gap) & jnp.isfinite(error), "the ELBO is not finite")
+        return Gap(gap, error, f"{grid_words(grid)}; {self.sampling_words}", "samples")
 
     @cached_property
     def kernel_distances(self) -> tuple[Array, Array]:
         """Mean Wasserstein and total-variation distances of the backward kernels to the grid's."""
-        chain, grid = self.linear_chain(), self.grid
-        if grid is None or grid.grid.dim != 1:
-            raise Declined("it needs a GridPosterior in one dimension as reference")
+        reason = "it needs a GridPosterior in one dimension as reference"
+        chain, grid = self.linear_chain(), self.need_grid(reason)
+        require(grid.grid.dim == 1, reason)
         moves, variations, misfit = grid_bounds.kernel_distances(chain, grid)
         refuse_misfit(misfit)
         return moves, variations
@@ -253,58 +289,11 @@ def grid_words(posterior: GridPosterior) -> str:
 
 def refuse_misfit(misfit: Scalar) -> None:
     """Decline a grid that does not cover or resolve the laws of the chain."""
-    if not float(misfit) <= MISFIT:
-        raise Declined(
-            f"the grid misses {float(misfit):.1g} of a law of the chain, which is outside of its"
-            " box or narrower than its spacing: widen or refine the grid"
-        )
-
-
-def prepare_comparison(
-    model: StateSpaceModel,
-    chain: Any,
-    ys: Any,
-    functional: Any,
-    data: PyTree,
-    reference: Any,
-    key: Any,
-    num_samples: int,
-    window: int,
-    **options: Any,
-) -> Comparison:
-    """Check the arguments of `error_bound`, and remove padding from all of them."""
-    check_chain(chain, "error_bound")
-    _check_types(functional, reference)
-    if key is not None:
-        check_key(key, "error_bound")
-    model = unwrap(model)
-    check_model(model, chain, "error_bound")
-    series = series_of_chain(model, chain, ys, **options)
-    if not is_concrete(series.ys):
-        raise ValueError("error_bound compares values: call it outside of jit and vmap.")
-    if isinstance(functional, (LogJoint, Score)) and data is None:
-        data = series.rows
-    data = prepare_rows(data, series.num_times)
-    if isinstance(chain, LinearGaussianChain):
-        # The data may be in single precision and the chain in double, or vice versa.
-        dtype = jnp.result_type(series.ys, chain.laws.mean)
-        series = eqx.tree_at(lambda s: s.ys, series, series.ys.astype(dtype))
-    n = series.num_times if series.length is None else int(series.length)
-    if n < 2:
-        raise ValueError(f"error_bound expects a series of two rows or more, got {n}.")
-    if check_count(num_samples, "num_samples") < 2:
-        raise ValueError(
-            f"`num_samples` must be 2 or more for a standard error of paths, got {num_samples}."
-        )
-    (ys, mask, inputs), data = jax.tree.map(
-        lambda leaf: jnp.asarray(leaf)[:n], ((series.ys, series.mask, series.inputs), data)
+    require(
+        float(misfit) <= MISFIT,
+        f"the grid misses {float(misfit):.1g} of a law of the chain, which is outside of its box or"
+        " narrower than its spacing: widen or refine the grid",
     )
-    series, chain = Series(ys, mask, inputs, None), chain.prefix(n)
-    if isinstance(chain, LinearGaussianChain):
-        chain = LinearGaussianChain(chain.laws, chain.kernels)
-    reference = _without_padding(reference, model, series)
-    window = check_count(window, "window")
-    return Comparison(model, chain, series, functional, data, reference, key, num_samples, window)
 
 
 def _check_types(functional: Any, reference: Any) -> None:

@@ -1,4 +1,4 @@
-"""Contributions of each time to the expectation of a functional."""
+"""Contributions of each time to the expectation of a functional, with flattened entries."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,83 +11,60 @@ from jaxtyping import Array, Float, PyTree
 
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import GridPosterior
-from retrodict._expectations import (
-    AbstractFunctional,
-    AbstractInitialTerm,
-    AbstractPairTerm,
-    AbstractStateTerm,
-    AbstractTerm,
-    ClosedForm,
-    InitialTerm,
-    PairTerm,
-    StateTerm,
-    add,
-    estimate,
-)
+from retrodict._expectations import AbstractFunctional, AbstractPairTerm
 
 
-class _Weighted(AbstractFunctional):
-    """A functional whose term of time k is multiplied by a weight: its data is (data, weights)."""
-
-    functional: AbstractFunctional
-
-    def terms(self) -> tuple[AbstractTerm, ...]:
-        return tuple(_weighted(term) for term in self.functional.terms())
+def _flattened(function: Callable[..., PyTree]) -> Callable[..., Float[Array, "entry"]]:
+    """Return h_0 or h_k with its value as one vector, of the type of the state."""
+    return lambda x, *rest: ravel_pytree(function(x, *rest))[0].astype(x.dtype)
 
 
-def _weighted(term: Any) -> AbstractTerm:
-    kinds = {AbstractPairTerm: PairTerm, AbstractInitialTerm: InitialTerm}
-    kind = next((new for old, new in kinds.items() if isinstance(term, old)), StateTerm)
-    return kind(_WeightedFunction(term), term.quadratic, term.name)
-
-
-class _WeightedFunction(eqx.Module):
-    """The function of a term, times the weight beside the row of data."""
-
-    term: Callable[..., PyTree]
-
-    def __call__(self, *arguments: Any) -> PyTree:
-        *states, (data, weight) = arguments
-        return jax.tree.map(lambda leaf: weight * leaf, self.term(*states, data))
+def _row(data: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[index], data)
 
 
 @eqx.filter_jit
-def closed_form_contributions(
+def in_closed_form(
     chain: LinearGaussianChain, functional: AbstractFunctional, data: PyTree
 ) -> Float[Array, "time entry"]:
-    """Return E_q h_k for every k, for a quadratic functional with flattened entries.
+    """Return E_q h_k for every k, for a quadratic functional.
 
-    The expectation is linear in the weights of the times, so that the derivative in a weight is the
-    contribution of its time.
+    The expectation of a quadratic function f of z ~ N(m, s sᵀ) is f(m) + ½ tr(sᵀ ∇²f s).
     """
+    d, pairs = chain.state_dim, chain.pairwise()
+    initial, increment = _flattened(functional.initial), _flattened(functional.increment)
 
-    def total(weights: Float[Array, "time"]) -> Array:
-        value = estimate(chain, _Weighted(functional), (data, weights), ClosedForm(), None).value
-        return ravel_pytree(value)[0]
+    def expected(f: Callable[[Array], Array], mean: Array, scale: Array) -> Array:
+        hessian = jax.hessian(f)(mean)
+        traces = jnp.einsum("ik,eij,jk->e", scale, hessian, scale, precision="highest")
+        return f(mean) + 0.5 * traces
 
-    ones = jnp.ones(chain.num_times, chain.laws.mean.dtype)
-    return jax.jacrev(total)(ones).T
+    def at_pair(mean: Array, scale: Array, row: PyTree) -> Array:
+        return expected(lambda pair: increment(pair[:d], pair[d:], row), mean, scale)
+
+    first = _row(data, 0)
+    start = expected(lambda x: initial(x, first), pairs.mean[0, :d], pairs.scale_tril[0, :d])
+    later = jax.vmap(at_pair)(pairs.mean, pairs.scale_tril, _row(data, slice(1, None)))
+    return jnp.concatenate([start[None], later])
 
 
 @eqx.filter_jit
 def along_paths(
     functional: AbstractFunctional, paths: Float[Array, "sample time state"], data: PyTree
 ) -> Float[Array, "sample time entry"]:
-    """Return h_k along every path, with flattened entries."""
-    first = jax.tree.map(lambda leaf: leaf[0], data)
-    rest = jax.tree.map(lambda leaf: leaf[1:], data)
-
-    def flat(value: PyTree) -> Array:
-        return ravel_pytree(value)[0]
+    """Return h_k along every path."""
+    initial, increment = _flattened(functional.initial), _flattened(functional.increment)
 
     def one(path: Array) -> Array:
-        initial = flat(functional.initial(path[0], first))
-        later = jax.vmap(lambda before, x, row: flat(functional.increment(before, x, row)))(
-            path[:-1], path[1:], rest
-        )
-        return jnp.concatenate([initial[None], later])
+        later = jax.vmap(increment)(path[:-1], path[1:], _row(data, slice(1, None)))
+        return jnp.concatenate([initial(path[0], _row(data, 0))[None], later])
 
     return jax.vmap(one)(paths)
+
+
+def is_quadratic(functional: AbstractFunctional) -> bool:
+    """Return whether a functional is a polynomial of degree at most two in the states."""
+    return all(term.quadratic for term in functional.terms())
 
 
 def has_pairs(functional: AbstractFunctional) -> bool:
@@ -102,42 +79,31 @@ def values_at_points(
     data: PyTree,
     num_times: int,
 ) -> Float[Array, "time point entry"]:
-    """Return h_k at every point, for a functional without pairs, with flattened entries."""
-    terms: list[Any] = list(functional.terms())
-    state = [term for term in terms if isinstance(term, AbstractStateTerm)]
-    initial = [term for term in terms if isinstance(term, AbstractInitialTerm)]
+    """Return h_k at every point, for a functional without pairs."""
+    initial, increment = _flattened(functional.initial), _flattened(functional.increment)
 
-    def value(chosen: list[Any], x: Array, row: PyTree) -> Array:
-        return ravel_pytree(add([term(x, row) for term in chosen]))[0].astype(points.dtype)
+    def at_time(row: PyTree) -> Array:
+        return jax.vmap(lambda x: increment(x, x, row))(points)
 
-    def at(chosen: list[Any], row: PyTree) -> Array:
-        return jax.vmap(lambda x: value(chosen, x, row))(points)
-
-    first = jax.tree.map(lambda leaf: leaf[0], data)
-    if not state:
-        start = at(initial, first)
-        rest = jnp.zeros((num_times - 1, *start.shape), start.dtype)
-        return jnp.concatenate([start[None], rest])
-    every = jax.lax.map(lambda row: at(state, row), data) if data is not None else None
-    if every is None:
-        constant = at(state, None)
-        every = jnp.broadcast_to(constant[None], (num_times, *constant.shape))
-    return every.at[0].add(at(initial, first)) if initial else every
+    first = _row(data, 0)
+    start = jax.vmap(lambda x: initial(x, first))(points)
+    if data is None:
+        later = jnp.repeat(at_time(None)[None], num_times - 1, axis=0)
+    else:
+        later = jax.lax.map(at_time, _row(data, slice(1, None)))
+    return jnp.concatenate([start[None], later])
 
 
-def grid_contributions(
+def on_grid(
     posterior: GridPosterior, functional: AbstractFunctional, data: PyTree
 ) -> Float[Array, "time entry"]:
-    """Return E[h_k | y] on a grid for every k, with flattened entries."""
-    n, points = posterior.weights.shape[0], posterior.points
+    """Return E[h_k | y] on a grid for every k."""
+    points, weights = posterior.points, posterior.weights
     if not has_pairs(functional):
-        values = values_at_points(functional, points, data, n)
-        return jnp.einsum("tp,tpe->te", posterior.weights, values, precision="highest")
-    first = jax.tree.map(lambda leaf: leaf[0], data)
-    initial = jax.vmap(lambda x: ravel_pytree(functional.initial(x, first))[0])(points)
-    start = jnp.matmul(posterior.weights[0], initial, precision="highest")
-
-    def increment(before: Array, x: Array, *row: PyTree) -> Array:
-        return ravel_pytree(functional.increment(before, x, *row))[0]
-
-    return jnp.concatenate([start[None], posterior.expectation_pairwise(increment, data)])
+        values = values_at_points(functional, points, data, weights.shape[0])
+        return jnp.einsum("tp,tpe->te", weights, values, precision="highest")
+    first = _row(data, 0)
+    initial = jax.vmap(lambda x: _flattened(functional.initial)(x, first))(points)
+    start = jnp.matmul(weights[0], initial, precision="highest")
+    later = posterior.expectation_pairwise(_flattened(functional.increment), data)
+    return jnp.concatenate([start[None], later])

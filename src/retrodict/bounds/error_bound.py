@@ -9,8 +9,14 @@ from jaxtyping import Array, Float, PyTree
 
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._exact import GridPosterior
-from retrodict._expectations import AbstractFunctional
+from retrodict._expectations import (
+    AbstractFunctional,
+    check_chain,
+    check_model,
+    series_of_chain,
+)
 from retrodict._model import StateSpaceModel
+from retrodict._parameters import unwrap
 from retrodict._types import Scalar
 from retrodict.bounds import theorems, wasserstein
 from retrodict.bounds.comparison import (
@@ -18,10 +24,8 @@ from retrodict.bounds.comparison import (
     Basis,
     Comparison,
     Declined,
-    prepare_comparison,
 )
 from retrodict.bounds.functional_classes import AnyBounded, AnyLipschitz
-from retrodict.bounds.particle_estimate import estimate_by_particles
 from retrodict.bounds.theorems import BoundValue
 from retrodict.particles import ParticlePosterior
 
@@ -151,26 +155,21 @@ def error_bound(
         ValueError: if the named method does not apply, or if no method applies and no estimate can
             be taken; the message has the reasons.
     """
-    comparison = prepare_comparison(
-        model,
-        chain,
-        ys,
-        functional,
-        data,
-        reference,
-        key,
-        num_samples,
-        window,
-        mask=mask,
-        inputs=inputs,
-        length=length,
+    check_chain(chain, "error_bound")
+    model = unwrap(model)
+    check_model(model, chain, "error_bound")
+    series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs, length=length)
+    comparison = Comparison(
+        model, chain, series, functional, data, reference, key, num_samples, window
     )
-    if method != "auto":
-        return _by_name(method, comparison)
+    if method != "auto" and method not in _METHODS:
+        raise ValueError(
+            f"error_bound expects method 'auto' or one of {get_args(Method)}, got {method!r}."
+        )
     closed_forms = comparison.linear_gaussian and isinstance(comparison.chain, LinearGaussianChain)
     results: dict[str, BoundValue] = {}
-    declined: list[tuple[str, str]] = []
-    for name, attempt in _METHODS.items():
+    declined: dict[str, str] = {}
+    for name in _METHODS if method == "auto" else [method]:
         # An exact error needs no bound beside it, unless it comes from a grid and other methods
         # have closed forms. An estimate is the last resort.
         if results and (
@@ -179,54 +178,36 @@ def error_bound(
         ):
             break
         try:
-            results[name] = _finite(attempt(comparison))
+            result = _METHODS[name](comparison)
+            if not bool(jnp.isfinite(result.value)):
+                raise Declined(f"its value is {float(result.value)}")
+            results[name] = result
         except Declined as reason:
-            declined.append((name, str(reason)))
+            declined[name] = str(reason)
+    if not results and method != "auto":
+        raise ValueError(f"The method {method!r} does not apply here: {declined[method]}.")
     if not results:
-        reasons = "\n".join(f"  {name}: {reason}" for name, reason in declined)
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in declined.items())
         raise ValueError(f"No bound applies, and no estimate could be taken:\n{reasons}")
     best: Any = min(results, key=lambda name: (_rank(results[name]), float(results[name].value)))
-    considered = {name: result.value for name, result in results.items()}
-    return _error_bound(best, results[best], considered, tuple(declined))
-
-
-def _by_name(method: str, comparison: Comparison) -> ErrorBound:
-    if method not in _METHODS:
-        raise ValueError(
-            f"error_bound expects method 'auto' or one of {get_args(Method)}, got {method!r}."
-        )
-    try:
-        result = _finite(_METHODS[method](comparison))
-    except Declined as reason:
-        raise ValueError(f"The method {method!r} does not apply here: {reason}.") from None
-    return _error_bound(method, result, {method: result.value}, ())
-
-
-def _rank(result: BoundValue) -> int:
-    """Return the rank of a value by trust, 0 first: a sharper but weaker bound may be wrong."""
-    return get_args(Basis).index(result.basis)
-
-
-def _finite(result: BoundValue) -> BoundValue:
-    """Decline a value that is not finite."""
-    if not bool(jnp.isfinite(result.value)):
-        raise Declined(f"its value is {float(result.value)}")
-    return result
-
-
-def _error_bound(method: Any, result: BoundValue, considered: dict, declined: tuple) -> ErrorBound:
+    result = results[best]
     return ErrorBound(
         value=result.value,
         per_step=result.per_step,
         rigorous=result.basis == "closed form",
         rests_on=result.rests_on,
-        method=method,
+        method=best,
         error=result.error,
         standard_error=jnp.asarray(result.standard_error, result.value.dtype),
         confidence={"samples": CONFIDENCE, "particles": None}.get(result.basis, 1.0),
-        considered=considered,
-        declined=declined,
+        considered={name: result.value for name, result in results.items()},
+        declined=tuple(declined.items()),
     )
+
+
+def _rank(result: BoundValue) -> int:
+    """Return the rank of a value by trust, 0 first: a sharper but weaker bound may be wrong."""
+    return get_args(Basis).index(result.basis)
 
 
 # In the order in which they are tried: an exact error first, an estimate last.
@@ -241,5 +222,5 @@ _METHODS: dict[str, Callable[[Comparison], BoundValue]] = {
     "hoeffding": theorems.hoeffding,
     "pinsker": theorems.pinsker,
     "score": theorems.score,
-    "estimate": estimate_by_particles,
+    "estimate": theorems.estimate_by_particles,
 }

@@ -3,6 +3,8 @@
 They hold up to the error of the grid, and neglect states outside of its box.
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,16 +14,32 @@ from jax.scipy.special import erf
 from jaxtyping import Array, Float
 
 from retrodict._chains import LinearGaussianChain
-from retrodict._exact import Grid, GridPosterior, blocked_operator, densities, operators
-from retrodict._kernels import LinearGaussianKernel
+from retrodict._exact import (
+    Grid,
+    GridPosterior,
+    blocked_operator,
+    densities,
+    log_emission,
+    operators,
+)
+from retrodict._kernels import AbstractKernel, LinearGaussianKernel
 from retrodict._laws import Gaussian
+from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._types import Scalar
 from retrodict.bounds.distances import interval_distance, spectral_norm, table_distance
-from retrodict.bounds.lipschitz import Sensitivity, decayed_sums, lipschitz_sums
+from retrodict.bounds.lipschitz import decayed_sums
 
 CELL_POINTS = 8
 """The number of points per coordinate over which a function is averaged within a cell."""
+
+
+def check_unpadded(chain: Any, owner: str) -> None:
+    """Refuse a chain that is not linear Gaussian, or has padding."""
+    if not isinstance(chain, LinearGaussianChain):
+        raise TypeError(f"{owner} expects a LinearGaussianChain, got {type(chain).__name__}.")
+    if chain.length is not None:
+        raise ValueError(f"{owner} expects a chain without padding: take chain.prefix(length).")
 
 
 def law_on(grid: Grid, law: Gaussian) -> tuple[Float[Array, "point"], Scalar]:
@@ -30,7 +48,21 @@ def law_on(grid: Grid, law: Gaussian) -> tuple[Float[Array, "point"], Scalar]:
         jnp.zeros((law.dim, law.dim), law.mean.dtype), law.mean, law.scale_tril
     )
     table = densities(constant, grid.points[:1], grid.points, None)[0]
-    return _normalised(table * jnp.exp(grid.log_quadrature))
+    return normalised(table * jnp.exp(grid.log_quadrature))
+
+
+def kernel_on(
+    grid: Grid, kernel: AbstractKernel, u: Float[Array, "input"] | None
+) -> tuple[Float[Array, "from to"], Float[Array, "from"]]:
+    """Return the probabilities of a kernel between the points, and |1 − their sums|."""
+    table = densities(kernel, grid.points, grid.points, u) * jnp.exp(grid.log_quadrature)[None, :]
+    return jax.vmap(normalised)(table)
+
+
+def likelihood_on(grid: Grid, model: StateSpaceModel, row: tuple) -> Float[Array, "point"]:
+    """Return the likelihood of one row of a series at the points, scaled to a maximum of one."""
+    logs = log_emission(model, grid.points, *row)
+    return jnp.exp(logs - jnp.max(logs))
 
 
 def within_cell(grid: Grid) -> Float[np.ndarray, "shift state"]:
@@ -40,7 +72,8 @@ def within_cell(grid: Grid) -> Float[np.ndarray, "shift state"]:
     return np.stack([axis.reshape(-1) for axis in mesh], axis=1)
 
 
-def _normalised(weights: Float[Array, "point"]) -> tuple[Float[Array, "point"], Scalar]:
+def normalised(weights: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Scalar]:
+    """Return weights with a sum of one, and |1 − their sum|; zeros stay zero."""
     total = jnp.sum(weights)
     return weights / jnp.where(total > 0, total, 1.0), jnp.abs(1.0 - total)
 
@@ -62,29 +95,27 @@ def marginals_on(
 
 
 @eqx.filter_jit
-def phi(
-    chain: LinearGaussianChain, posterior: GridPosterior, sensitivity: Sensitivity, window: int
+def marginal_distances(
+    chain: LinearGaussianChain, posterior: GridPosterior
 ) -> tuple[Float[Array, "time"], Scalar]:
-    """Compute Wφ with the marginals of the grid, for functionals of single states.
-
-        W(q_{n-1}, φ_{n-1}) u_{n-1} + Σ_{j<n-1} W(φ_{j+1|n} q_{j|j+1}, φ_{j|n}) u_j
+    """Compute the distances of Wφ with the marginals of the grid.
 
     Returns:
-        The contribution of each time, and the largest misfit of a law on the grid.
+        W(φ_{j+1|n} q_{j|j+1}, φ_{j|n}) for each j, with W(q_{n-1}, φ_{n-1}) at the end; and the
+        largest misfit of a law on the grid.
     """
     grid = posterior.grid
-    u = lipschitz_sums(chain.kernels.weight, sensitivity.now, window)
 
     def step(at: tuple) -> tuple[Array, Array]:
         kernel, later, earlier = at
         moved = blocked_operator(kernel, grid.points, None).push(later)
-        law, misfit = _normalised(moved * jnp.exp(grid.log_quadrature))
+        law, misfit = normalised(moved * jnp.exp(grid.log_quadrature))
         return _distance(grid, law, earlier), misfit
 
     steps, misfits = lax.map(step, (chain.kernels, posterior.weights[1:], posterior.weights[:-1]))
     last, misfit = law_on(grid, chain.terminal)
     steps = jnp.append(steps, _distance(grid, last, posterior.weights[-1]))
-    return steps * u, jnp.maximum(misfit, jnp.max(misfits, initial=0.0))
+    return steps, jnp.maximum(misfit, jnp.max(misfits, initial=0.0))
 
 
 @eqx.filter_jit
@@ -97,44 +128,25 @@ def kernel_distances(
         E_{φ_{j+1|n}} W₁(q_{j|j+1}(X, ·), b_j(X, ·)) for each j, with W₁(q_{n-1}, φ_{n-1}) at the
         end; the same with total variations; and the largest misfit of a mean law on the grid.
     """
-    grid, points = posterior.grid, posterior.points
-    quadrature = jnp.exp(grid.log_quadrature)
-    transition = posterior.transition.kernel
+    grid, transition = posterior.grid, posterior.transition.kernel
 
-    def step(at: tuple) -> tuple[Array, Array, Array]:
+    def distances(p: Array, q: Array) -> Array:
+        return jnp.stack([_distance(grid, p, q), 0.5 * jnp.sum(jnp.abs(p - q))])
+
+    def step(at: tuple) -> tuple[Array, Array]:
         kernel, filtered, later, u = at
-        table = densities(kernel, points, points, None) * quadrature[None, :]
-        sums = jnp.sum(table, axis=1)
-        ours = table / jnp.where(sums > 0, sums, 1.0)[:, None]
-        exact = filtered[None, :] * densities(transition, points, points, u).T
-        total = jnp.sum(exact, axis=1)[:, None]
-        exact = exact / jnp.where(total > 0, total, 1.0)
-        difference = ours - exact
-        moves = grid.spacing[0] * jnp.sum(jnp.abs(jnp.cumsum(difference, axis=1)), axis=1)
-        variations = 0.5 * jnp.sum(jnp.abs(difference), axis=1)
-        misfit = jnp.abs(1.0 - sums)
-        return jnp.sum(later * moves), jnp.sum(later * variations), jnp.sum(later * misfit)
+        ours, misfit = kernel_on(grid, kernel, None)
+        joint = filtered[None, :] * densities(transition, grid.points, grid.points, u).T
+        exact, _ = jax.vmap(normalised)(joint)
+        means = jnp.sum(later[:, None] * jax.vmap(distances)(ours, exact), axis=0)
+        return means, jnp.sum(later * misfit)
 
     us = None if posterior.inputs is None else posterior.inputs[1:]
     rows = (chain.kernels, posterior.filter_weights[:-1], posterior.weights[1:], us)
-    moves, variations, misfits = lax.map(step, rows)
+    steps, misfits = lax.map(step, rows)
     last, misfit = law_on(grid, chain.terminal)
-    difference = last - posterior.weights[-1]
-    return (
-        jnp.append(moves, _distance(grid, last, posterior.weights[-1])),
-        jnp.append(variations, 0.5 * jnp.sum(jnp.abs(difference))),
-        jnp.maximum(misfit, jnp.max(misfits, initial=0.0)),
-    )
-
-
-@eqx.filter_jit
-def phi_of_pairs(
-    chain: LinearGaussianChain, moves: Float[Array, "time"], sensitivity: Sensitivity, window: int
-) -> Float[Array, "time"]:
-    """Compute Wφ of a functional of pairs, from the mean distances of the kernels."""
-    gains = chain.kernels.weight
-    u = lipschitz_sums(gains, sensitivity.through(gains), window)
-    return moves * (u + jnp.append(sensitivity.before[1:], 0.0))
+    moves, variations = jnp.vstack([steps, distances(last, posterior.weights[-1])]).T
+    return moves, variations, jnp.maximum(misfit, jnp.max(misfits, initial=0.0))
 
 
 @eqx.filter_jit
@@ -189,10 +201,8 @@ def ranges(posterior: GridPosterior, values: Float[Array, "time point"]) -> Floa
         mean = operator.pull(ratio * reached) / jnp.where(mass > 0, mass, 1.0)
         # Points without mass ahead have no mean: they take the middle of the range.
         middle = 0.5 * (jnp.max(reached) + jnp.min(reached))
-        return jnp.where(mass > 0, mean, middle), jnp.max(reached) - jnp.min(reached)
+        return jnp.where(mass > 0, mean, middle), jnp.ptp(reached)
 
-    nothing = jnp.zeros_like(values[0])
     rows = (posterior.weights[1:], densities_ahead, values[1:], us)
-    ahead, later = lax.scan(back, nothing, rows, reverse=True)
-    first = ahead + values[0]
-    return jnp.concatenate([(jnp.max(first) - jnp.min(first))[None], later])
+    ahead, later = lax.scan(back, jnp.zeros_like(values[0]), rows, reverse=True)
+    return jnp.append(jnp.ptp(ahead + values[0]), later)

@@ -1,5 +1,6 @@
 """The hypotheses of Theorem 2: the local errors c_k of H1, the mixing constants of H2."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -9,8 +10,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from retrodict._chains import LinearGaussianChain
-from retrodict._exact import Grid, densities, kalman_smoother, log_emission, log_prior
-from retrodict._expectations import check_chain, check_model, series_of_chain
+from retrodict._exact import Grid, densities, kalman_smoother, log_prior
+from retrodict._expectations import check_model, series_of_chain
 from retrodict._kernels import AbstractLinearGaussianKernel, NonlinearGaussianKernel
 from retrodict._laws import Gaussian
 from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian
@@ -20,7 +21,7 @@ from retrodict._types import Scalar
 from retrodict._validate import as_real_array, check_count, check_key
 from retrodict.bounds.comparison import MISFIT
 from retrodict.bounds.distances import twice_total_variation
-from retrodict.bounds.grid_bounds import law_on
+from retrodict.bounds.grid_bounds import check_unpadded, law_on, likelihood_on, normalised
 
 
 class Mixing(NamedTuple):
@@ -73,7 +74,7 @@ def h1_constants(
     Returns:
         c_0, …, c_{n-1}, none above 2.
     """
-    _check_linear_gaussian(chain, "h1_constants")
+    check_unpadded(chain, "h1_constants")
     model = unwrap(model)
     check_model(model, chain, "h1_constants")
     series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs)
@@ -135,19 +136,6 @@ def _in_closed_form(
     return jnp.append(twice_total_variation(_first(chain.laws), filtered), rest)
 
 
-def _check_linear_gaussian(chain: Any, owner: str) -> None:
-    check_chain(chain, owner)
-    if not isinstance(chain, LinearGaussianChain):
-        raise TypeError(f"{owner} expects a linear-Gaussian chain, got {type(chain).__name__}.")
-    if chain.length is not None:
-        raise ValueError(f"{owner} expects a chain without padding: take chain.prefix(length).")
-
-
-def _log_emission(model: StateSpaceModel, x: Array, row: tuple) -> Scalar:
-    y, mask, u = row
-    return model.emission.log_prob(x, y, u, mask)
-
-
 @eqx.filter_jit
 def _over_grid(
     model: StateSpaceModel, chain: LinearGaussianChain, series: Series, grid: Grid
@@ -155,24 +143,23 @@ def _over_grid(
     """Return the constants, and the largest misfit of a filtering law or mean backward kernel."""
     points, quadrature = grid.points, jnp.exp(grid.log_quadrature)
 
-    def likelihood(row: tuple) -> Array:
-        logs = log_emission(model, points, *row)
-        return jnp.exp(logs - jnp.max(logs))
+    def twice_distance(p: Array, q: Array) -> Array:
+        return jnp.sum(jnp.abs(p - q))
 
     def step(at: tuple) -> tuple[Array, Array]:
         before, after, kernel, row = at
-        law, misfit = law_on(grid, after)
+        (earlier, _), (law, law_misfit) = law_on(grid, before), law_on(grid, after)
         ours = law[:, None] * densities(kernel, points, points, None) * quadrature[None, :]
-        misfit = jnp.maximum(misfit, jnp.abs(1.0 - jnp.sum(ours)))
-        moved = densities(model.transition, points, points, row[2]) * quadrature[None, :]
-        exact = (law_on(grid, before)[0][:, None] * moved * likelihood(row)[None, :]).T
-        return jnp.sum(jnp.abs(ours / jnp.sum(ours) - exact / jnp.sum(exact))), misfit
+        exact = densities(model.transition, points, points, row[2]) * quadrature[None, :]
+        exact = (earlier[:, None] * exact * likelihood_on(grid, model, row)[None, :]).T
+        ours, misfit = normalised(ours)
+        return twice_distance(ours, normalised(exact)[0]), jnp.maximum(misfit, law_misfit)
 
     rest, misfits = lax.map(step, _steps_of(chain, series))
     prior = jnp.exp(log_prior(model, points)) * quadrature
-    exact = prior * likelihood(_first(_rows_of(series)))
+    exact, _ = normalised(prior * likelihood_on(grid, model, _first(_rows_of(series))))
     law, misfit = law_on(grid, _first(chain.laws))
-    first = jnp.sum(jnp.abs(law - exact / jnp.sum(exact)))
+    first = twice_distance(law, exact)
     return jnp.append(first, rest), jnp.maximum(misfit, jnp.max(misfits, initial=0.0))
 
 
@@ -182,29 +169,32 @@ def _by_sampling(
 ) -> Float[Array, "time"]:
     """Estimate 2 TV = E_q|1 − p/q|, with the ratios scaled to a mean of one."""
 
-    def distance(log_ratios: Array) -> Array:
+    def distance(log_ratio: Callable[[Any], Array], key: Any) -> Array:
+        log_ratios = jax.vmap(log_ratio)(jax.random.split(key, num_samples))
         ratios = jnp.exp(log_ratios - jnp.max(log_ratios))
         return jnp.mean(jnp.abs(1.0 - ratios / jnp.mean(ratios)))
+
+    def log_emission(x: Array, row: tuple) -> Scalar:
+        y, mask, u = row
+        return model.emission.log_prob(x, y, u, mask)
 
     def pairs(key: Any, before: Gaussian, after: Gaussian, kernel: Any, row: tuple) -> Array:
         def log_ratio(key: Any) -> Array:
             now_key, past_key = jax.random.split(key)
             x = after.sample(now_key)
             past = kernel.sample(past_key, x)
-            u = row[2]
-            exact = before.log_prob(past) + model.transition.log_prob(past, x, u)
-            exact = exact + _log_emission(model, x, row)
-            return exact - after.log_prob(x) - kernel.log_prob(x, past)
+            exact = before.log_prob(past) + model.transition.log_prob(past, x, row[2])
+            return exact + log_emission(x, row) - after.log_prob(x) - kernel.log_prob(x, past)
 
-        return distance(jax.vmap(log_ratio)(jax.random.split(key, num_samples)))
+        return distance(log_ratio, key)
 
     def initial(key: Any, law: Gaussian, row: tuple) -> Array:
         def log_ratio(key: Any) -> Array:
             x = law.sample(key)
             prior = jnp.sum(jnp.asarray(model.prior.log_prob(x)))
-            return prior + _log_emission(model, x, row) - law.log_prob(x)
+            return prior + log_emission(x, row) - law.log_prob(x)
 
-        return distance(jax.vmap(log_ratio)(jax.random.split(key, num_samples)))
+        return distance(log_ratio, key)
 
     keys = jax.random.split(key, chain.num_times)
     rest = jax.vmap(pairs)(keys[1:], *_steps_of(chain, series))
@@ -232,7 +222,7 @@ def h2_constants(
     """
     if not isinstance(domain, Grid):
         raise TypeError(f"h2_constants expects a Grid as its domain, got {type(domain).__name__}.")
-    _check_linear_gaussian(chain, "h2_constants")
+    check_unpadded(chain, "h2_constants")
     model = unwrap(model)
     check_densities(model, "h2_constants", ("transition",))
     if domain.dim != model.state_dim:

@@ -62,6 +62,17 @@ def lipschitz_sums(
     return decayed_sums(jnp.abs(gains[:, 0, 0]), lipschitz)
 
 
+def transport_terms(
+    distances: Float[Array, "time"],
+    gains: Float[Array, "pair d d"],
+    sensitivity: Sensitivity,
+    window: int,
+) -> Float[Array, "time"]:
+    """Return the terms W_j (u_j + Lip₁ h_{j+1}) of Wφ from the distances W_j."""
+    u = lipschitz_sums(gains, sensitivity.through(gains), window)
+    return distances * (u + jnp.append(sensitivity.before[1:], 0.0))
+
+
 def forward_lipschitz_sums(
     gains: Float[Array, "pair d d"], lipschitz: Float[Array, "time"], window: int
 ) -> Float[Array, "time"]:

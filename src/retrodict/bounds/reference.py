@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from scipy.special import logsumexp
 
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import Grid, GridPosterior, Status, grid_smoother
@@ -71,20 +72,17 @@ class Reference(eqx.Module):
         states: draws from the smoothed marginals; paths, for particles.
         log_evidence: an estimate of the log-evidence.
         log_evidence_standard_error: its standard error.
-        noise: an estimate of the distance between `states` and the posterior, as a root mean square
-            over time of Kolmogorov distances.
-        modes: local solutions of linearised smoothers with other starts.
         method: how it was computed.
         problem: why it cannot be trusted; `None` if it can.
+        modes: local solutions of linearised smoothers with other starts.
     """
 
     states: Float[Array, "sample time state"]
     log_evidence: Scalar
     log_evidence_standard_error: Scalar
-    noise: float = eqx.field(static=True)
-    modes: tuple[Mode, ...]
     method: Literal["grid", "particles"] = eqx.field(static=True)
     problem: str | None = eqx.field(static=True)
+    modes: tuple[Mode, ...] = ()
 
 
 def find_reference(key: PRNGKey, model: StateSpaceModel, series: Series) -> Reference:
@@ -130,8 +128,6 @@ def from_grid(posterior: GridPosterior, num_states: int = 1000) -> Reference:
         jnp.swapaxes(states, 0, 1),
         posterior.log_evidence,
         posterior.error.log_evidence,
-        0.0,
-        (),
         "grid",
         problem,
     )
@@ -147,8 +143,6 @@ def from_particles(posterior: ParticlePosterior) -> Reference:
         posterior.samples,
         posterior.log_evidence,
         posterior.filtered.log_evidence_standard_error(),
-        0.0,
-        (),
         "particles",
         problem,
     )
@@ -191,6 +185,11 @@ def distances(
 def root_mean_square(values: Any) -> float:
     """Return the square root of the mean square."""
     return float(np.sqrt(np.mean(np.asarray(values) ** 2)))
+
+
+def log_mean_exp(values: np.ndarray) -> float:
+    """Return log(mean(exp(values)))."""
+    return float(logsumexp(values) - np.log(len(values)))
 
 
 def options_of(series: Series) -> dict[str, Any]:
@@ -254,40 +253,34 @@ def _from_runs(
     """Run several tempered particle smoothers, and check that they agree."""
     keys = jax.random.split(key, NUM_RUNS)
     runs = [tempered_smoother(run_key, model, series, count) for run_key in keys]
-    codes, rows = [int(run.status) for run in runs], _rows(series)
     evidences = np.array([float(run.log_evidence) for run in runs])
-    problem, noise = None, 0.0
+    codes, problem = [int(run.status) for run in runs], None
     if any(codes):
-        at = codes.index(max(codes))
-        words = status_words(codes[at], runs[at].status_time)
+        failed = runs[int(np.argmax(codes))]
+        words = status_words(failed.status, failed.status_time)
         problem = f"a particle smoother with {count} tempered particles failed: {words}"
     else:
         apart = []
         for i, run in enumerate(runs):
             others = jnp.concatenate([each.samples for j, each in enumerate(runs) if j != i])
-            apart.append(root_mean_square(distances(run.samples, others)[:rows]))
+            apart.append(root_mean_square(distances(run.samples, others)[: _rows(series)]))
+        difference = root_mean_square(apart)
         # A run and the mean of the K - 1 others differ by sqrt(K / (K - 1)) times the error of one
         # run, and the mean of all K runs has 1 / sqrt(K) of that error.
-        noise = root_mean_square(apart) * np.sqrt((NUM_RUNS - 1) / NUM_RUNS**2)
-        if noise > MOST_NOISE:
+        if difference * np.sqrt((NUM_RUNS - 1) / NUM_RUNS**2) > MOST_NOISE:
             problem = (
                 f"{NUM_RUNS} particle smoothers with {count} tempered particles disagree: their"
-                f" marginals differ by {root_mean_square(apart):.0%} on average"
+                f" marginals differ by {difference:.0%} on average"
             )
-    peak = np.max(evidences)
-    finite = np.isfinite(peak)
-    pooled = peak + np.log(np.mean(np.exp(evidences - peak))) if finite else peak
     spread = np.std(evidences, ddof=1) if np.all(np.isfinite(evidences)) else np.inf
     errors = [float(run.filtered.log_evidence_standard_error()) for run in runs]
-    error = max(float(spread), root_mean_square(errors)) / np.sqrt(NUM_RUNS)
     return Reference(
         jnp.concatenate([run.samples for run in runs]),
-        jnp.asarray(pooled),
-        jnp.asarray(error),
-        float(noise),
-        modes,
+        jnp.asarray(log_mean_exp(evidences)),
+        jnp.asarray(max(float(spread), root_mean_square(errors)) / np.sqrt(NUM_RUNS)),
         "particles",
         problem,
+        modes,
     )
 
 
@@ -303,29 +296,25 @@ def _modes(key: PRNGKey, model: StateSpaceModel, series: Series, paths: Array) -
         return []
     centre, spread = jnp.mean(paths, axis=0), jnp.std(paths, axis=0)
     mean, scales = first.mean, first.scale_tril
-    usable = bool(jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(scales)))
-    starts = [paths[i] for i in range(min(NUM_STARTS, paths.shape[0]))]
-    if not usable:
-        scales = jax.vmap(jnp.diag)(0.1 * spread)
+    starts = list(paths[:NUM_STARTS])
+    if bool(jnp.all(jnp.isfinite(mean)) & jnp.all(jnp.isfinite(scales))):
+        reflections = [centre + signs * (mean - centre) for signs in _flips(mean.shape[1])]
+        starts = [mean, *reflections, *starts]
     else:
-        signs = [jnp.asarray(each, mean.dtype)[None] for each in _flips(mean.shape[1])]
-        starts = [mean, *(centre + each * (mean - centre) for each in signs), *starts]
+        scales = jax.vmap(jnp.diag)(0.1 * spread)
     chains = smooth_from_paths(model, series, jnp.stack(starts).astype(mean.dtype), scales)
     laws = jax.vmap(lambda chain: chain.marginals())(chains)
+    means, stds = np.asarray(laws.mean), np.linalg.norm(np.asarray(laws.scale_tril), axis=3)
     modes: list[Mode] = []
-    distinct: list[tuple[np.ndarray, np.ndarray]] = []
+    distinct: list[int] = []
     for i in range(len(starts)):
         # Convergence is not checked: the weights measure the evidence of a solution.
-        law = (np.asarray(laws.mean[i]), np.linalg.norm(np.asarray(laws.scale_tril[i]), axis=2))
-        if not (np.isfinite(law[0]).all() and np.isfinite(law[1]).all()):
-            continue
-        if any(
-            np.max(np.abs(law[0] - mean) / np.maximum(std, 1e-300)) < 2 for mean, std in distinct
-        ):
-            continue
-        distinct.append(law)
-        chain = jax.tree.map(lambda leaf, i=i: leaf[i] if eqx.is_array(leaf) else leaf, chains)
-        modes.append(_weigh(jax.random.fold_in(key, i), model, chain, series))
+        finite = np.isfinite(means[i]).all() and np.isfinite(stds[i]).all()
+        apart = [np.abs(means[i] - means[j]) / np.maximum(stds[j], 1e-300) for j in distinct]
+        if finite and all(np.max(each) >= 2 for each in apart):
+            distinct.append(i)
+            chain = jax.tree.map(lambda leaf, i=i: leaf[i] if eqx.is_array(leaf) else leaf, chains)
+            modes.append(_weigh(jax.random.fold_in(key, i), model, chain, series))
     return [mode for mode in modes if np.isfinite(mode.log_evidence)]
 
 
@@ -341,7 +330,4 @@ def _weigh(
     """Draw paths of a local solution, and average their importance weights."""
     paths = chain.sample(key, NUM_MODE_PATHS)
     logs = np.asarray(log_weights_of(model, chain, paths, series))
-    logs = np.where(np.isfinite(logs), logs, -np.inf)
-    peak = np.max(logs)
-    value = peak + np.log(np.mean(np.exp(logs - peak))) if np.isfinite(peak) else -np.inf
-    return Mode(paths, float(value))
+    return Mode(paths, log_mean_exp(np.where(np.isfinite(logs), logs, -np.inf)))

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._chains import AbstractBackwardChain
+from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
+from retrodict._exact import GridPosterior
+from retrodict._expectations import AbstractFunctional
 from retrodict._kernels import AbstractLinearGaussianKernel
 from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 from retrodict._types import Scalar
+from retrodict.bounds import contributions, distances, grid_bounds, lipschitz, wasserstein
 from retrodict.bounds import curvature as curved
-from retrodict.bounds import grid_bounds, wasserstein
 from retrodict.bounds.comparison import (
     DEVIATIONS,
     Basis,
@@ -25,13 +27,9 @@ from retrodict.bounds.comparison import (
     Gap,
     grid_words,
     refuse_misfit,
+    require,
 )
-from retrodict.bounds.contributions import (
-    closed_form_contributions,
-    grid_contributions,
-    has_pairs,
-    values_at_points,
-)
+from retrodict.particles import ParticlePosterior, ffbsi, status_words, tempered_smoother
 
 CLOSED_FORM = "exact: the posterior of a linear-Gaussian model in closed form"
 
@@ -47,75 +45,76 @@ class BoundValue(NamedTuple):
     standard_error: Scalar | float = 0.0
 
 
-def largest_error(by_time: Float[Array, "time entry"], like: PyTree) -> dict[str, Any]:
+def _largest_error(
+    comparison: Comparison,
+    by_time: Float[Array, "time entry"],
+    rests_on: str,
+    basis: Basis = "closed form",
+    standard_errors: Float[Array, "entry"] | None = None,
+) -> BoundValue:
     """Return the largest absolute error of an entry, its contributions, and all signed errors."""
     errors = jnp.sum(by_time, axis=0)
     entry = jnp.argmax(jnp.abs(errors))
-    return {
-        "value": jnp.abs(errors[entry]),
-        "per_step": by_time[:, entry],
-        "error": ravel_pytree(like)[1](errors),
-    }
-
-
-def example_value(comparison: Comparison) -> PyTree:
-    """Return a value of the functional, for its structure."""
     x = jnp.zeros(comparison.chain.state_dim, comparison.series.ys.dtype)
     row = jax.tree.map(lambda leaf: leaf[0], comparison.data)
     value = comparison.functional.initial(x, row)
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, x.dtype), value)
+    like = jax.tree.map(lambda leaf: jnp.asarray(leaf, x.dtype), value)
+    return BoundValue(
+        jnp.abs(errors[entry]),
+        by_time[:, entry],
+        rests_on,
+        basis,
+        error=ravel_pytree(like)[1](errors),
+        standard_error=0.0 if standard_errors is None else standard_errors[entry],
+    )
 
 
 def exact(comparison: Comparison) -> BoundValue:
     """Compute the error itself, in closed form or on a grid."""
     functional, chain = comparison.one_functional(), comparison.linear_chain()
-    quadratic = all(term.quadratic for term in functional.terms())
-    grid, data = comparison.grid, comparison.data
+    quadratic, data = contributions.is_quadratic(functional), comparison.data
     if comparison.linear_gaussian and quadratic:
-        approximate = closed_form_contributions(chain, functional, data)
-        truth = closed_form_contributions(comparison.exact.chain, functional, data)
-        errors = largest_error(approximate - truth, example_value(comparison))
-        return BoundValue(rests_on="exact: both expectations in closed form", **errors)
-    if grid is None:
-        raise Declined("there is no closed form and no grid to compute the error with")
+        approximate = contributions.in_closed_form(chain, functional, data)
+        truth = contributions.in_closed_form(comparison.exact.chain, functional, data)
+        words = "exact: both expectations in closed form"
+        return _largest_error(comparison, approximate - truth, words)
+    grid = comparison.need_grid("there is no closed form and no grid to compute the error with")
     if not quadratic:
-        return _exact_by_cells(comparison)
-    approximate = closed_form_contributions(chain, functional, data)
-    truth = grid_contributions(grid, functional, data)
-    errors = largest_error(approximate - truth, example_value(comparison))
-    return BoundValue(rests_on=grid_words(grid), basis="grid", **errors)
+        return _exact_by_cells(comparison, functional, grid)
+    approximate = contributions.in_closed_form(chain, functional, data)
+    truth = contributions.on_grid(grid, functional, data)
+    return _largest_error(comparison, approximate - truth, grid_words(grid), "grid")
 
 
-def _exact_by_cells(comparison: Comparison) -> BoundValue:
+def _exact_by_cells(
+    comparison: Comparison, functional: AbstractFunctional, grid: GridPosterior
+) -> BoundValue:
     """Compute the error of any functional of single states, by both laws on a grid.
 
     A function with jumps is averaged over the cell of each point. The change of the error through
     this averaging measures the variation of the function within cells, and is added to the value.
     """
-    grid: Any = comparison.grid
-    functional = comparison.one_functional()
-    if has_pairs(functional):
-        raise Declined("the functional depends on pairs of states and is not quadratic")
+    pairs = contributions.has_pairs(functional)
+    require(not pairs, "the functional depends on pairs of states and is not quadratic")
     weights, misfit = grid_bounds.marginals_on(grid.grid, comparison.linear_chain())
     refuse_misfit(misfit)
-    difference = weights - grid.weights
+    shifts = jnp.asarray(grid_bounds.within_cell(grid.grid), grid.points.dtype)
 
     def errors(shifts: Float[Array, "shift state"]) -> Array:
-        tables = [
-            values_at_points(
+        values = sum(
+            contributions.values_at_points(
                 functional, grid.points + shift[None], comparison.data, comparison.num_times
             )
             for shift in shifts
-        ]
-        return jnp.einsum("tp,tpe->te", difference, sum(tables) / len(tables), precision="highest")
+        )
+        mean = jnp.asarray(values) / len(shifts)
+        return jnp.einsum("tp,tpe->te", weights - grid.weights, mean, precision="highest")
 
-    averaged = errors(jnp.asarray(grid_bounds.within_cell(grid.grid), grid.points.dtype))
-    plain = errors(jnp.zeros((1, grid.grid.dim), grid.points.dtype))
-    largest = largest_error(averaged, example_value(comparison))
+    averaged, plain = errors(shifts), errors(jnp.zeros_like(shifts[:1]))
     moved = jnp.max(jnp.abs(jnp.sum(averaged - plain, axis=0)))
     words = f"{grid_words(grid)}; values within cells of the grid move it by {float(moved):.1e}"
-    largest["value"] += moved
-    return BoundValue(rests_on=words, basis="grid", **largest)
+    largest = _largest_error(comparison, averaged, words, "grid")
+    return largest._replace(value=largest.value + moved)
 
 
 def _sum_of(per_step: Float[Array, "time"], rests_on: str, basis: Basis) -> BoundValue:
@@ -125,18 +124,19 @@ def _sum_of(per_step: Float[Array, "time"], rests_on: str, basis: Basis) -> Boun
 def wasserstein_phi(comparison: Comparison) -> BoundValue:
     """Evaluate Theorem 4, Wφ: the variational kernels under the exact marginals."""
     chain, sensitivity = comparison.linear_chain(), comparison.sensitivity()
-    grid, window = comparison.grid, comparison.window
     if comparison.linear_gaussian:
-        per_step = wasserstein.phi(chain, comparison.exact, sensitivity, window)
+        per_step = wasserstein.phi(chain, comparison.exact, sensitivity, comparison.window)
         return _sum_of(per_step, CLOSED_FORM, "closed form")
-    if grid is None:
-        raise Declined("the exact marginals are not known: pass a GridPosterior as reference")
+    grid = comparison.need_grid(
+        "the exact marginals are not known: pass a GridPosterior as reference"
+    )
     if comparison.pairs:
-        moves, _ = comparison.kernel_distances
-        per_step = grid_bounds.phi_of_pairs(chain, moves, sensitivity, window)
+        steps, _ = comparison.kernel_distances
     else:
-        per_step, misfit = grid_bounds.phi(chain, grid, sensitivity, window)
+        steps, misfit = grid_bounds.marginal_distances(chain, grid)
         refuse_misfit(misfit)
+    gains, window = chain.kernels.weight, comparison.window
+    per_step = lipschitz.transport_terms(steps, gains, sensitivity, window)
     return _sum_of(per_step, grid_words(grid), "grid")
 
 
@@ -144,8 +144,8 @@ def wasserstein_by(terms: Callable[..., Array]) -> Callable[[Comparison], BoundV
     """Return the method of a bound of Theorem 4 that needs a linear-Gaussian model."""
 
     def evaluate(comparison: Comparison) -> BoundValue:
-        lipschitz = comparison.lipschitz_in_single_states()
-        per_step = terms(comparison.linear_chain(), comparison.exact, lipschitz, comparison.window)
+        constants = comparison.lipschitz_in_single_states()
+        per_step = terms(comparison.linear_chain(), comparison.exact, constants, comparison.window)
         return _sum_of(per_step, CLOSED_FORM, "closed form")
 
     return evaluate
@@ -155,16 +155,15 @@ def _curvature(comparison: Comparison) -> tuple[curved.Curvature, Float[Array, "
     """Compute K₀, and the terms of the largest variance of a functional under it."""
     whole = comparison.sensitivity().whole()
     model, series = comparison.model, comparison.series
-    reason = curved.why_unknown(model)
-    if reason is not None:
-        raise Declined(f"the model is not known to be log-concave: {reason}")
-    mask = series.mask
+    reason, mask = curved.why_unknown(model), series.mask
+    require(reason is None, f"the model is not known to be log-concave: {reason}")
     declared = not isinstance(model.emission, AbstractLinearGaussianKernel)
-    if declared and mask is not None and bool(jnp.any(jnp.any(mask, 1) != jnp.all(mask, 1))):
-        raise Declined("curvature is declared for whole rows, and some were observed in part")
+    whole_rows = mask is None or bool(jnp.all(jnp.any(mask, 1) == jnp.all(mask, 1)))
+    words = "curvature is declared for whole rows, and some were observed in part"
+    require(whole_rows or not declared, words)
     curvature = curved.curvature(model, series)
-    if not bool(curvature.definite):
-        raise Declined("the curvature bound K₀ is not positive definite: declare a larger one")
+    words = "the curvature bound K₀ is not positive definite: declare a larger one"
+    require(curvature.definite, words)
     if declared:
         excess, time = curved.least_excess(model, series, comparison.paths[:100])
         if float(excess) < -1e-6:
@@ -228,10 +227,9 @@ def elbo_gap(comparison: Comparison) -> BoundValue:
 
 def total_variation(comparison: Comparison) -> BoundValue:
     """Evaluate Theorem 1, S2φ, on the box of a grid."""
-    oscillations, grid = comparison.oscillations(), comparison.grid
+    oscillations = comparison.oscillations()
     _, variations = comparison.kernel_distances
-    if grid is None:
-        raise Declined("it needs a GridPosterior as reference")
+    grid = comparison.need_grid("it needs a GridPosterior as reference")
     per_step = grid_bounds.total_variation(
         comparison.linear_chain(), grid.grid, variations, oscillations, comparison.pairs
     )
@@ -241,15 +239,16 @@ def total_variation(comparison: Comparison) -> BoundValue:
 def hoeffding(comparison: Comparison) -> BoundValue:
     """Evaluate Theorem 3, √(½ (log p(y) − ELBO) Σ_j D_j²), with the ranges D_j on a grid."""
     comparison.oscillations()
-    functional, grid = comparison.one_functional(), comparison.grid
-    if grid is None:
-        raise Declined("the ranges of its increments are computed on a GridPosterior")
-    if has_pairs(functional):
-        raise Declined("the functional depends on pairs of states")
+    functional = comparison.one_functional()
+    grid = comparison.need_grid("the ranges of its increments are computed on a GridPosterior")
+    pairs = contributions.has_pairs(functional)
+    require(not pairs, "the functional depends on pairs of states")
     _, misfit = grid_bounds.marginals_on(grid.grid, comparison.linear_chain())
     refuse_misfit(misfit)
     gap = comparison.gap
-    values = values_at_points(functional, grid.points, comparison.data, comparison.num_times)
+    values = contributions.values_at_points(
+        functional, grid.points, comparison.data, comparison.num_times
+    )
     entries = [grid_bounds.ranges(grid, values[:, :, i]) for i in range(values.shape[2])]
     squares = jnp.max(jnp.stack(entries), axis=0) ** 2
     if gap.basis == "closed form":
@@ -274,3 +273,84 @@ def _from_gap(gap: Gap, variances: Array) -> BoundValue:
     shares = variances / jnp.where(variance > 0, variance, 1.0)
     error = slope * gap.error
     return BoundValue(value, value * shares, gap.rests_on, gap.basis, standard_error=error)
+
+
+def estimate_by_particles(comparison: Comparison) -> BoundValue:
+    """Estimate the error against the paths of a particle smoother."""
+    particles, name = _particles(comparison)
+    words = f"estimated by {name} with {particles.samples.shape[0]} paths, so not a bound"
+    if isinstance(comparison.functional, AbstractFunctional):
+        return _estimated_error(comparison, particles, words)
+    chain, constants = comparison.linear_chain(), comparison.lipschitz_in_single_states()
+    key = comparison.draw_key(3, "it draws from the backward kernels: pass key=jax.random.key(0)")
+    paths = particles.samples[:, : comparison.num_times]
+    u = lipschitz.lipschitz_sums(chain.kernels.weight, constants, comparison.window)
+    per_step = _marginal_distances(chain, paths, key) * u
+    if comparison.chain.state_dim > 1:
+        words = f"{words}; distances are those of Gaussian laws with the same moments"
+    return _sum_of(per_step, words, "particles")
+
+
+def _particles(comparison: Comparison) -> tuple[ParticlePosterior, str]:
+    """Return paths of a particle smoother that did not fail; decline if there are none.
+
+    Where a bootstrap filter fails or degenerates, a tempered one replaces it.
+    """
+    particles, name = comparison.reference, "FFBSi"
+    if not isinstance(particles, ParticlePosterior):
+        words = "it runs a particle smoother: pass key=jax.random.key(0), or paths"
+        key, count = comparison.draw_key(2, words), comparison.num_samples
+        model, series = comparison.model, comparison.series
+        particles = ffbsi(key, model, series.ys, count, strict=False, **comparison.options)
+        if int(particles.status) != 0:
+            particles = tempered_smoother(key, model, series, count)
+            name = "FFBSi with tempered particles"
+    if int(particles.status) != 0:
+        reason = status_words(particles.status, particles.status_time)
+        raise Declined(f"the particle smoother failed: {reason}")
+    return particles, name
+
+
+def _estimated_error(
+    comparison: Comparison, particles: ParticlePosterior, words: str
+) -> BoundValue:
+    functional, data, n = comparison.functional, comparison.data, comparison.num_times
+    truth = jnp.mean(contributions.along_paths(functional, particles.samples[:, :n], data), axis=0)
+    # A reference with padding expects rows of data for it, which do not count.
+    extra = particles.samples.shape[1] - n
+    padded = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf[-1:].repeat(extra, 0)]), data)
+    errors = ravel_pytree(particles.expectation(functional, padded)[1])[0]
+    if contributions.is_quadratic(functional) and isinstance(comparison.chain, LinearGaussianChain):
+        approximate = contributions.in_closed_form(comparison.chain, functional, data)
+    else:
+        along = contributions.along_paths(functional, comparison.paths, data)
+        approximate = jnp.mean(along, axis=0)
+        chain_errors = jnp.std(jnp.sum(along, axis=1), axis=0, ddof=1) / math.sqrt(along.shape[0])
+        errors = jnp.sqrt(errors**2 + chain_errors**2)
+    return _largest_error(comparison, approximate - truth, words, "particles", errors)
+
+
+@eqx.filter_jit
+def _marginal_distances(
+    chain: LinearGaussianChain, paths: Float[Array, "sample time state"], key: Any
+) -> Float[Array, "time"]:
+    """Return the distances of Wφ with paths for the exact marginals; noise makes them larger."""
+    noise = jax.random.normal(key, paths.shape, paths.dtype)
+
+    def distance(xs: Array, zs: Array) -> Array:
+        if xs.shape[1] == 1:
+            return distances.empirical_distance(xs[:, 0], zs[:, 0])
+        return distances.gaussian_distance(
+            distances.sample_moments(xs), distances.sample_moments(zs)
+        )
+
+    def step(row: tuple) -> Array:
+        kernel, later, earlier, e = row
+        moved = later @ kernel.weight.T + kernel.bias[None] + e @ kernel.scale_tril.T
+        return distance(moved, earlier)
+
+    by_time, noise = jnp.swapaxes(paths, 0, 1), jnp.swapaxes(noise, 0, 1)
+    steps = jax.lax.map(step, (chain.kernels, by_time[1:], by_time[:-1], noise[:-1]))
+    last = chain.terminal
+    ends = last.mean[None] + noise[-1] @ last.scale_tril.T
+    return jnp.append(steps, distance(ends, by_time[-1]))

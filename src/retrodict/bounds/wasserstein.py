@@ -20,7 +20,12 @@ from retrodict._laws import Gaussian
 from retrodict._numerics import Factored, linalg, propagate, reverse
 from retrodict._types import Scalar
 from retrodict.bounds.distances import gaussian_distance, root_distance
-from retrodict.bounds.lipschitz import Sensitivity, forward_lipschitz_sums, lipschitz_sums
+from retrodict.bounds.lipschitz import (
+    Sensitivity,
+    forward_lipschitz_sums,
+    lipschitz_sums,
+    transport_terms,
+)
 
 distances = jax.vmap(gaussian_distance)
 
@@ -83,15 +88,12 @@ def phi(
     with u of the variational gains. For a functional of pairs the sum is of
     E_{φ_{j+1|n}} W(q_{j|j+1}(X, ·), b_j(X, ·)) (u_j + Lip₁ h_{j+1}), with the exact kernels b.
     """
-    gains = chain.kernels.weight
-    u = lipschitz_sums(gains, sensitivity.through(gains), window)
     later = _later(exact.marginals)
     by_marginals = distances(_predict(later, chain.kernels), _earlier(exact.marginals))
     by_kernels = jax.vmap(_kernel_distance)(later, chain.kernels, exact.chain.kernels)
-    before = sensitivity.before[1:]
-    steps = jnp.where(before > 0, by_kernels * (u[:-1] + before), by_marginals * u[:-1])
-    terminal = gaussian_distance(chain.terminal, exact.chain.terminal)
-    return jnp.append(steps, terminal * u[-1])
+    steps = jnp.where(sensitivity.before[1:] > 0, by_kernels, by_marginals)
+    steps = jnp.append(steps, gaussian_distance(chain.terminal, exact.chain.terminal))
+    return transport_terms(steps, chain.kernels.weight, sensitivity, window)
 
 
 def _kernel_distance(law: Gaussian, q: LinearGaussianKernel, b: LinearGaussianKernel) -> Array:

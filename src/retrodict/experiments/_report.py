@@ -2,9 +2,12 @@
 
 import base64
 import math
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from retrodict._pages import render_page
@@ -41,15 +44,22 @@ class Table(NamedTuple):
 
     Attributes:
         name: the name of its file of comma-separated values, without the suffix.
-        caption: the description of the numbers.
         columns: the titles, and how numbers below them are printed, as in `format`.
         rows: strings, numbers and means with their standard errors; NaN is printed as a dash.
+        caption: the description of the numbers.
     """
 
     name: str
-    caption: str
     columns: dict[str, str]
     rows: Sequence[Sequence[Any]]
+    caption: str = ""
+
+    @classmethod
+    def of_columns(cls, name: str, columns: Mapping[str, tuple[str, Iterable[Any]]]) -> "Table":
+        """Make a table from the number format and the values of each column."""
+        forms = {title: form for title, (form, _) in columns.items()}
+        values = (values for _, values in columns.values())
+        return cls(name, forms, list(zip(*values, strict=True)))
 
     def flat(self) -> tuple[list[str], list[list[Any]]]:
         """Return the header and the rows, with standard errors in separate columns."""
@@ -107,6 +117,47 @@ class Chapter(NamedTuple):
     def pictures(self) -> list[Picture]:
         """Return all pictures, in order."""
         return [part for s in self.sections for part in s.parts if isinstance(part, Picture)]
+
+
+def read_text(name: str, **values: Any) -> dict[str, Any]:
+    """Return the text of a chapter from its file in `texts`, with values filled in."""
+    file = files("retrodict.experiments").joinpath(f"texts/{name}.toml")
+    text = tomllib.loads(file.read_text("utf-8"))
+    # Lines are wrapped in the file.
+    return jax.tree.map(lambda words: " ".join(words.split()).format(**values), text)
+
+
+def make_chapter(
+    name: str,
+    parts: Sequence[Table | Picture],
+    numbers: dict[str, Any],
+    seconds: dict[str, float],
+    **values: Any,
+) -> Chapter:
+    """Put the tables and figures of an experiment into its text.
+
+    Args:
+        name: the name of the experiment.
+        parts: tables and figures, which the text names by their files: `"name.csv"`, `"name.svg"`.
+        numbers: the results as numbers, which the text may use.
+        seconds: durations.
+        **values: further values in the text.
+    """
+    text = read_text(name, **{**numbers, **values})
+    by_file = {}
+    for part in parts:
+        file = f"{part.name}.{'csv' if isinstance(part, Table) else 'svg'}"
+        by_file[file] = part._replace(caption=text["captions"][file])
+    sections = [
+        Section(
+            section["heading"],
+            section.get("paper", ""),
+            [by_file[file] for file in section["parts"]],
+            section.get("deviation", ""),
+        )
+        for section in text["sections"]
+    ]
+    return Chapter(name, text["title"], text["summary"], sections, numbers, seconds)
 
 
 def page(title: str, lead: Sequence[str], chapters: Sequence[Chapter], footer: str) -> bytes:

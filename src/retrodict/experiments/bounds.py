@@ -22,8 +22,8 @@ from jaxtyping import Array
 import retrodict as rd
 from retrodict._workspace import Folder, Stage
 from retrodict.experiments import published
-from retrodict.experiments._drawing import DASHES, INKS, Picture, draw
-from retrodict.experiments._report import Chapter, Section, Table
+from retrodict.experiments._drawing import BESIDE, DASHES, INKS, Picture, draw
+from retrodict.experiments._report import Chapter, Table, make_chapter
 
 BIASES = (0.01, 0.02, 0.05, 0.09, 0.12, 0.2, 0.3)
 """The error e of the middle coin of the two-state example."""
@@ -87,10 +87,10 @@ def _two_states(folder: Folder) -> dict[str, Any]:
         rd.bounds.finite_bounds(rd.bounds.two_state_counterexample(e)) for e in folder.track(BIASES)
     ]
     return {
-        "error": np.array([abs(float(b.error)) for b in bounds]),
-        "printed": np.array([float(b.printed_proposition) for b in bounds]),
-        "corrected": np.array([float(b.s2) for b in bounds]),
-        "classical": np.array([float(b.classical) for b in bounds]),
+        "error": np.abs([b.error for b in bounds]),
+        "printed": [b.printed_proposition for b in bounds],
+        "corrected": [b.s2 for b in bounds],
+        "classical": [b.classical for b in bounds],
     }
 
 
@@ -102,36 +102,13 @@ def _chapter(sizes: Sizes, growth: dict[int, Stage], example: Stage) -> Chapter:
     last = {
         epoch: part["bound"][-1].mean() / part["error"][-1].mean() for epoch, part in growth.items()
     }
-    return Chapter(
-        name="bounds",
-        title="Section 3: linear growth, theory against practice",
-        summary=(
-            f"The bound is violated in {violated} of {checked} cases, and grows as"
-            f" n^{min(powers.values()):.2f} to n^{max(powers.values()):.2f} between the last two"
-            f" lengths. At n = {sizes.lengths[-1]} it is"
-            f" {min(last.values()):.1f} to {max(last.values()):.1f} times the error of the sum of"
-            f" states. Proposition 3.1 as printed is below the error in {broken} of"
-            f" {len(BIASES)} two-state examples."
-        ),
-        sections=[
-            Section(
-                "Growth with the number of observations",
-                "The error is bounded by a constant times n; the paper does not compute the"
-                " constants.",
-                [_draw_growth(sizes.lengths, growth), _growth_table(sizes.lengths, growth)],
-                "The bound holds for every sum of 1-Lipschitz functions of the states, such as the"
-                " sum of states. It uses the exact posterior of linear-Gaussian models.",
-            ),
-            Section(
-                "Proposition 3.1, as printed and corrected",
-                "An explicit constant for models that mix strongly.",
-                [_draw_example(example), _example_table(example)],
-                "The example: three independent fair coins, on which the data have no information."
-                " The approximation is exact except for the middle coin, whose probability is off"
-                " by e. The error of its expected sign is 2e, and the printed right-hand side is of"
-                " order e². S2 holds for every finite model, and Theorem 2 under assumptions H1 and"
-                " H2; the proofs are on the theory page. In this example S2 equals the error.",
-            ),
+    return make_chapter(
+        "bounds",
+        [
+            _draw_growth(sizes.lengths, growth),
+            _growth_table(sizes.lengths, growth),
+            _draw_example(example),
+            _example_table(example),
         ],
         numbers={
             "violations": [violated, checked],
@@ -140,6 +117,13 @@ def _chapter(sizes: Sizes, growth: dict[int, Stage], example: Stage) -> Chapter:
             "two_states": {"e": BIASES, **example},
         },
         seconds={},
+        least_power=min(powers.values()),
+        largest_power=max(powers.values()),
+        length=sizes.lengths[-1],
+        least_ratio=min(last.values()),
+        largest_ratio=max(last.values()),
+        broken=broken,
+        num_examples=len(BIASES),
     )
 
 
@@ -150,90 +134,65 @@ def _power(lengths: Sequence[int], values: np.ndarray) -> float:
 
 
 def _growth_table(lengths: Sequence[int], growth: dict[int, Stage]) -> Table:
-    rows = [
-        [
-            str(n),
-            *(part[what][i].mean() for part in growth.values() for what in ("error", "bound")),
-        ]
-        for i, n in enumerate(lengths)
-    ]
-    titles = [f"{what}, {epoch} epochs" for epoch in growth for what in ("error", "bound")]
-    return Table(
-        "growth",
-        "Error of the sum of states and its bound, mean over the sequences.",
-        {"n": "", **dict.fromkeys(titles, ".2g")},
-        rows,
-    )
+    columns: dict[str, Any] = {"n": ("", map(str, lengths))}
+    for epoch, part in growth.items():
+        for what in ("error", "bound"):
+            columns[f"{what}, {epoch} epochs"] = (".2g", part[what].mean(axis=1))
+    return Table.of_columns("growth", columns)
 
 
 def _draw_growth(lengths: Sequence[int], growth: dict[int, Stage]) -> Picture:
-    def fill(*axes: Any) -> None:
-        for axis, (epoch, part) in zip(axes, growth.items(), strict=True):
-            low, high = part["error"].min(axis=1), part["error"].max(axis=1)
-            axis.fill_between(lengths, low, high, color="0.85", lw=0)
-            axis.loglog(lengths, part["bound"].mean(axis=1), color=INKS[0], label="bound")
-            axis.loglog(
-                lengths, part["error"].mean(axis=1), color=INKS[1], ls=DASHES[1], label="error"
-            )
-            slope = part["bound"][-1].mean() / lengths[-1] * np.array(lengths)
-            axis.loglog(lengths, slope, color="black", ls=":", lw=0.8, label="∝ n")
-            axis.set_title(f"λ after {epoch} epochs")
-            axis.set_xlabel("observations n")
-        axes[0].set_ylabel("additive error")
-        axes[0].legend(loc="lower right")
+    def plot(axis: Any, part: Stage) -> None:
+        error, bound = part["error"], part["bound"].mean(axis=1)
+        axis.fill_between(lengths, error.min(axis=1), error.max(axis=1), color="0.85", lw=0)
+        axis.loglog(lengths, bound, color=INKS[0], label="bound")
+        axis.loglog(lengths, error.mean(axis=1), color=INKS[1], ls=DASHES[1], label="error")
+        slope = bound[-1] / lengths[-1] * np.array(lengths)
+        axis.loglog(lengths, slope, color="black", ls=":", lw=0.8, label="∝ n")
 
     return draw(
         "growth",
-        "Error of the sum of states (dashed; grey: smallest to largest over the sequences) and its"
-        " bound, as n grows, with a line of slope one.",
-        fill,
-        columns=len(growth),
-        height=2.6,
+        plot,
+        [(f"λ after {epoch} epochs", (part,)) for epoch, part in growth.items()],
+        xlabel="observations n",
+        ylabels=["additive error"],
+        legend={"loc": "lower right"},
     )
 
 
 def _example_table(example: Stage) -> Table:
-    rows = [
-        [str(e), *(example[what][i] for what in ("error", "printed", "corrected", "classical"))]
-        for i, e in enumerate(BIASES)
-    ]
-    return Table(
+    titles = {
+        "error": "error",
+        "printed": "as printed",
+        "corrected": "S2",
+        "classical": "Theorem 2",
+    }
+    return Table.of_columns(
         "two_states",
-        "The two-state example by e: the error, Proposition 3.1 as printed, and the"
-        " corrected bounds: S2 and Theorem 2.",
-        {"e": "", "error": ".4f", "as printed": ".4f", "S2": ".4f", "Theorem 2": ".4f"},
-        rows,
+        {"e": ("", map(str, BIASES))}
+        | {title: (".4f", example[what]) for what, title in titles.items()},
     )
 
 
 def _draw_example(example: Stage) -> Picture:
-    def fill(axis: Any) -> None:
-        for i, (what, label) in enumerate(
-            {
-                "error": "error",
-                "printed": "Proposition 3.1, as printed",
-                "corrected": "corrected, S2",
-                "classical": "corrected, Theorem 2",
-            }.items()
-        ):
+    labels = {
+        "error": "error",
+        "printed": "Proposition 3.1, as printed",
+        "corrected": "corrected, S2",
+        "classical": "corrected, Theorem 2",
+    }
+
+    def plot(axis: Any) -> None:
+        for i, (what, label) in enumerate(labels.items()):
             # S2 equals the error here; a second line would hide it.
-            line = "none" if what == "error" else DASHES[i]
-            axis.semilogy(
-                BIASES,
-                example[what],
-                color=INKS[i],
-                ls=line,
-                marker="x" if what == "error" else None,
-                label=label,
-            )
-        axis.set_xlabel("error e of the middle coin")
-        axis.set_ylabel("additive error and bounds")
-        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+            style = {"ls": "none", "marker": "x"} if what == "error" else {"ls": DASHES[i]}
+            axis.semilogy(BIASES, example[what], color=INKS[i], label=label, **style)
 
     return draw(
         "two_states",
-        "Two-state example with an error e of the middle coin: the additive error, the proposition"
-        " as printed, which is below it for e < 0.1, and corrected bounds.",
-        fill,
+        plot,
         height=2.5,
+        xlabel="error e of the middle coin",
+        ylabels=["additive error and bounds"],
+        legend=BESIDE,
     )

@@ -11,10 +11,11 @@ posterior, a particle smoother and two linearised smoothers.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,19 @@ from jaxtyping import Array, Float
 import retrodict as rd
 from retrodict._workspace import Progress, Quiet, as_json, make_writable, write_atomically
 from retrodict.experiments import published
-from retrodict.experiments._drawing import DASHES, INKS, MARKERS, Picture, draw
-from retrodict.experiments._measure import shortest, simulate
-from retrodict.experiments._report import Chapter, Section, Table, page
+from retrodict.experiments._drawing import BESIDE, DASHES, INKS, MARKERS, Picture, draw
+from retrodict.experiments._measure import LEVEL, MARGIN, exact_band, shortest, simulate
+from retrodict.experiments._report import Table, make_chapter, page
 
-LEVEL = 0.9
+LEAD = (
+    "retrodict infers the path of a hidden state from noisy observations. Here a state and its"
+    " negative have the same law of observations. A conjugate family represents each observation by"
+    " one Gaussian, which has one mode. A linearised smoother replaces the map by a line. In a"
+    " gated or recurrent family the update also depends on the earlier observations."
+)
+NUM_DRAWN = 40
+"""The number of states in the figure of bands."""
+
 AMORTISED = ("conjugate", "gated", "recurrent")
 
 
@@ -133,61 +142,68 @@ def run(out: Path, *, seed: int = 0, sizes: Sizes = FULL, progress: Progress | N
     progress = Quiet() if progress is None else progress
     model = published.nonlinear_theta()
     data_key, test_key, fit_key, path_key = jax.random.split(jax.random.key(seed), 4)
-    train = simulate(model, data_key, sizes.num_series, sizes.train_times)[1]
-    xs, ys = simulate(model, test_key, sizes.num_tested, sizes.num_times)
+    _, train = simulate(model, jax.random.split(data_key, sizes.num_series), sizes.train_times)
+    xs, ys = simulate(model, jax.random.split(test_key, sizes.num_tested), sizes.num_times)
 
     families, trained = _train(model, train, fit_key, sizes, progress)
-    with _Stage(progress, "the exact posterior, on a grid"):
+    with _stage(progress, "the exact posterior, on a grid"):
         grid = rd.Grid(jnp.array([-2.5]), jnp.array([2.5]), sizes.grid_points)
         lengths = np.linspace(sizes.num_times // 4, sizes.num_times, 4).astype(int)
         oracle = [[rd.grid_smoother(model, y, grid, length=n) for n in lengths] for y in ys]
-        exact = _exact_bands([posteriors[-1] for posteriors in oracle])
+        exact = Bands(*np.stack([exact_band(by_length[-1]) for by_length in oracle], axis=1))
     scores: dict[str, Score] = {}
     growth: dict[str, np.ndarray] = {}
     bands: dict[str, Bands] = {"exact": exact}
-    evidence = np.array([float(posteriors[-1].log_evidence) for posteriors in oracle])
+    evidence = np.array([float(by_length[-1].log_evidence) for by_length in oracle])
     for name, smooth in _smoothers(model, families).items():
-        with _Stage(progress, name):
-            chains, seconds, status = smooth(ys)
+        with _stage(progress, name):
+            chains, statuses = zip(*map(smooth, ys), strict=True)
             bands[name] = _gaussian_bands(chains)
-            bound = _elbos(model, chains, ys, path_key)
-            gap = float(np.mean(evidence - bound)) / sizes.num_times
-            training = trained.get(name, math.nan)
-            scores[name] = _score(bands[name], exact, xs, gap, training, seconds, status)
+            gap = float(np.mean(evidence - _elbos(model, chains, ys, path_key))) / sizes.num_times
+            seconds = shortest(lambda smooth=smooth: smooth(ys[0])[0], 5)
+            status, training = "/".join(sorted({*statuses})), trained.get(name, math.nan)
+            errors = _errors(bands[name], exact, xs)
+            scores[name] = Score(*errors, gap, training, seconds, status)
             if name in AMORTISED:
                 growth[name] = _growth(chains, oracle, lengths)
-    with _Stage(progress, "the particle smoother"):
+    with _stage(progress, "the particle smoother"):
         name = f"FFBSi {sizes.num_particles}"
         bands[name], seconds = _particle_bands(model, ys, path_key, sizes.num_particles)
-        scores[name] = _score(bands[name], exact, xs, math.nan, math.nan, seconds, "")
+        scores[name] = Score(*_errors(bands[name], exact, xs), math.nan, math.nan, seconds, "")
 
-    with _Stage(progress, "the report"):
+    with _stage(progress, "the report"):
         pictures = [
             _draw_bands(np.asarray(xs)[0, :, 0], bands),
             _draw_two_sides(model, ys[0], oracle[0][-1], families, bands),
             _draw_growth(lengths, growth),
         ]
         demo = Demo(seed, time.perf_counter() - began, scores)
-        chapter = _chapter(demo, sizes, pictures)
+        chapter = make_chapter(
+            "demo",
+            [*pictures, Table("scores", COLUMNS, rows_of(demo))],
+            numbers={},
+            seconds={},
+            sizes=sizes,
+            scores=scores,
+            particles=scores[name],
+            times_as_long=scores[name].smoothed / scores["gated"].smoothed,
+            num_drawn=min(NUM_DRAWN, sizes.num_times),
+            worst=_worst(bands),
+        )
+        footer = f"Made by 'retrodict demo --seed {seed}' in {demo.seconds:.0f} s."
         for picture in pictures:
             write_atomically(out / f"{picture.name}.png", picture.png)
         write_atomically(out / "summary.json", summary(demo))
-        write_atomically(out / "report.html", _page(chapter, demo))
+        write_atomically(out / "report.html", page("retrodict: a demo", [LEAD], [chapter], footer))
     return demo
 
 
-class _Stage:
-    """A context manager that reports the beginning and the end of a stage."""
-
-    def __init__(self, progress: Progress, name: str):
-        self.progress, self.name = progress, name
-
-    def __enter__(self) -> None:
-        self.progress.begin(self.name)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.progress.end(self.name, kept=False)
+@contextmanager
+def _stage(progress: Progress, name: str) -> Iterator[None]:
+    """Report the beginning and, if nothing fails, the end of a stage."""
+    progress.begin(name)
+    yield
+    progress.end(name, kept=False)
 
 
 NUM_STAGES = len(AMORTISED) + 1 + len(AMORTISED) + 2 + 2
@@ -202,7 +218,7 @@ def _train(
     families, seconds = {}, {}
     for name, kind, one in zip(AMORTISED, kinds, jax.random.split(key, 3), strict=True):
         first, second = jax.random.split(one)
-        with _Stage(progress, f"training the {name} family"):
+        with _stage(progress, f"training the {name} family"):
             began = time.perf_counter()
             result = rd.fit(
                 second,
@@ -217,35 +233,28 @@ def _train(
     return families, seconds
 
 
-Chains = list[rd.LinearGaussianChain]
+Chains: TypeAlias = Sequence[rd.LinearGaussianChain]
+Smoother: TypeAlias = Callable[[Array], tuple[rd.LinearGaussianChain, str]]
+"""A map from a series to its chain and a status."""
 
 
 def _smoothers(
     model: rd.StateSpaceModel, families: dict[str, rd.AbstractLinearGaussianFamily]
-) -> dict[str, Callable[[Array], tuple[Chains, float, str]]]:
-    """Return smoothers by name: from series to chains, seconds per series, and a status."""
+) -> dict[str, Smoother]:
+    """Return the smoothers by name."""
 
-    def amortised(
-        family: rd.AbstractLinearGaussianFamily,
-    ) -> Callable[[Array], tuple[Chains, float, str]]:
+    def amortised(family: rd.AbstractLinearGaussianFamily) -> Smoother:
+        @jax.jit
         def whole(y: Array) -> tuple[rd.LinearGaussianChain, rd.Gaussian]:
             chain = family.infer(y)
             return chain, chain.marginals()
 
-        jitted = jax.jit(whole)
+        return lambda y: (whole(y)[0], "")
 
-        def smooth(ys: Array) -> tuple[Chains, float, str]:
-            seconds = shortest(lambda: jitted(ys[0]), 5)
-            return [jitted(y)[0] for y in ys], seconds, ""
-
-        return smooth
-
-    def linearised(call: Callable[..., Any]) -> Callable[[Array], tuple[Chains, float, str]]:
-        def smooth(ys: Array) -> tuple[Chains, float, str]:
-            posteriors = [call(model, y) for y in ys]
-            statuses = sorted({posterior.status for posterior in posteriors})
-            seconds = shortest(lambda: call(model, ys[0]).chain, 5)
-            return [posterior.chain for posterior in posteriors], seconds, "/".join(statuses)
+    def linearised(call: Callable[..., Any]) -> Smoother:
+        def smooth(y: Array) -> tuple[rd.LinearGaussianChain, str]:
+            posterior = call(model, y)
+            return posterior.chain, posterior.status
 
         return smooth
 
@@ -255,19 +264,10 @@ def _smoothers(
     }
 
 
-def _exact_bands(posteriors: Sequence[rd.GridPosterior]) -> Bands:
-    tails = np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    ends = np.stack([np.asarray(p.quantile(tails))[..., 0] for p in posteriors], axis=1)
-    return Bands(np.stack([np.asarray(p.mean)[:, 0] for p in posteriors]), *ends)
-
-
 def _gaussian_bands(chains: Chains) -> Bands:
     laws = [chain.marginals() for chain in chains]
-    means = np.stack([np.asarray(law.mean)[:, 0] for law in laws])
-    margin = NormalDist().inv_cdf(0.5 + LEVEL / 2) * np.stack(
-        [np.asarray(law.std)[:, 0] for law in laws]
-    )
-    return Bands(means, means - margin, means + margin)
+    means, stds = (np.stack([getattr(law, part)[:, 0] for law in laws]) for part in ("mean", "std"))
+    return Bands(means, means - MARGIN * stds, means + MARGIN * stds)
 
 
 def _particle_bands(
@@ -287,24 +287,13 @@ def _elbos(model: rd.StateSpaceModel, chains: Chains, ys: Array, key: Array) -> 
     return np.array([float(rd.elbo(model, c, y, estimator=paths, key=key)) for c, y in pairs])
 
 
-def _score(
-    bands: Bands,
-    exact: Bands,
-    xs: Array,
-    gap: float,
-    trained: float,
-    smoothed: float,
-    status: str,
-) -> Score:
+def _errors(bands: Bands, exact: Bands, xs: Array) -> tuple[float, float, float]:
+    """Return the first three scores of a smoother."""
     truth, error = np.asarray(xs)[..., 0], bands.means - exact.means
-    return Score(
-        rmse=float(np.sqrt(np.mean(error**2))),
-        additive_error=float(np.abs(error.sum(axis=1)).mean()),
-        coverage=float(np.mean((bands.lower < truth) & (truth < bands.upper))),
-        gap=gap,
-        trained=trained,
-        smoothed=smoothed,
-        says=status,
+    return (
+        float(np.sqrt(np.mean(error**2))),
+        float(np.abs(error.sum(axis=1)).mean()),
+        float(np.mean((bands.lower < truth) & (truth < bands.upper))),
     )
 
 
@@ -328,40 +317,32 @@ def _worst(bands: dict[str, Bands]) -> int:
     return int(np.abs(bands["conjugate"].means - bands["exact"].means)[0].argmax())
 
 
-def _draw_bands(truth: np.ndarray, bands: dict[str, Bands], num_drawn: int = 40) -> Picture:
-    shown = ("exact", "gated", "conjugate", "extended")
-    titles = {
+def _draw_bands(truth: np.ndarray, bands: dict[str, Bands]) -> Picture:
+    shown = {
         "exact": "exact posterior",
         "gated": "gated family",
         "conjugate": "conjugate family",
         "extended": "extended Kalman smoother",
     }
-    begin = int(np.clip(_worst(bands) - num_drawn // 2, 0, max(0, truth.size - num_drawn)))
-    times = np.arange(begin, min(begin + num_drawn, truth.size))
+    begin = int(np.clip(_worst(bands) - NUM_DRAWN // 2, 0, max(0, truth.size - NUM_DRAWN)))
+    times = np.arange(begin, min(begin + NUM_DRAWN, truth.size))
 
-    def fill(*axes: Any) -> None:
-        for axis, name in zip(axes, shown, strict=True):
-            mean, lower, upper = (part[0, times] for part in bands[name])
-            axis.fill_between(times, lower, upper, color="#b5cde6", lw=0, label=f"{LEVEL:.0%} band")
-            axis.plot(times, mean, color=INKS[0], lw=1.2, label="posterior mean")
-            axis.plot(times, truth[times], "x", color=INKS[1], ms=3.5, mew=0.9, label="truth")
-            axis.set_title(titles[name])
-            axis.margins(x=0.01)
-        for axis in axes[-2:]:
-            axis.set_xlabel("time")
-        axes[0].set_ylabel("state")
-        axes[2].set_ylabel("state")
-        handles, labels = axes[0].get_legend_handles_labels()
-        axes[0].figure.legend(handles, labels, loc="outside upper center", ncols=3)
+    def plot(axis: Any, name: str) -> None:
+        mean, lower, upper = (part[0, times] for part in bands[name])
+        axis.fill_between(times, lower, upper, color="#b5cde6", lw=0, label=f"{LEVEL:.0%} band")
+        axis.plot(times, mean, color=INKS[0], lw=1.2, label="posterior mean")
+        axis.plot(times, truth[times], "x", color=INKS[1], ms=3.5, mew=0.9, label="truth")
+        axis.margins(x=0.01)
 
     return draw(
         "smoothing",
-        f"{times.size} states of a held-out series: truth, posterior mean and {LEVEL:.0%} band by"
-        " four smoothers, around the time of the largest error of the conjugate family.",
-        fill,
-        rows=2,
+        plot,
+        [(title, (name,)) for name, title in shown.items()],
         columns=2,
         height=4.0,
+        xlabel="time",
+        ylabels=["state", "state"],
+        legend={"loc": "outside upper center", "ncols": 3},
         sharex=True,
         sharey=True,
     )
@@ -376,105 +357,62 @@ def _draw_two_sides(
 ) -> Picture:
     """Draw the marginals where the conjugate family is furthest from the exact posterior."""
     k = _worst(bands)
-    points = np.asarray(exact.points)
+    points, y = np.asarray(exact.points)[:, 0], float(ys[k, 0])
     curve = np.asarray(jax.vmap(lambda x: model.emission.law(x).mean[0])(exact.points))
     noise = float(model.emission.law(exact.points[0]).std[0])
     likelihood = np.exp(
         np.asarray(jax.vmap(lambda x: model.emission.log_prob(x, ys[k]))(exact.points)).ravel()
     )
     likelihood /= likelihood.sum() * float(exact.grid.spacing[0])
-    laws = {name: families[name].infer(ys).marginals() for name in ("conjugate", "gated")}
 
-    def fill(left: Any, right: Any) -> None:
-        y = float(ys[k, 0])
-        left.plot(points[:, 0], curve, color=INKS[0], label="cos(tanh(w x))")
-        left.axhspan(y - 2 * noise, y + 2 * noise, color="0.88", lw=0, label="y ± 2 sd")
-        left.axhline(y, color="black", lw=0.8, ls=":")
-        left.set_xlabel("state x")
-        left.set_ylabel("observation y")
-        left.set_xlim(-2, 2)
-        left.legend(loc="lower center")
-        right.fill_between(points[:, 0], likelihood, color="0.88", lw=0, label="from y alone")
-        right.plot(points[:, 0], np.asarray(exact.density[k]), color="black", label="exact")
-        for i, (name, law) in enumerate(laws.items()):
-            mean, std = float(law.mean[k, 0]), float(law.std[k, 0])
-            density = (
-                np.exp(-0.5 * ((points[:, 0] - mean) / std) ** 2) / std / math.sqrt(2 * math.pi)
-            )
-            right.plot(points[:, 0], density, color=INKS[1 + i], ls=DASHES[1 + i], label=name)
-        right.set_xlabel("state x")
-        right.set_ylabel("density")
-        right.set_xlim(-2, 2)
-        right.set_title(f"densities of the state at time {k}")
-        left.set_title("two states for one observation")
-        right.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    def draw_map(axis: Any) -> None:
+        axis.plot(points, curve, color=INKS[0], label="cos(tanh(w x))")
+        axis.axhspan(y - 2 * noise, y + 2 * noise, color="0.88", lw=0, label="y ± 2 sd")
+        axis.axhline(y, color="black", lw=0.8, ls=":")
+        axis.set_ylabel("observation y")
+        axis.legend(loc="lower center")
+
+    def draw_densities(axis: Any) -> None:
+        axis.fill_between(points, likelihood, color="0.88", lw=0, label="from y alone")
+        axis.plot(points, np.asarray(exact.density[k]), color="black", label="exact")
+        for i, name in enumerate(("conjugate", "gated")):
+            law = families[name].infer(ys).marginals()
+            marginal = NormalDist(float(law.mean[k, 0]), float(law.std[k, 0]))
+            density = [marginal.pdf(x) for x in points]
+            axis.plot(points, density, color=INKS[1 + i], ls=DASHES[1 + i], label=name)
+        axis.set_ylabel("density")
+        axis.legend(**BESIDE)
+
+    def plot(axis: Any, draw_side: Callable[[Any], None]) -> None:
+        draw_side(axis)
+        axis.set_xlim(-2, 2)
 
     return draw(
         "two_sides",
-        f"Left: the observation map, and the observation at time {k}. Right: the likelihood of this"
-        " observation alone, which has two modes, and the posterior given all observations: exact,"
-        " and by two families.",
-        fill,
-        columns=2,
-        height=2.6,
+        plot,
+        [
+            ("two states for one observation", (draw_map,)),
+            (f"densities of the state at time {k}", (draw_densities,)),
+        ],
+        xlabel="state x",
     )
 
 
 def _draw_growth(lengths: np.ndarray, growth: dict[str, np.ndarray]) -> Picture:
-    def fill(axis: Any) -> None:
+    def plot(axis: Any) -> None:
         for i, (name, values) in enumerate(growth.items()):
             style = {"color": INKS[i], "ls": DASHES[i], "marker": MARKERS[i], "ms": 4}
-            mean = values.mean(axis=0)
             error = values.std(axis=0, ddof=1) / np.sqrt(len(values))
-            axis.errorbar(lengths, mean, yerr=error, capsize=2, label=name, **style)
-        axis.set_xlabel("observations n")
-        axis.set_ylabel("error of Σ x, given n observations")
+            axis.errorbar(lengths, values.mean(axis=0), yerr=error, capsize=2, label=name, **style)
         axis.set_ylim(0, None)
-        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
     return draw(
         "growth",
-        "Error of the sum of all states by the number of observations: mean and standard error over"
-        " the held-out series.",
-        fill,
+        plot,
         height=2.5,
-    )
-
-
-def _chapter(demo: Demo, sizes: Sizes, pictures: Sequence[Picture]) -> Chapter:
-    bands, two_sides, growth = pictures
-    gated, extended = demo.scores["gated"], demo.scores["extended"]
-    particles = demo.scores[f"FFBSi {sizes.num_particles}"]
-    return Chapter(
-        name="demo",
-        title="A state observed through an even map",
-        summary=(
-            f"Three families were trained on {sizes.num_series} simulated series of"
-            f" {sizes.train_times} rows, and smoothed {sizes.num_tested} held-out series of"
-            f" {sizes.num_times} rows. The root mean squared error to the exact means is"
-            f" {gated.rmse:.3f} for the gated family, {extended.rmse:.3f} for the extended smoother"
-            f" and {particles.rmse:.3f} for the particle smoother. Per series, the latter took"
-            f" {particles.smoothed / gated.smoothed:.0f} times as long as the gated family."
-        ),
-        sections=[
-            Section("The posterior against the truth", "", [bands, _table(demo, sizes)]),
-            Section("Two modes", "", [two_sides]),
-            Section("Growth of the error", "", [growth]),
-        ],
-        numbers={},
-        seconds={},
-    )
-
-
-def _table(demo: Demo, sizes: Sizes) -> Table:
-    return Table(
-        "scores",
-        f"{sizes.num_tested} held-out series of {sizes.num_times} rows. RMSE and error of Σx: to"
-        f" the exact posterior. Coverage of the {LEVEL:.0%} interval. ELBO gap: evidence"
-        f" minus ELBO, nats per step. Training: {sizes.num_steps} steps, including compilation."
-        " Smoothing: one series, compiled. Last column: the status of a linearised smoother.",
-        COLUMNS,
-        rows_of(demo),
+        xlabel="observations n",
+        ylabels=["error of Σ x, given n observations"],
+        legend=BESIDE,
     )
 
 
@@ -489,15 +427,3 @@ def summary(demo: Demo) -> bytes:
     """Return the demo as JSON, as in `summary.json`."""
     scores = {name: score._asdict() for name, score in demo.scores.items()}
     return as_json(demo._asdict() | {"scores": scores})
-
-
-def _page(chapter: Chapter, demo: Demo) -> bytes:
-    lead = [
-        "retrodict infers the path of a hidden state from noisy observations. Here a state and its"
-        " negative have the same law of observations. A conjugate family represents each"
-        " observation by one Gaussian, which has one mode. A linearised smoother replaces the map"
-        " by a line. In a gated or recurrent family the update also depends on the earlier"
-        " observations.",
-    ]
-    footer = f"Made by 'retrodict demo --seed {demo.seed}' in {demo.seconds:.0f} s."
-    return page("retrodict: a demo", lead, [chapter], footer)

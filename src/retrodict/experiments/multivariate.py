@@ -25,10 +25,13 @@ from jaxtyping import Array, Float
 import retrodict as rd
 from retrodict._workspace import Folder, Stage
 from retrodict.experiments._drawing import INKS, Picture, draw
-from retrodict.experiments._report import Chapter, Section, Table, spread
+from retrodict.experiments._measure import simulate
+from retrodict.experiments._report import Chapter, Table, make_chapter, spread
 
 STATE_DIM, OBS_DIM = 3, 4
 LEVEL = 0.95
+MARGIN = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+"""Half the width of a region in standard deviations."""
 
 
 class Sizes(NamedTuple):
@@ -74,8 +77,7 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     """Learn the prior mean and the transition, and smooth with both sets of parameters."""
     model_key, start_key, data_key, fit_key, test_key = jax.random.split(jax.random.key(seed), 5)
     theta = _model(model_key)
-    data_keys = jax.random.split(data_key, sizes.num_series)
-    ys = rd.distributed.sharded_vmap(lambda key: theta.simulate(key, LENGTH)[1])(data_keys)
+    _, ys = simulate(theta, jax.random.split(data_key, sizes.num_series), LENGTH)
     result, seconds = folder.fit(
         "fit",
         fit_key,
@@ -132,20 +134,18 @@ def _smooth(
     theta: rd.StateSpaceModel, learned: rd.StateSpaceModel, key: Array, sizes: Sizes
 ) -> dict[str, Any]:
     """Smooth one sequence for the figure, and count how often regions contain the states."""
-    margin = NormalDist().inv_cdf(0.5 + LEVEL / 2)
-    keys = jax.random.split(key, sizes.num_covered)
-    xs, ys = rd.distributed.sharded_vmap(lambda key: theta.simulate(key, sizes.num_times))(keys)
+    xs, ys = simulate(theta, jax.random.split(key, sizes.num_covered), sizes.num_times)
 
     @jax.jit
     def smooth(model: rd.StateSpaceModel) -> tuple[Array, Array, Array]:
         laws = jax.lax.map(lambda y: rd.kalman_smoother(model, y).chain.marginals(), ys)
-        inside = jnp.abs(xs - laws.mean) < margin * laws.std
+        inside = jnp.abs(xs - laws.mean) < MARGIN * laws.std
         return laws.mean[0], laws.std[0], jnp.mean(inside, axis=1)
 
     arrays = {"xs": xs[0]}
     for name, model in (("true", theta), ("learned", learned)):
-        parts = zip(("mean", "std", "covered"), smooth(model), strict=True)
-        arrays |= {f"{what}_{name}": part for what, part in parts}
+        mean, std, covered = smooth(model)
+        arrays |= {f"mean_{name}": mean, f"std_{name}": std, f"covered_{name}": covered}
     return arrays
 
 
@@ -161,100 +161,66 @@ def _chapter(
         for name in ("true", "learned")
     }
     mean = {name: np.mean([state.mean for state in states]) for name, states in coverage.items()}
-    pairs = [
-        (f"A, entry {i}", theta.transition.weight[i, i], learned.transition.weight[i, i])
-        for i in range(STATE_DIM)
-    ] + [(f"prior mean {i}", theta.prior.mean[i], learned.prior.mean[i]) for i in range(STATE_DIM)]
-    rows = [[name, float(true), float(fitted)] for name, true, fitted in pairs]
-    largest_error = max(abs(true - fitted) for _, true, fitted in rows)
-    return Chapter(
-        name="multivariate",
-        title="Appendix D.2: three states, four observations",
-        summary=(
-            f"After learning from {sizes.num_series} series of {LENGTH} rows, the largest error of"
-            f" a parameter is {largest_error:.1e}. The {LEVEL:.0%} regions contain"
-            f" {mean['true']:.1%} of the states under the true parameters and"
-            f" {mean['learned']:.1%} under the learned ones"
-            f" ({sizes.num_covered} sequences of {sizes.num_times} rows)."
+    true, fitted = (
+        [*map(float, jnp.diagonal(model.transition.weight)), *map(float, model.prior.mean)]
+        for model in (theta, learned)
+    )
+    names = [f"{what} {i}" for what in ("A, entry", "prior mean") for i in range(STATE_DIM)]
+    parts = [
+        _draw(stage),
+        Table.of_columns(
+            "parameters", {"": ("", names), "true": (".4f", true), "learned": (".4f", fitted)}
         ),
-        sections=[
-            Section(
-                "Appendix figure: smoothed components",
-                "Each component of one sequence, with true parameters on the left and learned ones"
-                " on the right: true states (stars), smoothed means (dots), 95% regions (bars).",
-                [_draw(stage)],
-                "The paper does not state the emission matrix or the sequence: the comparison can"
-                " only be qualitative.",
-            ),
-            Section(
-                "Parameters, side by side",
-                "The paper does not print true and learned parameters.",
-                [
-                    Table(
-                        "parameters",
-                        "Learned parameters: the diagonal of A and the prior mean.",
-                        {"": "", "true": ".4f", "learned": ".4f"},
-                        rows,
-                    )
-                ],
-            ),
-            Section(
-                "Coverage",
-                "The paper shows the regions, but not their coverage.",
-                [
-                    Table(
-                        "coverage",
-                        f"Share of states within their {LEVEL:.0%} region, mean and standard error"
-                        f" over {sizes.num_covered} sequences of {sizes.num_times} rows.",
-                        {"parameters": "", **{f"state {i}": "" for i in range(STATE_DIM)}},
-                        [[name, *states] for name, states in coverage.items()],
-                    )
-                ],
-            ),
-        ],
-        numbers={
-            "parameters": {name: [true, fitted] for name, true, fitted in rows},
-            "coverage": coverage,
-        },
-        seconds={"fit": seconds},
+        Table(
+            "coverage",
+            {"parameters": "", **{f"state {i}": "" for i in range(STATE_DIM)}},
+            [[name, *states] for name, states in coverage.items()],
+        ),
+    ]
+    numbers = {
+        "parameters": dict(zip(names, zip(true, fitted, strict=True), strict=True)),
+        "coverage": coverage,
+    }
+    return make_chapter(
+        "multivariate",
+        parts,
+        numbers,
+        {"fit": seconds},
+        sizes=sizes,
+        mean=mean,
+        largest_error=np.abs(np.subtract(true, fitted)).max(),
     )
 
 
 def _draw(stage: Stage) -> Picture:
-    margin = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     times = np.arange(stage["xs"].shape[0])
 
-    def fill(*axes: Any) -> None:
-        for i in range(STATE_DIM):
-            for j, name in enumerate(("true", "learned")):
-                axis = axes[2 * i + j]
-                axis.errorbar(
-                    times,
-                    stage[f"mean_{name}"][:, i],
-                    yerr=margin * stage[f"std_{name}"][:, i],
-                    fmt="o",
-                    ms=1.8,
-                    lw=0.7,
-                    color=INKS[0],
-                    label="mean and 95% region",
-                )
-                axis.plot(times, stage["xs"][:, i], "*", ms=4, mew=0, color=INKS[1], label="state")
-                if i == 0:
-                    axis.set_title(f"{name} parameters")
-            axes[2 * i].set_ylabel(f"state {i}")
-        for axis in axes[-2:]:
-            axis.set_xlabel("time")
-        handles, labels = axes[0].get_legend_handles_labels()
-        axes[0].figure.legend(handles, labels, loc="outside upper center", ncols=2)
+    def plot(axis: Any, i: int, name: str) -> None:
+        axis.errorbar(
+            times,
+            stage[f"mean_{name}"][:, i],
+            yerr=MARGIN * stage[f"std_{name}"][:, i],
+            fmt="o",
+            ms=1.8,
+            lw=0.7,
+            color=INKS[0],
+            label="mean and 95% region",
+        )
+        axis.plot(times, stage["xs"][:, i], "*", ms=4, mew=0, color=INKS[1], label="state")
 
     return draw(
         "smoothing",
-        "Smoothed components of one sequence with their 95% regions, and the true states. Left:"
-        " true parameters. Right: learned ones.",
-        fill,
-        rows=STATE_DIM,
+        plot,
+        [
+            (f"{name} parameters" if i == 0 else "", (i, name))
+            for i in range(STATE_DIM)
+            for name in ("true", "learned")
+        ],
         columns=2,
         height=4.6,
+        xlabel="time",
+        ylabels=[f"state {i}" for i in range(STATE_DIM)],
+        legend={"loc": "outside upper center", "ncols": 2},
         sharex=True,
         sharey="row",
     )

@@ -18,6 +18,7 @@ instead of 16; a gate with a sigmoid, elementwise on natural parameters (on mean
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,9 +30,8 @@ from jaxtyping import Array, Float
 import retrodict as rd
 from retrodict._workspace import Folder, Stage
 from retrodict.experiments import published
-from retrodict.experiments._measure import shortest, simulate
-from retrodict.experiments._nonlinear_chapter import chapter
-from retrodict.experiments._nonlinear_results import ARCHIVED, LEVEL, Results, Sizes
+from retrodict.experiments._measure import exact_band, shortest, simulate
+from retrodict.experiments._nonlinear_chapter import ARCHIVED, Results, Sizes, chapter
 from retrodict.experiments._report import Chapter
 
 NUM_TIMES = 64
@@ -58,8 +58,12 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     model = published.nonlinear_theta()
     fit_key, fresh_key, reference_key, path_key = jax.random.split(jax.random.key(seed), 4)
     families, scores, seconds = _fit_all(folder, sizes, model, fit_key)
-    smoothers = {f"archived {name}": _archived(name) for name in ARCHIVED}
-    smoothers |= {name: family.infer for name, family in families.items()}
+    unjitted: dict[str, Infer] = {
+        f"archived {name}": partial(published.archived_chain, name) for name in ARCHIVED
+    }
+    unjitted |= {name: family.infer for name, family in families.items()}
+    # A bound method of a family cannot be jitted: JAX would hash the family.
+    smoothers = {name: jax.jit(lambda y, infer=infer: infer(y)) for name, infer in unjitted.items()}
 
     grid = rd.Grid(jnp.array([-2.5]), jnp.array([2.5]), sizes.grid_points)
     xs, ys = published.nonlinear_sequences()
@@ -78,7 +82,8 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     sums = folder.stage(
         "the paper's sequences by every family", lambda: _sums(folder, smoothers, ys, lengths)
     )
-    fresh_xs, fresh_ys = simulate(model, fresh_key, sizes.num_fresh, sizes.num_times)
+    fresh_keys = jax.random.split(fresh_key, sizes.num_fresh)
+    fresh_xs, fresh_ys = simulate(model, fresh_keys, sizes.num_times)
     oracle = folder.stage("fresh series on a grid", lambda: _oracle(folder, model, fresh_ys, grid))
     ffbsi = folder.stage(
         "fresh series by FFBSi",
@@ -91,22 +96,12 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
         )
         for name, infer in smoothers.items()
     }
-    fresh = np.asarray(fresh_xs)[..., 0]
-    results = Results(
-        sizes=sizes,
-        xs=np.asarray(xs)[..., 0],
-        exact=exact,
-        many=many,
-        two=two,
-        sums=sums,
-        fresh_xs=fresh,
-        oracle=oracle,
-        ffbsi=ffbsi,
-        grades=grades,
-        scores=scores,
-        seconds=seconds,
+    states, fresh = (np.asarray(each)[..., 0] for each in (xs, fresh_xs))
+    return chapter(
+        Results(
+            sizes, states, exact, many, two, sums, fresh, oracle, ffbsi, grades, scores, seconds
+        )
     )
-    return chapter(results)
 
 
 def _families(
@@ -133,8 +128,8 @@ def _fit_all(
 ) -> tuple[dict[str, rd.AbstractLinearGaussianFamily], dict[str, list[float]], dict[str, float]]:
     """Return the best fit of each family, the scores of all fits, and the seconds of the best."""
     data_key, short_key, key = jax.random.split(key, 3)
-    ys = simulate(model, data_key, sizes.num_series, NUM_TIMES)[1]
-    short = simulate(model, short_key, 200 * BATCH_SIZE, 4)[1]
+    _, ys = simulate(model, jax.random.split(data_key, sizes.num_series), NUM_TIMES)
+    _, short = simulate(model, jax.random.split(short_key, 200 * BATCH_SIZE), 4)
     families: dict[str, Any] = {}
     scores, seconds = {}, {}
     for number, (name, build) in enumerate(_families(model).items()):
@@ -170,10 +165,6 @@ def _fit_all(
     return families, scores, seconds
 
 
-def _archived(name: Any) -> Infer:
-    return lambda ys: published.archived_chain(name, ys)
-
-
 def _by_length(
     folder: Folder, model: rd.StateSpaceModel, ys: Array, lengths: Sequence[int], grid: rd.Grid
 ) -> dict[str, Any]:
@@ -183,7 +174,7 @@ def _by_length(
         by_length = [rd.grid_smoother(model, y, grid, length=n).mean[:n, 0] for n in lengths]
         sums.append([float(mean.sum()) for mean in by_length])
         means.append(by_length[-1])
-    return {"sums": np.array(sums), "means": jnp.stack(means)}
+    return {"sums": sums, "means": jnp.stack(means)}
 
 
 def _particles(
@@ -225,25 +216,19 @@ def _sums(
 
     sums = {}
     for name in folder.track(list(smoothers)):
-        infer = _jitted(smoothers[name])
-        sums[name] = jnp.stack([by_length(infer(y)) for y in ys])
+        sums[name] = jnp.stack([by_length(smoothers[name](y)) for y in ys])
     return sums
 
 
 def _oracle(folder: Folder, model: rd.StateSpaceModel, ys: Array, grid: rd.Grid) -> dict[str, Any]:
     """Compute evidence, marginal means and central intervals of every series."""
-    evidence, means, intervals = [], [], []
+    evidence, bands = [], []
     for y in folder.track(list(ys)):
         posterior = rd.grid_smoother(model, y, grid)
-        evidence.append(float(posterior.log_evidence))
-        means.append(np.asarray(posterior.mean)[:, 0])
-        tails = np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        intervals.append(np.asarray(posterior.quantile(tails))[..., 0])
-    return {
-        "evidence": np.array(evidence),
-        "means": np.stack(means),
-        "intervals": np.stack(intervals, axis=1),
-    }
+        evidence.append(posterior.log_evidence)
+        bands.append(exact_band(posterior))
+    means, *intervals = np.stack(bands, axis=1)
+    return {"evidence": evidence, "means": means, "intervals": intervals}
 
 
 def _fresh_particles(
@@ -260,10 +245,9 @@ def _grade(
     folder: Folder, model: rd.StateSpaceModel, infer: Infer, ys: Array, key: Array
 ) -> dict[str, Any]:
     """Compute the ELBO by sampled paths, marginal means and scales, and the seconds per series."""
-    smooth = _jitted(infer)
     parts = []
     for y, k in folder.track(list(zip(ys, jax.random.split(key, len(ys)), strict=True))):
-        chain = smooth(y)
+        chain = infer(y)
         # The chain is an argument, not a closure: one compiled program serves all smoothers.
         bound = rd.elbo(model, chain, y, estimator=rd.BackwardSampling(NUM_PATHS), key=k)
         laws = chain.marginals()
@@ -276,8 +260,3 @@ def _grade(
         "stds": stds,
         "seconds": shortest(lambda: whole(ys[0]), 50),
     }
-
-
-def _jitted(infer: Infer) -> Infer:
-    # A bound method of a family cannot be jitted: JAX would hash the family.
-    return jax.jit(lambda y: infer(y))

@@ -9,7 +9,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,11 +22,12 @@ from retrodict._workspace import (
     Quiet,
     as_csv,
     as_json,
+    library_version,
     make_writable,
     write_atomically,
 )
 from retrodict.experiments import bounds, linear, multivariate, nonlinear
-from retrodict.experiments._report import Chapter, page
+from retrodict.experiments._report import Chapter, page, read_text
 
 EXPERIMENTS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
@@ -34,7 +35,7 @@ EXPERIMENTS: dict[str, ModuleType] = {
 }
 """The experiments by name, in the order of the report."""
 
-PACKAGES = ("retrodict", "jax", "jaxlib", "equinox", "optax", "numpy", "matplotlib")
+PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy", "matplotlib")
 
 
 class Reproduced(NamedTuple):
@@ -78,7 +79,7 @@ def reproduce(
         raise ValueError(
             f"there is no experiment {unknown[0]!r}; there are {', '.join(EXPERIMENTS)}"
         )
-    if not _float64():
+    if jax.numpy.result_type(float) != "float64":
         raise ValueError(
             "the paper's numbers need float64: call jax.config.update('jax_enable_x64', True) first"
         )
@@ -117,17 +118,8 @@ def _write(folder: Folder, chapter: Chapter, settings: dict[str, Any]) -> None:
 
 
 def _versions() -> dict[str, dict[str, str]]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return {"versions": versions}
-
-
-def _float64() -> bool:
-    return jax.numpy.result_type(float) == "float64"
+    versions = {package: version(package) for package in PACKAGES}
+    return {"versions": {"retrodict": library_version(), **versions}}
 
 
 def _machine() -> dict[str, Any]:
@@ -137,32 +129,22 @@ def _machine() -> dict[str, Any]:
         "processor": platform.machine(),
         "cores": os.cpu_count(),
         "device": jax.devices()[0].device_kind,
-        "float64": _float64(),
+        "float64": True,
     }
 
 
 def _page(chapters: Sequence[Chapter], seconds: dict[str, float], quick: bool, seed: int) -> bytes:
-    machine, versions = _machine(), _versions()["versions"]
     whole = len(chapters) == len(EXPERIMENTS)
-    lead = [
-        f"{'Every figure and table' if whole else 'Figures and tables'} of Chagneux, Gassiat,"
-        " Gloaguen and Le Corff (2022), 'Amortized backward variational inference in nonlinear"
-        " state-space models': as printed, from the parameters and values in its authors' public"
-        " archive, and computed by retrodict.",
-    ]
-    if quick:
-        lead.append(
-            "This is a quick run, with fewer fits, steps and series than in the paper. Its results"
-            " are qualitative; for the numbers, run without --quick."
-        )
-    times = ", ".join(f"{name} {_duration(value)}" for name, value in seconds.items())
-    footer = (
-        f"Made by 'retrodict reproduce{' --quick' if quick else ''} --seed {seed}' with retrodict"
-        f" {versions['retrodict']}, jax {versions['jax']}, equinox {versions['equinox']}, Python"
-        f" {machine['python']}, on {machine['cores']} cores ({machine['device']}),"
-        f" {'float64' if machine['float64'] else 'float32'}. Times of the stages: {times}."
+    text = read_text(
+        "report",
+        which="Every figure and table" if whole else "Figures and tables",
+        command=f"retrodict reproduce{' --quick' if quick else ''} --seed {seed}",
+        machine=_machine(),
+        times=", ".join(f"{name} {_duration(value)}" for name, value in seconds.items()),
+        **_versions(),
     )
-    return page("The paper, reproduced", lead, chapters, footer)
+    lead = [text["lead"], text["quick"]] if quick else [text["lead"]]
+    return page(text["title"], lead, chapters, text["footer"])
 
 
 def _duration(seconds: float) -> str:

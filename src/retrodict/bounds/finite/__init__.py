@@ -9,35 +9,13 @@ q_{k|k+1}. The bounds are of the error on an additive functional,
 with φ the law of the states given the observations. The page on theory has statements and proofs.
 """
 
-from retrodict.bounds.finite.bounds import (
-    RIGOROUS,
-    FiniteBounds,
-    FiniteContributions,
-    finite_bounds,
-)
-from retrodict.bounds.finite.coefficients import (
-    birkhoff,
-    dobrushin,
-    oscillation,
-    tilted_distance,
-    total_variation,
-)
-from retrodict.bounds.finite.counterexample import two_state_counterexample
-from retrodict.bounds.finite.problem import FiniteProblem
-from retrodict.bounds.finite.quantities import FiniteQuantities, mixing_constants
-
-__all__ = [
-    "RIGOROUS",
-    "FiniteBounds",
-    "FiniteContributions",
-    "FiniteProblem",
-    "FiniteQuantities",
-    "birkhoff",
-    "dobrushin",
-    "finite_bounds",
-    "mixing_constants",
-    "oscillation",
-    "tilted_distance",
-    "total_variation",
-    "two_state_counterexample",
-]
+from retrodict.bounds.finite.bounds import RIGOROUS as RIGOROUS
+from retrodict.bounds.finite.bounds import FiniteBounds as FiniteBounds
+from retrodict.bounds.finite.bounds import finite_bounds as finite_bounds
+from retrodict.bounds.finite.coefficients import birkhoff as birkhoff
+from retrodict.bounds.finite.coefficients import dobrushin as dobrushin
+from retrodict.bounds.finite.coefficients import tilted_distance as tilted_distance
+from retrodict.bounds.finite.coefficients import total_variation as total_variation
+from retrodict.bounds.finite.problem import FiniteProblem as FiniteProblem
+from retrodict.bounds.finite.problem import two_state_counterexample as two_state_counterexample
+from retrodict.bounds.finite.quantities import mixing_constants as mixing_constants

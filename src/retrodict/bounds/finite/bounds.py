@@ -7,32 +7,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from retrodict._types import Scalar
-from retrodict.bounds.finite.coefficients import oscillation, total_variation
-from retrodict.bounds.finite.oscillations import (
+from retrodict.bounds.finite.coefficients import (
     Spread,
     future_oscillations,
     future_sums,
+    oscillation,
     past_oscillations,
     past_sums,
     spread_of,
+    total_variation,
 )
-from retrodict.bounds.finite.posterior import (
+from retrodict.bounds.finite.problem import FiniteProblem
+from retrodict.bounds.finite.quantities import (
     Exact,
+    FiniteQuantities,
     chain_marginals,
+    check_measure,
     exact_posterior,
     pairs_ahead,
     pairs_back,
+    quantities_of,
 )
-from retrodict.bounds.finite.problem import FiniteProblem
-from retrodict.bounds.finite.quantities import FiniteQuantities, check_measure, quantities_of
-from retrodict.bounds.finite.theorem2 import (
-    DiscountedSums,
-    discounted_sums,
-    final_display,
-    printed_proposition_terms,
-    sigma_ratio,
-    theorem2_terms,
-)
+from retrodict.bounds.lipschitz import decayed_sums
 
 RIGOROUS = (
     "s1",
@@ -150,6 +146,8 @@ def finite_bounds(
 
 @jax.jit
 def _finite_bounds(problem: FiniteProblem, measure: Array | None) -> FiniteBounds:
+    dtype = jnp.result_type(*jax.tree.leaves(problem))
+    problem = jax.tree.map(lambda array: array.astype(dtype), problem)
     exact, marginals = exact_posterior(problem), chain_marginals(problem)
     quantities, tilts = quantities_of(problem, exact, marginals, measure)
     spread = spread_of(problem.functional)
@@ -160,8 +158,6 @@ def _finite_bounds(problem: FiniteProblem, measure: Array | None) -> FiniteBound
     h1, ratio = quantities.h1, sigma_ratio(quantities)
     rhos = jnp.stack([1.0 - 1.0 / ratio, (1.0 - 1.0 / ratio) / (1.0 + 1.0 / ratio)])
     sums = jax.vmap(discounted_sums, (None, 0))(h1, rhos)
-    first = DiscountedSums(sums.before[0], sums.after[0])
-    printed = printed_proposition_terms(h1, ratio, rhos[0], first, problem.functional)
     classical, sharper = jax.vmap(theorem2_terms, (None, None, 0, 0, None))(
         h1, ratio, rhos, sums, spread
     )
@@ -175,7 +171,9 @@ def _finite_bounds(problem: FiniteProblem, measure: Array | None) -> FiniteBound
         s3=_s2_terms(quantities.tilted_bound, u, v_birkhoff, spread),
         classical=classical,
         classical_birkhoff=sharper,
-        printed_proposition=printed,
+        printed_proposition=printed_proposition_terms(
+            h1, ratio, rhos[0], sums[0], problem.functional
+        ),
     )
     gap = quantities.evidence_gap
     return FiniteBounds(
@@ -250,3 +248,62 @@ def _elbo_gap_bound(gap: Scalar, v: Array, spread: Spread) -> Scalar:
     total = jnp.sum(ranges**2)
     # A constant functional has no error, however large the gap.
     return jnp.where(total > 0, jnp.sqrt(0.5 * gap * jnp.where(total > 0, total, 1.0)), 0.0)
+
+
+def sigma_ratio(quantities: FiniteQuantities) -> Scalar:
+    """Return r = σ₊ / σ₋, infinite where H2 fails."""
+    low = quantities.sigma_minus
+    return jnp.where(low > 0, quantities.sigma_plus / jnp.where(low > 0, low, 1.0), jnp.inf)
+
+
+def _scaled(values: Array, ratio: Scalar) -> Array:
+    """Return the values times the ratio; infinite if it is, where 0 · ∞ would be NaN."""
+    infinite = jnp.isinf(ratio)
+    return jnp.where(infinite, jnp.inf, jnp.where(infinite, 1.0, ratio) * values)
+
+
+def discounted_sums(h1: Float[Array, "time"], rho: Scalar) -> Float[Array, "2 pair"]:
+    """Return discounted sums of the c_m of H1 before and after each increment k.
+
+    Σ_{m≤k} ρ^{k-m} c_m,   Σ_{m≥k+2} ρ^{m-k-2} c_m
+    """
+    # With time reversed the last constant enters the second sum first; nothing is after the last
+    # increment but one.
+    reversed_later = jnp.concatenate([jnp.zeros_like(h1[:1]), h1[:1:-1]])
+    rows = jnp.stack([h1[:-1], reversed_later])
+    before, after = jax.vmap(decayed_sums, (None, 0))(jnp.full_like(h1[2:], rho), rows)
+    return jnp.stack([before, after[::-1]])
+
+
+def theorem2_terms(
+    h1: Array, ratio: Scalar, rho: Scalar, sums: Float[Array, "2 pair"], spread: Spread
+) -> Array:
+    """Return the terms of Theorem 2, under H1 and H2, one per increment.
+
+        (r / 2) osc(h_k) [Σ_{m≤k} ρ^{k-m} c_m + c_{k+1} + Σ_{m≥k+2} ρ^{m-k-2} c_m],   r = σ₊/σ₋
+
+    An increment that depends on x_k only gains a factor ρ in the last sum, one that depends on
+    x_{k+1} only gains one in the first. ρ is 1 - 1/r, or the smaller (r - 1) / (r + 1).
+    """
+    before = sums[0] * jnp.where(spread.first > 0, 1.0, rho)
+    after = sums[1] * jnp.where(spread.second > 0, 1.0, rho)
+    return _scaled(0.5 * spread.both * (before + h1[1:] + after), ratio)
+
+
+def printed_proposition_terms(
+    h1: Array, ratio: Scalar, rho: Scalar, sums: Float[Array, "2 pair"], functional: Array
+) -> Array:
+    """Return the terms of Proposition 3.1 as printed, which do not sum to a bound if ρ < ½.
+
+    2 r ‖h_k‖ [c_0 + Σ_{1≤m≤k} ρ^{k-m+1} c_m + c_{k+1} + Σ_{m≥k+2} ρ^{m-k-1} c_m], ρ = 1 - 1/r.
+    """
+    norms = jnp.max(jnp.abs(functional), axis=(1, 2))
+    start = h1[0] * rho ** jnp.arange(len(norms))
+    before = h1[0] + rho * (sums[0] - start)
+    return _scaled(2.0 * norms * (before + h1[1:] + rho * sums[1]), ratio)
+
+
+def final_display(h1: Array, ratio: Scalar, functional: Array) -> Scalar:
+    """Return 4 r (1 + ρ / (1 - ρ)) c₊ h_∞ (n - 1), ρ = 1 - 1/r, so that the constant is 4 r²."""
+    total = jnp.max(h1) * jnp.max(jnp.abs(functional)) * functional.shape[0]
+    return _scaled(4.0 * total, ratio**2)

@@ -1,19 +1,36 @@
 """A model on a finite space, an approximation of it and a functional."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from retrodict._chains import LinearGaussianChain
-from retrodict._exact import Grid
-from retrodict._expectations import AbstractFunctional
+from retrodict._exact import Grid, log_prior
+from retrodict._expectations import AbstractFunctional, LogJoint, check_model, series_of_chain
 from retrodict._model import StateSpaceModel
+from retrodict._parameters import unwrap
+from retrodict._series import Series, prepare_rows
 from retrodict._types import ArrayLike
 from retrodict._validate import as_real_array, check_finite, is_concrete
-from retrodict.bounds.finite.tables import tabulate
+from retrodict.bounds.grid_bounds import check_unpadded, kernel_on, law_on, likelihood_on
+
+MAX_POINTS = 600
+"""The largest number of points: bounds cost its cube at every time."""
+
+MAX_ENTRIES = 2e7
+"""The largest number of entries of a table over times and pairs of points: 160 MB of float64."""
+
+
+def _real(name: str) -> Callable[[ArrayLike], Array]:
+    """Return the conversion of a field to a real array."""
+    return lambda value: as_real_array(value, name)
 
 
 class FiniteProblem(eqx.Module):
@@ -30,37 +47,16 @@ class FiniteProblem(eqx.Module):
         functional: h_k(x, y), of x_k = x and x_{k+1} = y, of shape `(n-1, S, S)`.
     """
 
-    initial: Array
-    potentials: Array
-    transitions: Array
-    kernels: Array
-    filters: Array
-    functional: Array
+    initial: Array = eqx.field(converter=_real("initial"), kw_only=True)
+    potentials: Array = eqx.field(converter=_real("potentials"), kw_only=True)
+    transitions: Array = eqx.field(converter=_real("transitions"), kw_only=True)
+    kernels: Array = eqx.field(converter=_real("kernels"), kw_only=True)
+    filters: Array = eqx.field(converter=_real("filters"), kw_only=True)
+    functional: Array = eqx.field(converter=_real("functional"), kw_only=True)
 
-    def __init__(
-        self,
-        *,
-        initial: ArrayLike,
-        potentials: ArrayLike,
-        transitions: ArrayLike,
-        kernels: ArrayLike,
-        filters: ArrayLike,
-        functional: ArrayLike,
-    ):
-        values = {
-            "initial": initial,
-            "potentials": potentials,
-            "transitions": transitions,
-            "kernels": kernels,
-            "filters": filters,
-            "functional": functional,
-        }
-        arrays = {name: as_real_array(value, name) for name, value in values.items()}
-        dtype = jnp.result_type(*arrays.values())
-        _check_shapes(arrays)
-        _check_values(arrays)
-        for name, array in arrays.items():
-            setattr(self, name, array.astype(dtype))
+    def __check_init__(self) -> None:
+        _check_shapes(vars(self))
+        _check_values(vars(self))
 
     @classmethod
     def from_model(
@@ -157,7 +153,33 @@ class FiniteProblem(eqx.Module):
             mask: true where an entry was observed.
             inputs: inputs of shape `(time, input)`, if a kernel takes them.
         """
-        tables = tabulate(model, chain, ys, grid, functional, data, mask, inputs)
+        check_unpadded(chain, "from_grid")
+        for value, expected in ((grid, Grid), (functional, AbstractFunctional)):
+            if not isinstance(value, expected):
+                raise TypeError(
+                    f"from_grid expects a {expected.__name__}, got {type(value).__name__}."
+                )
+        model = unwrap(model)
+        check_model(model, chain, "from_grid")
+        if grid.dim != chain.state_dim:
+            raise ValueError(
+                f"The grid has {grid.dim} dimensions, and the chain {chain.state_dim} state"
+                " dimensions."
+            )
+        series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs)
+        _check_sizes(series, grid)
+        if isinstance(functional, LogJoint) and data is None:
+            data = series.rows
+        data = prepare_rows(data, series.num_times)
+        _check_scalar(functional, grid, data)
+        tables = _tabulate(model, chain, series, grid, functional, data)
+        for name in ("transitions", "kernels", "filters"):
+            if is_concrete(tables[name]) and not np.asarray(tables[name]).any(axis=-1).all():
+                whose = "transition" if name == "transitions" else "chain"
+                raise ValueError(
+                    f"The points of the grid have no mass of a law of the {whose}: it is outside of"
+                    " the box or between two points. Widen or refine the grid."
+                )
         return cls.from_model(**tables)
 
     @property
@@ -200,3 +222,107 @@ def _check_values(arrays: dict[str, Array]) -> None:
                 raise ValueError(f"Rows of {name} must sum to 1, got a sum of {worst}.")
         elif not values.reshape(len(values) if values.ndim == 3 else 1, -1).any(axis=1).all():
             raise ValueError(f"{name} must not be zero everywhere at any time.")
+
+
+@eqx.filter_jit
+def _tabulate(
+    model: StateSpaceModel,
+    chain: LinearGaussianChain,
+    series: Series,
+    grid: Grid,
+    functional: AbstractFunctional,
+    data: PyTree,
+) -> dict[str, Array]:
+    points = grid.points
+
+    def increments(row: PyTree) -> Float[Array, "before now"]:
+        def value(before: Array, x: Array) -> Array:
+            return _number(functional.increment(before, x, row), points.dtype)
+
+        return jax.vmap(lambda before: jax.vmap(lambda x: value(before, x))(points))(points)
+
+    def step(at: tuple) -> tuple[Array, Array, Array]:
+        kernel, u, row = at
+        transition, _ = kernel_on(grid, model.transition, u)
+        return transition, kernel_on(grid, kernel, None)[0], increments(row)
+
+    rows = (series.ys, series.mask, series.inputs)
+    us, later = jax.tree.map(lambda leaf: leaf[1:], (series.inputs, data))
+    transitions, kernels, functionals = lax.map(step, (chain.kernels, us, later))
+    first = jax.tree.map(lambda leaf: leaf[0], data)
+    start = jax.vmap(lambda x: _number(functional.initial(x, first), points.dtype))(points)
+    log_first = log_prior(model, points) + grid.log_quadrature
+    return {
+        "prior": jnp.exp(log_first - jnp.max(log_first)),
+        "transitions": transitions,
+        "likelihoods": lax.map(lambda row: likelihood_on(grid, model, row), rows),
+        "kernels": kernels,
+        "filters": lax.map(lambda law: law_on(grid, law)[0], chain.laws),
+        "functional": functionals.at[0].add(start[:, None]),
+    }
+
+
+def _number(value: PyTree, dtype: Any) -> Array:
+    (leaf,) = jax.tree.leaves(value)
+    return jnp.asarray(leaf, dtype).reshape(())
+
+
+def _check_sizes(series: Series, grid: Grid) -> None:
+    n, size = series.num_times, grid.size
+    if n < 2:
+        raise ValueError(f"from_grid expects a series of two rows or more, got {n}.")
+    if size > MAX_POINTS or n * size**2 > MAX_ENTRIES:
+        raise ValueError(
+            f"from_grid tabulates all pairs of points at all times: at most {MAX_POINTS} points"
+            f" and {MAX_ENTRIES:.0e} entries, got {size} points and {n} · {size}² ="
+            f" {n * size**2:.1e} entries. Take a coarser grid, or error_bound with a GridPosterior"
+            " as its reference."
+        )
+
+
+def _check_scalar(functional: AbstractFunctional, grid: Grid, data: PyTree) -> None:
+    row = jax.tree.map(lambda leaf: leaf[0], data)
+    value = jax.eval_shape(lambda x: functional.increment(x, x, row), grid.lower)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(value)]
+    if [math.prod(shape) for shape in shapes] != [1]:
+        raise ValueError(
+            "from_grid expects a functional whose value is one number, got arrays of shapes"
+            f" {shapes}. Write one for a single entry, with AdditiveFunctional or StateFunctional."
+        )
+
+
+def two_state_counterexample(e: float = 0.05, filed: int = 0) -> FiniteProblem:
+    """Return the smallest counterexample to Proposition 3.1 of the paper as printed.
+
+    Three independent fair coins with uninformative observations; the approximation is exact, except
+    for P(x_1 = 0) = ½ + e. The error on f(x_1), f = ±1, is 2e, and the printed right-hand side
+    is 16 e² / (1 - 2e): smaller for every e < 1/10.
+
+    Example:
+        >>> import retrodict as rd
+        >>> bounds = rd.bounds.finite_bounds(rd.bounds.two_state_counterexample())
+        >>> f"{float(bounds.error):.4f} > {float(bounds.printed_proposition):.4f}"
+        '0.1000 > 0.0444'
+
+    Args:
+        e: the error of the middle coin, between 0 and ½.
+        filed: the increment that contains f(x_1): 0 for h_0(x_0, x_1), with the fair coin as q̃_1,
+            or 1 for h_1(x_1, x_2), with the coin of the approximation as q̃_1.
+    """
+    if not 0 < e < 0.5:
+        raise ValueError(f"e must lie between 0 and ½, got {e}.")
+    if filed not in (0, 1):
+        raise ValueError(
+            f"filed must be 0, for h_0(x_0, x_1), or 1, for h_1(x_1, x_2), got {filed}."
+        )
+    fair, biased, sign = np.full(2, 0.5), np.array([0.5 + e, 0.5 - e]), np.array([1.0, -1.0])
+    functional = np.zeros((2, 2, 2))
+    functional[filed] = sign[None, :] if filed == 0 else sign[:, None]
+    return FiniteProblem.from_model(
+        prior=fair,
+        transitions=np.full((2, 2, 2), 0.5),
+        likelihoods=np.ones((3, 2)),
+        kernels=np.stack([np.tile(fair, (2, 1)), np.tile(biased, (2, 1))]),
+        filters=np.stack([fair, fair if filed == 0 else biased, fair]),
+        functional=functional,
+    )
