@@ -16,7 +16,7 @@ from retrodict._learning.dataset import Minibatch
 from retrodict._learning.elbo_loss import ElboLoss
 from retrodict._model import learnable
 from retrodict._series import Series
-from retrodict.online.parts import Parts, parts_of
+from retrodict.online.gradient import Parts, parts_of
 
 KEY = jax.random.key(0)
 NUM_SEEDS = 200

@@ -152,7 +152,7 @@ CLASSES: dict[str, str] = {
     "retrodict.online.pathwise": "Frame PathwiseState",
     "retrodict.online.samples": "SampleStatistics",
     "retrodict.online.score": "ScoreState",
-    "retrodict.online.sensitivity": "Followed Numbers",
+    "retrodict.online.sensitivity": "Followed",
     "retrodict.online.truncated": "TruncatedState",
     "retrodict._parameters": "StationaryCoefficients",
     "retrodict.particles.cloud": "Filter",

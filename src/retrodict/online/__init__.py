@@ -12,9 +12,9 @@ from retrodict.online.gradient import AbstractRecursiveGradient as AbstractRecur
 from retrodict.online.gradient import RowGradient as RowGradient
 from retrodict.online.gradient import recursive_gradient as recursive_gradient
 from retrodict.online.kalman import KalmanScore as KalmanScore
-from retrodict.online.lagged import LaggedLearner as LaggedLearner
-from retrodict.online.lagged import LaggedLearnerOutput as LaggedLearnerOutput
-from retrodict.online.lagged import LaggedLearnerState as LaggedLearnerState
+from retrodict.online.learner import LaggedLearner as LaggedLearner
+from retrodict.online.learner import LaggedLearnerOutput as LaggedLearnerOutput
+from retrodict.online.learner import LaggedLearnerState as LaggedLearnerState
 from retrodict.online.learner import LearnerOutput as LearnerOutput
 from retrodict.online.learner import LearnerState as LearnerState
 from retrodict.online.learner import OnlineLearner as OnlineLearner

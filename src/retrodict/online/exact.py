@@ -4,12 +4,13 @@ Statistics are stored relative to their mean. What a row adds to E_{q_k} T_k is 
 and not the difference of two numbers that grow with the stream.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from retrodict._expectations import LogJoint, Recursive, RecursiveState
 from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily
@@ -79,34 +80,23 @@ class ExactRecursion(NamedTuple):
 
     def start(self, at: Arrival, key: Any) -> tuple[ExactStatistics, Sums, None]:
         """Return the statistics after the first row, and their expectations."""
-        bound = None
-        if self.followed.model is not None:
-            joint = Recursive().init(LogJoint(self.followed.model), at.law, at.seen)
-            bound = BoundState(joint, jnp.zeros((), joint.mean.dtype), at.law.entropy())
-        states = {
-            name: Recursive().init(functional, at.law, at.data[name])
-            for name, functional in self.followed.functionals.items()
-        }
-        return *_centred(bound, states), None
+        states = self.followed.map(lambda h, data: Recursive().init(h, at.law, data), at.data)
+        terminal = at.law.entropy()
+        return *_centred(states, jnp.zeros_like(terminal), terminal), None
 
     def advance(
         self, statistics: ExactStatistics, at: Arrival, key: Any
     ) -> tuple[ExactStatistics, Sums, None]:
         """Return the statistics after one more row, and what it adds to their expectations."""
         bound = statistics.bound
-        if self.followed.model is not None and bound is not None:
-            joint = Recursive().update(
-                LogJoint(self.followed.model), bound.joint, at.law, at.step, at.seen
-            )
-            kernel = Gaussian(at.step.bias, at.step.scale_tril)
-            bound = BoundState(joint, bound.entropy + kernel.entropy(), at.law.entropy())
-        states = {
-            name: Recursive().update(
-                functional, statistics.functionals[name], at.law, at.step, at.data[name]
-            )
-            for name, functional in self.followed.functionals.items()
-        }
-        return *_centred(bound, states), None
+        before = Sums(None if bound is None else bound.joint, statistics.functionals)
+        states = self.followed.map(
+            lambda h, data, state: Recursive().update(h, state, at.law, at.step, data),
+            at.data,
+            before,
+        )
+        kernel = Gaussian(at.step.bias, at.step.scale_tril)
+        return *_centred(states, kernel.entropy(), at.law.entropy()), None
 
     def estimate(self, totals: Sums) -> tuple[Sums, Sums]:
         """Return the expectations, and standard errors of zero."""
@@ -114,19 +104,22 @@ class ExactRecursion(NamedTuple):
 
 
 def _centred(
-    bound: BoundState | None, states: dict[str, RecursiveState]
+    states: Sums, kernel_entropy: Scalar, terminal_entropy: Scalar
 ) -> tuple[ExactStatistics, Sums]:
     """Subtract the expectations of the statistics, and return both."""
-    elbo = None
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, RecursiveState)
+
+    def shifted(state: RecursiveState, by: PyTree) -> RecursiveState:
+        constant = jax.tree.map(jnp.subtract, state.constant, by)
+        return dataclasses.replace(state, constant=constant)
+
+    values = jax.tree.map(Recursive().value, states, is_leaf=is_state)
+    values = values.less(-(kernel_entropy + terminal_entropy))
+    # The entropy of the last law is no part of the statistic: the next row replaces it.
+    centred = jax.tree.map(shifted, states, values.less(kernel_entropy), is_leaf=is_state)
+    bound = centred.elbo
     if bound is not None:
-        elbo = Recursive().value(bound.joint) + bound.entropy + bound.terminal_entropy
-        joint = _shifted(bound.joint, elbo - bound.entropy)
-        bound = BoundState(joint, jnp.zeros_like(bound.entropy), bound.terminal_entropy)
-    values = {name: Recursive().value(state) for name, state in states.items()}
-    states = {name: _shifted(state, values[name]) for name, state in states.items()}
-    return ExactStatistics(bound, states), Sums(elbo, values)
-
-
-def _shifted(state: RecursiveState, by: PyTree) -> RecursiveState:
-    constant: Array = jax.tree.map(jnp.subtract, state.constant, by)
-    return RecursiveState(state.mean, state.scale, constant, state.gradient, state.hessian)
+        bound = BoundState(bound, jnp.zeros_like(terminal_entropy), terminal_entropy)
+    return ExactStatistics(bound, centred.values), values

@@ -4,7 +4,7 @@ A backward kernel does not depend on later observations. The law of x_{k-L} give
 therefore q_k pushed back through the last L kernels, and only these have to be stored.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._chains import LinearGaussianChain, SampledChain
 from retrodict._expectations import BackwardSampling, ClosedForm, marginals, moments_over_paths
 from retrodict._families import (
     AbstractFamily,
@@ -40,6 +39,9 @@ from retrodict.online.stream import (
     skip_nonfinite,
     zeros_like_shapes,
 )
+
+Affine: TypeAlias = tuple[Array, ...]
+"""The weight, the bias and the noise covariance of an affine map with Gaussian noise."""
 
 
 class LagMoments(eqx.Module):
@@ -184,8 +186,7 @@ class FixedLag(AbstractStream[LagState, LagOutput]):
             moments = (out.smoothed.mean, out.smoothed.covariance)
             return state, out, finite_rows((factor.law, moments))
 
-        state, out, skipped = skip_nonfinite(advance, state, series, None)
-        return state, eqx.tree_at(lambda o: o.skipped, out, skipped)
+        return skip_nonfinite(advance, state, series, None)
 
     @property
     def draws(self) -> bool:
@@ -197,10 +198,8 @@ def factor_shapes(family: Any, dtype: Any) -> tuple[Factor, Row]:
     """Return the shapes of the factors of one row of an unwrapped family, and of the row."""
 
     def read() -> tuple[Factor, Row]:
-        inputs = jnp.zeros((1, family.input_dim), dtype) if family.input_dim else None
-        ys = jnp.zeros((1, family.obs_dim), dtype)
-        rows = rows_of(Series(ys, jnp.ones(ys.shape, bool), inputs, None))
-        row = jax.tree.map(lambda leaf: leaf[0], rows)
+        inputs = jnp.zeros(family.input_dim, dtype) if family.input_dim else None
+        row = Row(jnp.zeros(family.obs_dim, dtype), jnp.ones(family.obs_dim, bool), inputs)
         before, embedded = family.init(), family.embed(row)
         return family.read(before, family.advance(before, embedded), embedded), row
 
@@ -216,7 +215,7 @@ def _identity_like(kernel: LinearGaussianKernel) -> LinearGaussianKernel:
 def advance_lag(
     lagged: FixedLag, state: LagState, series: Series
 ) -> tuple[LagState, LagOutput, Factor]:
-    """Read rows; called inside `jax.jit`.
+    """Read the rows of a `complete` series; called inside `jax.jit`.
 
     Returns:
         The next state, the outputs, and the factors q_k and q_{k-1|k} of each row. The kernel of
@@ -224,7 +223,9 @@ def advance_lag(
     """
     family: Any = unwrap(lagged.family)
     series = cast(series, float_type(lagged.family))
-    n, lag, exists = series.num_times, lagged.lag, series.exists()
+    n, lag = series.num_times, lagged.lag
+    count: Any = series.length
+    exists: Any = series.exists()
     factor, after = factors(family, state.family, rows_of(series), exists)
     kernels, times = factor.kernel, state.num_read + jnp.arange(n)
     if isinstance(kernels, LinearGaussianKernel):
@@ -233,13 +234,23 @@ def advance_lag(
         )
     steps = jax.tree.map(lambda old, new: jnp.concatenate([old, new]), state.steps, kernels)
     if isinstance(steps, LinearGaussianKernel):
-        smoothed = _pushed_back(steps, factor.law.mean, factor.law.covariance, lag)
+        smoothed = _pushed_back(steps, factor.law, lag)
     else:
-        smoothed = _sampled_back(lagged, family.shared(), steps, factor.law, times, state.key)
+
+        def at_row(at: tuple[Array, Any, Array]) -> LagMoments:
+            index, law, time = at
+            window = jax.tree.map(
+                lambda leaf: lax.dynamic_slice_in_dim(leaf, index, lag + 1), steps
+            )
+            key = jax.random.fold_in(state.key, time.astype(jnp.uint32))
+            # Before row `lag` the first kernels have no meaning: row 0 is later in the window.
+            first = jnp.maximum(lag - time, 0)
+            return moments_of_paths(family, window, law, lagged.num_samples, key, first)
+
+        smoothed = lax.map(at_row, (jnp.arange(n), factor.law, times))
     filtered = exact_moments(factor.law.mean, factor.law.covariance)
     filtered, smoothed = nan_where_absent(exists, (filtered, smoothed))
-    ready = times >= lag if exists is None else (times >= lag) & exists
-    count = n if series.length is None else series.length
+    ready = (times >= lag) & exists
     next_state = LagState(
         after,
         jax.tree.map(lambda leaf: leaf[count - 1], factor.law),
@@ -251,19 +262,13 @@ def advance_lag(
     return next_state, LagOutput(filtered, smoothed, row, ready, skipped), factor
 
 
-def _pushed_back(
-    kernels: LinearGaussianKernel,
-    means: Float[Array, "time state"],
-    covariances: Float[Array, "time state state"],
-    lag: int,
-) -> LagMoments:
-    """Push the laws N(m, P) of each row back through the `lag` kernels that end with its own.
+def _pushed_back(kernels: LinearGaussianKernel, laws: Any, lag: int) -> LagMoments:
+    """Push the law of each row back through the `lag` kernels that end with its own.
 
     Windows of kernels are composed for all rows at once: a window of 2w kernels from two of w, and
     that of `lag` from the powers of two that sum to it. Windows are aligned at their last kernel.
     """
-    covariance = jax.vmap(linalg.outer_gram)(kernels.scale_tril)
-    power: tuple[Array, ...] = (kernels.weight, kernels.bias, covariance)
+    power: Affine = (kernels.weight, kernels.bias, jax.vmap(linalg.outer_gram)(kernels.scale_tril))
     width, window, covered = 1, power, 0
     while True:
         if lag & width:
@@ -273,94 +278,78 @@ def _pushed_back(
             break
         power, width = _join(power, power, width), 2 * width
     # The first window ends before the first of the rows.
-    weights, biases, noises = (leaf[-means.shape[0] :] for leaf in window)
-    return exact_moments(*jax.vmap(push_forward)(weights, biases, noises, means, covariances))
+    window = tuple(leaf[-laws.mean.shape[0] :] for leaf in window)
+    return exact_moments(*jax.vmap(push_forward)(window, laws.mean, laws.covariance))
 
 
 def push_forward(
-    weight: Float[Array, "d d"],
-    bias: Float[Array, "d"],
-    noise: Float[Array, "d d"],
-    mean: Float[Array, "d"],
-    covariance: Float[Array, "d d"],
+    kernel: Affine, mean: Float[Array, "d"], covariance: Float[Array, "d d"]
 ) -> tuple[Float[Array, "d"], Float[Array, "d d"]]:
     """Return the moments of w x + b + ε with Cov ε = noise, for x of these moments."""
+    weight, bias, noise = kernel
     moved = linalg.matmul(linalg.matmul(weight, covariance), weight.T)
     return linalg.matvec(weight, mean) + bias, moved + noise
 
 
-def _join(
-    later: tuple[Array, ...], earlier: tuple[Array, ...], width: int
-) -> tuple[Float[Array, "time state state"], Float[Array, "time state"], Array]:
+def _join(later: Affine, earlier: Affine, width: int) -> Affine:
     """Compose each kernel of `later`, `width` rows wide, with the `earlier` one that ends before.
 
     Both hold one entry per last kernel, with the newest at the end.
     """
-    count = min(later[0].shape[0], earlier[0].shape[0] - width)
-    later = tuple(leaf[-count:] for leaf in later)
     end = earlier[0].shape[0] - width
+    count = min(later[0].shape[0], end)
+    later = tuple(leaf[-count:] for leaf in later)
     earlier = tuple(leaf[end - count : end] for leaf in earlier)
 
-    def compose(g1: Array, c1: Array, s1: Array, g2: Array, c2: Array, s2: Array) -> tuple:
-        return linalg.matmul(g2, g1), *push_forward(g2, c2, s2, c1, s1)
+    def compose(later: Affine, earlier: Affine) -> Affine:
+        weight, bias, noise = later
+        return linalg.matmul(earlier[0], weight), *push_forward(earlier, bias, noise)
 
-    return linalg.fence(jax.vmap(compose)(*later, *earlier))
+    return linalg.fence(jax.vmap(compose)(later, earlier))
 
 
-def _sampled_back(
-    lagged: FixedLag, shared: Any, steps: PyTree, laws: Any, times: Int[Array, "time"], key: Any
+def _chain(family: Any, steps: PyTree, law: Any) -> Any:
+    """Return the chain of all kernels but the first that ends with a law, the only one it uses."""
+    num_times = jax.tree.leaves(steps)[0].shape[0]
+    laws = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_times, *leaf.shape)), law)
+    return family.assemble(Factor(laws, steps), None, None)
+
+
+def moments_of_paths(
+    family: Any, steps: PyTree, law: Any, num_samples: int, key: PRNGKey, first: Any = 0
 ) -> LagMoments:
-    """Average over paths that are drawn from each row's law and back through its last kernels."""
-    lag = lagged.lag
+    """Average the conditional moments of one state over paths drawn back from a law.
 
-    def at_row(at: tuple[Array, Any, Array]) -> LagMoments:
-        index, law, time = at
-        window = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, index + 1, lag), steps)
-        chain = _chain(shared, window, law, lag)
-        shape = (lagged.num_samples, lag + 1, chain.noise_dim)
-        row_key = jax.random.fold_in(key, time.astype(jnp.uint32))
-        trace = chain.trace(jax.random.normal(row_key, shape, law.mean.dtype))
-        # Before row `lag` the first kernels have no meaning: row 0 is later in the window.
-        first = jnp.maximum(lag - time, 0)
-        means = lax.dynamic_slice_in_dim(trace.means, first, 1, axis=1)
-        covariances = lax.dynamic_slice_in_dim(trace.covariances, first, 1, axis=1)
-        weights = jnp.ones((lagged.num_samples, 1), means.dtype)
-        moments = _lag_moments(moments_over_paths(means[:, None], covariances[:, None], weights))
-        return jax.tree.map(lambda leaf: leaf[0], moments)
-
-    return lax.map(at_row, (jnp.arange(times.shape[0]), laws, times))
-
-
-def _chain(shared: Any, steps: PyTree, law: Any, num_steps: int) -> SampledChain:
-    """Return the chain that ends with this law; the laws before it are not used."""
-    laws = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_steps + 1, *leaf.shape)), law)
-    return SampledChain(laws, shared, steps)
+    Args:
+        family: an unwrapped family that draws samples.
+        steps: the backward kernels, the newest at the end; the first one is not used.
+        law: the law of the state after the last kernel.
+        num_samples: the number of paths.
+        key: a typed key.
+        first: the index of the state on the path.
+    """
+    chain = _chain(family, steps, law)
+    noise = jax.random.normal(key, (num_samples, chain.num_times, chain.noise_dim), law.mean.dtype)
+    trace = chain.trace(noise)
+    means, covariances = (
+        lax.dynamic_slice_in_dim(leaf, first, 1, axis=1)[:, None]
+        for leaf in (trace.means, trace.covariances)
+    )
+    moments = moments_over_paths(means, covariances, jnp.ones((num_samples, 1), means.dtype))
+    return LagMoments(**jax.tree.map(lambda leaf: leaf[0], vars(moments)))
 
 
 @eqx.filter_jit
 def _flush(lagged: FixedLag, state: LagState) -> LagRows:
-    family: Any = unwrap(lagged.family)
-    lag = lagged.lag
-    steps = jax.tree.map(lambda leaf: leaf[1:], state.steps)
-    if isinstance(steps, LinearGaussianKernel):
-        laws = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (lag, *leaf.shape)), state.law)
-        moments = marginals(LinearGaussianChain(laws, steps), estimator=ClosedForm())
-    else:
-        chain = _chain(family.shared(), steps, state.law, lag - 1)
+    chain, key = _chain(unwrap(lagged.family), state.steps, state.law), None
+    if lagged.draws:
         # A separate key: the paths of the last update used that of its row.
         key = jax.random.fold_in(jax.random.fold_in(state.key, 0), state.num_read.astype("uint32"))
-        moments = marginals(chain, estimator=BackwardSampling(lagged.num_samples), key=key)
-    rows = state.num_read - lag + jnp.arange(lag)
-    return LagRows(nan_where_absent(rows >= 0, _lag_moments(moments)), rows, rows >= 0)
-
-
-def _lag_moments(moments: Any) -> LagMoments:
-    return LagMoments(
-        moments.mean,
-        moments.covariance,
-        moments.mean_standard_error,
-        moments.covariance_standard_error,
-    )
+    estimator = BackwardSampling(lagged.num_samples) if lagged.draws else ClosedForm()
+    moments = marginals(chain, estimator=estimator, key=key)
+    rows = state.num_read - lagged.lag + jnp.arange(lagged.lag)
+    smoothed = nan_where_absent(rows >= 0, LagMoments(**vars(moments)))
+    return LagRows(smoothed, rows, rows >= 0)
 
 
 def exact_moments(mean: Array, covariance: Array) -> LagMoments:

@@ -1,14 +1,15 @@
 """The quantities that a running posterior computes: the lower bound and named functionals."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from retrodict._expectations import AbstractFunctional
+from retrodict._expectations import AbstractFunctional, LogJoint
 from retrodict._model import StateSpaceModel
-from retrodict._series import Series
 
 T = TypeVar("T")
 
@@ -24,6 +25,21 @@ class Followed(eqx.Module):
     model: StateSpaceModel | None
     functionals: dict[str, AbstractFunctional]
 
+    def map(self, fn: Callable[..., PyTree], *sums: "Sums") -> "Sums":
+        """Apply a function to each functional; that of the bound is the log joint density.
+
+        Args:
+            fn: called with a functional, and its entry of each of the sums.
+            sums: one entry per functional.
+        """
+        bound = None if self.model is None else LogJoint(self.model)
+        return jax.tree.map(
+            fn,
+            Sums(bound, self.functionals),
+            *sums,
+            is_leaf=lambda node: isinstance(node, AbstractFunctional),
+        )
+
 
 class Arrival(NamedTuple):
     """One row of a stream and its factors.
@@ -32,15 +48,13 @@ class Arrival(NamedTuple):
         before: the filtering law q_{k-1}; it has no meaning at the first row.
         law: the filtering law q_k.
         step: the parameters of the backward kernel q_{k-1|k}; without meaning at the first row.
-        seen: the observation, its mask and its input.
-        data: the row that each functional reads.
+        data: the row that each functional reads; the bound reads the observation.
     """
 
     before: Any
     law: Any
     step: PyTree
-    seen: Series
-    data: dict[str, PyTree]
+    data: "Sums"
 
 
 class Sums(NamedTuple):
@@ -54,6 +68,10 @@ class Sums(NamedTuple):
     elbo: Any
     values: dict[str, PyTree]
 
+    def less(self, density: Array) -> "Sums":
+        """Subtract a log density of the chain from the entry of the bound, if there is one."""
+        return self if self.elbo is None else self._replace(elbo=self.elbo - density)
+
 
 def kahan_add(total: T, residue: T, increment: T) -> tuple[T, T]:
     """Add an increment to a running total, with Kahan's compensation for rounding.
@@ -63,14 +81,6 @@ def kahan_add(total: T, residue: T, increment: T) -> tuple[T, T]:
     Returns:
         The new total, and the rounding error that it leaves out.
     """
-
-    def add(s: Array, r: Array, x: Array) -> tuple[Array, Array]:
-        x = x.astype(s.dtype) - r
-        t = s + x
-        return t, (t - s) - x
-
-    leaves, structure = jax.tree.flatten(total)
-    others = (structure.flatten_up_to(tree) for tree in (residue, increment))
-    pairs = [add(*each) for each in zip(leaves, *others, strict=True)]
-    sums, residues = ([pair[i] for pair in pairs] for i in (0, 1))
-    return jax.tree.unflatten(structure, sums), jax.tree.unflatten(structure, residues)
+    added = jax.tree.map(lambda r, x: x.astype(r.dtype) - r, residue, increment)
+    after = jax.tree.map(jnp.add, total, added)
+    return after, jax.tree.map(lambda t, s, x: (t - s) - x, after, total, added)

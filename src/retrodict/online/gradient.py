@@ -1,22 +1,135 @@
 """Recursive gradients of the ELBO along a stream, in memory that does not grow."""
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, PyTree
 
-from retrodict._families import AbstractFactorFamily, Factor, Row, rows_of
-from retrodict._model import StateSpaceModel, prepare_data
-from retrodict._parameters import unwrap
-from retrodict._series import Series
+from retrodict._families import AbstractFactorFamily, Factor, Row, check_fits, rows_of
+from retrodict._model import StateSpaceModel, check_densities, learnable, prepare_data
+from retrodict._parameters import Frozen, unwrap
+from retrodict._series import Series, repeat_last_row
 from retrodict._types import PRNGKey
 from retrodict._validate import check_key
-from retrodict.online.parts import Learn, Parts, dtype_of, parts_of
-from retrodict.online.stream import cast, zeros_like_shapes
+from retrodict.online.stream import cast, complete, read_in_loop
+
+Learn = Literal["family", "model", "both"]
+
+_CHOICES = {"family": (True, False), "model": (False, True), "both": (True, True)}
+
+
+class Parts(NamedTuple):
+    """A pair (family, model), partitioned into learned and fixed leaves.
+
+    Attributes:
+        parameters: the pair with `None` for all fixed leaves.
+        fixed: the pair with `None` for all learned leaves.
+    """
+
+    parameters: PyTree
+    fixed: PyTree
+
+    @property
+    def whole(self) -> tuple[Any, StateSpaceModel]:
+        """The family and the model, in plain arrays."""
+        return unwrap(eqx.combine(self.parameters, self.fixed))
+
+    @property
+    def vector(self) -> Float[Array, "parameter"]:
+        """The parameters as one vector, those of the family first."""
+        return ravel_pytree(self.parameters)[0]
+
+    @property
+    def num_family(self) -> int:
+        """The number of entries of the vector that belong to the family."""
+        return ravel_pytree(self.parameters[0])[0].shape[0]
+
+    @property
+    def dtype(self) -> Any:
+        """The floating type of the parameters."""
+        return jnp.result_type(*jax.tree.leaves(self.parameters))
+
+    def unravel(self, vector: Float[Array, "parameter"]) -> PyTree:
+        """Return a vector in the structure of the parameters."""
+        return ravel_pytree(self.parameters)[1](vector)
+
+    def at(self, vector: Float[Array, "parameter"]) -> tuple[Any, StateSpaceModel]:
+        """Return the family and the model at a vector of parameters, in plain arrays."""
+        return Parts(self.unravel(vector), self.fixed).whole
+
+
+def parts_of(
+    family: AbstractFactorFamily | None,
+    model: StateSpaceModel,
+    learn: Learn | PyTree,
+    owner: str,
+) -> Parts:
+    """Partition a family and a model into learned and fixed leaves.
+
+    `Frozen` parts stay fixed. Scales of a model that is learned by name stay positive.
+
+    Args:
+        family: a family, or `None` where only the model is learned.
+        model: the model.
+        learn: `"family"`, `"model"`, `"both"`, or a pytree of booleans over (family, model).
+        owner: the name of the caller, for messages.
+    """
+    check_kinds(family, model, owner)
+    chosen: Any = learn
+    if isinstance(learn, str):
+        if learn not in _CHOICES:
+            raise ValueError(
+                f"{owner} expects learn 'family', 'model', 'both' or a pytree of booleans over"
+                f" (family, model), got {learn!r}."
+            )
+        chosen = _CHOICES[learn]
+        model = model if learn == "family" else learnable(model)
+    pair = (family, model)
+    try:
+        moving = jax.tree.map(
+            lambda keep, part: jax.tree.map(lambda arrays: bool(keep) and arrays, _arrays(part)),
+            chosen,
+            pair,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{owner} expects learn to be a pytree of booleans of the structure of (family, model),"
+            " or of the top of it. " + str(error)
+        ) from error
+    parts = Parts(*eqx.partition(pair, moving))
+    if not jax.tree.leaves(parts.parameters):
+        raise ValueError(
+            f"{owner} has nothing to learn: learn={learn!r} selects no floating-point array."
+        )
+    return parts
+
+
+def _arrays(part: Any) -> PyTree:
+    """Return true at each array that can be learned: of a floating type, and not `Frozen`."""
+
+    def may_move(leaf: Any) -> Any:
+        if isinstance(leaf, Frozen):
+            return jax.tree.map(lambda _: False, leaf)
+        return eqx.is_inexact_array(leaf)
+
+    return jax.tree.map(may_move, part, is_leaf=lambda leaf: isinstance(leaf, Frozen))
+
+
+def check_kinds(family: Any, model: Any, owner: str) -> None:
+    """Raise unless the family, if there is one, and the model fit, and the model has densities."""
+    if family is not None and not isinstance(family, AbstractFactorFamily):
+        raise TypeError(
+            f"{owner} expects a family, such as GatedFamily(...), got {type(family).__name__}."
+        )
+    if not isinstance(model, StateSpaceModel):
+        raise TypeError(f"{owner} expects a StateSpaceModel, got {type(model).__name__}.")
+    if family is not None:
+        check_fits(family, model)
+    check_densities(unwrap(model), owner)
 
 
 class RowGradient(eqx.Module):
@@ -126,31 +239,21 @@ def recursive_gradient(
     parts = parts_of(family, model, learn, "recursive_gradient")
     gradient.check(parts)
     series = prepare_data(unwrap(model), ys, mask=mask, inputs=inputs, length=length)
-    series = cast(series, dtype_of(parts.parameters))
-    if series.mask is None:
-        series = Series(series.ys, jnp.ones(series.ys.shape, bool), series.inputs, series.length)
-    return _at_each_row(gradient, parts, series, key)
+    return _at_each_row(gradient, parts, complete(cast(series, parts.dtype)), key)
 
 
 @eqx.filter_jit
 def _at_each_row(
     gradient: AbstractRecursiveGradient, parts: Parts, series: Series, key: PRNGKey
 ) -> RowGradient:
-    state, rows = gradient.init(parts), rows_of(series)
-    first = jax.tree.map(lambda leaf: leaf[0], rows)
-    count = series.num_times if series.length is None else series.length
-    zeros = zeros_like_shapes(jax.eval_shape(lambda: gradient.update(parts, state, first, key)[1]))
-
-    def move(carry: tuple, at: tuple) -> tuple[tuple, RowGradient]:
+    def read(state: PyTree, at: tuple) -> tuple[PyTree, RowGradient]:
         row, k = at
+        return gradient.update(parts, state, row, jax.random.fold_in(key, k))
 
-        def read() -> tuple:
-            return gradient.update(parts, carry[0], row, jax.random.fold_in(key, k))
-
-        carry = lax.cond(k < count, read, lambda: carry)
-        return carry, carry[1]
-
-    return lax.scan(move, (state, zeros), (rows, jnp.arange(series.num_times)))[1]
+    rows = (rows_of(series), jnp.arange(series.num_times))
+    _, out = read_in_loop(read, gradient.init(parts), rows, series.length)
+    exists: Any = series.exists()
+    return repeat_last_row(out, exists)
 
 
 def check_gradient(gradient: Any, owner: str) -> None:

@@ -10,13 +10,13 @@ from jaxtyping import Array, Bool, Float
 
 from retrodict._exact import reduce_rows, whiten
 from retrodict._families import Factor, Row
-from retrodict._kernels import AbstractLinearGaussianKernel, LinearGaussianKernel
+from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import Gaussian, dense_scale
 from retrodict._model import StateSpaceModel, is_linear_gaussian
 from retrodict._numerics import Factored, condition, propagate, reverse
 from retrodict._types import PRNGKey, Scalar
-from retrodict.online.gradient import AbstractRecursiveGradient, RowGradient
-from retrodict.online.parts import Parts, as_vector
+from retrodict.online.gradient import AbstractRecursiveGradient, Parts, RowGradient
+from retrodict.online.stream import choose
 
 
 class KalmanScoreState(eqx.Module):
@@ -58,44 +58,36 @@ class KalmanScore(AbstractRecursiveGradient):
         """Return the state before the first row."""
         _, model = parts.whole
         law = _prior(model)
-        values = as_vector(parts.parameters).values
-        entries = ravel_pytree(law)[0].shape[0]
-        return KalmanScoreState(
-            law,
-            jnp.zeros((values.shape[0], entries), values.dtype),
-            jnp.zeros_like(values),
-            jnp.zeros((), bool),
-        )
+        none, entries = jnp.zeros_like(parts.vector), ravel_pytree(law)[0].shape[0]
+        sensitivity = jnp.zeros((none.shape[0], entries), none.dtype)
+        return KalmanScoreState(law, sensitivity, none, jnp.zeros((), bool))
 
     def update(
         self, parts: Parts, state: KalmanScoreState, row: Row, key: PRNGKey
     ) -> tuple[KalmanScoreState, RowGradient]:
         """Filter one row, and update the derivatives."""
-        vector = as_vector(parts.parameters)
+        vector, true = parts.vector, jnp.ones((), bool)
         entries, unravel = ravel_pytree(state.law)
 
-        def step(values: Array, before: Array) -> tuple[Array, Scalar]:
-            _, model = Parts(vector.unravel(values), parts.fixed).whole
+        def step(vector: Array, before: Array) -> tuple[Array, Scalar]:
+            _, model = parts.at(vector)
             law, increment = _filter(model, unravel(before), state.started, row)
             return ravel_pytree(law)[0], increment
 
-        after, increment = step(vector.values, entries)
+        after, increment = step(vector, entries)
 
         def along(parameter: Array, entry: Array) -> tuple[Array, Scalar]:
-            return jax.jvp(step, (vector.values, entries), (parameter, entry))[1]
+            return jax.jvp(step, (vector, entries), (parameter, entry))[1]
 
-        each = jnp.eye(vector.values.shape[0], dtype=vector.values.dtype)
+        each = jnp.eye(vector.shape[0], dtype=vector.dtype)
         sensitivity, slope = jax.vmap(along)(each, state.sensitivity)
-        next_state = KalmanScoreState(
-            unravel(after), sensitivity, state.gradient + slope, jnp.ones((), bool)
-        )
+        total, law = state.gradient + slope, unravel(after)
         _, model = parts.whole
-        return next_state, RowGradient(
-            increment,
-            vector.unravel(next_state.gradient),
-            vector.unravel(slope),
-            jnp.ones((), bool),
-            _factor(model, state.law, next_state.law, row),
+        factor = _factor(model, state.law, law, row)
+        gradient, added = parts.unravel(total), parts.unravel(slope)
+        return (
+            KalmanScoreState(law, sensitivity, total, true),
+            RowGradient(increment, gradient, added, true, factor),
         )
 
 
@@ -103,19 +95,13 @@ def _prior(model: StateSpaceModel) -> Factored:
     return Factored.from_scale(model.prior.mean, dense_scale(model.prior.scale_tril))
 
 
-def _at(kernel: AbstractLinearGaussianKernel, row: Row) -> Any:
-    return kernel.at(row.u)
-
-
-def _filter(
-    model: StateSpaceModel, before: Factored, started: Array, row: Row
-) -> tuple[Factored, Scalar]:
+def _filter(model: Any, before: Factored, started: Array, row: Row) -> tuple[Factored, Scalar]:
     """Return the filtering law after a row, and log p(y_k | y_{0:k-1}) of its observed entries."""
-    transition, emission = _at(model.transition, row), _at(model.emission, row)
+    transition, emission = model.transition.at(row.u), model.emission.at(row.u)
     moved = propagate(
         before, transition.weight, transition.bias, dense_scale(transition.scale_tril)
     )
-    predicted = jax.tree.map(lambda new, old: jnp.where(started, new, old), moved, _prior(model))
+    predicted = choose(started, moved, _prior(model))
     design, value, constant = whiten(
         emission.weight, emission.scale_tril, row.y - emission.bias, row.seen
     )
@@ -123,8 +109,8 @@ def _filter(
     return law, innovations.log_prob() + constant
 
 
-def _factor(model: StateSpaceModel, before: Factored, law: Factored, row: Row) -> Factor:
+def _factor(model: Any, before: Factored, law: Factored, row: Row) -> Factor:
     """Return the filtering law, and the transition reversed under the previous law."""
-    transition = _at(model.transition, row)
+    transition = model.transition.at(row.u)
     back = reverse(before, transition.weight, transition.bias, dense_scale(transition.scale_tril))
     return Factor(Gaussian(law.mean, law.scale_tril), LinearGaussianKernel(*back))

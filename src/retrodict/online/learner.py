@@ -1,6 +1,5 @@
 """Learning a family and a model from one stream, row by row, in memory that does not grow."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -11,7 +10,14 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._families import AbstractFactorFamily, AbstractSampledFamily, Factor, Row, rows_of
+from retrodict._families import (
+    AbstractFactorFamily,
+    AbstractFamily,
+    Factor,
+    KalmanFamily,
+    Row,
+    rows_of,
+)
 from retrodict._kernels import LinearGaussianKernel
 from retrodict._laws import dense_scale
 from retrodict._model import StateSpaceModel
@@ -20,14 +26,29 @@ from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count
-from retrodict.online.fixed_lag import LagMoments, exact_moments, push_forward
-from retrodict.online.gradient import AbstractRecursiveGradient, check_gradient
-from retrodict.online.parts import Learn, Parts, dtype_of, parts_of
+from retrodict.online.fixed_lag import (
+    FixedLag,
+    LagMoments,
+    LagRows,
+    LagState,
+    advance_lag,
+    exact_moments,
+    moments_of_paths,
+    push_forward,
+)
+from retrodict.online.gradient import (
+    AbstractRecursiveGradient,
+    Learn,
+    Parts,
+    check_gradient,
+    parts_of,
+)
 from retrodict.online.stream import (
     AbstractStream,
     all_finite,
     cast,
     choose,
+    complete,
     read_in_loop,
     require_key,
 )
@@ -73,6 +94,26 @@ class LearnerOutput(eqx.Module):
     elbo_increment: Float[Array, "..."]
     gradient_norm: Float[Array, "..."]
     skipped: Bool[Array, "..."]
+
+
+class StepResult(NamedTuple):
+    """The result of one optimiser step at a row.
+
+    Attributes:
+        gradient: the next state of the recursive gradient.
+        factor: the factors of the row.
+        elbo_increment: what the row added to the ELBO.
+        norm: the norm of the gradient.
+        finite_row: whether the state and the increment are finite.
+        finite: whether the step is finite as well.
+    """
+
+    gradient: PyTree
+    factor: Factor
+    elbo_increment: Scalar
+    norm: Scalar
+    finite_row: Bool[Array, ""]
+    finite: Bool[Array, ""]
 
 
 class OnlineLearner(AbstractStream[LearnerState, LearnerOutput]):
@@ -165,8 +206,61 @@ class OnlineLearner(AbstractStream[LearnerState, LearnerOutput]):
     def _advance(
         self, state: LearnerState, series: Series, data: PyTree
     ) -> tuple[LearnerState, LearnerOutput]:
-        rows = rows_of(cast(series, dtype_of(state.parameters)))
-        return read_in_loop(partial(learn_row, self), state, rows, series.length)
+        rows = rows_of(cast(series, self.parts.dtype))
+        return read_in_loop(self.learn, state, rows, series.length)
+
+    # Jitted separately, so that it is traced once, for its shapes and for its loop.
+    @eqx.filter_jit
+    def learn(self, state: LearnerState, row: Row) -> tuple[LearnerState, LearnerOutput]:
+        """Read one row and take the optimiser steps."""
+        key = jax.random.fold_in(state.key, state.num_read.astype(jnp.uint32))
+        carry = (state.parameters, state.optimiser)
+
+        def step(carry: tuple, number: Array) -> tuple[tuple, StepResult]:
+            return self._step(state.gradient, row, jax.random.fold_in(key, number), carry)
+
+        if self.steps_per_row == 1:
+            carry, last = step(carry, jnp.zeros((), jnp.uint32))
+        else:
+            # Every step reads the same row from the state before it; the last result is used.
+            steps = jnp.arange(self.steps_per_row, dtype=jnp.uint32)
+            carry, results = lax.scan(step, carry, steps)
+            last = jax.tree.map(lambda leaf: leaf[-1], results)
+        # If only the step is non-finite, an earlier row may be the cause.
+        fallback = choose(last.finite_row, self.gradient.unseen(state.gradient), state.gradient)
+        gradient = choose(last.finite, last.gradient, fallback)
+        num_skipped = state.num_skipped + jnp.where(last.finite, 0, 1)
+        parameters, optimiser = carry
+        state = LearnerState(
+            parameters, optimiser, gradient, state.num_read + 1, num_skipped, state.key
+        )
+        family, _ = Parts(state.parameters, self.parts.fixed).whole
+        filtered = exact_moments(last.factor.law.mean, last.factor.law.covariance)
+        smoothed = _smoothed(family, last.factor, jax.random.fold_in(key, self.steps_per_row))
+        smoothed = jax.tree.map(lambda leaf: jnp.where(state.num_read > 1, leaf, jnp.nan), smoothed)
+        out = LearnerOutput(filtered, smoothed, last.elbo_increment, last.norm, ~last.finite)
+        return state, out
+
+    def _step(
+        self, before: PyTree, row: Row, key: PRNGKey, carry: tuple
+    ) -> tuple[tuple, StepResult]:
+        """Take one optimiser step, unless it is non-finite or the row has no gradient."""
+        parameters, optimiser = carry
+        parts = Parts(parameters, self.parts.fixed)
+        after, result = self.gradient.update(parts, before, row, key)
+        finite_row = all_finite((after, result.elbo_increment))
+        finite = finite_row & all_finite(result.increment)
+        # Zeros in place of non-finite values keep the arithmetic of the optimiser finite too.
+        ascent = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), result.increment)
+        descent = jax.tree.map(jnp.negative, ascent)
+        update, next_optimiser = self.optimiser.update(descent, optimiser, parameters)
+        next_parameters = optax.apply_updates(parameters, update)
+        finite = finite & all_finite((next_parameters, next_optimiser))
+        carry = choose(finite & result.due, (next_parameters, next_optimiser), carry)
+        norm = jnp.where(result.due, jnp.linalg.norm(ravel_pytree(ascent)[0]), 0.0)
+        return carry, StepResult(
+            after, result.factor, result.elbo_increment, norm, finite_row, finite
+        )
 
 
 def default_optimiser() -> optax.GradientTransformation:
@@ -175,99 +269,168 @@ def default_optimiser() -> optax.GradientTransformation:
     return optax.flatten(optax.chain(optax.clip_by_global_norm(10.0), optax.adam(1e-3)))
 
 
-class StepResult(NamedTuple):
-    """The result of one optimiser step at a row.
-
-    Attributes:
-        gradient: the next state of the recursive gradient.
-        factor: the factors of the row.
-        elbo_increment: what the row added to the ELBO.
-        norm: the norm of the gradient.
-        finite_row: whether the state and the increment are finite.
-        finite: whether the step is finite as well.
-    """
-
-    gradient: PyTree
-    factor: Factor
-    elbo_increment: Scalar
-    norm: Scalar
-    finite_row: Bool[Array, ""]
-    finite: Bool[Array, ""]
-
-
-# Jitted separately, so that it is traced once, for its shapes and for its loop.
-@eqx.filter_jit
-def learn_row(
-    learner: OnlineLearner, state: LearnerState, row: Row
-) -> tuple[LearnerState, LearnerOutput]:
-    """Read one row and take the optimiser steps."""
-    key = jax.random.fold_in(state.key, state.num_read.astype(jnp.uint32))
-    carry = (state.parameters, state.optimiser)
-
-    def step(carry: tuple, number: Array) -> tuple[tuple, StepResult]:
-        return _step(learner, state.gradient, row, jax.random.fold_in(key, number), carry)
-
-    if learner.steps_per_row == 1:
-        carry, last = step(carry, jnp.zeros((), jnp.uint32))
-    else:
-        # Every step reads the same row from the state before it; the last result is used.
-        steps = jnp.arange(learner.steps_per_row, dtype=jnp.uint32)
-        carry, results = lax.scan(step, carry, steps)
-        last = jax.tree.map(lambda leaf: leaf[-1], results)
-    # If only the step is non-finite, an earlier row may be the cause.
-    fallback = choose(last.finite_row, learner.gradient.unseen(state.gradient), state.gradient)
-    parameters, optimiser = carry
-    state = LearnerState(
-        parameters,
-        optimiser,
-        choose(last.finite, last.gradient, fallback),
-        state.num_read + 1,
-        state.num_skipped + jnp.where(last.finite, 0, 1),
-        state.key,
-    )
-    family, _ = Parts(state.parameters, learner.parts.fixed).whole
-    filtered = exact_moments(last.factor.law.mean, last.factor.law.covariance)
-    smoothed = _smoothed(family, last.factor, jax.random.fold_in(key, learner.steps_per_row))
-    smoothed = jax.tree.map(lambda leaf: jnp.where(state.num_read > 1, leaf, jnp.nan), smoothed)
-    return state, LearnerOutput(filtered, smoothed, last.elbo_increment, last.norm, ~last.finite)
-
-
-def _step(
-    learner: OnlineLearner, before: PyTree, row: Row, key: PRNGKey, carry: tuple
-) -> tuple[tuple, StepResult]:
-    """Take one optimiser step, unless it is non-finite or the row has no gradient."""
-    parameters, optimiser = carry
-    after, result = learner.gradient.update(
-        Parts(parameters, learner.parts.fixed), before, row, key
-    )
-    finite_row = all_finite((after, result.elbo_increment))
-    finite = finite_row & all_finite(result.increment)
-    # Zeros in place of non-finite values keep the arithmetic of the optimiser finite too.
-    ascent = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), result.increment)
-    descent = jax.tree.map(jnp.negative, ascent)
-    update, next_optimiser = learner.optimiser.update(descent, optimiser, parameters)
-    next_parameters = optax.apply_updates(parameters, update)
-    finite = finite & all_finite((next_parameters, next_optimiser))
-    carry = choose(finite & result.due, (next_parameters, next_optimiser), carry)
-    norm = jnp.where(result.due, jnp.linalg.norm(ravel_pytree(ascent)[0]), 0.0)
-    return carry, StepResult(after, result.factor, result.elbo_increment, norm, finite_row, finite)
-
-
 def _smoothed(family: Any, factor: Factor, key: PRNGKey) -> LagMoments:
     """Return the moments of x_{k-1} given y_{0:k}: q_k pushed back through the last kernel."""
     law, kernel = factor.law, factor.kernel
     if isinstance(kernel, LinearGaussianKernel):
         noise = linalg.outer_gram(dense_scale(kernel.scale_tril))
-        moments = push_forward(kernel.weight, kernel.bias, noise, law.mean, law.covariance)
-        return exact_moments(*moments)
-    if not isinstance(family, AbstractSampledFamily):
-        raise TypeError(f"{type(family).__name__} has no `shared` part of its backward kernels.")
-    shared = family.shared()
-    noise = jax.random.normal(key, (NUM_DRAWS, law.noise_dim), law.mean.dtype)
-    laws = jax.vmap(lambda e: shared.law(kernel, law.from_noise(e)))(noise)
-    means, covariances = jax.vmap(lambda one: (one.mean, one.covariance))(laws)
-    mean = jnp.mean(means, axis=0)
-    off = means - mean[None]
-    terms = covariances + off[:, :, None] * off[:, None, :]
-    errors = (jnp.std(draws, axis=0, ddof=1) / NUM_DRAWS**0.5 for draws in (means, terms))
-    return LagMoments(mean, jnp.mean(terms, axis=0), *errors)
+        affine = (kernel.weight, kernel.bias, noise)
+        return exact_moments(*push_forward(affine, law.mean, law.covariance))
+    steps = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), kernel)
+    return moments_of_paths(family, steps, law, NUM_DRAWS, key)
+
+
+class LaggedLearnerState(eqx.Module):
+    """The state of a `LaggedLearner`: arrays whose size does not grow.
+
+    Attributes:
+        learner: the state of the learner.
+        lag: the last filtering law, and the backward kernels of the last rows.
+    """
+
+    learner: LearnerState
+    lag: LagState
+
+
+class LaggedLearnerOutput(eqx.Module):
+    """The output after row k of a stream, with a leading axis `time` for several rows.
+
+    Attributes:
+        filtered: the moments of q_k, the law of x_k given y_{0:k}.
+        smoothed: the moments of x_{k-lag} given y_{0:k}; those of x_0 while k < lag.
+        row: the row that `smoothed` belongs to, max(k − lag, 0).
+        ready: whether k ≥ lag.
+        elbo_increment: what the row added to the ELBO, in nats.
+        gradient_norm: the norm of the gradient of the step, zero at rows without a step.
+        skipped: whether the row was skipped, since a result was non-finite.
+    """
+
+    filtered: LagMoments
+    smoothed: LagMoments
+    row: Int[Array, "..."]
+    ready: Bool[Array, "..."]
+    elbo_increment: Float[Array, "..."]
+    gradient_norm: Float[Array, "..."]
+    skipped: Bool[Array, "..."]
+
+
+class LaggedLearner(AbstractStream[LaggedLearnerState, LaggedLearnerOutput]):
+    """An `OnlineLearner` together with the fixed-lag posterior of its stream.
+
+    Row k adds one filtering law q_k and one backward kernel q_{k-1|k}, both computed with the
+    parameters before the step of that row; earlier laws and kernels stay as they are. The smoothed
+    law at k − lag is q_k pushed back through the last `lag` kernels. It equals that of `FixedLag`
+    as long as no parameter moves. Parts that all kernels of a family share, such as the network of
+    a `NonlinearFamily`, have their current parameters. A row that the learner skips is smoothed as
+    a missing row.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, retrodict as rd
+        >>> model = rd.models.local_level(level_scale=0.1)
+        >>> gradient, optimiser = rd.online.KalmanScore(), optax.adam(1e-2)
+        >>> learner = rd.online.OnlineLearner(None, model, gradient, optimiser)
+        >>> lagged = rd.online.LaggedLearner(learner, lag=2)
+        >>> state, rows = lagged.scan(lagged.init(jax.random.key(0)), jnp.ones((5, 1)))
+        >>> rows.row.tolist(), rows.smoothed.mean.shape
+        ([0, 0, 0, 1, 2], (5, 1))
+        >>> lagged.flush(state).row.tolist()
+        [3, 4]
+
+    Args:
+        learner: the learner; without a family, rows are smoothed by the exact posterior of its
+            model.
+        lag: the number of rows that a smoothed row waits for.
+        num_samples: the number of paths to draw per row, for families that draw samples.
+        input_dim: the dimension of the inputs, for a learner without a family and a model that
+            does not determine it.
+    """
+
+    learner: OnlineLearner
+    live: FixedLag
+
+    def __init__(
+        self,
+        learner: OnlineLearner,
+        lag: int,
+        *,
+        num_samples: int = 256,
+        input_dim: int | None = None,
+    ):
+        if not isinstance(learner, OnlineLearner):
+            raise TypeError(
+                f"LaggedLearner expects an OnlineLearner, got {type(learner).__name__}."
+            )
+        self.learner = learner
+        family, model = eqx.combine(*learner.parts)
+        if family is None:
+            family = KalmanFamily(unwrap(model), input_dim=input_dim)
+        self.live = FixedLag(family, lag, num_samples)
+
+    @property
+    def lag(self) -> int:
+        """The number of rows that a smoothed row waits for."""
+        return self.live.lag
+
+    def family(self, state: LaggedLearnerState) -> AbstractFamily | None:
+        """Return the family as learned so far; `None` if there is none."""
+        return self.learner.family(state.learner)
+
+    def model(self, state: LaggedLearnerState) -> StateSpaceModel:
+        """Return the model as learned so far."""
+        return self.learner.model(state.learner)
+
+    def flush(self, state: LaggedLearnerState) -> LagRows:
+        """Return the last `lag` rows, given all rows that were read, as `FixedLag.flush` does."""
+        return self._at(state.learner.parameters).flush(state.lag)
+
+    def _start(self, key: PRNGKey | None, data: PyTree) -> LaggedLearnerState:
+        key = require_key(self, key)
+        # The lag folds the index of each row into the key; this one comes after all of them.
+        learner = self.learner.init(jax.random.fold_in(key, jnp.uint32(2**32 - 1)))
+        state = LaggedLearnerState(learner, self.live.init(key))
+        # Weak types would change in the loop, and the program would be compiled again.
+        return jax.tree.map(_strongly_typed, state)
+
+    @property
+    def _checked_against(self) -> AbstractFamily:
+        return self.live.family
+
+    def _advance(
+        self, state: LaggedLearnerState, series: Series, data: PyTree
+    ) -> tuple[LaggedLearnerState, LaggedLearnerOutput]:
+        rows = rows_of(cast(series, self.learner.parts.dtype))
+        return read_in_loop(self._read, state, rows, series.length)
+
+    def _read(
+        self, state: LaggedLearnerState, row: Row
+    ) -> tuple[LaggedLearnerState, LaggedLearnerOutput]:
+        """Learn from one row, and smooth with the parameters before its step."""
+        learner, learned = self.learner.learn(state.learner, row)
+        # A row that the learner skips is smoothed as a missing row.
+        observed: Any = row.seen
+        row = row._replace(seen=observed & ~learned.skipped)
+        series = complete(Series(*jax.tree.map(lambda leaf: leaf[None], row)))
+        lag, out, _ = advance_lag(self._at(state.learner.parameters), state.lag, series)
+        out = jax.tree.map(lambda leaf: leaf[0], out)
+        return LaggedLearnerState(learner, lag), LaggedLearnerOutput(
+            out.filtered,
+            out.smoothed,
+            out.row,
+            out.ready,
+            learned.elbo_increment,
+            learned.gradient_norm,
+            learned.skipped,
+        )
+
+    def _at(self, parameters: PyTree) -> FixedLag:
+        """Return the fixed-lag smoother at these parameters, in plain arrays."""
+        family, model = Parts(parameters, self.learner.parts.fixed).whole
+        if family is None:
+            family = eqx.tree_at(lambda exact: exact.model, self.live.family, model)
+        return FixedLag(family, self.lag, self.live.num_samples)
+
+
+def _strongly_typed(leaf: Array) -> Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    return jax.lax.convert_element_type(leaf, leaf.dtype)

@@ -1,5 +1,6 @@
 """Particle smoothing of an additive functional along a stream."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -17,6 +18,7 @@ from retrodict._types import PRNGKey, Scalar
 from retrodict.online.stream import (
     AbstractStream,
     cast,
+    complete,
     finite_rows,
     float_type,
     read_in_loop,
@@ -100,55 +102,48 @@ class OnlineSmoother(AbstractStream[OnlineState, OnlineOutput]):
         threshold: float = 0.5,
         input_dim: int | None = None,
     ):
+        owner = "OnlineSmoother"
         self.smoother = AdditiveSmoother(
-            model,
-            functional,
-            num_particles,
-            backward=backward,
-            num_draws=num_draws,
-            resampling=resampling,
-            threshold=threshold,
+            owner, model, functional, num_particles, backward, num_draws, resampling, threshold
         )
-        self.input_dim = input_dim_of("OnlineSmoother", unwrap(model), input_dim)
+        self.input_dim = input_dim_of(owner, unwrap(model), input_dim)
 
     def _start(self, key: PRNGKey | None, data: PyTree) -> OnlineState:
-        model, dtype = self.smoother.filter.model, self._dtype
+        model, dtype = self._checked_against, self._dtype
         u = jnp.zeros(self.input_dim, dtype) if self.input_dim else None
 
-        def first() -> OnlineState:
-            x = jnp.asarray(model.prior.sample(jax.random.key(0)))
-            emission_input = u
-            y = jnp.asarray(model.emission.sample(jax.random.key(0), x, emission_input))
-            row = Series(y.astype(dtype), jnp.ones(y.shape, bool), u)
-            return self.smoother.start(jax.random.key(0), row, row if data is None else data)
+        def first(key: PRNGKey) -> OnlineState:
+            x = jnp.asarray(model.prior.sample(key))
+            y = jnp.asarray(model.emission.sample(key, x, u)).astype(dtype)
+            row = Series(y, jnp.ones(y.shape, bool), u)
+            return self.smoother.start(key, row, row if data is None else data)
 
-        shapes = jax.eval_shape(first)
-        zeros = zeros_like_shapes(eqx.tree_at(lambda state: state.key, shapes, None))
-        return eqx.tree_at(
-            lambda state: (state.key, state.status_time),
-            zeros,
-            (require_key(self, key), jnp.full((), -1, zeros.status_time.dtype)),
-            is_leaf=lambda leaf: leaf is None,
-        )
+        key = require_key(self, key)
+        shapes = jax.eval_shape(first, key)
+        state = zeros_like_shapes(eqx.tree_at(lambda state: state.key, shapes, None))
+        time = jnp.full_like(state.status_time, -1)
+        return dataclasses.replace(state, key=key, status_time=time)
 
     @property
     def _checked_against(self) -> StateSpaceModel:
         return self.smoother.filter.model
 
+    @property
+    def _dtype(self) -> Any:
+        return float_type(self.smoother.filter.model)
+
     def _advance(
         self, state: OnlineState, series: Series, data: PyTree
     ) -> tuple[OnlineState, OnlineOutput]:
-        length, series = series.length, cast(series, self._dtype)
-        rows = (series.ys, series.mask, series.inputs, data)
-        return read_in_loop(self._read, state, rows, length)
+        rows = (cast(series, self._dtype).rows, data)
+        return read_in_loop(self._read, state, rows, series.length)
 
     def _read(self, state: OnlineState, row: tuple) -> tuple[OnlineState, OnlineOutput]:
         """Read one row, as missing if the filter fails at it."""
-        ys, mask, inputs, data = jax.tree.map(lambda leaf: leaf[None], row)
-        series = Series(ys, mask, inputs, None)
+        series, data = jax.tree.map(lambda leaf: leaf[None], row)
+        series = complete(series)
         # Particles without weight have a log weight of −∞.
-        state, out, skipped = skip_nonfinite(self._try, state, series, data, check_state=False)
-        out = eqx.tree_at(lambda o: o.skipped, out, skipped)
+        state, out = skip_nonfinite(self._try, state, series, data, check_state=False)
         return state, jax.tree.map(lambda leaf: leaf[0], out)
 
     def _try(
@@ -164,7 +159,3 @@ class OnlineSmoother(AbstractStream[OnlineState, OnlineOutput]):
         out = OnlineOutput(after.value, after.log_evidence, after.ess, jnp.zeros((), bool))
         out = jax.tree.map(lambda leaf: leaf[None], out)
         return after, out, finite_rows(out) & (after.status == 0)
-
-    @property
-    def _dtype(self) -> Any:
-        return float_type(self.smoother.filter.model)

@@ -16,18 +16,14 @@ from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
-from retrodict.online.gradient import AbstractRecursiveGradient, RowGradient, check_has_family
-from retrodict.online.parts import Parts, as_vector, dtype_of
-from retrodict.online.rows import first_terms, log_emission, log_transition
-from retrodict.online.sensitivity import (
-    Followed,
-    Reading,
-    Sensitivity,
-    advanced,
-    check_sensitivity,
-    follow,
+from retrodict.online.gradient import (
+    AbstractRecursiveGradient,
+    Parts,
+    RowGradient,
+    check_has_family,
 )
-from retrodict.online.weights import backward_law
+from retrodict.online.samples import backward_law
+from retrodict.online.sensitivity import Followed, Reading, Sensitivity, check_sensitivity, follow
 
 SAMPLES_PER_FEATURE = 3
 """The least number of samples per feature. With two, noise is amplified from row to row."""
@@ -55,6 +51,10 @@ class QuadraticFeatures(AbstractFeatures):
         """Return 1, the coordinates, and their squares or products."""
         rows, columns = np.triu_indices(z.shape[0]) if self.products else 2 * (np.arange(len(z)),)
         return jnp.concatenate([jnp.ones(1, z.dtype), z, z[rows] * z[columns]])
+
+
+def _or_quadratic(features: AbstractFeatures | None) -> AbstractFeatures:
+    return QuadraticFeatures() if features is None else features
 
 
 class RandomFeatures(AbstractFeatures):
@@ -145,25 +145,16 @@ class RecursivePathwise(AbstractRecursiveGradient):
     """
 
     num_samples: int = eqx.field(static=True)
-    features: AbstractFeatures
-    sensitivity: Sensitivity = eqx.field(static=True)
+    features: AbstractFeatures = eqx.field(default=None, converter=_or_quadratic, kw_only=True)
+    sensitivity: Sensitivity = eqx.field(static=True, default="exact", kw_only=True)
 
-    def __init__(
-        self,
-        num_samples: int,
-        *,
-        features: AbstractFeatures | None = None,
-        sensitivity: Sensitivity = "exact",
-    ):
-        self.num_samples = check_count(num_samples, "num_samples")
-        if num_samples % 2:
+    def __check_init__(self) -> None:
+        if check_count(self.num_samples, "num_samples") % 2:
             raise ValueError(
                 "RecursivePathwise draws pairs of opposite noise: num_samples must be even, got"
-                f" {num_samples}."
+                f" {self.num_samples}."
             )
-        check_sensitivity(sensitivity, "RecursivePathwise")
-        self.features = QuadraticFeatures() if features is None else features
-        self.sensitivity = sensitivity
+        check_sensitivity(self.sensitivity, "RecursivePathwise")
 
     def check(self, parts: Parts) -> None:
         """Raise if there is no family, or too few samples for the features."""
@@ -178,40 +169,38 @@ class RecursivePathwise(AbstractRecursiveGradient):
 
     def _num_features(self, parts: Parts) -> int:
         family, _ = parts.whole
-        z = jax.ShapeDtypeStruct((family.state_dim,), dtype_of(parts.parameters))
+        z = jax.ShapeDtypeStruct((family.state_dim,), parts.dtype)
         return jax.eval_shape(self.features, z).shape[0]
 
     def init(self, parts: Parts) -> PathwiseState:
         """Return the state before the first row."""
         family, _ = parts.whole
-        none = jnp.zeros_like(as_vector(parts.parameters).values)
-        count, d = self._num_features(parts), family.state_dim
+        none, d = jnp.zeros_like(parts.vector), family.state_dim
+        count = self._num_features(parts)
         return PathwiseState(
-            follow(parts),
-            Frame(jnp.zeros(d, none.dtype), jnp.eye(d, dtype=none.dtype)),
-            jnp.zeros(count, none.dtype),
-            jnp.zeros((count, none.shape[0]), none.dtype),
-            none,
-            none,
-            jnp.zeros((), bool),
+            family=follow(parts),
+            frame=Frame(jnp.zeros(d, none.dtype), jnp.eye(d, dtype=none.dtype)),
+            value=jnp.zeros(count, none.dtype),
+            slope=jnp.zeros((count, none.shape[0]), none.dtype),
+            mean_slope=none,
+            terminal=none,
+            started=jnp.zeros((), bool),
         )
 
     def update(
         self, parts: Parts, state: PathwiseState, row: Row, key: PRNGKey
     ) -> tuple[PathwiseState, RowGradient]:
         """Draw pairs of states, and fit the functions of the later state."""
-        vector = as_vector(parts.parameters)
-        after = advanced(parts, state.family, row, self.sensitivity)
-        reading = Reading(parts, state.family, after, row)
-        factor = reading.factor()
-        law, frame = factor.law, Frame.of(factor.law)
+        reading = Reading(parts, state.family, row, self.sensitivity)
+        law = reading.factor.law
+        frame = Frame.of(law)
         here_key, back_key = jax.random.split(key)
         noise = self._opposite(here_key, law.noise_dim, law.mean.dtype)
         xs = jax.vmap(law.from_noise)(noise)
         targets, slopes = lax.cond(
             state.started,
-            lambda: self._later(reading, factor, state, xs, back_key),
-            lambda: first_terms(reading, xs),
+            lambda: self._later(reading, state, xs, back_key),
+            lambda: reading.first_terms(xs),
         )
         features = jax.vmap(lambda x: self.features(frame(x)))(xs)
         fitted = _least_squares(features, jnp.concatenate([targets[:, None], slopes], axis=1))
@@ -228,21 +217,11 @@ class RecursivePathwise(AbstractRecursiveGradient):
             return jnp.mean(jax.vmap(gain)(noise))
 
         terminal = reading.gradient(moved)
-        next_state = PathwiseState(
-            after,
-            frame,
-            value.at[0].add(-level),
-            slope.at[0].add(-mean),
-            state.mean_slope + mean,
-            terminal,
-            jnp.ones((), bool),
-        )
-        return next_state, RowGradient(
-            level,
-            vector.unravel(next_state.mean_slope + terminal),
-            vector.unravel(mean + terminal - state.terminal),
-            jnp.ones((), bool),
-            factor,
+        value, slope = value.at[0].add(-level), slope.at[0].add(-mean)
+        total, started = state.mean_slope + mean, jnp.ones((), bool)
+        return (
+            PathwiseState(reading.after, frame, value, slope, total, terminal, started),
+            reading.row_gradient(level, total, mean, terminal, state.terminal),
         )
 
     def _opposite(self, key: PRNGKey, width: int, dtype: Any) -> Float[Array, "sample noise"]:
@@ -250,19 +229,12 @@ class RecursivePathwise(AbstractRecursiveGradient):
         return jnp.concatenate([half, -half])
 
     def _later(
-        self,
-        reading: Reading,
-        factor: Factor,
-        state: PathwiseState,
-        xs: Float[Array, "sample state"],
-        key: PRNGKey,
+        self, reading: Reading, state: PathwiseState, xs: Float[Array, "sample state"], key: PRNGKey
     ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
         """Return draws whose conditional means are V_k and its derivative."""
         family, model = reading.parts.whole
-        row = reading.row
-        width = jax.eval_shape(
-            lambda x: jnp.zeros(backward_law(family)(factor.kernel, x).noise_dim), xs[0]
-        ).shape[0]
+        factor, u = reading.factor, reading.row.u
+        width = backward_law(family)(factor.kernel, xs[0]).noise_dim
         noise = self._opposite(key, width, xs.dtype)
 
         def one(x: Array, e: Array) -> tuple[Scalar, Float[Array, "parameter"]]:
@@ -271,7 +243,7 @@ class RecursivePathwise(AbstractRecursiveGradient):
             def target(family: Any, model: StateSpaceModel, read: Factor) -> Scalar:
                 before = backward_law(family)(read.kernel, x).from_noise(e)
                 past = jnp.sum(self.features(state.frame(before)) * state.value)
-                move = log_transition(model, before, x, row) + log_emission(model, x, row)
+                move = model.transition.log_prob(before, x, u) + reading.log_emission(model, x)
                 return past + move - kernel.log_prob(before)
 
             before = kernel.from_noise(e)

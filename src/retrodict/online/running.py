@@ -10,8 +10,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
 from retrodict._expectations import AbstractFunctional, Recursive
-from retrodict._families import AbstractFamily, Row, check_fits
-from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._families import AbstractFamily, Row
+from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import PRNGKey
@@ -19,14 +19,14 @@ from retrodict.online.exact import ExactRecursion, check_exact
 from retrodict.online.fixed_lag import (
     FixedLag,
     LagMoments,
-    LagOutput,
     LagRows,
     LagState,
     advance_lag,
     factor_shapes,
 )
 from retrodict.online.followed import Arrival, Followed, Sums, kahan_add
-from retrodict.online.samples import SampledRecursion, WeightedSamples
+from retrodict.online.gradient import check_kinds
+from retrodict.online.samples import SampledRecursion, WeightedSamples, backward_law
 from retrodict.online.stream import (
     AbstractStream,
     cast,
@@ -38,7 +38,6 @@ from retrodict.online.stream import (
     skip_nonfinite,
     zeros_like_shapes,
 )
-from retrodict.online.weights import backward_law
 
 
 class RunningState(eqx.Module):
@@ -171,12 +170,21 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
         paths = {"num_samples": method.num_samples} if isinstance(method, WeightedSamples) else {}
         # With lag=0 the smoothed law is dead code, which the compiler removes.
         self.lagged, self.lag = FixedLag(family, max(lag, 1), **paths), lag
-        self.followed = Followed(model, _check_functionals(functionals))
+        named = {} if functionals is None else dict(functionals)
+        for name, functional in named.items():
+            if not isinstance(name, str) or not isinstance(functional, AbstractFunctional):
+                raise TypeError(
+                    "RunningPosterior expects functionals by name, such as {'sum': StateSum()}, got"
+                    f" {type(functional).__name__} under {name!r}."
+                )
+        self.followed = Followed(model, named)
         self.method = Recursive() if method is None else method
         if model is not None:
-            _check_model(family, model)
+            check_kinds(family, model, "RunningPosterior")
+            inputs = jnp.zeros((1, family.input_dim)) if family.input_dim else None
+            prepare_data(unwrap(model), jnp.zeros((1, family.obs_dim)), mask=True, inputs=inputs)
         if isinstance(self.method, Recursive):
-            check_exact(family, _unwrapped(self.followed))
+            check_exact(family, Followed(unwrap(model), named))
 
     def flush(self, state: RunningState) -> LagRows:
         """Return the last `lag` rows, given all rows that were read, as `FixedLag.flush` does."""
@@ -192,10 +200,9 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
         factor, row = factor_shapes(family, float_type(self.lagged.family))
 
         def begin(factor: Any, row: Row) -> tuple[Any, Sums]:
-            seen = Series(row.y, row.seen, row.u)
-            rows = self._rows(seen, data)
-            at = Arrival(factor.law, factor.law, factor.kernel, seen, rows)
-            return _recursion(self, family).start(at, jax.random.key(0))[:2]
+            rows = self._rows(Series(row.y, row.seen, row.u), data)
+            at = Arrival(factor.law, factor.law, factor.kernel, rows)
+            return self._recursion(family).start(at, jax.random.key(0))[:2]
 
         statistics, totals = zeros_like_shapes(jax.eval_shape(begin, factor, row))
         residues = jax.tree.map(jnp.zeros_like, totals)
@@ -211,126 +218,77 @@ class RunningPosterior(AbstractStream[RunningState, RunningOutput]):
         # No quadratic function of an observation is finite if its square overflows.
         squares = jnp.square(series.ys.astype(float_type(self.lagged.family)))
         overflowing = ~jnp.all(jnp.isfinite(squares), axis=1)
-        state, out, skipped = skip_nonfinite(
-            lambda state, series, data: _advance(self, state, series, data),
-            state,
-            series,
-            data,
-            overflowing,
-        )
-        return state, eqx.tree_at(lambda o: o.skipped, out, skipped)
+        return skip_nonfinite(self._try, state, series, data, overflowing)
 
-    def _rows(self, seen: Series, data: PyTree) -> dict[str, PyTree]:
+    def _recursion(self, family: Any) -> ExactRecursion | SampledRecursion:
+        # Functionals unwrap what they hold themselves.
+        followed = Followed(unwrap(self.followed.model), self.followed.functionals)
+        if isinstance(self.method, WeightedSamples):
+            return SampledRecursion(self.method, backward_law(family), followed)
+        return ExactRecursion(followed)
+
+    def _rows(self, seen: Series, data: PyTree) -> Sums:
+        """Return what the bound and each functional read."""
         named = {} if data is None else dict(data)
         if unknown := sorted(set(named) - set(self.followed.functionals)):
             known = ", ".join(sorted(self.followed.functionals)) or "none"
             raise ValueError(
                 f"data must be keyed by the names of functionals ({known}), got {unknown}."
             )
-        return {name: named.get(name, seen) for name in self.followed.functionals}
+        rows = {name: named.get(name, seen) for name in self.followed.functionals}
+        return Sums(None if self.followed.model is None else seen, rows)
 
+    def _try(
+        self, state: RunningState, series: Series, data: PyTree
+    ) -> tuple[RunningState, RunningOutput, Bool[Array, "time"]]:
+        """Read rows, and return the next state, the outputs, and whether they are finite."""
+        recursion = self._recursion(unwrap(self.lagged.family))
+        lag, out, factor = advance_lag(self.lagged, state.lag, series)
+        times = state.lag.num_read + jnp.arange(series.num_times)
+        exists: Any = series.exists()
+        data = self._rows(cast(series, factor.law.mean.dtype).rows, data)
 
-def _recursion(running: RunningPosterior, family: Any) -> ExactRecursion | SampledRecursion:
-    followed = _unwrapped(running.followed)
-    if isinstance(running.method, WeightedSamples):
-        return SampledRecursion(running.method, backward_law(family), followed)
-    return ExactRecursion(followed)
-
-
-def _unwrapped(followed: Followed) -> Followed:
-    """Unwrap the model; functionals unwrap what they hold themselves."""
-    return Followed(unwrap(followed.model), followed.functionals)
-
-
-def _advance(
-    running: RunningPosterior, state: RunningState, series: Series, data: PyTree
-) -> tuple[RunningState, RunningOutput, Bool[Array, "time"]]:
-    """Read rows, and return the next state, the outputs, and whether they are finite."""
-    recursion = _recursion(running, unwrap(running.lagged.family))
-    lag, out, factor = advance_lag(running.lagged, state.lag, series)
-    times, exists = state.lag.num_read + jnp.arange(series.num_times), series.exists()
-    series = cast(series, factor.law.mean.dtype)
-    seen = series.rows
-
-    def move(carry: tuple, row: tuple) -> tuple[tuple, tuple]:
-        before, statistics, totals, residues = carry
-        law, step, seen, data, time, real = row
-        at = Arrival(before, law, step, seen, data)
-        key: Any = None
-        if state.key is not None:
-            key = jax.random.fold_in(state.key, time.astype(jnp.uint32))
-        statistics, increments, ess = lax.cond(
-            time == 0,
-            lambda: recursion.start(at, key),
-            lambda: recursion.advance(statistics, at, key),
-        )
-        after = (law, statistics, *kahan_add(totals, residues, increments))
-        if real is not None:
-            after = choose(real, after, carry)
-        return after, (after[2], increments, ess)
-
-    start = (state.lag.law, state.statistics, state.totals, state.residues)
-    rows = (factor.law, factor.kernel, seen, running._rows(seen, data), times, exists)
-    (_, statistics, totals, residues), (sums, increments, ess) = lax.scan(move, start, rows)
-    smoothed = (out.smoothed.mean, out.smoothed.covariance)
-    finite = finite_rows((factor.law, smoothed, sums, increments))
-    state = RunningState(lag, statistics, totals, residues, state.key)
-    return state, _output(running, recursion, out, times, exists, sums, increments, ess), finite
-
-
-def _output(
-    running: RunningPosterior,
-    recursion: ExactRecursion | SampledRecursion,
-    out: LagOutput,
-    times: Int[Array, "time"],
-    exists: Bool[Array, "time"] | None,
-    totals: Sums,
-    increments: Sums,
-    ess: Any,
-) -> RunningOutput:
-    estimates, errors = jax.vmap(recursion.estimate)(totals)
-    increment = jax.vmap(recursion.estimate)(increments)[0].elbo
-    estimates, errors, increment, ess = nan_where_absent(
-        exists, (estimates, errors, increment, ess)
-    )
-    ready, smoothed, row = out.ready, out.smoothed, out.row
-    if running.lag == 0:
-        ready = jnp.ones(times.shape, bool) if exists is None else exists
-        smoothed, row = out.filtered, times
-    return RunningOutput(
-        out.filtered,
-        smoothed,
-        row,
-        ready,
-        estimates.elbo,
-        increment,
-        errors.elbo,
-        estimates.values,
-        errors.values,
-        ess,
-        out.skipped,
-    )
-
-
-def _check_functionals(
-    functionals: Mapping[str, AbstractFunctional] | None,
-) -> dict[str, AbstractFunctional]:
-    named = {} if functionals is None else dict(functionals)
-    for name, functional in named.items():
-        if not isinstance(name, str) or not isinstance(functional, AbstractFunctional):
-            raise TypeError(
-                "RunningPosterior expects functionals by name, such as {'sum': StateSum()}, got"
-                f" {type(functional).__name__} under {name!r}."
+        def move(carry: tuple, row: tuple) -> tuple[tuple, tuple]:
+            before, statistics, totals, residues = carry
+            law, step, data, time, real = row
+            at = Arrival(before, law, step, data)
+            key: Any = None
+            if state.key is not None:
+                key = jax.random.fold_in(state.key, time.astype(jnp.uint32))
+            statistics, increments, ess = lax.cond(
+                time == 0,
+                lambda: recursion.start(at, key),
+                lambda: recursion.advance(statistics, at, key),
             )
-    return named
+            after = (law, statistics, *kahan_add(totals, residues, increments))
+            after = choose(real, after, carry)
+            return after, (after[2], increments, ess)
 
-
-def _check_model(family: AbstractFamily, model: Any) -> None:
-    """Raise unless the model fits the family and has densities."""
-    if not isinstance(model, StateSpaceModel):
-        raise TypeError(f"RunningPosterior expects a StateSpaceModel, got {type(model).__name__}.")
-    check_fits(family, model)
-    plain = unwrap(model)
-    check_densities(plain, "RunningPosterior")
-    inputs = jnp.zeros((1, family.input_dim)) if family.input_dim else None
-    prepare_data(plain, jnp.zeros((1, family.obs_dim)), mask=True, inputs=inputs)
+        start = (state.lag.law, state.statistics, state.totals, state.residues)
+        rows = (factor.law, factor.kernel, data, times, exists)
+        (_, statistics, *sums), (totals, increments, ess) = lax.scan(move, start, rows)
+        finite = finite_rows(
+            (factor.law, out.smoothed.mean, out.smoothed.covariance, totals, increments)
+        )
+        estimates, errors = jax.vmap(recursion.estimate)(totals)
+        increment = jax.vmap(recursion.estimate)(increments)[0].elbo
+        estimates, errors, increment, ess = nan_where_absent(
+            exists, (estimates, errors, increment, ess)
+        )
+        ready, smoothed, row = out.ready, out.smoothed, out.row
+        if self.lag == 0:
+            ready, smoothed, row = exists, out.filtered, times
+        output = RunningOutput(
+            out.filtered,
+            smoothed,
+            row,
+            ready,
+            estimates.elbo,
+            increment,
+            errors.elbo,
+            estimates.values,
+            errors.values,
+            ess,
+            out.skipped,
+        )
+        return RunningState(lag, statistics, sums[0], sums[1], state.key), output, finite

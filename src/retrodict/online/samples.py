@@ -4,8 +4,14 @@ New draws ξ_k^i of q_k take over the statistic of the previous draws,
 
     T_k(ξ_k^i) = Σ_j ω_ij [T_{k-1}(ξ_{k-1}^j) + h_k(ξ_{k-1}^j, ξ_k^i)],
 
-where the weights ω_i· represent the backward kernel q_{k-1|k}(ξ_k^i, ·): see `weights`. For the
-lower bound
+where the weights ω_i· represent the backward kernel q_{k-1|k}(ξ_k^i, ·). Draws ξ^j of q_{k-1} do so
+with the weights
+
+    w_j(x) = q_{k-1|k}(x, ξ^j) / q_{k-1}(ξ^j),
+
+for E_{q_{k-1}}[w(x) f] = E_{q_{k-1|k}(x, ·)}[f]. The mean of w_j(x) f(ξ^j) is unbiased; divided by
+the mean of the weights, which has expectation one, it is consistent and usually less variable. For
+the lower bound
 
     h_k = log m(x_{k-1}, x_k) g_k(x_k) + log q_{k-1}(x_{k-1}) − log q_k(x_k)
           − log q_{k-1|k}(x_k, x_{k-1}),
@@ -16,27 +22,34 @@ log-evidence.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from retrodict._expectations import (
-    AbstractFunctional,
-    AbstractPairTerm,
-    AbstractStateTerm,
-    LogJoint,
-    add,
-)
-from retrodict._kernels import AbstractKernel, LinearGaussianKernel
+from retrodict._expectations import AbstractPairTerm, AbstractStateTerm
+from retrodict._families import AbstractFamily, AbstractSampledFamily
+from retrodict._kernels import LinearGaussianKernel
+from retrodict._laws import LOG_2PI, scale_log_det
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count
 from retrodict.online.followed import Arrival, Followed, Sums
-from retrodict.online.weights import BackwardLaw, log_weights
-from retrodict.particles import AbstractBackwardSampler, ExactBackward, Pairs, RejectionBackward
+from retrodict.particles import (
+    LOG2_E,
+    AbstractBackwardSampler,
+    ExactBackward,
+    Pairs,
+    RejectionBackward,
+    average_over_all,
+    average_over_draws,
+    plus,
+    sum_of_terms,
+)
+
+BackwardLaw: TypeAlias = Callable[[PyTree, Array], Any]
+"""The law q_{k-1|k}(x, ·) from the parameters of its row and the state x."""
 
 TILE = 2**18
 """The number of pairs of draws that are weighted at once."""
@@ -113,6 +126,16 @@ class SampleStatistics(eqx.Module):
     values: Sums
 
 
+class _Backward(NamedTuple):
+    """The densities of a backward kernel of any form."""
+
+    law_of: BackwardLaw
+    step: PyTree
+
+    def log_prob(self, x: Array, value: Array, u: None) -> Scalar:
+        return self.law_of(self.step, x).log_prob(value)
+
+
 class SampledRecursion(NamedTuple):
     """The recursion over draws, for all replicates at once.
 
@@ -131,8 +154,11 @@ class SampledRecursion(NamedTuple):
         count = self.method.num_samples
 
         def one(key: PRNGKey) -> tuple[SampleStatistics, Sums]:
-            xs = _draw(at.law, key, count)
-            return _centred(xs, _at_first(self.followed, at, xs))
+            xs = draw(at.law, key, count)
+            values = self.followed.map(
+                lambda h, data: jax.vmap(lambda x: h.initial(x, data))(xs), at.data
+            )
+            return _centred(xs, values.less(jax.vmap(at.law.log_prob)(xs)))
 
         statistics, means = jax.vmap(one)(jax.random.split(key, self.method.num_replicates))
         return statistics, means, jnp.full((), count, statistics.samples.dtype)
@@ -141,21 +167,20 @@ class SampledRecursion(NamedTuple):
         self, statistics: SampleStatistics, at: Arrival, key: PRNGKey
     ) -> tuple[SampleStatistics, Sums, Scalar]:
         """Return the next statistics, the increments of their means, and the ess of the weights."""
-        method, law_of, followed = self
 
         def one(before: SampleStatistics, key: PRNGKey) -> tuple[SampleStatistics, Sums, Array]:
             law_key, draw_key = jax.random.split(key)
-            xs = _draw(at.law, law_key, method.num_samples)
-            if method.num_draws is None:
-                carried, ess = _over_all(method, law_of, followed, before, at, xs)
-            else:
-                carried = _over_draws(method, law_of, followed, before, at, xs, draw_key)
-                ess = jnp.full((), jnp.nan, xs.dtype)
-            values = _plus(carried, _at_states(followed, at, xs))
-            values = jax.tree.map(lambda new, old: new.astype(old.dtype), values, before.values)
-            return *_centred(xs, values), ess
+            xs = draw(at.law, law_key, self.method.num_samples)
+            # Terms of x_k alone need no expectation.
+            here = self.followed.map(
+                lambda h, data: jax.vmap(lambda x: sum_of_terms(h, AbstractStateTerm, x, data))(xs),
+                at.data,
+            )
+            here = here.less(jax.vmap(at.law.log_prob)(xs))
+            carried, ess = self._carried(before, at, xs, draw_key)
+            return *_centred(xs, plus(here, carried)), ess
 
-        keys = jax.random.split(key, method.num_replicates)
+        keys = jax.random.split(key, self.method.num_replicates)
         after, means, ess = jax.vmap(one)(statistics, keys)
         return after, means, jnp.mean(ess)
 
@@ -171,10 +196,109 @@ class SampledRecursion(NamedTuple):
         means = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), totals)
         return means, jax.tree.map(error, totals)
 
+    def _carried(
+        self, before: SampleStatistics, at: Arrival, xs: Float[Array, "sample state"], key: PRNGKey
+    ) -> tuple[Sums, Scalar]:
+        """Return the expectation of T_{k-1} and of the pair terms, and the mean ess."""
+        befores, num_draws = before.samples, self.method.num_draws
 
-def _draw(law: Any, key: PRNGKey, count: int) -> Float[Array, "sample state"]:
+        def increment(b: Array, x: Array, log_weight: Scalar) -> Sums:
+            pairs = self.followed.map(
+                lambda h, data: sum_of_terms(h, AbstractPairTerm, b, x, data), at.data
+            )
+            return pairs.less(log_weight)
+
+        if num_draws is None:
+            values, ess = average_over_all(
+                before.values,
+                increment,
+                lambda x: log_weights(self.law_of, at.before, at.step, x[None], befores)[0],
+                befores,
+                xs,
+                TILE,
+                jax.nn.softmax if self.method.normalised else _unbiased,
+            )
+            return values, jnp.mean(ess)
+
+        def drawn_increment(b: Array, x: Array) -> Sums:
+            return increment(b, x, self.law_of(at.step, x).log_prob(b) - at.before.log_prob(b))
+
+        xs = jnp.repeat(xs, num_draws, axis=0)
+        chosen = self._indices(at, befores, xs, key)
+        values = average_over_draws(before.values, drawn_increment, befores, xs, chosen, num_draws)
+        return values, jnp.full((), jnp.nan, xs.dtype)
+
+    def _indices(
+        self,
+        at: Arrival,
+        befores: Float[Array, "sample state"],
+        xs: Float[Array, "draw state"],
+        key: PRNGKey,
+    ) -> Int[Array, "draw"]:
+        """Draw one index per state, with the weights of `log_weights`.
+
+        These are the backward draws of a particle smoother whose particles have weights 1/q_{k-1}
+        and whose transition density, read from the state back to the particle, is the backward
+        kernel.
+        """
+        linear = isinstance(at.step, LinearGaussianKernel)
+        sampler = self.method.backward
+        if sampler is None:
+            sampler = RejectionBackward() if linear else ExactBackward()
+        kernel = at.step if linear else _Backward(self.law_of, at.step)
+        pairs = Pairs.of(kernel, None, befores, reverse=True)
+        log_proposal = jax.nn.log_softmax(-jax.vmap(at.before.log_prob)(befores))
+        start_key, draw_key = jax.random.split(key)
+        # If all weights vanish, any draw is used.
+        fallback = jax.random.randint(start_key, (xs.shape[0],), 0, befores.shape[0])
+        return sampler.draw(draw_key, pairs, log_proposal, xs, fallback)
+
+
+def draw(law: Any, key: PRNGKey, count: int) -> Float[Array, "sample state"]:
+    """Draw states from a law."""
     noise = jax.random.normal(key, (count, law.noise_dim), law.mean.dtype)
     return jax.vmap(law.from_noise)(noise)
+
+
+def backward_law(family: AbstractFamily) -> BackwardLaw:
+    """Return the backward kernels of a family as a function of the step of `read` and of x_k.
+
+    Args:
+        family: an unwrapped family.
+    """
+    if isinstance(family, AbstractSampledFamily):
+        return family.shared().law
+    return _linear_gaussian
+
+
+def _linear_gaussian(step: LinearGaussianKernel, x: Float[Array, "state"]) -> Any:
+    return step.law(x, None)
+
+
+def log_weights(
+    law_of: BackwardLaw,
+    before: Any,
+    step: PyTree,
+    xs: Float[Array, "now state"],
+    befores: Float[Array, "before state"],
+) -> Float[Array, "now before"]:
+    """Return log q_{k-1|k}(x_k^i, x_{k-1}^j) − log q_{k-1}(x_{k-1}^j) of all pairs.
+
+    They are not normalised: the mean of exp(·) over draws x_{k-1}^j of q_{k-1} has expectation one.
+
+    Args:
+        law_of: the backward kernels, from `backward_law`.
+        before: the filtering law q_{k-1}.
+        step: the parameters of the kernel q_{k-1|k}.
+        xs: states of time k.
+        befores: states of time k-1.
+    """
+    log_before = jax.vmap(before.log_prob)(befores)
+    if isinstance(step, LinearGaussianKernel):
+        pairs = Pairs.of(step, None, befores, reverse=True)
+        constant = 0.5 * xs.shape[1] * LOG_2PI + scale_log_det(step.scale_tril)
+        return pairs.matrix(pairs.prepare(xs)).T / LOG2_E - constant - log_before[None]
+    return jax.vmap(lambda x: jax.vmap(law_of(step, x).log_prob)(befores) - log_before)(xs)
 
 
 def _centred(xs: Float[Array, "sample state"], values: Sums) -> tuple[SampleStatistics, Sums]:
@@ -183,114 +307,7 @@ def _centred(xs: Float[Array, "sample state"], values: Sums) -> tuple[SampleStat
     return SampleStatistics(xs, around), means
 
 
-def _plus(values: Sums, more: Sums) -> Sums:
-    """Add two sums; entries missing in `more` count as zero."""
-    elbo = values.elbo if more.elbo is None else values.elbo + more.elbo
-    named = {
-        name: jax.tree.map(jnp.add, value, more.values[name]) if name in more.values else value
-        for name, value in values.values.items()
-    }
-    return Sums(elbo, named)
-
-
-def _of_kind(functional: AbstractFunctional, kind: type) -> list[Any]:
-    return [term for term in functional.terms() if isinstance(term, kind)]
-
-
-def _at_first(followed: Followed, at: Arrival, xs: Float[Array, "sample state"]) -> Sums:
-    """Return the statistics T_0."""
-    elbo = None
-    if followed.model is not None:
-        joint = LogJoint(followed.model)
-        elbo = jax.vmap(lambda x: joint.initial(x, at.seen) - at.law.log_prob(x))(xs)
-    values = {
-        name: jax.vmap(lambda x, f=functional, name=name: f.initial(x, at.data[name]))(xs)
-        for name, functional in followed.functionals.items()
-    }
-    return Sums(elbo, values)
-
-
-def _at_states(followed: Followed, at: Arrival, xs: Float[Array, "sample state"]) -> Sums:
-    """Return the terms that depend on x_k alone, which need no expectation."""
-    elbo, values = None, {}
-    if followed.model is not None:
-        (emission,) = _of_kind(LogJoint(followed.model), AbstractStateTerm)
-        elbo = jax.vmap(lambda x: emission(x, at.seen) - at.law.log_prob(x))(xs)
-    for name, functional in followed.functionals.items():
-        if terms := _of_kind(functional, AbstractStateTerm):
-            values[name] = jax.vmap(
-                lambda x, terms=terms, name=name: add([term(x, at.data[name]) for term in terms])
-            )(xs)
-    return Sums(elbo, values)
-
-
-def _pair_functions(
-    followed: Followed, at: Arrival
-) -> tuple[Callable[[Array, Array], Scalar] | None, dict[str, Callable[[Array, Array], PyTree]]]:
-    """Return the functions of (x_{k-1}, x_k): log m for the bound, and the pair terms."""
-
-    def total(functional: AbstractFunctional, data: PyTree) -> Callable[[Array, Array], PyTree]:
-        terms = _of_kind(functional, AbstractPairTerm)
-        return lambda before, x: add([term(before, x, data) for term in terms])
-
-    transition = None if followed.model is None else total(LogJoint(followed.model), at.seen)
-    named = {
-        name: total(functional, at.data[name])
-        for name, functional in followed.functionals.items()
-        if _of_kind(functional, AbstractPairTerm)
-    }
-    return transition, named
-
-
-def _over_all(
-    method: WeightedSamples,
-    law_of: BackwardLaw,
-    followed: Followed,
-    before: SampleStatistics,
-    at: Arrival,
-    xs: Float[Array, "sample state"],
-) -> tuple[Sums, Scalar]:
-    """Return the expectation over all previous draws, and the mean ess of the weights."""
-    befores, count = before.samples, method.num_samples
-    transition, functions = _pair_functions(followed, at)
-
-    def some(xs: Float[Array, "now state"]) -> tuple[Sums, Array]:
-        logs = log_weights(law_of, at.before, at.step, xs, befores)
-        shares = jax.nn.softmax(logs, axis=1)
-        weights = shares if method.normalised else _unbiased(logs)
-
-        def over_pairs(fn: Callable[[Array, Array], PyTree]) -> PyTree:
-            # x_{k-1} is the outer loop, so that its transition is computed once.
-            return jax.vmap(lambda b: jax.vmap(lambda x: fn(b, x))(xs))(befores)
-
-        def paired(values: Array) -> Array:
-            return jnp.einsum("ij,ji...->i...", weights, values, precision="highest")
-
-        carried = jax.tree.map(
-            lambda leaf: jnp.tensordot(weights, leaf, 1, precision="highest"), before.values
-        )
-        named = {name: jax.tree.map(paired, over_pairs(fn)) for name, fn in functions.items()}
-        elbo = None if transition is None else paired(over_pairs(transition) - logs.T)
-        return _plus(carried, Sums(elbo, named)), 1.0 / jnp.sum(shares**2, axis=1)
-
-    rows = max(1, TILE // count)
-    if count <= rows:
-        values, ess = some(xs)
-    else:
-        values, ess = _in_tiles(some, xs, rows)
-    return values, jnp.mean(ess)
-
-
-def _in_tiles(fn: Callable[[Array], PyTree], xs: Float[Array, "sample state"], rows: int) -> PyTree:
-    """Evaluate a function of many states in tiles."""
-    count = xs.shape[0]
-    tiles = -(-count // rows)
-    padded = jnp.pad(xs, ((0, tiles * rows - count), (0, 0)), mode="edge")
-    values = lax.map(fn, padded.reshape(tiles, rows, -1))
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:count], values)
-
-
-def _unbiased(logs: Float[Array, "now before"]) -> Float[Array, "now before"]:
+def _unbiased(logs: Float[Array, "before"]) -> Float[Array, "before"]:
     """Return weights of the previous draws whose averages are unbiased.
 
     With a_j what is averaged, w_j the weights, S their sum and b_j = Σ_{l≠j} w_l a_l / (S − w_j),
@@ -300,96 +317,11 @@ def _unbiased(logs: Float[Array, "now before"]) -> Float[Array, "now before"]:
     These sum to one over l. The largest weight is treated separately, since subtracting it from S
     cancels.
     """
-    count = logs.shape[1]
+    count = logs.shape[0]
     weights = jnp.exp(logs)
-    largest = jax.nn.one_hot(jnp.argmax(logs, axis=1), count, dtype=bool)
-    rest = jnp.sum(weights, axis=1, keepdims=True) - weights
-    ratios = jnp.where(largest, 0.0, (1.0 - weights) / jnp.where(largest, 1.0, rest))
-    others = jax.nn.softmax(jnp.where(largest, -jnp.inf, logs), axis=1)
-    top = jnp.sum(jnp.where(largest, weights, 0.0), axis=1, keepdims=True)
-    terms = weights * (1.0 + jnp.sum(ratios, axis=1, keepdims=True) - ratios)
-    return (terms + (1.0 - top) * others) / count
-
-
-class _Backward(AbstractKernel):
-    """A backward kernel of any form as a kernel from x_k to x_{k-1}."""
-
-    law_of: Any
-    step: PyTree
-    takes_input: bool = eqx.field(static=True, default=False)  # pyright: ignore
-
-    def law(self, x: Float[Array, "state"], u: Array | None = None) -> Any:
-        return self.law_of(self.step, x)
-
-    def log_prob(
-        self,
-        x: Float[Array, "state"],
-        value: Float[Array, "state"],
-        u: Array | None = None,
-        mask: Array | None = None,
-    ) -> Scalar:
-        return self.law(x).log_prob(value)
-
-    def sample(
-        self, key: PRNGKey, x: Float[Array, "state"], u: Array | None = None
-    ) -> Float[Array, "state"]:
-        law = self.law(x)
-        return law.from_noise(jax.random.normal(key, (law.noise_dim,), x.dtype))
-
-
-def _over_draws(
-    method: WeightedSamples,
-    law_of: BackwardLaw,
-    followed: Followed,
-    before: SampleStatistics,
-    at: Arrival,
-    xs: Float[Array, "sample state"],
-    key: PRNGKey,
-) -> Sums:
-    """Return the mean over a few previous draws for each state."""
-    befores, draws = before.samples, method.num_draws or 0
-    repeated = jnp.repeat(xs, draws, axis=0)
-    chosen = _indices(method, law_of, at, befores, repeated, key)
-    earlier = befores[chosen]
-    transition, functions = _pair_functions(followed, at)
-
-    def mean(leaf: Array) -> Array:
-        return jnp.mean(leaf.reshape(xs.shape[0], draws, *leaf.shape[1:]), axis=1)
-
-    def density(b: Array, x: Array) -> Scalar:
-        return law_of(at.step, x).log_prob(b) - at.before.log_prob(b)
-
-    carried = jax.tree.map(lambda leaf: mean(leaf[chosen]), before.values)
-    named = {
-        name: jax.tree.map(mean, jax.vmap(fn)(earlier, repeated)) for name, fn in functions.items()
-    }
-    elbo = None
-    if transition is not None:
-        elbo = mean(jax.vmap(lambda b, x: transition(b, x) - density(b, x))(earlier, repeated))
-    return _plus(carried, Sums(elbo, named))
-
-
-def _indices(
-    method: WeightedSamples,
-    law_of: BackwardLaw,
-    at: Arrival,
-    befores: Float[Array, "sample state"],
-    xs: Float[Array, "draw state"],
-    key: PRNGKey,
-) -> Int[Array, "draw"]:
-    """Draw one index per state, with the weights of `log_weights`.
-
-    These are the backward draws of a particle smoother whose particles have weights 1/q_{k-1} and
-    whose transition density, read from the state back to the particle, is the backward kernel.
-    """
-    linear = isinstance(at.step, LinearGaussianKernel)
-    kernel = at.step if linear else _Backward(law_of, at.step)
-    sampler = method.backward
-    if sampler is None:
-        sampler = RejectionBackward() if linear else ExactBackward()
-    pairs = Pairs.of(kernel, None, befores, reverse=True)
-    log_proposal = jax.nn.log_softmax(-jax.vmap(at.before.log_prob)(befores))
-    start_key, draw_key = jax.random.split(key)
-    # If all weights vanish, any draw is used.
-    fallback = jax.random.randint(start_key, (xs.shape[0],), 0, befores.shape[0])
-    return sampler.draw(draw_key, pairs, log_proposal, xs, fallback)
+    largest = jnp.arange(count) == jnp.argmax(logs)
+    rest = jnp.where(largest, 1.0, jnp.sum(weights) - weights)
+    ratios = jnp.where(largest, 0.0, (1.0 - weights) / rest)
+    others = jax.nn.softmax(jnp.where(largest, -jnp.inf, logs))
+    terms = weights * (1.0 + jnp.sum(ratios) - ratios)
+    return (terms + (1.0 - jnp.exp(jnp.max(logs))) * others) / count

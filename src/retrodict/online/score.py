@@ -12,19 +12,15 @@ from retrodict._numerics import linalg
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count
 from retrodict.online.fixed_lag import factor_shapes
-from retrodict.online.gradient import AbstractRecursiveGradient, RowGradient, check_has_family
-from retrodict.online.parts import Parts, as_vector, dtype_of
-from retrodict.online.rows import first_terms, log_emission, log_transition
-from retrodict.online.sensitivity import (
-    Followed,
-    Reading,
-    Sensitivity,
-    advanced,
-    check_sensitivity,
-    follow,
+from retrodict.online.gradient import (
+    AbstractRecursiveGradient,
+    Parts,
+    RowGradient,
+    check_has_family,
 )
+from retrodict.online.samples import backward_law, draw, log_weights
+from retrodict.online.sensitivity import Followed, Reading, Sensitivity, check_sensitivity, follow
 from retrodict.online.stream import zeros_like_shapes
-from retrodict.online.weights import backward_law, log_weights
 
 
 class ScoreState(eqx.Module):
@@ -73,17 +69,13 @@ class RecursiveScore(AbstractRecursiveGradient):
     """
 
     num_samples: int = eqx.field(static=True)
-    normalised: bool = eqx.field(static=True)
-    sensitivity: Sensitivity = eqx.field(static=True)
+    normalised: bool = eqx.field(static=True, default=True, kw_only=True)
+    sensitivity: Sensitivity = eqx.field(static=True, default="exact", kw_only=True)
 
-    def __init__(
-        self, num_samples: int, *, normalised: bool = True, sensitivity: Sensitivity = "exact"
-    ):
-        self.num_samples = check_count(num_samples, "num_samples")
-        if num_samples < 2:
-            raise ValueError(f"RecursiveScore needs 2 samples or more, got {num_samples}.")
-        check_sensitivity(sensitivity, "RecursiveScore")
-        self.normalised, self.sensitivity = normalised, sensitivity
+    def __check_init__(self) -> None:
+        if check_count(self.num_samples, "num_samples") < 2:
+            raise ValueError(f"RecursiveScore needs 2 samples or more, got {self.num_samples}.")
+        check_sensitivity(self.sensitivity, "RecursiveScore")
 
     def check(self, parts: Parts) -> None:
         """Raise if there is no family."""
@@ -92,34 +84,27 @@ class RecursiveScore(AbstractRecursiveGradient):
     def init(self, parts: Parts) -> ScoreState:
         """Return the state before the first row."""
         family, _ = parts.whole
-        dtype, count = dtype_of(parts.parameters), self.num_samples
-        none = jnp.zeros_like(as_vector(parts.parameters).values)
+        count, none = self.num_samples, jnp.zeros_like(parts.vector)
         return ScoreState(
-            follow(parts),
-            zeros_like_shapes(factor_shapes(family, dtype)[0].law),
-            jnp.zeros((count, family.state_dim), dtype),
-            jnp.zeros(count, dtype),
-            jnp.zeros((count, none.shape[0]), dtype),
-            none,
-            none,
-            jnp.zeros((), bool),
+            family=follow(parts),
+            law=zeros_like_shapes(factor_shapes(family, parts.dtype)[0].law),
+            xs=jnp.zeros((count, family.state_dim), none.dtype),
+            values=jnp.zeros(count, none.dtype),
+            scores=jnp.zeros((count, none.shape[0]), none.dtype),
+            mean_score=none,
+            terminal=none,
+            started=jnp.zeros((), bool),
         )
 
     def update(
         self, parts: Parts, state: ScoreState, row: Row, key: PRNGKey
     ) -> tuple[ScoreState, RowGradient]:
         """Draw from the new filtering law, and compute T and S at the draws."""
-        vector = as_vector(parts.parameters)
-        after = advanced(parts, state.family, row, self.sensitivity)
-        reading = Reading(parts, state.family, after, row)
-        factor = reading.factor()
-        law = factor.law
-        noise = jax.random.normal(key, (self.num_samples, law.noise_dim), law.mean.dtype)
-        xs = jax.vmap(law.from_noise)(noise)
+        reading = Reading(parts, state.family, row, self.sensitivity)
+        law = reading.factor.law
+        xs = draw(law, key, self.num_samples)
         values, scores = lax.cond(
-            state.started,
-            lambda: _later(self, reading, factor, state, xs),
-            lambda: _first(reading, factor, xs),
+            state.started, lambda: self._later(reading, state, xs), lambda: _first(reading, xs)
         )
         level, slope = jnp.mean(values), jnp.mean(scores, axis=0)
         off = values - level
@@ -128,78 +113,61 @@ class RecursiveScore(AbstractRecursiveGradient):
         terminal = reading.gradient(
             lambda family, model, read: jnp.sum(shares * jax.vmap(read.law.log_prob)(xs))
         )
-        next_state = ScoreState(
-            after,
-            law,
-            xs,
-            off,
-            scores - slope[None],
-            state.mean_score + slope,
-            terminal,
-            jnp.ones((), bool),
+        total, started = state.mean_score + slope, jnp.ones((), bool)
+        return (
+            ScoreState(reading.after, law, xs, off, scores - slope[None], total, terminal, started),
+            reading.row_gradient(level, total, slope, terminal, state.terminal),
         )
-        return next_state, RowGradient(
-            level,
-            vector.unravel(next_state.mean_score + terminal),
-            vector.unravel(slope + terminal - state.terminal),
-            jnp.ones((), bool),
-            factor,
-        )
+
+    def _later(
+        self, reading: Reading, state: ScoreState, xs: Float[Array, "sample state"]
+    ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
+        """Return T_k and S_k at the draws x_k^i, from those at x_{k-1}^j."""
+        family, model = reading.parts.whole
+        befores, u, factor = state.xs, reading.row.u, reading.factor
+        weigh = _self_normalised if self.normalised else _unbiased
+
+        def log_moves(model: StateSpaceModel, x: Array) -> Float[Array, "before"]:
+            return jax.vmap(lambda before: model.transition.log_prob(before, x, u))(befores)
+
+        def one(x: Array) -> tuple[Scalar, Float[Array, "parameter"]]:
+            log_w = log_weights(backward_law(family), state.law, factor.kernel, x[None], befores)[0]
+            # The densities of the kernel and of q_{k-1} enter the increment as they do the weights.
+            here = reading.log_emission(model, x) - factor.law.log_prob(x)
+            sums = state.values + log_moves(model, x) + here - log_w
+            averaging, signed = weigh(log_w, sums)
+
+            def terms(family: PyTree, model: StateSpaceModel, read: Factor) -> Scalar:
+                kernel = backward_law(family)(read.kernel, x)
+                backward = jnp.sum(signed * jax.vmap(kernel.log_prob)(befores))
+                move = jnp.sum(averaging * log_moves(model, x))
+                return backward + move + reading.log_emission(model, x)
+
+            carried = linalg.matvec(state.scores.T, averaging)
+            return jnp.sum(averaging * sums), carried + reading.gradient(terms)
+
+        return jax.vmap(one)(xs)
 
 
 def _first(
-    reading: Reading, factor: Factor, xs: Float[Array, "sample state"]
+    reading: Reading, xs: Float[Array, "sample state"]
 ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
     """Return T_0 = log χ g_0 − log q_0 and S_0 = ∂_θ log χ g_0."""
-    joint, scores = first_terms(reading, xs)
-    return joint - jax.vmap(factor.law.log_prob)(xs), scores
-
-
-def _later(
-    method: RecursiveScore,
-    reading: Reading,
-    factor: Factor,
-    state: ScoreState,
-    xs: Float[Array, "sample state"],
-) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
-    """Return T_k and S_k at the draws x_k^i, from those at x_{k-1}^j."""
-    family, model = reading.parts.whole
-    row, befores = reading.row, state.xs
-    log_w = log_weights(backward_law(family), state.law, factor.kernel, xs, befores)
-    moves = jax.vmap(
-        lambda x: jax.vmap(lambda before: log_transition(model, before, x, row))(befores)
-    )(xs)
-    here = jax.vmap(lambda x: log_emission(model, x, row) - factor.law.log_prob(x))(xs)
-    # The density of the kernel and that of q_{k-1} enter the increment as they do the weights.
-    sums = state.values[None] + moves + here[:, None] - log_w
-    weigh = _self_normalised if method.normalised else _unbiased
-    averaging, signed = weigh(log_w, sums)
-
-    def one(x: Array, averaging: Array, signed: Array) -> Float[Array, "parameter"]:
-        def terms(family: PyTree, model: StateSpaceModel, read: Factor) -> Scalar:
-            kernel = backward_law(family)(read.kernel, x)
-            backward = jnp.sum(signed * jax.vmap(kernel.log_prob)(befores))
-            move = jax.vmap(lambda before: log_transition(model, before, x, row))(befores)
-            return backward + jnp.sum(averaging * move) + log_emission(model, x, row)
-
-        return reading.gradient(terms)
-
-    fresh = jax.vmap(one)(xs, averaging, signed)
-    return jnp.sum(averaging * sums, axis=1), linalg.matmul(averaging, state.scores) + fresh
+    joint, scores = reading.first_terms(xs)
+    return joint - jax.vmap(reading.factor.law.log_prob)(xs), scores
 
 
 def _self_normalised(
-    log_w: Float[Array, "now before"], sums: Float[Array, "now before"]
-) -> tuple[Float[Array, "now before"], Float[Array, "now before"]]:
+    log_w: Float[Array, "before"], sums: Float[Array, "before"]
+) -> tuple[Float[Array, "before"], Float[Array, "before"]]:
     """Return weights that sum to one, and the weights times the centred sums."""
-    weights = jax.nn.softmax(log_w, axis=1)
-    mean = jnp.sum(weights * sums, axis=1, keepdims=True)
-    return weights, weights * (sums - mean)
+    weights = jax.nn.softmax(log_w)
+    return weights, weights * (sums - jnp.sum(weights * sums))
 
 
 def _unbiased(
-    log_w: Float[Array, "now before"], sums: Float[Array, "now before"]
-) -> tuple[Float[Array, "now before"], Float[Array, "now before"]]:
+    log_w: Float[Array, "before"], sums: Float[Array, "before"]
+) -> tuple[Float[Array, "before"], Float[Array, "before"]]:
     """Return weights whose averages are unbiased and exact for constants, and times centred sums.
 
     For any c_j that does not depend on the j-th draw, w_j (f_j − c_j) + c_j has the expectation of
@@ -207,11 +175,9 @@ def _unbiased(
     v = w + 1, which are never all small, the average is Σ_j B_j f_j with Σ_j B_j = 1.
     """
     w = jnp.exp(log_w)
-    count = w.shape[1]
-    v = w + 1.0
-    total = jnp.sum(v, axis=1, keepdims=True)
-    others = total - v
+    v, count = w + 1.0, w.shape[0]
+    others = jnp.sum(v) - v
     short = (1.0 - w) / (count * others)
-    averaging = w / count + v * (jnp.sum(short, axis=1, keepdims=True) - short)
-    baseline = (jnp.sum(v * sums, axis=1, keepdims=True) - v * sums) / others
+    averaging = w / count + v * (jnp.sum(short) - short)
+    baseline = (jnp.sum(v * sums) - v * sums) / others
     return averaging, w / count * (sums - baseline)

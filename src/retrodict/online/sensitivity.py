@@ -1,4 +1,4 @@
-"""The derivative of a family's state in its parameters, updated with the state.
+"""Gradients of the ELBO on draws, with the derivative of a family's state in its parameters.
 
 The state a_k = f_λ(a_{k-1}, y_k) depends on λ through all rows. Its derivative follows
 
@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, PyTree
 from retrodict._families import Factor, Row
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
-from retrodict.online.parts import Parts, Vector, as_vector
+from retrodict._types import Scalar
+from retrodict.online.gradient import Parts, RowGradient
 
 Sensitivity = Literal["exact", "none"]
 
@@ -38,102 +39,127 @@ class Followed(eqx.Module):
     jacobian: Float[Array, "entries parameter"]
 
 
-class Numbers(eqx.Module):
-    """The floating-point numbers of a state as one vector, and the inverse map."""
-
-    values: Float[Array, "entries"]
-    rest: PyTree
-    unravel: Callable[[Array], PyTree]
-
-    @classmethod
-    def of(cls, state: PyTree) -> "Numbers":
-        """Split a state into floating-point numbers and the rest, which has no derivative."""
-        moving, rest = eqx.partition(state, eqx.is_inexact_array)
-        values, unravel = ravel_pytree(moving)
-        return cls(values, rest, unravel)
-
-    def state(self, values: Array) -> PyTree:
-        """Return the state with these numbers."""
-        return eqx.combine(self.unravel(values), self.rest)
-
-
 def follow(parts: Parts) -> Followed:
     """Return the state before the first row, and its derivative."""
-    vector = as_vector(parts.parameters)
 
-    def start(values: Array) -> Array:
-        return Numbers.of(_pair(parts, vector, values)[0].init()).values
+    def start(vector: Array) -> Array:
+        return _numbers(parts.at(vector)[0].init())[0]
 
-    jacobian = jax.jacrev(start)(vector.values)[:, : vector.num_family]
+    jacobian = jax.jacrev(start)(parts.vector)[:, : parts.num_family]
     return Followed(parts.whole[0].init(), jacobian)
 
 
-def advanced(parts: Parts, before: Followed, row: Row, sensitivity: Sensitivity) -> Followed:
-    """Return the state one row later, and its derivative.
-
-    Args:
-        parts: the family and the model.
-        before: the state and derivative before the row.
-        row: the row.
-        sensitivity: `"exact"`, or `"none"` to treat the state before the row as a constant.
-    """
-    vector, numbers = as_vector(parts.parameters), Numbers.of(before.state)
-    family, _ = parts.whole
-    after = family.advance(before.state, family.embed(row))
-
-    def move(values: Array, entries: Array) -> Array:
-        family, _ = _pair(parts, vector, values)
-        return Numbers.of(family.advance(numbers.state(entries), family.embed(row))).values
-
-    # One backward pass per number of the state: there are fewer of them than parameters.
-    moved, pull = jax.vjp(move, vector.values, numbers.values)
-    direct, through = jax.vmap(pull)(jnp.eye(moved.shape[0], dtype=moved.dtype))
-    jacobian = direct[:, : vector.num_family]
-    if sensitivity == "exact":
-        jacobian = jacobian + linalg.matmul(through, before.jacobian)
-    return Followed(after, jacobian)
-
-
 class Reading(eqx.Module):
-    """The factors of a row as a function of parameters and states.
+    """One row, read by a family whose parameters may vary.
 
     Functions of (family, model, factor) are differentiated in the parameters both directly and
     through the states before and after the row.
+
+    Attributes:
+        parts: the family and the model.
+        before: the state before the row.
+        after: the state after the row.
+        row: the row.
+        factor: the law and the kernel of the row.
     """
 
     parts: Parts
     before: Followed
     after: Followed
     row: Row
+    factor: Factor
 
-    def factor(self) -> Factor:
-        """Return the law and the kernel of the row."""
-        family, _ = self.parts.whole
-        return family.read(self.before.state, self.after.state, family.embed(self.row))
+    def __init__(self, parts: Parts, before: Followed, row: Row, sensitivity: Sensitivity):
+        """Advance the state by a row.
+
+        Args:
+            parts: the family and the model.
+            before: the state and derivative before the row.
+            row: the row.
+            sensitivity: `"exact"`, or `"none"` to treat the state before the row as a constant.
+        """
+        self.parts, self.before, self.row = parts, before, row
+        entries, state_of = _numbers(before.state)
+        family, _ = parts.whole
+        after = family.advance(before.state, family.embed(row))
+
+        def move(vector: Array, entries: Array) -> Array:
+            family, _ = parts.at(vector)
+            return _numbers(family.advance(state_of(entries), family.embed(row)))[0]
+
+        # One backward pass per number of the state: there are fewer of them than parameters.
+        moved, pull = jax.vjp(move, parts.vector, entries)
+        direct, through = jax.vmap(pull)(jnp.eye(moved.shape[0], dtype=moved.dtype))
+        jacobian = direct[:, : parts.num_family]
+        if sensitivity == "exact":
+            jacobian = jacobian + linalg.matmul(through, before.jacobian)
+        self.after = Followed(after, jacobian)
+        self.factor = family.read(before.state, after, family.embed(row))
 
     def gradient(
         self, fn: Callable[[Any, StateSpaceModel, Factor], Array]
     ) -> Float[Array, "parameter"]:
         """Return the total derivative of a scalar function in the parameters."""
-        vector = as_vector(self.parts.parameters)
-        old, new = Numbers.of(self.before.state), Numbers.of(self.after.state)
+        old_entries, old_state = _numbers(self.before.state)
+        new_entries, new_state = _numbers(self.after.state)
 
-        def value(values: Array, before: Array, after: Array) -> Array:
-            family, model = _pair(self.parts, vector, values)
-            read = family.read(old.state(before), new.state(after), family.embed(self.row))
-            return fn(family, model, read)
+        def value(vector: Array, old: Array, new: Array) -> Array:
+            family, model = self.parts.at(vector)
+            factor = family.read(old_state(old), new_state(new), family.embed(self.row))
+            return fn(family, model, factor)
 
         direct, of_old, of_new = jax.grad(value, argnums=(0, 1, 2))(
-            vector.values, old.values, new.values
+            self.parts.vector, old_entries, new_entries
         )
         through = linalg.matvec(self.before.jacobian.T, of_old)
         through = through + linalg.matvec(self.after.jacobian.T, of_new)
-        return direct.at[: vector.num_family].add(through)
+        return direct.at[: self.parts.num_family].add(through)
+
+    def log_emission(self, model: StateSpaceModel, x: Float[Array, "state"]) -> Scalar:
+        """Return log g(x_k, y_k) of the observed entries."""
+        return model.emission.log_prob(x, self.row.y, self.row.u, self.row.seen)
+
+    def first_terms(
+        self, xs: Float[Array, "sample state"]
+    ) -> tuple[Float[Array, "sample"], Float[Array, "sample parameter"]]:
+        """Return log χ g_0 of the first row at some states, and its derivative in θ."""
+
+        def joint(model: StateSpaceModel, x: Array) -> Scalar:
+            initial = jnp.sum(jnp.asarray(model.prior.log_prob(x)))
+            return initial + self.log_emission(model, x)
+
+        def slope(x: Array) -> Float[Array, "parameter"]:
+            return self.gradient(lambda family, model, factor: joint(model, x))
+
+        _, model = self.parts.whole
+        return jax.vmap(lambda x: joint(model, x))(xs), jax.vmap(slope)(xs)
+
+    def row_gradient(
+        self, increment: Scalar, total: Array, mean: Array, terminal: Array, before: Array
+    ) -> RowGradient:
+        """Return the gradient at this row.
+
+        Args:
+            increment: what the row added to the ELBO.
+            total: the gradient of the statistic at fixed q_k, summed over the rows.
+            mean: what the row added to `total`.
+            terminal: the part of the gradient that comes from moving q_k.
+            before: that of q_{k-1}.
+        """
+        return RowGradient(
+            increment,
+            self.parts.unravel(total + terminal),
+            self.parts.unravel(mean + terminal - before),
+            jnp.ones((), bool),
+            self.factor,
+        )
 
 
-def _pair(parts: Parts, vector: Vector, values: Array) -> tuple[Any, StateSpaceModel]:
-    """Return the family and the model at a vector of parameters."""
-    return Parts(vector.unravel(values), parts.fixed).whole
+def _numbers(state: PyTree) -> tuple[Float[Array, "entries"], Callable[[Array], PyTree]]:
+    """Return the floating-point numbers of a state as one vector, and the inverse map."""
+    moving, rest = eqx.partition(state, eqx.is_inexact_array)
+    entries, unravel = ravel_pytree(moving)
+    return entries, lambda entries: eqx.combine(unravel(entries), rest)
 
 
 def check_sensitivity(sensitivity: Any, owner: str) -> None:

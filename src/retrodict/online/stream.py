@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from retrodict._families import AbstractFamily, prepare_for
+from retrodict._families import AbstractFamily, prepare_for, prepare_row
 from retrodict._model import StateSpaceModel, prepare_data, prepare_data_row
 from retrodict._numerics import linalg
-from retrodict._series import Series, convert_row, prepare_row
+from retrodict._series import Series, convert_row, prepare_rows
 from retrodict._types import PRNGKey
 from retrodict._validate import check_key
 
@@ -51,7 +51,7 @@ class AbstractStream(eqx.Module, Generic[S, T]):
 
     @abstractmethod
     def _advance(self, state: S, series: Series, data: PyTree) -> tuple[S, T]:
-        """Read the existing rows of a series; called inside `jax.jit`."""
+        """Read the existing rows of a `complete` series; called inside `jax.jit`."""
 
     def init(self, key: PRNGKey | None = None, *, data: PyTree = None) -> S:
         """Return the state before the first row.
@@ -79,7 +79,7 @@ class AbstractStream(eqx.Module, Generic[S, T]):
             The next state, and the output for this row.
         """
         y, inputs = convert_row(y, mask, inputs)
-        return _update(self, state, y, inputs, self._checked(data))
+        return self._update(state, y, inputs, self._checked(data))
 
     def scan(
         self,
@@ -107,23 +107,29 @@ class AbstractStream(eqx.Module, Generic[S, T]):
             The next state, and the output for each row with a leading axis `time`; NaN from
             `length` on.
         """
-        series = _prepare_series(self, ys, mask=mask, inputs=inputs, length=length)
-        count = series.num_times
-        # One program for chunks with and without missing entries and padding.
-        series = Series(
-            series.ys,
-            jnp.ones(series.ys.shape, bool) if series.mask is None else series.mask,
-            series.inputs,
-            jnp.asarray(count if series.length is None else series.length),
-        )
-        data = self._checked(data)
-        for leaf in jax.tree.leaves(data):
-            if leaf.shape[:1] != (count,):
-                raise ValueError(
-                    f"data must have one row per time step ({count}), got an array of shape"
-                    f" {leaf.shape}."
-                )
-        return _scan(self, state, series, data)
+        options = {"mask": mask, "inputs": inputs, "length": length}
+        reference = self._checked_against
+        if isinstance(reference, StateSpaceModel):
+            series = prepare_data(reference, ys, **options)
+        else:
+            series = prepare_for(reference, ys, **options)
+        data = prepare_rows(self._checked(data), series.num_times)
+        return self._scan(state, complete(series), data)
+
+    @eqx.filter_jit
+    def _update(self, state: S, y: Array, inputs: Array | None, data: PyTree) -> tuple[S, T]:
+        reference = self._checked_against
+        if isinstance(reference, StateSpaceModel):
+            row = prepare_data_row(reference, y, mask=None, inputs=inputs)
+        else:
+            row = Series(*prepare_row(reference, y, mask=None, inputs=inputs))
+        series, data = jax.tree.map(lambda leaf: leaf[None], (row, data))
+        state, out = self._advance(state, complete(series), data)
+        return state, jax.tree.map(lambda leaf: leaf[0], out)
+
+    @eqx.filter_jit
+    def _scan(self, state: S, series: Series, data: PyTree) -> tuple[S, T]:
+        return self._advance(state, series, data)
 
     def _checked(self, data: PyTree) -> PyTree:
         if data is not None and not self._takes_data:
@@ -142,39 +148,14 @@ def require_key(stream: AbstractStream, key: Any) -> PRNGKey:
     return key
 
 
-def _prepare_series(stream: AbstractStream, ys: Any, **options: Any) -> Series:
-    reference = stream._checked_against
-    if isinstance(reference, StateSpaceModel):
-        return prepare_data(reference, ys, **options)
-    return prepare_for(reference, ys, **options)
+def complete(series: Series) -> Series:
+    """Return the series with a mask and a length.
 
-
-def _prepare_row(stream: AbstractStream, y: Array, inputs: Array | None) -> Series:
-    reference = stream._checked_against
-    if isinstance(reference, StateSpaceModel):
-        return prepare_data_row(reference, y, mask=None, inputs=inputs)
-    return prepare_row(
-        y,
-        inputs=inputs,
-        takes_input=reference.input_dim > 0,
-        obs_dim=reference.obs_dim,
-        input_dim=reference.input_dim,
-    )
-
-
-@eqx.filter_jit
-def _update(
-    stream: AbstractStream, state: Any, y: Array, inputs: Array | None, data: PyTree
-) -> tuple[Any, Any]:
-    row = _prepare_row(stream, y, inputs)
-    series, data = jax.tree.map(lambda leaf: leaf[None], (row, data))
-    state, out = stream._advance(state, series, data)
-    return state, jax.tree.map(lambda leaf: leaf[0], out)
-
-
-@eqx.filter_jit
-def _scan(stream: AbstractStream, state: Any, series: Series, data: PyTree) -> tuple[Any, Any]:
-    return stream._advance(state, series, data)
+    Chunks with and without missing entries and padding are then read by one program.
+    """
+    mask = jnp.ones(series.ys.shape, bool) if series.mask is None else series.mask
+    length = jnp.asarray(series.num_times if series.length is None else series.length)
+    return Series(series.ys, mask, series.inputs, length)
 
 
 def read_in_loop(
@@ -186,15 +167,14 @@ def read_in_loop(
         read: a function of the state and one row that returns the next state and an output.
         state: the state before the first row.
         rows: a pytree whose arrays have a leading axis `time`.
-        length: the number of rows that exist, or `None` for all. Later rows output NaN.
+        length: the number of rows that exist. Later rows output NaN.
     """
     count = jax.tree.leaves(rows)[0].shape[0]
-    length = count if length is None else length
     if count == 1:
         # XLA removes a loop of one step, and then rounds differently from a longer loop. Fences
         # keep the number of steps and the use of the outputs from changing the program of a row.
         twice = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), rows)
-        state, twice, length = linalg.fence((state, twice, jnp.asarray(length)))
+        state, twice, length = linalg.fence((state, twice, length))
         state, out = linalg.fence(read_in_loop(read, state, twice, length))
         return state, jax.tree.map(lambda leaf: leaf[:1], out)
     first = jax.tree.map(lambda leaf: leaf[0], rows)
@@ -220,7 +200,7 @@ def skip_nonfinite(
     skipped: Bool[Array, "time"] | None = None,
     *,
     check_state: bool = True,
-) -> tuple[S, T, Bool[Array, "time"]]:
+) -> tuple[S, T]:
     """Read rows, treating each row that makes a result non-finite as missing.
 
     All rows are read at once. While a result is non-finite, the first row that causes it is marked
@@ -231,18 +211,17 @@ def skip_nonfinite(
         advance: a function of the state, rows and data that returns the next state, an output per
             row, and whether the results of each row are finite.
         state: the state before the rows.
-        series: the rows.
+        series: the rows, as a `complete` series.
         data: a pytree with one row per time step, set to zero where a row is skipped.
         skipped: rows to treat as missing from the start.
         check_state: whether the next state must be finite too.
 
     Returns:
-        The next state, the outputs, and whether each row was skipped.
+        The next state, and the outputs, whose `skipped` is set.
     """
-    n, length = series.num_times, series.length
-    index, last = jnp.arange(n), (n if length is None else length) - 1
-    exists = index <= last
-    observed = jnp.ones(series.ys.shape, bool) if series.mask is None else series.mask
+    n, index = series.num_times, jnp.arange(series.num_times)
+    length: Any = series.length
+    exists: Any = series.exists()
 
     def read(carry: tuple) -> tuple:
         skipped = carry[1]
@@ -250,10 +229,10 @@ def skip_nonfinite(
         def unless_skipped(leaf: Array) -> Array:
             return jnp.where(skipped.reshape(n, *[1] * (leaf.ndim - 1)), jnp.zeros_like(leaf), leaf)
 
-        ys, mask, values = jax.tree.map(unless_skipped, (series.ys, observed, data))
+        ys, mask, values = jax.tree.map(unless_skipped, (series.ys, series.mask, data))
         after, out, finite = advance(state, Series(ys, mask, series.inputs, length), values)
         if check_state:
-            finite = finite & (all_finite(after) | (index != last))
+            finite = finite & (all_finite(after) | (index != length - 1))
         finite = finite | ~exists
         first = jnp.argmin(finite)
         again = ~finite[first] & ~skipped[first]
@@ -263,7 +242,7 @@ def skip_nonfinite(
     start = (jnp.ones((), bool), skipped, state)
     zeros = zeros_like_shapes(jax.eval_shape(lambda: read(start)[3]))
     _, skipped, state, out = lax.while_loop(lambda carry: carry[0], read, (*start, zeros))
-    return state, out, skipped
+    return state, eqx.tree_at(lambda output: output.skipped, out, skipped)
 
 
 def finite_rows(tree: PyTree) -> Bool[Array, "time"]:
@@ -287,10 +266,8 @@ def zeros_like_shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 
-def nan_where_absent(exists: Bool[Array, "time"] | None, tree: T) -> T:
+def nan_where_absent(exists: Bool[Array, "time"], tree: T) -> T:
     """Replace rows that do not exist by NaN."""
-    if exists is None:
-        return tree
     return jax.tree.map(
         lambda leaf: jnp.where(exists.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.nan), tree
     )

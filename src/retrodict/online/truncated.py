@@ -1,6 +1,6 @@
 """Truncated backpropagation: the gradient of the last rows, from a fixed state."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -16,8 +16,13 @@ from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count
-from retrodict.online.gradient import AbstractRecursiveGradient, RowGradient, check_has_family
-from retrodict.online.parts import Parts, dtype_of
+from retrodict.online.gradient import (
+    AbstractRecursiveGradient,
+    Parts,
+    RowGradient,
+    check_has_family,
+)
+from retrodict.online.stream import choose
 
 
 class TruncatedState(eqx.Module):
@@ -54,18 +59,17 @@ class TruncatedBackprop(AbstractRecursiveGradient):
     """
 
     window: int = eqx.field(static=True)
-    estimator: AbstractEstimator | None
-    every: int = eqx.field(static=True)
+    estimator: AbstractEstimator | None = None
+    every: int = eqx.field(static=True, default=1, kw_only=True)
 
-    def __init__(self, window: int, estimator: AbstractEstimator | None = None, *, every: int = 1):
-        self.window = check_count(window, "window")
-        self.every = check_count(every, "every")
-        if estimator is not None and not isinstance(estimator, AbstractEstimator):
+    def __check_init__(self) -> None:
+        check_count(self.window, "window")
+        check_count(self.every, "every")
+        if not isinstance(self.estimator, AbstractEstimator | None):
             raise TypeError(
                 "TruncatedBackprop expects an estimator, such as BackwardSampling(1), got"
-                f" {type(estimator).__name__}."
+                f" {type(self.estimator).__name__}."
             )
-        self.estimator = estimator
 
     def check(self, parts: Parts) -> None:
         """Raise if there is no family."""
@@ -74,7 +78,7 @@ class TruncatedBackprop(AbstractRecursiveGradient):
     def init(self, parts: Parts) -> TruncatedState:
         """Return the state before the first row."""
         family, _ = parts.whole
-        dtype, count = dtype_of(parts.parameters), self.window + 1
+        dtype, count = parts.dtype, self.window + 1
         rows = Row(
             jnp.zeros((count, family.obs_dim), dtype),
             jnp.zeros((count, family.obs_dim), bool),
@@ -120,8 +124,12 @@ class TruncatedBackprop(AbstractRecursiveGradient):
         newest = jax.tree.map(
             lambda leaf: leaf[jnp.clip(state.num_read, 1, self.window + 1) - 1], state.rows
         )
-        oldest = _where(full, _advanced(family, state.oldest, first), state.oldest)
-        latest = _where(state.num_read > 0, _advanced(family, state.latest, newest), state.latest)
+
+        def advanced(when: Array, state: PyTree, row: Row) -> PyTree:
+            return choose(when, family.advance(state, family.embed(row)), state)
+
+        oldest = advanced(full, state.oldest, first)
+        latest = advanced(state.num_read > 0, state.latest, newest)
         rows = jax.tree.map(
             lambda old, new: jnp.where(full, jnp.roll(old, -1, axis=0), old).at[place].set(new),
             state.rows,
@@ -131,43 +139,59 @@ class TruncatedBackprop(AbstractRecursiveGradient):
 
     def _elbo(self, parts: Parts, state: TruncatedState, key: PRNGKey) -> Scalar:
         """Return the ELBO of the stream, or its increment over the window once rows have left."""
-        family, model = parts.whole
         length = jnp.minimum(state.num_read, self.window + 1)
-        window = Window(state.oldest, state.rows, length, state.num_read <= self.window + 1)
-        return _value(family, model, window, self._estimator(family, model), key)[0]
+        from_start = state.num_read <= self.window + 1
+        return self._value(parts, state.oldest, state.rows, length, from_start, key)[0]
 
     def _last_pair(
         self, parts: Parts, state: TruncatedState, key: PRNGKey
     ) -> tuple[Scalar, Factor]:
         """Return the ELBO increment of the last row over the last two states, and its factors."""
-        family, model = parts.whole
         first = state.num_read == 1
         begin = jnp.clip(state.num_read - 2, 0, self.window - 1)
         rows = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, 2), state.rows)
         length = jnp.where(first, 1, 2)
-        window = Window(state.previous, rows, length, first)
-        value, read = _value(family, model, window, self._estimator(family, model), key)
+        value, read = self._value(parts, state.previous, rows, length, first, key)
         return value, jax.tree.map(lambda leaf: leaf[length - 1], read)
 
-    def _estimator(self, family: AbstractFactorFamily, model: StateSpaceModel) -> AbstractEstimator:
-        return default_estimator(family, model) if self.estimator is None else self.estimator
+    def _value(
+        self,
+        parts: Parts,
+        before: PyTree,
+        rows: Row,
+        length: Int[Array, ""],
+        from_start: Bool[Array, ""],
+        key: PRNGKey,
+    ) -> tuple[Scalar, Factor]:
+        """Return the ELBO of rows from the start, or its increment over all but the first row.
 
+        The increment is the ELBO of the other rows with the law of the first row as prior, which is
+        exact if that law is. The prior and the state before it are held fixed.
 
-class Window(NamedTuple):
-    """Some rows of a stream, and the state before them.
+        Args:
+            parts: the family and the model.
+            before: the family's state before the first row.
+            rows: the rows.
+            length: the number of rows that exist.
+            from_start: whether the first row is the first of the stream.
+            key: a typed key.
 
-    Attributes:
-        before: the family's state before the first row.
-        rows: the rows.
-        length: the number of rows that exist.
-        from_start: whether the first row is the first of the stream. If not, its law is the prior
-            of the rows after it.
-    """
-
-    before: PyTree
-    rows: Row
-    length: Int[Array, ""]
-    from_start: Bool[Array, ""]
+        Returns:
+            The value, and the factors of the rows.
+        """
+        family, model = parts.whole
+        estimator = default_estimator(family, model) if self.estimator is None else self.estimator
+        before = choose(from_start, family.init(), lax.stop_gradient(before))
+        exists = jnp.arange(rows.y.shape[0]) < length
+        read, _ = factors(family, before, rows, exists)
+        past = lax.stop_gradient(jax.tree.map(lambda leaf: leaf[0], read.law))
+        prior = _either(from_start, model.prior, past)
+        local = StateSpaceModel(prior, model.transition, model.emission)
+        observed: Any = rows.seen
+        seen = observed & exists[:, None]
+        series = Series(rows.y, seen.at[0].set(seen[0] & from_start), rows.u, length)
+        chain = family.assemble(read, exists, length)
+        return elbo_of_series(local, chain, series, estimator, key).value, read
 
 
 class EitherLaw(eqx.Module):
@@ -187,41 +211,9 @@ class EitherLaw(eqx.Module):
         return jnp.where(self.first, self.one.sample(key), self.other.sample(key))
 
 
-def _value(
-    family: AbstractFactorFamily,
-    model: StateSpaceModel,
-    window: Window,
-    estimator: AbstractEstimator,
-    key: PRNGKey,
-) -> tuple[Scalar, Factor]:
-    """Return the ELBO of rows from the start, or its increment over all but the first; and factors.
-
-    The increment is the ELBO of the other rows with the law of the first row as prior, which is
-    exact if that law is. The prior and the state before it are held fixed.
-    """
-    rows, start = window.rows, window.from_start
-    before = _where(start, family.init(), lax.stop_gradient(window.before))
-    exists = jnp.arange(rows.y.shape[0]) < window.length
-    read, _ = factors(family, before, rows, exists)
-    past = lax.stop_gradient(jax.tree.map(lambda leaf: leaf[0], read.law))
-    local = StateSpaceModel(_either(start, model.prior, past), model.transition, model.emission)
-    seen = exists[:, None] if rows.seen is None else rows.seen & exists[:, None]
-    series = Series(rows.y, seen.at[0].set(seen[0] & start), rows.u, window.length)
-    chain = family.assemble(read, exists, window.length)
-    return elbo_of_series(local, chain, series, estimator, key).value, read
-
-
 def _either(first: Bool[Array, ""], one: Any, other: Any) -> Any:
     if isinstance(one, Gaussian) and isinstance(other, Gaussian):
         # A Gaussian has expectations in closed form.
         pairs = [(law.mean, dense_scale(law.scale_tril)) for law in (one, other)]
-        return Gaussian(*_where(first, *pairs))
+        return Gaussian(*choose(first, *pairs))
     return EitherLaw(first, one, other)
-
-
-def _advanced(family: AbstractFactorFamily, state: PyTree, row: Row) -> PyTree:
-    return family.advance(state, family.embed(row))
-
-
-def _where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)

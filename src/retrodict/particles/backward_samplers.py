@@ -1,7 +1,7 @@
 """Samplers of the FFBSi weights: draw the particle of time k-1 that precedes a state of time k."""
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -11,9 +11,13 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._types import PRNGKey
 from retrodict._validate import check_count
-from retrodict.particles.backward_weights import Pairs, by_products, log2_bound, squared_distance
+from retrodict.particles.backward_weights import Pairs, by_products, squared_distance
 from retrodict.particles.power_of_two import LOG2_E, power_of_two
-from retrodict.particles.resampling import cumulative, independent, inverse, uniforms
+from retrodict.particles.resampling import Particles, Weights, cumulative, inverse, uniforms
+
+Indices: TypeAlias = Int[Array, "sample"]
+Samples: TypeAlias = Float[Array, "sample state"]
+Shares: TypeAlias = Float[Array, "sample"]
 
 FAN = 16
 """The number of particles, and then of groups, that are summed into one group."""
@@ -30,13 +34,8 @@ class AbstractBackwardSampler(eqx.Module):
 
     @abstractmethod
     def draw(
-        self,
-        key: PRNGKey,
-        pairs: Pairs,
-        log_weights: Float[Array, "particle"],
-        xs: Float[Array, "sample state"],
-        ancestors: Int[Array, "sample"],
-    ) -> Int[Array, "sample"]:
+        self, key: PRNGKey, pairs: Pairs, log_weights: Weights, xs: Samples, ancestors: Indices
+    ) -> Indices:
         """Draw one index per state.
 
         Args:
@@ -56,13 +55,8 @@ class ExactBackward(AbstractBackwardSampler):
     """
 
     def draw(
-        self,
-        key: PRNGKey,
-        pairs: Pairs,
-        log_weights: Float[Array, "particle"],
-        xs: Float[Array, "sample state"],
-        ancestors: Int[Array, "sample"],
-    ) -> Int[Array, "sample"]:
+        self, key: PRNGKey, pairs: Pairs, log_weights: Weights, xs: Samples, ancestors: Indices
+    ) -> Indices:
         """Draw independently from the backward kernel."""
         shares = jax.random.uniform(key, (xs.shape[0],), xs.dtype)
         prepared = pairs.prepare(xs)
@@ -100,13 +94,8 @@ class MCMCBackward(AbstractBackwardSampler):
         check_count(self.num_moves, "num_moves")
 
     def draw(
-        self,
-        key: PRNGKey,
-        pairs: Pairs,
-        log_weights: Float[Array, "particle"],
-        xs: Float[Array, "sample state"],
-        ancestors: Int[Array, "sample"],
-    ) -> Int[Array, "sample"]:
+        self, key: PRNGKey, pairs: Pairs, log_weights: Weights, xs: Samples, ancestors: Indices
+    ) -> Indices:
         """Return the ancestors after the moves."""
         sums, count = cumulative(jnp.exp(log_weights)), xs.shape[0]
         prepared = pairs.prepare(xs)
@@ -140,15 +129,17 @@ class RejectionBackward(AbstractBackwardSampler):
         check_count(self.max_trials, "max_trials")
 
     def draw(
-        self,
-        key: PRNGKey,
-        pairs: Pairs,
-        log_weights: Float[Array, "particle"],
-        xs: Float[Array, "sample state"],
-        ancestors: Int[Array, "sample"],
-    ) -> Int[Array, "sample"]:
+        self, key: PRNGKey, pairs: Pairs, log_weights: Weights, xs: Samples, ancestors: Indices
+    ) -> Indices:
         """Draw independently from the backward kernel."""
-        bound = log2_bound(pairs.kernel, pairs, self.log_bound)
+        bound = 0.0 if pairs.whitened else self.log_bound
+        if bound is None:
+            raise ValueError(
+                "Rejection needs an upper bound of the transition density, which a"
+                f" {type(pairs.kernel).__name__} does not give. Pass"
+                " RejectionBackward(log_bound=...), or use MCMCBackward() or ExactBackward()."
+            )
+        bound = LOG2_E * bound
         prepared, count = pairs.prepare(xs), xs.shape[0]
         sums = cumulative(jnp.exp(log_weights))
         trial_key, rest_key = jax.random.split(key)
@@ -160,7 +151,7 @@ class RejectionBackward(AbstractBackwardSampler):
         def attempt(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             trial, chosen, open_paths = state
             first, second = jax.random.split(jax.random.fold_in(trial_key, trial))
-            proposed = independent(first, sums, (count,))
+            proposed = inverse(sums, uniforms(first, (count,), sums.dtype))
             level = uniforms(second, (count,), xs.dtype)
             ratio = power_of_two(pairs.each(proposed, prepared) - bound)
             taken = open_paths & (level < ratio)
@@ -190,13 +181,8 @@ class Genealogy(AbstractBackwardSampler):
     """A sampler that returns the ancestors: paths of the filter, which coalesce in the past."""
 
     def draw(
-        self,
-        key: PRNGKey,
-        pairs: Pairs,
-        log_weights: Float[Array, "particle"],
-        xs: Float[Array, "sample state"],
-        ancestors: Int[Array, "sample"],
-    ) -> Int[Array, "sample"]:
+        self, key: PRNGKey, pairs: Pairs, log_weights: Weights, xs: Samples, ancestors: Indices
+    ) -> Indices:
         """Return the ancestors."""
         return ancestors
 
@@ -211,12 +197,8 @@ def check_sampler(sampler: Any, owner: str) -> None:
 
 
 def _by_distance(
-    befores: Float[Array, "particle state"],
-    log_weights: Float[Array, "particle"],
-    prepared: Float[Array, "sample state"],
-    shares: Float[Array, "sample"],
-    ancestors: Int[Array, "sample"],
-) -> Int[Array, "sample"]:
+    befores: Particles, log_weights: Weights, prepared: Samples, shares: Shares, ancestors: Indices
+) -> Indices:
     """Draw exactly where log₂ m is minus a squared distance, without a table of all pairs.
 
     Weights are summed in groups of `FAN` inside one fused loop, groups in groups of groups. A draw
@@ -251,10 +233,8 @@ def _by_distance(
 
 
 def _by_matrix(
-    log_weights: Float[Array, "particle sample"],
-    shares: Float[Array, "sample"],
-    ancestors: Int[Array, "sample"],
-) -> Int[Array, "sample"]:
+    log_weights: Float[Array, "particle sample"], shares: Shares, ancestors: Indices
+) -> Indices:
     """Draw exactly from the unnormalised log₂ weights of all pairs."""
     top = jnp.max(log_weights, axis=0)
     weights = power_of_two(log_weights - jnp.where(jnp.isfinite(top), top, 0.0)[None])
@@ -262,9 +242,7 @@ def _by_matrix(
     return jnp.where(rest >= 0, chosen, ancestors).astype(ancestors.dtype)
 
 
-def _descend(
-    weights: Float[Array, "entry sample"], shares: Float[Array, "sample"]
-) -> tuple[Int[Array, "sample"], Float[Array, "sample"]]:
+def _descend(weights: Float[Array, "entry sample"], shares: Shares) -> tuple[Indices, Shares]:
     """Return the entry at a given share of each column's sum, and the remainder within that entry.
 
     Sums of sums are built up to a few groups, and searched from the top. The remainder is −1 for a
@@ -288,9 +266,7 @@ def _descend(
     return place, jnp.where(total > 0, rest, -1.0)
 
 
-def _pick(
-    weights: Float[Array, "entry sample"], rest: Float[Array, "sample"]
-) -> tuple[Int[Array, "sample"], Float[Array, "sample"]]:
+def _pick(weights: Float[Array, "entry sample"], rest: Shares) -> tuple[Indices, Shares]:
     """Return the entry that contains a given partial sum of each column, and the remainder in it.
 
     If rounding puts the partial sum past the end, the entry is the last one with weight.

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from retrodict._kernels import AbstractKernel
+from retrodict._kernels import AbstractLinearGaussianKernel, NonlinearGaussianKernel
 from retrodict._laws import scale_solve
 from retrodict._types import Scalar
-from retrodict.particles.cloud import has_fixed_scale
 from retrodict.particles.power_of_two import LOG2_E
 
 
@@ -31,14 +30,14 @@ class Pairs(eqx.Module):
     value for a pair is minus a squared distance.
 
     Attributes:
-        kernel: the transition.
+        kernel: the transition; only its `log_prob` is called.
         u: its input, or `None`.
         particles: the particles; whitened, their means or, reversed, themselves.
         whitened: whether densities are computed from distances.
         reverse: whether the particles are those of the later time.
     """
 
-    kernel: AbstractKernel
+    kernel: Any
     u: Float[Array, "input"] | None
     particles: Float[Array, "particle state"]
     whitened: bool = eqx.field(static=True)
@@ -47,14 +46,15 @@ class Pairs(eqx.Module):
     @classmethod
     def of(
         cls,
-        kernel: AbstractKernel,
+        kernel: Any,
         u: Float[Array, "input"] | None,
         particles: Float[Array, "particle state"],
         *,
         reverse: bool = False,
     ) -> "Pairs":
         """Build the pairs of a kernel, with whitened particles if the kernel allows it."""
-        if not has_fixed_scale(kernel):
+        # Gaussian, with a scale that does not depend on the state.
+        if not isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel)):
             return cls(kernel, u, particles, False, reverse)
         whitened = jax.vmap(lambda x: _whiten(kernel, x, u, mean=not reverse))(particles)
         return cls(kernel, u, whitened, True, reverse)
@@ -124,19 +124,6 @@ def by_products(a: Float[Array, "*rows state"]) -> bool:
 
 FEW, MANY = 3, 32
 """The largest numbers of coordinates that are summed one by one, in double and single precision."""
-
-
-def log2_bound(kernel: Any, pairs: Pairs, log_bound: float | None) -> Scalar | float:
-    """Return an upper bound of `Pairs.each`; refuse a kernel without one."""
-    if pairs.whitened:
-        return 0.0
-    if log_bound is None:
-        raise ValueError(
-            "Rejection needs an upper bound of the transition density, which a"
-            f" {type(kernel).__name__} does not give. Pass RejectionBackward(log_bound=...), or use"
-            " MCMCBackward() or ExactBackward()."
-        )
-    return LOG2_E * log_bound
 
 
 def _whiten(kernel: Any, x: Array, u: Array | None, *, mean: bool) -> Array:

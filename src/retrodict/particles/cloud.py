@@ -1,7 +1,7 @@
 """Weighted particles at one time, and one step of a particle filter."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
@@ -9,19 +9,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._kernels import (
-    AbstractGaussianKernel,
-    AbstractLinearGaussianKernel,
-    NonlinearGaussianKernel,
-)
-from retrodict._laws import scale_matvec
-from retrodict._model import StateSpaceModel
+from retrodict._kernels import AbstractGaussianKernel
+from retrodict._model import StateSpaceModel, check_densities
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
+from retrodict._validate import check_count
 from retrodict.particles.proposal import AbstractProposal, Lookahead
-from retrodict.particles.resampling import Scheme, resample
+from retrodict.particles.resampling import (
+    Ancestors,
+    Particles,
+    Scheme,
+    Weights,
+    check_scheme,
+    check_threshold,
+    resample,
+)
 
-Cloud = tuple[Float[Array, "particle state"], Float[Array, "particle"]]
+Cloud: TypeAlias = tuple[Particles, Weights]
 """Particles and their normalised log weights."""
 
 
@@ -67,6 +71,22 @@ class Filter(eqx.Module):
     threshold: float = eqx.field(static=True)
     num_particles: int = eqx.field(static=True)
 
+    def __check_init__(self) -> None:
+        check_count(self.num_particles, "num_particles")
+        check_scheme(self.resampling)
+        check_threshold(self.threshold)
+        parts = ("emission",) if self.proposal is None else ("prior", "transition", "emission")
+        check_densities(self.model, "A particle filter", parts)
+        if not isinstance(self.proposal, AbstractProposal | None):
+            raise TypeError(
+                "proposal must be a proposal, such as Guided(initial, move), got"
+                f" {type(self.proposal).__name__}."
+            )
+        if self.lookahead is not None and not callable(self.lookahead):
+            raise TypeError(
+                f"lookahead must be a function of (x, data), got {type(self.lookahead).__name__}."
+            )
+
     def noise(self, key: PRNGKey, dtype: Any) -> PyTree:
         """Draw the randomness of one move of all particles.
 
@@ -79,17 +99,15 @@ class Filter(eqx.Module):
 
     def start(self, key: PRNGKey, data: Series) -> Step:
         """Draw and weigh particles at time 0."""
-        model, keys = self.model, jax.random.split(key, self.num_particles)
+        model = self.model
         law = model.prior if self.proposal is None else self.proposal.initial(data)
-        particles = jax.vmap(lambda key: jnp.asarray(law.sample(key)))(keys)
-        particles = particles.astype(jnp.result_type(particles.dtype, data.ys.dtype))
+        particles = draw_first(law, key, self.num_particles, data)
         log_weights = self._log_emission(particles, data)
         if self.proposal is not None:
             log_weights = log_weights + jax.vmap(
                 lambda x: summed(model.prior.log_prob(x)) - summed(law.log_prob(x))
             )(particles)
-        log_weights = log_weights - math.log(self.num_particles)
-        return weighed(particles, log_weights, jnp.arange(self.num_particles))
+        return weighed(particles, log_weights - math.log(self.num_particles))
 
     def move(self, cloud: Cloud, key: PRNGKey, noise: PyTree, data: Series, step: PyTree) -> Step:
         """Resample particles if needed, move them to time k, and weigh them.
@@ -114,50 +132,45 @@ class Filter(eqx.Module):
         befores = particles[ancestors]
         particles, ratio = self._propose(befores, noise, data, step)
         particles = particles.astype(kinds[0])
-        log_weights = log_weights + self._log_emission(particles, data)
-        if ratio is not None:
-            log_weights = log_weights + ratio
+        log_weights = log_weights + self._log_emission(particles, data) + ratio
         return weighed(particles, log_weights.astype(kinds[1]), ancestors)
 
     def _propose(
-        self, befores: Float[Array, "particle state"], noise: PyTree, data: Series, step: Any
-    ) -> tuple[Float[Array, "particle state"], Float[Array, "particle"] | None]:
-        """Draw x_k; return it and the log ratio of transition and proposal, if they differ."""
-        kernel = self.model.transition
-        u = data.inputs
-        if self.proposal is None:
-            if isinstance(kernel, AbstractGaussianKernel):
-                return jax.vmap(lambda x, e: _gaussian_draw(kernel, x, u, e))(befores, noise), None
-            return jax.vmap(lambda x, key: kernel.sample(key, x, u))(befores, noise), None
-        proposal = self.proposal
+        self, befores: Particles, noise: PyTree, data: Series, step: Any
+    ) -> tuple[Particles, Weights]:
+        """Draw x_k; return it and the log ratio of transition and proposal."""
+        kernel, proposal, u = self.model.transition, self.proposal, data.inputs
 
-        def one(before: Array, key: PRNGKey) -> tuple[Array, Scalar]:
+        def one(before: Array, noise: Any) -> tuple[Array, Scalar]:
+            if proposal is None:
+                if isinstance(kernel, AbstractGaussianKernel):
+                    return kernel.law(before, u).from_noise(noise), jnp.zeros(())
+                return kernel.sample(noise, before, u), jnp.zeros(())
             law = proposal.move(before, data, step)
-            x = jnp.asarray(law.sample(key)).astype(before.dtype)
+            x = jnp.asarray(law.sample(noise)).astype(before.dtype)
             return x, kernel.log_prob(before, x, u) - summed(law.log_prob(x))
 
         return jax.vmap(one)(befores, noise)
 
-    def _log_emission(
-        self, particles: Float[Array, "particle state"], data: Series
-    ) -> Float[Array, "particle"]:
-        kernel = self.model.emission
-        u = data.inputs
-        return jax.vmap(lambda x: kernel.log_prob(x, data.ys, u, data.mask))(particles)
+    def _log_emission(self, particles: Particles, data: Series) -> Weights:
+        log_prob = self.model.emission.log_prob
+        return jax.vmap(lambda x: log_prob(x, data.ys, data.inputs, data.mask))(particles)
 
 
-def has_fixed_scale(kernel: Any) -> bool:
-    """Return whether a kernel is Gaussian with a scale that does not depend on the state."""
-    return isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel))
+def draw_first(law: Any, key: PRNGKey, num_particles: int, data: Series) -> Particles:
+    """Draw the states of time 0, in the wider of the types of the law and of the data."""
+    keys = jax.random.split(key, num_particles)
+    particles = jax.vmap(lambda key: jnp.asarray(law.sample(key)))(keys)
+    return particles.astype(jnp.result_type(particles.dtype, data.ys.dtype))
 
 
 def select(
     scheme: Scheme,
     threshold: float,
-    log_weights: Float[Array, "particle"],
+    log_weights: Weights,
     key: PRNGKey,
-    ahead: Float[Array, "particle"] | None = None,
-) -> tuple[Int[Array, "particle"], Float[Array, "particle"]]:
+    ahead: Weights | None = None,
+) -> tuple[Ancestors, Weights]:
     """Resample if the effective sample size is small; return ancestors and their log weights.
 
     Args:
@@ -168,16 +181,15 @@ def select(
         ahead: additional log weights for resampling; `None` for none.
     """
     count = log_weights.shape[0]
-    first_stage = log_weights if ahead is None else log_weights + ahead
-    constant = jnp.zeros((), log_weights.dtype)
+    first_stage, correction = log_weights, jnp.zeros_like(log_weights)
     if ahead is not None:
-        constant = _log_sum(first_stage)
-    weights = jnp.exp(first_stage - constant)
+        total = jax.nn.logsumexp(log_weights + ahead)
+        first_stage, correction = log_weights + ahead - total, total - ahead
+    weights = jnp.exp(first_stage)
 
     def renewed() -> tuple[Array, Array]:
         chosen = resample(scheme, key, weights, count)
-        fresh = jnp.full_like(log_weights, -math.log(count))
-        return chosen, fresh if ahead is None else fresh + constant - ahead[chosen]
+        return chosen, correction[chosen] - math.log(count)
 
     def unchanged() -> tuple[Array, Array]:
         return jnp.arange(count, dtype=jnp.int32), log_weights
@@ -188,22 +200,16 @@ def select(
     return lax.cond(few, renewed, unchanged)
 
 
-def _gaussian_draw(
-    kernel: AbstractGaussianKernel, x: Array, u: Array | None, noise: Array
-) -> Float[Array, "state"]:
-    law = kernel.law(x, u)
-    return law.mean + scale_matvec(law.scale_tril, noise)
+def weighed(particles: Particles, log_weights: Weights, ancestors: Ancestors | None = None) -> Step:
+    """Normalise weights; if none is positive they become equal, and `impossible` is set.
 
-
-def weighed(
-    particles: Float[Array, "particle state"],
-    log_weights: Float[Array, "particle"],
-    ancestors: Int[Array, "particle"],
-) -> Step:
-    """Normalise weights; if none is positive they become equal, and `impossible` is set."""
+    At the first time visited, particles are their own ancestors.
+    """
+    if ancestors is None:
+        ancestors = jnp.arange(particles.shape[0])
     undefined = jnp.isnan(log_weights) | (log_weights == jnp.inf)
     log_weights = jnp.where(undefined, -jnp.inf, log_weights)
-    total = _log_sum(log_weights)
+    total = jax.nn.logsumexp(log_weights)
     impossible = total == -jnp.inf
     equal = -math.log(log_weights.shape[0])
     log_weights = jnp.where(impossible, equal, log_weights - jnp.where(impossible, 0.0, total))
@@ -218,13 +224,6 @@ def weighed(
     )
 
 
-def _log_sum(log_weights: Float[Array, "particle"]) -> Scalar:
-    """Return log Σ exp, −∞ if every entry is."""
-    top = jnp.max(log_weights)
-    top = jnp.where(jnp.isfinite(top), top, 0.0)
-    return top + jnp.log(jnp.sum(jnp.exp(log_weights - top)))
-
-
 def summed(log_prob: Any) -> Scalar:
     """Sum a log density over the independent entries of a distribution."""
     return jnp.sum(jnp.asarray(log_prob))
@@ -234,13 +233,6 @@ def frozen_where(exists: Bool[Array, ""] | None, new: Step, cloud: Cloud) -> Ste
     """Return the step, or a no-op at a row that does not exist."""
     if exists is None:
         return new
-    count = cloud[1].shape[0]
-    stays = Step(
-        *cloud,
-        jnp.arange(count, dtype=jnp.int32),
-        jnp.zeros_like(new.increment),
-        1.0 / jnp.sum(jnp.exp(2.0 * cloud[1])),
-        jnp.zeros((), bool),
-        jnp.zeros((), bool),
-    )
+    zero = jnp.zeros_like(new.increment)
+    stays = weighed(*cloud)._replace(log_weights=cloud[1], increment=zero)
     return jax.tree.map(lambda a, b: jnp.where(exists, a, b), new, stays)

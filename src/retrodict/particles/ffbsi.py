@@ -1,14 +1,20 @@
-"""Forward filtering, backward sampling (FFBSi)."""
+"""Paths drawn through particles: forward filtering, backward sampling (FFBSi)."""
 
+import math
+from abc import abstractmethod
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._model import StateSpaceModel, check_densities
-from retrodict._series import Series
+from retrodict._expectations import AbstractFunctional, add
+from retrodict._kernels import AbstractKernel
+from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._parameters import unwrap
+from retrodict._series import Series, prepare_rows
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key
 from retrodict.particles.backward_samplers import (
@@ -17,12 +23,219 @@ from retrodict.particles.backward_samplers import (
     Genealogy,
     check_sampler,
 )
+from retrodict.particles.backward_weights import Pairs
 from retrodict.particles.cloud import Filter
-from retrodict.particles.particle_filter import ParticleFilterPosterior, prepare_filter, run_filter
-from retrodict.particles.path_posterior import AbstractPathPosterior, path_summary, trace_paths
+from retrodict.particles.moments import (
+    DEGENERATE,
+    FEW,
+    FINE,
+    AbstractWeightedStates,
+    check_functional,
+    check_probability,
+    check_single,
+    num_distinct,
+    refuse_failure,
+)
+from retrodict.particles.particle_filter import ParticleFilterPosterior, run_filter
 from retrodict.particles.proposal import AbstractProposal, Lookahead
 from retrodict.particles.resampling import Scheme, resample
-from retrodict.particles.status import refuse_failure
+
+
+class AbstractPathPosterior(AbstractWeightedStates):
+    """Paths of equal weight that were drawn through the particles of each time."""
+
+    samples: eqx.AbstractVar[Float[Array, "sample time state"]]
+    indices: eqx.AbstractVar[Int[Array, "time sample"]]
+    data: eqx.AbstractVar[Series]
+    length: eqx.AbstractVar[Int[Array, ""] | None]
+
+    @property
+    @abstractmethod
+    def cloud(self) -> Float[Array, "time particle state"]:
+        """The particles through which the paths go."""
+
+    def _weighted(self) -> tuple[Float[Array, "time sample state"], Float[Array, "time sample"]]:
+        check_single(self.cloud)
+        states = jnp.swapaxes(self.samples, 0, 1)
+        count = self.samples.shape[0]
+        return states, jnp.full(states.shape[:2], -math.log(count), states.dtype)
+
+    def quantile(self, probability: float) -> Float[Array, "time state"]:
+        """Return the quantile of each coordinate of the smoothed states.
+
+        Args:
+            probability: between 0 and 1.
+        """
+        check_single(self.cloud)
+        check_probability(probability)
+        return jnp.quantile(self.samples, probability, axis=0)
+
+    def expectation(
+        self, functional: AbstractFunctional, data: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
+        """Return the expectation of an additive functional, and its standard error.
+
+        The standard error is estimated from this run. It counts the paths and the particles: the
+        contribution of generation p is estimated from paths that go through the same particle at
+        time p. It excludes the bias, of order 1/N, and assumes multinomial resampling at every
+        step; other schemes, and a run that resamples rarely, have smaller errors.
+
+        Args:
+            functional: the functional.
+            data: a pytree with one row per time step; `None` for the observations.
+
+        Returns:
+            The pair (value, standard error), pytrees with the structure of the functional.
+        """
+        check_functional(functional)
+        check_single(self.cloud)
+        data = self.data if data is None else prepare_rows(data, self.samples.shape[1])
+        return self._expectation(functional, data)
+
+    @eqx.filter_jit
+    def _expectation(self, functional: AbstractFunctional, data: PyTree) -> tuple[PyTree, PyTree]:
+        exists = existing_rows(self.samples, self.length)
+        values = path_values(functional, self.samples, data, exists)
+        variances = path_variance(values, self.indices, self.cloud.shape[1], exists)
+        means = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), values)
+        return means, jax.tree.map(jnp.sqrt, variances)
+
+
+def draw_paths(
+    kernel: AbstractKernel,
+    sampler: AbstractBackwardSampler,
+    keys: list[PRNGKey],
+    clouds: Any,
+    series: Series,
+    num_samples: int,
+    status: tuple[Array, Array],
+    forward_log_weights: Float[Array, "time particle"] | None = None,
+) -> dict[str, Any]:
+    """Draw the particle of each path at each time, from one end of the series to the other.
+
+    Args:
+        kernel: the transition.
+        sampler: how particles are drawn.
+        keys: two typed keys: for the first time visited, and for the other times.
+        clouds: `particles`, `log_weights` and `ancestors` of a filter that ran the other way.
+        series: the series.
+        num_samples: the number of paths.
+        status: the status of the filter, and its time.
+        forward_log_weights: if the filter ran backward in time, the normalised log weights by which
+            paths are drawn forward, except at time 0; `None` if it ran forward.
+
+    Returns:
+        The fields of a path posterior that follow from the drawn particles.
+    """
+    particles, log_weights = clouds.particles, clouds.log_weights
+    forward = forward_log_weights is not None
+    begin, visited, parents = -1, slice(None, -1), slice(1, None)
+    if forward:
+        begin, visited, parents = 0, parents, visited
+    start = resample("systematic", keys[0], jnp.exp(log_weights[begin]), num_samples)
+
+    def step(state: tuple[Array, Array], row: tuple) -> tuple[tuple[Array, Array], Array]:
+        places, xs = state
+        key, particles, log_weights, ancestors, data, exists = row
+        pairs = Pairs.of(kernel, data.inputs, particles, reverse=forward)
+        chosen = sampler.draw(key, pairs, log_weights, xs, ancestors[places])
+        if exists is not None:
+            chosen = jnp.where(exists, chosen, places)
+        return (chosen, particles[chosen]), chosen
+
+    rows = (
+        jax.random.split(keys[1], particles.shape[0] - 1),
+        particles[visited],
+        (log_weights if forward_log_weights is None else forward_log_weights)[visited],
+        clouds.ancestors[parents],
+        *jax.tree.map(lambda leaf: leaf[1:], (series.rows, series.exists())),
+    )
+    state = (start, particles[begin][start])
+    _, rest = lax.scan(step, state, rows, reverse=not forward)
+    indices = jnp.concatenate([start[None], rest] if forward else [rest, start[None]])
+    counts = jax.vmap(lambda row: num_distinct(row, particles.shape[1]))(indices)
+    fewest = jnp.argmin(counts)
+    degenerate = (status[0] == FINE) & (counts[fewest] < FEW)
+    return {
+        "samples": jax.vmap(lambda xs, row: xs[row], out_axes=1)(particles, indices),
+        "indices": indices,
+        "data": series.rows,
+        "num_distinct": counts,
+        "status": jnp.where(degenerate, DEGENERATE, status[0]),
+        "status_time": jnp.where(degenerate, fewest, status[1]),
+    }
+
+
+def path_values(
+    functional: AbstractFunctional,
+    samples: Float[Array, "sample time state"],
+    data: PyTree,
+    exists: Bool[Array, "time"] | None,
+) -> PyTree:
+    """Return the values of a functional along paths, over the rows that exist."""
+    later = jax.tree.map(lambda leaf: leaf[1:], (data, exists))
+
+    def along(path: Float[Array, "time state"]) -> PyTree:
+        first = functional.initial(path[0], jax.tree.map(lambda leaf: leaf[0], data))
+        return lax.scan(more, first, (path[:-1], path[1:], *later))[0]
+
+    def more(total: PyTree, at: tuple) -> tuple[PyTree, None]:
+        before, x, row, real = at
+        value = functional.increment(before, x, row)
+        if real is not None:
+            value = jax.tree.map(lambda leaf: jnp.where(real, leaf, 0), value)
+        return add([total, value]), None
+
+    return jax.vmap(along)(samples)
+
+
+def existing_rows(
+    samples: Float[Array, "sample time state"], length: Int[Array, ""] | None
+) -> Bool[Array, "time"] | None:
+    """Return which rows of paths exist; `None` if all of them do."""
+    return None if length is None else jnp.arange(samples.shape[1]) < length
+
+
+def path_variance(
+    values: PyTree,
+    indices: Int[Array, "time sample"],
+    num_particles: int,
+    exists: Bool[Array, "time"] | None,
+) -> PyTree:
+    """Estimate the variance of the mean of a functional over backward paths, from one run.
+
+    Given the filter, paths are independent draws, which adds s²/M. The contribution of the filter's
+    particles is estimated from paths that share one: with c the centred values, generation p adds
+
+        Σ_{a ≠ b, same particle at time p} c_a c_b / M²,
+
+    an unbiased estimate of the sum over its particles of squared influences on the mean.
+
+    Args:
+        values: a pytree with a leading axis `sample`.
+        indices: the particle through which each path goes at each time.
+        num_particles: the number of particles.
+        exists: which times exist; `None` if all of them do.
+    """
+
+    def one(leaf: Array) -> Array:
+        count = leaf.shape[0]
+        flat = leaf.reshape(count, -1)
+        centred = flat - jnp.mean(flat, axis=0, keepdims=True)
+        squares = jnp.sum(centred**2, axis=0)
+
+        def at_time(total: Array, at: tuple[Array, Array | None]) -> tuple[Array, None]:
+            places, real = at
+            sums = jnp.zeros((num_particles, flat.shape[1]), flat.dtype).at[places].add(centred)
+            added = jnp.sum(sums**2, axis=0) - squares
+            return total + (added if real is None else jnp.where(real, added, 0.0)), None
+
+        shared, _ = lax.scan(at_time, jnp.zeros_like(squares), (indices, exists))
+        alone = squares / (count * (count - 1)) if count > 1 else jnp.full_like(squares, jnp.nan)
+        return (jnp.maximum(shared, 0.0) / count**2 + alone).reshape(leaf.shape[1:])
+
+    return jax.tree.map(one, values)
+
 
 _EXACT = ExactBackward()
 
@@ -130,53 +343,23 @@ def ffbsi(
     """
     check_key(key, "ffbsi")
     check_sampler(backward, "ffbsi")
-    num_particles = check_count(num_particles, "num_particles")
-    num_samples = num_particles if num_samples is None else check_count(num_samples, "num_samples")
-    machine, series = prepare_filter(
-        model,
-        ys,
-        num_particles,
-        proposal,
-        lookahead,
-        resampling,
-        threshold,
-        {"mask": mask, "inputs": inputs, "length": length},
-    )
+    machine = Filter(unwrap(model), proposal, lookahead, resampling, threshold, num_particles)
+    num_samples = check_count(num_particles if num_samples is None else num_samples, "num_samples")
+    series = prepare_data(machine.model, ys, mask=mask, inputs=inputs, length=length)
     if not isinstance(backward, Genealogy):
         check_densities(machine.model, "Backward sampling", ("transition",))
-    posterior = _ffbsi(machine, backward, key, series, num_samples)
+    posterior = run_smoother(machine, backward, key, series, num_samples)
     refuse_failure("ffbsi", posterior.status, posterior.status_time, strict)
     return posterior
 
 
 @eqx.filter_jit
-def _ffbsi(
-    machine: Filter,
-    backward: AbstractBackwardSampler,
-    key: PRNGKey,
-    series: Series,
-    num_samples: int,
-) -> ParticlePosterior:
-    return run_smoother(machine, backward, key, series, num_samples)
-
-
 def run_smoother(
-    machine: Any,
-    backward: AbstractBackwardSampler,
-    key: PRNGKey,
-    series: Series,
-    num_samples: int,
+    machine: Any, backward: AbstractBackwardSampler, key: PRNGKey, series: Series, num_samples: int
 ) -> ParticlePosterior:
-    """Run a filter over a prepared series and draw paths backward; call it inside `jax.jit`."""
-    filter_key, last_key, path_key = jax.random.split(key, 3)
+    """Run a filter over a prepared series, and draw paths backward."""
+    filter_key, *keys = jax.random.split(key, 3)
     filtered = run_filter(machine, filter_key, series)
-    data = series.rows
-    weights = jnp.exp(filtered.log_weights[-1])
-    last = resample("systematic", last_key, weights, num_samples)
-    later = jax.tree.map(lambda leaf: leaf[1:], (filtered.ancestors, data, series.exists()))
-    rows = (filtered.particles[:-1], filtered.log_weights[:-1], *later)
-    start = (last, filtered.particles[-1][last])
-    indices = trace_paths(machine.model.transition, backward, path_key, start, rows)
-    indices = jnp.concatenate([indices, last[None]])
-    summary = path_summary(filtered.particles, indices, filtered.status, filtered.status_time)
-    return ParticlePosterior(filtered=filtered, data=data, **summary)
+    status, kernel = (filtered.status, filtered.status_time), machine.model.transition
+    paths = draw_paths(kernel, backward, keys, filtered, series, num_samples, status)
+    return ParticlePosterior(filtered=filtered, **paths)

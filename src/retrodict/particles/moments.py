@@ -1,25 +1,100 @@
-"""Moments, quantiles and variance estimates from weighted particles and from paths."""
+"""Moments and diagnostics of weighted states, and status codes, which pass through `jax.jit`."""
+
+from abc import abstractmethod
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
-from retrodict._expectations import AbstractFunctional, add
-from retrodict._numerics import linalg
+from retrodict._expectations import AbstractFunctional
 from retrodict._types import Scalar
+from retrodict._validate import check_count, is_concrete
+
+FINE, IMPOSSIBLE, UNDEFINED, DEGENERATE = 0, 1, 2, 3
+
+FEW = 10
+"""The least number of particles at each time through which paths must go."""
+
+_WORDS = {
+    IMPOSSIBLE: "no particle has a positive weight at time {time}: the observation there is"
+    " impossible, or so unlikely that all weights vanish, under every state that was drawn. Check"
+    " that row, use more particles, or a proposal that uses the data",
+    UNDEFINED: "the log weight of some particle is NaN or +inf at time {time}. Check that the"
+    " densities of the model (and of the proposal) are finite there",
+    DEGENERATE: f"paths go through fewer than {FEW} particles at time {{time}}. Use more particles,"
+    " or a proposal that uses the data",
+}
 
 
-def weighted_moments(
-    particles: Float[Array, "time particle state"], log_weights: Float[Array, "time particle"]
-) -> tuple[Float[Array, "time state"], Float[Array, "time state state"]]:
-    """Compute means and covariances at each time."""
-    weights = jnp.exp(log_weights)
-    mean = jnp.einsum("tp,tps->ts", weights, particles, precision="highest")
-    centred = particles - mean[:, None]
-    covariance = jnp.einsum("tp,tpa,tpb->tab", weights, centred, centred, precision="highest")
-    return mean, covariance
+def status_words(status: Any, time: Any) -> str:
+    """Describe a status that is not fine."""
+    return _WORDS[int(np.asarray(status))].format(time=int(np.asarray(time)))
+
+
+def status_of(
+    impossible: Bool[Array, "time"], undefined: Bool[Array, "time"]
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Return the status of a filter, and the first time at which it was not fine."""
+    codes = jnp.where(undefined, UNDEFINED, jnp.where(impossible, IMPOSSIBLE, FINE))
+    time = jnp.argmax(codes != FINE)
+    return codes[time], jnp.where(codes[time] == FINE, -1, time)
+
+
+def refuse_failure(owner: str, status: Any, time: Any, strict: bool) -> None:
+    """Raise an error if a filter failed and its status is known, as outside of `jax.jit`."""
+    if strict and is_concrete(status) and int(np.asarray(status)) in (IMPOSSIBLE, UNDEFINED):
+        raise FloatingPointError(
+            f"{owner}: {status_words(status, time)}. Pass strict=False to get the result with its"
+            " status instead."
+        )
+
+
+def check_single(particles: Array) -> None:
+    """Refuse particles of a batch of series, whose axes would be misread."""
+    if particles.ndim != 3:
+        raise ValueError(
+            f"This result holds a batch of series: its particles have shape {particles.shape},"
+            " where one series has (time, particle, state). Read it under jax.vmap, for example"
+            " jax.vmap(lambda posterior: posterior.mean)(posteriors)."
+        )
+
+
+def check_functional(functional: Any, owner: str = "expectation") -> None:
+    """Refuse an object that is not a functional."""
+    if not isinstance(functional, AbstractFunctional):
+        raise TypeError(
+            f"{owner} expects a functional, such as StateSum() or AdditiveFunctional(fn), got"
+            f" {type(functional).__name__}."
+        )
+
+
+class AbstractWeightedStates(eqx.Module):
+    """A law of the states of each time, as weighted states."""
+
+    @abstractmethod
+    def _weighted(
+        self,
+    ) -> tuple[Float[Array, "time particle state"], Float[Array, "time particle"]]:
+        """Return the states of each time, and their normalised log weights."""
+
+    @property
+    def mean(self) -> Float[Array, "time state"]:
+        """The means."""
+        states, log_weights = self._weighted()
+        return jnp.einsum("tp,tps->ts", jnp.exp(log_weights), states, precision="highest")
+
+    @property
+    def covariance(self) -> Float[Array, "time state state"]:
+        """The covariances."""
+        states, log_weights = self._weighted()
+        centred = states - self.mean[:, None]
+        return jnp.einsum(
+            "tp,tpa,tpb->tab", jnp.exp(log_weights), centred, centred, precision="highest"
+        )
 
 
 def weighted_quantile(
@@ -28,7 +103,7 @@ def weighted_quantile(
     probability: float,
 ) -> Float[Array, "time state"]:
     """Return the least value with at least this probability at or below it, per coordinate."""
-    _check_probability(probability)
+    check_probability(probability)
 
     def one(values: Array, weights: Array) -> Array:
         order = jnp.argsort(values)
@@ -57,26 +132,23 @@ def num_distinct(indices: Int[Array, "entry"], count: int) -> Int[Array, ""]:
     return jnp.sum(jnp.zeros(count, jnp.int32).at[indices].set(1))
 
 
-def log_evidence_variance(
-    ancestors: Int[Array, "time particle"],
-    log_weights: Float[Array, "time particle"],
-    lag: int,
-    independent: bool,
-) -> Scalar:
-    """Estimate the variance of the log-evidence; see `ParticleFilterPosterior`.
+def log_evidence_error(posterior: Any, lag: int, order: slice = slice(None)) -> Scalar:
+    """Return the standard error of a log-evidence, estimated from the clouds of one run.
 
     With D_p(i) the weight at time e = min(p + lag, n-1) of the descendants of particle i of time p,
-    generation p adds Σ_i D_p(i)² − Σ_i D_{p+1}(i)², both at the same time e, and the last
-    generation adds Σ_i w_i² − 1/N. If offspring are drawn independently, shares differ by chance
-    even between equal particles: that part, (1 − Σ_i D_p(i)²)/(N − 1), is subtracted (Lee and
-    Whiteley 2018).
+    generation p adds Σ_i D_p(i)² − Σ_i D_{p+1}(i)² to the variance, both at the same time e, and
+    the last generation adds Σ_i w_i² − 1/N. If offspring are drawn independently, shares differ by
+    chance even between equal particles: that part, (1 − Σ_i D_p(i)²)/(N − 1), is subtracted (Lee
+    and Whiteley 2018).
 
     Args:
-        ancestors: the index of each particle at the time before.
-        log_weights: normalised log weights.
+        posterior: clouds, with `particles`, `log_weights`, `ancestors` and `resampling`.
         lag: the number of steps after which shares are compared.
-        independent: whether resampling is multinomial.
+        order: the order in which times were visited.
     """
+    lag = check_count(lag, "lag")
+    check_single(posterior.particles)
+    ancestors, log_weights = posterior.ancestors[order], posterior.log_weights[order]
     n, count = log_weights.shape
     lag = min(lag, n - 1)
     ends = jnp.minimum(jnp.arange(n) + lag, n - 1)
@@ -98,138 +170,16 @@ def log_evidence_variance(
 
         total, last = squares(here), end == time
         added = total - jnp.where(last, 1.0 / count, squares(later))
-        if not independent or count == 1:
+        if posterior.resampling != "multinomial" or count == 1:
             return added
         renewed = jnp.any(ancestors[jnp.minimum(time + 1, n - 1)] != start)
         return added - jnp.where(renewed & ~last, (1.0 - total) / (count - 1), 0.0)
 
     added = lax.map(lambda at: of_generation(*at), (jnp.arange(n), ends))
-    return jnp.maximum(jnp.sum(added), 0.0)
+    return jnp.sqrt(jnp.maximum(jnp.sum(added), 0.0))
 
 
-def path_moments(
-    samples: Float[Array, "sample time state"],
-) -> tuple[Float[Array, "time state"], Float[Array, "time state state"]]:
-    """Compute means and covariances of paths at each time."""
-    mean = jnp.mean(samples, axis=0)
-    centred = jnp.swapaxes(samples - mean[None], 0, 1)
-    covariance = jax.vmap(lambda c: linalg.matmul(c.T, c))(centred) / samples.shape[0]
-    return mean, covariance
-
-
-def path_quantile(
-    samples: Float[Array, "sample time state"], probability: float
-) -> Float[Array, "time state"]:
-    """Return the quantile of each coordinate of paths of equal weight, at each time."""
-    _check_probability(probability)
-    return jnp.quantile(samples, probability, axis=0)
-
-
-def _check_probability(probability: float) -> None:
+def check_probability(probability: float) -> None:
+    """Refuse a number outside of [0, 1]."""
     if not 0 <= probability <= 1:
         raise ValueError(f"`probability` must be between 0 and 1, got {probability}.")
-
-
-@eqx.filter_jit
-def path_expectation(
-    functional: AbstractFunctional,
-    samples: Float[Array, "sample time state"],
-    indices: Int[Array, "time sample"],
-    num_particles: int,
-    data: PyTree,
-    length: Int[Array, ""] | None,
-) -> tuple[PyTree, PyTree]:
-    """Return the mean of a functional over paths through particles, and its standard error.
-
-    Args:
-        functional: the functional.
-        samples: paths of equal weight.
-        indices: the particle through which each path goes at each time.
-        num_particles: the number of particles.
-        data: a pytree with one row per time step.
-        length: the number of rows that exist; `None` if all of them do.
-    """
-    values = path_values(functional, samples, data, length)
-    variances = path_variance(values, indices, num_particles, _exists(samples, length))
-    return (
-        jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), values),
-        jax.tree.map(jnp.sqrt, variances),
-    )
-
-
-def path_values(
-    functional: AbstractFunctional,
-    samples: Float[Array, "sample time state"],
-    data: PyTree,
-    length: Int[Array, ""] | None,
-) -> PyTree:
-    """Return the values of a functional along paths, over the rows that exist."""
-    exists = _exists(samples, length)
-    return jax.vmap(lambda path: _value_along(functional, path, data, exists))(samples)
-
-
-def _exists(
-    samples: Float[Array, "sample time state"], length: Int[Array, ""] | None
-) -> Bool[Array, "time"] | None:
-    return None if length is None else jnp.arange(samples.shape[1]) < length
-
-
-def _value_along(
-    functional: AbstractFunctional,
-    path: Float[Array, "time state"],
-    data: PyTree,
-    exists: Bool[Array, "time"] | None,
-) -> PyTree:
-    """Return the value of a functional along one path, over the rows that exist."""
-    first = functional.initial(path[0], jax.tree.map(lambda leaf: leaf[0], data))
-
-    def more(total: PyTree, at: tuple) -> tuple[PyTree, None]:
-        before, x, row, real = at
-        value = functional.increment(before, x, row)
-        if real is not None:
-            value = jax.tree.map(lambda leaf: jnp.where(real, leaf, 0), value)
-        return add([total, value]), None
-
-    later = jax.tree.map(lambda leaf: leaf[1:], (data, exists))
-    return lax.scan(more, first, (path[:-1], path[1:], *later))[0]
-
-
-def path_variance(
-    values: PyTree,
-    indices: Int[Array, "time sample"],
-    num_particles: int,
-    exists: Bool[Array, "time"] | None,
-) -> PyTree:
-    """Estimate the variance of the mean of a functional over backward paths, from one run.
-
-    Given the filter, paths are independent draws, which adds s²/M. The contribution of the filter's
-    particles is estimated from paths that share one: with c the centred values, generation p adds
-
-        Σ_{a ≠ b, same particle at time p} c_a c_b / M²,
-
-    an unbiased estimate of the sum over its particles of squared influences on the mean.
-
-    Args:
-        values: a pytree with a leading axis `sample`.
-        indices: the particle through which each path goes at each time.
-        num_particles: the number of particles.
-        exists: which times exist; `None` if all of them do.
-    """
-
-    def one(leaf: Array) -> Array:
-        count = leaf.shape[0]
-        flat = leaf.reshape(count, -1)
-        centred = flat - jnp.mean(flat, axis=0, keepdims=True)
-        squares = jnp.sum(centred**2, axis=0)
-
-        def at_time(total: Array, at: tuple[Array, Array | None]) -> tuple[Array, None]:
-            places, real = at
-            sums = jnp.zeros((num_particles, flat.shape[1]), flat.dtype).at[places].add(centred)
-            added = jnp.sum(sums**2, axis=0) - squares
-            return total + (added if real is None else jnp.where(real, added, 0.0)), None
-
-        shared, _ = lax.scan(at_time, jnp.zeros_like(squares), (indices, exists))
-        alone = squares / (count * (count - 1)) if count > 1 else jnp.full_like(squares, jnp.nan)
-        return (jnp.maximum(shared, 0.0) / count**2 + alone).reshape(leaf.shape[1:])
-
-    return jax.tree.map(one, values)

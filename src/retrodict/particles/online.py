@@ -8,6 +8,7 @@ an expectation under the backward kernel of the filter. It is taken over all par
 N² per step, or over two draws per particle (PaRIS, Olsson and Westerborn 2017).
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,8 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from retrodict._expectations import AbstractFunctional, add
+from retrodict._expectations import (
+    AbstractFunctional,
+    AbstractPairTerm,
+    AbstractStateTerm,
+    AbstractTerm,
+    add,
+)
 from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._numerics import in_parts
 from retrodict._parameters import unwrap
 from retrodict._series import Series, prepare_rows
 from retrodict._types import PRNGKey, Scalar
@@ -29,10 +37,92 @@ from retrodict.particles.backward_samplers import (
 )
 from retrodict.particles.backward_weights import Pairs
 from retrodict.particles.cloud import Filter, Step, frozen_where
-from retrodict.particles.particle_filter import make_filter
+from retrodict.particles.moments import FINE, check_functional, refuse_failure, status_of
 from retrodict.particles.power_of_two import LOG2_E
 from retrodict.particles.resampling import Scheme
-from retrodict.particles.status import FINE, IMPOSSIBLE, UNDEFINED, refuse_failure
+
+Weights = Float[Array, "before"]
+
+
+def sum_of_terms(functional: AbstractFunctional, kind: type[AbstractTerm], *args: Any) -> PyTree:
+    """Return the sum of the terms of one kind at these arguments; `None` if there are none."""
+    values = [term(*args) for term in functional.terms() if isinstance(term, kind)]  # pyright: ignore
+    return add(values) if values else None
+
+
+def plus(more: PyTree, values: PyTree) -> PyTree:
+    """Add two pytrees; `None` in the first one counts as zero. Dtypes are those of the second."""
+    return jax.tree.map(
+        lambda added, value: value if added is None else (value + added).astype(value.dtype),
+        more,
+        values,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def average_over_all(
+    statistics: PyTree,
+    increment: Callable[[Array, Array, Scalar], PyTree],
+    log_weights: Callable[[Array], Weights],
+    befores: Float[Array, "before state"],
+    xs: Float[Array, "now state"],
+    tile: int,
+    weigh: Callable[[Weights], Weights] = jax.nn.softmax,
+) -> tuple[PyTree, Float[Array, "now"]]:
+    """Return the averages over all states of time k-1, and the effective sample sizes.
+
+    Args:
+        statistics: T_{k-1} at each state, with a leading axis.
+        increment: the terms of h_k that depend on both states, from x_{k-1}, x_k and the log
+            weight; `None` for parts of the statistics without such terms.
+        log_weights: the log weights of all states, given x_k.
+        befores: the states of time k-1.
+        xs: the states of time k.
+        tile: the number of pairs that are weighted at once.
+        weigh: the weights of an average, from the log weights.
+    """
+
+    def one(x: Float[Array, "state"]) -> tuple[PyTree, Scalar]:
+        logs = log_weights(x)
+        weights = weigh(logs)
+
+        def average(leaf: Array) -> Array:
+            return jnp.tensordot(weights, leaf, axes=1, precision="highest")
+
+        added = jax.vmap(lambda before, log: increment(before, x, log))(befores, logs)
+        values = plus(jax.tree.map(average, added), jax.tree.map(average, statistics))
+        return values, 1.0 / jnp.sum(jax.nn.softmax(logs) ** 2)
+
+    return in_parts(one, xs, max(1, tile // befores.shape[0]))
+
+
+def average_over_draws(
+    statistics: PyTree,
+    increment: Callable[[Array, Array], PyTree],
+    befores: Float[Array, "before state"],
+    xs: Float[Array, "draw state"],
+    chosen: Int[Array, "draw"],
+    num_draws: int,
+) -> PyTree:
+    """Return the averages over a few draws of states of time k-1.
+
+    Args:
+        statistics: T_{k-1} at each state, with a leading axis.
+        increment: the terms of h_k that depend on both states, from x_{k-1} and x_k; `None` for
+            parts of the statistics without such terms.
+        befores: the states of time k-1.
+        xs: the states of time k, each repeated `num_draws` times.
+        chosen: one index of a state of time k-1 for each of them.
+        num_draws: the number of draws per state.
+    """
+
+    def average(leaf: Array) -> Array:
+        return jnp.mean(leaf.reshape(-1, num_draws, *leaf.shape[1:]), axis=1)
+
+    added = jax.vmap(increment)(befores[chosen], xs)
+    carried = jax.tree.map(lambda leaf: leaf[chosen], statistics)
+    return plus(jax.tree.map(average, added), jax.tree.map(average, carried))
+
 
 _REJECTION = RejectionBackward()
 
@@ -72,11 +162,28 @@ class OnlineState(eqx.Module):
         weights = jnp.exp(self.log_weights)
         return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, axes=1), self.statistics)
 
+    def after(self, key: PRNGKey, step: Step, statistics: PyTree) -> "OnlineState":
+        """Return the state after a step of the filter."""
+        status, _ = status_of(step.impossible[None], step.undefined[None])
+        first = (self.status == FINE) & (status != FINE)
+        return OnlineState(
+            key,
+            step.particles,
+            step.log_weights,
+            statistics,
+            self.log_evidence + step.increment,
+            step.ess,
+            jnp.where(first, status, self.status).astype(jnp.int32),
+            jnp.where(first, self.num_read, self.status_time).astype(jnp.int32),
+            self.num_read + 1,
+        )
+
 
 class AdditiveSmoother(eqx.Module):
     """A particle filter whose particles carry the statistic of an additive functional.
 
     Args:
+        owner: the name of the caller, for messages.
         model: the model; its transition must have a density.
         functional: any additive functional.
         num_particles: the number of particles.
@@ -93,25 +200,21 @@ class AdditiveSmoother(eqx.Module):
 
     def __init__(
         self,
+        owner: str,
         model: StateSpaceModel,
         functional: AbstractFunctional,
         num_particles: int,
-        *,
-        backward: AbstractBackwardSampler | None = _REJECTION,
-        num_draws: int = 2,
-        resampling: Scheme = "systematic",
-        threshold: float = 0.5,
-        owner: str = "OnlineSmoother",
+        backward: AbstractBackwardSampler | None,
+        num_draws: int,
+        resampling: Scheme,
+        threshold: float,
     ):
-        if not isinstance(functional, AbstractFunctional):
-            raise TypeError(
-                f"{owner} expects a functional, such as StateSum(), got"
-                f" {type(functional).__name__}."
-            )
+        check_functional(functional, owner)
         if backward is not None:
             check_sampler(backward, owner)
-        check_densities(unwrap(model), owner, ("transition",))
-        self.filter = make_filter(unwrap(model), num_particles, None, None, resampling, threshold)
+        model = unwrap(model)
+        check_densities(model, owner, ("transition",))
+        self.filter = Filter(model, None, None, resampling, threshold, num_particles)
         self.functional, self.backward = functional, backward
         self.num_draws = check_count(num_draws, "num_draws")
 
@@ -120,97 +223,82 @@ class AdditiveSmoother(eqx.Module):
         key, filter_key = jax.random.split(key)
         step = self.filter.start(filter_key, row)
         statistics = jax.vmap(lambda x: self.functional.initial(x, data))(step.particles)
-        status = (jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32))
-        zero = jnp.zeros_like(step.increment)
-        return _state(key, step, statistics, zero, status, jnp.zeros((), int))
+        zero, none = jnp.zeros_like(step.increment), jnp.zeros((), int)
+        before = OnlineState(key, *step[:2], statistics, zero, zero, none, none - 1, none)
+        return before.after(key, step, statistics)
 
     def advance(
         self, state: OnlineState, row: Series, data: PyTree, exists: Any = None
     ) -> OnlineState:
         """Return the state after one more row; called inside `jax.jit`."""
         key, noise_key, select_key, back_key = jax.random.split(state.key, 4)
-        cloud, model = (state.particles, state.log_weights), self.filter.model
+        cloud = (state.particles, state.log_weights)
         noise = self.filter.noise(noise_key, state.particles.dtype)
         step = frozen_where(exists, self.filter.move(cloud, select_key, noise, row, None), cloud)
-        pairs = Pairs.of(model.transition, row.inputs, cloud[0])
+        statistics = self._carried(state, step, row, data, back_key)
+        here = jax.vmap(lambda x: sum_of_terms(self.functional, AbstractStateTerm, x, data))
+        statistics = plus(here(step.particles), statistics)
+        if exists is not None:
+            statistics = jax.tree.map(
+                lambda new, old: jnp.where(exists, new, old), statistics, state.statistics
+            )
+        return state.after(key, step, statistics)
+
+    def _carried(
+        self, state: OnlineState, step: Step, row: Series, data: PyTree, key: PRNGKey
+    ) -> PyTree:
+        """Return the expectation of T_{k-1} and of the pair terms, at each particle."""
+        befores, draws = state.particles, self.num_draws
+        pairs = Pairs.of(self.filter.model.transition, row.inputs, befores)
+
+        def increment(before: Array, x: Array, log_weight: Any = None) -> PyTree:
+            return sum_of_terms(self.functional, AbstractPairTerm, before, x, data)
+
         if self.backward is None:
-            statistics = _over_all(self, state, pairs, step.particles, data)
-        else:
-            statistics = _over_draws(self, state, pairs, step, data, back_key)
+            return average_over_all(
+                state.statistics,
+                increment,
+                lambda x: state.log_weights + pairs.matrix(pairs.prepare(x[None]))[:, 0] / LOG2_E,
+                befores,
+                step.particles,
+                TILE,
+            )[0]
+        xs, ancestors = jnp.repeat(step.particles, draws, 0), jnp.repeat(step.ancestors, draws, 0)
+        chosen = self.backward.draw(key, pairs, state.log_weights, xs, ancestors)
+        return average_over_draws(state.statistics, increment, befores, xs, chosen, draws)
 
-        def select(new: Array, old: Array) -> Array:
-            new = new.astype(old.dtype)
-            return new if exists is None else jnp.where(exists, new, old)
+    def run(
+        self, owner: str, key: PRNGKey, series: Series, data: PyTree, strict: bool
+    ) -> "AdditivePosterior":
+        """Smooth the functional of a prepared series.
 
-        statistics = jax.tree.map(select, statistics, state.statistics)
-        status = (state.status, state.status_time)
-        return _state(key, step, statistics, state.log_evidence, status, state.num_read)
+        Args:
+            owner: the name of the caller, for messages.
+            key: a typed key.
+            series: the series.
+            data: what the functional reads, with one row per time step; `None` for the series.
+            strict: whether to raise an error if the filter fails.
+        """
+        check_key(key, owner)
+        posterior = self._scan(key, series, prepare_rows(data, series.num_times))
+        refuse_failure(owner, posterior.status, posterior.status_time, strict)
+        return posterior
 
+    @eqx.filter_jit
+    def _scan(self, key: PRNGKey, series: Series, data: PyTree) -> "AdditivePosterior":
+        rows = series.rows
+        data = rows if data is None else data
+        first = self.start(key, *jax.tree.map(lambda leaf: leaf[0], (rows, data)))
 
-def _state(
-    key: PRNGKey,
-    step: Step,
-    statistics: PyTree,
-    log_evidence: Scalar,
-    status: tuple[Array, Array],
-    num_read: Array,
-) -> OnlineState:
-    code = jnp.where(step.undefined, UNDEFINED, jnp.where(step.impossible, IMPOSSIBLE, FINE))
-    first = (status[0] == FINE) & (code != FINE)
-    return OnlineState(
-        key,
-        step.particles,
-        step.log_weights,
-        statistics,
-        log_evidence + step.increment,
-        step.ess,
-        jnp.where(first, code, status[0]),
-        jnp.where(first, num_read, status[1]).astype(status[1].dtype),
-        num_read + 1,
-    )
+        def move(carry: tuple[OnlineState, Scalar], at: tuple) -> tuple[tuple, None]:
+            state, least = carry
+            state = self.advance(state, *at)
+            return (state, jnp.minimum(least, state.ess)), None
 
-
-def _over_draws(
-    smoother: AdditiveSmoother,
-    state: OnlineState,
-    pairs: Pairs,
-    step: Step,
-    data: PyTree,
-    key: PRNGKey,
-) -> PyTree:
-    """T_k at each particle as the mean over a few backward draws."""
-    count, draws = step.particles.shape[0], smoother.num_draws
-    xs, ancestors = jnp.repeat(step.particles, draws, 0), jnp.repeat(step.ancestors, draws, 0)
-    chosen = smoother.backward.draw(key, pairs, state.log_weights, xs, ancestors)  # pyright: ignore
-    befores = state.particles[chosen]
-    added = jax.vmap(lambda a, b: smoother.functional.increment(a, b, data))(befores, xs)
-    before = jax.tree.map(lambda leaf: leaf[chosen], state.statistics)
-    return jax.tree.map(
-        lambda leaf: jnp.mean(leaf.reshape(count, draws, *leaf.shape[1:]), axis=1),
-        add([before, added]),
-    )
-
-
-def _over_all(
-    smoother: AdditiveSmoother,
-    state: OnlineState,
-    pairs: Pairs,
-    xs: Float[Array, "particle state"],
-    data: PyTree,
-) -> PyTree:
-    """T_k at each particle as the expectation over all particles of the time before."""
-
-    def one(x: Float[Array, "state"]) -> PyTree:
-        log_weights = LOG2_E * state.log_weights + pairs.matrix(pairs.prepare(x[None]))[:, 0]
-        weights = jax.nn.softmax(log_weights / LOG2_E)
-        added = jax.vmap(lambda before: smoother.functional.increment(before, x, data))(
-            state.particles
-        )
-        return jax.tree.map(
-            lambda leaf: jnp.tensordot(weights, leaf, axes=1), add([state.statistics, added])
-        )
-
-    return lax.map(one, xs, batch_size=max(1, TILE // xs.shape[0]))
+        later = jax.tree.map(lambda leaf: leaf[1:], (rows, data, series.exists()))
+        (last, least), _ = lax.scan(move, (first, first.ess), later)
+        status = (last.status, last.status_time)
+        return AdditivePosterior(last.value, last.log_evidence, least, *status)
 
 
 class AdditivePosterior(NamedTuple):
@@ -255,32 +343,26 @@ def paris(
         model: the model; its transition must have a density.
         ys: observations, of shape `(time, obs)`; NaN where missing.
         functional: any additive functional; `Score(model)` gives the score of the model.
-        num_particles: how many particles.
-        data: a pytree with one row a time step that the functional reads; `None` for the
+        num_particles: the number of particles.
+        data: a pytree with one row per time step, which the functional reads; `None` for the
             observations, as `LogJoint` and `Score` read them.
-        backward: how the backward kernel is drawn from. `RejectionBackward` is exact, and needs a
+        backward: the sampler of the backward kernel. `RejectionBackward` is exact, and needs a
             transition that is Gaussian with one scale or a bound of its density.
-        num_draws: how many draws each particle averages, at least two.
+        num_draws: the number of draws that each particle averages, at least two.
         resampling: `"systematic"`, `"stratified"`, `"residual"` or `"multinomial"`.
         threshold: the filter resamples once the effective sample size is below this share of the
             particles.
-        strict: whether to raise an error if the filter fails; inside `jax.jit` the status says so.
-        mask: true where an entry was seen; `True` alone promises that everything was.
+        strict: whether to raise an error if the filter fails; inside `jax.jit` only the status of
+            the result is set.
+        mask: true where an entry was observed; `True` if all entries were.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; the rest contributes exactly zero.
+        length: the number of rows that exist; the rest contributes exactly zero.
     """
     smoother = AdditiveSmoother(
-        model,
-        functional,
-        num_particles,
-        backward=backward,
-        num_draws=num_draws,
-        resampling=resampling,
-        threshold=threshold,
-        owner="paris",
+        "paris", model, functional, num_particles, backward, num_draws, resampling, threshold
     )
-    rest = {"mask": mask, "inputs": inputs, "length": length}
-    return _whole_series("paris", smoother, key, ys, data, strict, rest)
+    series = prepare_data(smoother.filter.model, ys, mask=mask, inputs=inputs, length=length)
+    return smoother.run("paris", key, series, data, strict)
 
 
 def forward_smoother(
@@ -307,60 +389,20 @@ def forward_smoother(
         model: the model; its transition must have a density.
         ys: observations, of shape `(time, obs)`; NaN where missing.
         functional: any additive functional; `Score(model)` gives the score of the model.
-        num_particles: how many particles.
-        data: a pytree with one row a time step that the functional reads; `None` for the
+        num_particles: the number of particles.
+        data: a pytree with one row per time step, which the functional reads; `None` for the
             observations, as `LogJoint` and `Score` read them.
         resampling: `"systematic"`, `"stratified"`, `"residual"` or `"multinomial"`.
         threshold: the filter resamples once the effective sample size is below this share of the
             particles.
-        strict: whether to raise an error if the filter fails; inside `jax.jit` the status says so.
-        mask: true where an entry was seen; `True` alone promises that everything was.
+        strict: whether to raise an error if the filter fails; inside `jax.jit` only the status of
+            the result is set.
+        mask: true where an entry was observed; `True` if all entries were.
         inputs: inputs of shape `(time, input)`, if a kernel takes them.
-        length: how many rows exist; the rest contributes exactly zero.
+        length: the number of rows that exist; the rest contributes exactly zero.
     """
     smoother = AdditiveSmoother(
-        model,
-        functional,
-        num_particles,
-        backward=None,
-        resampling=resampling,
-        threshold=threshold,
-        owner="forward_smoother",
+        "forward_smoother", model, functional, num_particles, None, 1, resampling, threshold
     )
-    rest = {"mask": mask, "inputs": inputs, "length": length}
-    return _whole_series("forward_smoother", smoother, key, ys, data, strict, rest)
-
-
-def _whole_series(
-    owner: str,
-    smoother: AdditiveSmoother,
-    key: PRNGKey,
-    ys: Any,
-    data: PyTree,
-    strict: bool,
-    rest: dict[str, Any],
-) -> AdditivePosterior:
-    check_key(key, owner)
-    series = prepare_data(smoother.filter.model, ys, **rest)
-    data = prepare_rows(data, series.num_times)
-    found = _scan(smoother, key, series, data)
-    refuse_failure(owner, found.status, found.status_time, strict)
-    return found
-
-
-@eqx.filter_jit
-def _scan(
-    smoother: AdditiveSmoother, key: PRNGKey, series: Series, data: PyTree
-) -> AdditivePosterior:
-    rows = series.rows
-    data = rows if data is None else jax.tree.map(jnp.asarray, data)
-    first = smoother.start(key, *jax.tree.map(lambda leaf: leaf[0], (rows, data)))
-
-    def move(carry: tuple[OnlineState, Scalar], at: tuple) -> tuple[tuple, None]:
-        state, least = carry
-        state = smoother.advance(state, *at)
-        return (state, jnp.minimum(least, state.ess)), None
-
-    later = jax.tree.map(lambda leaf: leaf[1:], (rows, data, series.exists()))
-    (last, least), _ = lax.scan(move, (first, first.ess), later)
-    return AdditivePosterior(last.value, last.log_evidence, least, last.status, last.status_time)
+    series = prepare_data(smoother.filter.model, ys, mask=mask, inputs=inputs, length=length)
+    return smoother.run("forward_smoother", key, series, data, strict)

@@ -5,9 +5,10 @@ precision.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from scipy.special import boxcox
 
 K_HAT_GOOD = 0.7
 """Up to this Pareto shape, importance weights correct a posterior reliably (Vehtari et al.)."""
@@ -20,18 +21,6 @@ FEWEST_WEIGHTS = 5 * (FEWEST - 1) + 1
 
 PRIOR_SIZE = 10.0
 """The weight of the prior on the shape, as a number of draws from a tail with shape ½."""
-
-
-class _Tail(NamedTuple):
-    """The largest weights, in units of the largest one.
-
-    Attributes:
-        threshold: the largest weight that is not in the tail.
-        excess: the weights of the tail minus the threshold, in increasing order, without zeros.
-    """
-
-    threshold: float
-    excess: np.ndarray
 
 
 def pareto_shape(log_weights: Any) -> float:
@@ -64,22 +53,26 @@ def pareto_smoothed(log_weights: Any) -> tuple[np.ndarray, float]:
     logs = logs - np.max(logs)
     tail = _tail(log_weights)
     k_hat = -math.inf
-    if tail is not None and tail.excess.size < FEWEST:
-        k_hat = math.inf
-    elif tail is not None:
-        k_hat, scale = _zhang_stephens(tail.excess)
-        size = tail.excess.size
-        # −log of the probability of a larger draw: quantiles in terms of it do not cancel.
-        rarity = -np.log1p(-(np.arange(size) + 0.5) / size)
-        excess = scale * (rarity if k_hat == 0 else np.expm1(k_hat * rarity) / k_hat)
-        # A stable order keeps the order of ties.
-        largest = np.argsort(logs, kind="stable")[-size:]
-        logs[largest] = np.log(np.minimum(tail.threshold + excess, 1.0))
+    if tail is not None:
+        threshold, excess = tail
+        size, k_hat = excess.size, math.inf
+        if size >= FEWEST:
+            k_hat, scale = _zhang_stephens(excess)
+            # The quantile of probability p is the Box-Cox transform of 1/(1 − p).
+            quantiles = scale * boxcox(1.0 / (1.0 - (np.arange(size) + 0.5) / size), k_hat)
+            # A stable order keeps the order of ties.
+            largest = np.argsort(logs, kind="stable")[-size:]
+            logs[largest] = np.log(np.minimum(threshold + quantiles, 1.0))
     return logs - np.log(np.sum(np.exp(logs))), k_hat
 
 
-def _tail(log_weights: Any) -> _Tail | None:
-    """Return the tail of the weights; `None` if all of it is as large as the largest one."""
+def _tail(log_weights: Any) -> tuple[float, np.ndarray] | None:
+    """Return the tail of the weights; `None` if all of it is as large as the largest one.
+
+    Returns:
+        The largest weight that is not in the tail, and the weights of the tail minus it, in
+        increasing order and without zeros; both in units of the largest weight.
+    """
     ordered = np.sort(np.asarray(log_weights, np.float64))
     size = math.ceil(min(0.2 * ordered.size, 3 * math.sqrt(ordered.size)))
     # The log densities of a long path are large, and their rounding errors grow with them.
@@ -90,7 +83,7 @@ def _tail(log_weights: Any) -> _Tail | None:
         return None
     threshold = np.exp(below - ordered[-1])
     excess = np.exp(ordered[-size:] - ordered[-1]) - threshold
-    return _Tail(float(threshold), excess[excess > np.finfo(np.float64).tiny])
+    return float(threshold), excess[excess > np.finfo(np.float64).tiny]
 
 
 def _zhang_stephens(excess: np.ndarray) -> tuple[float, float]:

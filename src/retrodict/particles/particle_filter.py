@@ -9,24 +9,26 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._model import StateSpaceModel, prepare_data
 from retrodict._parameters import unwrap
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count, check_key
+from retrodict._validate import check_key
 from retrodict.particles.cloud import Filter, Step, frozen_where
 from retrodict.particles.moments import (
-    log_evidence_variance,
+    AbstractWeightedStates,
+    check_single,
+    log_evidence_error,
     num_lineages,
-    weighted_moments,
+    refuse_failure,
+    status_of,
     weighted_quantile,
 )
 from retrodict.particles.proposal import AbstractProposal, Lookahead
-from retrodict.particles.resampling import Scheme, check_scheme, check_threshold
-from retrodict.particles.status import check_single, refuse_failure, status_of
+from retrodict.particles.resampling import Scheme
 
 
-class ParticleFilterPosterior(eqx.Module):
+class ParticleFilterPosterior(AbstractWeightedStates):
     """The filtering laws p(x_k | y_{0:k}) as weighted particles.
 
     Attributes:
@@ -53,17 +55,11 @@ class ParticleFilterPosterior(eqx.Module):
     length: Int[Array, ""] | None
     resampling: Scheme = eqx.field(static=True)
 
-    @property
-    def mean(self) -> Float[Array, "time state"]:
-        """The means of the filtering laws."""
+    def _weighted(
+        self,
+    ) -> tuple[Float[Array, "time particle state"], Float[Array, "time particle"]]:
         check_single(self.particles)
-        return weighted_moments(self.particles, self.log_weights)[0]
-
-    @property
-    def covariance(self) -> Float[Array, "time state state"]:
-        """The covariances of the filtering laws."""
-        check_single(self.particles)
-        return weighted_moments(self.particles, self.log_weights)[1]
+        return self.particles, self.log_weights
 
     @property
     def num_ancestors(self) -> Int[Array, "time"]:
@@ -77,8 +73,7 @@ class ParticleFilterPosterior(eqx.Module):
         Args:
             probability: between 0 and 1.
         """
-        check_single(self.particles)
-        return weighted_quantile(self.particles, self.log_weights, probability)
+        return weighted_quantile(*self._weighted(), probability)
 
     def log_evidence_standard_error(self, lag: int = 20) -> Scalar:
         """Return the standard error of `log_evidence`, estimated from this run.
@@ -91,10 +86,7 @@ class ParticleFilterPosterior(eqx.Module):
         Args:
             lag: the number of steps after which shares are compared.
         """
-        lag = check_count(lag, "lag")
-        check_single(self.particles)
-        independent = self.resampling == "multinomial"
-        return jnp.sqrt(log_evidence_variance(self.ancestors, self.log_weights, lag, independent))
+        return log_evidence_error(self, lag)
 
 
 def particle_filter(
@@ -155,75 +147,21 @@ def particle_filter(
         FloatingPointError: if the filter fails and `strict`; it names the time step.
     """
     check_key(key, "particle_filter")
-    machine, series = prepare_filter(
-        model,
-        ys,
-        num_particles,
-        proposal,
-        lookahead,
-        resampling,
-        threshold,
-        {"mask": mask, "inputs": inputs, "length": length},
-    )
-    posterior = _filter(machine, key, series)
+    machine = Filter(unwrap(model), proposal, lookahead, resampling, threshold, num_particles)
+    series = prepare_data(machine.model, ys, mask=mask, inputs=inputs, length=length)
+    posterior = run_filter(machine, key, series)
     refuse_failure("particle_filter", posterior.status, posterior.status_time, strict)
     return posterior
 
 
-def prepare_filter(
-    model: StateSpaceModel,
-    ys: Any,
-    num_particles: int,
-    proposal: AbstractProposal | None,
-    lookahead: Lookahead | None,
-    resampling: Scheme,
-    threshold: float,
-    rest: dict[str, Any],
-) -> tuple[Filter, Series]:
-    """Check the parts of a filter, and the series."""
-    model = unwrap(model)
-    series = prepare_data(model, ys, **rest)
-    machine = make_filter(model, num_particles, proposal, lookahead, resampling, threshold)
-    steps = None if proposal is None else jax.tree.leaves(proposal.steps)
+@eqx.filter_jit
+def run_filter(machine: Any, key: PRNGKey, series: Series) -> ParticleFilterPosterior:
+    """Run a `Filter` or `TemperedFilter` over a prepared series."""
+    steps = None if machine.proposal is None else jax.tree.leaves(machine.proposal.steps)
     if steps and steps[0].shape[0] != series.num_times:
         raise ValueError(
             f"The proposal was made for {steps[0].shape[0]} rows, and ys has {series.num_times}."
         )
-    return machine, series
-
-
-def make_filter(
-    model: StateSpaceModel,
-    num_particles: int,
-    proposal: AbstractProposal | None,
-    lookahead: Lookahead | None,
-    resampling: Scheme,
-    threshold: float,
-) -> Filter:
-    """Build a filter from checked options."""
-    num_particles = check_count(num_particles, "num_particles")
-    check_scheme(resampling)
-    needed = ("emission",) if proposal is None else ("prior", "transition", "emission")
-    check_densities(model, "A particle filter", needed)
-    if proposal is not None and not isinstance(proposal, AbstractProposal):
-        raise TypeError(
-            "proposal must be a proposal, such as Guided(initial, move), got"
-            f" {type(proposal).__name__}."
-        )
-    if lookahead is not None and not callable(lookahead):
-        raise TypeError(
-            f"lookahead must be a function of (x, data), got {type(lookahead).__name__}."
-        )
-    return Filter(model, proposal, lookahead, resampling, check_threshold(threshold), num_particles)
-
-
-@eqx.filter_jit
-def _filter(machine: Filter, key: PRNGKey, series: Series) -> ParticleFilterPosterior:
-    return run_filter(machine, key, series)
-
-
-def run_filter(machine: Any, key: PRNGKey, series: Series) -> ParticleFilterPosterior:
-    """Run a `Filter` or `TemperedFilter` over a prepared series; call it inside `jax.jit`."""
     data = series.rows
     exists, n = series.exists(), series.num_times
     proposal_rows = None if machine.proposal is None else machine.proposal.steps

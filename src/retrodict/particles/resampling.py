@@ -13,10 +13,15 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._types import PRNGKey
 
+Particles: TypeAlias = Float[Array, "particle state"]
+Weights: TypeAlias = Float[Array, "particle"]
+Ancestors: TypeAlias = Int[Array, "particle"]
+Draws: TypeAlias = Int[Array, "draw"]
+
 Scheme: TypeAlias = Literal["systematic", "stratified", "residual", "multinomial"]
 """One uniform for all, one in each stratum, deterministic parts first, or independent draws."""
 
-Resampler: TypeAlias = Callable[..., Int[Array, "draw"]]
+Resampler: TypeAlias = Callable[..., Draws]
 
 _ROW = 32
 """The length of the rows in which a long vector is summed."""
@@ -29,16 +34,13 @@ def check_scheme(scheme: str) -> None:
         raise ValueError(f"resampling must be one of {names}, got {scheme!r}.")
 
 
-def check_threshold(threshold: float) -> float:
-    """Return the threshold as a float; refuse it unless it is in (0, 1]."""
+def check_threshold(threshold: float) -> None:
+    """Refuse a threshold outside of (0, 1]."""
     if not 0 < threshold <= 1:
         raise ValueError(f"`threshold` must be in (0, 1], got {threshold}.")
-    return float(threshold)
 
 
-def resample(
-    scheme: Scheme, key: PRNGKey, weights: Float[Array, "particle"], num_draws: int
-) -> Int[Array, "draw"]:
+def resample(scheme: Scheme, key: PRNGKey, weights: Weights, num_draws: int) -> Draws:
     """Draw indices by one of the schemes, in increasing order.
 
     Args:
@@ -50,9 +52,7 @@ def resample(
     return _SCHEMES[scheme](key, weights, num_draws)
 
 
-def systematic(
-    key: PRNGKey, weights: Float[Array, "particle"], num_draws: int
-) -> Int[Array, "draw"]:
+def systematic(key: PRNGKey, weights: Weights, num_draws: int) -> Draws:
     """Draw at positions (i + u)/M with one uniform u for all."""
     u = jax.random.uniform(key, (), weights.dtype)
     sums = cumulative(weights)
@@ -62,23 +62,19 @@ def systematic(
     return _from_counts(jnp.clip(before, 0, num_draws), num_draws)
 
 
-def stratified(
-    key: PRNGKey, weights: Float[Array, "particle"], num_draws: int
-) -> Int[Array, "draw"]:
+def stratified(key: PRNGKey, weights: Weights, num_draws: int) -> Draws:
     """Draw at positions (i + u_i)/M with one uniform u_i per stratum."""
     u = jax.random.uniform(key, (num_draws,), weights.dtype)
     return inverse(cumulative(weights), (jnp.arange(num_draws) + u) / num_draws)
 
 
-def multinomial(
-    key: PRNGKey, weights: Float[Array, "particle"], num_draws: int
-) -> Int[Array, "draw"]:
+def multinomial(key: PRNGKey, weights: Weights, num_draws: int) -> Draws:
     """Draw at independent positions, in order, as normalised sums of exponential variables."""
     gaps = cumulative(jax.random.exponential(key, (num_draws + 1,), weights.dtype))
     return inverse(cumulative(weights), gaps[:-1] / gaps[-1])
 
 
-def residual(key: PRNGKey, weights: Float[Array, "particle"], num_draws: int) -> Int[Array, "draw"]:
+def residual(key: PRNGKey, weights: Weights, num_draws: int) -> Draws:
     """Copy each particle ⌊M w⌋ times, and draw the rest independently from the remainders."""
     expected = num_draws * weights / jnp.sum(weights)
     # An integer that rounding has left just below itself counts as an integer.
@@ -115,16 +111,7 @@ def uniforms(key: PRNGKey, shape: tuple[int, ...], dtype: Any) -> Float[Array, "
     return ((bits >> (32 - num_bits)).astype(dtype) + 0.5) * 2.0**-num_bits
 
 
-def independent(
-    key: PRNGKey, sums: Float[Array, "particle"], shape: tuple[int, ...]
-) -> Int[Array, "..."]:
-    """Draw independent indices of any shape, unordered, from cumulative weights."""
-    return inverse(sums, uniforms(key, shape, sums.dtype))
-
-
-def inverse(
-    sums: Float[Array, "particle"], positions: Float[Array, "*shape"]
-) -> Int[Array, "*shape"]:
+def inverse(sums: Weights, positions: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     """Return the first index whose share of the cumulative weights exceeds each position."""
     # Below the total, the first sum that exceeds a position is that of a particle with weight.
     total = sums[-1]
@@ -145,7 +132,7 @@ def cumulative(values: Float[Array, "entry"]) -> Float[Array, "entry"]:
     return jnp.maximum(jax.lax.cummax(jnp.where(values > 0, sums, -jnp.inf)), 0.0)
 
 
-def _from_counts(before: Float[Array, "particle"], num_draws: int) -> Int[Array, "draw"]:
+def _from_counts(before: Weights, num_draws: int) -> Draws:
     """Return the index at each slot, from the number of slots before the end of each particle."""
     marks = jnp.zeros(num_draws, before.dtype).at[before.astype(jnp.int32)].add(1.0, mode="drop")
     indices = jnp.round(cumulative(marks)).astype(jnp.int32)

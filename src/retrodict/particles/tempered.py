@@ -18,15 +18,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from retrodict._model import StateSpaceModel
 from retrodict._series import Series
 from retrodict._types import PRNGKey, Scalar
 from retrodict.particles.backward_samplers import ExactBackward
-from retrodict.particles.cloud import Cloud, Step, summed
+from retrodict.particles.cloud import Cloud, Step, draw_first, summed, weighed
 from retrodict.particles.ffbsi import ParticlePosterior, run_smoother
-from retrodict.particles.resampling import Scheme, resample
+from retrodict.particles.resampling import Ancestors, Particles, Scheme, Weights, resample
 
 LEAST_ESS = 0.5
 """The share of the effective sample size that a step in the temperature keeps."""
@@ -61,10 +61,10 @@ class _Stage(NamedTuple):
     """
 
     phi: Scalar
-    befores: Float[Array, "particle state"]
-    xs: Float[Array, "particle state"]
-    log_g: Float[Array, "particle"]
-    ancestors: Int[Array, "particle"]
+    befores: Particles
+    xs: Particles
+    log_g: Weights
+    ancestors: Ancestors
     total: Scalar
     num_stages: Int[Array, ""]
 
@@ -89,9 +89,7 @@ class TemperedFilter(eqx.Module):
     def start(self, key: PRNGKey, data: Series) -> Step:
         """Draw particles at time 0."""
         prior, (draw_key, key) = self.model.prior, jax.random.split(key)
-        keys = jax.random.split(draw_key, self.num_particles)
-        xs = jax.vmap(lambda key: jnp.asarray(prior.sample(key)))(keys)
-        xs = xs.astype(jnp.result_type(xs.dtype, data.ys.dtype))
+        xs = draw_first(prior, draw_key, self.num_particles, data)
         return self._temper(key, xs, xs, data, lambda _, x: summed(prior.log_prob(x)))
 
     def move(self, cloud: Cloud, key: PRNGKey, noise: Array, data: Series, step: Any) -> Step:
@@ -105,8 +103,8 @@ class TemperedFilter(eqx.Module):
     def _temper(
         self,
         key: PRNGKey,
-        befores: Float[Array, "particle state"],
-        xs: Float[Array, "particle state"],
+        befores: Particles,
+        xs: Particles,
         data: Series,
         log_move: Callable[[Array, Array], Scalar],
     ) -> Step:
@@ -128,17 +126,10 @@ class TemperedFilter(eqx.Module):
             weights = jnp.exp(logs - jnp.where(jnp.isfinite(total), total, 0.0))
             select_key, move_key = jax.random.split(jax.random.fold_in(key, stage.num_stages))
             chosen = resample("systematic", select_key, weights, count)
-            befores, xs, log_g = stage.befores[chosen], stage.xs[chosen], stage.log_g[chosen]
-            xs, log_g = _moved(move_key, befores, xs, log_g, phi, log_move, log_emission)
-            return _Stage(
-                phi,
-                befores,
-                xs,
-                log_g,
-                stage.ancestors[chosen],
-                stage.total + total - math.log(count),
-                stage.num_stages + 1,
-            )
+            befores, xs, log_g, ancestors = (leaf[chosen] for leaf in stage[1:5])
+            total, num_stages = stage.total + total - math.log(count), stage.num_stages + 1
+            stage = _Stage(phi, befores, xs, log_g, ancestors, total, num_stages)
+            return _moved(move_key, stage, log_move, log_emission)
 
         log_g = jax.vmap(log_emission)(xs)
         zero = jnp.zeros((), xs.dtype)
@@ -146,15 +137,9 @@ class TemperedFilter(eqx.Module):
         first = _Stage(zero, befores, xs, log_g, places, zero, jnp.zeros((), jnp.int32))
         last = lax.while_loop(unfinished, advance, first)
         failed = ~((last.phi >= 1.0) & jnp.isfinite(last.total))
-        return Step(
-            last.xs,
-            jnp.full(count, -math.log(count), xs.dtype),
-            last.ancestors,
-            jnp.where(failed, -jnp.inf, last.total),
-            jnp.full((), float(count), xs.dtype),
-            failed,
-            jnp.zeros((), bool),
-        )
+        increment = jnp.where(failed, -jnp.inf, last.total)
+        step = weighed(last.xs, jnp.zeros(count, xs.dtype), last.ancestors)
+        return step._replace(increment=increment, impossible=failed)
 
 
 def tempered_smoother(
@@ -169,20 +154,15 @@ def tempered_smoother(
         num_particles: the number of particles, and of paths.
     """
     machine = TemperedFilter(model, num_particles)
-    return _run(machine, key, series)
+    return run_smoother(machine, ExactBackward(), key, series, num_particles)
 
 
-@eqx.filter_jit
-def _run(machine: TemperedFilter, key: PRNGKey, series: Series) -> ParticlePosterior:
-    return run_smoother(machine, ExactBackward(), key, series, machine.num_particles)
-
-
-def _scaled(factor: Scalar, logs: Float[Array, "particle"]) -> Float[Array, "particle"]:
+def _scaled(factor: Scalar, logs: Weights) -> Weights:
     """Return the product, −∞ where the second factor is, even if the first is zero."""
     return jnp.where(logs == -jnp.inf, -jnp.inf, factor * jnp.where(logs == -jnp.inf, 0.0, logs))
 
 
-def _next_temperature(phi: Scalar, log_g: Float[Array, "particle"]) -> Scalar:
+def _next_temperature(phi: Scalar, log_g: Weights) -> Scalar:
     """Return the largest temperature that keeps the share `LEAST_ESS` of the sample size."""
 
     def share(step: Scalar) -> Scalar:
@@ -206,20 +186,17 @@ def _next_temperature(phi: Scalar, log_g: Float[Array, "particle"]) -> Scalar:
 
 def _moved(
     key: PRNGKey,
-    befores: Float[Array, "particle state"],
-    xs: Float[Array, "particle state"],
-    log_g: Float[Array, "particle"],
-    phi: Scalar,
+    stage: _Stage,
     log_move: Callable[[Array, Array], Scalar],
     log_emission: Callable[[Array], Scalar],
-) -> tuple[Float[Array, "particle state"], Float[Array, "particle"]]:
+) -> _Stage:
     """Make Metropolis moves by scaled differences of two other particles (ter Braak 2006).
 
     Differences of particles within a mode have its width, and differences between modes lead from
     one to the other: nothing has to be tuned. They are those of the cloud before the moves.
     """
-    count, dim = xs.shape
-    cloud, widest = xs, 2.38 / math.sqrt(2 * dim)
+    cloud, phi, (count, dim) = stage.xs, stage.phi, stage.xs.shape
+    widest = 2.38 / math.sqrt(2 * dim)
 
     def attempt(state: tuple, key: PRNGKey) -> tuple[tuple, None]:
         xs, log_g, log_m = state
@@ -229,7 +206,8 @@ def _moved(
         jumps = jax.random.bernoulli(jump_key, JUMPS, (count,))
         sizes = jnp.where(jumps, 1.0, sizes)
         proposals = xs + sizes[:, None] * (cloud[first] - cloud[second])
-        new_g, new_m = jax.vmap(log_emission)(proposals), jax.vmap(log_move)(befores, proposals)
+        new_g = jax.vmap(log_emission)(proposals)
+        new_m = jax.vmap(log_move)(stage.befores, proposals)
         ratio = new_m + _scaled(phi, new_g) - log_m - _scaled(phi, log_g)
         level = jnp.log(jax.random.uniform(accept_key, (count,), xs.dtype))
         accepted = level < ratio
@@ -239,7 +217,7 @@ def _moved(
             jnp.where(accepted, new_m, log_m),
         ), None
 
-    log_m = jax.vmap(log_move)(befores, xs).astype(xs.dtype)
-    keys = jax.random.split(key, NUM_MOVES)
-    (xs, log_g, _), _ = lax.scan(attempt, (xs, log_g.astype(xs.dtype), log_m), keys)
-    return xs, log_g
+    log_m = jax.vmap(log_move)(stage.befores, cloud).astype(cloud.dtype)
+    start = (cloud, stage.log_g.astype(cloud.dtype), log_m)
+    (xs, log_g, _), _ = lax.scan(attempt, start, jax.random.split(key, NUM_MOVES))
+    return stage._replace(xs=xs, log_g=log_g)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from retrodict._chains import AbstractBackwardChain
 from retrodict._expectations import (
     AbstractFunctional,
+    Estimate,
     check_chain,
     check_model,
     series_of_chain,
@@ -21,13 +22,15 @@ from retrodict._parameters import unwrap
 from retrodict._series import Series, prepare_rows
 from retrodict._types import PRNGKey, Scalar
 from retrodict._validate import check_count, check_key, is_concrete
-from retrodict.particles.moments import path_values, weighted_moments, weighted_quantile
+from retrodict.particles.ffbsi import existing_rows, path_values
+from retrodict.particles.moments import AbstractWeightedStates, check_functional, weighted_quantile
 from retrodict.particles.pareto import FEWEST_WEIGHTS, K_HAT_GOOD, pareto_smoothed
-from retrodict.particles.path_weights import log_weights_of
-from retrodict.particles.status import check_functional
+
+AT_ONCE = 100
+"""The number of paths that are weighed at once."""
 
 
-class ImportancePosterior(eqx.Module):
+class ImportancePosterior(AbstractWeightedStates):
     """Weighted paths that approximate the law of the states given the whole series.
 
     Attributes:
@@ -77,23 +80,13 @@ class ImportancePosterior(eqx.Module):
         """The standard error of `elbo`; NaN for a single path."""
         return _deviation(self.raw_log_weights) / math.sqrt(self.samples.shape[0])
 
-    @property
-    def mean(self) -> Float[Array, "time state"]:
-        """The smoothed means."""
-        return weighted_moments(*self._clouds())[0]
-
-    @property
-    def covariance(self) -> Float[Array, "time state state"]:
-        """The smoothed covariances."""
-        return weighted_moments(*self._clouds())[1]
-
     def quantile(self, probability: float) -> Float[Array, "time state"]:
         """Return the quantile of each coordinate of the smoothed states.
 
         Args:
             probability: between 0 and 1.
         """
-        return weighted_quantile(*self._clouds(), probability)
+        return weighted_quantile(*self._weighted(), probability)
 
     def expectation(
         self, functional: AbstractFunctional, data: PyTree = None
@@ -113,10 +106,23 @@ class ImportancePosterior(eqx.Module):
         """
         check_functional(functional)
         data = prepare_rows(data, self.samples.shape[1])
-        return _expectation(self, functional, self.data if data is None else data)
+        return self._expectation(functional, self.data if data is None else data)
 
-    def _clouds(self) -> tuple[Float[Array, "time sample state"], Float[Array, "time sample"]]:
-        """Return the states of each time, with their log weights."""
+    @eqx.filter_jit
+    def _expectation(self, functional: AbstractFunctional, data: PyTree) -> tuple[PyTree, PyTree]:
+        weights, exists = jnp.exp(self.log_weights), existing_rows(self.samples, self.length)
+        values = path_values(functional, self.samples, data, exists)
+
+        def mean(leaf: Array) -> Array:
+            return jnp.tensordot(weights, leaf, axes=1, precision="highest")
+
+        def error(leaf: Array) -> Array:
+            squares = (leaf - mean(leaf)[None]) ** 2
+            return jnp.sqrt(jnp.tensordot(weights**2, squares, axes=1, precision="highest"))
+
+        return jax.tree.map(mean, values), jax.tree.map(error, values)
+
+    def _weighted(self) -> tuple[Float[Array, "time sample state"], Float[Array, "time sample"]]:
         states = jnp.swapaxes(self.samples, 0, 1)
         return states, jnp.broadcast_to(self.log_weights, states.shape[:2])
 
@@ -173,12 +179,10 @@ def importance_smoother(
         TypeError: if it is called inside a JAX transformation.
         FloatingPointError: if a weight is undefined, or the model excludes every path.
     """
-    check_key(key, "importance_smoother")
-    check_chain(chain, "importance_smoother")
     num_samples = check_count(num_samples, "num_samples")
-    model = unwrap(model)
-    check_model(model, chain, "importance_smoother")
-    series = series_of_chain(model, chain, ys, mask=mask, inputs=inputs, length=length)
+    model, series = _checked(
+        "importance_smoother", key, model, chain, ys, mask=mask, inputs=inputs, length=length
+    )
     paths = chain.sample(key, num_samples)
     raw = log_weights_of(model, chain, paths, series)
     if not is_concrete(raw):
@@ -236,18 +240,108 @@ def _deviation(values: Float[Array, "sample"]) -> Scalar:
     return jnp.std(values, ddof=1)
 
 
+def importance_weighted_bound(
+    key: PRNGKey,
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    ys: Any,
+    num_paths: int = 100,
+    *,
+    num_replicates: int = 10,
+    mask: Any = None,
+    inputs: Any = None,
+    length: Any = None,
+) -> Estimate:
+    """Estimate the bound E log (1/K) Σ_{i≤K} p(x^i, y) / q(x^i) over K paths, in nats.
+
+    With one path it is the ELBO; it grows with K, and tends to the log-evidence (Burda, Grosse and
+    Salakhutdinov, 2016). It is differentiable in the model and in the chain, since paths are
+    reparameterised.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.StateSpaceModel(
+        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
+        ...     transition=rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+        ... )
+        >>> xs, ys = model.simulate(jax.random.key(0), num_times=5)
+        >>> exact = rd.kalman_smoother(model, ys)
+        >>> key = jax.random.key(1)
+        >>> bound = rd.particles.importance_weighted_bound(key, model, exact.chain, ys)
+        >>> bool(jnp.isclose(bound.value, exact.log_evidence, rtol=1e-4))
+        True
+
+    Args:
+        key: a typed key.
+        model: the model p; all of its parts must have densities.
+        chain: the law q of paths.
+        ys: observations, of shape `(time, obs)`; NaN where missing.
+        num_paths: the number K of paths inside the logarithm.
+        num_replicates: the number of independent values to average; the standard error needs two
+            or more.
+        mask: true where an entry was observed; `True` if all entries were.
+        inputs: inputs of shape `(time, input)`, if a kernel takes them.
+        length: the number of rows that exist; by default that of the chain.
+
+    Returns:
+        The pair (value, standard_error); the latter is NaN for a single replicate.
+
+    Raises:
+        ValueError: if model, chain and series do not match, or a scale of the model is singular.
+    """
+    num_paths = check_count(num_paths, "num_paths")
+    num_replicates = check_count(num_replicates, "num_replicates")
+    model, series = _checked(
+        "importance_weighted_bound", key, model, chain, ys, mask=mask, inputs=inputs, length=length
+    )
+    return _bound(model, chain, key, series, num_paths, num_replicates)
+
+
 @eqx.filter_jit
-def _expectation(
-    posterior: ImportancePosterior, functional: AbstractFunctional, data: PyTree
-) -> tuple[PyTree, PyTree]:
-    weights = jnp.exp(posterior.log_weights)
-    values = path_values(functional, posterior.samples, data, posterior.length)
+def _bound(
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    key: PRNGKey,
+    series: Series,
+    num_paths: int,
+    num_replicates: int,
+) -> Estimate:
+    paths = chain.sample(key, num_paths * num_replicates)
+    log_weights = log_weights_of(model, chain, paths, series)
+    by_replicate = log_weights.reshape(num_replicates, num_paths)
+    values = jax.nn.logsumexp(by_replicate, axis=1) - math.log(num_paths)
+    # Under an exact chain all values agree, and the standard deviation has no derivative.
+    spread = _deviation(jax.lax.stop_gradient(values))
+    return Estimate(jnp.mean(values), spread / math.sqrt(num_replicates))
 
-    def mean(leaf: Array) -> Array:
-        return jnp.tensordot(weights, leaf, axes=1, precision="highest")
 
-    def error(leaf: Array) -> Array:
-        squares = (leaf - mean(leaf)[None]) ** 2
-        return jnp.sqrt(jnp.tensordot(weights**2, squares, axes=1, precision="highest"))
+def _checked(
+    owner: str, key: Any, model: Any, chain: Any, ys: Any, **options: Any
+) -> tuple[StateSpaceModel, Series]:
+    """Return the unwrapped model and the series; refuse them unless they fit the chain."""
+    check_key(key, owner)
+    check_chain(chain, owner)
+    model = unwrap(model)
+    check_model(model, chain, owner)
+    return model, series_of_chain(model, chain, ys, **options)
 
-    return jax.tree.map(mean, values), jax.tree.map(error, values)
+
+@eqx.filter_jit
+def log_weights_of(
+    model: StateSpaceModel,
+    chain: AbstractBackwardChain,
+    paths: Float[Array, "sample time state"],
+    series: Series,
+) -> Float[Array, "sample"]:
+    """Return log p(x, y) − log q(x) of each path."""
+    options = {
+        "mask": True if series.mask is None else series.mask,
+        "inputs": series.inputs,
+        "length": series.length,
+    }
+
+    def one(path: Float[Array, "time state"]) -> Scalar:
+        return model.log_joint(path, series.ys, **options) - chain.log_prob(path)
+
+    return jax.lax.map(one, paths, batch_size=AT_ONCE)
