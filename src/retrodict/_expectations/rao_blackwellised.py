@@ -49,8 +49,11 @@ class RaoBlackwellised(AbstractEstimator):
 
     def draw(
         self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: Parallel = False
-    ) -> tuple[Float[Array, "sample row noise"] | None, ...]:
-        """Return standard normal noise for each term without a closed form."""
+    ) -> tuple[Float[Array, "sample _ _"] | None, ...]:
+        """Return standard normal noise for each term without a closed form.
+
+        Terms of one state and of a pair differ in the number of rows and of variates in a row.
+        """
         d, dtype = view.states.mean.shape[1], view.states.mean.dtype
 
         def noise(term: AbstractTerm, key: Any) -> Array | None:
@@ -66,7 +69,7 @@ class RaoBlackwellised(AbstractEstimator):
         self,
         terms: Sequence[AbstractTerm],
         view: Moments,
-        noise: tuple[Float[Array, "row noise"] | None, ...],
+        noise: tuple[Float[Array, "_ _"] | None, ...],
         data: PyTree,
     ) -> PyTree:
         """Return the sum over terms: closed form where it exists, one draw per row elsewhere."""
