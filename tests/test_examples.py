@@ -19,7 +19,7 @@ def test_there_are_examples():
 def test_an_example_runs(name: str, tmp_path: Path):
     out = tmp_path / name
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     made = {path.suffix for path in out.iterdir()}
     assert ".png" in made or ".csv" in made

@@ -19,8 +19,6 @@ import retrodict as rd
 
 TESTS = Path(__file__).parents[1] / "helpers"
 ROUNDING = 1e-10
-SECONDS = 200
-"""After which a process that hangs is killed."""
 
 
 def environment(num_devices: int = 1) -> dict[str, str]:
@@ -35,7 +33,6 @@ def on_eight_devices(*arguments: str) -> dict[str, Any]:
         env=environment(8),
         capture_output=True,
         text=True,
-        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -100,7 +97,10 @@ def together(
 def all_of(
     commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Runs commands at the same time, and waits for all of them; none outlives the test."""
+    """Runs commands at the same time, and waits for all of them; none outlives the test.
+
+    A process that hangs is killed at the time limit of pytest.
+    """
     processes = [
         subprocess.Popen(
             command, env=each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -108,7 +108,7 @@ def all_of(
         for command, each in zip(commands, environments, strict=True)
     ]
     try:
-        said = [process.communicate(timeout=SECONDS) for process in processes]
+        said = [process.communicate() for process in processes]
     finally:
         for process in processes:
             process.kill()

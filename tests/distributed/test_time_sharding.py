@@ -56,11 +56,11 @@ def test_another_mesh_is_refused():
 
 @pytest.fixture(scope="module")
 def on_eight_devices() -> dict[str, Any]:
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, str(WORKER)], capture_output=True, text=True, timeout=900, env=environment
+        [sys.executable, str(WORKER)], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

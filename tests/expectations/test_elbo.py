@@ -254,13 +254,31 @@ def test_a_batch_is_mapped_and_differentiated():
         return jnp.sum(jax.vmap(one)(chains, ys))
 
     scale = model.emission.scale_tril
-    value, gradient = eqx.filter_value_and_grad(loss)(batch.chain, scale)
     alone = jnp.sum(batch.log_evidence)
+    assert float(loss(batch.chain, scale)) == pytest.approx(float(alone), abs=1e-9)
+    # `standard` holds the kernels a second time, so that neither can move alone.
+    chains = eqx.tree_at(lambda c: c.standard, batch.chain, None)
+    value, gradient = eqx.filter_value_and_grad(loss)(chains, scale)
     assert float(value) == pytest.approx(float(alone), abs=1e-9)
     # The exact posterior maximises the bound: the gradient in all that exists of it is zero.
     for leaf in jax.tree.leaves(gradient):
         np.testing.assert_allclose(leaf[0], 0.0, atol=1e-8)
         assert np.all(np.isfinite(leaf))
+
+
+@pytest.mark.slow
+def test_the_bound_of_an_exact_chain_is_stationary_in_the_model_of_the_chain():
+    """Here the chain keeps `standard`, and both forms of its kernels move together."""
+    model = random_model(np.random.default_rng(5), 2, 2)
+    ys = model.simulate(jax.random.key(0), 6)[1]
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def slope(other):
+        return rd.elbo(model, rd.kalman_smoother(other, ys).chain, ys)
+
+    for leaf in jax.tree.leaves(slope(model)):
+        np.testing.assert_allclose(leaf, 0.0, atol=1e-8)
 
 
 @pytest.mark.slow

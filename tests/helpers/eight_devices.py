@@ -1,4 +1,4 @@
-"""Run by `test_sharded.py` in a process of its own: eight simulated devices, one JSON object.
+"""Run by `test_time_sharding.py` in a process of its own: eight simulated devices, one JSON object.
 
 The differences are from what runs row by row; memory is that of one device, as a share of what the
 same program takes on one device alone.

@@ -1,4 +1,4 @@
-"""One process of several that fit together over loopback: run by `test_devices`.
+"""One process of several that fit together over loopback: run by `test_mesh`.
 
 Arguments: coordinator, number of processes, which of them, checkpoint, a file for the parameters,
 and flags. With `share` each process holds its own series alone, in one array of all processes, with

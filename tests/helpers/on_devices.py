@@ -1,4 +1,4 @@
-"""What one device finds and what eight find, in a process that has eight: run by `test_devices`.
+"""What one device finds and what eight find, in a process that has eight: run by `test_mesh`.
 
 Prints as JSON how far they are apart; with the argument `all`, of everything.
 """

@@ -1,4 +1,4 @@
-"""The command line with tables of more than 60 rows shared by processes: run by `test_devices`.
+"""The command line with tables of more than 60 rows shared by processes: run by `test_mesh`.
 
 Says on standard error how many rows were read, each time that some were.
 """

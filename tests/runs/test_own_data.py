@@ -195,14 +195,14 @@ def test_a_killed_stream_goes_on(tmp_path: Path):
     frame.to_csv(source, index=False)
     frame.iloc[:200].to_csv(tmp_path / "some.csv", index=False)
     fit = program("fit", str(tmp_path / "some.csv"), "--model", "local_level", "--out", str(run))
-    subprocess.run(fit, check=True, capture_output=True, timeout=250)
+    subprocess.run(fit, check=True, capture_output=True)
 
     def stream(name: str) -> list[str]:
         state = ["--state", str(tmp_path / f"{name}.state")]
         return program("stream", str(run), *state, "--out", str(tmp_path / f"{name}.csv"))
 
     with source.open("rb") as file:
-        subprocess.run(stream("whole"), stdin=file, check=True, timeout=250)
+        subprocess.run(stream("whole"), stdin=file, check=True)
     with source.open("rb") as file:
         process = subprocess.Popen(stream("cut"), stdin=subprocess.PIPE)
         lines = file.read().splitlines(keepends=True)
@@ -220,7 +220,7 @@ def test_a_killed_stream_goes_on(tmp_path: Path):
         process.stdin.close()
     assert (tmp_path / "cut.state").exists()
     with source.open("rb") as file:
-        subprocess.run(stream("cut"), stdin=file, check=True, timeout=250)
+        subprocess.run(stream("cut"), stdin=file, check=True)
     whole, cut = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("whole", "cut"))
     assert len(whole) == rows - 200  # those of the fit are known
     assert (tmp_path / "cut.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
@@ -242,7 +242,7 @@ def test_a_fit_that_is_killed_ends_as_if_nothing_had_happened(tmp_path: Path):
 
     shared = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     began = time.monotonic()
-    subprocess.run(fit("whole"), check=True, timeout=280, **shared)
+    subprocess.run(fit("whole"), check=True, **shared)
     whole = time.monotonic() - began
     kills = 0
     for share in rng.uniform(0.2, 0.8, size=3):
@@ -254,7 +254,7 @@ def test_a_fit_that_is_killed_ends_as_if_nothing_had_happened(tmp_path: Path):
             kills += 1
             process.wait()
     if not (tmp_path / "cut" / "run.json").exists():
-        subprocess.run(fit("cut"), check=True, timeout=280, **shared)
+        subprocess.run(fit("cut"), check=True, **shared)
     assert kills
     one, other = (runs.read_record(tmp_path / name) for name in ("whole", "cut"))
     assert other["files"] == one["files"]  # model, family and training, to the last bit

@@ -225,8 +225,11 @@ class RaoBlackwellised(AbstractMomentEstimator):
 
     def draw(
         self, terms: Sequence[AbstractTerm], view: Moments, key: Any, *, parallel: Parallel = False
-    ) -> tuple[Float[Array, "sample row noise"] | None, ...]:
-        """Return standard normal noise for each term without a closed form."""
+    ) -> tuple[Float[Array, "sample _ _"] | None, ...]:
+        """Return standard normal noise for each term without a closed form.
+
+        Terms of one state and of a pair differ in the number of rows and of variates in a row.
+        """
         num_times, dim = view.states.mean.shape
 
         def noise(term: AbstractTerm, key: Any) -> Array | None:
