@@ -258,7 +258,7 @@ def windows() -> dict[str, Any]:
     """Compare the gradient over windows with that over whole series of 256 rows."""
     from retrodict._learning.dataset import Minibatch
     from retrodict._learning.elbo_loss import ElboLoss
-    from retrodict._series import prepare_batch
+    from retrodict._model import prepare_batch
 
     n, short = 256, simulate(NONLINEAR, 0, NUM_SERIES, LENGTH)[1]
     ys = simulate(NONLINEAR, 5, 64, n)[1]

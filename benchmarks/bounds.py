@@ -29,7 +29,7 @@ from accuracy import (
     simulate,
     trained,
 )
-from retrodict._series import Series
+from retrodict._model import Series
 from retrodict.bounds import curvature, grid_bounds, theorems, wasserstein
 from retrodict.bounds.distances import gaussian_distance
 from retrodict.experiments import published

@@ -28,7 +28,7 @@ from kalman import problem, retrodict_model
 from measure import Task
 from retrodict._learning.dataset import Minibatch
 from retrodict._learning.elbo_loss import ElboLoss
-from retrodict._series import Series
+from retrodict._model import Series
 from roofline import Peaks, measure, measured_peaks, memory_of
 
 STATE, OBS = 3, 4

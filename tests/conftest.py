@@ -43,7 +43,7 @@ LONGEST = (
     "test_doctests",
     "online/test_running",
     "models/test_models",
-    "series/test_accepted_inputs",
+    "model/test_accepted_inputs",
     "test_readme",
     "learning/test_stored",
     "distributed/test_mesh",

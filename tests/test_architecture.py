@@ -19,16 +19,10 @@ ROOT = "retrodict"
 # The top-level entries of the library, lowest first. A module may import from entries of lower
 # layers and from its own package; entries that share a layer do not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_lazy",),
-    ("_errors",),
-    ("_types",),
-    ("_validate",),
+    ("_interface",),
+    ("_arrays",),
     ("distributed",),
-    ("_series",),
-    ("_parameters",),
     ("_numerics",),
-    ("_laws",),
-    ("_kernels",),
     ("_model",),
     ("_chains",),
     ("_expectations",),
@@ -49,13 +43,13 @@ LEVEL = {entry: level for level, entries in enumerate(LAYERS) for entry in entri
 
 # Packages that use the public API, with the other entries that each may import.
 ON_PUBLIC_API = {
-    "runs": {"models", "data", "distributed", "_workspace", "_pages", "_lazy", "_errors"},
-    "experiments": {"models", "data", "_workspace", "_pages", "_lazy"},
-    "cli": {"models", "data", "runs", "experiments", "_errors"},
+    "runs": {"models", "data", "distributed", "_workspace", "_pages", "_interface"},
+    "experiments": {"models", "data", "_workspace", "_pages", "_interface"},
+    "cli": {"models", "data", "runs", "experiments", "_interface"},
 }
 
 # Modules that do not depend on state-space models, with the entries that each may import.
-BASICS = {"_types", "_validate", "_parameters"}
+BASICS = {"_arrays"}
 MAY_IMPORT = {"_checkpoint": BASICS, "_learning.train": BASICS | {"_checkpoint", "distributed"}}
 
 UNWANTED_PACKAGES = {
@@ -185,7 +179,7 @@ def unknown_entries(source: Path) -> list[str]:
 
 
 LAZILY = """\
-from retrodict._lazy import lazily
+from retrodict._interface import lazily
 __getattr__, __dir__, __all__ = lazily(__name__)"""
 
 
@@ -284,12 +278,12 @@ def write_tree(folder: Path, files: Mapping[str, str]) -> Path:
 @pytest.mark.parametrize(
     "path, text, expected",
     [
-        ("_numerics/ldl.py", "from retrodict._kernels import K", "_numerics stands below _kernels"),
-        ("_numerics/ldl.py", "from .._kernels import K", "_numerics stands below _kernels"),
-        ("_types.py", "def f():\n    import retrodict._learning", "_types stands below _learning"),
-        ("_model.py", "from retrodict import _chains", "_model stands below _chains"),
-        ("_model.py", "import retrodict as rd", "does not import itself"),
-        ("_model.py", "from . import Gaussian", "does not import itself"),
+        ("_numerics/ldl.py", "from retrodict._model import K", "_numerics stands below _model"),
+        ("_numerics/ldl.py", "from .._model import K", "_numerics stands below _model"),
+        ("_arrays.py", "def f():\n    import retrodict._learning", "_arrays stands below"),
+        ("_model/model.py", "from retrodict import _chains", "_model stands below _chains"),
+        ("_arrays.py", "import retrodict as rd", "does not import itself"),
+        ("_arrays.py", "from . import Gaussian", "does not import itself"),
         ("_families/kalman.py", "from retrodict._linearised import k", "share a layer"),
         ("_families/kalman.py", "from retrodict._exact.grid import k", "from the package _exact"),
         ("runs/page.py", "from retrodict.data.read import read", "from the package data"),
@@ -310,11 +304,11 @@ def test_wrong_edges_are_refused(tmp_path: Path, path: str, text: str, expected:
     [
         ("__init__.py", "from retrodict._learning import fit as fit"),
         ("_learning/train.py", "from retrodict._checkpoint import save"),
-        ("_kernels/linear.py", "from retrodict._kernels.base import AbstractKernel"),
-        ("_kernels/linear.py", "from .base import AbstractKernel\nfrom .._numerics import linalg"),
+        ("_model/linear.py", "from retrodict._model.base import AbstractKernel"),
+        ("_model/linear.py", "from .base import AbstractKernel\nfrom .._numerics import linalg"),
         ("cli/demo.py", "import retrodict as rd\nfrom retrodict import experiments"),
         ("experiments/linear.py", "import retrodict as rd\nfrom retrodict.models import Nile"),
-        ("_types.py", "import jax\nfrom retrodictive import x"),
+        ("_arrays.py", "import jax\nfrom retrodictive import x"),
     ],
 )
 def test_right_edges_are_allowed(tmp_path: Path, path: str, text: str):
@@ -323,18 +317,18 @@ def test_right_edges_are_allowed(tmp_path: Path, path: str, text: str):
 
 def test_a_cycle_is_found(tmp_path: Path):
     tree = {
-        "_kernels/__init__.py": "from retrodict._kernels.linear import L as L",
-        "_kernels/linear.py": "from retrodict._kernels import base",
-        "_kernels/base.py": "",
+        "_model/__init__.py": "from retrodict._model.linear import L as L",
+        "_model/linear.py": "from retrodict._model import base",
+        "_model/base.py": "",
     }
     assert find_cycle(import_graph(write_tree(tmp_path, tree))) == []
-    write_tree(tmp_path, {"_kernels/base.py": "from . import L"})
+    write_tree(tmp_path, {"_model/base.py": "from . import L"})
     cycle = find_cycle(import_graph(tmp_path))
-    assert cycle[0] == cycle[-1] and set(cycle) == {"_kernels", "_kernels.linear", "_kernels.base"}
+    assert cycle[0] == cycle[-1] and set(cycle) == {"_model", "_model.linear", "_model.base"}
 
 
 def test_an_unknown_entry_is_found(tmp_path: Path):
-    write_tree(tmp_path, {"_model.py": "", "_kernels/any.py": "", "utils.py": "", "_misc/a.py": ""})
+    write_tree(tmp_path, {"_arrays.py": "", "_model/any.py": "", "utils.py": "", "_misc/a.py": ""})
     assert unknown_entries(tmp_path) == ["_misc", "utils.py"]
 
 

@@ -44,7 +44,7 @@ def test_examples_run(name: str):
 
 def test_examples_are_found():
     # Decorated classes and functions hide from doctest, and a test that sees nothing passes.
-    names = {test.name for test in examples(importlib.import_module("retrodict._model"))}
-    assert names == {"retrodict._model.StateSpaceModel"}
-    names = {test.name for test in examples(importlib.import_module("retrodict._laws.gaussian"))}
-    assert "retrodict._laws.gaussian.kl_divergence" in names
+    names = {test.name for test in examples(importlib.import_module("retrodict._model.model"))}
+    assert names == {"retrodict._model.model.StateSpaceModel"}
+    names = {test.name for test in examples(importlib.import_module("retrodict._model.gaussian"))}
+    assert "retrodict._model.gaussian.kl_divergence" in names

@@ -57,18 +57,6 @@ if TYPE_CHECKING:
     from retrodict._families import NonlinearFamily as NonlinearFamily
     from retrodict._families import RecurrentFamily as RecurrentFamily
     from retrodict._families import ScanFamily as ScanFamily
-    from retrodict._kernels import AbstractGaussianKernel as AbstractGaussianKernel
-    from retrodict._kernels import AbstractKernel as AbstractKernel
-    from retrodict._kernels import AbstractLinearGaussianKernel as AbstractLinearGaussianKernel
-    from retrodict._kernels import DistributionKernel as DistributionKernel
-    from retrodict._kernels import LinearGaussianKernel as LinearGaussianKernel
-    from retrodict._kernels import NonlinearGaussianKernel as NonlinearGaussianKernel
-    from retrodict._kernels import VaryingLinearGaussianKernel as VaryingLinearGaussianKernel
-    from retrodict._laws import Diagonal as Diagonal
-    from retrodict._laws import Gaussian as Gaussian
-    from retrodict._laws import GaussianMixture as GaussianMixture
-    from retrodict._laws import NaturalGaussian as NaturalGaussian
-    from retrodict._laws import kl_divergence as kl_divergence
     from retrodict._learning import FitResult as FitResult
     from retrodict._learning import Objective as Objective
     from retrodict._learning import Optimisation as Optimisation
@@ -84,14 +72,26 @@ if TYPE_CHECKING:
     from retrodict._linearised import extended_smoother as extended_smoother
     from retrodict._linearised import iterated_smoother as iterated_smoother
     from retrodict._linearised import unscented_smoother as unscented_smoother
+    from retrodict._model import AbstractGaussianKernel as AbstractGaussianKernel
+    from retrodict._model import AbstractKernel as AbstractKernel
+    from retrodict._model import AbstractLinearGaussianKernel as AbstractLinearGaussianKernel
+    from retrodict._model import AbstractParameter as AbstractParameter
+    from retrodict._model import Bounded as Bounded
+    from retrodict._model import Diagonal as Diagonal
+    from retrodict._model import DistributionKernel as DistributionKernel
+    from retrodict._model import Frozen as Frozen
+    from retrodict._model import Gaussian as Gaussian
+    from retrodict._model import GaussianMixture as GaussianMixture
+    from retrodict._model import LinearGaussianKernel as LinearGaussianKernel
+    from retrodict._model import NaturalGaussian as NaturalGaussian
+    from retrodict._model import NonlinearGaussianKernel as NonlinearGaussianKernel
+    from retrodict._model import Positive as Positive
+    from retrodict._model import PositiveTril as PositiveTril
+    from retrodict._model import Series as Series
     from retrodict._model import StateSpaceModel as StateSpaceModel
-    from retrodict._parameters import AbstractParameter as AbstractParameter
-    from retrodict._parameters import Bounded as Bounded
-    from retrodict._parameters import Frozen as Frozen
-    from retrodict._parameters import Positive as Positive
-    from retrodict._parameters import PositiveTril as PositiveTril
-    from retrodict._parameters import unwrap as unwrap
-    from retrodict._series import Series as Series
+    from retrodict._model import VaryingLinearGaussianKernel as VaryingLinearGaussianKernel
+    from retrodict._model import kl_divergence as kl_divergence
+    from retrodict._model import unwrap as unwrap
     from retrodict._smooth import Smoothed as Smoothed
     from retrodict._smooth import simulate_like as simulate_like
     from retrodict._smooth import smooth as smooth
@@ -104,6 +104,6 @@ if TYPE_CHECKING:
     from retrodict.particles import paris as paris
     from retrodict.particles import particle_filter as particle_filter
 else:
-    from retrodict._lazy import lazily
+    from retrodict._interface import lazily
 
     __getattr__, __dir__, __all__ = lazily(__name__)

@@ -19,7 +19,7 @@ from bounded_law import Within
 from linear_models import lower_factor, random_mask, random_model
 
 import retrodict as rd
-from retrodict._series import Series
+from retrodict._model import Series
 from retrodict.bounds import ErrorBound, curvature, distances, grid_bounds, lipschitz, wasserstein
 from retrodict.bounds import hypotheses as mixing
 from retrodict.bounds.theorems import BoundValue

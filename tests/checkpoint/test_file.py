@@ -29,7 +29,7 @@ import retrodict as rd
 from retrodict._checkpoint import allowed, read_checkpoint, write_checkpoint
 from retrodict._checkpoint.file import FORMAT
 from retrodict._checkpoint.names import is_record_class, name_of, resolve
-from retrodict._series import Series
+from retrodict._model import Series
 
 RNG = np.random.default_rng(0)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 import retrodict as rd
-from retrodict._errors import Argument, UserError
+from retrodict._interface import Argument, UserError
 from retrodict._workspace import files as _files
 from retrodict.cli import interrupt_again, main
 from retrodict.cli._errors import as_line

@@ -17,7 +17,7 @@ from jax import lax
 
 import retrodict as rd
 from retrodict._learning.dataset import InMemoryLoader, Minibatch
-from retrodict._series import Series, prepare_batch
+from retrodict._model import Series, prepare_batch
 from retrodict.distributed import MeshLike, as_mesh
 
 jax.config.update("jax_enable_x64", True)

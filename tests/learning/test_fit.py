@@ -17,7 +17,7 @@ from retrodict._learning import fit_checkpoint
 from retrodict._learning.dataset import Minibatch, draw_indices
 from retrodict._learning.elbo_loss import ElboLoss
 from retrodict._learning.train import MAX_SKIPPED_IN_A_ROW, keep, start
-from retrodict._series import prepare_batch
+from retrodict._model import prepare_batch
 
 # The package exports the function under the same name.
 fit_module = importlib.import_module("retrodict._learning.fit")

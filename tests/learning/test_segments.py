@@ -20,7 +20,7 @@ from retrodict._families import AbstractFactorFamily, infer_series
 from retrodict._learning.dataset import Minibatch
 from retrodict._learning.elbo_loss import ElboLoss
 from retrodict._learning.segments import _segments, elbo_in_segments
-from retrodict._series import Series, prepare_batch
+from retrodict._model import Series, prepare_batch
 
 N, SEGMENT = 13, 4
 LENGTHS = np.array([13, 12, 9, 6, 5, 2, 1])

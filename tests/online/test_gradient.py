@@ -14,8 +14,7 @@ import retrodict as rd
 from retrodict._families import AbstractFactorFamily
 from retrodict._learning.dataset import Minibatch
 from retrodict._learning.elbo_loss import ElboLoss
-from retrodict._model import learnable
-from retrodict._series import Series
+from retrodict._model import Series, learnable
 from retrodict.online.gradient import Parts, parts_of
 
 KEY = jax.random.key(0)

@@ -13,7 +13,7 @@ import scipy.stats
 import two_sided
 
 import retrodict as rd
-from retrodict._series import prepare_batch
+from retrodict._model import prepare_batch
 from retrodict._smooth.check import BatchCheck
 from retrodict._smooth.simulate_like import simulate_batch
 from retrodict._smooth.smooth import _is_as_good

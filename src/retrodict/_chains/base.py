@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count
+from retrodict._arrays import PRNGKey, Scalar, check_count
 
 
 class AbstractBackwardChain(eqx.Module):

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.scipy.special import ndtr
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar
 from retrodict._chains.base import AbstractKernelChain
 from retrodict._chains.sampled import AbstractBackwardKernel, SampledChain
-from retrodict._laws import Gaussian
-from retrodict._types import PRNGKey, Scalar
+from retrodict._model import Gaussian
 
 
 class DefensiveLaw(eqx.Module):

@@ -8,10 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from retrodict._arrays import PRNGKey, Scalar, as_real_array, check_count, check_key
 from retrodict._chains.base import AbstractKernelChain, check_single, first_rows
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import LOG_2PI, Gaussian
-from retrodict._model import prepare_path
+from retrodict._model import (
+    LOG_2PI,
+    Gaussian,
+    LinearGaussianKernel,
+    check_lower,
+    prepare_length,
+    prepare_path,
+)
 from retrodict._numerics import (
     StandardKernel,
     affine_scan,
@@ -22,10 +28,6 @@ from retrodict._numerics import (
     scales_agree,
     settling_scan,
 )
-from retrodict._parameters import check_lower
-from retrodict._series import prepare_length
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import as_real_array, check_count, check_key
 from retrodict.distributed import Parallel, appended
 
 

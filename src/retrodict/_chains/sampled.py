@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
 from retrodict._chains.base import AbstractKernelChain, check_single, first_rows
 from retrodict._model import prepare_path
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count, check_key
 
 
 class AbstractBackwardKernel(eqx.Module):

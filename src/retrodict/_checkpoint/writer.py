@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from retrodict._arrays import is_concrete
 from retrodict._checkpoint.allowed import ENUM_NAMES, RECORD_NAMES, VALUE_NAMES
 from retrodict._checkpoint.names import (
     described,
@@ -20,7 +21,6 @@ from retrodict._checkpoint.names import (
     is_record,
     name_of,
 )
-from retrodict._validate import is_concrete
 
 
 class Writer:

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import PRNGKey, check_key, is_concrete
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact.kalman_smoother import (
     KalmanPosterior,
@@ -14,13 +15,14 @@ from retrodict._exact.kalman_smoother import (
     check_values,
     smooth_series,
 )
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import Gaussian
-from retrodict._model import StateSpaceModel, prepare_data_batch
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey
-from retrodict._validate import check_key, is_concrete
+from retrodict._model import (
+    Gaussian,
+    LinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+    prepare_data_batch,
+    unwrap,
+)
 from retrodict.distributed import Parallel
 
 SeriesArrays = tuple[Array, Array | None, Array | None, Array | None]

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from retrodict._arrays import Scalar
 from retrodict._exact.gains import Gains, Prior, Transition, sequential_gains
 from retrodict._exact.parallel_gains import over_time, parallel_gains
 from retrodict._exact.whiten import Reduced, Whitened, row_basis
-from retrodict._kernels import LinearGaussianKernel
+from retrodict._model import LinearGaussianKernel
 from retrodict._numerics import (
     Reversal,
     StandardKernel,
@@ -24,7 +25,6 @@ from retrodict._numerics import (
     linalg,
     settling_scan,
 )
-from retrodict._types import Scalar
 from retrodict.distributed import Parallel, appended, prepended
 
 

@@ -8,17 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from retrodict._arrays import Scalar, check_finite, is_concrete
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact.gains import Prior, Transition
 from retrodict._exact.kalman_filter import Filtered, backward_kernels, kalman_filter
 from retrodict._exact.whiten import Whitened, whiten
-from retrodict._kernels import AbstractLinearGaussianKernel, LinearGaussianKernel
-from retrodict._laws import Gaussian, dense_scale, scale_diagonal
-from retrodict._model import StateSpaceModel, prepare_data
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import Scalar
-from retrodict._validate import check_finite, is_concrete
+from retrodict._model import (
+    AbstractLinearGaussianKernel,
+    Gaussian,
+    LinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+    dense_scale,
+    prepare_data,
+    scale_diagonal,
+    unwrap,
+)
 from retrodict.distributed import Parallel, laid_out
 
 

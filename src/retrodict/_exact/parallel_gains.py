@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from retrodict._exact.gains import Gains, Transition, without_padding
+from retrodict._model import repeat_last_row
 from retrodict._numerics import (
     condition_standard,
     linalg,
@@ -19,7 +20,6 @@ from retrodict._numerics import (
     prefix_scan,
     reverse_scale,
 )
-from retrodict._series import repeat_last_row
 from retrodict.distributed import Parallel, prepended
 
 

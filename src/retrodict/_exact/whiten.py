@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from retrodict._laws import LOG_2PI, Scale, masked_scale, scale_log_det, scale_solve
+from retrodict._arrays import Scalar
+from retrodict._model import LOG_2PI, Scale, masked_scale, scale_log_det, scale_solve
 from retrodict._numerics import linalg
-from retrodict._types import Scalar
 
 
 class Whitened(NamedTuple):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import PRNGKey, check_count
 from retrodict._chains import (
     AbstractBackwardChain,
     AbstractKernelChain,
@@ -19,9 +20,7 @@ from retrodict._chains import (
 from retrodict._expectations.estimators import AbstractEstimator
 from retrodict._expectations.functionals import AbstractTerm, add
 from retrodict._expectations.moments import existing_rows, fill_padding, sum_over_rows
-from retrodict._laws import GaussianMixture
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count
+from retrodict._model import GaussianMixture
 from retrodict.distributed import Parallel
 
 Noise = Literal["independent", "antithetic", "stratified"]

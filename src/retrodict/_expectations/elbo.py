@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Float
 
+from retrodict._arrays import Scalar, is_concrete
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._expectations.backward_sampling import BackwardSampling, along_path
 from retrodict._expectations.estimators import AbstractEstimator, ClosedForm, Quadrature
@@ -17,11 +18,16 @@ from retrodict._expectations.expectation import (
 )
 from retrodict._expectations.functionals import LogJoint
 from retrodict._expectations.moments import existing_rows, fill_padding
-from retrodict._model import StateSpaceModel, check_densities, prepare_data, require_model
-from retrodict._parameters import Frozen, unwrap
-from retrodict._series import Series, prepare_length
-from retrodict._types import Scalar
-from retrodict._validate import is_concrete
+from retrodict._model import (
+    Frozen,
+    Series,
+    StateSpaceModel,
+    check_densities,
+    prepare_data,
+    prepare_length,
+    require_model,
+    unwrap,
+)
 from retrodict.distributed import Parallel
 
 DEFAULT_ORDER = 20

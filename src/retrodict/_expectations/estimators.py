@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import check_count
 from retrodict._chains import AbstractBackwardChain
 from retrodict._expectations.functionals import (
     AbstractInitialTerm,
@@ -21,7 +22,6 @@ from retrodict._expectations.functionals import (
 )
 from retrodict._expectations.integrals import expected_value, integrand, noise_dim
 from retrodict._expectations.moments import Moments
-from retrodict._validate import check_count
 from retrodict.distributed import Parallel
 
 MAX_NODES = 100_000

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import check_key, is_concrete
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain, SampledChain
 from retrodict._expectations.backward_sampling import BackwardSampling, Paths
 from retrodict._expectations.estimators import AbstractEstimator, ClosedForm
 from retrodict._expectations.functionals import AbstractFunctional, LogJoint, Score
 from retrodict._expectations.moments import existing_rows, fill_padding
-from retrodict._series import Series, prepare_rows
-from retrodict._validate import check_key, is_concrete
+from retrodict._model import Series, prepare_rows
 from retrodict.distributed import Parallel
 
 _EXACT = ClosedForm()

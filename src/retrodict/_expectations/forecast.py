@@ -8,18 +8,25 @@ import jax.numpy as jnp
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Float
 
+from retrodict._arrays import PRNGKey, as_probabilities, check_count, check_key
 from retrodict._chains import AbstractBackwardChain, AbstractKernelChain
 from retrodict._expectations.elbo import check_model, series_of_chain
 from retrodict._expectations.expectation import Marginals, check_chain, moments_over_paths
 from retrodict._expectations.moments import existing_rows
-from retrodict._kernels import AbstractGaussianKernel, AbstractKernel, AbstractLinearGaussianKernel
-from retrodict._laws import Diagonal, Gaussian, dense_scale, masked_scale
-from retrodict._model import StateSpaceModel
+from retrodict._model import (
+    AbstractGaussianKernel,
+    AbstractKernel,
+    AbstractLinearGaussianKernel,
+    Diagonal,
+    Gaussian,
+    Series,
+    StateSpaceModel,
+    dense_scale,
+    masked_scale,
+    prepare_inputs,
+    unwrap,
+)
 from retrodict._numerics import linalg
-from retrodict._parameters import unwrap
-from retrodict._series import Series, prepare_inputs
-from retrodict._types import PRNGKey
-from retrodict._validate import as_probabilities, check_count, check_key
 
 
 class Forecast(eqx.Module):

@@ -20,12 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._kernels import AbstractKernel, AbstractLinearGaussianKernel
-from retrodict._laws import Gaussian
-from retrodict._model import StateSpaceModel, require_model
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import Scalar, State
+from retrodict._arrays import Scalar, State
+from retrodict._model import (
+    AbstractKernel,
+    AbstractLinearGaussianKernel,
+    Gaussian,
+    Series,
+    StateSpaceModel,
+    require_model,
+    unwrap,
+)
 
 Data: TypeAlias = Any
 """The row of the data at one time: a pytree, or `None` if there is no data."""

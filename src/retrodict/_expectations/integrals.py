@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import Scalar
 from retrodict._expectations.functionals import (
     AbstractPairTerm,
     AbstractTerm,
@@ -15,18 +16,18 @@ from retrodict._expectations.functionals import (
     LogTransition,
 )
 from retrodict._expectations.moments import PairRow, StateRow
-from retrodict._kernels import AbstractLinearGaussianKernel, NonlinearGaussianKernel
-from retrodict._laws import (
+from retrodict._model import (
+    AbstractLinearGaussianKernel,
     Gaussian,
+    NonlinearGaussianKernel,
+    Series,
     masked_scale,
     scale_inverse,
     scale_solve,
+    unwrap,
     whitened_log_density,
 )
 from retrodict._numerics import linalg
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import Scalar
 
 
 def expected_value(term: Any, row: Any, data: PyTree) -> PyTree:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import State
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._expectations.estimators import (
     AbstractDeterministicEstimator,
@@ -26,10 +27,8 @@ from retrodict._expectations.functionals import (
     initial_value,
 )
 from retrodict._expectations.moments import existing_rows
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import Gaussian, dense_scale
+from retrodict._model import Gaussian, LinearGaussianKernel, dense_scale
 from retrodict._numerics import linalg
-from retrodict._types import State
 from retrodict.distributed import Parallel
 
 

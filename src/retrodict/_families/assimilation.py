@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._families import perceptron, recursions
 from retrodict._families.base import (
     AbstractLinearGaussianFamily,
@@ -17,20 +18,24 @@ from retrodict._families.base import (
     Row,
 )
 from retrodict._families.kalman import input_dim_of
-from retrodict._kernels import (
+from retrodict._model import (
     AbstractGaussianKernel,
     AbstractLinearGaussianKernel,
     DistributionKernel,
+    Frozen,
+    Gaussian,
     LinearGaussianKernel,
     NonlinearGaussianKernel,
+    Positive,
+    Series,
+    StateSpaceModel,
+    check_densities,
+    dense_scale,
+    masked_scale,
+    scale_solve,
+    unwrap,
 )
-from retrodict._laws import Gaussian, dense_scale, masked_scale, scale_solve
-from retrodict._model import StateSpaceModel, check_densities
 from retrodict._numerics import linalg
-from retrodict._parameters import Frozen, Positive, unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key
 
 REACH = 2.0
 """The largest output of a network."""

@@ -15,19 +15,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from retrodict._arrays import PRNGKey
 from retrodict._chains import (
     AbstractBackwardKernel,
     AbstractKernelChain,
     LinearGaussianChain,
     SampledChain,
 )
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._model import StateSpaceModel
+from retrodict._model import (
+    LinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+    prepare_batch,
+    prepare_series,
+    unwrap,
+)
+from retrodict._model import prepare_row as validate_row
 from retrodict._numerics import linalg
-from retrodict._parameters import unwrap
-from retrodict._series import Series, prepare_batch, prepare_series
-from retrodict._series import prepare_row as validate_row
-from retrodict._types import PRNGKey
 from retrodict.distributed import Parallel, laid_out, prepended
 
 C = TypeVar("C", bound=AbstractKernelChain)

@@ -6,15 +6,14 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from retrodict._arrays import PRNGKey, check_count
 from retrodict._families import perceptron, recursions
 from retrodict._families.base import Row
 from retrodict._families.network import AbstractLawFamily, Embedded, Transition
 from retrodict._families.recursions import GaussianState
 from retrodict._families.start import Coordinates
-from retrodict._kernels import LinearGaussianKernel
+from retrodict._model import LinearGaussianKernel
 from retrodict._numerics import linalg
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count
 from retrodict.distributed import Parallel
 
 

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from retrodict._arrays import PRNGKey
 from retrodict._families import perceptron, recursions
 from retrodict._families.base import Row
 from retrodict._families.network import AbstractLawFamily, Embedded, Transition
 from retrodict._families.recursions import GaussianState, product, transposed
 from retrodict._families.start import Coordinates
-from retrodict._kernels import LinearGaussianKernel
+from retrodict._model import LinearGaussianKernel
 from retrodict._numerics import linalg
-from retrodict._types import PRNGKey
 
 
 class GatedFamily(AbstractLawFamily):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from retrodict._arrays import PRNGKey, check_count
 from retrodict._exact import (
     Prior,
     Transition,
@@ -21,14 +22,18 @@ from retrodict._families.base import (
     Factor,
     Row,
 )
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import Gaussian, dense_scale
-from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, learnable
+from retrodict._model import (
+    Gaussian,
+    LinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+    check_densities,
+    dense_scale,
+    is_linear_gaussian,
+    learnable,
+    unwrap,
+)
 from retrodict._numerics import Factored, condition, propagate, reverse
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count
 from retrodict.distributed import Parallel
 
 

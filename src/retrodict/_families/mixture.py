@@ -6,20 +6,22 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
+from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._chains import AbstractBackwardKernel
 from retrodict._families import perceptron
 from retrodict._families.base import AbstractSampledFamily, Factor, Row
 from retrodict._families.network import AbstractCellFamily, Embedded, RecurrentState, Transition
 from retrodict._families.recursions import product, reverse, shared_product, transposed
 from retrodict._families.start import Coordinates
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import Gaussian, GaussianMixture
-from retrodict._model import StateSpaceModel
+from retrodict._model import (
+    Frozen,
+    Gaussian,
+    GaussianMixture,
+    LinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+)
 from retrodict._numerics import linalg
-from retrodict._parameters import Frozen
-from retrodict._series import Series
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key
 
 
 class MixtureStep(NamedTuple):

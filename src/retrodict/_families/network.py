@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from retrodict._arrays import PRNGKey, check_count
 from retrodict._families import perceptron, recursions
 from retrodict._families.base import (
     Abstract,
@@ -24,14 +25,18 @@ from retrodict._families.start import (
     observed_rows,
     prior_chain,
 )
-from retrodict._kernels import AbstractLinearGaussianKernel, LinearGaussianKernel
-from retrodict._laws import Gaussian, dense_scale
-from retrodict._model import StateSpaceModel
+from retrodict._model import (
+    AbstractLinearGaussianKernel,
+    Frozen,
+    Gaussian,
+    LinearGaussianKernel,
+    PositiveTril,
+    Series,
+    StateSpaceModel,
+    dense_scale,
+    unwrap,
+)
 from retrodict._numerics import linalg
-from retrodict._parameters import Frozen, PositiveTril, unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count
 
 F = TypeVar("F", bound="AbstractNetworkFamily")
 L = TypeVar("L", bound="AbstractLawFamily")

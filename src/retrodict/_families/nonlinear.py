@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._chains import AbstractBackwardKernel
 from retrodict._families import perceptron
 from retrodict._families.base import (
@@ -18,14 +19,15 @@ from retrodict._families.base import (
 from retrodict._families.network import Embedded, RecurrentState
 from retrodict._families.recurrent import RecurrentFamily
 from retrodict._families.recursions import product
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import Gaussian, GaussianMixture
-from retrodict._model import StateSpaceModel
+from retrodict._model import (
+    Frozen,
+    Gaussian,
+    GaussianMixture,
+    LinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+)
 from retrodict._numerics import linalg
-from retrodict._parameters import Frozen
-from retrodict._series import Series
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key
 
 
 class NonlinearStep(NamedTuple):

@@ -10,8 +10,7 @@ from jax import lax
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Float
 
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key
+from retrodict._arrays import PRNGKey, check_count, check_key
 
 HIGHEST = lax.Precision.HIGHEST
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._families import perceptron, recursions
 from retrodict._families.base import Abstract, AbstractLinearGaussianFamily, Factor, Row
 from retrodict._families.network import (
@@ -16,11 +17,7 @@ from retrodict._families.network import (
     Transition,
 )
 from retrodict._families.start import Coordinates
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import Frozen, unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key
+from retrodict._model import Frozen, Series, StateSpaceModel, unwrap
 
 F = TypeVar("F", bound="AbstractReadoutFamily")
 

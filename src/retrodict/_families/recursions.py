@@ -19,8 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from retrodict._exact import Prior, Transition, Whitened, filter_laws
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import Gaussian
+from retrodict._model import Gaussian, LinearGaussianKernel
 from retrodict._numerics import linalg
 from retrodict.distributed import Parallel
 

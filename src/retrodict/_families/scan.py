@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._families.network import Embedded, Transition
 from retrodict._families.recurrent import AbstractReadoutFamily, BackwardStart, reversed_start
 from retrodict._families.start import Coordinates
+from retrodict._model import repeat_last_row
 from retrodict._numerics import linear_recurrence
-from retrodict._series import repeat_last_row
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key
 from retrodict.distributed import Parallel
 
 LONGEST_MEMORY = 64.0

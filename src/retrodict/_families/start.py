@@ -16,12 +16,17 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._families.base import Factor, Row
 from retrodict._families.recursions import shared_product
-from retrodict._kernels import AbstractLinearGaussianKernel, LinearGaussianKernel
-from retrodict._laws import Gaussian, dense_scale
-from retrodict._model import StateSpaceModel
+from retrodict._model import (
+    AbstractLinearGaussianKernel,
+    Frozen,
+    Gaussian,
+    LinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+    dense_scale,
+    unwrap,
+)
 from retrodict._numerics import linalg
-from retrodict._parameters import Frozen, unwrap
-from retrodict._series import Series
 
 NUM_PATHS = 512
 """The number of paths simulated from a model whose prior chain is not linear Gaussian."""

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._model import StateSpaceModel, learnable
-from retrodict._parameters import (
+from retrodict._model import (
     AbstractParameter,
     Bounded,
     Frozen,
     Positive,
     PositiveTril,
+    StateSpaceModel,
     StationaryCoefficients,
+    learnable,
 )
 
 

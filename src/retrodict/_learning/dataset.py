@@ -24,9 +24,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from retrodict._model import StateSpaceModel, prepare_data
-from retrodict._series import Series, prepare_batch
-from retrodict._types import PRNGKey, Scalar
+from retrodict._arrays import PRNGKey, Scalar
+from retrodict._model import Series, StateSpaceModel, prepare_batch, prepare_data
 from retrodict.distributed import (
     is_multi_process,
     map_shards,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar
 from retrodict._chains import AbstractKernelChain
 from retrodict._expectations import AbstractEstimator, Estimate, elbo_of_series
 from retrodict._families import AbstractFactorFamily, advance_over, factors, infer_series, rows_of
@@ -18,10 +19,7 @@ from retrodict._learning.dataset import AbstractBatches, Minibatch
 from retrodict._learning.options import Objective
 from retrodict._learning.segments import elbo_in_segments, first_law
 from retrodict._learning.train import Stage
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import Frozen, unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
+from retrodict._model import Frozen, Series, StateSpaceModel, unwrap
 from retrodict.distributed import Parallel
 
 SHORTEST_PREFIX = 8

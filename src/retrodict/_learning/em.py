@@ -8,20 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import check_linear_gaussian, smooth_series
 from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily, infer_series
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import Diagonal, Gaussian
 from retrodict._learning.dataset import Minibatch, batch_for
 from retrodict._learning.fit import fit
 from retrodict._learning.options import Optimisation
-from retrodict._model import StateSpaceModel, learnable
+from retrodict._model import (
+    AbstractParameter,
+    Diagonal,
+    Frozen,
+    Gaussian,
+    LinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+    learnable,
+    unwrap,
+)
 from retrodict._numerics import linalg
-from retrodict._parameters import AbstractParameter, Frozen, unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key
 
 
 class EMResult(eqx.Module):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._expectations import (
     AbstractEstimator,
     BackwardSampling,
@@ -48,11 +49,7 @@ from retrodict._learning.train import (
     start,
     train,
 )
-from retrodict._model import StateSpaceModel, learnable
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key
+from retrodict._model import Series, StateSpaceModel, learnable, unwrap
 from retrodict.distributed import MeshLike, as_mesh, together
 
 NUM_PREPARED = 4096

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from retrodict._arrays import PRNGKey
 from retrodict._checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from retrodict._expectations import AbstractEstimator
 from retrodict._learning.dataset import AbstractDataset
 from retrodict._learning.options import Objective, Optimisation
 from retrodict._learning.train import Trained, TrainHistory, TrainState, one_start
-from retrodict._types import PRNGKey
 from retrodict.distributed import gather_from_devices, writes_for
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
 from retrodict._exact import check_linear_gaussian, log_evidence_of
 from retrodict._learning.dataset import InMemoryBatches, Minibatch
 from retrodict._learning.on_disk import AbstractSeriesStore
@@ -25,11 +26,7 @@ from retrodict._learning.train import (
     start,
     train,
 )
-from retrodict._model import StateSpaceModel, learnable
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count, check_key
+from retrodict._model import Series, StateSpaceModel, learnable, unwrap
 from retrodict.distributed import MeshLike, as_mesh, together
 
 

@@ -12,9 +12,7 @@ from retrodict._families import AbstractFamily
 from retrodict._learning.dataset import Minibatch, options_of, take
 from retrodict._learning.elbo_loss import ElboLoss
 from retrodict._learning.train import Status, Trained
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import unwrap
-from retrodict._series import Series
+from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict.particles import particle_filter
 
 FitStatus = Status | Literal["overfitted", "underfitted"]

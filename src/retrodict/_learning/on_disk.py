@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
+from retrodict._arrays import PRNGKey
 from retrodict._learning.dataset import (
     AbstractBatches,
     AbstractDataset,
@@ -30,9 +31,7 @@ from retrodict._learning.dataset import (
     spaced_indices,
     take,
 )
-from retrodict._model import StateSpaceModel, prepare_data
-from retrodict._series import Series
-from retrodict._types import PRNGKey
+from retrodict._model import Series, StateSpaceModel, prepare_data
 from retrodict.distributed import num_devices, shard_over
 
 Arrays = dict[str, np.ndarray | None]

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import optax
 
+from retrodict._arrays import Scalar, check_count
 from retrodict._expectations import AbstractEstimator
 from retrodict._model import StateSpaceModel
-from retrodict._types import Scalar
-from retrodict._validate import check_count
 from retrodict.distributed import Parallel
 
 

@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 from scipy.optimize import OptimizeResult, minimize
 
+from retrodict._arrays import Scalar
 from retrodict._learning.coordinates import Coordinates, coordinates_of
 from retrodict._learning.train import Status
 from retrodict._model import StateSpaceModel
-from retrodict._types import Scalar
 from retrodict.distributed import to_hosts
 
 ROUNDING = 10.0

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from retrodict._arrays import Scalar
 from retrodict._chains import (
     AbstractBackwardKernel,
     AbstractKernelChain,
@@ -39,12 +40,7 @@ from retrodict._expectations import (
     initial_value,
 )
 from retrodict._families import AbstractFactorFamily, Row, factors, rows_of
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import Gaussian
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import Frozen
-from retrodict._series import Series
-from retrodict._types import Scalar
+from retrodict._model import Frozen, Gaussian, LinearGaussianKernel, Series, StateSpaceModel
 
 
 def elbo_in_segments(

@@ -9,10 +9,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from retrodict._arrays import as_real_array
 from retrodict._learning.dataset import num_series
-from retrodict._model import StateSpaceModel, prepare_data
-from retrodict._series import Series, prepare_batch
-from retrodict._validate import as_real_array
+from retrodict._model import Series, StateSpaceModel, prepare_batch, prepare_data
 from retrodict.distributed import (
     MeshLike,
     all_gather_object,

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._types import PRNGKey, Scalar
+from retrodict._arrays import PRNGKey, Scalar
 from retrodict.distributed import shard_over, to_hosts
 
 Loss = Callable[[Any, Any, Any, Any], Scalar]

@@ -8,18 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._kernels import (
+from retrodict._arrays import is_concrete
+from retrodict._model import (
     AbstractGaussianKernel,
     AbstractKernel,
     AbstractLinearGaussianKernel,
+    Gaussian,
     NonlinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+    dense_scale,
+    unwrap,
 )
-from retrodict._laws import Gaussian, dense_scale
-from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._validate import is_concrete
 
 OTHER_SMOOTHERS = "ffbsi, or grid_smoother (state dimension 1 or 2)"
 """The smoothers that do not linearise, for messages."""

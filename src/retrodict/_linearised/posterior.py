@@ -25,14 +25,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from retrodict._arrays import Scalar, is_concrete
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import first_violation
 from retrodict._linearised.recursion import Pass
-from retrodict._model import StateSpaceModel
+from retrodict._model import Series, StateSpaceModel
 from retrodict._numerics import Factored, linalg
-from retrodict._series import Series
-from retrodict._types import Scalar
-from retrodict._validate import is_concrete
 
 WINDOW = 20
 """The number of rows with an observation in each average: a single bad update is soon corrected."""

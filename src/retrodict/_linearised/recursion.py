@@ -9,16 +9,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from retrodict._arrays import Scalar
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import Transition, backward_gains, backward_kernels, reduce_rows, whiten
-from retrodict._kernels import AbstractKernel, AbstractLinearGaussianKernel
-from retrodict._laws import Gaussian, dense_scale
 from retrodict._linearised.moments import conditional_moments, has_constant_scale, law_moments
 from retrodict._linearised.rules import AbstractRule, Affine
-from retrodict._model import StateSpaceModel
+from retrodict._model import (
+    AbstractKernel,
+    AbstractLinearGaussianKernel,
+    Gaussian,
+    Series,
+    StateSpaceModel,
+    dense_scale,
+)
 from retrodict._numerics import Factored, condition, linalg, predict
-from retrodict._series import Series
-from retrodict._types import Scalar
 
 
 class Pass(eqx.Module):

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from retrodict._arrays import check_count
 from retrodict._expectations import cubature, gauss_hermite
 from retrodict._linearised.moments import Moments
 from retrodict._numerics import Factored, linalg
-from retrodict._validate import check_count
 
 MAX_NODES = 10_000
 """The largest number of points per time step at which a kernel is evaluated."""

@@ -7,23 +7,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from retrodict._arrays import Scalar, check_count, is_concrete
 from retrodict._chains import LinearGaussianChain
-from retrodict._laws import Gaussian
 from retrodict._linearised.moments import check_moments, mask_rows
 from retrodict._linearised.posterior import LinearisedPosterior, diagnose, judge
 from retrodict._linearised.recursion import iterate, iterate_from, linearised_filter
 from retrodict._linearised.rules import AbstractRule, AbstractSigmaPoints, Taylor, Unscented
 from retrodict._model import (
+    Gaussian,
+    Series,
     StateSpaceModel,
     check_densities,
     check_parameters,
     is_linear_gaussian,
     prepare_data,
+    unwrap,
 )
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import Scalar
-from retrodict._validate import check_count, is_concrete
 
 
 def extended_smoother(

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from retrodict._arrays import Scalar
 from retrodict._numerics import linalg
-from retrodict._types import Scalar
 
 
 class Factored(eqx.Module):

@@ -8,11 +8,10 @@ import jax
 import numpy as np
 
 from retrodict import bounds
+from retrodict._arrays import PRNGKey
 from retrodict._chains import AbstractBackwardChain
 from retrodict._learning import num_series, take
-from retrodict._model import StateSpaceModel
-from retrodict._series import Series
-from retrodict._types import PRNGKey
+from retrodict._model import Series, StateSpaceModel
 
 MOST_CHECKED = 8
 """The largest number of series of a batch that are checked: each costs a reference."""

@@ -7,13 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._learning import batch_for
 from retrodict._learning import num_series as count_series
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key
+from retrodict._model import Series, StateSpaceModel, unwrap
 
 MOST_ROWS = 64
 """The longest series to train on. Families trained on 64 rows were accurate on 500. A step takes

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._exact import kalman_smoother
 from retrodict._expectations import BackwardSampling, ClosedForm, Marginals, marginals
@@ -15,14 +16,10 @@ from retrodict._families import AbstractFamily, MixtureFamily, NonlinearFamily
 from retrodict._learning import FitResult, batch_for, fit, take
 from retrodict._learning import num_series as count_series
 from retrodict._linearised import LinearisedPosterior, check_moments, iterated_smoother
-from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian
-from retrodict._parameters import unwrap
-from retrodict._series import Series
+from retrodict._model import Series, StateSpaceModel, check_densities, is_linear_gaussian, unwrap
 from retrodict._smooth.check import BatchCheck, SeriesReference, check_chains, pick, run_references
 from retrodict._smooth.simulate_like import MOST_ROWS, NonFiniteSimulation, simulate_batch
 from retrodict._smooth.smoothed import Method, Smoothed
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key
 from retrodict.bounds import options_of
 
 METHODS = ("auto", "exact", "linearised", "amortised")

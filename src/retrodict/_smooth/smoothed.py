@@ -8,12 +8,11 @@ import jax.numpy as jnp
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Float
 
+from retrodict._arrays import PRNGKey, as_real_array, check_count
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._families import AbstractFamily
 from retrodict._model import StateSpaceModel
 from retrodict._smooth.check import pick
-from retrodict._types import PRNGKey
-from retrodict._validate import as_real_array, check_count
 
 Method = Literal["exact", "linearised", "amortised"]
 

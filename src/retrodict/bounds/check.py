@@ -11,15 +11,11 @@ import numpy as np
 from jax.scipy.special import gammaincc
 from jaxtyping import Array, Float
 
+from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._exact import GridPosterior
 from retrodict._expectations import check_chain, check_model, series_of_chain
-from retrodict._laws import Gaussian, scale_solve
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count, check_key
+from retrodict._model import Gaussian, Series, StateSpaceModel, scale_solve, unwrap
 from retrodict.bounds.distances import sample_moments
 from retrodict.bounds.reference import (
     Reference,

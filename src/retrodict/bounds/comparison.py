@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import Scalar, check_count, check_key, is_concrete
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import GridPosterior, increments, kalman_smoother
 from retrodict._expectations import (
@@ -20,12 +21,14 @@ from retrodict._expectations import (
     Variation,
     elbo,
 )
-from retrodict._kernels import AbstractLinearGaussianKernel
-from retrodict._laws import dense_scale
-from retrodict._model import StateSpaceModel, is_linear_gaussian
-from retrodict._series import Series, prepare_rows
-from retrodict._types import Scalar
-from retrodict._validate import check_count, check_key, is_concrete
+from retrodict._model import (
+    AbstractLinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+    dense_scale,
+    is_linear_gaussian,
+    prepare_rows,
+)
 from retrodict.bounds import grid_bounds, wasserstein
 from retrodict.bounds.functional_classes import AnyBounded, AnyLipschitz, variation_of
 from retrodict.bounds.lipschitz import Sensitivity

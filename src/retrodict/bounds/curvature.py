@@ -18,12 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from retrodict._kernels import AbstractLinearGaussianKernel
-from retrodict._laws import Gaussian, dense_scale
-from retrodict._model import StateSpaceModel
+from retrodict._arrays import Scalar
+from retrodict._model import (
+    AbstractLinearGaussianKernel,
+    Gaussian,
+    Series,
+    StateSpaceModel,
+    dense_scale,
+)
 from retrodict._numerics import linalg
-from retrodict._series import Series
-from retrodict._types import Scalar
 from retrodict.bounds.distances import norms
 from retrodict.bounds.lipschitz import windowed_lipschitz_sums
 

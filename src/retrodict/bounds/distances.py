@@ -7,9 +7,9 @@ from jax import lax
 from jax.scipy.special import erf
 from jaxtyping import Array, Float
 
-from retrodict._laws import Gaussian, kl_divergence
+from retrodict._arrays import Scalar
+from retrodict._model import Gaussian, kl_divergence
 from retrodict._numerics import linalg
-from retrodict._types import Scalar
 
 
 def gaussian_distance(p: Gaussian, q: Gaussian) -> Scalar:

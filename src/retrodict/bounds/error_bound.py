@@ -7,6 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import Scalar
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._exact import GridPosterior
 from retrodict._expectations import (
@@ -15,9 +16,7 @@ from retrodict._expectations import (
     check_model,
     series_of_chain,
 )
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import unwrap
-from retrodict._types import Scalar
+from retrodict._model import StateSpaceModel, unwrap
 from retrodict.bounds import theorems, wasserstein
 from retrodict.bounds.comparison import (
     CONFIDENCE,

@@ -13,6 +13,7 @@ from jax import lax
 from jax.scipy.special import erf
 from jaxtyping import Array, Float
 
+from retrodict._arrays import Scalar
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import (
     Grid,
@@ -22,11 +23,8 @@ from retrodict._exact import (
     log_emission,
     operators,
 )
-from retrodict._kernels import AbstractKernel, LinearGaussianKernel
-from retrodict._laws import Gaussian
-from retrodict._model import StateSpaceModel
+from retrodict._model import AbstractKernel, Gaussian, LinearGaussianKernel, StateSpaceModel
 from retrodict._numerics import linalg
-from retrodict._types import Scalar
 from retrodict.bounds.distances import interval_distance, spectral_norm, table_distance
 from retrodict.bounds.lipschitz import decayed_sums
 

@@ -9,16 +9,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from retrodict._arrays import Scalar, as_real_array, check_count, check_key
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import Grid, densities, kalman_smoother, log_prior
 from retrodict._expectations import check_model, series_of_chain
-from retrodict._kernels import AbstractLinearGaussianKernel, NonlinearGaussianKernel
-from retrodict._laws import Gaussian
-from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import Scalar
-from retrodict._validate import as_real_array, check_count, check_key
+from retrodict._model import (
+    AbstractLinearGaussianKernel,
+    Gaussian,
+    NonlinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+    check_densities,
+    is_linear_gaussian,
+    unwrap,
+)
 from retrodict.bounds.comparison import MISFIT
 from retrodict.bounds.distances import twice_total_variation
 from retrodict.bounds.grid_bounds import check_unpadded, law_on, likelihood_on, normalised

@@ -16,12 +16,11 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy.special import logsumexp
 
+from retrodict._arrays import PRNGKey, Scalar
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import Grid, GridPosterior, Status, grid_smoother
 from retrodict._linearised import check_moments, iterated_smoother, smooth_from_paths
-from retrodict._model import StateSpaceModel, check_densities
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
+from retrodict._model import Series, StateSpaceModel, check_densities
 from retrodict.particles import (
     ParticlePosterior,
     log_weights_of,

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import Scalar
 from retrodict._chains import AbstractBackwardChain, LinearGaussianChain
 from retrodict._exact import GridPosterior
 from retrodict._expectations import AbstractFunctional
-from retrodict._kernels import AbstractLinearGaussianKernel
-from retrodict._model import StateSpaceModel
-from retrodict._series import Series
-from retrodict._types import Scalar
+from retrodict._model import AbstractLinearGaussianKernel, Series, StateSpaceModel
 from retrodict.bounds import contributions, distances, grid_bounds, lipschitz, wasserstein
 from retrodict.bounds import curvature as curved
 from retrodict.bounds.comparison import (

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from retrodict._arrays import Scalar
 from retrodict._chains import LinearGaussianChain
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import Gaussian
+from retrodict._model import Gaussian, LinearGaussianKernel
 from retrodict._numerics import Factored, linalg, propagate, reverse
-from retrodict._types import Scalar
 from retrodict.bounds.distances import gaussian_distance, root_distance
 from retrodict.bounds.lipschitz import (
     Sensitivity,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from retrodict._errors import Argument, UserError, message
+from retrodict._interface import Argument, UserError, message
 
 MISTAKE = 2
 """The command could not be done as asked."""

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import retrodict as rd
-from retrodict._errors import UserError
+from retrodict._interface import UserError
 from retrodict.cli._errors import INTERRUPTED, LOST, MISTAKE
 
 WAIT_SECONDS = 300

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrodict._errors import UserError
+from retrodict._interface import UserError
 
 MOST = 2**31 - 1
 """The largest number of rows or steps that can be requested: the largest size of an array."""

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from retrodict._errors import UserError
+from retrodict._interface import UserError
 from retrodict.cli._display import Stages
 from retrodict.cli._errors import require_output, writing
 from retrodict.cli._options import (

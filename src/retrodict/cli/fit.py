@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from retrodict._errors import UserError
+from retrodict._interface import UserError
 from retrodict.cli._display import Stages
 from retrodict.cli._errors import writing
 from retrodict.cli._job import (

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from retrodict._errors import Argument, UserError, message
+from retrodict._interface import Argument, UserError, message
 from retrodict.cli._display import LearningDisplay
 from retrodict.cli._errors import as_option, require_output, writing
 from retrodict.cli._options import (

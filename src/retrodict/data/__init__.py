@@ -1,6 +1,6 @@
 """Tables in and results out: files, pandas, xarray and arrays."""
 
-from retrodict._errors import DataError as DataError
+from retrodict._interface import DataError as DataError
 from retrodict._learning import AbstractSeriesStore as AbstractSeriesStore
 from retrodict._learning import SharedSeries as SharedSeries
 from retrodict.data._arviz import to_arviz as to_arviz

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict._errors import optional
+from retrodict._interface import optional
 from retrodict._workspace import library_version
 from retrodict.data._results import to_xarray
 from retrodict.data._table import Table

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict._errors import DataError, optional
+from retrodict._interface import DataError, optional
 from retrodict.data._files import (
     SEPARATORS,
     open_netcdf,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from retrodict._errors import DataError, optional, shorten
+from retrodict._interface import DataError, optional, shorten
 from retrodict.data._source import Source, check_names, frame_source
 
 T = TypeVar("T")

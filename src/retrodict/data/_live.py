@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict._errors import DataError
+from retrodict._interface import DataError
 from retrodict.data._files import text_source
 from retrodict.data._source import Source
 from retrodict.data._steps import IRREGULAR, Step, parse_step, positions

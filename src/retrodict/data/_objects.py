@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict._errors import Argument, DataError, listed, optional
+from retrodict._interface import Argument, DataError, listed, optional
 from retrodict.data._files import open_file
 from retrodict.data._source import TIME_NAMES, Source, frame_source
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict._errors import Argument, DataError, listed
+from retrodict._interface import Argument, DataError, listed
 from retrodict.data._identifiers import grouped
 from retrodict.data._objects import to_source
 from retrodict.data._source import Source, parse_numbers

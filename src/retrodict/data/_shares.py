@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from retrodict._errors import Argument, DataError
+from retrodict._interface import Argument, DataError
 from retrodict._learning import SharedSeries
 from retrodict.data._chunked import AbstractParts, open_parts
 from retrodict.data._files import SUFFIXES

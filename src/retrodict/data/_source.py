@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict._errors import DataError, Part, listed, optional, shorten
+from retrodict._interface import DataError, Part, listed, optional, shorten
 
 TIME_NAMES = ("time", "date", "datetime", "timestamp", "t", "year")
 

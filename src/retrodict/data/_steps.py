@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from retrodict._errors import Argument, DataError, Part, optional
+from retrodict._interface import Argument, DataError, Part, optional
 
 MOST_INSERTED = 10
 """No rows are inserted if the table would have more than this many times its rows."""

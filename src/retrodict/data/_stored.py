@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from retrodict._errors import Argument, DataError, listed
+from retrodict._interface import Argument, DataError, listed
 from retrodict._learning import AbstractSeriesStore, Arrays, ProgressLine
 from retrodict.data._chunked import AbstractParts, NetcdfSeries, ParquetRows, open_parts
 from retrodict.data._files import check_exists, check_suffix

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from retrodict._errors import Argument, DataError, listed
+from retrodict._interface import Argument, DataError, listed
 from retrodict.data._steps import Step, complete, following, parse_step
 from retrodict.data._summary import MOST_NAMED, Summary, as_number, as_time, digest_of, written
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict._errors import Argument, listed, optional, shorten
+from retrodict._interface import Argument, listed, optional, shorten
 from retrodict.data._source import TIME_NAMES, Source, missing_cells, parse_numbers
 
 OFFSET = re.compile(r"(Z|[+-]\d\d(:?\d\d)?)$")

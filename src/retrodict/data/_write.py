@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrodict._errors import Argument, DataError, optional
+from retrodict._interface import Argument, DataError, optional
 from retrodict.data._files import check_suffix
 
 SUFFIXES = (".csv", ".parquet", ".nc")

@@ -1,6 +1,6 @@
 """Ready models, models from files, and parameters by name."""
 
-from retrodict._errors import ModelError as ModelError
+from retrodict._interface import ModelError as ModelError
 from retrodict.models._coordinates import entry_name as entry_name
 from retrodict.models._coordinates import is_memory as is_memory
 from retrodict.models._coordinates import state_names as state_names

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._kernels import DistributionKernel
-from retrodict._model import StateSpaceModel
-from retrodict._validate import check_count
+from retrodict._arrays import check_count
+from retrodict._model import DistributionKernel, StateSpaceModel
 from retrodict.models._equations import (
     AbstractNamed,
     Structural,

@@ -15,15 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._kernels import AbstractKernel, LinearGaussianKernel, VaryingLinearGaussianKernel
-from retrodict._laws import Diagonal, Gaussian
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import (
+from retrodict._model import (
+    AbstractKernel,
     AbstractParameter,
     AbstractTied,
     Bounded,
+    Diagonal,
     Frozen,
+    Gaussian,
+    LinearGaussianKernel,
     Positive,
+    StateSpaceModel,
+    VaryingLinearGaussianKernel,
     partial_autocorrelations,
     unwrap,
 )

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from retrodict._kernels import NonlinearGaussianKernel
-from retrodict._laws import Diagonal
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import AbstractParameter, unwrap
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key
+from retrodict._arrays import PRNGKey, check_count, check_key
+from retrodict._model import (
+    AbstractParameter,
+    Diagonal,
+    NonlinearGaussianKernel,
+    StateSpaceModel,
+    unwrap,
+)
 from retrodict.models._equations import AbstractNamed, LinearDynamics, Regular, diffuse, positive
 from retrodict.models._registry import ready
 from retrodict.models._start import Sample, centre, spread

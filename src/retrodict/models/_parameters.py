@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from retrodict._errors import ModelError, nearest
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import (
+from retrodict._arrays import as_real_array
+from retrodict._interface import ModelError, nearest
+from retrodict._model import (
     AbstractParameter,
     Bounded,
     Frozen,
     Positive,
     PositiveTril,
+    StateSpaceModel,
     StationaryCoefficients,
 )
-from retrodict._validate import as_real_array
 from retrodict.models._equations import AbstractNamed
 
 CONSTRAINED = (Positive, PositiveTril, Bounded, StationaryCoefficients)

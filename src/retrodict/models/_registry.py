@@ -5,9 +5,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from retrodict._errors import Argument, ModelError, guess, nearest
+from retrodict._arrays import PRNGKey
+from retrodict._interface import Argument, ModelError, guess, nearest
 from retrodict._model import StateSpaceModel
-from retrodict._types import PRNGKey
 from retrodict.models._equations import AbstractEquation, Regular
 from retrodict.models._parameters import named_parameters, with_parameters
 from retrodict.models._start import Sample, sample_of

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from retrodict._series import prepare_batch
+from retrodict._model import prepare_batch
 
 PRIOR_WIDTH = 10.0
 """A diffuse prior is this many times as wide as the data."""

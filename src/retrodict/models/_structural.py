@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import StationaryCoefficients
-from retrodict._validate import check_count
+from retrodict._arrays import check_count
+from retrodict._model import StateSpaceModel, StationaryCoefficients
 from retrodict.models._equations import (
     Lagged,
     Structural,

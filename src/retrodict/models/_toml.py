@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from retrodict._errors import Argument, ModelError, nearest
+from retrodict._arrays import PRNGKey
+from retrodict._interface import Argument, ModelError, nearest
 from retrodict._model import StateSpaceModel
-from retrodict._types import PRNGKey
 from retrodict.models._parameters import fix_parameters, named_parameters, with_parameters
 from retrodict.models._registry import (
     check_options,

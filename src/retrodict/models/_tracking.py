@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._kernels import DistributionKernel, NonlinearGaussianKernel
-from retrodict._laws import LOG_2PI, Diagonal
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import AbstractParameter, unwrap
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count
+from retrodict._arrays import PRNGKey, check_count
+from retrodict._model import (
+    LOG_2PI,
+    AbstractParameter,
+    Diagonal,
+    DistributionKernel,
+    NonlinearGaussianKernel,
+    StateSpaceModel,
+    unwrap,
+)
 from retrodict.models._equations import (
     AbstractNamed,
     ConstantVelocity,

@@ -6,11 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._kernels import AbstractGaussianKernel
-from retrodict._laws import Diagonal, Gaussian
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import Bounded, unwrap
-from retrodict._validate import check_count
+from retrodict._arrays import check_count
+from retrodict._model import (
+    AbstractGaussianKernel,
+    Bounded,
+    Diagonal,
+    Gaussian,
+    StateSpaceModel,
+    unwrap,
+)
 from retrodict.models._equations import (
     LEVERAGE_SHARE,
     AbstractNamed,

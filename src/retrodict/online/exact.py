@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from retrodict._arrays import Scalar
 from retrodict._expectations import LogJoint, Recursive, RecursiveState
 from retrodict._families import AbstractFamily, AbstractLinearGaussianFamily
-from retrodict._laws import Gaussian
-from retrodict._types import Scalar
+from retrodict._model import Gaussian
 from retrodict.online.followed import Arrival, Followed, Sums
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from retrodict._arrays import PRNGKey, check_count, is_concrete
 from retrodict._expectations import BackwardSampling, ClosedForm, marginals, moments_over_paths
 from retrodict._families import (
     AbstractFamily,
@@ -22,12 +23,8 @@ from retrodict._families import (
     factors,
     rows_of,
 )
-from retrodict._kernels import LinearGaussianKernel
+from retrodict._model import LinearGaussianKernel, Series, unwrap
 from retrodict._numerics import linalg
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, is_concrete
 from retrodict.online.stream import (
     AbstractStream,
     cast,

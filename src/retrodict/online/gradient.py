@@ -9,12 +9,18 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, PyTree
 
+from retrodict._arrays import PRNGKey, check_key
 from retrodict._families import AbstractFactorFamily, Factor, Row, check_fits, rows_of
-from retrodict._model import StateSpaceModel, check_densities, learnable, prepare_data
-from retrodict._parameters import Frozen, unwrap
-from retrodict._series import Series, repeat_last_row
-from retrodict._types import PRNGKey
-from retrodict._validate import check_key
+from retrodict._model import (
+    Frozen,
+    Series,
+    StateSpaceModel,
+    check_densities,
+    learnable,
+    prepare_data,
+    repeat_last_row,
+    unwrap,
+)
 from retrodict.online.stream import cast, complete, read_in_loop
 
 Learn = Literal["family", "model", "both"]

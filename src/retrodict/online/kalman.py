@@ -8,13 +8,17 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float
 
+from retrodict._arrays import PRNGKey, Scalar
 from retrodict._exact import reduce_rows, whiten
 from retrodict._families import Factor, Row
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import Gaussian, dense_scale
-from retrodict._model import StateSpaceModel, is_linear_gaussian
+from retrodict._model import (
+    Gaussian,
+    LinearGaussianKernel,
+    StateSpaceModel,
+    dense_scale,
+    is_linear_gaussian,
+)
 from retrodict._numerics import Factored, condition, propagate, reverse
-from retrodict._types import PRNGKey, Scalar
 from retrodict.online.gradient import AbstractRecursiveGradient, Parts, RowGradient
 from retrodict.online.stream import choose
 

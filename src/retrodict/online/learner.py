@@ -10,6 +10,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar, check_count
 from retrodict._families import (
     AbstractFactorFamily,
     AbstractFamily,
@@ -18,14 +19,8 @@ from retrodict._families import (
     Row,
     rows_of,
 )
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import dense_scale
-from retrodict._model import StateSpaceModel
+from retrodict._model import LinearGaussianKernel, Series, StateSpaceModel, dense_scale, unwrap
 from retrodict._numerics import linalg
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count
 from retrodict.online.fixed_lag import (
     FixedLag,
     LagMoments,

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar
 from retrodict._expectations import AbstractFunctional
 from retrodict._families import input_dim_of
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
+from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict.online.stream import (
     AbstractStream,
     cast,

@@ -11,11 +11,10 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float
 
+from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
 from retrodict._families import Factor, Row
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count, check_key
 from retrodict.online.gradient import (
     AbstractRecursiveGradient,
     Parts,

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
+from retrodict._arrays import PRNGKey
 from retrodict._expectations import AbstractFunctional, Recursive
 from retrodict._families import AbstractFamily, Row
-from retrodict._model import StateSpaceModel, prepare_data
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey
+from retrodict._model import Series, StateSpaceModel, prepare_data, unwrap
 from retrodict.online.exact import ExactRecursion, check_exact
 from retrodict.online.fixed_lag import (
     FixedLag,

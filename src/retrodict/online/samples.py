@@ -29,12 +29,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar, check_count
 from retrodict._expectations import AbstractPairTerm, AbstractStateTerm
 from retrodict._families import AbstractFamily, AbstractSampledFamily
-from retrodict._kernels import LinearGaussianKernel
-from retrodict._laws import LOG_2PI, scale_log_det
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count
+from retrodict._model import LOG_2PI, LinearGaussianKernel, scale_log_det
 from retrodict.online.followed import Arrival, Followed, Sums
 from retrodict.particles import (
     LOG2_E,

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from retrodict._types import Scalar
+from retrodict._arrays import Scalar
 
 
 def robbins_monro(rate: float, exponent: float = 0.6, warmup: int = 0) -> optax.Schedule:

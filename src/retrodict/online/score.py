@@ -6,11 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar, check_count
 from retrodict._families import Factor, Row
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count
 from retrodict.online.fixed_lag import factor_shapes
 from retrodict.online.gradient import (
     AbstractRecursiveGradient,

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import Scalar
 from retrodict._families import Factor, Row
 from retrodict._model import StateSpaceModel
 from retrodict._numerics import linalg
-from retrodict._types import Scalar
 from retrodict.online.gradient import Parts, RowGradient
 
 Sensitivity = Literal["exact", "none"]

@@ -10,12 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
+from retrodict._arrays import PRNGKey, check_key
 from retrodict._families import AbstractFamily, prepare_for, prepare_row
-from retrodict._model import StateSpaceModel, prepare_data, prepare_data_row
+from retrodict._model import (
+    Series,
+    StateSpaceModel,
+    convert_row,
+    prepare_data,
+    prepare_data_row,
+    prepare_rows,
+)
 from retrodict._numerics import linalg
-from retrodict._series import Series, convert_row, prepare_rows
-from retrodict._types import PRNGKey
-from retrodict._validate import check_key
 
 S = TypeVar("S")
 T = TypeVar("T")

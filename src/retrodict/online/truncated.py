@@ -8,14 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar, check_count
 from retrodict._expectations import AbstractEstimator, elbo_of_series
 from retrodict._families import AbstractFactorFamily, Factor, Row, factors
-from retrodict._laws import Gaussian, dense_scale
 from retrodict._learning import default_estimator
-from retrodict._model import StateSpaceModel
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count
+from retrodict._model import Gaussian, Series, StateSpaceModel, dense_scale
 from retrodict.online.gradient import (
     AbstractRecursiveGradient,
     Parts,

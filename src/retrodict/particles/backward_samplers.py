@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count
+from retrodict._arrays import PRNGKey, check_count
 from retrodict.particles.backward_weights import Pairs, by_products, squared_distance
 from retrodict.particles.power_of_two import LOG2_E, power_of_two
 from retrodict.particles.resampling import Particles, Weights, cumulative, inverse, uniforms

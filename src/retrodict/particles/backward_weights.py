@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from retrodict._kernels import AbstractLinearGaussianKernel, NonlinearGaussianKernel
-from retrodict._laws import scale_solve
-from retrodict._types import Scalar
+from retrodict._arrays import Scalar
+from retrodict._model import AbstractLinearGaussianKernel, NonlinearGaussianKernel, scale_solve
 from retrodict.particles.power_of_two import LOG2_E
 
 

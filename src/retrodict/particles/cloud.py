@@ -9,11 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._kernels import AbstractGaussianKernel
-from retrodict._model import StateSpaceModel, check_densities
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count
+from retrodict._arrays import PRNGKey, Scalar, check_count
+from retrodict._model import AbstractGaussianKernel, Series, StateSpaceModel, check_densities
 from retrodict.particles.proposal import AbstractProposal, Lookahead
 from retrodict.particles.resampling import (
     Ancestors,

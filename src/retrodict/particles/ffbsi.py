@@ -10,13 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
 from retrodict._expectations import AbstractFunctional, add
-from retrodict._kernels import AbstractKernel
-from retrodict._model import StateSpaceModel, check_densities, prepare_data
-from retrodict._parameters import unwrap
-from retrodict._series import Series, prepare_rows
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count, check_key
+from retrodict._model import (
+    AbstractKernel,
+    Series,
+    StateSpaceModel,
+    check_densities,
+    prepare_data,
+    prepare_rows,
+    unwrap,
+)
 from retrodict.particles.backward_samplers import (
     AbstractBackwardSampler,
     ExactBackward,

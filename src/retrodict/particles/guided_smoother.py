@@ -31,13 +31,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
 from retrodict._chains import AbstractKernelChain
 from retrodict._expectations import check_model, fill_padding, series_of_chain
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count, check_key
+from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict.particles.backward_samplers import (
     AbstractBackwardSampler,
     MCMCBackward,

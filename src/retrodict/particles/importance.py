@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar, check_count, check_key, is_concrete
 from retrodict._chains import AbstractBackwardChain
 from retrodict._expectations import (
     AbstractFunctional,
@@ -17,11 +18,7 @@ from retrodict._expectations import (
     check_model,
     series_of_chain,
 )
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import unwrap
-from retrodict._series import Series, prepare_rows
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count, check_key, is_concrete
+from retrodict._model import Series, StateSpaceModel, prepare_rows, unwrap
 from retrodict.particles.ffbsi import existing_rows, path_values
 from retrodict.particles.moments import AbstractWeightedStates, check_functional, weighted_quantile
 from retrodict.particles.pareto import FEWEST_WEIGHTS, K_HAT_GOOD, pareto_smoothed

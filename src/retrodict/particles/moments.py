@@ -10,9 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from retrodict._arrays import Scalar, check_count, is_concrete
 from retrodict._expectations import AbstractFunctional
-from retrodict._types import Scalar
-from retrodict._validate import check_count, is_concrete
 
 FINE, IMPOSSIBLE, UNDEFINED, DEGENERATE = 0, 1, 2, 3
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from retrodict._arrays import PRNGKey, Scalar, check_count, check_key
 from retrodict._expectations import (
     AbstractFunctional,
     AbstractPairTerm,
@@ -24,12 +25,15 @@ from retrodict._expectations import (
     AbstractTerm,
     add,
 )
-from retrodict._model import StateSpaceModel, check_densities, prepare_data
+from retrodict._model import (
+    Series,
+    StateSpaceModel,
+    check_densities,
+    prepare_data,
+    prepare_rows,
+    unwrap,
+)
 from retrodict._numerics import in_parts
-from retrodict._parameters import unwrap
-from retrodict._series import Series, prepare_rows
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_count, check_key
 from retrodict.particles.backward_samplers import (
     AbstractBackwardSampler,
     RejectionBackward,

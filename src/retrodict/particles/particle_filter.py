@@ -9,11 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from retrodict._model import StateSpaceModel, prepare_data
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import check_key
+from retrodict._arrays import PRNGKey, Scalar, check_key
+from retrodict._model import Series, StateSpaceModel, prepare_data, unwrap
 from retrodict.particles.cloud import Filter, Step, frozen_where
 from retrodict.particles.moments import (
     AbstractWeightedStates,

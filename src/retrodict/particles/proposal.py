@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from retrodict._arrays import Scalar, State
 from retrodict._chains import LinearGaussianChain
-from retrodict._kernels import (
+from retrodict._model import (
     AbstractGaussianKernel,
     AbstractKernel,
     Distribution,
+    Gaussian,
     LinearGaussianKernel,
+    Series,
+    StateSpaceModel,
+    unwrap,
 )
-from retrodict._laws import Gaussian
-from retrodict._model import StateSpaceModel
 from retrodict._numerics import Factored, linalg, reverse
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import Scalar, State
 
 Lookahead = Callable[[Any, Any], Any]
 """`lookahead(x, data)`: an approximation of log p(y_k | x_{k-1} = x)."""

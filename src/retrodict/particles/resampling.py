@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from retrodict._types import PRNGKey
+from retrodict._arrays import PRNGKey
 
 Particles: TypeAlias = Float[Array, "particle state"]
 Weights: TypeAlias = Float[Array, "particle"]

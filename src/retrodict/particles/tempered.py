@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from retrodict._model import StateSpaceModel
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
+from retrodict._arrays import PRNGKey, Scalar
+from retrodict._model import Series, StateSpaceModel
 from retrodict.particles.backward_samplers import ExactBackward
 from retrodict.particles.cloud import Cloud, Step, draw_first, summed, weighed
 from retrodict.particles.ffbsi import ParticlePosterior, run_smoother

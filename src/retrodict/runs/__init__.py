@@ -47,6 +47,6 @@ if TYPE_CHECKING:
     from retrodict.runs._stream import state_place as state_place
     from retrodict.runs._stream import stream as stream
 else:
-    from retrodict._lazy import lazily
+    from retrodict._interface import lazily
 
     __getattr__, __dir__, __all__ = lazily(__name__)

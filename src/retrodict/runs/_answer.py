@@ -10,7 +10,7 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
-from retrodict._errors import Argument
+from retrodict._interface import Argument
 from retrodict.runs._folder import RunError
 from retrodict.runs._record import Run
 

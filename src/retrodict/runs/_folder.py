@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retrodict._errors import UserError
+from retrodict._interface import UserError
 
 FORMAT = 2
 """The version of the layout of a run folder. In format 1 `nats_per_row` had another name."""

@@ -20,7 +20,7 @@ from jax.flatten_util import ravel_pytree
 
 import retrodict as rd
 from retrodict import data
-from retrodict._errors import Argument
+from retrodict._interface import Argument
 from retrodict._workspace import as_csv
 from retrodict.runs._answer_lines import as_texts
 from retrodict.runs._folder import TRAINING, RunError

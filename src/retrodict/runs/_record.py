@@ -12,7 +12,7 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data, models
-from retrodict._errors import Argument
+from retrodict._interface import Argument
 from retrodict._workspace import as_json, library_version, write_atomically
 from retrodict.runs._folder import (
     FAMILY,

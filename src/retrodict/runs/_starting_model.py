@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import retrodict as rd
 from retrodict import models
-from retrodict._errors import Argument
+from retrodict._interface import Argument
 from retrodict.runs._folder import RunError
 from retrodict.runs._record import AnyTable, Model
 

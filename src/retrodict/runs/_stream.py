@@ -13,7 +13,7 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
-from retrodict._errors import Argument, Notice
+from retrodict._interface import Argument, Notice
 from retrodict.runs._answer_lines import Answers, as_lines, as_texts, header
 from retrodict.runs._folder import RunError
 from retrodict.runs._learning import HISTORY_STARTS, Learning, Monitor, refuse_existing

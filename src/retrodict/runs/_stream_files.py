@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import retrodict as rd
-from retrodict._errors import Argument
+from retrodict._interface import Argument
 from retrodict._workspace import hold
 from retrodict.runs._folder import RunError
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from retrodict._arrays import Scalar
 from retrodict._exact.grid.mesh import EDGE, Grid
-from retrodict._types import Scalar
 
 MOST_ESCAPING = 0.25
 """The largest fraction of a transition that may leave the box.

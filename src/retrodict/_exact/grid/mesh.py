@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from retrodict._validate import as_real_array, check_count, check_finite, is_concrete
+from retrodict._arrays import as_real_array, check_count, check_finite, is_concrete
 
 MIN_POINTS = 8
 """The smallest number of points per coordinate; the comparison grid then has six."""

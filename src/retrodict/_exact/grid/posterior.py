@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from retrodict._arrays import PRNGKey, Scalar, as_probabilities, check_count, check_key, is_concrete
 from retrodict._exact.grid.diagnosis import Diagnostics, ErrorEstimate, Status, explain
 from retrodict._exact.grid.mesh import Grid
 from retrodict._exact.grid.transition import (
@@ -21,10 +22,7 @@ from retrodict._exact.grid.transition import (
     operators,
     product,
 )
-from retrodict._kernels import AbstractKernel
-from retrodict._series import prepare_rows
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import as_probabilities, check_count, check_key, is_concrete
+from retrodict._model import AbstractKernel, prepare_rows
 
 
 class Held(eqx.Module):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from retrodict._arrays import Scalar, is_concrete
 from retrodict._exact.grid.diagnosis import Diagnostics, ErrorEstimate, judge
 from retrodict._exact.grid.mesh import Grid
 from retrodict._exact.grid.posterior import GridPosterior, Held
@@ -20,11 +21,7 @@ from retrodict._exact.grid.transition import (
     product,
     refuse_without_density,
 )
-from retrodict._model import StateSpaceModel, prepare_data
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import Scalar
-from retrodict._validate import is_concrete
+from retrodict._model import Series, StateSpaceModel, prepare_data, unwrap
 
 SAFETY = 3.0
 """The factor from the difference between two grids to a bound on the error of the finer one.

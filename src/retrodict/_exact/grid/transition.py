@@ -16,24 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from retrodict._arrays import is_concrete
 from retrodict._exact.grid.mesh import Grid
-from retrodict._kernels import (
+from retrodict._model import (
+    LOG_2PI,
     AbstractGaussianKernel,
     AbstractKernel,
-    LinearGaussianKernel,
-    NonlinearGaussianKernel,
-)
-from retrodict._laws import (
-    LOG_2PI,
     Diagonal,
     Gaussian,
+    LinearGaussianKernel,
+    NonlinearGaussianKernel,
     dense_scale,
     scale_diagonal,
     scale_log_det,
     scale_solve,
 )
 from retrodict._numerics import sum_of
-from retrodict._validate import is_concrete
 
 BLOCK_ENTRIES = 2**22
 """The largest number of densities per block: 32 MiB of float64, for any number of points."""

@@ -19,15 +19,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from scipy.special import expit
 
+from retrodict._arrays import Scalar
 from retrodict._exact import Grid, Kind, grid_smoother, increments, kind_of, log_evidence_of
 from retrodict._learning.coordinates import Coordinates
 from retrodict._learning.dataset import options_of
 from retrodict._learning.information.result import Information
-from retrodict._model import StateSpaceModel
+from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict._numerics import UNROLLED, in_parts
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import Scalar
 
 Total: TypeAlias = Callable[[np.ndarray], np.ndarray]
 """The sum of an array over all processes."""

@@ -11,16 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from retrodict._arrays import PRNGKey, Scalar
 from retrodict._chains import AbstractBackwardChain
 from retrodict._expectations import check_model, series_of_chain
 from retrodict._learning.coordinates import Coordinates
 from retrodict._learning.dataset import num_series, options_of, take
 from retrodict._learning.information.result import NOISE, Information, Inverse, inverse
-from retrodict._model import StateSpaceModel
+from retrodict._model import Series, StateSpaceModel, unwrap
 from retrodict._numerics import in_parts
-from retrodict._parameters import unwrap
-from retrodict._series import Series
-from retrodict._types import PRNGKey, Scalar
 from retrodict.particles import (
     DEGENERATE,
     FINE,

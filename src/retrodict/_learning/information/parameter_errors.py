@@ -6,6 +6,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import PyTree
 
+from retrodict._arrays import PRNGKey, check_count, check_key, is_concrete
 from retrodict._chains import AbstractBackwardChain
 from retrodict._exact import Grid, check_linear_gaussian
 from retrodict._expectations import check_chain
@@ -23,10 +24,7 @@ from retrodict._learning.information.result import (
     quantities,
 )
 from retrodict._learning.shared import SharedSeries, check_shared, refuse_beside
-from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian
-from retrodict._parameters import unwrap
-from retrodict._types import PRNGKey
-from retrodict._validate import check_count, check_key, is_concrete
+from retrodict._model import StateSpaceModel, check_densities, is_linear_gaussian, unwrap
 from retrodict.distributed import sum_over_processes
 from retrodict.particles import AbstractBackwardSampler, ExactBackward
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from retrodict._types import Scalar
+from retrodict._arrays import Scalar
 from retrodict.bounds.finite.coefficients import (
     Spread,
     future_oscillations,

@@ -11,14 +11,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
+from retrodict._arrays import ArrayLike, as_real_array, check_finite, is_concrete
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact import Grid, log_prior
 from retrodict._expectations import AbstractFunctional, LogJoint, check_model, series_of_chain
-from retrodict._model import StateSpaceModel
-from retrodict._parameters import unwrap
-from retrodict._series import Series, prepare_rows
-from retrodict._types import ArrayLike
-from retrodict._validate import as_real_array, check_finite, is_concrete
+from retrodict._model import Series, StateSpaceModel, prepare_rows, unwrap
 from retrodict.bounds.grid_bounds import check_unpadded, kernel_on, law_on, likelihood_on
 
 MAX_POINTS = 600

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._types import Scalar
-from retrodict._validate import is_concrete
+from retrodict._arrays import Scalar, is_concrete
 from retrodict.bounds.finite.coefficients import (
     birkhoff,
     divergences,

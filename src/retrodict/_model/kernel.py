@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from retrodict._types import Input, PRNGKey, Scalar, State, Value
+from retrodict._arrays import Input, PRNGKey, Scalar, State, Value
 
 
 @runtime_checkable

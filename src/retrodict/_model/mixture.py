@@ -7,11 +7,10 @@ import numpy as np
 from jax.scipy.special import ndtr
 from jaxtyping import Array, Float
 
-from retrodict._laws.gaussian import LOG_2PI, Gaussian
+from retrodict._arrays import PRNGKey, Scalar, as_real_array, known_values
+from retrodict._model.gaussian import LOG_2PI, Gaussian
+from retrodict._model.parameters import check_lower
 from retrodict._numerics import linalg
-from retrodict._parameters import check_lower
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import as_real_array, known_values
 
 
 class GaussianMixture(eqx.Module):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from retrodict._validate import (
+from retrodict._arrays import (
     as_boolean_array,
     as_real_array,
     check_finite,

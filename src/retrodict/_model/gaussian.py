@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from retrodict._arrays import PRNGKey, Scalar, as_real_array, known_values
+from retrodict._model.parameters import AbstractParameter, Frozen, as_parameter, check_lower, unwrap
 from retrodict._numerics import linalg
-from retrodict._parameters import AbstractParameter, Frozen, as_parameter, check_lower, unwrap
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import as_real_array, known_values
 
 LOG_2PI = float(np.log(2 * np.pi))
 

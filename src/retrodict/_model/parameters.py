@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from retrodict._validate import as_real_array, known_values
+from retrodict._arrays import as_real_array, known_values
 
 T = TypeVar("T")
 

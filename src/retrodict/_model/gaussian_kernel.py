@@ -6,8 +6,8 @@ from typing import Any
 
 import equinox as eqx
 
-from retrodict._kernels.base import AbstractGaussianKernel, require_input
-from retrodict._laws import (
+from retrodict._arrays import Input, State
+from retrodict._model.gaussian import (
     Gaussian,
     Scale,
     as_scale,
@@ -16,9 +16,9 @@ from retrodict._laws import (
     scale_dim,
     shape_of,
 )
+from retrodict._model.kernel import AbstractGaussianKernel, require_input
+from retrodict._model.parameters import as_parameter, unwrap
 from retrodict._numerics import linalg
-from retrodict._parameters import as_parameter, unwrap
-from retrodict._types import Input, State
 
 
 class AbstractLinearGaussianKernel(AbstractGaussianKernel):

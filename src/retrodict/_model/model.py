@@ -9,26 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from retrodict._kernels import (
-    AbstractKernel,
-    AbstractLinearGaussianKernel,
-    Distribution,
-    LinearGaussianKernel,
-    NonlinearGaussianKernel,
-    VaryingLinearGaussianKernel,
-)
-from retrodict._laws import Diagonal, Gaussian, scale_diagonal
-from retrodict._parameters import AbstractParameter, AbstractWhole, Positive, PositiveTril, unwrap
-from retrodict._series import (
-    Series,
-    check_columns,
-    prepare_batch,
-    prepare_inputs,
-    prepare_row,
-    prepare_series,
-)
-from retrodict._types import PRNGKey, Scalar
-from retrodict._validate import (
+from retrodict._arrays import (
+    PRNGKey,
+    Scalar,
     as_real_array,
     check_count,
     check_finite,
@@ -36,6 +19,29 @@ from retrodict._validate import (
     check_rows,
     is_concrete,
     known_values,
+)
+from retrodict._model.gaussian import Diagonal, Gaussian, scale_diagonal
+from retrodict._model.gaussian_kernel import (
+    AbstractLinearGaussianKernel,
+    LinearGaussianKernel,
+    NonlinearGaussianKernel,
+    VaryingLinearGaussianKernel,
+)
+from retrodict._model.kernel import AbstractKernel, Distribution
+from retrodict._model.parameters import (
+    AbstractParameter,
+    AbstractWhole,
+    Positive,
+    PositiveTril,
+    unwrap,
+)
+from retrodict._model.series import (
+    Series,
+    check_columns,
+    prepare_batch,
+    prepare_inputs,
+    prepare_row,
+    prepare_series,
 )
 
 

@@ -7,9 +7,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from retrodict._kernels.base import AbstractKernel, Distribution, require_input
-from retrodict._parameters import unwrap
-from retrodict._types import Input, PRNGKey, Scalar, State, Value
+from retrodict._arrays import Input, PRNGKey, Scalar, State, Value
+from retrodict._model.kernel import AbstractKernel, Distribution, require_input
+from retrodict._model.parameters import unwrap
 
 
 class DistributionKernel(AbstractKernel):

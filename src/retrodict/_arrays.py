@@ -1,16 +1,26 @@
-"""Checks of arguments. Messages state what was expected, what was passed, and the remedy.
+"""Types of arrays, and checks of arguments.
 
-Shapes and types are checked on every call. Values are checked where they are known, which is
-outside of `jax.jit`, and once: never inside a scan.
+Dimensions are called `time`, `state`, `obs`, `input`, `sample` and `batch` everywhere. Messages of
+checks state what was expected, what was passed, and the remedy. Shapes and types are checked on
+every call. Values are checked where they are known, which is outside of `jax.jit`, and once: never
+inside a scan.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, Float, Key
+from numpy.typing import ArrayLike as ArrayLike
+
+PRNGKey: TypeAlias = Key[Array, ""]
+Scalar: TypeAlias = Float[Array, ""]
+State: TypeAlias = Float[Array, "state"]
+Input: TypeAlias = Float[Array, "input"]
+Value: TypeAlias = Float[Array, "out"]
+"""A value of a kernel: a state or an observation."""
 
 
 def is_concrete(value: Any) -> bool:
