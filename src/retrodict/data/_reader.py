@@ -110,10 +110,7 @@ def read(
         )
     ys, us = table.stack(observed), table.inputs(driving)
     if not table.is_part:
-        for place, name in enumerate(observed):
-            if np.isnan(ys[:, place]).all():
-                remedy = "every value is missing; name the others with "
-                raise table.error(remedy, Argument("columns"), column=name)
+        _check_filled(table, observed, ys)
 
     identifiers, groups = grouped(table, keys)
     if time_name is not None and time_format is None and (freq is None or isinstance(freq, str)):
@@ -127,11 +124,7 @@ def read(
         for rows, series_times in zip(groups, times, strict=True)
     ]
     if step is not None:
-        owners = [""] if identifiers is None else [f" of series {name!r}" for name in identifiers]
-        pieces = [
-            _on_grid(table, piece, rows, owner, driving, step)
-            for piece, rows, owner in zip(pieces, groups, owners, strict=True)
-        ]
+        pieces = _all_on_grid(table, pieces, groups, identifiers, driving, step)
     unit = None
     if step_input:
         if STEP_NAME in driving:
@@ -325,6 +318,30 @@ def _step(table: Source, times: list[np.ndarray], freq: Any, step_input: bool) -
             " to ignore the spacing.",
         )
     return step
+
+
+def _check_filled(table: Source, observed: list[str], ys: np.ndarray) -> None:
+    """Refuse an observed column without any value."""
+    for place, name in enumerate(observed):
+        if np.isnan(ys[:, place]).all():
+            remedy = "every value is missing; name the others with "
+            raise table.error(remedy, Argument("columns"), column=name)
+
+
+def _all_on_grid(
+    table: Source,
+    pieces: list[Rows],
+    groups: Sequence[np.ndarray],
+    identifiers: tuple[str, ...] | None,
+    driving: list[str],
+    step: Step,
+) -> list[Rows]:
+    """Insert the rows that are missing on the grid of times, in each series."""
+    owners = [""] if identifiers is None else [f" of series {name!r}" for name in identifiers]
+    return [
+        _on_grid(table, piece, rows, owner, driving, step)
+        for piece, rows, owner in zip(pieces, groups, owners, strict=True)
+    ]
 
 
 def _on_grid(
