@@ -30,6 +30,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_attr_annotations = False
 
 html_theme = "furo"
 html_title = "retrodict"
