@@ -356,3 +356,19 @@ def test_second_derivatives_are_differences_of_first_ones(
     differences = (first(1.1 + step) - first(1.1 - step)) / (2 * step)
     second = jax.jit(jax.grad(jax.grad(bound)))(1.1)
     np.testing.assert_allclose(second, differences, rtol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", [rd.ClosedForm(), rd.Quadrature(3)])
+@pytest.mark.parametrize("width", [1e-3, 1e-8])
+def test_the_bound_of_a_narrow_exact_posterior_is_the_evidence(estimator, width):
+    # The noise has relative width `width` off the axes. Kernels between states omit it below 6e-6.
+    noise = jnp.array([[1.0, 0.0], [0.3, width]])
+    model = rd.StateSpaceModel(
+        rd.Gaussian(jnp.zeros(2), noise),
+        rd.LinearGaussianKernel(jnp.array([[0.9, 0.0], [0.1, 0.7]]), jnp.zeros(2), noise),
+        rd.LinearGaussianKernel(jnp.array([[1.0, -0.5]]), jnp.zeros(1), 0.7 * jnp.eye(1)),
+    )
+    _, ys = model.simulate(jax.random.key(0), 12)
+    exact = rd.kalman_smoother(model, ys)
+    bound = rd.elbo(model, exact.chain, ys, estimator=estimator)
+    assert bound == pytest.approx(float(exact.log_evidence), abs=1e-9)

@@ -97,7 +97,7 @@ def _expected_log_transition(
 ) -> Scalar:
     """E log N(x_k; w x_{k-1} + b, s sᵀ) under the law of a pair.
 
-    The residual x_k − w x_{k-1} − b has mean m_k − w m_{k-1} − b and factor [(I − w G) S, −w s_k],
+    The residual x_k − w x_{k-1} − b has mean m_k − w m_{k-1} − b and factor [S − w R, −w s_k],
     which s⁻¹ turns into a sum of squares. s⁻¹ and s⁻¹w are formed once if they do not depend on
     the input, so that a row costs products instead of triangular solves.
     """
@@ -106,8 +106,8 @@ def _expected_log_transition(
     whitener = scale_inverse(fixed.scale_tril, after.mean.dtype)
     whitened = linalg.matmul(whitener, fixed.weight)
     residual = after.mean - linalg.matvec(fixed.weight, before.mean) - fixed.bias
-    contrast = whitener - linalg.matmul(whitened, row.gain)
-    spread = linalg.matmul(contrast, after.scale)
+    contrast = after.scale - linalg.matmul(fixed.weight, row.reach)
+    spread = linalg.matmul(whitener, contrast)
     rest = linalg.matmul(whitened, row.scale)
     shift = linalg.matvec(whitener, residual)
     return whitened_log_density(fixed.scale_tril, shift.shape[0], shift, spread, rest)
@@ -148,15 +148,15 @@ def _transition_given_the_past(
     log N(x_k; f(x_{k-1}), s sᵀ) is quadratic in x_k, so that x_k is integrated in closed form. With
     x_{k-1} = m_{k-1} + S_{k-1} z and x_k = m_k + S_k e, the noise e given z is Gaussian:
 
-    - its mean is Bᵀ z with B = S_{k-1}⁻¹ G S_k, as x_{k-1} = m_{k-1} + G S_k e + s_k e';
-    - its precision is I + MᵀM with M = s_k⁻¹ G S_k, by conditioning on one such observation of e.
+    - its mean is Bᵀ z with B = S_{k-1}⁻¹ R, as x_{k-1} = m_{k-1} + R e + s_k e';
+    - its precision is I + MᵀM with M = s_k⁻¹ R, by conditioning on one such observation of e.
 
     With I + MᵀM = L Lᵀ the spread of s⁻¹x_k around its mean is ‖s⁻¹ S_k L⁻ᵀ‖², a sum of squares,
     where ‖s⁻¹S_k‖² − ‖s⁻¹S_k Bᵀ‖² would cancel.
     """
     kernel, before, after = unwrap(kernel), row.before, row.after
     whitener = scale_inverse(kernel.scale_tril, after.mean.dtype)
-    reach = linalg.matmul(row.gain, after.scale)
+    reach = row.reach
     regression = linalg.solve_triangular(before.scale, reach)
     ratio = linalg.solve_triangular(row.scale, reach)
     eye = jnp.eye(after.mean.shape[0], dtype=reach.dtype)

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from retrodict._chains import AbstractBackwardChain, LinearGaussianChain, marginals_with_density
+from retrodict._chains import AbstractBackwardChain, LinearGaussianChain, pair_laws
 from retrodict._expectations.functionals import AbstractInitialTerm, AbstractPairTerm, AbstractTerm
-from retrodict._numerics import linalg
 from retrodict.distributed import Parallel
 
 T = TypeVar("T")
@@ -29,23 +28,25 @@ class StateRow(eqx.Module):
 
 
 class PairRow(eqx.Module):
-    """The law of two neighbours, x_k = m_k + S_k e and x_{k-1} = m_{k-1} + G_k S_k e + s_k e'.
+    """The law of two neighbours, x_k = m_k + S_k e and x_{k-1} = m_{k-1} + R_k e + s_k e'.
+
+    With the gain G_k of the backward kernel, R_k = G_k S_k.
 
     Attributes:
         before: the marginal law of x_{k-1}.
         after: the marginal law of x_k.
-        gain: G_k of the backward kernel.
-        scale: s_k of the backward kernel.
+        reach: R_k.
+        scale: s_k, the scale of the backward kernel.
     """
 
     before: StateRow
     after: StateRow
-    gain: Float[Array, "*time state state"]
+    reach: Float[Array, "*time state state"]
     scale: Float[Array, "*time state state"]
 
     def factors(self) -> tuple[Float[Array, "state two_state"], Float[Array, "state two_state"]]:
-        """Return the factors [G S, s] of x_{k-1} and [S, 0] of x_k over the same noise (e, e')."""
-        past = jnp.concatenate([linalg.matmul(self.gain, self.after.scale), self.scale], axis=1)
+        """Return the factors [R, s] of x_{k-1} and [S, 0] of x_k over the same noise (e, e')."""
+        past = jnp.concatenate([self.reach, self.scale], axis=1)
         present = jnp.concatenate([self.after.scale, jnp.zeros_like(self.scale)], axis=1)
         return past, present
 
@@ -76,19 +77,20 @@ class Moments(eqx.Module):
                 f"{owner} expects a LinearGaussianChain, got {type(chain).__name__}. For other"
                 " chains use BackwardSampling(num_samples) with a key."
             )
-        laws, exists = marginals_with_density(chain, parallel=parallel), existing_rows(chain)
+        laws, reach, scale = pair_laws(chain, parallel=parallel)
+        exists = existing_rows(chain)
         states = StateRow(laws.mean, laws.scale_tril)
         before, after = (
             jax.tree.map(lambda leaf, rows=rows: leaf[rows], states)
             for rows in (slice(None, -1), slice(1, None))
         )
-        pairs = PairRow(before, after, chain.kernels.weight, chain.kernels.scale_tril)
+        pairs = PairRow(before, after, reach, scale)
         if exists is not None:
             pairs = fill_padding(pairs, exists[1:])
             # A series of one row has no pair to copy: its kernels would stay without a density.
             eye = jnp.eye(chain.state_dim, dtype=pairs.scale.dtype)
             scale = jnp.where(exists[1:, None, None], pairs.scale, eye[None])
-            pairs = PairRow(pairs.before, pairs.after, pairs.gain, scale)
+            pairs = PairRow(pairs.before, pairs.after, pairs.reach, scale)
         return cls(fill_padding(states, exists), pairs, exists)
 
     def total(
