@@ -233,6 +233,11 @@ OBJECTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         {"inputs": "step", "step_input": True},
         ["'step'", "rename"],
     ),
+    "nested identifiers": (
+        pd.DataFrame({"id": [["a"], ["b"], ["a"]], "y": [1.0, 2.0, 3.0]}),
+        {"series": "id"},
+        ["'id'", "list", "flatten"],
+    ),
     "a unit without a length": (
         pd.DataFrame({"y": [1.0, 2.0, 3.0]}, index=DATE),
         {"freq": "irregular", "step_input": True, "step_unit": "MS"},

@@ -1,6 +1,6 @@
 """Identifiers of series: the rows of each series, and the order of series."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,11 +29,17 @@ def factorize(table: Source, keys: list[str]) -> tuple[np.ndarray, list[tuple[An
     """Return the number of the identifier of each row, and the cells of each identifier.
 
     Raises:
-        DataError: if a row has no identifier.
+        DataError: if a row has no identifier, or one that is nested.
     """
     for name in keys:
         missing = missing_cells(table.frame[name])
         table.refuse(missing, name, "the identifier is missing; fill it in or remove the row.")
+        if table.frame[name].dtype == object:
+            nested = [not isinstance(cell, Hashable) for cell in table.frame[name]]
+            text = (
+                "an identifier must be a number or text, got a list or record; flatten the column."
+            )
+            table.refuse(np.array(nested, bool), name, text)
     cells = table.frame[keys]
     codes = cells.groupby(keys, sort=False, observed=True, dropna=False).ngroup().to_numpy()
     first = cells.iloc[np.unique(codes, return_index=True)[1]]
