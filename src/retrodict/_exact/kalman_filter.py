@@ -36,12 +36,26 @@ class Filtered(NamedTuple):
         mean: the filtering means m_k.
         predicted: the predicted means a_k.
         innovation: r_k = v_k − H_k a_k, of the reduced rows.
+        slope: see `Reduced`.
     """
 
     gains: Gains
     mean: Float[Array, "time state"]
     predicted: Float[Array, "time state"]
     innovation: Float[Array, "time whitened"]
+    slope: Float[Array, "time state"] | None
+
+    def backward_kernels(self) -> tuple[LinearGaussianKernel, StandardKernel]:
+        """Return the backward kernels between states and between their standard coordinates."""
+        kernels, standard = backward_kernels(
+            self.gains.reversal, self.mean, self.predicted, self.innovation
+        )
+        if self.slope is None:
+            return kernels, standard
+        # The part of a row out of the span of its design moves e by M Mᵀ Bᵀ c, with B M = S.
+        apply, transpose = jax.vmap(linalg.matvec), partial(jnp.swapaxes, axis1=-1, axis2=-2)
+        shifts = apply(transpose(self.gains.scale[1:]), self.slope[1:])
+        return kernels, standard._replace(offset=standard.offset + apply(standard.gain, shifts))
 
 
 def kalman_filter(
@@ -123,7 +137,7 @@ def _filter_means(
     log_prob = jnp.sum(jnp.log(pivots)) - 0.5 * jnp.sum(white**2)
     if data.slope is not None and data.squares is not None:
         log_prob = log_prob + jnp.sum(data.slope * means) - 0.5 * jnp.sum(data.squares)
-    return Filtered(gains, means, predicted, innovation), log_prob
+    return Filtered(gains, means, predicted, innovation, data.slope), log_prob
 
 
 def _with_closed_form_score(parallel: Parallel):
@@ -184,7 +198,7 @@ def score(
     not depend on the data.
     """
     count, reduced = data.value.shape[0], data.reduced()
-    gains, means, _, innovation = filtered
+    gains, means, _, innovation, _ = filtered
     product, apply = jax.vmap(linalg.matmul), jax.vmap(linalg.matvec)
     transpose = partial(jnp.swapaxes, axis1=-1, axis2=-2)
     weight = over_time(transition.weight, 3, count - 1)

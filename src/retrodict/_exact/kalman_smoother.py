@@ -11,7 +11,7 @@ from jaxtyping import Array
 from retrodict._arrays import Scalar, check_finite, is_concrete
 from retrodict._chains import LinearGaussianChain
 from retrodict._exact.gains import Prior, Transition
-from retrodict._exact.kalman_filter import Filtered, backward_kernels, kalman_filter
+from retrodict._exact.kalman_filter import Filtered, kalman_filter
 from retrodict._exact.whiten import Whitened, whiten
 from retrodict._model import (
     AbstractLinearGaussianKernel,
@@ -109,10 +109,10 @@ def kalman_smoother(
 def smooth_series(model: StateSpaceModel, series: Series, parallel: Parallel) -> KalmanPosterior:
     """Return the posterior of an unwrapped, validated model given a validated series."""
     series = laid_out(series, parallel)
-    (gains, mean, predicted, innovation), log_evidence = _filtered(model, series, parallel)
-    kernels, standard = backward_kernels(gains.reversal, mean, predicted, innovation)
-    laws = jax.vmap(Gaussian)(mean, gains.scale)
-    chain = LinearGaussianChain(laws, kernels, series.length, standard, gains.resolved)
+    filtered, log_evidence = _filtered(model, series, parallel)
+    kernels, standard = filtered.backward_kernels()
+    laws = jax.vmap(Gaussian)(filtered.mean, filtered.gains.scale)
+    chain = LinearGaussianChain(laws, kernels, series.length, standard, filtered.gains.resolved)
     return KalmanPosterior(chain, log_evidence)
 
 

@@ -24,6 +24,9 @@ from retrodict._numerics.batched_map import in_batches
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 """`step(fixed, carry, row)` returns the next carry and an output, and closes over no tracers."""
 
+WINDOW = 16
+"""The number of steps over which a carry must not change. A slower drift is below rounding."""
+
 Settled = Callable[[Any, Any], Bool[Array, ""]]
 """`settled(before, after)`: whether two successive carries are equal to rounding."""
 
@@ -90,14 +93,20 @@ def _settling_loop(
     buffers = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), out)
 
     def advance(state: tuple) -> tuple:
-        k, carry, buffers, computed = state
+        k, carry, (earlier, age), buffers, computed = state
         after, out = step(fixed, carry, jax.tree.map(lambda leaf: leaf[k], rows))
         buffers = jax.tree.map(lambda buffer, leaf: buffer.at[k].set(leaf), buffers, out)
-        k_next = jnp.where(settled(carry, after), next_change[k], k + 1)
-        return k_next, after, buffers, computed.at[k].set(True)
+        # A small step alone may be one of many in the same direction.
+        restart = changes[k] | (age == WINDOW)
+        earlier = jax.tree.map(lambda old, new: jnp.where(restart, new, old), earlier, carry)
+        age = jnp.where(restart, 1, age + 1)
+        done = (age == WINDOW) & settled(carry, after) & settled(earlier, after)
+        k_next = jnp.where(done, next_change[k], k + 1)
+        return k_next, after, (earlier, age), buffers, computed.at[k].set(True)
 
-    start = (jnp.zeros((), next_change.dtype), init, buffers, jnp.zeros(count, bool))
-    _, last, buffers, computed = lax.while_loop(lambda state: state[0] < count, advance, start)
+    zero = jnp.zeros((), next_change.dtype)
+    start = (zero, init, (init, zero), buffers, jnp.zeros(count, bool))
+    _, last, _, buffers, computed = lax.while_loop(lambda state: state[0] < count, advance, start)
     source = _last_true(computed)
     source = source[::-1] if reverse else source
     return last, jax.tree.map(lambda buffer: buffer[source], buffers)

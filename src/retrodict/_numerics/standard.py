@@ -146,11 +146,13 @@ def _lower_factor_large_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tu
 def _resolved(lower: Float[Array, "*time d d"]) -> Bool[Array, ""]:
     """Return whether all factors are finite and have no narrow direction.
 
-    A row of a Cholesky factor has the norm of the rows that it factors. Its pivot is the part that
-    is independent of the rows before it.
+    A row of a Cholesky factor has the norm of the rows that it factors. Divided by these norms, its
+    squared pivots have a product that bounds the squared width of any direction from below, up to a
+    factor of e. Single pivots do not: each may be moderate in a factor with a narrow direction.
     """
     pivots = jnp.diagonal(lower, axis1=-2, axis2=-1) ** 2
-    return jnp.all(pivots > linalg.narrowest(lower.dtype) * jnp.sum(lower**2, axis=-1))
+    shares = pivots / jnp.sum(lower**2, axis=-1)
+    return jnp.all(jnp.prod(shares, axis=-1) > linalg.narrowest(lower.dtype))
 
 
 def condition_standard(design: Float[Array, "*time p d"]) -> Conditioning:
