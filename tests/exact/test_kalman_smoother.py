@@ -122,6 +122,30 @@ def test_second_derivatives_that_would_be_wrong_are_refused():
         jax.grad(jax.grad(mean))(weight)
 
 
+def test_first_derivatives_of_the_chain_with_more_entries_than_states():
+    # Rows of 5 entries are reduced to 2. Paths drawn from given noise use the kernels alone.
+    rng = np.random.default_rng(1)
+    ys, design = jnp.asarray(rng.normal(size=(3, 5))), jnp.asarray(rng.normal(size=(5, 2)))
+    noise = jnp.asarray(rng.normal(size=(1, 3, 2)))
+
+    def moments(design):
+        model = rd.StateSpaceModel(
+            rd.Gaussian(jnp.zeros(2), jnp.eye(2)),
+            rd.LinearGaussianKernel(0.7 * jnp.eye(2), jnp.zeros(2), 0.5 * jnp.eye(2)),
+            rd.LinearGaussianKernel(design, jnp.zeros(5), 0.6 * jnp.eye(5)),
+        )
+        chain = rd.kalman_smoother(model, ys, mask=True).chain
+        marginals = chain.marginals()
+        return jnp.sum(jnp.sin(marginals.mean)) + jnp.sum(jnp.sin(chain.from_noise(noise)))
+
+    moments = jax.jit(moments)
+    slope, step = jax.jit(jax.grad(moments))(design), 1e-5
+    for index in np.ndindex(5, 2):
+        shift = jnp.zeros((5, 2)).at[index].set(step)
+        difference = (moments(design + shift) - moments(design - shift)) / (2 * step)
+        assert slope[index] == pytest.approx(float(difference), abs=1e-8)
+
+
 @pytest.mark.slow
 def test_singular_models_in_float32(x32):
     def small(tree):

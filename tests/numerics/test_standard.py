@@ -38,6 +38,25 @@ def test_lower_factors_are_triangular_and_give_the_same_covariance(d, width):
     np.testing.assert_allclose(found, expected, rtol=1e-7)
 
 
+@pytest.mark.parametrize("d", [6, 7, 9])
+def test_a_narrow_direction_of_factors_with_moderate_pivots_is_kept(d):
+    # Each pivot is a tenth of its row, and one direction is narrower than 0.1^(d-1).
+    rows = jnp.asarray(0.1 * np.eye(d) + np.eye(d, k=-1))
+    factors = [
+        lower_factor(rows),
+        lower_factor(rows[None])[0],
+        predict_scale(rows, *identity(d))[0],
+    ]
+    for factor in factors:
+        pivots = np.abs(np.diag(factor))
+        assert np.sum(np.log(pivots)) == pytest.approx(d * np.log(0.1), rel=1e-9)
+
+
+def identity(d):
+    """A prediction that changes nothing: the weight and the scale of its noise."""
+    return jnp.eye(d), jnp.zeros((d, d))
+
+
 @pytest.mark.parametrize("size", [1.0, 1e7])
 @pytest.mark.parametrize("p", [1, 4])
 @pytest.mark.parametrize("d", STATES)

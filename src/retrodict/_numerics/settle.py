@@ -189,7 +189,8 @@ def _unless_batched(loop: Callable, plain: Callable) -> Callable:
 
 def _changes(rows: PyTree, count: int) -> Bool[Array, "count"]:
     """Return which rows differ from the row before them; the first row does."""
-    changes = jnp.zeros(count, bool).at[0].set(True)
+    # Without the barrier, XLA computes what follows from constant rows while it compiles, slowly.
+    changes = lax.optimization_barrier(jnp.zeros(count, bool).at[0].set(True))
     for leaf in jax.tree.leaves(rows):
         differs = jnp.any(leaf[1:] != leaf[:-1], axis=tuple(range(1, leaf.ndim)))
         changes = changes.at[1:].set(changes[1:] | differs)
