@@ -332,7 +332,7 @@ def _all_on_grid(
     table: Source,
     pieces: list[Rows],
     groups: Sequence[np.ndarray],
-    identifiers: tuple[str, ...] | None,
+    identifiers: tuple[int | str, ...] | None,
     driving: list[str],
     step: Step,
 ) -> list[Rows]:
