@@ -22,7 +22,7 @@ import xarray as xr
 import retrodict as rd
 from retrodict import models, runs
 from retrodict.cli._app import run as command
-from retrodict.runs._record import parameter_entries, write
+from retrodict.runs._run import parameter_entries, write
 
 CSV = "time,id,y\n" + "".join(f"2020-01-{i % 9 + 1:02d},{'ab'[i // 9]},{i}.5\n" for i in range(18))
 TOML = 'retrodict = 1\n[model]\nname = "seasonal"\noptions = {period = 4}\n[data]\nfreq = "D"\n'

@@ -22,7 +22,7 @@ from retrodict._workspace import as_csv
 from retrodict.experiments._drawing import draw
 from retrodict.experiments._report import Chapter, Section, Table
 from retrodict.experiments._report import page as experiment_page
-from retrodict.runs import _learning, _page, _svg
+from retrodict.runs import _page, _stream_learning, _svg
 
 EVIL = """<script>alert('x')</script> & "q" </title></style> <!-- <b onclick=alert(1)>"""
 VOID = {"meta", "path", "img"}
@@ -147,7 +147,7 @@ def test_hostile_names_are_text_in_json_and_svg(tmp_path: Path):
     data = payload(runs.page(make_content(name=EVIL)))
     assert data["series"][0]["name"] == data["series"][0]["panels"][0]["title"] == EVIL
     runs.plot([make_panel(title=EVIL)], tmp_path / "plot.svg", title=EVIL)
-    header = as_csv([*_learning.FIRST_COLUMNS, EVIL], [[1, 0, -1.0, 0, 0.5]])
+    header = as_csv([*_stream_learning.FIRST_COLUMNS, EVIL], [[1, 0, -1.0, 0, 0.5]])
     (tmp_path / "history.csv").write_bytes(header)
     runs.draw_history(tmp_path / "history.csv", tmp_path / "history.svg")
     for name in ("plot.svg", "history.svg"):

@@ -29,12 +29,12 @@ from retrodict._workspace import Folder
 from retrodict.cli._app import run as command
 from retrodict.data import _source
 from retrodict.runs import (
-    _answer,
+    _apply,
     _check,
     _fit,
-    _record,
     _report,
     _residuals,
+    _run,
     _standard_errors,
     _stream,
     _training,
@@ -713,13 +713,13 @@ def test_steps_to_coming_times_are_those_of_the_reader():
     expected = np.asarray(whole.inputs)[:, 3:]
     # What stands in place of the steps is not used.
     given = np.stack([np.full(2, 7.0), np.ones(2)], axis=1)[None]
-    np.testing.assert_array_equal(_answer._future_inputs(table, 2, given, times), expected)
+    np.testing.assert_array_equal(_apply._future_inputs(table, 2, given, times), expected)
     alone = data.read(early[["t", "y"]], freq="irregular", step_input=True, step_unit=1.0)
-    np.testing.assert_array_equal(_answer._future_inputs(alone, 2, None, times), expected[..., :1])
+    np.testing.assert_array_equal(_apply._future_inputs(alone, 2, None, times), expected[..., :1])
     with pytest.raises(runs.RunError, match="needs future times"):
-        _answer._future_inputs(alone, 2, None, None)
+        _apply._future_inputs(alone, 2, None, None)
     with pytest.raises(runs.RunError, match="needs as many times"):
-        _answer._future_inputs(alone, 3, None, times)
+        _apply._future_inputs(alone, 3, None, times)
 
 
 @pytest.mark.slow
@@ -964,7 +964,7 @@ def test_a_model_with_functions_of_ones_own_is_asked_for(pushed: runs.Run, tmp_p
 
     fitted = driven(weight=3.0, gain=lambda x: jnp.sin(x))
     kept = {name: pushed.record[name] for name in ("layout", "options", "data", "results")}
-    _record.write(tmp_path / "run", models.load(build), fitted, None, kept)
+    _run.write(tmp_path / "run", models.load(build), fitted, None, kept)
     with pytest.raises(runs.RunError, match=r"was passed as a Python object.*model=\.\.\."):
         runs.open_run(tmp_path / "run")
     for given in (build, build()):
@@ -1052,7 +1052,7 @@ def test_names_of_files_need_not_be_utf_8(copy: runs.Run):
     described = [f"source: {source}"]
     kept = {name: copy.record[name] for name in ("layout", "options", "results")}
     record = {**kept, "data": {**copy.record["data"], "described": described}}
-    _record.write(copy.path, copy.spec, copy.model, None, record)
+    _run.write(copy.path, copy.spec, copy.model, None, record)
     assert runs.open_run(copy.path).record["data"]["described"] == described
 
 

@@ -23,7 +23,7 @@ import retrodict as rd
 from retrodict import data, models, runs
 from retrodict.cli._app import run as command
 from retrodict.cli._display import LearningDisplay
-from retrodict.runs import _answer_lines, _learning, _record, _stream
+from retrodict.runs import _run, _stream, _stream_learning, _stream_lines
 
 LAG = 3
 TRUTH = {"level_scale": 80.0, "obs_scale": 60.0}
@@ -48,7 +48,7 @@ def written_run(
     if table is None:
         table = data.read({"year": np.arange(1871, 1881), "flow": np.arange(10.0)})
     path.mkdir()
-    (path / _record.TRAINING).write_text("stage,step,nats per observed row\nparameters,1,-6.0\n")
+    (path / _run.TRAINING).write_text("stage,step,nats per observed row\nparameters,1,-6.0\n")
     record = {
         "layout": table.layout,
         "options": {"family": None, "num_steps": 1, "seed": 0},
@@ -62,7 +62,7 @@ def written_run(
             "uncertainty": "None.",
         },
     }
-    return _record.write(path, models.load(name), model, family, record, rows)
+    return _run.write(path, models.load(name), model, family, record, rows)
 
 
 @pytest.fixture
@@ -363,7 +363,7 @@ def test_scales_that_were_plain_are_plain_in_the_new_run():
     learner = rd.online.OnlineLearner(None, plain, rd.online.KalmanScore())
     learned = learner.model(learner.init(jax.random.key(0)))
     learned = models.with_parameters(learned, {"transition.scale_tril.std": 3.0})
-    found = _record.with_structure_of(plain, learned)
+    found = _run.with_structure_of(plain, learned)
     assert jax.tree.structure(found) == jax.tree.structure(plain)
     np.testing.assert_allclose(found.transition.scale_tril.std, 3.0)
 
@@ -645,7 +645,7 @@ def test_families_go_on_after_the_fit(kind: Any, tmp_path: Path):
 def test_names_with_commas_and_quotes_are_quoted():
     """Read back by pandas; columns of a table may have any name."""
     names = ['a "b", c', "d\ne"]
-    table = pd.read_csv(io.BytesIO(_answer_lines.header(names)))
+    table = pd.read_csv(io.BytesIO(_stream_lines.header(names)))
     assert list(table)[1:5] == [f"{name}_{what}" for name in names for what in ("mean", "std")]
 
 
@@ -722,4 +722,4 @@ def test_answers_that_were_removed_meanwhile_are_not_lost_in_silence(fitted, lin
 def test_a_new_run_in_a_read_only_folder_is_refused_before_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(runs.RunError, match="is read-only"):
-        _learning.refuse_existing(tmp_path / "new")
+        _stream_learning.refuse_existing(tmp_path / "new")

@@ -11,10 +11,10 @@ import numpy as np
 import retrodict as rd
 from retrodict import data, models
 from retrodict._workspace import Progress, Quiet, as_json
-from retrodict.runs._answer import impute
-from retrodict.runs._content import Finding, Verdict
-from retrodict.runs._record import AnyTable, Run
+from retrodict.runs._apply import impute
+from retrodict.runs._report_content import Finding, Verdict
 from retrodict.runs._residuals import coverage, hide, levels, rank, residual_tests
+from retrodict.runs._run import AnyTable, Run
 from retrodict.runs._standard_errors import METHODS
 
 MOST_SERIES, MOST_ROWS = 8, 2000

@@ -26,8 +26,8 @@ from retrodict._workspace import (
     write_atomically,
 )
 from retrodict.distributed import by_all, is_main_process, wait_for_processes
-from retrodict.runs._folder import RECORD, REPORT, TRAINING, RunError, as_plain, read_record
-from retrodict.runs._record import AnyTable, Model, Run, open_run, write
+from retrodict.runs._record import RECORD, REPORT, TRAINING, RunError, as_plain, read_record
+from retrodict.runs._run import AnyTable, Model, Run, open_run, write
 from retrodict.runs._standard_errors import parameter_table
 from retrodict.runs._starting_model import refuse_too_large, starting_model, with_period
 from retrodict.runs._training import FAMILIES, fit_by_elbo, fit_by_evidence, train_family

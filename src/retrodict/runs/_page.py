@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from retrodict._pages import render_page, visible
-from retrodict.runs._content import (
+from retrodict.runs._report_content import (
     Band,
     Curve,
     ParameterLine,

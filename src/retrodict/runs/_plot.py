@@ -9,7 +9,7 @@ import numpy as np
 
 from retrodict._pages import render_figure, visible
 from retrodict._workspace import write_atomically
-from retrodict.runs._content import SeriesPanel, is_dated, percent, shapes_of_panel
+from retrodict.runs._report_content import SeriesPanel, is_dated, percent, shapes_of_panel
 
 FORMATS = (".png", ".svg", ".pdf")
 """The suffixes of the files that `plot` writes."""

@@ -1,290 +1,243 @@
-"""Runs: a fitted model with its record, written to a folder and opened again."""
+"""The folder of a run as files: its record, validated, without arrays.
 
+This module does not import JAX, so that describing a run is fast.
+"""
+
+import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
-import equinox as eqx
-import jax
-import numpy as np
+from retrodict._interface import UserError
 
-import retrodict as rd
-from retrodict import data, models
-from retrodict._interface import Argument
-from retrodict._workspace import as_json, library_version, write_atomically
-from retrodict.runs._folder import (
-    FAMILY,
-    FORMAT,
-    MODEL,
-    RECORD,
-    ROWS,
-    TRAINING,
-    RunError,
-    checksum_of,
-    digest_of,
-    read_record,
-)
+FORMAT = 2
+"""The version of the layout of a run folder. In format 1 `nats_per_row` had another name."""
 
-Model: TypeAlias = str | rd.StateSpaceModel | Callable[[], rd.StateSpaceModel] | models.ModelSpec
-"""The models that `retrodict.models.load` accepts."""
+RECORD, MODEL, FAMILY, TRAINING = "run.json", "model.rd", "family.rd", "training.csv"
 
-AnyTable: TypeAlias = data.Table | data.SharedTable
-"""A table, or one of which each process holds a share."""
+ROWS = "rows.rd"
+"""The rows of the table that the run was fitted to, if it is one series."""
+
+REPORT = "report.html"
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
-    """A fitted model, the family that smooths for it, and the record of the fit.
-
-    Attributes:
-        path: its folder.
-        spec: the specification of the model.
-        model: the fitted model.
-        family: the trained family; `None` for linear-Gaussian models, which need none.
-        record: the content of `run.json`: layout of the table, options, data, results.
-    """
-
-    path: Path
-    spec: models.ModelSpec
-    model: rd.StateSpaceModel
-    family: rd.AbstractFamily | None
-    record: Mapping[str, Any]
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        """The arguments with which `retrodict.data.read` reads a table for this run."""
-        return dict(self.record["layout"])
-
-    @property
-    def input_dim(self) -> int:
-        """The number of inputs of a row, the length of the step included."""
-        return len(self.layout["inputs"] or ()) + bool(self.layout["step_input"])
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether smoothing is exact because the model is linear and Gaussian."""
-        return self.family is None
-
-    @property
-    def smoother(self) -> rd.AbstractFamily:
-        """The family that smooths rows of a stream: the Kalman family if smoothing is exact."""
-        if self.family is not None:
-            return self.family
-        return rd.KalmanFamily(rd.unwrap(self.model), input_dim=self.input_dim or None)
-
-    def rows(self) -> data.Rows | None:
-        """Return the rows that the run was fitted to; `None` if they are not in its folder.
-
-        Runs of several series, and those learned from a stream, do not store them.
-        """
-        if ROWS not in self.record["files"]:
-            return None
-        try:
-            times, dates, ys, inputs = rd.load(self.path / ROWS)
-            times = np.asarray(times).astype("datetime64[us]") if dates else np.asarray(times)
-            rows = data.Rows(times, np.asarray(ys), None if inputs is None else np.asarray(inputs))
-            width = 0 if rows.inputs is None else rows.inputs.shape[1]
-            if (rows.ys.shape, width) != (
-                (len(times), len(self.layout["columns"])),
-                self.input_dim,
-            ):
-                raise ValueError("its rows do not have the columns of the run")
-        except (rd.CheckpointError, TypeError, ValueError, IndexError) as error:
-            raise RunError(
-                f"{self.path / ROWS}: {error}. Fit again, or name a table: ", Argument("after"), "."
-            ) from error
-        return rows
+class RunError(UserError):
+    """An error of a run folder or its options, with a message of one line."""
 
 
-def write(
-    path: Path,
-    spec: models.ModelSpec,
-    model: rd.StateSpaceModel,
-    family: rd.AbstractFamily | None,
-    record: Mapping[str, Any],
-    rows: data.Rows | None = None,
-) -> Run:
-    """Write a finished run, its record last: a folder with a record is complete."""
-    rd.save(path / MODEL, model)
-    if family is not None:
-        rd.save(path / FAMILY, family)
-    named = [MODEL, TRAINING, *([FAMILY] if family is not None else [])]
-    if rows is not None:
-        dates = np.asarray(rows.times.dtype.kind == "M")
-        times = rows.times.astype(np.int64) if dates else rows.times
-        rd.save(path / ROWS, (times, dates, rows.ys, rows.inputs))
-        named.append(ROWS)
-    whole = {
-        "retrodict_run": FORMAT,
-        "version": library_version(),
-        "model": spec.to_dict(),
-        **record,
-        "files": {name: digest_of((path / name).read_bytes()) for name in named},
-    }
-    plain = json.loads(as_json(whole))
-    write_atomically(path / RECORD, as_json({**plain, "checksum": checksum_of(plain)}))
-    return Run(path, spec, model, family, plain)
+def read_record(path: str | Path) -> dict[str, Any]:
+    """Read the record of a run: model, data, options and results.
 
-
-def open_run(path: str | Path, *, model: Model | None = None) -> Run:
-    """Open the folder of a finished run.
-
-    The folder is data: no code in it is executed, and no module that it names is imported. A run of
-    your own model refers to Python code, `module:name`, which you must name again.
+    The files of the run are compared with their hashes.
 
     Args:
         path: the folder.
-        model: the model that the run was fitted with: its reference, such as `"my_module:model"`,
-            the model itself, or a function without arguments that returns it. Needed for your own
-            models, unless they were passed as objects without functions.
 
     Raises:
-        RunError: if there is no run, or it is unfinished, of another version, or was altered, or if
-            it needs a `model` and none or a different one is given.
+        RunError: if there is no run, or it is unfinished, of another version, or was altered.
     """
     path = Path(path)
-    record = read_record(path)
-    spec, like = _named(
-        path, models.ModelSpec.from_dict(record["model"]), model, len(record["layout"]["columns"])
-    )
+    place = path / RECORD
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise RunError(f"{path} {what}; give the folder that `fit --out` made.")
     try:
-        loaded = rd.load(path / MODEL, like=like)
-        family = rd.load(path / FAMILY) if FAMILY in record["files"] else None
-    except rd.CheckpointError as error:
-        needed: tuple[str | Argument, ...] = ()
-        if spec.is_given and like is None:
-            needed = (
-                " Its model was passed as a Python object: open the run in Python with ",
-                Argument("model"),
-                ", or fit a model that is named as module:name.",
+        record = json.loads(_read_inside(path, RECORD).decode("utf-8"))
+        if not isinstance(record, dict):
+            raise ValueError("it is not a record")
+    except FileNotFoundError as error:
+        unfinished = (path / "stages").is_dir()
+        rest = (
+            "is unfinished: run the same `fit` again to resume it"
+            if unfinished
+            else f"is not a run: it has no {RECORD}. Give the folder that `fit --out` made"
+        )
+        raise RunError(f"{path} {rest}.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{place} cannot be read ({error}). Fit again to another folder.") from error
+    if record.get("retrodict_run") not in (1, FORMAT):
+        raise RunError(
+            f"{place} is of format {record.get('retrodict_run')!r}, and this version of retrodict"
+            f" reads format {FORMAT}. Use the version that wrote it"
+            f" ({record.get('version', 'unknown')}), or fit again."
+        )
+    checksum = record.pop("checksum", None)
+    try:
+        whole = checksum == checksum_of(record)
+    except (ValueError, RecursionError):
+        whole = False
+    if not whole:
+        raise RunError(f"{place} was changed after `fit` wrote it. Fit again to another folder.")
+    results = record.get("results")
+    if isinstance(results, dict) and "nats_a_row" in results:
+        results["nats_per_row"] = results.pop("nats_a_row")
+    _check(record, place)
+    for name, digest in record["files"].items():
+        try:
+            content = _read_inside(path, name)
+        except OSError as error:
+            raise RunError(
+                f"{path / name} cannot be read ({error.strerror or error}); the run needs it. Fit"
+                " again."
+            ) from error
+        if digest_of(content) != digest:
+            raise RunError(
+                f"{path / name} was changed after `fit` wrote it. Fit again to another folder."
             )
-        raise RunError(f"{path}: ", error, *needed) from error
-    if not isinstance(loaded, rd.StateSpaceModel):
-        raise RunError(f"{path / MODEL} contains no model. Fit again to another folder.")
-    if family is not None and not isinstance(family, rd.AbstractFamily):
-        raise RunError(f"{path / FAMILY} contains no family. Fit again to another folder.")
-    run = Run(path, spec, loaded, family, record)
-    try:
-        _trace(run)
-    except Exception as error:  # arrays of wrong shapes and types can raise anything
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise RunError(
-            f"{path}: its model does not work on rows of its table ({reason}). Fit again to another"
-            " folder."
-        ) from error
-    return run
+    return record
 
 
-def _trace(run: Run) -> None:
-    """Trace the model and the family on two rows without computing anything."""
-    ys = np.zeros((2, len(run.layout["columns"])))
-    us = np.zeros((2, run.input_dim)) if run.input_dim else None
-
-    def call(model: rd.StateSpaceModel, family: rd.AbstractFamily | None) -> Any:
-        inputs = us if rd.unwrap(model).takes_input else None
-        joint = model.log_joint(np.zeros((2, model.state_dim)), ys, inputs=inputs)
-        chain = None if family is None else family.infer(ys, inputs=us)
-        return joint, None if chain is None else chain.laws
-
-    eqx.filter_eval_shape(call, run.model, run.family)
+def _read_inside(folder: Path, name: str) -> bytes:
+    """Read a regular file of a folder; refuse pipes, devices and links out of the folder."""
+    place = folder / name
+    if not stat.S_ISREG(place.stat().st_mode):
+        raise OSError(0, "it is not a regular file")
+    if not place.resolve().is_relative_to(folder.resolve()):
+        raise OSError(0, "it is a link out of the folder")
+    return place.read_bytes()
 
 
-def _named(
-    path: Path, spec: models.ModelSpec, model: Model | None, obs_dim: int
-) -> tuple[models.ModelSpec, rd.StateSpaceModel | None]:
-    """Return the specification, and a model with the functions that a file does not store.
-
-    The model is `None` for ready models and for objects that were not passed again. Only a
-    reference that the caller has named is imported.
-    """
-    reference = model.reference if isinstance(model, models.ModelSpec) else model
-    if isinstance(reference, str) and not spec.is_given and reference != spec.reference:
-        raise RunError(
-            f"{path} is a run of {spec.reference}, got ", Argument("model", reference), "."
-        )
-    if spec.name is not None or (spec.is_given and model is None):
-        return spec, None
-    if model is None:
-        raise RunError(
-            f"{path} is a run of {spec.reference}, a model in Python, which is imported only if you"
-            " name it: pass ",
-            Argument("model", spec.reference),
-        )
-    if isinstance(reference, str) and not spec.is_given:
-        return spec, spec.build(obs_dim=obs_dim)
-    like = models.load(model).build(obs_dim)
-    return (replace(spec, given=like) if spec.is_given else spec), like
-
-
-def state_names(run: Run) -> list[str]:
-    """Return a name for each coordinate of the state; see `retrodict.models.state_names`.
-
-    Args:
-        run: the run.
-    """
-    return models.state_names(run.model, run.layout["columns"])
-
-
-def shown_states(run: Run, *, every: bool = False) -> list[int]:
-    """Return the indices of the states that tables and pictures show.
-
-    States that store earlier values of others, such as the seasons of the last rows, are left out;
-    see `retrodict.models.is_memory`.
-
-    Args:
-        run: the run.
-        every: whether to show these states too.
-    """
-    memory = models.is_memory(run.model)
-    return [index for index, is_copy in enumerate(memory) if every or not is_copy]
+_TEXT, _OPTIONAL_TEXT, _OPTIONAL_TEXTS = (str,), (str, None), ([str], None)
+_NUMBER = (int, float, None)
+_MISSING = object()
+_OPTIONAL_NUMBER = (*_NUMBER, _MISSING)
+_SCHEMA: dict[str, Any] = {
+    "files": {str: _TEXT},
+    "model": {"reference": _TEXT},
+    "layout": {
+        "time": _OPTIONAL_TEXT,
+        "series": _OPTIONAL_TEXTS,
+        "columns": ([str],),
+        "inputs": _OPTIONAL_TEXTS,
+        "freq": (str, *_NUMBER),
+        "step_input": (bool,),
+        "step_unit": (str, *_NUMBER),
+        "time_format": _OPTIONAL_TEXT,
+        "pad_to": _OPTIONAL_TEXT,
+    },
+    "options": {"seed": (int,)},
+    "data": {"described": ([str],), "sha256": _TEXT},
+    "results": {
+        "method": _TEXT,
+        "objective": _TEXT,
+        "nats_per_row": _NUMBER,
+        "uncertainty": _TEXT,
+        **dict.fromkeys(("total", "rows", "rows_observed", "distance"), _OPTIONAL_NUMBER),
+        "parameters": {
+            str: {
+                "value": _NUMBER,
+                "learned": (bool,),
+                **dict.fromkeys(("error", "lower", "upper"), _OPTIONAL_NUMBER),
+            }
+        },
+    },
+}
+"""The schema of a record: alternatives of types, lists of texts, or tables of these."""
 
 
-class Entry(NamedTuple):
-    """One entry of a parameter.
-
-    Attributes:
-        parameter: the name of the parameter.
-        place: the index of the entry; empty for a scalar.
-        value: the value, a number or a tracer.
-        learned: whether the parameter is learned.
-    """
-
-    parameter: str
-    place: tuple[int, ...]
-    value: Any
-    learned: bool
+def _check(record: Mapping[str, Any], place: Path) -> None:
+    """Refuse a record with missing entries or values of wrong types."""
+    if wrong := _mismatch(record, _SCHEMA, ""):
+        raise RunError(f"{place}: {wrong}. It was changed after `fit` wrote it; fit again.")
+    unknown = [*set(record["layout"]) - set(_SCHEMA["layout"])]
+    unknown += [name for name in record["files"] if name not in (MODEL, FAMILY, TRAINING, ROWS)]
+    if unknown or MODEL not in record["files"]:
+        what = f"{unknown[0]!r} is not part of a run" if unknown else f"there is no {MODEL}"
+        raise RunError(f"{place}: {what}. Fit again to another folder.")
 
 
-def parameter_entries(model: rd.StateSpaceModel, columns: Sequence[str]) -> dict[str, Entry]:
-    """Return the entries of all parameters by name, learned parameters first.
+def _mismatch(value: Any, expected: Any, name: str) -> str | None:
+    """Describe an entry that is missing or of a wrong type; return `None` if there is none."""
+    if not isinstance(expected, dict):
+        fits = any(_is_of(value, kind) for kind in expected)
+        return None if fits else f"{name} is missing or of another type"
+    if not isinstance(value, dict):
+        return f"{name} is missing or of another type"
+    named = {key: expected[str] for key in value} if str in expected else expected
+    mismatches = (
+        _mismatch(value.get(key, _MISSING), kind, f"{name}.{key}".strip("."))
+        for key, kind in named.items()
+    )
+    return next((wrong for wrong in mismatches if wrong), None)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if kind is None or kind is _MISSING:
+        return value is kind
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    if kind is int and isinstance(value, int) and abs(value) >= 1 << 63:
+        return False
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def likelihood_in_words(results: Mapping[str, Any]) -> str:
+    """Describe the log-likelihood of a fitted model, in total and per row.
 
     Args:
-        model: the model.
-        columns: the names of the observed columns, which name entries such as `level_scale[gdp]`.
+        results: the results in the record of a run.
     """
-    learned = models.named_parameters(model)
-    values = models.named_parameters(model, fixed=True)
-    return {
-        models.entry_name(model, name, index, columns): Entry(
-            name, index, values[name][index], name in learned
-        )
-        for name in (*learned, *(name for name in values if name not in learned))
-        for index in np.ndindex(values[name].shape)
-    }
+    exact = results["objective"] == "log-evidence"
+    what = "log-likelihood" if exact else "ELBO, a lower bound of the log-likelihood,"
+    if results["nats_per_row"] is None:
+        return f"{what} –"
+    words = f"{results['nats_per_row']:.4f} nats per observed row"
+    if "total" in results:
+        rows = f"{results['rows_observed']} of {results['rows']} rows observed"
+        words = f"{results['total']:.2f} in all, {words} ({rows})"
+    return f"{what} {words}"
 
 
-def with_structure_of(
-    before: rd.StateSpaceModel, learned: rd.StateSpaceModel
-) -> rd.StateSpaceModel:
-    """Return the learned model with the structure of the original model.
+def parameter_lines(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the parameters by name, with entries fixed at one value as one line.
 
-    Scales that were plain arrays are wrapped while they are learned, to stay positive. A checkpoint
-    of a user's own model is read with the structure of that model.
+    Args:
+        results: the results in the record of a run.
     """
-    if jax.tree.structure(before) == jax.tree.structure(learned):
-        return learned
-    values = models.named_parameters(learned, fixed=True)
-    names = models.named_parameters(before, fixed=True)
-    return models.with_parameters(before, {name: values[name] for name in names})
+    lines: list[tuple[str, dict[str, Any]]] = []
+    owner = first = None
+    for name, line in results["parameters"].items():
+        at = _BY_INDEX.fullmatch(name) or _BY_NAME.fullmatch(name)
+        if at and at[1] == owner and lines[-1][1] == line and not line["learned"]:
+            lines[-1] = (f"{owner}[{first}..{at[2]}]", line)
+            continue
+        lines.append((name, line))
+        owner, first = at.groups() if at else (None, None)
+    return lines
+
+
+_BY_INDEX = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
+_BY_NAME = re.compile(r"([^\[]*)\[([^,]*)\]")
+
+
+def unit_in_words(record: Mapping[str, Any]) -> str:
+    """Describe the time unit of the parameters of a run; empty if it is the regular step.
+
+    Args:
+        record: the record of a run.
+    """
+    unit = record["layout"].get("step_unit")
+    if not record["layout"].get("step_input") or unit is None:
+        return ""
+    return (
+        f"Times are uneven: scales, slopes and rates are per step of {unit}, the median step of the"
+        " data unless another unit was chosen."
+    )
+
+
+def as_plain(value: Any) -> Any:
+    """Return a value as JSON stores it: tuples as lists, keys as texts."""
+    return json.loads(json.dumps(value))
+
+
+def checksum_of(record: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a record, independent of the order of its keys."""
+    return digest_of(json.dumps(record, sort_keys=True).encode())
+
+
+def digest_of(content: bytes) -> str:
+    """Return the SHA-256 of a file."""
+    return hashlib.sha256(content).hexdigest()

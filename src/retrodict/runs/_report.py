@@ -12,20 +12,27 @@ import retrodict as rd
 from retrodict import data
 from retrodict._workspace import Progress, Quiet, library_version, write_atomically
 from retrodict.distributed import is_main_process
-from retrodict.runs._answer import for_each_series, forecast, smooth
+from retrodict.runs._apply import for_each_series, forecast, smooth
 from retrodict.runs._check import Check, check
-from retrodict.runs._content import Band, Curve, ParameterLine, ReportContent, Series, SeriesPanel
-from retrodict.runs._folder import (
+from retrodict.runs._page import MAX_SERIES, page
+from retrodict.runs._plot import plot
+from retrodict.runs._record import (
     REPORT,
     TRAINING,
     likelihood_in_words,
     parameter_lines,
     unit_in_words,
 )
-from retrodict.runs._page import MAX_SERIES, page
-from retrodict.runs._plot import plot
-from retrodict.runs._record import AnyTable, Run, shown_states, state_names
+from retrodict.runs._report_content import (
+    Band,
+    Curve,
+    ParameterLine,
+    ReportContent,
+    Series,
+    SeriesPanel,
+)
 from retrodict.runs._residuals import image
+from retrodict.runs._run import AnyTable, Run, shown_states, state_names
 
 PAGE_STAGE = "the report"
 

@@ -10,8 +10,8 @@ import numpy as np
 import retrodict as rd
 from retrodict import data, models
 from retrodict._workspace import Folder
-from retrodict.runs._answer import for_each_series
-from retrodict.runs._record import AnyTable, parameter_entries
+from retrodict.runs._apply import for_each_series
+from retrodict.runs._run import AnyTable, parameter_entries
 
 LEVEL = 0.9
 """The probability of the intervals of parameters."""

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import retrodict as rd
 from retrodict import models
 from retrodict._interface import Argument
-from retrodict.runs._folder import RunError
-from retrodict.runs._record import AnyTable, Model
+from retrodict.runs._record import RunError
+from retrodict.runs._run import AnyTable, Model
 
 PERIODS = {
     "1h": (24, "hours of a day"),

@@ -14,10 +14,8 @@ import numpy as np
 import retrodict as rd
 from retrodict import data
 from retrodict._interface import Argument, Notice
-from retrodict.runs._answer_lines import Answers, as_lines, as_texts, header
-from retrodict.runs._folder import RunError
-from retrodict.runs._learning import HISTORY_STARTS, Learning, Monitor, refuse_existing
-from retrodict.runs._record import Run, state_names
+from retrodict.runs._record import RunError
+from retrodict.runs._run import Run, state_names
 from retrodict.runs._stream_files import (
     Live,
     MonitorState,
@@ -29,6 +27,8 @@ from retrodict.runs._stream_files import (
     read_state,
     write_state,
 )
+from retrodict.runs._stream_learning import HISTORY_STARTS, Learning, Monitor, refuse_existing
+from retrodict.runs._stream_lines import Answers, as_lines, as_texts, header
 
 CHUNK = 256
 """Rows per call of the compiled program; a shorter chunk is padded."""

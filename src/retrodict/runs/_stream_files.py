@@ -11,7 +11,7 @@ import numpy as np
 import retrodict as rd
 from retrodict._interface import Argument
 from retrodict._workspace import hold
-from retrodict.runs._folder import RunError
+from retrodict.runs._record import RunError
 
 MEMORY = 500
 """The number of rows over which the ELBO is averaged."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict.runs._content import Shape, is_dated, milliseconds
+from retrodict.runs._report_content import Shape, is_dated, milliseconds
 
 WIDTH, HEIGHT = 480, 210
 LEFT, RIGHT, TOP, BOTTOM = 62, 470, 10, 186

@@ -10,7 +10,7 @@ import optax
 
 import retrodict as rd
 from retrodict._workspace import Folder
-from retrodict.runs._record import AnyTable, with_structure_of
+from retrodict.runs._run import AnyTable, with_structure_of
 
 FAMILIES = {
     "mixture": rd.MixtureFamily,

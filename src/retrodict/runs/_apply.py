@@ -11,8 +11,8 @@ import numpy as np
 import retrodict as rd
 from retrodict import data
 from retrodict._interface import Argument
-from retrodict.runs._folder import RunError
-from retrodict.runs._record import Run
+from retrodict.runs._record import RunError
+from retrodict.runs._run import Run
 
 
 def smooth(run: Run, table: data.Table, *, num_samples: int = 256, seed: int = 0) -> rd.Smoothed:

@@ -22,11 +22,11 @@ import retrodict as rd
 from retrodict import data
 from retrodict._interface import Argument
 from retrodict._workspace import as_csv
-from retrodict.runs._answer_lines import as_texts
-from retrodict.runs._folder import TRAINING, RunError
 from retrodict.runs._plot import check_picture, literal, write_picture
-from retrodict.runs._record import Run, parameter_entries, with_structure_of, write
+from retrodict.runs._record import TRAINING, RunError
+from retrodict.runs._run import Run, parameter_entries, with_structure_of, write
 from retrodict.runs._stream_files import MEMORY, MonitorState, OutputFile
+from retrodict.runs._stream_lines import as_texts
 from retrodict.runs._training import relative_to_size
 
 PARTS = ("family", "model", "both")
