@@ -19,7 +19,7 @@ ROOT = "retrodict"
 # The top-level entries of the library, lowest first. A module may import from entries of lower
 # layers and from its own package; entries that share a layer do not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_interface",),
+    ("_interface", "_files"),
     ("_arrays",),
     ("distributed",),
     ("_numerics",),
@@ -43,13 +43,13 @@ LEVEL = {entry: level for level, entries in enumerate(LAYERS) for entry in entri
 
 # Packages that use the public API, with the other entries that each may import.
 ON_PUBLIC_API = {
-    "runs": {"models", "data", "distributed", "_workspace", "_pages", "_interface"},
-    "experiments": {"models", "data", "_workspace", "_pages", "_interface"},
+    "runs": {"models", "data", "distributed", "_workspace", "_pages", "_files", "_interface"},
+    "experiments": {"models", "data", "_workspace", "_pages", "_files", "_interface"},
     "cli": {"models", "data", "runs", "experiments", "_interface"},
 }
 
 # Modules that do not depend on state-space models, with the entries that each may import.
-BASICS = {"_arrays"}
+BASICS = {"_arrays", "_files"}
 MAY_IMPORT = {"_checkpoint": BASICS, "_learning.train": BASICS | {"_checkpoint", "distributed"}}
 
 UNWANTED_PACKAGES = {

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 
 import retrodict as rd
+from retrodict import _files
 from retrodict._interface import Argument, UserError
-from retrodict._workspace import files as _files
 from retrodict.cli import interrupt_again, main
 from retrodict.cli._errors import as_line
 from retrodict.experiments import demo, reproduction
@@ -37,7 +37,7 @@ def retrodict(
     """Runs the program in this process, with a demo that has been seen before."""
 
     def seen(out: Path, *, seed: int, progress: demo.Progress) -> demo.Demo:
-        _files.make_writable(out)
+        _files.ensure_folder(out)
         progress.begin("a stage")
         progress.step(1, 2)
         progress.end("a stage", kept=False)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import pytest
 from fit_options import fit_options
 
 import retrodict as rd
+from retrodict import _files
 from retrodict._workspace import Folder
-from retrodict._workspace import files as _files
 from retrodict.experiments import (
     bounds,
     demo,
@@ -239,7 +240,7 @@ def fitted(folder: Folder, num_steps: int = 40) -> tuple[rd.FitResult, float]:
     ys = jax.vmap(lambda key: theta.simulate(key, 5)[1])(jax.random.split(jax.random.key(0), 8))
     family = rd.KalmanFamily(published.linear_lambda(60))
     options = fit_options(num_steps=num_steps, chunk_size=10, batch_size=4, mask=True)
-    return folder.fit("a fit", jax.random.key(1), family, theta, ys, **options)
+    return folder.fit("a fit", partial(rd.fit, jax.random.key(1), family, theta, ys, **options))
 
 
 @pytest.mark.slow

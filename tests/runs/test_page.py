@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from retrodict import runs
-from retrodict._workspace import as_csv
+from retrodict._files import as_csv
 from retrodict.experiments._drawing import draw
 from retrodict.experiments._report import Chapter, Section, Table
 from retrodict.experiments._report import page as experiment_page

@@ -985,7 +985,7 @@ def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
     assert all(other != first for other in (settings(jnp.sin), settings(lambda x: x + x)))
     assert settings(lambda x: x**2, 2.0) != first
     with contextlib.ExitStack() as held:
-        _fit.lock_folder(tmp_path, first, held)
+        _fit.claim_folder(tmp_path, first, held)
     with pytest.raises(runs.RunError, match="unfinished run of other data or options"):
         runs.fit(table, driven(gain=jnp.cos), tmp_path)
 
@@ -1062,11 +1062,11 @@ def test_two_processes_do_not_fit_to_one_folder(table: data.Table, tmp_path):
     settings = _fit.Job(table, spec, "mixture", 2000, 0).settings()
     (tmp_path / ".settings.json.1.partial").write_text("{")
     with contextlib.ExitStack() as held:
-        _fit.lock_folder(tmp_path, settings, held)
+        _fit.claim_folder(tmp_path, settings, held)
         with pytest.raises(runs.RunError, match="in use by another process"):
             runs.fit(table, spec, tmp_path)
     with contextlib.ExitStack() as held:
-        _fit.lock_folder(tmp_path, settings, held)
+        _fit.claim_folder(tmp_path, settings, held)
 
 
 @pytest.mark.slow

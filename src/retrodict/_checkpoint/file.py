@@ -7,11 +7,9 @@ detected.
 """
 
 import hashlib
-import importlib.metadata
 import io
 import json
 import os
-import secrets
 import stat
 import zipfile
 from collections.abc import Iterable
@@ -22,6 +20,7 @@ from retrodict._checkpoint.allowed import NAMES_VERSION
 from retrodict._checkpoint.names import CheckpointError, described, last_name, root_name
 from retrodict._checkpoint.reader import ABSENT, Reader
 from retrodict._checkpoint.writer import Writer
+from retrodict._files import replacing, version_of
 
 FORMAT = "retrodict checkpoint"
 VERSION = 1
@@ -136,14 +135,6 @@ def read_checkpoint(path: PathLike, like: Any = None, *, known: Iterable[type] =
     return Checkpoint(tree, manifest["metadata"], used is previous)
 
 
-def _version(name: str) -> str:
-    """Return the version of a package, which may run from its source without being installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _pack(obj: Any, metadata: Any) -> bytes | memoryview:
     """Return the bytes of the file."""
     writer = Writer()
@@ -154,7 +145,7 @@ def _pack(obj: Any, metadata: Any) -> bytes | memoryview:
     except (TypeError, ValueError) as error:
         raise TypeError(f"`metadata` must be a JSON value: {error}.") from error
     content = {"tree": tree, "arrays": writer.arrays, "metadata": metadata}
-    versions = {name: _version(name) for name in ("jax", "numpy", "retrodict")}
+    versions = {name: version_of(name) for name in ("jax", "numpy", "retrodict")}
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -185,25 +176,9 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 def _write(path: Path, data: bytes | memoryview, *, keep_previous: bool) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"The folder {path.parent} of {path.name} does not exist.")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if keep_previous and path.exists() and _is_intact(_read(path)):
-            os.replace(path, _previous(path))
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":
-        # A new name is durable after its folder is synced; Windows has no such call.
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    is_kept = keep_previous and path.exists() and _is_intact(_read(path))
+    with replacing(path, previous=_previous(path) if is_kept else None) as file:
+        file.write(data)
 
 
 def _open(path: Path) -> tuple[dict[str, Any], zipfile.ZipFile]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from retrodict._files import version_of
 from retrodict._interface import optional
-from retrodict._workspace import library_version
 from retrodict.data._results import to_xarray
 from retrodict.data._table import Table
 
@@ -47,7 +47,7 @@ def to_arviz(
     """
     xarray = optional("xarray")
     groups: dict[str, Any] = {}
-    posterior = xarray.Dataset(attrs={"library": "retrodict", "version": library_version()})
+    posterior = xarray.Dataset(attrs={"library": "retrodict", "version": version_of()})
     if states is not None:
         paths = to_xarray(table, states=states, state_names=state_names)
         posterior = _in_chains(paths, num_chains)

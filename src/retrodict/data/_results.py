@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from retrodict._files import version_of
 from retrodict._interface import optional
-from retrodict._workspace import library_version
 from retrodict.data._table import Table
 
 OTHER_STATE = "state_other"
@@ -258,7 +258,7 @@ def _padded(times: np.ndarray, rows: int) -> np.ndarray:
 
 
 def _attributes(result: Any) -> dict[str, Any]:
-    attributes = {"library": "retrodict", "version": library_version()}
+    attributes = {"library": "retrodict", "version": version_of()}
     for name in ("method", "reason"):
         if isinstance(value := getattr(result, name, None), str):
             attributes[name] = value

@@ -2,11 +2,11 @@
 
 import io
 import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from retrodict._files import replacing
 from retrodict._interface import Argument, DataError, optional
 from retrodict.data._files import check_suffix
 
@@ -63,20 +63,15 @@ def write(result: Any, path: str | os.PathLike[str], *, overwrite: bool = False)
     """
     target = check_target(path, overwrite=overwrite)
     name, suffix = os.fspath(path), target.suffix.lower()
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        _write_as(suffix, result, partial)
-        with open(partial, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, target)
+        with replacing(target) as file:
+            _write_as(suffix, result, file)
     except OSError as error:
         raise DataError(f"{name}: cannot be written ({error.strerror or error}).") from None
-    finally:
-        partial.unlink(missing_ok=True)
     return target
 
 
-def _write_as(suffix: str, result: Any, path: Path) -> None:
+def _write_as(suffix: str, result: Any, file: BinaryIO) -> None:
     pandas, xarray = optional("pandas"), optional("xarray")
     if isinstance(result, xarray.DataArray):
         result = result.to_dataset(name=result.name or "value")
@@ -90,12 +85,12 @@ def _write_as(suffix: str, result: Any, path: Path) -> None:
         # In memory: the HDF5 library crashes at the end of a program if a disk was full.
         content = io.BytesIO()
         result.to_netcdf(content, engine="h5netcdf")
-        path.write_bytes(content.getvalue())
+        file.write(content.getbuffer())
         return
     frame = result.to_dataframe() if isinstance(result, xarray.Dataset) else result
     if not (isinstance(frame.index, pandas.RangeIndex) and frame.index.name is None):
         frame = frame.reset_index()
     if suffix == ".csv":
-        frame.to_csv(path, index=False, lineterminator="\n")
+        frame.to_csv(file, index=False, lineterminator="\n")
     else:
-        frame.to_parquet(path, engine="pyarrow", index=False)
+        frame.to_parquet(file, engine="pyarrow", index=False)

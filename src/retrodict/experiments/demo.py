@@ -25,7 +25,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import retrodict as rd
-from retrodict._workspace import Progress, Quiet, as_json, make_writable, write_atomically
+from retrodict._files import as_json, ensure_folder, write_atomically
+from retrodict._workspace import Progress, Quiet
 from retrodict.experiments import published
 from retrodict.experiments._drawing import BESIDE, DASHES, INKS, MARKERS, Picture, draw
 from retrodict.experiments._measure import LEVEL, MARGIN, exact_band, shortest, simulate
@@ -138,7 +139,7 @@ def run(out: Path, *, seed: int = 0, sizes: Sizes = FULL, progress: Progress | N
         OSError: if the folder cannot be created or written to.
     """
     began = time.perf_counter()
-    make_writable(out)
+    ensure_folder(out)
     progress = Quiet() if progress is None else progress
     model = published.nonlinear_theta()
     data_key, test_key, fit_key, path_key = jax.random.split(jax.random.key(seed), 4)

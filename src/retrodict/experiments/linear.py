@@ -14,6 +14,7 @@ on all series, where the archive averaged over the epoch, and the best so far ar
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -84,14 +85,17 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     def fit(name: str, i: int, epochs: int) -> tuple[rd.FitResult, float]:
         return folder.fit(
             name,
-            fit_keys[i],
-            _start(start_keys[i]),
-            theta,
-            ys,
-            num_steps=steps_per_epoch * epochs,
-            held_out=ys,
-            optimisation=optimisation,
-            mask=True,
+            partial(
+                rd.fit,
+                fit_keys[i],
+                _start(start_keys[i]),
+                theta,
+                ys,
+                num_steps=steps_per_epoch * epochs,
+                held_out=ys,
+                optimisation=optimisation,
+                mask=True,
+            ),
         )
 
     *early, last = sizes.epochs

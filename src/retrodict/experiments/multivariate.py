@@ -12,6 +12,7 @@ are standard normal draws, and the sequence has 64 rows. In addition, the covera
 computed. Each step draws a new minibatch.
 """
 
+from functools import partial
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -80,15 +81,18 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     _, ys = simulate(theta, jax.random.split(data_key, sizes.num_series), LENGTH)
     result, seconds = folder.fit(
         "fit",
-        fit_key,
-        rd.KalmanFamily(_start(theta, start_key)),
-        theta,
-        ys,
-        num_steps=sizes.num_epochs * sizes.num_series // BATCH_SIZE,
-        optimisation=rd.Optimisation(
-            batch_size=BATCH_SIZE, optimiser=optax.adam(sizes.learning_rate)
+        partial(
+            rd.fit,
+            fit_key,
+            rd.KalmanFamily(_start(theta, start_key)),
+            theta,
+            ys,
+            num_steps=sizes.num_epochs * sizes.num_series // BATCH_SIZE,
+            optimisation=rd.Optimisation(
+                batch_size=BATCH_SIZE, optimiser=optax.adam(sizes.learning_rate)
+            ),
+            mask=True,
         ),
-        mask=True,
     )
     family: Any = result.family
     learned = rd.unwrap(family.model)

@@ -137,12 +137,15 @@ def _fit_all(
         fits = [
             folder.fit(
                 f"{name}, fit {i}",
-                keys[2 * i],
-                build(keys[2 * i + 1]),
-                model,
-                ys,
-                num_steps=sizes.num_steps,
-                mask=True,
+                partial(
+                    rd.fit,
+                    keys[2 * i],
+                    build(keys[2 * i + 1]),
+                    model,
+                    ys,
+                    num_steps=sizes.num_steps,
+                    mask=True,
+                ),
             )
             for i in range(sizes.num_fits if name in ARCHIVED else 1)
         ]
@@ -152,13 +155,16 @@ def _fit_all(
         if name in ARCHIVED:
             fitted, seconds[f"{name}, 4 rows"] = folder.fit(
                 f"{name}, series of 4 rows",
-                keys[-2],
-                build(keys[-1]),
-                model,
-                short,
-                num_steps=sizes.short_steps,
-                optimisation=rd.Optimisation(optimiser=optax.adam(1e-2), batch_size=BATCH_SIZE),
-                mask=True,
+                partial(
+                    rd.fit,
+                    keys[-2],
+                    build(keys[-1]),
+                    model,
+                    short,
+                    num_steps=sizes.short_steps,
+                    optimisation=rd.Optimisation(optimiser=optax.adam(1e-2), batch_size=BATCH_SIZE),
+                    mask=True,
+                ),
             )
             families[f"{name}, 4 rows"] = fitted.family
             scores[f"{name}, 4 rows"] = [float(fitted.held_out.max())]

@@ -16,16 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from retrodict._workspace import (
-    Folder,
-    Progress,
-    Quiet,
-    as_csv,
-    as_json,
-    library_version,
-    make_writable,
-    write_atomically,
-)
+from retrodict._files import as_csv, as_json, ensure_folder, version_of, write_atomically
+from retrodict._workspace import Folder, Progress, Quiet
 from retrodict.experiments import bounds, linear, multivariate, nonlinear
 from retrodict.experiments._report import Chapter, page, read_text
 
@@ -83,7 +75,7 @@ def reproduce(
         raise ValueError(
             "the paper's numbers need float64: call jax.config.update('jax_enable_x64', True) first"
         )
-    make_writable(out)
+    ensure_folder(out)
     chapters, seconds = [], {}
     for name, module in EXPERIMENTS.items():
         sizes = module.QUICK if quick else module.FULL
@@ -119,7 +111,7 @@ def _write(folder: Folder, chapter: Chapter, settings: dict[str, Any]) -> None:
 
 def _versions() -> dict[str, dict[str, str]]:
     versions = {package: version(package) for package in PACKAGES}
-    return {"versions": {"retrodict": library_version(), **versions}}
+    return {"versions": {"retrodict": version_of(), **versions}}
 
 
 def _machine() -> dict[str, Any]:

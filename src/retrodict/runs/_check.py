@@ -10,7 +10,8 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data, models
-from retrodict._workspace import Progress, Quiet, as_json
+from retrodict._files import as_json
+from retrodict._workspace import Progress, Quiet
 from retrodict.runs._apply import impute
 from retrodict.runs._report_content import Finding, Verdict
 from retrodict.runs._residuals import coverage, hide, levels, rank, residual_tests

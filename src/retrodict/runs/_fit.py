@@ -15,16 +15,8 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data, models
-from retrodict._workspace import (
-    Folder,
-    Progress,
-    Quiet,
-    as_csv,
-    as_json,
-    hold_folder,
-    make_writable,
-    write_atomically,
-)
+from retrodict._files import as_csv, as_json, ensure_folder, lock_folder, write_atomically
+from retrodict._workspace import Folder, Progress, Quiet
 from retrodict.distributed import by_all, is_main_process, wait_for_processes
 from retrodict.runs._record import RECORD, REPORT, TRAINING, RunError, as_plain, read_record
 from retrodict.runs._run import AnyTable, Model, Run, open_run, write
@@ -110,7 +102,7 @@ def fit(
     by_all(lambda: refuse_other(out, settings))
     model = by_all(lambda: starting_model(table, spec, seed=seed))
     with ExitStack() as locks:
-        by_all(lambda: lock_folder(out, settings, locks) if is_main_process() else None)
+        by_all(lambda: claim_folder(out, settings, locks) if is_main_process() else None)
         return _run_stages(Folder(out, settings, progress or Quiet()), job, model)
 
 
@@ -227,11 +219,11 @@ def is_unfinished_fit(out: Path, settings: Mapping[str, Any]) -> bool:
         return False
 
 
-def lock_folder(out: Path, settings: Mapping[str, Any], locks: ExitStack) -> None:
+def claim_folder(out: Path, settings: Mapping[str, Any], locks: ExitStack) -> None:
     """Make the folder of a run, lock it until `locks` is closed, and write the settings."""
-    make_writable(out)
+    ensure_folder(out)
     try:
-        hold_folder(out, locks)
+        lock_folder(out, locks)
     except BlockingIOError as error:
         raise RunError(
             f"{out} is in use by another process that fits to it; wait for it to end, or give"

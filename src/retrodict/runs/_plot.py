@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from retrodict._files import write_atomically
 from retrodict._pages import render_figure, visible
-from retrodict._workspace import write_atomically
 from retrodict.runs._report_content import SeriesPanel, is_dated, percent, shapes_of_panel
 
 FORMATS = (".png", ".svg", ".pdf")

@@ -10,7 +10,8 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data
-from retrodict._workspace import Progress, Quiet, library_version, write_atomically
+from retrodict._files import version_of, write_atomically
+from retrodict._workspace import Progress, Quiet
 from retrodict.distributed import is_main_process
 from retrodict.runs._apply import for_each_series, forecast, smooth
 from retrodict.runs._check import Check, check
@@ -100,7 +101,7 @@ def write_report(
         diagnostics=checked.findings,
         commands=[command] if command else [],
         facts=[
-            ("retrodict", library_version()),
+            ("retrodict", version_of()),
             ("jax", jax.__version__),
             ("seed", str(run.record["options"]["seed"])),
             ("SHA-256 of the data, combined over series", run.record["data"]["sha256"]),

@@ -12,8 +12,8 @@ import numpy as np
 
 import retrodict as rd
 from retrodict import data, models
+from retrodict._files import as_json, version_of, write_atomically
 from retrodict._interface import Argument
-from retrodict._workspace import as_json, library_version, write_atomically
 from retrodict.runs._record import (
     FAMILY,
     FORMAT,
@@ -118,7 +118,7 @@ def write(
         named.append(ROWS)
     whole = {
         "retrodict_run": FORMAT,
-        "version": library_version(),
+        "version": version_of(),
         "model": spec.to_dict(),
         **record,
         "files": {name: digest_of((path / name).read_bytes()) for name in named},

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 import retrodict as rd
+from retrodict._files import lock
 from retrodict._interface import Argument
-from retrodict._workspace import hold
 from retrodict.runs._record import RunError
 
 MEMORY = 500
@@ -176,7 +176,7 @@ class StateLock:
             return
         lock = self.place.with_name(f".{self.place.name}.lock")
         handle = self.files.enter_context(open(lock, "ab"))
-        hold_file(handle, self.place, "or name another state by ", Argument("state"), ".")
+        lock_file(handle, self.place, "or name another state by ", Argument("state"), ".")
         if self._stamp() != self.before:
             raise RunError(f"{self.place} was changed by another process; start again.")
         self.taken = True
@@ -189,7 +189,7 @@ class StateLock:
         return status.st_ino, status.st_mtime_ns
 
 
-def hold_file(handle: Any, path: Path, *remedy: str | Argument) -> None:
+def lock_file(handle: Any, path: Path, *remedy: str | Argument) -> None:
     """Lock an open file until it is closed.
 
     Args:
@@ -201,7 +201,7 @@ def hold_file(handle: Any, path: Path, *remedy: str | Argument) -> None:
         RunError: if another process has locked it.
     """
     try:
-        hold(handle.fileno())
+        lock(handle.fileno())
     except BlockingIOError as error:
         handle.close()
         raise RunError(f"{path} is in use by another process; end it, ", *remedy) from error
@@ -243,7 +243,7 @@ class OutputFile:
     def __init__(self, path: Path, header: bytes, num_bytes: int, unread: bool, files: ExitStack):
         self.path, self.header = path, header
         self.handle = open(path, "r+b" if path.exists() else "x+b")
-        hold_file(self.handle, path, "or name another.")
+        lock_file(self.handle, path, "or name another.")
         files.callback(_remove_empty, path)
         files.enter_context(self.handle)
         size = path.stat().st_size

@@ -20,8 +20,8 @@ from jax.flatten_util import ravel_pytree
 
 import retrodict as rd
 from retrodict import data
+from retrodict._files import as_csv
 from retrodict._interface import Argument
-from retrodict._workspace import as_csv
 from retrodict.runs._plot import check_picture, literal, write_picture
 from retrodict.runs._record import TRAINING, RunError
 from retrodict.runs._run import Run, parameter_entries, with_structure_of, write

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retrodict._workspace import as_csv
+from retrodict._files import as_csv
 
 
 class Answers(NamedTuple):

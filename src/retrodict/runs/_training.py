@@ -1,5 +1,6 @@
 """The stages of a fit that optimise: the parameters of the model, then a family."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -83,14 +84,19 @@ def fit_by_elbo(
     family = rd.RecurrentFamily(family_key, *sizes, input_dim=len(table.input_names))
     result, _ = folder.fit(
         "the parameters, by the ELBO",
-        fit_key,
-        family,
-        model,
-        num_steps=num_steps,
-        learn="both",
-        objective=rd.Objective(window=MAX_WINDOW if table.summary.longest > MAX_WINDOW else None),
-        optimisation=rd.Optimisation(optimiser=_optimiser(num_steps)),
-        **table.batch(),
+        partial(
+            rd.fit,
+            fit_key,
+            family,
+            model,
+            num_steps=num_steps,
+            learn="both",
+            objective=rd.Objective(
+                window=MAX_WINDOW if table.summary.longest > MAX_WINDOW else None
+            ),
+            optimisation=rd.Optimisation(optimiser=_optimiser(num_steps)),
+            **table.batch(),
+        ),
     )
     elbo = float(result.held_out[result.held_out_steps == result.kept_step][-1])
     fitted = with_structure_of(model, result.model)
@@ -153,13 +159,16 @@ def train_family(
     family = FAMILIES[name](family_key, *sizes, input_dim=len(table.input_names))
     result, _ = folder.fit(
         f"a {name} family",
-        fit_key,
-        family,
-        plain,
-        train.ys,
-        num_steps=num_steps,
-        held_out=tuple(held_out),
-        **train.options,
+        partial(
+            rd.fit,
+            fit_key,
+            family,
+            plain,
+            train.ys,
+            num_steps=num_steps,
+            held_out=tuple(held_out),
+            **train.options,
+        ),
     )
     return result.family, result.history / _share_observed(mask, simulated.options["length"])
 

@@ -1,4 +1,4 @@
-"""The folder of an experiment, which resumes after interruption.
+"""Folders of long computations, which resume after interruption.
 
 An experiment is a sequence of *stages*. The result of a stage is written atomically when it is
 complete, with checksums, under a name with a fingerprint of the settings, and is read back instead
@@ -15,16 +15,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from retrodict._checkpoint import CheckpointError, load, save
-from retrodict._learning import FitResult, fit
-from retrodict._workspace.files import as_json, make_writable, write_atomically
+from retrodict._files import as_json, ensure_folder, write_atomically
 from retrodict.distributed import broadcast_from_main, by_all, is_main_process, wait_for_processes
 
 T = TypeVar("T")
+Fit = TypeVar("Fit", bound=Any)
+"""The result of `retrodict.fit`; this module does not depend on training."""
+
 Stage = dict[str, np.ndarray]
 """The result of a stage: arrays by name."""
 
@@ -48,67 +50,6 @@ class Progress(Protocol):
 
 class Quiet(Progress):
     """A progress callback that does nothing."""
-
-
-Options = ParamSpec("Options")
-
-
-def _as_stage(
-    fit: Callable[Options, FitResult],
-) -> Callable[Concatenate["Folder", str, Options], tuple[FitResult, float]]:
-    """Return a method of `Folder` with the arguments of `retrodict.fit` after those of a stage."""
-
-    def fit_as_stage(
-        self: "Folder", name: str, *arguments: Options.args, **options: Options.kwargs
-    ) -> tuple[FitResult, float]:
-        """Fit a family as a stage, which resumes from its last checkpoint.
-
-        Args:
-            self: the folder.
-            name: the name of the stage.
-            *arguments: the key, the family to start from, the model, and the series to fit to.
-            **options: the options of `retrodict.fit`, without `checkpoint` and `progress`.
-
-        Returns:
-            The fit and its duration in seconds, compilation included. After an interruption, it is
-            the sum over all attempts up to their last checkpoints.
-        """
-        checkpoint, clock = self._place(name, ".fit"), self._place(name, ".seconds")
-        start: Callable[..., FitResult] = partial(fit, *arguments, **options)
-        num_steps = cast(int, options["num_steps"])
-        results: list[FitResult] = []
-
-        def resume() -> FitResult:
-            began, before = time.perf_counter(), _read_seconds(clock, checkpoint)
-
-            def report(step: int, _: float) -> None:
-                if self._writes:
-                    write_atomically(clock, as_json(before + time.perf_counter() - began))
-                    self.progress.step(step, num_steps)
-
-            try:
-                return start(checkpoint=checkpoint, progress=report)
-            except ValueError as error:  # damaged, or of other data; includes CheckpointError
-                if not self._set_aside(checkpoint, str(error)):
-                    raise
-                return resume()
-
-        def compute() -> Mapping[str, Any]:
-            result = resume()
-            results.append(result)
-            if result.status != "finished":
-                reason = f" {result.reason}" if result.reason else ""
-                self.progress.say(
-                    f"{name}: the fit {result.status}; its best parameters are used.{reason}"
-                )
-            return {"seconds_of_fit": _read_seconds(clock, checkpoint)}
-
-        if self._writes and not checkpoint.exists():
-            self._place(name, ".stage").unlink(missing_ok=True)
-        seconds = float(self.stage(name, compute)["seconds_of_fit"])
-        return (results[0] if results else resume()), seconds
-
-    return fit_as_stage
 
 
 class Folder:
@@ -144,14 +85,14 @@ class Folder:
             compute: computes the result, a dictionary of numbers and arrays.
         """
         self.progress.begin(name)
-        place = self._place(name, ".stage")
-        stored = self._read(place)
+        path = self._path(name, ".stage")
+        stored = self._read(path)
         if stored is None:
             began = time.perf_counter()
             arrays = {key: np.asarray(value) for key, value in compute().items()}
             stored = arrays, time.perf_counter() - began
             if self._writes:
-                save(place, stored)
+                save(path, stored)
             self.progress.end(name, kept=False)
         else:
             self.progress.end(name, kept=True)
@@ -159,7 +100,50 @@ class Folder:
         self.seconds += float(result.get("seconds_of_fit", seconds))
         return result
 
-    fit = _as_stage(fit)
+    def fit(self, name: str, start: partial[Fit]) -> tuple[Fit, float]:
+        """Run a fit as a stage, which resumes from its last checkpoint.
+
+        Args:
+            name: the name of the stage.
+            start: `retrodict.fit` with its arguments, but for `checkpoint` and `progress`; with
+                `num_steps` by name.
+
+        Returns:
+            The fit and its duration in seconds, compilation included. After an interruption, it is
+            the sum over all attempts up to their last checkpoints.
+        """
+        checkpoint, clock = self._path(name, ".fit"), self._path(name, ".seconds")
+        results: list[Fit] = []
+
+        def resume() -> Fit:
+            began, before = time.perf_counter(), _read_seconds(clock, checkpoint)
+
+            def report(step: int, _: float) -> None:
+                if self._writes:
+                    write_atomically(clock, as_json(before + time.perf_counter() - began))
+                    self.progress.step(step, start.keywords["num_steps"])
+
+            try:
+                return start(checkpoint=checkpoint, progress=report)
+            except ValueError as error:  # damaged, or of other data; includes CheckpointError
+                if not self._set_aside(checkpoint, str(error)):
+                    raise
+                return resume()
+
+        def compute() -> Mapping[str, Any]:
+            result = resume()
+            results.append(result)
+            if result.status != "finished":
+                reason = f" {result.reason}" if result.reason else ""
+                self.progress.say(
+                    f"{name}: the fit {result.status}; its best parameters are used.{reason}"
+                )
+            return {"seconds_of_fit": _read_seconds(clock, checkpoint)}
+
+        if self._writes and not checkpoint.exists():
+            self._path(name, ".stage").unlink(missing_ok=True)
+        seconds = float(self.stage(name, compute)["seconds_of_fit"])
+        return (results[0] if results else resume()), seconds
 
     def track(self, items: Sequence[T]) -> Iterator[T]:
         """Yield the items, and report how many are complete."""
@@ -175,48 +159,48 @@ class Folder:
     @property
     def is_complete(self) -> bool:
         """Whether the experiment is complete with these settings."""
-        return self._place("complete", "").exists()
+        return self._path("complete", "").exists()
 
     def complete(self) -> None:
         """Mark the experiment as complete with these settings."""
         if self._writes:
-            write_atomically(self._place("complete", ""), b"")
+            write_atomically(self._path("complete", ""), b"")
 
-    def _place(self, name: str, suffix: str) -> Path:
+    def _path(self, name: str, suffix: str) -> Path:
         words = "".join(c if c.isalnum() else " " for c in name.lower()).split()
         return self.path / "stages" / f"{'-'.join(words)}.{self._fingerprint}{suffix}"
 
-    def _read(self, place: Path) -> tuple[Stage, float] | None:
+    def _read(self, path: Path) -> tuple[Stage, float] | None:
         stored, damage = None, ""
         try:
-            stored = load(place)
+            stored = load(path)
         except FileNotFoundError:
             pass
         except CheckpointError as error:
             damage = str(error)
         if broadcast_from_main(bool(damage)):
-            self._set_aside(place, damage)
+            self._set_aside(path, damage)
             return None
         if not broadcast_from_main(stored is not None):
             return None
         if stored is None:
             raise FileNotFoundError(
-                f"{place} is visible to the main process and not to this one. Use a folder that all"
+                f"{path} is visible to the main process and not to this one. Use a folder that all"
                 " processes can read."
             )
         return stored
 
-    def _set_aside(self, place: Path, why: str) -> bool:
+    def _set_aside(self, path: Path, why: str) -> bool:
         """Rename an unusable file and its previous version; return whether there was one."""
-        paths = [p for p in (place, place.with_name(place.name + ".previous")) if p.exists()]
+        paths = [p for p in (path, path.with_name(path.name + ".previous")) if p.exists()]
         some = bool(broadcast_from_main(len(paths)))
         if self._writes:
-            for path in paths:
-                os.replace(path, path.with_name(path.name + ".damaged"))
-        wait_for_processes(f"{place.name} is set aside")
+            for each in paths:
+                os.replace(each, each.with_name(each.name + ".damaged"))
+        wait_for_processes(f"{path.name} is set aside")
         if some:
             self.progress.say(
-                f"{place} cannot be used ({why}) It was set aside as {place.name}.damaged, and its"
+                f"{path} cannot be used ({why}) It was set aside as {path.name}.damaged, and its"
                 " stage is computed again; all other stages are kept."
             )
         return some
@@ -224,8 +208,8 @@ class Folder:
 
 def _prepare(path: Path) -> None:
     """Create the folder, and remove partial files of killed processes."""
-    make_writable(path)
-    make_writable(path / "stages")
+    ensure_folder(path)
+    ensure_folder(path / "stages")
     for orphan in (*path.glob(".*.partial"), *(path / "stages").glob(".*.partial")):
         orphan.unlink(missing_ok=True)
 

@@ -7,10 +7,10 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -20,7 +20,7 @@ except ImportError:  # Windows has no such locks
     fcntl = None
 
 
-def make_writable(path: Path) -> None:
+def ensure_folder(path: Path) -> None:
     """Create a folder, and raise if it is not writable.
 
     Raises:
@@ -31,7 +31,7 @@ def make_writable(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
 
-def hold(descriptor: int) -> None:
+def lock(descriptor: int) -> None:
     """Lock an open file or folder for this process, until it is closed or the process ends.
 
     This is a no-op where locks are not supported, as on some network file systems.
@@ -52,12 +52,12 @@ def hold(descriptor: int) -> None:
         pass
 
 
-def hold_folder(path: Path, held: ExitStack) -> None:
-    """Lock a folder for this process, until `held` is closed or the process ends.
+def lock_folder(path: Path, locks: ExitStack) -> None:
+    """Lock a folder for this process, until `locks` is closed or the process ends.
 
     Args:
         path: the folder.
-        held: the stack that closes the folder.
+        locks: the stack that closes the folder.
 
     Raises:
         BlockingIOError: if another process has locked it.
@@ -65,20 +65,46 @@ def hold_folder(path: Path, held: ExitStack) -> None:
     if fcntl is None:  # platforms without locks cannot open folders
         return
     descriptor = os.open(path, os.O_RDONLY)
-    held.callback(os.close, descriptor)
-    hold(descriptor)
+    locks.callback(os.close, descriptor)
+    lock(descriptor)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file atomically: to a temporary file, which is then renamed."""
+@contextmanager
+def replacing(path: Path, *, previous: Path | None = None) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces a file at the end of the block, if nothing fails.
+
+    The new content is on the disk before it gets its name: after a failure, a kill or a loss of
+    power, the path has the old content or the new one.
+
+    Args:
+        path: the file.
+        previous: the new name of an existing file, which is removed by default.
+    """
     # An unpredictable name and a new file, which cannot be a link of somebody else.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with open(partial, "xb") as file:
-            file.write(content)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if previous is not None and path.exists():
+            os.replace(path, previous)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+    if os.name == "posix":
+        # A new name is durable after its folder is synced; Windows has no such call.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
+    """Write a file atomically; see `replacing`."""
+    with replacing(path) as file:
+        file.write(content)
 
 
 def as_csv(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> bytes:
@@ -111,9 +137,9 @@ def _plain(tree: Any) -> Any:
     return tree
 
 
-def library_version() -> str:
-    """Return the version of the installed library."""
+def version_of(package: str = "retrodict") -> str:
+    """Return the version of a package, which may run from its source without being installed."""
     try:
-        return importlib.metadata.version("retrodict")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
