@@ -278,8 +278,8 @@ def write_tree(folder: Path, files: Mapping[str, str]) -> Path:
 @pytest.mark.parametrize(
     "path, text, expected",
     [
-        ("_numerics/ldl.py", "from retrodict._model import K", "_numerics stands below _model"),
-        ("_numerics/ldl.py", "from .._model import K", "_numerics stands below _model"),
+        ("_numerics/linalg.py", "from retrodict._model import K", "_numerics stands below _model"),
+        ("_numerics/linalg.py", "from .._model import K", "_numerics stands below _model"),
         ("_arrays.py", "def f():\n    import retrodict._learning", "_arrays stands below"),
         ("_model/model.py", "from retrodict import _chains", "_model stands below _chains"),
         ("_arrays.py", "import retrodict as rd", "does not import itself"),

@@ -9,7 +9,7 @@ import pytest
 from linear_models import random_model
 
 import retrodict as rd
-from retrodict._families.recursions import _inverse_of_lower
+from retrodict._numerics.nonsingular_law import _inverse_of_lower
 
 N = 12
 

@@ -697,7 +697,7 @@ def test_a_kalman_family_keeps_what_is_frozen():
     frozen = rd.StateSpaceModel(rd.Frozen(model.prior), model.transition, model.emission)
     family = rd.KalmanFamily(frozen)
     assert isinstance(family.model.prior, rd.Frozen)
-    assert_close(family.init().law.scale_tril, model.prior.scale_tril)
+    assert_close(family.init().law.scale, model.prior.scale_tril)
 
 
 def test_a_kalman_family_of_irregular_time():

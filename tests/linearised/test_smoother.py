@@ -15,7 +15,7 @@ from linear_models import random_mask, random_model
 import retrodict as rd
 from retrodict._linearised import LinearisedPosterior, moments, posterior, recursion, rules
 from retrodict._model import prepare_data
-from retrodict._numerics.ldl import Factored
+from retrodict._numerics import GaussianLaw, law_of
 
 METHODS: dict[str, Any] = {
     "extended": rd.extended_smoother,
@@ -769,7 +769,7 @@ def test_linear_functions_are_found_again(rule, singular):
     weight, bias = jnp.asarray(rng.normal(size=(3, 2))), jnp.asarray(rng.normal(size=3))
     noise = jnp.asarray(np.tril(rng.normal(size=(3, 3)), -1) + np.eye(3))
     scale = jnp.array([[0.0 if singular else 0.5, 0.0], [0.3, 0.2]])
-    law = Factored.from_scale(jnp.array([1.0, -2.0]), scale)
+    law = law_of(jnp.array([1.0, -2.0]), scale)
 
     def moments_at(x: Any) -> moments.Moments:
         return moments.Moments(weight @ x + bias, noise)
@@ -786,14 +786,14 @@ def test_linear_functions_are_found_again(rule, singular):
 
 def test_gradients_are_finite_at_a_linear_function():
     # There the residuals of a regression are zero, and so is the square root of their covariance.
-    def total(weight: Any, law: Factored) -> Any:
+    def total(weight: Any, law: GaussianLaw) -> Any:
         def moments_at(x: Any) -> moments.Moments:
             return moments.Moments(weight @ x, jnp.zeros((2, 2)))
 
         affine = rd.Unscented().linearise(moments_at, law, constant_scale=True)
         return sum(jnp.sum(leaf) for leaf in affine)
 
-    law = Factored.from_scale(jnp.ones(2), jnp.array([[0.5, 0.0], [0.3, 0.0]]))
+    law = law_of(jnp.ones(2), jnp.array([[0.5, 0.0], [0.3, 0.0]]))
     slopes = jax.jit(jax.grad(total, argnums=(0, 1)))(jnp.eye(2), law)
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(slopes))
 
@@ -802,7 +802,7 @@ def test_gradients_are_finite_at_a_linear_function():
 def test_regression_is_the_unscented_transform(parameters):
     mean, scale = np.array([0.5, -0.2]), np.array([[0.4, 0.0], [0.1, 0.3]])
     rule = rd.Unscented(*parameters)
-    law = Factored.from_scale(jnp.asarray(mean), jnp.asarray(scale))
+    law = law_of(jnp.asarray(mean), jnp.asarray(scale))
 
     def moments_at(x: Any) -> moments.Moments:
         return moments.Moments(pendulum_seen(x), jnp.zeros((2, 2)))
@@ -827,17 +827,6 @@ def test_points_have_mean_zero_and_unit_covariance(rule, dim):
     mirror = rules._mirror(nodes)
     np.testing.assert_allclose(nodes[mirror], -nodes, atol=1e-12)
     np.testing.assert_allclose(weights[mirror], weights, atol=1e-12)
-
-
-def test_factors_of_many_columns():
-    rng = np.random.default_rng(0)
-    for rows, columns in ((1, 5), (3, 40), (4, 2), (14, 20)):
-        w = jnp.asarray(rng.normal(size=(rows, columns)))
-        factor = jax.jit(rules.lower_factor)(w)
-        np.testing.assert_allclose(factor @ factor.T, w @ w.T, atol=1e-12)
-        np.testing.assert_allclose(np.triu(factor, 1), 0.0)
-    zero = jax.jit(rules.lower_factor)(jnp.zeros((3, 4)))
-    assert float(jnp.max(jnp.abs(zero))) == 0.0
 
 
 def test_rules_refuse_what_they_cannot_do():

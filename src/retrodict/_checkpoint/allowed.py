@@ -8,7 +8,7 @@ function are excluded, since no model needs one.
 To add an entry, also increase `NAMES_VERSION`: older readers then ask to upgrade.
 """
 
-NAMES_VERSION = 2
+NAMES_VERSION = 3
 """The version of this list. Version 0 is release 0.1, which looked up names anywhere in six
 packages; version 2 contains the modules of `RENAMED`."""
 
@@ -126,7 +126,7 @@ CLASSES: dict[str, str] = {
     "retrodict.bounds.finite.bounds": "FiniteContributions",
     "retrodict.bounds.finite.quantities": "FiniteQuantities",
     "retrodict._chains.defensive": "DefensiveKernel DefensiveLaw DefensiveStep",
-    "retrodict._numerics.ldl": "Factored",
+    "retrodict._numerics.gaussian_law": "GaussianLaw",
     "retrodict._numerics.standard": "StandardKernel",
     "retrodict._families.base": "Factor Row",
     "retrodict._families.network": "Embedded RecurrentState Transition",
@@ -182,12 +182,10 @@ MOVED_PACKAGES: dict[str, str] = {
 """Packages that moved since release 0.1; their modules have lost a leading underscore."""
 
 RENAMED: dict[str, str] = {
-    "retrodict._factored": "retrodict._numerics.ldl",
     "retrodict._families.readout": "retrodict._families.recurrent",
     "retrodict._functional": "retrodict._expectations.functionals",
     "retrodict._linearised.diagnosis": "retrodict._linearised.posterior",
     "retrodict._mask:Series": "retrodict:Series",
-    "retrodict._numerics.ldl:StandardKernel": "retrodict._numerics.standard:StandardKernel",
     "retrodict._parameters": "retrodict._model.parameters",
     "retrodict._train": "retrodict._learning.train",
     "retrodict:Observations": "retrodict:Series",

@@ -260,8 +260,8 @@ def _forecast(
     else:
         of_states = _averaged(*given_before)
     if law is not None and moves and observes:
-        image = jax.vmap(lambda m, p, u: _image(emission, m, p, u))
-        of_rows = Marginals.exact(*image(of_states.mean, of_states.covariance, us))
+        observe = jax.vmap(emission.propagate)
+        of_rows = Marginals.exact(*observe(of_states.mean, of_states.covariance, us))
     else:
         over_time = jax.vmap(lambda x, u, y: _moments(emission, x, u, y))
         of_rows = _averaged(*jax.vmap(over_time, in_axes=(0, None, 0))(states, us, observations))
@@ -281,21 +281,12 @@ def _moved(
     """Return the moments m ← w m + b, P ← w P wᵀ + s sᵀ of future states, for any first law."""
 
     def move(moments: tuple[Array, Array], u: Array | None) -> tuple[tuple, tuple]:
-        moments = _image(transition, *moments, u)
-        return moments, moments
+        after = transition.propagate(*moments, u)
+        mean, covariance = (new.astype(old.dtype) for new, old in zip(after, moments, strict=True))
+        return (mean, covariance), (mean, covariance)
 
     first = (law.mean, law.covariance)
     return Marginals.exact(*jax.lax.scan(move, first, us, length=num_times)[1])
-
-
-def _image(
-    kernel: AbstractLinearGaussianKernel, mean: Array, covariance: Array, u: Array | None
-) -> tuple[Array, Array]:
-    at = kernel.at(u)
-    spread = linalg.matmul(linalg.matmul(at.weight, covariance), at.weight.T)
-    noise = linalg.outer_gram(dense_scale(at.scale_tril))
-    moved = (linalg.matvec(at.weight, mean) + at.bias).astype(mean.dtype)
-    return moved, (spread + noise).astype(covariance.dtype)
 
 
 def _averaged(

@@ -35,7 +35,12 @@ from retrodict._model import (
     scale_solve,
     unwrap,
 )
-from retrodict._numerics import linalg
+from retrodict._numerics import (
+    inverse_of_upper_factor,
+    linalg,
+    product,
+    transposed,
+)
 
 REACH = 2.0
 """The largest output of a network."""
@@ -196,11 +201,11 @@ class AssimilationFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
         """Compute slopes, curvatures and deviations of predictors under N(mean, scale scaleᵀ)."""
         predict, derivative = self._entries(row)
         design = jax.jacfwd(predict)(mean)
-        seen = recursions.product(design, scale)
+        seen = product(design, scale)
         squares = jnp.sum(seen**2, axis=1)
         # A predictor that does not move has no line; its slope and curvature then are zero.
         safe = jnp.sqrt(jnp.where(squares > 0, squares, 1.0))
-        lines = recursions.product(seen / safe[:, None], recursions.transposed(scale))
+        lines = product(seen / safe[:, None], transposed(scale))
         nodes, weights = _nodes(self.order, mean.dtype)
 
         def at(node: Array) -> Array:
@@ -282,12 +287,12 @@ def _take_in(
 ) -> tuple[Float[Array, "state"], Float[Array, "state state"]]:
     """Return mean and lower factor of N(mean, s sᵀ) times Gaussian factors expanded at `at`.
 
-    With b = a s the covariance is s (I + bᵀ h b)⁻¹ sᵀ, as in `recursions.condition`.
+    With b = a s the covariance is s (I + bᵀ h b)⁻¹ sᵀ, as in `nonsingular_law.condition`.
     """
-    seen = recursions.product(sites.design, scale)
-    gained = recursions.product(recursions.transposed(seen), sites.curvature[:, None] * seen)
+    seen = product(sites.design, scale)
+    gained = product(transposed(seen), sites.curvature[:, None] * seen)
     eye = jnp.eye(seen.shape[1], dtype=seen.dtype)
-    after = recursions.product(scale, recursions.inverse_of_upper_factor(eye + gained))
+    after = product(scale, inverse_of_upper_factor(eye + gained))
     pull = sites.slope + sites.curvature * linalg.matvec(sites.design, at - mean)
     whitened = linalg.matvec(after.T, linalg.matvec(sites.design.T, pull))
     return mean + linalg.matvec(after, whitened), after

@@ -13,7 +13,7 @@ from retrodict._families.network import AbstractLawFamily, Embedded, Transition
 from retrodict._families.recursions import GaussianState
 from retrodict._families.start import Coordinates
 from retrodict._model import LinearGaussianKernel
-from retrodict._numerics import linalg
+from retrodict._numerics import linalg, nonsingular_law
 from retrodict.distributed import Parallel
 
 
@@ -93,7 +93,7 @@ class ConjugateFamily(AbstractLawFamily):
     def advance(self, state: GaussianState, embedded: Potential) -> GaussianState:
         """Predict, and add the natural parameters of the row."""
         law = recursions.predicted(state, self.transition_into(embedded))
-        law = recursions.condition(*law, embedded.design, embedded.value)
+        law = nonsingular_law.condition(*law, embedded.design, embedded.value)
         return GaussianState(*law, state.num_read + 1)
 
     def advance_in_parallel(

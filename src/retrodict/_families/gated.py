@@ -11,10 +11,15 @@ from retrodict._arrays import PRNGKey
 from retrodict._families import perceptron, recursions
 from retrodict._families.base import Row
 from retrodict._families.network import AbstractLawFamily, Embedded, Transition
-from retrodict._families.recursions import GaussianState, product, transposed
+from retrodict._families.recursions import GaussianState
 from retrodict._families.start import Coordinates
 from retrodict._model import LinearGaussianKernel
-from retrodict._numerics import linalg
+from retrodict._numerics import (
+    inverse_of_upper_factor,
+    linalg,
+    product,
+    transposed,
+)
 
 
 class GatedFamily(AbstractLawFamily):
@@ -87,7 +92,7 @@ class GatedFamily(AbstractLawFamily):
         kept, new = jnp.sqrt(gate)[:, None], jnp.sqrt(1 - gate)[:, None]
         one, other = kept * transposed(whitener), new * root
         precision = product(one, transposed(one)) + product(other, transposed(other))
-        scale = recursions.inverse_of_upper_factor(precision)
+        scale = inverse_of_upper_factor(precision)
         precision_mean = mean_gate * linalg.matvec(whitener.T, linalg.matvec(whitener, mean))
         pull = linalg.matvec(root, linalg.matvec(root.T, proposed))
         precision_mean = precision_mean + (1 - mean_gate) * pull

@@ -33,7 +33,7 @@ from retrodict._model import (
     learnable,
     unwrap,
 )
-from retrodict._numerics import Factored, condition, propagate, reverse
+from retrodict._numerics import GaussianLaw, condition, law_of, predict, reverse
 from retrodict.distributed import Parallel
 
 
@@ -53,7 +53,7 @@ class FilterState(NamedTuple):
         num_read: the number of rows that were read.
     """
 
-    law: Factored
+    law: GaussianLaw
     num_read: Int[Array, "*time"]
 
 
@@ -114,7 +114,7 @@ class KalmanFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
     def init(self) -> FilterState:
         """Return the prior of λ."""
         prior = unwrap(self.model).prior
-        law = Factored.from_scale(prior.mean, dense_scale(prior.scale_tril))
+        law = law_of(prior.mean, dense_scale(prior.scale_tril))
         return FilterState(law, jnp.zeros((), jnp.int32))
 
     def embed(self, row: Row) -> Evidence:
@@ -132,7 +132,7 @@ class KalmanFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
     def advance(self, state: FilterState, embedded: Evidence) -> FilterState:
         """Predict, and condition on the row."""
         kernel = embedded.transition
-        moved = propagate(state.law, kernel.weight, kernel.bias, kernel.scale_tril)
+        moved, _ = predict(state.law, kernel.weight, kernel.bias, kernel.scale_tril)
         first = state.num_read == 0
         law = jax.tree.map(lambda old, new: jnp.where(first, old, new), state.law, moved)
         law, _ = condition(law, embedded.design, embedded.value)
@@ -152,15 +152,13 @@ class KalmanFamily(AbstractPreparedFamily, AbstractLinearGaussianFamily):
             parallel,
         )
         count = embedded.value.shape[0]
-        laws = jax.vmap(Factored.from_scale)(means, scales)
-        return FilterState(laws, jnp.arange(1, count + 1, dtype=jnp.int32))
+        return FilterState(GaussianLaw(means, scales), jnp.arange(1, count + 1, dtype=jnp.int32))
 
     def read(self, before: FilterState, after: FilterState, embedded: Evidence) -> Factor:
         """Return the filtering law, and the transition of λ reversed under the law before it."""
         kernel = embedded.transition
         back = reverse(before.law, kernel.weight, kernel.bias, kernel.scale_tril)
-        law = Gaussian(after.law.mean, after.law.scale_tril)
-        return Factor(law, LinearGaussianKernel(*back))
+        return Factor(Gaussian(*after.law), LinearGaussianKernel(*back))
 
 
 def input_dim_of(owner: str, model: StateSpaceModel, input_dim: int | None) -> int:

@@ -8,10 +8,9 @@ from jaxtyping import Array, Float
 
 from retrodict._arrays import PRNGKey, check_count, check_key
 from retrodict._chains import AbstractBackwardKernel
-from retrodict._families import perceptron
+from retrodict._families import perceptron, recursions
 from retrodict._families.base import AbstractSampledFamily, Factor, Row
 from retrodict._families.network import AbstractCellFamily, Embedded, RecurrentState, Transition
-from retrodict._families.recursions import product, reverse, shared_product, transposed
 from retrodict._families.start import Coordinates
 from retrodict._model import (
     Frozen,
@@ -21,7 +20,12 @@ from retrodict._model import (
     Series,
     StateSpaceModel,
 )
-from retrodict._numerics import linalg
+from retrodict._numerics import (
+    linalg,
+    product,
+    shared_product,
+    transposed,
+)
 
 
 class MixtureStep(NamedTuple):
@@ -133,7 +137,7 @@ class MixtureFamily(AbstractCellFamily, AbstractSampledFamily):
             moved = shared_product(move.weight, scale)
             spread = product(moved, transposed(moved)) + linalg.outer_gram(move.scale_tril)
             centre = linalg.matvec(move.weight, mean) + move.bias
-            back = reverse(mean, scale, move)
+            back = recursions.reverse(mean, scale, move)
             factor = self.coordinates.factor(centre, linalg.cholesky(spread), *back)
             return factor.law, factor.kernel
 

@@ -18,7 +18,6 @@ from retrodict._families.base import (
 )
 from retrodict._families.network import Embedded, RecurrentState
 from retrodict._families.recurrent import RecurrentFamily
-from retrodict._families.recursions import product
 from retrodict._model import (
     Frozen,
     Gaussian,
@@ -27,7 +26,10 @@ from retrodict._model import (
     Series,
     StateSpaceModel,
 )
-from retrodict._numerics import linalg
+from retrodict._numerics import (
+    linalg,
+    product,
+)
 
 
 class NonlinearStep(NamedTuple):

@@ -18,6 +18,10 @@ from retrodict._families.network import (
 )
 from retrodict._families.start import Coordinates
 from retrodict._model import Frozen, Series, StateSpaceModel, unwrap
+from retrodict._numerics import (
+    nonsingular_law,
+    shared_product,
+)
 
 F = TypeVar("F", bound="AbstractReadoutFamily")
 
@@ -92,12 +96,12 @@ class AbstractReadoutFamily(AbstractNetworkFamily, AbstractLinearGaussianFamily)
     ) -> tuple[Array, Array, Array]:
         known = hidden if u is None else jnp.concatenate([hidden, u])
         out, d, first = self.backward(known), self.state_dim, self.backward_start  # pyright: ignore
-        gain = recursions.contraction(first.raw_gain + out[: d * d].reshape(d, d))
+        gain = nonsingular_law.contraction(first.raw_gain + out[: d * d].reshape(d, d))
         offset = first.offset + out[d * d : d * d + d]
         return (
             gain,
             offset,
-            recursions.shared_product(first.scale, perceptron.tril_from(out[d * d + d :], d)),
+            shared_product(first.scale, perceptron.tril_from(out[d * d + d :], d)),
         )
 
     def draw_readouts(
@@ -124,7 +128,7 @@ def reversed_start(coordinates: Coordinates, transition: Transition) -> Backward
     gain, offset, scale = recursions.reverse(jnp.zeros(d), jnp.eye(d), kernel)
     norm = jnp.linalg.norm(gain, ord=2)
     gain = gain * jnp.minimum(1.0, MAX_GAIN / jnp.where(norm > 0, norm, 1.0))
-    return BackwardStart(Frozen(recursions.expansion(gain)), Frozen(offset), Frozen(scale))
+    return BackwardStart(Frozen(nonsingular_law.expansion(gain)), Frozen(offset), Frozen(scale))
 
 
 class RecurrentFamily(AbstractCellFamily, AbstractReadoutFamily):

@@ -15,7 +15,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from retrodict._families.base import Factor, Row
-from retrodict._families.recursions import shared_product
 from retrodict._model import (
     AbstractLinearGaussianKernel,
     Frozen,
@@ -26,7 +25,10 @@ from retrodict._model import (
     dense_scale,
     unwrap,
 )
-from retrodict._numerics import linalg
+from retrodict._numerics import (
+    linalg,
+    shared_product,
+)
 
 NUM_PATHS = 512
 """The number of paths simulated from a model whose prior chain is not linear Gaussian."""
@@ -106,7 +108,10 @@ class Coordinates(eqx.Module):
         weight = shared_product(spread, linalg.matmul(gain, whitened))
         bias = location + linalg.matvec(spread, offset) - linalg.matvec(weight, location)
         return Factor(
-            Gaussian(location + linalg.matvec(spread, mean), shared_product(spread, scale)),
+            Gaussian(
+                location + linalg.matvec(spread, mean),
+                shared_product(spread, scale),
+            ),
             LinearGaussianKernel(weight, bias, shared_product(spread, kernel_scale)),
         )
 
@@ -163,12 +168,7 @@ def _spread_of_linear(
     """Return the mean and covariance of the states, averaged over time."""
 
     def move(law: tuple[Array, Array], u: Array | None) -> tuple[tuple, tuple]:
-        kernel = model.transition.at(u)
-        spread = linalg.matmul(linalg.matmul(kernel.weight, law[1]), kernel.weight.T)
-        moved = (
-            linalg.matvec(kernel.weight, law[0]) + kernel.bias,
-            spread + linalg.outer_gram(dense_scale(kernel.scale_tril)),
-        )
+        moved = model.transition.propagate(*law, u)
         return moved, moved
 
     first = (mean, linalg.outer_gram(scale))

@@ -30,7 +30,7 @@ from retrodict._chains import LinearGaussianChain
 from retrodict._exact import first_violation
 from retrodict._linearised.recursion import Pass
 from retrodict._model import Series, StateSpaceModel
-from retrodict._numerics import Factored, linalg
+from retrodict._numerics import GaussianLaw, linalg
 
 WINDOW = 20
 """The number of rows with an observation in each average: a single bad update is soon corrected."""
@@ -225,8 +225,8 @@ def judge(
             only, and `MISREAD` and `SURPRISED` are not reported.
     """
     broken = ~(
-        jnp.all(jnp.isfinite(last_pass.laws.columns), axis=(1, 2))
-        & jnp.all(jnp.isfinite(last_pass.laws.diagonal), axis=1)
+        jnp.all(jnp.isfinite(last_pass.laws.mean), axis=1)
+        & jnp.all(jnp.isfinite(last_pass.laws.scale), axis=(1, 2))
         & jnp.isfinite(last_pass.increments)
     )
     # Where a criterion is met is above the limit 0.
@@ -264,7 +264,7 @@ def _readings(
 
 
 def _reading(
-    law: Factored,
+    law: GaussianLaw,
     design: Float[Array, "whitened state"],
     value: Float[Array, "whitened"],
     log_likelihood: Callable[[Array], Scalar],
@@ -278,7 +278,7 @@ def _reading(
     points, relative to that mixture. For g = ĝ the weights of t and q are therefore equal.
     """
     dim = noise.shape[1]
-    slope = linalg.matmul(design, law.scale_tril)
+    slope = linalg.matmul(design, law.scale)
     residual = value - linalg.matvec(design, law.mean)
     eye = jnp.eye(dim, dtype=noise.dtype)
     root = linalg.cholesky(eye + linalg.matmul(slope.T, slope))
@@ -298,7 +298,7 @@ def _reading(
     after = jnp.where(ratio > 0, smaller, larger)
     log_before = jnp.minimum(ratio, 0.0) - jnp.log1p(tail)
 
-    xs = law.mean[None, :] + linalg.matmul(zs, law.scale_tril.T)
+    xs = law.mean[None, :] + linalg.matmul(zs, law.scale.T)
     log_g = jax.vmap(log_likelihood)(xs)
     log_g = jnp.where(jnp.isnan(log_g), -jnp.inf, log_g)
     exact = jax.nn.softmax(log_before + log_g)

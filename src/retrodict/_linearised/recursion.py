@@ -22,7 +22,7 @@ from retrodict._model import (
     StateSpaceModel,
     dense_scale,
 )
-from retrodict._numerics import Factored, condition, linalg, predict
+from retrodict._numerics import GaussianLaw, condition, law_of, linalg, predict
 
 
 class Pass(eqx.Module):
@@ -38,8 +38,8 @@ class Pass(eqx.Module):
         squared: squares of the whitened innovations, eᵀ S⁻¹ e.
     """
 
-    predicted: Factored
-    laws: Factored
+    predicted: GaussianLaw
+    laws: GaussianLaw
     transition: Transition
     data: "WhitenedEmission"
     directions: Float[Array, "steps state state_plus_noise"]
@@ -50,9 +50,9 @@ class Pass(eqx.Module):
         """Return the chain of the filtering laws and the reversed linearised transitions."""
         design, value, _ = self.data
         reversal = backward_gains(
-            self.laws.scale_tril,
+            self.laws.scale,
             self.transition,
-            self.predicted.scale_tril[1:],
+            self.predicted.scale[1:],
             self.directions,
             design[1:],
             series.exists(),
@@ -64,7 +64,7 @@ class Pass(eqx.Module):
             moved = jnp.where(exists[1:, None], predicted[1:], self.laws.mean[:-1])
             predicted = jnp.concatenate([predicted[:1], moved])
         kernels, standard = backward_kernels(reversal, self.laws.mean, predicted, innovation)
-        laws = jax.vmap(Gaussian)(self.laws.mean, self.laws.scale_tril)
+        laws = jax.vmap(Gaussian)(self.laws.mean, self.laws.scale)
         return LinearGaussianChain(laws, kernels, series.length, standard)
 
 
@@ -93,11 +93,11 @@ class Row(NamedTuple):
 def linearised_filter(model: StateSpaceModel, series: Series, rule: AbstractRule) -> Pass:
     """Run the filter that linearises emissions at predictions and transitions at filtering laws."""
 
-    def emission(law: Factored, row: Row) -> WhitenedEmission:
+    def emission(law: GaussianLaw, row: Row) -> WhitenedEmission:
         y, mask, u = row.emission
         return _whiten(linearise(model.emission, rule, law, u), y, mask)
 
-    def transition(law: Factored, row: Row) -> Affine:
+    def transition(law: GaussianLaw, row: Row) -> Affine:
         return linearise(model.transition, rule, law, row.transition)
 
     data = (series.ys, series.mask, series.inputs)
@@ -109,7 +109,7 @@ def filter_along(
     model: StateSpaceModel, series: Series, rule: AbstractRule, nominal: Gaussian
 ) -> Pass:
     """Run the filter of the model linearised at the nominal laws, for all times at once."""
-    laws = jax.vmap(Factored.from_scale)(nominal.mean, nominal.scale_tril)
+    laws = jax.vmap(law_of)(nominal.mean, nominal.scale_tril)
     emissions = jax.vmap(
         lambda law, y, mask, u: _whiten(linearise(model.emission, rule, law, u), y, mask)
     )(laws, series.ys, series.mask, series.inputs)
@@ -127,11 +127,13 @@ def _outgoing_inputs(inputs: Array | None) -> Array | None:
     return None if inputs is None else jnp.concatenate([inputs[1:], inputs[-1:]])
 
 
-def linearise(kernel: AbstractKernel, rule: AbstractRule, law: Factored, u: Array | None) -> Affine:
+def linearise(
+    kernel: AbstractKernel, rule: AbstractRule, law: GaussianLaw, u: Array | None
+) -> Affine:
     """Linearise a kernel near a law; return a linear-Gaussian kernel unchanged."""
     if isinstance(kernel, AbstractLinearGaussianKernel):
         fixed = kernel.at(u)
-        dtype = law.columns.dtype
+        dtype = law.mean.dtype
         return Affine(
             fixed.weight.astype(dtype),
             fixed.bias.astype(dtype),
@@ -144,10 +146,10 @@ def linearise(kernel: AbstractKernel, rule: AbstractRule, law: Factored, u: Arra
     )
 
 
-def _prior(model: StateSpaceModel, series: Series) -> Factored:
+def _prior(model: StateSpaceModel, series: Series) -> GaussianLaw:
     arrays = jax.tree.leaves(eqx.filter(model.prior, eqx.is_inexact_array))
     dtype = jnp.result_type(series.ys.dtype, *arrays)
-    return Factored.from_scale(*law_moments(model.prior, dtype))
+    return law_of(*law_moments(model.prior, dtype))
 
 
 def _whiten(affine: Affine, y: Array, mask: Array | None) -> WhitenedEmission:
@@ -157,10 +159,10 @@ def _whiten(affine: Affine, y: Array, mask: Array | None) -> WhitenedEmission:
 
 
 def _filter(
-    prior: Factored,
+    prior: GaussianLaw,
     rows: Row,
-    emission: Callable[[Factored, Row], WhitenedEmission],
-    transition: Callable[[Factored, Row], Affine],
+    emission: Callable[[GaussianLaw, Row], WhitenedEmission],
+    transition: Callable[[GaussianLaw, Row], Affine],
 ) -> Pass:
     """Run a Kalman filter whose emissions and transitions are functions of the current law and row.
 
@@ -168,17 +170,24 @@ def _filter(
     last row is dropped.
     """
 
-    def advance(state: tuple[Factored, Factored], row: Row) -> tuple[tuple, tuple]:
+    def advance(state: tuple[GaussianLaw, GaussianLaw], row: Row) -> tuple[tuple, tuple]:
         predicted, before = state
         emitted = emission(predicted, row)
-        law, innovations = condition(predicted, emitted.design, emitted.value)
+        law, innovation = condition(predicted, emitted.design, emitted.value)
         if row.exists is not None:
             law = jax.tree.map(lambda new, old: jnp.where(row.exists, new, old), law, before)
-        squared = jnp.sum(innovations.gains**2 * innovations.variances)
         affine = Transition(*transition(law, row))
         after, directions = predict(law, *affine)
-        increment = innovations.log_prob() + emitted.constant
-        return (after, law), (predicted, law, emitted, increment, squared, affine, directions)
+        increment = innovation.log_prob + emitted.constant
+        return (after, law), (
+            predicted,
+            law,
+            emitted,
+            increment,
+            innovation.square,
+            affine,
+            directions,
+        )
 
     # The first row always exists, so the initial value of `before` is never used.
     _, (predicted, laws, data, increments, squared, *predictions) = lax.scan(

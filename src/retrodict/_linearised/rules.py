@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from retrodict._arrays import check_count
 from retrodict._expectations import cubature, gauss_hermite
 from retrodict._linearised.moments import Moments
-from retrodict._numerics import Factored, linalg
+from retrodict._numerics import GaussianLaw, linalg
 
 MAX_NODES = 10_000
 """The largest number of points per time step at which a kernel is evaluated."""
@@ -32,7 +32,7 @@ class AbstractRule(eqx.Module):
 
     @abstractmethod
     def linearise(
-        self, moments: Callable[[Array], Moments], law: Factored, *, constant_scale: bool
+        self, moments: Callable[[Array], Moments], law: GaussianLaw, *, constant_scale: bool
     ) -> Affine:
         """Return a linear-Gaussian approximation of the kernel with these conditional moments.
 
@@ -57,7 +57,7 @@ class Taylor(AbstractRule):
     """
 
     def linearise(
-        self, moments: Callable[[Array], Moments], law: Factored, *, constant_scale: bool
+        self, moments: Callable[[Array], Moments], law: GaussianLaw, *, constant_scale: bool
     ) -> Affine:
         """Return the expansion at the mean of `law`."""
 
@@ -108,13 +108,13 @@ class AbstractSigmaPoints(AbstractRule):
         """Return the points for a state of dimension `dim`."""
 
     def linearise(
-        self, moments: Callable[[Array], Moments], law: Factored, *, constant_scale: bool
+        self, moments: Callable[[Array], Moments], law: GaussianLaw, *, constant_scale: bool
     ) -> Affine:
         """Return the regression on points of `law`."""
-        dtype, d = law.columns.dtype, law.dim
+        dtype, d = law.mean.dtype, law.mean.shape[0]
         points = self.points(d)
         nodes, weights, reference = (jnp.asarray(a, dtype) for a in points[:3])
-        xs = law.mean[None, :] + linalg.matmul(nodes, law.scale_tril.T)
+        xs = law.mean[None, :] + linalg.matmul(nodes, law.scale.T)
         values, scales = jax.vmap(moments)(xs)
         origin = jnp.sum(reference[:, None] * values, axis=0)
         centred = values - origin[None, :]
@@ -134,11 +134,11 @@ class AbstractSigmaPoints(AbstractRule):
             weighted = jnp.sqrt(weights)[:, None, None] * scales
             columns.append(jnp.swapaxes(weighted, 0, 1).reshape(scales.shape[1], -1))
         # A L D^½ = slope. Where D is zero the points coincide, and the slope there is set to zero.
-        roots = linalg.safe_reciprocal(linalg.safe_sqrt(law.diagonal[:d]))
-        whitened = (slope * roots[None, :]).T
-        weight = linalg.solve_triangular(law.columns[:, :d], whitened, transpose=True).T
+        lower, diagonal = linalg.unit_lower_and_diagonal(law.scale)
+        whitened = (slope * linalg.safe_reciprocal(linalg.safe_sqrt(diagonal))[None, :]).T
+        weight = linalg.solve_triangular(lower, whitened, transpose=True).T
         bias = origin + shift - linalg.matvec(weight, law.mean)
-        return Affine(weight, bias, lower_factor(jnp.concatenate(columns, axis=1)))
+        return Affine(weight, bias, linalg.tria(jnp.concatenate(columns, axis=1)))
 
     def _check_positive(self, weights: np.ndarray) -> None:
         if np.any(weights < 0):
@@ -266,22 +266,3 @@ def _mirror(nodes: np.ndarray) -> np.ndarray:
 
 def _positive_points(nodes: np.ndarray, weights: np.ndarray) -> SigmaPoints:
     return SigmaPoints(nodes, weights, weights, weights, 0.0)
-
-
-def lower_factor(columns: Float[Array, "r c"]) -> Float[Array, "r r"]:
-    """Compute the lower-triangular s with s sᵀ = c cᵀ, for many columns.
-
-    This is Gram–Schmidt over rows, as in `linalg.tria`. That function unrolls the sum over columns;
-    here there may be hundreds of columns, so the sum is one reduction.
-    """
-    count, dtype = columns.shape[0], columns.dtype
-    if count > 2 * linalg.UNROLLED:
-        return linalg.tria_by_qr(columns)
-    factor, rows = [], columns
-    for i in range(count):
-        products = linalg.fence(jnp.sum(rows * rows[0][None, :], axis=1))
-        root = linalg.safe_reciprocal(linalg.safe_sqrt(products[0]))
-        factor.append(jnp.concatenate([jnp.zeros(i, dtype), products * root]))
-        ratio = products[1:] * linalg.safe_reciprocal(products[0])
-        rows = linalg.fence(rows[1:] - ratio[:, None] * rows[0][None, :])
-    return jnp.stack(factor, axis=1)

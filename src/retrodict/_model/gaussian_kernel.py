@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+from jaxtyping import Array, Float
 
 from retrodict._arrays import Input, State
 from retrodict._model.gaussian import (
@@ -12,6 +13,7 @@ from retrodict._model.gaussian import (
     Scale,
     as_scale,
     check_scale,
+    dense_scale,
     factor_of_covariance,
     scale_dim,
     shape_of,
@@ -27,6 +29,15 @@ class AbstractLinearGaussianKernel(AbstractGaussianKernel):
     @abstractmethod
     def at(self, u: Input | None) -> "LinearGaussianKernel":
         """Return the kernel x ↦ N(w x + b, s sᵀ) at this input."""
+
+    def propagate(
+        self, mean: Float[Array, "state"], covariance: Float[Array, "state state"], u: Any = None
+    ) -> tuple[Float[Array, "out"], Float[Array, "out out"]]:
+        """Return the moments w m + b and w P wᵀ + s sᵀ, for x of mean m and covariance P."""
+        kernel = self.at(u)
+        spread = linalg.matmul(linalg.matmul(kernel.weight, covariance), kernel.weight.T)
+        noise = linalg.outer_gram(dense_scale(kernel.scale_tril))
+        return linalg.matvec(kernel.weight, mean) + kernel.bias, spread + noise
 
 
 class LinearGaussianKernel(AbstractLinearGaussianKernel):

@@ -1,21 +1,25 @@
 """Linear algebra for small matrices, Gaussian updates and scans on plain arrays."""
 
 from retrodict._numerics import linalg as linalg
+from retrodict._numerics import nonsingular_law as nonsingular_law
 from retrodict._numerics.associative_scan import affine_scan as affine_scan
 from retrodict._numerics.associative_scan import affine_suffix_paths as affine_suffix_paths
 from retrodict._numerics.associative_scan import affine_suffix_scan as affine_suffix_scan
 from retrodict._numerics.associative_scan import linear_recurrence as linear_recurrence
 from retrodict._numerics.associative_scan import prefix_scan as prefix_scan
 from retrodict._numerics.batched_map import in_parts as in_parts
-from retrodict._numerics.ldl import Factored as Factored
-from retrodict._numerics.ldl import Innovations as Innovations
-from retrodict._numerics.ldl import condition as condition
-from retrodict._numerics.ldl import condition_columns as condition_columns
-from retrodict._numerics.ldl import predict as predict
-from retrodict._numerics.ldl import propagate as propagate
-from retrodict._numerics.ldl import reverse as reverse
+from retrodict._numerics.gaussian_law import GaussianLaw as GaussianLaw
+from retrodict._numerics.gaussian_law import condition as condition
+from retrodict._numerics.gaussian_law import law_of as law_of
+from retrodict._numerics.gaussian_law import predict as predict
+from retrodict._numerics.gaussian_law import reverse as reverse
 from retrodict._numerics.linalg import UNROLLED as UNROLLED
 from retrodict._numerics.linalg import sum_of as sum_of
+from retrodict._numerics.nonsingular_law import inverse_cholesky as inverse_cholesky
+from retrodict._numerics.nonsingular_law import inverse_of_upper_factor as inverse_of_upper_factor
+from retrodict._numerics.nonsingular_law import product as product
+from retrodict._numerics.nonsingular_law import shared_product as shared_product
+from retrodict._numerics.nonsingular_law import transposed as transposed
 from retrodict._numerics.settle import curvatures_agree as curvatures_agree
 from retrodict._numerics.settle import scales_agree as scales_agree
 from retrodict._numerics.settle import settling_map as settling_map

@@ -165,42 +165,37 @@ def solve_triangular(
     return jnp.stack([rows[i] for i in range(d)])
 
 
-def weighted_gram_schmidt(
-    w: Float[Array, "r c"], weights: Sequence[Array | None], *, tolerance: float = 0.0
-) -> tuple[Float[Array, "r r"], Float[Array, "r"], Float[Array, "r k"]]:
-    """Factor the rows of w diag(√weights) as l diag(√d) q, with unit-lower l and unit rows q.
+def gram_schmidt(
+    w: Float[Array, "r c"], *, tolerance: float = 0.0
+) -> tuple[Float[Array, "r r"], Float[Array, "r"], Float[Array, "r c"]]:
+    """Factor w = l diag(√d) q, with unit-lower l and unit rows q, by modified Gram–Schmidt.
 
-    Modified Gram–Schmidt over the rows of `w` in the inner product of `weights` (Thornton's
-    propagation of a factored covariance). No difference of squares is formed. Small eigenvalues
-    are therefore preserved beside large ones in float32, and l diag(d) lᵀ = w diag(weights) wᵀ to
-    rounding. The rows q are orthogonal only if w is well conditioned: see `rotation`.
+    No difference of squares is formed. Small eigenvalues of w wᵀ are therefore preserved beside
+    large ones in float32, and l diag(d) lᵀ = w wᵀ to rounding. The rows q are orthogonal only if w
+    is well conditioned: see `rotation`.
 
     Args:
         w: the rows to orthogonalise.
-        weights: one nonnegative scalar per column, or `None` for a column that is transformed but
-            does not enter the inner product.
         tolerance: a row is treated as dependent if less than this fraction of it is independent of
             the rows before it. Its entry of d and its row of q are then zero.
 
     Returns:
-        The factor l, the nonnegative d, and the rows q with one column per weighted column of `w`.
+        The factor l, the nonnegative d, and the rows q.
     """
-    pairs = [(k, weight) for k, weight in enumerate(weights) if weight is not None]
-    rows, counted = w.shape[0], [k for k, _ in pairs]
-    used = jnp.stack([weight for _, weight in pairs])
+    rows, columns = w.shape
     if rows > UNROLLED * 2 and tolerance == 0.0:
-        lower, q = lower_and_rows_by_qr(w[:, jnp.asarray(counted)] * safe_sqrt(used)[None, :])
+        lower, q = lower_and_rows_by_qr(w)
         return *unit_lower_and_diagonal(lower), q
-    smallest = jnp.zeros(rows, w.dtype)
-    if tolerance > 0.0:
-        smallest = tolerance**2 * jnp.sum(w[:, jnp.asarray(counted)] ** 2 * used[None, :], axis=1)
+    # Unrolled sums fuse with what follows. Sums over many columns are reductions, which compile.
+    unrolled = rows <= UNROLLED * 2 and columns <= UNROLLED * 4
+    smallest = tolerance**2 * jnp.sum(w**2, axis=1) if tolerance > 0.0 else None
     pivots, remainders = [], []
     for i in range(rows):
-        if rows > UNROLLED * 2:
-            products = matvec(w[:, jnp.asarray(counted)], w[0, jnp.asarray(counted)] * used)
+        if unrolled:
+            products = sum_of([w[:, k] * w[0, k] for k in range(columns)])
         else:
-            products = sum_of([w[:, k] * (w[0, k] * weight) for k, weight in pairs])
-        if tolerance > 0.0:
+            products = jnp.sum(w * w[0][None, :], axis=1)
+        if smallest is not None:
             products = jnp.where(products[0] > smallest[i], products, 0.0)
         # Storing the products and the reciprocal of the pivot in one array gives one loop.
         pivot = fence(jnp.concatenate([products, safe_reciprocal(products[:1])]))
@@ -213,14 +208,14 @@ def weighted_gram_schmidt(
         [jnp.concatenate([zeros(i), one, p[1:-1] * p[-1]]) for i, p in enumerate(pivots)], axis=1
     )
     lengths = jnp.stack([p[-1] for p in pivots])
-    q = jnp.stack(remainders)[:, jnp.asarray(counted)] * safe_sqrt(used)[None, :]
-    return unit_lower, jnp.concatenate([p[:1] for p in pivots]), q * safe_sqrt(lengths)[:, None]
+    q = jnp.stack(remainders) * safe_sqrt(lengths)[:, None]
+    return unit_lower, jnp.concatenate([p[:1] for p in pivots]), q
 
 
 def rotation(q: Float[Array, "r c"]) -> Float[Array, "r c_plus_r"]:
-    """Return orthonormal rows [y, t] with l diag(√d) [y, t] = [w diag(√weights), 0] to rounding.
+    """Return orthonormal rows [y, t] with l diag(√d) [y, t] = [w, 0] to rounding.
 
-    If rows of w nearly depend on others, the rows q of `weighted_gram_schmidt` are far from
+    If rows of w nearly depend on others, the rows q of `gram_schmidt` are far from
     orthogonal. But the algorithm is equivalent to Householder's with the reflections I − v vᵀ,
     v = (q_i, −e_i), applied to rows extended by zeros (Björck and Paige 1992). The product of these
     reflections is orthogonal for any q with unit rows: y equals q where q is orthogonal, and t
@@ -263,8 +258,7 @@ def tria(w: Float[Array, "r c"]) -> Float[Array, "r r"]:
     """Return the lower-triangular s with a nonnegative diagonal and s sᵀ = w wᵀ."""
     if w.shape[0] > UNROLLED * 2:
         return tria_by_qr(w)
-    one = jnp.ones((), w.dtype)
-    unit_lower, diagonal, _ = weighted_gram_schmidt(w, [one] * w.shape[1])
+    unit_lower, diagonal, _ = gram_schmidt(w)
     return unit_lower * safe_sqrt(diagonal)[None, :]
 
 

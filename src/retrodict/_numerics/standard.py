@@ -20,15 +20,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from retrodict._numerics import linalg
-from retrodict._numerics.ldl import (
-    condition_columns,
-    project_out_of_identity,
-    reverse_states,
-)
 
 
 class StandardKernel(NamedTuple):
@@ -91,10 +87,9 @@ def triangularise(
     """
     if rows.shape[-2] > linalg.UNROLLED:
         return _triangularise_large(rows)
-    one = jnp.ones((), rows.dtype)
 
     def single(rows: Array) -> tuple[Array, Array]:
-        lower, diagonal, q = linalg.weighted_gram_schmidt(rows, [one] * rows.shape[-1])
+        lower, diagonal, q = linalg.gram_schmidt(rows)
         return lower * linalg.safe_sqrt(diagonal)[None, :], q
 
     return _over_rows(single, rows)
@@ -165,20 +160,7 @@ def condition_standard(design: Float[Array, "*time p d"]) -> Conditioning:
             lambda design: _over_rows(_condition_by_qr, design),
             design,
         )
-    p, dtype = design.shape[-2], design.dtype
-
-    def single(design: Array) -> Conditioning:
-        columns = jnp.eye(d, d + p, dtype=dtype)
-        columns, diagonal, rows, variances = condition_columns(
-            columns, jnp.ones(d + 1, dtype), design, jnp.eye(p, dtype=dtype)
-        )
-        return Conditioning(
-            columns[:, :d] * linalg.safe_sqrt(diagonal[:d])[None, :],
-            columns[:, d:],
-            -rows[:, d:] * jnp.sqrt(variances)[:, None],
-        )
-
-    return _over_rows(single, design)
+    return _over_rows(_condition_by_entries, design)
 
 
 def shrinkage_of(design: Float[Array, "*time p d"]) -> Float[Array, "*time d d"]:
@@ -216,6 +198,76 @@ def _condition_by_cholesky(design: Float[Array, "*time p d"]) -> Conditioning:
     whitener = jnp.tril(_solve(root, eye))
     gain = _matmul(_matmul(_transpose(design), _transpose(whitener)), whitener)
     return Conditioning(_shrinkage_by_cholesky(design), gain, whitener)
+
+
+def _condition_by_entries(design: Float[Array, "p d"]) -> Conditioning:
+    eye = jnp.eye(design.shape[0], dtype=design.dtype)
+    shrinkage, gain, whitener, _ = _process_entries(design, eye)
+    return Conditioning(shrinkage, gain, whitener)
+
+
+def condition_on(
+    design: Float[Array, "p d"], value: Float[Array, "p"]
+) -> tuple[Float[Array, "d"], Float[Array, "d d"], Float[Array, "p"], Float[Array, "p"]]:
+    """Condition standard normal e on value = design e + ε, for one value.
+
+    Returns:
+        The conditional mean K r, the shrinkage M and the whitened value W r of `Conditioning`, and
+        the diagonal of W.
+    """
+    if design.shape[1] > linalg.UNROLLED:
+        update = condition_standard(design)
+        mean, white = linalg.matvec(update.gain, value), linalg.matvec(update.whitener, value)
+        return mean, update.shrinkage, white, jnp.diagonal(update.whitener)
+    shrinkage, mean, white, pivots = _process_entries(design, value[:, None])
+    return mean[:, 0], shrinkage, white[:, 0], pivots
+
+
+def _process_entries(
+    design: Float[Array, "p d"], values: Float[Array, "p q"]
+) -> tuple[Float[Array, "d d"], Float[Array, "d q"], Float[Array, "p q"], Float[Array, "p"]]:
+    """Condition on one scalar entry after another (Bierman's update), for q columns of values.
+
+    The law of e given the entries so far is L diag(D) Lᵀ, with a unit lower triangular L, and its
+    means are X. For the entry v_i = f e + ε, with f L in place of f and α_j = 1 + Σ_{l>j} f_l² D_l,
+    column j of L becomes L_j − (f_j/α_j) Σ_{l>j} L_l D_l f_l and D_j becomes
+    D_j α_j / (α_j + f_j² D_j). The columns X follow the formula of a column of L, with f X − v_i in
+    place of f_j and the sum over all l. D is multiplied by ratios, and nothing is subtracted from
+    it. The rows [f L | f X − v] of later entries are stored below [L | X] and are updated with it.
+
+    Returns:
+        The factor L √D, the means X, the whitened values, and the diagonal of their whitener.
+    """
+    (p, d), width, dtype = design.shape, design.shape[1] + values.shape[1], design.dtype
+    # later[l, j]: whether column l of L enters the sums of column j.
+    later = np.concatenate([np.tril(np.ones((d, d)), -1), np.ones((d, width - d))], axis=1)
+    later, is_diagonal = later.astype(dtype), np.arange(width) < d
+    identity = jnp.eye(d, width, dtype=dtype)
+    stack = linalg.fence(jnp.concatenate([identity, jnp.concatenate([design, -values], axis=1)]))
+    spread = jnp.asarray(is_diagonal, dtype)
+    rows, variances = [], []
+    for i in range(p):
+        f = stack[d]
+        alpha = 1.0 + linalg.sum_of([later[k] * (f[k] * f[k] * spread[k]) for k in range(d)])
+        # Storing both in one array gives one loop; its last entry is the innovation variance.
+        after = jnp.where(is_diagonal, spread * (alpha / (alpha + f * f * spread)), alpha)
+        step = linalg.fence(jnp.stack([f / alpha, after]))
+        sums = linalg.sum_of(
+            [stack[:, k, None] * (later[k] * (f[k] * spread[k]))[None, :] for k in range(d)]
+        )
+        moved = stack - sums * step[0][None, :]
+        rest = jnp.concatenate([moved[:d], moved[d + 1 :]]) if i < p - 1 else moved[:d]
+        stack = linalg.fence(rest)
+        spread = step[1]
+        rows.append(step[0, d:])
+        variances.append(step[1, -1:])
+    deviations = jnp.sqrt(jnp.concatenate(variances))
+    return (
+        stack[:, :d] * linalg.safe_sqrt(spread[:d])[None, :],
+        stack[:, d:],
+        -jnp.stack(rows) * deviations[:, None],
+        1.0 / deviations,
+    )
 
 
 def _condition_by_qr(design: Float[Array, "p d"]) -> Conditioning:
@@ -276,6 +328,37 @@ def _reverse_states_large(
         return jax.vmap(reverse_states)(scale, weight, noise)
 
     return lax.cond(_resolved(predicted), direct, omitting)
+
+
+def reverse_states(
+    scale: Float[Array, "d d"], weight: Float[Array, "e d"], noise: Float[Array, "e k"]
+) -> tuple[Float[Array, "d e"], Float[Array, "d d"]]:
+    """Return the backward kernel between states: the gain S q₁ᵀ B⁻¹ and the conditional scale.
+
+    With [w S, s] = B q as in `predict_scale`. Directions of w x + b + s ε that are narrower than
+    ε^(1/3) times its coordinates are omitted: a gain g would amplify a rounding error ε of one time
+    step to ε g, and to ε g² relative to the narrowest direction of the next step. Omitting a
+    direction causes an error of 1/g. Kernels between standard coordinates have no such limit.
+    """
+    rows = linalg.fence(jnp.concatenate([linalg.matmul(weight, scale), noise], axis=1))
+    lower, diagonal, q = linalg.gram_schmidt(rows, tolerance=linalg.narrowest(rows.dtype))
+    rotation = linalg.rotation(q)
+    coefficients = linalg.matmul(rotation[:, : scale.shape[0]], scale.T)
+    inverse = linalg.safe_reciprocal(linalg.safe_sqrt(diagonal))
+    gain = linalg.solve_triangular(lower, inverse[:, None] * coefficients, transpose=True).T
+    return gain, linalg.tria(linalg.matmul(scale, project_out_of_identity(rotation)))
+
+
+def project_out_of_identity(rotation: Float[Array, "d c"]) -> Float[Array, "d c"]:
+    """Return the rows of [I, 0] minus their projection on the orthonormal rows q.
+
+    Projecting twice preserves the relative precision of rows with a small remainder.
+    """
+    d = rotation.shape[0]
+    remainder = jnp.eye(*rotation.shape, dtype=rotation.dtype) - linalg.matmul(
+        rotation[:, :d].T, rotation
+    )
+    return remainder - linalg.matmul(linalg.matmul(remainder, rotation.T), rotation)
 
 
 def _over_rows(fn, rows: Float[Array, "*time r c"]):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from retrodict._arrays import Scalar
 from retrodict._chains import LinearGaussianChain
 from retrodict._model import Gaussian, LinearGaussianKernel
-from retrodict._numerics import Factored, linalg, propagate, reverse
+from retrodict._numerics import GaussianLaw, linalg, predict, reverse
 from retrodict.bounds.distances import gaussian_distance, root_distance
 from retrodict.bounds.lipschitz import (
     Sensitivity,
@@ -49,9 +49,8 @@ def exact_posterior(chain: LinearGaussianChain) -> ExactPosterior:
     marginals = chain.marginals()
 
     def forward(law: Gaussian, kernel: LinearGaussianKernel) -> LinearGaussianKernel:
-        factored = Factored.from_scale(law.mean, law.scale_tril)
-        gain, offset, scale = reverse(factored, kernel.weight, kernel.bias, kernel.scale_tril)
-        return LinearGaussianKernel(gain, offset, scale)
+        before = GaussianLaw(law.mean, law.scale_tril)
+        return LinearGaussianKernel(*reverse(before, kernel.weight, kernel.bias, kernel.scale_tril))
 
     return ExactPosterior(chain, marginals, jax.vmap(forward)(_later(marginals), chain.kernels))
 
@@ -59,9 +58,8 @@ def exact_posterior(chain: LinearGaussianChain) -> ExactPosterior:
 @jax.vmap
 def _predict(law: Gaussian, kernel: LinearGaussianKernel) -> Gaussian:
     """Return the laws of G x + c + s ε for x of Gaussian laws."""
-    factored = Factored.from_scale(law.mean, law.scale_tril)
-    moved = propagate(factored, kernel.weight, kernel.bias, kernel.scale_tril)
-    return Gaussian(moved.mean, moved.scale_tril)
+    before = GaussianLaw(law.mean, law.scale_tril)
+    return Gaussian(*predict(before, kernel.weight, kernel.bias, kernel.scale_tril)[0])
 
 
 def _row(laws: Gaussian, index: int) -> Gaussian:

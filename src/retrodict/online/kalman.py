@@ -18,7 +18,7 @@ from retrodict._model import (
     dense_scale,
     is_linear_gaussian,
 )
-from retrodict._numerics import Factored, condition, propagate, reverse
+from retrodict._numerics import GaussianLaw, condition, law_of, predict, reverse
 from retrodict.online.gradient import AbstractRecursiveGradient, Parts, RowGradient
 from retrodict.online.stream import choose
 
@@ -33,7 +33,7 @@ class KalmanScoreState(eqx.Module):
         started: whether a row was read.
     """
 
-    law: Factored
+    law: GaussianLaw
     sensitivity: Float[Array, "parameter entries"]
     gradient: Float[Array, "parameter"]
     started: Bool[Array, ""]
@@ -95,26 +95,28 @@ class KalmanScore(AbstractRecursiveGradient):
         )
 
 
-def _prior(model: StateSpaceModel) -> Factored:
-    return Factored.from_scale(model.prior.mean, dense_scale(model.prior.scale_tril))
+def _prior(model: StateSpaceModel) -> GaussianLaw:
+    return law_of(model.prior.mean, dense_scale(model.prior.scale_tril))
 
 
-def _filter(model: Any, before: Factored, started: Array, row: Row) -> tuple[Factored, Scalar]:
+def _filter(
+    model: Any, before: GaussianLaw, started: Array, row: Row
+) -> tuple[GaussianLaw, Scalar]:
     """Return the filtering law after a row, and log p(y_k | y_{0:k-1}) of its observed entries."""
     transition, emission = model.transition.at(row.u), model.emission.at(row.u)
-    moved = propagate(
+    moved, _ = predict(
         before, transition.weight, transition.bias, dense_scale(transition.scale_tril)
     )
     predicted = choose(started, moved, _prior(model))
     design, value, constant = whiten(
         emission.weight, emission.scale_tril, row.y - emission.bias, row.seen
     )
-    law, innovations = condition(predicted, *reduce_rows(design, value))
-    return law, innovations.log_prob() + constant
+    law, innovation = condition(predicted, *reduce_rows(design, value))
+    return law, innovation.log_prob + constant
 
 
-def _factor(model: Any, before: Factored, law: Factored, row: Row) -> Factor:
+def _factor(model: Any, before: GaussianLaw, law: GaussianLaw, row: Row) -> Factor:
     """Return the filtering law, and the transition reversed under the previous law."""
     transition = model.transition.at(row.u)
     back = reverse(before, transition.weight, transition.bias, dense_scale(transition.scale_tril))
-    return Factor(Gaussian(law.mean, law.scale_tril), LinearGaussianKernel(*back))
+    return Factor(Gaussian(*law), LinearGaussianKernel(*back))

@@ -21,7 +21,7 @@ from retrodict._model import (
     StateSpaceModel,
     unwrap,
 )
-from retrodict._numerics import Factored, linalg, reverse
+from retrodict._numerics import GaussianLaw, linalg, reverse
 
 Lookahead = Callable[[Any, Any], Any]
 """`lookahead(x, data)`: an approximation of log p(y_k | x_{k-1} = x)."""
@@ -135,8 +135,8 @@ def _forward(chain: LinearGaussianChain) -> tuple[Gaussian, tuple[Array, Array, 
     laws, kernels = chain.marginals(), chain.kernels
 
     def turn(law: Gaussian, kernel: LinearGaussianKernel) -> tuple[Array, Array, Array]:
-        factored = Factored.from_scale(law.mean, law.scale_tril)
-        return reverse(factored, kernel.weight, kernel.bias, kernel.scale_tril)
+        before = GaussianLaw(law.mean, law.scale_tril)
+        return reverse(before, kernel.weight, kernel.bias, kernel.scale_tril)
 
     steps = jax.vmap(turn)(jax.tree.map(lambda leaf: leaf[1:], laws), kernels)
     steps = jax.tree.map(lambda leaf: jnp.pad(leaf, ((1, 0), *[(0, 0)] * (leaf.ndim - 1))), steps)

@@ -32,7 +32,7 @@ from retrodict.runs._report_content import (
     Series,
     SeriesPanel,
 )
-from retrodict.runs._residuals import image
+from retrodict.runs._residuals import propagate_rows
 from retrodict.runs._run import AnyTable, Run, shown_states, state_names
 
 PAGE_STAGE = "the report"
@@ -239,7 +239,9 @@ def _smoothed_laws(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int
     model, us, states = rd.unwrap(run.model), table.inputs, (smoothed.mean, smoothed.covariance)
     if run.is_exact:
         columns = for_each_series(
-            lambda mean, covariance, us: image(model.emission, mean, covariance, us), *states, us
+            lambda mean, covariance, us: propagate_rows(model.emission, mean, covariance, us),
+            *states,
+            us,
         )
         return [(None, *columns), (None, *states)]
     keys = jax.random.split(jax.random.key(seed), table.num_series)

@@ -119,26 +119,21 @@ def one_step_ahead(
     """
     filtered = rd.kalman_smoother(model, ys, mask=mask, inputs=us).chain.laws
     later = None if us is None else us[1:]
-    mean, covariance = image(model.transition, filtered.mean[:-1], filtered.covariance[:-1], later)
+    before = filtered.mean[:-1], filtered.covariance[:-1]
+    mean, covariance = propagate_rows(model.transition, *before, later)
     mean = jnp.concatenate([model.prior.mean[None], mean])
     covariance = jnp.concatenate([model.prior.covariance[None], covariance])
-    mean, covariance = image(model.emission, mean, covariance, us)
+    mean, covariance = propagate_rows(model.emission, mean, covariance, us)
     variance = np.diagonal(np.asarray(covariance), axis1=1, axis2=2)
     return np.asarray(mean), np.sqrt(np.maximum(variance, 0.0))
 
 
 @eqx.filter_jit
-def image(
+def propagate_rows(
     kernel: Any, mean: jax.Array, covariance: jax.Array, us: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the moments of each row after a linear-Gaussian kernel: w m + b and w P wᵀ + s sᵀ."""
-
-    def image_of_row(m: jax.Array, p: jax.Array, u: jax.Array | None) -> tuple[Any, Any]:
-        law = kernel.law(m, u)
-        weight = jax.jacfwd(lambda x: kernel.law(x, u).mean)(m)
-        return law.mean, weight @ p @ weight.T + law.covariance
-
-    return jax.vmap(image_of_row, in_axes=(0, 0, None if us is None else 0))(mean, covariance, us)
+    """Return the moments of each row after a linear-Gaussian kernel."""
+    return jax.vmap(kernel.propagate)(mean, covariance, us)
 
 
 @eqx.filter_jit
