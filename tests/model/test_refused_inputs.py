@@ -280,10 +280,30 @@ def test_models_of_the_wrong_parts():
 # --- kalman_smoother ------------------------------------------------------------------------------
 
 
-def test_a_nonlinear_model_is_shown_another_way():
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("kalman_smoother", rd.kalman_smoother),
+        ("kalman_smoother_batch", lambda model, ys: rd.kalman_smoother_batch(model, ys[None])),
+        ("em", lambda model, ys: rd.em(jax.random.key(0), model, ys[None])),
+        ("fit_evidence", lambda model, ys: rd.fit_evidence(jax.random.key(0), model, ys[None])),
+        (
+            "parameter_errors",
+            lambda model, ys: rd.parameter_errors(
+                jax.random.key(0), model, ys[None], method="exact"
+            ),
+        ),
+    ],
+)
+def test_exact_functions_refuse_a_nonlinear_model_by_their_own_name(name: str, call: Callable):
     nonlinear = rd.NonlinearGaussianKernel(jnp.tanh, jnp.eye(2))
-    with refused(TypeError, "linear-Gaussian emission", "NonlinearGaussian", "grid_smoother"):
-        rd.kalman_smoother(rd.StateSpaceModel(PRIOR, linear(2, 2), nonlinear), np.zeros((N, 2)))
+    model = rd.StateSpaceModel(PRIOR, linear(2, 2), nonlinear)
+    with refused(TypeError, name, "linear-Gaussian emission", "grid_smoother"):
+        call(model, np.zeros((N, 2)))
+
+
+def test_a_nonlinear_transition_is_refused_by_kalman_smoother():
+    nonlinear = rd.NonlinearGaussianKernel(jnp.tanh, jnp.eye(2))
     with refused(TypeError, "linear-Gaussian transition", "NonlinearGaussian", "grid_smoother"):
         rd.kalman_smoother(rd.StateSpaceModel(PRIOR, nonlinear, linear(3, 2)), YS)
 

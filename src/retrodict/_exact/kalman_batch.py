@@ -142,9 +142,9 @@ def kalman_smoother_batch(
         ValueError: if shapes do not match, or the emission scale is singular.
     """
     model = unwrap(model)
-    check_linear_gaussian(model)
+    check_linear_gaussian(model, "kalman_smoother_batch")
     series = prepare_data_batch(model, ys, mask=mask, inputs=inputs, length=length)
-    check_values(model, series, parallel)
+    check_values(model, series, parallel, "kalman_smoother_batch")
     arrays, axes = _without_copies(series)
     kernels = (model.transition, model.emission)
     constant = all(isinstance(kernel, LinearGaussianKernel) for kernel in kernels)

@@ -99,9 +99,9 @@ def kalman_smoother(
         ValueError: if shapes do not match, or the emission scale is singular.
     """
     model = unwrap(model)
-    check_linear_gaussian(model)
+    check_linear_gaussian(model, "kalman_smoother")
     series = prepare_data(model, ys, mask=mask, inputs=inputs, length=length)
-    check_values(model, series, parallel)
+    check_values(model, series, parallel, "kalman_smoother")
     return smooth_series(model, series, parallel)
 
 
@@ -180,22 +180,20 @@ def _whitened_data(kernel: AbstractLinearGaussianKernel, series: Series) -> tupl
     return Whitened(design, value), jnp.sum(constants)
 
 
-def check_linear_gaussian(model: StateSpaceModel) -> None:
-    """Raise a `TypeError` unless the model is linear Gaussian."""
+def check_linear_gaussian(model: StateSpaceModel, owner: str) -> None:
+    """Raise a `TypeError` that names the function `owner` unless the model is linear Gaussian."""
     if not isinstance(model.prior, Gaussian):
-        raise TypeError(
-            f"kalman_smoother expects a Gaussian prior, got {type(model.prior).__name__}."
-        )
+        raise TypeError(f"{owner} expects a Gaussian prior, got {type(model.prior).__name__}.")
     for name in ("transition", "emission"):
         kernel = getattr(model, name)
         if not isinstance(kernel, AbstractLinearGaussianKernel):
             raise TypeError(
-                f"kalman_smoother expects a linear-Gaussian {name}, got {type(kernel).__name__}."
+                f"{owner} expects a linear-Gaussian {name}, got {type(kernel).__name__}."
                 " For other models use grid_smoother (state dimension 1 or 2)."
             )
 
 
-def check_values(model: StateSpaceModel, series: Series, parallel: Parallel) -> None:
+def check_values(model: StateSpaceModel, series: Series, parallel: Parallel, owner: str) -> None:
     """Raise a `ValueError` for concrete values that can only give NaN, or not in parallel."""
     if parallel:
         _check_width(model)
@@ -210,7 +208,7 @@ def check_values(model: StateSpaceModel, series: Series, parallel: Parallel) -> 
         pivots = _pivots_by_row(kernel, series.inputs)
     if is_concrete(pivots) and np.any(np.asarray(pivots) <= 0):
         raise ValueError(
-            "kalman_smoother expects an emission scale with a positive diagonal, got diagonal"
+            f"{owner} expects an emission scale with a positive diagonal, got diagonal"
             f" {np.asarray(pivots)}. An observation without noise has no density: add a small"
             " amount of noise."
         )

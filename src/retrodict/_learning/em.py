@@ -83,7 +83,7 @@ def em(
     check_key(key, "em")
     num_iterations = check_count(num_iterations, "num_iterations")
     if family is None:
-        check_linear_gaussian(unwrap(model))
+        check_linear_gaussian(unwrap(model), "em")
     elif not isinstance(family, AbstractLinearGaussianFamily):
         raise TypeError(
             "em expects a family with linear-Gaussian chains, whose moments the M-step uses, got"

@@ -110,7 +110,7 @@ def fit_evidence(
     check_key(key, "fit_evidence")
     num_steps = check_count(num_steps, "num_steps")
     chunk_size = check_count(chunk_size, "chunk_size")
-    check_linear_gaussian(unwrap(model))
+    check_linear_gaussian(unwrap(model), "fit_evidence")
     if isinstance(ys, AbstractSeriesStore):
         raise TypeError("fit_evidence expects series in memory, got a store. Use fit instead.")
     devices = as_mesh(mesh)

@@ -251,7 +251,7 @@ def _method(
             raise ValueError("The method 'exact' takes no chain: leave out `method` or `chain`.")
         return "louis"
     if method == "exact":
-        check_linear_gaussian(model)
+        check_linear_gaussian(model, "parameter_errors(method='exact')")
     return method or ("exact" if is_linear_gaussian(model) else "louis")
 
 
