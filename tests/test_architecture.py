@@ -49,7 +49,7 @@ ON_PUBLIC_API = {
 }
 
 # Modules that do not depend on state-space models, with the entries that each may import.
-BASICS = {"_arrays", "_files"}
+BASICS = {"_arrays", "_files", "_interface"}
 MAY_IMPORT = {"_checkpoint": BASICS, "_learning.train": BASICS | {"_checkpoint", "distributed"}}
 
 UNWANTED_PACKAGES = {

@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -810,6 +811,106 @@ def test_one_array_is_not_read_many_times(tmp_path: Path):
     rewrite(path, lambda m, _: m.update(tree=twice), content=True, whole=True)
     with pytest.raises(rd.CheckpointError, match="refers to the array . again"):
         rd.load(path)
+
+
+def overlapping(count: int, size: int) -> bytes:
+    """A file in which each array contains all later ones, in about `size` bytes."""
+    names = [f"arrays/{i}.npy" for i in range(count)]
+    arrays, rest = [], bytes(size)
+    places = [0]
+    for name in reversed(names):
+        buffer = io.BytesIO()
+        np.save(buffer, np.frombuffer(rest, np.uint8))
+        arrays.insert(0, buffer.getvalue())
+        member = io.BytesIO()
+        with zipfile.ZipFile(member, "w") as archive:
+            archive.writestr(name, arrays[0])
+        rest = member.getvalue()[: 30 + len(name) + len(arrays[0])]
+    for name in names[:-1]:
+        places.append(places[-1] + 30 + len(name) + 128)
+    entries = [
+        {"path": name, "shape": [len(array) - 128], "dtype": "uint8", "kind": "numpy"}
+        | {"sha256": hashlib.sha256(array).hexdigest()}
+        for name, array in zip(names, arrays, strict=True)
+    ]
+    content: dict[str, Any] = {"arrays": entries, "metadata": None}
+    content["tree"] = {"list": [{"array": index} for index in range(count)]}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    manifest = {"format": FORMAT, "version": 1, "content_sha256": digest, **content}
+    whole = io.BytesIO(rest)
+    with zipfile.ZipFile(whole, "a") as archive:
+        archive.writestr("manifest.json", json.dumps(manifest))
+        for name, array, place in zip(names, arrays, places, strict=True):
+            info = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+            info.header_offset, info.CRC = place, zlib.crc32(array)
+            info.file_size = info.compress_size = len(array)
+            archive.filelist.append(info)
+        archive.comment = b"0" * 64
+    data = whole.getvalue()[:-64]
+    return data + hashlib.sha256(data).hexdigest().encode()
+
+
+def test_members_that_overlap_are_refused(tmp_path: Path):
+    """They would take many times the memory of the file."""
+    path = tmp_path / "a.rd"
+    path.write_bytes(overlapping(1, 10))
+    assert rd.load(path)[0].shape == (10,)
+    path.write_bytes(overlapping(20, 100_000))
+    with pytest.raises(rd.CheckpointError, match="verlap"):
+        rd.load(path)
+
+
+@pytest.mark.parametrize("dtype", ["|S0", "<U0", "|V0"])
+def test_arrays_of_many_empty_texts_are_refused(dtype: str, tmp_path: Path):
+    """NumPy would take minutes and gigabytes to copy one."""
+    path = tmp_path / "a.rd"
+    rd.save(path, np.zeros(2))
+    data = npy(f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': (200000000,)}}")[:-16]
+
+    def edit(manifest: dict[str, Any], members: dict[str, bytes]) -> None:
+        members["arrays/0.npy"] = data
+        manifest["arrays"][0] |= {
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "shape": [200_000_000],
+            "dtype": dtype,
+        }
+
+    rewrite(path, edit, content=True, whole=True)
+    with pytest.raises(rd.CheckpointError, match="in 128 bytes"):
+        rd.load(path)
+
+
+def test_keys_of_one_hash_are_refused(loading: Callable[..., Any]):
+    """Twenty thousand would take seconds, and ten times as many a hundred times as long."""
+    with pytest.raises(rd.CheckpointError, match="keys of one hash"):
+        loading({"dict": [[i * (2**61 - 1), 0] for i in range(1000)]})
+    assert len(loading({"dict": [[i, 0] for i in range(1000)]})) == 1000
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"name": "a\nb\x1b[2J\ud800" * 1000},
+        {"class": "a\nb\x1b[2J\ud800" * 1000, "fields": {}},
+        {"dict": [["key\n\ud800" * 1000, {"callable": "f"}]]},
+        {"class": "numpyro.distributions:Normal", "fields": {"a\n" * 1000: 1}},
+    ],
+)
+def test_messages_are_one_short_line(node: Any, loading: Callable[..., Any]):
+    with pytest.raises(rd.CheckpointError) as error:
+        loading(node)
+    assert str(error.value).isprintable() and len(str(error.value)) < 1100
+
+
+@pytest.mark.parametrize("versions", [[], {"retrodict": []}, {"retrodict": "a\nb" * 9999}, None])
+def test_a_later_format_with_a_strange_writer_is_refused(versions: Any, tmp_path: Path):
+    path = tmp_path / "a.rd"
+    rd.save(path, 1)
+    edit = {"version": 2, "versions": versions}
+    rewrite(path, lambda manifest, _: manifest.update(edit), content=True, whole=True)
+    with pytest.raises(rd.CheckpointError, match="has format 2") as error:
+        rd.load(path)
+    assert str(error.value).isprintable() and len(str(error.value)) < 1100
 
 
 def nested(depth: int) -> Any:

@@ -189,6 +189,9 @@ def _open(path: Path) -> tuple[dict[str, Any], zipfile.ZipFile]:
         raise DamagedError(f"{path} {problem}.")
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
+        if sum(info.compress_size for info in archive.infolist()) > len(data):
+            # Members that overlap could be a hundred times as long as the file.
+            raise zipfile.BadZipFile("its members overlap")
         manifest = json.loads(_read_member(archive, MANIFEST))
         ours, version = manifest["format"] == FORMAT, int(manifest["version"])
     except Exception as error:  # zipfile alone raises a dozen types on damaged files
@@ -198,7 +201,8 @@ def _open(path: Path) -> tuple[dict[str, Any], zipfile.ZipFile]:
     if not ours:
         raise DamagedError(f"{path} is not a checkpoint of retrodict.")
     if version > VERSION:
-        writer = manifest.get("versions", {}).get("retrodict", "a later version")
+        versions = manifest.get("versions")
+        writer = versions.get("retrodict") if isinstance(versions, dict) else "a later version"
         raise CheckpointError(
             f"{path} has format {version}, written by retrodict {writer}; this version reads"
             f" formats up to {VERSION}. Upgrade retrodict to load it."

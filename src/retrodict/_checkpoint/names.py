@@ -14,9 +14,22 @@ import numpy as np
 
 from retrodict._checkpoint.allowed import FUNCTIONS, current_name
 
+LONGEST_MESSAGE = 1000
+"""Characters of an error message."""
+
 
 class CheckpointError(ValueError):
-    """A file that cannot be loaded: damaged, not a checkpoint, or of another structure."""
+    """A file that cannot be loaded: damaged, not a checkpoint, or of another structure.
+
+    Args:
+        text: the message. It may quote the file: it is cut, and control characters are replaced.
+    """
+
+    def __init__(self, text: str) -> None:
+        if len(text) > LONGEST_MESSAGE:
+            half = LONGEST_MESSAGE // 2
+            text = f"{text[:half]} ... {text[-half:]}"
+        super().__init__("".join(c if c.isprintable() else "?" for c in " ".join(text.split())))
 
 
 def resolve(name: Any, allowed: Collection[str]) -> Any:

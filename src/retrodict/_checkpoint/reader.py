@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import itertools
 import math
 import re
 import warnings
@@ -35,6 +36,13 @@ from retrodict._checkpoint.names import (
     name_of,
     resolve,
 )
+from retrodict._interface import shorten
+
+LONGEST_NAME = 100
+"""The largest number of characters of a field of a class without declared fields."""
+
+MOST_OF_A_HASH = 100
+"""The largest number of keys of a dict with the same hash."""
 
 DTYPE_NAME = re.compile(r"[<>=|]?[A-Za-z]\w*(\[\w+\])?")
 ABSENT: Any = object()  # there is no `like`, or it has no part here
@@ -104,12 +112,18 @@ class Reader:
 
     def decode_dict(self, pairs: list[Any], like: Any, path: str) -> dict[Any, Any]:
         keys = [self.decode(key, ABSENT, path) for key, _ in pairs]
+        # Hashes of texts are random, and those of numbers are not: many equal ones take long.
+        hashes = itertools.groupby(sorted(hash(key) for key in keys if type(key) is not str))
+        if any(len(list(equal)) > MOST_OF_A_HASH for _, equal in hashes):
+            raise CheckpointError(f"{path} of {self.path} is a dict with keys of one hash.")
         if len(set(keys)) < len(keys):
             raise CheckpointError(f"{path} of {self.path} is a dict with a key that occurs twice.")
         if like is not ABSENT and (type(like) is not dict or set(like) != set(keys)):
             self.differ(path, f"a dict with keys {keys}", like)
         return {
-            key: self.decode(node, ABSENT if like is ABSENT else like[key], f"{path}[{key!r}]")
+            key: self.decode(
+                node, ABSENT if like is ABSENT else like[key], f"{path}[{shorten(key)}]"
+            )
             for key, (_, node) in zip(keys, pairs, strict=True)
         }
 
@@ -262,7 +276,9 @@ def _array(data: bytes) -> np.ndarray:
         warnings.simplefilter("error")  # about headers of old versions of NumPy
         shape, fortran, dtype = readers[np.lib.format.read_magic(buffer)](buffer)
     size = math.prod(shape) * dtype.itemsize
-    if size != len(data) - buffer.tell() or _is_compound(dtype):
+    # A copy of an array of many texts of length zero takes long, and a byte or more per entry.
+    is_empty = not dtype.itemsize and math.prod(shape)
+    if size != len(data) - buffer.tell() or is_empty or _is_compound(dtype):
         raise ValueError(f"an array of shape {shape} and dtype {dtype} in {len(data)} bytes")
     order = "F" if fortran else "C"
     return np.ndarray(shape, dtype, data, buffer.tell(), order=order).copy()
@@ -295,7 +311,8 @@ def _is_data(cls: type, field: str) -> bool:
     """Return whether a field may be set on a class without declared fields: not over a method."""
     declared = inspect.getattr_static(cls, field, None)
     hides = callable(declared) or isinstance(declared, (property, classmethod, staticmethod))
-    return field.isidentifier() and not field.startswith("__") and not hides
+    is_name = field.isidentifier() and len(field) <= LONGEST_NAME
+    return is_name and not field.startswith("__") and not hides
 
 
 def _category(value: Any) -> type:

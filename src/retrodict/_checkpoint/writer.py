@@ -97,7 +97,7 @@ class Writer:
         else:
             entry["kind"] = "numpy" if isinstance(value, np.ndarray) else "numpy scalar"
         array = np.asarray(value, order="C")
-        if array.dtype.hasobject or array.dtype.names:
+        if array.dtype.hasobject or array.dtype.names or not array.dtype.itemsize:
             raise TypeError(f"{path} has dtype {array.dtype}, which cannot be saved.")
         if is_extension(array.dtype):
             array = array.view(f"u{array.dtype.itemsize}")
