@@ -214,6 +214,20 @@ def test_links_pipes_and_devices_in_a_run_are_refused(run: Path, tmp_path: Path,
             assert captured.err.count("\n") == 1 and captured.err.startswith("retrodict: error: ")
 
 
+def test_a_curve_without_a_hash_is_refused(run: Path, tmp_path: Path):
+    """It could be a link to a file elsewhere, which a run learned from a stream would copy."""
+    path = tmp_path / "copy"
+    shutil.copytree(run, path)
+    record = json.loads((path / "run.json").read_text())
+    del record["files"]["training.csv"], record["checksum"]
+    record["checksum"] = sha256(json.dumps(record, sort_keys=True).encode())
+    (path / "run.json").write_text(json.dumps(record))
+    (path / "training.csv").unlink()
+    (path / "training.csv").symlink_to("/etc/passwd")
+    with pytest.raises(runs.RunError, match=r"there is no training.csv"):
+        runs.open_run(path)
+
+
 def test_sizes_beyond_memory_are_refused(tmp_path: Path):
     path = tmp_path / "large.nc"
     dataset = xr.Dataset({"y": ("time", np.zeros(1))})

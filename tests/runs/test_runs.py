@@ -1069,6 +1069,13 @@ def test_two_processes_do_not_fit_to_one_folder(table: data.Table, tmp_path):
         _fit.claim_folder(tmp_path, settings, held)
 
 
+def test_settings_that_are_a_pipe_are_refused(table: data.Table, tmp_path):
+    """Reading them would wait forever."""
+    os.mkfifo(tmp_path / "settings.json")
+    with pytest.raises(runs.RunError, match="of other data or options"):
+        runs.fit(table, "local_level", tmp_path)
+
+
 @pytest.mark.slow
 def test_a_full_disk_leaves_one_line(run: runs.Run, frame: pd.DataFrame, tmp_path):
     """In a process of its own: a disk is made full by a limit on the size of files."""

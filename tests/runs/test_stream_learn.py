@@ -673,6 +673,23 @@ def test_two_streams_do_not_share_a_state(fitted, lines, tmp_path):
     assert out.read_bytes() == again.read_bytes()
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_lock_that_is_a_pipe_or_a_link_is_refused(kind: str, fitted, lines, tmp_path):
+    """A run may be from others: a pipe would wait forever, and a link makes a file elsewhere."""
+    lock, elsewhere = tmp_path / ".state.lock", tmp_path / "elsewhere"
+    os.mkfifo(lock) if kind == "pipe" else lock.symlink_to(elsewhere)
+    with pytest.raises(OSError):
+        runs.stream(fitted, source_of(lines[:45]), io.BytesIO(), lag=LAG, state=tmp_path / "state")
+    assert not elsewhere.exists()
+
+
+def test_what_a_killed_stream_left_of_its_state_is_removed(fitted, lines, tmp_path):
+    orphan, other = tmp_path / ".state.0123.partial", tmp_path / ".other.0123.partial"
+    orphan.write_bytes(b"half"), other.write_bytes(b"half")
+    runs.stream(fitted, source_of(lines[:45]), io.BytesIO(), lag=LAG, state=tmp_path / "state")
+    assert not orphan.exists() and other.exists()
+
+
 def test_a_file_that_begins_later_is_gone_on_with(fitted, lines, tmp_path, monkeypatch):
     """A stream to a pipe, then to a file, killed before its state was kept again."""
     state, out = tmp_path / "state", tmp_path / "out.csv"

@@ -45,7 +45,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
         what = "is a file" if path.exists() else "does not exist"
         raise RunError(f"{path} {what}; give the folder that `fit --out` made.")
     try:
-        record = json.loads(_read_inside(path, RECORD).decode("utf-8"))
+        record = json.loads(read_inside(path, RECORD).decode("utf-8"))
         if not isinstance(record, dict):
             raise ValueError("it is not a record")
     except FileNotFoundError as error:
@@ -77,7 +77,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
     _check(record, place)
     for name, digest in record["files"].items():
         try:
-            content = _read_inside(path, name)
+            content = read_inside(path, name)
         except OSError as error:
             raise RunError(
                 f"{path / name} cannot be read ({error.strerror or error}); the run needs it. Fit"
@@ -90,7 +90,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
     return record
 
 
-def _read_inside(folder: Path, name: str) -> bytes:
+def read_inside(folder: Path, name: str) -> bytes:
     """Read a regular file of a folder; refuse pipes, devices and links out of the folder."""
     place = folder / name
     if not stat.S_ISREG(place.stat().st_mode):
@@ -144,8 +144,9 @@ def _check(record: Mapping[str, Any], place: Path) -> None:
         raise RunError(f"{place}: {wrong}. It was changed after `fit` wrote it; fit again.")
     unknown = [*set(record["layout"]) - set(_SCHEMA["layout"])]
     unknown += [name for name in record["files"] if name not in (MODEL, FAMILY, TRAINING, ROWS)]
-    if unknown or MODEL not in record["files"]:
-        what = f"{unknown[0]!r} is not part of a run" if unknown else f"there is no {MODEL}"
+    missing = [name for name in (MODEL, TRAINING) if name not in record["files"]]
+    if unknown or missing:
+        what = f"{unknown[0]!r} is not part of a run" if unknown else f"there is no {missing[0]}"
         raise RunError(f"{place}: {what}. Fit again to another folder.")
 
 

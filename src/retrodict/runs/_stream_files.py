@@ -1,7 +1,10 @@
 """The files of a stream: its state, which one process at a time may write, and its output."""
 
+import functools
+import operator
 import os
 from contextlib import ExitStack
+from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -175,10 +178,12 @@ class StateLock:
         if self.taken:
             return
         lock = self.place.with_name(f".{self.place.name}.lock")
-        handle = self.files.enter_context(open(lock, "ab"))
+        handle = self.files.enter_context(open(lock, "ab", opener=_open_own))
         lock_file(handle, self.place, "or name another state by ", Argument("state"), ".")
         if self._stamp() != self.before:
             raise RunError(f"{self.place} was changed by another process; start again.")
+        for orphan in self.place.parent.glob(f".{escape(self.place.name)}.*.partial"):
+            orphan.unlink(missing_ok=True)  # of a process that was killed
         self.taken = True
 
     def _stamp(self) -> tuple[int, int] | None:
@@ -187,6 +192,12 @@ class StateLock:
         except FileNotFoundError:
             return None
         return status.st_ino, status.st_mtime_ns
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open a file of a run from others: a link out of its folder is not followed, nor a pipe."""
+    safe = (getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
+    return os.open(path, functools.reduce(operator.or_, safe, flags), 0o666)
 
 
 def lock_file(handle: Any, path: Path, *remedy: str | Argument) -> None:

@@ -4,6 +4,7 @@ import csv
 import functools
 import math
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -316,7 +317,7 @@ class Monitor:
             },
             "learned": {"from": old["files"], "settings": learning.settings, "rows": num_rows},
         }
-        partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+        partial = out.with_name(f".{out.name}.{secrets.token_hex(8)}.partial")
         partial.mkdir(parents=True)
         try:
             shutil.copyfile(run.path / TRAINING, partial / TRAINING)
