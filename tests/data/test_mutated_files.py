@@ -194,6 +194,30 @@ def test_damaged_runs_are_opened_or_refused(run: Path, tmp_path: Path, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("without", ["total", "rows", "rows_observed", "lower", "upper", "error"])
+@pytest.mark.parametrize("null", [True, False])
+def test_a_record_without_some_results_is_shown(
+    without: str, null: bool, run: Path, tmp_path: Path, capfd
+):
+    """JSON has no infinity: the end of an interval, for instance, may be null."""
+    path = tmp_path / "copy"
+    shutil.copytree(run, path)
+    record = json.loads((path / "run.json").read_text())
+    record["results"] |= {"total": -9.0, "rows": 20, "rows_observed": 20}
+    line = record["results"]["parameters"]["level_scale[y]"]
+    line |= {"error": 0.1, "lower": 0.0, "upper": 1.0}
+    for owner in (line, record["results"]):
+        if without in owner:
+            del owner[without]
+            if null:
+                owner[without] = None
+    del record["checksum"]
+    record["checksum"] = sha256(json.dumps(record, sort_keys=True).encode())
+    (path / "run.json").write_text(json.dumps(record))
+    assert command(["info", str(path)]) == 0
+    assert "local_level" in capfd.readouterr().out
+
+
 def test_links_pipes_and_devices_in_a_run_are_refused(run: Path, tmp_path: Path, capfd):
     for target in ("/dev/zero", "/etc/passwd", str(run / "run.json"), "pipe", "folder", "deep"):
         for name in ("run.json", "model.rd", "training.csv"):

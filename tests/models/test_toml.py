@@ -103,6 +103,14 @@ HEAD = 'retrodict = 1\n[model]\nname = "seasonal"\n'
         (HEAD + "[model.start]\nlevel_scale = -1", r"model.start.level_scale: .*positive"),
         (HEAD.replace("[model]", '[model]\nfixed = ["levels"]'), r"model.fixed: .*level_scale\?"),
         (HEAD.replace("[model]", '[model]\nobject = "os:system"'), r"no key model.object"),
+        # A key of so many parts takes gigabytes to parse, and such a network takes them to draw.
+        ("a." * 20_000 + "b = 1\n" + HEAD, "more than 5000 dots"),
+        ("1." * 20_000 + "1 = 1\n" + HEAD, "more than 5000 dots"),
+        ('"," .' * 20_000 + "b = 1\n" + HEAD, "more than 5000 dots"),
+        (
+            'retrodict = 1\n[model]\nname = "neural_decoder"\noptions = {depth = 64, width = 4096}',
+            "at most 50000000 are supported",
+        ),
     ],
 )
 def test_bad_files_are_refused_in_one_line(tmp_path: Path, text: str, reason: str):
@@ -130,6 +138,12 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "broken_models_of_a_user.py").write_text("1 / 0", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     return "own_models_of_a_user"
+
+
+def test_decimal_points_are_no_dots_of_names(tmp_path: Path):
+    starts = ", ".join(["0.5", "-1.5e-3"] * 5000)
+    text = HEAD + f"[data]\ncolumns = ['a.b']\n[model.start]\nlevel_scale = [{starts}]"
+    assert len(rd.models.read_toml(write(tmp_path, text)).start["level_scale"]) == 10_000
 
 
 def test_objects_are_found_by_reference(own_module: str):

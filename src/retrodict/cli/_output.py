@@ -98,12 +98,17 @@ def _options(record: Mapping[str, Any]) -> str:
 
 
 def _cells(parameter: Mapping[str, Any]) -> tuple[str, str, str]:
-    value = "–" if parameter["value"] is None else f"{parameter['value']:.5g}"
+    value = _number(parameter, "value", ".5g")
     if not parameter["learned"]:
         return value, "fixed", ""
     if "edge" in parameter:
         return value, "–", f"at the edge of {parameter['edge']}: no interval"
     if parameter.get("error") is None:
         return value, "–", "–"
-    interval = f"{parameter['lower']:.4g} to {parameter['upper']:.4g}"
+    interval = f"{_number(parameter, 'lower', '.4g')} to {_number(parameter, 'upper', '.4g')}"
     return value, f"{parameter['error']:.3g}", interval
+
+
+def _number(parameter: Mapping[str, Any], name: str, form: str) -> str:
+    """Return an entry of a parameter; a dash if it is missing or was not finite."""
+    return "–" if parameter.get(name) is None else format(parameter[name], form)

@@ -19,6 +19,9 @@ from retrodict.models._equations import AbstractNamed, LinearDynamics, Regular, 
 from retrodict.models._registry import ready
 from retrodict.models._start import Sample, centre, spread
 
+MOST_WEIGHTS = 50_000_000
+"""The largest number of weights of a network; a model file builds it when it is read."""
+
 
 class ObservationStd(AbstractNamed, AbstractParameter):
     """Parameter whose value is the standard deviations of the noise.
@@ -87,9 +90,14 @@ def neural_decoder(
     latent_dim, obs_dim = check_count(latent_dim, "latent_dim"), check_count(obs_dim, "obs_dim")
     if not 0 < persistence < 1:
         raise ValueError(f"`persistence` must be between 0 and 1, got {persistence}.")
-    network = eqx.nn.MLP(
-        latent_dim, obs_dim, check_count(width, "width"), depth, activation=jax.nn.tanh, key=key
-    )
+    width = check_count(width, "width")
+    num_weights = width * (latent_dim + obs_dim + width * max(0, depth - 1))
+    if num_weights > MOST_WEIGHTS:
+        raise ValueError(
+            f"The network would have {num_weights} weights, and at most {MOST_WEIGHTS} are"
+            f" supported: choose a smaller `width` than {width}, or a smaller `depth` than {depth}."
+        )
+    network = eqx.nn.MLP(latent_dim, obs_dim, width, depth, activation=jax.nn.tanh, key=key)
     equation = LinearDynamics(
         persistence * jnp.eye(latent_dim),
         positive(np.sqrt(1 - persistence**2), latent_dim),

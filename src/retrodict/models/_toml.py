@@ -31,6 +31,12 @@ GIVEN = "StateSpaceModel"
 OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 """A reference to an object of a module."""
 
+DOT = re.compile(r"(?<!\d)\.|\.(?!\d)|\.(?=\d+\.)")
+"""A dot that is not the decimal point of a number."""
+
+MOST_DOTS = 5000
+"""The largest number of such dots in a model file: a key of many parts takes quadratic time."""
+
 SCHEMA_VERSION = 1
 """The version of the schema, the value of the key `retrodict`."""
 
@@ -217,7 +223,12 @@ def read_toml(path: str | Path) -> ModelSpec:
     if Path(path).exists() and not Path(path).is_file():
         raise ModelError(f"{path} cannot be read: it is not a regular file.")
     try:
-        content = tomllib.loads(Path(path).read_text("utf-8"))
+        text = Path(path).read_text("utf-8")
+        if len(DOT.findall(text)) > MOST_DOTS:
+            raise ModelError(f"{path} has more than {MOST_DOTS} dots in names; use shorter names.")
+        content = tomllib.loads(text)
+    except ModelError:
+        raise
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -214,7 +215,8 @@ def _fitted(run: Run, higher: float | None = None) -> Finding:
             "bad" if higher > MUCH_LARGER else "doubtful",
         )
     if status == "not at a maximum":
-        distance = results["distance"]
+        distance = results.get("distance")
+        distance = math.inf if distance is None else distance  # JSON has no infinity
         near = distance <= NEAR_MAXIMUM
         return Finding(
             name,

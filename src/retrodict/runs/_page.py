@@ -100,9 +100,9 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}g}".replace("-", "−")
 
 
-def _estimate(value: float, error: float | None) -> str:
+def _estimate(value: float | None, error: float | None) -> str:
     """Return an estimate with the digits that its standard error justifies, at least four."""
-    if not (error and math.isfinite(error) and math.isfinite(value) and value):
+    if value is None or not (error and math.isfinite(error) and math.isfinite(value) and value):
         return number(value)
     needed = math.floor(math.log10(abs(value))) - math.floor(math.log10(error)) + 2
     return number(value, min(12, max(4, needed)))

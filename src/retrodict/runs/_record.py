@@ -186,7 +186,7 @@ def likelihood_in_words(results: Mapping[str, Any]) -> str:
     if results["nats_per_row"] is None:
         return f"{what} –"
     words = f"{results['nats_per_row']:.4f} nats per observed row"
-    if "total" in results:
+    if None not in map(results.get, ("total", "rows", "rows_observed")):
         rows = f"{results['rows_observed']} of {results['rows']} rows observed"
         words = f"{results['total']:.2f} in all, {words} ({rows})"
     return f"{what} {words}"

@@ -169,7 +169,7 @@ def _parameter(name: str, line: Mapping[str, Any]) -> ParameterLine:
         name,
         line["value"],
         line.get("error"),
-        (line["lower"], line["upper"]) if known else None,
+        (line.get("lower"), line.get("upper")) if known else None,
         line["learned"],
         note=f"at the edge of {line['edge']}: no interval" if "edge" in line else "",
     )

@@ -138,7 +138,7 @@ class ParameterLine:
         name: its name.
         estimate: its value.
         error: its standard error, None if unavailable.
-        interval: the ends of its interval, None if unavailable.
+        interval: the ends of its interval, None if unavailable or not finite.
         learned: whether it was learned; false if it was fixed.
         method: how the uncertainty was computed, where that differs between parameters.
         note: the text in place of an unavailable interval.
@@ -147,7 +147,7 @@ class ParameterLine:
     name: str
     estimate: float
     error: float | None = None
-    interval: tuple[float, float] | None = None
+    interval: tuple[float | None, float | None] | None = None
     learned: bool = True
     method: str = ""
     note: str = ""
