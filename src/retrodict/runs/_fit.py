@@ -18,7 +18,15 @@ from retrodict import data, models
 from retrodict._files import as_csv, as_json, ensure_folder, lock_folder, write_atomically
 from retrodict._workspace import Folder, Progress, Quiet
 from retrodict.distributed import by_all, is_main_process, wait_for_processes
-from retrodict.runs._record import RECORD, REPORT, TRAINING, RunError, as_plain, read_inside, read_record
+from retrodict.runs._record import (
+    RECORD,
+    REPORT,
+    TRAINING,
+    RunError,
+    as_plain,
+    read_inside,
+    read_record,
+)
 from retrodict.runs._run import AnyTable, Model, Run, open_run, write
 from retrodict.runs._standard_errors import parameter_table
 from retrodict.runs._starting_model import refuse_too_large, starting_model, with_period
