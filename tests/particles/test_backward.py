@@ -19,7 +19,7 @@ import scipy.stats
 import retrodict as rd
 from retrodict.particles import backward_samplers as backward_module
 from retrodict.particles import resampling
-from retrodict.particles.backward_weights import Pairs
+from retrodict.particles.backward_weights import BackwardWeights
 from retrodict.particles.power_of_two import power_of_two
 
 RARE = 1e-6
@@ -251,7 +251,7 @@ def drawn(
     @jax.jit
     def draw(key: jax.Array, *arrays: jax.Array) -> jax.Array:
         befores, log_weights, xs, ancestors = arrays
-        pairs = Pairs.of(kernel, None, befores)
+        pairs = BackwardWeights.of(kernel, None, befores)
         return sampler.draw(key, pairs, log_weights, xs, ancestors)
 
     arrays = (jnp.asarray(a) for a in (particles, log_weights, xs, ancestors))
@@ -405,7 +405,7 @@ def test_a_nonlinear_transition_with_inputs_is_whitened_by_its_own_mean_and_scal
 
     @jax.jit
     def both(u: jax.Array, particles: jax.Array, xs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        pairs = Pairs.of(kernel, u, particles)
+        pairs = BackwardWeights.of(kernel, u, particles)
         prepared = pairs.prepare(xs)
         place = jnp.array([7, 11])
         return pairs.matrix(prepared), pairs.each(place, prepared)
@@ -573,7 +573,7 @@ def test_a_state_far_from_all_particles_goes_back_to_the_nearest(kind: Any, at: 
 
 
 def test_rejection_needs_a_bound_of_a_density_that_is_not_gaussian(key: jax.Array):
-    pairs = Pairs.of(student_kernel(1), None, jnp.zeros((3, 1)))
+    pairs = BackwardWeights.of(student_kernel(1), None, jnp.zeros((3, 1)))
     with pytest.raises(ValueError, match="upper bound.*DistributionKernel.*log_bound"):
         rd.particles.RejectionBackward().draw(
             key, pairs, jnp.full(3, -np.log(3)), jnp.zeros((2, 1)), jnp.zeros(2, jnp.int32)

@@ -23,7 +23,7 @@ import retrodict as rd
 from retrodict._chains import AbstractKernelChain
 from retrodict._exact import KalmanPosterior
 from retrodict.particles import GuidedPosterior
-from retrodict.particles.backward_weights import Pairs
+from retrodict.particles.backward_weights import BackwardWeights
 
 UNTYPED = cast(Any, rd)
 """The library as it is called by those who do not read types."""
@@ -378,7 +378,7 @@ def test_reversed_pairs_are_densities_of_moves_to_the_particles(general: bool):
             lambda x: dist.StudentT(5.0, jnp.tanh(x), 0.3 + x**2).to_event(1)
         )
     particles, xs = jnp.asarray(rng.normal(size=(5, 2))), jnp.asarray(rng.normal(size=(3, 2)))
-    pairs = Pairs.of(kernel, None, particles, reverse=True)
+    pairs = BackwardWeights.of(kernel, None, particles, reverse=True)
     assert pairs.whitened is not general
     found = np.asarray(pairs.matrix(pairs.prepare(xs)))
     density = jax.vmap(jax.vmap(kernel.log_prob, in_axes=(0, None)), in_axes=(None, 0))

@@ -37,8 +37,8 @@ from retrodict.online.followed import Arrival, Followed, Sums
 from retrodict.particles import (
     LOG2_E,
     AbstractBackwardSampler,
+    BackwardWeights,
     ExactBackward,
-    Pairs,
     RejectionBackward,
     average_over_all,
     average_over_draws,
@@ -244,7 +244,7 @@ class SampledRecursion(NamedTuple):
         if sampler is None:
             sampler = RejectionBackward() if linear else ExactBackward()
         kernel = at.step if linear else _Backward(self.law_of, at.step)
-        pairs = Pairs.of(kernel, None, befores, reverse=True)
+        pairs = BackwardWeights.of(kernel, None, befores, reverse=True)
         log_proposal = jax.nn.log_softmax(-jax.vmap(at.before.log_prob)(befores))
         start_key, draw_key = jax.random.split(key)
         # If all weights vanish, any draw is used.
@@ -293,7 +293,7 @@ def log_weights(
     """
     log_before = jax.vmap(before.log_prob)(befores)
     if isinstance(step, LinearGaussianKernel):
-        pairs = Pairs.of(step, None, befores, reverse=True)
+        pairs = BackwardWeights.of(step, None, befores, reverse=True)
         constant = 0.5 * xs.shape[1] * LOG_2PI + scale_log_det(step.scale_tril)
         return pairs.matrix(pairs.prepare(xs)).T / LOG2_E - constant - log_before[None]
     return jax.vmap(lambda x: jax.vmap(law_of(step, x).log_prob)(befores) - log_before)(xs)

@@ -5,7 +5,7 @@ from retrodict.particles.backward_samplers import ExactBackward as ExactBackward
 from retrodict.particles.backward_samplers import Genealogy as Genealogy
 from retrodict.particles.backward_samplers import MCMCBackward as MCMCBackward
 from retrodict.particles.backward_samplers import RejectionBackward as RejectionBackward
-from retrodict.particles.backward_weights import Pairs as Pairs
+from retrodict.particles.backward_weights import BackwardWeights as BackwardWeights
 from retrodict.particles.ffbsi import ParticlePosterior as ParticlePosterior
 from retrodict.particles.ffbsi import ffbsi as ffbsi
 from retrodict.particles.guided_smoother import GuidedPosterior as GuidedPosterior

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import PRNGKey, check_count
-from retrodict.particles.backward_weights import Pairs, by_products, squared_distance
+from retrodict.particles.backward_weights import BackwardWeights, by_products, squared_distance
 from retrodict.particles.power_of_two import LOG2_E, power_of_two
 from retrodict.particles.resampling import Particles, Weights, cumulative, inverse, uniforms
 
@@ -33,7 +33,12 @@ class AbstractBackwardSampler(eqx.Module):
 
     @abstractmethod
     def draw(
-        self, key: PRNGKey, pairs: Pairs, log_weights: Weights, xs: Samples, ancestors: Indices
+        self,
+        key: PRNGKey,
+        pairs: BackwardWeights,
+        log_weights: Weights,
+        xs: Samples,
+        ancestors: Indices,
     ) -> Indices:
         """Draw one index per state.
 
@@ -54,7 +59,12 @@ class ExactBackward(AbstractBackwardSampler):
     """
 
     def draw(
-        self, key: PRNGKey, pairs: Pairs, log_weights: Weights, xs: Samples, ancestors: Indices
+        self,
+        key: PRNGKey,
+        pairs: BackwardWeights,
+        log_weights: Weights,
+        xs: Samples,
+        ancestors: Indices,
     ) -> Indices:
         """Draw independently from the backward kernel."""
         shares = jax.random.uniform(key, (xs.shape[0],), xs.dtype)
@@ -93,7 +103,12 @@ class MCMCBackward(AbstractBackwardSampler):
         check_count(self.num_moves, "num_moves")
 
     def draw(
-        self, key: PRNGKey, pairs: Pairs, log_weights: Weights, xs: Samples, ancestors: Indices
+        self,
+        key: PRNGKey,
+        pairs: BackwardWeights,
+        log_weights: Weights,
+        xs: Samples,
+        ancestors: Indices,
     ) -> Indices:
         """Return the ancestors after the moves."""
         sums, count = cumulative(jnp.exp(log_weights)), xs.shape[0]
@@ -128,7 +143,12 @@ class RejectionBackward(AbstractBackwardSampler):
         check_count(self.max_trials, "max_trials")
 
     def draw(
-        self, key: PRNGKey, pairs: Pairs, log_weights: Weights, xs: Samples, ancestors: Indices
+        self,
+        key: PRNGKey,
+        pairs: BackwardWeights,
+        log_weights: Weights,
+        xs: Samples,
+        ancestors: Indices,
     ) -> Indices:
         """Draw independently from the backward kernel."""
         bound = 0.0 if pairs.whitened else self.log_bound
@@ -180,7 +200,12 @@ class Genealogy(AbstractBackwardSampler):
     """A sampler that returns the ancestors: paths of the filter, which coalesce in the past."""
 
     def draw(
-        self, key: PRNGKey, pairs: Pairs, log_weights: Weights, xs: Samples, ancestors: Indices
+        self,
+        key: PRNGKey,
+        pairs: BackwardWeights,
+        log_weights: Weights,
+        xs: Samples,
+        ancestors: Indices,
     ) -> Indices:
         """Return the ancestors."""
         return ancestors

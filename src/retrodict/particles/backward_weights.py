@@ -4,8 +4,9 @@ Given a state x of time k, particle i of time k-1 has the probability
 
     w_{k-1}^i m(x_{k-1}^i, x) / Σ_j w_{k-1}^j m(x_{k-1}^j, x).
 
-`Pairs` holds the transition densities m between all particles and states, `Pairs.log2_weights` the
-unnormalised weights. Logarithms have base 2, which is cheaper to exponentiate.
+`BackwardWeights` holds the transition densities m between all particles and states; its method
+`log2_weights` returns the unnormalised weights. Logarithms have base 2, which is cheaper to
+exponentiate.
 """
 
 import math
@@ -21,7 +22,7 @@ from retrodict._model import AbstractLinearGaussianKernel, NonlinearGaussianKern
 from retrodict.particles.power_of_two import LOG2_E
 
 
-class Pairs(eqx.Module):
+class BackwardWeights(eqx.Module):
     """The function (i, x) ↦ log₂ m(x_{k-1}^i, x), up to a constant.
 
     Reversed, the particles are those of time k and x is a state of time k-1: log₂ m(x, x_k^i). For
@@ -50,7 +51,7 @@ class Pairs(eqx.Module):
         particles: Float[Array, "particle state"],
         *,
         reverse: bool = False,
-    ) -> "Pairs":
+    ) -> "BackwardWeights":
         """Build the pairs of a kernel, with whitened particles if the kernel allows it."""
         # Gaussian, with a scale that does not depend on the state.
         if not isinstance(kernel, (AbstractLinearGaussianKernel, NonlinearGaussianKernel)):

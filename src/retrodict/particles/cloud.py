@@ -104,7 +104,7 @@ class Filter(eqx.Module):
             log_weights = log_weights + jax.vmap(
                 lambda x: summed(model.prior.log_prob(x)) - summed(law.log_prob(x))
             )(particles)
-        return weighed(particles, log_weights - math.log(self.num_particles))
+        return normalise_weights(particles, log_weights - math.log(self.num_particles))
 
     def move(self, cloud: Cloud, key: PRNGKey, noise: PyTree, data: Series, step: PyTree) -> Step:
         """Resample particles if needed, move them to time k, and weigh them.
@@ -130,7 +130,7 @@ class Filter(eqx.Module):
         particles, ratio = self._propose(befores, noise, data, step)
         particles = particles.astype(kinds[0])
         log_weights = log_weights + self._log_emission(particles, data) + ratio
-        return weighed(particles, log_weights.astype(kinds[1]), ancestors)
+        return normalise_weights(particles, log_weights.astype(kinds[1]), ancestors)
 
     def _propose(
         self, befores: Particles, noise: PyTree, data: Series, step: Any
@@ -197,7 +197,9 @@ def select(
     return lax.cond(few, renewed, unchanged)
 
 
-def weighed(particles: Particles, log_weights: Weights, ancestors: Ancestors | None = None) -> Step:
+def normalise_weights(
+    particles: Particles, log_weights: Weights, ancestors: Ancestors | None = None
+) -> Step:
     """Normalise weights; if none is positive they become equal, and `impossible` is set.
 
     At the first time visited, particles are their own ancestors.
@@ -226,10 +228,10 @@ def summed(log_prob: Any) -> Scalar:
     return jnp.sum(jnp.asarray(log_prob))
 
 
-def frozen_where(exists: Bool[Array, ""] | None, new: Step, cloud: Cloud) -> Step:
+def keep_where_padding(exists: Bool[Array, ""] | None, new: Step, cloud: Cloud) -> Step:
     """Return the step, or a no-op at a row that does not exist."""
     if exists is None:
         return new
     zero = jnp.zeros_like(new.increment)
-    stays = weighed(*cloud)._replace(log_weights=cloud[1], increment=zero)
+    stays = normalise_weights(*cloud)._replace(log_weights=cloud[1], increment=zero)
     return jax.tree.map(lambda a, b: jnp.where(exists, a, b), new, stays)

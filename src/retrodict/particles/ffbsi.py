@@ -27,7 +27,7 @@ from retrodict.particles.backward_samplers import (
     Genealogy,
     check_sampler,
 )
-from retrodict.particles.backward_weights import Pairs
+from retrodict.particles.backward_weights import BackwardWeights
 from retrodict.particles.cloud import Filter
 from retrodict.particles.moments import (
     DEGENERATE,
@@ -141,7 +141,7 @@ def draw_paths(
     def step(state: tuple[Array, Array], row: tuple) -> tuple[tuple[Array, Array], Array]:
         places, xs = state
         key, particles, log_weights, ancestors, data, exists = row
-        pairs = Pairs.of(kernel, data.inputs, particles, reverse=forward)
+        pairs = BackwardWeights.of(kernel, data.inputs, particles, reverse=forward)
         chosen = sampler.draw(key, pairs, log_weights, xs, ancestors[places])
         if exists is not None:
             chosen = jnp.where(exists, chosen, places)
@@ -347,23 +347,29 @@ def ffbsi(
     """
     check_key(key, "ffbsi")
     check_sampler(backward, "ffbsi")
-    machine = Filter(unwrap(model), proposal, lookahead, resampling, threshold, num_particles)
+    forward_filter = Filter(
+        unwrap(model), proposal, lookahead, resampling, threshold, num_particles
+    )
     num_samples = check_count(num_particles if num_samples is None else num_samples, "num_samples")
-    series = prepare_data(machine.model, ys, mask=mask, inputs=inputs, length=length)
+    series = prepare_data(forward_filter.model, ys, mask=mask, inputs=inputs, length=length)
     if not isinstance(backward, Genealogy):
-        check_densities(machine.model, "Backward sampling", ("transition",))
-    posterior = run_smoother(machine, backward, key, series, num_samples)
+        check_densities(forward_filter.model, "Backward sampling", ("transition",))
+    posterior = run_smoother(forward_filter, backward, key, series, num_samples)
     refuse_failure("ffbsi", posterior.status, posterior.status_time, strict)
     return posterior
 
 
 @eqx.filter_jit
 def run_smoother(
-    machine: Any, backward: AbstractBackwardSampler, key: PRNGKey, series: Series, num_samples: int
+    forward_filter: Any,
+    backward: AbstractBackwardSampler,
+    key: PRNGKey,
+    series: Series,
+    num_samples: int,
 ) -> ParticlePosterior:
     """Run a filter over a prepared series, and draw paths backward."""
     filter_key, *keys = jax.random.split(key, 3)
-    filtered = run_filter(machine, filter_key, series)
-    status, kernel = (filtered.status, filtered.status_time), machine.model.transition
+    filtered = run_filter(forward_filter, filter_key, series)
+    status, kernel = (filtered.status, filtered.status_time), forward_filter.model.transition
     paths = draw_paths(kernel, backward, keys, filtered, series, num_samples, status)
     return ParticlePosterior(filtered=filtered, **paths)

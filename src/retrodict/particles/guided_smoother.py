@@ -40,7 +40,7 @@ from retrodict.particles.backward_samplers import (
     MCMCBackward,
     check_sampler,
 )
-from retrodict.particles.cloud import Step, frozen_where, select, summed, weighed
+from retrodict.particles.cloud import Step, keep_where_padding, normalise_weights, select, summed
 from retrodict.particles.ffbsi import AbstractPathPosterior, draw_paths
 from retrodict.particles.moments import FINE, log_evidence_error, refuse_failure, status_of
 from retrodict.particles.resampling import Scheme, check_scheme, check_threshold
@@ -279,7 +279,9 @@ def _run_backward(
     dtype = jnp.result_type(series.ys.dtype, *jax.tree.leaves(laws))
     shape = (guide.num_particles, last_law.noise_dim)
     first = jax.vmap(last_law.from_noise)(jax.random.normal(start_key, shape, dtype)).astype(dtype)
-    start = weighed(first, jnp.full(guide.num_particles, -math.log(guide.num_particles), dtype))
+    start = normalise_weights(
+        first, jnp.full(guide.num_particles, -math.log(guide.num_particles), dtype)
+    )
     log_laws = jax.vmap(lambda x: summed(last_law.log_prob(x)))(first)
     lifts = guide.lift(first, log_laws, last_row).astype(dtype)
     # Drawn by time, so that padding changes nothing that exists.
@@ -294,7 +296,9 @@ def _run_backward(
             cloud[0][ancestors], noise
         )
         log_weights = log_weights + lifts[ancestors] + log_laws + ratios
-        new = frozen_where(real, weighed(xs, log_weights.astype(dtype), ancestors), cloud)
+        new = keep_where_padding(
+            real, normalise_weights(xs, log_weights.astype(dtype), ancestors), cloud
+        )
         new_lifts = guide.lift(xs, log_laws, row).astype(dtype)
         lifts = new_lifts if real is None else jnp.where(real, new_lifts, lifts)
         return ((new.particles, new.log_weights), lifts), (new, lifts)
@@ -310,7 +314,7 @@ def _run_backward(
     # At time 0 the prior replaces the law of the chain.
     priors = jax.vmap(lambda x: summed(guide.model.prior.log_prob(x)))(steps.particles[0])
     log_weights = (steps.log_weights[0] + priors + all_lifts[0]).astype(dtype)
-    final = weighed(steps.particles[0], log_weights, steps.ancestors[0])
+    final = normalise_weights(steps.particles[0], log_weights, steps.ancestors[0])
     clouds = jax.tree.map(lambda leaf, row: leaf.at[0].set(row), steps, final)
     increment, impossible, undefined = (
         jnp.concatenate([last[None], by_time[:-1]])
@@ -321,5 +325,5 @@ def _run_backward(
         )
     )
     clouds = clouds._replace(increment=increment, impossible=impossible, undefined=undefined)
-    lifted = jax.vmap(weighed)(clouds.particles, clouds.log_weights + all_lifts)
+    lifted = jax.vmap(normalise_weights)(clouds.particles, clouds.log_weights + all_lifts)
     return clouds, lifted.log_weights

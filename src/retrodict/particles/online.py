@@ -39,8 +39,8 @@ from retrodict.particles.backward_samplers import (
     RejectionBackward,
     check_sampler,
 )
-from retrodict.particles.backward_weights import Pairs
-from retrodict.particles.cloud import Filter, Step, frozen_where
+from retrodict.particles.backward_weights import BackwardWeights
+from retrodict.particles.cloud import Filter, Step, keep_where_padding
 from retrodict.particles.moments import FINE, check_functional, refuse_failure, status_of
 from retrodict.particles.power_of_two import LOG2_E
 from retrodict.particles.resampling import Scheme
@@ -238,7 +238,9 @@ class AdditiveSmoother(eqx.Module):
         key, noise_key, select_key, back_key = jax.random.split(state.key, 4)
         cloud = (state.particles, state.log_weights)
         noise = self.filter.noise(noise_key, state.particles.dtype)
-        step = frozen_where(exists, self.filter.move(cloud, select_key, noise, row, None), cloud)
+        step = keep_where_padding(
+            exists, self.filter.move(cloud, select_key, noise, row, None), cloud
+        )
         statistics = self._carried(state, step, row, data, back_key)
         here = jax.vmap(lambda x: sum_of_terms(self.functional, AbstractStateTerm, x, data))
         statistics = plus(here(step.particles), statistics)
@@ -253,7 +255,7 @@ class AdditiveSmoother(eqx.Module):
     ) -> PyTree:
         """Return the expectation of T_{k-1} and of the pair terms, at each particle."""
         befores, draws = state.particles, self.num_draws
-        pairs = Pairs.of(self.filter.model.transition, row.inputs, befores)
+        pairs = BackwardWeights.of(self.filter.model.transition, row.inputs, befores)
 
         def increment(before: Array, x: Array, log_weight: Any = None) -> PyTree:
             return sum_of_terms(self.functional, AbstractPairTerm, before, x, data)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from retrodict._arrays import PRNGKey, Scalar, check_key
 from retrodict._model import Series, StateSpaceModel, prepare_data, unwrap
-from retrodict.particles.cloud import Filter, Step, frozen_where
+from retrodict.particles.cloud import Filter, Step, keep_where_padding
 from retrodict.particles.moments import (
     AbstractWeightedStates,
     check_single,
@@ -144,34 +144,38 @@ def particle_filter(
         FloatingPointError: if the filter fails and `strict`; it names the time step.
     """
     check_key(key, "particle_filter")
-    machine = Filter(unwrap(model), proposal, lookahead, resampling, threshold, num_particles)
-    series = prepare_data(machine.model, ys, mask=mask, inputs=inputs, length=length)
-    posterior = run_filter(machine, key, series)
+    forward_filter = Filter(
+        unwrap(model), proposal, lookahead, resampling, threshold, num_particles
+    )
+    series = prepare_data(forward_filter.model, ys, mask=mask, inputs=inputs, length=length)
+    posterior = run_filter(forward_filter, key, series)
     refuse_failure("particle_filter", posterior.status, posterior.status_time, strict)
     return posterior
 
 
 @eqx.filter_jit
-def run_filter(machine: Any, key: PRNGKey, series: Series) -> ParticleFilterPosterior:
+def run_filter(forward_filter: Any, key: PRNGKey, series: Series) -> ParticleFilterPosterior:
     """Run a `Filter` or `TemperedFilter` over a prepared series."""
-    steps = None if machine.proposal is None else jax.tree.leaves(machine.proposal.steps)
+    steps = (
+        None if forward_filter.proposal is None else jax.tree.leaves(forward_filter.proposal.steps)
+    )
     if steps and steps[0].shape[0] != series.num_times:
         raise ValueError(
             f"The proposal was made for {steps[0].shape[0]} rows, and ys has {series.num_times}."
         )
     data = series.rows
     exists, n = series.exists(), series.num_times
-    proposal_rows = None if machine.proposal is None else machine.proposal.steps
+    proposal_rows = None if forward_filter.proposal is None else forward_filter.proposal.steps
     start_key, noise_key, select_key = jax.random.split(key, 3)
-    first = machine.start(start_key, jax.tree.map(lambda leaf: leaf[0], data))
-    draw = partial(machine.noise, dtype=first.particles.dtype)
+    first = forward_filter.start(start_key, jax.tree.map(lambda leaf: leaf[0], data))
+    draw = partial(forward_filter.noise, dtype=first.particles.dtype)
     # The states of all times are stored, so that their noise may be drawn at once.
     noise = jax.vmap(draw)(jax.random.split(noise_key, n - 1))
     keys = jax.random.split(select_key, n - 1)
 
     def move(cloud: Any, at: tuple) -> tuple[Any, Step]:
         key, noise, row, step, exists = at
-        new = frozen_where(exists, machine.move(cloud, key, noise, row, step), cloud)
+        new = keep_where_padding(exists, forward_filter.move(cloud, key, noise, row, step), cloud)
         return (new.particles, new.log_weights), new
 
     later = jax.tree.map(lambda leaf: leaf[1:], (data, proposal_rows, exists))
@@ -189,5 +193,5 @@ def run_filter(machine: Any, key: PRNGKey, series: Series) -> ParticleFilterPost
         status,
         time,
         series.length,
-        machine.resampling,
+        forward_filter.resampling,
     )

@@ -23,7 +23,7 @@ from jaxtyping import Array, Int
 from retrodict._arrays import PRNGKey, Scalar
 from retrodict._model import Series, StateSpaceModel
 from retrodict.particles.backward_samplers import ExactBackward
-from retrodict.particles.cloud import Cloud, Step, draw_first, summed, weighed
+from retrodict.particles.cloud import Cloud, Step, draw_first, normalise_weights, summed
 from retrodict.particles.ffbsi import ParticlePosterior, run_smoother
 from retrodict.particles.resampling import Ancestors, Particles, Scheme, Weights, resample
 
@@ -137,7 +137,7 @@ class TemperedFilter(eqx.Module):
         last = lax.while_loop(unfinished, advance, first)
         failed = ~((last.phi >= 1.0) & jnp.isfinite(last.total))
         increment = jnp.where(failed, -jnp.inf, last.total)
-        step = weighed(last.xs, jnp.zeros(count, xs.dtype), last.ancestors)
+        step = normalise_weights(last.xs, jnp.zeros(count, xs.dtype), last.ancestors)
         return step._replace(increment=increment, impossible=failed)
 
 
@@ -152,8 +152,8 @@ def tempered_smoother(
         series: a prepared series.
         num_particles: the number of particles, and of paths.
     """
-    machine = TemperedFilter(model, num_particles)
-    return run_smoother(machine, ExactBackward(), key, series, num_particles)
+    forward_filter = TemperedFilter(model, num_particles)
+    return run_smoother(forward_filter, ExactBackward(), key, series, num_particles)
 
 
 def _scaled(factor: Scalar, logs: Weights) -> Weights:
