@@ -45,7 +45,7 @@ LEVEL = {entry: level for level, entries in enumerate(LAYERS) for entry in entri
 ON_PUBLIC_API = {
     "runs": {"models", "data", "distributed", "_workspace", "_pages", "_files", "_interface"},
     "experiments": {"models", "data", "_workspace", "_pages", "_files", "_interface"},
-    "cli": {"models", "data", "runs", "experiments", "_interface"},
+    "cli": {"models", "data", "runs", "experiments", "_pages", "_interface"},
 }
 
 # Modules that do not depend on state-space models, with the entries that each may import.

@@ -269,13 +269,14 @@ def test_a_fit_that_is_killed_ends_as_if_nothing_had_happened(tmp_path: Path):
 def test_the_period_of_a_season_follows_from_the_step(freq: str, period: int):
     dates = pd.date_range("2020-01-01", periods=80, freq=freq)
     table = data.read(pd.DataFrame({"date": dates, "y": np.arange(80.0)}))
-    spec, words = runs.with_period(models.load("seasonal"), table)
-    assert spec.options == {"period": period} and f"period={period}," in words
-    assert runs.starting_model(table, models.load("seasonal")).state_dim == period
+    job = runs.FitJob(table, "seasonal", Path())
+    assert job.spec.options == {"period": period} and f"period={period}," in job.notice
+    assert job.starting_model().state_dim == period
     # What was chosen stays, and other models have none.
-    for chosen in (models.load("seasonal").with_options(["period=9"]), spec):
-        assert runs.with_period(chosen, table) == (chosen, "")
-    assert runs.with_period(models.load("local_level"), table)[1] == ""
+    for chosen in (models.load("seasonal").with_options(["period=9"]), job.spec):
+        other = runs.FitJob(table, chosen, Path())
+        assert (other.spec, other.notice) == (chosen, "")
+    assert runs.FitJob(table, "local_level", Path()).notice == ""
 
 
 def test_a_period_that_does_not_follow_is_asked_for(tmp_path: Path, capsys):

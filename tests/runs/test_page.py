@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,23 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from retrodict import runs
 from retrodict._files import as_csv
+from retrodict._pages import visible
 from retrodict.experiments._drawing import draw
 from retrodict.experiments._report import Chapter, Section, Table
 from retrodict.experiments._report import page as experiment_page
-from retrodict.runs import _page, _stream_learning, _svg
+from retrodict.runs import _page, _stream_learning
+from retrodict.runs._page import page
+from retrodict.runs._plot import plot
+from retrodict.runs._report_content import (
+    Band,
+    Curve,
+    Finding,
+    Panel,
+    ParameterLine,
+    PlottedSeries,
+    ReportContent,
+)
 
 EVIL = """<script>alert('x')</script> & "q" </title></style> <!-- <b onclick=alert(1)>"""
 VOID = {"meta", "path", "img"}
@@ -30,7 +42,7 @@ VOID = {"meta", "path", "img"}
 
 def make_panel(
     num_times: int = 60, title: str = "flow", dated: bool = True, level: float = 0.0, seed: int = 0
-) -> runs.SeriesPanel:
+) -> Panel:
     rng = np.random.default_rng(seed)
     mean = level + np.cumsum(rng.normal(size=num_times))
     observed = mean + rng.normal(size=num_times)
@@ -38,35 +50,31 @@ def make_panel(
     start: Any = np.datetime64("2020-01-01") if dated else 1871
     days = np.arange(num_times + 5).astype("timedelta64[D]" if dated else int)
     ahead = np.full(5, mean[-1])
-    return runs.SeriesPanel(
+    return Panel(
         title,
-        start + days[:num_times],
-        mean,
-        mean - 1,
-        mean + 1,
+        Band(start + days[:num_times], mean, mean - 1, mean + 1),
         observed=observed,
-        forecast=runs.Band(start + days[num_times:], ahead, ahead - 2, ahead + 2),
+        forecast=Band(start + days[num_times:], ahead, ahead - 2, ahead + 2),
     )
 
 
-def make_content(series: list[runs.Series] | None = None, name: str = "flow") -> runs.ReportContent:
+def make_content(series: list[PlottedSeries] | None = None, name: str = "flow") -> ReportContent:
     steps = np.arange(100)
-    return runs.ReportContent(
+    return ReportContent(
         title=name,
         verdict="doubtful",
         summary=[f"A summary of {name}."],
         data=[f"column {name}"],
         series=series
-        or [runs.Series(name, [make_panel(title=name)]), runs.Series("other", [make_panel()])],
+        or [PlottedSeries(name, [make_panel(title=name)]), PlottedSeries("other", [make_panel()])],
         parameters=[
-            runs.ParameterLine(name, 0.30412, 0.0123, (0.2846, 0.3251), method=name),
-            runs.ParameterLine("prior.mean", 2.0, learned=False),
+            ParameterLine(name, 0.30412, 0.0123, (0.2846, 0.3251)),
+            ParameterLine("prior.mean", 2.0, learned=False),
         ],
         parameters_method=f"From the curvature, {name}.",
-        training=[runs.Curve(name, steps, -1.0 - 900.0 * np.exp(-steps / 2.0))],
+        training=[Curve(name, steps, -1.0 - 900.0 * np.exp(-steps / 2.0))],
         training_label=f"ELBO of {name}",
-        training_note=name,
-        diagnostics=[runs.Diagnostic(name, 0.62, name, "doubtful")],
+        diagnostics=[Finding(name, 0.62, name, "doubtful")],
         commands=[f"retrodict fit {name}"],
         facts=[(name, name)],
     )
@@ -120,14 +128,14 @@ def floats(values: list[float | None]) -> np.ndarray:
 
 def make_chapters(name: str) -> str:
     """The report of an experiment in which every text is this name."""
-    picture = draw("figure", lambda axis: axis.set_title(runs.visible(name)), caption=name)
+    picture = draw("figure", lambda axis: axis.set_title(visible(name)), caption=name)
     table = Table("table", {name: "", "n": ".1f"}, [[name, 1.0]], name)
     section = Section(name, name, [picture, table, name], name)
     chapters = [Chapter(id, name, name, [section], {}, {}) for id in ("a", "b")]
     return experiment_page(name, [name], chapters, name).decode()
 
 
-PAGES = {"run": lambda name: runs.page(make_content(name=name)), "experiments": make_chapters}
+PAGES = {"run": lambda name: page(make_content(name=name)), "experiments": make_chapters}
 
 
 @pytest.mark.parametrize("kind", PAGES)
@@ -136,20 +144,23 @@ def test_hostile_names_are_text_in_every_page(kind: str):
     # The same elements with the same attributes, but for the names in them.
     free = {"aria-label", "content", "src"}
     outlines = [
-        [(tag, {k: v for k, v in attrs.items() if k not in free}) for tag, attrs in page.elements]
-        for page in (plain, evil)
+        [
+            (tag, {k: v for k, v in attrs.items() if k not in free})
+            for tag, attrs in outline.elements
+        ]
+        for outline in (plain, evil)
     ]
     assert outlines[0] == outlines[1]
     assert sum(EVIL in text for text in evil.texts) >= 12
 
 
 def test_hostile_names_are_text_in_json_and_svg(tmp_path: Path):
-    data = payload(runs.page(make_content(name=EVIL)))
+    data = payload(page(make_content(name=EVIL)))
     assert data["series"][0]["name"] == data["series"][0]["panels"][0]["title"] == EVIL
-    runs.plot([make_panel(title=EVIL)], tmp_path / "plot.svg", title=EVIL)
+    plot([make_panel(title=EVIL)], tmp_path / "plot.svg", title=EVIL)
     header = as_csv([*_stream_learning.FIRST_COLUMNS, EVIL], [[1, 0, -1.0, 0, 0.5]])
     (tmp_path / "history.csv").write_bytes(header)
-    runs.draw_history(tmp_path / "history.csv", tmp_path / "history.svg")
+    _stream_learning.draw_history(tmp_path / "history.csv", tmp_path / "history.svg")
     for name in ("plot.svg", "history.svg"):
         tags = {
             str(each.tag).rpartition("}")[2] for each in ElementTree.parse(tmp_path / name).iter()
@@ -158,9 +169,10 @@ def test_hostile_names_are_text_in_json_and_svg(tmp_path: Path):
 
 
 def test_a_page_needs_nothing_beside_it():
-    text = runs.page(make_content())
+    text = page(make_content())
     for _, attributes in Outline(text).elements:
-        assert not {"src", "href", "srcset", "data"} & set(attributes)
+        assert not {"href", "srcset", "data"} & set(attributes)
+        assert (attributes.get("src") or "data:").startswith("data:")
     assert "://" not in text and "url(" not in text and "@import" not in text
     # The browser is told so, and runs the one script that the page came with.
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
@@ -171,11 +183,11 @@ def test_a_page_needs_nothing_beside_it():
 
 
 def test_the_same_content_gives_the_same_bytes():
-    assert runs.page(make_content()) == runs.page(make_content())
+    assert page(make_content()) == page(make_content())
 
 
 def test_all_sections_are_there_and_empty_ones_are_not():
-    headings = re.findall(r"<h2>(.*?)</h2>", runs.page(make_content()))
+    headings = re.findall(r"<h2>(.*?)</h2>", page(make_content()))
     assert headings == [
         "Data",
         "Series",
@@ -184,40 +196,43 @@ def test_all_sections_are_there_and_empty_ones_are_not():
         "Diagnostics",
         "How to reproduce",
     ]
-    bare = runs.ReportContent(title="t", verdict=None, summary=["s"], data=[], series=[])
-    text = runs.page(bare)
+    bare = ReportContent(title="t", verdict=None, summary=["s"], data=[], series=[])
+    text = page(bare)
     assert "<h2>" not in text and "<script" not in text and "<p>s</p>" in text
 
 
 def test_a_parameter_has_the_digits_of_its_error():
     lines = [
-        runs.ParameterLine("a", -1234567.891, 3.2, (-1234573.1, -1234562.6)),
-        runs.ParameterLine("b", 0.30412, 0.0123, (0.28461, 0.32514)),
-        runs.ParameterLine("c", 2.0, learned=False),
+        ParameterLine("a", -1234567.891, 3.2, (-1234573.1, -1234562.6)),
+        ParameterLine("b", 0.30412, 0.0123, (0.28461, 0.32514)),
+        ParameterLine("c", 2.0, learned=False),
     ]
-    content = runs.ReportContent("t", None, [], [], [], parameters=lines, level=0.8)
-    cells = re.findall(r"<td[^>]*><span>(.*?)</span></td>", runs.page(content))
+    content = ReportContent("t", None, [], [], [], parameters=lines, level=0.8)
+    cells = re.findall(r"<td[^>]*><span>(.*?)</span></td>", page(content))
     assert cells[:5] == ["a", "−1234567.9", "3.2", "−1234573.1 to −1234562.6", "learned"]
     assert cells[5:10] == ["b", "0.3041", "0.012", "0.2846 to 0.3251", "learned"]
     assert cells[10:] == ["c", "2", "–", "–", "fixed"]
-    assert "80% interval" in runs.page(content)
+    assert "80% interval" in page(content)
 
 
 @pytest.mark.parametrize("dated", [True, False])
 @pytest.mark.parametrize("level", [0.0, 1e6])
 def test_data_come_back(dated: bool, level: float):
     panel = make_panel(dated=dated, level=level)
-    data = payload(runs.page(make_content([runs.Series("s", [panel])])))
+    data = payload(page(make_content([PlottedSeries("s", [panel])])))
     (found,) = data["series"][0]["panels"]
     axis = data["axes"][found["axis"]]
     assert axis["kind"] == ("date" if dated else "number") and "count" in axis
     unit = "datetime64[ms]" if dated else float
-    np.testing.assert_array_equal(times_of(axis), panel.times.astype(unit).astype(float))
+    np.testing.assert_array_equal(times_of(axis), panel.smoothed.times.astype(unit).astype(float))
     # However high the level, what varies is kept.
-    spread = np.ptp(panel.centre)
-    for name in ("centre", "lower", "upper", "observed"):
+    spread = np.ptp(panel.smoothed.centre)
+    band = panel.smoothed
+    columns: dict[str, Any] = {"centre": band.centre, "lower": band.lower, "upper": band.upper}
+    columns["observed"] = panel.observed
+    for name, expected in columns.items():
         values = floats(found[name])
-        np.testing.assert_allclose(values, getattr(panel, name), rtol=0, atol=1e-5 * spread)
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5 * spread)
     assert found["missing"] == list(range(20, 30))
     assert panel.forecast is not None
     ahead = panel.forecast.centre
@@ -241,8 +256,8 @@ def test_data_come_back(dated: bool, level: float):
 )
 def test_times_come_back_exactly(times: np.ndarray, kind: str):
     zeros = np.zeros(times.size)
-    panel = runs.SeriesPanel("t", times, zeros, zeros, zeros)
-    data = payload(runs.page(make_content([runs.Series("s", [panel, panel])])))
+    panel = Panel("t", Band(times, zeros, zeros, zeros))
+    data = payload(page(make_content([PlottedSeries("s", [panel, panel])])))
     (axis,) = data["axes"]  # both panels share it
     exact = times.astype("datetime64[us]").astype(float) / 1000 if kind == "date" else times
     assert axis["kind"] == kind
@@ -251,44 +266,58 @@ def test_times_come_back_exactly(times: np.ndarray, kind: str):
 
 def test_what_is_not_finite_is_null():
     values = np.array([np.inf, -np.inf, np.nan, 1.5])
-    panel = runs.SeriesPanel("t", np.arange(4), values, values, values, observed=values)
-    (found,) = payload(runs.page(make_content([runs.Series("s", [panel])])))["series"][0]["panels"]
+    panel = Panel("t", Band(np.arange(4), values, values, values), observed=values)
+    (found,) = payload(page(make_content([PlottedSeries("s", [panel])])))["series"][0]["panels"]
     assert found["centre"] == found["observed"] == [None, None, None, 1.5]
     assert found["missing"] == [2]
 
 
 def test_series_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch):
-    series = [runs.Series(f"s{i}", [make_panel(10)]) for i in range(53)]
-    text = runs.page(make_content(series))
+    series = [PlottedSeries(f"s{i}", [make_panel(10)]) for i in range(53)]
+    text = page(make_content(series))
     assert len(payload(text)["series"]) == 50
     assert "The first 50 of 53 series are on this page; 3 are left out." in text
     monkeypatch.setattr(_page, "MAX_NUMBERS", 4 * 10 * 7)
-    assert len(payload(runs.page(make_content(series)))["series"]) == 7
+    assert len(payload(page(make_content(series)))["series"]) == 7
     monkeypatch.setattr(_page, "MAX_NUMBERS", 1)
-    assert len(payload(runs.page(make_content(series)))["series"]) == 1
+    assert len(payload(page(make_content(series)))["series"]) == 1
 
 
 def test_a_long_series_makes_a_page_of_a_few_megabytes():
     panel = make_panel(100_000)
-    level = runs.SeriesPanel("level", panel.times, panel.centre, panel.lower, panel.upper)
-    text = runs.page(make_content([runs.Series("s", [panel, level])]))
+    level = Panel("level", panel.smoothed)
+    text = page(make_content([PlottedSeries("s", [panel, level])]))
     assert 1e6 < len(text.encode()) < 6e6
 
 
-def test_a_still_picture_keeps_the_extremes():
-    values = np.random.default_rng(0).normal(size=50_000)
-    values[12_345], values[40_001] = 50.0, -50.0
-    xs = np.linspace(0.0, 400.0, values.size)
-    kept = np.array(_svg._extremes(xs, values))
-    assert len(kept) <= 2 * 401 and np.all(np.diff(kept[:, 0]) > 0)
-    for column in range(400):
-        here = values[np.floor(xs) == column]
-        left = kept[np.floor(kept[:, 0]) == column, 1]
-        assert left.min() == here.min() and left.max() == here.max()
+def test_a_static_picture_of_a_long_series_is_small():
+    panel = make_panel(100_000)
+    text = page(make_content([PlottedSeries("s", [panel])]))
+    (picture, training) = re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', text)
+    svg = base64.b64decode(picture).decode()
+    assert len(svg) < 300_000 and "flow" in svg and "<image" in svg
+    assert b"ELBO" not in base64.b64decode(training)  # the label is the caption
+
+
+@pytest.mark.parametrize("first", ["-0500-01-01", "0001-01-01", "19000-01-01"])
+def test_dates_and_values_beyond_those_of_matplotlib_are_drawn(first: str):
+    times: Any = np.datetime64(first) + np.array([0, 10, 400_000]).astype("timedelta64[D]")
+    values = np.array([-1.7e308, np.inf, 1.7e308])
+    text = page(
+        make_content([PlottedSeries("s", [Panel("p", Band(times, values, values, values))])])
+    )
+    assert text.count('src="data:image/svg+xml') == 2
+
+
+def test_a_static_picture_has_at_most_twelve_panels():
+    text = page(make_content([PlottedSeries("s", [make_panel(10, f"p{i}p") for i in range(14)])]))
+    (picture, _) = re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', text)
+    svg = base64.b64decode(picture).decode()
+    assert "p11p" in svg and "p12p" not in svg
 
 
 def test_a_poor_start_does_not_flatten_the_curve():
-    text = runs.page(make_content())
+    text = page(make_content())
     cut = int(re.findall(r"(\d+) values are below the chart", text)[0])
     assert 0 < cut <= 10
     steady = np.linspace(0, 1, 100)
@@ -298,24 +327,20 @@ def test_a_poor_start_does_not_flatten_the_curve():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda p: runs.Band(p.times[::-1], p.centre, p.lower, p.upper), "increasing"),
+        (lambda p: replace(p.smoothed, times=p.smoothed.times[::-1]), "increasing"),
+        (lambda p: replace(p.smoothed, centre=p.smoothed.centre[:-1]), "centre` must have one"),
+        (lambda p: replace(p.smoothed, times=p.smoothed.times.astype(str)), "datetime64"),
+        (lambda p: replace(p, observed=p.observed[:-1]), "observed` must have one"),
         (
-            lambda p: runs.Band(p.times, p.centre[:-1], p.lower, p.upper),
-            "centre` must have one",
-        ),
-        (lambda p: runs.Band(p.times.astype(str), p.centre, p.lower, p.upper), "datetime64"),
-        (
-            lambda p: runs.SeriesPanel(
-                "n", np.arange(60), p.centre, p.lower, p.upper, forecast=p.forecast
-            ),
+            lambda p: replace(p, smoothed=replace(p.smoothed, times=np.arange(60))),
             "both be dates or both be numbers",
         ),
-        (lambda p: runs.Series("s", []), "no panels"),
-        (lambda p: runs.Series("s", [p, make_panel(dated=False)]), "share an axis"),
-        (lambda p: runs.ReportContent("t", None, [], [], [], level=90.0), "between 0 and 1"),
+        (lambda p: PlottedSeries("s", []), "no panels"),
+        (lambda p: PlottedSeries("s", [p, make_panel(dated=False)]), "share an axis"),
+        (lambda p: ReportContent("t", None, [], [], [], level=90.0), "between 0 and 1"),
     ],
 )
-def test_wrong_content_is_refused(make: Callable[[runs.SeriesPanel], object], message: str):
+def test_wrong_content_is_refused(make: Callable[[Panel], object], message: str):
     with pytest.raises(ValueError, match=message):
         make(make_panel())
 
@@ -333,7 +358,7 @@ def test_a_plot_is_written_the_same_each_time(tmp_path: Path, suffix: str, start
     panels = [make_panel(title="a $name_ 100%"), make_panel(seed=1)]
     contents = []
     for name in ("one", "two"):
-        runs.plot(panels, tmp_path / f"{name}.{suffix}", title="x$")
+        plot(panels, tmp_path / f"{name}.{suffix}", title="x$")
         contents.append((tmp_path / f"{name}.{suffix}").read_bytes())
     assert contents[0] == contents[1] and contents[0].startswith(start)
     assert dict(matplotlib.rcParams) == before
@@ -342,12 +367,12 @@ def test_a_plot_is_written_the_same_each_time(tmp_path: Path, suffix: str, start
 
 def test_a_plot_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"a.gif: a picture ends in .png, .svg, .pdf"):
-        runs.plot([make_panel()], tmp_path / "a.gif")
+        plot([make_panel()], tmp_path / "a.gif")
     with pytest.raises(ValueError, match="no panels"):
-        runs.plot([], tmp_path / "a.png")
+        plot([], tmp_path / "a.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match="pip install"):
-        runs.plot([make_panel()], tmp_path / "a.png")
+        plot([make_panel()], tmp_path / "a.png")
 
 
 # In a browser.
@@ -403,7 +428,7 @@ def ask(folder: Path, text: str, script: str, width: int = 1280) -> Any:
 
 def numbered(num_times: int = 2000) -> str:
     panels = [make_panel(num_times, dated=False), make_panel(num_times, dated=False, seed=1)]
-    return runs.page(make_content([runs.Series("s", panels)]))
+    return page(make_content([PlottedSeries("s", panels)]))
 
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
@@ -412,7 +437,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is insta
 @pytest.mark.slow
 @needs_browser
 def test_a_browser_runs_the_page_as_it_is(tmp_path: Path):
-    (tmp_path / "page.html").write_text(runs.page(make_content(name=EVIL)), encoding="utf-8")
+    (tmp_path / "page.html").write_text(page(make_content(name=EVIL)), encoding="utf-8")
     seen = browse(tmp_path, tmp_path / "page.html")
     assert len(re.findall("<canvas", seen)) == 1 and "data-from=" in seen
     assert "2020-01-01 to 2020-03-05" in seen
@@ -425,7 +450,7 @@ def test_a_page_fits_the_window(width: int, tmp_path: Path):
     name = "a_long_name_without_any_place_to_break_it_" * 4
     found = ask(
         tmp_path,
-        runs.page(make_content(name=name)),
+        page(make_content(name=name)),
         "return { width: root.clientWidth, over: root.scrollWidth - root.clientWidth,"
         " canvas: canvas(0).clientWidth, small: [...document.querySelectorAll('td, th, p, li, dd')]"
         ".map(e => parseFloat(getComputedStyle(e).fontSize)).reduce((a, b) => Math.min(a, b)) };",
@@ -500,8 +525,8 @@ def test_charts_are_zoomed_and_moved(width: int, tmp_path: Path):
 @needs_browser
 def test_another_series_is_chosen(tmp_path: Path):
     series = [
-        runs.Series("a", [make_panel(50)]),
-        runs.Series(EVIL, [make_panel(1, title=EVIL, dated=False), make_panel(2, dated=False)]),
+        PlottedSeries("a", [make_panel(50)]),
+        PlottedSeries(EVIL, [make_panel(1, title=EVIL, dated=False), make_panel(2, dated=False)]),
     ]
     script = """
       const select = document.getElementById("series");
@@ -509,7 +534,7 @@ def test_another_series_is_chosen(tmp_path: Path):
       select.dispatchEvent(new Event("change"));
       return [[...host.querySelectorAll("figcaption")].map(e => e.textContent),
         document.getElementById("range").textContent, document.scripts.length];"""
-    titles, shown, num_scripts = ask(tmp_path, runs.page(make_content(series)), script)
+    titles, shown, num_scripts = ask(tmp_path, page(make_content(series)), script)
     assert titles == [EVIL, "flow"] and shown == "1871 to 1877" and num_scripts == 3
 
 
@@ -517,7 +542,7 @@ def test_another_series_is_chosen(tmp_path: Path):
 @needs_browser
 def test_thinning_keeps_the_extremes(tmp_path: Path):
     num_times, width = 100_000, 700
-    text = runs.page(make_content([runs.Series("s", [make_panel(num_times, dated=False)])]))
+    text = page(make_content([PlottedSeries("s", [make_panel(num_times, dated=False)])]))
     script = f"""
       const payload = JSON.parse(document.getElementById("payload").textContent);
       const values = payload.series[0].panels[0].observed.map(v => v === null ? NaN : v);
@@ -546,7 +571,7 @@ def test_marks_of_time_are_round(tmp_path: Path):
       const start = Date.UTC(2021, 10, 17, 13, 47, 11);
       return spans.map(span => retrodict.dateTicks(start, start + span, 8)
         .map(tick => [tick.at - start, tick.label, new Date(tick.at).toISOString()]));"""
-    found = ask(tmp_path, runs.page(make_content()), script)
+    found = ask(tmp_path, page(make_content()), script)
     spans = [0.05, 2, 90, 7200, 86400, 864000, 6e6, 4e7, 4e8, 4e9, 4e10]
     for span, ticks in zip(spans, found, strict=True):
         offsets = [tick[0] for tick in ticks]
@@ -565,13 +590,13 @@ def test_marks_of_time_are_round(tmp_path: Path):
     "name", ["bell\x07", "\udcff", "nul\x00", "\u202etxt", "two\nlines\u2028", "\ufffe", "-->$\\x$"]
 )
 def test_names_that_are_no_text_are_marked(name: str, tmp_path: Path):
-    text = runs.page(make_content(name=name))
+    text = page(make_content(name=name))
     text.encode()  # as it is written
     Outline(text)
     assert not re.search("[\x00-\x08\x7f\u2028-\u202e\ufffe]", text)
     shown = payload(text)["series"][0]["name"]
     assert shown == payload(text)["series"][0]["panels"][0]["title"]
     assert shown.isprintable() and "\n" not in shown
-    runs.plot([make_panel(title=name)], tmp_path / "name.svg", title=name)
+    plot([make_panel(title=name)], tmp_path / "name.svg", title=name)
     tree = ElementTree.parse(tmp_path / "name.svg")
     assert not [each for each in tree.iter() if str(each.tag).endswith("script")]

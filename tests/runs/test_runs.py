@@ -39,6 +39,9 @@ from retrodict.runs import (
     _stream,
     _training,
 )
+from retrodict.runs._page import page
+from retrodict.runs._plot import plot
+from retrodict.runs._report_content import Band, Panel, PlottedSeries, ReportContent
 
 LAG = 4
 
@@ -296,8 +299,8 @@ def test_a_fit_has_as_many_stages_as_it_says(copy: runs.Run, table: data.Table, 
     (copy.path / "run.json").unlink()
     told = Told()
     again = runs.fit(table, copy.spec, copy.path, progress=told)
-    assert len(told.ended) == runs.num_stages(table, copy.spec) == 2
-    assert runs.num_stages(table, models.load("poisson_counts")) == 3
+    assert len(told.ended) == runs.FitJob(table, copy.spec, copy.path).num_stages == 2
+    assert runs.FitJob(table, "poisson_counts", copy.path).num_stages == 3
     for name in ("_posterior", "_residuals"):
         monkeypatch.setattr(_check, name, lambda *_: [])
     monkeypatch.setattr(_check, "_hidden", lambda *_: runs.Finding("a", "b", "c", "good"))
@@ -560,9 +563,10 @@ def test_hidden_points_of_a_short_series_are_counted(run: runs.Run, table: data.
 def test_bands_of_columns_are_exact_where_the_model_is(run: runs.Run, table: data.Table):
     ((panel, state),) = (found.panels for found in _report._series(run, table, 4, 0.9, 0))
     noise = models.named_parameters(run.model)["obs_scale"][0]
-    half = 1.6448536269514722 * np.hypot((state.upper - state.centre) / 1.6448536269514722, noise)
-    np.testing.assert_allclose(panel.upper - panel.centre, half, rtol=1e-6)
-    np.testing.assert_allclose(panel.centre, state.centre, rtol=1e-6)
+    column, level = panel.smoothed, state.smoothed
+    half = 1.6448536269514722 * np.hypot((level.upper - level.centre) / 1.6448536269514722, noise)
+    np.testing.assert_allclose(column.upper - column.centre, half, rtol=1e-6)
+    np.testing.assert_allclose(column.centre, level.centre, rtol=1e-6)
     for band in (panel.forecast, state.forecast):
         assert band is not None and np.all(np.diff(band.upper - band.lower) > 0)
 
@@ -779,12 +783,10 @@ def test_a_column_with_one_observed_value_is_no_data(tmp_path):
 def test_a_band_is_open_between_two_modes():
     rng = np.random.default_rng(0)
     draws = rng.choice([-3.0, 3.0], size=(2000, 4)) + 0.3 * rng.normal(size=(2000, 4))
-    band = runs.Band.of_draws(np.arange(4), draws, 0.9)
+    band = Band.of_draws(np.arange(4), draws, 0.9)
     assert band.hollow is not None and np.all(np.isnan(band.centre))
-    ends = (band.centre, band.lower, band.upper)
-    panel = runs.SeriesPanel("x", band.times, *ends, hollow=band.hollow)
-    page = runs.page(runs.ReportContent("t", None, [], [], [runs.Series("s", [panel])]))
-    (payload,) = re.findall(r'id="payload">(.*?)</script>', page)
+    text = page(ReportContent("t", None, [], [], [PlottedSeries("s", [Panel("x", band)])]))
+    (payload,) = re.findall(r'id="payload">(.*?)</script>', text)
     (shown,) = json.loads(payload)["series"][0]["panels"]
     np.testing.assert_allclose(shown["hollow"][1], band.hollow.upper, rtol=1e-4)
 
@@ -805,7 +807,7 @@ def test_two_modes_are_seen_in_pictures_and_pages(monkeypatch, tmp_path):
     run = runs.Run(tmp_path, models.ModelSpec("own"), two_sided.model(), family, record)
     (series,) = _report._series(run, table, 3, 0.9, 0)
     column, state = series.panels
-    for band, rows in ((state, slice(None)), (state.forecast, slice(-3, None))):
+    for band, rows in ((state.smoothed, slice(None)), (state.forecast, slice(-3, None))):
         assert band is not None and band.hollow is not None
         oracle = exact if rows == slice(None) else two_sided.posterior(3)
         num_draws = 2000 if rows == slice(None) else 1000
@@ -815,18 +817,18 @@ def test_two_modes_are_seen_in_pictures_and_pages(monkeypatch, tmp_path):
             assert np.all(np.abs(end - expected) < near)
         # Between the modes there is a hollow, within which the law has hardly any mass.
         assert np.all((band.hollow.lower < -1.5) & (band.hollow.upper > 1.5))
-    assert column.hollow is None  # their squares have one mode
+    assert column.smoothed.hollow is None  # their squares have one mode
     # Modes of weights 0.43 and 0.57: the median says nothing, and no line is drawn at it.
-    assert np.all(np.isnan(state.centre)) and not np.any(np.isnan(column.centre))
+    assert np.all(np.isnan(state.smoothed.centre))
+    assert not np.any(np.isnan(column.smoothed.centre))
     for end in (".png", ".svg"):
-        runs.plot(series.panels, tmp_path / f"two{end}", centre="median")
+        plot(series.panels, tmp_path / f"two{end}", centre="median")
     assert "smoothed median and 90% band" in (tmp_path / "two.svg").read_text()
-    content = runs.ReportContent("t", None, [], [], [series], centre="median")
-    page = runs.page(content)
-    (payload,) = re.findall(r'id="payload">(.*?)</script>', page)
+    content = ReportContent("t", None, [], [], [series], centre="median")
+    (payload,) = re.findall(r'id="payload">(.*?)</script>', page(content))
     of_column, shown = json.loads(payload)["series"][0]["panels"]
-    assert state.hollow is not None
-    np.testing.assert_allclose(shown["hollow"][0], state.hollow.lower, rtol=1e-4)
+    assert state.smoothed.hollow is not None
+    np.testing.assert_allclose(shown["hollow"][0], state.smoothed.hollow.lower, rtol=1e-4)
     assert shown["forecast"]["hollow"] and "hollow" not in of_column
 
 
@@ -845,7 +847,7 @@ def test_two_modes_are_seen_in_pictures_and_pages(monkeypatch, tmp_path):
 def test_one_mode_has_no_hollow(draw):
     """1,000 draws of 200 laws each; in 10,000 rows of simulated ones at most 5 were found."""
     draws = draw(np.random.default_rng(0), (1000, 200))
-    found = runs.Band.of_draws(np.arange(200), draws, 0.9)
+    found = Band.of_draws(np.arange(200), draws, 0.9)
     assert found.hollow is None or np.isfinite(found.hollow.lower).sum() <= 1
 
 
@@ -976,16 +978,18 @@ def test_a_model_with_functions_of_ones_own_is_asked_for(pushed: runs.Run, tmp_p
 def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
     table = data.read({"y": np.arange(12.0), "u": np.ones(12)}, inputs="u")
 
+    def job(gain: Any, weight: float = 1.0) -> runs.FitJob:
+        return runs.FitJob(table, models.load(driven(weight, gain)), tmp_path)
+
     def settings(gain: Any, weight: float = 1.0) -> Any:
-        spec = models.load(driven(weight, gain))
-        return _fit.Job(table, spec, "mixture", 2000, 0).settings()
+        return job(gain, weight).settings
 
     first = settings(lambda x: x**2)
     assert settings(lambda x: x**2) == first
     assert all(other != first for other in (settings(jnp.sin), settings(lambda x: x + x)))
     assert settings(lambda x: x**2, 2.0) != first
     with contextlib.ExitStack() as held:
-        _fit.claim_folder(tmp_path, first, held)
+        job(lambda x: x**2).lock_folder(held)
     with pytest.raises(runs.RunError, match="unfinished run of other data or options"):
         runs.fit(table, driven(gain=jnp.cos), tmp_path)
 
@@ -1059,14 +1063,14 @@ def test_names_of_files_need_not_be_utf_8(copy: runs.Run):
 def test_two_processes_do_not_fit_to_one_folder(table: data.Table, tmp_path):
     """The folder is free again when the first ends; what a kill left of a file is no matter."""
     spec = models.load("local_level")
-    settings = _fit.Job(table, spec, "mixture", 2000, 0).settings()
+    job = runs.FitJob(table, spec, tmp_path)
     (tmp_path / ".settings.json.1.partial").write_text("{")
     with contextlib.ExitStack() as held:
-        _fit.claim_folder(tmp_path, settings, held)
+        job.lock_folder(held)
         with pytest.raises(runs.RunError, match="in use by another process"):
             runs.fit(table, spec, tmp_path)
     with contextlib.ExitStack() as held:
-        _fit.claim_folder(tmp_path, settings, held)
+        job.lock_folder(held)
 
 
 def test_settings_that_are_a_pipe_are_refused(table: data.Table, tmp_path):
@@ -1100,8 +1104,13 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(monkeypatc
     wide = data.read({f"c{i}": np.arange(4.0) for i in range(60)})
     monkeypatch.setattr(os, "sysconf", lambda _: 600)  # 360,000 bytes; 576,000 are needed
     with pytest.raises(runs.RunError, match=r"60 states for 60 columns.*fewer columns"):
-        runs.starting_model(wide, "local_level")
-    assert runs.starting_model(data.read({"y": np.arange(9.0)}), "local_level").state_dim == 1
+        runs.FitJob(wide, "local_level", Path()).starting_model()
+    assert (
+        runs.FitJob(data.read({"y": np.arange(9.0)}), "local_level", Path())
+        .starting_model()
+        .state_dim
+        == 1
+    )
 
 
 def test_many_columns_are_read_quickly():

@@ -316,7 +316,7 @@ def test_a_history_of_an_earlier_version_is_drawn_and_replaced(exact, lines, tmp
     options: Any = {"lag": LAG, "learning": learning, "after": "prior"}
     runs.stream(exact, source_of(lines[:9]), io.BytesIO(), **options)
     history.write_bytes(history.read_bytes().replace(b"elbo_per_row", b"elbo_a_row"))
-    runs.draw_history(history, figure)
+    _stream_learning.draw_history(history, figure)
     assert figure.read_bytes()[:4] == b"\x89PNG"
     runs.stream(exact, source_of(lines[:9]), io.BytesIO(), restart=True, **options)
     assert list(pd.read_csv(history))[2] == "elbo_per_row"

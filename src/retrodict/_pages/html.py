@@ -70,6 +70,7 @@ def _environment(package: str) -> Any:
         keep_trailing_newline=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     environment.globals["asset"] = lambda name: Markup(loader.get_source(environment, name)[0])
     return environment
 

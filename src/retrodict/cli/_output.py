@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from retrodict._pages import visible
+
 
 def grid(*headings: str, **options: Any) -> Table:
     """Return an empty table without frame; columns after the first are aligned to the right."""
@@ -34,16 +36,16 @@ def print_run(record: Mapping[str, Any]) -> None:
     results = record["results"]
     typer.echo(f"model: {record['model']['reference']}{_options(record)}")
     for line in record["data"]["described"]:
-        typer.echo(runs.visible(line))
+        typer.echo(visible(line))
     typer.echo(f"smoothing: {results['method']}; {runs.likelihood_in_words(results)}")
     table = grid("parameter", "value", "standard error", "90% interval")
     for name, parameter in runs.parameter_lines(results):
         # As text: a name in brackets is not a style.
-        table.add_row(Text(runs.visible(name)), *_cells(parameter))
+        table.add_row(Text(visible(name)), *_cells(parameter))
     Console().print(table)
     if unit := runs.unit_in_words(record):
         typer.echo(unit)
-    typer.echo(runs.visible(results["uncertainty"]))
+    typer.echo(visible(results["uncertainty"]))
 
 
 def print_verdict(checked: Any) -> None:

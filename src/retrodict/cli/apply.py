@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from retrodict._interface import UserError
+from retrodict._pages import visible
 from retrodict.cli._display import Stages
 from retrodict.cli._errors import require_output, writing
 from retrodict.cli._options import (
@@ -146,7 +147,7 @@ def check(
         findings.add_column(heading)
     for finding in checked.findings:
         texts = (finding.name, str(finding.value), finding.verdict, finding.meaning)
-        findings.add_row(*(Text(runs.visible(text)) for text in texts))
+        findings.add_row(*(Text(visible(text)) for text in texts))
     Console().print(findings)
     print_verdict(checked)
 

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from retrodict._interface import UserError
+from retrodict._pages import visible
 from retrodict.cli._display import Stages
 from retrodict.cli._errors import writing
 from retrodict.cli._job import (
@@ -114,18 +115,20 @@ def fit(
         }
         named = {key: value for key, value in layout.items() if value is not None}
         table = data.read_shared(source, **(spec.data | named))
-        spec, notice = runs.with_period(spec, table)
+        training = {"family": family, "num_steps": steps}
+        training = spec.fit | {key: value for key, value in training.items() if value is not None}
+        job = runs.FitJob(table, spec, out or Path(), seed=seed, **training)
         if is_main:
-            if notice:
-                typer.echo(notice, err=True)
+            if job.notice:
+                typer.echo(job.notice, err=True)
             if isinstance(table, data.SharedTable):
                 typer.echo(f"Each process reads its share of {table.num_series} series.", err=True)
         if out is None or dry_run:
-            runs.starting_model(table, spec, seed=seed)  # refuses a model that does not fit
+            job.starting_model()  # refuses a model that does not fit
             if is_main:
-                _print_dry_run(table, spec, as_json)
+                _print_dry_run(table, job.spec, as_json)
             return
-        run, checked = _fit_and_check(table, spec, out, seed, family, steps, quiet=not is_main)
+        run, checked = _fit_and_check(job, quiet=not is_main)
     if not is_main:
         return
     if as_json:
@@ -136,32 +139,19 @@ def fit(
     typer.echo(f"Wrote {out} and {out / 'report.html'}.")
 
 
-def _fit_and_check(
-    table: Any,
-    spec: Any,
-    out: Path,
-    seed: int,
-    family: str | None,
-    steps: int | None,
-    *,
-    quiet: bool,
-) -> tuple[Any, Any]:
+def _fit_and_check(job: Any, *, quiet: bool) -> tuple[Any, Any]:
     """Fit, check and write the report. A run that was finished before is checked only."""
     from retrodict import runs
 
-    training = {
-        "family": family or spec.fit.get("family", "mixture"),
-        "num_steps": steps or spec.fit.get("num_steps", 2000),
-    }
-    run = runs.finished_before(table, spec, out, seed=seed, **training)
-    count = runs.NUM_CHECKS + 1 + (0 if run else runs.num_stages(table, spec))
+    run, out = job.finished_run(), job.out
+    count = runs.NUM_CHECKS + 1 + (0 if run else job.num_stages)
     with Stages("fit", count, Console(stderr=True, quiet=quiet)) as stages, writing(out):
+        options = {"seed": job.seed, "progress": stages}
         if run is None:
-            run = runs.fit(table, spec, out, seed=seed, progress=stages, **training)
-        checked = runs.check(run, table, seed=seed, progress=stages)
-        runs.write_report(
-            run, table, seed=seed, checked=checked, command=COMMAND_LINE.get(), progress=stages
-        )
+            run = job.run(stages)
+        checked = runs.check(run, job.table, **options)
+        command = COMMAND_LINE.get()
+        runs.write_report(run, job.table, checked=checked, command=command, **options)
     return run, checked
 
 
@@ -176,8 +166,6 @@ def _number_or_text(text: str | None) -> int | float | str | None:
 
 def _print_dry_run(table: Any, spec: Any, as_json: bool) -> None:
     """Print the model, its options, and how the table was read."""
-    from retrodict import runs
-
     options = spec.all_options()
     if as_json:
         model = spec.to_dict()
@@ -189,4 +177,4 @@ def _print_dry_run(table: Any, spec: Any, as_json: bool) -> None:
         default = "" if name in spec.options else " (default)"
         typer.echo(f"option {name}: {as_text(value)}{default}")
     for line in table.described():
-        typer.echo(runs.visible(line))
+        typer.echo(visible(line))

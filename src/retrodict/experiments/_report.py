@@ -1,6 +1,5 @@
 """The report of experiments: text, tables and figures on one HTML page."""
 
-import base64
 import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -177,7 +176,6 @@ def page(title: str, lead: Sequence[str], chapters: Sequence[Chapter], footer: s
         chapters=chapters,
         footer=footer,
         cell=_cell,
-        base64=lambda content: base64.b64encode(content).decode(),
     )
     return text.encode()
 

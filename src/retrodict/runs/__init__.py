@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from retrodict._pages import visible as visible
     from retrodict.runs._apply import forecast as forecast
     from retrodict.runs._apply import impute as impute
     from retrodict.runs._apply import read_inputs as read_inputs
@@ -12,13 +11,10 @@ if TYPE_CHECKING:
     from retrodict.runs._check import Check as Check
     from retrodict.runs._check import Scope as Scope
     from retrodict.runs._check import check as check
+    from retrodict.runs._fit import FitJob as FitJob
     from retrodict.runs._fit import check_folder as check_folder
-    from retrodict.runs._fit import finished_before as finished_before
     from retrodict.runs._fit import fit as fit
-    from retrodict.runs._fit import num_stages as num_stages
-    from retrodict.runs._page import page as page
     from retrodict.runs._plot import FORMATS as FORMATS
-    from retrodict.runs._plot import plot as plot
     from retrodict.runs._record import RunError as RunError
     from retrodict.runs._record import likelihood_in_words as likelihood_in_words
     from retrodict.runs._record import parameter_lines as parameter_lines
@@ -26,26 +22,14 @@ if TYPE_CHECKING:
     from retrodict.runs._record import unit_in_words as unit_in_words
     from retrodict.runs._report import draw as draw
     from retrodict.runs._report import write_report as write_report
-    from retrodict.runs._report_content import Band as Band
-    from retrodict.runs._report_content import Curve as Curve
-    from retrodict.runs._report_content import Diagnostic as Diagnostic
     from retrodict.runs._report_content import Finding as Finding
-    from retrodict.runs._report_content import Hollow as Hollow
-    from retrodict.runs._report_content import ParameterLine as ParameterLine
-    from retrodict.runs._report_content import ReportContent as ReportContent
-    from retrodict.runs._report_content import Series as Series
-    from retrodict.runs._report_content import SeriesPanel as SeriesPanel
     from retrodict.runs._run import Run as Run
     from retrodict.runs._run import open_run as open_run
     from retrodict.runs._run import shown_states as shown_states
     from retrodict.runs._run import state_names as state_names
-    from retrodict.runs._starting_model import starting_model as starting_model
-    from retrodict.runs._starting_model import with_period as with_period
-    from retrodict.runs._stream import state_place as state_place
     from retrodict.runs._stream import stream as stream
     from retrodict.runs._stream_learning import Learned as Learned
     from retrodict.runs._stream_learning import Learning as Learning
-    from retrodict.runs._stream_learning import draw_history as draw_history
 else:
     from retrodict._interface import lazily
 

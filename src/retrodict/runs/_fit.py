@@ -4,10 +4,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -36,17 +37,43 @@ SETTINGS = "settings.json"
 """The settings of an unfinished run."""
 
 
-class Job(NamedTuple):
-    """Everything that the result of a fit depends on; see `fit`."""
+@dataclass(frozen=True)
+class FitJob:
+    """A fit in a folder: what `fit` does, in steps. The arguments are those of `fit`.
+
+    Attributes:
+        spec: the model, with the period that the time step implies.
+        notice: why it has this period; empty if there is nothing to report.
+    """
 
     table: AnyTable
-    spec: models.ModelSpec
-    family: str
-    num_steps: int
-    seed: int
+    model: InitVar[Model]
+    out: Path
+    family: str = "mixture"
+    num_steps: int = 2000
+    seed: int = 0
+    spec: models.ModelSpec = field(init=False)
+    notice: str = field(init=False)
 
+    def __post_init__(self, model: Model) -> None:
+        if self.family not in FAMILIES:
+            raise RunError(f"`family` must be one of {', '.join(FAMILIES)}, got {self.family!r}.")
+        if self.num_steps < 1:
+            raise RunError(f"`num_steps` must be at least 1, got {self.num_steps}.")
+        spec, notice = with_period(models.load(model), self.table)
+        object.__setattr__(self, "spec", spec)
+        object.__setattr__(self, "notice", notice)
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages, for progress bars."""
+        refuse_too_large(self.spec, self.table)
+        model = self.spec.build(len(self.table.names), jax.random.key(0))
+        return 2 if model.is_linear_gaussian else 3
+
+    @cached_property
     def settings(self) -> dict[str, Any]:
-        """Return the arguments as JSON stores them, the table and the model by fingerprint."""
+        """What the result depends on, as JSON stores it; table and model by fingerprint."""
         settings = {
             "model": self.spec.to_dict(),
             "layout": self.table.layout,
@@ -56,7 +83,67 @@ class Job(NamedTuple):
             "seed": self.seed,
         }
         given = self.spec.given
-        return settings if given is None else settings | {"given": _fingerprint(given)}
+        return as_plain(settings if given is None else settings | {"given": _fingerprint(given)})
+
+    def starting_model(self) -> rd.StateSpaceModel:
+        """Return the model that the fit starts from, with starting values from the data.
+
+        Raises:
+            RunError: if the model does not match the table.
+        """
+        return starting_model(self.table, self.spec, seed=self.seed)
+
+    def finished_run(self) -> Run | None:
+        """Return the run that the fit would make, if it exists and only its report is missing.
+
+        The command line writes the report last, and may be interrupted before that.
+        """
+        if not (self.out / RECORD).exists() or (self.out / REPORT).exists():
+            return None
+        return open_run(self.out, model=self.spec) if self.is_in_folder() else None
+
+    def run(self, progress: Progress | None = None) -> Run:
+        """Fit, or resume an interrupted fit; see `fit`.
+
+        Args:
+            progress: progress callback.
+        """
+        by_all(self.check_folder)
+        model = by_all(self.starting_model)
+        with ExitStack() as locks:
+            by_all(lambda: self.lock_folder(locks) if is_main_process() else None)
+            return _run_stages(Folder(self.out, self.settings, progress or Quiet()), self, model)
+
+    def is_in_folder(self) -> bool:
+        """Return whether the folder contains a fit with these settings."""
+        try:
+            return json.loads(read_inside(self.out, SETTINGS)) == self.settings
+        except (OSError, ValueError, RecursionError):
+            return False
+
+    def check_folder(self) -> None:
+        """Refuse a folder with a finished run, a fit with other settings, or other files."""
+        check_folder(self.out)
+        if (self.out / RECORD).exists():
+            _refuse_finished(self.out)
+        if (self.out / SETTINGS).exists() and not self.is_in_folder():
+            raise RunError(
+                f"{self.out} contains an unfinished run of other data or options; use the same data"
+                " and options to resume it, or give another folder."
+            )
+
+    def lock_folder(self, locks: ExitStack) -> None:
+        """Make the folder, lock it until `locks` is closed, and write the settings."""
+        ensure_folder(self.out)
+        try:
+            lock_folder(self.out, locks)
+        except BlockingIOError as error:
+            raise RunError(
+                f"{self.out} is in use by another process that fits to it; wait for it to end, or"
+                " give another folder."
+            ) from error
+        self.check_folder()  # another process may have written since the first check
+        write_atomically(self.out / SETTINGS, as_json(self.settings))
 
 
 def fit(
@@ -100,21 +187,11 @@ def fit(
         RunError: if the folder contains something else, or the model does not match the table.
         ProcessLostError: if another process has ended.
     """
-    if family not in FAMILIES:
-        raise RunError(f"`family` must be one of {', '.join(FAMILIES)}, got {family!r}.")
-    if num_steps < 1:
-        raise RunError(f"`num_steps` must be at least 1, got {num_steps}.")
-    out, (spec, _) = Path(out), with_period(models.load(spec), table)
-    job = Job(table, spec, family, num_steps, seed)
-    settings = job.settings()
-    by_all(lambda: refuse_other(out, settings))
-    model = by_all(lambda: starting_model(table, spec, seed=seed))
-    with ExitStack() as locks:
-        by_all(lambda: claim_folder(out, settings, locks) if is_main_process() else None)
-        return _run_stages(Folder(out, settings, progress or Quiet()), job, model)
+    job = FitJob(table, spec, Path(out), family=family, num_steps=num_steps, seed=seed)
+    return job.run(progress)
 
 
-def _run_stages(folder: Folder, job: Job, model: rd.StateSpaceModel) -> Run:
+def _run_stages(folder: Folder, job: FitJob, model: rd.StateSpaceModel) -> Run:
     """Run the stages of a fit in its folder, from the starting model."""
     table, num_steps = job.table, job.num_steps
     _, learn_key, train_key, error_key = jax.random.split(jax.random.key(job.seed), 4)
@@ -160,48 +237,6 @@ def _run_stages(folder: Folder, job: Job, model: rd.StateSpaceModel) -> Run:
     return open_run(folder.path, model=job.spec) if run is None else run
 
 
-def finished_before(
-    table: AnyTable,
-    spec: Model,
-    out: str | Path,
-    *,
-    family: str = "mixture",
-    num_steps: int = 2000,
-    seed: int = 0,
-) -> Run | None:
-    """Return the run that `fit` would make, if it exists and only its report is missing.
-
-    The command line writes the report last, and may be interrupted before that.
-
-    Args:
-        table: the data.
-        spec: the model.
-        out: the folder of the run.
-        family: as in `fit`.
-        num_steps: as in `fit`.
-        seed: as in `fit`.
-    """
-    out, spec = Path(out), models.load(spec)
-    if not (out / RECORD).exists() or (out / REPORT).exists():
-        return None
-    spec, _ = with_period(spec, table)
-    settings = Job(table, spec, family, num_steps, seed).settings()
-    return open_run(out, model=spec) if is_unfinished_fit(out, settings) else None
-
-
-def num_stages(table: AnyTable, spec: Model) -> int:
-    """Return the number of stages of a fit, for progress bars.
-
-    Args:
-        table: the data.
-        spec: the model.
-    """
-    spec, _ = with_period(models.load(spec), table)
-    refuse_too_large(spec, table)
-    model = spec.build(len(table.names), jax.random.key(0))
-    return 2 if model.is_linear_gaussian else 3
-
-
 def _fingerprint(model: rd.StateSpaceModel) -> str:
     """Return a fingerprint of a model: its arrays, its structure and the code of its functions."""
 
@@ -217,28 +252,6 @@ def _fingerprint(model: rd.StateSpaceModel) -> str:
             digest.update(encode(repr(leaf)))
             digest.update(getattr(getattr(leaf, "__code__", None), "co_code", b""))
     return digest.hexdigest()
-
-
-def is_unfinished_fit(out: Path, settings: Mapping[str, Any]) -> bool:
-    """Return whether a folder contains a fit with these settings."""
-    try:
-        return json.loads(read_inside(out, SETTINGS)) == as_plain(settings)
-    except (OSError, ValueError, RecursionError):
-        return False
-
-
-def claim_folder(out: Path, settings: Mapping[str, Any], locks: ExitStack) -> None:
-    """Make the folder of a run, lock it until `locks` is closed, and write the settings."""
-    ensure_folder(out)
-    try:
-        lock_folder(out, locks)
-    except BlockingIOError as error:
-        raise RunError(
-            f"{out} is in use by another process that fits to it; wait for it to end, or give"
-            " another folder."
-        ) from error
-    refuse_other(out, settings)  # another process may have written since the first check
-    write_atomically(out / SETTINGS, as_json(settings))
 
 
 def check_folder(out: str | Path) -> None:
@@ -257,23 +270,11 @@ def check_folder(out: str | Path) -> None:
         raise RunError(f"{out} is a file; give a folder that does not exist yet.")
     if out.is_dir() and not (out / RECORD).exists() and not (out / SETTINGS).exists():
         # A process that was killed at once may have left a part of its first file.
-        if any(not re.fullmatch(r"\..*\.partial", place.name) for place in out.iterdir()):
+        if any(not re.fullmatch(r"\..*\.partial", path.name) for path in out.iterdir()):
             raise RunError(f"{out} is not empty and contains no run; give another folder.")
-    first = next(place for place in (out.resolve(), *out.resolve().parents) if place.exists())
+    first = next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())
     if not first.is_dir() or not os.access(first, os.W_OK | os.X_OK):
         raise RunError(f"{out} cannot be written: {first} is read-only or a file; give another.")
-
-
-def refuse_other(out: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse a folder that contains a finished run, a fit with other settings, or other files."""
-    check_folder(out)
-    if (out / RECORD).exists():
-        _refuse_finished(out)
-    if (out / SETTINGS).exists() and not is_unfinished_fit(out, settings):
-        raise RunError(
-            f"{out} contains an unfinished run of other data or options; use the same data and"
-            " options to resume it, or give another folder."
-        )
 
 
 def _refuse_finished(out: Path) -> None:

@@ -3,26 +3,26 @@
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from importlib import resources
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from retrodict._pages import render_page, visible
+from retrodict.runs._plot import LINES, draw_curves, draw_panels, render_picture
 from retrodict.runs._report_content import (
     Band,
     Curve,
+    Panel,
     ParameterLine,
+    PlottedSeries,
     ReportContent,
-    Series,
-    SeriesPanel,
-    Shape,
     is_dated,
     milliseconds,
     percent,
-    shapes_of_panel,
 )
-from retrodict.runs._svg import chart
 
 MAX_SERIES = 50
 """The largest number of series on a page."""
@@ -33,26 +33,26 @@ MAX_NUMBERS = 1_500_000
 MANY_ROWS = 20_000
 """Longer series have one significant digit less, which keeps reports small."""
 
-LINES = (
-    ("solid", "smoothed", ""),
-    ("dashed", "forecast", "6 3"),
-    ("dotted", "observed", "2 3"),
-    ("dash-dotted", "missing", "8 3 2 3"),
-)
-"""The look, colour and dash pattern of training curves, in order."""
+MAX_PANELS = 12
+"""The largest number of panels of the static picture of a series."""
+
+ON_PAGE = {"svg.fonttype": "none", "savefig.transparent": True}
+"""The style of pictures within a page: text as text, on the background of the page."""
 
 
 def page(content: ReportContent) -> str:
     """Return the report of a run as HTML.
 
     The charts are zoomed with the wheel, two fingers, keys or buttons. Without JavaScript the page
-    shows static charts of the first series. The same content gives the same bytes. Names of columns
-    and series are shown as text, whatever they contain.
+    shows a static picture of the first series. The same content gives the same bytes. Names of
+    columns and series are shown as text, whatever they contain.
 
     Args:
         content: the content of the report.
     """
-    sizes = [sum(4 * p.times.size for p in one.panels) for one in content.series[:MAX_SERIES]]
+    sizes = [
+        sum(4 * p.smoothed.times.size for p in one.panels) for one in content.series[:MAX_SERIES]
+    ]
     count = int(np.searchsorted(np.cumsum(sizes), MAX_NUMBERS, side="right"))
     series = content.series[: max(1, count)]
     panels = [panel for one in series for panel in one.panels]
@@ -67,10 +67,7 @@ def page(content: ReportContent) -> str:
         panels=panels,
         has_gaps=any(panel.gaps().size for panel in panels),
         level=level,
-        pictures=[
-            (panel.title, chart(shapes_of_panel(panel), f"{panel.title} over time"))
-            for panel in (series[0].panels if series else [])
-        ],
+        picture=_picture(series[0], content) if series else None,
         ranges=[_range(one, panel) for one in series for panel in one.panels],
         interval=f"{percent(content.level)} interval",
         parameters=[_parameter(line) for line in content.parameters],
@@ -86,11 +83,18 @@ def _script() -> str:
     return f'(() => {{\n"use strict";\n{parts[0]}\n{parts[1]}}})();\n'
 
 
-def _range(series: Series, panel: SeriesPanel) -> list[str]:
+def _picture(series: PlottedSeries, content: ReportContent) -> bytes:
+    """Return the first panels of a series as SVG."""
+    panels = series.panels[:MAX_PANELS]
+    draw = partial(draw_panels, panels=panels, level=content.level, centre=content.centre)
+    return render_picture("svg", len(panels), draw, **ON_PAGE)
+
+
+def _range(series: PlottedSeries, panel: Panel) -> list[str]:
     values = panel.observed if panel.observed is not None else np.zeros(0)
     values = values[np.isfinite(values)]
     extent = f"{number(values.min())} to {number(values.max())}" if values.size else "–"
-    return [series.name, panel.title, str(panel.times.size), str(values.size), extent]
+    return [series.name, panel.title, str(panel.smoothed.times.size), str(values.size), extent]
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -114,21 +118,22 @@ def _parameter(line: ParameterLine) -> list[str]:
     interval = " to ".join(ends) or line.note or "–"
     learned = "learned" if line.learned else "fixed"
     estimate = _estimate(line.estimate, line.error)
-    return [line.name, estimate, number(line.error, 2), interval, learned, line.method]
+    return [line.name, estimate, number(line.error, 2), interval, learned]
 
 
-def _training(content: ReportContent) -> dict[str, Any]:
-    """Return the chart of the training curves; its label is also the caption."""
+def _training(content: ReportContent) -> tuple[bytes, str]:
+    """Return the picture of the training curves, and its caption."""
     values = np.concatenate([np.asarray(c.values, float) for c in content.training])
     limits, num_below = _limits(values[np.isfinite(values)])
-    shapes, curves = [], []
-    for i, curve in enumerate(content.training):
-        look, ink, dashes = LINES[i % len(LINES)]
-        shapes.append(Shape("line", ink, curve.steps, curve.values, None, dashes))
-        curves.append(f"{curve.name}: {look} line, {number(_last(curve), 6)} at the end")
+    draw = partial(draw_curves, curves=content.training, limits=limits)
+    curves = [
+        f"{curve.name}: {style} line, {number(_last(curve), 6)} at the end"
+        for curve, (style, _) in zip(content.training, cycle(LINES), strict=False)
+    ]
     label = content.training_label or "Objective"
     below = f" {num_below} values are below the chart." if num_below else ""
-    return chart(shapes, f"{label} by step. {'; '.join(curves)}.{below}", limits=limits)
+    caption = f"{label} by step. {'; '.join(curves)}.{below}"
+    return render_picture("svg", 1, draw, **ON_PAGE), caption
 
 
 def _last(curve: Curve) -> float | None:
@@ -147,7 +152,7 @@ def _limits(values: np.ndarray) -> tuple[tuple[float, float] | None, int]:
     return limits, int(np.sum(values < limits[0]))
 
 
-def chart_data(series: Sequence[Series], level: str) -> dict[str, Any]:
+def chart_data(series: Sequence[PlottedSeries], level: str) -> dict[str, Any]:
     """Return the numbers of the charts as JSON stores them; non-finite values become null.
 
     Args:
@@ -156,21 +161,21 @@ def chart_data(series: Sequence[Series], level: str) -> dict[str, Any]:
     """
     axes: dict[str, tuple[int, Any]] = {}  # panels share their times: each axis is written once
 
-    def band(source: Band | SeriesPanel, digits: int) -> dict[str, Any]:
+    def band(source: Band, digits: int) -> dict[str, Any]:
         axis = _axis(source.times)
-        place, _ = axes.setdefault(json.dumps(axis), (len(axes), axis))
+        index, _ = axes.setdefault(json.dumps(axis), (len(axes), axis))
         names = ("centre", "lower", "upper")
         values = {name: _rounded(getattr(source, name), digits) for name in names}
         if source.hollow is not None:
             ends = (source.hollow.lower, source.hollow.upper)
             values["hollow"] = [_rounded(end, digits) for end in ends]
-        return {"axis": place, **values}
+        return {"axis": index, **values}
 
-    def panel(source: SeriesPanel) -> dict[str, Any]:
+    def panel(source: Panel) -> dict[str, Any]:
         digits = _digits(source)
         return {
             "title": visible(source.title),
-            **band(source, digits),
+            **band(source.smoothed, digits),
             "observed": None if source.observed is None else _rounded(source.observed, digits),
             "missing": source.gaps().tolist(),
             "forecast": None if source.forecast is None else band(source.forecast, digits),
@@ -193,14 +198,15 @@ def _axis(times: np.ndarray) -> dict[str, Any]:
     return {"kind": kind, "values": values.tolist()}
 
 
-def _digits(panel: SeriesPanel) -> int:
+def _digits(panel: Panel) -> int:
     """Return the significant digits of a panel: six of what varies around a large level."""
-    least = 5 if panel.times.size > MANY_ROWS else 6
-    columns = [panel.centre, panel.lower, panel.upper, panel.observed]
+    band = panel.smoothed
+    least = 5 if band.times.size > MANY_ROWS else 6
+    columns = [band.centre, band.lower, band.upper, panel.observed]
     values = np.concatenate([np.asarray(c, float) for c in columns if c is not None])
     values = values[np.isfinite(values)]
     spread = np.ptp(values) if values.size else 0.0
-    if spread == 0:
+    if not 0 < spread < math.inf:
         return least
     return min(15, least + max(0, math.ceil(math.log10(np.abs(values).max() / spread) - 0.5)))
 

@@ -1,7 +1,8 @@
 """The panels of a series as one static picture, in a file."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from retrodict._files import write_atomically
 from retrodict._pages import render_figure, visible
-from retrodict.runs._report_content import SeriesPanel, is_dated, percent, shapes_of_panel
+from retrodict.runs._report_content import Band, Curve, Panel, is_dated, milliseconds, percent
 
 FORMATS = (".png", ".svg", ".pdf")
 """The suffixes of the files that `plot` writes."""
@@ -23,12 +24,31 @@ STYLE: Mapping[str, Any] = {
 }
 
 
-COLOURS = {"smoothed": "#1f65b0", "forecast": "#b7410e", "observed": "#1a202c"}
+COLOURS = {
+    "smoothed": "#1f65b0",
+    "forecast": "#b7410e",
+    "observed": "#1a202c",
+    "missing": "#8a5a00",
+}
+
+
+LINES = (
+    ("solid", "smoothed"),
+    ("dashed", "forecast"),
+    ("dotted", "observed"),
+    ("dashdot", "missing"),
+)
+"""The style and the colour of training curves, in order."""
+
+SECONDS_PER_YEAR = 365.2425 * 24 * 3600
+
+MAX_VECTORS = 5000
+"""Longer series are drawn as pixels, also in SVG and PDF files."""
 
 
 def plot(
-    panels: Sequence[SeriesPanel],
-    path: str | os.PathLike[str],
+    panels: Sequence[Panel],
+    path: Path,
     *,
     title: str = "",
     level: float = 0.9,
@@ -51,20 +71,11 @@ def plot(
     """
     if not panels:
         raise ValueError("There are no panels to draw; pass at least one.")
-
-    def draw(figure: Any, axes: list[Any]) -> None:
-        for panel, ax in zip(panels, axes, strict=True):
-            _draw(panel, ax, level, centre)
-        _legend(figure, axes)
-        if title:
-            figure.suptitle(literal(title), x=0.01, ha="left", fontsize=10)
-
+    draw = partial(draw_panels, panels=panels, title=title, level=level, centre=centre)
     write_picture(path, len(panels), draw)
 
 
-def write_picture(
-    path: str | os.PathLike[str], num_panels: int, draw: Callable[[Any, list[Any]], None]
-) -> None:
+def write_picture(path: Path, num_panels: int, draw: Callable[[Any, list[Any]], None]) -> None:
     """Write panels below one another to a file, atomically.
 
     Args:
@@ -72,12 +83,18 @@ def write_picture(
         num_panels: the number of panels.
         draw: draws, given the figure and its axes.
     """
-    suffix = check_picture(Path(path))[1:]
+    write_atomically(path, render_picture(check_picture(path)[1:], num_panels, draw))
+
+
+def render_picture(
+    suffix: str, num_panels: int, draw: Callable[[Any, list[Any]], None], **style: Any
+) -> bytes:
+    """Return panels below one another as a picture; arguments are those of `write_picture`."""
+    style = {**STYLE, **style}
     size = (7.5, 0.5 + 1.9 * num_panels)
-    files = render_figure(
-        draw, [suffix], size=size, dpi=160, rows=num_panels, style=STYLE, sharex=True
-    )
-    write_atomically(Path(path), files[suffix])
+    return render_figure(
+        draw, [suffix], size=size, dpi=160, rows=num_panels, style=style, sharex=True
+    )[suffix]
 
 
 def check_picture(path: Path) -> str:
@@ -93,50 +110,116 @@ def literal(text: str) -> str:
     return visible(text).replace("$", r"\$")
 
 
-def _draw(panel: SeriesPanel, ax: Any, level: float, centre: str) -> None:
-    for shape in shapes_of_panel(panel):
-        xs, ys, colour = shape.xs, shape.low, COLOURS[shape.ink]
-        if shape.kind == "band":
-            ax.fill_between(xs, ys, shape.high, color=colour, alpha=0.24, linewidth=0, zorder=2)
-        elif shape.kind == "line":
-            label = f"{shape.ink} {centre} and {percent(level)} band"
-            ax.plot(xs, ys, color=colour, linewidth=1.2, label=label, zorder=3)
-        else:
-            count = max(1, int(np.isfinite(ys).sum()))
-            below = count > 1000  # many points would hide the band, and are drawn below it
-            ax.plot(
-                xs,
-                ys,
-                "o",
-                markersize=min(2.6, max(0.8, 1200 / count)),
-                markeredgewidth=0,
-                color=colour,
-                alpha=0.45 if below else 1.0,
-                label=shape.ink,
-                zorder=1 if below else 4,
-                rasterized=count > 5000,  # otherwise each point is an object of an SVG or PDF file
-            )
-    gaps = panel.gaps()
+def draw_panels(
+    figure: Any,
+    axes: list[Any],
+    *,
+    panels: Sequence[Panel],
+    title: str = "",
+    level: float,
+    centre: str,
+) -> None:
+    """Draw panels with one legend; arguments are those of `plot`."""
+    for panel, ax in zip(panels, axes, strict=True):
+        label = f"{centre} and {percent(level)} band"
+        _draw_band(ax, panel.smoothed, "smoothed", f"smoothed {label}")
+        if panel.observed is not None:
+            _draw_observed(ax, panel.smoothed.times, panel.observed)
+        if panel.forecast is not None:
+            _draw_band(ax, panel.forecast, "forecast", f"forecast {label}")
+        _draw_gaps(ax, panel)
+        ax.set_title(literal(panel.title))
+        ax.margins(x=0.01)
+        if is_dated(_abscissae(panel.smoothed.times)):
+            from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+
+            locator = AutoDateLocator(minticks=4, maxticks=9)
+            ax.xaxis.set_major_locator(locator)
+            ax.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+    _legend(figure, axes)
+    if title:
+        figure.suptitle(literal(title), x=0.01, ha="left", fontsize=10)
+
+
+def draw_curves(
+    _: Any, axes: list[Any], *, curves: Sequence[Curve], limits: tuple[float, float] | None
+) -> None:
+    """Draw training curves, with values below the limits cut off."""
+    (ax,) = axes
+    for curve, (style, ink) in zip(curves, cycle(LINES), strict=False):
+        ax.plot(
+            curve.steps, _drawable(curve.values), linestyle=style, color=COLOURS[ink], linewidth=1.2
+        )
+    if limits is not None:
+        pad = 0.05 * (limits[1] - limits[0])
+        ax.set_ylim(limits[0] - pad, limits[1] + pad)
+    ax.margins(x=0.01)
+
+
+def _abscissae(times: np.ndarray) -> np.ndarray:
+    """Return times; dates that matplotlib cannot format as numbers of years."""
+    years = times.astype("datetime64[Y]").astype(int) + 1970 if is_dated(times) else np.zeros(0)
+    if np.all((years >= 100) & (years <= 9900)):
+        return times
+    return 1970 + milliseconds(times) / (1000 * SECONDS_PER_YEAR)
+
+
+def _drawable(values: np.ndarray) -> np.ndarray:
+    """Return values; those that overflow where axes are computed become NaN."""
+    return np.where(np.abs(values) < 1e300, values, np.nan)
+
+
+def _draw_band(ax: Any, band: Band, ink: str, label: str) -> None:
+    """Draw a band, or both sides of its gap, and its line.
+
+    In rows with one mode the two sides touch at the centre.
+    """
+    xs = _abscissae(band.times)
+    centre, lower, upper = map(_drawable, (band.centre, band.lower, band.upper))
+    sides = [(lower, upper)]
+    if band.hollow is not None:
+        whole = np.isnan(band.hollow.lower)
+        below = np.where(whole, centre, band.hollow.lower)
+        above = np.where(whole, centre, band.hollow.upper)
+        sides = [(lower, below), (above, upper)]
+    options: Any = {"color": COLOURS[ink], "rasterized": len(xs) > MAX_VECTORS}
+    for low, high in sides:
+        ax.fill_between(xs, low, high, alpha=0.24, linewidth=0, zorder=2, **options)
+    ax.plot(xs, centre, linewidth=1.2, label=label, zorder=3, **options)
+
+
+def _draw_observed(ax: Any, times: np.ndarray, observed: np.ndarray) -> None:
+    count = max(1, int(np.isfinite(observed).sum()))
+    below = count > 1000  # many points would hide the band, and are drawn below it
+    ax.plot(
+        _abscissae(times),
+        _drawable(observed),
+        "o",
+        markersize=min(2.6, max(0.8, 1200 / count)),
+        markeredgewidth=0,
+        color=COLOURS["observed"],
+        alpha=0.45 if below else 1.0,
+        label="observed",
+        zorder=1 if below else 4,
+        rasterized=count > MAX_VECTORS,
+    )
+
+
+def _draw_gaps(ax: Any, panel: Panel) -> None:
+    gaps, times = panel.gaps(), panel.smoothed.times
     if gaps.size:
         ax.plot(
-            panel.times[gaps],
+            _abscissae(times)[gaps],
             np.zeros(gaps.size),
             "|",
             markersize=6,
-            color="#8a5a00",
-            alpha=max(0.02, min(1.0, 1500 / panel.times.size)),  # marks overlap where rows do
+            color=COLOURS["missing"],
+            alpha=max(0.02, min(1.0, 1500 / times.size)),  # marks overlap where rows do
             transform=ax.get_xaxis_transform(),
             label="missing",
             zorder=5,
+            rasterized=gaps.size > MAX_VECTORS,
         )
-    ax.set_title(literal(panel.title))
-    ax.margins(x=0.01)
-    if is_dated(panel.times):
-        from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
-
-        locator = AutoDateLocator(minticks=4, maxticks=9)
-        ax.xaxis.set_major_locator(locator)
-        ax.xaxis.set_major_formatter(ConciseDateFormatter(locator))
 
 
 def _legend(figure: Any, axes: Sequence[Any]) -> None:

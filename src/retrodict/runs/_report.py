@@ -27,22 +27,22 @@ from retrodict.runs._record import (
 from retrodict.runs._report_content import (
     Band,
     Curve,
+    Panel,
     ParameterLine,
+    PlottedSeries,
     ReportContent,
-    Series,
-    SeriesPanel,
 )
 from retrodict.runs._residuals import propagate_rows
 from retrodict.runs._run import AnyTable, Run, shown_states, state_names
 
 PAGE_STAGE = "the report"
 
-FEWEST_REPLICATES, MOST_REPLICATES, MOST_DRAWN = 200, 2000, 4_000_000
+MIN_REPLICATES, MAX_REPLICATES, MAX_DRAWS = 200, 2000, 4_000_000
 """Draws per observation for bands without a closed form, and the largest number of draws in all."""
 
 OPEN = " They are quantiles of draws, with a gap between two modes."
 
-MOST_POINTS_OF_TRAINING = 500
+MAX_POINTS_OF_TRAINING = 500
 
 Law: TypeAlias = tuple[np.ndarray | None, Any, Any]
 """Draws of shape `(batch, sample, time, column)`, or None for Gaussian laws; means; covariances."""
@@ -107,11 +107,11 @@ def write_report(
             ("SHA-256 of the data, combined over series", run.record["data"]["sha256"]),
         ],
     )
-    place = run.path / REPORT
+    path = run.path / REPORT
     if is_main_process():
-        write_atomically(place, page(content).encode(errors="backslashreplace"))
+        write_atomically(path, page(content).encode(errors="backslashreplace"))
     progress.end(PAGE_STAGE, kept=False)
-    return place
+    return path
 
 
 def draw(
@@ -143,9 +143,9 @@ def draw(
     """
     identifiers = table.series
     one = table if identifiers is None else table.select([identifiers[series]])
-    place = slice(series, series + 1)
-    inputs = None if inputs is None else np.asarray(inputs)[place]
-    times = None if times is None else times[place]
+    batch = slice(series, series + 1)
+    inputs = None if inputs is None else np.asarray(inputs)[batch]
+    times = None if times is None else times[batch]
     (content,) = _series(run, one, steps, level, seed, inputs, times, all_states=all_states)
     plot(content.panels, out, title=content.name, level=level, centre=_centre(run))
 
@@ -185,7 +185,7 @@ def _curves(path: Path) -> list[Curve]:
     curves = []
     for name, points in points_by_name.items():
         steps, values = np.array(points).T
-        every = -(-len(steps) // MOST_POINTS_OF_TRAINING)
+        every = -(-len(steps) // MAX_POINTS_OF_TRAINING)
         curves.append(Curve(name, steps[::every], values[::every]))
     return curves
 
@@ -200,7 +200,7 @@ def _series(
     times: Sequence[np.ndarray] | None = None,
     *,
     all_states: bool = False,
-) -> list[Series]:
+) -> list[PlottedSeries]:
     """Return the panels of the first series, at most `MAX_SERIES` of them."""
     if table.num_series > MAX_SERIES and table.series is not None:
         table = table.select(table.series[:MAX_SERIES])
@@ -215,23 +215,16 @@ def _series(
     num_columns = len(table.names)
     shown = [*range(num_columns), *(num_columns + i for i in shown_states(run, every=all_states))]
 
-    def panel(i: int, place: int) -> SeriesPanel:
-        band, rows, observed = bands[place][i], int(table.length[i]), None
-        if place < num_columns:
-            observed = np.where(table.mask[i, :rows, place], table.ys[i, :rows, place], np.nan)
-        return SeriesPanel(
-            titles[place],
-            band.times,
-            band.centre,
-            band.lower,
-            band.upper,
-            observed,
-            forecast=None if ahead is None else ahead[place][i],
-            hollow=band.hollow,
+    def panel(i: int, index: int) -> Panel:
+        rows, observed = int(table.length[i]), None
+        if index < num_columns:
+            observed = np.where(table.mask[i, :rows, index], table.ys[i, :rows, index], np.nan)
+        return Panel(
+            titles[index], bands[index][i], observed, None if ahead is None else ahead[index][i]
         )
 
     names = [""] if table.series is None else [str(name) for name in table.series]
-    return [Series(name, [panel(i, place) for place in shown]) for i, name in enumerate(names)]
+    return [PlottedSeries(name, [panel(i, k) for k in shown]) for i, name in enumerate(names)]
 
 
 def _smoothed_laws(run: Run, table: data.Table, smoothed: rd.Smoothed, seed: int) -> list[Law]:
@@ -273,15 +266,15 @@ def _bands(times: Sequence[np.ndarray], laws: Sequence[Law], level: float) -> li
         if draws is not None:
             bands += [
                 [
-                    Band.of_draws(stamps, draws[i, :, : len(stamps), place], level)
+                    Band.of_draws(stamps, draws[i, :, : len(stamps), column], level)
                     for i, stamps in enumerate(times)
                 ]
-                for place in range(draws.shape[-1])
+                for column in range(draws.shape[-1])
             ]
             continue
         centre, (lower, upper) = np.asarray(mean), data.gaussian_ends(mean, covariance, level)
-        for place in range(centre.shape[-1]):
-            rows = [(i, slice(len(stamps)), place) for i, stamps in enumerate(times)]
+        for column in range(centre.shape[-1]):
+            rows = [(i, slice(len(stamps)), column) for i, stamps in enumerate(times)]
             bands.append(
                 [
                     Band(stamps, centre[at], lower[at], upper[at])
@@ -292,4 +285,4 @@ def _bands(times: Sequence[np.ndarray], laws: Sequence[Law], level: float) -> li
 
 
 def _num_draws(size: int) -> int:
-    return min(MOST_REPLICATES, max(FEWEST_REPLICATES, MOST_DRAWN // size))
+    return min(MAX_REPLICATES, max(MIN_REPLICATES, MAX_DRAWS // size))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -43,7 +43,8 @@ class Band:
 
     def __post_init__(self):
         _check_times(self.times)
-        _check_rows(self, ("centre", "lower", "upper"))
+        for name in ("centre", "lower", "upper"):
+            _check_length(name, getattr(self, name), self.times)
 
     @staticmethod
     def of_draws(times: np.ndarray, draws: np.ndarray, level: float) -> "Band":
@@ -66,50 +67,37 @@ class Band:
 
 
 @dataclass(frozen=True)
-class SeriesPanel:
+class Panel:
     """One observed column or one state of a series.
 
     Attributes:
         title: the name of the column or of the state.
-        times: `(time,)`, dates (`datetime64`) or numbers, increasing.
-        centre: `(time,)`, the smoothed mean or median; NaN where there is none.
-        lower: `(time,)`, the lower end of its band.
-        upper: `(time,)`, the upper end of its band.
+        smoothed: the band of the rows; its centre is NaN where there is none.
         observed: `(time,)`, the observations, NaN where missing; None for a state.
-        missing: `(time,)`, true where an observation is missing; by default where `observed` is
-            NaN.
         forecast: the band after the last row, or None.
-        hollow: the gap between two modes, or None.
     """
 
     title: str
-    times: np.ndarray
-    centre: np.ndarray
-    lower: np.ndarray
-    upper: np.ndarray
+    smoothed: Band
     observed: np.ndarray | None = None
-    missing: np.ndarray | None = None
     forecast: Band | None = None
-    hollow: Hollow | None = None
 
     def __post_init__(self):
-        _check_times(self.times)
-        _check_rows(self, ("centre", "lower", "upper", "observed", "missing"))
-        if self.forecast is not None and is_dated(self.forecast.times) != is_dated(self.times):
+        times = self.smoothed.times
+        _check_length("observed", self.observed, times)
+        if self.forecast is not None and is_dated(self.forecast.times) != is_dated(times):
             raise ValueError(
                 f"The times of a panel and of its forecast must both be dates or both be numbers; "
-                f"those of {self.title!r} are {self.times.dtype} and {self.forecast.times.dtype}."
+                f"those of {self.title!r} are {times.dtype} and {self.forecast.times.dtype}."
             )
 
     def gaps(self) -> np.ndarray:
         """Return the rows at which an observation is missing."""
-        if self.missing is not None:
-            return np.flatnonzero(self.missing)
         return np.flatnonzero(np.isnan(self.observed if self.observed is not None else []))
 
 
 @dataclass(frozen=True)
-class Series:
+class PlottedSeries:
     """The panels of one series, which share a time axis.
 
     Attributes:
@@ -118,12 +106,12 @@ class Series:
     """
 
     name: str
-    panels: Sequence[SeriesPanel]
+    panels: Sequence[Panel]
 
     def __post_init__(self):
         if not self.panels:
             raise ValueError(f"The series {self.name!r} has no panels; give at least one.")
-        if len({is_dated(panel.times) for panel in self.panels}) > 1:
+        if len({is_dated(panel.smoothed.times) for panel in self.panels}) > 1:
             raise ValueError(
                 f"The panels of a series share an axis; those of {self.name!r} have dates and "
                 "numbers as times. Give one of the two."
@@ -140,7 +128,6 @@ class ParameterLine:
         error: its standard error, None if unavailable.
         interval: the ends of its interval, None if unavailable or not finite.
         learned: whether it was learned; false if it was fixed.
-        method: how the uncertainty was computed, where that differs between parameters.
         note: the text in place of an unavailable interval.
     """
 
@@ -149,7 +136,6 @@ class ParameterLine:
     error: float | None = None
     interval: tuple[float | None, float | None] | None = None
     learned: bool = True
-    method: str = ""
     note: str = ""
 
 
@@ -168,7 +154,7 @@ class Curve:
     values: np.ndarray
 
     def __post_init__(self):
-        _check_rows(self, ("values",), of="steps")
+        _check_length("values", self.values, self.steps, "steps")
 
 
 class Finding(NamedTuple):
@@ -189,10 +175,6 @@ class Finding(NamedTuple):
     numbers: Mapping[str, float] = MappingProxyType({})
 
 
-Diagnostic: TypeAlias = Finding
-"""A finding, by its name in earlier versions."""
-
-
 @dataclass(frozen=True)
 class ReportContent:
     """The content of the report of a run.
@@ -210,7 +192,6 @@ class ReportContent:
         parameters_method: how their uncertainty was computed.
         training: the training curves; empty if nothing was trained.
         training_label: the quantity and unit of the curves.
-        training_note: how training ended, in a sentence.
         diagnostics: the checks.
         commands: command lines that reproduce the run.
         facts: versions, seeds and hashes of data, as pairs of name and value.
@@ -220,7 +201,7 @@ class ReportContent:
     verdict: Verdict | None
     summary: Sequence[str]
     data: Sequence[str]
-    series: Sequence[Series]
+    series: Sequence[PlottedSeries]
     level: float = 0.9
     band: str = ""
     centre: Literal["mean", "median"] = "mean"
@@ -228,7 +209,6 @@ class ReportContent:
     parameters_method: str = ""
     training: Sequence[Curve] = ()
     training_label: str = ""
-    training_note: str = ""
     diagnostics: Sequence[Finding] = ()
     commands: Sequence[str] = ()
     facts: Sequence[tuple[str, str]] = ()
@@ -238,55 +218,10 @@ class ReportContent:
             raise ValueError(f"`level` must be between 0 and 1, such as 0.9, got {self.level}.")
 
 
-class Shape(NamedTuple):
-    """A line, a set of dots or a band of a chart.
-
-    Attributes:
-        kind: "line", "dots", or "band" between `low` and `high`.
-        ink: the name of its colour in the style sheet.
-        xs: `(time,)`.
-        low: `(time,)`, the values, or the lower end of the band.
-        high: `(time,)`, the upper end of the band.
-        dashes: the pattern of a line, "" for none.
-    """
-
-    kind: str
-    ink: str
-    xs: np.ndarray
-    low: np.ndarray
-    high: np.ndarray | None = None
-    dashes: str = ""
-
-
-def shapes_of_panel(panel: SeriesPanel) -> list[Shape]:
-    """Return the shapes of the chart of a panel, lowest first."""
-    shapes = _shapes_of_band(panel, "smoothed")
-    if panel.observed is not None:
-        shapes.insert(-1, Shape("dots", "observed", panel.times, panel.observed))
-    return (
-        shapes if panel.forecast is None else shapes + _shapes_of_band(panel.forecast, "forecast")
-    )
-
-
-def _shapes_of_band(band: Band | SeriesPanel, ink: str) -> list[Shape]:
-    """Return a band, or both sides of its gap, and its line.
-
-    In rows with one mode the two sides touch at the centre.
-    """
-    sides = [(band.lower, band.upper)]
-    if band.hollow is not None:
-        whole = np.isnan(band.hollow.lower)
-        below = np.where(whole, band.centre, band.hollow.lower)
-        above = np.where(whole, band.centre, band.hollow.upper)
-        sides = [(band.lower, below), (above, band.upper)]
-    bands = [Shape("band", ink, band.times, *ends) for ends in sides]
-    return [*bands, Shape("line", ink, band.times, band.centre)]
-
-
 SHALLOW = 0.4
 """A valley is a gap if its density is below this share of the lower of the two adjacent peaks."""
 
-FEWEST_IN_WINDOW, WINDOWS = 50, 20
+MIN_IN_WINDOW, WINDOWS = 50, 20
 """Draws per density estimate: one in `WINDOWS`, and at least this many."""
 
 
@@ -302,7 +237,7 @@ def find_hollow(draws: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> Holl
         lower: `(time,)`, the lower end of the band.
         upper: `(time,)`, the upper end of the band; the gap is within.
     """
-    half = max(FEWEST_IN_WINDOW, draws.shape[0] // WINDOWS) // 2
+    half = max(MIN_IN_WINDOW, draws.shape[0] // WINDOWS) // 2
     if draws.shape[0] < 6 * half or not np.all(np.isfinite(draws)):
         return None
     ordered = np.sort(draws, axis=0)
@@ -355,12 +290,11 @@ def _check_times(times: np.ndarray) -> None:
         raise ValueError("`times` must be increasing, without NaN or NaT; sort them first.")
 
 
-def _check_rows(holder: object, names: Sequence[str], of: str = "times") -> None:
-    num_times = len(getattr(holder, of))
-    for name in names:
-        value = getattr(holder, name)
-        if value is not None and np.shape(value) != (num_times,):
-            raise ValueError(
-                f"`{name}` must have one value per entry of `{of}`, shape ({num_times},), got"
-                f" {np.shape(value)}."
-            )
+def _check_length(
+    name: str, values: np.ndarray | None, of: np.ndarray, owner: str = "times"
+) -> None:
+    if values is not None and np.shape(values) != (len(of),):
+        raise ValueError(
+            f"`{name}` must have one value per entry of `{owner}`, shape ({len(of)},), got"
+            f" {np.shape(values)}."
+        )

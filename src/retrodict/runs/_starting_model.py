@@ -11,7 +11,7 @@ import retrodict as rd
 from retrodict import models
 from retrodict._interface import Argument
 from retrodict.runs._record import RunError
-from retrodict.runs._run import AnyTable, Model
+from retrodict.runs._run import AnyTable
 
 PERIODS = {
     "1h": (24, "hours of a day"),
@@ -54,18 +54,17 @@ def with_period(spec: models.ModelSpec, table: AnyTable) -> tuple[models.ModelSp
     return dataclasses.replace(spec, options={**spec.options, "period": period}), words
 
 
-def starting_model(table: AnyTable, spec: Model, *, seed: int = 0) -> rd.StateSpaceModel:
+def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) -> rd.StateSpaceModel:
     """Return the model that a fit starts from, with starting values from the data.
 
     Args:
         table: the data.
-        spec: the model, as in `fit`.
+        spec: the model, with its period.
         seed: the random seed of the fit.
 
     Raises:
         RunError: if the model does not match the table.
     """
-    spec, _ = with_period(models.load(spec), table)
     for name, count in zip(table.names, table.summary.seen, strict=True):
         if count < 2:
             raise RunError(
