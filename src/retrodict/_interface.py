@@ -9,7 +9,7 @@ import ast
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,34 +34,38 @@ class Argument:
         return f"{self.name}={value}" + (f" {self.hint}" if self.hint else "")
 
 
-Part = str | Argument | Exception
-"""A piece of a message. An exception contributes its own message."""
+def fill(template: str, arguments: Mapping[str, Any], spelling: Callable[[Argument], str]) -> str:
+    """Return a message: each `{name}` of a template is replaced by that argument.
 
-
-def message(*parts: Part, spelling: Callable[[Argument], str] = str) -> str:
-    """Join the parts of a message.
+    Other braces are text; names of files and columns may contain them.
 
     Args:
-        *parts: text, arguments and exceptions whose message is included.
-        spelling: how an argument is written; as in a Python call by default.
+        template: the message.
+        arguments: by name, the value that was passed or that is recommended, `...` for any value;
+            an `Argument`, if its name differs; or an error, whose message is included.
+        spelling: how an argument is written.
     """
-    pieces = [spelling(p) if isinstance(p, Argument) else str(p) for p in _flat(parts)]
-    return " ".join("".join(pieces).split())
+    for name, value in arguments.items():
+        if isinstance(value, UserError):
+            text = value.spelled(spelling)
+        elif isinstance(value, Exception):
+            text = str(value)
+        else:
+            text = spelling(value if isinstance(value, Argument) else Argument(name, value))
+        template = template.replace(f"{{{name}}}", text)
+    return " ".join(template.split())
 
 
 class Notice(str):
-    """A message to a callback, in Python's spelling, that keeps its parts.
+    """A message to a callback, in Python's spelling, that can be spelled again; see `fill`."""
 
-    Args:
-        *parts: the message in parts, see `message`.
-    """
+    template: str
+    arguments: Mapping[str, Any]
 
-    parts: tuple[Part, ...]
-
-    def __new__(cls, *parts: Part) -> "Notice":
-        """Join the parts."""
-        notice = super().__new__(cls, message(*parts))
-        notice.parts = parts
+    def __new__(cls, template: str, **arguments: Any) -> "Notice":
+        """Fill the template."""
+        notice = super().__new__(cls, fill(template, arguments, str))
+        notice.template, notice.arguments = template, arguments
         return notice
 
 
@@ -69,20 +73,24 @@ class UserError(ValueError):
     """An invalid argument, file or option. One line states the cause and the remedy.
 
     Args:
-        *parts: the message in parts, see `message`.
+        template: the message, with `{name}` where it names an argument; see `fill`.
+        **arguments: the arguments that the message names.
 
     Attributes:
-        parts: text and `Argument`s.
         argument: the name of the first argument in the message; `None` if there is none.
         value: its value.
     """
 
-    def __init__(self, *parts: Part) -> None:
-        self.parts = _flat(parts)
-        super().__init__(message(*self.parts))
-        named = [part for part in self.parts if isinstance(part, Argument)]
+    def __init__(self, template: str, **arguments: Any) -> None:
+        self._template, self._arguments = template, arguments
+        named: list[Argument] = []
+        super().__init__(self.spelled(lambda argument: named.append(argument) or str(argument)))
         self.argument = named[0].name if named else None
         self.value = named[0].value if named else None
+
+    def spelled(self, spelling: Callable[[Argument], str]) -> str:
+        """Return the message with arguments in another spelling."""
+        return fill(self._template, self._arguments, spelling)
 
 
 class DataError(UserError):
@@ -91,16 +99,6 @@ class DataError(UserError):
 
 class ModelError(UserError):
     """An invalid model, model file, option of a model or parameter."""
-
-
-def _flat(parts: Iterable[Part]) -> tuple[str | Argument, ...]:
-    flat: list[str | Argument] = []
-    for part in parts:
-        if isinstance(part, UserError):
-            flat.extend(part.parts)
-        else:
-            flat.append(part if isinstance(part, Argument) else str(part))
-    return tuple(flat)
 
 
 def optional(name: str, extra: str = "data") -> Any:

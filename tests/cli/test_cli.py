@@ -265,11 +265,11 @@ def test_missing_extras_are_named(
 def test_errors_name_arguments_in_python_and_options_here(
     argument: Argument, python: str, option: str
 ):
-    cause = UserError("pass ", argument)
-    error = UserError("file.csv: ", cause, "; or freq= as text")
+    cause = UserError("pass {it}", it=argument)
+    error = UserError("file.csv: {cause}; or {freq} as text", cause=cause)
     assert (error.argument, error.value) == (argument.name, argument.value)
     assert f"pass {python}" in str(error)
-    assert as_line(error) == f"file.csv: pass {option}; or freq= as text"
+    assert as_line(error) == f"file.csv: pass {option}; or {{freq}} as text"
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

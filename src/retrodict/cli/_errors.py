@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from retrodict._interface import Argument, UserError, message
+from retrodict._interface import Argument, UserError
 
 MISTAKE = 2
 """The command could not be done as asked."""
@@ -45,7 +45,7 @@ def as_option(argument: Argument) -> str:
 
 def as_line(error: Exception) -> str:
     """Return the message of an error with options in place of Python arguments."""
-    return message(error, spelling=as_option)
+    return error.spelled(as_option) if isinstance(error, UserError) else str(error)
 
 
 def require_output() -> None:

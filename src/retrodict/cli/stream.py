@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from retrodict._interface import Argument, UserError, message
+from retrodict._interface import Argument, Notice, UserError, fill
 from retrodict.cli._display import LearningDisplay
 from retrodict.cli._errors import as_option, require_output, writing
 from retrodict.cli._options import (
@@ -202,4 +202,6 @@ def _learning(learn: Part | None, display: LearningDisplay, **options: Any) -> A
 
 def _print_notice(notice: str) -> None:
     """Print a message of the library on standard error, with options for Python arguments."""
-    typer.echo(message(*getattr(notice, "parts", (notice,)), spelling=as_option), err=True)
+    if isinstance(notice, Notice):
+        notice = fill(notice.template, notice.arguments, as_option)
+    typer.echo(notice, err=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict._interface import Argument, DataError, listed, optional
+from retrodict._interface import DataError, listed, optional
 from retrodict.data._files import open_file
 from retrodict.data._source import TIME_NAMES, Source, frame_source
 
@@ -201,8 +201,9 @@ def _time_dimension(dataset: Any, name: str, time: str | None) -> Any:
     if len(dimensions) == 1:
         return dimensions[0]
     raise DataError(
-        f"{name}: each of the dimensions {listed(dimensions)} may be the time; name it with ",
-        Argument("time"),
+        f"{name}: each of the dimensions {listed(dimensions)} may be the time; name it with"
+        f" {{time}}",
+        time=...,
     )
 
 
@@ -217,8 +218,9 @@ def _as_columns(dataset: Any, name: str, indexed: set[Any], alone: bool) -> Any:
         if len(further) > 1:
             raise DataError(
                 f"{name}, column {str(key)!r}: the dimensions {listed(further)} are too many;"
-                " select along all but the one that identifies series, and name that with ",
-                Argument("series"),
+                " select along all but the one that identifies series, and name that with"
+                f" {{series}}",
+                series=...,
             )
         for place, label in enumerate(dataset[further[0]].values):
             column = variable.isel({further[0]: place}, drop=True)

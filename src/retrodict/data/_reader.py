@@ -106,7 +106,7 @@ def read(
             notes.extend(_possible_times(table, [*keys, *driving, *observed]))
     elif not observed:
         raise table.error(
-            Argument("columns", []), " is empty; name the observed columns, or leave it out."
+            "{columns} is empty; name the observed columns, or leave it out.", columns=[]
         )
     ys, us = table.stack(observed), table.inputs(driving)
     if not table.is_part:
@@ -199,7 +199,7 @@ def read_times(source: Any, table: Table) -> tuple[np.ndarray, ...]:
     try:
         return table.coming(times)
     except ValueError as error:
-        raise future.error(error, column=time) from error
+        raise future.error("{error}", column=time, error=error) from error
 
 
 def as_names(names: str | Sequence[str] | None) -> list[str]:
@@ -241,8 +241,8 @@ def _data_columns(table: Source, taken: list[str], notes: list[str]) -> list[str
                 table.numbers(name)  # raises, with the remedy
         raise table.error(
             f"there is no column of numbers besides {listed(taken) or 'the index'}; name the"
-            " observed columns with ",
-            Argument("columns"),
+            f" observed columns with {{columns}}",
+            columns=...,
         )
     numeric = [name for name in numeric if not table.counts_rows(name)] or numeric
     ignored = [name for name in table.frame.columns if name not in (*taken, *numeric)]
@@ -283,13 +283,13 @@ def _sort(
         same = stamps[rows[1:]] == stamps[rows[:-1]]
         if same.any():
             first, second = sorted(rows[np.argmax(same) :][:2].tolist())
-            remedy = [", or name what identifies series with ", Argument("series")]
+            remedy = ", or name what identifies series with {series}" if len(groups) == 1 else "."
             raise table.error(
                 f"the time {written(stamps[second])} is in {table.unit} {table.lines[first]} too;"
-                " remove one of them",
-                *(remedy if len(groups) == 1 else ["."]),
+                f" remove one of them{remedy}",
                 row=second,
                 column=time,
+                series=...,
             )
     if any(np.any(np.diff(rows) < 0) for rows in ordered):
         notes.append("rows sorted by time")
@@ -304,18 +304,17 @@ def _step(table: Source, times: list[np.ndarray], freq: Any, step_input: bool) -
         return parse_step(freq, times[0].dtype.kind == "M", table.name)
     if max(len(series) for series in times) == 1:
         raise table.error(
-            "one row is not a series; add rows, or pass the step of the times with ",
-            Argument("freq"),
+            "one row is not a series; add rows, or pass the step of the times with {freq}",
+            freq=...,
             row=0,
         )
     step, reason = find_step(times)
     if step is None and not step_input:
         raise table.error(
-            f"the times are irregular ({reason}); pass ",
-            Argument("step_input", True),
-            " for a model that takes the step length, or ",
-            Argument("freq", IRREGULAR),
-            " to ignore the spacing.",
+            f"the times are irregular ({reason}); pass {{step_input}} for a model that takes the"
+            f" step length, or {{freq}} to ignore the spacing.",
+            step_input=True,
+            freq=IRREGULAR,
         )
     return step
 
@@ -324,8 +323,8 @@ def _check_filled(table: Source, observed: list[str], ys: np.ndarray) -> None:
     """Refuse an observed column without any value."""
     for place, name in enumerate(observed):
         if np.isnan(ys[:, place]).all():
-            remedy = "every value is missing; name the others with "
-            raise table.error(remedy, Argument("columns"), column=name)
+            text = "every value is missing; name the others with {columns}"
+            raise table.error(text, column=name, columns=...)
 
 
 def _all_on_grid(
@@ -361,27 +360,27 @@ def _on_grid(
     if places is None:
         raise table.error(
             f"not all times{owner} are on a grid of step {step.name} from"
-            f" {written(piece.times[0])}; correct them, or pass another ",
-            Argument("freq"),
+            f" {written(piece.times[0])}; correct them, or pass another {{freq}}",
+            freq=...,
         )
     count = int(places[-1]) + 1
     irregular = Argument("freq", IRREGULAR)
     if count > MOST_INSERTED * (table.num_rows or len(table.frame)):
-        remedy = (Argument("freq"), ", or ", irregular, ".")
         raise table.error(
             f"a step of {step.name} would make {count} rows of {len(rows)}{owner}; pass a larger"
-            " step with ",
-            *remedy,
+            " step with {freq}, or {irregular}.",
+            freq=...,
+            irregular=irregular,
         )
     completed = piece.on_grid(places, step)
     if driving and count > len(rows):
         gap = int(np.argmax(np.diff(places) > 1))
-        remedy = (irregular, " and ", Argument("step_input", True), ".")
         raise table.error(
             f"there is no row for {written(completed.times[places[gap] + 1])}, and its inputs"
-            f" ({listed(driving)}) are needed; add the row, or pass ",
-            *remedy,
+            f" ({listed(driving)}) are needed; add the row, or pass {{freq}} and {{step_input}}.",
             row=int(rows[gap]),
+            freq=IRREGULAR,
+            step_input=True,
         )
     return completed
 
@@ -396,13 +395,14 @@ def _unit(
     if step_unit is not None:
         unit = parse_step(step_unit, dates, table.name)
         if unit.kind not in ("number", "fixed"):
-            given = Argument("step_unit", step_unit)
-            remedy = " has no fixed length; pass e.g. '7D' or '6h'."
-            raise DataError(f"{table.name}: ", given, remedy)
+            text = f"{table.name}: {{step_unit}} has no fixed length; pass e.g. '7D' or '6h'."
+            raise DataError(text, step_unit=step_unit)
         return unit.amount, unit.name if dates else float(unit.amount)
     differences = np.concatenate([np.diff(series) for series in times])
     if not differences.size:
-        raise table.error("one row has no step; pass its unit with ", Argument("step_unit"), row=0)
+        raise table.error(
+            "one row has no step; pass its unit with {step_unit}", step_unit=..., row=0
+        )
     if dates:
         duration = np.timedelta64(int(np.median(differences.astype(np.int64))), "us")
         return duration, duration_name(duration)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from retrodict._interface import Argument, DataError
+from retrodict._interface import DataError
 from retrodict._learning import SharedSeries
 from retrodict.data._chunked import AbstractParts, open_parts
 from retrodict.data._files import SUFFIXES
@@ -154,8 +154,9 @@ def read_shared(source: str | os.PathLike[str], **layout: Any) -> Table | Shared
     for name, count in zip(leading.names, summary.seen, strict=True):
         if not count:
             raise DataError(
-                f"{index.name}, column {name!r}: every value is missing; name the others with ",
-                Argument("columns"),
+                f"{index.name}, column {name!r}: every value is missing; name the others with"
+                f" {{columns}}",
+                columns=...,
             )
     return SharedTable(leading, local, share, dataclasses.replace(summary, notes=notes))
 
@@ -236,8 +237,8 @@ def _leading(index: _Index, layout: dict[str, Any]) -> Table:
         try:
             table = read(source, **layout)
         except DataError as error:
-            note = f" (In a shared table the first {count} series determine how all are read.)"
-            raise DataError(error, note) from error
+            note = f"(In a shared table the first {count} series determine how all are read.)"
+            raise DataError(f"{{error}} {note}", error=error) from error
         _check_count(index, table, count)
         leading = table.leading_series()
         if leading is not table or count == index.count:

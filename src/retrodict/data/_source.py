@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict._interface import DataError, Part, listed, optional, shorten
+from retrodict._interface import DataError, listed, optional, shorten
 
 TIME_NAMES = ("time", "date", "datetime", "timestamp", "t", "year")
 
@@ -58,14 +58,16 @@ class Source:
     counting: tuple[str, ...] | None = None
     num_rows: int | None = None
 
-    def error(self, *parts: Part, row: int | None = None, column: str | None = None) -> DataError:
+    def error(
+        self, text: str, *, row: int | None = None, column: str | None = None, **arguments: Any
+    ) -> DataError:
         """Return an error that begins with the file, the row and the column."""
         where = self.name
         if row is not None:
             where += f", {self.unit} {self.lines[row]}"
         if column is not None:
             where += f", column {column!r}"
-        return DataError(f"{where}: ", *parts)
+        return DataError(f"{where}: {text}", **arguments)
 
     def refuse(self, wrong: np.ndarray, column: str, text: str) -> None:
         """Refuse the first row at which `wrong` is true, if any."""
@@ -86,7 +88,7 @@ class Source:
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 if all(part.strip() in columns for part in str(name).split(",")):
                     hint = " Name these columns one by one."
-                raise self.error(no_column(name, role, columns), hint)
+                raise self.error(no_column(name, role, columns) + hint)
 
     def numbers(self, column: str) -> np.ndarray:
         """Return a column as float64, with NaN for missing values.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from retrodict._interface import Argument, DataError, Part, optional
+from retrodict._interface import DataError, optional
 
 MOST_INSERTED = 10
 """No rows are inserted if the table would have more than this many times its rows."""
@@ -64,8 +64,8 @@ def parse_step(freq: Any, dates: bool, owner: str) -> Step:
         owner: the table, for messages.
     """
 
-    def error(*parts: Part) -> DataError:
-        return DataError(f"{owner}: ", Argument("freq", freq), *parts)
+    def error(text: str) -> DataError:
+        return DataError(f"{owner}: {{freq}}{text}", freq=freq)
 
     if isinstance(freq, bool) or not isinstance(freq, str | int | float | np.number):
         raise error(f": expected a number or a text, got {type(freq).__name__}.")

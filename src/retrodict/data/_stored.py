@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from retrodict._interface import Argument, DataError, listed
+from retrodict._interface import DataError, listed
 from retrodict._learning import AbstractSeriesStore, Arrays, ProgressLine
 from retrodict.data._chunked import AbstractParts, NetcdfSeries, ParquetRows, open_parts
 from retrodict.data._files import check_exists, check_suffix
@@ -145,7 +145,7 @@ def open_series(
     keys = as_names(series)
     if not keys:
         raise DataError(
-            "open_series: ", Argument("series", series), " is empty; name what identifies series."
+            "open_series: {series} is empty; name what identifies series.", series=series
         )
     paths = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not paths:

@@ -184,8 +184,10 @@ class Table:
             ValueError: if times are irregular.
         """
         if self.step is None:
-            hint = Argument("times", hint="from data.read_times")
-            raise DataError("Irregular times cannot be continued; pass the future ones: ", hint)
+            raise DataError(
+                "Irregular times cannot be continued; pass the future ones: {times}",
+                times=Argument("times", hint="from data.read_times"),
+            )
         if count < 1:
             raise ValueError(f"future_times expects a count of 1 or more, got {count}.")
         step = self._parsed(self.step)
@@ -374,4 +376,4 @@ def padded_length(longest: int, pad_to: int | str | None, owner: str) -> int:
         expected = f"must be at least {longest}, the longest series, and at most {most}"
     else:
         return int(pad_to)
-    raise DataError(f"{owner}: ", Argument("pad_to", pad_to), f" {expected}.")
+    raise DataError(f"{owner}: {{pad_to}} {expected}.", pad_to=pad_to)

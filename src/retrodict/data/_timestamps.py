@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from retrodict._interface import Argument, listed, optional, shorten
+from retrodict._interface import listed, optional, shorten
 from retrodict.data._source import TIME_NAMES, Source, missing_cells, parse_numbers
 
 OFFSET = re.compile(r"(Z|[+-]\d\d(:?\d\d)?)$")
@@ -52,8 +52,8 @@ def find_time(source: Source, time: str | None, taken: Sequence[str]) -> str | N
     ):
         if len(candidates) > 1:
             raise source.error(
-                f"each of the columns {listed(candidates)} may be the time; name it with ",
-                Argument("time"),
+                f"each of the columns {listed(candidates)} may be the time; name it with {{time}}",
+                time=...,
             )
         if candidates:
             return candidates[0]
@@ -174,9 +174,8 @@ def find_code(source: Source, column: str) -> str | None:
 def _write_as_text(source: Source, column: str, code: Any, what: str, text: str) -> Exception:
     return source.error(
         f"is {code} a {what}? Write it as {text}; if it is a number, give a number as step, such"
-        " as ",
-        Argument("freq", 1),
-        ".",
+        f" as {{freq}}.",
+        freq=1,
         row=0,
         column=column,
     )
@@ -197,8 +196,8 @@ def _parse_dates(
         dates = pandas.to_datetime(texts, format=form, errors="coerce", utc=True)
     except ValueError as error:
         raise source.error(
-            Argument("time_format", time_format),
-            f" is not a format of dates ({error}); write e.g. '%d/%m/%Y'.",
+            f"{{time_format}} is not a format of dates ({error}); write e.g. '%d/%m/%Y'.",
+            time_format=time_format,
             column=column,
         ) from None
     invalid = dates.isna().to_numpy()
@@ -207,9 +206,8 @@ def _parse_dates(
         form = "ISO 8601 (2020-12-31)" if time_format is None else f"the format {time_format!r}"
         raise source.error(
             f"{shorten(cells[row])} is not a time in {form}; correct it, or give the format, such"
-            " as ",
-            Argument("time_format", "%d/%m/%Y"),
-            ".",
+            f" as {{time_format}}.",
+            time_format="%d/%m/%Y",
             row=row,
             column=column,
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from retrodict._files import replacing
-from retrodict._interface import Argument, DataError, optional
+from retrodict._interface import DataError, optional
 from retrodict.data._files import check_suffix
 
 SUFFIXES = (".csv", ".parquet", ".nc")
@@ -38,8 +38,8 @@ def check_target(
     if target.is_dir():
         raise DataError(f"{name}: this is a folder; name a file in it.")
     if target.exists() and not overwrite:
-        overwriting = Argument("overwrite", True)
-        raise DataError(f"{name}: the file exists; pass ", overwriting, ", or choose another name.")
+        text = f"{name}: the file exists; pass {{overwrite}}, or choose another name."
+        raise DataError(text, overwrite=True)
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise DataError(f"{name}: the folder is read-only; choose another.")
     return target

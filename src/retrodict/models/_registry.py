@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from retrodict._arrays import PRNGKey
-from retrodict._interface import Argument, ModelError, guess, nearest
+from retrodict._interface import ModelError, guess, nearest
 from retrodict._model import StateSpaceModel
 from retrodict.models._equations import AbstractEquation, Regular
 from retrodict.models._parameters import named_parameters, with_parameters
@@ -112,12 +112,12 @@ class ReadyModel(NamedTuple):
         chosen |= {name: obs_dim for name in ("obs_dim", "dim") if name in accepted}
         if "key" in accepted:
             if key is None:
-                raise ModelError(f"{self.name} has random initial weights: pass ", Argument("key"))
+                raise ModelError(f"{self.name} has random initial weights: pass {{key}}", key=...)
             chosen["key"] = key
         try:
             return self.constructor(**chosen)
         except ValueError as error:
-            raise ModelError(error) from error
+            raise ModelError("{error}", error=error) from error
 
     def inputs(self, options: Mapping[str, Any]) -> list[str]:
         """Return the inputs that the model reads with these options, in order and in words."""

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from retrodict._arrays import PRNGKey
-from retrodict._interface import Argument, ModelError, nearest
+from retrodict._interface import ModelError, nearest
 from retrodict._model import StateSpaceModel
 from retrodict.models._parameters import fix_parameters, named_parameters, with_parameters
 from retrodict.models._registry import (
@@ -129,8 +129,9 @@ class ModelSpec:
             return self.given
         if self.is_given:
             raise ModelError(
-                "The model was passed as a Python object, which a record cannot hold; pass it as ",
-                Argument("model"),
+                "The model was passed as a Python object, which a record cannot hold; pass it as"
+                " {model}",
+                model=...,
             )
         if self.name is None:
             return _object_model(self.reference)
@@ -143,7 +144,7 @@ class ModelSpec:
         except ModelError as error:
             name = next((name for name in self.start if f" {name}" in f" {error}"), None)
             key = "model.start" if name is None else f"model.start.{name}"
-            raise ModelError(f"{self.reference}: {key}: ", error) from error
+            raise ModelError(f"{self.reference}: {key}: {{error}}", error=error) from error
         return fix_parameters(model, self.fixed)
 
     def with_options(self, texts: Iterable[str]) -> "ModelSpec":
@@ -278,7 +279,8 @@ def load(
         ready_model(reference)
     except ModelError as error:
         raise ModelError(
-            error, " A model is one of these names, a file that ends in .toml, or module:name."
+            "{error} A model is one of these names, a file that ends in .toml, or module:name.",
+            error=error,
         ) from error
     return ModelSpec(reference, reference)
 
@@ -370,12 +372,12 @@ def _check_ready(spec: ModelSpec) -> None:
 
 
 @contextmanager
-def _located(place: str) -> Iterator[None]:
+def _located(where: str) -> Iterator[None]:
     """Begin the messages of errors with the file or the key."""
     try:
         yield
     except ModelError as error:
-        raise ModelError(f"{place}: ", error) from error
+        raise ModelError(f"{where}: {{error}}", error=error) from error
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: Iterable[str], table: str) -> None:

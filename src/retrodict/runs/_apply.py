@@ -141,7 +141,7 @@ def read_inputs(
         try:
             coming = table.coming(coming)
         except ValueError as error:
-            raise RunError(f"{future.source}: ", error) from error
+            raise RunError(f"{future.source}: {{error}}", error=error) from error
         if layout["step_input"] and table.step is None:
             steps = table.steps_to(coming)
     return us if not layout["step_input"] else np.concatenate([steps[..., None], us], axis=2)
@@ -160,9 +160,8 @@ def _future_inputs(
             )
     elif inputs is None and table.step is None and table.step_unit is not None:
         raise RunError(
-            "The times of this run are irregular: a forecast needs future times, ",
-            Argument("times", hint="from data.read_times"),
-            ".",
+            "The times of this run are irregular: a forecast needs future times, {times}.",
+            times=Argument("times", hint="from data.read_times"),
         )
     if table.inputs is None:
         if inputs is not None:

@@ -205,7 +205,8 @@ def _digits(panel: Panel) -> int:
     columns = [band.centre, band.lower, band.upper, panel.observed]
     values = np.concatenate([np.asarray(c, float) for c in columns if c is not None])
     values = values[np.isfinite(values)]
-    spread = np.ptp(values) if values.size else 0.0
+    with np.errstate(over="ignore"):
+        spread = np.ptp(values) if values.size else 0.0
     if not 0 < spread < math.inf:
         return least
     return min(15, least + max(0, math.ceil(math.log10(np.abs(values).max() / spread) - 0.5)))

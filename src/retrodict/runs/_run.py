@@ -13,7 +13,6 @@ import numpy as np
 import retrodict as rd
 from retrodict import data, models
 from retrodict._files import as_json, version_of, write_atomically
-from retrodict._interface import Argument
 from retrodict.runs._record import (
     FAMILY,
     FORMAT,
@@ -93,7 +92,7 @@ class Run:
                 raise ValueError("its rows do not have the columns of the run")
         except (rd.CheckpointError, TypeError, ValueError, IndexError) as error:
             raise RunError(
-                f"{self.path / ROWS}: {error}. Fit again, or name a table: ", Argument("after"), "."
+                f"{self.path / ROWS}: {error}. Fit again, or name a table: {{after}}.", after=...
             ) from error
         return rows
 
@@ -153,14 +152,13 @@ def open_run(path: str | Path, *, model: Model | None = None) -> Run:
         loaded = rd.load(path / MODEL, like=like)
         family = rd.load(path / FAMILY) if FAMILY in record["files"] else None
     except rd.CheckpointError as error:
-        needed: tuple[str | Argument, ...] = ()
+        remedy = ""
         if spec.is_given and like is None:
-            needed = (
-                " Its model was passed as a Python object: open the run in Python with ",
-                Argument("model"),
-                ", or fit a model that is named as module:name.",
+            remedy = (
+                " Its model was passed as a Python object: open the run in Python with {model}, or"
+                " fit a model that is named as module:name."
             )
-        raise RunError(f"{path}: ", error, *needed) from error
+        raise RunError(f"{path}: {error}{remedy}", model=...) from error
     if not isinstance(loaded, rd.StateSpaceModel):
         raise RunError(f"{path / MODEL} contains no model. Fit again to another folder.")
     if family is not None and not isinstance(family, rd.AbstractFamily):
@@ -201,16 +199,14 @@ def _named(
     """
     reference = model.reference if isinstance(model, models.ModelSpec) else model
     if isinstance(reference, str) and not spec.is_given and reference != spec.reference:
-        raise RunError(
-            f"{path} is a run of {spec.reference}, got ", Argument("model", reference), "."
-        )
+        raise RunError(f"{path} is a run of {spec.reference}, got {{model}}.", model=reference)
     if spec.name is not None or (spec.is_given and model is None):
         return spec, None
     if model is None:
         raise RunError(
-            f"{path} is a run of {spec.reference}, a model in Python, which is imported only if you"
-            " name it: pass ",
-            Argument("model", spec.reference),
+            f"{path} is a run of {spec.reference}, a model in Python, which is imported only if"
+            f" you name it: pass {{model}}",
+            model=spec.reference,
         )
     if isinstance(reference, str) and not spec.is_given:
         return spec, spec.build(obs_dim=obs_dim)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 import retrodict as rd
 from retrodict import models
-from retrodict._interface import Argument
 from retrodict.runs._record import RunError
 from retrodict.runs._run import AnyTable
 
@@ -69,18 +68,17 @@ def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) ->
         if count < 2:
             raise RunError(
                 f"{table.source}, column {name!r}: a fit needs at least 2 observed values, got"
-                f" {count}; add rows, or name other columns with ",
-                Argument("columns"),
+                f" {count}; add rows, or name other columns with {{columns}}",
+                columns=...,
             )
     expected, names = spec.inputs(), ", ".join(table.input_names)
     if expected and len(expected) != len(table.input_names):
         raise RunError(
-            f"The model {spec.reference} reads the inputs {', '.join(expected)}, in this order, and"
-            f" the table has {names or 'none'}. Name columns with ",
-            Argument("inputs"),
-            ", and add the length of the step with ",
-            Argument("step_input", True),
-            ".",
+            f"The model {spec.reference} reads the inputs {', '.join(expected)}, in this order,"
+            f" and the table has {names or 'none'}. Name columns with {{inputs}}, and add the"
+            f" length of the step with {{step_input}}.",
+            inputs=...,
+            step_input=True,
         )
     refuse_too_large(spec, table)
     key = jax.random.split(jax.random.key(seed), 4)[0]
@@ -88,11 +86,9 @@ def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) ->
     if model.takes_input and not table.input_names:
         raise RunError(
             f"The model {spec.reference} takes inputs, and the table has none: name their columns"
-            " with ",
-            Argument("inputs"),
-            ", or add the length of the step with ",
-            Argument("step_input", True),
-            ".",
+            f" with {{inputs}}, or add the length of the step with {{step_input}}.",
+            inputs=...,
+            step_input=True,
         )
     if not model.takes_input and table.input_names:
         raise RunError(
@@ -105,8 +101,8 @@ def starting_model(table: AnyTable, spec: models.ModelSpec, *, seed: int = 0) ->
         raise RunError(
             f"The model {spec.reference} observes {num_columns} columns, and the table has"
             f" {len(table.names)}: {', '.join(table.names)}. Name those that it observes with"
-            " ",
-            Argument("columns"),
+            f" {{columns}}",
+            columns=...,
         )
     return model
 
@@ -131,9 +127,9 @@ def refuse_too_large(spec: models.ModelSpec, table: AnyTable) -> None:
         raise RunError(
             f"The model {spec.reference} has {num_states} states for {len(table.names)} columns,"
             f" whose covariances take {needed / 1e9:.0f} GB, and this machine has"
-            f" {memory / 1e9:.0f} GB of memory. Name fewer columns with ",
-            Argument("columns"),
-            ", or choose a model with fewer states.",
+            f" {memory / 1e9:.0f} GB of memory. Name fewer columns with {{columns}}, or choose a"
+            " model with fewer states.",
+            columns=...,
         )
 
 

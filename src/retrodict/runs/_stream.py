@@ -133,8 +133,8 @@ def stream(
         if place.exists():
             timed = run.layout["time"] is not None
             rows = "rows that it covers are skipped" if timed else "rows without a time are all new"
-            restarted = Argument("restart", True)
-            notify(Notice(f"Resuming from {place}: {rows}; ", restarted, " starts over."))
+            text = f"Resuming from {place}: {rows}; {{restart}} starts over."
+            notify(Notice(text, restart=True))
         else:
             notify(words)
             current = _read_before(run, live, learning, current, rows_before, seed)
@@ -376,15 +376,14 @@ def _start(
         origin = "that the run was fitted to"
         if rows is None:
             raise RunError(
-                f"{run.path} does not store the rows before the stream; give them with ",
-                Argument("after"),
-                ", a table of all rows up to now, or start from the prior with ",
-                Argument("after", "prior"),
-                ".",
+                f"{run.path} does not store the rows before the stream; give them with {{after}},"
+                f" a table of all rows up to now, or start from the prior with {{prior}}.",
+                after=...,
+                prior=Argument("after", "prior"),
             )
     last = as_texts(rows.times[-1:])[0]
-    words = f"Starting after the {len(rows.times)} rows {origin}, up to {last}; "
-    return rows, fingerprint, Notice(words, Argument("after", "prior"), " leaves them out.")
+    words = f"Starting after the {len(rows.times)} rows {origin}, up to {last};"
+    return rows, fingerprint, Notice(f"{words} {{after}} leaves them out.", after="prior")
 
 
 def _read_before(

@@ -13,7 +13,6 @@ import numpy as np
 
 import retrodict as rd
 from retrodict._files import lock
-from retrodict._interface import Argument
 from retrodict.runs._record import RunError
 
 MEMORY = 500
@@ -114,11 +113,10 @@ def read_state(place: Path, fingerprint: str, fresh: StreamState) -> StreamState
     try:
         tree = rd.load(place, like=None)
     except rd.CheckpointError as error:
-        raise RunError(f"{error} Pass ", Argument("restart", True), " to start over.") from error
+        raise RunError(f"{error} Pass {{restart}} to start over.", restart=True) from error
     other_version = RunError(
-        f"{place} was written by another version of retrodict. Pass ",
-        Argument("restart", True),
-        " to start over.",
+        f"{place} was written by another version of retrodict. Pass {{restart}} to start over.",
+        restart=True,
     )
     try:
         fields, stored = tree
@@ -128,11 +126,9 @@ def read_state(place: Path, fingerprint: str, fresh: StreamState) -> StreamState
     if stored != fingerprint:
         raise RunError(
             f"{place} is the state of another run, start or lag, or of other options of learning;"
-            " name another one by ",
-            Argument("state"),
-            ", or pass ",
-            Argument("restart", True),
-            " to start over.",
+            f" name another one by {{state}}, or pass {{restart}} to start over.",
+            state=...,
+            restart=True,
         )
     structure = jax.tree.structure(fresh.live)
     numbers = (state.last, state.dates, state.waiting, state.written)
@@ -179,7 +175,7 @@ class StateLock:
             return
         lock = self.place.with_name(f".{self.place.name}.lock")
         handle = self.files.enter_context(open(lock, "ab", opener=_open_own))
-        lock_file(handle, self.place, "or name another state by ", Argument("state"), ".")
+        lock_file(handle, self.place, "or name another state by {state}.", state=...)
         if self._stamp() != self.before:
             raise RunError(f"{self.place} was changed by another process; start again.")
         for orphan in self.place.parent.glob(f".{escape(self.place.name)}.*.partial"):
@@ -200,13 +196,14 @@ def _open_own(path: str, flags: int) -> int:
     return os.open(path, functools.reduce(operator.or_, safe, flags), 0o666)
 
 
-def lock_file(handle: Any, path: Path, *remedy: str | Argument) -> None:
+def lock_file(handle: Any, path: Path, remedy: str, **arguments: Any) -> None:
     """Lock an open file until it is closed.
 
     Args:
         handle: the file.
         path: its path, for the message.
-        *remedy: the end of the message.
+        remedy: the end of the message.
+        **arguments: those that it names.
 
     Raises:
         RunError: if another process has locked it.
@@ -215,7 +212,9 @@ def lock_file(handle: Any, path: Path, *remedy: str | Argument) -> None:
         lock(handle.fileno())
     except BlockingIOError as error:
         handle.close()
-        raise RunError(f"{path} is in use by another process; end it, ", *remedy) from error
+        raise RunError(
+            f"{path} is in use by another process; end it, {remedy}", **arguments
+        ) from error
 
 
 class OutputPipe:
@@ -261,9 +260,8 @@ class OutputFile:
         if size < num_bytes:
             raise RunError(
                 f"{path} has {size} bytes, and the state covers {num_bytes}: this stream was"
-                " written to another file. Name that one, or another state by ",
-                Argument("state"),
-                ".",
+                f" written to another file. Name that one, or another state by {{state}}.",
+                state=...,
             )
         if size and not (num_bytes or unread):
             raise RunError(f"{path} exists, and is not of this stream; name another.")
@@ -286,9 +284,9 @@ class OutputFile:
         """
         if not os.fstat(self.handle.fileno()).st_nlink:
             raise RunError(
-                f"{self.path} was removed while the stream was writing to it. Pass ",
-                Argument("restart", True),
-                " to start over.",
+                f"{self.path} was removed while the stream was writing to it. Pass {{restart}} to"
+                " start over.",
+                restart=True,
             )
         self.handle.flush()
         os.fsync(self.handle.fileno())

@@ -22,7 +22,6 @@ from jax.flatten_util import ravel_pytree
 import retrodict as rd
 from retrodict import data
 from retrodict._files import as_csv
-from retrodict._interface import Argument
 from retrodict.runs._plot import check_picture, literal, write_picture
 from retrodict.runs._record import TRAINING, RunError
 from retrodict.runs._run import Run, parameter_entries, with_structure_of, write
@@ -130,7 +129,7 @@ class Learning:
             raise RunError("A rate of 0 never shrinks; use the constant schedule with it.")
         for name, value in (("window", self.window), ("history_every", self.history_every)):
             if value is not None and value < 1:
-                raise RunError(Argument(name, value), " must be at least 1 row.")
+                raise RunError(f"{{{name}}} must be at least 1 row.", **{name: value})
         if self.figure is not None:
             if self.history is None:
                 raise RunError("The figure is drawn from the history: name a history file too.")
