@@ -628,7 +628,7 @@ def test_coming_times_are_read_as_those_of_the_table():
     later = pd.DataFrame({"day": ["2020-01-13", "2020-01-07"], "who": ["b", "a"]})
     coming = rd.data.read_times(later, table)
     assert [str(own[0])[:10] for own in coming] == ["2020-01-07", "2020-01-13"]
-    np.testing.assert_allclose(table.steps_to(coming), [[2.0], [2.0]])
+    np.testing.assert_allclose(table.future_steps(coming), [[2.0], [2.0]])
     shown = rd.data.to_frame(
         table, mean=np.zeros((2, 1, 1)), future=True, times=coming, state_names=["level"]
     )
@@ -642,9 +642,9 @@ def test_coming_times_are_read_as_those_of_the_table():
         with pytest.raises(rd.data.DataError, match=words):
             rd.data.read_times(pd.DataFrame(wrong), table)
     even = rd.data.read({"t": [0, 1, 2], "y": [1.0, 2.0, 3.0]}, step_input=True)
-    np.testing.assert_array_equal(even.steps_to([np.array([3, 4])]), np.ones((1, 2)))
+    np.testing.assert_array_equal(even.future_steps([np.array([3, 4])]), np.ones((1, 2)))
     with pytest.raises(ValueError, match="regular with step 1"):
-        even.steps_to([np.array([4, 5])])
+        even.future_steps([np.array([4, 5])])
 
 
 def test_rows_of_a_dataset_without_times_keep_their_places():

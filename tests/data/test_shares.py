@@ -64,7 +64,7 @@ class Job:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Job]]:
     for module in (_shares, _table):
-        monkeypatch.setattr(module, "MOST_LEADING_ROWS", 25)
+        monkeypatch.setattr(module, "MAX_LEADING_ROWS", 25)
     yield lambda count: Job(count, monkeypatch)
 
 

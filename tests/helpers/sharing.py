@@ -19,6 +19,6 @@ def and_say(source: Any, **layout: Any) -> Table:
 
 
 if __name__ == "__main__":
-    _shares.MOST_LEADING_ROWS = _table.MOST_LEADING_ROWS = 60
+    _shares.MAX_LEADING_ROWS = _table.MAX_LEADING_ROWS = 60
     _shares.read = and_say
     main()

@@ -201,30 +201,30 @@ def told_of(run: runs.Run, **results: Any) -> runs.Run:
 
 def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
     assert run.record["results"]["status"] == "fine"
-    fine = _check._fitted(run)
+    fine = _check._check_parameters(run)
     assert fine.verdict == "good"
-    near = _check._fitted(told_of(run, status="not at a maximum", distance=0.11))
+    near = _check._check_parameters(told_of(run, status="not at a maximum", distance=0.11))
     assert near.verdict == "good" and near.value == "to 0.11 standard errors"
-    moved = _check._fitted(told_of(run, status="not at a maximum", distance=0.7))
+    moved = _check._check_parameters(told_of(run, status="not at a maximum", distance=0.7))
     assert moved.verdict == "doubtful" and "0.7 standard errors away" in str(moved.value)
     assert runs.Check((fine, moved), "").worst == "doubtful"
-    lost = _check._fitted(told_of(run, status="not at a maximum", distance=7.0))
+    lost = _check._check_parameters(told_of(run, status="not at a maximum", distance=7.0))
     assert lost.verdict == "bad"
     for words, value in (("exact", "determined"), ("louis", "Monte Carlo noise")):
         unknown = {"status": "not identified", "uncertainty": _standard_errors.METHODS[words]}
-        assert value in str(_check._fitted(told_of(run, **unknown)).value)
+        assert value in str(_check._check_parameters(told_of(run, **unknown)).value)
     old = told_of(run)
     del old.record["results"]["status"]  # as earlier versions wrote it
-    assert _check._fitted(old).verdict == "unknown"
+    assert _check._check_parameters(old).verdict == "unknown"
 
 
 def test_a_higher_maximum_elsewhere_is_bad(run: runs.Run, table: data.Table, monkeypatch):
     assert run.record["results"]["search"] == "converged"
-    tiny = _check._fitted(run, 1e-4)
+    tiny = _check._check_parameters(run, 1e-4)
     assert tiny.verdict == "good"
-    some = _check._fitted(run, 0.5)
+    some = _check._check_parameters(run, 0.5)
     assert some.verdict == "doubtful" and "higher by 0.5" in str(some.value)
-    much = _check._fitted(told_of(run, status="at an edge"), 705.0)
+    much = _check._check_parameters(told_of(run, status="at an edge"), 705.0)
     assert much.verdict == "bad" and "higher by 705" in str(much.value)
     # The level of the Nile at zero: a maximum may be flat there, and another is higher.
     values = {"level_scale": 1e-8, "obs_scale": 170.0}
@@ -232,13 +232,13 @@ def test_a_higher_maximum_elsewhere_is_bad(run: runs.Run, table: data.Table, mon
     one = table.one()
     low = rd.kalman_smoother(stuck.model, one["ys"], mask=one["mask"]).log_evidence
     stuck = told_of(stuck, total=float(low))
-    higher = _check._higher(stuck, table)
+    higher = _check._search_higher_maximum(stuck, table)
     best = run.record["results"]["total"]
     assert higher is not None and higher > 1
     assert higher == pytest.approx(best - float(low), abs=1e-3)
     # Other data are not those that the run was to make likely.
     monkeypatch.setitem(run.record["data"], "sha256", "of other data")
-    assert _check._higher(run, table) is None
+    assert _check._search_higher_maximum(run, table) is None
 
 
 def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
@@ -255,7 +255,7 @@ def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
     words = _standard_errors._in_words("exact", "at an edge", 0.0, lines)
     assert "scale[0] is at the edge of zero: no interval" in words
     assert "Intervals of scale[1] are computed on the log scale" in words
-    found = _check._fitted(told_of(run, status="at an edge", parameters=lines))
+    found = _check._check_parameters(told_of(run, status="at an edge", parameters=lines))
     assert found.verdict == "good" and "scale[0] at the edge of zero" in str(found.value)
     assert _report._parameter("s", {"value": 0.0, "learned": True, **lines["scale[0]"]}).note
 
@@ -303,14 +303,14 @@ def test_a_fit_has_as_many_stages_as_it_says(copy: runs.Run, table: data.Table, 
     assert runs.FitJob(table, "poisson_counts", copy.path).num_stages == 3
     for name in ("_posterior", "_residuals"):
         monkeypatch.setattr(_check, name, lambda *_: [])
-    monkeypatch.setattr(_check, "_hidden", lambda *_: runs.Finding("a", "b", "c", "good"))
+    monkeypatch.setattr(_check, "_check_coverage", lambda *_: runs.Finding("a", "b", "c", "good"))
     told = Told()
     runs.check(again, table, progress=told)
     assert len(told.ended) == runs.NUM_CHECKS
 
 
 def test_a_check_gives_numbers_and_how_much_it_looked_at(run: runs.Run, monkeypatch):
-    monkeypatch.setattr(_check, "MOST_SERIES", 2)
+    monkeypatch.setattr(_check, "MAX_SERIES", 2)
     rng = np.random.default_rng(0)
     walks = 1000 + 100 * np.cumsum(rng.normal(size=(3, 30)), axis=1)
     frame = pd.DataFrame(
@@ -377,7 +377,7 @@ def test_replicates_are_few_where_rows_are_many():
     def most(rows: int) -> int:
         return _standard_errors._most_replicates(data.read({"y": np.zeros(rows)}))
 
-    assert most(120) == _standard_errors.MOST_REPLICATES and most(1500) == 80 and most(6000) == 20
+    assert most(120) == _standard_errors.MAX_REPLICATES and most(1500) == 80 and most(6000) == 20
     words = _standard_errors._in_words("louis", "fine", 0.0, {}, noise=0.123)
     assert "Monte Carlo error is 12% or less" in words
 
@@ -496,10 +496,10 @@ def test_levels_are_uniform_under_the_model_and_not_under_another():
     """Fixed seed; under the model a p-value below 1e-3 has that probability."""
     model = models.local_level(level_scale=0.5, obs_scale=1.0, prior_scale=1.0)
     _, ys = model.simulate(jax.random.key(0), 300)
-    right = _residuals.levels(jax.random.key(1), model, np.asarray(ys), num_particles=500)
+    right = _residuals.pit(jax.random.key(1), model, np.asarray(ys), num_particles=500)
     assert all(test.p_value > 1e-3 for test in _residuals.residual_tests([right[:, 0]]))
     other = models.local_level(level_scale=0.02, obs_scale=1.0, prior_scale=1.0)
-    wrong = _residuals.levels(jax.random.key(1), other, np.asarray(ys), num_particles=500)
+    wrong = _residuals.pit(jax.random.key(1), other, np.asarray(ys), num_particles=500)
     assert min(test.p_value for test in _residuals.residual_tests([wrong[:, 0]])) < 1e-6
 
 
@@ -510,7 +510,7 @@ def test_levels_of_a_model_with_many_states_are_exact():
     _, ys = model.simulate(jax.random.key(0), 240)
     ys = np.array(ys)
     ys[30:33] = np.nan
-    found = _residuals.levels(jax.random.key(1), model, ys)
+    found = _residuals.pit(jax.random.key(1), model, ys)
     assert all(test.p_value > 1e-3 for test in _residuals.residual_tests([found[:, 0]]))
     # What lies in the wide prior of the first year has no level, and nor has what is missing.
     assert np.isnan(found[:11]).all() and np.isnan(found[30:33]).all()
@@ -539,7 +539,7 @@ def test_particles_that_know_nothing_have_no_levels():
     move = rd.LinearGaussianKernel(jnp.eye(8), jnp.zeros(8), jnp.eye(8))
     model = rd.StateSpaceModel(rd.Gaussian(jnp.zeros(8), jnp.eye(8)), move, rate)
     ys = np.asarray(model.simulate(jax.random.key(0), 20)[1])
-    assert np.isnan(_residuals.levels(jax.random.key(1), model, ys, num_particles=100)).all()
+    assert np.isnan(_residuals.pit(jax.random.key(1), model, ys, num_particles=100)).all()
 
 
 def test_points_are_hidden_as_often_as_needed():
@@ -554,10 +554,10 @@ def test_points_are_hidden_as_often_as_needed():
 
 
 def test_hidden_points_of_a_short_series_are_counted(run: runs.Run, table: data.Table):
-    found = _check._hidden(run, table, jax.random.key(0), 0)
+    found = _check._check_coverage(run, table, jax.random.key(0), 0)
     assert found.verdict == "good" and "times with different points" in found.meaning
     few = table.last(12)
-    assert _check._hidden(run, few, jax.random.key(0), 0).verdict == "unknown"
+    assert _check._check_coverage(run, few, jax.random.key(0), 0).verdict == "unknown"
 
 
 def test_bands_of_columns_are_exact_where_the_model_is(run: runs.Run, table: data.Table):
@@ -688,7 +688,7 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     """A family is trained, smooths a series with a gap, and its stream equals it offline."""
     few = {"num_particles": 50, "num_samples": 50, "num_replicates": 5}
     monkeypatch.setattr(_standard_errors, "SIZES_OF_LOUIS", few)
-    monkeypatch.setattr(_standard_errors, "MOST_REPLICATES", 5)
+    monkeypatch.setattr(_standard_errors, "MAX_REPLICATES", 5)
     model = models.poisson_counts(mean=1.0, persistence=0.9, scale=0.3)
     _, ys = model.simulate(jax.random.key(0), 60)
     ys = np.array(ys)
@@ -1127,7 +1127,7 @@ def test_a_forgotten_header_is_refused_before_there_are_rows(copy: runs.Run):
 
 
 def test_a_line_without_end_is_refused(copy: runs.Run, monkeypatch):
-    monkeypatch.setattr(_stream, "LONGEST_LINE", 1 << 18)
+    monkeypatch.setattr(_stream, "MAX_LINE_BYTES", 1 << 18)
     source = io.BytesIO(b"year,volume\n" + b"9" * (1 << 20))
     with pytest.raises(data.DataError, match="a line has more than 262144 bytes"):
         runs.stream(copy, source, io.BytesIO(), lag=LAG)

@@ -17,7 +17,7 @@ from retrodict.cli.experiments import demo, reproduce
 from retrodict.cli.fit import fit
 from retrodict.cli.stream import stream
 
-LONGEST_MESSAGE = 2000
+MAX_MESSAGE = 2000
 """Characters of an error message."""
 
 COMMANDS = {
@@ -94,7 +94,7 @@ def _out_of_memory(error: Exception) -> str:
 def _refuse(text: str) -> int:
     # A message may quote a file, which may hold control codes of terminals, or megabytes.
     line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-    line = line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]}..."
+    line = line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}..."
     sys.stderr.write(f"retrodict: error: {line}\n")
     return MISTAKE
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 60.0
 """The interval of progress lines without a terminal."""
 
-MOST_PARAMETERS = 16
+MAX_PARAMETERS = 16
 """Lines of the table; the history has all parameters."""
 
 
@@ -115,19 +115,19 @@ class LearningDisplay(AbstractContextManager):
             self._line(learned)
 
     def _line(self, learned: "Learned") -> None:
-        values = [f"{name} {value:.5g}" for name, value in learned.now.items()][:MOST_PARAMETERS]
+        values = [f"{name} {value:.5g}" for name, value in learned.now.items()][:MAX_PARAMETERS]
         text = f"{_head(learned)}; {', '.join(values)}"
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _table(self, learned: "Learned") -> Group:
         table = grid("parameter", "in the run", "now", "change")
         names = list(learned.now)
-        for name in names[:MOST_PARAMETERS]:
+        for name in names[:MAX_PARAMETERS]:
             start, now = learned.start[name], learned.now[name]
             change = f"{100 * (now - start) / abs(start):+.1f}%" if start else f"{now - start:+.3g}"
             table.add_row(name, f"{start:.5g}", f"{now:.5g}", change)
-        if len(names) > MOST_PARAMETERS:
-            table.add_row(f"and {len(names) - MOST_PARAMETERS} more", "", "", "")
+        if len(names) > MAX_PARAMETERS:
+            table.add_row(f"and {len(names) - MAX_PARAMETERS} more", "", "", "")
         seconds = time.monotonic() - self.began
         rate = (learned.rows - (self.first or 0)) / seconds if seconds > 1e-3 else 0.0
         speed = f"; {rate:,.0f} rows per second" if rate else ""

@@ -10,10 +10,10 @@ import typer
 
 from retrodict._interface import UserError
 
-MOST = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 """The largest number of rows or steps that can be requested: the largest size of an array."""
 
-LONGEST_MEMORY = 10**6
+MAX_ROWS_IN_MEMORY = 10**6
 """The largest number of rows that a stream can hold in memory."""
 
 COMMAND_LINE: ContextVar[str | None] = ContextVar("COMMAND_LINE", default=None)

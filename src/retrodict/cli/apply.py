@@ -12,7 +12,7 @@ from retrodict._pages import visible
 from retrodict.cli._display import Stages
 from retrodict.cli._errors import require_output, writing
 from retrodict.cli._options import (
-    MOST,
+    MAX_COUNT,
     AllStates,
     AsJson,
     DataFile,
@@ -90,7 +90,7 @@ def forecast(
         int | None,
         typer.Option(
             min=1,
-            max=MOST,
+            max=MAX_COUNT,
             help="Number of rows to forecast.",
             show_default="the rows of the file of --at or --inputs",
         ),
@@ -158,7 +158,7 @@ def plot(
     out: Annotated[Path, typer.Option(help="A .png, .svg or .pdf file.")],
     steps: Annotated[
         int | None,
-        typer.Option("--forecast", min=0, max=MOST, help="Rows to forecast after the data."),
+        typer.Option("--forecast", min=0, max=MAX_COUNT, help="Rows to forecast after the data."),
     ] = None,
     at: FutureTimes = None,
     inputs: FutureInputs = None,

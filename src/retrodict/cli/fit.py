@@ -18,7 +18,14 @@ from retrodict.cli._job import (
     end_together,
     join,
 )
-from retrodict.cli._options import COMMAND_LINE, MOST, AsJson, DataFile, Seed, find_modules_here
+from retrodict.cli._options import (
+    COMMAND_LINE,
+    MAX_COUNT,
+    AsJson,
+    DataFile,
+    Seed,
+    find_modules_here,
+)
 from retrodict.cli._output import as_text, print_json, print_run, print_verdict
 
 ModelOption = Annotated[
@@ -58,7 +65,7 @@ FamilyOption = Annotated[
 ]
 StepsOption = Annotated[
     int | None,
-    typer.Option(min=1, max=MOST, help="Steps of each training.", show_default="2000"),
+    typer.Option(min=1, max=MAX_COUNT, help="Steps of each training.", show_default="2000"),
 ]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Print how the file is read, and stop.")

@@ -12,8 +12,8 @@ from retrodict._interface import Argument, Notice, UserError, fill
 from retrodict.cli._display import LearningDisplay
 from retrodict.cli._errors import as_option, require_output, writing
 from retrodict.cli._options import (
-    LONGEST_MEMORY,
-    MOST,
+    MAX_COUNT,
+    MAX_ROWS_IN_MEMORY,
     AsJson,
     PythonModel,
     RunFolder,
@@ -38,7 +38,7 @@ class Schedule(StrEnum):
 
 
 LagOption = Annotated[
-    int, typer.Option(min=1, max=LONGEST_MEMORY, help="Rows to wait before a row is smoothed.")
+    int, typer.Option(min=1, max=MAX_ROWS_IN_MEMORY, help="Rows to wait before a row is smoothed.")
 ]
 OutOption = Annotated[
     Path | None,
@@ -83,7 +83,7 @@ WindowOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        max=LONGEST_MEMORY,
+        max=MAX_ROWS_IN_MEMORY,
         help="Rows of backpropagation, for runs with a family.",
         show_default="8",
     ),
@@ -93,7 +93,9 @@ HistoryOption = Annotated[
 ]
 HistoryEveryOption = Annotated[
     int | None,
-    typer.Option(min=1, max=MOST, help="Rows between lines of the history.", show_default="100"),
+    typer.Option(
+        min=1, max=MAX_COUNT, help="Rows between lines of the history.", show_default="100"
+    ),
 ]
 FigureOption = Annotated[
     Path | None, typer.Option(help="Draw the history to this .png, .svg or .pdf file.")

@@ -25,7 +25,7 @@ SUFFIXES = (".csv", ".tsv", ".parquet", ".nc")
 HEAP = b"GCOL\1\0\0\0"
 """The first bytes of a global heap of HDF5."""
 
-MOST_BYTES, MOST_GROWTH = 1 << 30, 1000
+MAX_BYTES, MAX_GROWTH = 1 << 30, 1000
 """A file may declare arrays of so many bytes, or of so many times its own size if that is more."""
 
 
@@ -111,7 +111,7 @@ def check_size(declared: int, stored: int, name: str) -> None:
         stored: the bytes of the file.
         name: the path of the file.
     """
-    if not 0 <= declared <= max(MOST_BYTES, MOST_GROWTH * stored):
+    if not 0 <= declared <= max(MAX_BYTES, MAX_GROWTH * stored):
         raise DataError(
             f"{name}: a file of {stored} bytes that declares {declared} bytes of data is damaged;"
             " write or fetch it again."

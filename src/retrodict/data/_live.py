@@ -15,7 +15,7 @@ from retrodict.data._summary import written
 from retrodict.data._table import Rows
 from retrodict.data._timestamps import timestamps
 
-MOST_MISSING = 100_000
+MAX_MISSING = 100_000
 """A longer gap of a stream is an error in a time: each of its rows would be answered."""
 
 
@@ -155,7 +155,7 @@ class LiveReader:
             )
         gaps = np.diff(places) - 1
         has_inputs = rows.inputs is not None
-        if gaps.size and gaps.max() > (0 if has_inputs else MOST_MISSING):
+        if gaps.size and gaps.max() > (0 if has_inputs else MAX_MISSING):
             at = int(np.argmax(gaps))
             reason = "and their inputs are needed; add them" if has_inputs else "too many for a gap"
             raise self._error(

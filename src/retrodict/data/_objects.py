@@ -13,7 +13,7 @@ from retrodict._interface import DataError, listed, optional
 from retrodict.data._files import open_file
 from retrodict.data._source import TIME_NAMES, Source, frame_source
 
-MOST_SPREAD = 100
+MAX_SPREAD = 100
 """Rows per value of a dataset, at most, if variables lack some dimensions."""
 
 
@@ -137,7 +137,7 @@ def from_xarray(
     order = [*keys, along]
     num_rows = math.prod(dataset.sizes[dimension] for dimension in order)
     num_values = sum(variable.size for variable in dataset.values())
-    if num_rows > MOST_SPREAD * max(num_values, 100_000):
+    if num_rows > MAX_SPREAD * max(num_values, 100_000):
         raise DataError(
             f"{name}: the dimensions {listed(order)} make {num_rows} rows of {num_values} values;"
             " give variables along all of them."

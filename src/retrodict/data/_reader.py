@@ -13,7 +13,7 @@ from retrodict.data._objects import to_source
 from retrodict.data._source import Source, parse_numbers
 from retrodict.data._steps import (
     IRREGULAR,
-    MOST_INSERTED,
+    MAX_INSERTED,
     Step,
     duration_name,
     find_step,
@@ -90,25 +90,25 @@ def read(
     Raises:
         DataError: if the table cannot be read or is inconsistent, in one line.
     """
-    keys, observed, driving = as_names(series), as_names(columns), as_names(inputs)
-    table = to_source(source, time=time, series=keys, keep=[*observed, *driving])
+    keys, observed, input_columns = as_names(series), as_names(columns), as_names(inputs)
+    table = to_source(source, time=time, series=keys, keep=[*observed, *input_columns])
     keys = keys or list(table.series)
-    for names, role in ((keys, "series"), (observed, "columns"), (driving, "inputs")):
+    for names, role in ((keys, "series"), (observed, "columns"), (input_columns, "inputs")):
         table.require(names, role)
-    _check_roles(table, time, keys, observed, driving)
+    _check_roles(table, time, keys, observed, input_columns)
     require_rows(table)
-    time_name = find_time(table, time, [*keys, *observed, *driving])
+    time_name = find_time(table, time, [*keys, *observed, *input_columns])
     notes: list[str] = []
     if columns is None:
-        taken = [*keys, *driving, *([time_name] if time_name else [])]
+        taken = [*keys, *input_columns, *([time_name] if time_name else [])]
         observed = _data_columns(table, taken, notes)
         if time_name is None:
-            notes.extend(_possible_times(table, [*keys, *driving, *observed]))
+            notes.extend(_possible_times(table, [*keys, *input_columns, *observed]))
     elif not observed:
         raise table.error(
             "{columns} is empty; name the observed columns, or leave it out.", columns=[]
         )
-    ys, us = table.stack(observed), table.inputs(driving)
+    ys, us = table.stack(observed), table.inputs(input_columns)
     if not table.is_part:
         _check_filled(table, observed, ys)
 
@@ -124,10 +124,10 @@ def read(
         for rows, series_times in zip(groups, times, strict=True)
     ]
     if step is not None:
-        pieces = _all_on_grid(table, pieces, groups, identifiers, driving, step)
+        pieces = _all_on_grid(table, pieces, groups, identifiers, input_columns, step)
     unit = None
     if step_input:
-        if STEP_NAME in driving:
+        if STEP_NAME in input_columns:
             raise table.error("an input is called 'step' already; rename it.", column=STEP_NAME)
         duration, unit = _unit(table, times, step, step_unit)
         pieces = [piece.with_step(duration) for piece in pieces]
@@ -136,7 +136,7 @@ def read(
         **stack(pieces, rows),
         names=tuple(observed),
         series=identifiers,
-        input_names=(*([STEP_NAME] if step_input else []), *driving),
+        input_names=(*([STEP_NAME] if step_input else []), *input_columns),
         time_name=time_name,
         step=None if step is None else step.name,
         step_unit=unit,
@@ -144,7 +144,7 @@ def read(
             "time": time_name,
             "series": keys or None,
             "columns": observed,
-            "inputs": driving or None,
+            "inputs": input_columns or None,
             "freq": IRREGULAR if step is None else step.name,
             "step_input": step_input,
             "step_unit": unit if step is None else None,
@@ -165,7 +165,7 @@ def read_times(source: Any, table: Table) -> tuple[np.ndarray, ...]:
         >>> import retrodict as rd
         >>> table = rd.data.read({"t": [0.0, 1.0, 2.5], "y": [1.0, 2.0, 3.0]}, step_input=True)
         >>> future = rd.data.read_times({"t": [3.0, 5.5]}, table)
-        >>> future[0].tolist(), table.steps_to(future).tolist()
+        >>> future[0].tolist(), table.future_steps(future).tolist()
         ([3.0, 5.5], [[0.4, 2.0]])
 
     Args:
@@ -197,7 +197,7 @@ def read_times(source: Any, table: Table) -> tuple[np.ndarray, ...]:
         )
     _, times = _sort(future, time, layout["time_format"], groups, [])
     try:
-        return table.coming(times)
+        return table.check_future_times(times)
     except ValueError as error:
         raise future.error("{error}", column=time, error=error) from error
 
@@ -216,16 +216,16 @@ def require_rows(table: Source) -> None:
 
 
 def _check_roles(
-    table: Source, time: str | None, keys: list[str], observed: list[str], driving: list[str]
+    table: Source, time: str | None, keys: list[str], observed: list[str], input_columns: list[str]
 ) -> None:
     """Refuse a column with two roles; an observed column may be an input too."""
     labels = [*([time] if time else []), *keys]
-    for name in [*observed, *driving]:
+    for name in [*observed, *input_columns]:
         if name in labels:
             raise table.error(
                 "it is data and also the time or the series; choose one role.", column=name
             )
-    for names in (labels, observed, driving):
+    for names in (labels, observed, input_columns):
         for name, count in Counter(names).items():
             if count > 1:
                 raise table.error("it is named twice; name it once.", column=name)
@@ -332,19 +332,19 @@ def _all_on_grid(
     pieces: list[Rows],
     groups: Sequence[np.ndarray],
     identifiers: tuple[int | str, ...] | None,
-    driving: list[str],
+    input_columns: list[str],
     step: Step,
 ) -> list[Rows]:
     """Insert the rows that are missing on the grid of times, in each series."""
     owners = [""] if identifiers is None else [f" of series {name!r}" for name in identifiers]
     return [
-        _on_grid(table, piece, rows, owner, driving, step)
+        _on_grid(table, piece, rows, owner, input_columns, step)
         for piece, rows, owner in zip(pieces, groups, owners, strict=True)
     ]
 
 
 def _on_grid(
-    table: Source, piece: Rows, rows: np.ndarray, owner: str, driving: list[str], step: Step
+    table: Source, piece: Rows, rows: np.ndarray, owner: str, input_columns: list[str], step: Step
 ) -> Rows:
     """Insert rows where the grid of a series has none.
 
@@ -353,7 +353,7 @@ def _on_grid(
         piece: the series.
         rows: the numbers of its rows in the table.
         owner: the series, for messages.
-        driving: the names of its inputs.
+        input_columns: the names of its inputs.
         step: the step of the grid.
     """
     places = positions(piece.times, step)
@@ -365,7 +365,7 @@ def _on_grid(
         )
     count = int(places[-1]) + 1
     irregular = Argument("freq", IRREGULAR)
-    if count > MOST_INSERTED * (table.num_rows or len(table.frame)):
+    if count > MAX_INSERTED * (table.num_rows or len(table.frame)):
         raise table.error(
             f"a step of {step.name} would make {count} rows of {len(rows)}{owner}; pass a larger"
             " step with {freq}, or {irregular}.",
@@ -373,11 +373,12 @@ def _on_grid(
             irregular=irregular,
         )
     completed = piece.on_grid(places, step)
-    if driving and count > len(rows):
+    if input_columns and count > len(rows):
         gap = int(np.argmax(np.diff(places) > 1))
         raise table.error(
             f"there is no row for {written(completed.times[places[gap] + 1])}, and its inputs"
-            f" ({listed(driving)}) are needed; add the row, or pass {{freq}} and {{step_input}}.",
+            f" ({listed(input_columns)}) are needed; add the row, or pass {{freq}} and"
+            " {step_input}.",
             row=int(rows[gap]),
             freq=IRREGULAR,
             step_input=True,

@@ -141,7 +141,7 @@ def _times(
         return table.times
     if times is None:
         return table.future_times(rows)
-    checked = table.coming(times)
+    checked = table.check_future_times(times)
     if any(len(series) != rows for series in checked):
         raise ValueError(f"The result has {rows} rows; pass as many times per series.")
     return checked

@@ -18,7 +18,7 @@ from retrodict.data._identifiers import factorize, ordered
 from retrodict.data._reader import read
 from retrodict.data._source import ROW_NAMES, Source, parse_numbers
 from retrodict.data._summary import Summary, add_up
-from retrodict.data._table import MOST_LEADING_ROWS, Table
+from retrodict.data._table import MAX_LEADING_ROWS, Table
 from retrodict.data._timestamps import kind_of_times
 from retrodict.distributed import all_gather_object, by_all, process_slice
 
@@ -224,13 +224,13 @@ def _index_of(path: Path, name: str, layout: dict[str, Any]) -> _Index | None:
     if not file.can_be_split:
         return None
     index = _Index(file)
-    return index if index.count > 1 and index.rows.sum() > MOST_LEADING_ROWS else None
+    return index if index.count > 1 and index.rows.sum() > MAX_LEADING_ROWS else None
 
 
 def _leading(index: _Index, layout: dict[str, Any]) -> Table:
     """Read the first series, which determine how all are read."""
     # One more than needed, so that the table has more than the leading series.
-    count = 1 + int(np.searchsorted(np.cumsum(index.rows), MOST_LEADING_ROWS, side="right"))
+    count = 1 + int(np.searchsorted(np.cumsum(index.rows), MAX_LEADING_ROWS, side="right"))
     while True:
         count = min(count, index.count)
         source = index.read(slice(0, count), layout, known=False)

@@ -12,7 +12,7 @@ import numpy as np
 
 from retrodict._interface import DataError, optional
 
-MOST_INSERTED = 10
+MAX_INSERTED = 10
 """No rows are inserted if the table would have more than this many times its rows."""
 
 TOLERANCE = 1e-3
@@ -119,9 +119,9 @@ def find_step(times: Sequence[np.ndarray]) -> tuple[Step | None, str]:
         if places is None:
             return None, f"the most common step is {step.name}, and others are not multiples of it"
         num_rows += int(places[-1]) + 1
-    if num_rows > MOST_INSERTED * sum(len(series) for series in times):
+    if num_rows > MAX_INSERTED * sum(len(series) for series in times):
         return None, (
-            f"with a step of {step.name} there would be {num_rows} rows, more than {MOST_INSERTED}"
+            f"with a step of {step.name} there would be {num_rows} rows, more than {MAX_INSERTED}"
             " times those of the table"
         )
     return step, ""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-MOST_NAMED = 13
+MAX_NAMED = 13
 """The number of stored identifiers: one more than messages list."""
 
 
@@ -73,7 +73,7 @@ def add_up(parts: Sequence[Summary]) -> Summary:
     names = [name for part in parts for name in part.series]
     notes = [note for part in parts for note in part.notes]
     return Summary(
-        series=tuple(names[:MOST_NAMED]),
+        series=tuple(names[:MAX_NAMED]),
         num_series=sum(part.num_series for part in parts),
         num_rows=sum(part.num_rows for part in parts),
         num_rows_observed=sum(part.num_rows_observed for part in parts),

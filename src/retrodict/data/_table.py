@@ -10,9 +10,9 @@ import numpy as np
 
 from retrodict._interface import Argument, DataError, listed
 from retrodict.data._steps import Step, complete, following, parse_step
-from retrodict.data._summary import MOST_NAMED, Summary, as_number, as_time, digest_of, written
+from retrodict.data._summary import MAX_NAMED, Summary, as_number, as_time, digest_of, written
 
-MOST_LEADING_ROWS = 100_000
+MAX_LEADING_ROWS = 100_000
 """Rows of a large table from which a model and a family are initialised."""
 
 
@@ -193,7 +193,7 @@ class Table:
         step = self._parsed(self.step)
         return tuple(following(times, step, count) for times in self.times)
 
-    def coming(self, times: Sequence[Any]) -> tuple[np.ndarray, ...]:
+    def check_future_times(self, times: Sequence[Any]) -> tuple[np.ndarray, ...]:
         """Check and convert the times of rows after the last, one array per series.
 
         They must be later and, if the table is regular, the next ones of its grid.
@@ -235,7 +235,7 @@ class Table:
                 )
         return future
 
-    def steps_to(self, times: Sequence[Any]) -> np.ndarray:
+    def future_steps(self, times: Sequence[Any]) -> np.ndarray:
         """Return the length of each step to future times, in units of `step_unit`.
 
         Args:
@@ -249,7 +249,7 @@ class Table:
         """
         if self.step_unit is None:
             raise ValueError("The table was read without step_input and has no unit of steps.")
-        future = self.coming(times)
+        future = self.check_future_times(times)
         if len({len(later) for later in future}) > 1:
             raise ValueError("Expected equally many future times per series.")
         if self.step is not None:
@@ -268,7 +268,7 @@ class Table:
         names = ("",) if self.series is None else self.series
         digests = [digest_of(name, self.times[i], **self.one(i)) for i, name in enumerate(names)]
         return Summary(
-            series=tuple(str(name) for name in names[:MOST_NAMED]),
+            series=tuple(str(name) for name in names[:MAX_NAMED]),
             num_series=self.num_series,
             num_rows=int(self.length.sum()),
             num_rows_observed=int(self.mask.any(axis=2).sum()),
@@ -319,7 +319,7 @@ class Table:
 
         Their number is doubled while a column has fewer than two values in them.
         """
-        count = np.searchsorted(np.cumsum(self.length), MOST_LEADING_ROWS, side="right")
+        count = np.searchsorted(np.cumsum(self.length), MAX_LEADING_ROWS, side="right")
         count = max(1, int(count))
         while count < self.num_series and self.mask[:count].sum(axis=(0, 1)).min() < 2:
             count *= 2
@@ -355,7 +355,7 @@ def stack(series: Sequence[Rows], rows: int) -> dict[str, Any]:
     }
 
 
-MOST_PADDED, MOST_PADDING = 1_000_000, 100
+MAX_PADDED, MAX_PADDING = 1_000_000, 100
 """The largest padded length, or so many times the longest series if that is more."""
 
 
@@ -365,7 +365,7 @@ def padded_length(longest: int, pad_to: int | str | None, owner: str) -> int:
     `"bucket"` is the next power of two up to 64, and the next multiple of 64 beyond, so that series
     of new lengths are rarely compiled again.
     """
-    most = max(MOST_PADDED, MOST_PADDING * longest)
+    most = max(MAX_PADDED, MAX_PADDING * longest)
     if pad_to is None:
         return longest
     if pad_to == "bucket":

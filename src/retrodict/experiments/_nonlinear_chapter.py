@@ -153,7 +153,7 @@ def chapter(results: Results) -> Chapter:
                 for name in results.sums
             },
             "fresh_series": grades,
-            "elbo_of_fits_nats_a_step": results.scores,
+            "elbo_of_fits_nats_per_step": results.scores,
         },
         seconds={
             **{f"training {name}": value for name, value in results.seconds.items()},

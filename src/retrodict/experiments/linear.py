@@ -246,9 +246,9 @@ def _chapter(
             ),
         ],
         numbers={
-            "evidence_nats_a_series": evidence,
+            "evidence_nats_per_series": evidence,
             "entries_as_printed": [agreeing, total],
-            "gap_nats_a_series": gaps,
+            "gap_nats_per_series": gaps,
             "best_fit": best,
             "kept_epochs": kept_epochs,
             "power_of_n": powers,

@@ -137,13 +137,13 @@ def read_inputs(
         raise RunError(f"{future.source} has gaps; fill in the inputs of every row.")
     steps = np.ones(us.shape[:2])
     if layout["time"] is not None:
-        coming = [times[places] for times, places in zip(future.times, rows, strict=True)]
+        future_times = [times[places] for times, places in zip(future.times, rows, strict=True)]
         try:
-            coming = table.coming(coming)
+            future_times = table.check_future_times(future_times)
         except ValueError as error:
             raise RunError(f"{future.source}: {{error}}", error=error) from error
         if layout["step_input"] and table.step is None:
-            steps = table.steps_to(coming)
+            steps = table.future_steps(future_times)
     return us if not layout["step_input"] else np.concatenate([steps[..., None], us], axis=2)
 
 
@@ -152,7 +152,7 @@ def _future_inputs(
 ) -> np.ndarray | None:
     steps = None
     if times is not None and table.step_unit is not None:
-        steps = table.steps_to(times)
+        steps = table.future_steps(times)
         if steps.shape[1] != num_times:
             raise RunError(
                 f"A forecast of {num_times} rows needs as many times per series, got"

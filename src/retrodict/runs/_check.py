@@ -15,17 +15,17 @@ from retrodict._files import as_json
 from retrodict._workspace import Progress, Quiet
 from retrodict.runs._apply import impute
 from retrodict.runs._report_content import Finding, Verdict
-from retrodict.runs._residuals import coverage, hide, levels, rank, residual_tests
+from retrodict.runs._residuals import coverage, hide, pit, randomised_rank, residual_tests
 from retrodict.runs._run import AnyTable, Run
 from retrodict.runs._standard_errors import METHODS
 
-MOST_SERIES, MOST_ROWS = 8, 2000
+MAX_SERIES, MAX_ROWS = 8, 2000
 """The part of a table that is checked: the longest series, and the last rows of each."""
 
 DOUBTFUL, BAD = 1e-2, 1e-4
 """Levels of p-values. With about ten tests, false alarms occur in 1 of 10 and 1 of 1,000 runs."""
 
-HIDDEN_SHARE, FEWEST_HIDDEN = 0.1, 20
+HIDDEN_SHARE, MIN_HIDDEN = 0.1, 20
 
 NUM_CHECKS = 4
 """The number of stages of a check, for progress bars."""
@@ -41,7 +41,7 @@ the parameters are not estimates."""
 STEPS_OF_SEARCH = 60
 """Steps of the search for a higher maximum, which need not converge."""
 
-MOST_ROWS_OF_SEARCH = 100_000
+MAX_ROWS_OF_SEARCH = 100_000
 """Longer tables are not searched again for a higher maximum."""
 
 
@@ -145,16 +145,16 @@ def check(
     progress, whole = progress or Quiet(), table.summary
     if isinstance(table, data.SharedTable):
         table = table.leading_series()
-    order = np.argsort(-table.length, kind="stable")[:MOST_SERIES]
+    order = np.argsort(-table.length, kind="stable")[:MAX_SERIES]
     part = table if table.series is None else table.select([table.series[i] for i in order])
-    part = part.last(min(MOST_ROWS, int(part.length.max())))
+    part = part.last(min(MAX_ROWS, int(part.length.max())))
     posterior_key, level_key, hide_key = jax.random.split(jax.random.key(seed), 3)
 
     stages: dict[str, Callable[[], list[Finding]]] = {
-        "the parameters": lambda: [_fitted(run, _higher(run, table))],
-        "the posterior": lambda: _posterior(run, part, posterior_key, num_particles),
-        "the residuals": lambda: _residuals(run, part, level_key, num_particles),
-        "the hidden points": lambda: [_hidden(run, part, hide_key, seed)],
+        "the parameters": lambda: [_check_parameters(run, _search_higher_maximum(run, table))],
+        "the posterior": lambda: _check_posterior(run, part, posterior_key, num_particles),
+        "the residuals": lambda: _check_residuals(run, part, level_key, num_particles),
+        "the hidden points": lambda: [_check_coverage(run, part, hide_key, seed)],
     }
     findings: list[Finding] = []
     for name, compute in stages.items():
@@ -174,7 +174,7 @@ def _grade_p_value(p_value: float) -> Verdict:
     return _grade(-p_value, -DOUBTFUL, -BAD)
 
 
-def _higher(run: Run, table: data.Table) -> float | None:
+def _search_higher_maximum(run: Run, table: data.Table) -> float | None:
     """Return by how many nats another maximum is higher; `None` if there was no search.
 
     Local curvature is not enough: where a scale is near zero the likelihood is flat, and it may be
@@ -183,7 +183,7 @@ def _higher(run: Run, table: data.Table) -> float | None:
     total = run.record["results"].get("total")
     if not run.is_exact or run.record["data"]["sha256"] != table.summary.fingerprint:
         return None
-    too_long = table.summary.num_rows > MOST_ROWS_OF_SEARCH
+    too_long = table.summary.num_rows > MAX_ROWS_OF_SEARCH
     if total is None or too_long or not models.named_parameters(run.model):
         return None
     result = rd.fit_evidence(
@@ -197,7 +197,7 @@ def _higher(run: Run, table: data.Table) -> float | None:
     return result.log_evidence - total
 
 
-def _fitted(run: Run, higher: float | None = None) -> Finding:
+def _check_parameters(run: Run, higher: float | None = None) -> Finding:
     """Judge whether the parameters are at a maximum of the likelihood.
 
     Args:
@@ -220,7 +220,7 @@ def _fitted(run: Run, higher: float | None = None) -> Finding:
         near = distance <= NEAR_MAXIMUM
         return Finding(
             name,
-            f"to {distance:.2g} standard errors"
+            f"within {distance:.2g} standard errors of it"
             if near
             else f"the maximum is {distance:.2g} standard errors away",
             "no nearby values have a noticeably higher likelihood"
@@ -252,7 +252,7 @@ def _fitted(run: Run, higher: float | None = None) -> Finding:
     return Finding(name, "; ".join(at_edge) or "yes", meaning, "good", numbers)
 
 
-def _posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
+def _check_posterior(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
     """Compare the chain of each series with a reference, and bound the error of the longest."""
     bound_name = "bound on the error of the smoothed sum"
     if run.is_exact:
@@ -333,15 +333,15 @@ def _bound(run: Run, chain: Any, one: dict[str, Any], name: str, *, alone: bool)
     return Finding(name, f"{value:.3g}", meaning, "unknown", numbers)
 
 
-def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
+def _check_residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Finding]:
     """Test the one-step-ahead residuals of each column."""
     series = [
-        levels(jax.random.fold_in(key, i), run.model, num_particles=count, **table.one(i))
+        pit(jax.random.fold_in(key, i), run.model, num_particles=count, **table.one(i))
         for i in range(table.num_series)
     ]
     findings = []
-    for place, column in enumerate(table.names):
-        for test in residual_tests([each[:, place] for each in series]):
+    for index, column in enumerate(table.names):
+        for test in residual_tests([each[:, index] for each in series]):
             value, verdict = f"p = {test.p_value:.3g}", _grade_p_value(test.p_value)
             if np.isnan(test.p_value):
                 value, verdict = "too few rows, or a degenerate particle filter", "unknown"
@@ -351,18 +351,18 @@ def _residuals(run: Run, table: data.Table, key: Any, count: int) -> list[Findin
     return findings
 
 
-def _hidden(run: Run, table: data.Table, key: Any, seed: int) -> Finding:
+def _check_coverage(run: Run, table: data.Table, key: Any, seed: int) -> Finding:
     """Hide observed points from the smoother and count those in their intervals."""
     hide_key, tie_key = jax.random.split(key)
-    hidden = hide(hide_key, table.mask, HIDDEN_SHARE, FEWEST_HIDDEN)
+    hidden = hide(hide_key, table.mask, HIDDEN_SHARE, MIN_HIDDEN)
     name = "hidden points in their 90% intervals"
-    if hidden.sum() < FEWEST_HIDDEN:
-        value = f"too few points: {FEWEST_HIDDEN} are needed"
+    if hidden.sum() < MIN_HIDDEN:
+        value = f"too few points: {MIN_HIDDEN} are needed"
         return Finding(name, value, "observed points are hidden and imputed", "unknown")
     times = len(hidden)
     table, hidden = _repeated(table, times), np.concatenate(hidden)
     draws = impute(run, table, 400, hidden=hidden, seed=seed)
-    covered = coverage(rank(tie_key, np.moveaxis(draws, 1, 2), table.ys)[hidden])
+    covered = coverage(randomised_rank(tie_key, np.moveaxis(draws, 1, 2), table.ys)[hidden])
     share, error = covered.inside / covered.hidden, np.sqrt(0.09 / covered.hidden)
     numbers = {"value": share, "expected": 0.9, "standard_error": error}
     return Finding(

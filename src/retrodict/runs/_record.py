@@ -40,7 +40,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
         RunError: if there is no run, or it is unfinished, of another version, or was altered.
     """
     path = Path(path)
-    place = path / RECORD
+    file = path / RECORD
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise RunError(f"{path} {what}; give the folder that `fit --out` made.")
@@ -57,10 +57,10 @@ def read_record(path: str | Path) -> dict[str, Any]:
         )
         raise RunError(f"{path} {rest}.") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{place} cannot be read ({error}). Fit again to another folder.") from error
+        raise RunError(f"{file} cannot be read ({error}). Fit again to another folder.") from error
     if record.get("retrodict_run") not in (1, FORMAT):
         raise RunError(
-            f"{place} is of format {record.get('retrodict_run')!r}, and this version of retrodict"
+            f"{file} is of format {record.get('retrodict_run')!r}, and this version of retrodict"
             f" reads format {FORMAT}. Use the version that wrote it"
             f" ({record.get('version', 'unknown')}), or fit again."
         )
@@ -70,11 +70,11 @@ def read_record(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         whole = False
     if not whole:
-        raise RunError(f"{place} was changed after `fit` wrote it. Fit again to another folder.")
+        raise RunError(f"{file} was changed after `fit` wrote it. Fit again to another folder.")
     results = record.get("results")
     if isinstance(results, dict) and "nats_a_row" in results:
         results["nats_per_row"] = results.pop("nats_a_row")
-    _check(record, place)
+    _check(record, file)
     for name, digest in record["files"].items():
         try:
             content = read_inside(path, name)
@@ -92,12 +92,12 @@ def read_record(path: str | Path) -> dict[str, Any]:
 
 def read_inside(folder: Path, name: str) -> bytes:
     """Read a regular file of a folder; refuse pipes, devices and links out of the folder."""
-    place = folder / name
-    if not stat.S_ISREG(place.stat().st_mode):
+    file = folder / name
+    if not stat.S_ISREG(file.stat().st_mode):
         raise OSError(0, "it is not a regular file")
-    if not place.resolve().is_relative_to(folder.resolve()):
+    if not file.resolve().is_relative_to(folder.resolve()):
         raise OSError(0, "it is a link out of the folder")
-    return place.read_bytes()
+    return file.read_bytes()
 
 
 _TEXT, _OPTIONAL_TEXT, _OPTIONAL_TEXTS = (str,), (str, None), ([str], None)
@@ -138,16 +138,16 @@ _SCHEMA: dict[str, Any] = {
 """The schema of a record: alternatives of types, lists of texts, or tables of these."""
 
 
-def _check(record: Mapping[str, Any], place: Path) -> None:
+def _check(record: Mapping[str, Any], file: Path) -> None:
     """Refuse a record with missing entries or values of wrong types."""
     if wrong := _mismatch(record, _SCHEMA, ""):
-        raise RunError(f"{place}: {wrong}. It was changed after `fit` wrote it; fit again.")
+        raise RunError(f"{file}: {wrong}. It was changed after `fit` wrote it; fit again.")
     unknown = [*set(record["layout"]) - set(_SCHEMA["layout"])]
     unknown += [name for name in record["files"] if name not in (MODEL, FAMILY, TRAINING, ROWS)]
     missing = [name for name in (MODEL, TRAINING) if name not in record["files"]]
     if unknown or missing:
         what = f"{unknown[0]!r} is not part of a run" if unknown else f"there is no {missing[0]}"
-        raise RunError(f"{place}: {what}. Fit again to another folder.")
+        raise RunError(f"{file}: {what}. Fit again to another folder.")
 
 
 def _mismatch(value: Any, expected: Any, name: str) -> str | None:

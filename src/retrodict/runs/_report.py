@@ -210,8 +210,10 @@ def _series(
     ahead = None
     if steps:
         options: Any = {"inputs": inputs, "times": times, "seed": seed, "smoothed": smoothed}
-        coming = table.future_times(steps) if times is None else table.coming(times)
-        ahead = _bands(coming, _forecast_laws(forecast(run, table, steps, **options)), level)
+        future_times = (
+            table.future_times(steps) if times is None else table.check_future_times(times)
+        )
+        ahead = _bands(future_times, _forecast_laws(forecast(run, table, steps, **options)), level)
     num_columns = len(table.names)
     shown = [*range(num_columns), *(num_columns + i for i in shown_states(run, every=all_states))]
 

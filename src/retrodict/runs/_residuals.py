@@ -41,7 +41,7 @@ class Test(NamedTuple):
     meaning: str
 
 
-def levels(
+def pit(
     key: Any,
     model: rd.StateSpaceModel,
     ys: Any,
@@ -50,15 +50,15 @@ def levels(
     inputs: Any = None,
     num_particles: int = 1000,
 ) -> np.ndarray:
-    """Return the level of each observation in its law given the rows before it.
+    """Return the probability integral transform of each observation, given the rows before it.
 
     u_k = P(y < y_k | y_{0:k-1}) + V P(y = y_k | y_{0:k-1}), with V uniform, which breaks the ties
     of counts. Under the model these are independent and uniform on (0, 1). Probabilities are exact
     for linear-Gaussian models, and otherwise those of predicted particles.
 
-    The prior of a nonstationary state is wide, and the first rows are near its centre whatever they
-    are: in linear-Gaussian models, where the width does not depend on the data, rows with a law far
-    wider than the others have no level. If the particle filter degenerates, no row has a level.
+    Under a diffuse prior the first levels are near 1/2 whatever the data. In linear-Gaussian
+    models, rows whose predictive standard deviation exceeds `WIDE` times the median are therefore
+    NaN. If the particle filter degenerates, all rows are NaN.
 
     Args:
         key: a typed key.
@@ -87,13 +87,13 @@ def levels(
     if not np.median(np.asarray(filtered.ess)[rows]) > LEAST_EFFECTIVE * num_particles:
         return np.full(observed.shape, np.nan)
     draws = _draw_ahead(model, filtered.particles, filtered.log_weights, draw_key, us)
-    level = rank(tie_key, np.asarray(draws), np.asarray(ys))
+    level = randomised_rank(tie_key, np.asarray(draws), np.asarray(ys))
     # Levels of zero and one have infinite quantiles: keep half a particle away from them.
     edge = 0.5 / num_particles
     return np.where(observed, np.clip(level, edge, 1 - edge), np.nan)
 
 
-def rank(key: Any, draws: np.ndarray, values: np.ndarray) -> np.ndarray:
+def randomised_rank(key: Any, draws: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return the share of draws below each value; a random part of the draws equal to it counts.
 
     Args:
@@ -257,7 +257,7 @@ def coverage(ranks: np.ndarray, level: float = 0.9) -> Coverage:
     """Compute the coverage of central intervals from the levels of hidden entries.
 
     Args:
-        ranks: levels in (0, 1), with ties broken at random as in `levels`.
+        ranks: levels in (0, 1), with ties broken at random as in `pit`.
         level: the probability of the interval.
     """
     inside = int(np.sum(np.abs(ranks - 0.5) < level / 2))

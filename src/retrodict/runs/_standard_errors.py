@@ -28,15 +28,15 @@ METHODS = {
 SIZES_OF_LOUIS: dict[str, Any] = {"num_particles": 500, "num_samples": 1000, "num_replicates": 20}
 """Sizes that take some seconds per hundred rows."""
 
-MOST_REPLICATES = 160
+MAX_REPLICATES = 160
 """Needed where the data contain a few hundredths of the information of the states."""
 
-MOST_ROWS_OF_PATHS = 120_000_000
+MAX_ROWS_OF_PATHS = 120_000_000
 """Rows of all paths together, about two minutes; the first replicates are drawn at any length."""
 
-MOST_ROWS_OF_LOUIS = 20_000
+MAX_ROWS_OF_LOUIS = 20_000
 
-MOST_ROWS_OF_GRID, MOST_POINTS = 100_000, 2000
+MAX_ROWS_OF_GRID, MAX_POINTS = 100_000, 2000
 """The largest number of rows, and of grid points, for which a grid is used."""
 
 PARTICLES_OF_GRID, DEVIATIONS_OF_GRID = 500, 8.0
@@ -78,8 +78,8 @@ def _compute(key: Any, model: rd.StateSpaceModel, table: AnyTable, read: Any) ->
         on_grid = None if is_shared else _errors_on_grid(key, model, table, read)
         if on_grid is not None:
             return on_grid
-        if is_shared or table.summary.num_rows > MOST_ROWS_OF_LOUIS:
-            return {"refused": np.array(f"more than {MOST_ROWS_OF_LOUIS} rows.")}
+        if is_shared or table.summary.num_rows > MAX_ROWS_OF_LOUIS:
+            return {"refused": np.array(f"more than {MAX_ROWS_OF_LOUIS} rows.")}
         sizes = SIZES_OF_LOUIS | {"most_replicates": _most_replicates(table)}
         if isinstance(rd.unwrap(model).transition, rd.AbstractGaussianKernel):
             # Rejection sampling needs a bounded density.
@@ -113,12 +113,12 @@ def _errors_on_grid(
 
     They take seconds where paths take minutes, and have no Monte Carlo noise.
     """
-    if model.state_dim != 1 or table.summary.num_rows > MOST_ROWS_OF_GRID:
+    if model.state_dim != 1 or table.summary.num_rows > MAX_ROWS_OF_GRID:
         return None
     lower, upper, width = _reach(key, rd.unwrap(model), table)
     if not (np.isfinite(lower) and lower < upper and width > 0):
         return None
-    fewest = int(np.clip(2 * (upper - lower) / width, 100, MOST_POINTS // 4))
+    fewest = int(np.clip(2 * (upper - lower) / width, 100, MAX_POINTS // 4))
     for num_points in (fewest, 4 * fewest):
         grid = rd.Grid(np.array([lower]), np.array([upper]), num_points)
         try:
@@ -173,7 +173,7 @@ def _line(
 
 def _most_replicates(table: AnyTable) -> int:
     rows = table.summary.num_rows * SIZES_OF_LOUIS["num_samples"]
-    return max(SIZES_OF_LOUIS["num_replicates"], min(MOST_REPLICATES, MOST_ROWS_OF_PATHS // rows))
+    return max(SIZES_OF_LOUIS["num_replicates"], min(MAX_REPLICATES, MAX_ROWS_OF_PATHS // rows))
 
 
 def _relative_noise(result: rd.ParameterErrors) -> float:

@@ -17,10 +17,10 @@ from retrodict._interface import Argument, Notice
 from retrodict.runs._record import RunError
 from retrodict.runs._run import Run, state_names
 from retrodict.runs._stream_files import (
-    Live,
     MonitorState,
     OutputFile,
     OutputPipe,
+    Smoother,
     StateLock,
     StreamState,
     empty_file,
@@ -35,7 +35,7 @@ CHUNK = 256
 
 SECONDS_BETWEEN_SAVES = 1.0
 
-LONGEST_LINE = 1 << 24
+MAX_LINE_BYTES = 1 << 24
 """The largest number of bytes of a line; input without an end of line would fill the memory."""
 
 
@@ -100,9 +100,11 @@ def stream(
     """
     notify = notify or (lambda _: None)
     rows_before, fingerprint_before, words = _start(run, after)
-    place = state_place(run, lag, learning) if state is None else state
-    live = rd.online.FixedLag(run.smoother, lag) if learning is None else learning.learner(run, lag)
-    paths = [place, out]
+    state_path = default_state_path(run, lag, learning) if state is None else state
+    smoother = (
+        rd.online.FixedLag(run.smoother, lag) if learning is None else learning.learner(run, lag)
+    )
+    paths = [state_path, out]
     if learning is not None:
         paths += [learning.history, learning.figure]
         if learning.save_run is not None:
@@ -113,37 +115,37 @@ def stream(
     names = state_names(run)
     first_line = b"" if as_json else header(names)
     with ExitStack() as files:
-        lock = StateLock(place, files)
+        lock = StateLock(state_path, files)
         # Without output files and rows a state is only read, and another stream may use it.
         if restart or any(isinstance(path, Path) for path in paths[1:]):
             lock.take()
         if restart:
-            _forget(place, out, learning, names)
-        fingerprint = _fingerprint(run, live, learning, fingerprint_before)
-        fresh = StreamState.initial(live, seed)
-        current = read_state(place, fingerprint, fresh)
+            _forget(state_path, out, learning, names)
+        fingerprint = _fingerprint(run, smoother, learning, fingerprint_before)
+        fresh = StreamState.initial(smoother, seed)
+        current = read_state(state_path, fingerprint, fresh)
         # The process may have been killed after its first rows and before their state was written.
-        unread = place.exists() and not current.read
+        is_empty = state_path.exists() and not current.num_rows
         answers, monitor = OutputPipe(out, first_line), None
         if isinstance(out, Path):
-            answers = OutputFile(out, first_line, int(current.written), unread, files)
-        if learning is not None and isinstance(live, rd.online.LaggedLearner):
+            answers = OutputFile(out, first_line, int(current.output_bytes), is_empty, files)
+        if learning is not None and isinstance(smoother, rd.online.LaggedLearner):
             stored = MonitorState(*current.monitor)
-            monitor = Monitor(run, live, learning, fresh.live, stored, unread, files)
-        if place.exists():
+            monitor = Monitor(run, smoother, learning, fresh.smoother, stored, is_empty, files)
+        if state_path.exists():
             timed = run.layout["time"] is not None
             rows = "rows that it covers are skipped" if timed else "rows without a time are all new"
-            text = f"Resuming from {place}: {rows}; {{restart}} starts over."
+            text = f"Resuming from {state_path}: {rows}; {{restart}} starts over."
             notify(Notice(text, restart=True))
         else:
             notify(words)
-            current = _read_before(run, live, learning, current, rows_before, seed)
+            current = _read_before(run, smoother, learning, current, rows_before, seed)
         session = _Session(
             run.layout,
             names,
-            live,
+            smoother,
             current,
-            place,
+            state_path,
             fingerprint,
             answers,
             monitor,
@@ -156,7 +158,7 @@ def stream(
     return count
 
 
-def state_place(run: Run, lag: int, learning: Learning | None = None) -> Path:
+def default_state_path(run: Run, lag: int, learning: Learning | None = None) -> Path:
     """Return the default file of the state of a stream.
 
     Args:
@@ -175,9 +177,9 @@ class _Session:
     Attributes:
         layout: the layout of the table that the run was fitted to.
         names: the names of the states.
-        live: the smoother.
+        smoother: the smoother.
         state: the state of the stream.
-        place: the file of the state.
+        state_path: the file of the state.
         fingerprint: the fingerprint of the state.
         answers: the destination of answers.
         monitor: the monitor of a learner.
@@ -188,9 +190,9 @@ class _Session:
 
     layout: dict[str, Any]
     names: list[str]
-    live: Live
+    smoother: Smoother
     state: StreamState
-    place: Path
+    state_path: Path
     fingerprint: str
     answers: OutputFile | OutputPipe
     monitor: Monitor | None
@@ -201,7 +203,7 @@ class _Session:
     def answer(self, source: Any) -> int:
         """Answer all rows; return their number."""
         reader, count, saved = None, 0, time.monotonic()
-        last = self.state.as_time(self.state.last) if self.state.waiting.size else None
+        last = self.state.as_time(self.state.last_time) if self.state.pending_times.size else None
         for lines in arriving(source):
             if reader is None:
                 reader = data.LiveReader(self.layout, lines.pop(0), last=last)
@@ -212,13 +214,13 @@ class _Session:
             while num_rows := len(rows.times):
                 size = min(CHUNK, num_rows)
                 if self.monitor is not None:
-                    size = self.monitor.rows_to_line(self.state.live, size)
+                    size = self.monitor.rows_to_line(self.state.smoother, size)
                 chunk, rows = rows.cut(0, size), rows.cut(size, num_rows)
-                self.state, answers, output = _advance(self.live, self.state, chunk)
+                self.state, answers, output = _advance(self.smoother, self.state, chunk)
                 self.write(answers)
                 count += size
                 if self.monitor is not None:
-                    self.monitor.record(self.state.live, chunk, output)
+                    self.monitor.record(self.state.smoother, chunk, output)
                 if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
                     self.save()
                     saved = time.monotonic()
@@ -237,25 +239,25 @@ class _Session:
         A file of answers without a state that covers its header would be refused later.
         """
         self.lock.take()
-        if not self.place.exists():
+        if not self.state_path.exists():
             self.save()
         self.answers.write(b"")
-        if self.state.read:
+        if self.state.num_rows:
             self.save()
 
     def finish(self, *, flush: bool) -> None:
         """Answer the last rows if the stream ends, and write what was learned."""
         state, monitor = self.state, self.monitor
-        if flush and state.read:
-            self.write(_remaining(self.live, state))
+        if flush and state.num_rows:
+            self.write(_remaining(self.smoother, state))
         if monitor is None:
             return
-        monitor.show(state.live, last=True)
+        monitor.show(state.smoother, last=True)
         if monitor.learning.save_run is not None:
-            if not state.read:
+            if not state.num_rows:
                 raise RunError("No row was read: there is no learned run to save. Send rows first.")
-            last = as_texts(np.atleast_1d(state.as_time(state.last)))[0]
-            monitor.save_run(monitor.learning.save_run, state.live, last)
+            last = as_texts(np.atleast_1d(state.as_time(state.last_time)))[0]
+            monitor.save_run(monitor.learning.save_run, state.smoother, last)
 
     def write(self, answers: Answers) -> None:
         """Write answers and pass them on."""
@@ -273,10 +275,10 @@ class _Session:
     def save(self) -> None:
         """Write the state, after the answers that it covers."""
         if isinstance(self.answers, OutputFile):
-            self.state = self.state._replace(written=np.asarray(self.answers.save()))
+            self.state = self.state._replace(output_bytes=np.asarray(self.answers.save()))
         if self.monitor is not None:
             self.state = self.state._replace(monitor=tuple(self.monitor.save()))
-        write_state(self.place, self.live, self.state, self.fingerprint)
+        write_state(self.state_path, self.smoother, self.state, self.fingerprint)
 
 
 def arriving(source: Any) -> Iterator[list[str]]:
@@ -291,9 +293,9 @@ def arriving(source: Any) -> Iterator[list[str]]:
         *lines, rest = (rest + block).split(b"\n")
         if lines:
             yield [_decoded(line) for line in lines]
-        if len(rest) > LONGEST_LINE:
+        if len(rest) > MAX_LINE_BYTES:
             raise data.DataError(
-                f"standard input: a line has more than {LONGEST_LINE} bytes; send rows of text."
+                f"standard input: a line has more than {MAX_LINE_BYTES} bytes; send rows of text."
             )
     if rest.strip():
         yield [_decoded(rest)]
@@ -308,23 +310,25 @@ def _decoded(line: bytes) -> str:
         ) from error
 
 
-def _advance(live: Live, state: StreamState, rows: data.Rows) -> tuple[StreamState, Answers, Any]:
+def _advance(
+    smoother: Smoother, state: StreamState, rows: data.Rows
+) -> tuple[StreamState, Answers, Any]:
     """Read at most a chunk of rows; return the state after them, their answers and the output."""
     count = len(rows.times)
     padding = ((0, CHUNK - count), (0, 0))
     ys = np.pad(rows.ys, padding)
     us = None if rows.inputs is None else np.pad(rows.inputs, padding, mode="edge")
-    live_state, output = live.scan(state.live, ys, inputs=us, length=count)
+    after, output = smoother.scan(state.smoother, ys, inputs=us, length=count)
     dates = rows.times.dtype.kind == "M"
     numbers = rows.times.astype(np.int64) if dates else rows.times
-    times = np.concatenate([state.waiting, numbers]) if state.waiting.size else numbers
-    behind = np.maximum(len(times) - count + np.arange(count) - live.lag, 0)
+    times = np.concatenate([state.pending_times, numbers]) if state.pending_times.size else numbers
+    behind = np.maximum(len(times) - count + np.arange(count) - smoother.lag, 0)
     state = state._replace(
-        live=live_state,
-        last=times[-1],
-        dates=np.asarray(dates),
-        waiting=times[-live.lag :],
-        read=state.read + count,
+        smoother=after,
+        last_time=times[-1],
+        has_dates=np.asarray(dates),
+        pending_times=times[-smoother.lag :],
+        num_rows=state.num_rows + count,
     )
     answers = Answers(
         rows.times,
@@ -342,11 +346,11 @@ def _moments(laws: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(laws.mean)[:count], std
 
 
-def _remaining(live: Live, state: StreamState) -> Answers:
+def _remaining(smoother: Smoother, state: StreamState) -> Answers:
     """Return the answers of the last rows, smoothed given all rows."""
-    output = live.flush(state.live)
+    output = smoother.flush(state.smoother)
     mean, std = _moments(output.smoothed, len(np.asarray(output.ready)))
-    times = state.as_time(state.waiting)
+    times = state.as_time(state.pending_times)
     count = len(times)
     return Answers(times, None, times, (mean[-count:], std[-count:]), np.ones(count, bool))
 
@@ -388,7 +392,7 @@ def _start(
 
 def _read_before(
     run: Run,
-    live: Live,
+    smoother: Smoother,
     learning: Learning | None,
     fresh: StreamState,
     rows: data.Rows | None,
@@ -400,38 +404,40 @@ def _read_before(
     """
     if rows is None:
         return fresh
-    state, reader = fresh, live
+    state, reader = fresh, smoother
     if learning is not None:
         without_steps = dataclasses.replace(learning, rate=0.0, schedule="constant")
-        reader = without_steps.learner(run, live.lag)
-        state = fresh._replace(live=reader.init(jax.random.key(seed)))
+        reader = without_steps.learner(run, smoother.lag)
+        state = fresh._replace(smoother=reader.init(jax.random.key(seed)))
     for begin in range(0, len(rows.times), CHUNK):
         state, _, _ = _advance(reader, state, rows.cut(begin, begin + CHUNK))
     if learning is not None:
-        learner = dataclasses.replace(fresh.live.learner, gradient=state.live.learner.gradient)
-        learner = dataclasses.replace(fresh.live, learner=learner, lag=state.live.lag)
-        state = state._replace(live=learner)
-    return state._replace(read=fresh.read)
+        learner = dataclasses.replace(
+            fresh.smoother.learner, gradient=state.smoother.learner.gradient
+        )
+        learner = dataclasses.replace(fresh.smoother, learner=learner, lag=state.smoother.lag)
+        state = state._replace(smoother=learner)
+    return state._replace(num_rows=fresh.num_rows)
 
 
 def _fingerprint(
-    run: Run, live: Live, learning: Learning | None, fingerprint_before: str | None
+    run: Run, smoother: Smoother, learning: Learning | None, fingerprint_before: str | None
 ) -> str:
     """Return what the state of a stream depends on."""
-    fixed = live if isinstance(live, rd.online.FixedLag) else live.live
+    fixed = smoother if isinstance(smoother, rd.online.FixedLag) else smoother.live
     settings: list[Any] = [run.record["files"], fixed.lag, fixed.num_samples, fingerprint_before]
     if learning is not None:
         settings.append(learning.settings)
     return json.dumps(settings, sort_keys=True)
 
 
-def _forget(place: Path, out: Any, learning: Learning | None, names: list[str]) -> None:
+def _forget(state_path: Path, out: Any, learning: Learning | None, names: list[str]) -> None:
     """Remove a state and the output of its stream, but no other files."""
-    if not place.exists():
+    if not state_path.exists():
         return
     answers = isinstance(out, Path) and empty_file(out, (header(names), b'{"time": '))
     if learning is not None:
         history = empty_file(learning.history, HISTORY_STARTS)
         if learning.figure is not None and (answers or history):
             learning.figure.unlink(missing_ok=True)
-    place.unlink()
+    state_path.unlink()

@@ -18,7 +18,7 @@ from retrodict.runs._record import RunError
 MEMORY = 500
 """The number of rows over which the ELBO is averaged."""
 
-Live: TypeAlias = rd.online.FixedLag | rd.online.LaggedLearner
+Smoother: TypeAlias = rd.online.FixedLag | rd.online.LaggedLearner
 """The smoother of a stream: with fixed parameters, or learning them."""
 
 
@@ -26,14 +26,14 @@ class MonitorState(NamedTuple):
     """The state of a `Monitor`, which is part of the state of a stream.
 
     Attributes:
-        recent: the ELBO increments of the last rows, as a ring buffer.
-        counted: the number of rows that have entered it.
-        noted: the number of bytes written to the history.
+        elbo_increments: the ELBO increments of the last rows, as a ring buffer.
+        num_increments: the number of rows that have entered it.
+        history_bytes: the number of bytes written to the history.
     """
 
-    recent: np.ndarray
-    counted: np.ndarray
-    noted: np.ndarray
+    elbo_increments: np.ndarray
+    num_increments: np.ndarray
+    history_bytes: np.ndarray
 
     @staticmethod
     def initial() -> "MonitorState":
@@ -45,29 +45,29 @@ class StreamState(NamedTuple):
     """The state from which a stream resumes.
 
     Attributes:
-        live: the state of the smoother.
-        last: the time of the last row as a number; dates in microseconds.
-        dates: whether times are dates.
-        waiting: the times of the rows that are not smoothed yet, as numbers.
-        written: the number of bytes written to the file of answers.
-        read: the number of rows answered, without those that the stream starts after.
+        smoother: the state of the smoother.
+        last_time: the time of the last row as a number; dates in microseconds.
+        has_dates: whether times are dates.
+        pending_times: the times of the rows that are not smoothed yet, as numbers.
+        output_bytes: the number of bytes written to the file of answers.
+        num_rows: the number of rows answered, without those that the stream starts after.
         monitor: the state of the monitor of a learner; `None` without learning.
     """
 
-    live: Any
-    last: np.ndarray
-    dates: np.ndarray
-    waiting: np.ndarray
-    written: np.ndarray
-    read: np.ndarray
+    smoother: Any
+    last_time: np.ndarray
+    has_dates: np.ndarray
+    pending_times: np.ndarray
+    output_bytes: np.ndarray
+    num_rows: np.ndarray
     monitor: Any = None
 
     @staticmethod
-    def initial(live: Live, seed: int) -> "StreamState":
+    def initial(smoother: Smoother, seed: int) -> "StreamState":
         """Return the state before the first row."""
-        learns = isinstance(live, rd.online.LaggedLearner)
+        learns = isinstance(smoother, rd.online.LaggedLearner)
         return StreamState(
-            live.init(jax.random.key(seed)),
+            smoother.init(jax.random.key(seed)),
             np.zeros(()),
             np.zeros((), bool),
             np.zeros(0),
@@ -79,43 +79,43 @@ class StreamState(NamedTuple):
     def as_time(self, values: Any) -> Any:
         """Return stored numbers as times: dates if the stream has dates."""
         values = np.asarray(values)
-        return values.astype(np.int64).astype("datetime64[us]") if bool(self.dates) else values
+        return values.astype(np.int64).astype("datetime64[us]") if bool(self.has_dates) else values
 
 
-def write_state(place: Path, live: Live, state: StreamState, fingerprint: str) -> None:
+def write_state(path: Path, smoother: Smoother, state: StreamState, fingerprint: str) -> None:
     """Write the state of a stream.
 
     Of a learner only the arrays are written: its model may contain functions of the user.
     """
-    if isinstance(live, rd.online.LaggedLearner):
-        state = state._replace(live=jax.tree.leaves(state.live))
+    if isinstance(smoother, rd.online.LaggedLearner):
+        state = state._replace(smoother=jax.tree.leaves(state.smoother))
     try:
-        rd.save(place, (tuple(state), fingerprint))
+        rd.save(path, (tuple(state), fingerprint))
     except OSError as error:
         if error.errno is not None and error.filename is None:
-            error.filename = str(place)
+            error.filename = str(path)
         raise
 
 
-def read_state(place: Path, fingerprint: str, fresh: StreamState) -> StreamState:
+def read_state(path: Path, fingerprint: str, fresh: StreamState) -> StreamState:
     """Read the state of a stream; return `fresh` if there is no file.
 
     Args:
-        place: the file.
+        path: the file.
         fingerprint: the fingerprint of run, start and options.
         fresh: the state before the first row, which has the structure of the stored one.
 
     Raises:
         RunError: if the file is damaged, or of another stream or version.
     """
-    if not place.exists():
+    if not path.exists():
         return fresh
     try:
-        tree = rd.load(place, like=None)
+        tree = rd.load(path, like=None)
     except rd.CheckpointError as error:
         raise RunError(f"{error} Pass {{restart}} to start over.", restart=True) from error
     other_version = RunError(
-        f"{place} was written by another version of retrodict. Pass {{restart}} to start over.",
+        f"{path} was written by another version of retrodict. Pass {{restart}} to start over.",
         restart=True,
     )
     try:
@@ -125,24 +125,24 @@ def read_state(place: Path, fingerprint: str, fresh: StreamState) -> StreamState
         raise other_version from error
     if stored != fingerprint:
         raise RunError(
-            f"{place} is the state of another run, start or lag, or of other options of learning;"
+            f"{path} is the state of another run, start or lag, or of other options of learning;"
             f" name another one by {{state}}, or pass {{restart}} to start over.",
             state=...,
             restart=True,
         )
-    structure = jax.tree.structure(fresh.live)
-    numbers = (state.last, state.dates, state.waiting, state.written)
+    structure = jax.tree.structure(fresh.smoother)
+    numbers = (state.last_time, state.has_dates, state.pending_times, state.output_bytes)
     matches = (
         len(fields) == len(StreamState._fields)
-        and (isinstance(state.live, list) or jax.tree.structure(state.live) == structure)
-        and _forms((state.live, state.monitor)) == _forms((fresh.live, fresh.monitor))
+        and (isinstance(state.smoother, list) or jax.tree.structure(state.smoother) == structure)
+        and _forms((state.smoother, state.monitor)) == _forms((fresh.smoother, fresh.monitor))
         and [np.ndim(number) for number in numbers] == [0, 0, 1, 0]
         and all(isinstance(number, np.ndarray | np.generic) for number in numbers)
         and all(number.dtype.kind in "bifu" for number in numbers)
     )
     if not matches:
         raise other_version
-    return state._replace(live=jax.tree.unflatten(structure, jax.tree.leaves(state.live)))
+    return state._replace(smoother=jax.tree.unflatten(structure, jax.tree.leaves(state.smoother)))
 
 
 def _forms(tree: Any) -> list[tuple[Any, str]]:
@@ -157,12 +157,12 @@ class StateLock:
     """A lock that keeps two processes from resuming one state; it ends with its process.
 
     Args:
-        place: the file of the state.
+        path: the file of the state.
         files: closes what is opened.
     """
 
-    def __init__(self, place: Path, files: ExitStack):
-        self.place, self.files, self.taken = place, files, False
+    def __init__(self, path: Path, files: ExitStack):
+        self.path, self.files, self.taken = path, files, False
         self.before = self._stamp()
 
     def take(self) -> None:
@@ -173,18 +173,18 @@ class StateLock:
         """
         if self.taken:
             return
-        lock = self.place.with_name(f".{self.place.name}.lock")
-        handle = self.files.enter_context(open(lock, "ab", opener=_open_own))
-        lock_file(handle, self.place, "or name another state by {state}.", state=...)
+        path = self.path.with_name(f".{self.path.name}.lock")
+        handle = self.files.enter_context(open(path, "ab", opener=_open_own))
+        lock_file(handle, self.path, "or name another state by {state}.", state=...)
         if self._stamp() != self.before:
-            raise RunError(f"{self.place} was changed by another process; start again.")
-        for orphan in self.place.parent.glob(f".{escape(self.place.name)}.*.partial"):
+            raise RunError(f"{self.path} was changed by another process; start again.")
+        for orphan in self.path.parent.glob(f".{escape(self.path.name)}.*.partial"):
             orphan.unlink(missing_ok=True)  # of a process that was killed
         self.taken = True
 
     def _stamp(self) -> tuple[int, int] | None:
         try:
-            status = self.place.stat()
+            status = self.path.stat()
         except FileNotFoundError:
             return None
         return status.st_ino, status.st_mtime_ns
@@ -246,11 +246,11 @@ class OutputFile:
         header: its first line.
         num_bytes: the number of bytes that the state covers. A file with none is refused as not of
             this stream, unless the state has read no row.
-        unread: whether there is a state that has read no row.
+        is_empty: whether there is a state that has read no row.
         files: closes the file, and removes it if it is empty.
     """
 
-    def __init__(self, path: Path, header: bytes, num_bytes: int, unread: bool, files: ExitStack):
+    def __init__(self, path: Path, header: bytes, num_bytes: int, is_empty: bool, files: ExitStack):
         self.path, self.header = path, header
         self.handle = open(path, "r+b" if path.exists() else "x+b")
         lock_file(self.handle, path, "or name another.")
@@ -263,7 +263,7 @@ class OutputFile:
                 f" written to another file. Name that one, or another state by {{state}}.",
                 state=...,
             )
-        if size and not (num_bytes or unread):
+        if size and not (num_bytes or is_empty):
             raise RunError(f"{path} exists, and is not of this stream; name another.")
         self.handle.truncate(num_bytes)
         self.handle.seek(num_bytes)

@@ -59,7 +59,7 @@ FIRST_COLUMNS = ("row", "time", ELBO, "skipped")
 HISTORY_STARTS = tuple(f"row,time,{name},skipped".encode() for name in (ELBO, OLD_ELBO))
 """The first bytes of history files."""
 
-MOST_PANELS = 12
+MAX_PANELS = 12
 
 RESULTS_OF_FIT = ("total", "rows", "rows_observed", "status", "distance", "search")
 """Results that hold for the fitted parameters only."""
@@ -194,42 +194,45 @@ class Monitor:
 
     Args:
         run: the run that learning starts from.
-        live: the learner.
+        smoother: the learner.
         learning: the options of learning.
         start: the state of the learner before the first row.
         state: the state of the monitor.
-        unread: whether there is a state that has read no row.
+        is_empty: whether there is a state that has read no row.
         files: closes the history.
     """
 
     def __init__(
         self,
         run: Run,
-        live: rd.online.LaggedLearner,
+        smoother: rd.online.LaggedLearner,
         learning: Learning,
         start: Any,
         state: MonitorState,
-        unread: bool,
+        is_empty: bool,
         files: ExitStack,
     ):
-        self.run, self.live, self.learning = run, live, learning
-        self.recent, self.counted = np.array(state.recent), int(state.counted)
-        self.noted = int(state.noted)
-        self.names, self._read = _reader(live, learning, run.layout["columns"], start)
+        self.run, self.smoother, self.learning = run, smoother, learning
+        self.elbo_increments, self.num_increments = (
+            np.array(state.elbo_increments),
+            int(state.num_increments),
+        )
+        self.history_bytes = int(state.history_bytes)
+        self.names, self._read = _reader(smoother, learning, run.layout["columns"], start)
         self.start = self.values(start)
         self.last_report = self.last_figure = time.monotonic()
         figure = learning.figure
-        if figure is not None and figure.exists() and not (self.noted or unread):
+        if figure is not None and figure.exists() and not (self.history_bytes or is_empty):
             raise RunError(f"{figure} exists, and is not of this stream; name another.")
         self.history = None
         if learning.history is not None:
             header = as_csv([*FIRST_COLUMNS, *self.names], [])
-            self.history = OutputFile(learning.history, header, self.noted, unread, files)
+            self.history = OutputFile(learning.history, header, self.history_bytes, is_empty, files)
 
     @property
     def elbo(self) -> float:
         """The ELBO per row, averaged over the last rows with an observed entry."""
-        increments = self.recent[: min(self.counted, MEMORY)]
+        increments = self.elbo_increments[: min(self.num_increments, MEMORY)]
         with np.errstate(over="ignore"):  # an extreme outlier
             return float(np.mean(increments)) if increments.size else math.nan
 
@@ -254,8 +257,8 @@ class Monitor:
         count = len(rows.times)
         used = ~np.asarray(output.skipped)[:count] & ~np.isnan(rows.ys).all(axis=1)
         for increment in np.asarray(output.elbo_increment)[:count][used]:
-            self.recent[self.counted % MEMORY] = increment
-            self.counted += 1
+            self.elbo_increments[self.num_increments % MEMORY] = increment
+            self.num_increments += 1
         learner, last = state.learner, as_texts(rows.times[-1:])[0]
         if self.history is not None and int(learner.num_read) % self.learning.history_every == 0:
             line = [int(learner.num_read), last, self.elbo, int(learner.num_skipped)]
@@ -266,8 +269,12 @@ class Monitor:
         """Write the history to the disk and return the state that belongs to it."""
         if self.history is not None:
             self.history.write(b"")
-            self.noted = self.history.save()
-        return MonitorState(self.recent.copy(), np.asarray(self.counted), np.asarray(self.noted))
+            self.history_bytes = self.history.save()
+        return MonitorState(
+            self.elbo_increments.copy(),
+            np.asarray(self.num_increments),
+            np.asarray(self.history_bytes),
+        )
 
     def show(self, state: Any, *, last: bool = False) -> None:
         """Call the progress callback and draw the history, if either is due."""
@@ -277,7 +284,12 @@ class Monitor:
             rows, skipped = int(learner.num_read), int(learner.num_skipped)
             learning.progress(Learned(rows, skipped, self.elbo, self.start, self.values(state)))
         is_due = last or now - self.last_figure > SECONDS_BETWEEN_FIGURES
-        if learning.figure is not None and self.history is not None and self.noted and is_due:
+        if (
+            learning.figure is not None
+            and self.history is not None
+            and self.history_bytes
+            and is_due
+        ):
             self.history.flush()
             draw_history(self.history.path, learning.figure)
             self.last_figure = time.monotonic()
@@ -295,7 +307,7 @@ class Monitor:
         """
         refuse_existing(out)
         run, learning, old = self.run, self.learning, self.run.record
-        model, num_rows = self.live.model(state), int(state.learner.num_read)
+        model, num_rows = self.smoother.model(state), int(state.learner.num_read)
         words = f"learned from a stream: {num_rows} rows, up to {last}"
         options = f"{learning.what}, {learning.schedule} steps of {learning.largest_step:g}"
         described = [*old["data"]["described"], f"{words} ({options})"]
@@ -321,7 +333,7 @@ class Monitor:
         try:
             shutil.copyfile(run.path / TRAINING, partial / TRAINING)
             model = with_structure_of(run.model, model)
-            write(partial, run.spec, model, self.live.family(state), record)
+            write(partial, run.spec, model, self.smoother.family(state), record)
             os.rename(partial, out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -343,16 +355,16 @@ def refuse_existing(out: Path) -> None:
 
 
 def _reader(
-    live: rd.online.LaggedLearner, learning: Learning, columns: Sequence[str], start: Any
+    smoother: rd.online.LaggedLearner, learning: Learning, columns: Sequence[str], start: Any
 ) -> tuple[list[str], Any]:
     """Return the names of what is learned, and a compiled function from a state to the values."""
-    has_family = live.family(start) is not None
+    has_family = smoother.family(start) is not None
     first = ravel_pytree(start.learner.parameters[0])[0]
 
     def named(state: Any) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if learning.what != "family" or not has_family:
-            entries = parameter_entries(live.model(state), columns)
+            entries = parameter_entries(smoother.model(state), columns)
             values = {name: entry.value for name, entry in entries.items() if entry.learned}
         if has_family and learning.what != "model":
             change = ravel_pytree(state.learner.parameters[0])[0] - first
@@ -381,7 +393,7 @@ def draw_history(history: Path, figure: Path) -> None:
     titled = [(f"nats per observed row, average of {MEMORY}: {ELBO}", columns[1])]
     first = len(FIRST_COLUMNS)
     titled += zip(map(literal, names[first:]), columns[first - 1 :], strict=True)
-    titled = titled[:MOST_PANELS]
+    titled = titled[:MAX_PANELS]
 
     def draw(_: Any, axes: list[Any]) -> None:
         for (title, texts), ax in zip(titled, axes, strict=True):

@@ -24,7 +24,7 @@ FAMILIES = {
 NUM_SIMULATED, NUM_HELD_OUT, ROWS_SIMULATED = 2048, 128, 64
 """The number and length of simulated series that a family is trained and validated on."""
 
-LONGEST_GAP = 8
+MAX_GAP = 8
 """Rows of the longest gap in simulated series."""
 
 MAX_WINDOW = 512
@@ -186,7 +186,7 @@ def _with_gaps(key: Any, mask: Any) -> Any:
     """Return the mask with further gaps in half of the series.
 
     New data may have gaps where these data have none, and a family must be trained on gaps to
-    handle them. One row in ten is removed, and a stretch of up to `LONGEST_GAP` rows.
+    handle them. One row in ten is removed, and a stretch of up to `MAX_GAP` rows.
 
     Args:
         key: a typed key.
@@ -197,7 +197,7 @@ def _with_gaps(key: Any, mask: Any) -> Any:
     gappy = jax.random.bernoulli(half_key, 0.5, (count, 1))
     single = jax.random.bernoulli(row_key, 0.1, (count, rows))
     begin = jax.random.randint(place_key, (count, 1), 0, rows)
-    length = jax.random.randint(length_key, (count, 1), 0, LONGEST_GAP + 1)
+    length = jax.random.randint(length_key, (count, 1), 0, MAX_GAP + 1)
     place = jnp.arange(rows)[None]
     missing = gappy & (single | ((place >= begin) & (place < begin + length)))
     return mask & ~missing[..., None]
