@@ -16,10 +16,11 @@ import pytest
 import retrodict as rd
 from retrodict import _files
 from retrodict._interface import Argument, UserError
+from retrodict._workspace import Progress
 from retrodict.cli import interrupt_again, main
 from retrodict.cli._errors import as_line
 from retrodict.experiments import demo, reproduction
-from retrodict.experiments._report import Chapter
+from retrodict.experiments._report import Chapter, Section, Table
 
 
 class Outcome(NamedTuple):
@@ -36,7 +37,7 @@ def retrodict(
 ) -> Callable[..., Outcome]:
     """Runs the program in this process, with a demo that has been seen before."""
 
-    def seen(out: Path, *, seed: int, progress: demo.Progress) -> demo.Demo:
+    def seen(out: Path, *, seed: int, progress: Progress) -> Chapter:
         _files.ensure_folder(out)
         progress.begin("a stage")
         progress.step(1, 2)
@@ -46,9 +47,11 @@ def retrodict(
             "gated": demo.Score(0.012, 0.19, 0.9, 0.04, 20.0, 6e-4, ""),
             "FFBSi 1000": demo.Score(0.004, 0.03, 0.9, nan, nan, 0.4, ""),
         }
-        return demo.Demo(seed, 1.0, scores)
+        table = Table("scores", demo.COLUMNS, [score.row(name) for name, score in scores.items()])
+        numbers = {"scores": {name: score._asdict() for name, score in scores.items()}}
+        return Chapter("demo", "", "", [Section("", "", [table])], numbers, {})
 
-    monkeypatch.setattr(demo, "run", seen)
+    monkeypatch.setattr(reproduction, "demonstrate", seen)
 
     def run(*arguments: str) -> Outcome:
         with pytest.raises(SystemExit) as exit_:

@@ -209,14 +209,14 @@ def test_an_experiment_runs_and_is_read_back(
 @pytest.mark.slow
 def test_the_demo_says_what_it_saw(tmp_path: Path):
     told = Told()
-    found = demo.run(tmp_path, seed=3, sizes=DEMO, progress=told)
-    assert len(told.stages) == demo.NUM_STAGES
-    assert set(found.scores) == {*demo.AMORTISED, "extended", "unscented", "FFBSi 20"}
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["seed"] == 3 and set(summary["scores"]) == set(found.scores)
-    for name, score in found.scores.items():
-        assert 0 <= score.coverage <= 1 and score.rmse > 0
-        assert score.gap > -0.1 or name.startswith("FFBSi")
+    found = reproduction.demonstrate(tmp_path, seed=3, sizes=DEMO, progress=told)
+    assert len(told.stages) == demo.num_stages(DEMO)
+    scores = found.numbers["scores"]
+    assert set(scores) == {*demo.AMORTISED, *demo.LINEARISED, "FFBSi 20"}
+    assert json.loads((tmp_path / "numbers.json").read_text())["scores"].keys() == scores.keys()
+    for name, score in scores.items():
+        assert 0 <= score["coverage"] <= 1 and score["rmse"] > 0
+        assert score["gap"] > -0.1 or name.startswith("FFBSi")
     text = (tmp_path / "report.html").read_text()
     assert text.count("<figure") == 3 and "--seed 3" in text
     for width in (1280, 390):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from retrodict.cli._output import grid
 
 def demo(
     out: Annotated[
-        Path, typer.Option(help="Folder for report.html, summary.json and figures.")
+        Path, typer.Option(help="Folder for report.html, numbers.json and figures.")
     ] = Path("demo"),
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -32,27 +32,24 @@ def demo(
     """
     # matplotlib loads slowly, and --help does not need it
     from retrodict.experiments import demo as experiment
+    from retrodict.experiments import reproduction
 
-    with Stages("demo", experiment.NUM_STAGES, Console(stderr=True)) as stages, writing(out):
-        result = experiment.run(out, seed=seed, progress=stages)
+    num_stages = experiment.num_stages(experiment.FULL)
+    with Stages("demo", num_stages, Console(stderr=True)) as stages, writing(out):
+        chapter = reproduction.demonstrate(out, seed=seed, progress=stages)
     if as_json:
-        typer.echo(experiment.summary(result).decode(), nl=False)
+        typer.echo(reproduction.as_json({"seed": seed, **chapter.numbers}).decode(), nl=False)
         return
-    Console().print(_table(result))
-    typer.echo(f"Wrote {out / 'report.html'}, {out / 'summary.json'} and figures.")
-
-
-def _table(result: Any) -> Any:
-    from retrodict.experiments import demo as experiment
-
+    (scores,) = chapter.tables()
     table = grid(title="Smoothers against the exact posterior", title_justify="left")
-    for heading, form in experiment.COLUMNS.items():
+    for heading, form in scores.columns.items():
         lines = "\n".join(heading.split())
         table.add_column(lines, justify="right" if form else "left", no_wrap=True)
-    for row in experiment.rows_of(result):
-        cells = zip(row, experiment.COLUMNS.values(), strict=True)
+    for row in scores.rows:
+        cells = zip(row, scores.columns.values(), strict=True)
         table.add_row(*("–" if cell != cell else format(cell, form) for cell, form in cells))
-    return table
+    Console().print(table)
+    typer.echo(f"Wrote {out / 'report.html'}, {out / 'numbers.json'}, a table and figures.")
 
 
 class Experiment(StrEnum):

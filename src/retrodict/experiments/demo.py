@@ -9,13 +9,10 @@ families are trained on simulated series. On held-out series they are compared w
 posterior, a particle smoother and two linearised smoothers.
 """
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from statistics import NormalDist
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +22,20 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import retrodict as rd
-from retrodict._files import as_json, ensure_folder, write_atomically
-from retrodict._workspace import Progress, Quiet
+from retrodict._workspace import Folder
 from retrodict.experiments import published
 from retrodict.experiments._drawing import BESIDE, DASHES, INKS, MARKERS, Picture, draw
-from retrodict.experiments._measure import LEVEL, MARGIN, exact_band, shortest, simulate
-from retrodict.experiments._report import Table, make_chapter, page
+from retrodict.experiments._measure import (
+    LEVEL,
+    MARGIN,
+    exact_sums,
+    gaussian_bands,
+    grid_bands,
+    particle_bands,
+    simulate,
+    sums_of,
+)
+from retrodict.experiments._report import Chapter, Table, make_chapter
 
 LEAD = (
     "retrodict infers the path of a hidden state from noisy observations. Here a state and its"
@@ -41,7 +46,12 @@ LEAD = (
 NUM_DRAWN = 40
 """The number of states in the figure of bands."""
 
-AMORTISED = ("conjugate", "gated", "recurrent")
+AMORTISED = {
+    "conjugate": rd.ConjugateFamily,
+    "gated": rd.GatedFamily,
+    "recurrent": rd.RecurrentFamily,
+}
+LINEARISED = {"extended": rd.extended_smoother, "unscented": rd.unscented_smoother}
 
 
 class Sizes(NamedTuple):
@@ -73,11 +83,11 @@ COLUMNS = {
     "smoother": "",
     "RMSE": ".3f",
     "error of Σx": ".2f",
-    f"{LEVEL:.0%} holds": ".0%",
+    f"coverage of {LEVEL:.0%}": ".0%",
     "ELBO gap": ".3f",
     "train, s": ".0f",
     "smooth, ms": ".3g",
-    "says": "",
+    "status": "",
 }
 """The columns of the table of scores, with their number formats."""
 
@@ -92,7 +102,7 @@ class Score(NamedTuple):
         gap: evidence minus ELBO in nats per step; NaN for a smoother without an ELBO.
         trained: the seconds of training, including compilation; NaN without training.
         smoothed: the seconds per series, without compilation.
-        says: the status of a linearised smoother; empty for the others.
+        status: the status of a linearised smoother; empty for the others.
     """
 
     rmse: float
@@ -101,221 +111,119 @@ class Score(NamedTuple):
     gap: float
     trained: float
     smoothed: float
-    says: str
+    status: str
+
+    def row(self, name: str) -> list[Any]:
+        """Return the row of the table, with times per series in milliseconds."""
+        return [name, *self[:5], 1e3 * self.smoothed, self.status]
 
 
-class Bands(NamedTuple):
-    """Marginal means and central intervals of the held-out series."""
-
-    means: Float[np.ndarray, "series time"]
-    lower: Float[np.ndarray, "series time"]
-    upper: Float[np.ndarray, "series time"]
+Bands = Float[np.ndarray, "3 series time"]
+"""Marginal means of the held-out series, and the ends of their central intervals."""
 
 
-class Demo(NamedTuple):
-    """The results of the demo.
-
-    Attributes:
-        seed: the random seed.
-        seconds: the duration.
-        scores: the scores of each smoother, by name.
-    """
-
-    seed: int
-    seconds: float
-    scores: dict[str, Score]
+def num_stages(sizes: Sizes) -> int:
+    """Return the number of stages of `run`."""
+    return 2 * len(AMORTISED) + len(LINEARISED) + 4
 
 
-def run(out: Path, *, seed: int = 0, sizes: Sizes = FULL, progress: Progress | None = None) -> Demo:
-    """Run the demo, and write `report.html`, `summary.json` and pictures.
-
-    Args:
-        out: the output folder, created if it does not exist.
-        seed: the random seed.
-        sizes: the sizes of the demo.
-        progress: progress callback.
-
-    Raises:
-        OSError: if the folder cannot be created or written to.
-    """
-    began = time.perf_counter()
-    ensure_folder(out)
-    progress = Quiet() if progress is None else progress
+def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
+    """Train three families, and compare them with exact, particle and linearised smoothers."""
     model = published.nonlinear_theta()
     data_key, test_key, fit_key, path_key = jax.random.split(jax.random.key(seed), 4)
     _, train = simulate(model, jax.random.split(data_key, sizes.num_series), sizes.train_times)
     xs, ys = simulate(model, jax.random.split(test_key, sizes.num_tested), sizes.num_times)
+    families, trained = _train(folder, model, train, fit_key, sizes)
 
-    families, trained = _train(model, train, fit_key, sizes, progress)
-    with _stage(progress, "the exact posterior, on a grid"):
-        grid = rd.Grid(jnp.array([-2.5]), jnp.array([2.5]), sizes.grid_points)
-        lengths = np.linspace(sizes.num_times // 4, sizes.num_times, 4).astype(int)
-        oracle = [[rd.grid_smoother(model, y, grid, length=n) for n in lengths] for y in ys]
-        exact = Bands(*np.stack([exact_band(by_length[-1]) for by_length in oracle], axis=1))
-    scores: dict[str, Score] = {}
-    growth: dict[str, np.ndarray] = {}
-    bands: dict[str, Bands] = {"exact": exact}
-    evidence = np.array([float(by_length[-1].log_evidence) for by_length in oracle])
-    for name, smooth in _smoothers(model, families).items():
-        with _stage(progress, name):
-            chains, statuses = zip(*map(smooth, ys), strict=True)
-            bands[name] = _gaussian_bands(chains)
-            gap = float(np.mean(evidence - _elbos(model, chains, ys, path_key))) / sizes.num_times
-            seconds = shortest(lambda smooth=smooth: smooth(ys[0])[0], 5)
-            status, training = "/".join(sorted({*statuses})), trained.get(name, math.nan)
-            errors = _errors(bands[name], exact, xs)
-            scores[name] = Score(*errors, gap, training, seconds, status)
-            if name in AMORTISED:
-                growth[name] = _growth(chains, oracle, lengths)
-    with _stage(progress, "the particle smoother"):
-        name = f"FFBSi {sizes.num_particles}"
-        bands[name], seconds = _particle_bands(model, ys, path_key, sizes.num_particles)
-        scores[name] = Score(*_errors(bands[name], exact, xs), math.nan, math.nan, seconds, "")
-
-    with _stage(progress, "the report"):
-        pictures = [
-            _draw_bands(np.asarray(xs)[0, :, 0], bands),
-            _draw_two_sides(model, ys[0], oracle[0][-1], families, bands),
-            _draw_growth(lengths, growth),
-        ]
-        demo = Demo(seed, time.perf_counter() - began, scores)
-        chapter = make_chapter(
-            "demo",
-            [*pictures, Table("scores", COLUMNS, rows_of(demo))],
-            numbers={},
-            seconds={},
-            sizes=sizes,
-            scores=scores,
-            particles=scores[name],
-            times_as_long=scores[name].smoothed / scores["gated"].smoothed,
-            num_drawn=min(NUM_DRAWN, sizes.num_times),
-            worst=_worst(bands),
-        )
-        footer = f"Made by 'retrodict demo --seed {seed}' in {demo.seconds:.0f} s."
-        for picture in pictures:
-            write_atomically(out / f"{picture.name}.png", picture.png)
-        write_atomically(out / "summary.json", summary(demo))
-        write_atomically(out / "report.html", page("retrodict: a demo", [LEAD], [chapter], footer))
-    return demo
-
-
-@contextmanager
-def _stage(progress: Progress, name: str) -> Iterator[None]:
-    """Report the beginning and, if nothing fails, the end of a stage."""
-    progress.begin(name)
-    yield
-    progress.end(name, kept=False)
-
-
-NUM_STAGES = len(AMORTISED) + 1 + len(AMORTISED) + 2 + 2
-"""The stages: fits, grid, families and linearised smoothers, particles, report."""
-
-
-def _train(
-    model: rd.StateSpaceModel, ys: Array, key: Array, sizes: Sizes, progress: Progress
-) -> tuple[dict[str, rd.AbstractLinearGaussianFamily], dict[str, float]]:
-    """Train the three families; return them and the seconds of each."""
-    kinds = (rd.ConjugateFamily, rd.GatedFamily, rd.RecurrentFamily)
-    families, seconds = {}, {}
-    for name, kind, one in zip(AMORTISED, kinds, jax.random.split(key, 3), strict=True):
-        first, second = jax.random.split(one)
-        with _stage(progress, f"training the {name} family"):
-            began = time.perf_counter()
-            result = rd.fit(
-                second,
-                kind(first, 1, 1),
-                model,
-                ys,
-                num_steps=sizes.num_steps,
-                mask=True,
-                progress=lambda step, _: progress.step(step, sizes.num_steps),
-            )
-            families[name], seconds[name] = result.family, time.perf_counter() - began
-    return families, seconds
-
-
-Chains: TypeAlias = Sequence[rd.LinearGaussianChain]
-Smoother: TypeAlias = Callable[[Array], tuple[rd.LinearGaussianChain, str]]
-"""A map from a series to its chain and a status."""
-
-
-def _smoothers(
-    model: rd.StateSpaceModel, families: dict[str, rd.AbstractLinearGaussianFamily]
-) -> dict[str, Smoother]:
-    """Return the smoothers by name."""
-
-    def amortised(family: rd.AbstractLinearGaussianFamily) -> Smoother:
-        @jax.jit
-        def whole(y: Array) -> tuple[rd.LinearGaussianChain, rd.Gaussian]:
-            chain = family.infer(y)
-            return chain, chain.marginals()
-
-        return lambda y: (whole(y)[0], "")
-
-    def linearised(call: Callable[..., Any]) -> Smoother:
-        def smooth(y: Array) -> tuple[rd.LinearGaussianChain, str]:
-            posterior = call(model, y)
-            return posterior.chain, posterior.status
-
-        return smooth
-
-    return {name: amortised(family) for name, family in families.items()} | {
-        "extended": linearised(rd.extended_smoother),
-        "unscented": linearised(rd.unscented_smoother),
+    grid = rd.Grid(jnp.array([-2.5]), jnp.array([2.5]), sizes.grid_points)
+    lengths = np.linspace(sizes.num_times // 4, sizes.num_times, 4).astype(int).tolist()
+    oracle = folder.stage("the exact posterior", lambda: grid_bands(folder, model, ys, grid))
+    exact = folder.stage("exact sums", lambda: exact_sums(folder, model, ys, lengths, grid))
+    # A bound method of a family cannot be jitted: JAX would hash the family.
+    amortised = {
+        name: jax.jit(lambda y, infer=family.infer: infer(y)) for name, family in families.items()
     }
-
-
-def _gaussian_bands(chains: Chains) -> Bands:
-    laws = [chain.marginals() for chain in chains]
-    means, stds = (np.stack([getattr(law, part)[:, 0] for law in laws]) for part in ("mean", "std"))
-    return Bands(means, means - MARGIN * stds, means + MARGIN * stds)
-
-
-def _particle_bands(
-    model: rd.StateSpaceModel, ys: Array, key: Array, num_particles: int
-) -> tuple[Bands, float]:
-    smooth = jax.jit(lambda key, y: rd.ffbsi(key, model, y, num_particles).samples[..., 0])
-    keys = jax.random.split(key, len(ys))
-    seconds = shortest(lambda: smooth(keys[0], ys[0]), 1)
-    paths = np.stack([np.asarray(smooth(k, y)) for k, y in zip(keys, ys, strict=True)])
-    ends = np.quantile(paths, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=1)
-    return Bands(paths.mean(axis=1), *ends), seconds
-
-
-def _elbos(model: rd.StateSpaceModel, chains: Chains, ys: Array, key: Array) -> np.ndarray:
-    paths = rd.BackwardSampling(500)
-    pairs = zip(chains, ys, strict=True)
-    return np.array([float(rd.elbo(model, c, y, estimator=paths, key=key)) for c, y in pairs])
-
-
-def _errors(bands: Bands, exact: Bands, xs: Array) -> tuple[float, float, float]:
-    """Return the first three scores of a smoother."""
-    truth, error = np.asarray(xs)[..., 0], bands.means - exact.means
-    return (
-        float(np.sqrt(np.mean(error**2))),
-        float(np.abs(error.sum(axis=1)).mean()),
-        float(np.mean((bands.lower < truth) & (truth < bands.upper))),
+    linearised = {
+        name: lambda y, smooth=smooth: smooth(model, y).chain for name, smooth in LINEARISED.items()
+    }
+    stages = {
+        name: folder.stage(
+            name, lambda infer=infer: gaussian_bands(folder, model, infer, ys, path_key)
+        )
+        for name, infer in (amortised | linearised).items()
+    }
+    sums = folder.stage("sums of the families", lambda: sums_of(folder, amortised, ys, lengths))
+    particles = folder.stage(
+        "the particle smoother",
+        lambda: particle_bands(folder, model, ys, path_key, sizes.num_particles),
+    )
+    bands = {"exact": np.stack([oracle["means"], *oracle["intervals"]])}
+    bands |= {
+        name: stage["means"] + MARGIN * np.array([0.0, -1.0, 1.0])[:, None, None] * stage["stds"]
+        for name, stage in stages.items()
+    }
+    ffbsi = f"FFBSi {sizes.num_particles}"
+    bands[ffbsi] = np.stack([particles["means"], *particles["intervals"]])
+    scores = {
+        name: Score(
+            *_errors(bands[name], bands["exact"][0], np.asarray(xs)[..., 0]),
+            float(np.mean(oracle["evidence"] - stage.get("elbo", np.nan))) / sizes.num_times,
+            trained.get(name, np.nan),
+            float(stage["seconds"]),
+            _statuses(LINEARISED[name], model, ys) if name in LINEARISED else "",
+        )
+        for name, stage in (stages | {ffbsi: particles}).items()
+    }
+    return make_chapter(
+        "demo",
+        [
+            _draw_bands(np.asarray(xs)[0, :, 0], bands),
+            _draw_two_sides(model, ys[0], rd.grid_smoother(model, ys[0], grid), families, bands),
+            _draw_growth(lengths, {name: np.abs(sums[name] - exact["sums"]) for name in AMORTISED}),
+            Table("scores", COLUMNS, [score.row(name) for name, score in scores.items()]),
+        ],
+        numbers={"scores": {name: score._asdict() for name, score in scores.items()}},
+        seconds={},
+        sizes=sizes,
+        particles=scores[ffbsi],
+        times_as_long=scores[ffbsi].smoothed / scores["gated"].smoothed,
+        num_drawn=min(NUM_DRAWN, sizes.num_times),
+        worst=_worst(bands),
     )
 
 
-def _growth(
-    chains: Chains, oracle: Sequence[Sequence[rd.GridPosterior]], lengths: np.ndarray
-) -> np.ndarray:
-    """Compute the additive error given the first n observations, by series and n."""
+def _train(
+    folder: Folder, model: rd.StateSpaceModel, ys: Array, key: Array, sizes: Sizes
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Train the three families; return them and the seconds of each."""
+    families, seconds = {}, {}
+    for (name, kind), one in zip(AMORTISED.items(), jax.random.split(key, 3), strict=True):
+        first, second = jax.random.split(one)
+        fit = partial(rd.fit, second, kind(first, 1, 1), model, ys, mask=True)
+        result, seconds[name] = folder.fit(
+            f"training the {name} family", partial(fit, num_steps=sizes.num_steps)
+        )
+        families[name] = result.family
+    return families, seconds
 
-    def total(chain: rd.LinearGaussianChain, num_times: int) -> float:
-        return float(jnp.sum(chain.prefix(num_times).marginals().mean))
 
-    exact = [
-        [float(posterior.mean[:n].sum()) for posterior, n in zip(posteriors, lengths, strict=True)]
-        for posteriors in oracle
-    ]
-    return np.abs(np.array([[total(c, int(n)) for n in lengths] for c in chains]) - np.array(exact))
+def _statuses(smooth: Callable[..., Any], model: rd.StateSpaceModel, ys: Array) -> str:
+    return "/".join(sorted({smooth(model, y).status for y in ys}))
+
+
+def _errors(bands: Bands, exact: np.ndarray, truth: np.ndarray) -> tuple[float, float, float]:
+    """Return the first three scores of a smoother."""
+    means, lower, upper = bands
+    return (
+        float(np.sqrt(np.mean((means - exact) ** 2))),
+        float(np.abs((means - exact).sum(axis=1)).mean()),
+        float(np.mean((lower < truth) & (truth < upper))),
+    )
 
 
 def _worst(bands: dict[str, Bands]) -> int:
     """Return the time at which the conjugate family is furthest from the exact posterior."""
-    return int(np.abs(bands["conjugate"].means - bands["exact"].means)[0].argmax())
+    return int(np.abs(bands["conjugate"][0] - bands["exact"][0])[0].argmax())
 
 
 def _draw_bands(truth: np.ndarray, bands: dict[str, Bands]) -> Picture:
@@ -329,7 +237,7 @@ def _draw_bands(truth: np.ndarray, bands: dict[str, Bands]) -> Picture:
     times = np.arange(begin, min(begin + NUM_DRAWN, truth.size))
 
     def plot(axis: Any, name: str) -> None:
-        mean, lower, upper = (part[0, times] for part in bands[name])
+        mean, lower, upper = bands[name][:, 0, times]
         axis.fill_between(times, lower, upper, color="#b5cde6", lw=0, label=f"{LEVEL:.0%} band")
         axis.plot(times, mean, color=INKS[0], lw=1.2, label="posterior mean")
         axis.plot(times, truth[times], "x", color=INKS[1], ms=3.5, mew=0.9, label="truth")
@@ -353,7 +261,7 @@ def _draw_two_sides(
     model: rd.StateSpaceModel,
     ys: Float[Array, "time obs"],
     exact: rd.GridPosterior,
-    families: dict[str, rd.AbstractLinearGaussianFamily],
+    families: dict[str, Any],
     bands: dict[str, Bands],
 ) -> Picture:
     """Draw the marginals where the conjugate family is furthest from the exact posterior."""
@@ -399,7 +307,7 @@ def _draw_two_sides(
     )
 
 
-def _draw_growth(lengths: np.ndarray, growth: dict[str, np.ndarray]) -> Picture:
+def _draw_growth(lengths: list[int], growth: dict[str, np.ndarray]) -> Picture:
     def plot(axis: Any) -> None:
         for i, (name, values) in enumerate(growth.items()):
             style = {"color": INKS[i], "ls": DASHES[i], "marker": MARKERS[i], "ms": 4}
@@ -415,16 +323,3 @@ def _draw_growth(lengths: np.ndarray, growth: dict[str, np.ndarray]) -> Picture:
         ylabels=["error of Σ x, given n observations"],
         legend=BESIDE,
     )
-
-
-def rows_of(demo: Demo) -> list[list[Any]]:
-    """Return the table of scores: one row per smoother, times per series in milliseconds."""
-    return [
-        [name, *score[:5], 1e3 * score.smoothed, score.says] for name, score in demo.scores.items()
-    ]
-
-
-def summary(demo: Demo) -> bytes:
-    """Return the demo as JSON, as in `summary.json`."""
-    scores = {name: score._asdict() for name, score in demo.scores.items()}
-    return as_json(demo._asdict() | {"scores": scores})

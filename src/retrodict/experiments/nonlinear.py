@@ -17,7 +17,7 @@ instead of 16; a gate with a sigmoid, elementwise on natural parameters (on mean
 "gated, scale"); and the exact posterior on a grid as the reference.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,27 +25,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 import retrodict as rd
 from retrodict._workspace import Folder, Stage
 from retrodict.experiments import published
-from retrodict.experiments._measure import exact_band, shortest, simulate
+from retrodict.experiments._measure import (
+    Infer,
+    exact_sums,
+    gaussian_bands,
+    grid_bands,
+    particle_bands,
+    simulate,
+    sums_of,
+)
 from retrodict.experiments._nonlinear_chapter import ARCHIVED, Results, Sizes, chapter
 from retrodict.experiments._report import Chapter
 
 NUM_TIMES = 64
 BATCH_SIZE = 64
-NUM_PATHS = 1000
-"""The number of sampled paths of a reported ELBO."""
-
 
 FULL = Sizes(2048, 4000, 5, 20_000, 64, 500, 1000, 200, 400)
 QUICK = Sizes(1024, 400, 1, 300, 8, 500, 300, 50, 400)
-
-
-Infer = Callable[[Float[Array, "time obs"]], rd.LinearGaussianChain]
-"""A map from a series to a chain: `infer` of a family, or an archived network."""
 
 
 def num_stages(sizes: Sizes) -> int:
@@ -69,7 +70,7 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
     xs, ys = published.nonlinear_sequences()
     lengths = published.archive()["nonlinear"]["lengths"]
     exact = folder.stage(
-        "the paper's sequences on a grid", lambda: _by_length(folder, model, ys, lengths, grid)
+        "the paper's sequences on a grid", lambda: exact_sums(folder, model, ys, lengths, grid)
     )
 
     def particles(num_particles: int, num_runs: int) -> Stage:
@@ -80,19 +81,21 @@ def run(folder: Folder, sizes: Sizes, seed: int) -> Chapter:
 
     many, two = particles(sizes.num_particles, 3), particles(2, sizes.num_references)
     sums = folder.stage(
-        "the paper's sequences by every family", lambda: _sums(folder, smoothers, ys, lengths)
+        "the paper's sequences by every family", lambda: sums_of(folder, smoothers, ys, lengths)
     )
     fresh_keys = jax.random.split(fresh_key, sizes.num_fresh)
     fresh_xs, fresh_ys = simulate(model, fresh_keys, sizes.num_times)
-    oracle = folder.stage("fresh series on a grid", lambda: _oracle(folder, model, fresh_ys, grid))
+    oracle = folder.stage(
+        "fresh series on a grid", lambda: grid_bands(folder, model, fresh_ys, grid)
+    )
     ffbsi = folder.stage(
         "fresh series by FFBSi",
-        lambda: _fresh_particles(folder, model, fresh_ys, reference_key, sizes.num_particles),
+        lambda: particle_bands(folder, model, fresh_ys, reference_key, sizes.num_particles),
     )
     grades = {
         name: folder.stage(
             f"fresh series by {name}",
-            lambda infer=infer: _grade(folder, model, infer, fresh_ys, path_key),
+            lambda infer=infer: gaussian_bands(folder, model, infer, fresh_ys, path_key),
         )
         for name, infer in smoothers.items()
     }
@@ -171,18 +174,6 @@ def _fit_all(
     return families, scores, seconds
 
 
-def _by_length(
-    folder: Folder, model: rd.StateSpaceModel, ys: Array, lengths: Sequence[int], grid: rd.Grid
-) -> dict[str, Any]:
-    """Compute exact marginal means, and expected sums of states given the first n observations."""
-    sums, means = [], []
-    for y in folder.track(list(ys)):
-        by_length = [rd.grid_smoother(model, y, grid, length=n).mean[:n, 0] for n in lengths]
-        sums.append([float(mean.sum()) for mean in by_length])
-        means.append(by_length[-1])
-    return {"sums": sums, "means": jnp.stack(means)}
-
-
 def _particles(
     folder: Folder,
     model: rd.StateSpaceModel,
@@ -209,60 +200,3 @@ def _particles(
     runs, devices = rd.distributed.sharded_vmap(means), jax.device_count()
     rounds = [keys[i : i + devices] for i in range(0, num_runs, devices)]
     return {"means": np.concatenate([np.asarray(runs(some)) for some in folder.track(rounds)])}
-
-
-def _sums(
-    folder: Folder, smoothers: dict[str, Infer], ys: Array, lengths: Sequence[int]
-) -> dict[str, Any]:
-    """Compute E_q[Σ x_k] of every smoother given the first n observations, by sequence and n."""
-
-    @jax.jit
-    def by_length(chain: rd.LinearGaussianChain) -> Array:
-        return jnp.stack([jnp.sum(chain.prefix(n).marginals().mean) for n in lengths])
-
-    sums = {}
-    for name in folder.track(list(smoothers)):
-        sums[name] = jnp.stack([by_length(smoothers[name](y)) for y in ys])
-    return sums
-
-
-def _oracle(folder: Folder, model: rd.StateSpaceModel, ys: Array, grid: rd.Grid) -> dict[str, Any]:
-    """Compute evidence, marginal means and central intervals of every series."""
-    evidence, bands = [], []
-    for y in folder.track(list(ys)):
-        posterior = rd.grid_smoother(model, y, grid)
-        evidence.append(posterior.log_evidence)
-        bands.append(exact_band(posterior))
-    means, *intervals = np.stack(bands, axis=1)
-    return {"evidence": evidence, "means": means, "intervals": intervals}
-
-
-def _fresh_particles(
-    folder: Folder, model: rd.StateSpaceModel, ys: Array, key: Array, num_particles: int
-) -> dict[str, Any]:
-    """Compute marginal means by the accurate particle smoother, and the seconds per series."""
-    smooth = jax.jit(lambda key, y: rd.ffbsi(key, model, y, num_particles).mean[:, 0])
-    keys = jax.random.split(key, len(ys))
-    means = [smooth(k, y) for k, y in folder.track(list(zip(keys, ys, strict=True)))]
-    return {"means": jnp.stack(means), "seconds": shortest(lambda: smooth(keys[0], ys[0]), 3)}
-
-
-def _grade(
-    folder: Folder, model: rd.StateSpaceModel, infer: Infer, ys: Array, key: Array
-) -> dict[str, Any]:
-    """Compute the ELBO by sampled paths, marginal means and scales, and the seconds per series."""
-    parts = []
-    for y, k in folder.track(list(zip(ys, jax.random.split(key, len(ys)), strict=True))):
-        chain = infer(y)
-        # The chain is an argument, not a closure: one compiled program serves all smoothers.
-        bound = rd.elbo(model, chain, y, estimator=rd.BackwardSampling(NUM_PATHS), key=k)
-        laws = chain.marginals()
-        parts.append((bound, laws.mean[:, 0], laws.std[:, 0]))
-    bounds, means, stds = (jnp.stack(part) for part in zip(*parts, strict=True))
-    whole = jax.jit(lambda y: infer(y).marginals().mean)
-    return {
-        "elbo": bounds,
-        "means": means,
-        "stds": stds,
-        "seconds": shortest(lambda: whole(ys[0]), 50),
-    }

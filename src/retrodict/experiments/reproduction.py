@@ -18,7 +18,7 @@ import jax
 
 from retrodict._files import as_csv, as_json, ensure_folder, version_of, write_atomically
 from retrodict._workspace import Folder, Progress, Quiet
-from retrodict.experiments import bounds, linear, multivariate, nonlinear
+from retrodict.experiments import bounds, demo, linear, multivariate, nonlinear
 from retrodict.experiments._report import Chapter, page, read_text
 
 EXPERIMENTS: dict[str, ModuleType] = {
@@ -94,6 +94,29 @@ def reproduce(
     report = out / "report.html"
     write_atomically(report, _page(chapters, seconds, quick, seed))
     return Reproduced(report, tuple(chapters), seconds)
+
+
+def demonstrate(
+    out: Path, *, seed: int = 0, sizes: demo.Sizes = demo.FULL, progress: Progress | None = None
+) -> Chapter:
+    """Run the demo, or read its finished stages, and write its results and its report.
+
+    Args:
+        out: the output folder, created if it does not exist.
+        seed: the random seed.
+        sizes: the sizes of the demo.
+        progress: progress callback.
+
+    Raises:
+        OSError: if the folder cannot be created or written to; finished stages are kept.
+    """
+    settings = {"experiment": "demo", "sizes": sizes._asdict(), "seed": seed, **_versions()}
+    folder = Folder(out, settings, progress)
+    chapter = demo.run(folder, sizes, seed)
+    _write(folder, chapter, settings)
+    footer = f"Made by 'retrodict demo --seed {seed}' in {folder.seconds:.0f} s."
+    folder.write("report.html", page("retrodict: a demo", [demo.LEAD], [chapter], footer))
+    return chapter
 
 
 def _write(folder: Folder, chapter: Chapter, settings: dict[str, Any]) -> None:
