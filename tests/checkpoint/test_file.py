@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import os
+import pkgutil
 import shutil
 import stat
 import subprocess
@@ -693,6 +694,52 @@ def test_every_allowed_name_exists_and_is_public():
         assert hasattr(importlib.import_module(module), attribute), name
         private = any(part.startswith("_") for part in (*module.split("."), attribute))
         assert not private or package == "retrodict" or name in PRIVATE, name
+
+
+# Records of computations that end before anything is saved.
+NOT_STORED = {
+    "retrodict._exact.grid.smoother": "Passes",
+    "retrodict._exact.kalman_batch": "KalmanBatch",
+    "retrodict._expectations.functionals": "_Gradient",
+    "retrodict._expectations.moments": "StateRow PairRow Moments",
+    "retrodict._learning.coordinates": "Coordinates",
+    "retrodict._learning.dataset": "Minibatch InMemoryBatches",
+    "retrodict._learning.elbo_loss": "ElboLoss PrefixLoss WindowLoss",
+    "retrodict._learning.fit_evidence": "EvidenceLoss",
+    "retrodict._learning.information.exact": "GridEvidence",
+    "retrodict._learning.on_disk": "StoredBatches",
+    "retrodict._learning.segments": "_Segment _ByMoments _BySampling _LinearKernel",
+    "retrodict._linearised.recursion": "Pass",
+    "retrodict.bounds.reference": "Reference",
+    "retrodict.experiments.multivariate": "DiagonalMatrix",
+    "retrodict.online.learner": "OnlineLearner LaggedLearner",
+    "retrodict.online.sensitivity": "Reading",
+    "retrodict.online.truncated": "EitherLaw",
+    "retrodict.particles.backward_weights": "Pairs",
+    "retrodict.particles.guided_smoother": "_Guide",
+    "retrodict.particles.tempered": "TemperedFilter",
+}
+
+
+def test_every_module_class_is_allowed_or_known_not_to_be_stored():
+    """A contributor who adds a class reads here what to add."""
+    not_stored = {
+        f"{module}:{name}" for module, names in NOT_STORED.items() for name in names.split()
+    }
+    stored = {resolve(name, allowed.RECORD_NAMES) for name in allowed.RECORD_NAMES}
+    modules = [m.name for m in pkgutil.walk_packages(rd.__path__, "retrodict.")]
+    unknown = {
+        f"{name}:{cls.__name__}"
+        for name in modules
+        for cls in vars(importlib.import_module(name)).values()
+        if inspect.isclass(cls) and cls.__module__ == name and issubclass(cls, eqx.Module)
+        if not (cls.__name__.startswith("Abstract") or inspect.isabstract(cls) or cls in stored)
+    }
+    assert not unknown - not_stored, (
+        "If users can save an instance, add the class to CLASSES of _checkpoint/allowed.py and"
+        " increase NAMES_VERSION; otherwise add it to NOT_STORED of this file."
+    )
+    assert not not_stored - unknown, "Remove these classes from NOT_STORED."
 
 
 def test_every_allowed_class_is_its_fields():

@@ -204,7 +204,7 @@ def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
     fine = _check._check_parameters(run)
     assert fine.verdict == "good"
     near = _check._check_parameters(told_of(run, status="not at a maximum", distance=0.11))
-    assert near.verdict == "good" and near.value == "to 0.11 standard errors"
+    assert near.verdict == "good" and near.value == "within 0.11 standard errors of it"
     moved = _check._check_parameters(told_of(run, status="not at a maximum", distance=0.7))
     assert moved.verdict == "doubtful" and "0.7 standard errors away" in str(moved.value)
     assert runs.Check((fine, moved), "").worst == "doubtful"
