@@ -157,32 +157,32 @@ def lazily(
             `if TYPE_CHECKING`.
     """
     module = sys.modules[package]
-    places = _places(package)
+    owners = _modules_of_exports(package)
 
     def load(name: str) -> Any:
-        if name not in places:
-            hint = "" if name.startswith("_") else _hint(package, name, places)
+        if name not in owners:
+            hint = "" if name.startswith("_") else _hint(package, name, owners)
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
-        place = places[name]
-        if place == package:  # a namespace within the package
+        owner = owners[name]
+        if owner == package:  # a namespace within the package
             value: Any = importlib.import_module(f"{package}.{name}")
         else:
-            value = getattr(importlib.import_module(place), name)
+            value = getattr(importlib.import_module(owner), name)
         setattr(module, name, value)
         return value
 
-    return load, lambda: sorted({*vars(module), *places}), sorted(places)
+    return load, lambda: sorted({*vars(module), *owners}), sorted(owners)
 
 
-def _hint(package: str, name: str, places: dict[str, str]) -> str:
+def _hint(package: str, name: str, owners: dict[str, str]) -> str:
     """Name the namespace of the package that has this attribute, if there is one."""
-    for namespace in [place for place, module in places.items() if module == package]:
+    for namespace in [name for name, module in owners.items() if module == package]:
         if hasattr(importlib.import_module(f"{package}.{namespace}"), name):
             return f"; use {package}.{namespace}.{name}"
     return ""
 
 
-def _places(package: str) -> dict[str, str]:
+def _modules_of_exports(package: str) -> dict[str, str]:
     """Return the module of each export, parsed from the source of the package."""
     loader: Any = getattr(sys.modules[package].__spec__, "loader", None)
     tree = ast.parse(loader.get_source(package))

@@ -74,7 +74,7 @@ def make_content(series: list[PlottedSeries] | None = None, name: str = "flow") 
         parameters_method=f"From the curvature, {name}.",
         training=[Curve(name, steps, -1.0 - 900.0 * np.exp(-steps / 2.0))],
         training_label=f"ELBO of {name}",
-        diagnostics=[Finding(name, 0.62, name, "doubtful")],
+        diagnostics=[Finding(name, "0.62", name, "doubtful")],
         commands=[f"retrodict fit {name}"],
         facts=[(name, name)],
     )

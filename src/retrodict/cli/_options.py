@@ -91,7 +91,7 @@ def state_names(run: Any, every: bool) -> dict[str, list[str]]:
     from retrodict import runs
 
     names = runs.state_names(run)
-    shown = [names[place] for place in runs.shown_states(run, every=every)]
+    shown = [names[index] for index in runs.shown_states(run, every=every)]
     return {"state_names": names, "shown_states": shown}
 
 

@@ -18,8 +18,8 @@ from retrodict._pages import visible
 def grid(*headings: str, **options: Any) -> Table:
     """Return an empty table without frame; columns after the first are aligned to the right."""
     table = Table(box=SIMPLE, pad_edge=False, **options)
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", overflow="fold")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left", overflow="fold")
     return table
 
 

@@ -146,7 +146,7 @@ def check(
     for heading in ("check", "result", "verdict", "meaning"):
         findings.add_column(heading)
     for finding in checked.findings:
-        texts = (finding.name, str(finding.value), finding.verdict, finding.meaning)
+        texts = (finding.name, finding.value, finding.verdict, finding.meaning)
         findings.add_row(*(Text(visible(text)) for text in texts))
     Console().print(findings)
     print_verdict(checked)
@@ -179,7 +179,7 @@ def plot(
     names = [str(name) for name in table.series or ()]
     if series is not None and series not in names:
         raise UserError(f"there is no series {series}; there are {', '.join(names) or 'none'}")
-    place = 0 if series is None else names.index(series)
+    index = 0 if series is None else names.index(series)
     with writing(out):
         count, future = future_rows(opened, table, steps, at, inputs)
         runs.draw(
@@ -189,9 +189,9 @@ def plot(
             steps=count,
             level=level,
             seed=seed,
-            series=place,
+            series=index,
             all_states=all_states,
             **future,
         )
-    which = f", series {names[place]} of {len(names)}" if len(names) > 1 else ""
+    which = f", series {names[index]} of {len(names)}" if len(names) > 1 else ""
     typer.echo(f"Wrote {out}{which}.")

@@ -118,7 +118,7 @@ def reproduce(
 
 
 @contextmanager
-def _compilation_cache(place: Path) -> Iterator[None]:
+def _compilation_cache(folder: Path) -> Iterator[None]:
     """Cache compiled programs in a folder: fits that differ in numbers alone share one.
 
     A folder that the user named in JAX's environment variable has precedence.
@@ -129,7 +129,7 @@ def _compilation_cache(place: Path) -> Iterator[None]:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    jax.config.update("jax_compilation_cache_dir", str(place))
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     try:
         with warnings.catch_warnings():

@@ -166,15 +166,15 @@ def check_heaps(content: mmap.mmap) -> None:
     """
     at = content.find(HEAP)
     while at >= 0:
-        place = at + 16
+        offset = at + 16
         end = at + int.from_bytes(content[at + 8 : at + 16], "little")
-        while place + 16 <= min(end, len(content)):
-            index = int.from_bytes(content[place : place + 2], "little")
-            size = int.from_bytes(content[place + 8 : place + 16], "little")
+        while offset + 16 <= min(end, len(content)):
+            index = int.from_bytes(content[offset : offset + 2], "little")
+            size = int.from_bytes(content[offset + 8 : offset + 16], "little")
             step = 16 + -(-size // 8) * 8 if index else size
-            if step < 16 or place + step > end:
+            if step < 16 or offset + step > end:
                 raise ValueError("a heap is damaged")
-            place += step
+            offset += step
         at = content.find(HEAP, at + 1)
 
 
@@ -295,9 +295,9 @@ def _header(cells: list[str], name: str, line: int) -> list[str]:
         raise DataError(
             f"{name}, line {line}: the first line holds numbers; add a line of column names above."
         )
-    for place, cell in enumerate(cells):
-        if not cell and place:
-            raise DataError(f"{name}, line {line}: column {place + 1} has no name; give it one.")
+    for index, cell in enumerate(cells):
+        if not cell and index:
+            raise DataError(f"{name}, line {line}: column {index + 1} has no name; give it one.")
     check_names(cells, f"{name}, line {line}")
     return cells
 

@@ -222,7 +222,7 @@ def _as_columns(dataset: Any, name: str, indexed: set[Any], alone: bool) -> Any:
                 f" {{series}}",
                 series=...,
             )
-        for place, label in enumerate(dataset[further[0]].values):
-            column = variable.isel({further[0]: place}, drop=True)
+        for index, label in enumerate(dataset[further[0]].values):
+            column = variable.isel({further[0]: index}, drop=True)
             columns[str(label) if alone else f"{key}_{label}"] = column
     return optional("xarray").Dataset(columns)

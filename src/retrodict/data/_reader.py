@@ -321,8 +321,8 @@ def _step(table: Source, times: list[np.ndarray], freq: Any, step_input: bool) -
 
 def _check_filled(table: Source, observed: list[str], ys: np.ndarray) -> None:
     """Refuse an observed column without any value."""
-    for place, name in enumerate(observed):
-        if np.isnan(ys[:, place]).all():
+    for index, name in enumerate(observed):
+        if np.isnan(ys[:, index]).all():
             text = "every value is missing; name the others with {columns}"
             raise table.error(text, column=name, columns=...)
 

@@ -171,10 +171,10 @@ def open_series(
     numbers = sorted(scans)
     blocks = [blocks[number] for number in numbers]
     parts, hashes = zip(*(scans[number] for number in numbers), strict=True)
-    if (place := _repeated(hashes)) is not None:
+    if (index := _repeated(hashes)) is not None:
         raise DataError(
-            f"{blocks[place].name}: a series of block {blocks[place].number + 1} is in another"
-            f" place too; sort the rows by {listed(keys)}, so that each series is in one place."
+            f"{blocks[index].name}: a series of block {blocks[index].number + 1} is in another"
+            f" block too; sort the rows by {listed(keys)}, so that each series is in one block."
         )
     summaries = [Summary.from_dict(part) for part in parts]
     if not any(add_up(summaries).seen):
@@ -200,10 +200,10 @@ class _Block(NamedTuple):
 
 
 def _blocks(path: str | os.PathLike[str], keys: list[str]) -> list[_Block]:
-    place, name = Path(path), os.fspath(path)
-    check_exists(place, name)
-    check_suffix(place, name, (".parquet", ".nc"))
-    file = open_parts(place, name, keys)
+    target, name = Path(path), os.fspath(path)
+    check_exists(target, name)
+    check_suffix(target, name, (".parquet", ".nc"))
+    file = open_parts(target, name, keys)
     if isinstance(file, NetcdfSeries) and not file.can_be_split:
         raise DataError(
             f"{name}: {listed(keys)} is not a dimension of the file; name the one that identifies"
@@ -277,7 +277,7 @@ def _scan(
 
 
 def _repeated(hashes: Sequence[list[int]]) -> int | None:
-    """Return the place of the last block with a series that is in another block too."""
+    """Return the index of the last block with a series that is in another block too."""
     every = np.concatenate([np.array(block, np.uint64) for block in hashes])
     values, counts = np.unique(every, return_counts=True)
     if counts.max() == 1:

@@ -307,8 +307,8 @@ class Table:
             share = f"{missing} missing ({100 * missing / whole.num_rows:.1f} %)"
             span = f"{lowest:g} to {highest:g}" if count else "no values"
             lines.append(f"column {column!r}: {span}, {share if missing else 'none missing'}")
-        for place, column in enumerate(self.input_names):
-            is_step = self.step_unit is not None and not place
+        for index, column in enumerate(self.input_names):
+            is_step = self.step_unit is not None and not index
             unit = f", in units of {self.step_unit}" if is_step else ""
             lines.append(f"input {column!r}{unit}")
         rows = f"{whole.inserted} row{'s' if whole.inserted > 1 else ''} inserted in gaps"

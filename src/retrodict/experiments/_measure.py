@@ -44,6 +44,12 @@ def shortest(call: Callable[[], Any], repeats: int) -> float:
     return min(timings)
 
 
+def power_of_n(lengths: Sequence[int] | np.ndarray, errors: np.ndarray, last: int) -> float:
+    """Return the exponent of n with which an error grows over the last lengths."""
+    n, values = np.log(np.asarray(lengths, float)[-last:]), np.log(errors[-last:])
+    return float(np.polyfit(n, values, 1)[0])
+
+
 def grid_bands(
     folder: Folder, model: rd.StateSpaceModel, ys: Array, grid: rd.Grid
 ) -> dict[str, Any]:

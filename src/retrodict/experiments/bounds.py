@@ -23,6 +23,7 @@ import retrodict as rd
 from retrodict._workspace import Folder, Stage
 from retrodict.experiments import published
 from retrodict.experiments._drawing import BESIDE, DASHES, INKS, Picture, draw
+from retrodict.experiments._measure import power_of_n
 from retrodict.experiments._report import Chapter, Table, make_chapter
 
 BIASES = (0.01, 0.02, 0.05, 0.09, 0.12, 0.2, 0.3)
@@ -95,7 +96,10 @@ def _two_states(folder: Folder) -> dict[str, Any]:
 
 
 def _chapter(sizes: Sizes, growth: dict[int, Stage], example: Stage) -> Chapter:
-    powers = {epoch: _power(sizes.lengths, part["bound"]) for epoch, part in growth.items()}
+    powers = {
+        epoch: power_of_n(sizes.lengths, part["bound"].mean(axis=1), 2)
+        for epoch, part in growth.items()
+    }
     violated = int(sum((part["error"] > part["bound"]).sum() for part in growth.values()))
     checked = sum(part["error"].size for part in growth.values())
     broken = int((example["error"] > example["printed"] * (1 + 1e-9)).sum())
@@ -125,12 +129,6 @@ def _chapter(sizes: Sizes, growth: dict[int, Stage], example: Stage) -> Chapter:
         broken=broken,
         num_examples=len(BIASES),
     )
-
-
-def _power(lengths: Sequence[int], values: np.ndarray) -> float:
-    """Return the exponent of n with which the mean grows between the last two lengths."""
-    first, second = values[-2:].mean(axis=1)
-    return float(np.log(second / first) / np.log(lengths[-1] / lengths[-2]))
 
 
 def _growth_table(lengths: Sequence[int], growth: dict[int, Stage]) -> Table:

@@ -28,7 +28,7 @@ import retrodict as rd
 from retrodict._workspace import Folder, Stage
 from retrodict.experiments import published
 from retrodict.experiments._drawing import DASHES, INKS, Picture, draw
-from retrodict.experiments._measure import simulate
+from retrodict.experiments._measure import power_of_n, simulate
 from retrodict.experiments._report import Chapter, Table, make_chapter
 
 NUM_TIMES = 64
@@ -215,7 +215,9 @@ def _chapter(
     agreeing, total = int(agrees.sum()), agrees.size
     with_printed = np.vectorize("{} ({})".format)(computed, printed)
     gaps = evidence - curves.max(axis=1)
-    powers = [_power(theirs["lengths"], part.mean(axis=0)) for part in theirs["additive"]]
+    lengths = theirs["lengths"]
+    last = len(lengths) - len(lengths) // 2
+    powers = [power_of_n(lengths, part.mean(axis=0), last) for part in theirs["additive"]]
     panels: Panels = [
         ("published parameters", (published.EPOCHS, theirs)),
         ("our fit", (epochs, ours)),
@@ -280,12 +282,6 @@ def _error_table(name: str, epochs: Sequence[int], values: np.ndarray) -> Table:
     titles = ("mean error, θ", "variance of error, θ", *(f"λ after {e} epochs" for e in epochs))
     header = {"sequence": "", **dict.fromkeys(titles, ".6f")}
     return Table(name, header, _numbered(values))
-
-
-def _power(lengths: np.ndarray, errors: np.ndarray) -> float:
-    """Return the exponent of n with which an error grows over the last half of the lengths."""
-    half = len(lengths) // 2
-    return float(np.polyfit(np.log(lengths[half:]), np.log(errors[half:]), 1)[0])
 
 
 def _curve_table(evidence: float, curves: np.ndarray) -> Table:

@@ -80,12 +80,12 @@ def reproduce(
     for name, module in EXPERIMENTS.items():
         sizes = module.QUICK if quick else module.FULL
         settings = {"experiment": name, "sizes": sizes._asdict(), "seed": seed, **_versions()}
-        place = out / name
+        path = out / name
         # The report includes earlier experiments with the same settings.
-        if name not in names and not (place.exists() and Folder(place, settings).is_complete):
+        if name not in names and not (path.exists() and Folder(path, settings).is_complete):
             continue
         callback = Quiet() if progress is None else progress(name, module.num_stages(sizes))
-        folder = Folder(place, settings, callback)
+        folder = Folder(path, settings, callback)
         chapter = module.run(folder, sizes, seed)
         chapters.append(chapter)
         seconds[name] = folder.seconds

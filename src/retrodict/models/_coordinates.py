@@ -107,7 +107,7 @@ def entry_name(
     """
     if not index:
         return name
-    words = [str(place) for place in index]
+    words = [str(entry) for entry in index]
     if isinstance(getattr(model.transition, "fn", None), AbstractEquation):
         if name.startswith("prior.") and len(index) == 1:
             words = [state_names(model, columns)[index[0]]]

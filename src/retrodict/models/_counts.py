@@ -102,12 +102,12 @@ def start_counts(model: StateSpaceModel, sample: Sample) -> dict[str, Any]:
 def _refuse(wrong: np.ndarray, ys: np.ndarray, rule: str, total: Any, remedy: str) -> None:
     """Refuse the first wrong count, with the number of trials if there are any."""
     if wrong.any():
-        place = tuple(np.argwhere(wrong)[0])
-        series, row, column = (int(i) + 1 for i in place)
-        trials = f" of {total[place]:g}" if isinstance(total, np.ndarray) else ""
+        index = tuple(np.argwhere(wrong)[0])
+        series, row, column = (int(i) + 1 for i in index)
+        trials = f" of {total[index]:g}" if isinstance(total, np.ndarray) else ""
         raise ValueError(
             f"{rule}, and row {row} of series {series}, column {column}, holds"
-            f" {ys[place]:g}{trials}. {remedy}"
+            f" {ys[index]:g}{trials}. {remedy}"
         )
 
 

@@ -217,10 +217,10 @@ def range_bearing(
         prior_mean: the mean of the first state, away from the sensor; not learned.
         prior_scale: its scale; not learned.
     """
-    place = tuple(float(entry) for entry in sensor)
-    if len(place) != 2:
+    position = tuple(float(entry) for entry in sensor)
+    if len(position) != 2:
         raise ValueError(f"`sensor` must have two coordinates, got {sensor}.")
-    fn, scales = RangeAndBearing(place), (positive(range_scale), positive(bearing_scale))
+    fn, scales = RangeAndBearing(position), (positive(range_scale), positive(bearing_scale))
     equation = ConstantVelocity(positive(velocity_scale), kind="range_bearing", dim=2)
     if wrap:
         emission = DistributionKernel(WrappedRangeBearing(*scales, fn))

@@ -73,7 +73,6 @@ def page(content: ReportContent) -> str:
         parameters=[_parameter(line) for line in content.parameters],
         training=_training(content) if content.training else None,
         payload=chart_data(series, level),
-        number=number,
     )
 
 

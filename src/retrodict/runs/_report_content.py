@@ -162,14 +162,14 @@ class Finding(NamedTuple):
 
     Attributes:
         name: the name of the check.
-        value: its result, a text or a number.
+        value: its result in words.
         meaning: the interpretation, in a sentence.
         verdict: `"good"`, `"doubtful"` or `"bad"`; `"unknown"` if the check could not be made.
         numbers: the result as numbers by name; the verdict depends on `"value"`.
     """
 
     name: str
-    value: str | float
+    value: str
     meaning: str
     verdict: Verdict
     numbers: Mapping[str, float] = MappingProxyType({})

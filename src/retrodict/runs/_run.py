@@ -242,13 +242,13 @@ class Entry(NamedTuple):
 
     Attributes:
         parameter: the name of the parameter.
-        place: the index of the entry; empty for a scalar.
+        position: the index of the entry; empty for a scalar.
         value: the value, a number or a tracer.
         learned: whether the parameter is learned.
     """
 
     parameter: str
-    place: tuple[int, ...]
+    position: tuple[int, ...]
     value: Any
     learned: bool
 
