@@ -20,7 +20,13 @@ def examples(module: ModuleType) -> list[doctest.DocTest]:
     return [test for test in found if test.examples]
 
 
-SLOW = {"bounds.check", "bounds.error_bound", "_learning.fit", "_linearised.smoother"}
+SLOW = {
+    "bounds.check",
+    "bounds.error_bound",
+    "_learning.fit",
+    "_learning.fit_result",
+    "_linearised.smoother",
+}
 """Modules whose examples take long to compile."""
 
 

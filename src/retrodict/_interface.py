@@ -154,12 +154,15 @@ def lazily(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package that is being imported.
 
+    Public are the names of the package's `__all__` if it has one, and all exports otherwise.
+
     Args:
         package: its name. Its `__init__` holds `from MODULE import NAME as NAME`, each under
             `if TYPE_CHECKING`.
     """
     module = sys.modules[package]
     places = _places(package)
+    public = sorted(vars(module).get("__all__", places))
 
     def load(name: str) -> Any:
         if name not in places:
@@ -173,13 +176,13 @@ def lazily(
         setattr(module, name, value)
         return value
 
-    return load, lambda: sorted({*vars(module), *places}), sorted(places)
+    return load, public.copy, public
 
 
 def _hint(package: str, name: str, places: dict[str, str]) -> str:
-    """Name the namespace of the package that has this attribute, if there is one."""
+    """Name the namespace of the package that has this public name, if there is one."""
     for namespace in [place for place, module in places.items() if module == package]:
-        if hasattr(importlib.import_module(f"{package}.{namespace}"), name):
+        if name in importlib.import_module(f"{package}.{namespace}").__all__:
             return f"; use {package}.{namespace}.{name}"
     return ""
 

@@ -36,6 +36,16 @@ class Forecast(eqx.Module):
     Gaussian. Elsewhere they average conditional moments over the draws, which has a smaller
     variance than averaging the draws themselves (Rao-Blackwell).
 
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> ahead = rd.forecast(jax.random.key(0), model, chain, num_times=2)
+        >>> print(np.array(ahead.mean[:, 0]).round(3), np.array(ahead.covariance[:, 0, 0]).round(3))
+        [3. 3.] [2.615 3.615]
+        >>> print(np.array(ahead.quantile([0.05, 0.95])[:, 0, 0]).round(2))
+        [0.34 5.66]
+
     Attributes:
         states: draws of shape `(sample, time, state)`.
         observations: draws of shape `(sample, time, obs)`, given the states of the same path.
@@ -115,17 +125,11 @@ def forecast(
 
     Example:
         >>> import jax, jax.numpy as jnp, retrodict as rd
-        >>> model = rd.StateSpaceModel(
-        ...     prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        ...     transition=rd.LinearGaussianKernel(0.5 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        ...     emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        ... )
-        >>> chain = rd.kalman_smoother(model, jnp.ones((5, 1))).chain
-        >>> ahead = rd.forecast(jax.random.key(0), model, chain, num_times=3)
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> ahead = rd.forecast(jax.random.key(0), model, chain, num_times=2)
         >>> ahead.observations.shape, ahead.mean.shape
-        ((1000, 3, 1), (3, 1))
-        >>> ahead.quantile([0.05, 0.95]).shape
-        (2, 3, 1)
+        ((1000, 2, 1), (2, 1))
 
     Args:
         key: a typed key.
@@ -168,6 +172,15 @@ def predictive(
     If the model is right, the observed series resembles them. Rows from the length of the chain on
     do not exist and hold NaN.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> replicates = rd.predictive(jax.random.key(0), model, chain, num_samples=100)
+        >>> p_value = jnp.mean(jnp.max(replicates, axis=1) > jnp.max(ys))
+        >>> replicates.shape, bool(0 < p_value < 1)
+        ((100, 3, 1), True)
+
     Args:
         key: a typed key.
         model: the model.
@@ -202,6 +215,14 @@ def impute(
     correlated. A `DistributionKernel` with a joint density is drawn by row: neither the chain nor
     the draw uses the observed entries of an incomplete row. Rows from `length` on do not exist and
     hold NaN.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [jnp.nan], [4.0]])
+        >>> chain = rd.kalman_smoother(model, ys).chain
+        >>> completed = rd.impute(jax.random.key(0), model, chain, ys, num_samples=100)
+        >>> completed.shape, completed[0, 0].tolist(), bool(jnp.isnan(completed).any())
+        ((100, 3, 1), [1.0], False)
 
     Args:
         key: a typed key.

@@ -31,7 +31,24 @@ def require_input(u: Input | None) -> Input:
 
 
 class AbstractKernel(eqx.Module):
-    """A conditional law x, u ↦ distribution: a transition, an emission or a backward kernel."""
+    """A conditional law x, u ↦ distribution: a transition, an emission or a backward kernel.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> class Jump(rd.AbstractKernel):
+        ...     # A step of −1 or 1, each with probability one half.
+        ...     takes_input = False
+        ...     def law(self, x, u=None):
+        ...         raise NotImplementedError("only densities and draws are needed here")
+        ...     def log_prob(self, x, value, u=None, mask=None):
+        ...         return jnp.where(jnp.all(jnp.abs(value - x) == 1), jnp.log(0.5), -jnp.inf)
+        ...     def sample(self, key, x, u=None):
+        ...         return x + jax.random.rademacher(key, x.shape).astype(x.dtype)
+        >>> walk = Jump()
+        >>> x = walk.sample(jax.random.key(0), jnp.zeros(1))
+        >>> round(float(walk.log_prob(jnp.zeros(1), x)), 3)
+        -0.693
+    """
 
     @property
     @abstractmethod
@@ -54,7 +71,19 @@ class AbstractKernel(eqx.Module):
 
 
 class AbstractGaussianKernel(AbstractKernel):
-    """A kernel whose conditional law is `Gaussian`, masked entry by entry."""
+    """A kernel whose conditional law is `Gaussian`, masked entry by entry.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, retrodict as rd
+        >>> class Growth(rd.AbstractGaussianKernel):
+        ...     # Logistic growth of a population, x ↦ N(x + rate x (1 − x), 0.1²).
+        ...     rate: float
+        ...     takes_input = False
+        ...     def law(self, x, u=None):
+        ...         return rd.Gaussian(x + self.rate * x * (1 - x), 0.1 * jnp.eye(1))
+        >>> print(np.array(Growth(0.5).law(jnp.array([0.2])).mean).round(3))
+        [0.28]
+    """
 
     @abstractmethod
     def law(self, x: State, u: Input | None = None) -> Any:

@@ -344,6 +344,15 @@ def paris(
 ) -> AdditivePosterior:
     """Smooth an additive functional by PaRIS, in memory that does not grow with the series.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model = rd.models.local_level(prior_scale=1.0)
+        >>> ys = jnp.array([[1.0], [2.0], [1.5]])
+        >>> result = rd.paris(jax.random.key(0), model, ys, rd.StateSum(), num_particles=100)
+        >>> exact = rd.kalman_smoother(model, ys).chain.marginals().mean.sum()
+        >>> bool(jnp.abs(result.value[0] - exact) < 1.0)
+        True
+
     Args:
         key: a typed key; run several under `jax.vmap` for a standard error.
         model: the model; its transition must have a density.

@@ -34,6 +34,15 @@ class ParameterErrors(eqx.Module):
     Arrays with an axis `parameter` are in unconstrained coordinates θ, in the order of `names`;
     pytrees have the structure of the output of `read`, and are on the natural scale.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, retrodict as rd
+        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
+        >>> errors = rd.parameter_errors(jax.random.key(0), model, ys)
+        >>> errors.names, errors.method
+        (('transition.fn.level_scale[0]', 'emission.fn.obs_scale[0]'), 'exact')
+        >>> errors.status  # three rows are too few
+        'not identified'
+
     Attributes:
         names: the name of each coordinate of θ, such as `"transition.weight[0,0]"`.
         theta: the coordinates of the model.
