@@ -23,11 +23,25 @@ def examples(module: ModuleType) -> list[doctest.DocTest]:
 SLOW = {
     "bounds.check",
     "bounds.error_bound",
+    "bounds.functional_classes",
     "_learning.fit",
     "_learning.fit_result",
     "_linearised.smoother",
+    "online.pathwise",
+    "online.score",
+    "online.truncated",
+    "particles.backward_samplers",
+    "particles.proposal",
+    "runs._apply",
+    "runs._check",
+    "runs._fit",
+    "runs._record",
+    "runs._report",
+    "runs._run",
+    "runs._stream",
+    "runs._stream_learning",
 }
-"""Modules whose examples take long to compile."""
+"""Modules whose examples take long to compile, or fit a run."""
 
 
 @pytest.mark.parametrize(

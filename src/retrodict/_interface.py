@@ -86,11 +86,29 @@ class UserError(ValueError):
 
 
 class DataError(UserError):
-    """A table that cannot be read. The message names the file, the row and the column."""
+    """A table that cannot be read. The message names the file, the row and the column.
+
+    Example:
+        >>> import retrodict as rd
+        >>> try:
+        ...     rd.data.read({"year": [1871, 1872], "flow": [1.0, 2.0]}, columns="flwo")
+        ... except rd.data.DataError as error:
+        ...     print(error)
+        the dict: there is no column 'flwo' (columns); there are year, flow. Did you mean 'flow'?
+    """
 
 
 class ModelError(UserError):
-    """An invalid model, model file, option of a model or parameter."""
+    """An invalid model, model file, option of a model or parameter.
+
+    Example:
+        >>> import retrodict as rd
+        >>> try:
+        ...     rd.models.from_options("local_levels")
+        ... except rd.models.ModelError as error:
+        ...     print(error)
+        There is no ready model local_levels. Did you mean local_level? ...
+    """
 
 
 def _flat(parts: Iterable[Part]) -> tuple[str | Argument, ...]:

@@ -76,6 +76,15 @@ class Table:
     `table.batch()` returns the arguments of a function of many series, `table.one(i)` those of a
     function of one. Units are those of the data.
 
+    Example:
+        >>> import retrodict as rd
+        >>> columns = {"id": ["a", "a", "b"], "t": [0, 1, 0], "y": [1.0, 2.0, 3.0]}
+        >>> table = rd.data.read(columns, series="id")
+        >>> table.ys.shape, table.length.tolist(), table.names
+        ((2, 2, 1), [2, 1], ('y',))
+        >>> sorted(table.batch()), table.one(0)["ys"].shape
+        (['inputs', 'length', 'mask', 'ys'], (2, 1))
+
     Attributes:
         ys: observations, of shape `(batch, time, obs)`, float64; NaN where missing.
         mask: true where an entry was observed; false in rows that do not exist.

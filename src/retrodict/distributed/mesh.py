@@ -254,6 +254,12 @@ def process_slice(num_series: int, *, mesh: MeshLike = "all") -> slice:
     Each device holds equally many series, with padding at the end. A process holds those of its
     devices: all series if it is the only one, and none if the other devices suffice.
 
+    Example:
+        >>> import numpy as np, retrodict as rd
+        >>> every = np.arange(10)
+        >>> every[rd.distributed.process_slice(10)].tolist()  # one process holds all series
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+
     Args:
         num_series: the number of series of all processes.
         mesh: the devices over which they are sharded, as in `fit`.

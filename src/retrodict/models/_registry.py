@@ -201,6 +201,14 @@ def start_from(
     Levels, scales and rates get the magnitude of the data. Fixed parameters stay. Any other model
     is returned unchanged.
 
+    Example:
+        >>> import numpy as np, retrodict as rd
+        >>> ys = np.array([[1120.0], [1160.0], [963.0], [1210.0], [1160.0]])
+        >>> model = rd.models.start_from(rd.models.local_level(), ys)
+        >>> scale = rd.models.named_parameters(model)["level_scale"]
+        >>> bool(10 < scale[0] < 1000)  # the magnitude of the data
+        True
+
     Args:
         model: a model.
         ys: observations, of shape `(batch, time, obs)`, or `(time, obs)` for one series.

@@ -49,6 +49,15 @@ class TruncatedBackprop(AbstractRecursiveGradient):
     the gradient divided by the number of rows of the window. `elbo_increment` is computed over the
     last two states alone, which is exact where the chain is.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, retrodict as rd
+        >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
+        >>> family, gradient = rd.KalmanFamily(model), rd.online.TruncatedBackprop(window=2)
+        >>> learner = rd.online.OnlineLearner(family, model, gradient, optax.adam(0.01))
+        >>> state, rows = learner.scan(learner.init(jax.random.key(0)), ys)
+        >>> rows.elbo_increment.shape
+        (3,)
+
     Args:
         window: the number of rows to backpropagate through.
         estimator: the estimator of the ELBO; by default that of `fit`.

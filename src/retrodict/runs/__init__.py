@@ -12,7 +12,6 @@ __all__ = [
     "forecast",
     "impute",
     "open_run",
-    "read_inputs",
     "read_record",
     "smooth",
     "state_names",

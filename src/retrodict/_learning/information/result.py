@@ -35,13 +35,13 @@ class ParameterErrors(eqx.Module):
     pytrees have the structure of the output of `read`, and are on the natural scale.
 
     Example:
-        >>> import jax, jax.numpy as jnp, retrodict as rd
-        >>> model, ys = rd.models.local_level(), jnp.array([[1.0], [2.0], [4.0]])
-        >>> errors = rd.parameter_errors(jax.random.key(0), model, ys)
-        >>> errors.names, errors.method
-        (('transition.fn.level_scale[0]', 'emission.fn.obs_scale[0]'), 'exact')
-        >>> errors.status  # three rows are too few
-        'not identified'
+        >>> import jax, retrodict as rd
+        >>> model = rd.models.local_level(prior_scale=1.0)
+        >>> xs, ys = model.simulate(jax.random.key(0), num_times=100)
+        >>> errors = rd.parameter_errors(jax.random.key(1), model, ys)
+        >>> errors.method, errors.theta.shape
+        ('exact', (2,))
+        >>> bool(errors.standard_error["emission.fn.obs_scale"][0] > 0)
 
     Attributes:
         names: the name of each coordinate of θ, such as `"transition.weight[0,0]"`.

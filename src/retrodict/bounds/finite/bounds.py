@@ -80,6 +80,12 @@ class FiniteBounds(NamedTuple):
     the exact posterior, `elbo_gap` as well for v, `elbo_gap_birkhoff` needs log p(y) alone, and
     `s3` and the classical ones need neither.
 
+    Example:
+        >>> import retrodict as rd
+        >>> bounds = rd.bounds.finite_bounds(rd.bounds.two_state_counterexample())
+        >>> f"error {float(bounds.error):.3f}, sharpest bound {float(bounds.s1):.3f}"
+        'error 0.100, sharpest bound 0.100'
+
     Attributes:
         error: q h - φ h, exact and signed.
         identity: the same number as the sum of Theorem 1, Σ_m (Π_m - Π'_m) H_m.
