@@ -134,6 +134,18 @@ def check(
     weights and a particle smoother, and the model with one-step-ahead residuals and hidden points.
     Only the longest of many series, and only the last rows of long ones, are checked.
 
+    Example:
+        >>> import tempfile, retrodict as rd
+        >>> flow = [1120, 1160, 963, None, 1160, 1160, 813, 1230, 1370, 1140]
+        >>> table = rd.data.read({"year": range(1871, 1881), "flow": flow})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = rd.runs.fit(table, "local_level", f"{folder}/run")
+        ...     checked = rd.runs.check(run, table)
+        >>> checked.verdict
+        'No check failed.'
+        >>> [finding.name for finding in checked.findings][:2]
+        ['parameters at a maximum of the likelihood', 'posterior']
+
     Args:
         run: the run.
         table: the data, read with `run.layout`; where several processes share them, the first
