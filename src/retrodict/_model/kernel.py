@@ -34,20 +34,18 @@ class AbstractKernel(eqx.Module):
     """A conditional law x, u ↦ distribution: a transition, an emission or a backward kernel.
 
     Example:
-        >>> import jax, jax.numpy as jnp, retrodict as rd
-        >>> class Jump(rd.AbstractKernel):
-        ...     # A step of −1 or 1, each with probability one half.
+        >>> import jax.numpy as jnp, numpyro.distributions as dist, retrodict as rd
+        >>> class HeavyTailed(rd.AbstractKernel):
+        ...     # A random walk whose steps have Student's t law.
         ...     takes_input = False
         ...     def law(self, x, u=None):
-        ...         raise NotImplementedError("only densities and draws are needed here")
+        ...         return dist.StudentT(3.0, x).to_event(1)
         ...     def log_prob(self, x, value, u=None, mask=None):
-        ...         return jnp.where(jnp.all(jnp.abs(value - x) == 1), jnp.log(0.5), -jnp.inf)
+        ...         return self.law(x).log_prob(value)
         ...     def sample(self, key, x, u=None):
-        ...         return x + jax.random.rademacher(key, x.shape).astype(x.dtype)
-        >>> walk = Jump()
-        >>> x = walk.sample(jax.random.key(0), jnp.zeros(1))
-        >>> round(float(walk.log_prob(jnp.zeros(1), x)), 3)
-        -0.693
+        ...         return self.law(x).sample(key)
+        >>> round(float(HeavyTailed().log_prob(jnp.zeros(1), jnp.ones(1))), 3)
+        -1.576
     """
 
     @property
