@@ -85,7 +85,7 @@ def parameter_errors(
         >>> errors = rd.parameter_errors(jax.random.key(1), model, ys)
         >>> errors.names
         ('transition.fn.level_scale[0]', 'emission.fn.obs_scale[0]')
-        >>> bool(errors.lower["emission.fn.obs_scale"][0] > 0)
+        >>> bool(errors.lower["emission"].scale_tril.std[0] > 0)
         True
 
     Args:

@@ -41,7 +41,8 @@ class ParameterErrors(eqx.Module):
         >>> errors = rd.parameter_errors(jax.random.key(1), model, ys)
         >>> errors.method, errors.theta.shape
         ('exact', (2,))
-        >>> bool(errors.standard_error["emission.fn.obs_scale"][0] > 0)
+        >>> bool(errors.standard_error["emission"].scale_tril.std[0] > 0)
+        True
 
     Attributes:
         names: the name of each coordinate of θ, such as `"transition.weight[0,0]"`.
