@@ -38,7 +38,8 @@ class AbstractBackwardSampler(eqx.Module):
         >>> class Dense(rd.particles.AbstractBackwardSampler):
         ...     def draw(self, key, pairs, log_weights, xs, ancestors):
         ...         log2_weights = pairs.log2_weights(log_weights / jnp.log(2.0), pairs.prepare(xs))
-        ...         return jax.random.categorical(key, jnp.log(2.0) * log2_weights, axis=0)
+        ...         indices = jax.random.categorical(key, jnp.log(2.0) * log2_weights, axis=0)
+        ...         return indices.astype(ancestors.dtype)
         >>> model, ys = rd.models.local_level(prior_scale=1.0), jnp.array([[1.0], [2.0], [4.0]])
         >>> rd.ffbsi(jax.random.key(0), model, ys, 100, 50, backward=Dense()).samples.shape
         (50, 3, 1)
