@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget_programs() -> Iterator[None]:
+def clear_compiled_programs() -> Iterator[None]:
     """Drop compiled programs after each file: a process may map a limited number of pages.
 
     Each program takes several memory mappings. Linux allows 65,530 per process, and the compiler

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,8 +16,15 @@ import pytest
 import scipy.linalg
 import scipy.optimize
 import scipy.stats
-from bounded_law import Within
-from linear_models import lower_factor, random_mask, random_model
+from linear_models import (
+    linear_kernel,
+    linear_model,
+    linear_transition_model,
+    lower_factor,
+    random_mask,
+    random_model,
+)
+from nonlinear_models import hide_linearity, nonlinear_emission_model, uniform_emission
 
 import retrodict as rd
 from retrodict._model import Series
@@ -380,11 +388,7 @@ GRID = rd.Grid([-9.0], [9.0], 300)
 
 
 def nonlinear_model(emission: Any) -> rd.StateSpaceModel:
-    return rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(0.8 * jnp.eye(1), jnp.zeros(1), 0.5 * jnp.eye(1)),
-        emission=emission,
-    )
+    return linear_transition_model(emission, weight=0.8, noise=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -460,11 +464,7 @@ def test_exact_errors_on_a_grid(counts: Any):
 
 
 def test_without_memory_the_ranges_are_oscillations():
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(jnp.zeros((1, 1)), jnp.zeros(1), jnp.eye(1)),
-        emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-    )
+    model = linear_model(weight=0.0)
     posterior = rd.grid_smoother(model, jnp.zeros((4, 1)), GRID)
     values = jnp.stack([k * jnp.tanh(GRID.points[:, 0]) for k in range(4)])
     found = grid_bounds.ranges(posterior, values)
@@ -515,21 +515,8 @@ def test_a_grid_that_misses_the_chain_is_declined(counts: Any):
 # What is a certificate and what is not
 
 
-def walk(**scales: float) -> rd.StateSpaceModel:
-    """An autoregression that is seen with noise, of one state."""
-    one = {"prior": 1.0, "transition": 1.0, "emission": 1.0, "weight": 0.9, "mean": 0.0} | scales
-    eye = jnp.eye(1)
-    return rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.full(1, one["mean"]), one["prior"] * eye),
-        transition=rd.LinearGaussianKernel(
-            one["weight"] * eye, jnp.full(1, 0.1 * one["mean"]), one["transition"] * eye
-        ),
-        emission=rd.LinearGaussianKernel(eye, jnp.zeros(1), one["emission"] * eye),
-    )
-
-
 def test_a_mean_over_paths_is_no_certificate():
-    model, share, far = walk(), 2e-5, 1e7
+    model, share, far = linear_model(), 2e-5, 1e7
     _, ys = model.simulate(jax.random.key(0), 5)
     exact = rd.kalman_smoother(model, ys).chain
     wide = rd.Gaussian(jnp.full(1, far), jnp.eye(1))
@@ -553,11 +540,7 @@ def test_a_mean_over_paths_is_no_certificate():
 
 def test_a_box_that_misses_a_mode_is_no_certificate():
     # The posterior is symmetric around zero, and the box and its surroundings hold half of it.
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), 3.0 * jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.1 * jnp.eye(1)),
-        emission=rd.NonlinearGaussianKernel(lambda x: x**2, rd.Diagonal(jnp.ones(1))),
-    )
+    model = nonlinear_emission_model(jnp.square, prior=3.0, weight=1.0, noise=0.1)
     ys = jnp.full((4, 1), 9.0)
     half = rd.grid_smoother(model, ys, rd.Grid([2.0], [4.0], 200))
     chain = rd.extended_smoother(
@@ -599,11 +582,11 @@ def test_a_smaller_value_of_a_worse_kind_is_not_returned(monkeypatch: pytest.Mon
 def test_an_emission_without_noise_at_one_row_has_no_closed_form():
     model = eqx.tree_at(
         lambda m: m.emission,
-        walk(),
+        linear_model(),
         rd.VaryingLinearGaussianKernel(lambda u: (jnp.eye(1), jnp.zeros(1), u[:, None])),
     )
     ys, inputs = jnp.array([[1.0], [0.5], [-1.0]]), jnp.array([[1.0], [0.0], [1.0]])
-    chain = rd.kalman_smoother(walk(), ys).chain
+    chain = rd.kalman_smoother(linear_model(), ys).chain
     for functional in (rd.bounds.AnyLipschitz(), rd.bounds.AnyBounded()):
         with pytest.raises(ValueError, match="scale of the emission is singular"):
             rd.error_bound(model, chain, ys, functional, inputs=inputs)
@@ -658,22 +641,22 @@ def _arrays(kernels: Any) -> tuple:
 
 ADVERSE = {
     "plain": {},
-    "slow states": {"transition": 1e-10},
-    "sharp sensor": {"emission": 1e-10},
-    "blunt sensor": {"emission": 1e8},
-    "far from zero": {"mean": 1e8},
+    "slow states": {"noise": 1e-10},
+    "sharp sensor": {"error": 1e-10},
+    "blunt sensor": {"error": 1e8},
+    "far from zero": {"mean": 1e8, "bias": 1e7},
     "unstable": {"weight": 3.0},
     "no memory": {"weight": 0.0},
     "diffuse": {"prior": 1e8},
-    "tiny units": {"transition": 1e-12, "emission": 1e-12, "prior": 1e-12},
-    "huge units": {"transition": 1e90, "emission": 1e90, "prior": 1e90},
+    "tiny units": {"noise": 1e-12, "error": 1e-12, "prior": 1e-12},
+    "huge units": {"noise": 1e90, "error": 1e90, "prior": 1e90},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADVERSE)
 def test_no_certificate_is_below_the_error_in_rational_arithmetic(name: str):
-    model = walk(**ADVERSE[name])
+    model = linear_model(**ADVERSE[name])
     _, ys = model.simulate(jax.random.key(1), 5)
     mean, variance = moments_of_walk(model, ys)
     rng = np.random.default_rng(3)
@@ -710,9 +693,7 @@ def test_without_anything_rigorous_it_is_an_estimate_and_says_so():
     emission = rd.NonlinearGaussianKernel(jnp.cos, rd.Diagonal(0.3 * jnp.ones(1)))
     model = nonlinear_model(emission)
     _, ys = model.simulate(jax.random.key(3), N)
-    chain = rd.kalman_smoother(
-        nonlinear_model(rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1))), ys
-    ).chain
+    chain = rd.kalman_smoother(nonlinear_model(linear_kernel()), ys).chain
     key = jax.random.key(0)
     found = rd.error_bound(model, chain, ys, rd.StateSum(), key=key, num_samples=500)
     assert found.method == "estimate" and not found.rigorous
@@ -804,12 +785,9 @@ def test_curvature_that_is_not_positive_is_declined(d: int):
         rd.Diagonal(0.3 * jnp.ones(d)),
         curvature=lambda y: jnp.diag(-4 * (jnp.abs(y) + 1) / 0.09),
     )
-    eye, zeros = jnp.eye(d), jnp.zeros(d)
-    move = rd.LinearGaussianKernel(0.9 * eye, zeros, 0.5 * eye)
-    model = rd.StateSpaceModel(rd.Gaussian(zeros, eye), move, emission)
+    model = linear_transition_model(emission, d, noise=0.5)
     _, ys = model.simulate(jax.random.key(0), N)
-    straight = rd.LinearGaussianKernel(eye, zeros, eye)
-    chain = rd.kalman_smoother(rd.StateSpaceModel(model.prior, move, straight), ys).chain
+    chain = rd.kalman_smoother(linear_model(d, noise=0.5), ys).chain
     with pytest.raises(ValueError, match="not positive definite"):
         rd.error_bound(
             model, chain, ys, rd.bounds.AnyLipschitz(), key=jax.random.key(0), method="score"
@@ -840,23 +818,22 @@ def test_laws_without_a_density_have_no_score_and_no_gap(method: Any):
 
 @pytest.mark.slow
 def test_a_time_step_of_zero_leaves_the_wasserstein_bounds():
-    def walk(scale: float) -> rd.StateSpaceModel:
-        return rd.StateSpaceModel(
-            rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-            rd.VaryingLinearGaussianKernel(
+    def random_walk(scale: float) -> rd.StateSpaceModel:
+        return replace(
+            linear_model(),
+            transition=rd.VaryingLinearGaussianKernel(
                 lambda u: (jnp.eye(1), jnp.zeros(1), scale * jnp.sqrt(u)[:, None])
             ),
-            rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
         )
 
     inputs = jnp.array([1.0, 1.0, 0.0, 1.0, 0.5])[:, None]
-    _, ys = walk(1.0).simulate(jax.random.key(0), 5, inputs=inputs)
-    chain = rd.kalman_smoother(walk(0.8), ys, inputs=inputs).chain
+    _, ys = random_walk(1.0).simulate(jax.random.key(0), 5, inputs=inputs)
+    chain = rd.kalman_smoother(random_walk(0.8), ys, inputs=inputs).chain
     found = rd.error_bound(
-        walk(1.0), chain, ys, rd.bounds.AnyLipschitz(), inputs=inputs, key=jax.random.key(0)
+        random_walk(1.0), chain, ys, rd.bounds.AnyLipschitz(), inputs=inputs, key=jax.random.key(0)
     )
     assert "elbo_gap" not in found.considered and "score" not in found.considered
-    signed = rd.error_bound(walk(1.0), chain, ys, rd.StateSum(), inputs=inputs)
+    signed = rd.error_bound(random_walk(1.0), chain, ys, rd.StateSum(), inputs=inputs)
     assert 0 < float(signed.value) <= float(found.value)
 
 
@@ -898,11 +875,7 @@ def test_signs_of_scales_do_not_matter():
 
 @pytest.mark.slow
 def test_mass_beyond_the_box_is_not_forgotten():
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(jnp.zeros((1, 1)), jnp.zeros(1), jnp.eye(1)),
-        emission=rd.NonlinearGaussianKernel(lambda x: x, rd.Diagonal(jnp.ones(1))),
-    )
+    model = nonlinear_emission_model(lambda x: x, weight=0.0)
     ys = jnp.zeros((4, 1))
     posterior = rd.grid_smoother(model, ys, rd.Grid([-7.0], [7.0], 200))
     far = rd.LinearGaussianChain.from_arrays(
@@ -920,14 +893,7 @@ def test_mass_beyond_the_box_is_not_forgotten():
 @pytest.mark.slow
 def test_jumps_within_a_cell_are_added():
     instance = Instance(25, 1)
-    model = rd.StateSpaceModel(
-        instance.model.prior,
-        instance.model.transition,
-        # The same law, but not known to be linear.
-        rd.NonlinearGaussianKernel(
-            lambda x: instance.model.emission.law(x).mean, instance.model.emission.scale_tril
-        ),
-    )
+    model = replace(instance.model, emission=hide_linearity(instance.model).emission)
     posterior = rd.grid_smoother(model, instance.ys, rd.Grid([-9.0], [9.0], 121))
     for level in (-0.31, 0.02, 0.44):
         above = rd.StateFunctional(lambda x, data, level=level: 1.0 * (x[0] > level))
@@ -1053,20 +1019,11 @@ def test_an_exact_posterior_passes_every_check():
 
 @pytest.mark.slow
 def test_a_lost_mode_is_named():
-    emission = rd.NonlinearGaussianKernel(lambda x: x**2, rd.Diagonal(0.3 * jnp.ones(1)))
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(0.99 * jnp.eye(1), jnp.zeros(1), 0.1 * jnp.eye(1)),
-        emission=emission,
-    )
+    model = nonlinear_emission_model(jnp.square, 0.3, weight=0.99, noise=0.1)
     ys = jnp.full((N, 1), 1.5)
     # A chain that sits on the positive root alone.
-    one = rd.StateSpaceModel(
-        model.prior,
-        model.transition,
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.12 * jnp.eye(1)),
-    )
-    chain = rd.kalman_smoother(one, jnp.sqrt(ys)).chain
+    unimodal = replace(model, emission=linear_kernel(scale=0.12))
+    chain = rd.kalman_smoother(unimodal, jnp.sqrt(ys)).chain
     particles = rd.ffbsi(jax.random.key(1), model, ys, 500)
     grid = rd.grid_smoother(model, ys, rd.Grid([-6.0], [6.0], 400))
     for reference in (None, particles, grid):
@@ -1088,11 +1045,9 @@ def test_a_check_whose_reference_degenerates_has_not_passed():
 
 @pytest.mark.slow
 def test_a_chain_that_draws_what_the_model_excludes_has_a_loose_elbo():
-    step = rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1))
-    prior, ys = rd.Gaussian(jnp.zeros(1), jnp.eye(1)), jnp.zeros((4, 1))
-    within = rd.DistributionKernel(lambda x: Within(x, 2.0))
-    model = rd.StateSpaceModel(prior, step, within)
-    chain = rd.kalman_smoother(rd.StateSpaceModel(prior, step, step), ys).chain
+    ys = jnp.zeros((4, 1))
+    model = linear_transition_model(uniform_emission())
+    chain = rd.kalman_smoother(linear_model(design=0.9), ys).chain
     found = rd.check_posterior(jax.random.key(0), model, chain, ys)
     # The weights could correct it, since it covers what the model allows.
     assert found.kinds == ("loose ELBO",) and "minus infinity" in found.messages[0]

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linear_models import linear_model
+from nonlinear_models import nonlinear_emission_model
 
 import retrodict as rd
 from retrodict.bounds import finite
@@ -566,11 +568,7 @@ def test_bad_models_and_options_are_refused(exact: dict[str, Any]):
 # From a grid.
 # ---------------------------------------------------------------------------------------------
 
-TANH = rd.StateSpaceModel(
-    prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-    transition=rd.LinearGaussianKernel(0.5 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-    emission=rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.5 * jnp.ones(1))),
-)
+TANH = nonlinear_emission_model(jnp.tanh, 0.5, weight=0.5)
 PAIRS = rd.AdditiveFunctional(
     lambda before, x, weight: weight * before[0] * x[0] + x[0] ** 2,
     lambda x, weight: weight * x[0],
@@ -633,11 +631,7 @@ def test_a_compact_domain_mixes(smoothed: Any):
 @pytest.mark.slow
 def test_tables_in_two_dimensions_with_inputs_and_missing_entries():
     eye = jnp.eye(2)
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.ones(2), eye),
-        transition=rd.LinearGaussianKernel(0.5 * eye, jnp.zeros(2), eye, input_weight=eye[:, :1]),
-        emission=rd.LinearGaussianKernel(eye, jnp.zeros(2), 0.5 * eye),
-    )
+    model = linear_model(2, mean=1.0, weight=0.5, error=0.5, input_weight=eye[:, :1])
     inputs, ys = jnp.array([[0.0], [1.0], [-2.0]]), jnp.array([[1.0, 2], [jnp.nan, 0], [-1, 1]])
     gains = jnp.stack([0.3 * eye, 0.2 * eye])
     chain = rd.LinearGaussianChain.from_arrays(

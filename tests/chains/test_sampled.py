@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from linear_models import lower_factor, random_model
+from backward_chains import OpaqueChain
+from linear_models import linear_model, lower_factor, random_model
 from scipy import stats
 
 import retrodict as rd
@@ -248,12 +249,15 @@ def mixture_family(model: rd.StateSpaceModel, ys: Any, count: int, **options: An
 def in_other_units(d: int) -> tuple[rd.StateSpaceModel, np.ndarray]:
     """A linear-Gaussian model far from the origin and of another scale than one."""
     rng = np.random.default_rng(11)
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.full(d, 50.0), jnp.asarray(20.0 * lower_factor(rng, d))),
-        rd.LinearGaussianKernel(
-            0.8 * jnp.eye(d), jnp.full(d, 10.0), jnp.asarray(12.0 * lower_factor(rng, d))
-        ),
-        rd.LinearGaussianKernel(jnp.ones((1, d)), jnp.zeros(1), 5.0 * jnp.eye(1)),
+    model = linear_model(
+        d,
+        mean=50.0,
+        prior=20.0 * lower_factor(rng, d),
+        weight=0.8,
+        bias=10.0,
+        noise=12.0 * lower_factor(rng, d),
+        design=jnp.ones((1, d)),
+        error=5.0,
     )
     return model, np.array(model.simulate(jax.random.key(5), N)[1])
 
@@ -648,25 +652,11 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match="groups of 2 paths.* got 3"):
         rd.BackwardSampling(3, noise="antithetic")
 
-    class Opaque(rd.AbstractBackwardChain):
-        """A chain of which nothing but draws is known."""
-
-        inner: rd.SampledChain
-        num_times = property(lambda self: self.inner.num_times)  # pyright: ignore
-        state_dim = property(lambda self: self.inner.state_dim)  # pyright: ignore
-
-        def sample(self, key, num_samples):
-            return self.inner.sample(key, num_samples)
-
-        def log_prob(self, xs):
-            return self.inner.log_prob(xs)
-
-        def prefix(self, num_times):
-            return Opaque(self.inner.prefix(num_times))
-
     key = jax.random.key(0)
-    with pytest.raises(TypeError, match="Opaque has no map from noise to paths"):
-        rd.marginals(Opaque(chain), estimator=rd.BackwardSampling(2, noise="antithetic"), key=key)
+    with pytest.raises(TypeError, match="OpaqueChain has no map from noise to paths"):
+        rd.marginals(
+            OpaqueChain(chain), estimator=rd.BackwardSampling(2, noise="antithetic"), key=key
+        )
     with pytest.raises(TypeError, match="got MixtureFamily. Use fit"):
         rd.em(key, model, ys, family=rd.MixtureFamily(key, 1, 2))
 

@@ -15,6 +15,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ import numpy as np
 import numpyro.distributions as dist
 import optax
 import pytest
+from linear_models import linear_model
 
 import retrodict as rd
 from retrodict._checkpoint import allowed, read_checkpoint, write_checkpoint
@@ -51,8 +53,7 @@ def make_network(activation: Callable[..., Any] = jax.nn.relu) -> eqx.nn.MLP:
 
 @functools.cache
 def make_chain() -> rd.LinearGaussianChain:
-    kernel = rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1))
-    model = rd.StateSpaceModel(rd.Gaussian(jnp.zeros(1), jnp.eye(1)), kernel, kernel)
+    model = linear_model(design=0.9)
     return rd.kalman_smoother(model, RNG.normal(size=(4, 1)), length=3).chain
 
 
@@ -120,10 +121,8 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "chain with a network of mixtures": lambda: rd.NonlinearFamily(
         jax.random.key(0), 1, 1, num_components=2, hidden=2, width=2
     ).infer(np.ones((3, 1))),
-    "numpyro prior": lambda: rd.StateSpaceModel(
-        dist.MultivariateNormal(jnp.zeros(2), scale_tril=jnp.eye(2)),
-        make_model().transition,
-        make_model().emission,
+    "numpyro prior": lambda: replace(
+        make_model(), prior=dist.MultivariateNormal(jnp.zeros(2), scale_tril=jnp.eye(2))
     ),
     "optimiser": lambda: optax.adam(1e-3).init(eqx.filter(make_model(), eqx.is_inexact_array)),
     "chained optimiser": lambda: optax.chain(
@@ -258,8 +257,7 @@ def test_nothing_is_saved_inside_of_a_transformation(tmp_path: Path):
 def test_a_lambda_is_taken_from_like(tmp_path: Path):
     def build(scale: float) -> rd.StateSpaceModel:
         emission = rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(scale * x)))
-        model = make_model()
-        return rd.StateSpaceModel(model.prior, model.transition, emission)
+        return replace(make_model(), emission=emission)
 
     path = tmp_path / "model.rd"
     rd.save(path, build(1.0))

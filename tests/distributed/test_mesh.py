@@ -29,7 +29,7 @@ def environment(num_devices: int = 1) -> dict[str, str]:
 
 def on_eight_devices(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, str(TESTS / "on_devices.py"), *arguments],
+        [sys.executable, str(TESTS / "compare_devices.py"), *arguments],
         env=environment(8),
         capture_output=True,
         text=True,
@@ -86,7 +86,7 @@ def together(
     port = free_port()
     out = folder / "parameters.npz"
     out.unlink(missing_ok=True)
-    command = [sys.executable, str(TESTS / "in_processes.py"), f"localhost:{port}"]
+    command = [sys.executable, str(TESTS / "fit_process.py"), f"localhost:{port}"]
     rest = [str(folder / checkpoint), str(out), *flags]
     return out, all_of(
         [[*command, str(num_processes), str(i), *rest] for i in range(num_processes)],
@@ -237,7 +237,7 @@ def test_the_command_line_in_a_job_of_slurm(tmp_path: Path) -> None:
     lines = [f"{t},{s},{ys[s, t]}" for s in range(5) for t in range(40)]
     table = tmp_path / "table.csv"
     table.write_text("\n".join(["t,id,y", *lines]) + "\n")
-    program = [sys.executable, str(TESTS / "sharing.py"), "fit", str(table)]
+    program = [sys.executable, str(TESTS / "cli_process.py"), "fit", str(table)]
     command = [*program, "--model", "local_level", "--time", "t", "--series", "id", "--json"]
 
     def job(task: int) -> dict[str, str]:
@@ -283,7 +283,7 @@ def test_a_row_that_one_process_cannot_read_ends_all_of_them(tmp_path: Path) -> 
         f"{t},{s},{'wrong' if (s, t) == (4, 7) else s + t}" for s in range(5) for t in range(40)
     ]
     table.write_text("\n".join(["t,id,y", *lines]) + "\n")
-    program = [sys.executable, str(TESTS / "sharing.py"), "fit", str(table)]
+    program = [sys.executable, str(TESTS / "cli_process.py"), "fit", str(table)]
     command = [*program, "--model", "local_level", "--series", "id", "--out", str(tmp_path / "run")]
     job = [*command, "--distributed", "--coordinator", f"localhost:{free_port()}"]
     tasks = [[*job, "--num-processes", "2", "--process-id", str(i)] for i in range(2)]

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eight_devices import LONG
 from jax.sharding import AxisType, Mesh
+from time_sharding_process import LONG
 
 import retrodict as rd
 from retrodict._numerics.associative_scan import prefix_scan
 from retrodict.distributed.time_sharding import appended, prepended
 
-WORKER = Path(__file__).parents[1] / "helpers" / "eight_devices.py"
+WORKER = Path(__file__).parents[1] / "helpers" / "time_sharding_process.py"
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -9,7 +9,13 @@ import joint_gaussian
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from linear_models import random_mask, random_model, singular_models
+from linear_models import (
+    linear_model,
+    linear_transition_model,
+    random_mask,
+    random_model,
+    singular_models,
+)
 
 import retrodict as rd
 
@@ -34,13 +40,10 @@ def test_semidefinite_noise_and_prior(state, obs, parallel):
 
 def check_against_joint_gaussian(model, ys, *, parallel, atol):
     exact = rd.kalman_smoother(model, ys, parallel=parallel)
-    oracle = joint_gaussian.condition(
-        joint_gaussian.arrays_of(model, len(ys), None), np.asarray(ys), np.ones(ys.shape, bool)
-    )
+    oracle = joint_gaussian.posterior(model, ys)
     marginals = exact.chain.marginals(parallel=parallel)
     np.testing.assert_allclose(marginals.mean, oracle.mean, atol=atol)
-    for k in range(len(ys)):
-        np.testing.assert_allclose(marginals.covariance[k], oracle.block(k, k), atol=atol)
+    np.testing.assert_allclose(marginals.covariance, oracle.marginal_covariances(), atol=atol)
     assert exact.log_evidence == pytest.approx(oracle.log_evidence, abs=1e-9)
 
 
@@ -91,11 +94,7 @@ def test_second_derivatives_with_more_entries_than_states(hidden, parallel):
 
     def log_evidence(theta):
         design, noise, weight = theta
-        model = rd.StateSpaceModel(
-            rd.Gaussian(jnp.zeros(2), jnp.eye(2)),
-            rd.LinearGaussianKernel(weight, jnp.zeros(2), jnp.eye(2)),
-            rd.LinearGaussianKernel(design, jnp.zeros(5), rd.Diagonal(noise)),
-        )
+        model = linear_model(2, weight=weight, design=design, error=rd.Diagonal(noise))
         return rd.kalman_smoother(model, ys, parallel=parallel).log_evidence
 
     found = jax.jit(jax.hessian(log_evidence))(theta)
@@ -108,11 +107,7 @@ def test_second_derivatives_that_would_be_wrong_are_refused():
     ys = jnp.ones((3, 4))
 
     def mean(weight):
-        model = rd.StateSpaceModel(
-            rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-            rd.LinearGaussianKernel(0.5 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-            rd.LinearGaussianKernel(weight * jnp.ones((4, 1)), jnp.zeros(4), jnp.eye(4)),
-        )
+        model = linear_model(weight=0.5, design=weight * jnp.ones((4, 1)))
         return rd.kalman_smoother(model, ys).chain.laws.mean[-1, 0]
 
     weight, step = jnp.array(0.7), 1e-5
@@ -129,11 +124,7 @@ def test_first_derivatives_of_the_chain_with_more_entries_than_states():
     noise = jnp.asarray(rng.normal(size=(1, 3, 2)))
 
     def moments(design):
-        model = rd.StateSpaceModel(
-            rd.Gaussian(jnp.zeros(2), jnp.eye(2)),
-            rd.LinearGaussianKernel(0.7 * jnp.eye(2), jnp.zeros(2), 0.5 * jnp.eye(2)),
-            rd.LinearGaussianKernel(design, jnp.zeros(5), 0.6 * jnp.eye(5)),
-        )
+        model = linear_model(2, weight=0.7, noise=0.5, design=design, error=0.6)
         chain = rd.kalman_smoother(model, ys, mask=True).chain
         marginals = chain.marginals()
         return jnp.sum(jnp.sin(marginals.mean)) + jnp.sum(jnp.sin(chain.from_noise(noise)))
@@ -221,9 +212,7 @@ def test_varying_kernels_and_the_alignment_of_inputs():
     )
     inputs = np.random.default_rng(0).normal(size=(7, 2))
     _, ys = model.simulate(jax.random.key(0), 7, inputs=inputs)
-    oracle = joint_gaussian.condition(
-        joint_gaussian.arrays_of(model, 7, inputs), np.asarray(ys), np.ones((7, 1), bool)
-    )
+    oracle = joint_gaussian.posterior(model, ys, inputs)
     for parallel in (False, True):
         exact = rd.kalman_smoother(model, ys, inputs=inputs, parallel=parallel)
         np.testing.assert_allclose(exact.chain.marginals().mean, oracle.mean, atol=1e-10)
@@ -259,9 +248,7 @@ def test_padding_changes_nothing_and_a_missing_row_is_not_padding(parallel):
 def test_all_rows_missing_gives_the_prior(parallel):
     model = random_model(np.random.default_rng(0), 2, 1)
     exact = rd.kalman_smoother(model, jnp.full((4, 1), jnp.nan), parallel=parallel)
-    oracle = joint_gaussian.condition(
-        joint_gaussian.arrays_of(model, 4, None), np.zeros((4, 1)), np.zeros((4, 1), bool)
-    )
+    oracle = joint_gaussian.posterior(model, np.full((4, 1), np.nan))
     assert float(exact.log_evidence) == 0.0
     marginals = exact.chain.marginals()
     np.testing.assert_allclose(marginals.mean, oracle.mean, atol=1e-12)
@@ -304,8 +291,7 @@ def test_the_closed_form_score_with_singular_noise_is_that_of_the_joint_gaussian
         return eqx.tree_at(lambda m: m.transition.scale_tril, model, scale)
 
     def oracle(step):
-        arrays = joint_gaussian.arrays_of(at(step), 4, None)
-        return joint_gaussian.condition(arrays, np.asarray(ys), np.ones((4, 1), bool)).log_evidence
+        return joint_gaussian.posterior(at(step), ys).log_evidence
 
     slope = jax.grad(lambda step: rd.kalman_smoother(at(step), ys).log_evidence)(0.0)
     assert float(slope) == pytest.approx((oracle(1e-5) - oracle(-1e-5)) / 2e-5, rel=1e-6)
@@ -359,10 +345,8 @@ def test_batches_and_a_single_row():
 
 
 def test_an_emission_without_noise_at_one_row_is_refused():
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        rd.VaryingLinearGaussianKernel(lambda u: (jnp.eye(1), jnp.zeros(1), u[:, None])),
+    model = linear_transition_model(
+        rd.VaryingLinearGaussianKernel(lambda u: (jnp.eye(1), jnp.zeros(1), u[:, None]))
     )
     inputs = jnp.ones((4, 1)).at[2].set(0.0)
     with pytest.raises(ValueError, match="emission scale with a positive diagonal"):
@@ -377,13 +361,7 @@ def test_decay_to_a_fixed_point_without_noise(weight, num_times, parallel):
     Without noise the path is a line in x_0, so that its posterior is a regression on one number.
     """
     ys = np.random.default_rng(0).normal(size=num_times) + 1 / (1 - weight)
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(
-            jnp.full((1, 1), weight), jnp.ones(1), jnp.zeros((1, 1))
-        ),
-        emission=rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-    )
+    model = linear_model(weight=weight, bias=1.0, noise=0.0)
     powers = weight ** np.arange(num_times)
     shifts = (1 - powers) / (1 - weight)
     precision = 1 + np.sum(powers**2)
@@ -400,11 +378,7 @@ def test_a_mode_that_decays_faster_than_others_without_noise():
     basis, n = rng.normal(size=(3, 3)), 20
     weight = basis @ np.diag([0.9, 0.8, 0.05]) @ np.linalg.inv(basis)
     design, ys = rng.normal(size=(2, 3)), rng.normal(size=(n, 2))
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.ones(3), jnp.eye(3)),
-        transition=rd.LinearGaussianKernel(jnp.asarray(weight), jnp.ones(3), jnp.zeros((3, 3))),
-        emission=rd.LinearGaussianKernel(jnp.asarray(design), jnp.zeros(2), jnp.eye(2)),
-    )
+    model = linear_model(3, mean=1.0, weight=weight, bias=1.0, noise=0.0, design=design)
     # Each row sees x_0 = 1 + e through the powers of the weight.
     powers, centres = [np.eye(3)], [np.ones(3)]
     for _ in range(n - 1):
@@ -424,12 +398,14 @@ def test_a_prior_that_decays_off_the_plane_of_the_noise():
     rng = np.random.default_rng(6)
     prior, noise = np.tril(rng.normal(size=(3, 3))), np.tril(rng.normal(size=(3, 3)))
     prior[:, 2], noise[:, 2] = 0, 0
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.ones(3), jnp.asarray(prior)),
-        transition=rd.LinearGaussianKernel(0.5 * jnp.eye(3), jnp.ones(3), jnp.asarray(noise)),
-        emission=rd.LinearGaussianKernel(
-            jnp.asarray(rng.normal(size=(1, 3))), jnp.zeros(1), jnp.eye(1)
-        ),
+    model = linear_model(
+        3,
+        mean=1.0,
+        prior=prior,
+        weight=0.5,
+        bias=1.0,
+        noise=noise,
+        design=rng.normal(size=(1, 3)),
     )
     ys = np.asarray(model.simulate(jax.random.key(0), 70)[1])
     check_against_joint_gaussian(model, ys, parallel=False, atol=1e-3)

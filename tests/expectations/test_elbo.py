@@ -1,5 +1,6 @@
 """The evidence lower bound: the evidence under exact posteriors, and below it elsewhere."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import equinox as eqx
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import joint_gaussian
 import numpy as np
 import pytest
-from linear_models import random_model
+from linear_models import linear_model, random_model
+from nonlinear_models import hide_linearity
 
 import retrodict as rd
 from retrodict._exact import KalmanPosterior
@@ -52,26 +54,6 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(model, ys, inputs, rd.kalman_smoother(model, ys, inputs=inputs, length=LENGTH))
 
 
-def as_nonlinear(model: rd.StateSpaceModel) -> rd.StateSpaceModel:
-    """The same law, with kernels that no estimator can know to be linear."""
-
-    def hidden(kernel: rd.LinearGaussianKernel) -> rd.NonlinearGaussianKernel:
-        takes_input = kernel.takes_input
-        scale = jnp.eye(kernel.weight.shape[0])
-        fn = _Mean(rd.LinearGaussianKernel(kernel.weight, kernel.bias, scale, kernel.input_weight))
-        return rd.NonlinearGaussianKernel(fn, kernel.scale_tril, takes_input=takes_input)
-
-    return rd.StateSpaceModel(model.prior, hidden(model.transition), hidden(model.emission))
-
-
-class _Mean(eqx.Module):
-    kernel: rd.LinearGaussianKernel
-
-    def __call__(self, x, u=None):
-        mean = jnp.matmul(self.kernel.weight, x) + self.kernel.bias
-        return mean if u is None else mean + jnp.matmul(self.kernel.input_weight, u)
-
-
 @pytest.mark.parametrize(
     "estimator",
     [rd.ClosedForm(), rd.Recursive(), rd.Quadrature(3), rd.RaoBlackwellised(2)],
@@ -95,7 +77,7 @@ def test_every_sampled_path_gives_the_evidence(case: Case):
 def test_quadrature_of_quadratics_is_exact(case: Case, rule):
     # Three nodes an axis integrate degree five, cubature degree three: here all terms are of degree
     # two, and none is declared to be.
-    hidden = as_nonlinear(case.model)
+    hidden = hide_linearity(case.model)
     found = case.elbo(hidden, estimator=rd.Quadrature(3, rule))
     assert float(found) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
 
@@ -107,7 +89,7 @@ def test_a_transition_of_unknown_form_takes_quadrature_over_the_pair():
     _, ys = model.simulate(jax.random.key(0), 4)
     exact = rd.kalman_smoother(model, ys)
     transition = rd.DistributionKernel(lambda x: model.transition.law(x))
-    unknown = rd.StateSpaceModel(model.prior, transition, model.emission)
+    unknown = replace(model, transition=transition)
     found = rd.elbo(unknown, exact.chain, ys)
     assert float(found) == pytest.approx(float(exact.log_evidence), abs=1e-9)
     single = rd.elbo(model, rd.kalman_smoother(model, ys[:1]).chain, ys[:1])
@@ -122,7 +104,7 @@ def test_gradients_in_the_model_are_those_of_the_evidence(case: Case):
     expected = eqx.filter_grad(log_evidence)(case.model)
     data = case.model.series(case.ys, inputs=case.inputs, length=LENGTH)
     score = rd.expectation(case.exact.chain, rd.Score(case.model), data)
-    hidden = eqx.filter_grad(lambda m: case.elbo(as_nonlinear(m), estimator=rd.Quadrature(3)))
+    hidden = eqx.filter_grad(lambda m: case.elbo(hide_linearity(m), estimator=rd.Quadrature(3)))
     for found in (score, hidden(case.model)):
         assert jax.tree.structure(found) == jax.tree.structure(expected)
         for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -134,9 +116,7 @@ def test_the_gap_is_the_divergence_from_the_posterior():
     rng = np.random.default_rng(3)
     model, other = random_model(rng, 2, 1), random_model(rng, 2, 1)
     _, ys = model.simulate(jax.random.key(0), 5)
-    seen = np.ones(ys.shape, bool)
-    p = joint_gaussian.condition(joint_gaussian.arrays_of(model, 5, None), np.asarray(ys), seen)
-    q = joint_gaussian.condition(joint_gaussian.arrays_of(other, 5, None), np.asarray(ys), seen)
+    p, q = joint_gaussian.posterior(model, ys), joint_gaussian.posterior(other, ys)
     shift = (p.mean - q.mean).ravel()
     ratio = np.linalg.solve(p.covariance, q.covariance)
     divergence = 0.5 * (
@@ -150,7 +130,7 @@ def test_the_gap_is_the_divergence_from_the_posterior():
     assert found == pytest.approx(p.log_evidence - divergence, abs=1e-8)
     by_recursion = float(rd.elbo(model, chain, ys, estimator=rd.Recursive()))
     assert by_recursion == pytest.approx(found, abs=1e-9)
-    by_nodes = float(rd.elbo(as_nonlinear(model), chain, ys, estimator=rd.Quadrature(3)))
+    by_nodes = float(rd.elbo(hide_linearity(model), chain, ys, estimator=rd.Quadrature(3)))
     assert by_nodes == pytest.approx(found, abs=1e-9)
 
 
@@ -188,10 +168,9 @@ def test_nonlinear_kernels_match_sums_over_a_grid(dim, order, num_points, width,
             lambda x: jnp.cos(x[:1]) + 0.3 * x[-1:], rd.Diagonal(0.4 * jnp.ones(1))
         ),
     )
-    linear = rd.StateSpaceModel(
-        model.prior,
-        rd.LinearGaussianKernel(turn, 0.1 * jnp.ones(dim), 0.6 * jnp.eye(dim)),
-        rd.LinearGaussianKernel(jnp.ones((1, dim)), jnp.zeros(1), 0.7 * jnp.eye(1)),
+    linear = replace(
+        linear_model(dim, weight=turn, bias=0.1, noise=0.6, design=jnp.ones((1, dim)), error=0.7),
+        prior=model.prior,
     )
     ys = np.array([[0.3], [0.6]])
     chain = rd.kalman_smoother(linear, ys).chain
@@ -203,7 +182,7 @@ def test_nonlinear_kernels_match_sums_over_a_grid(dim, order, num_points, width,
 
 
 def test_padding_leaves_values_and_gradients_alone(case: Case):
-    hidden = as_nonlinear(case.model)
+    hidden = hide_linearity(case.model)
     estimator = rd.Quadrature(3)
     short_inputs = None if case.inputs is None else case.inputs[:LENGTH]
     chain = rd.kalman_smoother(case.model, case.ys[:LENGTH], inputs=short_inputs).chain
@@ -303,7 +282,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
     eyes = jnp.broadcast_to(jnp.eye(3), (4, 3, 3))
     arrays = (jnp.zeros((4, 3)), eyes, eyes[1:], jnp.zeros((3, 3)), eyes[1:])
     chain = rd.LinearGaussianChain.from_arrays(*arrays)
-    hidden = as_nonlinear(linear)
+    hidden = hide_linearity(linear)
     with pytest.raises(ValueError, match="3 state dimensions.*RaoBlackwellised"):
         rd.elbo(hidden, chain, ys)
     with pytest.raises(TypeError, match="emission .NonlinearGaussianKernel.*Quadrature"):
@@ -363,10 +342,13 @@ def test_second_derivatives_are_differences_of_first_ones(
 def test_the_bound_of_a_narrow_exact_posterior_is_the_evidence(estimator, width):
     # The noise has relative width `width` off the axes. Kernels between states omit it below 6e-6.
     noise = jnp.array([[1.0, 0.0], [0.3, width]])
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(2), noise),
-        rd.LinearGaussianKernel(jnp.array([[0.9, 0.0], [0.1, 0.7]]), jnp.zeros(2), noise),
-        rd.LinearGaussianKernel(jnp.array([[1.0, -0.5]]), jnp.zeros(1), 0.7 * jnp.eye(1)),
+    model = linear_model(
+        2,
+        prior=noise,
+        weight=jnp.array([[0.9, 0.0], [0.1, 0.7]]),
+        noise=noise,
+        design=jnp.array([[1.0, -0.5]]),
+        error=0.7,
     )
     _, ys = model.simulate(jax.random.key(0), 12)
     exact = rd.kalman_smoother(model, ys)

@@ -1,5 +1,6 @@
 """Expectations of additive functionals: estimators against oracles and against each other."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import equinox as eqx
@@ -8,7 +9,9 @@ import jax.numpy as jnp
 import joint_gaussian
 import numpy as np
 import pytest
-from linear_models import random_mask, random_model
+from backward_chains import OpaqueChain
+from linear_models import linear_model, random_mask, random_model
+from nonlinear_models import hide_linearity, nonlinear_emission_model, nonlinear_kernel
 
 import retrodict as rd
 
@@ -42,9 +45,7 @@ def smooth(state: int) -> Smoothed:
     mask = random_mask(rng, NUM_TIMES, 2, 0.7)
     ys[~mask] = np.nan
     ys[LENGTH:] = np.nan
-    oracle = joint_gaussian.condition(
-        joint_gaussian.arrays_of(model, LENGTH, None), np.nan_to_num(ys[:LENGTH]), mask[:LENGTH]
-    )
+    oracle = joint_gaussian.posterior(model, ys[:LENGTH])
     chain = rd.kalman_smoother(model, ys, length=LENGTH).chain
     return Smoothed(model, model.series(ys, length=LENGTH).rows, chain, oracle)
 
@@ -229,10 +230,8 @@ def test_a_pair_term_is_integrated_over_both_states():
     assert float(error) < 0.01
 
 
-NONLINEAR = rd.StateSpaceModel(
-    prior=rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-    transition=rd.NonlinearGaussianKernel(lambda x: jnp.sin(x), jnp.array([[0.6]])),
-    emission=rd.NonlinearGaussianKernel(lambda x: jnp.tanh(x), rd.Diagonal(jnp.array([0.5]))),
+NONLINEAR = replace(
+    nonlinear_emission_model(jnp.tanh, 0.5), transition=nonlinear_kernel(jnp.sin, 0.6)
 )
 
 
@@ -248,11 +247,7 @@ def test_sampled_estimates_are_unbiased_and_their_errors_calibrated(estimator, f
     ratio of the standard deviation over seeds to the mean reported error has itself a relative
     deviation of about 1/√400 = 5%, and more for skewed values: 25% is far beyond it.
     """
-    linear = rd.StateSpaceModel(
-        NONLINEAR.prior,
-        rd.LinearGaussianKernel(0.7 * jnp.eye(1), 0.1 * jnp.ones(1), 0.7 * jnp.eye(1)),
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.8 * jnp.eye(1)),
-    )
+    linear = linear_model(weight=0.7, bias=0.1, noise=0.7, error=0.8)
     _, ys = NONLINEAR.simulate(jax.random.key(1), 6)
     ys = ys.at[2].set(jnp.nan)
     chain = rd.kalman_smoother(linear, ys).chain
@@ -312,10 +307,7 @@ def test_float32_stays_float32(x32):
     model = random_model(np.random.default_rng(0), 1, 1)
     _, ys = model.simulate(jax.random.key(0), 5)
     exact = rd.kalman_smoother(model, ys)
-    emission = rd.NonlinearGaussianKernel(
-        lambda x: model.emission.law(x).mean, model.emission.scale_tril
-    )
-    hidden = rd.StateSpaceModel(model.prior, model.transition, emission)
+    hidden = replace(model, emission=hide_linearity(model).emission)
     found = rd.elbo(hidden, exact.chain, ys)
     assert found.dtype == jnp.float32
     assert float(found) == pytest.approx(float(exact.log_evidence), rel=1e-5)
@@ -354,33 +346,10 @@ def test_what_cannot_be_done_is_refused_with_the_remedy(smoothed):
         rd.expectation(batch, rd.StateSum(), estimator=rd.BackwardSampling(2), key=key)
 
 
-class SampledChain(rd.AbstractBackwardChain):
-    """A chain that offers nothing but draws and a density."""
-
-    inner: rd.LinearGaussianChain
-
-    @property
-    def num_times(self):
-        return self.inner.num_times
-
-    @property
-    def state_dim(self):
-        return self.inner.state_dim
-
-    def sample(self, key, num_samples):
-        return self.inner.sample(key, num_samples)
-
-    def log_prob(self, xs):
-        return self.inner.log_prob(xs)
-
-    def prefix(self, num_times):
-        return SampledChain(self.inner.prefix(num_times))
-
-
 @pytest.mark.slow
 def test_a_general_chain_is_sampled(narrow):
     model, data, chain, _ = narrow
-    general, short = SampledChain(chain.prefix(LENGTH)), chain.prefix(LENGTH)
+    general, short = OpaqueChain(chain.prefix(LENGTH)), chain.prefix(LENGTH)
     options = {"estimator": rd.BackwardSampling(3), "key": jax.random.key(0)}
     ys = jnp.where(data.mask, data.ys, jnp.nan)[:LENGTH]
     exact = rd.kalman_smoother(model, ys)

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from backward_chains import OpaqueChain
 from joint_gaussian import arrays_of, condition
 from linear_models import random_mask, random_model
+from nonlinear_models import count_model, hide_linearity
 
 import retrodict as rd
 
@@ -130,24 +132,11 @@ def plain_case() -> Case:
     return case(2, 2, 0)
 
 
-@functools.cache
-def as_nonlinear() -> rd.StateSpaceModel:
-    """The same law with kernels of which nobody knows that they are linear."""
-    model = plain_case().model
-
-    def hidden(kernel: rd.LinearGaussianKernel) -> rd.NonlinearGaussianKernel:
-        return rd.NonlinearGaussianKernel(
-            lambda x: kernel.weight @ x + kernel.bias, kernel.scale_tril
-        )
-
-    return rd.StateSpaceModel(model.prior, hidden(model.transition), hidden(model.emission))
-
-
 @pytest.mark.statistical
 def test_sampled_moments_are_within_their_standard_errors():
     # 4 rows of 12 moments, each beyond 5 standard errors with probability 6e-7.
     c, (mean, covariance) = plain_case(), smoothed_ahead(plain_case())
-    found = rd.forecast(KEY, as_nonlinear(), c.chain, AHEAD, num_samples=4000)
+    found = rd.forecast(KEY, hide_linearity(c.model), c.chain, AHEAD, num_samples=4000)
     rows = seen_ahead(c)
     for got, error, expected in (
         (found.state_mean, found.state_mean_standard_error, mean),
@@ -166,11 +155,7 @@ def test_sampled_moments_are_within_their_standard_errors():
 
 @functools.cache
 def counts() -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]:
-    model = rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.zeros(1), 0.3 * jnp.eye(1)),
-        transition=rd.LinearGaussianKernel(0.8 * jnp.eye(1), jnp.ones(1), 0.3 * jnp.eye(1)),
-        emission=rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x))),
-    )
+    model = count_model(prior=0.3, weight=0.8, bias=1.0, noise=0.3)
     chain = rd.LinearGaussianChain.from_arrays(
         jnp.ones((2, 1)),
         0.3 * jnp.ones((2, 1, 1)),
@@ -217,34 +202,11 @@ def test_a_mixture_as_the_last_law():
     assert not found.gaussian
 
 
-class Opaque(rd.AbstractBackwardChain):
-    """A chain that can be drawn from, and nothing else."""
-
-    inner: rd.LinearGaussianChain
-
-    @property
-    def num_times(self) -> int:
-        return self.inner.num_times
-
-    @property
-    def state_dim(self) -> int:
-        return self.inner.state_dim
-
-    def sample(self, key, num_samples):
-        return self.inner.sample(key, num_samples)
-
-    def log_prob(self, xs):
-        return self.inner.log_prob(xs)
-
-    def prefix(self, num_times):
-        return Opaque(self.inner.prefix(num_times))
-
-
 @pytest.mark.statistical
 def test_any_chain_is_forecast_from():
     # 16 means at 5 standard errors.
     c = plain_case()
-    found = rd.forecast(KEY, c.model, Opaque(c.chain), AHEAD, num_samples=2000)
+    found = rd.forecast(KEY, c.model, OpaqueChain(c.chain), AHEAD, num_samples=2000)
     mean, rows = smoothed_ahead(c)[0], seen_ahead(c)[0]
     assert np.all(np.abs(found.state_mean - mean) < 5 * found.state_mean_standard_error)
     assert np.all(np.abs(found.mean - rows) < 5 * found.mean_standard_error)

@@ -1,12 +1,14 @@
 """The assimilation family against exact posteriors, a grid, and data with outliers."""
 
+from dataclasses import replace
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
-from linear_models import random_model
+from linear_models import linear_model, random_model
 
 import retrodict as rd
 from retrodict._numerics.nonsingular_law import _inverse_of_lower
@@ -108,7 +110,7 @@ def test_models_that_cannot_be_predicted_are_refused():
         make(0, walk(rd.DistributionKernel(dist.Poisson)))  # pyright: ignore
     law = rd.DistributionKernel(lambda x: dist.Laplace(x, 1.0))
     with pytest.raises(TypeError, match="transition with Gaussian noise, got .*DistributionKernel"):
-        make(key, rd.StateSpaceModel(rd.Gaussian(jnp.zeros(1), jnp.eye(1)), law, law))
+        make(key, replace(linear_model(), transition=law, emission=law))
     joint = rd.DistributionKernel(
         lambda x: dist.MultivariateStudentT(3.0, jnp.concatenate([x, x]), jnp.eye(2))
     )

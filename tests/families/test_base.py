@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,9 +10,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
 import pytest
-from linear_models import random_model
+from assertions import assert_close
+from linear_models import linear_kernel, linear_model, random_model
+from nonlinear_models import nonlinear_kernel, poisson_emission
 from registry import FAMILIES
 
 import retrodict as rd
@@ -192,12 +194,6 @@ def answer_of(name: str, size: str, case: str) -> Answer:
     """One program for all series of a size, and for those that families start with."""
     rows = jax.tree.map(jnp.asarray, rows_of(size)[case])
     return answer(family_of(name, size), model_of(size), rows)
-
-
-def assert_close(got: Any, expected: Any, tol: float = 1e-12) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=tol, atol=tol)
 
 
 def assert_finite(tree: Any) -> None:
@@ -412,19 +408,19 @@ def autoregression(
 ) -> rd.StateSpaceModel:
     """A scalar model with a prior of deviation `state_scale`, stationary unless told otherwise."""
     ratio = float(np.sqrt(1 - weight**2)) if noise is None else noise
-    eye = jnp.eye(1)
-    return rd.StateSpaceModel(
-        rd.Gaussian(jnp.array([mean]), state_scale * eye),
-        rd.LinearGaussianKernel(
-            weight * eye, jnp.array([(1 - weight) * mean]), state_scale * ratio * eye
-        ),
-        rd.LinearGaussianKernel(obs_scale / state_scale * eye, jnp.zeros(1), 0.5 * obs_scale * eye),
+    return linear_model(
+        mean=mean,
+        prior=state_scale,
+        weight=weight,
+        bias=(1 - weight) * mean,
+        noise=state_scale * ratio,
+        design=obs_scale / state_scale,
+        error=0.5 * obs_scale,
     )
 
 
 def with_drift(drift: Callable[[jax.Array], jax.Array]) -> rd.StateSpaceModel:
-    linear, kernel = autoregression(), rd.NonlinearGaussianKernel(drift, 0.3 * jnp.eye(1))
-    return rd.StateSpaceModel(linear.prior, kernel, linear.emission)
+    return replace(autoregression(), transition=nonlinear_kernel(drift, 0.3))
 
 
 def simulated(model: rd.StateSpaceModel) -> np.ndarray:
@@ -531,9 +527,7 @@ def test_an_untrained_family_is_near_the_prior_chain(name: str, case: str):
 @functools.cache
 def two_wells() -> tuple[rd.StateSpaceModel, np.ndarray, Moments]:
     """A nonlinear transition, and counts of which a row is missing."""
-    model = with_drift(lambda x: x + 0.3 * jnp.sin(x))
-    counts = rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x)))
-    model = rd.StateSpaceModel(model.prior, model.transition, counts)
+    model = replace(with_drift(lambda x: x + 0.3 * jnp.sin(x)), emission=poisson_emission())
     ys = np.array(model.simulate(jax.random.key(9), N)[1])
     ys[2] = np.nan
     return model, ys, prior_moments(model)
@@ -572,9 +566,7 @@ def irregular() -> rd.StateSpaceModel:
         weight = jnp.exp(-0.5 * step)
         return weight[:, None], jnp.zeros(1), rd.Diagonal(jnp.sqrt(1.0 - weight**2))
 
-    linear = autoregression()
-    kernel = rd.VaryingLinearGaussianKernel(over)
-    return rd.StateSpaceModel(linear.prior, kernel, linear.emission)
+    return replace(autoregression(), transition=rd.VaryingLinearGaussianKernel(over))
 
 
 @pytest.mark.parametrize(
@@ -605,10 +597,7 @@ def test_irregular_time_is_kept_by_the_variational_transition(name: str):
 
 def test_inputs_that_drive_the_state_move_the_start():
     """The mean of the prior chain follows a step in the input."""
-    eye = jnp.eye(1)
-    linear = autoregression()
-    driven = rd.LinearGaussianKernel(0.5 * eye, jnp.zeros(1), 0.1 * eye, 2.0 * eye)
-    model = rd.StateSpaceModel(linear.prior, driven, linear.emission)
+    model = replace(autoregression(), transition=linear_kernel(0.5, scale=0.1, input_weight=2.0))
     inputs = np.where(np.arange(N) < N // 2, -1.0, 1.0)[:, None]
     ys = np.array(model.simulate(jax.random.key(9), N, inputs=inputs)[1])
     mean = np.zeros((N, 1))
@@ -694,7 +683,7 @@ def test_a_kalman_family_is_a_copy():
 
 def test_a_kalman_family_keeps_what_is_frozen():
     model = autoregression()
-    frozen = rd.StateSpaceModel(rd.Frozen(model.prior), model.transition, model.emission)
+    frozen = replace(model, prior=rd.Frozen(model.prior))
     family = rd.KalmanFamily(frozen)
     assert isinstance(family.model.prior, rd.Frozen)
     assert_close(family.init().law.scale, model.prior.scale_tril)
@@ -842,11 +831,7 @@ def test_inputs_that_nobody_reads_are_refused(name: str):
         family.infer(np.zeros((N, 1)), inputs=US)
     with pytest.raises(ValueError, match="inputs must be left out"):
         family.step(family.init(), np.zeros(1), inputs=US[0])
-    driven = rd.StateSpaceModel(
-        model.prior,
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1), jnp.eye(1)),
-        model.emission,
-    )
+    driven = replace(model, transition=linear_kernel(input_weight=1.0))
     with pytest.raises(ValueError, match="input_dim=0, and the model takes inputs"):
         family.prepare(driven, np.zeros((N, 1)), inputs=US[:, :1])
 
@@ -920,6 +905,5 @@ def test_particular_arguments_are_checked():
         ValueError, match=r"input_dim must be that of the model's inputs \(0\), got 2"
     ):
         rd.KalmanFamily(model, input_dim=2)
-    singular = rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.zeros((1, 1)))
     with pytest.raises(ValueError, match="KalmanFamily expects .* with a density"):
-        rd.KalmanFamily(rd.StateSpaceModel(model.prior, singular, model.emission))
+        rd.KalmanFamily(replace(model, transition=linear_kernel(scale=0.0)))

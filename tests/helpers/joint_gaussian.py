@@ -1,11 +1,10 @@
-"""The oracle of exact smoothing: one joint Gaussian over all states and observations, in numpy.
+"""Exact smoothing with one joint Gaussian over all states and observations, in numpy.
 
-Nothing recursive: the state path is a linear map of the prior draw and of all noises, its
-covariance one matrix, and smoothing is one conditioning of that matrix. It shares no code with the
-library.
+The path of states is a linear map of the prior draw and of all noises, its covariance is one
+matrix, and smoothing conditions that matrix once. There is no recursion.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,16 +33,32 @@ class Posterior(NamedTuple):
     log_evidence: float
 
     def block(self, i: int, j: int) -> np.ndarray:
+        """Return the covariance between the states at times i and j."""
         d = self.mean.shape[1]
         return self.covariance[i * d : (i + 1) * d, j * d : (j + 1) * d]
 
     def pair(self, k: int) -> np.ndarray:
+        """Return the joint covariance of the states at times k-1 and k."""
         d = self.mean.shape[1]
         return self.covariance[(k - 1) * d : (k + 1) * d, (k - 1) * d : (k + 1) * d]
 
+    def marginal_covariances(self) -> np.ndarray:
+        """Return the covariance of each state, of shape `(time, state, state)`."""
+        return np.stack([self.block(k, k) for k in range(len(self.mean))])
+
+    def cross_covariances(self) -> np.ndarray:
+        """Return the covariances of neighbours, of shape `(time-1, state, state)`."""
+        return np.stack([self.block(k - 1, k) for k in range(1, len(self.mean))])
+
+
+def posterior(model: rd.StateSpaceModel, ys: Any, inputs: np.ndarray | None = None) -> Posterior:
+    """Return the law of the path of a linear-Gaussian model; NaN marks missing entries."""
+    ys = np.asarray(ys)
+    return condition(arrays_of(model, len(ys), inputs), np.nan_to_num(ys), ~np.isnan(ys))
+
 
 def condition(model: Linear, ys: np.ndarray, mask: np.ndarray) -> Posterior:
-    """The law of the path given the entries of `ys` where `mask` is true."""
+    """Return the law of the path given the entries of `ys` where `mask` is true."""
     n, d = ys.shape[0], len(model.mean)
     # path = maps @ (x_0, w_1, .., w_{n-1}) + drift, with w_k the transition noise into k
     maps = np.zeros((n * d, n * d))
@@ -83,7 +98,7 @@ def condition(model: Linear, ys: np.ndarray, mask: np.ndarray) -> Posterior:
 
 
 def arrays_of(model: rd.StateSpaceModel, num_times: int, inputs: np.ndarray | None) -> Linear:
-    """Reads a model's parameters at every time off its kernels."""
+    """Return the parameters of a model's kernels at every time."""
 
     def over_time(kernel: rd.AbstractLinearGaussianKernel, times: range) -> list[np.ndarray]:
         if kernel.takes_input and inputs is not None:

@@ -1,9 +1,70 @@
-"""Random linear-Gaussian models and series for tests."""
+"""Linear-Gaussian models, given by numbers or drawn at random, and random masks."""
+
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 import retrodict as rd
+
+
+def linear_model(
+    dim: int = 1,
+    *,
+    design: Any = 1.0,
+    offset: Any = 0.0,
+    error: Any = 1.0,
+    design_input: Any = None,
+    **dynamics: Any,
+) -> rd.StateSpaceModel:
+    """Return the model y = design x + offset + error v, with the dynamics below.
+
+    A number stands for that multiple of the identity, or for a vector of that number.
+    """
+    emission = linear_kernel(design, offset, error, design_input, dim=dim)
+    return linear_transition_model(emission, dim, **dynamics)
+
+
+def linear_transition_model(
+    emission: rd.AbstractKernel,
+    dim: int = 1,
+    *,
+    mean: Any = 0.0,
+    prior: Any = 1.0,
+    weight: Any = 0.9,
+    bias: Any = 0.0,
+    noise: Any = 1.0,
+    input_weight: Any = None,
+) -> rd.StateSpaceModel:
+    """Return the model x' = weight x + bias + noise w, with x_0 around `mean` and any emission."""
+    law = rd.Gaussian(_vector(mean, dim), _matrix(prior, dim))
+    transition = linear_kernel(weight, bias, noise, input_weight, dim=dim)
+    return rd.StateSpaceModel(law, transition, emission)
+
+
+def linear_kernel(
+    weight: Any = 1.0, bias: Any = 0.0, scale: Any = 1.0, input_weight: Any = None, *, dim: int = 1
+) -> rd.LinearGaussianKernel:
+    """Return a linear-Gaussian kernel on `dim` states; numbers stand for matrices as above."""
+    rows = dim if _is_number(weight) else getattr(weight, "shape", (dim,))[0]
+    return rd.LinearGaussianKernel(
+        _matrix(weight, dim),
+        _vector(bias, rows),
+        _matrix(scale, rows),
+        None if input_weight is None else _matrix(input_weight, rows),
+    )
+
+
+def _matrix(value: Any, dim: int) -> Any:
+    return value * jnp.eye(dim) if _is_number(value) else value
+
+
+def _vector(value: Any, dim: int) -> Any:
+    return value * jnp.ones(dim) if _is_number(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0
 
 
 def random_model(

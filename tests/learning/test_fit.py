@@ -1,6 +1,7 @@
 """Learning: families, models and both; interruptions, restarts and what must be refused."""
 
 import importlib
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from assertions import arrays_equal
 from fit_options import fit_options
-from linear_models import singular_models
+from linear_models import linear_model, singular_models
+from nonlinear_models import nonlinear_kernel
 
 import retrodict as rd
 from retrodict._learning import fit_checkpoint
@@ -25,26 +28,24 @@ fit_module = importlib.import_module("retrodict._learning.fit")
 N, BATCH = 12, 6
 
 
-def linear_model(weight=0.8, noise=0.3, error=0.2, slope=1.0):
-    return rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        rd.LinearGaussianKernel(jnp.array([[weight]]), jnp.array([0.1]), jnp.array([[noise]])),
-        rd.LinearGaussianKernel(
-            jnp.array([[slope]]), jnp.zeros(1), rd.Diagonal(jnp.array([error]))
-        ),
+def scalar_model(weight=0.8, noise=0.3, error=0.2, slope=1.0):
+    return linear_model(
+        weight=weight,
+        bias=0.1,
+        noise=noise,
+        design=slope,
+        error=rd.Diagonal(jnp.array([error])),
     )
 
 
 def tanh_model():
-    linear = linear_model()
-    emission = rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(jnp.array([0.2])))
-    return rd.StateSpaceModel(linear.prior, linear.transition, emission)
+    return replace(scalar_model(), emission=nonlinear_kernel(jnp.tanh, 0.2))
 
 
 @pytest.fixture(scope="module")
 def ys():
     keys = jax.random.split(jax.random.key(0), BATCH)
-    return jax.vmap(lambda key: linear_model().simulate(key, N)[1])(keys)
+    return jax.vmap(lambda key: scalar_model().simulate(key, N)[1])(keys)
 
 
 def conjugate(seed=0, width=4):
@@ -54,11 +55,6 @@ def conjugate(seed=0, width=4):
 def fit(family, model, ys, **kwargs):
     defaults = {"num_steps": 20, "chunk_size": 5, "batch_size": 3, "progress": False, "restarts": 1}
     return rd.fit(jax.random.key(1), family, model, ys, **fit_options(**{**defaults, **kwargs}))
-
-
-def same(one, other):
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs if eqx.is_array(a))
 
 
 def unwrapped_weight(family):
@@ -131,7 +127,7 @@ def test_of_noisy_grades_that_are_not_told_apart_the_last_is_kept():
 
 @pytest.mark.slow
 def test_the_same_key_gives_the_same_parameters(whole, ys):
-    assert same(whole.family, fit(conjugate(), tanh_model(), ys).family)
+    assert arrays_equal(whole.family, fit(conjugate(), tanh_model(), ys).family)
 
 
 def test_a_killed_fit_resumes_to_the_last_bit(whole, ys, tmp_path, monkeypatch):
@@ -149,11 +145,11 @@ def test_a_killed_fit_resumes_to_the_last_bit(whole, ys, tmp_path, monkeypatch):
         fit(conjugate(), tanh_model(), ys, checkpoint=path)
     monkeypatch.setattr(fit_checkpoint, "write_checkpoint", write)
     resumed = fit(conjugate(), tanh_model(), ys, checkpoint=path)
-    assert same(whole.family, resumed.family)
+    assert arrays_equal(whole.family, resumed.family)
     assert np.array_equal(whole.history, resumed.history)
     # A checkpoint that was cut short: the one before it is gone on from.
     path.write_bytes(path.read_bytes()[:-100])
-    assert same(whole.family, fit(conjugate(), tanh_model(), ys, checkpoint=path).family)
+    assert arrays_equal(whole.family, fit(conjugate(), tanh_model(), ys, checkpoint=path).family)
 
 
 class Slope(eqx.Module):
@@ -189,7 +185,7 @@ def test_a_fit_goes_on_with_classes_of_users(ys, tmp_path):
     }
     first = fit(conjugate(), model, ys, **options)
     again = fit(conjugate(), model, ys, **options)
-    assert same(first.family, again.family)
+    assert arrays_equal(first.family, again.family)
     assert again.model.emission.fn.slope == first.model.emission.fn.slope != 1.0
 
 
@@ -219,43 +215,43 @@ def test_starts_are_trained_side_by_side_and_the_best_goes_on(whole, ys, tmp_pat
     # The given family is one of the starts: none that lost stood higher than what was kept.
     assert result.restart_scores[0] >= max(result.restart_scores[1:])
     again = fit(conjugate(), tanh_model(), ys, restarts=3, tournament=0.5, checkpoint=path)
-    assert same(again.family, result.family)
+    assert arrays_equal(again.family, result.family)
 
 
 @pytest.mark.slow
 def test_a_learned_model_is_the_exact_one_when_the_family_holds_the_posterior(ys):
-    model = linear_model(0.5, 0.5, 0.4)
+    model = scalar_model(0.5, 0.5, 0.4)
     exact = rd.fit_evidence(jax.random.key(0), model, ys, num_steps=400, progress=False)
     both = fit(rd.KalmanFamily(model), model, ys, learn="both", num_steps=400, batch_size=BATCH)
     assert float(evidence(rd.unwrap(both.model), ys)) == pytest.approx(
         float(evidence(rd.unwrap(exact.model), ys)), abs=0.05
     )
     assert exact.log_evidence == pytest.approx(float(evidence(rd.unwrap(exact.model), ys)))
-    assert exact.log_evidence > float(evidence(linear_model(), ys))
+    assert exact.log_evidence > float(evidence(scalar_model(), ys))
 
 
 @pytest.mark.slow
 def test_learning_the_family_leaves_the_model_alone_and_the_other_way_round(ys):
-    model = linear_model()
+    model = scalar_model()
     family = rd.KalmanFamily(model)
     moved = fit(family, model, ys, num_steps=5, learn="model")
-    assert same(moved.family, family)
+    assert arrays_equal(moved.family, family)
     assert float(moved.model.transition.weight[0, 0]) != 0.8
-    other = rd.KalmanFamily(linear_model(0.5))
+    other = rd.KalmanFamily(scalar_model(0.5))
     fitted = fit(other, model, ys, num_steps=5)
-    assert same(fitted.model, model)
-    assert not same(fitted.family, other)
+    assert arrays_equal(fitted.model, model)
+    assert not arrays_equal(fitted.family, other)
 
 
 @pytest.mark.slow
 def test_single_leaves_can_be_chosen(ys):
-    model, family = linear_model(), rd.KalmanFamily(linear_model(0.5))
+    model, family = scalar_model(), rd.KalmanFamily(scalar_model(0.5))
     nothing = jax.tree.map(lambda _: False, (family, model))
     learn = eqx.tree_at(lambda pair: unwrapped_weight(pair[0]), nothing, True)
     result = fit(family, model, ys, num_steps=5, learn=learn, prepare=False)
     moved = unwrapped_weight(result.family)
-    assert same(result.family, eqx.tree_at(unwrapped_weight, family, moved))
-    assert not same(result.family, family)
+    assert arrays_equal(result.family, eqx.tree_at(unwrapped_weight, family, moved))
+    assert not arrays_equal(result.family, family)
 
 
 def test_steps_without_a_finite_gradient_are_skipped_and_counted(ys):
@@ -322,7 +318,7 @@ def test_held_out_series_grade_the_fit(ys):
 @pytest.mark.slow
 def test_the_increment_over_a_window_is_exact_where_the_filter_is(ys):
     """At λ = θ the windows' increments add up to the log-evidence."""
-    model, begin = linear_model(), 4
+    model, begin = scalar_model(), 4
     pair = (rd.KalmanFamily(model), model)
     parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
     objective = ElboLoss(fixed, rd.ClosedForm(), None, 0.0)
@@ -368,12 +364,12 @@ def test_a_prior_on_the_parameters_pulls_them(ys):
         return -0.5 * 1e6 * jnp.sum((model.transition.weight - 0.3) ** 2)
 
     mapped = rd.fit_evidence(
-        jax.random.key(0), linear_model(), ys, num_steps=300, log_prior=log_prior, progress=False
+        jax.random.key(0), scalar_model(), ys, num_steps=300, log_prior=log_prior, progress=False
     )
     assert float(rd.unwrap(mapped.model).transition.weight[0, 0]) == pytest.approx(0.3, abs=1e-2)
     joint = fit(
-        rd.KalmanFamily(linear_model()),
-        linear_model(),
+        rd.KalmanFamily(scalar_model()),
+        scalar_model(),
         ys,
         learn="both",
         num_steps=300,
@@ -440,7 +436,7 @@ def test_windows_and_restarts_of_a_family_whose_paths_are_drawn(ys, name):
 @pytest.mark.slow
 def test_the_increment_of_a_window_is_exact_where_a_drawn_filter_is(ys):
     """Under the exact posterior each path of each window gives its share of the log-evidence."""
-    model, begin = linear_model(), 4
+    model, begin = scalar_model(), 4
     pair = (ExactButDrawn(rd.KalmanFamily(model), 1, 1, 0), model)  # pyright: ignore
     parameters, fixed = eqx.partition(pair, eqx.is_inexact_array)
     objective = ElboLoss(fixed, rd.BackwardSampling(1, stop_score=True), None, 0.0)
@@ -514,7 +510,7 @@ def test_a_killed_fit_of_drawn_paths_resumes_to_the_last_bit(ys, tmp_path, monke
         fit(family, tanh_model(), ys, checkpoint=path, **options)
     monkeypatch.setattr(fit_checkpoint, "write_checkpoint", write)
     resumed = fit(family, tanh_model(), ys, checkpoint=path, **options)
-    assert same(whole.family, resumed.family)
+    assert arrays_equal(whole.family, resumed.family)
     assert np.array_equal(whole.history, resumed.history)
 
 
@@ -534,11 +530,7 @@ def test_em_does_not_depend_on_offset_and_unit_of_the_data(offset, unit):
     ys = np.cumsum(np.random.default_rng(0).normal(size=(40, 1)), axis=0) % 5.0
 
     def learned(offset, unit):
-        start = rd.StateSpaceModel(
-            prior=rd.Gaussian(jnp.zeros(1), unit * jnp.eye(1)),
-            transition=rd.LinearGaussianKernel(0.5 * jnp.eye(1), jnp.zeros(1), unit * jnp.eye(1)),
-            emission=rd.LinearGaussianKernel(jnp.eye(1), offset * jnp.ones(1), unit * jnp.eye(1)),
-        )
+        start = linear_model(prior=unit, weight=0.5, noise=unit, offset=offset, error=unit)
         result = rd.em(jax.random.key(0), start, unit * ys + offset, num_iterations=5)
         model = rd.unwrap(result.model)
         scales = model.transition.scale_tril / unit, model.emission.scale_tril / unit
@@ -552,7 +544,7 @@ def test_em_does_not_depend_on_offset_and_unit_of_the_data(offset, unit):
 
 @pytest.mark.slow
 def test_em_never_lowers_the_evidence_and_ends_near_its_maximum(ys):
-    result = rd.em(jax.random.key(0), linear_model(0.3, 0.6, 0.5), ys, num_iterations=100)
+    result = rd.em(jax.random.key(0), scalar_model(0.3, 0.6, 0.5), ys, num_iterations=100)
     assert np.diff(result.history).min() > -1e-10
     model = rd.unwrap(result.model)
     # EM moves slowly along flat directions: what is left to gain is little.
@@ -565,7 +557,7 @@ def test_the_m_step_maximises_the_intermediate_quantity(ys):
     """No small change of any parameter of the M-step's model raises E_q[log p]."""
     from retrodict._learning.em import maximise
 
-    model = linear_model(0.4, 0.5, 0.5)
+    model = scalar_model(0.4, 0.5, 0.5)
     batch = prepare_batch(ys, mask=None, inputs=None, length=None, takes_input=False)
     chains = jax.vmap(lambda y: rd.kalman_smoother(model, y, mask=True).chain)(ys)
     after = rd.unwrap(maximise(model, chains, batch))
@@ -582,9 +574,9 @@ def test_the_m_step_maximises_the_intermediate_quantity(ys):
 
 
 @pytest.mark.slow
-def test_variational_em_learns_what_is_linear_in_a_nonlinear_model(ys):
+def test_variational_em_learns_what_is_linear_in_a_nonscalar_model(ys):
     model = tanh_model()
-    wrong = rd.StateSpaceModel(model.prior, linear_model(0.2, 0.6).transition, model.emission)
+    wrong = replace(model, transition=scalar_model(0.2, 0.6).transition)
     result = rd.em(
         jax.random.key(0),
         wrong,
@@ -594,12 +586,12 @@ def test_variational_em_learns_what_is_linear_in_a_nonlinear_model(ys):
         steps_per_iteration=100,
     )
     assert result.history[-1] > result.history[0]
-    assert not same(result.model.transition, wrong.transition)
+    assert not arrays_equal(result.model.transition, wrong.transition)
     assert result.family is not None
 
 
 def test_a_part_that_is_frozen_in_part_has_no_m_step(ys):
-    model = linear_model()
+    model = scalar_model()
     half = eqx.tree_at(lambda m: m.transition.bias, model, rd.Frozen(jnp.zeros(1)))
     with pytest.raises(ValueError, match="frozen in part"):
         rd.em(jax.random.key(0), half, ys, num_iterations=2)
@@ -617,7 +609,7 @@ def test_a_batch_has_one_series_of_each_part_and_misses_none_for_long():
 def test_a_result_can_be_saved_and_loaded(whole, tmp_path):
     rd.save(tmp_path / "result.rd", whole)
     loaded = rd.load(tmp_path / "result.rd")
-    assert same(loaded, whole)
+    assert arrays_equal(loaded, whole)
     assert loaded.status == "finished"
 
 

@@ -1,6 +1,7 @@
 """Standard errors of learned parameters: against joint Gaussians, grids and statsmodels."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -499,13 +500,13 @@ def test_single_precision(x32: None):
 def test_what_is_refused(untyped: None):
     key, ys = jax.random.key(0), np.zeros((5, 1))
     model = level()
-    frozen = rd.StateSpaceModel(model.prior, rd.Frozen(model.transition), rd.Frozen(model.emission))
+    frozen = replace(
+        model, transition=rd.Frozen(model.transition), emission=rd.Frozen(model.emission)
+    )
     with pytest.raises(ValueError, match="every floating array is Frozen"):
         rd.parameter_errors(key, frozen, ys)
     network = eqx.nn.MLP(1, 1, 80, 1, key=key)
-    large = rd.StateSpaceModel(
-        model.prior, model.transition, rd.NonlinearGaussianKernel(network, jnp.eye(1))
-    )
+    large = replace(model, emission=rd.NonlinearGaussianKernel(network, jnp.eye(1)))
     with pytest.raises(ValueError, match="at most 200 parameters, got a model with 244"):
         rd.parameter_errors(key, large, ys)
     with pytest.raises(ValueError, match="level between 0 and 1"):

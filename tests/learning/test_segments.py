@@ -1,6 +1,7 @@
 """The ELBO in segments is the ELBO, and its gradient needs less memory."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import pytest
 from fit_options import fit_options
 from jaxtyping import Array
 from linear_models import random_mask, random_model
+from nonlinear_models import nonlinear_kernel
 from registry import FAMILIES
 
 import retrodict as rd
@@ -28,8 +30,7 @@ LENGTHS = np.array([13, 12, 9, 6, 5, 2, 1])
 
 
 def through_tanh(model: rd.StateSpaceModel) -> rd.StateSpaceModel:
-    emission = rd.NonlinearGaussianKernel(jnp.tanh, rd.Diagonal(0.3 * jnp.ones(2)))
-    return rd.StateSpaceModel(model.prior, model.transition, emission)
+    return replace(model, emission=nonlinear_kernel(jnp.tanh, 0.3, 2))
 
 
 def batch_of(rng: np.random.Generator, inputs: int = 0, lengths: Any = LENGTHS) -> Series:

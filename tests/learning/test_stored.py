@@ -5,7 +5,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xarray as xr
-from blocks import InBlocks
+from assertions import arrays_equal
 from fit_options import fit_options
+from in_memory_store import InMemoryStore
+from linear_models import linear_model
 
 import retrodict as rd
 from retrodict import data
@@ -33,10 +34,10 @@ STORED_BYTES = N * 8 + N + 8
 
 
 @pytest.fixture
-def store() -> InBlocks:
+def store() -> InMemoryStore:
     """Series that say which one they are."""
     ys = np.broadcast_to(np.arange(1.0, COUNT + 1)[:, None, None], (COUNT, N, 1))
-    return InBlocks(np.array(ys), SIZES)
+    return InMemoryStore(np.array(ys), SIZES)
 
 
 def series_read(loader: StoredLoader, first: int, count: int) -> np.ndarray:
@@ -48,7 +49,7 @@ def series_read(loader: StoredLoader, first: int, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("batch_size", "lanes"), [(4, 4), (6, 3), (7, 1), (23, 1)])
 def test_every_series_comes_once_an_epoch_and_each_batch_has_its_share_of_each_lane(
-    store: InBlocks, batch_size: int, lanes: int
+    store: InMemoryStore, batch_size: int, lanes: int
 ):
     stream = StoredLoader(store, KEY, batch_size, 100)
     assert stream.order.lanes == lanes
@@ -66,7 +67,7 @@ def test_every_series_comes_once_an_epoch_and_each_batch_has_its_share_of_each_l
     assert any(one != other for one, other in zip(epochs[:-1], epochs[1:], strict=True))
 
 
-def test_what_a_step_sees_depends_on_key_and_step_alone(store: InBlocks):
+def test_what_a_step_sees_depends_on_key_and_step_alone(store: InMemoryStore):
     stream = StoredLoader(store, KEY, 6, 100)
     whole = series_read(stream, 0, 12)
     pieces = [
@@ -80,7 +81,7 @@ def test_what_a_step_sees_depends_on_key_and_step_alone(store: InBlocks):
     other.close()
 
 
-def test_a_lane_holds_one_block_and_reads_it_once_a_pass(store: InBlocks):
+def test_a_lane_holds_one_block_and_reads_it_once_a_pass(store: InMemoryStore):
     """Twelve steps of one lane of 23 series, six at a time: three passes and a bit, ahead."""
     stream = StoredLoader(store, KEY, 7, 100)
     store.loads.clear()
@@ -104,12 +105,14 @@ def test_a_chunk_that_is_not_a_multiple_of_its_parts_is_read_ahead(
 
     monkeypatch.setattr(StoredLoader, "_read", note)
     monkeypatch.setattr(on_disk, "MAX_LOAD_BYTES", 6 * 4 * STORED_BYTES)
-    store = InBlocks(walks(), SIZES, lengths())
+    store = InMemoryStore(walks(), SIZES, lengths())
     fit(store, num_steps=15, chunk_size=10, optimiser=STILL)
     assert asked == [(0, 4), (4, 4), (8, 4), (10, 4), (14, 4)]
 
 
-def test_what_goes_wrong_while_batches_are_read_is_said_when_they_are_asked_for(store: InBlocks):
+def test_errors_of_prefetched_batches_are_raised_when_they_are_used(
+    store: InMemoryStore,
+):
     stream = StoredLoader(store, KEY, 7, 100)
     stream.load(0, 1, 1)
 
@@ -124,7 +127,7 @@ def test_what_goes_wrong_while_batches_are_read_is_said_when_they_are_asked_for(
     assert not [t for t in threading.enumerate() if t.name.startswith("retrodict-batches")]
 
 
-def test_batches_have_the_type_that_jax_has_where_the_fit_was_called(store: InBlocks):
+def test_batches_have_the_type_that_jax_has_where_the_fit_was_called(store: InMemoryStore):
     """Settings of JAX may hold for one thread, and another one reads."""
     for double in (False, True):
         with jax.enable_x64(double):
@@ -136,7 +139,7 @@ def test_batches_have_the_type_that_jax_has_where_the_fit_was_called(store: InBl
 
 
 def test_batches_of_a_chunk_that_would_be_too_large_are_read_in_parts(
-    store: InBlocks, monkeypatch: pytest.MonkeyPatch
+    store: InMemoryStore, monkeypatch: pytest.MonkeyPatch
 ):
     for most, steps in ((2**26, 100), (6 * N * 8 * 30, 25), (1, 1)):
         monkeypatch.setattr(on_disk, "MAX_LOAD_BYTES", most)
@@ -145,11 +148,7 @@ def test_batches_of_a_chunk_that_would_be_too_large_are_read_in_parts(
 
 
 def model() -> rd.StateSpaceModel:
-    return rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        rd.LinearGaussianKernel(0.8 * jnp.eye(1), jnp.zeros(1), 0.5 * jnp.eye(1)),
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.4 * jnp.eye(1)),
-    )
+    return linear_model(weight=0.8, noise=0.5, error=0.4)
 
 
 def lengths() -> np.ndarray:
@@ -171,14 +170,14 @@ def test_a_fit_from_a_store_sees_the_series_of_the_order_and_no_padding(
 ):
     """With steps of zero the history is the ELBO of the batches, computed here one by one."""
     ys, rows = walks(), lengths()
-    store = InBlocks(ys, SIZES, rows)
+    store = InMemoryStore(ys, SIZES, rows)
     monkeypatch.setattr(on_disk, "MAX_LOAD_BYTES", 6 * 4 * STORED_BYTES)  # several parts of a chunk
     result = fit(store, num_steps=15, chunk_size=10, optimiser=STILL)
     family = rd.KalmanFamily(model()).prepare(model(), ys, length=rows)
     each = jax.vmap(
         lambda y, n: rd.elbo(model(), family.infer(y, mask=True, length=n), y, length=n)
     )(ys, rows)
-    numbers = InBlocks(np.arange(1.0, COUNT + 1)[:, None, None], SIZES)
+    numbers = InMemoryStore(np.arange(1.0, COUNT + 1)[:, None, None], SIZES)
     stream = StoredLoader(numbers, KEY, 6, 100)
     batches = series_read(stream, 0, 15)
     stream.close()
@@ -186,31 +185,26 @@ def test_a_fit_from_a_store_sees_the_series_of_the_order_and_no_padding(
     np.testing.assert_allclose(result.history, expected, rtol=1e-10)
 
 
-def same(one: Any, other: Any) -> bool:
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs if eqx.is_array(a))
-
-
 @pytest.mark.slow
 def test_a_killed_fit_from_a_store_goes_on_to_the_last_bit(tmp_path: Path):
     ys, path = walks(), tmp_path / "fit.rd"
-    whole = fit(InBlocks(ys, SIZES), learn="both")
+    whole = fit(InMemoryStore(ys, SIZES), learn="both")
 
     def die(step: int, _: float) -> None:
         if step == 8:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fit(InBlocks(ys, SIZES), learn="both", checkpoint=path, progress=die)
-    resumed = fit(InBlocks(ys, SIZES), learn="both", checkpoint=path)
-    assert same(resumed.model, whole.model)
+        fit(InMemoryStore(ys, SIZES), learn="both", checkpoint=path, progress=die)
+    resumed = fit(InMemoryStore(ys, SIZES), learn="both", checkpoint=path)
+    assert arrays_equal(resumed.model, whole.model)
     assert np.array_equal(resumed.history, whole.history)
-    for other in (InBlocks(ys + 1.0, SIZES), InBlocks(ys, SIZES[::-1])):
+    for other in (InMemoryStore(ys + 1.0, SIZES), InMemoryStore(ys, SIZES[::-1])):
         with pytest.raises(ValueError, match="other data"):
             fit(other, learn="both", checkpoint=path)
 
 
-def test_what_a_store_has_itself_is_not_given_too(store: InBlocks):
+def test_what_a_store_has_itself_is_not_given_too(store: InMemoryStore):
     with pytest.raises(ValueError, match="leave out `length`"):
         fit(store, length=np.full(COUNT, N))
 
@@ -355,13 +349,13 @@ def test_a_fit_from_a_file_is_that_of_its_arrays(frame: pd.DataFrame, tmp_path: 
     found = data.open_series(path, series="who", columns="a", progress=False)
     table = data.read(frame, series="who", columns="a")
 
-    class Arrays(InBlocks):
+    class Arrays(InMemoryStore):
         def load(self, block: int) -> dict[str, np.ndarray | None]:
             return {**super().load(block), "mask": table.mask}
 
     arrays = Arrays(np.where(table.mask, table.ys, 0.0), [40], table.length)
     one, other = fit(found, learn="both"), fit(arrays, learn="both")
-    assert same(one.model, other.model)
+    assert arrays_equal(one.model, other.model)
     assert np.array_equal(one.history, other.history)
 
 

@@ -1,6 +1,6 @@
 """Linearised smoothers: exact on linear models, textbook on others, and honest where lost."""
 
-import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
-from linear_models import random_mask, random_model
+from assertions import raises_with
+from linear_models import (
+    linear_kernel,
+    linear_model,
+    linear_transition_model,
+    random_mask,
+    random_model,
+)
+from nonlinear_models import hide_linearity, nonlinear_kernel, paper_model
 
 import retrodict as rd
 from retrodict._linearised import LinearisedPosterior, moments, posterior, recursion, rules
@@ -34,23 +42,6 @@ RULES = [
 ]
 
 
-def disguised(model: rd.StateSpaceModel) -> rd.StateSpaceModel:
-    """The same linear model, written so that the library cannot know that it is linear."""
-
-    def hidden(kernel: Any) -> rd.NonlinearGaussianKernel:
-        if kernel.takes_input:
-            return rd.NonlinearGaussianKernel(
-                lambda x, u: kernel.law(x, u).mean, kernel.scale_tril, takes_input=True
-            )
-        return rd.NonlinearGaussianKernel(lambda x: kernel.law(x).mean, kernel.scale_tril)
-
-    return rd.StateSpaceModel(model.prior, hidden(model.transition), hidden(model.emission))
-
-
-def walk(weight: float, scale: float) -> rd.LinearGaussianKernel:
-    return rd.LinearGaussianKernel(weight * jnp.eye(1), jnp.zeros(1), scale * jnp.eye(1))
-
-
 def scalar_model(
     emission: Any,
     noise: float = 1.0,
@@ -61,9 +52,8 @@ def scalar_model(
 ) -> rd.StateSpaceModel:
     """One state dimension, a linear transition, and an emission from a kernel or a function."""
     if not isinstance(emission, rd.AbstractKernel):
-        emission = rd.NonlinearGaussianKernel(emission, rd.Diagonal(noise * jnp.ones(1)))
-    law = rd.Gaussian(jnp.zeros(1), prior * jnp.eye(1))
-    return rd.StateSpaceModel(law, walk(weight, scale), emission)
+        emission = nonlinear_kernel(emission, noise)
+    return linear_transition_model(emission, prior=prior, weight=weight, noise=scale)
 
 
 SQUARE = scalar_model(jnp.square, 0.1, prior=0.64, weight=0.95, scale=0.2)
@@ -101,10 +91,6 @@ def followed(swing: np.ndarray) -> dict[str, LinearisedPosterior]:
         "extended": rd.extended_smoother(PENDULUM, swing),
         "unscented": rd.unscented_smoother(PENDULUM, swing),
     }
-
-
-def refused(kind: type[Exception], *phrases: str) -> Any:
-    return pytest.raises(kind, match="(?s)" + ".*".join(re.escape(phrase) for phrase in phrases))
 
 
 # --- linear models: the exact posterior, whatever the rule ----------------------------------------
@@ -148,7 +134,7 @@ def test_linear_models_are_smoothed_exactly(state, obs, method):
     _, ys = model.simulate(jax.random.key(0), 9, inputs=inputs)
     options: Any = dict(mask=random_mask(rng, 9, obs, 0.7), inputs=inputs, length=7)
     exact = rd.kalman_smoother(model, ys, **options)
-    found = METHODS[method](disguised(model), ys, **options)
+    found = METHODS[method](hide_linearity(model), ys, **options)
     assert_same_chain(found.chain, exact.chain)
     assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-10)
     assert found.status == "ok"
@@ -158,7 +144,7 @@ def test_linear_models_are_smoothed_exactly(state, obs, method):
 
 def test_linear_kernels_are_taken_as_they_are_and_never_lost():
     # Data that the model cannot have made: the innovations say so, and the posterior is exact.
-    model = scalar_model(walk(1.0, 0.1))
+    model = scalar_model(linear_kernel(scale=0.1))
     ys = 100.0 + np.zeros((9, 1))
     exact = rd.kalman_smoother(model, ys)
     found = rd.extended_smoother(model, ys)
@@ -176,7 +162,7 @@ def test_singular_noise_and_prior(method):
     model = eqx.tree_at(lambda m: m.prior.scale_tril, model, known)
     _, ys = model.simulate(jax.random.key(0), 6)
     exact = rd.kalman_smoother(model, ys)
-    found = METHODS[method](disguised(model), ys)
+    found = METHODS[method](hide_linearity(model), ys)
     np.testing.assert_allclose(
         found.chain.marginals().covariance, exact.chain.marginals().covariance, atol=1e-10
     )
@@ -302,8 +288,8 @@ def wave(x: Any) -> Any:
 
 WAVES = rd.StateSpaceModel(
     rd.Gaussian(jnp.ones(1), jnp.eye(1)),
-    rd.NonlinearGaussianKernel(wave, rd.Diagonal(jnp.array([0.3]))),
-    rd.NonlinearGaussianKernel(lambda x: x + 0.2 * x**2, rd.Diagonal(jnp.array([0.5]))),
+    nonlinear_kernel(wave, 0.3),
+    nonlinear_kernel(lambda x: x + 0.2 * x**2, 0.5),
 )
 
 
@@ -324,7 +310,7 @@ def test_iterated_extended_finds_the_most_probable_path(model):
     # Held back, it does not get there, and says so.
     short = smooth(damping=0.999)
     assert short.status == "not converged" and not bool(short.lost)
-    with refused(ValueError, "last of 40 iterations", "num_iterations", "damping"):
+    with raises_with(ValueError, "last of 40 iterations", "num_iterations", "damping"):
         short.check()
 
 
@@ -402,7 +388,7 @@ def test_noise_that_depends_on_the_state_is_averaged():
     assert float(found.chain.laws.mean[0, 0]) == pytest.approx(0.5 * 0.7 / total, abs=1e-12)
     expanded = rd.extended_smoother(model, y)
     assert float(expanded.chain.laws.mean[0, 0]) == pytest.approx(0.5 * 0.7 / 1.01, abs=1e-12)
-    with refused(ValueError, "Unscented(alpha=0.1", "lose definiteness", "positive"):
+    with raises_with(ValueError, "Unscented(alpha=0.1", "lose definiteness", "positive"):
         rd.unscented_smoother(model, y, rule=rd.Unscented(0.1, 2.0, 0.0))
 
 
@@ -431,7 +417,7 @@ def test_a_law_with_one_density_for_a_row_is_left_out_whole():
     # Also: laws of numpyro as prior and emission, at once.
     joint = rd.DistributionKernel(lambda x: dist.MultivariateNormal(jnp.tile(x, 2), COVARIANCE))
     prior = dist.Normal(jnp.zeros(1), jnp.ones(1))
-    model = rd.StateSpaceModel(prior, walk(0.9, 0.4), joint)
+    model = replace(scalar_model(joint), prior=prior)
     ys = np.random.default_rng(0).normal(size=(6, 2))
     left_out = ys.copy()
     ys[2, 0], left_out[2] = np.nan, np.nan
@@ -479,14 +465,14 @@ class MeanAlone(Unknown):
 def test_laws_without_moments_are_refused(law, kind, phrases):
     model = scalar_model(rd.DistributionKernel(law))
     width = jax.eval_shape(lambda: model.simulate(jax.random.key(0), 1)[1]).shape[1]
-    with refused(kind, *phrases):
+    with raises_with(kind, *phrases):
         rd.extended_smoother(model, jnp.full((3, width), 0.5))
 
 
 def test_a_prior_without_moments_is_refused():
     model = SATURATING
-    model = rd.StateSpaceModel(Unknown(jnp.zeros(1)), model.transition, model.emission)
-    with refused(TypeError, "prior cannot be linearised", "Unknown"):
+    model = replace(SATURATING, prior=Unknown(jnp.zeros(1)))
+    with raises_with(TypeError, "prior cannot be linearised", "Unknown"):
         rd.unscented_smoother(model, jnp.zeros((3, 1)))
 
 
@@ -517,7 +503,7 @@ def test_all_are_lost_on_a_square(name):
 def test_a_short_series_can_be_lost_too(num_times):
     found = rd.unscented_smoother(SQUARE, jnp.full((num_times, 1), 1.0))
     assert found.status == "lost" and int(found.status_time) == num_times - 1
-    with refused(ValueError, "lost", "relative error of 95%", "grid_smoother"):
+    with raises_with(ValueError, "lost", "relative error of 95%", "grid_smoother"):
         found.check()
 
 
@@ -541,13 +527,7 @@ def test_a_saturating_emission_is_not_called_lost(saturated):
     assert not bool(jnp.any(saturated[1].lost)), saturated[1].code
 
 
-PAPER = rd.StateSpaceModel(
-    rd.Gaussian(jnp.zeros(1), 0.316 * jnp.eye(1)),
-    rd.LinearGaussianKernel(-0.898 * jnp.eye(1), -0.4 * jnp.ones(1), 0.1 * jnp.eye(1)),
-    rd.NonlinearGaussianKernel(
-        lambda x: jnp.cos(jnp.tanh(1.5455 * x)), rd.Diagonal(jnp.array([0.0316]))
-    ),
-)
+PAPER = paper_model()
 PRECISE = scalar_model(jnp.tanh, 0.01, prior=0.3, scale=0.1)
 
 
@@ -623,23 +603,21 @@ def test_a_wrong_state_shows_in_the_innovations():
     well = rd.NonlinearGaussianKernel(
         lambda x: x + 0.9 * x * (1 - x**2) / (1 + x**2), rd.Diagonal(jnp.array([0.02]))
     )
-    model = rd.StateSpaceModel(rd.Gaussian(jnp.ones(1), 0.02 * jnp.eye(1)), well, walk(1.0, 0.3))
+    model = replace(linear_model(mean=1.0, prior=0.02, error=0.3), transition=well)
     ys = -1.0 + 0.3 * np.random.default_rng(0).normal(size=(40, 1))
     found = rd.extended_smoother(model, ys)
     assert float(jnp.max(found.diagnostics.misread)) < 1e-10
     assert found.status == "lost" and int(found.status_time) == 19
-    with refused(ValueError, "lost", "up to time 19", "squared innovations", "does not fit"):
+    with raises_with(ValueError, "lost", "up to time 19", "squared innovations", "does not fit"):
         found.check()
 
 
 def test_what_overflows_is_not_finite():
     explosion = rd.NonlinearGaussianKernel(lambda x: x**5, rd.Diagonal(jnp.ones(1)))
-    model = rd.StateSpaceModel(
-        rd.Gaussian(2.0 * jnp.ones(1), jnp.eye(1)), explosion, walk(1.0, 1.0)
-    )
+    model = replace(linear_model(mean=2.0), transition=explosion)
     found = rd.extended_smoother(model, jnp.full((12, 1), jnp.nan).at[0].set(3.0))
     assert found.status == "not finite" and 1 < int(found.status_time) < 11
-    with refused(ValueError, f"not finite from time {int(found.status_time)} on"):
+    with raises_with(ValueError, f"not finite from time {int(found.status_time)} on"):
         found.check()
 
 
@@ -713,9 +691,9 @@ def test_batches_and_padding():
     close(padded.chain.kernels.weight[:4], alone.chain.kernels.weight)
     close(padded.chain.kernels.weight[4:], np.ones((3, 1, 1)))
     close(padded.diagnostics.misread[4], alone.diagnostics.misread[-1])
-    with refused(ValueError, "batch of posteriors", "jax.tree.map"):
+    with raises_with(ValueError, "batch of posteriors", "jax.tree.map"):
         _ = batch.status
-    with refused(ValueError, "not known inside"):
+    with raises_with(ValueError, "not known inside"):
         jax.eval_shape(lambda y: smooth(y, 8).status, ys[0])
 
 
@@ -830,15 +808,15 @@ def test_points_have_mean_zero_and_unit_covariance(rule, dim):
 
 
 def test_rules_refuse_what_they_cannot_do():
-    with refused(ValueError, "positive alpha", "-1.0"):
+    with raises_with(ValueError, "positive alpha", "-1.0"):
         rd.Unscented(alpha=-1.0)
-    with refused(ValueError, "kappa above -2", "got -2.0"):
+    with raises_with(ValueError, "kappa above -2", "got -2.0"):
         rd.Unscented(kappa=-2.0).points(2)
-    with refused(ValueError, "lose definiteness", "beta of at least alpha ** 2", "Cubature()"):
+    with raises_with(ValueError, "lose definiteness", "beta of at least alpha ** 2", "Cubature()"):
         rd.Unscented(alpha=1.0, beta=0.0, kappa=-1.0).points(2)
-    with refused(ValueError, "order of at least 2"):
+    with raises_with(ValueError, "order of at least 2"):
         rd.GaussHermite(1)
-    with refused(ValueError, "10^6 points", "Cubature()"):
+    with raises_with(ValueError, "10^6 points", "Cubature()"):
         rd.GaussHermite(10).points(6)
 
 
@@ -846,23 +824,23 @@ def test_rules_refuse_what_they_cannot_do():
 def test_misuse_is_refused_with_the_remedy():
     model: Any = SATURATING
     ys = np.zeros((3, 1))
-    with refused(TypeError, "order must be a Python integer"):
+    with raises_with(TypeError, "order must be a Python integer"):
         rd.GaussHermite(2.5)  # pyright: ignore[reportArgumentType]
-    with refused(TypeError, "sigma points", "Taylor", "extended_smoother"):
+    with raises_with(TypeError, "sigma points", "Taylor", "extended_smoother"):
         rd.unscented_smoother(model, ys, rule=rd.Taylor())  # pyright: ignore[reportArgumentType]
-    with refused(TypeError, "expects a rule", "str"):
+    with raises_with(TypeError, "expects a rule", "str"):
         rd.iterated_smoother(model, ys, rule="unscented")  # pyright: ignore[reportArgumentType]
-    with refused(ValueError, "num_iterations must be at least 1"):
+    with raises_with(ValueError, "num_iterations must be at least 1"):
         rd.iterated_smoother(model, ys, num_iterations=0)
-    with refused(ValueError, "damping", "got 1.0"):
+    with raises_with(ValueError, "damping", "got 1.0"):
         rd.iterated_smoother(model, ys, damping=1.0)
-    with refused(ValueError, "1 columns", "got 2"):
+    with raises_with(ValueError, "1 columns", "got 2"):
         rd.extended_smoother(model, np.zeros((3, 2)))
-    with refused(ValueError, "jax.vmap"):
+    with raises_with(ValueError, "jax.vmap"):
         rd.extended_smoother(model, np.zeros((2, 3, 1)))
-    with refused(ValueError, "inputs must be left out"):
+    with raises_with(ValueError, "inputs must be left out"):
         rd.extended_smoother(model, ys, inputs=ys)
-    with refused(ValueError, "an emission with a density", "[0.]"):
+    with raises_with(ValueError, "an emission with a density", "[0.]"):
         rd.extended_smoother(scalar_model(jnp.tanh, 0.0), ys)
-    with refused(ValueError, "prior's parameters must be finite", "nan"):
+    with raises_with(ValueError, "prior's parameters must be finite", "nan"):
         rd.extended_smoother(eqx.tree_at(lambda m: m.prior.mean, model, jnp.full(1, jnp.nan)), ys)

@@ -18,6 +18,7 @@ import pandas as pd
 import pyarrow
 import pytest
 import xarray
+from linear_models import linear_model
 from scipy.stats import multivariate_normal
 
 import retrodict as rd
@@ -33,17 +34,13 @@ XS = np.array([[0.0], [1.0], [1.0], [0.0], [1.0]])
 HOLES = np.zeros(YS.shape, bool)
 HOLES[1, 0] = HOLES[3] = True
 
-MODEL = rd.StateSpaceModel(
-    rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-    rd.LinearGaussianKernel(
-        0.7 * jnp.eye(1), jnp.zeros(1), 0.8 * jnp.eye(1), 0.1 * jnp.ones((1, 1))
-    ),
-    rd.LinearGaussianKernel(
-        jnp.array([[1.0], [0.5]]),
-        jnp.zeros(2),
-        jnp.array([[0.6, 0.0], [0.2, 0.7]]),
-        0.2 * jnp.ones((2, 1)),
-    ),
+MODEL = linear_model(
+    weight=0.7,
+    noise=0.8,
+    input_weight=0.1,
+    design=jnp.array([[1.0], [0.5]]),
+    error=jnp.array([[0.6, 0.0], [0.2, 0.7]]),
+    design_input=0.2 * jnp.ones((2, 1)),
 )
 FAMILY = rd.GatedFamily(KEY, state_dim=1, obs_dim=2, input_dim=1)
 LAGGED = rd.online.FixedLag(FAMILY, 1)
@@ -784,11 +781,7 @@ def test_negative_standard_deviations_are_refused():
 def test_singular_scales_are_allowed():
     assert rd.Diagonal(np.array([1.0, 0.0])).std.tolist() == [1.0, 0.0]
     noise = np.array([[1.0, 0.0], [0.3, 0.0]])
-    model = rd.StateSpaceModel(
-        rd.Gaussian(TWO, np.eye(2)),
-        rd.LinearGaussianKernel(0.9 * np.eye(2), TWO, noise),
-        rd.LinearGaussianKernel(np.eye(2), TWO, np.eye(2)),
-    )
+    model = linear_model(2, noise=noise)
     assert np.isfinite(rd.kalman_smoother(model, YS).log_evidence)
 
 

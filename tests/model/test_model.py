@@ -1,5 +1,6 @@
 """State-space models: the law of what they simulate, and their density against a plain loop."""
 
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,8 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from linear_models import linear_model, linear_transition_model
+from nonlinear_models import count_model
 
 import retrodict as rd
 
@@ -36,14 +39,18 @@ def make_model(
     def array(a: np.ndarray) -> jax.Array:
         return jnp.asarray(a, dtype)
 
-    return rd.StateSpaceModel(
-        rd.Gaussian(array(PRIOR_MEAN), array(noise * PRIOR_SCALE)),
-        rd.LinearGaussianKernel(
-            array(A), array(A_BIAS), array(noise * A_SCALE), array(A_INPUT) if inputs else None
-        ),
-        rd.LinearGaussianKernel(
-            array(B), array(B_BIAS), array(noise * B_SCALE), array(B_INPUT) if inputs else None
-        ),
+    return linear_model(
+        2,
+        mean=array(PRIOR_MEAN),
+        prior=array(noise * PRIOR_SCALE),
+        weight=array(A),
+        bias=array(A_BIAS),
+        noise=array(noise * A_SCALE),
+        input_weight=array(A_INPUT) if inputs else None,
+        design=array(B),
+        offset=array(B_BIAS),
+        error=array(noise * B_SCALE),
+        design_input=array(B_INPUT) if inputs else None,
     )
 
 
@@ -180,11 +187,7 @@ def test_a_batch_of_series_of_unequal_length_by_vmap():
 
 
 def test_counts_come_as_integers_and_priors_from_numpyro():
-    model = rd.StateSpaceModel(
-        dist.Normal(jnp.zeros(1), 1.0).to_event(1),
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x))),
-    )
+    model = replace(count_model(weight=1.0), prior=dist.Normal(jnp.zeros(1), 1.0).to_event(1))
     xs, ys = np.array([[0.3], [0.1]]), np.array([[2], [0]])
     # -1/2 log 2π twice, the two squares, and two Poisson terms y x - exp(x) - log y!.
     expected = -np.log(2 * np.pi) - 0.5 * (0.3**2 + 0.2**2)
@@ -196,12 +199,12 @@ def test_counts_come_as_integers_and_priors_from_numpyro():
 
 
 def test_a_row_of_dependent_entries_is_masked_as_a_whole():
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(2), jnp.eye(2)),
-        rd.LinearGaussianKernel(jnp.eye(2), jnp.zeros(2), jnp.eye(2)),
+    model = linear_transition_model(
         rd.DistributionKernel(
             lambda x: dist.MultivariateNormal(x, scale_tril=jnp.asarray(B_SCALE))
         ),
+        2,
+        weight=1.0,
     )
     half, none = YS.copy(), YS.copy()
     half[1, 0] = none[1] = np.nan
@@ -273,7 +276,7 @@ def test_inputs_drive_the_transition_into_their_row_and_the_emission_at_it(key: 
 
 def test_an_input_may_be_read_by_one_kernel_alone(key: jax.Array):
     full, plain = make_model(noise=1e-9), make_model(inputs=False, noise=1e-9)
-    model = rd.StateSpaceModel(full.prior, plain.transition, full.emission)
+    model = replace(full, transition=plain.transition)
     assert model.takes_input and full.takes_input and not plain.takes_input
     xs, ys = jax.jit(lambda key: model.simulate(key, 2, inputs=jnp.ones((2, 1))))(key)
     np.testing.assert_allclose(xs[1], A @ PRIOR_MEAN + A_BIAS, atol=1e-7)

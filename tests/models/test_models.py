@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linear_models import linear_transition_model
 from scipy import linalg, optimize, stats
 
 import retrodict as rd
@@ -630,11 +631,10 @@ def test_what_was_not_seen_does_not_count_for_a_start():
 
 
 def user_model() -> rd.StateSpaceModel:
-    kernel = rd.LinearGaussianKernel(0.5 * jnp.eye(2), jnp.zeros(2), 0.1 * jnp.eye(2))
     emission = rd.LinearGaussianKernel(
         jnp.ones((1, 2)), rd.Frozen(jnp.zeros(1)), rd.Diagonal(rd.Positive(jnp.ones(1)))
     )
-    return rd.StateSpaceModel(rd.Gaussian(jnp.zeros(2), jnp.eye(2)), kernel, emission)
+    return linear_transition_model(emission, 2, weight=0.5, noise=0.1)
 
 
 def test_parameters_of_any_model_go_by_their_place():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from linear_models import linear_model
 from scipy.special import ndtri
 
 import retrodict as rd
@@ -23,10 +24,13 @@ NUM_SEEDS = 200
 
 def linear(d: int, weight: float, noise: float) -> rd.StateSpaceModel:
     turned = weight * jnp.eye(d) + 0.1 * jnp.eye(d, k=1)
-    return rd.StateSpaceModel(
-        prior=rd.Gaussian(jnp.full(d, 0.1), jnp.eye(d)),
-        transition=rd.LinearGaussianKernel(turned, 0.1 * jnp.ones(d), noise * jnp.eye(d)),
-        emission=rd.LinearGaussianKernel(jnp.eye(d), jnp.zeros(d), rd.Diagonal(0.5 * jnp.ones(d))),
+    return linear_model(
+        d,
+        mean=0.1,
+        weight=turned,
+        bias=0.1,
+        noise=noise,
+        error=rd.Diagonal(0.5 * jnp.ones(d)),
     )
 
 

@@ -47,10 +47,6 @@ def weight(learner: rd.online.OnlineLearner, state: LearnerState) -> np.ndarray:
     return np.asarray(learner.model(state).transition.weight)
 
 
-def same(one, other) -> bool:
-    return bool(eqx.tree_equal(one, other))
-
-
 def test_a_model_is_learned_from_a_stream(exact: rd.online.OnlineLearner, stream: jax.Array):
     state, rows = exact.scan(exact.init(jax.random.key(1)), stream)
     errors = np.abs(weight(exact, state) - TRUTH)
@@ -140,14 +136,14 @@ def test_chunks_and_a_saved_state_resume_to_the_last_bit(
     whole, rows = windowed.scan(start, ys)
     state, first = windowed.scan(start, ys, length=7)
     one, other = jax.tree.map(lambda leaf: np.nan_to_num(leaf[:7]), (rows, first))
-    assert same(one, other)
+    assert eqx.tree_equal(one, other)
     assert np.all(np.isnan(first.elbo_increment[7:]))
     rd.save(tmp_path / "state.rd", state)
     state = rd.load(tmp_path / "state.rd")
     for y in ys[7:10]:
         state, _ = windowed.update(state, y)
     state, _ = windowed.scan(state, jnp.concatenate([ys[10:], jnp.ones((10, 1))]), length=10)
-    assert same(state, whole)
+    assert eqx.tree_equal(state, whole)
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assertions import assert_close
 from jax import lax
-from linear_models import random_mask, random_model
+from linear_models import linear_model, random_mask, random_model
 from registry import FAMILIES
 from scipy.stats import multivariate_normal
 
@@ -121,17 +122,13 @@ def row(tree: Any, k: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[k], tree)
 
 
-def assert_close(a: Any, b: Any, tolerance: float = 1e-9) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance), a, b)
-
-
 @pytest.mark.parametrize("name", LINEAR)
 def test_every_row_equals_that_of_the_series_up_to_it(name: str):
     out = whole(name)[1]
     for k, (bound, values) in enumerate(offline(name)):
         assert float(out.elbo[k]) == pytest.approx(float(bound), abs=1e-9)
-        assert_close(row(out.values, k), values)
-    assert_close(np.cumsum(out.elbo_increment), out.elbo)
+        assert_close(row(out.values, k), values, 1e-9)
+    assert_close(np.cumsum(out.elbo_increment), out.elbo, 1e-9)
     assert not np.any(out.elbo_standard_error) and out.ess is None
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(out.standard_errors))
 
@@ -403,7 +400,7 @@ def last_row(name: str, named: dict[str, rd.AbstractFunctional], method: Any) ->
 @pytest.mark.parametrize("name", QUICK)
 def test_every_functional_is_followed(name: str):
     named = every_functional(quadratic=True)
-    assert_close(last_row(name, named, None).values, after_all_rows(name, named))
+    assert_close(last_row(name, named, None).values, after_all_rows(name, named), 1e-9)
 
 
 @pytest.mark.slow
@@ -438,7 +435,7 @@ def test_functionals_read_data_of_their_own():
         state, s.ys, mask=s.mask, inputs=s.inputs, data={"cost": jnp.asarray(price)}
     )[1]
     chain = family("kalman").infer(s.ys, mask=s.mask, inputs=s.inputs)
-    assert_close(out.values["cost"][-1], price @ np.asarray(chain.marginals().mean))
+    assert_close(out.values["cost"][-1], price @ np.asarray(chain.marginals().mean), 1e-9)
     assert out.elbo is None and out.elbo_increment is None
     # Without a lag, what is smoothed is what is filtered.
     np.testing.assert_array_equal(out.row, np.arange(N))
@@ -516,12 +513,7 @@ def assert_same_but_skipped(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("size", [1e160, pytest.param(1e153, marks=pytest.mark.slow)])
 def test_a_row_whose_likelihood_overflows_is_read_as_missing(size: float):
     # The square of the first overflows; that of the second only in units of the noise.
-    eye = jnp.eye(1)
-    sharp = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), 1e-5 * eye),
-        rd.LinearGaussianKernel(0.9 * eye, jnp.zeros(1), 1e-5 * eye),
-        rd.LinearGaussianKernel(eye, jnp.zeros(1), 1e-5 * eye),
-    )
+    sharp = linear_model(prior=1e-5, noise=1e-5, error=1e-5)
     posterior = rd.online.RunningPosterior(
         rd.KalmanFamily(sharp), sharp, functionals=FUNCTIONALS, lag=LAG
     )

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assertions import assert_close
+from linear_models import linear_model
 from registry import STREAMS
 
 import retrodict as rd
@@ -20,13 +22,7 @@ EVERY = pytest.mark.parametrize("name", STREAMS)
 
 @cache
 def stream(name: str) -> rd.online.AbstractStream:
-    eye = jnp.eye(1)
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), eye),
-        rd.LinearGaussianKernel(0.9 * eye, jnp.zeros(1), 0.5 * eye),
-        rd.LinearGaussianKernel(eye, jnp.zeros(1), 0.5 * eye),
-    )
-    return STREAMS[name].make(model)
+    return STREAMS[name].make(linear_model(noise=0.5, error=0.5))
 
 
 def rows(last: float = 1.7e308) -> np.ndarray:
@@ -39,16 +35,6 @@ def rows(last: float = 1.7e308) -> np.ndarray:
 @cache
 def whole(name: str) -> tuple[Any, Any]:
     return stream(name).scan(stream(name).init(KEY), rows())
-
-
-def assert_close(found: Any, expected: Any, tolerance: float) -> None:
-    def check(a: Any, b: Any) -> None:
-        if eqx.is_inexact_array(a):
-            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
-        else:
-            assert eqx.tree_equal(a, b)
-
-    jax.tree.map(check, found, expected)
 
 
 def read(name: str, state: Any, start: int, stop: int) -> tuple[Any, Any]:

@@ -14,7 +14,14 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from bounded_law import Within
+from assertions import assert_close, assert_means_agree
+from linear_models import linear_model, linear_transition_model
+from nonlinear_models import (
+    heavy_tailed_count_model,
+    nonlinear_emission_model,
+    paper_model,
+    uniform_emission,
+)
 
 import retrodict as rd
 from retrodict._exact import KalmanPosterior
@@ -22,16 +29,16 @@ from retrodict._exact import KalmanPosterior
 UNTYPED = cast(Any, rd)
 """The library as it is called by those who do not read types."""
 
-LINEAR = rd.StateSpaceModel(
-    rd.Gaussian(jnp.array([0.5, -0.5]), jnp.array([[1.0, 0.0], [0.3, 0.8]])),
-    rd.LinearGaussianKernel(
-        jnp.array([[0.8, 0.3], [-0.2, 0.7]]),
-        jnp.array([0.1, -0.2]),
-        jnp.array([[0.6, 0.0], [0.2, 0.5]]),
-    ),
-    rd.LinearGaussianKernel(
-        jnp.array([[1.0, 0.4], [0.0, 1.0]]), jnp.array([0.2, 0.0]), jnp.diag(jnp.array([0.7, 1.0]))
-    ),
+LINEAR = linear_model(
+    2,
+    mean=jnp.array([0.5, -0.5]),
+    prior=jnp.array([[1.0, 0.0], [0.3, 0.8]]),
+    weight=jnp.array([[0.8, 0.3], [-0.2, 0.7]]),
+    bias=jnp.array([0.1, -0.2]),
+    noise=jnp.array([[0.6, 0.0], [0.2, 0.5]]),
+    design=jnp.array([[1.0, 0.4], [0.0, 1.0]]),
+    offset=jnp.array([0.2, 0.0]),
+    error=jnp.diag(jnp.array([0.7, 1.0])),
 )
 NUM_TIMES = 6
 
@@ -53,15 +60,7 @@ DRIVEN = rd.StateSpaceModel(
     ),
 )
 SLOPE = -1.545546939136267
-NONLINEAR = rd.StateSpaceModel(
-    rd.Gaussian(jnp.zeros(1), jnp.sqrt(0.1) * jnp.eye(1)),
-    rd.LinearGaussianKernel(
-        jnp.array([[-0.8980038681557039]]), jnp.array([-0.4]), 0.1 * jnp.eye(1)
-    ),
-    rd.NonlinearGaussianKernel(
-        lambda x: jnp.cos(jnp.tanh(SLOPE * x)), rd.Diagonal(jnp.sqrt(jnp.array([0.001])))
-    ),
-)
+NONLINEAR = paper_model()
 """The model of the paper's section 5.2."""
 
 YS = LINEAR.simulate(jax.random.key(5), NUM_TIMES)[1]
@@ -119,17 +118,6 @@ def smoothed(
     return {name: np.asarray(value) for name, value in run(keys(num_keys)).items()}
 
 
-def check_means(found: dict, exact: dict, num_particles: int, bias: float = 3.0) -> None:
-    """Averages over keys are exact but for 4.5 standard errors and a bias of bias/N."""
-    for name, wanted in exact.items():
-        values = found[name]
-        error = np.abs(values.mean(0) - wanted)
-        standard = values.std(0) / np.sqrt(len(values))
-        scale = np.sqrt(np.abs(exact["covariance"]).max()) if "mean" in name else 1.0
-        allowed = 4.5 * standard + bias * scale / num_particles
-        assert np.all(error <= allowed), f"{name}: {np.max(error / allowed):.2f} of what is allowed"
-
-
 # --- against Kalman -------------------------------------------------------------------------------
 
 
@@ -140,7 +128,7 @@ def sharp_runs() -> dict[str, np.ndarray]:
 
 def test_smoothed_moments_of_a_linear_model(sharp_runs: dict):
     exact = exact_summary(rd.kalman_smoother(LINEAR, YS), NUM_TIMES)
-    check_means(sharp_runs, exact, 100)
+    assert_means_agree(sharp_runs, exact, 100)
 
 
 def test_standard_errors_from_one_run_are_calibrated(sharp_runs: dict):
@@ -171,7 +159,7 @@ def test_smoothed_moments_with_inputs_masks_and_padding():
     found = smoothed(DRIVEN, 100, 200, ys, **rest)
     wanted = exact_summary(exact, 5)
     # Neighbours beyond the end are one and the same state, whose covariance stands in both blocks.
-    check_means(found, wanted, 100)
+    assert_means_agree(found, wanted, 100)
     ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
     assert abs(ratio.mean() - 1) < 4.5 * ratio.std() / np.sqrt(200)
     assert np.abs(np.mean(found["log_evidence_error"]) / found["log_evidence"].std() - 1) < 0.4
@@ -192,7 +180,7 @@ def test_smoothed_moments_with_inputs_masks_and_padding():
 )
 def test_smoothed_moments_however_paths_are_drawn(options: dict):
     exact = exact_summary(rd.kalman_smoother(LINEAR, YS), NUM_TIMES)
-    check_means(smoothed(LINEAR, 200, 200, **options), exact, 200)
+    assert_means_agree(smoothed(LINEAR, 200, 200, **options), exact, 200)
 
 
 @pytest.mark.statistical
@@ -200,7 +188,7 @@ def test_smoothed_moments_however_paths_are_drawn(options: dict):
 def test_smoothed_moments_under_a_guided_filter(backward: rd.particles.AbstractBackwardSampler):
     exact = rd.kalman_smoother(LINEAR, YS)
     options = {"proposal": rd.particles.ChainProposal(exact.chain, 1.5), "backward": backward}
-    check_means(smoothed(LINEAR, 200, 200, **options), exact_summary(exact, NUM_TIMES), 200)
+    assert_means_agree(smoothed(LINEAR, 200, 200, **options), exact_summary(exact, NUM_TIMES), 200)
 
 
 @pytest.mark.statistical
@@ -246,7 +234,7 @@ def test_smoothed_moments_of_a_nonlinear_model():
     cross = np.asarray(exact.cross_covariance())
     pairs = np.block([[covariance[:-1], cross], [cross.transpose(0, 2, 1), covariance[1:]]])
     wanted = {"mean": mean, "covariance": covariance, "pairs": pairs, "sum": mean.sum(0)}
-    check_means(found, wanted, 400)
+    assert_means_agree(found, wanted, 400)
     ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
     assert abs(ratio.mean() - 1) < 4.5 * ratio.std() / 10
     scores = (found["sum"] - mean.sum(0)) / found["sum_error"]
@@ -256,18 +244,14 @@ def test_smoothed_moments_of_a_nonlinear_model():
 
 @pytest.mark.statistical
 def test_smoothed_moments_of_counts_under_heavy_tailed_moves():
-    model = rd.StateSpaceModel(
-        dist.Normal(jnp.zeros(1), 0.5),
-        rd.DistributionKernel(lambda x: dist.StudentT(5.0, 0.8 * x, 0.3)),
-        rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x))),
-    )
+    model = heavy_tailed_count_model()
     ys = np.array([[1.0], [0.0], [np.nan], [6.0], [2.0]])
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
     bound = float(scipy.stats.t.logpdf(0.0, 5.0, 0.0, 0.3))
     wanted = {"mean": np.asarray(exact.mean), "covariance": np.asarray(exact.covariance)}
     for backward in (rd.particles.ExactBackward(), rd.particles.RejectionBackward(log_bound=bound)):
         found = smoothed(model, 300, 100, ys, backward=backward)
-        check_means(found, wanted, 300)
+        assert_means_agree(found, wanted, 300)
         ratio = np.exp(found["log_evidence"] - float(exact.log_evidence))
         assert abs(ratio.mean() - 1) < 4.5 * ratio.std() / 10
 
@@ -366,11 +350,7 @@ def test_the_exact_posterior_as_a_proposal_gives_the_exact_evidence():
 
 def test_a_lookahead_that_rules_out_every_particle_is_not_believed():
     # The means of x_1 are all further from y_1 than the emission allows; draws of x_1 are not.
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), 0.1 * jnp.eye(1)),
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        rd.DistributionKernel(lambda x: Within(x, 1.0)),
-    )
+    model = linear_transition_model(uniform_emission(1.0), prior=0.1, weight=1.0)
     ys = jnp.array([[0.0], [1.9]])
     options: dict[str, Any] = {"threshold": 1.0, "strict": False}
     found = rd.particle_filter(
@@ -520,10 +500,6 @@ def driven_run(key: jax.Array, ys: Any, **rest: Any) -> rd.ParticlePosterior:
     return rd.ffbsi(key, DRIVEN, ys, 30, 50, **rest)
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), found, wanted)
-
-
 @pytest.fixture(scope="module")
 def padded() -> rd.ParticlePosterior:
     ys, rest = driven_series()
@@ -539,21 +515,21 @@ def truncated() -> rd.ParticlePosterior:
 def test_padding_changes_nothing_before_it(
     padded: rd.ParticlePosterior, truncated: rd.ParticlePosterior
 ):
-    assert_same(padded.log_evidence, truncated.log_evidence)
-    assert_same(padded.samples[:, :5], truncated.samples)
-    assert_same(padded.indices[:5], truncated.indices)
-    assert_same(padded.num_distinct[:5], truncated.num_distinct)
-    assert_same(padded.filtered.num_ancestors[:5], truncated.filtered.num_ancestors)
+    assert_close(padded.log_evidence, truncated.log_evidence, 1e-9)
+    assert_close(padded.samples[:, :5], truncated.samples, 1e-9)
+    assert_close(padded.indices[:5], truncated.indices, 1e-9)
+    assert_close(padded.num_distinct[:5], truncated.num_distinct, 1e-9)
+    assert_close(padded.filtered.num_ancestors[:5], truncated.filtered.num_ancestors, 1e-9)
     assert int(padded.length) == 5  # pyright: ignore
     error = padded.filtered.log_evidence_standard_error()
-    assert_same(error, truncated.filtered.log_evidence_standard_error())
+    assert_close(error, truncated.filtered.log_evidence_standard_error(), 1e-9)
 
 
 def test_padding_repeats_the_last_row_that_exists(padded: rd.ParticlePosterior):
     for k in (5, 6):
         np.testing.assert_array_equal(padded.samples[:, k], padded.samples[:, 4])
         np.testing.assert_array_equal(padded.filtered.particles[k], padded.filtered.particles[4])
-        assert_same(padded.filtered.log_weights[k], padded.filtered.log_weights[4])
+        assert_close(padded.filtered.log_weights[k], padded.filtered.log_weights[4], 1e-9)
     np.testing.assert_array_equal(padded.filtered.log_evidence_increments[5:], 0)
 
 
@@ -563,18 +539,18 @@ def test_padding_adds_nothing_to_expectations_and_their_errors(
 ):
     value, error = padded.expectation(functional)
     wanted, wanted_error = truncated.expectation(functional)
-    assert_same(value, wanted)
-    assert_same(error, wanted_error)
+    assert_close(value, wanted, 1e-9)
+    assert_close(error, wanted_error, 1e-9)
 
 
 def test_what_was_not_seen_does_not_count(padded: rd.ParticlePosterior):
     ys, rest = driven_series()
     absurd = np.where(rest["mask"], ys, 1e6)
     absurd[5:] = np.nan
-    assert_same(driven_run(jax.random.key(3), absurd, **rest).samples, padded.samples)
+    assert_close(driven_run(jax.random.key(3), absurd, **rest).samples, padded.samples, 1e-9)
     holes = np.where(rest["mask"], ys, np.nan)
     del rest["mask"]
-    assert_same(driven_run(jax.random.key(3), holes, **rest).samples, padded.samples)
+    assert_close(driven_run(jax.random.key(3), holes, **rest).samples, padded.samples, 1e-9)
     # Nothing was seen at time 2.
     assert float(padded.filtered.log_evidence_increments[2]) == pytest.approx(0, abs=1e-12)
 
@@ -599,9 +575,9 @@ def test_a_batch_is_as_its_series_one_by_one(batched: tuple):
     together, alone = batched
     for i in range(3):
         one = jax.tree.map(lambda leaf, i=i: leaf[i], together)
-        assert_same(one.indices, alone(i).indices)
+        assert_close(one.indices, alone(i).indices, 1e-9)
         wanted = eqx.filter(alone(i), eqx.is_inexact_array)
-        assert_same(eqx.filter(one, eqx.is_inexact_array), wanted)
+        assert_close(eqx.filter(one, eqx.is_inexact_array), wanted, 1e-9)
 
 
 @pytest.mark.slow
@@ -613,7 +589,7 @@ def test_inside_jit(padded: rd.ParticlePosterior):
         )
     )
     arrays = map(jnp.asarray, (ys, *rest.values()))
-    assert_same(run(jax.random.key(3), *arrays).samples, padded.samples)
+    assert_close(run(jax.random.key(3), *arrays).samples, padded.samples, 1e-9)
 
 
 # --- small sizes and precision --------------------------------------------------------------------
@@ -666,11 +642,7 @@ def test_a_model_in_single_precision_while_double_is_on(ys_kind: Any):
 
 # --- what goes wrong ------------------------------------------------------------------------------
 
-BOUNDED = rd.StateSpaceModel(
-    rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-    rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-    rd.DistributionKernel(lambda x: Within(x, 2.0)),
-)
+BOUNDED = linear_transition_model(uniform_emission())
 OUTLIER = np.array([[0.0], [0.5], [1000.0], [0.0], [-1000.0]])
 
 
@@ -709,10 +681,8 @@ def test_inside_jit_a_failure_is_a_status():
 
 def test_a_weight_that_is_no_number_is_named():
     # The state is about k at time k, and the emission undefined beyond 5.
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), 0.1 * jnp.eye(1)),
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.ones(1), 0.1 * jnp.eye(1)),
-        rd.NonlinearGaussianKernel(lambda x: jnp.sqrt(5 - x), jnp.eye(1)),
+    model = nonlinear_emission_model(
+        lambda x: jnp.sqrt(5 - x), prior=0.1, weight=1.0, bias=1.0, noise=0.1
     )
     ys = jnp.ones((8, 1))
     with pytest.raises(FloatingPointError, match="NaN.*time 5"):

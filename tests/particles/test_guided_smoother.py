@@ -14,10 +14,11 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from bounded_law import Within
+from assertions import assert_means_agree
+from backward_chains import shifted_chain
 from jaxtyping import Array
-from linear_models import random_model
-from wrong_chain import shaken
+from linear_models import linear_transition_model, random_model
+from nonlinear_models import heavy_tailed_count_model, nonlinear_kernel, uniform_emission
 
 import retrodict as rd
 from retrodict._chains import AbstractKernelChain
@@ -32,7 +33,7 @@ N = 6
 MODEL = random_model(np.random.default_rng(3), 2, 2)
 YS = MODEL.simulate(jax.random.key(4), N)[1]
 EXACT = rd.kalman_smoother(MODEL, YS)
-WRONG = shaken(EXACT.chain)
+WRONG = shifted_chain(EXACT.chain)
 SAMPLERS = [
     rd.particles.MCMCBackward(),
     *(
@@ -87,15 +88,6 @@ def wanted_of(exact: KalmanPosterior, length: int) -> dict[str, np.ndarray]:
     }
 
 
-def check_means(found: dict, wanted: dict, num_particles: int, bias: float = 3.0) -> None:
-    """Averages over keys are exact but for 4.5 standard errors and a bias of bias/N."""
-    for name, value in wanted.items():
-        error = np.abs(found[name].mean(0) - value)
-        standard = found[name].std(0) / np.sqrt(len(found[name]))
-        allowed = 4.5 * standard + bias / num_particles
-        assert np.all(error <= allowed), f"{name}: {np.max(error / allowed):.2f} of what is allowed"
-
-
 def check_evidence(found: dict, log_evidence: Any) -> None:
     """The exponential of the estimate is unbiased."""
     ratio = np.exp(found["log_evidence"] - float(log_evidence))
@@ -135,10 +127,10 @@ def test_a_series_of_one_row(key: jax.Array):
     exact = rd.kalman_smoother(MODEL, YS[:1])
     found = rd.guided_smoother(key, MODEL, exact.chain, YS[:1], 50)
     assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
-    found = runs(MODEL, shaken(exact.chain), YS[:1], 50, 200)
+    found = runs(MODEL, shifted_chain(exact.chain), YS[:1], 50, 200)
     check_evidence(found, exact.log_evidence)
     wanted = wanted_of(exact, 1)
-    check_means(found, {name: wanted[name] for name in ("mean", "sum")}, 50)
+    assert_means_agree(found, {name: wanted[name] for name in ("mean", "sum")}, 50)
 
 
 # --- a wrong chain --------------------------------------------------------------------------------
@@ -148,12 +140,12 @@ def test_a_series_of_one_row(key: jax.Array):
 def test_a_wrong_chain_is_corrected(forward: rd.particles.AbstractBackwardSampler):
     wanted = wanted_of(EXACT, N)
     found = runs(MODEL, WRONG, YS, 100, 300, forward=forward)
-    check_means(found, wanted, 100, bias=10.0)
+    assert_means_agree(found, wanted, 100, bias=10.0)
     check_evidence(found, EXACT.log_evidence)
     # What the chain itself says would be refused.
     own = {name: value[None] for name, value in wanted_of(kalman_like(WRONG), N).items()}
     with pytest.raises(AssertionError, match="of what is allowed"):
-        check_means(own, wanted, 100, bias=10.0)
+        assert_means_agree(own, wanted, 100, bias=10.0)
     # Resampling that is better than multinomial, or seldom, leaves standard errors too large.
     scores = (found["sum"] - wanted["sum"]) / found["sum_error"]
     if not isinstance(forward, rd.particles.Genealogy):
@@ -179,7 +171,7 @@ def kalman_like(chain: rd.LinearGaussianChain) -> KalmanPosterior:
 )
 def test_a_wrong_chain_is_corrected_in_every_way(chain: AbstractKernelChain, options: dict):
     found = runs(MODEL, chain, YS, 200, 200, **options)
-    check_means(found, wanted_of(EXACT, N), 200, bias=10.0)
+    assert_means_agree(found, wanted_of(EXACT, N), 200, bias=10.0)
     check_evidence(found, EXACT.log_evidence)
 
 
@@ -209,8 +201,8 @@ def test_filtering_laws_cover_kernels_that_are_too_sure_of_themselves():
 
 BIMODAL = rd.StateSpaceModel(
     rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-    rd.NonlinearGaussianKernel(lambda x: x + 0.5 * jnp.sin(x), rd.Diagonal(0.5 * jnp.ones(1))),
-    rd.NonlinearGaussianKernel(lambda x: 0.3 * x**2 + x, rd.Diagonal(0.6 * jnp.ones(1))),
+    nonlinear_kernel(lambda x: x + 0.5 * jnp.sin(x), 0.5),
+    nonlinear_kernel(lambda x: 0.3 * x**2 + x, 0.6),
 )
 
 
@@ -234,7 +226,7 @@ def test_a_chain_with_one_mode_finds_both_where_it_covers_them(
     found = runs(BIMODAL, chain, ys, 400, 100, forward=forward)
     mean = np.asarray(exact.mean)
     wanted = {"mean": mean, "covariance": np.asarray(exact.covariance), "sum": mean.sum(0)}
-    check_means(found, wanted, 400, bias=10.0)
+    assert_means_agree(found, wanted, 400, bias=10.0)
     check_evidence(found, exact.log_evidence)
 
 
@@ -347,11 +339,7 @@ class CurvedKernel(rd.AbstractBackwardKernel):
 @pytest.mark.statistical
 @pytest.mark.parametrize("share", [None, 0.2])
 def test_any_chain_corrects_to_the_posterior_of_any_model(share: float | None):
-    model = rd.StateSpaceModel(
-        dist.Normal(jnp.zeros(1), 0.5),
-        rd.DistributionKernel(lambda x: dist.StudentT(5.0, 0.8 * x, 0.3)),
-        rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x))),
-    )
+    model = heavy_tailed_count_model()
     ys = np.array([[1.0], [0.0], [np.nan], [6.0], [2.0]])
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
     laws = jax.vmap(rd.Gaussian)(jnp.full((5, 1), 0.3), jnp.ones((5, 1, 1)))
@@ -365,7 +353,7 @@ def test_any_chain_corrects_to_the_posterior_of_any_model(share: float | None):
         rd.particles.RejectionBackward(log_bound=bound),
     ):
         found = runs(model, chain, ys, 300, 100, forward=forward)
-        check_means(found, wanted, 300, bias=10.0)
+        assert_means_agree(found, wanted, 300, bias=10.0)
         check_evidence(found, exact.log_evidence)
 
 
@@ -421,7 +409,7 @@ def test_inputs_masks_and_padding_under_the_exact_posterior(key: jax.Array):
 def test_padding_changes_nothing(key: jax.Array, length: int):
     model, ys, options = driven()
     options |= {"length": length}
-    chain = shaken(rd.kalman_smoother(model, ys, **options).chain)
+    chain = shifted_chain(rd.kalman_smoother(model, ys, **options).chain)
     padded = rd.guided_smoother(key, model, chain, ys, 50, **options)
     short = eqx.tree_at(lambda q: q.length, chain.prefix(length), None)
     cut = {name: options[name][:length] for name in ("mask", "inputs")}
@@ -442,8 +430,8 @@ def test_padding_changes_nothing(key: jax.Array, length: int):
 def test_smoothed_moments_with_inputs_masks_and_padding():
     model, ys, options = driven()
     exact = rd.kalman_smoother(model, ys, **options)
-    found = runs(model, shaken(exact.chain), ys, 200, 200, **options)
-    check_means(found, wanted_of(exact, 4), 200, bias=10.0)
+    found = runs(model, shifted_chain(exact.chain), ys, 200, 200, **options)
+    assert_means_agree(found, wanted_of(exact, 4), 200, bias=10.0)
     check_evidence(found, exact.log_evidence)
 
 
@@ -454,7 +442,7 @@ def test_a_batch_of_series_of_unequal_length(key: jax.Array):
 
     def smooth(length: Any) -> GuidedPosterior:
         chain = rd.kalman_smoother(model, ys, length=length, **rest).chain
-        return rd.guided_smoother(key, model, shaken(chain), ys, 30, length=length, **rest)
+        return rd.guided_smoother(key, model, shifted_chain(chain), ys, 30, length=length, **rest)
 
     batch = jax.jit(jax.vmap(smooth))(jnp.array([1, 4]))
     with pytest.raises(ValueError, match="batch of series"):
@@ -492,11 +480,7 @@ def test_in_single_precision(
 
 
 def bounded(ys: np.ndarray) -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]:
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-        rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
-        rd.DistributionKernel(lambda x: Within(x, 2.0)),
-    )
+    model = linear_transition_model(uniform_emission())
     near = eqx.tree_at(lambda m: m.emission, model, model.transition)
     return model, rd.kalman_smoother(near, ys).chain
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-from bounded_law import Within
+from backward_chains import shifted_chain
 from linear_models import random_mask, random_model
-from wrong_chain import shaken
+from nonlinear_models import UniformLaw
 
 import retrodict as rd
 from retrodict._expectations import Estimate
@@ -31,7 +31,7 @@ N = 6
 MODEL = random_model(np.random.default_rng(3), 2, 2)
 YS = MODEL.simulate(jax.random.key(4), N)[1]
 EXACT = rd.kalman_smoother(MODEL, YS)
-WRONG = shaken(EXACT.chain, 0.1, 1.3)
+WRONG = shifted_chain(EXACT.chain, 0.1, 1.3)
 
 
 # --- Pareto smoothing -----------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_a_functional_may_read_data_of_its_own(corrected: ImportancePosterior):
 
 
 def test_thin_tails_are_named(key: jax.Array):
-    thin = shaken(EXACT.chain, 0.0, 0.5)
+    thin = shifted_chain(EXACT.chain, 0.0, 0.5)
     found = rd.importance_smoother(key, MODEL, thin, YS, 2000)
     (message,) = found.messages
     assert float(found.k_hat) > 0.7 and "unreliable" in message and "guided_smoother" in message
@@ -210,7 +210,7 @@ def test_weights_with_inputs_masks_and_padding(key: jax.Array):
     exact = rd.kalman_smoother(model, ys, **options)
     found = rd.importance_smoother(key, model, exact.chain, ys, 50, **options)
     assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
-    chain = shaken(exact.chain)
+    chain = shifted_chain(exact.chain)
     found = rd.importance_smoother(key, model, chain, ys, 50, **options)
     cut = {"mask": mask[:5], "inputs": inputs[:5]}
     short = eqx.tree_at(lambda q: q.length, chain.prefix(5), None)
@@ -235,7 +235,7 @@ def test_in_single_precision(x32: None, key: jax.Array):
     assert found.samples.dtype == found.log_weights.dtype == jnp.float32
     assert float(found.k_hat) == -math.inf
     assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), rel=1e-5)
-    wide = rd.importance_smoother(key, model, shaken(exact.chain), ys, 100)
+    wide = rd.importance_smoother(key, model, shifted_chain(exact.chain), ys, 100)
     assert wide.mean.dtype == jnp.float32 and np.isfinite(wide.mean).all()
 
 
@@ -243,7 +243,7 @@ def test_in_single_precision(x32: None, key: jax.Array):
 
 
 def test_the_bound_grows_from_the_elbo_to_the_evidence(key: jax.Array):
-    chain = shaken(EXACT.chain)
+    chain = shifted_chain(EXACT.chain)
     values = [
         rd.particles.importance_weighted_bound(key, MODEL, chain, YS, count, num_replicates=300)
         for count in (1, 10, 100)
@@ -277,7 +277,7 @@ def test_the_bound_of_the_exact_posterior_is_the_evidence(key: jax.Array):
 def test_the_bound_is_differentiable(key: jax.Array):
     def value(shift: Any) -> Any:
         return rd.particles.importance_weighted_bound(
-            key, MODEL, shaken(EXACT.chain, shift), YS, 20, num_replicates=2
+            key, MODEL, shifted_chain(EXACT.chain, shift), YS, 20, num_replicates=2
         ).value
 
     slope = jax.grad(value)(0.2)
@@ -320,7 +320,7 @@ def test_misuse_is_refused(verb: str, change: dict, kind: type[Exception], words
 def broken(case: str) -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]:
     if case == "undefined":
         return MODEL, eqx.tree_at(lambda q: q.laws.mean, WRONG, WRONG.laws.mean * jnp.nan)
-    emission: Callable = lambda x: Within(x + 1e6, 1.0)  # noqa: E731
+    emission: Callable = lambda x: UniformLaw(x + 1e6, 1.0)  # noqa: E731
     return eqx.tree_at(lambda m: m.emission, MODEL, rd.DistributionKernel(emission)), WRONG
 
 

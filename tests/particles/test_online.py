@@ -14,7 +14,8 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from bounded_law import Within
+from linear_models import linear_model
+from nonlinear_models import heavy_tailed_count_model, uniform_emission
 
 import retrodict as rd
 from retrodict._expectations import SecondMomentSums
@@ -23,23 +24,20 @@ from retrodict.particles import AdditivePosterior
 UNTYPED = cast(Any, rd)
 """The library as it is called by those who do not read types."""
 
-MODEL = rd.StateSpaceModel(
-    rd.Gaussian(jnp.array([0.5, -0.5]), jnp.array([[1.0, 0.0], [0.3, 0.8]])),
-    rd.LinearGaussianKernel(
-        jnp.array([[0.8, 0.3], [-0.2, 0.7]]),
-        jnp.array([0.1, -0.2]),
-        jnp.array([[0.6, 0.0], [0.2, 0.5]]),
-        jnp.array([[1.0], [-0.5]]),
-    ),
-    rd.LinearGaussianKernel(
-        jnp.array([[1.0, 0.4]]), jnp.array([0.2]), jnp.array([[0.7]]), jnp.array([[0.5]])
-    ),
+MODEL = linear_model(
+    2,
+    mean=jnp.array([0.5, -0.5]),
+    prior=jnp.array([[1.0, 0.0], [0.3, 0.8]]),
+    weight=jnp.array([[0.8, 0.3], [-0.2, 0.7]]),
+    bias=jnp.array([0.1, -0.2]),
+    noise=jnp.array([[0.6, 0.0], [0.2, 0.5]]),
+    input_weight=jnp.array([[1.0], [-0.5]]),
+    design=jnp.array([[1.0, 0.4]]),
+    offset=0.2,
+    error=0.7,
+    design_input=0.5,
 )
-SCALAR = rd.StateSpaceModel(
-    rd.Gaussian(jnp.zeros(1), jnp.eye(1)),
-    rd.LinearGaussianKernel(0.8 * jnp.eye(1), jnp.zeros(1), 0.6 * jnp.eye(1)),
-    rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), 0.7 * jnp.eye(1)),
-)
+SCALAR = linear_model(weight=0.8, noise=0.6, error=0.7)
 
 
 def series() -> tuple[np.ndarray, dict[str, Any]]:
@@ -243,11 +241,7 @@ def test_a_single_particle():
 
 @pytest.mark.statistical
 def test_paris_under_moves_that_are_not_gaussian():
-    model = rd.StateSpaceModel(
-        dist.Normal(jnp.zeros(1), 0.5),
-        rd.DistributionKernel(lambda x: dist.StudentT(5.0, 0.8 * x, 0.3)),
-        rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(x))),
-    )
+    model = heavy_tailed_count_model()
     ys = np.array([[1.0], [0.0], [3.0], [6.0], [2.0]])
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
     bound = float(scipy.stats.t.logpdf(0.0, 5.0, 0.0, 0.3))
@@ -351,7 +345,7 @@ def test_a_stream_skips_rows_that_no_particle_explains():
     model = eqx.tree_at(
         lambda model: model.emission,
         SCALAR,
-        rd.DistributionKernel(lambda x: Within(x, 2.0)),
+        uniform_emission(),
     )
     smoother = rd.online.OnlineSmoother(model, rd.StateSum(), 20)
     ys = np.array([0.0, 0.5, 1000.0, 0.0, -1000.0])[:, None]

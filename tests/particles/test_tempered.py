@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nonlinear_models import nonlinear_emission_model
 
 import retrodict as rd
 from retrodict._linearised.smoother import smooth_from_paths
@@ -14,11 +15,7 @@ from retrodict.particles.particle_filter import run_filter
 from retrodict.particles.tempered import TemperedFilter, tempered_smoother
 
 ERROR = 0.02
-MODEL = rd.StateSpaceModel(
-    rd.Gaussian(jnp.array([0.2]), jnp.eye(1)),
-    rd.LinearGaussianKernel(0.9 * jnp.eye(1), jnp.zeros(1), 0.3 * jnp.eye(1)),
-    rd.NonlinearGaussianKernel(jnp.square, rd.Diagonal(jnp.array([ERROR]))),
-)
+MODEL = nonlinear_emission_model(jnp.square, ERROR, mean=0.2, noise=0.3)
 YS = jnp.array([[2.0], [2.3], [jnp.nan], [1.8], [2.1], [2.4]])
 
 

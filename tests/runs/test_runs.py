@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bimodal_posterior
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import statsmodels.api as sm
-import two_sided
+from linear_models import linear_transition_model
 
 import retrodict as rd
 from retrodict import data, models, runs
@@ -533,8 +534,7 @@ def test_families_meet_gaps_while_they_are_trained():
 def test_particles_that_know_nothing_have_no_levels():
     """Eight states that wander, each seen with little noise, and ten particles."""
     rate = rd.NonlinearGaussianKernel(lambda x: x + 0 * jnp.sin(x), rd.Diagonal(0.01 * jnp.ones(8)))
-    move = rd.LinearGaussianKernel(jnp.eye(8), jnp.zeros(8), jnp.eye(8))
-    model = rd.StateSpaceModel(rd.Gaussian(jnp.zeros(8), jnp.eye(8)), move, rate)
+    model = linear_transition_model(rate, 8, weight=1.0)
     ys = np.asarray(model.simulate(jax.random.key(0), 20)[1])
     assert np.isnan(_residuals.levels(jax.random.key(1), model, ys, num_particles=100)).all()
 
@@ -795,23 +795,23 @@ def test_two_modes_are_seen_in_pictures_and_pages(monkeypatch, tmp_path):
 
     Quantiles of 2,000 draws against a grid; a false alarm has a probability of 2e-9 per row.
     """
-    exact, found = two_sided.posterior(), two_sided.smoothed()
+    exact, found = bimodal_posterior.posterior(), bimodal_posterior.smoothed()
     arrays, rest = eqx.partition(found, eqx.is_array)
     batch = eqx.combine(jax.tree.map(lambda leaf: leaf[None], arrays), rest)
     monkeypatch.setattr(_report, "smooth", lambda *_, **__: batch)
-    table = data.read({"y": two_sided.observations()[:, 0]})
+    table = data.read({"y": bimodal_posterior.observations()[:, 0]})
     record = {"layout": table.layout}
     family = rd.MixtureFamily(jax.random.key(0), 1, 1)
-    run = runs.Run(tmp_path, models.ModelSpec("own"), two_sided.model(), family, record)
+    run = runs.Run(tmp_path, models.ModelSpec("own"), bimodal_posterior.model(), family, record)
     (series,) = _report._series(run, table, 3, 0.9, 0)
     column, state = series.panels
     for band, rows in ((state, slice(None)), (state.forecast, slice(-3, None))):
         assert band is not None and band.hollow is not None
-        oracle = exact if rows == slice(None) else two_sided.posterior(3)
+        oracle = exact if rows == slice(None) else bimodal_posterior.posterior(3)
         num_draws = 2000 if rows == slice(None) else 1000
         for level, end in ((0.05, band.lower), (0.95, band.upper)):
             expected = np.asarray(oracle.quantile(level))[rows, 0]
-            near = two_sided.tolerance(oracle, level, num_draws)[rows]
+            near = bimodal_posterior.tolerance(oracle, level, num_draws)[rows]
             assert np.all(np.abs(end - expected) < near)
         # Between the modes there is a hollow, within which the law has hardly any mass.
         assert np.all((band.hollow.lower < -1.5) & (band.hollow.upper > 1.5))

@@ -2,15 +2,18 @@
 
 import dataclasses
 import importlib
+from dataclasses import replace
 from typing import Any
 
+import bimodal_posterior
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-import two_sided
+from linear_models import linear_kernel, linear_model, linear_transition_model
+from nonlinear_models import nonlinear_emission_model, nonlinear_kernel
 
 import retrodict as rd
 from retrodict._model import prepare_batch
@@ -25,28 +28,24 @@ driver = importlib.import_module("retrodict._smooth.smooth")
 N, QUICK = 30, {"num_steps": 3, "num_series": 8, "num_samples": 32, "progress": False}
 
 
-def linear(weight, noise, driven=False):
-    weight, noise = jnp.array([[weight]]), jnp.array([[noise]])
-    return rd.LinearGaussianKernel(weight, jnp.zeros(1), noise, jnp.eye(1) if driven else None)
-
-
 def model_with(emission, weight=0.9, noise=0.4, driven=False):
-    spread = noise / np.sqrt(1 - weight**2)
-    prior = rd.Gaussian(jnp.zeros(1), jnp.array([[spread]]))
-    return rd.StateSpaceModel(prior, linear(weight, noise, driven), emission)
-
-
-def seen_through(map_, error):
-    return rd.NonlinearGaussianKernel(map_, rd.Diagonal(jnp.array([error])))
+    """A model that starts from its stationary law."""
+    return linear_transition_model(
+        emission,
+        prior=noise / np.sqrt(1 - weight**2),
+        weight=weight,
+        noise=noise,
+        input_weight=1.0 if driven else None,
+    )
 
 
 def bent(x):
     return x + 0.1 * jnp.sin(x)
 
 
-LINEAR = model_with(linear(1.0, 0.3))
-MILD = model_with(seen_through(bent, 0.3))
-SQUARE = model_with(seen_through(jnp.square, 0.1), weight=0.95, noise=0.2)
+LINEAR = model_with(linear_kernel(scale=0.3))
+MILD = model_with(nonlinear_kernel(bent, 0.3))
+SQUARE = model_with(nonlinear_kernel(jnp.square, 0.1), weight=0.95, noise=0.2)
 
 
 def simulated(model, count=None, n=N, seed=2):
@@ -94,7 +93,7 @@ def test_a_linear_gaussian_model_is_smoothed_exactly():
 
 @pytest.mark.slow
 def test_a_batch_has_masks_inputs_and_lengths_of_its_own():
-    model = model_with(linear(1.0, 0.3), driven=True)
+    model = model_with(linear_kernel(scale=0.3), driven=True)
     us = jnp.sin(jnp.arange(3.0 * N)).reshape(3, N, 1)
     keys = jax.random.split(jax.random.key(0), 3)
     ys = jax.vmap(lambda key, u: model.simulate(key, N, inputs=u)[1])(keys, us)
@@ -137,11 +136,7 @@ def test_the_same_call_has_the_same_answer(mild):
 
 def sharp(error):
     """A sensor that sees x² with little noise, x near 3, and a prior that allows both signs."""
-    model = rd.StateSpaceModel(
-        rd.Gaussian(jnp.ones(1), 2.0 * jnp.eye(1)),
-        linear(1.0, 0.1),
-        seen_through(jnp.square, error),
-    )
+    model = nonlinear_emission_model(jnp.square, error, mean=1.0, prior=2.0, weight=1.0, noise=0.1)
     draws = np.random.default_rng(0).normal(size=(2, N))
     return model, (3.0 + 0.1 * np.cumsum(draws[0])) ** 2 + error * draws[1]
 
@@ -236,7 +231,7 @@ def test_many_sharp_sensors_do_not_kill_the_reference():
 
 @pytest.mark.slow
 def test_without_a_density_the_smoother_speaks_for_itself():
-    stiff = rd.StateSpaceModel(MILD.prior, linear(0.9, 0.0), MILD.emission)
+    stiff = replace(MILD, transition=linear_kernel(0.9, scale=0.0))
     found = rd.smooth(stiff, simulated(stiff, 2))
     assert found.method == "linearised" and found.mean.shape == (2, N, 1)
     assert not found.trustworthy
@@ -298,7 +293,7 @@ def test_a_family_breaks_or_is_beaten():
 
 @pytest.mark.slow
 def test_training_series_take_after_the_given_ones():
-    model = model_with(seen_through(jnp.square, 0.1), driven=True)
+    model = model_with(nonlinear_kernel(jnp.square, 0.1), driven=True)
     us = jnp.arange(2.0 * 80).reshape(2, 80, 1)
     seen = np.ones((2, 80, 1), bool)
     seen[0, ::2] = False
@@ -320,7 +315,7 @@ def test_training_series_take_after_the_given_ones():
 
 @pytest.mark.slow
 def test_a_family_is_trained_with_gaps_inputs_and_lengths():
-    model = model_with(seen_through(jnp.square, 0.1), driven=True)
+    model = model_with(nonlinear_kernel(jnp.square, 0.1), driven=True)
     us = 0.1 * jnp.sin(jnp.arange(2.0 * N)).reshape(2, N, 1)
     keys = jax.random.split(jax.random.key(0), 2)
     ys = np.array(jax.vmap(lambda key, u: model.simulate(key, N, inputs=u)[1])(keys, us))
@@ -398,7 +393,7 @@ LEVELS = [0.05, 0.3, 0.95]
 
 @pytest.fixture(scope="module")
 def quantiles_of_two_modes() -> np.ndarray:
-    smoothed = two_sided.smoothed()
+    smoothed = bimodal_posterior.smoothed()
     quantiles = smoothed.quantile(LEVELS)
     assert quantiles.shape == (3, *smoothed.mean.shape)
     # Draws are the same in every call.
@@ -411,9 +406,9 @@ def test_quantiles_of_two_modes_are_those_of_draws(
     quantiles_of_two_modes: np.ndarray, level: float
 ):
     """Against a grid; a false alarm has a probability of 2e-9 per row."""
-    exact, smoothed = two_sided.posterior(), two_sided.smoothed()
+    exact, smoothed = bimodal_posterior.posterior(), bimodal_posterior.smoothed()
     expected = np.asarray(exact.quantile(level))[:, 0]
-    near = two_sided.tolerance(exact, level, 1000)
+    near = bimodal_posterior.tolerance(exact, level, 1000)
     quantiles = quantiles_of_two_modes[LEVELS.index(level)]
     assert np.all(np.abs(quantiles[:, 0] - expected) < near)
     # A Gaussian interval is elsewhere: modes at ±3 have a standard deviation of 3.
@@ -423,7 +418,7 @@ def test_quantiles_of_two_modes_are_those_of_draws(
 
 @pytest.mark.slow
 def test_quantiles_of_a_batch_have_its_axis_after_that_of_the_levels():
-    smoothed = two_sided.smoothed()
+    smoothed = bimodal_posterior.smoothed()
     batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), eqx.filter(smoothed, eqx.is_array))
     batch = eqx.combine(batch, smoothed)
     assert batch.quantile([0.3, 0.5]).shape == (2, 2, *smoothed.mean.shape)
@@ -441,15 +436,14 @@ def test_quantiles_of_a_linear_gaussian_posterior_are_exact():
 @pytest.mark.parametrize("level", [0.0, 1.0, -0.5, np.nan])
 def test_quantile_refuses_what_is_no_probability(level: float):
     with pytest.raises(ValueError, match="strictly between 0 and 1"):
-        two_sided.smoothed().quantile(level)
+        bimodal_posterior.smoothed().quantile(level)
 
 
 def explosive(scale: float) -> rd.StateSpaceModel:
     """A double well, out of which paths that start far away are thrown to infinity."""
-    return rd.StateSpaceModel(
-        rd.Gaussian(jnp.zeros(1), scale * jnp.eye(1)),
-        rd.NonlinearGaussianKernel(lambda x: x + 0.2 * (x - x**3), rd.Diagonal(jnp.array([0.2]))),
-        rd.LinearGaussianKernel(jnp.eye(1), jnp.zeros(1), jnp.eye(1)),
+    return replace(
+        linear_model(prior=scale),
+        transition=nonlinear_kernel(lambda x: x + 0.2 * (x - x**3), 0.2),
     )
 
 

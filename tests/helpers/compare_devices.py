@@ -11,8 +11,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blocks import InBlocks
 from fit_options import fit_options
+from in_memory_store import InMemoryStore
 from jax import lax
 
 import retrodict as rd
@@ -174,7 +174,11 @@ def every() -> dict[str, object]:
         "windows": fits(ys[:13], "all", batch_size=5, window=3),
         # Two starts on halves of the devices, and then the better one on all of them.
         "stored": fits(
-            InBlocks(ys[:13], [4, 6, 3], lengths), mesh, batch_size=9, restarts=2, tournament=0.5
+            InMemoryStore(ys[:13], [4, 6, 3], lengths),
+            mesh,
+            batch_size=9,
+            restarts=2,
+            tournament=0.5,
         ),
         "evidence": apart(evidence[0], evidence[1]),
         "evidence by steps": apart(evidence[2], evidence[3]),

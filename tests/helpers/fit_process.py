@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from blocks import InBlocks
-from on_devices import fitted, series
+from compare_devices import fitted, series
+from in_memory_store import InMemoryStore
 
 import retrodict as rd
 
@@ -39,7 +39,7 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
         own = ys[index * share : (index + 1) * share]
         given = jax.make_array_from_process_local_data(rows, own)
     if "stored" in flags:
-        given = store = InBlocks(ys, [2] * 6)
+        given = store = InMemoryStore(ys, [2] * 6)
     doomed = {"dies": number - 1, "dies first": 0}
 
     def tell(step: int, _: float) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import retrodict as rd
 
 
-class InBlocks(rd.data.AbstractSeriesStore):
+class InMemoryStore(rd.data.AbstractSeriesStore):
     """Arrays cut into blocks.
 
     Attributes:
