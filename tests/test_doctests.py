@@ -53,7 +53,7 @@ SLOW = {
         for name in modules()
     ],
 )
-def test_examples_run(name: str):
+def test_docstring_examples_run(name: str):
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS)
     output: list[str] = []
@@ -62,7 +62,7 @@ def test_examples_run(name: str):
     assert runner.summarize(verbose=False).failed == 0, "".join(output)
 
 
-def test_examples_are_found():
+def test_docstring_examples_are_collected():
     # Decorated classes and functions hide from doctest, and a test that sees nothing passes.
     names = {test.name for test in examples(importlib.import_module("retrodict._model.model"))}
     assert names == {"retrodict._model.model.StateSpaceModel"}

@@ -72,7 +72,7 @@ LONG = (
 @pytest.mark.parametrize(
     "name", [pytest.param(p, marks=pytest.mark.slow) if p in LONG else p for p in PAGES]
 )
-def test_a_page_runs_as_printed(name: str):
+def test_page_runs_as_printed(name: str):
     path = REPOSITORY / name
     assert run_page(path.read_text(encoding="utf-8"), name) > 0
 
@@ -82,6 +82,6 @@ def test_blocks_share_a_namespace_and_others_are_skipped():
     assert run_page(page, "page") == 2
 
 
-def test_an_output_that_differs_is_found():
+def test_differing_output_is_detected():
     with pytest.raises(AssertionError, match="page, line 5"):
         run_page("```python\nprint(1)\n```\n```text\n2\n```\n", "page")

@@ -106,7 +106,7 @@ def folded_mean(shift: float, spread: float) -> float:
 
 
 @pytest.mark.parametrize("shift, spread", [(0.0, 0.5), (1.3, 0.0), (0.4, 0.7), (-2.0, 0.1)])
-def test_distance_in_one_dimension_is_the_integral_over_quantiles(shift: float, spread: float):
+def test_wasserstein_distance_in_1d_equals_integral_over_quantiles(shift: float, spread: float):
     p = rd.Gaussian(jnp.zeros(1), jnp.eye(1))
     q = rd.Gaussian(jnp.array([shift]), (1 + spread) * jnp.eye(1))
     levels = (np.arange(200_000) + 0.5) / 200_000
@@ -115,7 +115,7 @@ def test_distance_in_one_dimension_is_the_integral_over_quantiles(shift: float, 
     assert distances.gaussian_distance(p, q) == pytest.approx(expected, rel=1e-4)
 
 
-def test_bures_is_the_formula_with_matrix_roots(key: Any):
+def test_bures_distance_equals_formula_with_matrix_roots(key: Any):
     rng = np.random.default_rng(0)
     p, q = gaussian(rng, 3), gaussian(rng, 3)
     a, b = np.asarray(p.covariance), np.asarray(q.covariance)
@@ -125,7 +125,7 @@ def test_bures_is_the_formula_with_matrix_roots(key: Any):
     assert distances.bures(p, q) == pytest.approx(math.sqrt(squared), rel=1e-10)
 
 
-def test_bures_sees_differences_far_below_the_root_of_rounding():
+def test_bures_distance_resolves_tiny_differences():
     law = gaussian(np.random.default_rng(1), 2)
     near = rd.Gaussian(law.mean, law.scale_tril * (1 + 1e-12))
     assert float(distances.bures(law, near)) == pytest.approx(
@@ -134,7 +134,7 @@ def test_bures_sees_differences_far_below_the_root_of_rounding():
 
 
 @pytest.mark.slow
-def test_distance_on_a_mesh_is_above_the_best_transport_plan():
+def test_distance_on_a_mesh_is_at_least_the_optimal_transport_cost():
     rng = np.random.default_rng(2)
     shape, spacing = (3, 4), np.array([0.5, 0.3])
     points = np.array(list(itertools.product(*(np.arange(n) for n in shape)))) * spacing
@@ -170,7 +170,7 @@ def sum_of_products(gains_: np.ndarray, lipschitz: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("d", [1, 2, 3])
-def test_lipschitz_sums_are_the_sums_over_all_products(d: int):
+def test_lipschitz_sums_equal_explicit_sums_of_products(d: int):
     rng = np.random.default_rng(d)
     steps, constants = 0.6 * rng.normal(size=(9, d, d)), rng.uniform(size=10)
     expected = sum_of_products(steps, constants)
@@ -182,7 +182,7 @@ def test_lipschitz_sums_are_the_sums_over_all_products(d: int):
     )
 
 
-def test_a_window_keeps_the_sum_an_upper_bound_and_close():
+def test_windowed_lipschitz_sum_is_a_close_upper_bound():
     rng = np.random.default_rng(3)
     # Rotations that shrink: norms of products decay, and so do those beyond the window.
     steps = 0.8 * np.array([scipy.linalg.expm(a - a.T) for a in rng.normal(size=(59, 2, 2))])
@@ -219,7 +219,7 @@ def dense(found: curvature.Curvature) -> np.ndarray:
 
 @pytest.mark.parametrize("d", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_curvature_is_the_hessian_of_a_linear_gaussian_model(d: int):
+def test_curvature_equals_hessian_of_linear_gaussian_model(d: int):
     rng = np.random.default_rng(d)
     model, n = random_model(rng, d, 2), 5
     ys, mask = rng.normal(size=(n, 2)), jnp.asarray(random_mask(rng, n, 2, 0.7))
@@ -240,7 +240,7 @@ def test_curvature_is_the_hessian_of_a_linear_gaussian_model(d: int):
 
 
 @pytest.mark.slow
-def test_forward_kernels_are_those_of_the_joint_law():
+def test_forward_kernels_equal_conditionals_of_joint_law():
     instance = Instance(4, 2)
     reference = wasserstein.exact_posterior(instance.exact)
     joint = instance.exact.pairwise()
@@ -267,7 +267,7 @@ RIGOROUS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("d, count, largest_median", [(1, 12, 1.6), (2, 20, 2.2)])
-def test_no_bound_is_violated_and_the_first_is_sharp(d: int, count: int, largest_median: float):
+def test_error_bounds_hold_and_the_tightest_is_sharp(d: int, count: int, largest_median: float):
     ratios = []
     for seed in range(count):
         instance = Instance(seed, d)
@@ -297,7 +297,7 @@ def test_bounds_vanish_at_the_exact_posterior():
 
 
 @pytest.mark.slow
-def test_a_constant_scales_the_bound():
+def test_bound_is_proportional_to_declared_constant():
     instance = Instance(8, 1)
     one, three = (instance.bound(rd.bounds.AnyLipschitz(c)).value for c in (1.0, 3.0))
     assert float(three) == pytest.approx(3 * float(one))
@@ -374,7 +374,7 @@ def test_padding_and_missing_rows_are_left_out():
 
 
 @pytest.mark.slow
-def test_bounds_in_float32(x32: None):
+def test_bound_in_float32_is_valid_and_float32(x32: None):
     instance = Instance(9, 1)
     found = instance.bound(rd.bounds.AnyLipschitz(), key=jax.random.key(0), num_samples=100)
     assert found.value.dtype == jnp.float32
@@ -404,7 +404,7 @@ def counts() -> tuple[rd.StateSpaceModel, Any, rd.LinearGaussianChain, rd.GridPo
 
 
 @pytest.mark.slow
-def test_on_a_grid_the_bound_is_that_of_closed_forms():
+def test_grid_bound_equals_closed_form():
     instance = Instance(11, 1)
     posterior = rd.grid_smoother(instance.model, instance.ys, GRID)
     ones = lipschitz.Sensitivity(jnp.zeros(N), jnp.ones(N))
@@ -445,7 +445,7 @@ def test_bounds_of_counts_hold_with_and_without_a_grid(counts: Any):
     assert 0 < float(free.standard_error) < 0.1 * float(free.value)
 
 
-def test_exact_errors_on_a_grid(counts: Any):
+def test_grid_reference_gives_exact_errors(counts: Any):
     model, ys, chain, posterior = counts
     found = rd.error_bound(model, chain, ys, rd.StateSum(), reference=posterior)
     expected = jnp.sum(chain.marginals().mean - posterior.mean, axis=0)
@@ -463,7 +463,7 @@ def test_exact_errors_on_a_grid(counts: Any):
         assert float(jnp.sum(bound.per_step)) == pytest.approx(float(bound.value))
 
 
-def test_without_memory_the_ranges_are_oscillations():
+def test_grid_ranges_equal_oscillations_without_memory():
     model = linear_model(weight=0.0)
     posterior = rd.grid_smoother(model, jnp.zeros((4, 1)), GRID)
     values = jnp.stack([k * jnp.tanh(GRID.points[:, 0]) for k in range(4)])
@@ -472,7 +472,7 @@ def test_without_memory_the_ranges_are_oscillations():
 
 
 @pytest.mark.slow
-def test_two_dimensions_on_a_grid():
+def test_error_bound_holds_on_a_two_dimensional_grid():
     rng = np.random.default_rng(5)
     model = random_model(rng, 2, 2)
     _, ys = model.simulate(jax.random.key(5), 3)
@@ -515,7 +515,7 @@ def test_a_grid_that_misses_the_chain_is_declined(counts: Any):
 # What is a certificate and what is not
 
 
-def test_a_mean_over_paths_is_no_certificate():
+def test_average_over_paths_is_not_rigorous():
     model, share, far = linear_model(), 2e-5, 1e7
     _, ys = model.simulate(jax.random.key(0), 5)
     exact = rd.kalman_smoother(model, ys).chain
@@ -538,7 +538,7 @@ def test_a_mean_over_paths_is_no_certificate():
     assert "not a certificate" in found.rests_on
 
 
-def test_a_box_that_misses_a_mode_is_no_certificate():
+def test_grid_that_misses_a_mode_is_not_rigorous():
     # The posterior is symmetric around zero, and the box and its surroundings hold half of it.
     model = nonlinear_emission_model(jnp.square, prior=3.0, weight=1.0, noise=0.1)
     ys = jnp.full((4, 1), 9.0)
@@ -553,7 +553,7 @@ def test_a_box_that_misses_a_mode_is_no_certificate():
         assert not found.rigorous and "beyond the box is not bounded" in found.rests_on
 
 
-def test_a_smaller_value_of_a_worse_kind_is_not_returned(monkeypatch: pytest.MonkeyPatch):
+def test_rigorous_bound_wins_over_smaller_estimate(monkeypatch: pytest.MonkeyPatch):
     values: dict[str, Any] = {
         "exact": ("grid", 2.0),
         "score": ("samples", 1e-9),
@@ -655,7 +655,7 @@ ADVERSE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADVERSE)
-def test_no_certificate_is_below_the_error_in_rational_arithmetic(name: str):
+def test_rigorous_bounds_exceed_error_in_rational_arithmetic(name: str):
     model = linear_model(**ADVERSE[name])
     _, ys = model.simulate(jax.random.key(1), 5)
     mean, variance = moments_of_walk(model, ys)
@@ -689,7 +689,7 @@ def test_no_certificate_is_below_the_error_in_rational_arithmetic(name: str):
 
 
 @pytest.mark.slow
-def test_without_anything_rigorous_it_is_an_estimate_and_says_so():
+def test_bound_without_rigorous_method_is_labelled_an_estimate():
     emission = rd.NonlinearGaussianKernel(jnp.cos, rd.Diagonal(0.3 * jnp.ones(1)))
     model = nonlinear_model(emission)
     _, ys = model.simulate(jax.random.key(3), N)
@@ -729,7 +729,7 @@ def test_a_degenerate_particle_smoother_gives_no_estimate():
             rd.error_bound(model, chain, ys, functional, reference=degenerate, key=key)
 
 
-def test_more_curvature_than_there_is_is_found_out(counts: Any):
+def test_overdeclared_curvature_is_refused(counts: Any):
     _, ys, chain, _ = counts
     wrong = rd.DistributionKernel(
         lambda x: nd.Poisson(jnp.exp(x)), curvature=lambda y: 5.0 * jnp.ones((1, 1))
@@ -752,7 +752,7 @@ def test_more_curvature_than_there_is_is_found_out(counts: Any):
         ({"chain": Instance}, "expects a backward chain"),
     ],
 )
-def test_bad_input_is_refused(untyped: None, change: dict, message: str):
+def test_error_bound_refuses_bad_arguments(untyped: None, change: dict, message: str):
     instance = Instance(1, 1)
     arguments = {
         "model": instance.model,
@@ -764,7 +764,7 @@ def test_bad_input_is_refused(untyped: None, change: dict, message: str):
         rd.error_bound(**(arguments | change))
 
 
-def test_constants_of_functionals_are_checked(untyped: None):
+def test_functional_constants_are_validated(untyped: None):
     with pytest.raises(ValueError, match="lipschitz must be a finite nonnegative number"):
         rd.StateFunctional(lambda x, data: x, lipschitz=-1.0)
     with pytest.raises(ValueError, match="as a pair of constants"):
@@ -777,7 +777,7 @@ def test_constants_of_functionals_are_checked(untyped: None):
 
 
 @pytest.mark.parametrize("d", [1, pytest.param(7, marks=pytest.mark.slow)])
-def test_curvature_that_is_not_positive_is_declined(d: int):
+def test_indefinite_curvature_is_refused(d: int):
     """Seven states are eliminated by LAPACK, whose Cholesky factor of such a matrix is NaN."""
     # A truthful declaration: −∂² log g is at least −4(|y| + 1)/0.09 for y = cos 2x + noise.
     emission = rd.NonlinearGaussianKernel(
@@ -795,7 +795,7 @@ def test_curvature_that_is_not_positive_is_declined(d: int):
 
 
 @pytest.mark.parametrize("method", ["score", "elbo_gap"])
-def test_laws_without_a_density_have_no_score_and_no_gap(method: Any):
+def test_methods_that_need_densities_are_skipped_for_singular_laws(method: Any):
     instance = Instance(19, 1)
     chain = instance.exact
     point = rd.LinearGaussianChain.from_arrays(
@@ -838,7 +838,7 @@ def test_a_time_step_of_zero_leaves_the_wasserstein_bounds():
 
 
 @pytest.mark.slow
-def test_the_gap_of_a_close_chain_is_not_rounding(x32: None):
+def test_elbo_gap_of_close_chain_exceeds_rounding(x32: None):
     model = random_model(np.random.default_rng(0), 1, 1)
     model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), model)
     _, ys = model.simulate(jax.random.key(0), 200)
@@ -850,7 +850,7 @@ def test_the_gap_of_a_close_chain_is_not_rounding(x32: None):
 
 
 @pytest.mark.slow
-def test_the_gap_is_the_evidence_minus_the_elbo():
+def test_elbo_gap_equals_log_evidence_minus_elbo():
     for d in (1, 2):
         instance = Instance(21, d)
         gap = instance.log_evidence - rd.elbo(instance.model, instance.chain, instance.ys)
@@ -859,7 +859,7 @@ def test_the_gap_is_the_evidence_minus_the_elbo():
         assert float(found) == pytest.approx(float(gap), rel=1e-8)
 
 
-def test_signs_of_scales_do_not_matter():
+def test_bound_ignores_signs_of_scale_columns():
     instance = Instance(23, 1)
     chain = instance.chain
     flipped = rd.LinearGaussianChain.from_arrays(
@@ -874,7 +874,7 @@ def test_signs_of_scales_do_not_matter():
 
 
 @pytest.mark.slow
-def test_mass_beyond_the_box_is_not_forgotten():
+def test_mass_outside_the_grid_enters_the_bound():
     model = nonlinear_emission_model(lambda x: x, weight=0.0)
     ys = jnp.zeros((4, 1))
     posterior = rd.grid_smoother(model, ys, rd.Grid([-7.0], [7.0], 200))
@@ -891,7 +891,7 @@ def test_mass_beyond_the_box_is_not_forgotten():
 
 
 @pytest.mark.slow
-def test_jumps_within_a_cell_are_added():
+def test_indicator_jumps_within_grid_cells_enter_the_bound():
     instance = Instance(25, 1)
     model = replace(instance.model, emission=hide_linearity(instance.model).emission)
     posterior = rd.grid_smoother(model, instance.ys, rd.Grid([-9.0], [9.0], 121))
@@ -919,7 +919,7 @@ def test_a_reference_of_another_series_or_model_is_refused(counts: Any):
 # The paper's own quantities
 
 
-def test_h1_is_the_corrected_formula():
+def test_h1_constants_equal_corrected_formula():
     instance = Instance(13, 2)
     found = np.asarray(rd.bounds.h1_constants(instance.model, instance.chain, instance.ys))
     model, chain, d = instance.model, instance.chain, 2
@@ -954,7 +954,7 @@ def test_h1_is_the_corrected_formula():
 
 
 @pytest.mark.slow
-def test_h1_on_a_grid_and_by_sampling(counts: Any):
+def test_h1_constants_agree_on_grid_and_by_sampling(counts: Any):
     model, ys, chain, _ = counts
     by_grid = np.asarray(rd.bounds.h1_constants(model, chain, ys, grid=GRID))
     by_paths = np.asarray(
@@ -975,7 +975,7 @@ def test_h1_on_a_grid_and_by_sampling(counts: Any):
         rd.bounds.h1_constants(model, chain, ys)
 
 
-def test_h2_holds_on_the_domain(counts: Any):
+def test_h2_constants_bound_densities_on_the_domain(counts: Any):
     model, _, chain, _ = counts
     domain = rd.Grid([-1.0], [1.0], 41)
     found = rd.bounds.h2_constants(model, chain, domain)
@@ -995,14 +995,14 @@ def test_h2_holds_on_the_domain(counts: Any):
 
 
 @pytest.mark.parametrize("shape", [0.3, 0.7, 1.2])
-def test_the_pareto_shape_is_found(shape: float):
+def test_pareto_shape_is_recovered(shape: float):
     draws = scipy.stats.genpareto(shape).rvs(20_000, random_state=1)
     found = pareto_shape(np.log(1.0 + draws))
     # The tail of 425 draws has a standard error of about (1 + shape) / 20.
     assert found == pytest.approx(shape, abs=3 * (1 + shape) / 20)
 
 
-def test_weights_that_span_everything_have_no_finite_shape():
+def test_weights_of_huge_range_have_large_pareto_shape():
     spread = 1000 * np.random.default_rng(0).normal(size=1000)
     assert pareto_shape(spread.astype(np.float32)) > 10
 
@@ -1018,7 +1018,7 @@ def test_an_exact_posterior_passes_every_check():
 
 
 @pytest.mark.slow
-def test_a_lost_mode_is_named():
+def test_check_posterior_reports_lost_mode():
     model = nonlinear_emission_model(jnp.square, 0.3, weight=0.99, noise=0.1)
     ys = jnp.full((N, 1), 1.5)
     # A chain that sits on the positive root alone.
@@ -1033,7 +1033,7 @@ def test_a_lost_mode_is_named():
 
 
 @pytest.mark.slow
-def test_a_check_whose_reference_degenerates_has_not_passed():
+def test_check_posterior_with_degenerate_reference_does_not_pass():
     instance = Instance(17, 1)
     few = rd.ffbsi(jax.random.key(0), instance.model, instance.ys, 5)
     found = rd.check_posterior(
@@ -1044,7 +1044,7 @@ def test_a_check_whose_reference_degenerates_has_not_passed():
 
 
 @pytest.mark.slow
-def test_a_chain_that_draws_what_the_model_excludes_has_a_loose_elbo():
+def test_chain_outside_model_support_has_loose_elbo():
     ys = jnp.zeros((4, 1))
     model = linear_transition_model(uniform_emission())
     chain = rd.kalman_smoother(linear_model(design=0.9), ys).chain

@@ -219,7 +219,7 @@ def total(given, path):
     )
 
 
-def test_the_error_and_the_identity_agree_with_sums_over_paths(small):
+def test_error_and_identity_equal_sums_over_paths(small):
     given, problem, bounds = small
     n, size = given["filters"].shape
     paths, truth = path_law(lambda path: posterior_weight(given, path), n, size)
@@ -235,7 +235,7 @@ def test_the_error_and_the_identity_agree_with_sums_over_paths(small):
     np.testing.assert_array_equal(problem.terminal, given["filters"][-1])
 
 
-def test_each_term_of_the_identity_is_one_change_of_kernel(small):
+def test_identity_terms_change_one_kernel_each(small):
     # The m-th intermediate law: past by the chain's kernels, future by the posterior's, x_m between
     # from t_m. Written as one weight a path: no conditional law is formed.
     given, _, bounds = small
@@ -263,7 +263,7 @@ def test_each_term_of_the_identity_is_one_change_of_kernel(small):
         before = after
 
 
-def test_the_constants_of_h1_are_suprema_over_sets(small):
+def test_h1_constants_equal_suprema_over_sets(small):
     given, _, bounds = small
     h1 = np.asarray(bounds.quantities.h1)
     first = normalise(given["prior"] * given["likelihoods"][0])
@@ -275,7 +275,7 @@ def test_the_constants_of_h1_are_suprema_over_sets(small):
         np.testing.assert_allclose(h1[m], 2 * farthest_set(ours, moved / moved.sum()), atol=1e-12)
 
 
-def test_coefficients_of_kernels_are_suprema_over_sets_and_cross_ratios(small):
+def test_kernel_coefficients_equal_suprema_and_cross_ratios(small):
     given, _, bounds = small
     size = given["filters"].shape[1]
     for k, kernel in enumerate(given["kernels"]):
@@ -295,7 +295,7 @@ def test_coefficients_of_kernels_are_suprema_over_sets_and_cross_ratios(small):
     assert np.all(bounds.quantities.tilted <= bounds.quantities.tilted_bound + 1e-12)
 
 
-def test_theorem_2_and_the_printed_proposition_are_their_double_sums(small):
+def test_theorem_2_and_printed_proposition_equal_double_sums(small):
     given, problem, bounds = small
     h1, h = np.asarray(bounds.quantities.h1), given["functional"]
     low, high = (float(sigma) for sigma in finite.mixing_constants(problem))
@@ -333,11 +333,11 @@ def test_theorem_2_and_the_printed_proposition_are_their_double_sums(small):
 
 
 @pytest.mark.parametrize("name", finite.RIGOROUS)
-def test_no_rigorous_bound_is_violated(name: str, found: dict[str, np.ndarray]):
+def test_rigorous_finite_bounds_hold(name: str, found: dict[str, np.ndarray]):
     assert not np.any(violated(found[name], found["error"]))
 
 
-def test_the_problems_are_worth_trying(found: dict[str, np.ndarray]):
+def test_random_problems_have_errors_and_sharp_bounds(found: dict[str, np.ndarray]):
     assert len(found["error"]) == 360
     assert np.mean(np.abs(found["error"]) > 1e-9) > 0.9
     # Sharp enough that a factor of 2 lost somewhere would be seen.
@@ -345,7 +345,7 @@ def test_the_problems_are_worth_trying(found: dict[str, np.ndarray]):
         assert np.min(found[name] / np.maximum(np.abs(found["error"]), 1e-9)) < 1.2
 
 
-def test_the_identity_holds(found: dict[str, np.ndarray]):
+def test_error_identity_holds_to_rounding(found: dict[str, np.ndarray]):
     np.testing.assert_allclose(found["identity"], found["error"], rtol=0, atol=1e-10)
 
 
@@ -361,7 +361,7 @@ def test_sharper_bounds_are_smaller(found: dict[str, np.ndarray]):
         assert not np.any(violated(found[loose], found[sharp])), (sharp, loose)
 
 
-def test_the_printed_proposition_fails_in_most_strongly_mixing_cases():
+def test_printed_proposition_fails_for_most_strongly_mixing_problems():
     rng = np.random.default_rng(0)
     # As many as the `found` of this shape, which are compiled already.
     bounds = together([targeted_fields(rng, 30, 7) for _ in range(300)])
@@ -374,7 +374,7 @@ def test_the_printed_proposition_fails_in_most_strongly_mixing_cases():
 
 
 @pytest.mark.parametrize("filed", [0, 1])
-def test_the_counterexample(filed: int):
+def test_counterexample_violates_printed_proposition(filed: int):
     bounds = finite_bounds(finite.two_state_counterexample(filed=filed))
     np.testing.assert_allclose(bounds.error, 0.1, rtol=1e-12)
     np.testing.assert_allclose(bounds.printed_proposition, 16 * 0.05**2 / 0.9, rtol=1e-12)
@@ -392,7 +392,7 @@ def test_the_counterexample(filed: int):
 
 
 @pytest.mark.parametrize("k", [0, 1])
-def test_a_wrong_start_is_forgotten(k: int):
+def test_error_of_wrong_initial_law_decays(k: int):
     # A symmetric chain that keeps its state with probability 0.7, and only the law of x_0 wrong:
     # S2 is exact, 0.4 · 0.4^(k+1), where the printed proposition does not fall with k at all.
     keep = np.array([[0.7, 0.3], [0.3, 0.7]])
@@ -405,7 +405,7 @@ def test_a_wrong_start_is_forgotten(k: int):
     np.testing.assert_allclose(bounds.s2, 0.4 ** (k + 2), rtol=1e-9)
 
 
-def test_lemma_3_is_attained():
+def test_lemma_3_is_sharp():
     m = jnp.array([[3.0, 1.0], [1.0, 3.0]])
     theta, ratio = finite.birkhoff(m)
     np.testing.assert_allclose(theta, (3 - 1) / (3 + 1), rtol=1e-12)
@@ -413,7 +413,7 @@ def test_lemma_3_is_attained():
     np.testing.assert_allclose(ratio, 3.0, rtol=1e-12)
 
 
-def test_lemma_2_is_attained_and_takes_infinite_ratios():
+def test_lemma_2_is_sharp_and_accepts_infinite_ratios():
     p, q = jnp.array([0.3, 0.7, 0.0]), jnp.array([0.0, 0.7, 0.3])
     beta = jnp.array([5.0, 1.0, 5.0])
     tilted = finite.total_variation(normalise(p * beta), normalise(q * beta))
@@ -428,13 +428,13 @@ def exact() -> dict[str, Any]:
     return fields(model, *reverse(*model), rng.standard_normal((5, 4, 4)))
 
 
-def test_an_exact_chain_has_no_error_and_bounds_that_say_so(exact: dict[str, Any]):
+def test_bounds_of_exact_chain_are_zero(exact: dict[str, Any]):
     bounds = together([exact])
     for name in ("error", *finite.RIGOROUS):
         np.testing.assert_allclose(getattr(bounds, name), 0.0, atol=1e-7, err_msg=name)
 
 
-def test_a_constant_functional_has_no_error(exact: dict[str, Any]):
+def test_constant_functional_has_zero_error_and_bounds(exact: dict[str, Any]):
     wrong = np.full((5, 4, 4), 0.25)
     given = exact | {"kernels": wrong, "functional": np.ones((5, 4, 4))}
     bounds = together([given])
@@ -442,7 +442,7 @@ def test_a_constant_functional_has_no_error(exact: dict[str, Any]):
         np.testing.assert_allclose(getattr(bounds, name), 0.0, atol=1e-12, err_msg=name)
 
 
-def test_zeros_in_the_transitions(exact: dict[str, Any]):
+def test_bounds_hold_with_zero_transition_probabilities(exact: dict[str, Any]):
     # A state that some states cannot reach: nothing is contracted for sure, and H2 fails.
     m = exact["transitions"].copy()
     m[:, 0, 1] = 0.0
@@ -464,7 +464,7 @@ def test_zeros_in_the_transitions(exact: dict[str, Any]):
         assert bool(jnp.isinf(bounds.elbo_gap[0])) == (given is anywhere)
 
 
-def test_laws_that_the_future_excludes(exact: dict[str, Any]):
+def test_bounds_are_infinite_for_laws_excluded_by_later_data(exact: dict[str, Any]):
     # State 0 cannot be followed by the last observation, and q̃_4 sits there.
     g = exact["likelihoods"].copy()
     g[5, 1:] = 0.0
@@ -480,7 +480,7 @@ def test_laws_that_the_future_excludes(exact: dict[str, Any]):
     np.testing.assert_array_equal(bounds.quantities.tilted_bound[0, 4:], 1.0)
 
 
-def test_an_increment_of_one_state_gains_a_factor(exact: dict[str, Any]):
+def test_classical_bound_gains_mixing_factor_for_one_state_increment(exact: dict[str, Any]):
     # Only c_5 is nonzero: one defect, in the terminal law. Both h_2 have the same oscillation.
     filters = exact["filters"].copy()
     filters[-1] = [0.1, 0.2, 0.3, 0.4]
@@ -494,7 +494,7 @@ def test_an_increment_of_one_state_gains_a_factor(exact: dict[str, Any]):
             assert not np.any(violated(getattr(bounds, name), bounds.error)), name
 
 
-def test_the_measure_matters_up_to_its_scale_and_to_the_classical_bounds_alone(
+def test_reference_measure_affects_classical_bounds_up_to_scale(
     exact: dict[str, Any],
 ):
     measure = jnp.array([1.0, 2.0, 0.5, 1.0])
@@ -505,7 +505,7 @@ def test_the_measure_matters_up_to_its_scale_and_to_the_classical_bounds_alone(
     np.testing.assert_array_equal(ours.s3, base.s3)
 
 
-def test_single_precision_and_tiny_potentials(x32: None):
+def test_finite_bounds_in_float32_survive_tiny_potentials(x32: None):
     given = random_fields(np.random.default_rng(3), ("noisy", "state"), 300, 3)
     laws, kernels = reverse(given["prior"], given["transitions"], given["likelihoods"])
     exact = pairs(laws[-1], kernels)
@@ -538,7 +538,9 @@ def test_single_precision_and_tiny_potentials(x32: None):
         ("initial", lambda a: a[:2], r"initial must have shape \(S,\) = \(4,\)"),
     ],
 )
-def test_bad_problems_are_refused(exact: dict[str, Any], name: str, change: Any, message: str):
+def test_finite_problem_refuses_bad_arrays(
+    exact: dict[str, Any], name: str, change: Any, message: str
+):
     problem = FiniteProblem.from_model(**exact)
     names = ("initial", "potentials", "transitions", "kernels", "filters", "functional")
     given = {field: np.asarray(getattr(problem, field)) for field in names}
@@ -546,7 +548,7 @@ def test_bad_problems_are_refused(exact: dict[str, Any], name: str, change: Any,
         FiniteProblem(**(given | {name: change(given[name])}))
 
 
-def test_bad_models_and_options_are_refused(exact: dict[str, Any]):
+def test_finite_problem_refuses_bad_models_and_options(exact: dict[str, Any]):
     with pytest.raises(ValueError, match=r"likelihoods shape \(n, S\), got \(4,\) and \(6, 3\)"):
         FiniteProblem.from_model(**(exact | {"likelihoods": exact["likelihoods"][:, :3]}))
     with pytest.raises(
@@ -592,7 +594,7 @@ def on_box(smoothed: Any, width: float) -> tuple[rd.Grid, FiniteProblem, FiniteB
 
 
 @pytest.mark.slow
-def test_the_error_on_a_grid_is_that_of_the_grid_smoother(smoothed: Any):
+def test_finite_error_on_grid_equals_grid_smoother_error(smoothed: Any):
     # The box holds all mass, and for smooth densities the trapezoidal rule is exact to rounding: so
     # is the expectation in closed form under the chain, on the whole line, less the smoother's.
     ys, chain = smoothed
@@ -611,7 +613,7 @@ def test_the_error_on_a_grid_is_that_of_the_grid_smoother(smoothed: Any):
 
 
 @pytest.mark.slow
-def test_a_compact_domain_mixes(smoothed: Any):
+def test_compact_domain_has_finite_mixing_bounds(smoothed: Any):
     # A box of two standard deviations: far from the line, but H2 holds there.
     ys, chain = smoothed
     grid, problem, bounds = on_box(smoothed, 2.0)
@@ -629,7 +631,7 @@ def test_a_compact_domain_mixes(smoothed: Any):
 
 
 @pytest.mark.slow
-def test_tables_in_two_dimensions_with_inputs_and_missing_entries():
+def test_two_dimensional_grid_handles_inputs_and_missing_entries():
     eye = jnp.eye(2)
     model = linear_model(2, mean=1.0, weight=0.5, error=0.5, input_weight=eye[:, :1])
     inputs, ys = jnp.array([[0.0], [1.0], [-2.0]]), jnp.array([[1.0, 2], [jnp.nan, 0], [-1, 1]])
@@ -680,7 +682,7 @@ def test_tables_in_two_dimensions_with_inputs_and_missing_entries():
         ({"data": WEIGHTS[:4]}, ValueError, r"6 rows, got an array of shape \(4,\)"),
     ],
 )
-def test_what_does_not_fit_a_grid_is_refused(
+def test_from_grid_refuses_bad_arguments(
     smoothed: Any, change: dict[str, Any], error: type[Exception], message: str
 ):
     given = {"chain": smoothed[1], "ys": smoothed[0], "grid": rd.Grid([-9.0], [9.0], 40)}
@@ -689,7 +691,7 @@ def test_what_does_not_fit_a_grid_is_refused(
         FiniteProblem.from_grid(TANH, **(given | change))
 
 
-def test_long_series_and_padding_are_refused_on_a_grid():
+def test_from_grid_refuses_long_series_and_padding():
     n, grid = 600, rd.Grid([-9.0], [9.0], 600)
     ones = jnp.ones((n, 1, 1))
     chain = rd.LinearGaussianChain.from_arrays(ones[:, 0], ones, ones[1:], ones[1:, 0], ones[1:])

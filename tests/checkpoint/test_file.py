@@ -169,7 +169,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_objects_come_back_bit_by_bit(name: str, tmp_path: Path):
+def test_saved_objects_load_bit_for_bit(name: str, tmp_path: Path):
     obj = OBJECTS[name]()
     loaded = reload(tmp_path, obj)
     if name in ("numpyro prior", "distributions"):
@@ -183,7 +183,7 @@ def test_objects_come_back_bit_by_bit(name: str, tmp_path: Path):
     assert type(reload(tmp_path, obj, like=obj)) is type(obj)
 
 
-def test_what_is_loaded_can_be_used(tmp_path: Path, key: jax.Array):
+def test_loaded_objects_can_be_used(tmp_path: Path, key: jax.Array):
     model = make_model(make_network())
     loaded = reload(tmp_path, model)
     xs, ys = np.ones((3, 2)), np.zeros((3, 2))
@@ -194,7 +194,7 @@ def test_what_is_loaded_can_be_used(tmp_path: Path, key: jax.Array):
     array[0] = 1.0  # numpy arrays are writable
 
 
-def test_a_file_made_by_another_process_is_the_same(tmp_path: Path):
+def test_file_written_by_another_process_is_identical(tmp_path: Path):
     code = "import sys, jax.numpy as jnp, retrodict as rd; rd.save(sys.argv[1], [jnp.tanh, 1.5])"
     subprocess.run([sys.executable, "-c", code, tmp_path / "theirs.rd"], check=True)
     rd.save(tmp_path / "ours.rd", [jnp.tanh, 1.5])
@@ -226,7 +226,7 @@ def test_the_manifest_can_be_read_without_the_library(tmp_path: Path):
 
 
 @pytest.mark.parametrize("bad", [{1, 2}, float("nan"), np.ones(2)])
-def test_metadata_that_json_cannot_hold_is_refused(bad: Any, tmp_path: Path):
+def test_metadata_not_representable_in_json_is_refused(bad: Any, tmp_path: Path):
     with pytest.raises(TypeError, match="`metadata` must be a JSON value"):
         rd.save(tmp_path / "a.rd", 1, metadata=bad)
     assert os.listdir(tmp_path) == []
@@ -241,12 +241,12 @@ def test_metadata_that_json_cannot_hold_is_refused(bad: Any, tmp_path: Path):
         (UserKernel({1}), r"kernel.weight is of type builtins.set"),
     ],
 )
-def test_what_cannot_be_saved_is_named(bad: Any, path: str, tmp_path: Path):
+def test_unsavable_objects_are_named(bad: Any, path: str, tmp_path: Path):
     with pytest.raises(TypeError, match=path):
         rd.save(tmp_path / "a.rd", bad)
 
 
-def test_nothing_is_saved_inside_of_a_transformation(tmp_path: Path):
+def test_saving_inside_a_transformation_is_refused(tmp_path: Path):
     with pytest.raises(TypeError, match="save outside of jax.jit"):
         jax.jit(lambda x: rd.save(tmp_path / "a.rd", x))(1.0)
 
@@ -270,7 +270,7 @@ def test_a_lambda_is_taken_from_like(tmp_path: Path):
     np.testing.assert_array_equal(loaded.transition.weight, 0.5 * np.eye(2))
 
 
-def test_like_may_be_shapes_alone(tmp_path: Path):
+def test_like_may_hold_shapes_only(tmp_path: Path):
     like = eqx.filter_eval_shape(make_model, lambda x: x)
     assert same(reload(tmp_path, make_model(), like=like), make_model())
 
@@ -337,7 +337,7 @@ def family_of(width: int) -> Any:
         (lambda: ([np.dtype("int8")], [2]), r"int8"),
     ],
 )
-def test_what_differs_from_like_is_named(
+def test_differences_from_like_are_named(
     pair: Callable[[], tuple[Any, Any]], message: str, tmp_path: Path
 ):
     obj, like = pair()
@@ -349,7 +349,7 @@ def test_what_differs_from_like_is_named(
 # --- precision ------------------------------------------------------------------------------------
 
 
-def test_doubles_are_not_rounded_in_silence(tmp_path: Path):
+def test_float64_arrays_are_not_silently_rounded(tmp_path: Path):
     doubles, singles = jnp.ones(2), jnp.ones(2, jnp.float32)
     rd.save(tmp_path / "doubles.rd", {"x": doubles})
     rd.save(tmp_path / "rest.rd", [singles, np.ones(2), 0.1, jax.random.key(0)])
@@ -365,7 +365,7 @@ def test_doubles_are_not_rounded_in_silence(tmp_path: Path):
 
 @pytest.mark.parametrize("call", ["replace", "fsync"])
 @pytest.mark.parametrize("write", [rd.save, write_checkpoint])
-def test_a_save_that_fails_changes_nothing(
+def test_failed_save_leaves_the_old_file(
     write: Callable[..., None], call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = tmp_path / "a.rd"
@@ -382,7 +382,7 @@ def test_a_save_that_fails_changes_nothing(
     assert rd.load(path) == "old"
 
 
-def test_paths(tmp_path: Path):
+def test_save_and_load_accept_any_path(tmp_path: Path):
     rd.save(str(tmp_path / "any.suffix"), 1)
     assert rd.load(str(tmp_path / "any.suffix")) == 1
     with pytest.raises(FileNotFoundError, match="nowhere"):
@@ -394,7 +394,7 @@ def test_paths(tmp_path: Path):
     assert modes[0] == modes[1]
 
 
-def test_a_good_file_exists_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_valid_file_exists_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A process may be killed between any two operations on files."""
     path, replace, seen = tmp_path / "a.rd", os.replace, []
     write_checkpoint(path, 0)
@@ -530,13 +530,15 @@ def edit_tag(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
         (edit_version, False, r"format 99, written by retrodict .* Upgrade retrodict"),
     ],
 )
-def test_edits_are_found(edit: Any, content: bool, message: str, whole: bool, saved: Path):
+def test_edited_files_are_detected(
+    edit: Any, content: bool, message: str, whole: bool, saved: Path
+):
     rewrite(saved, edit, content=content, whole=whole)
     with pytest.raises(rd.CheckpointError, match=message):
         rd.load(saved)
 
 
-def test_edits_with_their_hashes_are_checked_for_sense(saved: Path):
+def test_edits_with_valid_hashes_are_validated(saved: Path):
     original = saved.read_bytes()
     cases = {
         edit_shape: r"model\.transition\.weight .*is not an array of shape \(4, 1\)",
@@ -557,7 +559,7 @@ def test_edits_with_their_hashes_are_checked_for_sense(saved: Path):
 
 
 @pytest.mark.parametrize("data", [b"text", b"PK\3\4", b"PK\5\6" + b"\0" * 18])
-def test_other_files_are_refused(data: bytes, tmp_path: Path):
+def test_files_that_are_not_checkpoints_are_refused(data: bytes, tmp_path: Path):
     (tmp_path / "a.rd").write_bytes(data)
     with pytest.raises(rd.CheckpointError, match="not a checkpoint of retrodict"):
         rd.load(tmp_path / "a.rd")
@@ -602,7 +604,7 @@ def loading(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         "",
     ],
 )
-def test_only_known_packages_are_named(name: str, loading: Callable[..., Any]):
+def test_names_outside_the_allowlist_are_refused(name: str, loading: Callable[..., Any]):
     for node in (
         {"name": name},
         {"class": name, "fields": {}},
@@ -647,7 +649,7 @@ def test_a_file_cannot_run_code(loading: Callable[..., Any], tmp_path: Path):
         [1],
     ],
 )
-def test_nonsense_is_refused(node: Any, loading: Callable[..., Any]):
+def test_malformed_nodes_are_refused(node: Any, loading: Callable[..., Any]):
     with pytest.raises(rd.CheckpointError):
         loading(node)
 
@@ -693,14 +695,14 @@ def test_every_allowed_name_exists_and_is_public():
         assert not private or package == "retrodict" or name in PRIVATE, name
 
 
-def test_every_allowed_class_is_its_fields():
+def test_allowed_classes_are_records_with_stable_names():
     for name in allowed.RECORD_NAMES:
         cls = resolve(name, allowed.RECORD_NAMES)
         assert is_record_class(cls) and not inspect.isabstract(cls), name
         assert name_of(cls, allowed.RECORD_NAMES) == name  # it is saved by this name
 
 
-def test_no_allowed_name_leads_to_code_files_or_functions_of_functions():
+def test_allowed_names_give_no_access_to_code_or_files():
     modules = set()
     for name in (*allowed.RECORD_NAMES, *allowed.FUNCTION_NAMES):
         value = resolve(name, allowed.RECORD_NAMES | allowed.FUNCTION_NAMES)
@@ -715,7 +717,7 @@ def test_no_allowed_name_leads_to_code_files_or_functions_of_functions():
     }
 
 
-def test_records_are_written_with_allowed_names_alone(tmp_path: Path):
+def test_records_use_allowed_names_only(tmp_path: Path):
     """What the library makes is loaded without `like`."""
     rd.save(tmp_path / "old.rd", make_model())
     rewrite(tmp_path / "old.rd", lambda m, _: m.pop("names_version"), content=True, whole=True)
@@ -747,7 +749,7 @@ def test_files_with_the_module_names_of_version_0_1_are_read(tmp_path: Path):
         assert allowed.current_name(old) == new and new in allowed.RECORD_NAMES
 
 
-def test_a_name_of_a_later_version_asks_for_it(tmp_path: Path):
+def test_name_from_later_version_asks_for_upgrade(tmp_path: Path):
     path = tmp_path / "a.rd"
     rd.save(path, 1)
 
@@ -802,7 +804,7 @@ def test_arrays_of_another_size_than_declared_are_refused(header: str, tmp_path:
         rd.load(path)
 
 
-def test_one_array_is_not_read_many_times(tmp_path: Path):
+def test_repeated_references_to_one_array_are_refused(tmp_path: Path):
     path = tmp_path / "a.rd"
     rd.save(path, [np.zeros(2)])
     twice = {"list": [{"array": 0}, {"array": 0}]}
@@ -936,7 +938,7 @@ def test_files_that_are_not_regular_are_refused(tmp_path: Path):
             rd.load(tmp_path / name)
 
 
-def test_no_constructor_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_loading_runs_no_constructor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rd.save(tmp_path / "a.rd", make_model())
 
     def fail(*_: Any, **__: Any) -> None:

@@ -265,7 +265,7 @@ def test_every_truncation_is_refused_or_read(tmp_path: Path):
             assert "\n" not in str(error)
 
 
-def test_a_broken_table_leaves_no_file(tmp_path: Path):
+def test_broken_table_leaves_no_output_file(tmp_path: Path):
     target = tmp_path / "out.parquet"
     broken = pd.DataFrame({"a": [1, "x", object()]})
     with pytest.raises(Exception, match=r"."):

@@ -68,7 +68,7 @@ def frame_of(times: Any, columns: int = 2, seed: int = 0) -> pd.DataFrame:
 
 @pytest.mark.parametrize("grid", GRIDS)
 @given(data=st.data())
-def test_removed_rows_come_back_as_masks(grid: str, data: st.DataObject):
+def test_removed_rows_become_masked_rows(grid: str, data: st.DataObject):
     whole = frame_of(GRIDS[grid])
     # The ends stay, and enough neighbours for the step to be the most common difference.
     removed = data.draw(st.sets(st.integers(7, 10), max_size=3))
@@ -88,7 +88,7 @@ def test_removed_rows_come_back_as_masks(grid: str, data: st.DataObject):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_the_next_times_go_on(grid: str):
+def test_next_times_continue_the_grid(grid: str):
     times = GRIDS[grid]
     (found,) = rd.data.read(frame_of(times[:9])).future_times(3)
     if found.dtype.kind == "f":
@@ -121,7 +121,7 @@ def test_the_order_of_rows_does_not_matter(seed: int, irregular: bool):
 @pytest.mark.parametrize("apart", [False, True])
 @settings(max_examples=3)
 @given(seed=st.integers(0, 1000))
-def test_all_formats_say_the_same(
+def test_all_formats_read_the_same_table(
     dates: bool, apart: bool, seed: int, tmp_path_factory: pytest.TempPathFactory
 ):
     folder = tmp_path_factory.mktemp("formats")
@@ -146,7 +146,7 @@ def test_all_formats_say_the_same(
 
 
 @given(seed=st.integers(0, 1000), pad=st.sampled_from([None, "bucket", 40]))
-def test_each_series_of_a_batch_is_as_if_alone(seed: int, pad: Any):
+def test_batched_series_equal_series_read_alone(seed: int, pad: Any):
     rng = np.random.default_rng(seed)
     frames = {}
     for site in range(4):
@@ -171,7 +171,7 @@ def test_each_series_of_a_batch_is_as_if_alone(seed: int, pad: Any):
         assert table.inputs[site, 0, 0] == 1.0
 
 
-def test_buckets():
+def test_bucket_padding_rounds_lengths_up():
     lengths = {1: 1, 2: 2, 3: 4, 33: 64, 64: 64, 65: 128, 129: 192}
     table = rd.data.read(np.ones((1, 2)), freq=1)
     assert table.padded("bucket").ys.shape[1] == 1
@@ -180,7 +180,7 @@ def test_buckets():
         assert table.ys.shape[1] == expected
 
 
-def test_windows_and_selections():
+def test_windows_and_selections_cut_rows_and_series():
     ys = np.arange(24.0).reshape(3, 8, 1)
     table = rd.data.read(ys)
     np.testing.assert_array_equal(table.last(2).ys, ys[:, -2:])
@@ -193,7 +193,7 @@ def test_windows_and_selections():
         table.select([9])
 
 
-def test_nile_is_read_as_it_is():
+def test_nile_table_is_read_unchanged():
     frame: Any = statsmodels.datasets.nile.load_pandas().data
     table = rd.data.read(frame)
     np.testing.assert_array_equal(table.one()["ys"][:, 0], frame["volume"])
@@ -202,7 +202,7 @@ def test_nile_is_read_as_it_is():
     assert "time: column 'year', 1871 to 1970, step 1" in table.described()
 
 
-def test_weekly_co2_keeps_its_gaps(tmp_path: Path):
+def test_weekly_co2_table_keeps_its_gaps(tmp_path: Path):
     frame: Any = statsmodels.datasets.co2.load_pandas().data
     table = rd.data.read(frame)
     assert table.step == "7D" and table.ys.shape == (1, 2284, 1)
@@ -223,7 +223,7 @@ def storms() -> Any:
     return frame
 
 
-def test_storms_have_steps_of_their_own():
+def test_storms_have_individual_time_steps():
     frame = storms()
     frame = frame[frame["year"].between(1989, 2005)]
     options: dict[str, Any] = {
@@ -272,7 +272,7 @@ def test_storms_have_steps_of_their_own():
         ([1.0, 2.0], None, 0),
     ],
 )
-def test_the_time_is_found(given: Any, name: str | None, first: int | None):
+def test_time_column_is_detected(given: Any, name: str | None, first: int | None):
     table = rd.data.read(given)
     assert table.time_name == name
     if first is not None:
@@ -280,7 +280,7 @@ def test_the_time_is_found(given: Any, name: str | None, first: int | None):
     np.testing.assert_array_equal(table.ys[0, :, 0], [1.0, 2.0])
 
 
-def test_what_is_left_aside_is_said():
+def test_description_lists_ignored_columns_and_inserted_rows():
     frame = pd.DataFrame({"t": [2, 1, 4], "y": [1.0, None, 3.0], "who": ["a", "b", "c"]})
     assert rd.data.read(frame).described() == [
         "source: the DataFrame",
@@ -293,7 +293,7 @@ def test_what_is_left_aside_is_said():
     ]
 
 
-def test_columns_of_a_dataset():
+def test_xarray_dimensions_become_columns():
     values = np.arange(12.0).reshape(3, 4)
     array = xr.DataArray(
         values,
@@ -327,47 +327,47 @@ def test_masked_arrays_and_nullable_columns_are_missing():
         '"t","y", ok\n"1"," 1.5",1\n2,#N/A,0\n\n\n',
     ],
 )
-def test_ways_of_writing_text(text: str, tmp_path: Path):
+def test_csv_dialects_read_the_same_table(text: str, tmp_path: Path):
     path = tmp_path / "a.csv"
     path.write_bytes(text.encode())
     frame = pd.DataFrame({"t": [1, 2], "y": [1.5, np.nan], "ok": [True, False]})
     assert_same(rd.data.read(path), rd.data.read(frame))
 
 
-def test_lines_are_counted_as_an_editor_does(tmp_path: Path):
+def test_line_numbers_match_those_of_an_editor(tmp_path: Path):
     path = tmp_path / "a.csv"
     path.write_text('t,note,y\n1,"two\nlines",1\n\n2,,x\n3,,4\n4,,5\n')
     with pytest.raises(rd.data.DataError, match="line 5, column 'y': 'x'"):
         rd.data.read(path)
 
 
-def test_rows_that_no_series_has_are_cut():
+def test_padding_rows_are_cut_from_results():
     table = rd.data.read({"year": [1, 2, 4], "y": [1.0, 2.0, 3.0]}, pad_to="bucket").padded(9)
     dataset = rd.data.to_xarray(table, mean=np.zeros((1, 9, 2)))
     assert dataset["time"].values.tolist() == [1, 2, 3, 4] and dataset["mean"].shape == (4, 2)
     np.testing.assert_array_equal(rd.data.to_frame(table)["y"], [1.0, 2.0, np.nan, 3.0])
 
 
-def test_offsets_are_turned_into_utc():
+def test_time_offsets_are_converted_to_utc():
     frame = pd.DataFrame({"time": ["2020-01-01T00:00+02:00", "2020-01-01T00:00Z"], "y": [1.0, 2.0]})
     assert rd.data.read(frame).times[0][0] == np.datetime64("2019-12-31T22:00")
     aware = frame.assign(time=pd.to_datetime(frame["time"], utc=True).dt.tz_convert("Asia/Tokyo"))
     assert_same(rd.data.read(frame), rd.data.read(aware))
 
 
-def test_a_wide_gap_is_not_filled_but_measured():
+def test_wide_gap_becomes_a_time_step():
     frame = pd.DataFrame({"t": [0, 1, 2, 10**6], "y": [1.0, 2.0, 3.0, 4.0]})
     table = rd.data.read(frame, step_input=True)
     assert table.inputs is not None and table.step is None
     assert table.inputs[0, :, 0].tolist() == [1.0, 1.0, 1.0, 10**6 - 2]
 
 
-def test_business_days_may_be_days():
+def test_business_days_can_be_read_as_days():
     frame = frame_of(GRIDS["business days"])
     assert rd.data.read(frame).step == "B" and rd.data.read(frame, freq="D").ys.shape[1] == 16
 
 
-def test_the_library_does_not_import_pandas():
+def test_importing_retrodict_does_not_import_pandas():
     code = "import sys, retrodict; print({'pandas', 'xarray', 'arviz'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -390,7 +390,7 @@ def smoothed() -> tuple[Table, rd.Smoothed]:
     return table, rd.smooth(linear_model(), **table.batch())
 
 
-def test_moments_have_names(smoothed: tuple[Table, rd.Smoothed]):
+def test_dataset_of_moments_has_named_dimensions(smoothed: tuple[Table, rd.Smoothed]):
     table, found = smoothed
     dataset = rd.data.to_xarray(table, found, state_names=["level"])
     assert dataset["mean"].dims == ("series", "time", "state")
@@ -407,7 +407,7 @@ def test_moments_have_names(smoothed: tuple[Table, rd.Smoothed]):
     np.testing.assert_allclose(dataset["mean"].sel(series="b")[:3], alone.mean, rtol=1e-10)
 
 
-def test_a_frame_has_a_row_for_each_time(smoothed: tuple[Table, rd.Smoothed]):
+def test_frame_has_one_row_per_time(smoothed: tuple[Table, rd.Smoothed]):
     table, found = smoothed
     frame = rd.data.to_frame(table, found, level=0.5)
     assert frame["site"].tolist() == ["a"] * 5 + ["b"] * 3
@@ -420,7 +420,7 @@ def test_a_frame_has_a_row_for_each_time(smoothed: tuple[Table, rd.Smoothed]):
     )
 
 
-def test_draws_have_names(smoothed: tuple[Table, rd.Smoothed], key: jax.Array):
+def test_dataset_of_draws_has_named_dimensions(smoothed: tuple[Table, rd.Smoothed], key: jax.Array):
     table, _ = smoothed
     states = np.asarray(jax.random.normal(key, (2, 100, 5, 1)))
     dataset = rd.data.to_xarray(table, states=states, observations=states)
@@ -432,7 +432,7 @@ def test_draws_have_names(smoothed: tuple[Table, rd.Smoothed], key: jax.Array):
     np.testing.assert_allclose(frame["x0_lower"][5:], np.quantile(states[1, :, :3, 0], 0.1, axis=0))
 
 
-def test_one_series_has_its_times_as_coordinate(key: jax.Array):
+def test_single_series_has_times_as_coordinate(key: jax.Array):
     table = rd.data.read(statsmodels.datasets.nile.load_pandas().data)
     forecast = SimpleNamespace(
         states=jax.random.normal(key, (20, 4, 1)),
@@ -451,7 +451,7 @@ def test_one_series_has_its_times_as_coordinate(key: jax.Array):
     assert data["observed"].sel(time=1871, obs="volume").item() == 1120.0
 
 
-def test_a_result_is_like_what_came(smoothed: tuple[Table, rd.Smoothed]):
+def test_like_returns_the_type_of_the_input(smoothed: tuple[Table, rd.Smoothed]):
     table, found = smoothed
     assert isinstance(rd.data.like(table, found), pd.DataFrame)
     arrays = rd.data.read(np.asarray(table.ys))
@@ -479,7 +479,7 @@ def test_wrong_shapes_are_refused(
         rd.data.to_xarray(smoothed[0], **options)
 
 
-def test_what_is_no_result_is_refused(smoothed: tuple[Table, rd.Smoothed]):
+def test_non_results_are_refused(smoothed: tuple[Table, rd.Smoothed]):
     with pytest.raises(TypeError, match="got str"):
         rd.data.to_xarray(smoothed[0], "mean")
 
@@ -488,7 +488,7 @@ def test_what_is_no_result_is_refused(smoothed: tuple[Table, rd.Smoothed]):
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".nc"])
-def test_results_are_written_whole(
+def test_result_files_are_written_atomically(
     smoothed: tuple[Table, rd.Smoothed], suffix: str, tmp_path: Path
 ):
     table, found = smoothed
@@ -509,7 +509,7 @@ def test_results_are_written_whole(
     rd.data.write(result, path, overwrite=True)
 
 
-def test_places_that_cannot_be_written_are_refused(tmp_path: Path):
+def test_unwritable_paths_are_refused(tmp_path: Path):
     frame = pd.DataFrame({"y": [1.0]})
     for path, words in (
         (tmp_path / "a.xlsx", "suffix"),
@@ -564,7 +564,7 @@ def test_arviz_summarises_and_plots(key: jax.Array):
     assert data.constant_data["input"].values.tolist() == ["step", "u"]
 
 
-def test_arviz_of_the_next_major_is_a_tree(key: jax.Array, monkeypatch: pytest.MonkeyPatch):
+def test_arviz_next_major_returns_a_datatree(key: jax.Array, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("retrodict.data._arviz.arviz_major", lambda: 1)
     table = rd.data.read(np.ones((2, 6, 1)))
     made = draws(key, table)
@@ -585,7 +585,7 @@ def test_arviz_of_the_next_major_is_a_tree(key: jax.Array, monkeypatch: pytest.M
         rd.data.to_arviz(rd.data.read(np.ones((6, 1))), states=made["states"], num_chains=3)
 
 
-def test_a_column_that_counts_rows_is_left_aside():
+def test_row_counter_column_is_ignored():
     frame = pd.DataFrame({"rownames": [1, 2, 3], "year": [2001, 2002, 2003], "y": [5.0, 1.0, 2.0]})
     table = rd.data.read(frame)
     assert list(table.names) == ["y"] and "ignored: rownames" in table.notes
@@ -593,13 +593,13 @@ def test_a_column_that_counts_rows_is_left_aside():
     assert len(rd.data.read(frame.assign(rownames=[1, 2, 4])).names) == 2
 
 
-def test_a_column_that_counts_rows_is_left_aside_in_a_file_too(tmp_path: Path):
+def test_row_counter_column_in_a_file_is_ignored(tmp_path: Path):
     (tmp_path / "a.csv").write_text("rownames,year,y\n1,2001,5\n2,2002,1\n3,2003,2\n")
     table = rd.data.read(tmp_path / "a.csv")
     assert list(table.names) == ["y"] and "ignored: rownames" in table.notes
 
 
-def test_weeks_are_times():
+def test_iso_weeks_are_times():
     table = rd.data.read({"week": ["1991 W52", "1992 W01", "1992 W03"], "y": [1.0, 2.0, 3.0]})
     assert (table.time_name, table.step) == ("week", "7D")
     assert str(table.times[0][0])[:10] == "1991-12-23" and np.isnan(table.ys[0, 2, 0])
@@ -607,7 +607,7 @@ def test_weeks_are_times():
         rd.data.read({"week": ["1991-W52", "1991-W53"], "y": [1.0, 2.0]})
 
 
-def test_text_that_may_be_the_time_is_mentioned():
+def test_text_that_resembles_times_is_mentioned():
     frame = pd.DataFrame({"month": ["Jan 1969", "Feb 1969", "Mar 1969"], "y": [1.0, 2.0, 4.0]})
     assert "no time column was found: is it 'month'? Name it, and its format" in (
         rd.data.read(frame).notes
@@ -617,7 +617,7 @@ def test_text_that_may_be_the_time_is_mentioned():
     assert named.step == "1 month" and not named.notes
 
 
-def test_coming_times_are_read_as_those_of_the_table():
+def test_coming_times_are_parsed_like_the_table():
     days = pd.to_datetime(["2020-01-01", "2020-01-02", "2020-01-05", "2020-01-11"])
     frame = pd.DataFrame({"day": days, "who": list("abab"), "y": np.arange(4.0)})
     table = rd.data.read(frame, series="who", freq="irregular", step_input=True, step_unit="D")
@@ -643,7 +643,7 @@ def test_coming_times_are_read_as_those_of_the_table():
         even.steps_to([np.array([4, 5])])
 
 
-def test_rows_of_a_dataset_without_times_keep_their_places():
+def test_dataset_rows_without_times_keep_their_positions():
     """What is missing at the end of a series is padding, and what is missing before is a gap."""
     values = np.arange(1.0, 16.0).reshape(3, 5)
     values[0, 2] = values[1, 3:] = values[2, :2] = np.nan
@@ -653,7 +653,7 @@ def test_rows_of_a_dataset_without_times_keep_their_places():
     np.testing.assert_array_equal(table.ys[..., 0], values)
 
 
-def test_two_series_are_never_joined_into_one():
+def test_distinct_series_are_never_merged():
     frame = pd.DataFrame(
         {"a": ["x-y", "x", "x-y", "x"], "b": ["z", "y-z", "z", "y-z"], "t": [0, 2, 1, 3], "y": 1.0}
     )
@@ -778,13 +778,13 @@ def test_dates_written_as_numbers_are_dates(name: str, tmp_path: Path):
         (np.concatenate([200000 + np.arange(1, 13), 200100 + np.arange(1, 13)]), {"freq": 1}),
     ],
 )
-def test_numbers_stay_numbers(times: np.ndarray, options: dict[str, Any]):
+def test_numeric_times_that_resemble_dates_stay_numbers(times: np.ndarray, options: dict[str, Any]):
     table = rd.data.read({"t": times, "y": np.ones(len(times))}, **options)
     np.testing.assert_array_equal(table.times[0][[0, -1]], times[[0, -1]])
     assert table.layout["time_format"] is None
 
 
-def test_a_month_column_is_the_time():
+def test_month_column_is_detected_as_time():
     table = rd.data.read({"month": [202011, 202012, 202101], "y": [1.0, 2.0, 3.0]})
     assert table.time_name == "month" and table.names == ("y",) and table.step == "1 month"
     # The number of a month in its year is none.

@@ -44,7 +44,7 @@ def few() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_fifty_steps_on_eight_devices_are_those_of_one(few: dict[str, Any]) -> None:
+def test_eight_device_fit_equals_single_device_fit(few: dict[str, Any]) -> None:
     assert few["devices"] == 8
     assert max(few["fit"].values()) < ROUNDING
 
@@ -53,17 +53,17 @@ def test_minibatches_do_not_depend_on_devices(few: dict[str, Any]) -> None:
     assert few["draws"] == [0.0, 0.0, 0.0, 0.0]
 
 
-def test_gradients_meet_once_a_step_and_not_once_a_row(few: dict[str, Any]) -> None:
+def test_gradients_are_reduced_once_per_step(few: dict[str, Any]) -> None:
     assert few["reductions"] == 1
 
 
-def test_a_batch_that_does_not_divide_is_inferred_on_all_devices(few: dict[str, Any]) -> None:
+def test_uneven_batch_is_inferred_on_all_devices(few: dict[str, Any]) -> None:
     assert few["infer"] < ROUNDING
     assert few["shares"] == [8, False]
 
 
 @pytest.mark.slow
-def test_starts_lengths_windows_evidence_and_particles_on_eight_devices() -> None:
+def test_eight_devices_equal_one_for_other_verbs_and_options() -> None:
     found = on_eight_devices("all")
     for name in ("starts", "shared", "lengths", "windows", "stored"):
         assert max(found[name].values()) < ROUNDING, name
@@ -148,7 +148,7 @@ def assert_all_finished(done: Sequence[subprocess.CompletedProcess[str]]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("share",)], ids=["all series", "a share each"])
-def test_fifty_steps_of_two_processes_are_those_of_one(
+def test_two_process_fit_equals_single_process_fit(
     alone: dict[str, np.ndarray], tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     out, done = together(tmp_path, 2, *flags)
@@ -162,7 +162,7 @@ def test_fifty_steps_of_two_processes_are_those_of_one(
 
 
 @pytest.mark.slow
-def test_shares_that_are_not_equal_are_gone_on_from_by_any_number(tmp_path: Path) -> None:
+def test_unequal_shares_resume_with_any_number_of_processes(tmp_path: Path) -> None:
     """Nine series of unequal lengths over one, two and four processes, of which one has none."""
     (tmp_path / "whole").mkdir()
     out, done = together(tmp_path / "whole", 1, "uneven")
@@ -179,7 +179,7 @@ def test_shares_that_are_not_equal_are_gone_on_from_by_any_number(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_two_processes_read_their_share_of_a_store_and_find_what_one_finds(tmp_path: Path) -> None:
+def test_two_processes_read_their_share_of_a_store(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     out, done = together(tmp_path / "one", 1, "stored")
     assert_all_finished(done)
@@ -194,7 +194,7 @@ def test_two_processes_read_their_share_of_a_store_and_find_what_one_finds(tmp_p
 
 
 @pytest.mark.slow
-def test_a_lost_process_ends_the_others_and_any_number_goes_on(
+def test_lost_process_ends_the_others_and_any_number_resumes(
     alone: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     _, (first, killed) = together(tmp_path, 2, "dies")
@@ -210,7 +210,7 @@ def test_a_lost_process_ends_the_others_and_any_number_goes_on(
 
 
 @pytest.mark.slow
-def test_what_one_process_wrote_two_go_on_from(
+def test_two_processes_resume_from_checkpoint_of_one(
     alone: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     together(tmp_path, 1, "dies")
@@ -221,7 +221,7 @@ def test_what_one_process_wrote_two_go_on_from(
 
 
 @pytest.mark.slow
-def test_a_lost_coordinator_ends_the_others(tmp_path: Path) -> None:
+def test_lost_coordinator_ends_the_other_processes(tmp_path: Path) -> None:
     _, (killed, second) = together(tmp_path, 2, "dies first")
     assert killed.returncode == -signal.SIGKILL
     assert second.returncode != 0
@@ -230,7 +230,7 @@ def test_a_lost_coordinator_ends_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_in_a_job_of_slurm(tmp_path: Path) -> None:
+def test_command_line_runs_in_a_slurm_job(tmp_path: Path) -> None:
     """Two tasks as SLURM would start them, each of which reads its share, and one task alone."""
     rng = np.random.default_rng(0)
     ys = np.cumsum(rng.normal(size=(5, 40)), axis=1) + rng.normal(size=(5, 40))
@@ -277,7 +277,7 @@ def rows_read(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_row_that_one_process_cannot_read_ends_all_of_them(tmp_path: Path) -> None:
+def test_unreadable_row_ends_all_processes(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     lines = [
         f"{t},{s},{'wrong' if (s, t) == (4, 7) else s + t}" for s in range(5) for t in range(40)
@@ -294,7 +294,7 @@ def test_a_row_that_one_process_cannot_read_ends_all_of_them(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_written_ends_all_processes(tmp_path: Path) -> None:
+def test_unwritable_folder_ends_all_processes(tmp_path: Path) -> None:
     table, blocked = tmp_path / "table.csv", tmp_path / "file"
     table.write_text("t,y\n" + "".join(f"{t},{t % 3}\n" for t in range(40)))
     blocked.write_text("")
@@ -319,7 +319,7 @@ def test_wrong_meshes_and_axes_are_refused(untyped: None) -> None:
         rd.distributed.sharded_vmap(jnp.add)(ys, ys[:2])
 
 
-def test_a_mesh_of_one_device_maps_as_vmap() -> None:
+def test_sharded_vmap_on_one_device_equals_vmap() -> None:
     mesh = jax.make_mesh((1,), ("batch",))
     ys = jnp.arange(12.0).reshape(4, 3, 1)
     found = rd.distributed.sharded_vmap(lambda scale, y: scale * jnp.sum(y), (None, 0), mesh=mesh)(
@@ -328,14 +328,14 @@ def test_a_mesh_of_one_device_maps_as_vmap() -> None:
     np.testing.assert_allclose(found, 2.0 * jnp.sum(ys, axis=(1, 2)))
 
 
-def test_processes_say_who_they_are_or_are_in_a_job() -> None:
+def test_initialise_needs_all_identifiers_or_a_job() -> None:
     with pytest.raises(ValueError, match="coordinator, num_processes and process_id together"):
         rd.distributed.initialise("localhost:1234", 2)
     with pytest.raises(ValueError, match="coordinator must be host:port"):
         rd.distributed.initialise("localhost", 2, 0)
 
 
-def test_a_coordinator_that_is_not_there_ends_in_one_line(tmp_path: Path) -> None:
+def test_missing_coordinator_ends_in_one_line(tmp_path: Path) -> None:
     code = "from retrodict.cli import _job, main; _job.WAIT_SECONDS = 1; main()"
     where = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2"]
     command = [sys.executable, "-c", code, "fit", "table.csv", "--model", "local_level", "--out"]

@@ -99,19 +99,19 @@ def assert_agrees(posterior, joint, tolerance=1e-9):
 # ---------------------------------------------------------------------------------------------
 
 
-def test_it_agrees_with_the_joint_gaussian(oracle, ys):
+def test_grid_posterior_equals_joint_gaussian(oracle, ys):
     assert_agrees(oracle, joint_posterior(ys))
     np.testing.assert_allclose(oracle.weights.sum(axis=1), 1.0, atol=1e-12)
     np.testing.assert_allclose(oracle.filter_weights.sum(axis=1), 1.0, atol=1e-12)
     np.testing.assert_allclose(oracle.weights[-1], oracle.filter_weights[-1])
 
 
-def test_increments_are_those_of_the_prefixes(oracle, ys):
+def test_log_evidence_increments_equal_those_of_prefixes(oracle, ys):
     prefixes = [joint_posterior(ys[:k]).log_evidence for k in range(1, NUM_TIMES + 1)]
     np.testing.assert_allclose(np.cumsum(oracle.log_evidence_increments), prefixes, atol=1e-9)
 
 
-def test_missing_entries_and_missing_rows(ys):
+def test_missing_entries_and_rows_equal_joint_gaussian(ys):
     observed = np.ones_like(ys, bool)
     observed[2] = observed[3] = False
     observed[0, 1] = observed[5, 0] = False
@@ -124,7 +124,7 @@ def test_missing_entries_and_missing_rows(ys):
     np.testing.assert_array_equal(by_mask.weights, by_nan.weights)
 
 
-def test_nothing_observed_gives_the_prior_carried_on():
+def test_unobserved_series_gives_the_predicted_prior():
     nothing = np.full((NUM_TIMES, 2), np.nan)
     posterior = rd.grid_smoother(two_sensors(), nothing, rd.Grid(*GRID))
     mean, cov = 0.3, 1.44
@@ -135,7 +135,7 @@ def test_nothing_observed_gives_the_prior_carried_on():
     assert abs(float(posterior.log_evidence)) < 1e-9
 
 
-def test_inputs_and_padding(ys):
+def test_inputs_and_padding_equal_joint_gaussian(ys):
     us, length = np.sin(np.arange(NUM_TIMES))[:, None], 5
     observed = np.ones_like(ys, bool)
     observed[3, 0] = False
@@ -165,7 +165,7 @@ def test_inputs_and_padding(ys):
 
 
 @pytest.mark.slow
-def test_irregular_time_steps():
+def test_irregular_time_steps_equal_joint_gaussian():
     steps = np.array([1.0, 0.3, 2.0, 0.7, 1.5])
     ys = np.array([[0.1], [0.4], [-0.9], [np.nan], [0.5]])
     model = replace(
@@ -216,7 +216,7 @@ GRID_2D = (np.array([-7.5, -7.0]), np.array([8.0, 6.5]), (46, 42))
         pytest.param("blocked", np.array([[0.8, 0.0], [0.4, 0.7]]), marks=pytest.mark.slow),
     ],
 )
-def test_two_dimensions(kind, scale, monkeypatch):
+def test_two_dimensional_grid_equals_joint_gaussian(kind, scale, monkeypatch):
     if kind == "blocked":
         # Blocks of 30 rows, which do not divide the number of points.
         monkeypatch.setattr(transition, "DENSE_ENTRIES", 0)
@@ -230,7 +230,7 @@ def test_two_dimensions(kind, scale, monkeypatch):
 
 
 @pytest.mark.slow
-def test_pairs_in_two_dimensions_are_summed_in_blocks(monkeypatch):
+def test_blocked_pair_sums_in_two_dimensions_are_exact(monkeypatch):
     monkeypatch.setattr(transition, "BLOCK_ENTRIES", 50_000)
     grid = rd.Grid(np.array([-6.5, -6.0]), np.array([7.0, 5.5]), 24)
     scale = rd.Diagonal(jnp.array([0.9, 0.9]))
@@ -253,7 +253,7 @@ def square_model(noise, emission_std):
     return nonlinear_emission_model(square, emission_std, weight=0.95, noise=noise)
 
 
-def test_a_posterior_with_two_modes_against_brute_force():
+def test_bimodal_posterior_equals_brute_force():
     model = square_model(0.4, 0.5)
     ys = np.array([[1.2], [0.7], [1.6]])
 
@@ -275,7 +275,7 @@ def test_a_posterior_with_two_modes_against_brute_force():
 
 
 @pytest.mark.slow
-def test_counts_and_heavy_tails_against_brute_force():
+def test_counts_with_heavy_tails_equal_brute_force():
     model = rd.StateSpaceModel(
         rd.Gaussian(jnp.zeros(1), 0.8 * jnp.eye(1)),
         rd.DistributionKernel(lambda x: dist.StudentT(4.0, 0.8 * x, 0.5)),
@@ -299,7 +299,7 @@ def test_counts_and_heavy_tails_against_brute_force():
 
 
 @pytest.mark.slow
-def test_independent_heavy_tails_in_two_dimensions(monkeypatch):
+def test_separable_transition_equals_dense_transition(monkeypatch):
     model = rd.StateSpaceModel(
         dist.Normal(jnp.zeros(2), 1.0).to_event(1),
         rd.DistributionKernel(lambda x: dist.StudentT(5.0, jnp.sin(x), 0.8)),
@@ -329,7 +329,7 @@ def test_the_papers_model_does_not_depend_on_the_grid():
 
 
 @pytest.mark.slow
-def test_it_is_differentiable(ys):
+def test_grid_log_evidence_is_differentiable(ys):
     def log_evidence(bias):
         model = eqx.tree_at(lambda m: m.transition.bias, two_sensors(), bias)
         return rd.grid_smoother(model, ys, rd.Grid(*GRID)).log_evidence
@@ -345,7 +345,7 @@ def test_it_is_differentiable(ys):
 # ---------------------------------------------------------------------------------------------
 
 
-def test_quantiles(oracle, ys):
+def test_quantiles_equal_gaussian_quantiles(oracle, ys):
     joint = joint_posterior(ys)
     levels = np.array([[0.01, 0.25], [0.5, 0.975]])
     std = np.sqrt(np.diag(joint.covariance))
@@ -358,7 +358,7 @@ def test_quantiles(oracle, ys):
         oracle.quantile([0.5, 1.0])
 
 
-def test_the_joint_law_of_neighbours(oracle, ys):
+def test_pairwise_weights_have_joint_covariance(oracle, ys):
     joint = oracle.pairwise(3)
     np.testing.assert_allclose(joint.sum(axis=0), oracle.weights[3], atol=1e-12)
     np.testing.assert_allclose(joint.sum(axis=1), oracle.weights[2], atol=1e-12)
@@ -369,7 +369,7 @@ def test_the_joint_law_of_neighbours(oracle, ys):
         oracle.pairwise(0)
 
 
-def test_expectations(oracle):
+def test_expectations_equal_moments(oracle):
     np.testing.assert_allclose(oracle.expectation(lambda x: x), oracle.mean, atol=1e-12)
     density = oracle.density.sum(axis=1) * oracle.grid.spacing[0]
     np.testing.assert_allclose(density, 1.0, atol=1e-9)
@@ -412,7 +412,7 @@ def test_sampled_paths_have_the_moments_of_the_posterior(oracle, ys):
 
 
 @pytest.mark.slow
-def test_jit_and_vmap_over_series(oracle, ys):
+def test_grid_smoother_works_under_jit_and_vmap(oracle, ys):
     model = two_sensors()
 
     @jax.jit
@@ -450,7 +450,7 @@ def test_jit_and_vmap_over_series(oracle, ys):
 
 
 @pytest.mark.slow
-def test_single_precision(x32, ys):
+def test_float32_results_are_float32_and_accurate(x32, ys):
     posterior = rd.grid_smoother(two_sensors(), ys.astype(np.float32), rd.Grid(*GRID))
     assert posterior.mean.dtype == posterior.weights.dtype == jnp.float32
     joint = joint_posterior(ys)
@@ -486,7 +486,7 @@ def test_the_error_estimate_bounds_the_error(half_width, ys):
 
 
 @pytest.mark.parametrize("lower", [-3.4, -3.1, -2.8])
-def test_the_error_estimate_sees_a_box_that_is_too_small(lower, ys):
+def test_error_estimate_covers_truncation_of_the_box(lower, ys):
     mean, _, log_evidence = joint_posterior(ys)
     grid = rd.Grid([lower], [9.0], GRID[2])
     posterior = rd.grid_smoother(two_sensors(), ys, grid, throw=False)
@@ -514,7 +514,7 @@ def test_mass_at_the_edge_is_refused(ys):
     assert status == diagnosis.Status.ESCAPING
 
 
-def test_a_box_far_away_is_refused(ys):
+def test_box_far_from_the_mass_is_refused(ys):
     message, status, _ = refused(two_sensors(), ys, rd.Grid([20.0], [30.0], GRID[2]))
     assert status == diagnosis.Status.EDGE and "a fraction 1 " in message
 
@@ -616,12 +616,12 @@ def test_an_observation_that_no_point_explains_is_refused():
         (["a"], [1.0], 10, TypeError, "array of numbers"),
     ],
 )
-def test_wrong_grids(lower, upper, num_points, error, message):
+def test_grid_refuses_bad_arguments(lower, upper, num_points, error, message):
     with pytest.raises(error, match=message):
         rd.Grid(lower, upper, num_points)
 
 
-def test_wrong_calls(ys):
+def test_grid_smoother_refuses_bad_arguments(ys):
     model, grid = two_sensors(), rd.Grid(*GRID)
     with pytest.raises(ValueError, match="must have 2 columns, got 1"):
         rd.grid_smoother(model, ys[:, :1], grid)
@@ -639,7 +639,7 @@ def test_wrong_calls(ys):
         rd.grid_smoother(spatial, np.zeros((2, 3)), grid)
 
 
-def test_a_joint_law_that_would_not_fit_is_refused(oracle, monkeypatch):
+def test_pairwise_beyond_memory_is_refused(oracle, monkeypatch):
     monkeypatch.setattr("retrodict._exact.grid.posterior.DENSE_ENTRIES", 1000)
     with pytest.raises(ValueError, match="Use expectation_pairwise or cross_covariance"):
         oracle.pairwise(1)
@@ -676,7 +676,7 @@ print(posterior.kind, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 @pytest.mark.parametrize(
     "kind, num_times, correlation", [("separable", 20, 0.0), ("blocked", 2, 0.2)]
 )
-def test_forty_thousand_points_fit_in_two_gibibytes(kind, num_times, correlation):
+def test_forty_thousand_points_use_at_most_two_gibibytes(kind, num_times, correlation):
     run = subprocess.run(
         [sys.executable, "-c", LARGE, str(num_times), str(correlation)],
         capture_output=True,

@@ -41,7 +41,7 @@ def smooth_both_ways(model, ys, mask, inputs, length, key):
 @pytest.mark.parametrize(("state", "obs"), SHAPES)
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**20), length=st.integers(1, NUM_TIMES), seen=st.floats(0.0, 1.0))
-def test_matches_the_joint_gaussian(state, obs, seed, length, seen):
+def test_kalman_smoother_equals_joint_gaussian(state, obs, seed, length, seen):
     rng = np.random.default_rng(seed)
     model = random_model(rng, state, obs, num_inputs=2)
     inputs = rng.normal(size=(NUM_TIMES, 2))

@@ -29,7 +29,7 @@ import retrodict as rd
         pytest.param(8, 3, True, marks=pytest.mark.slow),
     ],
 )
-def test_semidefinite_noise_and_prior(state, obs, parallel):
+def test_semidefinite_noise_and_prior_equal_joint_gaussian(state, obs, parallel):
     rng = np.random.default_rng(3)
     model = random_model(rng, state, obs, singular=True)
     known = jnp.zeros((state, state)).at[-1, -1].set(1.0)
@@ -49,20 +49,20 @@ def check_against_joint_gaussian(model, ys, *, parallel, atol):
 
 @pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", singular_models())
-def test_states_on_a_line_or_plane_off_the_axes(name, parallel):
+def test_singular_models_equal_joint_gaussian(name, parallel):
     model = singular_models()[name]
     _, ys = model.simulate(jax.random.key(0), 40)
     check_against_joint_gaussian(model, ys, parallel=parallel, atol=1e-8)
 
 
-def test_sampled_shares_sum_to_one():
+def test_sampled_shares_of_a_singular_model_sum_to_one():
     model = singular_models()["shares"]
     _, ys = model.simulate(jax.random.key(0), 40)
     paths = rd.kalman_smoother(model, ys).chain.sample(jax.random.key(1), 20)
     np.testing.assert_allclose(jnp.sum(paths, axis=-1), 1.0, atol=1e-10)
 
 
-def test_parallel_with_more_states_than_are_unrolled():
+def test_parallel_smoother_with_many_states_equals_joint_gaussian():
     # More rows than one block of the scan, whose neutral element has a covariance of zero.
     model = random_model(np.random.default_rng(0), 8, 2)
     _, ys = model.simulate(jax.random.key(0), 20)
@@ -85,7 +85,7 @@ def log_evidence_of_one_vector(theta, ys):
 
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_second_derivatives_with_more_entries_than_states(hidden, parallel):
+def test_second_derivatives_are_exact_with_more_entries_than_states(hidden, parallel):
     # Rows of 5 entries are reduced to 3; with `hidden` the second state is not observed at all.
     rng = np.random.default_rng(0)
     ys = jnp.asarray(rng.normal(size=(4, 5)))
@@ -103,7 +103,7 @@ def test_second_derivatives_with_more_entries_than_states(hidden, parallel):
         np.testing.assert_allclose(one, other, atol=1e-9)
 
 
-def test_second_derivatives_that_would_be_wrong_are_refused():
+def test_unsupported_second_derivatives_are_refused():
     ys = jnp.ones((3, 4))
 
     def mean(weight):
@@ -117,7 +117,7 @@ def test_second_derivatives_that_would_be_wrong_are_refused():
         jax.grad(jax.grad(mean))(weight)
 
 
-def test_first_derivatives_of_the_chain_with_more_entries_than_states():
+def test_first_derivatives_of_chain_are_exact_with_more_entries_than_states():
     # Rows of 5 entries are reduced to 2. Paths drawn from given noise use the kernels alone.
     rng = np.random.default_rng(1)
     ys, design = jnp.asarray(rng.normal(size=(3, 5))), jnp.asarray(rng.normal(size=(5, 2)))
@@ -138,7 +138,7 @@ def test_first_derivatives_of_the_chain_with_more_entries_than_states():
 
 
 @pytest.mark.slow
-def test_singular_models_in_float32(x32):
+def test_singular_models_are_accurate_in_float32(x32):
     def small(tree):
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)
 
@@ -153,7 +153,7 @@ def test_singular_models_in_float32(x32):
 
 
 @pytest.mark.parametrize("prior_scale", [1e3, 1e6, 1e9])
-def test_diffuse_priors_lose_nothing(prior_scale):
+def test_diffuse_priors_keep_their_accuracy(prior_scale):
     # With three observations of a 2-state the posterior under a prior of scale s differs from the
     # limit by O(s^-2): two scales a factor 10 apart must agree to that order, or to rounding.
     rng = np.random.default_rng(1)
@@ -170,7 +170,7 @@ def test_diffuse_priors_lose_nothing(prior_scale):
 
 
 @pytest.mark.slow
-def test_matches_statsmodels():
+def test_kalman_smoother_equals_statsmodels():
     from statsmodels.tsa.statespace.kalman_smoother import KalmanSmoother
 
     rng = np.random.default_rng(5)
@@ -198,7 +198,7 @@ def test_matches_statsmodels():
 
 
 @pytest.mark.slow
-def test_varying_kernels_and_the_alignment_of_inputs():
+def test_varying_kernels_equal_joint_gaussian():
     def move(u):
         return jnp.array([[jnp.cos(u[0]), 0.1], [0.0, 0.9]]), u[:2], rd.Diagonal(0.5 + u[:2] ** 2)
 
@@ -256,7 +256,7 @@ def test_all_rows_missing_gives_the_prior(parallel):
 
 
 @pytest.mark.slow
-def test_gradients_of_the_evidence_in_every_parameter():
+def test_evidence_gradient_equals_finite_differences():
     rng = np.random.default_rng(11)
     model = random_model(rng, 2, 4, num_inputs=1)
     inputs = jnp.asarray(rng.normal(size=(5, 1)))
@@ -280,7 +280,7 @@ def test_gradients_of_the_evidence_in_every_parameter():
 
 
 @pytest.mark.slow
-def test_the_closed_form_score_with_singular_noise_is_that_of_the_joint_gaussian():
+def test_closed_form_score_with_singular_noise_equals_joint_gaussian():
     # Derivatives of square roots do not exist here; those of covariances do.
     model = random_model(np.random.default_rng(2), 3, 1, singular=True)
     model = eqx.tree_at(lambda m: m.prior.scale_tril, model, jnp.zeros((3, 3)).at[1, 1].set(1.0))
@@ -298,7 +298,7 @@ def test_the_closed_form_score_with_singular_noise_is_that_of_the_joint_gaussian
 
 
 @pytest.mark.slow
-def test_gradients_of_smoothed_moments():
+def test_gradients_of_smoothed_moments_equal_finite_differences():
     rng = np.random.default_rng(4)
     model = random_model(rng, 2, 2)
     _, ys = model.simulate(jax.random.key(1), 4)
@@ -314,7 +314,7 @@ def test_gradients_of_smoothed_moments():
 
 
 @pytest.mark.slow
-def test_the_evidence_score_is_the_same_beside_the_chain():
+def test_evidence_score_is_unchanged_when_the_chain_is_used():
     # Once the laws are differentiated too, the derivative of the scan replaces the closed form.
     model = random_model(np.random.default_rng(9), 2, 1)
     _, ys = model.simulate(jax.random.key(1), 6)
@@ -331,7 +331,7 @@ def test_the_evidence_score_is_the_same_beside_the_chain():
 
 
 @pytest.mark.slow
-def test_batches_and_a_single_row():
+def test_kalman_smoother_handles_batches_and_a_single_row():
     model = random_model(np.random.default_rng(0), 2, 2)
     keys = jax.random.split(jax.random.key(0), 3)
     ys = jax.vmap(lambda key: model.simulate(key, 5)[1])(keys)
@@ -355,7 +355,7 @@ def test_an_emission_without_noise_at_one_row_is_refused():
 
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize(("weight", "num_times"), [(0.5, 100), (0.9, 400)])
-def test_decay_to_a_fixed_point_without_noise(weight, num_times, parallel):
+def test_noise_free_decay_to_fixed_point_is_exact(weight, num_times, parallel):
     """The state becomes narrower than the rounding error of its mean; its past stays known.
 
     Without noise the path is a line in x_0, so that its posterior is a regression on one number.
@@ -372,7 +372,7 @@ def test_decay_to_a_fixed_point_without_noise(weight, num_times, parallel):
 
 
 @pytest.mark.slow
-def test_a_mode_that_decays_faster_than_others_without_noise():
+def test_noise_free_model_with_fast_mode_is_exact():
     """Backward gains of 1 / 0.05 would turn rounding errors into the answer within a few rows."""
     rng = np.random.default_rng(5)
     basis, n = rng.normal(size=(3, 3)), 20
@@ -393,7 +393,7 @@ def test_a_mode_that_decays_faster_than_others_without_noise():
     np.testing.assert_allclose(exact.covariance[0], covariance, rtol=0, atol=1e-6)
 
 
-def test_a_prior_that_decays_off_the_plane_of_the_noise():
+def test_prior_decaying_off_the_noise_plane_is_exact():
     """No coordinate becomes narrow, but a direction across them does, by half at each row."""
     rng = np.random.default_rng(6)
     prior, noise = np.tril(rng.normal(size=(3, 3))), np.tril(rng.normal(size=(3, 3)))

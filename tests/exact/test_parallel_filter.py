@@ -85,7 +85,7 @@ def answers_of(parallel: bool) -> Answers:
 
 
 @pytest.mark.parametrize("what", Answers._fields)
-def test_logarithmic_depth_changes_nothing_but_rounding(what: str):
+def test_parallel_results_equal_sequential_results(what: str):
     """With missing entries, a missing row and padding."""
     got, expected = (jax.tree.leaves(getattr(answers_of(p), what)) for p in (True, False))
     assert len(got) == len(expected) > 0
@@ -93,7 +93,7 @@ def test_logarithmic_depth_changes_nothing_but_rounding(what: str):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_no_loop_is_as_long_as_the_series():
+def test_parallel_program_has_no_loop_over_time():
     """Neither in inference and marginals nor in the gradient of the bound."""
     model, family, _ = problem()
     ys = np.zeros((1000, 2))
@@ -119,7 +119,7 @@ def _loop_lengths(jaxpr: Any) -> Any:
 
 
 @pytest.mark.parametrize("n", [1, 50])
-def test_a_linear_recurrence_and_its_derivative(n: int):
+def test_parallel_linear_recurrence_equals_loop(n: int):
     rng = np.random.default_rng(n)
     decays, drives, weights = (jnp.asarray(rng.uniform(-1, 1, size=(n, 2))) for _ in range(3))
 
@@ -141,7 +141,7 @@ def test_a_linear_recurrence_and_its_derivative(n: int):
 
 
 @pytest.mark.slow
-def test_a_fit_in_logarithmic_depth_finds_the_same_parameters():
+def test_parallel_fit_finds_the_same_parameters():
     model, family, ys = problem()
     batch = np.stack([ys, ys[::-1]])
     options: dict[str, Any] = {"num_steps": 10, "chunk_size": 5, "progress": False}
@@ -163,7 +163,7 @@ class Affine(rd.AbstractBackwardKernel):
 
 
 @pytest.mark.usefixtures("untyped")
-def test_what_goes_row_by_row_says_so():
+def test_sequential_methods_refuse_parallel():
     model, family, ys = problem()
     key, ones = jax.random.key(0), jnp.ones((2, 1, 1))
     chain = rd.LinearGaussianChain.from_arrays(ones[:, 0], ones, ones[1:], ones[1:, 0], ones[1:])

@@ -59,12 +59,12 @@ def case(request: pytest.FixtureRequest) -> Case:
     [rd.ClosedForm(), rd.Recursive(), rd.Quadrature(3), rd.RaoBlackwellised(2)],
     ids=lambda e: type(e).__name__,
 )
-def test_the_bound_of_an_exact_posterior_is_the_evidence(case: Case, estimator):
+def test_elbo_of_exact_posterior_equals_log_evidence(case: Case, estimator):
     found = case.elbo(case.model, estimator=estimator, key=jax.random.key(0))
     assert float(found) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
 
 
-def test_every_sampled_path_gives_the_evidence(case: Case):
+def test_every_sampled_path_gives_the_log_evidence(case: Case):
     estimator = rd.BackwardSampling(7)
     found, error = case.elbo(
         case.model, estimator=estimator, key=jax.random.key(0), with_standard_error=True
@@ -83,7 +83,7 @@ def test_quadrature_of_quadratics_is_exact(case: Case, rule):
 
 
 @pytest.mark.slow
-def test_a_transition_of_unknown_form_takes_quadrature_over_the_pair():
+def test_transition_of_unknown_form_uses_pair_quadrature():
     rng = np.random.default_rng(2)
     model = random_model(rng, 1, 1)
     _, ys = model.simulate(jax.random.key(0), 4)
@@ -96,7 +96,7 @@ def test_a_transition_of_unknown_form_takes_quadrature_over_the_pair():
     assert float(single) == pytest.approx(float(rd.kalman_smoother(model, ys[:1]).log_evidence))
 
 
-def test_gradients_in_the_model_are_those_of_the_evidence(case: Case):
+def test_elbo_gradient_in_model_equals_evidence_gradient(case: Case):
     # By Fisher's identity, with the chain held fixed at the exact posterior.
     def log_evidence(model):
         return rd.kalman_smoother(model, case.ys, inputs=case.inputs, length=LENGTH).log_evidence
@@ -111,7 +111,7 @@ def test_gradients_in_the_model_are_those_of_the_evidence(case: Case):
             np.testing.assert_allclose(ours, theirs, atol=1e-8)
 
 
-def test_the_gap_is_the_divergence_from_the_posterior():
+def test_elbo_gap_equals_divergence_from_posterior():
     # log p(y) − ELBO = KL(q ‖ p(· | y)), between two Gaussians over the whole path.
     rng = np.random.default_rng(3)
     model, other = random_model(rng, 2, 1), random_model(rng, 2, 1)
@@ -156,7 +156,7 @@ def grid_elbo(model, chain, ys: np.ndarray, num_points: int, width: float) -> fl
     ("dim", "order", "num_points", "width", "tolerance"),
     [(1, 40, 401, 8.0, 1e-7), pytest.param(2, 20, 41, 6.0, 1e-5, marks=pytest.mark.slow)],
 )
-def test_nonlinear_kernels_match_sums_over_a_grid(dim, order, num_points, width, tolerance):
+def test_elbo_of_nonlinear_kernels_equals_grid_sums(dim, order, num_points, width, tolerance):
     # Trapezoidal sums of a smooth integrand that decays at both ends converge exponentially.
     turn = jnp.array([[0.9, -0.4], [0.3, 0.8]])[:dim, :dim]
     model = rd.StateSpaceModel(
@@ -181,7 +181,7 @@ def test_nonlinear_kernels_match_sums_over_a_grid(dim, order, num_points, width,
     )
 
 
-def test_padding_leaves_values_and_gradients_alone(case: Case):
+def test_padding_does_not_change_elbo_or_gradients(case: Case):
     hidden = hide_linearity(case.model)
     estimator = rd.Quadrature(3)
     short_inputs = None if case.inputs is None else case.inputs[:LENGTH]
@@ -204,7 +204,7 @@ def test_padding_leaves_values_and_gradients_alone(case: Case):
     assert np.all(gradients[1][LENGTH:] == 0.0) and np.all(gradients[1][1] == 0.0)
 
 
-def test_a_running_bound_is_that_of_each_prefix(case: Case):
+def test_running_elbo_equals_elbo_of_each_prefix(case: Case):
     running = rd.online.RunningPosterior(rd.KalmanFamily(case.model), case.model)
     _, out = running.scan(running.init(), case.ys, inputs=case.inputs, length=LENGTH)
     for k in range(1, LENGTH):
@@ -213,7 +213,7 @@ def test_a_running_bound_is_that_of_each_prefix(case: Case):
 
 
 @pytest.mark.slow
-def test_a_batch_is_mapped_and_differentiated():
+def test_elbo_works_under_vmap_and_grad():
     model = random_model(np.random.default_rng(5), 1, 1)
     keys = jax.random.split(jax.random.key(0), 3)
     ys = jax.vmap(lambda key: model.simulate(key, 6)[1])(keys)
@@ -246,7 +246,7 @@ def test_a_batch_is_mapped_and_differentiated():
 
 
 @pytest.mark.slow
-def test_the_bound_of_an_exact_chain_is_stationary_in_the_model_of_the_chain():
+def test_elbo_is_stationary_in_the_model_of_its_chain():
     """Here the chain keeps `standard`, and both forms of its kernels move together."""
     model = random_model(np.random.default_rng(5), 2, 2)
     ys = model.simulate(jax.random.key(0), 6)[1]
@@ -277,7 +277,7 @@ def test_parameters_are_unwrapped_once_and_differentiated_in_their_raw_arrays():
     assert np.all(score.prior.tree.mean == 0.0)
 
 
-def test_what_cannot_be_done_is_refused_with_the_remedy():
+def test_elbo_refuses_unsupported_requests_with_a_remedy():
     linear, ys = random_model(np.random.default_rng(0), 3, 1), np.zeros((4, 1))
     eyes = jnp.broadcast_to(jnp.eye(3), (4, 3, 3))
     arrays = (jnp.zeros((4, 3)), eyes, eyes[1:], jnp.zeros((3, 3)), eyes[1:])
@@ -317,9 +317,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy():
 @pytest.mark.parametrize(
     "estimator", [rd.ClosedForm(), rd.BackwardSampling(2)], ids=["closed form", "paths"]
 )
-def test_second_derivatives_are_differences_of_first_ones(
-    case: Case, estimator: rd.AbstractEstimator
-):
+def test_second_derivatives_equal_finite_differences(case: Case, estimator: rd.AbstractEstimator):
     """Derivatives in a common factor of the weights of transition and emission."""
 
     def bound(factor: jax.Array) -> jax.Array:
@@ -339,7 +337,7 @@ def test_second_derivatives_are_differences_of_first_ones(
 
 @pytest.mark.parametrize("estimator", [rd.ClosedForm(), rd.Quadrature(3)])
 @pytest.mark.parametrize("width", [1e-3, 1e-8])
-def test_the_bound_of_a_narrow_exact_posterior_is_the_evidence(estimator, width):
+def test_elbo_of_narrow_exact_posterior_equals_log_evidence(estimator, width):
     # The noise has relative width `width` off the axes. Kernels between states omit it below 6e-6.
     noise = jnp.array([[1.0, 0.0], [0.3, width]])
     model = linear_model(

@@ -77,7 +77,7 @@ def name_of(estimator: rd.AbstractEstimator) -> str:
 
 
 @pytest.mark.parametrize("estimator", EXACT, ids=name_of)
-def test_sums_and_second_moments_are_those_of_the_joint_gaussian(smoothed, estimator):
+def test_sums_and_second_moments_equal_joint_gaussian(smoothed, estimator):
     _, _, chain, oracle = smoothed
     options = {"estimator": estimator, "key": jax.random.key(0)}
     total = rd.expectation(chain, rd.StateSum(), **options)
@@ -91,7 +91,7 @@ def test_sums_and_second_moments_are_those_of_the_joint_gaussian(smoothed, estim
 
 
 @pytest.mark.parametrize("estimator", EXACT, ids=name_of)
-def test_a_functional_of_the_user_with_data_that_is_nan_in_padding(smoothed, estimator):
+def test_user_functional_ignores_nan_data_in_padding(smoothed, estimator):
     _, _, chain, oracle = smoothed
     options = {"estimator": estimator, "key": jax.random.key(0)}
     found = rd.expectation(chain, USERS, users_data(), **options)
@@ -110,7 +110,7 @@ def test_a_functional_of_the_user_with_data_that_is_nan_in_padding(smoothed, est
     [USERS, rd.AdditiveFunctional(lambda before, x, data: jnp.sqrt(jnp.sum((x - before) ** 2)))],
     ids=["quadratic", "distance"],
 )
-def test_padding_changes_nothing_and_gradients_are_finite(narrow, functional):
+def test_padding_does_not_change_expectations_or_gradients(narrow, functional):
     # The distance has no derivative at zero, which is where a padded path stands.
     chain, short = narrow.chain, narrow.chain.prefix(LENGTH)
     key = jax.random.key(0)
@@ -139,7 +139,7 @@ def test_padding_changes_nothing_and_gradients_are_finite(narrow, functional):
 @pytest.mark.parametrize(
     "functional", ["moments", "log joint", pytest.param("score", marks=pytest.mark.slow)]
 )
-def test_the_recursion_follows_a_stream(narrow, functional):
+def test_recursive_statistics_equal_prefix_expectations(narrow, functional):
     # Online, with one law and one kernel at a time, it equals the closed form of every prefix.
     model, data, chain, _ = narrow
     recursive = rd.Recursive()
@@ -176,7 +176,7 @@ def test_the_recursion_follows_a_stream(narrow, functional):
 
 
 @pytest.mark.slow
-def test_em_finds_the_intermediate_quantity(smoothed):
+def test_em_quantity_equals_joint_gaussian(smoothed):
     # Q(θ, θ') of another model, by every exact estimator and by the sum over the joint Gaussian.
     other = random_model(np.random.default_rng(9), 2, 2)
     chain, oracle, data = smoothed.chain, smoothed.oracle, smoothed.data
@@ -192,7 +192,7 @@ def test_em_finds_the_intermediate_quantity(smoothed):
         assert float(found) == pytest.approx(expected, abs=1e-9)
 
 
-def test_marginals_in_closed_form_and_sampled(smoothed):
+def test_sampled_marginals_agree_with_closed_form(smoothed):
     exact = rd.marginals(smoothed.chain)
     np.testing.assert_allclose(exact.mean[:LENGTH], smoothed.oracle.mean, atol=1e-10)
     np.testing.assert_allclose(exact.covariance[2], smoothed.oracle.block(2, 2), atol=1e-10)
@@ -206,7 +206,7 @@ def test_marginals_in_closed_form_and_sampled(smoothed):
     assert np.max(np.abs(z)) < 5
 
 
-def test_a_pair_term_is_integrated_over_both_states():
+def test_pair_terms_are_integrated_over_both_states():
     # E |x_1 − x_0| under a pair of Gaussians is √(2/π) times a standard deviation, if centred.
     chain = rd.LinearGaussianChain.from_arrays(
         jnp.zeros((2, 1)),
@@ -240,7 +240,7 @@ NONLINEAR = replace(
     "estimator", [rd.BackwardSampling(20), rd.RaoBlackwellised(20)], ids=name_of
 )
 @pytest.mark.parametrize("functional", ["log joint", "score"])
-def test_sampled_estimates_are_unbiased_and_their_errors_calibrated(estimator, functional):
+def test_sampled_estimates_are_unbiased_with_calibrated_errors(estimator, functional):
     """Over 200 seeds: the mean within 4 standard errors of quadrature, and the spread as reported.
 
     The mean of 200 estimates is a false alarm with probability 6e-5 a component, 4e-4 in all. The
@@ -303,7 +303,7 @@ def test_increments_and_terms_agree_with_the_log_joint_density(narrow):
     assert np.all(only.initial(xs[0])["d"] == 0)
 
 
-def test_float32_stays_float32(x32):
+def test_elbo_in_float32_stays_float32(x32):
     model = random_model(np.random.default_rng(0), 1, 1)
     _, ys = model.simulate(jax.random.key(0), 5)
     exact = rd.kalman_smoother(model, ys)
@@ -313,7 +313,7 @@ def test_float32_stays_float32(x32):
     assert float(found) == pytest.approx(float(exact.log_evidence), rel=1e-5)
 
 
-def test_what_cannot_be_done_is_refused_with_the_remedy(smoothed):
+def test_expectation_refuses_unsupported_requests_with_a_remedy(smoothed):
     model, data, chain, _ = smoothed
     key = jax.random.key(0)
     cube = rd.AdditiveFunctional(lambda before, x, data: jnp.sum(x**3))
@@ -347,7 +347,7 @@ def test_what_cannot_be_done_is_refused_with_the_remedy(smoothed):
 
 
 @pytest.mark.slow
-def test_a_general_chain_is_sampled(narrow):
+def test_any_chain_with_samples_has_expectations(narrow):
     model, data, chain, _ = narrow
     general, short = OpaqueChain(chain.prefix(LENGTH)), chain.prefix(LENGTH)
     options = {"estimator": rd.BackwardSampling(3), "key": jax.random.key(0)}

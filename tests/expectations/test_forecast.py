@@ -65,7 +65,7 @@ def exact() -> rd.Forecast:
     return rd.forecast(KEY, c.model, c.chain, AHEAD, inputs=c.ahead, num_samples=4000)
 
 
-def test_moments_are_those_of_a_series_with_empty_rows():
+def test_forecast_moments_equal_smoothing_of_missing_rows():
     found, (mean, covariance), rows = exact(), smoothed_ahead(case()), seen_ahead(case())
     np.testing.assert_allclose(found.state_mean, mean, atol=1e-9)
     np.testing.assert_allclose(found.state_covariance, covariance, atol=1e-9)
@@ -80,7 +80,7 @@ def test_moments_are_those_of_a_series_with_empty_rows():
         assert not np.any(error)
 
 
-def test_quantiles_of_a_gaussian_are_exact():
+def test_forecast_quantiles_of_gaussians_are_exact():
     found, levels = exact(), np.array([0.025, 0.5, 0.9])
     assert found.gaussian
     mean, covariance = seen_ahead(case())
@@ -91,7 +91,7 @@ def test_quantiles_of_a_gaussian_are_exact():
 
 
 @pytest.mark.statistical
-def test_draws_have_the_laws_that_moments_say():
+def test_forecast_draws_have_the_forecast_moments():
     # 20 means and 4 distances, each beyond 4.5 standard errors with probability 7e-6.
     found = exact()
     for draws, mean, covariance in (
@@ -108,7 +108,7 @@ def test_draws_have_the_laws_that_moments_say():
 
 
 @pytest.mark.statistical
-def test_paths_hang_together_over_time():
+def test_forecast_paths_have_lag_one_covariance():
     # The lag-one covariance of states is w P: a mean of 4000 products, 12 entries at 4.5 errors.
     found, c = exact(), case()
     shifts = np.asarray(found.states - found.state_mean[None])
@@ -118,7 +118,7 @@ def test_paths_hang_together_over_time():
     assert np.all(np.abs(products.mean(0) - expected) < 4.5 * error)
 
 
-def test_padding_is_not_forecast_from():
+def test_forecast_starts_at_the_last_existing_row():
     c = case()
     padded = np.concatenate([c.ys, np.full((3, 3), 1e6)])
     inputs = np.concatenate([c.inputs, np.full((3, 2), 1e6)])
@@ -167,7 +167,7 @@ def counts() -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]:
 
 
 @pytest.mark.statistical
-def test_counts_are_forecast():
+def test_forecast_of_counts_draws_counts():
     # The rate exp(x) is log-normal: 3 means and 3 variances at 5 standard errors.
     model, chain = counts()
     found = rd.forecast(KEY, model, chain, 3, num_samples=4000)
@@ -184,7 +184,7 @@ def test_counts_are_forecast():
 
 
 @pytest.mark.slow
-def test_a_mixture_as_the_last_law():
+def test_forecast_from_mixture_uses_its_moments():
     # Moments pass a linear kernel whatever the law: only its mean and covariance count.
     model = random_model(np.random.default_rng(3), 1, 1)
     family = rd.MixtureFamily(jax.random.key(0), 1, 1, num_components=2, hidden=4, width=4)
@@ -203,7 +203,7 @@ def test_a_mixture_as_the_last_law():
 
 
 @pytest.mark.statistical
-def test_any_chain_is_forecast_from():
+def test_forecast_accepts_any_chain():
     # 16 means at 5 standard errors.
     c = plain_case()
     found = rd.forecast(KEY, c.model, OpaqueChain(c.chain), AHEAD, num_samples=2000)
@@ -213,7 +213,7 @@ def test_any_chain_is_forecast_from():
 
 
 @pytest.mark.slow
-def test_a_batch_under_vmap():
+def test_forecast_works_under_vmap():
     c = plain_case()
     chains = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), c.chain)
     run = jax.vmap(lambda chain: rd.forecast(KEY, c.model, chain, AHEAD, num_samples=5))
@@ -225,7 +225,7 @@ def test_a_batch_under_vmap():
         rd.forecast(KEY, c.model, chains, AHEAD)
 
 
-def test_misuse_is_refused(untyped: None):
+def test_forecast_refuses_bad_arguments(untyped: None):
     c = case()
     posterior: Any = rd.kalman_smoother(c.model, c.ys, inputs=c.inputs)
     no_model: Any = c.chain
@@ -294,7 +294,7 @@ def imputed() -> np.ndarray:
 
 
 @pytest.mark.statistical
-def test_missing_entries_have_their_law_given_the_seen_ones():
+def test_imputed_entries_have_their_law_given_observed_entries():
     # Given all that was seen, its noise included: some ten means and their covariances, as above.
     c, seen = case(), ~np.isnan(case().ys).ravel()
     prior = all_rows(c, np.zeros((N, 3), bool))
@@ -310,7 +310,7 @@ def test_missing_entries_have_their_law_given_the_seen_ones():
     agrees(imputed().reshape(4000, -1)[:, hidden], expected)
 
 
-def test_seen_entries_stay_as_they_are():
+def test_observed_entries_are_kept():
     seen = ~np.isnan(case().ys)
     expected = np.broadcast_to(case().ys[seen], (4000, seen.sum()))
     np.testing.assert_array_equal(imputed()[:, seen], expected)
@@ -321,7 +321,7 @@ def test_seen_entries_stay_as_they_are():
     np.testing.assert_array_equal(same, np.broadcast_to(full, (3, *full.shape)))
 
 
-def test_a_mask_and_a_nan_are_the_same():
+def test_imputation_treats_mask_and_nan_alike():
     c = plain_case()
     hidden = np.where(np.isnan(c.ys), 1e3, c.ys)
     by_nan = rd.impute(KEY, c.model, c.chain, c.ys, 5)
@@ -348,7 +348,7 @@ def test_missing_counts_are_counts():
 
 
 @pytest.mark.slow
-def test_float32(x32: None):
+def test_forecast_in_float32_stays_float32(x32: None):
     with jax.enable_x64(True):
         c, expected = plain_case(), seen_ahead(plain_case())[0]
     model, chain = jax.tree.map(

@@ -79,13 +79,13 @@ def check(function: Callable[[Any], Any], at: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_hessians_in_parameters_of_the_model(name: str):
+def test_hessians_in_model_parameters_equal_finite_differences(name: str):
     check(FUNCTIONS[name], THETA)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_hessians_of_the_elbo_in_a_family(name: str):
+def test_hessians_of_elbo_in_family_equal_finite_differences(name: str):
     model = nonlinear(THETA)
     family = FAMILIES[name](jax.random.key(1)).prepare(model, YS)
 

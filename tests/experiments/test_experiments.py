@@ -67,7 +67,7 @@ class Told:
 # What the paper printed
 
 
-def test_the_linear_sequences_are_those_of_the_archive():
+def test_linear_sequences_match_the_archive():
     archived = REFERENCE / "linear_sequences.npz"
     if not archived.exists():
         pytest.skip("the archived sequences are not here")
@@ -77,7 +77,7 @@ def test_the_linear_sequences_are_those_of_the_archive():
         np.testing.assert_allclose(ys[..., 0], file["ys"][:2], rtol=0, atol=1e-15)
 
 
-def test_the_archived_networks_are_those_of_the_archive():
+def test_archived_networks_match_the_archive():
     archived = REFERENCE / "nonlinear_table_sequences.npz"
     if not archived.exists():
         pytest.skip("the archived sequences are not here")
@@ -92,7 +92,7 @@ def test_the_archived_networks_are_those_of_the_archive():
 
 
 @pytest.mark.parametrize("num_series", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_the_linear_table_comes_out_as_printed(num_series: int):
+def test_linear_table_matches_the_paper(num_series: int):
     models = [published.linear_lambda(epoch) for epoch in published.EPOCHS]
     sequences = published.linear_sequences(num_series)
     found = linear.compare(published.linear_theta(), *sequences, models)
@@ -105,7 +105,7 @@ def test_the_linear_table_comes_out_as_printed(num_series: int):
     assert sum(map(len, printed)) == 5 * num_series
 
 
-def test_the_nonlinear_errors_come_out_as_printed():
+def test_nonlinear_errors_match_the_paper():
     """By the archived networks and the sums of the archived reference; numpy does the rest."""
     _, ys = published.nonlinear_sequences()
     archive = published.archive()["nonlinear"]
@@ -119,7 +119,7 @@ def test_the_nonlinear_errors_come_out_as_printed():
         ]
 
 
-def test_no_archived_curve_is_above_the_evidence():
+def test_archived_elbo_curves_are_below_the_evidence():
     archive = published.archive()["linear"]
     assert all(max(curve) < archive["evidence"] for curve in archive["elbo_curves"])
     assert [len(curve) for curve in archive["elbo_curves"]] == [100] * 5
@@ -142,7 +142,7 @@ def test_the_grid_is_the_exact_reference():
 
 
 @pytest.mark.slow
-def test_the_backward_kernels_of_an_archived_chain_are_bayes_rule():
+def test_archived_backward_kernels_follow_bayes_rule():
     """q(x_{k-1}) m(x_{k-1}, x_k) / ∫ is the kernel: checked on a grid of points."""
     _, ys = published.nonlinear_sequences()
     chain = published.archived_chain("gated", ys[0, :3])
@@ -165,7 +165,7 @@ def test_the_backward_kernels_of_an_archived_chain_are_bayes_rule():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
-def test_an_experiment_runs_and_is_read_back(
+def test_experiment_results_are_saved_and_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     module = reproduction.EXPERIMENTS[name]
@@ -207,7 +207,7 @@ def test_an_experiment_runs_and_is_read_back(
 
 
 @pytest.mark.slow
-def test_the_demo_says_what_it_saw(tmp_path: Path):
+def test_demo_reports_its_results(tmp_path: Path):
     told = Told()
     found = demo.run(tmp_path, seed=3, sizes=DEMO, progress=told)
     assert len(told.stages) == demo.NUM_STAGES
@@ -223,7 +223,7 @@ def test_the_demo_says_what_it_saw(tmp_path: Path):
         check_page(text.encode(), width, tmp_path)
 
 
-def test_other_settings_do_not_share_stages(tmp_path: Path):
+def test_different_settings_do_not_share_stages(tmp_path: Path):
     def value(seed: int) -> float:
         folder = Folder(tmp_path, {"seed": seed})
         return float(folder.stage("one", lambda: {"value": seed})["value"])
@@ -244,7 +244,7 @@ def fitted(folder: Folder, num_steps: int = 40) -> tuple[rd.FitResult, float]:
 
 
 @pytest.mark.slow
-def test_a_fit_goes_on_and_is_read_back(tmp_path: Path):
+def test_interrupted_fit_resumes_and_is_read_back(tmp_path: Path):
     whole, seconds = fitted(Folder(tmp_path / "whole", {}))
     assert seconds > 0
 
@@ -268,7 +268,7 @@ def test_a_fit_goes_on_and_is_read_back(tmp_path: Path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
-def test_a_damaged_stage_is_set_aside_and_done_again(damage: str, tmp_path: Path):
+def test_damaged_stage_is_computed_again(damage: str, tmp_path: Path):
     folder, told = tmp_path / "f", Told()
     Folder(folder, {}).stage("one", lambda: {"value": np.arange(1000.0)})
     Folder(folder, {}).stage("two", lambda: {"value": 2.0})
@@ -290,7 +290,7 @@ def test_a_damaged_stage_is_set_aside_and_done_again(damage: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_used_is_set_aside(tmp_path: Path):
+def test_unusable_checkpoint_is_ignored(tmp_path: Path):
     whole, _ = fitted(Folder(tmp_path, {}))
     for place in (tmp_path / "stages").glob("*.fit*"):
         place.write_bytes(place.read_bytes()[:-50])
@@ -320,7 +320,7 @@ main(["reproduce", "bounds", "--quick", "--out", sys.argv[1]])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [300, 20_000])
-def test_a_disk_that_runs_full_loses_nothing(limit: int, tmp_path: Path):
+def test_full_disk_loses_no_finished_stage(limit: int, tmp_path: Path):
     """Files cannot grow beyond a limit: no stage fits, or no figure does."""
 
     def run(limit: int) -> subprocess.CompletedProcess[str]:
@@ -357,7 +357,7 @@ main(["reproduce", "linear", "--quick", "--out", sys.argv[1]])
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_ends_with_the_same_numbers(tmp_path: Path):
+def test_killed_experiment_resumes_with_the_same_numbers(tmp_path: Path):
     def start(out: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", CHILD, str(out)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -393,7 +393,7 @@ def test_a_run_that_is_killed_ends_with_the_same_numbers(tmp_path: Path):
 # Tables and pages
 
 
-def test_a_spread_is_printed_with_one_digit_of_its_error():
+def test_spread_is_rounded_to_one_digit_of_its_error():
     assert f"{Spread(0.02551, 0.0008):.3g}" == "0.0255 ±\N{NO-BREAK SPACE}0.0008"
     assert f"{Spread(3.4123, 0.21):x}" == "3.4 ±\N{NO-BREAK SPACE}0.2"
     assert f"{Spread(120.3, 12.0):d}" == "120 ±\N{NO-BREAK SPACE}12"
@@ -413,12 +413,12 @@ def test_a_table_becomes_comma_separated_values():
     assert text == ',"gap, nats","gap, nats, standard error",n\na,1.5,0.1,3\nb,,,4\n'
 
 
-def test_numbers_that_are_none_are_null():
+def test_non_finite_numbers_become_null():
     tree = {"a": np.array([1.0, np.nan]), "b": (np.float64(2), {3: np.inf})}
     assert json.loads(_files.as_json(tree)) == {"a": [1.0, None], "b": [2.0, {"3": None}]}
 
 
-def test_the_same_numbers_give_the_same_figure():
+def test_figures_are_deterministic():
     def picture() -> Any:
         return draw("p", lambda axis: axis.plot([0, 1], [1, 0]))
 
@@ -438,7 +438,7 @@ def report() -> bytes:
     return page("A page", ["Lead."], chapters, "Footer.")
 
 
-def test_a_page_needs_nothing_beside_it(report: bytes):
+def test_page_is_self_contained(report: bytes):
     text = report.decode()
     assert "a &lt; b &amp; c" in text and "Figure &lt;1&gt;" in text
     sources = re.findall(r'(?:src|href)="([^"]*)"', text)

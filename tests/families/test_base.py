@@ -223,7 +223,7 @@ def size(request: pytest.FixtureRequest) -> str:
 
 
 @COSTLY
-def test_a_stream_gives_the_chain_of_the_stored_series(name: str, size: str):
+def test_stream_equals_chain_of_whole_series(name: str, size: str):
     family, rows = family_of(name, size), rows_of(size)["nan"]
     step = eqx.filter_jit(lambda family, state, y, u: family.step(state, y, inputs=u))
     state, factors = family.init(), []
@@ -238,7 +238,7 @@ def test_a_stream_gives_the_chain_of_the_stored_series(name: str, size: str):
 
 
 @EVERY
-def test_the_first_rows_alone_give_the_prefix_of_the_chain(name: str):
+def test_chain_of_first_rows_equals_prefix(name: str):
     """And an array without NaN needs neither mask nor length."""
     rows, whole = rows_of("d1")["whole"], chains_of(name, "d1")["whole"]
     alone = family_of(name, "d1").infer(rows.ys[:LENGTH])
@@ -249,7 +249,7 @@ def test_the_first_rows_alone_give_the_prefix_of_the_chain(name: str):
 
 @EVERY
 @D2_IS_SLOW
-def test_a_batch_gives_what_its_series_give_one_by_one(name: str, size: str):
+def test_batch_equals_series_one_by_one(name: str, size: str):
     for case in ("nan", "padded"):
         alone = infer(family_of(name, size), rows_of(size)[case])
         assert_close(alone, chains_of(name, size)[case])
@@ -333,7 +333,7 @@ def coordinates_of(family: Any) -> Any:
 
 @COSTLY
 @D2_IS_SLOW
-def test_the_gradient_of_the_bound_is_finite(name: str, size: str):
+def test_elbo_gradient_is_finite(name: str, size: str):
     """With missing rows and padding; it reaches the networks, and leaves the units alone."""
     for case in rows_of(size):
         got = answer_of(name, size, case)
@@ -354,7 +354,7 @@ def test_the_gradient_of_the_bound_is_finite(name: str, size: str):
 
 
 @EVERY
-def test_hidden_values_leave_the_gradient_alone(name: str):
+def test_masked_values_do_not_change_the_gradient(name: str):
     masked, junk = (answer_of(name, "d1", case) for case in ("masked", "masked_junk"))
     jax.tree.map(np.testing.assert_array_equal, masked.gradient, junk.gradient)
 
@@ -383,7 +383,7 @@ def _first_step(family: Any, y: Any, u: Any) -> Any:
 
 
 @EVERY
-def test_a_file_gives_the_family_back_bit_by_bit(name: str, tmp_path: Path):
+def test_saved_family_loads_bit_for_bit(name: str, tmp_path: Path):
     family = family_of(name, "d2-inputs")
     rd.save(tmp_path / "family.rd", family)
     back = rd.load(tmp_path / "family.rd")
@@ -543,7 +543,7 @@ def test_a_nonlinear_transition_is_approximated_by_a_linear_one(name: str):
 
 
 @pytest.mark.slow
-def test_the_bound_of_counts_has_a_finite_gradient():
+def test_elbo_gradient_of_counts_is_finite():
     model, ys, _ = two_wells()
     family = fresh("gated_scale").prepare(model, ys, length=LENGTH)
     rows = Rows(ys, np.ones(ys.shape, bool), None, np.asarray(LENGTH))
@@ -551,7 +551,7 @@ def test_the_bound_of_counts_has_a_finite_gradient():
 
 
 @WITH_NETWORK
-def test_a_transition_that_explodes_leaves_the_start_finite(name: str):
+def test_exploding_transition_leaves_start_finite(name: str):
     """Its paths overflow: nothing of them can be used, and nothing of them is."""
     model = with_drift(lambda x: x + 10.0 * x**3)
     family = fresh(name).prepare(model, np.ones((N, 1)))
@@ -578,7 +578,7 @@ def irregular() -> rd.StateSpaceModel:
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("recurrent_tied", "scan", "mixture")),
     ],
 )
-def test_irregular_time_is_kept_by_the_variational_transition(name: str):
+def test_variational_transition_follows_irregular_time(name: str):
     """With steps from 1e-3 to 1e3, and padding in which the steps are not known."""
     model = irregular()
     steps = np.array([1.0, 1e-3, 0.1, 1.0, 1e3, 0.3, 2.0, 0.5])[:, None]
@@ -595,7 +595,7 @@ def test_irregular_time_is_kept_by_the_variational_transition(name: str):
     assert_near_prior(infer(family, rows), moments)
 
 
-def test_inputs_that_drive_the_state_move_the_start():
+def test_untrained_family_follows_inputs_of_the_state():
     """The mean of the prior chain follows a step in the input."""
     model = replace(autoregression(), transition=linear_kernel(0.5, scale=0.1, input_weight=2.0))
     inputs = np.where(np.arange(N) < N // 2, -1.0, 1.0)[:, None]
@@ -610,7 +610,7 @@ def test_inputs_that_drive_the_state_move_the_start():
 
 
 @WITH_NETWORK
-def test_a_batch_is_prepared_as_its_rows_are(name: str):
+def test_prepare_on_batch_equals_prepare_on_rows(name: str):
     """Units come from the rows that exist in any of the series."""
     model, ys, _ = start_of("stationary")
     batch = np.stack([ys, np.full_like(ys, 1e7)])
@@ -646,7 +646,7 @@ def test_redraw_changes_the_weights_and_keeps_the_units(name: str):
     jax.tree.map(np.testing.assert_array_equal, *eqx.filter((other, again), eqx.is_array))
 
 
-def test_a_kalman_family_has_nothing_to_draw_or_to_prepare():
+def test_kalman_family_ignores_redraw_and_prepare():
     family, rows = family_of("kalman", "d1"), rows_of("d1")["whole"]
     assert family.redraw(jax.random.key(1)) is family
     assert family.prepare(model_of("d1"), rows.ys) is family
@@ -655,7 +655,7 @@ def test_a_kalman_family_has_nothing_to_draw_or_to_prepare():
 # --- the Kalman family ----------------------------------------------------------------------------
 
 
-def test_a_kalman_family_is_the_exact_posterior(size: str):
+def test_kalman_family_equals_exact_posterior(size: str):
     model = model_of(size)
     for case in ("whole", "nan", "masked_junk", "padded"):
         ys, mask, inputs, length = rows_of(size)[case]
@@ -672,7 +672,7 @@ def test_a_kalman_family_is_the_exact_posterior(size: str):
         assert_close(spreads[0], spreads[1], 1e-10)
 
 
-def test_a_kalman_family_is_a_copy():
+def test_kalman_family_copies_its_model():
     """No buffer is shared: `fit` may overwrite the one's and keep the other's."""
     model = model_of("d2-inputs")
     family = rd.KalmanFamily(model)
@@ -689,7 +689,7 @@ def test_a_kalman_family_keeps_what_is_frozen():
     assert_close(family.init().law.scale, model.prior.scale_tril)
 
 
-def test_a_kalman_family_of_irregular_time():
+def test_kalman_family_handles_irregular_time():
     model = irregular()
     steps = np.linspace(0.1, 3.0, N)[:, None]
     ys = np.array(model.simulate(jax.random.key(9), N, inputs=steps)[1])
@@ -716,7 +716,7 @@ def test_a_kalman_family_of_irregular_time():
         pytest.param("kalman", "d2-inputs", marks=pytest.mark.slow),
     ],
 )
-def test_the_parallel_form_is_the_sequential_one(name: str, size: str):
+def test_parallel_inference_equals_sequential_inference(name: str, size: str):
     ys, mask, inputs, length = rows_of(size)["padded"]
     family = family_of(name, size)
     got = family.infer(ys, mask=mask, inputs=inputs, length=length, parallel=True)
@@ -724,7 +724,7 @@ def test_the_parallel_form_is_the_sequential_one(name: str, size: str):
 
 
 @pytest.mark.parametrize("name", _marked(n for n, case in FAMILIES.items() if not case.parallel))
-def test_others_say_that_they_have_no_parallel_form(name: str):
+def test_sequential_families_refuse_parallel(name: str):
     with pytest.raises(ValueError, match="Family has no parallel form.* Use parallel=False"):
         family_of(name, "d1").infer(rows_of("d1")["whole"].ys, parallel=True)
 
@@ -817,7 +817,7 @@ MISUSE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
 @pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("case", MISUSE)
 @EVERY
-def test_misuse_is_explained(name: str, case: str):
+def test_misuse_of_a_family_is_refused(name: str, case: str):
     act, kind, message = MISUSE[case]
     with pytest.raises(kind, match="(?s)" + message):
         act(family_of(name, "d2-inputs"))
@@ -825,7 +825,7 @@ def test_misuse_is_explained(name: str, case: str):
 
 @pytest.mark.usefixtures("untyped")
 @EVERY
-def test_inputs_that_nobody_reads_are_refused(name: str):
+def test_unused_inputs_are_refused(name: str):
     family, model = family_of(name, "d1"), model_of("d1")
     with pytest.raises(ValueError, match="inputs must be left out"):
         family.infer(np.zeros((N, 1)), inputs=US)
@@ -838,7 +838,7 @@ def test_inputs_that_nobody_reads_are_refused(name: str):
 
 @pytest.mark.usefixtures("untyped")
 @WITH_NETWORK
-def test_prepare_explains_what_does_not_fit(name: str):
+def test_prepare_refuses_mismatched_arguments(name: str):
     family, model = family_of(name, "d2-inputs"), model_of("d2-inputs")
     for ys, inputs, options, message in (
         (YS[:, :2], US, {}, "ys must have 3 columns, got 2"),
@@ -858,7 +858,7 @@ def test_prepare_explains_what_does_not_fit(name: str):
 
 @pytest.mark.usefixtures("untyped")
 @WITH_NETWORK
-def test_a_family_is_built_from_counts_and_one_key(name: str):
+def test_constructors_validate_dimensions_and_key(name: str):
     kind: Any = type(fresh(name))
     key = jax.random.key(0)
     for arguments, error, message in (
@@ -881,7 +881,7 @@ def test_a_family_is_built_from_counts_and_one_key(name: str):
 
 
 @pytest.mark.usefixtures("untyped")
-def test_particular_arguments_are_checked():
+def test_constructors_validate_options():
     key, model = jax.random.key(0), autoregression()
     with pytest.raises(ValueError, match="gate 'natural' or 'scale', got 'mean'"):
         rd.GatedFamily(key, 1, 1, gate="mean")  # pyright: ignore

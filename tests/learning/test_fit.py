@@ -77,13 +77,13 @@ def whole(ys, told):
 
 
 @pytest.mark.slow
-def test_progress_may_be_a_function(whole, told):
+def test_progress_accepts_a_callback(whole, told):
     assert [step for step, _ in told] == [5, 10, 15, 20]
     best = np.maximum.accumulate(whole.held_out)[1:]
     np.testing.assert_allclose([value for _, value in told], best)
 
 
-def test_a_fit_raises_the_bound_and_says_what_it_saw(whole):
+def test_fit_raises_the_elbo_and_records_its_history(whole):
     assert whole.status == "finished"
     assert whole.history.shape == (20,)
     assert whole.held_out_steps.tolist() == [0, 5, 10, 15, 20]
@@ -91,7 +91,7 @@ def test_a_fit_raises_the_bound_and_says_what_it_saw(whole):
     assert whole.num_skipped == 0
 
 
-def test_the_kept_parameters_are_those_that_were_graded_best(whole, ys):
+def test_fit_keeps_the_parameters_of_best_held_out_score(whole, ys):
     def per_step(family):
         chain = jax.vmap(lambda y: family.infer(y, mask=True))(ys)
         bounds = jax.vmap(lambda c, y: rd.elbo(tanh_model(), c, y, mask=True))(chain, ys)
@@ -101,7 +101,7 @@ def test_the_kept_parameters_are_those_that_were_graded_best(whole, ys):
     assert whole.held_out_steps[np.argmax(whole.held_out)] == whole.kept_step
 
 
-def test_of_noisy_grades_that_are_not_told_apart_the_last_is_kept():
+def test_last_of_indistinguishable_scores_is_kept():
     """The best of many noisy grades is a lucky draw: it must not decide."""
 
     def trained_on(scores, noises):
@@ -130,7 +130,7 @@ def test_the_same_key_gives_the_same_parameters(whole, ys):
     assert arrays_equal(whole.family, fit(conjugate(), tanh_model(), ys).family)
 
 
-def test_a_killed_fit_resumes_to_the_last_bit(whole, ys, tmp_path, monkeypatch):
+def test_killed_fit_resumes_bit_for_bit(whole, ys, tmp_path, monkeypatch):
     path = tmp_path / "fit.rd"
     write, calls = fit_checkpoint.write_checkpoint, []
 
@@ -167,7 +167,7 @@ class Steps(NamedTuple):
     count: Any
 
 
-def test_a_fit_goes_on_with_classes_of_users(ys, tmp_path):
+def test_fit_with_user_classes_resumes(ys, tmp_path):
     model = tanh_model()
     kernel = rd.NonlinearGaussianKernel(Slope(jnp.ones(1)), model.emission.scale_tril)
     model = eqx.tree_at(lambda m: m.emission, model, kernel)
@@ -189,7 +189,7 @@ def test_a_fit_goes_on_with_classes_of_users(ys, tmp_path):
     assert again.model.emission.fn.slope == first.model.emission.fn.slope != 1.0
 
 
-def test_the_checkpoint_of_another_fit_is_refused(ys, tmp_path):
+def test_checkpoint_of_another_fit_is_refused(ys, tmp_path):
     path = tmp_path / "fit.rd"
     fit(conjugate(), tanh_model(), ys, checkpoint=path)
     before = path.read_bytes()
@@ -205,7 +205,7 @@ def test_the_checkpoint_of_another_fit_is_refused(ys, tmp_path):
 
 
 @pytest.mark.slow
-def test_starts_are_trained_side_by_side_and_the_best_goes_on(whole, ys, tmp_path):
+def test_tournament_continues_with_the_best_restart(whole, ys, tmp_path):
     path = tmp_path / "fit.rd"
     result = fit(conjugate(), tanh_model(), ys, restarts=3, tournament=0.5, checkpoint=path)
     assert result.restart_scores.shape == (3,)
@@ -219,7 +219,7 @@ def test_starts_are_trained_side_by_side_and_the_best_goes_on(whole, ys, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_learned_model_is_the_exact_one_when_the_family_holds_the_posterior(ys):
+def test_learned_model_equals_maximum_likelihood_with_exact_family(ys):
     model = scalar_model(0.5, 0.5, 0.4)
     exact = rd.fit_evidence(jax.random.key(0), model, ys, num_steps=400, progress=False)
     both = fit(rd.KalmanFamily(model), model, ys, learn="both", num_steps=400, batch_size=BATCH)
@@ -231,7 +231,7 @@ def test_a_learned_model_is_the_exact_one_when_the_family_holds_the_posterior(ys
 
 
 @pytest.mark.slow
-def test_learning_the_family_leaves_the_model_alone_and_the_other_way_round(ys):
+def test_learn_option_selects_family_or_model(ys):
     model = scalar_model()
     family = rd.KalmanFamily(model)
     moved = fit(family, model, ys, num_steps=5, learn="model")
@@ -244,7 +244,7 @@ def test_learning_the_family_leaves_the_model_alone_and_the_other_way_round(ys):
 
 
 @pytest.mark.slow
-def test_single_leaves_can_be_chosen(ys):
+def test_learn_accepts_single_leaves(ys):
     model, family = scalar_model(), rd.KalmanFamily(scalar_model(0.5))
     nothing = jax.tree.map(lambda _: False, (family, model))
     learn = eqx.tree_at(lambda pair: unwrapped_weight(pair[0]), nothing, True)
@@ -316,7 +316,7 @@ def test_held_out_series_grade_the_fit(ys):
 
 
 @pytest.mark.slow
-def test_the_increment_over_a_window_is_exact_where_the_filter_is(ys):
+def test_window_increment_is_exact_for_exact_filter(ys):
     """At λ = θ the windows' increments add up to the log-evidence."""
     model, begin = scalar_model(), 4
     pair = (rd.KalmanFamily(model), model)
@@ -359,7 +359,7 @@ def test_growing_prefixes_end_with_whole_series(whole, ys):
 
 
 @pytest.mark.slow
-def test_a_prior_on_the_parameters_pulls_them(ys):
+def test_parameter_prior_shrinks_parameters(ys):
     def log_prior(model):
         return -0.5 * 1e6 * jnp.sum((model.transition.weight - 0.3) ** 2)
 
@@ -406,7 +406,7 @@ DRAWN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
-def test_a_family_whose_paths_are_drawn_is_trained_by_default(ys, name):
+def test_sampled_family_is_trained_by_default(ys, name):
     result = fit(DRAWN[name](), tanh_model(), ys, num_steps=30, chunk_size=10)
     assert result.status == "finished" and result.num_skipped == 0
     assert result.held_out[-1] > result.held_out[0] + 0.05
@@ -414,7 +414,7 @@ def test_a_family_whose_paths_are_drawn_is_trained_by_default(ys, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
-def test_windows_and_restarts_of_a_family_whose_paths_are_drawn(ys, name):
+def test_sampled_family_supports_windows_and_restarts(ys, name):
     long = ys.reshape(1, -1, 1)
     result = fit(
         DRAWN[name](),
@@ -434,7 +434,7 @@ def test_windows_and_restarts_of_a_family_whose_paths_are_drawn(ys, name):
 
 
 @pytest.mark.slow
-def test_the_increment_of_a_window_is_exact_where_a_drawn_filter_is(ys):
+def test_window_increment_is_exact_for_exact_sampled_filter(ys):
     """Under the exact posterior each path of each window gives its share of the log-evidence."""
     model, begin = scalar_model(), 4
     pair = (ExactButDrawn(rd.KalmanFamily(model), 1, 1, 0), model)  # pyright: ignore
@@ -496,7 +496,7 @@ class ExactButDrawn(rd.AbstractSampledFamily):
 
 
 @pytest.mark.slow
-def test_a_killed_fit_of_drawn_paths_resumes_to_the_last_bit(ys, tmp_path, monkeypatch):
+def test_killed_fit_of_sampled_family_resumes_bit_for_bit(ys, tmp_path, monkeypatch):
     path, write = tmp_path / "fit.rd", fit_checkpoint.write_checkpoint
     family, options = DRAWN["mixture"](), {"num_steps": 10}
     whole = fit(family, tanh_model(), ys, **options)
@@ -553,7 +553,7 @@ def test_em_never_lowers_the_evidence_and_ends_near_its_maximum(ys):
 
 
 @pytest.mark.slow
-def test_the_m_step_maximises_the_intermediate_quantity(ys):
+def test_m_step_maximises_the_em_quantity(ys):
     """No small change of any parameter of the M-step's model raises E_q[log p]."""
     from retrodict._learning.em import maximise
 
@@ -574,7 +574,7 @@ def test_the_m_step_maximises_the_intermediate_quantity(ys):
 
 
 @pytest.mark.slow
-def test_variational_em_learns_what_is_linear_in_a_nonscalar_model(ys):
+def test_variational_em_learns_linear_part_of_nonlinear_model(ys):
     model = tanh_model()
     wrong = replace(model, transition=scalar_model(0.2, 0.6).transition)
     result = rd.em(
@@ -590,14 +590,14 @@ def test_variational_em_learns_what_is_linear_in_a_nonscalar_model(ys):
     assert result.family is not None
 
 
-def test_a_part_that_is_frozen_in_part_has_no_m_step(ys):
+def test_partly_frozen_kernel_has_no_m_step(ys):
     model = scalar_model()
     half = eqx.tree_at(lambda m: m.transition.bias, model, rd.Frozen(jnp.zeros(1)))
     with pytest.raises(ValueError, match="frozen in part"):
         rd.em(jax.random.key(0), half, ys, num_iterations=2)
 
 
-def test_a_batch_has_one_series_of_each_part_and_misses_none_for_long():
+def test_minibatches_are_stratified_and_cover_all_series():
     steps = jnp.arange(200)
     picks = jax.vmap(lambda step: draw_indices(jax.random.key(0), step, 11, 3))(steps)
     assert np.all(np.diff(picks, axis=1) > 0)
@@ -631,7 +631,7 @@ def test_a_result_can_be_saved_and_loaded(whole, tmp_path):
         ),
     ],
 )
-def test_bad_input_is_refused(ys, change, error, words):
+def test_fit_refuses_bad_arguments(ys, change, error, words):
     arguments = {"family": conjugate(), "ys": ys, **change}
     with pytest.raises(error, match=words):
         fit(arguments.pop("family"), tanh_model(), arguments.pop("ys"), **arguments)
@@ -690,7 +690,7 @@ def hourly_temperatures(num_rows: int) -> np.ndarray:
     return (12 + year + day + weather + 0.05 * rng.normal(size=num_rows))[:, None]
 
 
-def test_the_evidence_is_not_left_at_a_maximum_with_scales_of_zero():
+def test_fit_evidence_leaves_maximum_with_zero_scales():
     """From where start_from begins, L-BFGS drives slope and noise to zero, 43 nats too low."""
     ys = hourly_temperatures(300)
     model = rd.models.start_from(rd.models.local_trend(), ys)
@@ -709,7 +709,7 @@ def test_the_evidence_is_not_left_at_a_maximum_with_scales_of_zero():
 @pytest.mark.parametrize(
     "name", ["local_trend", pytest.param("autoregressive", marks=pytest.mark.slow)]
 )
-def test_units_of_the_data_do_not_matter(name: str):
+def test_fit_evidence_does_not_depend_on_units(name: str):
     """Data in units of 1e-9 or 1e9 give the same estimates in those units."""
     ys = hourly_temperatures(80)
     found = {}
@@ -729,7 +729,7 @@ def test_units_of_the_data_do_not_matter(name: str):
             np.testing.assert_allclose(size, plain[key], rtol=1e-4, atol=1e-4, err_msg=key)
 
 
-def test_lbfgs_says_whether_it_converged():
+def test_lbfgs_reports_convergence():
     ys = hourly_temperatures(40)
     model = rd.models.start_from(rd.models.local_level(), ys)
     options: Any = {"optimiser": "lbfgs", "progress": False, "num_starts": 1}

@@ -106,9 +106,7 @@ def found(maximum: rd.StateSpaceModel, series: np.ndarray) -> rd.ParameterErrors
     return exact(maximum, series)
 
 
-def test_the_exact_information_is_that_of_the_joint_gaussian(
-    found: rd.ParameterErrors, series: np.ndarray
-):
+def test_exact_information_equals_joint_gaussian(found: rd.ParameterErrors, series: np.ndarray):
     def log_evidence(theta: np.ndarray) -> float:
         weight, move, noise = theta[0], softplus(theta[1]), softplus(theta[2])
         return sum(
@@ -125,7 +123,7 @@ def test_the_exact_information_is_that_of_the_joint_gaussian(
     assert found.distance < 1e-6
 
 
-def test_differences_of_gradients_are_second_derivatives(
+def test_gradient_differences_equal_second_derivatives(
     found: rd.ParameterErrors,
     maximum: rd.StateSpaceModel,
     series: np.ndarray,
@@ -139,7 +137,9 @@ def test_differences_of_gradients_are_second_derivatives(
     assert np.any(differenced.information != found.information)
 
 
-def test_coordinates_are_what_fit_moves(found: rd.ParameterErrors, maximum: rd.StateSpaceModel):
+def test_coordinates_are_the_learned_parameters(
+    found: rd.ParameterErrors, maximum: rd.StateSpaceModel
+):
     assert found.names == (
         "transition.weight[0,0]",
         "transition.scale_tril[0,0]",
@@ -150,7 +150,7 @@ def test_coordinates_are_what_fit_moves(found: rd.ParameterErrors, maximum: rd.S
     assert softplus(found.theta[1]) == pytest.approx(float(plain.transition.scale_tril[0, 0]))
 
 
-def test_natural_errors_follow_by_the_delta_method(found: rd.ParameterErrors):
+def test_natural_parameter_errors_follow_the_delta_method(found: rd.ParameterErrors):
     raw = np.sqrt(np.diagonal(found.covariance))
     slope = 1.0 / (1.0 + np.exp(-found.theta))
     errors = found.standard_error
@@ -159,7 +159,7 @@ def test_natural_errors_follow_by_the_delta_method(found: rd.ParameterErrors):
     np.testing.assert_allclose(errors["emission.scale_tril.std"], [raw[2] * slope[2]], rtol=1e-9)
 
 
-def test_intervals_of_scales_are_made_in_their_logarithm(found: rd.ParameterErrors):
+def test_scale_intervals_are_computed_in_logarithms(found: rd.ParameterErrors):
     raw = np.sqrt(np.diagonal(found.covariance))
     scale, error = found.value["transition.scale_tril"], found.standard_error
     for end, sign in ((found.lower, -1), (found.upper, 1)):
@@ -171,7 +171,7 @@ def test_intervals_of_scales_are_made_in_their_logarithm(found: rd.ParameterErro
         np.testing.assert_allclose(end["transition.scale_tril"], expected, rtol=1e-9)
 
 
-def test_a_scale_at_zero_has_no_interval_and_the_others_keep_theirs():
+def test_scale_at_zero_has_no_interval():
     """Autoregressions without noise: what is left is least squares, in closed form."""
     keys = jax.random.split(jax.random.key(8), 2)
     ys = np.array(jax.vmap(lambda key: level(0.8, 0.7, 1e-9).simulate(key, num_times=120)[1])(keys))
@@ -210,7 +210,7 @@ def test_the_interval_of_a_hardly_determined_scale_is_positive():
 
 
 @pytest.mark.slow
-def test_statsmodels_agrees_on_the_nile():
+def test_nile_standard_errors_equal_statsmodels():
     data = pytest.importorskip("statsmodels.datasets").nile.load_pandas().data["volume"].to_numpy()
     structural = pytest.importorskip("statsmodels.tsa.statespace.structural")
     peer = structural.UnobservedComponents(data, "llevel")
@@ -260,7 +260,7 @@ def test_louis_identity_agrees_with_the_exact_information(
 
 @pytest.mark.slow
 @pytest.mark.statistical
-def test_replicates_are_drawn_until_what_is_identified_is_told_from_noise(
+def test_replicates_are_drawn_until_identification_is_clear(
     found: rd.ParameterErrors, maximum: rd.StateSpaceModel, series: np.ndarray
 ):
     """Four Monte Carlo standard errors of three quantities: false alarms in one of 5,000."""
@@ -278,7 +278,7 @@ def test_replicates_are_drawn_until_what_is_identified_is_told_from_noise(
 
 @pytest.mark.slow
 @pytest.mark.statistical
-def test_louis_identity_on_weighted_paths_of_a_chain(maximum: rd.StateSpaceModel):
+def test_louis_identity_accepts_weighted_paths(maximum: rd.StateSpaceModel):
     ys = maximum.simulate(jax.random.key(5), num_times=15)[1]
     near = level(0.75, 0.55, 0.75)
     chain = rd.kalman_smoother(near, ys).chain
@@ -308,7 +308,7 @@ def volatility(weight: float, bias: float, scale: float) -> rd.StateSpaceModel:
 
 @pytest.mark.slow
 @pytest.mark.statistical
-def test_a_nonlinear_model_against_differences_on_a_grid():
+def test_information_of_nonlinear_model_equals_grid_differences():
     ys = volatility(0.8, 0.1, 0.8).simulate(jax.random.key(2), num_times=80)[1]
     theta = np.array([0.8, 0.1, inverse_softplus(0.8)])
     grid = rd.Grid([-9.0], [10.0], 200)
@@ -330,7 +330,7 @@ def test_a_nonlinear_model_against_differences_on_a_grid():
 
 @pytest.mark.slow
 @pytest.mark.statistical
-def test_intervals_cover():
+def test_standard_errors_match_scatter_of_estimates():
     """Estimates of 200 simulated series scatter as their standard errors say."""
     truth = level(0.7, 0.6, 0.5)
     fixed = eqx.tree_at(
@@ -362,7 +362,7 @@ def test_intervals_cover():
     assert np.std(estimates) == pytest.approx(float(error[0, 0]) * 200**0.5, rel=0.2)
 
 
-def test_replicates_are_not_wasted_on_what_they_cannot_tell():
+def test_hopeless_directions_get_no_more_replicates():
     def hopeless(value: float, most: int) -> bool:
         directions = (np.ones((1, 1)), np.array([value]), np.ones(1))
         return is_hopeless(Inverse(np.eye(1), np.ones(1), *directions), 20, most)
@@ -387,7 +387,7 @@ def product(model: rd.StateSpaceModel) -> jax.Array:
     return plain.emission.weight[0, 0] * plain.transition.scale_tril[0, 0]
 
 
-def test_a_grid_agrees_with_the_exact_information(series: np.ndarray):
+def test_grid_information_equals_exact_information(series: np.ndarray):
     """Of a linear model, of which both are known, with two series of unequal length and a gap."""
     ys = np.array(series[:2, :40])
     ys[0, 5] = np.nan
@@ -409,7 +409,7 @@ def test_a_grid_agrees_with_the_exact_information(series: np.ndarray):
 
 
 @pytest.mark.slow
-def test_a_direction_that_is_not_identified_is_named(found: rd.ParameterErrors, series: np.ndarray):
+def test_unidentified_direction_is_named(found: rd.ParameterErrors, series: np.ndarray):
     theta, key, ys = found.theta, jax.random.key(0), series[0]
 
     def with_weight_known(theta: np.ndarray) -> rd.ParameterErrors:
@@ -438,7 +438,7 @@ def test_a_direction_that_is_not_identified_is_named(found: rd.ParameterErrors, 
     assert float(of_product.standard_error) == pytest.approx(float(one.standard_error))
 
 
-def test_a_parameter_that_nothing_depends_on_is_not_identified(series: np.ndarray):
+def test_unused_parameter_is_not_identified(series: np.ndarray):
     class Idle(eqx.Module):
         used: jax.Array
         idle: jax.Array
@@ -463,7 +463,7 @@ def test_a_parameter_that_nothing_depends_on_is_not_identified(series: np.ndarra
     assert np.isfinite(found.standard_error["emission.fn.used"]).all()
 
 
-def test_away_from_a_maximum_it_says_so(found: rd.ParameterErrors, series: np.ndarray):
+def test_status_reports_distance_from_maximum(found: rd.ParameterErrors, series: np.ndarray):
     theta = found.theta + np.array([0.5, 0.0, 0.0]) * np.sqrt(np.diagonal(found.covariance))
     moved = exact(level(theta[0], softplus(theta[1]), softplus(theta[2])), series)
     assert moved.status == "not at a maximum" and "Newton" in moved.messages[0]
@@ -490,14 +490,14 @@ def test_triangular_scales_have_no_coordinates_above_the_diagonal():
 
 
 @pytest.mark.slow
-def test_single_precision(x32: None):
+def test_parameter_errors_in_float32_are_accurate(x32: None):
     ys = jnp.asarray(np.random.default_rng(0).normal(size=(30, 1)), jnp.float32)
     found = rd.parameter_errors(jax.random.key(0), level(), ys)
     assert np.all(np.isfinite(found.information))
     assert found.standard_error["transition.weight"].dtype == np.float32
 
 
-def test_what_is_refused(untyped: None):
+def test_parameter_errors_refuses_bad_arguments(untyped: None):
     key, ys = jax.random.key(0), np.zeros((5, 1))
     model = level()
     frozen = replace(

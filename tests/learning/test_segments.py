@@ -86,7 +86,7 @@ def assert_same(found: list[tuple[Array, Any]]) -> None:
         np.testing.assert_allclose(other, one, rtol=1e-10, atol=1e-9)
 
 
-def test_segments_of_series_of_any_length_give_the_bound_and_its_gradient():
+def test_segments_give_exact_elbo_and_gradient_for_any_length():
     rng = np.random.default_rng(0)
     family = rd.ConjugateFamily(jax.random.key(0), 1, 2, width=3, depth=1)
     assert_same(both_ways(family, random_model(rng, 1, 2), batch_of(rng), rd.ClosedForm()))
@@ -94,7 +94,7 @@ def test_segments_of_series_of_any_length_give_the_bound_and_its_gradient():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in FAMILIES.items() if not case.sampled])
-def test_segments_of_every_family_whose_chains_have_moments(name: str):
+def test_segments_are_exact_for_every_family_with_closed_form(name: str):
     rng = np.random.default_rng(1)
     model = random_model(rng, 2, 2, 1)
     family = FAMILIES[name].make(model, 2, 2, 1)
@@ -103,7 +103,7 @@ def test_segments_of_every_family_whose_chains_have_moments(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("segment", [1, 5, 12, 40])
-def test_segments_of_any_size_by_quadrature(segment: int):
+def test_segments_of_any_size_are_exact_by_quadrature(segment: int):
     rng = np.random.default_rng(2)
     model = random_model(rng, 2, 2)
     found = both_ways(
@@ -135,7 +135,7 @@ def drawn(family: Any, model: Any, batch: Series, estimator: Any) -> Callable[..
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", ["antithetic", "independent"])
-def test_each_path_through_all_segments_gives_the_evidence_under_the_posterior(noise: Any):
+def test_paths_through_segments_give_the_log_evidence(noise: Any):
     """And without the score no path has a gradient in the family."""
     rng = np.random.default_rng(4)
     model, batch = random_model(rng, 1, 2), batch_of(rng)
@@ -162,7 +162,7 @@ def test_each_path_through_all_segments_gives_the_evidence_under_the_posterior(n
         ("recurrent_free", rd.RaoBlackwellised(4000)),
     ],
 )
-def test_what_is_drawn_in_segments_has_the_mean_of_what_is_drawn_at_once(name: str, estimator: Any):
+def test_segmented_draws_have_the_mean_of_joint_draws(name: str, estimator: Any):
     """Seven series of each case, |z| < 4: a false alarm in 2,000 by chance, with fixed seeds."""
     rng = np.random.default_rng(5)
     linear, batch = random_model(rng, 2, 2), batch_of(rng)
@@ -212,7 +212,7 @@ FIT: dict[str, Any] = {"num_steps": 10, "chunk_size": 5, "batch_size": 3, "progr
 
 
 @pytest.mark.slow
-def test_a_fit_that_reads_again_ends_with_the_same_parameters():
+def test_rereading_fit_ends_with_the_same_parameters():
     rng = np.random.default_rng(7)
     model, ys = random_model(rng, 1, 2), rng.normal(size=(4, 10, 2))
     family = rd.ConjugateFamily(jax.random.key(0), 1, 2, width=3, depth=1)
@@ -227,7 +227,7 @@ def test_a_fit_that_reads_again_ends_with_the_same_parameters():
 
 
 @pytest.mark.slow
-def test_windows_that_are_read_again_are_the_same_windows():
+def test_reread_windows_are_the_same_windows():
     rng = np.random.default_rng(8)
     model, ys = random_model(rng, 1, 2), rng.normal(size=(2, 60, 2))
     ys[1, 7:20] = np.nan

@@ -48,7 +48,7 @@ def series_read(loader: StoredLoader, first: int, count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("batch_size", "lanes"), [(4, 4), (6, 3), (7, 1), (23, 1)])
-def test_every_series_comes_once_an_epoch_and_each_batch_has_its_share_of_each_lane(
+def test_epochs_visit_each_series_once_and_batches_are_balanced(
     store: InMemoryStore, batch_size: int, lanes: int
 ):
     stream = StoredLoader(store, KEY, batch_size, 100)
@@ -67,7 +67,7 @@ def test_every_series_comes_once_an_epoch_and_each_batch_has_its_share_of_each_l
     assert any(one != other for one, other in zip(epochs[:-1], epochs[1:], strict=True))
 
 
-def test_what_a_step_sees_depends_on_key_and_step_alone(store: InMemoryStore):
+def test_minibatch_depends_only_on_key_and_step(store: InMemoryStore):
     stream = StoredLoader(store, KEY, 6, 100)
     whole = series_read(stream, 0, 12)
     pieces = [
@@ -81,7 +81,7 @@ def test_what_a_step_sees_depends_on_key_and_step_alone(store: InMemoryStore):
     other.close()
 
 
-def test_a_lane_holds_one_block_and_reads_it_once_a_pass(store: InMemoryStore):
+def test_each_lane_reads_a_block_once_per_pass(store: InMemoryStore):
     """Twelve steps of one lane of 23 series, six at a time: three passes and a bit, ahead."""
     stream = StoredLoader(store, KEY, 7, 100)
     store.loads.clear()
@@ -92,7 +92,7 @@ def test_a_lane_holds_one_block_and_reads_it_once_a_pass(store: InMemoryStore):
     assert max(store.loads.values()) <= passes
 
 
-def test_a_chunk_that_is_not_a_multiple_of_its_parts_is_read_ahead(
+def test_uneven_chunk_is_prefetched_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Chunks of ten steps, four at a time: each part is asked for once, and none beyond the end."""
@@ -127,7 +127,7 @@ def test_errors_of_prefetched_batches_are_raised_when_they_are_used(
     assert not [t for t in threading.enumerate() if t.name.startswith("retrodict-batches")]
 
 
-def test_batches_have_the_type_that_jax_has_where_the_fit_was_called(store: InMemoryStore):
+def test_batches_use_the_caller_float_type(store: InMemoryStore):
     """Settings of JAX may hold for one thread, and another one reads."""
     for double in (False, True):
         with jax.enable_x64(double):
@@ -138,9 +138,7 @@ def test_batches_have_the_type_that_jax_has_where_the_fit_was_called(store: InMe
         assert kinds == {("float64", "int64") if double else ("float32", "int32")}
 
 
-def test_batches_of_a_chunk_that_would_be_too_large_are_read_in_parts(
-    store: InMemoryStore, monkeypatch: pytest.MonkeyPatch
-):
+def test_large_chunks_are_read_in_parts(store: InMemoryStore, monkeypatch: pytest.MonkeyPatch):
     for most, steps in ((2**26, 100), (6 * N * 8 * 30, 25), (1, 1)):
         monkeypatch.setattr(on_disk, "MAX_LOAD_BYTES", most)
         with closing(StoredLoader(store, KEY, 6, 100)) as loader:
@@ -165,7 +163,7 @@ def walks() -> np.ndarray:
     return np.array(jax.vmap(lambda key: model().simulate(key, N)[1])(keys))
 
 
-def test_a_fit_from_a_store_sees_the_series_of_the_order_and_no_padding(
+def test_fit_from_store_sees_series_in_order_without_padding(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """With steps of zero the history is the ELBO of the batches, computed here one by one."""
@@ -186,7 +184,7 @@ def test_a_fit_from_a_store_sees_the_series_of_the_order_and_no_padding(
 
 
 @pytest.mark.slow
-def test_a_killed_fit_from_a_store_goes_on_to_the_last_bit(tmp_path: Path):
+def test_killed_fit_from_store_resumes_bit_for_bit(tmp_path: Path):
     ys, path = walks(), tmp_path / "fit.rd"
     whole = fit(InMemoryStore(ys, SIZES), learn="both")
 
@@ -204,7 +202,7 @@ def test_a_killed_fit_from_a_store_goes_on_to_the_last_bit(tmp_path: Path):
             fit(other, learn="both", checkpoint=path)
 
 
-def test_what_a_store_has_itself_is_not_given_too(store: InMemoryStore):
+def test_store_refuses_separate_mask_and_length(store: InMemoryStore):
     with pytest.raises(ValueError, match="leave out `length`"):
         fit(store, length=np.full(COUNT, N))
 
@@ -246,7 +244,7 @@ def assert_reads_as(found: data.StoredSeries, whole: data.Table) -> None:
 
 
 @pytest.mark.parametrize("row_group_size", [1, 17, 100, 10_000])
-def test_a_parquet_file_in_blocks_reads_as_the_whole(
+def test_parquet_blocks_equal_whole_file(
     frame: pd.DataFrame, tmp_path: Path, small_blocks: None, row_group_size: int
 ):
     path = tmp_path / "series.parquet"
@@ -261,7 +259,7 @@ def test_a_parquet_file_in_blocks_reads_as_the_whole(
     assert "40 series" in repr(found) and "step 1D" in "\n".join(found.described())
 
 
-def test_a_netcdf_file_in_blocks_reads_as_the_whole(tmp_path: Path, small_blocks: None):
+def test_netcdf_blocks_equal_whole_file(tmp_path: Path, small_blocks: None):
     rng = np.random.default_rng(4)
     values = rng.normal(size=(30, 12, 2))
     values[3, 8:] = values[7, :3] = values[9, 4] = np.nan
@@ -275,9 +273,7 @@ def test_a_netcdf_file_in_blocks_reads_as_the_whole(tmp_path: Path, small_blocks
 
 
 @pytest.mark.parametrize("empty", [slice(0, 11), slice(14, 30)])
-def test_blocks_of_a_netcdf_file_in_which_nothing_was_observed_are_passed_over(
-    tmp_path: Path, small_blocks: None, empty: slice
-):
+def test_unobserved_netcdf_blocks_are_skipped(tmp_path: Path, small_blocks: None, empty: slice):
     values = np.random.default_rng(5).normal(size=(30, 12))
     values[empty] = np.nan
     dataset = xr.Dataset({"a": (("who", "time"), values)}, {"who": np.arange(30)})
@@ -289,7 +285,7 @@ def test_blocks_of_a_netcdf_file_in_which_nothing_was_observed_are_passed_over(
     np.testing.assert_array_equal(np.concatenate([table.ys for table in tables]), whole.ys)
 
 
-def test_files_without_a_time_whose_rows_are_numbered_on_are_read_alike(
+def test_parquet_parts_with_continued_index_equal_whole_file(
     frame: pd.DataFrame, tmp_path: Path, small_blocks: None
 ):
     """A part of a frame is written with the numbers that its rows had."""
@@ -303,7 +299,7 @@ def test_files_without_a_time_whose_rows_are_numbered_on_are_read_alike(
 
 
 @pytest.mark.parametrize("how", ["category", "several", "index", "input too", "empty groups"])
-def test_parquet_files_of_other_kinds_read_as_the_whole(
+def test_other_parquet_layouts_equal_whole_file(
     frame: pd.DataFrame, tmp_path: Path, small_blocks: None, how: str
 ):
     options: dict[str, Any] = {"series": "who"}
@@ -330,7 +326,7 @@ def test_parquet_files_of_other_kinds_read_as_the_whole(
     assert_reads_as(data.open_series(path, progress=False, **options), whole)
 
 
-def test_several_files_are_one_set_of_series(
+def test_several_files_form_one_set_of_series(
     frame: pd.DataFrame, tmp_path: Path, small_blocks: None
 ):
     paths = [tmp_path / f"{part}.parquet" for part in "ab"]
@@ -342,7 +338,7 @@ def test_several_files_are_one_set_of_series(
 
 
 @pytest.mark.slow
-def test_a_fit_from_a_file_is_that_of_its_arrays(frame: pd.DataFrame, tmp_path: Path):
+def test_fit_from_file_equals_fit_from_arrays(frame: pd.DataFrame, tmp_path: Path):
     """One block, so that a store of the arrays has the same order."""
     path = tmp_path / "series.parquet"
     frame.to_parquet(path)
@@ -404,7 +400,7 @@ def test_broken_files_are_refused_before_a_fit_begins(
         data.open_series(path, progress=False, **options)
 
 
-def test_what_is_no_file_of_series_is_refused(tmp_path: Path):
+def test_non_series_files_are_refused(tmp_path: Path):
     with pytest.raises(data.DataError, match="no such file"):
         data.open_series(tmp_path / "gone.parquet", series="who")
     (tmp_path / "folder.nc").mkdir()

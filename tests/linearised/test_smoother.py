@@ -142,7 +142,7 @@ def test_linear_models_are_smoothed_exactly(state, obs, method):
     assert np.all(np.asarray(found.changes) < 1e-10)
 
 
-def test_linear_kernels_are_taken_as_they_are_and_never_lost():
+def test_linear_kernels_are_used_exactly_and_never_lost():
     # Data that the model cannot have made: the innovations say so, and the posterior is exact.
     model = scalar_model(linear_kernel(scale=0.1))
     ys = 100.0 + np.zeros((9, 1))
@@ -156,7 +156,7 @@ def test_linear_kernels_are_taken_as_they_are_and_never_lost():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["extended", "unscented"])
-def test_singular_noise_and_prior(method):
+def test_singular_noise_and_prior_are_smoothed_exactly(method):
     model = random_model(np.random.default_rng(3), 2, 1, singular=True)
     known = jnp.zeros((2, 2)).at[-1, -1].set(1.0)
     model = eqx.tree_at(lambda m: m.prior.scale_tril, model, known)
@@ -254,7 +254,7 @@ def assert_textbook(found: LinearisedPosterior, expected: tuple) -> None:
     assert float(jnp.sum(found.log_evidence_increments)) == pytest.approx(expected[2], abs=1e-8)
 
 
-def test_extended_is_the_textbook(swing, followed):
+def test_extended_smoother_equals_textbook_recursion(swing, followed):
     expected = textbook(swing, by_jacobian(pendulum_mean), by_jacobian(pendulum_seen))
     assert_textbook(followed["extended"], expected)
 
@@ -262,7 +262,7 @@ def test_extended_is_the_textbook(swing, followed):
 @pytest.mark.parametrize(
     "parameters", [(1.0, 0.0, 1.0), slow((3**0.5, 2.0, 1.0)), slow((0.1, 2.0, 0.0))], ids=str
 )
-def test_unscented_is_the_textbook(swing, followed, parameters):
+def test_unscented_smoother_equals_textbook_recursion(swing, followed, parameters):
     transform = partial(by_unscented_transform, alpha=parameters[0])
     expected = textbook(
         swing,
@@ -275,7 +275,7 @@ def test_unscented_is_the_textbook(swing, followed, parameters):
     assert_textbook(found, expected)
 
 
-def test_a_prefix_is_the_posterior_of_fewer_rows(swing, followed):
+def test_prefix_equals_posterior_of_fewer_rows(swing, followed):
     fewer = swing.copy()
     fewer[12:] = np.nan
     found = rd.extended_smoother(PENDULUM, fewer).chain.prefix(12)
@@ -356,7 +356,7 @@ def dense_grid(model: Any, ys: Any, lower: float, upper: float) -> tuple:
 
 
 @pytest.mark.slow
-def test_counts_through_conditional_moments():
+def test_counts_are_linearised_by_conditional_moments():
     counts = rd.DistributionKernel(lambda x: dist.Poisson(jnp.exp(1.0 + x)))
     model = scalar_model(counts, prior=0.5, weight=0.95, scale=0.2)
     ys = model.simulate(jax.random.key(0), 40)[1].at[7].set(jnp.nan)
@@ -379,7 +379,7 @@ class Widening(rd.AbstractGaussianKernel):
 
 
 @pytest.mark.slow
-def test_noise_that_depends_on_the_state_is_averaged():
+def test_state_dependent_noise_is_averaged():
     model = scalar_model(Widening(), prior=0.5)
     y = jnp.array([[0.7]])
     found = rd.unscented_smoother(model, y, rule=rd.GaussHermite(7))
@@ -406,14 +406,14 @@ COVARIANCE = jnp.array([[0.3, 0.1], [0.1, 0.2]])
     ],
     ids=["dense", "heavy tails", "entries", "event", "gaussian"],
 )
-def test_moments_of_laws(law, covariance):
+def test_conditional_moments_equal_those_of_the_distribution(law, covariance):
     found = moments.law_moments(law, jnp.dtype("float64"))
     np.testing.assert_allclose(found.mean, jnp.ones(2), atol=1e-12)
     np.testing.assert_allclose(square(found.scale), covariance, atol=1e-12)
 
 
 @pytest.mark.slow
-def test_a_law_with_one_density_for_a_row_is_left_out_whole():
+def test_row_with_joint_density_is_masked_as_a_whole():
     # Also: laws of numpyro as prior and emission, at once.
     joint = rd.DistributionKernel(lambda x: dist.MultivariateNormal(jnp.tile(x, 2), COVARIANCE))
     prior = dist.Normal(jnp.zeros(1), jnp.ones(1))
@@ -491,7 +491,7 @@ VARIANTS = ("cubature", "gauss-hermite", "iterated", "iterated extended")
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in VARIANTS else name for name in METHODS])
-def test_all_are_lost_on_a_square(name):
+def test_linearised_smoothers_are_lost_on_a_square(name):
     _, found = many(METHODS[name], SQUARE, 40, 8)
     assert bool(jnp.all(found.lost)), found.code
     # They return the prior, of which the mean is zero.
@@ -500,7 +500,7 @@ def test_all_are_lost_on_a_square(name):
 
 
 @pytest.mark.parametrize("num_times", [1, slow(7)])
-def test_a_short_series_can_be_lost_too(num_times):
+def test_lost_status_works_on_short_series(num_times):
     found = rd.unscented_smoother(SQUARE, jnp.full((num_times, 1), 1.0))
     assert found.status == "lost" and int(found.status_time) == num_times - 1
     with raises_with(ValueError, "lost", "relative error of 95%", "grid_smoother"):
@@ -508,7 +508,7 @@ def test_a_short_series_can_be_lost_too(num_times):
 
 
 @pytest.mark.slow
-def test_ignoring_the_scale_of_observations_is_being_lost():
+def test_uninformative_conditional_mean_is_lost():
     # Stochastic volatility: the conditional mean is flat, so that its moments say nothing of x,
     # and the innovations are as large as they should be.
     volatility = rd.DistributionKernel(lambda x: dist.Normal(0.0 * x, jnp.exp(x / 2)))
@@ -523,7 +523,7 @@ def saturated() -> tuple:
     return many(rd.extended_smoother, SATURATING, 100, 32)
 
 
-def test_a_saturating_emission_is_not_called_lost(saturated):
+def test_saturating_emission_is_not_lost(saturated):
     assert not bool(jnp.any(saturated[1].lost)), saturated[1].code
 
 
@@ -547,13 +547,13 @@ PRECISE = scalar_model(jnp.tanh, 0.01, prior=0.3, scale=0.1)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_suits_them_is_not_called_lost(model, method):
+def test_suitable_models_are_not_lost(model, method):
     _, found = many(METHODS[method], model, 100, 32)
     assert not bool(jnp.any(found.lost)), found.code
 
 
 @pytest.mark.slow
-def test_mild_curvature_is_hardly_noticed():
+def test_mild_curvature_gives_small_diagnostics():
     model = scalar_model(lambda x: x + 0.1 * jnp.sin(x), 0.1)
     _, found = many(rd.extended_smoother, model, 100, 32)
     assert not bool(jnp.any(found.code))
@@ -564,7 +564,7 @@ def test_mild_curvature_is_hardly_noticed():
 
 
 @pytest.mark.slow
-def test_iterating_comes_nearer_to_the_exact_posterior(saturated):
+def test_iterated_smoother_is_closer_to_exact_posterior(saturated):
     ys = saturated[0][1]
     mean, std, _ = dense_grid(SATURATING, ys, -8.0, 8.0)
 
@@ -575,7 +575,7 @@ def test_iterating_comes_nearer_to_the_exact_posterior(saturated):
     assert error(rd.iterated_smoother) < min(0.2, 0.6 * error(rd.extended_smoother))
 
 
-def test_distances_are_those_of_a_dense_grid(saturated):
+def test_diagnostic_distances_equal_dense_grid(saturated):
     ys, found = saturated
     xs = np.linspace(-8, 8, 8001)
     means, variances = (np.asarray(a) for a in (found.chain.laws.mean, found.chain.laws.covariance))
@@ -612,7 +612,7 @@ def test_a_wrong_state_shows_in_the_innovations():
         found.check()
 
 
-def test_what_overflows_is_not_finite():
+def test_overflow_has_status_not_finite():
     explosion = rd.NonlinearGaussianKernel(lambda x: x**5, rd.Diagonal(jnp.ones(1)))
     model = replace(linear_model(mean=2.0), transition=explosion)
     found = rd.extended_smoother(model, jnp.full((12, 1), jnp.nan).at[0].set(3.0))
@@ -621,7 +621,7 @@ def test_what_overflows_is_not_finite():
         found.check()
 
 
-def test_the_verdict_averages_over_rows_with_an_observation():
+def test_status_averages_over_observed_rows():
     values = np.arange(60.0)
     observed = np.random.default_rng(0).random(60) < 0.6
     average = jax.jit(posterior._average)
@@ -636,7 +636,7 @@ def test_the_verdict_averages_over_rows_with_an_observation():
 
 
 @pytest.mark.slow
-def test_long_series_are_read_in_batches(swing, followed, monkeypatch):
+def test_diagnostics_of_long_series_are_batched(swing, followed, monkeypatch):
     model, measured = PENDULUM, followed["extended"].diagnostics
     series = prepare_data(model, swing)
 
@@ -651,7 +651,7 @@ def test_long_series_are_read_in_batches(swing, followed, monkeypatch):
     np.testing.assert_allclose(missed, measured.missed, atol=1e-12)
 
 
-def test_missing_rows_say_nothing(swing, followed):
+def test_missing_rows_have_zero_diagnostics(swing, followed):
     found = followed["extended"].diagnostics
     assert found.degrees[4] == 1 and found.degrees[9] == 0
     for values in (found.squared_innovations, found.said, found.missed):
@@ -664,7 +664,7 @@ def test_missing_rows_say_nothing(swing, followed):
 
 
 @pytest.mark.slow
-def test_batches_and_padding():
+def test_batches_and_padding_equal_single_series():
     ys = jax.vmap(lambda key: SATURATING.simulate(key, 8)[1])(
         jax.random.split(jax.random.key(2), 3)
     )
@@ -697,7 +697,7 @@ def test_batches_and_padding():
         jax.eval_shape(lambda y: smooth(y, 8).status, ys[0])
 
 
-def test_chains_are_used_as_any_other(swing, followed):
+def test_linearised_chains_work_with_elbo_and_expectation(swing, followed):
     estimator = rd.BackwardSampling(64)
     bounds = {
         name: rd.elbo(PENDULUM, found.chain, swing, estimator=estimator, key=jax.random.key(0))
@@ -708,7 +708,7 @@ def test_chains_are_used_as_any_other(swing, followed):
 
 @pytest.mark.parametrize("name", ["iterated", slow("extended"), slow("unscented")])
 @pytest.mark.slow
-def test_single_precision(x32, name):
+def test_linearised_smoothers_in_float32_stay_float32(x32, name):
     model = scalar_model(jnp.tanh, 0.1)
     found = METHODS[name](model, np.tanh(np.sin(0.3 * np.arange(30.0)))[:, None].astype("f4"))
     for leaf in jax.tree.leaves(jax.tree.map(np.asarray, found)):
@@ -719,7 +719,7 @@ def test_single_precision(x32, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["unscented", slow("extended"), slow("iterated")])
-def test_gradients_of_evidence_and_means(name):
+def test_gradients_of_evidence_and_means_equal_finite_differences(name):
     smooth = METHODS[name] if name != "iterated" else partial(METHODS[name], num_iterations=2)
     ys = SATURATING.simulate(jax.random.key(0), 6)[1].at[2].set(jnp.nan)
 
@@ -742,7 +742,7 @@ def test_gradients_of_evidence_and_means(name):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("singular", [False, True])
-def test_linear_functions_are_found_again(rule, singular):
+def test_rules_recover_linear_functions(rule, singular):
     rng = np.random.default_rng(0)
     weight, bias = jnp.asarray(rng.normal(size=(3, 2))), jnp.asarray(rng.normal(size=3))
     noise = jnp.asarray(np.tril(rng.normal(size=(3, 3)), -1) + np.eye(3))
@@ -777,7 +777,7 @@ def test_gradients_are_finite_at_a_linear_function():
 
 
 @pytest.mark.parametrize("parameters", [(1.0, 0.0, 1.0), (3**0.5, 2.0, 1.0), (0.1, 2.0, 0.0)])
-def test_regression_is_the_unscented_transform(parameters):
+def test_regression_equals_unscented_transform(parameters):
     mean, scale = np.array([0.5, -0.2]), np.array([[0.4, 0.0], [0.1, 0.3]])
     rule = rd.Unscented(*parameters)
     law = law_of(jnp.asarray(mean), jnp.asarray(scale))
@@ -807,7 +807,7 @@ def test_points_have_mean_zero_and_unit_covariance(rule, dim):
     np.testing.assert_allclose(weights[mirror], weights, atol=1e-12)
 
 
-def test_rules_refuse_what_they_cannot_do():
+def test_rules_refuse_bad_options():
     with raises_with(ValueError, "positive alpha", "-1.0"):
         rd.Unscented(alpha=-1.0)
     with raises_with(ValueError, "kappa above -2", "got -2.0"):
@@ -821,7 +821,7 @@ def test_rules_refuse_what_they_cannot_do():
 
 
 @pytest.mark.usefixtures("untyped")
-def test_misuse_is_refused_with_the_remedy():
+def test_linearised_smoothers_refuse_bad_arguments_with_a_remedy():
     model: Any = SATURATING
     ys = np.zeros((3, 1))
     with raises_with(TypeError, "order must be a Python integer"):

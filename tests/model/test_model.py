@@ -92,7 +92,7 @@ ALL = np.ones((N, 2), bool)
 # --- density --------------------------------------------------------------------------------------
 
 
-def test_log_joint_against_a_loop():
+def test_log_joint_equals_loop():
     got = log_joint(make_model(inputs=False), XS, YS)
     np.testing.assert_allclose(got, log_joint_by_loop(XS, YS, ALL, 0 * US, N), rtol=1e-12)
     got = log_joint(make_model(), XS, YS, None, US)
@@ -100,7 +100,7 @@ def test_log_joint_against_a_loop():
 
 
 @given(seen=hnp.arrays(bool, (N, 2)), length=st.integers(1, N))
-def test_log_joint_with_mask_inputs_and_length_against_a_loop(seen: np.ndarray, length: int):
+def test_log_joint_with_mask_inputs_and_length_equals_loop(seen: np.ndarray, length: int):
     """Missing entries by mask and by NaN, and padding that holds NaN everywhere it may."""
     model = make_model()
     expected = log_joint_by_loop(XS, YS, seen, US, length)
@@ -113,7 +113,7 @@ def test_log_joint_with_mask_inputs_and_length_against_a_loop(seen: np.ndarray, 
     np.testing.assert_allclose(by_nan, expected, rtol=1e-12)
 
 
-def test_padding_changes_nothing():
+def test_log_joint_ignores_padding():
     """Neither the value nor the gradients, whatever stands in the padding."""
     model, length = make_model(), 3
     exact, xs_slope, model_slopes = log_joint_and_gradients(
@@ -133,7 +133,7 @@ def test_padding_changes_nothing():
         np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-12)
 
 
-def test_inputs_of_padding_may_hold_anything():
+def test_log_joint_ignores_inputs_of_padding():
     inputs = np.where(np.arange(N)[:, None] < 3, US, np.nan)
     model = make_model()
     exact = log_joint_by_loop(XS, YS, ALL, US, 3)
@@ -142,7 +142,7 @@ def test_inputs_of_padding_may_hold_anything():
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((slope, model_slopes)))
 
 
-def test_a_missing_row_is_not_padding():
+def test_missing_row_differs_from_padding():
     """Time passes through a missing row at the end, and its transition counts."""
     model = make_model(inputs=False)
     holes = YS.copy()
@@ -164,7 +164,7 @@ def test_gradients_are_finite_with_missing_rows():
     assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves((slope, model_slopes)))
 
 
-def test_gradient_of_log_joint_against_differences():
+def test_log_joint_gradient_equals_finite_differences():
     _, slope, _ = log_joint_and_gradients(make_model(), XS, YS, US)
     direction, step = RNG.normal(size=XS.shape), 1e-6
     up = log_joint_by_loop(XS + step * direction, YS, ALL, US, N)
@@ -172,7 +172,7 @@ def test_gradient_of_log_joint_against_differences():
     np.testing.assert_allclose(np.sum(slope * direction), (up - down) / (2 * step), rtol=1e-6)
 
 
-def test_a_batch_of_series_of_unequal_length_by_vmap():
+def test_log_joint_under_vmap_handles_unequal_lengths():
     lengths = np.array([2, N, 4])
     batch = (
         jnp.asarray(np.stack([XS, XS + 0.1, XS - 0.2])),
@@ -186,7 +186,7 @@ def test_a_batch_of_series_of_unequal_length_by_vmap():
         np.testing.assert_allclose(value, expected, rtol=1e-12)
 
 
-def test_counts_come_as_integers_and_priors_from_numpyro():
+def test_integer_counts_and_numpyro_priors_are_accepted():
     model = replace(count_model(weight=1.0), prior=dist.Normal(jnp.zeros(1), 1.0).to_event(1))
     xs, ys = np.array([[0.3], [0.1]]), np.array([[2], [0]])
     # -1/2 log 2π twice, the two squares, and two Poisson terms y x - exp(x) - log y!.
@@ -239,7 +239,7 @@ def moments_in_closed_form(n: int, us: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return np.concatenate([*x_means, *y_means]), total @ total.T
 
 
-def test_law_of_simulated_series(key: jax.Array):
+def test_simulated_series_have_the_moments_of_the_model(key: jax.Array):
     """12 means and 78 covariances at Z = 5: false alarms at a rate below 6e-5."""
     n, count = 3, 20_000
     mean, covariance = moments_in_closed_form(n, US)
@@ -283,7 +283,7 @@ def test_an_input_may_be_read_by_one_kernel_alone(key: jax.Array):
     np.testing.assert_allclose(ys[0], B @ PRIOR_MEAN + B_BIAS + B_INPUT[:, 0], atol=1e-7)
 
 
-def test_simulation_is_a_function_of_its_key(key: jax.Array):
+def test_simulation_depends_only_on_its_key(key: jax.Array):
     model = make_model(inputs=False)
     draw = jax.jit(lambda key: model.simulate(key, 1))
     (xs, ys), again, other = draw(key), draw(key), draw(jax.random.key(1))
@@ -293,7 +293,7 @@ def test_simulation_is_a_function_of_its_key(key: jax.Array):
     assert not np.any(np.asarray(xs) == np.asarray(other[0]))
 
 
-def test_states_and_observations_are_drawn_with_different_noise(key: jax.Array):
+def test_states_and_observations_use_independent_noise(key: jax.Array):
     """A key used twice would give the same standardised noise in two places."""
     model = make_model(inputs=False)
     xs, ys = map(np.asarray, jax.jit(lambda key: model.simulate(key, 4))(key))
@@ -304,7 +304,7 @@ def test_states_and_observations_are_drawn_with_different_noise(key: jax.Array):
     assert np.min(np.diff(flat)) > 1e-6
 
 
-def test_precision_follows_the_arrays(key: jax.Array, dtype: np.dtype):
+def test_simulation_precision_follows_the_arrays(key: jax.Array, dtype: np.dtype):
     model = make_model(inputs=False, dtype=dtype.type)
     xs, ys = jax.eval_shape(lambda: model.simulate(key, 3))
     assert xs.dtype == ys.dtype == dtype

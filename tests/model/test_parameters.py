@@ -107,7 +107,7 @@ def test_a_model_with_parameters_is_the_model_of_their_values():
     assert make_model().state_dim == 2 and not make_model().takes_input
 
 
-def test_unwrap_replaces_all_parameters_once_and_for_all():
+def test_unwrap_replaces_all_parameters():
     once = rd.unwrap(make_model())
     is_parameter = lambda leaf: isinstance(leaf, rd.AbstractParameter)  # noqa: E731
     leaves = jax.tree.leaves(once, is_leaf=is_parameter)
@@ -119,7 +119,7 @@ def test_unwrap_replaces_all_parameters_once_and_for_all():
     assert values["b"].dtype == int
 
 
-def test_frozen_gets_no_gradient_and_the_rest_does():
+def test_frozen_parameters_have_zero_gradient():
     _, gradient = loss_and_gradient(make_model())
     frozen = (gradient.prior, gradient.transition.bias, gradient.emission.fn.weight)
     assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(frozen))
@@ -181,7 +181,7 @@ def test_any_step_stays_between_the_bounds(step: float, dtype: np.dtype):
     assert moved.dtype == dtype and np.all(np.abs(np.asarray(moved)) < 1)
 
 
-def test_the_derivative_of_a_bounded_value_is_that_of_the_logistic_function():
+def test_bounded_derivative_equals_logistic_derivative():
     slope = jax.grad(lambda p: p.value)(rd.Bounded(0.5, -1.0, 2.0)).raw
     np.testing.assert_allclose(slope, 1.5 * 1.5 / 3, rtol=1e-12)
 

@@ -65,7 +65,9 @@ VERBS = pytest.mark.parametrize("verb", [smooth, joint])
     ],
     ids=["1d", "3d", "0d", "empty", "complex", "object", "strings", "string", "none", "ragged"],
 )
-def test_ys_that_are_no_series(verb: Callable, ys: Any, kind: type[Exception], phrases: tuple):
+def test_ys_of_wrong_shape_or_type_are_refused(
+    verb: Callable, ys: Any, kind: type[Exception], phrases: tuple
+):
     with raises_with(kind, *phrases):
         verb(ys)
 
@@ -81,14 +83,14 @@ def test_infinite_observations_are_located(verb: Callable, bad: float):
 
 @VERBS
 @pytest.mark.parametrize("width", [1, 2, 5])
-def test_ys_of_another_width_than_the_emission(verb: Callable, width: int):
+def test_ys_of_wrong_width_are_refused(verb: Callable, width: int):
     """One column in particular, which would broadcast."""
     with raises_with(ValueError, "ys must have 3 columns", f"got {width}"):
         verb(np.zeros((N, width)))
 
 
 @VERBS
-def test_masks(verb: Callable):
+def test_bad_masks_are_refused(verb: Callable):
     with raises_with(ValueError, "mask must have the shape of ys, (4, 3)", "got (4, 2)"):
         verb(YS, mask=np.ones((N, 2), bool))
     with raises_with(ValueError, "mask must have the shape of ys, (4, 3)", "got (4,)"):
@@ -99,7 +101,7 @@ def test_masks(verb: Callable):
 
 
 @VERBS
-def test_inputs(verb: Callable):
+def test_bad_inputs_are_refused(verb: Callable):
     with raises_with(ValueError, "inputs must be given, of shape (4, input)", "got None"):
         verb(YS, model=DRIVEN)
     with raises_with(ValueError, "inputs must be left out", "takes_input=True"):
@@ -116,21 +118,21 @@ def test_inputs(verb: Callable):
 
 @VERBS
 @pytest.mark.parametrize("width", [2, 5])
-def test_inputs_of_another_width_than_the_kernel_reads(verb: Callable, width: int):
+def test_inputs_of_wrong_width_are_refused(verb: Callable, width: int):
     with raises_with(ValueError, "input", "1", f"{width}"):
         verb(YS, model=DRIVEN, inputs=np.zeros((N, width)))
 
 
 @VERBS
 @pytest.mark.parametrize("length", [0, -1, N + 1])
-def test_lengths_out_of_range(verb: Callable, length: int):
+def test_lengths_out_of_range_are_refused(verb: Callable, length: int):
     with raises_with(ValueError, "length must be between 1 and 4 rows", f"got {length}"):
         verb(YS, length=length)
 
 
 @VERBS
 @pytest.mark.parametrize("length", [2.0, True, np.array([2, 3])])
-def test_lengths_that_are_no_integer(verb: Callable, length: Any):
+def test_non_integer_lengths_are_refused(verb: Callable, length: Any):
     with raises_with(TypeError, "length must be one integer", "got shape"):
         verb(YS, length=length)
 
@@ -144,7 +146,7 @@ def test_lengths_that_are_no_integer(verb: Callable, length: Any):
         ((2, N, 2), ("one series", "(2, 4, 2)", "jax.vmap")),
     ],
 )
-def test_paths_of_the_wrong_shape(shape: tuple[int, ...], phrases: tuple[str, ...]):
+def test_paths_of_wrong_shape_are_refused(shape: tuple[int, ...], phrases: tuple[str, ...]):
     with raises_with(ValueError, "xs must have shape", *phrases):
         MODEL.log_joint(np.zeros(shape), YS)
     chain = rd.kalman_smoother(MODEL, YS).chain
@@ -173,7 +175,7 @@ def test_paths_of_the_wrong_shape(shape: tuple[int, ...], phrases: tuple[str, ..
         ),
     ],
 )
-def test_gaussians_whose_parts_do_not_fit(make: Callable, phrases: tuple[str, ...]):
+def test_mismatched_parts_of_gaussians_are_refused(make: Callable, phrases: tuple[str, ...]):
     with raises_with(ValueError, *phrases):
         make()
 
@@ -190,20 +192,20 @@ def test_gaussians_whose_parts_do_not_fit(make: Callable, phrases: tuple[str, ..
         ({"input_weight": jnp.ones(2)}, ("input_weight of shape (2, input)", "got (2,)")),
     ],
 )
-def test_linear_kernels_whose_parts_do_not_fit(change: dict, phrases: tuple[str, ...]):
+def test_mismatched_parts_of_linear_kernels_are_refused(change: dict, phrases: tuple[str, ...]):
     parts = {"weight": jnp.eye(2), "bias": jnp.zeros(2), "scale_tril": jnp.eye(2)}
     with raises_with(ValueError, "LinearGaussianKernel expects", *phrases):
         rd.LinearGaussianKernel(**(parts | change))
 
 
-def test_kernels_of_something_else_than_a_function():
+def test_kernels_of_non_functions_are_refused():
     with raises_with(TypeError, "function of the state", "LinearGaussianKernel"):
         rd.NonlinearGaussianKernel(jnp.eye(2), jnp.eye(2))  # pyright: ignore
     with raises_with(TypeError, "function x -> distribution"):
         rd.DistributionKernel(jnp.eye(2))  # pyright: ignore
 
 
-def test_a_nonlinear_kernel_with_a_scale_that_is_not_square():
+def test_non_square_scale_of_nonlinear_kernel_is_refused():
     with raises_with(ValueError, "scale_tril", "(2, 3)"):
         rd.NonlinearGaussianKernel(lambda x: x, jnp.ones((2, 3))).law(jnp.zeros(2))
 
@@ -231,7 +233,7 @@ FROM_COVARIANCE = pytest.mark.parametrize(
         (np.diag([1.0, np.inf]), ("positive-definite covariance", "inf")),
     ],
 )
-def test_covariances_that_are_none(make: Callable, covariance: np.ndarray, phrases: tuple):
+def test_invalid_covariances_are_refused(make: Callable, covariance: np.ndarray, phrases: tuple):
     with raises_with(ValueError, "from_covariance expects", *phrases):
         make(jnp.asarray(covariance))
 
@@ -258,12 +260,14 @@ def test_covariances_that_are_none(make: Callable, covariance: np.ndarray, phras
         ),
     ],
 )
-def test_models_whose_parts_do_not_fit(transition: Any, emission: Any, phrases: tuple[str, ...]):
+def test_mismatched_parts_of_models_are_refused(
+    transition: Any, emission: Any, phrases: tuple[str, ...]
+):
     with raises_with(ValueError, *phrases):
         rd.StateSpaceModel(PRIOR, transition, emission)
 
 
-def test_models_of_the_wrong_parts():
+def test_models_of_wrong_types_are_refused():
     with raises_with(TypeError, "kernel as its transition", "NonlinearGaussianKernel"):
         rd.StateSpaceModel(PRIOR, jnp.tanh, linear(3, 2))  # pyright: ignore
     with raises_with(TypeError, "kernel as its emission"):
@@ -305,7 +309,7 @@ def test_a_nonlinear_transition_is_refused_by_kalman_smoother():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("part", ["prior", "transition", "emission"])
-def test_parameters_that_are_not_finite(part: str, bad: float):
+def test_non_finite_parameters_are_refused(part: str, bad: float):
     parts = {"prior": PRIOR, "transition": linear(2, 2), "emission": linear(3, 2)}
     name = "mean" if part == "prior" else "bias"
     vector = getattr(parts[part], name).at[1].set(bad)
@@ -319,7 +323,7 @@ def test_parameters_that_are_not_finite(part: str, bad: float):
 
 
 @pytest.mark.parametrize("diagonal", [False, True])
-def test_an_emission_scale_that_is_not_positive(diagonal: bool):
+def test_singular_emission_scale_is_refused(diagonal: bool):
     stds = jnp.array([1.0, 0.0, 1.0])
     scale = rd.Diagonal(stds) if diagonal else jnp.diag(stds)
     emission = rd.LinearGaussianKernel(jnp.ones((3, 2)), jnp.zeros(3), scale)
@@ -327,7 +331,7 @@ def test_an_emission_scale_that_is_not_positive(diagonal: bool):
         rd.kalman_smoother(rd.StateSpaceModel(PRIOR, linear(2, 2), emission), YS)
 
 
-def test_a_series_without_any_observation_gives_the_prior():
+def test_unobserved_series_gives_the_prior():
     """Not misuse but an answer: evidence of nothing is 0, and the law is that of the model."""
     exact = rd.kalman_smoother(MODEL, np.full((N, 3), np.nan))
     assert exact.log_evidence == 0
@@ -358,7 +362,7 @@ def chain() -> rd.LinearGaussianChain:
     ],
     ids=["raw", "many", "int", "none"],
 )
-def test_what_is_not_one_typed_key(
+def test_anything_but_one_typed_key_is_refused(
     bad: Callable, phrases: tuple[str, ...], chain: rd.LinearGaussianChain
 ):
     with raises_with(TypeError, "simulate expects one typed key", "jax.random.key(0)", *phrases):
@@ -377,7 +381,7 @@ def test_what_is_not_one_typed_key(
         (np.arange(2), TypeError, "must be a Python integer"),
     ],
 )
-def test_what_is_no_count(
+def test_bad_counts_are_refused(
     count: Any,
     kind: type[Exception],
     phrase: str,
@@ -392,7 +396,7 @@ def test_what_is_no_count(
         chain.prefix(count)
 
 
-def test_a_traced_count(key: jax.Array):
+def test_traced_count_is_refused(key: jax.Array):
     with raises_with(TypeError, "num_times must be a Python integer, known when", "Tracer"):
         jax.jit(lambda n: MODEL.simulate(key, n))(3)
 
@@ -400,7 +404,7 @@ def test_a_traced_count(key: jax.Array):
 # --- chains ---------------------------------------------------------------------------------------
 
 
-def test_a_prefix_longer_than_the_chain(chain: rd.LinearGaussianChain):
+def test_prefix_longer_than_the_chain_is_refused(chain: rd.LinearGaussianChain):
     with raises_with(ValueError, "at most the number of rows (4)", "got 5"):
         chain.prefix(5)
 

@@ -121,7 +121,7 @@ def test_rows_equal_offline_smoothing(name: str, lag: int):
     assert np.all(np.isnan(last.smoothed.mean[~kept]))
 
 
-def test_a_row_equals_that_of_a_series_that_ends_there():
+def test_row_equals_smoothing_of_series_ending_there():
     s, out = stream(), whole("kalman", 3)[1]
     chain = family("kalman").infer(s.ys[:7], mask=s.mask[:7], inputs=s.inputs[:7])
     laws = chain.marginals()
@@ -156,7 +156,7 @@ def _is_none(leaf: Any) -> bool:
 
 
 @pytest.mark.statistical
-def test_flushed_rows_of_a_family_that_draws():
+def test_flushed_rows_of_sampled_family_equal_offline_paths():
     # 2 rows of 2 means, each beyond 5 joint standard errors with probability 6e-7.
     live = rd.online.FixedLag(family("mixture"), 3, num_samples=500)
     state, _ = read(live, live.init(KEY), 0, N)
@@ -173,7 +173,7 @@ def test_flushed_rows_of_a_family_that_draws():
 
 @pytest.mark.slow  # `test_streams` has a quick form of it
 @pytest.mark.parametrize("name", ["kalman", "mixture"])
-def test_chunks_do_not_matter(name: str):
+def test_chunks_give_the_same_rows(name: str):
     live, (end, out) = rd.online.FixedLag(family(name), 3, num_samples=8), whole(name, 3)
     state, parts = live.init(KEY), []
     for start in range(0, N, CHUNK):
@@ -196,7 +196,7 @@ def _arrays(state: LagState) -> Any:
 
 @pytest.mark.slow  # `test_streams` has a quick form of it
 @pytest.mark.parametrize("name", ["kalman", "mixture"])
-def test_a_partly_filled_chunk(name: str):
+def test_partly_filled_chunk_gives_the_same_rows(name: str):
     live, s = rd.online.FixedLag(family(name), 3, num_samples=8), stream()
     end, out = whole(name, 3)
     filler = np.full((N - 4, 1), np.nan)
@@ -237,7 +237,7 @@ def test_a_padded_chunk_is_not_recompiled():
 
 
 @pytest.mark.parametrize("name", [*_slow(("kalman",)), "mixture"])
-def test_a_saved_state_resumes_to_the_last_bit(name: str, tmp_path: Path):
+def test_saved_state_resumes_bit_for_bit(name: str, tmp_path: Path):
     live = rd.online.FixedLag(family(name), 3, num_samples=8)
     state, _ = read(live, live.init(KEY), 0, CHUNK)
     rd.save(tmp_path / "state.rd", state)
@@ -247,7 +247,7 @@ def test_a_saved_state_resumes_to_the_last_bit(name: str, tmp_path: Path):
     jax.tree.map(np.testing.assert_array_equal, going_on, resumed)
 
 
-def test_a_nan_is_a_missing_entry():
+def test_nan_is_a_missing_entry():
     live, s = rd.online.FixedLag(family("kalman"), 3), stream()
     ys = np.where(s.mask, s.ys, np.nan)
     _, out = live.scan(live.init(), ys, inputs=s.inputs)
@@ -256,7 +256,7 @@ def test_a_nan_is_a_missing_entry():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["thin factor, 1e-10", "level and cycle"])
-def test_scales_at_the_edge_of_zero(name: str):
+def test_nearly_singular_models_equal_joint_gaussian(name: str):
     model, num_times = singular_models()[name], 40
     _, ys = model.simulate(jax.random.key(0), num_times)
     oracle = joint_gaussian.posterior(model, ys)
@@ -268,7 +268,7 @@ def test_scales_at_the_edge_of_zero(name: str):
     np.testing.assert_allclose(out.filtered.mean[-1], oracle.mean[-1], atol=1e-9)
 
 
-def test_streams_under_vmap():
+def test_fixed_lag_works_under_vmap():
     live, s = rd.online.FixedLag(family("kalman"), 3), stream()
     states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), live.init())
     ys = jnp.stack([jnp.asarray(s.ys), jnp.ones_like(s.ys)])
@@ -278,7 +278,7 @@ def test_streams_under_vmap():
 
 
 @pytest.mark.slow
-def test_float32_in_a_float64_program():
+def test_float32_stream_stays_float32_with_x64_on():
     small = jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32) if eqx.is_inexact_array(leaf) else leaf,
         family("kalman"),
@@ -291,7 +291,7 @@ def test_float32_in_a_float64_program():
     )
 
 
-def test_misuse_is_refused(untyped: None):
+def test_fixed_lag_refuses_bad_arguments(untyped: None):
     wanted: Any = "family"
     with pytest.raises(TypeError, match="expects a family"):
         rd.online.FixedLag(wanted, 3)

@@ -83,7 +83,7 @@ def vector(tree) -> jax.Array:
     return ravel_pytree(tree)[0]
 
 
-def test_the_kalman_score_is_the_gradient_of_the_log_evidence(short: Case):
+def test_kalman_score_equals_log_evidence_gradient(short: Case):
     rows = rd.online.recursive_gradient(
         rd.online.KalmanScore(), None, short.model, short.ys, key=KEY, learn="model"
     )
@@ -112,7 +112,7 @@ def test_backpropagation_is_exact_while_all_rows_are_kept(short: Case):
 
 
 @pytest.mark.slow
-def test_a_window_is_that_of_fit(short: Case):
+def test_truncated_window_equals_fit_window(short: Case):
     rows = rd.online.recursive_gradient(
         rd.online.TruncatedBackprop(3, every=2), short.family, short.model, short.ys, key=KEY
     )
@@ -140,7 +140,9 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize("method", SAMPLED)
-def test_an_exact_chain_leaves_no_noise(method: rd.online.AbstractRecursiveGradient, short: Case):
+def test_exact_chain_gives_noise_free_gradients(
+    method: rd.online.AbstractRecursiveGradient, short: Case
+):
     model = learnable(short.model)
     rows = rd.online.recursive_gradient(method, rd.KalmanFamily(model), model, short.ys, key=KEY)
     # The family's gradient vanishes draw by draw, and every draw knows the evidence.
@@ -209,7 +211,7 @@ def test_gradients_are_unbiased(method: rd.online.AbstractRecursiveGradient, fam
 
 @pytest.mark.slow
 @pytest.mark.statistical
-def test_what_is_left_out_is_seen():
+def test_omitted_sensitivity_is_detected_as_bias():
     given = case(1, 20)
     method = rd.online.RecursivePathwise(32, sensitivity="none")
     found = draws(method, given, NUM_SEEDS)
@@ -219,7 +221,7 @@ def test_what_is_left_out_is_seen():
 
 
 @pytest.mark.usefixtures("untyped")
-def test_wrong_arguments_are_refused(short: Case):
+def test_recursive_gradient_refuses_bad_arguments(short: Case):
     with pytest.raises(ValueError, match="needs a family"):
         rd.online.recursive_gradient(
             rd.online.TruncatedBackprop(2), None, short.model, short.ys, key=KEY

@@ -123,7 +123,7 @@ def row(tree: Any, k: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_every_row_equals_that_of_the_series_up_to_it(name: str):
+def test_running_rows_equal_offline_prefixes(name: str):
     out = whole(name)[1]
     for k, (bound, values) in enumerate(offline(name)):
         assert float(out.elbo[k]) == pytest.approx(float(bound), abs=1e-9)
@@ -133,7 +133,7 @@ def test_every_row_equals_that_of_the_series_up_to_it(name: str):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(out.standard_errors))
 
 
-def test_the_bound_of_the_exact_family_is_the_log_evidence():
+def test_running_elbo_of_exact_family_equals_log_evidence():
     s, out = stream(), whole("kalman")[1]
     evidence = jax.jit(
         lambda length: (
@@ -146,7 +146,7 @@ def test_the_bound_of_the_exact_family_is_the_log_evidence():
         assert float(out.elbo[k]) == pytest.approx(float(evidence(k + 1)), abs=1e-9)
 
 
-def test_lagged_rows_are_those_of_a_fixed_lag():
+def test_running_lagged_rows_equal_fixed_lag():
     out, s = whole("kalman")[1], stream()
     chain = family("kalman").infer(s.ys, mask=s.mask, inputs=s.inputs)
     np.testing.assert_allclose(out.filtered.mean, chain.laws.mean, atol=1e-10)
@@ -162,7 +162,7 @@ def test_lagged_rows_are_those_of_a_fixed_lag():
 
 
 @pytest.mark.parametrize("method", ["unbiased", *_slow("all", "paris")])
-def test_any_draws_give_the_log_evidence_under_the_exact_posterior(method: str):
+def test_weighted_samples_of_exact_posterior_give_log_evidence(method: str):
     out = whole("kalman", method)[1]
     np.testing.assert_allclose(out.elbo, whole("kalman")[1].elbo, rtol=0, atol=1e-10)
     assert np.all(np.asarray(out.elbo_standard_error) < 1e-10)
@@ -190,7 +190,7 @@ def sampled(name: str, method: rd.online.WeightedSamples) -> RunningOutput:
 
 
 @pytest.mark.statistical
-def test_weights_that_are_not_normalised_are_unbiased():
+def test_unnormalised_weights_are_unbiased():
     # 5 rows of 11 numbers, each beyond 4.9 standard errors with probability 1e-6: 6e-5 in all.
     difference, error = errors("shifted", whole("shifted", "unbiased")[1])
     assert np.all(np.abs(difference) < 4.9 * error)
@@ -206,7 +206,7 @@ def biases(count: int, draws: int | None, replicates: int) -> tuple[np.ndarray, 
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize("draws", [None, 2])
-def test_the_bias_of_normalised_weights_falls_with_their_number(draws: int | None):
+def test_bias_of_normalised_weights_falls_with_sample_size(draws: int | None):
     # Six draws are seen to be biased, and a bias of order 1/N is eight times less with 48. Each of
     # 55 comparisons fails by chance with probability below 1e-6.
     few, few_error = biases(6, None, 4000)
@@ -231,7 +231,7 @@ def test_drawn_indices_have_the_expectation_of_all_pairs():
 @pytest.mark.statistical
 @pytest.mark.parametrize("name", ["nonlinear", "mixture"])
 @pytest.mark.parametrize("draws", [None, 2])
-def test_families_that_draw(name: str, draws: int | None):
+def test_sampled_families_run_on_streams(name: str, draws: int | None):
     # 6 rows of 11 numbers, each beyond 5 joint standard errors with probability 6e-7; the bias of
     # 200 draws is below the standard errors of 8 replicates, which have heavier tails: 7 instead.
     s = stream()
@@ -281,7 +281,7 @@ def test_weights_are_ratios_of_densities():
             np.testing.assert_allclose(got[i], kernel - law, rtol=1e-9, atol=1e-9)
 
 
-def test_unbiased_weights_are_those_of_the_mean_around_the_others():
+def test_unbiased_weights_centre_on_the_other_samples():
     rng = np.random.default_rng(0)
     logs = np.concatenate([rng.normal(size=(3, 5)), 12.0 * rng.normal(size=(3, 5))])
     got = np.asarray(jax.vmap(samples._unbiased)(jnp.asarray(logs)))
@@ -304,7 +304,7 @@ def test_unbiased_weights_are_those_of_the_mean_around_the_others():
     "name, method",
     [("kalman", "exact"), ("kalman", "unbiased"), ("kalman", "paris"), ("mixture", "all")],
 )
-def test_a_saved_state_resumes_to_the_last_bit(name: str, method: str, tmp_path: Path):
+def test_running_state_resumes_bit_for_bit(name: str, method: str, tmp_path: Path):
     posterior = running(name, method)
     state, _ = read(posterior, posterior.init(KEY), 0, CHUNK)
     rd.save(tmp_path / "state.rd", state)
@@ -338,7 +338,7 @@ def _single(tree: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", "all", "paris"])
-def test_single_precision(method: str):
+def test_running_posterior_in_float32_stays_float32(method: str):
     posterior = rd.online.RunningPosterior(
         _single(family("kalman")),
         _single(model()),
@@ -351,7 +351,7 @@ def test_single_precision(method: str):
     np.testing.assert_allclose(out.elbo, whole("kalman")[1].elbo, rtol=1e-4, atol=1e-3)
 
 
-def test_totals_of_long_streams_keep_their_digits():
+def test_totals_of_long_streams_keep_precision():
     step = jnp.float32(-1.1)
 
     def move(carry: Any, _: None) -> tuple[Any, None]:
@@ -398,7 +398,7 @@ def last_row(name: str, named: dict[str, rd.AbstractFunctional], method: Any) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
-def test_every_functional_is_followed(name: str):
+def test_functionals_are_tracked_exactly(name: str):
     named = every_functional(quadratic=True)
     assert_close(last_row(name, named, None).values, after_all_rows(name, named), 1e-9)
 
@@ -406,7 +406,7 @@ def test_every_functional_is_followed(name: str):
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize("draws", [None, 2])
-def test_every_functional_is_followed_by_draws(draws: int | None):
+def test_functionals_are_tracked_by_weighted_samples(draws: int | None):
     # About 100 numbers, each beyond 7 joint standard errors, of which 16 replicates make up a part,
     # with probability below 5e-6. The bias of 400 draws is below these errors.
     named = every_functional(quadratic=False)
@@ -426,7 +426,7 @@ def test_every_functional_is_followed_by_draws(draws: int | None):
 
 
 @pytest.mark.slow
-def test_functionals_read_data_of_their_own():
+def test_running_functionals_read_their_data():
     s, price = stream(), np.arange(1.0, N + 1)
     weighed = rd.StateFunctional(lambda x, data: data * x, quadratic=True)
     posterior = rd.online.RunningPosterior(family("kalman"), functionals={"cost": weighed})
@@ -443,7 +443,7 @@ def test_functionals_read_data_of_their_own():
 
 
 @pytest.mark.slow
-def test_large_clouds_are_weighed_in_tiles(monkeypatch: pytest.MonkeyPatch):
+def test_tiled_weights_equal_untiled_weights(monkeypatch: pytest.MonkeyPatch):
     posterior = running("shifted", "all")
     at_once = whole("shifted", "all")[1]
     monkeypatch.setattr(samples, "TILE", 3 * 8)
@@ -452,14 +452,14 @@ def test_large_clouds_are_weighed_in_tiles(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_streams_under_vmap():
+def test_running_posterior_works_under_vmap():
     posterior, s = running("kalman", "unbiased"), stream()
     states = jax.vmap(posterior.init)(jnp.stack([KEY, jax.random.key(1)]))
     out = jax.vmap(lambda state: posterior.scan(state, s.ys, mask=s.mask, inputs=s.inputs))(states)
     assert_close(row(out[1], 0), whole("kalman", "unbiased")[1], 1e-10)
 
 
-def test_misuse_is_refused(untyped: None):
+def test_running_posterior_refuses_bad_arguments(untyped: None):
     kalman, mixture = family("kalman"), family("mixture")
     bent = eqx.tree_at(
         lambda m: m.emission,
@@ -511,7 +511,7 @@ def assert_same_but_skipped(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1e160, pytest.param(1e153, marks=pytest.mark.slow)])
-def test_a_row_whose_likelihood_overflows_is_read_as_missing(size: float):
+def test_row_with_overflowing_likelihood_is_treated_as_missing(size: float):
     # The square of the first overflows; that of the second only in units of the noise.
     sharp = linear_model(prior=1e-5, noise=1e-5, error=1e-5)
     posterior = rd.online.RunningPosterior(
@@ -534,7 +534,7 @@ def test_a_row_whose_likelihood_overflows_is_read_as_missing(size: float):
         assert_same_but_skipped(one, row(expected, k))
 
 
-def test_data_of_a_functional_that_overflow_are_left_out():
+def test_overflowing_functional_data_are_skipped():
     linear = rd.StateFunctional(lambda x, data: data * x, quadratic=True)
     posterior = rd.online.RunningPosterior(family("kalman"), functionals={"linear": linear})
     s, weights = stream(), np.ones(N)
@@ -548,7 +548,7 @@ def test_data_of_a_functional_that_overflow_are_left_out():
     assert np.all(np.isfinite(out.values["linear"]))
 
 
-def test_a_row_that_overflows_the_filter_is_read_as_missing():
+def test_row_that_overflows_the_filter_is_treated_as_missing():
     live = rd.online.FixedLag(family("kalman"), LAG)
     s = stream()
     ys = np.where(s.mask, s.ys, np.nan)

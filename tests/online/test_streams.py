@@ -64,7 +64,7 @@ def test_chunks_single_rows_and_saved_states_give_the_same_rows(name: str, tmp_p
 
 
 @EVERY
-def test_rows_that_overflow_are_read_as_missing_and_reported(name: str):
+def test_overflowing_rows_are_treated_as_missing_and_reported(name: str):
     live, (end, out) = stream(name), whole(name)
     assert np.flatnonzero(out.skipped).tolist() == [OVERFLOWING]
     floats = jax.tree.leaves(eqx.filter(end, eqx.is_inexact_array))
@@ -74,7 +74,7 @@ def test_rows_that_overflow_are_read_as_missing_and_reported(name: str):
 
 
 @EVERY
-def test_the_protocol_is_that_of_the_base(name: str):
+def test_streams_inherit_the_protocol_of_the_base_class(name: str):
     kind = type(stream(name))
     for verb in ("init", "update", "scan"):
         assert getattr(kind, verb) is getattr(rd.online.AbstractStream, verb)

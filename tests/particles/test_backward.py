@@ -58,7 +58,7 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
     ("kind", "lowest", "highest", "accuracy"),
     [(np.float64, -1021.0, 1023.9, 1e-12), (np.float32, -125.0, 127.9, 3e-7)],
 )
-def test_power_of_two_over_its_whole_range(
+def test_power_of_two_is_accurate_over_its_range(
     kind: Any, lowest: float, highest: float, accuracy: float
 ):
     t = np.concatenate(
@@ -71,7 +71,7 @@ def test_power_of_two_over_its_whole_range(
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
-def test_power_of_two_of_what_is_no_number(kind: Any):
+def test_power_of_two_handles_nan_and_underflow(kind: Any):
     tiny = np.array([-np.inf, -1e30, -5000.0, np.finfo(kind).minexp - 1.0], kind)
     assert np.all(np.asarray(power_of_two(jnp.asarray(tiny))) == 0)
     assert np.isnan(power_of_two(jnp.full(3, np.nan, kind))).all()
@@ -125,7 +125,7 @@ def test_expected_counts_are_proportional_to_weights(draws: Callable, scheme: st
 @pytest.mark.parametrize(
     "num_draws", [pytest.param(15, marks=more), pytest.param(7, marks=more), 40]
 )
-def test_how_far_counts_are_from_what_is_expected(draws: Callable, num_draws: int):
+def test_resampling_counts_stay_near_their_expectation(draws: Callable, num_draws: int):
     expected = num_draws * WEIGHTS / WEIGHTS.sum()
     assert np.abs(draws("systematic", num_draws) - expected).max() < 1 + 1e-9
     assert np.abs(draws("stratified", num_draws) - expected).max() < 2
@@ -150,7 +150,7 @@ def resampled(scheme: Any, weights: Any, num_draws: int) -> list[int]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_resampling_a_single_particle_and_the_only_one_with_weight(scheme: str):
+def test_resampling_handles_a_single_weighted_particle(scheme: str):
     assert resampled(scheme, [0.3], 4) == [0] * 4
     assert resampled(scheme, [0.0, 0.0, 5.0, 0.0], 6) == [2] * 6
 
@@ -164,7 +164,7 @@ def test_equal_weights_leave_every_particle_one_offspring(scheme: str, count: in
 
 
 @pytest.mark.parametrize("count", [1, 33, 1025])
-def test_cumulative_sums(count: int, dtype: jnp.dtype):
+def test_cumulative_sums_are_monotone_and_accurate(count: int, dtype: jnp.dtype):
     values = np.random.default_rng(count).gamma(0.3, size=count).astype(dtype)
     found = np.asarray(resampling.cumulative(jnp.asarray(values)))
     assert found.dtype == dtype and np.all(np.diff(found) >= 0)
@@ -183,7 +183,7 @@ def test_cumulative_sums_do_not_grow_where_there_is_no_weight(dtype: jnp.dtype):
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_positions_at_the_ends_fall_on_particles_with_weight(share: float):
+def test_extreme_positions_select_weighted_particles(share: float):
     sums = jnp.cumsum(jnp.array([0.0, 0.0, 1.0, 0.0, 2.0, 0.0]))
     found = resampling.inverse(sums, jnp.array([share, np.nextafter(share, 0.5)]))
     assert found.tolist() == ([2, 2] if share == 0 else [4, 4])
@@ -324,7 +324,7 @@ def sampler_name(value: Any) -> str | None:
     ],
     ids=sampler_name,
 )
-def test_law_under_a_gaussian_transition(
+def test_backward_samplers_have_exact_law_under_gaussian_transition(
     sampler: rd.particles.AbstractBackwardSampler, dim: int, count: int
 ):
     kernel = linear_kernel(dim, np.random.default_rng(dim))
@@ -348,7 +348,7 @@ def test_law_under_a_gaussian_transition(
     ],
     ids=sampler_name,
 )
-def test_law_under_a_transition_of_another_kind(
+def test_backward_samplers_have_exact_law_under_student_transition(
     sampler: rd.particles.AbstractBackwardSampler, dim: int, count: int
 ):
     particles, log_weights = cloud(dim, count)
@@ -360,7 +360,7 @@ def test_law_under_a_transition_of_another_kind(
 
 
 @pytest.mark.parametrize("general", [False, True])
-def test_one_metropolis_move_has_the_law_it_should(general: bool):
+def test_one_metropolis_move_has_its_exact_law(general: bool):
     # From particle a to j with probability w_j min(1, m_j / m_a): not just its invariant law.
     particles, log_weights = cloud(1, 33)
     xs = states(1)
@@ -377,7 +377,7 @@ def test_one_metropolis_move_has_the_law_it_should(general: bool):
 
 
 @more
-def test_metropolis_moves_leave_the_backward_law_alone_and_lead_to_it():
+def test_metropolis_moves_keep_and_reach_the_backward_law():
     # Noise so wide that densities differ by a factor of 3 at most: 16 moves forget all but 0.2 %
     # of the start, which 3000 draws do not see.
     particles, log_weights = cloud(3, 300)
@@ -419,7 +419,7 @@ def test_a_nonlinear_transition_with_inputs_is_whitened_by_its_own_mean_and_scal
 
 
 @pytest.mark.parametrize("general", [False, True])
-def test_chunks_of_paths_are_drawn_as_all_at_once(general: bool, monkeypatch: pytest.MonkeyPatch):
+def test_chunked_paths_equal_paths_drawn_at_once(general: bool, monkeypatch: pytest.MonkeyPatch):
     kernel = student_kernel(2) if general else linear_kernel(2, np.random.default_rng(0))
     particles, log_weights = cloud(2, 50)
     xs = np.random.default_rng(1).normal(size=(37, 2))
@@ -431,7 +431,7 @@ def test_chunks_of_paths_are_drawn_as_all_at_once(general: bool, monkeypatch: py
 
 @pytest.mark.parametrize("uniform", [0.0, np.nextafter(1.0, 0.0)])
 @pytest.mark.parametrize("count", [17, 300])
-def test_shares_at_the_ends_fall_on_particles_with_weight(uniform: float, count: int):
+def test_extreme_uniforms_select_weighted_particles(uniform: float, count: int):
     rng = np.random.default_rng(0)
     weights = rng.random((count, 50)) * (rng.random((count, 50)) < 0.3)
     weights[:16], weights[-5:], weights[8] = 0, 0, 1e-3
@@ -450,7 +450,7 @@ def random_walk(dim: int, kind: Any = np.float64) -> rd.LinearGaussianKernel:
 
 @pytest.mark.parametrize(("kind", "span"), [(np.float64, 600.0), (np.float32, 100.0)])
 @pytest.mark.parametrize("start", [0, -1])
-def test_weights_and_densities_that_vanish_and_cancel(kind: Any, span: float, start: int):
+def test_backward_weights_handle_vanishing_densities(kind: Any, span: float, start: int):
     # Each particle is the less dense the heavier it is, so that all have a share of the law.
     count = 40
     particles = np.sqrt(2 * np.linspace(0, span, count))[:, None].astype(kind)
@@ -475,7 +475,7 @@ def test_weights_and_densities_that_vanish_and_cancel(kind: Any, span: float, st
     [rd.particles.ExactBackward(), pytest.param(rd.particles.RejectionBackward(), marks=more)],
 )
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
-def test_weights_that_span_600_nats(sampler: rd.particles.AbstractBackwardSampler, kind: Any):
+def test_backward_weights_span_600_nats(sampler: rd.particles.AbstractBackwardSampler, kind: Any):
     rng = np.random.default_rng(0)
     log_weights = normalised(np.linspace(0, -600, 50)[rng.permutation(50)]).astype(kind)
     particles = rng.normal(size=(50, 1)).astype(kind)
@@ -503,7 +503,7 @@ def test_weights_that_span_600_nats(sampler: rd.particles.AbstractBackwardSample
         pytest.param(40, 48, 1e3, np.float32, marks=more),
     ],
 )
-def test_particles_far_from_the_origin_in_units_of_the_noise(
+def test_backward_weights_are_accurate_far_from_the_origin(
     dim: int, count: int, far: float, kind: Any
 ):
     rng = np.random.default_rng(dim)
@@ -551,7 +551,7 @@ def test_a_particle_without_weight_is_never_drawn(
     "sampler",
     [rd.particles.ExactBackward(), pytest.param(rd.particles.RejectionBackward(), marks=more)],
 )
-def test_a_state_that_no_particle_reaches_keeps_its_ancestor(
+def test_unreachable_state_keeps_its_ancestor(
     sampler: rd.particles.AbstractBackwardSampler,
 ):
     ancestors = 3 * np.arange(6, dtype=np.int32)
@@ -560,7 +560,7 @@ def test_a_state_that_no_particle_reaches_keeps_its_ancestor(
 
 
 @pytest.mark.parametrize(("kind", "at"), [(np.float64, 30.0), (np.float32, 20.0)])
-def test_a_state_far_from_all_particles_goes_back_to_the_nearest(kind: Any, at: float):
+def test_distant_state_selects_the_nearest_particle(kind: Any, at: float):
     # 20 or 10 standard deviations off, as a guided filter may put it at an outlier. The density of
     # the nearest particle is e^250, or e^150, times that of its ancestor.
     particles = np.array([[0.0], [10.0], [0.5], [-3.0]], kind)
@@ -572,7 +572,7 @@ def test_a_state_far_from_all_particles_goes_back_to_the_nearest(kind: Any, at: 
     np.testing.assert_array_equal(found, 1)
 
 
-def test_rejection_needs_a_bound_of_a_density_that_is_not_gaussian(key: jax.Array):
+def test_rejection_needs_log_bound_for_non_gaussian_density(key: jax.Array):
     pairs = BackwardWeights.of(student_kernel(1), None, jnp.zeros((3, 1)))
     with pytest.raises(ValueError, match="upper bound.*DistributionKernel.*log_bound"):
         rd.particles.RejectionBackward().draw(

@@ -126,12 +126,12 @@ def sharp_runs() -> dict[str, np.ndarray]:
     return smoothed(LINEAR, 100, 200, **SHARP)
 
 
-def test_smoothed_moments_of_a_linear_model(sharp_runs: dict):
+def test_smoothed_moments_of_linear_model_equal_kalman(sharp_runs: dict):
     exact = exact_summary(rd.kalman_smoother(LINEAR, YS), NUM_TIMES)
     assert_means_agree(sharp_runs, exact, 100)
 
 
-def test_standard_errors_from_one_run_are_calibrated(sharp_runs: dict):
+def test_standard_errors_of_one_run_are_calibrated(sharp_runs: dict):
     # The standard deviation of 200 z-scores has a relative standard error of 5 %.
     exact = rd.kalman_smoother(LINEAR, YS)
     sums = np.asarray(exact.chain.marginals().mean).sum(0)
@@ -153,7 +153,7 @@ def driven_series() -> tuple[np.ndarray, dict[str, Any]]:
 
 
 @pytest.mark.statistical
-def test_smoothed_moments_with_inputs_masks_and_padding():
+def test_smoothed_moments_with_inputs_masks_and_padding_equal_kalman():
     ys, rest = driven_series()
     exact = rd.kalman_smoother(DRIVEN, ys, **rest)
     found = smoothed(DRIVEN, 100, 200, ys, **rest)
@@ -178,21 +178,23 @@ def test_smoothed_moments_with_inputs_masks_and_padding():
     ],
     ids=["exact", "rejection", "mcmc", "genealogy", "auxiliary", "residual"],
 )
-def test_smoothed_moments_however_paths_are_drawn(options: dict):
+def test_smoothed_moments_of_every_backward_sampler_equal_kalman(options: dict):
     exact = exact_summary(rd.kalman_smoother(LINEAR, YS), NUM_TIMES)
     assert_means_agree(smoothed(LINEAR, 200, 200, **options), exact, 200)
 
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("backward", [rd.particles.ExactBackward(), rd.particles.MCMCBackward(2)])
-def test_smoothed_moments_under_a_guided_filter(backward: rd.particles.AbstractBackwardSampler):
+def test_smoothed_moments_of_guided_filter_equal_kalman(
+    backward: rd.particles.AbstractBackwardSampler,
+):
     exact = rd.kalman_smoother(LINEAR, YS)
     options = {"proposal": rd.particles.ChainProposal(exact.chain, 1.5), "backward": backward}
     assert_means_agree(smoothed(LINEAR, 200, 200, **options), exact_summary(exact, NUM_TIMES), 200)
 
 
 @pytest.mark.statistical
-def test_errors_fall_as_one_over_the_root_of_the_number_of_particles():
+def test_errors_fall_with_the_root_of_num_particles():
     # Over 60 keys the slopes have standard deviations of at most 0.05: 0.2 is four of them.
     exact = rd.kalman_smoother(LINEAR, YS)
     wanted = exact_summary(exact, NUM_TIMES) | {"log_evidence": np.asarray(exact.log_evidence)}
@@ -224,7 +226,7 @@ def test_standard_errors_are_calibrated_on_a_longer_series():
 
 
 @pytest.mark.statistical
-def test_smoothed_moments_of_a_nonlinear_model():
+def test_smoothed_moments_of_nonlinear_model_equal_grid():
     ys = NONLINEAR.simulate(jax.random.key(2), 8)[1]
     exact = rd.grid_smoother(
         NONLINEAR, ys, rd.Grid(jnp.array([-3.0]), jnp.array([3.0]), 2000)
@@ -243,7 +245,7 @@ def test_smoothed_moments_of_a_nonlinear_model():
 
 
 @pytest.mark.statistical
-def test_smoothed_moments_of_counts_under_heavy_tailed_moves():
+def test_smoothed_moments_of_heavy_tailed_counts_equal_grid():
     model = heavy_tailed_count_model()
     ys = np.array([[1.0], [0.0], [np.nan], [6.0], [2.0]])
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
@@ -328,7 +330,7 @@ def test_the_evidence_is_unbiased(kind: str):
 
 
 @pytest.mark.slow
-def test_the_exact_posterior_as_a_proposal_gives_the_exact_evidence():
+def test_exact_proposal_gives_exact_evidence():
     # Without resampling every particle then has the weight p(x, y) / p(x | y), whatever x is.
     ys, rest = driven_series()
     exact = rd.kalman_smoother(DRIVEN, ys, **rest)
@@ -348,7 +350,7 @@ def test_the_exact_posterior_as_a_proposal_gives_the_exact_evidence():
     np.testing.assert_array_equal(found.ancestors, np.tile(np.arange(7), (7, 1)))
 
 
-def test_a_lookahead_that_rules_out_every_particle_is_not_believed():
+def test_lookahead_that_excludes_all_particles_is_ignored():
     # The means of x_1 are all further from y_1 than the emission allows; draws of x_1 are not.
     model = linear_transition_model(uniform_emission(1.0), prior=0.1, weight=1.0)
     ys = jnp.array([[0.0], [1.9]])
@@ -365,7 +367,7 @@ def test_a_lookahead_that_rules_out_every_particle_is_not_believed():
 @pytest.mark.parametrize(
     "resampling", [pytest.param("systematic", marks=pytest.mark.slow), "multinomial"]
 )
-def test_where_nothing_is_seen_the_evidence_is_known(resampling: Any):
+def test_unobserved_rows_have_zero_log_evidence(resampling: Any):
     # Its logarithm is zero whatever is drawn, so that its standard error is as well. An estimate of
     # the variance has a standard deviation of some sqrt(12 / 200³) = 0.0012.
     mask = np.zeros((12, 2), bool)
@@ -391,7 +393,7 @@ def found() -> rd.ParticlePosterior:
     return rd.ffbsi(jax.random.key(0), LINEAR, ys, 40, 60)
 
 
-def test_shapes_and_weights(found: rd.ParticlePosterior):
+def test_result_has_expected_shapes_and_normalised_weights(found: rd.ParticlePosterior):
     filtered = found.filtered
     assert found.samples.shape == (60, 9, 2) and found.indices.shape == (9, 60)
     assert filtered.particles.shape == (9, 40, 2) and filtered.ancestors.shape == (9, 40)
@@ -405,7 +407,7 @@ def test_shapes_and_weights(found: rd.ParticlePosterior):
     np.testing.assert_array_equal(np.swapaxes(found.samples, 0, 1), paths)
 
 
-def test_moments_are_those_of_paths_and_particles(found: rd.ParticlePosterior):
+def test_moments_equal_averages_of_paths_and_particles(found: rd.ParticlePosterior):
     samples = np.asarray(found.samples)
     np.testing.assert_allclose(found.mean, samples.mean(0), rtol=1e-10)
     for k in range(9):
@@ -417,7 +419,9 @@ def test_moments_are_those_of_paths_and_particles(found: rd.ParticlePosterior):
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.05, 0.5, 0.9, 1.0])
-def test_quantiles(found: rd.ParticlePosterior, probability: float):
+def test_quantiles_equal_those_of_paths_and_weighted_particles(
+    found: rd.ParticlePosterior, probability: float
+):
     wanted = np.quantile(np.asarray(found.samples), probability, axis=0)
     np.testing.assert_allclose(found.quantile(probability), wanted, rtol=1e-10)
     values = np.asarray(found.filtered.particles)
@@ -430,7 +434,7 @@ def test_quantiles(found: rd.ParticlePosterior, probability: float):
             assert answers[k, i] == values[k, order, i][np.argmax(reached)]
 
 
-def test_counts_of_ancestors_and_of_particles_on_paths(found: rd.ParticlePosterior):
+def test_ancestor_and_path_counts_are_exact(found: rd.ParticlePosterior):
     indices, ancestors = np.asarray(found.indices), np.asarray(found.filtered.ancestors)
     assert found.num_distinct.tolist() == [len(set(row)) for row in indices]
     alive, counts = set(range(40)), []
@@ -442,9 +446,7 @@ def test_counts_of_ancestors_and_of_particles_on_paths(found: rd.ParticlePosteri
 
 
 @pytest.mark.parametrize("lag", [1, 3, 20])
-def test_the_variance_of_the_evidence_is_what_its_formula_says(
-    found: rd.ParticlePosterior, lag: int
-):
+def test_evidence_variance_equals_its_formula(found: rd.ParticlePosterior, lag: int):
     ancestors = np.asarray(found.filtered.ancestors)
     weights = np.exp(np.asarray(found.filtered.log_weights))
 
@@ -512,7 +514,7 @@ def truncated() -> rd.ParticlePosterior:
     return driven_run(jax.random.key(3), ys[:5], mask=rest["mask"][:5], inputs=rest["inputs"][:5])
 
 
-def test_padding_changes_nothing_before_it(
+def test_padding_does_not_change_earlier_rows(
     padded: rd.ParticlePosterior, truncated: rd.ParticlePosterior
 ):
     assert_close(padded.log_evidence, truncated.log_evidence, 1e-9)
@@ -543,7 +545,7 @@ def test_padding_adds_nothing_to_expectations_and_their_errors(
     assert_close(error, wanted_error, 1e-9)
 
 
-def test_what_was_not_seen_does_not_count(padded: rd.ParticlePosterior):
+def test_masked_values_do_not_change_samples(padded: rd.ParticlePosterior):
     ys, rest = driven_series()
     absurd = np.where(rest["mask"], ys, 1e6)
     absurd[5:] = np.nan
@@ -571,7 +573,7 @@ def batched() -> tuple[rd.ParticlePosterior, Callable[[int], rd.ParticlePosterio
 
 
 @pytest.mark.slow
-def test_a_batch_is_as_its_series_one_by_one(batched: tuple):
+def test_ffbsi_on_a_batch_equals_single_series(batched: tuple):
     together, alone = batched
     for i in range(3):
         one = jax.tree.map(lambda leaf, i=i: leaf[i], together)
@@ -581,7 +583,7 @@ def test_a_batch_is_as_its_series_one_by_one(batched: tuple):
 
 
 @pytest.mark.slow
-def test_inside_jit(padded: rd.ParticlePosterior):
+def test_ffbsi_works_inside_jit(padded: rd.ParticlePosterior):
     ys, rest = driven_series()
     run = jax.jit(
         lambda key, ys, mask, inputs, length: driven_run(
@@ -599,7 +601,7 @@ def test_inside_jit(padded: rd.ParticlePosterior):
     ("num_times", "num_particles", "num_samples"),
     [(1, 20, 30), (4, 1, 3), pytest.param(4, 3, None, marks=pytest.mark.slow)],
 )
-def test_small_sizes(num_times: int, num_particles: int, num_samples: int | None):
+def test_ffbsi_works_with_small_sizes(num_times: int, num_particles: int, num_samples: int | None):
     found = rd.ffbsi(jax.random.key(0), LINEAR, YS[:num_times], num_particles, num_samples)
     assert found.samples.shape == (num_samples or num_particles, num_times, 2)
     assert np.isfinite(found.samples).all() and np.isfinite(found.log_evidence)
@@ -618,7 +620,7 @@ def in_precision(model: rd.StateSpaceModel, kind: Any) -> rd.StateSpaceModel:
 
 
 @pytest.mark.slow
-def test_single_precision(x32: None):
+def test_ffbsi_in_float32_stays_float32(x32: None):
     model, ys = in_precision(LINEAR, np.float32), np.asarray(YS, np.float32)
     found = rd.ffbsi(jax.random.key(0), model, ys, 500)
     exact = rd.kalman_smoother(model, ys)
@@ -632,7 +634,7 @@ def test_single_precision(x32: None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ys_kind", [np.float32, np.float64])
-def test_a_model_in_single_precision_while_double_is_on(ys_kind: Any):
+def test_float32_model_stays_float32_with_x64_on(ys_kind: Any):
     model, ys = in_precision(LINEAR, np.float32), jnp.asarray(YS, ys_kind)
     found = rd.ffbsi(jax.random.key(0), model, ys, 20)
     wanted = rd.kalman_smoother(model, ys).log_evidence.dtype
@@ -664,7 +666,7 @@ OUTLIER = np.array([[0.0], [0.5], [1000.0], [0.0], [-1000.0]])
     ],
     ids=["particle_filter", "ffbsi", "paris", "forward_smoother"],
 )
-def test_an_impossible_observation_is_named(verb: Callable):
+def test_impossible_observation_raises_with_its_time(verb: Callable):
     with pytest.raises(FloatingPointError, match="no particle.*time 2.*strict=False"):
         verb(jax.random.key(0), BOUNDED, OUTLIER)
     found = verb(jax.random.key(0), BOUNDED, OUTLIER, strict=False)
@@ -674,12 +676,12 @@ def test_an_impossible_observation_is_named(verb: Callable):
         assert np.all(np.isfinite(getattr(found, name, 0.0)))
 
 
-def test_inside_jit_a_failure_is_a_status():
+def test_failure_inside_jit_is_a_status():
     run = jax.jit(lambda ys: rd.particle_filter(jax.random.key(0), BOUNDED, ys, 20).status)
     assert int(run(jnp.asarray(OUTLIER))) == 1
 
 
-def test_a_weight_that_is_no_number_is_named():
+def test_nan_weight_raises_with_its_time():
     # The state is about k at time k, and the emission undefined beyond 5.
     model = nonlinear_emission_model(
         lambda x: jnp.sqrt(5 - x), prior=0.1, weight=1.0, bias=1.0, noise=0.1
@@ -693,7 +695,7 @@ def test_a_weight_that_is_no_number_is_named():
 
 
 @pytest.mark.slow
-def test_paths_that_coincide_are_reported():
+def test_coinciding_paths_are_reported():
     ys = LINEAR.simulate(jax.random.key(6), 60)[1]
     found = rd.ffbsi(jax.random.key(0), LINEAR, ys, 30, backward=rd.particles.Genealogy())
     counts = np.asarray(found.num_distinct)
@@ -828,13 +830,13 @@ SMALL = np.zeros((3, 1))
         ),
     ],
 )
-def test_misuse_is_refused(call: Callable, kind: type[Exception], message: str):
+def test_ffbsi_refuses_bad_arguments(call: Callable, kind: type[Exception], message: str):
     with pytest.raises(kind, match="(?s)" + message):
         call()
 
 
 @pytest.mark.usefixtures("untyped")
-def test_misuse_of_a_result_is_refused(found: rd.ParticlePosterior):
+def test_particle_posterior_refuses_bad_arguments(found: rd.ParticlePosterior):
     with pytest.raises(ValueError, match="`probability` must be between 0 and 1, got 1.5"):
         found.quantile(1.5)
     with pytest.raises(ValueError, match="`probability` must be between 0 and 1, got -0.1"):
@@ -846,7 +848,7 @@ def test_misuse_of_a_result_is_refused(found: rd.ParticlePosterior):
 
 
 @pytest.mark.usefixtures("untyped")
-def test_moments_of_a_batch_are_not_mistaken_for_those_of_one_series(
+def test_moments_of_a_batched_result_are_refused(
     found: rd.ParticlePosterior,
 ):
     # The leading axis is the batch, over which nothing may be averaged: as chains do, refuse.
@@ -864,7 +866,7 @@ def test_moments_of_a_batch_are_not_mistaken_for_those_of_one_series(
 
 @pytest.mark.parametrize("data", [np.ones(4), np.float64(1.0)], ids=["rows", "scalar"])
 @pytest.mark.usefixtures("untyped")
-def test_data_of_another_length_is_refused(found: rd.ParticlePosterior, data: Any):
+def test_functional_data_of_wrong_length_are_refused(found: rd.ParticlePosterior, data: Any):
     functional = rd.AdditiveFunctional(lambda before, x, data: data * x)
     with pytest.raises(ValueError, match="one row per time step"):
         found.expectation(functional, jnp.asarray(data))

@@ -98,7 +98,7 @@ def check_evidence(found: dict, log_evidence: Any) -> None:
 
 
 @pytest.mark.parametrize("forward", SAMPLERS)
-def test_under_the_exact_posterior_all_weights_are_equal(
+def test_exact_chain_gives_equal_weights(
     forward: rd.particles.AbstractBackwardSampler, key: jax.Array
 ):
     found = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 200, 100, forward=forward)
@@ -113,7 +113,7 @@ def test_under_the_exact_posterior_all_weights_are_equal(
 
 
 @pytest.mark.slow
-def test_without_resampling_the_genealogy_is_a_set_of_independent_paths(key: jax.Array):
+def test_genealogy_without_resampling_has_independent_paths(key: jax.Array):
     found = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 400, forward=rd.particles.Genealogy())
     np.testing.assert_array_equal(found.num_distinct, 400)
     value, error = found.expectation(rd.StateSum())
@@ -123,7 +123,7 @@ def test_without_resampling_the_genealogy_is_a_set_of_independent_paths(key: jax
 
 
 @pytest.mark.slow
-def test_a_series_of_one_row(key: jax.Array):
+def test_guided_smoother_works_on_one_row(key: jax.Array):
     exact = rd.kalman_smoother(MODEL, YS[:1])
     found = rd.guided_smoother(key, MODEL, exact.chain, YS[:1], 50)
     assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
@@ -137,7 +137,7 @@ def test_a_series_of_one_row(key: jax.Array):
 
 
 @pytest.mark.parametrize("forward", SAMPLERS)
-def test_a_wrong_chain_is_corrected(forward: rd.particles.AbstractBackwardSampler):
+def test_wrong_chain_is_corrected_to_kalman_moments(forward: rd.particles.AbstractBackwardSampler):
     wanted = wanted_of(EXACT, N)
     found = runs(MODEL, WRONG, YS, 100, 300, forward=forward)
     assert_means_agree(found, wanted, 100, bias=10.0)
@@ -169,14 +169,14 @@ def kalman_like(chain: rd.LinearGaussianChain) -> KalmanPosterior:
     ],
     ids=["covered", "multinomial", "residual", "stratified"],
 )
-def test_a_wrong_chain_is_corrected_in_every_way(chain: AbstractKernelChain, options: dict):
+def test_wrong_chain_is_corrected_with_every_option(chain: AbstractKernelChain, options: dict):
     found = runs(MODEL, chain, YS, 200, 200, **options)
     assert_means_agree(found, wanted_of(EXACT, N), 200, bias=10.0)
     check_evidence(found, EXACT.log_evidence)
 
 
 @pytest.mark.statistical
-def test_errors_fall_as_one_over_the_root_of_the_number_of_particles():
+def test_guided_errors_fall_with_the_root_of_num_particles():
     # Over 60 keys the slopes have standard deviations of at most 0.05: 0.2 is four of them.
     wanted = wanted_of(EXACT, N) | {"log_evidence": np.asarray(EXACT.log_evidence)}
     sizes = np.array([100, 400, 1600])
@@ -188,7 +188,7 @@ def test_errors_fall_as_one_over_the_root_of_the_number_of_particles():
 
 
 @pytest.mark.statistical
-def test_filtering_laws_cover_kernels_that_are_too_sure_of_themselves():
+def test_defensive_laws_correct_overconfident_kernels():
     # Filtering laws that cover, and kernels of a fifth of the width.
     sure = eqx.tree_at(
         lambda q: q.kernels.scale_tril, EXACT.chain, 0.2 * EXACT.chain.kernels.scale_tril
@@ -208,7 +208,7 @@ BIMODAL = rd.StateSpaceModel(
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("forward", [rd.particles.MCMCBackward(), rd.particles.ExactBackward()])
-def test_a_chain_with_one_mode_finds_both_where_it_covers_them(
+def test_wide_unimodal_chain_finds_both_modes(
     forward: rd.particles.AbstractBackwardSampler,
 ):
     ys = BIMODAL.simulate(jax.random.key(2), 8)[1]
@@ -253,7 +253,7 @@ def elsewhere(num_times: int) -> rd.LinearGaussianChain:
 
 
 @pytest.mark.parametrize("cover", COVERS)
-def test_without_resampling_particles_are_paths_with_importance_weights(
+def test_no_resampling_equals_importance_sampling_of_paths(
     cover: tuple[rd.Gaussian | None, float], key: jax.Array
 ):
     ys, chain = jnp.array([[0.1], [-0.6], [1.2]]), rd.defensive_mixture(elsewhere(3), *cover)
@@ -284,7 +284,7 @@ def scores(found: dict, exact: rd.GridPosterior) -> np.ndarray:
 
 
 @pytest.mark.statistical
-def test_a_covered_chain_is_corrected_wherever_it_is():
+def test_defensive_mixture_is_corrected_far_from_the_posterior():
     # Six z-scores below 4.5: a false alarm in 25,000.
     ys = BIMODAL.simulate(jax.random.key(2), 5)[1]
     grid = rd.Grid(jnp.array([-9.0]), jnp.array([9.0]), 1500)
@@ -338,7 +338,7 @@ class CurvedKernel(rd.AbstractBackwardKernel):
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("share", [None, 0.2])
-def test_any_chain_corrects_to_the_posterior_of_any_model(share: float | None):
+def test_curved_chain_is_corrected_for_heavy_tailed_counts(share: float | None):
     model = heavy_tailed_count_model()
     ys = np.array([[1.0], [0.0], [np.nan], [6.0], [2.0]])
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
@@ -392,7 +392,7 @@ def driven() -> tuple[rd.StateSpaceModel, np.ndarray, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_inputs_masks_and_padding_under_the_exact_posterior(key: jax.Array):
+def test_exact_chain_with_inputs_masks_and_padding_gives_equal_weights(key: jax.Array):
     model, ys, options = driven()
     exact = rd.kalman_smoother(model, ys, **options)
     found = rd.guided_smoother(key, model, exact.chain, ys, 100, **options)
@@ -427,7 +427,7 @@ def test_padding_changes_nothing(key: jax.Array, length: int):
 
 
 @pytest.mark.statistical
-def test_smoothed_moments_with_inputs_masks_and_padding():
+def test_guided_moments_with_inputs_masks_and_padding_equal_kalman():
     model, ys, options = driven()
     exact = rd.kalman_smoother(model, ys, **options)
     found = runs(model, shifted_chain(exact.chain), ys, 200, 200, **options)
@@ -436,7 +436,7 @@ def test_smoothed_moments_with_inputs_masks_and_padding():
 
 
 @pytest.mark.slow
-def test_a_batch_of_series_of_unequal_length(key: jax.Array):
+def test_guided_smoother_handles_unequal_lengths(key: jax.Array):
     model, ys, options = driven()
     rest = {name: options[name] for name in ("mask", "inputs")}
 
@@ -464,7 +464,7 @@ def test_a_batch_of_series_of_unequal_length(key: jax.Array):
         pytest.param(rd.particles.ExactBackward(), marks=pytest.mark.slow),
     ],
 )
-def test_in_single_precision(
+def test_guided_smoother_in_float32_stays_float32(
     x32: None, key: jax.Array, forward: rd.particles.AbstractBackwardSampler
 ):
     model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), MODEL)
@@ -488,7 +488,7 @@ def bounded(ys: np.ndarray) -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]
 @pytest.mark.parametrize(
     "time", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 )
-def test_an_impossible_row_is_named(key: jax.Array, time: int):
+def test_guided_smoother_names_impossible_row(key: jax.Array, time: int):
     ys = np.zeros((5, 1))
     model, chain = bounded(ys)
     found = rd.guided_smoother(key, model, chain, ys, 200)
@@ -502,7 +502,7 @@ def test_an_impossible_row_is_named(key: jax.Array, time: int):
 
 
 @pytest.mark.slow
-def test_a_handful_of_particles_is_named(key: jax.Array):
+def test_low_effective_sample_size_is_reported(key: jax.Array):
     found = rd.guided_smoother(key, MODEL, WRONG, YS, 5)
     assert int(found.status) == 3 and 0 <= int(found.status_time) < N
 
@@ -529,7 +529,7 @@ def test_a_handful_of_particles_is_named(key: jax.Array):
         ),
     ],
 )
-def test_misuse_is_refused(change: dict, kind: type[Exception], words: str):
+def test_guided_smoother_refuses_bad_arguments(change: dict, kind: type[Exception], words: str):
     given = {"key": jax.random.key(0), "model": MODEL, "chain": WRONG, "ys": YS}
     with pytest.raises(kind, match=words):
         UNTYPED.guided_smoother(**(given | {"num_particles": 10} | change))
@@ -537,7 +537,7 @@ def test_misuse_is_refused(change: dict, kind: type[Exception], words: str):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("untyped")
-def test_a_posterior_wants_a_functional(key: jax.Array):
+def test_guided_posterior_refuses_bad_arguments(key: jax.Array):
     found: Any = rd.guided_smoother(key, MODEL, EXACT.chain, YS, 20)
     with pytest.raises(TypeError, match="expects a functional"):
         found.expectation(lambda x: x)

@@ -65,7 +65,7 @@ def slow_smoothing(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
 
 @pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("count", [30, 1000])
-def test_smoothing_is_that_of_the_paper(spread: float, count: int):
+def test_pareto_smoothing_equals_published_algorithm(spread: float, count: int):
     logs = spread * np.random.default_rng(count).normal(size=count) - 700.0
     found, shape = pareto_smoothed(logs)
     expected, wanted = slow_smoothing(logs)
@@ -73,7 +73,7 @@ def test_smoothing_is_that_of_the_paper(spread: float, count: int):
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_smoothing_keeps_the_order_and_only_lowers_the_largest_weight():
+def test_pareto_smoothing_keeps_order_and_lowers_the_largest_weight():
     logs = 2.0 * np.random.default_rng(0).standard_t(3, size=2000)
     found, _ = pareto_smoothed(logs)
     order = np.argsort(logs)
@@ -86,13 +86,13 @@ def test_smoothing_keeps_the_order_and_only_lowers_the_largest_weight():
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
-def test_weights_without_a_tail_stay_as_they_are(kind: Any):
+def test_weights_without_a_tail_are_unchanged(kind: Any):
     found, shape = pareto_smoothed(np.full(100, -1234.5, kind))
     assert shape == -math.inf
     np.testing.assert_allclose(found, -np.log(100))
 
 
-def test_weights_with_one_survivor_stay_as_they_are():
+def test_single_finite_weight_is_unchanged():
     logs = np.append(np.full(99, -np.inf), 3.0)
     found, shape = pareto_smoothed(logs)
     assert shape == math.inf
@@ -100,7 +100,7 @@ def test_weights_with_one_survivor_stay_as_they_are():
 
 
 @pytest.mark.parametrize("excluded", [1, 100, 900])
-def test_paths_that_the_model_excludes_are_draws_of_weight_zero(excluded: int):
+def test_paths_outside_model_support_have_zero_weight(excluded: int):
     # Zero weights, and weights that are next to nothing, have the same shape in both functions.
     logs = np.random.default_rng(1).normal(size=1000)
     logs[:excluded] = -np.inf
@@ -112,11 +112,11 @@ def test_paths_that_the_model_excludes_are_draws_of_weight_zero(excluded: int):
 
 
 @pytest.mark.parametrize("bad", [[0.0, np.nan], [0.0, np.inf], [-np.inf, -np.inf]])
-def test_weights_that_say_nothing_have_an_infinite_shape(bad: list[float]):
+def test_degenerate_weights_have_infinite_pareto_shape(bad: list[float]):
     assert pareto_shape(np.array(bad * 50)) == math.inf
 
 
-def test_smoothing_lowers_the_error_of_a_mean():
+def test_pareto_smoothing_lowers_the_error_of_a_mean():
     # Weights with tails of shape ½, of which the mean of a bounded function is known to be ½.
     rng = np.random.default_rng(0)
     raw, smooth = [], []
@@ -151,7 +151,7 @@ def corrected(request: pytest.FixtureRequest) -> ImportancePosterior:
     return rd.importance_smoother(jax.random.key(1), MODEL, WRONG, YS, 20_000, smooth=request.param)
 
 
-def test_a_wrong_chain_is_corrected(corrected: ImportancePosterior):
+def test_importance_weights_correct_a_wrong_chain(corrected: ImportancePosterior):
     laws = EXACT.chain.marginals()
     assert -1 < float(corrected.k_hat) < 0.7 and corrected.messages == ()
     value, error = corrected.expectation(rd.StateSum())
@@ -167,7 +167,7 @@ def test_a_wrong_chain_is_corrected(corrected: ImportancePosterior):
     assert 0 < float(corrected.ess) < 20_000
 
 
-def test_evidence_and_elbo_of_a_wrong_chain(corrected: ImportancePosterior):
+def test_evidence_and_elbo_of_wrong_chain_are_unbiased(corrected: ImportancePosterior):
     # The exponential of the estimate is unbiased, and 20,000 weights make it nearly normal.
     error = float(corrected.log_evidence_standard_error)
     ratio = math.exp(float(corrected.log_evidence - EXACT.log_evidence))
@@ -176,7 +176,7 @@ def test_evidence_and_elbo_of_a_wrong_chain(corrected: ImportancePosterior):
     assert abs(float(gap)) < 4.5 * float(corrected.elbo_standard_error)
 
 
-def test_a_functional_may_read_data_of_its_own(corrected: ImportancePosterior):
+def test_importance_expectation_passes_functional_data(corrected: ImportancePosterior):
     functional = rd.AdditiveFunctional(lambda before, x, data: data * x, lambda x, data: data * x)
     data = jnp.zeros((N, 1)).at[2].set(3.0)
     value, _ = corrected.expectation(functional, data)
@@ -185,7 +185,7 @@ def test_a_functional_may_read_data_of_its_own(corrected: ImportancePosterior):
     assert np.isfinite(observed)
 
 
-def test_thin_tails_are_named(key: jax.Array):
+def test_heavy_tailed_weights_are_reported(key: jax.Array):
     thin = shifted_chain(EXACT.chain, 0.0, 0.5)
     found = rd.importance_smoother(key, MODEL, thin, YS, 2000)
     (message,) = found.messages
@@ -193,14 +193,14 @@ def test_thin_tails_are_named(key: jax.Array):
 
 
 @pytest.mark.parametrize("count", [20, 21])
-def test_too_few_paths_are_named(key: jax.Array, count: int):
+def test_too_few_paths_are_reported(key: jax.Array, count: int):
     found = rd.importance_smoother(key, MODEL, WRONG, YS, count)
     named = [message for message in found.messages if "at least 21 paths" in message]
     assert (float(found.k_hat) == math.inf) == (len(named) == 1) == (count == 20)
 
 
 @pytest.mark.slow
-def test_weights_with_inputs_masks_and_padding(key: jax.Array):
+def test_weights_with_inputs_masks_and_padding_are_exact(key: jax.Array):
     rng = np.random.default_rng(5)
     model = random_model(rng, 2, 2, 1)
     inputs = rng.normal(size=(8, 1))
@@ -227,7 +227,7 @@ def test_weights_with_inputs_masks_and_padding(key: jax.Array):
 
 
 @pytest.mark.slow
-def test_in_single_precision(x32: None, key: jax.Array):
+def test_importance_smoother_in_float32_stays_float32(x32: None, key: jax.Array):
     model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), MODEL)
     ys = np.asarray(YS, np.float32)
     exact = rd.kalman_smoother(model, ys)
@@ -242,7 +242,7 @@ def test_in_single_precision(x32: None, key: jax.Array):
 # --- the bound ------------------------------------------------------------------------------------
 
 
-def test_the_bound_grows_from_the_elbo_to_the_evidence(key: jax.Array):
+def test_importance_bound_increases_from_elbo_to_evidence(key: jax.Array):
     chain = shifted_chain(EXACT.chain)
     values = [
         rd.particles.importance_weighted_bound(key, MODEL, chain, YS, count, num_replicates=300)
@@ -257,7 +257,7 @@ def test_the_bound_grows_from_the_elbo_to_the_evidence(key: jax.Array):
 
 
 @pytest.mark.slow
-def test_the_bound_of_the_exact_posterior_is_the_evidence(key: jax.Array):
+def test_importance_bound_of_exact_posterior_equals_log_evidence(key: jax.Array):
     def value(chain: rd.LinearGaussianChain) -> Estimate:
         return rd.particles.importance_weighted_bound(key, MODEL, chain, YS, 10, num_replicates=3)
 
@@ -274,7 +274,7 @@ def test_the_bound_of_the_exact_posterior_is_the_evidence(key: jax.Array):
 
 
 @pytest.mark.slow
-def test_the_bound_is_differentiable(key: jax.Array):
+def test_importance_bound_is_differentiable(key: jax.Array):
     def value(shift: Any) -> Any:
         return rd.particles.importance_weighted_bound(
             key, MODEL, shifted_chain(EXACT.chain, shift), YS, 20, num_replicates=2
@@ -289,7 +289,7 @@ def test_the_bound_is_differentiable(key: jax.Array):
 # --- misuse ---------------------------------------------------------------------------------------
 
 
-def test_the_smoother_says_that_it_cannot_be_traced(key: jax.Array):
+def test_importance_smoother_refuses_tracing(key: jax.Array):
     with pytest.raises(TypeError, match="outside of jax.jit.*guided_smoother"):
         jax.jit(lambda ys: rd.importance_smoother(key, MODEL, EXACT.chain, ys, 10).mean)(YS)
 
@@ -308,7 +308,9 @@ def test_the_smoother_says_that_it_cannot_be_traced(key: jax.Array):
         ({"model": random_model(np.random.default_rng(0), 1, 2)}, ValueError, "1 state dim"),
     ],
 )
-def test_misuse_is_refused(verb: str, change: dict, kind: type[Exception], words: str):
+def test_importance_smoother_refuses_bad_arguments(
+    verb: str, change: dict, kind: type[Exception], words: str
+):
     given = {"key": jax.random.key(0), "model": MODEL, "chain": WRONG, "ys": YS, "count": 10}
     given |= change
     count = given.pop("count")
@@ -328,14 +330,14 @@ def broken(case: str) -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]:
     ("case", "words"),
     [("undefined", "10 of 10 paths are NaN"), ("impossible", "all 10 paths are impossible")],
 )
-def test_weights_that_say_nothing_are_refused(key: jax.Array, case: str, words: str):
+def test_degenerate_weights_are_refused(key: jax.Array, case: str, words: str):
     model, chain = broken(case)
     with pytest.raises(FloatingPointError, match=words):
         rd.importance_smoother(key, model, chain, YS, 10)
 
 
 @pytest.mark.usefixtures("untyped")
-def test_a_posterior_wants_a_functional(key: jax.Array):
+def test_importance_posterior_refuses_bad_arguments(key: jax.Array):
     found = rd.importance_smoother(key, MODEL, EXACT.chain, YS, 10)
     with pytest.raises(TypeError, match="expects a functional"):
         found.expectation(cast(Any, lambda x: x))

@@ -103,7 +103,7 @@ def keys(count: int, seed: int = 0) -> jax.Array:
     ],
     ids=["rejection", "exact", "mcmc", "genealogy", "forward_residual", "forward"],
 )
-def test_smoothed_functionals_of_a_linear_model(verb: Callable, options: dict):
+def test_online_functionals_of_linear_model_equal_kalman(verb: Callable, options: dict):
     ys, rest = series()
     functional = _everything(MODEL)
 
@@ -121,7 +121,7 @@ def test_smoothed_functionals_of_a_linear_model(verb: Callable, options: dict):
 
 
 @pytest.mark.statistical
-def test_the_forward_smoother_is_what_many_draws_tend_to():
+def test_paris_converges_to_forward_smoothing():
     # Given one filter (the keys are split alike), more draws come nearer: by a factor of 10 here.
     ys = SCALAR.simulate(jax.random.key(1), 20)[1]
     whole = rd.particles.forward_smoother(jax.random.key(0), SCALAR, ys, rd.StateSum(), 50)
@@ -141,7 +141,7 @@ def test_the_forward_smoother_is_what_many_draws_tend_to():
     assert errors[1] < 0.5 * errors[0] and errors[1] < 0.1
 
 
-def test_forward_smoothing_is_the_sum_over_all_backward_probabilities():
+def test_forward_smoothing_equals_explicit_backward_sum():
     # The recursion on the particles of one filter, written out in numpy.
     ys = SCALAR.simulate(jax.random.key(1), 4)[1]
     smoother = rd.online.OnlineSmoother(SCALAR, rd.SecondMoments(), 30, backward=None)
@@ -164,7 +164,7 @@ def test_forward_smoothing_is_the_sum_over_all_backward_probabilities():
 
 
 @pytest.mark.slow
-def test_a_stream_is_as_a_whole_series():
+def test_stream_equals_whole_series():
     ys, rest = series()
     data = np.arange(6.0)
     functional = rd.AdditiveFunctional(
@@ -202,7 +202,7 @@ def test_a_stream_is_as_a_whole_series():
     "verb",
     [pytest.param(v, marks=pytest.mark.slow) for v in (rd.paris, rd.particles.forward_smoother)],
 )
-def test_padding_adds_nothing(verb: Callable):
+def test_online_smoother_ignores_padding(verb: Callable):
     ys, rest = series()
     padded = verb(jax.random.key(2), MODEL, ys, rd.StateSum(), 30, **rest)
     ys, inputs = ys[:5], rest["inputs"][:5]
@@ -212,7 +212,7 @@ def test_padding_adds_nothing(verb: Callable):
 
 
 @pytest.mark.slow
-def test_a_batch_is_as_its_series_one_by_one():
+def test_online_smoother_on_a_batch_equals_single_series():
     ys, rest = series()
     lengths = jnp.array([5, 3])
 
@@ -227,7 +227,7 @@ def test_a_batch_is_as_its_series_one_by_one():
 
 
 @pytest.mark.slow
-def test_a_single_particle():
+def test_online_smoother_works_with_a_single_particle():
     # The state of the one particle, at every time, whatever is drawn backward.
     ys = SCALAR.simulate(jax.random.key(1), 3)[1]
     smoother = rd.online.OnlineSmoother(SCALAR, rd.StateSum(), 1)
@@ -240,7 +240,7 @@ def test_a_single_particle():
 
 
 @pytest.mark.statistical
-def test_paris_under_moves_that_are_not_gaussian():
+def test_paris_handles_student_transitions():
     model = heavy_tailed_count_model()
     ys = np.array([[1.0], [0.0], [3.0], [6.0], [2.0]])
     exact = rd.grid_smoother(model, ys, rd.Grid(jnp.array([-8.0]), jnp.array([8.0]), 1500))
@@ -302,7 +302,7 @@ def test_paris_is_calibrated_over_keys(long_series: jax.Array, runs_of_its_start
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.timeout(900)
-def test_paris_on_a_hundred_thousand_observations(
+def test_paris_is_stable_over_a_hundred_thousand_rows(
     long_series: jax.Array, runs_of_its_start: np.ndarray
 ):
     # The standard deviation is that of the first 2000 rows times the root of 50; one key in 370
@@ -321,7 +321,7 @@ def test_paris_on_a_hundred_thousand_observations(
 )
 @pytest.mark.parametrize("ys_kind", [np.float32, np.float64])
 @pytest.mark.slow
-def test_a_model_in_single_precision_while_double_is_on(verb: Callable, ys_kind: Any):
+def test_online_smoother_keeps_float32_with_x64_on(verb: Callable, ys_kind: Any):
     model = jax.tree.map(lambda leaf: leaf.astype(np.float32), SCALAR)
     ys = jnp.ones((4, 1), ys_kind)
     found = verb(jax.random.key(0), model, ys, rd.StateSum(), 20)
@@ -331,7 +331,7 @@ def test_a_model_in_single_precision_while_double_is_on(verb: Callable, ys_kind:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", [rd.paris, rd.particles.forward_smoother])
-def test_single_precision(verb: Callable, x32: None):
+def test_online_smoother_in_float32_stays_float32(verb: Callable, x32: None):
     model = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), np.float32), SCALAR)
     ys = np.sin(np.arange(20.0))[:, None]
     found = verb(jax.random.key(0), model, ys, rd.StateSum(), 300)
@@ -341,7 +341,7 @@ def test_single_precision(verb: Callable, x32: None):
     assert abs(float(found.value[0] - exact)) < 1.0
 
 
-def test_a_stream_skips_rows_that_no_particle_explains():
+def test_stream_skips_impossible_rows():
     model = eqx.tree_at(
         lambda model: model.emission,
         SCALAR,
@@ -448,6 +448,6 @@ def _first_row(model: Any, y: np.ndarray) -> Any:
         ),
     ],
 )
-def test_misuse_is_refused(call: Callable, kind: type[Exception], message: str):
+def test_online_smoother_refuses_bad_arguments(call: Callable, kind: type[Exception], message: str):
     with pytest.raises(kind, match="(?s)" + message):
         call()

@@ -25,7 +25,7 @@ def exact():
 
 
 @pytest.mark.statistical
-def test_tempered_particles_survive_a_sharp_sensor(exact):
+def test_tempered_filter_survives_sharp_observations(exact):
     """False-alarm rate below 1e-4: four standard errors; the key is fixed."""
     found = tempered_smoother(jax.random.key(0), MODEL, prepare_data(MODEL, YS), 1000)
     assert int(found.status) == 0 and int(jnp.min(found.num_distinct)) > 200
@@ -36,14 +36,14 @@ def test_tempered_particles_survive_a_sharp_sensor(exact):
 
 
 @pytest.mark.slow
-def test_padding_is_left_out_of_tempered_particles():
+def test_tempered_filter_ignores_padding():
     options = {"mask": None, "length": 3}
     padded = tempered_smoother(jax.random.key(0), MODEL, prepare_data(MODEL, YS, **options), 200)
     assert padded.samples.shape == (200, 6, 1)
     np.testing.assert_array_equal(padded.filtered.log_evidence_increments[3:], 0.0)
 
 
-def test_an_impossible_observation_is_a_status():
+def test_tempered_filter_reports_impossible_observation():
     series = prepare_data(MODEL, YS[:4].at[3].set(1e200))
     # The filter alone: the program of the smoother takes several times as long to compile.
     run = eqx.filter_jit(lambda machine, key: run_filter(machine, key, series))
@@ -51,7 +51,7 @@ def test_an_impossible_observation_is_a_status():
     assert int(filtered.status) == 1 and int(filtered.status_time) == 3
 
 
-def test_other_starts_find_the_other_root():
+def test_linearising_around_paths_finds_both_roots():
     series = prepare_data(MODEL, YS)
     paths = jnp.stack([jnp.full((6, 1), value) for value in (1.0, -1.0)])
     chains = smooth_from_paths(MODEL, series, paths, jnp.full((6, 1, 1), 0.05))
@@ -62,7 +62,7 @@ def test_other_starts_find_the_other_root():
 
 
 @pytest.mark.slow
-def test_a_reference_has_the_modes_that_a_grid_has(exact, monkeypatch):
+def test_reference_finds_the_modes_of_the_grid(exact, monkeypatch):
     monkeypatch.setattr(reference, "GRIDS", {})
     found = reference.find_reference(jax.random.key(0), MODEL, prepare_data(MODEL, YS))
     assert found.method == "particles" and found.problem is None
@@ -71,7 +71,7 @@ def test_a_reference_has_the_modes_that_a_grid_has(exact, monkeypatch):
     assert max(shares) < 1.2 and sum(share > 0.05 for share in shares) >= 2
 
 
-def test_distances_see_the_mass_of_modes_and_signs_of_products():
+def test_distances_detect_mode_masses_and_signs_of_products():
     xs = np.random.default_rng(0).normal(size=(1000, 1, 2)) * 0.1
     signs = np.where(np.arange(1000) < 500, 1.0, -1.0)[:, None, None]
     same, opposite = xs + signs * np.array([1.0, 1.0]), xs + signs * np.array([1.0, -1.0])

@@ -65,7 +65,7 @@ def refused(arguments: list[str], words: str, capsys, out: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BAD_TABLES)
-def test_bad_tables(name: str, tmp_path: Path, capsys):
+def test_bad_tables_are_refused_in_one_line(name: str, tmp_path: Path, capsys):
     text, words = BAD_TABLES[name]
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(text)
@@ -73,7 +73,7 @@ def test_bad_tables(name: str, tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize("name", BAD_MODELS)
-def test_bad_models(name: str, tmp_path: Path, capsys, monkeypatch):
+def test_bad_models_are_refused_in_one_line(name: str, tmp_path: Path, capsys, monkeypatch):
     given, words = BAD_MODELS[name]
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
@@ -88,7 +88,7 @@ def test_bad_models(name: str, tmp_path: Path, capsys, monkeypatch):
     refused(["fit", str(source), "--model", given, "--out", str(out)], words, capsys, out)
 
 
-def test_a_missing_column_and_a_missing_file(tmp_path: Path, capsys):
+def test_missing_column_and_missing_file_are_refused(tmp_path: Path, capsys):
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
     options = ["--model", "local_level", "--out", str(out)]
@@ -96,7 +96,7 @@ def test_a_missing_column_and_a_missing_file(tmp_path: Path, capsys):
     refused(["fit", str(tmp_path / "none.csv"), *options], "none.csv", capsys, out)
 
 
-def test_a_dry_run_says_what_was_understood(tmp_path: Path, capsys):
+def test_dry_run_prints_table_and_model(tmp_path: Path, capsys):
     source = tmp_path / "table.csv"
     source.write_text(GOOD.replace("1905,12\n", ""))
     assert command(["fit", str(source), "--model", "local_level", "--dry-run"]) == 0
@@ -152,7 +152,7 @@ def test_a_dry_run_refuses_what_a_fit_would(tmp_path: Path, capsys):
         refused([*fit, *arguments], words, capsys, out)
 
 
-def test_options_are_given_and_said(tmp_path: Path, capsys):
+def test_options_are_passed_and_printed(tmp_path: Path, capsys):
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
     fit = ["fit", str(source), "--model", "seasonal"]
@@ -185,7 +185,7 @@ def program(*arguments: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_killed_stream_goes_on(tmp_path: Path):
+def test_killed_stream_resumes(tmp_path: Path):
     """Killed without notice in the middle; the answers are those of a stream that was not."""
     rng = np.random.default_rng(0)
     rows = 40_000
@@ -227,7 +227,7 @@ def test_a_killed_stream_goes_on(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_fit_that_is_killed_ends_as_if_nothing_had_happened(tmp_path: Path):
+def test_killed_fit_resumes_with_the_same_result(tmp_path: Path):
     """Killed up to three times, wherever it is: learning, training or at standard errors."""
     rng = np.random.default_rng(0)
     rate = np.exp(1.0 + 0.4 * np.sin(np.arange(40) / 4))
@@ -278,7 +278,7 @@ def test_the_period_of_a_season_follows_from_the_step(freq: str, period: int):
     assert runs.with_period(models.load("local_level"), table)[1] == ""
 
 
-def test_a_period_that_does_not_follow_is_asked_for(tmp_path: Path, capsys):
+def test_undetermined_season_period_is_asked_for(tmp_path: Path, capsys):
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
     fit = ["fit", str(source), "--model", "seasonal"]
@@ -312,7 +312,7 @@ def own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> Iterator
     sys.modules.pop("model_of_a_run", None)
 
 
-def test_a_run_imports_nothing_that_was_not_named(own_run: Path, capsys, monkeypatch):
+def test_run_imports_only_named_modules(own_run: Path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     commands = [
         ["smooth", "run", "table.csv"],

@@ -131,7 +131,7 @@ PAGES = {"run": lambda name: runs.page(make_content(name=name)), "experiments": 
 
 
 @pytest.mark.parametrize("kind", PAGES)
-def test_hostile_names_are_text_in_every_page(kind: str):
+def test_hostile_names_are_escaped_in_every_page(kind: str):
     plain, evil = Outline(PAGES[kind]("flow")), Outline(PAGES[kind](EVIL))
     # The same elements with the same attributes, but for the names in them.
     free = {"aria-label", "content", "src"}
@@ -143,7 +143,7 @@ def test_hostile_names_are_text_in_every_page(kind: str):
     assert sum(EVIL in text for text in evil.texts) >= 12
 
 
-def test_hostile_names_are_text_in_json_and_svg(tmp_path: Path):
+def test_hostile_names_are_escaped_in_json_and_svg(tmp_path: Path):
     data = payload(runs.page(make_content(name=EVIL)))
     assert data["series"][0]["name"] == data["series"][0]["panels"][0]["title"] == EVIL
     runs.plot([make_panel(title=EVIL)], tmp_path / "plot.svg", title=EVIL)
@@ -157,7 +157,7 @@ def test_hostile_names_are_text_in_json_and_svg(tmp_path: Path):
         assert not tags & {"script", "b"} and "svg" in tags
 
 
-def test_a_page_needs_nothing_beside_it():
+def test_page_is_self_contained():
     text = runs.page(make_content())
     for _, attributes in Outline(text).elements:
         assert not {"src", "href", "srcset", "data"} & set(attributes)
@@ -170,11 +170,11 @@ def test_a_page_needs_nothing_beside_it():
     assert policy[1].startswith("default-src 'none';") and f"'sha256-{digest}'" in policy[1]
 
 
-def test_the_same_content_gives_the_same_bytes():
+def test_pages_are_deterministic():
     assert runs.page(make_content()) == runs.page(make_content())
 
 
-def test_all_sections_are_there_and_empty_ones_are_not():
+def test_page_shows_all_sections_but_empty_ones():
     headings = re.findall(r"<h2>(.*?)</h2>", runs.page(make_content()))
     assert headings == [
         "Data",
@@ -189,7 +189,7 @@ def test_all_sections_are_there_and_empty_ones_are_not():
     assert "<h2>" not in text and "<script" not in text and "<p>s</p>" in text
 
 
-def test_a_parameter_has_the_digits_of_its_error():
+def test_parameters_are_rounded_to_their_error():
     lines = [
         runs.ParameterLine("a", -1234567.891, 3.2, (-1234573.1, -1234562.6)),
         runs.ParameterLine("b", 0.30412, 0.0123, (0.28461, 0.32514)),
@@ -205,7 +205,7 @@ def test_a_parameter_has_the_digits_of_its_error():
 
 @pytest.mark.parametrize("dated", [True, False])
 @pytest.mark.parametrize("level", [0.0, 1e6])
-def test_data_come_back(dated: bool, level: float):
+def test_page_data_round_trip(dated: bool, level: float):
     panel = make_panel(dated=dated, level=level)
     data = payload(runs.page(make_content([runs.Series("s", [panel])])))
     (found,) = data["series"][0]["panels"]
@@ -239,7 +239,7 @@ def test_data_come_back(dated: bool, level: float):
         (np.array([20200101, 20200102]), "number"),
     ],
 )
-def test_times_come_back_exactly(times: np.ndarray, kind: str):
+def test_page_times_round_trip_exactly(times: np.ndarray, kind: str):
     zeros = np.zeros(times.size)
     panel = runs.SeriesPanel("t", times, zeros, zeros, zeros)
     data = payload(runs.page(make_content([runs.Series("s", [panel, panel])])))
@@ -249,7 +249,7 @@ def test_times_come_back_exactly(times: np.ndarray, kind: str):
     np.testing.assert_array_equal(times_of(axis), exact)
 
 
-def test_what_is_not_finite_is_null():
+def test_non_finite_values_are_null():
     values = np.array([np.inf, -np.inf, np.nan, 1.5])
     panel = runs.SeriesPanel("t", np.arange(4), values, values, values, observed=values)
     (found,) = payload(runs.page(make_content([runs.Series("s", [panel])])))["series"][0]["panels"]
@@ -257,7 +257,7 @@ def test_what_is_not_finite_is_null():
     assert found["missing"] == [2]
 
 
-def test_series_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch):
+def test_omitted_series_are_counted(monkeypatch: pytest.MonkeyPatch):
     series = [runs.Series(f"s{i}", [make_panel(10)]) for i in range(53)]
     text = runs.page(make_content(series))
     assert len(payload(text)["series"]) == 50
@@ -268,14 +268,14 @@ def test_series_that_are_left_out_are_counted(monkeypatch: pytest.MonkeyPatch):
     assert len(payload(runs.page(make_content(series)))["series"]) == 1
 
 
-def test_a_long_series_makes_a_page_of_a_few_megabytes():
+def test_page_of_a_long_series_stays_small():
     panel = make_panel(100_000)
     level = runs.SeriesPanel("level", panel.times, panel.centre, panel.lower, panel.upper)
     text = runs.page(make_content([runs.Series("s", [panel, level])]))
     assert 1e6 < len(text.encode()) < 6e6
 
 
-def test_a_still_picture_keeps_the_extremes():
+def test_svg_thinning_keeps_the_extremes():
     values = np.random.default_rng(0).normal(size=50_000)
     values[12_345], values[40_001] = 50.0, -50.0
     xs = np.linspace(0.0, 400.0, values.size)
@@ -287,7 +287,7 @@ def test_a_still_picture_keeps_the_extremes():
         assert left.min() == here.min() and left.max() == here.max()
 
 
-def test_a_poor_start_does_not_flatten_the_curve():
+def test_training_chart_ignores_poor_first_values():
     text = runs.page(make_content())
     cut = int(re.findall(r"(\d+) values are below the chart", text)[0])
     assert 0 < cut <= 10
@@ -326,7 +326,7 @@ def test_wrong_content_is_refused(make: Callable[[runs.SeriesPanel], object], me
 @pytest.mark.parametrize(
     "suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
 )
-def test_a_plot_is_written_the_same_each_time(tmp_path: Path, suffix: str, start: bytes):
+def test_plots_are_deterministic(tmp_path: Path, suffix: str, start: bytes):
     import matplotlib
 
     before = dict(matplotlib.rcParams)
@@ -411,7 +411,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is insta
 
 @pytest.mark.slow
 @needs_browser
-def test_a_browser_runs_the_page_as_it_is(tmp_path: Path):
+def test_page_runs_in_a_browser(tmp_path: Path):
     (tmp_path / "page.html").write_text(runs.page(make_content(name=EVIL)), encoding="utf-8")
     seen = browse(tmp_path, tmp_path / "page.html")
     assert len(re.findall("<canvas", seen)) == 1 and "data-from=" in seen
@@ -498,7 +498,7 @@ def test_charts_are_zoomed_and_moved(width: int, tmp_path: Path):
 
 @pytest.mark.slow
 @needs_browser
-def test_another_series_is_chosen(tmp_path: Path):
+def test_series_can_be_selected(tmp_path: Path):
     series = [
         runs.Series("a", [make_panel(50)]),
         runs.Series(EVIL, [make_panel(1, title=EVIL, dated=False), make_panel(2, dated=False)]),
@@ -515,7 +515,7 @@ def test_another_series_is_chosen(tmp_path: Path):
 
 @pytest.mark.slow
 @needs_browser
-def test_thinning_keeps_the_extremes(tmp_path: Path):
+def test_chart_thinning_keeps_the_extremes(tmp_path: Path):
     num_times, width = 100_000, 700
     text = runs.page(make_content([runs.Series("s", [make_panel(num_times, dated=False)])]))
     script = f"""
@@ -540,7 +540,7 @@ def test_thinning_keeps_the_extremes(tmp_path: Path):
 
 @pytest.mark.slow
 @needs_browser
-def test_marks_of_time_are_round(tmp_path: Path):
+def test_time_axis_ticks_are_round(tmp_path: Path):
     script = """
       const spans = [0.05, 2, 90, 7200, 86400, 864000, 6e6, 4e7, 4e8, 4e9, 4e10].map(s => 1000 * s);
       const start = Date.UTC(2021, 10, 17, 13, 47, 11);
@@ -564,7 +564,7 @@ def test_marks_of_time_are_round(tmp_path: Path):
 @pytest.mark.parametrize(
     "name", ["bell\x07", "\udcff", "nul\x00", "\u202etxt", "two\nlines\u2028", "\ufffe", "-->$\\x$"]
 )
-def test_names_that_are_no_text_are_marked(name: str, tmp_path: Path):
+def test_non_text_names_are_marked(name: str, tmp_path: Path):
     text = runs.page(make_content(name=name))
     text.encode()  # as it is written
     Outline(text)

@@ -86,7 +86,7 @@ def log_evidence(ys: np.ndarray, model: rd.StateSpaceModel, move: float, noise: 
     return -0.5 * float(logdet + centred @ np.linalg.solve(covariance, centred))
 
 
-def test_parameters_are_those_of_greatest_evidence(run: runs.Run, table: data.Table):
+def test_fit_maximises_the_evidence(run: runs.Run, table: data.Table):
     found = scales(run)
     best = log_evidence(table.ys[0, :, 0], run.model, *found)
     for factors in ((1.05, 1.0), (0.95, 1.0), (1.0, 1.05), (1.0, 0.95)):
@@ -94,7 +94,7 @@ def test_parameters_are_those_of_greatest_evidence(run: runs.Run, table: data.Ta
     assert run.is_exact and run.record["results"]["method"] == "exact"
 
 
-def test_a_run_is_found_again(run: runs.Run):
+def test_opened_run_equals_fitted_run(run: runs.Run):
     again = runs.open_run(run.path)
     np.testing.assert_array_equal(scales(again), scales(run))
     assert again.layout == run.layout and again.record == run.record
@@ -110,14 +110,14 @@ def test_a_finished_run_is_not_overwritten(run: runs.Run, table: data.Table):
     assert after == before
 
 
-def test_a_folder_of_something_else_is_not_touched(run: runs.Run, table: data.Table, tmp_path):
+def test_foreign_folder_is_not_touched(run: runs.Run, table: data.Table, tmp_path):
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(runs.RunError, match="is not empty and contains no run"):
         runs.fit(table, run.spec, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
 
-def test_an_unfinished_run_of_other_options_is_not_mixed_up(copy: runs.Run, table: data.Table):
+def test_unfinished_run_with_other_options_is_refused(copy: runs.Run, table: data.Table):
     (copy.path / "run.json").unlink()
     with pytest.raises(runs.RunError, match="is unfinished"):
         runs.open_run(copy.path)
@@ -155,7 +155,7 @@ def _edited(record: dict) -> dict:
         (lambda path: path.joinpath("model.rd").unlink(), "model.rd cannot be read"),
     ],
 )
-def test_a_spoiled_run_is_refused_in_one_line(copy: runs.Run, spoil, words, capsys):
+def test_damaged_run_is_refused_in_one_line(copy: runs.Run, spoil, words, capsys):
     spoil(copy.path)
     with pytest.raises(runs.RunError, match=words):
         runs.open_run(copy.path)
@@ -165,14 +165,14 @@ def test_a_spoiled_run_is_refused_in_one_line(copy: runs.Run, spoil, words, caps
     assert captured.err.startswith("retrodict: error: ")
 
 
-def test_states_are_those_of_the_exact_smoother(run: runs.Run, table: data.Table):
+def test_run_states_equal_kalman_smoother(run: runs.Run, table: data.Table):
     one = table.one()
     exact = rd.kalman_smoother(rd.unwrap(run.model), one["ys"], mask=one["mask"])
     found = runs.smooth(run, table)
     np.testing.assert_allclose(found.mean[0], exact.chain.marginals().mean, rtol=1e-10)
 
 
-def test_a_forecast_is_what_missing_rows_would_be(run: runs.Run, table: data.Table):
+def test_run_forecast_equals_smoothing_of_missing_rows(run: runs.Run, table: data.Table):
     one = table.one()
     longer = np.concatenate([one["ys"], np.full((3, 1), np.nan)])
     exact = rd.kalman_smoother(rd.unwrap(run.model), longer).chain.marginals()
@@ -197,7 +197,7 @@ def told_of(run: runs.Run, **results: Any) -> runs.Run:
     return dataclasses.replace(run, record=record)
 
 
-def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
+def test_fit_away_from_maximum_is_not_good(run: runs.Run):
     assert run.record["results"]["status"] == "fine"
     fine = _check._fitted(run)
     assert fine.verdict == "good"
@@ -216,7 +216,7 @@ def test_a_fit_that_is_not_at_a_maximum_is_not_good(run: runs.Run):
     assert _check._fitted(old).verdict == "unknown"
 
 
-def test_a_higher_maximum_elsewhere_is_bad(run: runs.Run, table: data.Table, monkeypatch):
+def test_fit_below_a_higher_maximum_is_bad(run: runs.Run, table: data.Table, monkeypatch):
     assert run.record["results"]["search"] == "converged"
     tiny = _check._fitted(run, 1e-4)
     assert tiny.verdict == "good"
@@ -239,7 +239,7 @@ def test_a_higher_maximum_elsewhere_is_bad(run: runs.Run, table: data.Table, mon
     assert _check._higher(run, table) is None
 
 
-def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
+def test_scale_at_zero_is_explained(run: runs.Run):
     stage = {
         "standard_error scale": np.array([np.nan, 0.2]),
         "lower scale": np.array([np.nan, 0.5]),
@@ -258,7 +258,7 @@ def test_a_scale_at_zero_is_said_in_words(run: runs.Run):
     assert _report._parameter("s", {"value": 0.0, "learned": True, **lines["scale[0]"]}).note
 
 
-def test_the_likelihood_is_told_in_all_and_by_row(run: runs.Run, table: data.Table, capsys):
+def test_log_likelihood_is_printed_in_total_and_per_row(run: runs.Run, table: data.Table, capsys):
     one = table.one()
     exact = rd.kalman_smoother(rd.unwrap(run.model), one["ys"], mask=one["mask"]).log_evidence
     assert run.record["results"]["total"] == pytest.approx(float(exact), rel=1e-9)
@@ -293,7 +293,7 @@ class Told:
         pass
 
 
-def test_a_fit_has_as_many_stages_as_it_says(copy: runs.Run, table: data.Table, monkeypatch):
+def test_fit_has_the_announced_number_of_stages(copy: runs.Run, table: data.Table, monkeypatch):
     (copy.path / "run.json").unlink()
     told = Told()
     again = runs.fit(table, copy.spec, copy.path, progress=told)
@@ -307,7 +307,7 @@ def test_a_fit_has_as_many_stages_as_it_says(copy: runs.Run, table: data.Table, 
     assert len(told.ended) == runs.NUM_CHECKS
 
 
-def test_a_check_gives_numbers_and_how_much_it_looked_at(run: runs.Run, monkeypatch):
+def test_check_reports_numbers_and_coverage(run: runs.Run, monkeypatch):
     monkeypatch.setattr(_check, "MOST_SERIES", 2)
     rng = np.random.default_rng(0)
     walks = 1000 + 100 * np.cumsum(rng.normal(size=(3, 30)), axis=1)
@@ -361,7 +361,7 @@ def test_outputs_are_refused_before_any_work(name: str, copy, tmp_path, capsys, 
     assert out.read_text() == "mine"
 
 
-def test_a_check_says_what_its_rows_mean(run: runs.Run, frame, tmp_path, capsys, monkeypatch):
+def test_check_explains_its_rows(run: runs.Run, frame, tmp_path, capsys, monkeypatch):
     source = tmp_path / "nile.csv"
     frame.to_csv(source, index=False)
     found = runs.Check((runs.Finding("this", "that", "so and so", "good"),), "In words.")
@@ -371,7 +371,7 @@ def test_a_check_says_what_its_rows_mean(run: runs.Run, frame, tmp_path, capsys,
     assert "meaning" in said and "so and so" in said and "In words." in said
 
 
-def test_replicates_are_few_where_rows_are_many():
+def test_long_series_get_fewer_replicates():
     def most(rows: int) -> int:
         return _standard_errors._most_replicates(data.read({"y": np.zeros(rows)}))
 
@@ -384,7 +384,7 @@ def lines_of(frame: pd.DataFrame) -> list[bytes]:
     return frame.to_csv(index=False).encode().splitlines(keepends=True)
 
 
-def test_a_stream_answers_as_offline_smoothing_does(copy, frame, table):
+def test_stream_equals_offline_smoothing(copy, frame, table):
     out = io.BytesIO()
     count = runs.stream(
         copy, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True, after="prior"
@@ -413,7 +413,7 @@ def test_a_stream_answers_as_offline_smoothing_does(copy, frame, table):
     np.testing.assert_allclose(rest["level_smoothed_mean"], whole.mean[-LAG:, 0], rtol=1e-9)
 
 
-def test_a_stream_goes_on_as_if_nothing_had_happened(copy, frame, tmp_path):
+def test_interrupted_stream_resumes_with_the_same_answers(copy, frame, tmp_path):
     lines = lines_of(frame)
     whole, cut = tmp_path / "whole.csv", tmp_path / "cut.csv"
     state = [tmp_path / "whole.state", tmp_path / "cut.state"]
@@ -429,7 +429,7 @@ def test_a_stream_goes_on_as_if_nothing_had_happened(copy, frame, tmp_path):
     assert cut.read_bytes() == whole.read_bytes()
 
 
-def test_a_stream_begins_anew_when_it_is_told_to(copy, frame, tmp_path):
+def test_restart_option_restarts_a_stream(copy, frame, tmp_path):
     source, out, state = b"".join(lines_of(frame)), tmp_path / "out.csv", tmp_path / "state"
     runs.stream(copy, io.BytesIO(source), out, lag=LAG, state=state, after="prior")
     first = out.read_bytes()
@@ -473,7 +473,7 @@ def test_rows_out_of_order_are_refused(copy, frame):
         ("1871,1\n1872,2\n9999999,3\n", "line 4.*9998126 rows are missing between 1872 and"),
     ],
 )
-def test_rows_that_cannot_be_answered_leave_nothing(copy, tmp_path, rows: str, words: str):
+def test_unreadable_rows_leave_no_output(copy, tmp_path, rows: str, words: str):
     source, out, pipe = f"year,volume\n{rows}".encode(), tmp_path / "answers.csv", io.BytesIO()
     for target in (out, pipe):
         with pytest.raises(data.DataError, match=words):
@@ -490,7 +490,7 @@ def test_the_state_of_another_lag_is_refused(copy, frame, tmp_path):
         runs.stream(copy, io.BytesIO(source), io.BytesIO(), lag=LAG + 1, state=place, after="prior")
 
 
-def test_levels_are_uniform_under_the_model_and_not_under_another():
+def test_predictive_levels_are_uniform_only_under_the_true_model():
     """Fixed seed; under the model a p-value below 1e-3 has that probability."""
     model = models.local_level(level_scale=0.5, obs_scale=1.0, prior_scale=1.0)
     _, ys = model.simulate(jax.random.key(0), 300)
@@ -502,7 +502,7 @@ def test_levels_are_uniform_under_the_model_and_not_under_another():
 
 
 @pytest.mark.slow
-def test_levels_of_a_model_with_many_states_are_exact():
+def test_predictive_levels_of_many_states_are_exact():
     """A thousand particles find none of twelve wide states; fixed seed, as above."""
     model = models.seasonal(level_scale=0.3, seasonal_scale=0.05, obs_scale=1.0, prior_scale=50.0)
     _, ys = model.simulate(jax.random.key(0), 240)
@@ -521,7 +521,7 @@ def test_levels_of_a_model_with_many_states_are_exact():
     np.testing.assert_allclose(density - 0.5 * np.log(2 * np.pi), expected, rtol=1e-8)
 
 
-def test_families_meet_gaps_while_they_are_trained():
+def test_training_masks_include_gaps():
     """A family that had seen none filled them with the mean of the model, whatever was around."""
     given = np.ones((400, 64, 2), bool)
     given[:, 5, 1] = False
@@ -531,7 +531,7 @@ def test_families_meet_gaps_while_they_are_trained():
     assert 0.4 < np.mean(gone == 0) < 0.6 and 5 < gone[gone > 0].mean() < 14
 
 
-def test_particles_that_know_nothing_have_no_levels():
+def test_degenerate_particles_give_no_predictive_levels():
     """Eight states that wander, each seen with little noise, and ten particles."""
     rate = rd.NonlinearGaussianKernel(lambda x: x + 0 * jnp.sin(x), rd.Diagonal(0.01 * jnp.ones(8)))
     model = linear_transition_model(rate, 8, weight=1.0)
@@ -539,7 +539,7 @@ def test_particles_that_know_nothing_have_no_levels():
     assert np.isnan(_residuals.levels(jax.random.key(1), model, ys, num_particles=100)).all()
 
 
-def test_points_are_hidden_as_often_as_needed():
+def test_held_out_points_are_drawn_until_enough():
     mask = np.ones((1, 60, 1), bool)
     mask[0, 5] = False
     away = _residuals.hide(jax.random.key(0), mask, 0.1, 20)
@@ -550,14 +550,14 @@ def test_points_are_hidden_as_often_as_needed():
     assert (all_once.sum(axis=0) == mask[:, :12]).all()
 
 
-def test_hidden_points_of_a_short_series_are_counted(run: runs.Run, table: data.Table):
+def test_held_out_points_of_short_series_are_counted(run: runs.Run, table: data.Table):
     found = _check._hidden(run, table, jax.random.key(0), 0)
     assert found.verdict == "good" and "times with different points" in found.meaning
     few = table.last(12)
     assert _check._hidden(run, few, jax.random.key(0), 0).verdict == "unknown"
 
 
-def test_bands_of_columns_are_exact_where_the_model_is(run: runs.Run, table: data.Table):
+def test_bands_of_columns_are_exact_for_linear_gaussian_models(run: runs.Run, table: data.Table):
     ((panel, state),) = (found.panels for found in _report._series(run, table, 4, 0.9, 0))
     noise = models.named_parameters(run.model)["obs_scale"][0]
     half = 1.6448536269514722 * np.hypot((state.upper - state.centre) / 1.6448536269514722, noise)
@@ -567,7 +567,7 @@ def test_bands_of_columns_are_exact_where_the_model_is(run: runs.Run, table: dat
         assert band is not None and np.all(np.diff(band.upper - band.lower) > 0)
 
 
-def test_a_fit_that_was_killed_at_its_end_writes_its_report(
+def test_fit_killed_at_its_end_writes_its_report(
     copy: runs.Run, frame: pd.DataFrame, tmp_path, monkeypatch, capsys
 ):
     source, page = tmp_path / "nile $1.csv", copy.path / "report.html"
@@ -588,7 +588,7 @@ def test_a_fit_that_was_killed_at_its_end_writes_its_report(
     assert command(arguments) == 2
 
 
-def test_entries_fixed_at_one_value_are_one_line():
+def test_equal_fixed_entries_share_one_line():
     fixed, other = {"value": 0.0, "learned": False}, {"value": 2.0, "learned": False}
     learned = {"value": 0.0, "learned": True}
     parameters = {"a[0]": learned, "a[1]": learned, "m[0]": other, "m[1]": fixed, "m[2]": fixed}
@@ -619,13 +619,13 @@ def test_coming_times_of_a_regular_table_are_the_next_ones(copy: runs.Run, frame
     assert "the time after 1930 is 1931" in capsys.readouterr().err
 
 
-def test_coverage_counts_what_lies_inside():
+def test_coverage_counts_values_inside_the_band():
     found = _residuals.coverage(np.array([0.01, 0.3, 0.5, 0.96, 0.94]))
     assert (found.inside, found.hidden) == (3, 5)
     assert _residuals.coverage(np.full(100, 0.5)).p_value < 0.01
 
 
-def test_commands_say_what_python_says(copy: runs.Run, frame, tmp_path, capsys):
+def test_commands_print_the_results_of_python(copy: runs.Run, frame, tmp_path, capsys):
     source = tmp_path / "nile.csv"
     frame.to_csv(source, index=False)
     assert command(["info", str(copy.path), "--json"]) == 0
@@ -658,7 +658,7 @@ def test_commands_say_what_python_says(copy: runs.Run, frame, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_check_report_and_picture(copy: runs.Run, table: data.Table, tmp_path):
+def test_check_report_and_plot_commands_write_files(copy: runs.Run, table: data.Table, tmp_path):
     found = runs.check(copy, table, num_particles=200)
     assert found.worst in ("good", "doubtful")
     assert "exact" in {finding.value for finding in found.findings}
@@ -668,7 +668,7 @@ def test_check_report_and_picture(copy: runs.Run, table: data.Table, tmp_path):
     assert (tmp_path / "nile.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_parameters_of_counts_are_learned_by_the_elbo(tmp_path):
+def test_count_parameters_are_learned_by_the_elbo(tmp_path):
     """The path of `retrodict fit` for every model that is not linear and Gaussian."""
     table = data.read({"count": np.array([3.0, 4.0, 2.0, np.nan, 5.0, 1.0, 2.0, 4.0])})
     start = models.poisson_counts(mean=1.0, persistence=0.5, scale=0.3)
@@ -680,7 +680,7 @@ def test_parameters_of_counts_are_learned_by_the_elbo(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_counts(tmp_path, monkeypatch):
+def test_run_of_counts_trains_smooths_and_streams(tmp_path, monkeypatch):
     """A family is trained, smooths a series with a gap, and its stream equals it offline."""
     few = {"num_particles": 50, "num_samples": 50, "num_replicates": 5}
     monkeypatch.setattr(_standard_errors, "SIZES_OF_LOUIS", few)
@@ -704,7 +704,7 @@ def test_a_run_of_counts(tmp_path, monkeypatch):
     assert {finding.name for finding in checked.findings} >= {"k-hat of path weights"}
 
 
-def test_steps_to_coming_times_are_those_of_the_reader():
+def test_steps_to_coming_times_equal_those_of_the_reader():
     frame = pd.DataFrame({"t": [0.0, 1.0, 3.0, 3.5, 5.5], "y": np.arange(5.0), "u": np.ones(5)})
     early, late = frame.iloc[:3], frame.iloc[3:]
     whole = data.read(frame, inputs="u", step_input=True, step_unit=1.0)
@@ -751,7 +751,7 @@ def test_irregular_times_are_forecast_and_drawn(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_stream_of_irregular_times(tmp_path):
+def test_stream_handles_irregular_times(tmp_path):
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.exponential(size=30))
     frame = pd.DataFrame({"t": times, "y": np.cumsum(rng.normal(size=30))})
@@ -767,7 +767,7 @@ def test_a_stream_of_irregular_times(tmp_path):
     np.testing.assert_allclose(answers["level_smoothed_mean"][-LAG:], exact, rtol=1e-8)
 
 
-def test_a_column_with_one_observed_value_is_no_data(tmp_path):
+def test_column_with_one_observed_value_is_refused(tmp_path):
     table = data.read({"t": [1, 2, 3, 4], "y": [1.0, np.nan, np.nan, np.nan]})
     with pytest.raises(
         runs.RunError, match="column 'y': a fit needs at least 2 observed values, got 1"
@@ -776,7 +776,7 @@ def test_a_column_with_one_observed_value_is_no_data(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_band_is_open_between_two_modes():
+def test_band_is_split_between_two_modes():
     rng = np.random.default_rng(0)
     draws = rng.choice([-3.0, 3.0], size=(2000, 4)) + 0.3 * rng.normal(size=(2000, 4))
     band = runs.Band.of_draws(np.arange(4), draws, 0.9)
@@ -790,7 +790,7 @@ def test_a_band_is_open_between_two_modes():
 
 
 @pytest.mark.slow
-def test_two_modes_are_seen_in_pictures_and_pages(monkeypatch, tmp_path):
+def test_two_modes_appear_in_plots_and_pages(monkeypatch, tmp_path):
     """States at ±3: bands between quantiles of draws, with nothing between the modes.
 
     Quantiles of 2,000 draws against a grid; a false alarm has a probability of 2e-9 per row.
@@ -842,7 +842,7 @@ def test_two_modes_are_seen_in_pictures_and_pages(monkeypatch, tmp_path):
         lambda rng, shape: np.full(shape, 1e300) * rng.normal(size=shape),
     ],
 )
-def test_one_mode_has_no_hollow(draw):
+def test_unimodal_draws_have_no_split_band(draw):
     """1,000 draws of 200 laws each; in 10,000 rows of simulated ones at most 5 were found."""
     draws = draw(np.random.default_rng(0), (1000, 200))
     found = runs.Band.of_draws(np.arange(200), draws, 0.9)
@@ -859,7 +859,7 @@ def fit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_memory_states_are_left_out_and_parameters_go_by_column(tmp_path, monkeypatch, capsys):
+def test_memory_states_are_omitted_and_parameters_named_by_column(tmp_path, monkeypatch, capsys):
     """A season of twelve months in numbers such as 200001, with uneven scales of its column."""
     rng = np.random.default_rng(0)
     months = [100 * year + month for year in range(2000, 2004) for month in range(1, 13)]
@@ -928,7 +928,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
     return runs.fit(table, driven(), tmp_path_factory.mktemp("given") / "run")
 
 
-def test_a_model_object_is_fitted_and_found_again(pushed: runs.Run):
+def test_fitted_model_object_is_loaded_again(pushed: runs.Run):
     again = runs.open_run(pushed.path)
     assert again.record["model"]["reference"] == "StateSpaceModel"
     jax.tree.map(np.testing.assert_array_equal, again.model, pushed.model)
@@ -956,7 +956,7 @@ def test_inputs_of_coming_rows_say_how_many_there_are(pushed: runs.Run, tmp_path
     assert "at least one row of inputs" in capsys.readouterr().err
 
 
-def test_a_model_with_functions_of_ones_own_is_asked_for(pushed: runs.Run, tmp_path):
+def test_model_with_user_functions_must_be_passed(pushed: runs.Run, tmp_path):
     shutil.copytree(pushed.path, tmp_path / "run")
 
     def build() -> rd.StateSpaceModel:
@@ -973,7 +973,7 @@ def test_a_model_with_functions_of_ones_own_is_asked_for(pushed: runs.Run, tmp_p
         assert again.model.emission.fn(jnp.ones(1)) == jnp.sin(1.0)
 
 
-def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
+def test_resumed_fit_needs_the_same_model_object(tmp_path):
     table = data.read({"y": np.arange(12.0), "u": np.ones(12)}, inputs="u")
 
     def settings(gain: Any, weight: float = 1.0) -> Any:
@@ -990,7 +990,7 @@ def test_a_fit_goes_on_with_the_same_model_object_alone(tmp_path):
         runs.fit(table, driven(gain=jnp.cos), tmp_path)
 
 
-def test_scales_without_a_wrapper_are_those_of_greatest_evidence(pushed: runs.Run):
+def test_unwrapped_scales_maximise_the_evidence(pushed: runs.Run):
     """They are held positive while they are learned, and plain in the run again."""
     rng = np.random.default_rng(0)
     ys, us = rng.normal(size=(30, 1)), np.ones((30, 1))
@@ -1077,7 +1077,7 @@ def test_settings_that_are_a_pipe_are_refused(table: data.Table, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_one_line(run: runs.Run, frame: pd.DataFrame, tmp_path):
+def test_full_disk_is_reported_in_one_line(run: runs.Run, frame: pd.DataFrame, tmp_path):
     """In a process of its own: a disk is made full by a limit on the size of files."""
     frame.to_csv(tmp_path / "nile.csv", index=False)
     asked = [sys.executable, "-c", "from retrodict.cli import main; main()", "smooth"]
@@ -1104,7 +1104,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(monkeypatc
     assert runs.starting_model(data.read({"y": np.arange(9.0)}), "local_level").state_dim == 1
 
 
-def test_many_columns_are_read_quickly():
+def test_tables_of_many_columns_are_read_quickly():
     """Names are compared by hashing: a hundred thousand take no time."""
     began = time.perf_counter()
     with pytest.raises(data.DataError, match="'c7'"):
@@ -1112,19 +1112,19 @@ def test_many_columns_are_read_quickly():
     assert time.perf_counter() - began < 10
 
 
-def test_a_forgotten_header_is_refused_before_there_are_rows(copy: runs.Run):
+def test_missing_header_is_refused_before_rows_arrive(copy: runs.Run):
     with pytest.raises(data.DataError, match="add a line of column names"):
         runs.stream(copy, io.BytesIO(b"1931,700\n"), io.BytesIO(), lag=LAG)
 
 
-def test_a_line_without_end_is_refused(copy: runs.Run, monkeypatch):
+def test_endless_line_is_refused(copy: runs.Run, monkeypatch):
     monkeypatch.setattr(_stream, "LONGEST_LINE", 1 << 18)
     source = io.BytesIO(b"year,volume\n" + b"9" * (1 << 20))
     with pytest.raises(data.DataError, match="a line has more than 262144 bytes"):
         runs.stream(copy, source, io.BytesIO(), lag=LAG)
 
 
-def test_too_little_memory_is_one_line(run: runs.Run, monkeypatch, capsys):
+def test_insufficient_memory_is_reported_in_one_line(run: runs.Run, monkeypatch, capsys):
     for error in (
         RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."),
         MemoryError(),

@@ -92,7 +92,7 @@ def test_a_linear_gaussian_model_is_smoothed_exactly():
 
 
 @pytest.mark.slow
-def test_a_batch_has_masks_inputs_and_lengths_of_its_own():
+def test_batch_uses_its_masks_inputs_and_lengths():
     model = model_with(linear_kernel(scale=0.3), driven=True)
     us = jnp.sin(jnp.arange(3.0 * N)).reshape(3, N, 1)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -128,7 +128,7 @@ def test_a_mildly_nonlinear_model_is_linearised(mild):
 
 
 @pytest.mark.slow
-def test_the_same_call_has_the_same_answer(mild):
+def test_smooth_is_deterministic(mild):
     again = rd.smooth(MILD, simulated(MILD), key=jax.random.key(0))
     assert again.reason == mild.reason
     np.testing.assert_array_equal(again.mean, mild.mean)
@@ -168,7 +168,7 @@ def negative_mass(model, ys, points):
     "error",
     [0.3, pytest.param(0.1, marks=pytest.mark.slow), pytest.param(0.03, marks=pytest.mark.slow)],
 )
-def test_a_linearised_answer_that_lost_a_mode_is_not_trustworthy(error):
+def test_linearised_result_that_lost_a_mode_is_not_trustworthy(error):
     model, ys = sharp(error)
     ys = ys[:8] if error > 0.2 else ys
     exact = negative_mass(model, ys, np.linspace(-6.0, 6.0, 1501 if error > 0.2 else 4001))
@@ -180,7 +180,7 @@ def test_a_linearised_answer_that_lost_a_mode_is_not_trustworthy(error):
 
 
 @pytest.mark.slow
-def test_a_mode_is_found_where_no_grid_is_fine_enough():
+def test_lost_mode_is_detected_without_a_grid():
     """At an error of 0.01 the grid is too coarse, and a bootstrap filter degenerates."""
     model, ys = sharp(0.01)
     found = rd.smooth(model, ys[:, None], method="linearised")
@@ -194,7 +194,7 @@ def failed_reference(key, model, series):
 
 
 @pytest.mark.parametrize("method", ["linearised", pytest.param("auto", marks=pytest.mark.slow)])
-def test_an_answer_whose_reference_fails_is_not_checked(monkeypatch, method):
+def test_failed_reference_leaves_result_unchecked(monkeypatch, method):
     monkeypatch.setattr("retrodict.bounds.find_reference", failed_reference)
     monkeypatch.setattr(driver, "train_family", untrained)
     found = rd.smooth(MILD, simulated(MILD), method=method, **QUICK)
@@ -203,21 +203,21 @@ def test_an_answer_whose_reference_fails_is_not_checked(monkeypatch, method):
     assert ("A family was not trained" in found.reason) == (method == "auto")
 
 
-def test_what_is_not_checked_is_not_trustworthy():
+def test_unchecked_result_is_not_trustworthy():
     found = rd.smooth(MILD, simulated(MILD), method="linearised", check=False)
     assert not found.trustworthy and "was not checked otherwise" in found.reason
     assert repr(found).startswith("Smoothed(mean of shape (30, 1), linearised, not trustworthy: ")
 
 
 @pytest.mark.slow
-def test_what_was_forced_is_done_and_graded():
+def test_forced_method_is_used_and_checked():
     found = rd.smooth(SQUARE, simulated(SQUARE), method="linearised")
     assert found.method == "linearised" and not found.trustworthy
     assert "does not pass check_posterior (" in found.reason
 
 
 @pytest.mark.slow
-def test_many_sharp_sensors_do_not_kill_the_reference():
+def test_reference_survives_many_sharp_observations():
     # Twenty observations with little noise each: the weights of a bootstrap filter are on one
     # particle, and no affordable grid is fine enough.
     wide = rd.NonlinearGaussianKernel(
@@ -230,7 +230,7 @@ def test_many_sharp_sensors_do_not_kill_the_reference():
 
 
 @pytest.mark.slow
-def test_without_a_density_the_smoother_speaks_for_itself():
+def test_model_without_density_falls_back_to_linearised_status():
     stiff = replace(MILD, transition=linear_kernel(0.9, scale=0.0))
     found = rd.smooth(stiff, simulated(stiff, 2))
     assert found.method == "linearised" and found.mean.shape == (2, N, 1)
@@ -244,7 +244,7 @@ def test_without_a_density_the_smoother_speaks_for_itself():
 
 
 @pytest.mark.slow
-def test_two_modes_are_left_to_a_family(squared):
+def test_bimodal_posterior_trains_a_family(squared):
     assert squared.method == "amortised"
     assert "The iterated smoother does not pass check_posterior (" in squared.reason
     assert "A family was not trained, with 3 steps. It does not pass" in squared.reason
@@ -255,7 +255,7 @@ def test_two_modes_are_left_to_a_family(squared):
 
 
 @pytest.mark.slow
-def test_a_family_is_used_again_without_training(squared):
+def test_trained_family_is_reused_without_training(squared):
     told = []
     options = {"num_samples": 32, "progress": lambda *at: told.append(at)}
     new = simulated(SQUARE, 2, seed=7)
@@ -277,7 +277,7 @@ def test_a_linear_gaussian_family_needs_no_draws():
     assert found.method == "amortised" and not found.mean_standard_error.any()
 
 
-def test_a_family_breaks_or_is_beaten():
+def test_broken_or_worse_family_is_rejected():
     """NaN compares as nothing: a broken family must not stand."""
 
     def graded(elbo, *objections):
@@ -292,7 +292,7 @@ def test_a_family_breaks_or_is_beaten():
 
 
 @pytest.mark.slow
-def test_training_series_take_after_the_given_ones():
+def test_training_series_match_lengths_gaps_and_inputs():
     model = model_with(nonlinear_kernel(jnp.square, 0.1), driven=True)
     us = jnp.arange(2.0 * 80).reshape(2, 80, 1)
     seen = np.ones((2, 80, 1), bool)
@@ -327,7 +327,7 @@ def test_a_family_is_trained_with_gaps_inputs_and_lengths():
 
 
 @pytest.mark.slow
-def test_a_smoother_that_a_family_does_not_beat_is_kept(monkeypatch):
+def test_better_linearised_smoother_is_kept(monkeypatch):
     # Nothing is good enough for this check.
     monkeypatch.setattr("retrodict.bounds.check.MOST_DISTANCE", -1.0)
     monkeypatch.setattr(driver, "train_family", untrained)
@@ -337,7 +337,7 @@ def test_a_smoother_that_a_family_does_not_beat_is_kept(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_trained_family_knows_both_modes():
+def test_trained_family_covers_both_modes():
     ys = simulated(SQUARE)
     found = rd.smooth(SQUARE, ys, num_steps=600, num_series=256, progress=False)
     assert found.method == "amortised" and isinstance(found.family, rd.MixtureFamily)
@@ -366,13 +366,13 @@ def test_a_trained_family_knows_both_modes():
     ],
 )
 @pytest.mark.usefixtures("untyped")
-def test_misuse_is_refused(options, kind, message):
+def test_smooth_refuses_bad_arguments(options, kind, message):
     with pytest.raises(kind, match=message):
         rd.smooth(MILD, np.zeros((N, 1)), **options)
 
 
 @pytest.mark.usefixtures("untyped")
-def test_other_misuse_is_refused():
+def test_smooth_refuses_bad_models_and_data():
     wrong: Any = 3
     with pytest.raises(TypeError, match="expects a StateSpaceModel, got int"):
         rd.smooth(wrong, np.zeros((N, 1)))
@@ -417,7 +417,7 @@ def test_quantiles_of_two_modes_are_those_of_draws(
 
 
 @pytest.mark.slow
-def test_quantiles_of_a_batch_have_its_axis_after_that_of_the_levels():
+def test_batch_quantiles_have_levels_as_first_axis():
     smoothed = bimodal_posterior.smoothed()
     batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), eqx.filter(smoothed, eqx.is_array))
     batch = eqx.combine(batch, smoothed)
@@ -434,7 +434,7 @@ def test_quantiles_of_a_linear_gaussian_posterior_are_exact():
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, -0.5, np.nan])
-def test_quantile_refuses_what_is_no_probability(level: float):
+def test_quantile_refuses_non_probabilities(level: float):
     with pytest.raises(ValueError, match="strictly between 0 and 1"):
         bimodal_posterior.smoothed().quantile(level)
 
@@ -448,7 +448,7 @@ def explosive(scale: float) -> rd.StateSpaceModel:
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_simulated_keeps_the_linearised_answer():
+def test_failed_simulation_keeps_linearised_result():
     ys = 1.0 + 0.5 * np.sin(np.arange(12.0))[:, None]
     smoothed = rd.smooth(explosive(50.0), ys, **QUICK)
     assert smoothed.method == "linearised"
