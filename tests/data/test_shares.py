@@ -347,7 +347,7 @@ def test_small_tables_and_single_series_are_read_by_each_process(
             assert each.summary == whole.summary
 
 
-def test_a_unit_of_irregular_steps_is_that_of_all_series(
+def test_irregular_step_unit_is_set_by_all_series(
     job: Callable[[int], Job], tmp_path: Path
 ) -> None:
     table = frame()

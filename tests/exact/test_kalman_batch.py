@@ -51,7 +51,7 @@ def test_batch_posteriors_equal_single_series(name):
         assert batch[i].chain.log_prob(path) == pytest.approx(float(single.chain.log_prob(path)))
 
 
-def test_missing_values_are_found_as_nan():
+def test_nan_marks_missing_values_in_batches():
     model, ys, _ = problem()
     ys[:, 4:7] = np.nan
     batch = rd.kalman_smoother_batch(model, ys)

@@ -130,7 +130,7 @@ def test_messages_name_the_options_of_the_command_line(tmp_path: Path, capsys):
     refused([*fit, "--columns", "year,flow"], "Name these columns one by one", capsys, out)
 
 
-def test_a_dry_run_refuses_what_a_fit_would(tmp_path: Path, capsys):
+def test_dry_run_refuses_the_same_arguments_as_fit(tmp_path: Path, capsys):
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
     fit = ["fit", str(source), "--dry-run", "--model"]

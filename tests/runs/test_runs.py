@@ -891,7 +891,7 @@ def test_memory_states_are_omitted_and_parameters_named_by_column(tmp_path, monk
     assert len(every.panels) == 13
 
 
-def test_the_unit_of_uneven_times_is_said(tmp_path, monkeypatch, capsys):
+def test_unit_of_uneven_times_is_printed(tmp_path, monkeypatch, capsys):
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.choice([2.0, 2.5, 7.1], size=30))
     table = data.read({"t": times, "y": rng.normal(size=30)}, step_input=True)
@@ -1016,7 +1016,7 @@ def test_unwrapped_scales_maximise_the_evidence(pushed: runs.Run):
     )
 
 
-def test_what_is_not_a_model_is_refused():
+def test_non_models_are_refused():
     with pytest.raises(models.ModelError, match="must be a StateSpaceModel.*got int"):
         models.load(lambda: 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
