@@ -239,17 +239,17 @@ def undocumented(source: Path) -> list[str]:
 
 def habits_broken(tree: ast.Module, module: str, is_package: bool) -> list[str]:
     """Asserts, changes of JAX's configuration, and packages that the library stays clear of."""
-    found = []
+    problems = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
-            found.append(f"{module}:{node.lineno}: raise an error that explains, never assert")
+            problems.append(f"{module}:{node.lineno}: raise an error that explains, never assert")
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.config.update":
             if entry(module) != "cli":
-                found.append(f"{module}:{node.lineno}: JAX's configuration is the user's")
+                problems.append(f"{module}:{node.lineno}: JAX's configuration is the user's")
     for origin, _ in imported_names(tree, module, is_package):
         if reason := UNWANTED_PACKAGES.get(entry(origin)):
-            found.append(f"{module}: no {origin}: {reason}")
-    return found
+            problems.append(f"{module}: no {origin}: {reason}")
+    return problems
 
 
 def test_public_names_have_docstrings():
@@ -257,11 +257,11 @@ def test_public_names_have_docstrings():
 
 
 def test_source_follows_house_rules():
-    found = []
+    problems = []
     for path in sorted(SOURCE.rglob("*.py")):
         is_package = path.name == "__init__.py"
-        found += habits_broken(parse(path), module_name(path, SOURCE), is_package)
-    assert found == []
+        problems += habits_broken(parse(path), module_name(path, SOURCE), is_package)
+    assert problems == []
 
 
 # The checks above pass on any tree that they fail to see, so each is shown one that it refuses.
@@ -412,22 +412,22 @@ def pickling(tree: ast.Module) -> list[str]:
 
 
 def test_no_file_names_a_registry_or_a_machine(tracked: list[Path]):
-    found = []
+    problems = []
     for path in tracked:
         text = path.read_bytes().decode("utf-8", errors="ignore")
         if match := HOSTS.search(text) or MACHINE_PATHS.search(text):
-            found.append(f"{path.relative_to(REPOSITORY)}: {match.group()}")
-    assert found == []
+            problems.append(f"{path.relative_to(REPOSITORY)}: {match.group()}")
+    assert problems == []
 
 
 def test_nothing_is_pickled(tracked: list[Path]):
-    found = []
+    problems = []
     for path in tracked:
         if path.suffix in {".joblib", ".pickle", ".pkl"}:
-            found.append(f"{path.relative_to(REPOSITORY)}: a pickle")
+            problems.append(f"{path.relative_to(REPOSITORY)}: a pickle")
         elif path.suffix == ".py":
-            found += [f"{path.relative_to(REPOSITORY)}: {use}" for use in pickling(parse(path))]
-    assert found == []
+            problems += [f"{path.relative_to(REPOSITORY)}: {use}" for use in pickling(parse(path))]
+    assert problems == []
 
 
 @pytest.mark.parametrize(

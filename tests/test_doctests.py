@@ -11,13 +11,13 @@ import retrodict as rd
 
 
 def modules() -> list[str]:
-    found = pkgutil.walk_packages(rd.__path__, prefix="retrodict.")
-    return ["retrodict", *(module.name for module in found)]
+    packages = pkgutil.walk_packages(rd.__path__, prefix="retrodict.")
+    return ["retrodict", *(module.name for module in packages)]
 
 
 def examples(module: ModuleType) -> list[doctest.DocTest]:
-    found = doctest.DocTestFinder(exclude_empty=True).find(module)
-    return [test for test in found if test.examples]
+    docstrings = doctest.DocTestFinder(exclude_empty=True).find(module)
+    return [test for test in docstrings if test.examples]
 
 
 SLOW = {

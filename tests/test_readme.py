@@ -42,10 +42,10 @@ def blocks(page: str) -> list[Block]:
 
 def run_page(page: str, name: str) -> int:
     """Runs the Python blocks in one namespace; a `text` block right after one is its output."""
-    found = blocks(page)
+    code_blocks = blocks(page)
     namespace: dict[str, object] = {"__name__": "__page__"}
     count = 0
-    for block, after in zip(found, [*found[1:], None], strict=True):
+    for block, after in zip(code_blocks, [*code_blocks[1:], None], strict=True):
         if block.language != "python":
             continue
         count += 1

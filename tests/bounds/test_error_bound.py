@@ -144,15 +144,15 @@ def test_distance_on_a_mesh_is_at_least_the_optimal_transport_cost():
     for _ in range(5):
         p, q = rng.dirichlet(np.ones(size)), rng.dirichlet(np.ones(size))
         plan = scipy.optimize.linprog(costs.ravel(), A_eq=sums, b_eq=np.concatenate([p, q]))
-        found = distances.table_distance(
+        distance = distances.table_distance(
             jnp.asarray(p.reshape(shape)), jnp.asarray(q.reshape(shape)), jnp.asarray(spacing)
         )
-        assert plan.fun <= float(found) <= 3 * plan.fun
+        assert plan.fun <= float(distance) <= 3 * plan.fun
     # Moved by one column as a whole, the distance is one spacing.
     table = np.pad(rng.dirichlet(np.ones(6)).reshape(3, 2), ((0, 0), (0, 2)))
     moved = np.roll(table, 1, axis=1)
-    found = distances.table_distance(*map(jnp.asarray, (table, moved, spacing)))
-    assert float(found) == pytest.approx(0.3)
+    distance = distances.table_distance(*map(jnp.asarray, (table, moved, spacing)))
+    assert float(distance) == pytest.approx(0.3)
 
 
 # Sums of products
@@ -174,8 +174,8 @@ def test_lipschitz_sums_equal_explicit_sums_of_products(d: int):
     rng = np.random.default_rng(d)
     steps, constants = 0.6 * rng.normal(size=(9, d, d)), rng.uniform(size=10)
     expected = sum_of_products(steps, constants)
-    found = lipschitz.lipschitz_sums(jnp.asarray(steps), jnp.asarray(constants), 10)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    sums = lipschitz.lipschitz_sums(jnp.asarray(steps), jnp.asarray(constants), 10)
+    np.testing.assert_allclose(sums, expected, rtol=1e-12)
     backward = lipschitz.forward_lipschitz_sums(jnp.asarray(steps), jnp.asarray(constants), 10)
     assert float(backward[-2]) == pytest.approx(
         constants[-2] + constants[-1] * np.linalg.norm(steps[-1], 2)
@@ -188,9 +188,9 @@ def test_windowed_lipschitz_sum_is_a_close_upper_bound():
     steps = 0.8 * np.array([scipy.linalg.expm(a - a.T) for a in rng.normal(size=(59, 2, 2))])
     expected = sum_of_products(steps, np.ones(60))
     for window in (1, 2, 5, 20):
-        found = np.asarray(lipschitz.lipschitz_sums(jnp.asarray(steps), jnp.ones(60), window))
-        assert (found >= expected * (1 - 1e-12)).all()
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+        sums = np.asarray(lipschitz.lipschitz_sums(jnp.asarray(steps), jnp.ones(60), window))
+        assert (sums >= expected * (1 - 1e-12)).all()
+    np.testing.assert_allclose(sums, expected, rtol=1e-6)
     # Shears, whose norms exceed 1 while their products decay: a short window is looser, not wrong.
     shears = np.array([[[0.5, 2.0], [0.0, 0.5]]] * 59)
     expected = sum_of_products(shears, np.ones(60))
@@ -203,17 +203,17 @@ def test_windowed_lipschitz_sum_is_a_close_upper_bound():
 # Curvature
 
 
-def dense(found: curvature.Curvature) -> np.ndarray:
+def dense(blocks: curvature.Curvature) -> np.ndarray:
     """K₀⁻¹ as one matrix, from what the elimination keeps."""
-    n, d = found.pivots.shape[:2]
+    n, d = blocks.pivots.shape[:2]
     inverse = np.zeros((n * d, n * d))
     for j in range(n):
-        block = np.asarray(found.covariances[j])
+        block = np.asarray(blocks.covariances[j])
         for i in range(j, -1, -1):
             inverse[i * d : (i + 1) * d, j * d : (j + 1) * d] = block
             inverse[j * d : (j + 1) * d, i * d : (i + 1) * d] = block.T
             if i > 0:
-                block = np.asarray(found.gains[i - 1]) @ block
+                block = np.asarray(blocks.gains[i - 1]) @ block
     return inverse
 
 
@@ -223,19 +223,19 @@ def test_curvature_equals_hessian_of_linear_gaussian_model(d: int):
     rng = np.random.default_rng(d)
     model, n = random_model(rng, d, 2), 5
     ys, mask = rng.normal(size=(n, 2)), jnp.asarray(random_mask(rng, n, 2, 0.7))
-    found = curvature.curvature(model, Series(jnp.asarray(ys), mask, None, None))
+    curvatures = curvature.curvature(model, Series(jnp.asarray(ys), mask, None, None))
 
     def log_joint(path: Any) -> Any:
         return model.log_joint(path.reshape(n, d), ys, mask=mask)
 
     precision = -jax.hessian(log_joint)(jnp.zeros(n * d))
-    np.testing.assert_allclose(dense(found), np.linalg.inv(precision), rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(dense(curvatures), np.linalg.inv(precision), rtol=1e-8, atol=1e-10)
     s = rng.normal(size=(n, d))
-    form = float(jnp.sum(found.quadratic_form(jnp.asarray(s))))
+    form = float(jnp.sum(curvatures.quadratic_form(jnp.asarray(s))))
     assert form == pytest.approx(s.ravel() @ np.linalg.inv(precision) @ s.ravel())
     blocks = np.linalg.inv(precision).reshape(n, d, n, d).transpose(0, 2, 1, 3)
     sizes, constants = np.linalg.norm(blocks, 2, axis=(2, 3)), rng.uniform(size=n)
-    variance = float(jnp.sum(found.largest_variance(jnp.asarray(constants), WINDOW)))
+    variance = float(jnp.sum(curvatures.largest_variance(jnp.asarray(constants), WINDOW)))
     assert variance == pytest.approx(constants @ sizes @ constants)
 
 
@@ -271,29 +271,29 @@ def test_error_bounds_hold_and_the_tightest_is_sharp(d: int, count: int, largest
     ratios = []
     for seed in range(count):
         instance = Instance(seed, d)
-        found = instance.bound(rd.bounds.AnyLipschitz(), key=jax.random.key(seed), num_samples=200)
+        bound = instance.bound(rd.bounds.AnyLipschitz(), key=jax.random.key(seed), num_samples=200)
         worst = instance.worst_case()
-        assert set(found.considered) == set(RIGOROUS)
-        for name, value in found.considered.items():
+        assert set(bound.considered) == set(RIGOROUS)
+        for name, value in bound.considered.items():
             assert float(value) >= worst * (1 - 1e-9), (seed, name)
-        assert float(found.value) == min(float(v) for v in found.considered.values())
-        assert found.rigorous and float(jnp.sum(found.per_step)) == pytest.approx(
-            float(found.value)
+        assert float(bound.value) == min(float(v) for v in bound.considered.values())
+        assert bound.rigorous and float(jnp.sum(bound.per_step)) == pytest.approx(
+            float(bound.value)
         )
-        ratios.append(float(found.considered["wasserstein_phi"]) / worst)
+        ratios.append(float(bound.considered["wasserstein_phi"]) / worst)
         signed = instance.bound(rd.StateSum())
-        assert float(signed.value) <= float(found.value) * (1 + 1e-9)
+        assert float(signed.value) <= float(bound.value) * (1 + 1e-9)
     assert np.median(ratios) < largest_median
 
 
 @pytest.mark.slow
 def test_bounds_vanish_at_the_exact_posterior():
     instance = Instance(6, 2)
-    found = rd.error_bound(
+    bound = rd.error_bound(
         instance.model, instance.exact, instance.ys, rd.bounds.AnyLipschitz(), key=jax.random.key(0)
     )
     for name in ("wasserstein_phi", "wasserstein_b", "wasserstein_q", "wasserstein_a", "score"):
-        assert float(found.considered[name]) < 1e-7, name
+        assert float(bound.considered[name]) < 1e-7, name
 
 
 @pytest.mark.slow
@@ -306,15 +306,15 @@ def test_bound_is_proportional_to_declared_constant():
 @pytest.mark.slow
 def test_the_exact_error_is_the_difference_of_expectations():
     instance = Instance(3, 2)
-    found = instance.bound(rd.SecondMoments())
+    bound = instance.bound(rd.SecondMoments())
     ours = rd.expectation(instance.chain, rd.SecondMoments())
     exact = rd.expectation(instance.exact, rd.SecondMoments())
     errors = jax.tree.map(lambda a, b: a - b, ours, exact)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), found.error, errors)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), bound.error, errors)
     largest = max(float(jnp.max(jnp.abs(leaf))) for leaf in errors)
-    assert float(found.value) == pytest.approx(largest)
-    assert abs(float(jnp.sum(found.per_step))) == pytest.approx(largest)
-    assert found.method == "exact" and found.rigorous and found.rests_on.startswith("exact")
+    assert float(bound.value) == pytest.approx(largest)
+    assert abs(float(jnp.sum(bound.per_step))) == pytest.approx(largest)
+    assert bound.method == "exact" and bound.rigorous and bound.rests_on.startswith("exact")
     # What time 0 adds is what the functional of the first row alone has.
     first = rd.expectation(instance.chain.prefix(1), rd.SecondMoments())
     assert first.within.shape == (2, 2)
@@ -329,8 +329,8 @@ def test_functionals_of_pairs_are_bounded():
     functional = rd.AdditiveFunctional(distance_travelled, lipschitz=(1.0, 1.0))
     for seed in range(10):
         instance = Instance(seed, 1)
-        found = instance.bound(functional, key=jax.random.key(0), num_samples=200)
-        assert set(found.considered) == {"wasserstein_phi", "elbo_gap", "score"}
+        bound = instance.bound(functional, key=jax.random.key(0), num_samples=200)
+        assert set(bound.considered) == {"wasserstein_phi", "elbo_gap", "score"}
 
         def expected(chain: rd.LinearGaussianChain) -> float:
             pairs = chain.pairwise()
@@ -341,15 +341,15 @@ def test_functionals_of_pairs_are_bounded():
             )
 
         error = abs(expected(instance.chain) - expected(instance.exact))
-        assert all(float(value) >= error for value in found.considered.values()), seed
+        assert all(float(value) >= error for value in bound.considered.values()), seed
 
 
 def test_bounded_functionals_are_bounded_by_the_gap():
     instance = Instance(5, 1)
-    found = instance.bound(rd.bounds.AnyBounded(2.0))
+    bound = instance.bound(rd.bounds.AnyBounded(2.0))
     gap = instance.log_evidence - rd.elbo(instance.model, instance.chain, instance.ys)
-    assert found.method == "pinsker"
-    assert float(found.value) == pytest.approx(2.0 * N * math.sqrt(float(gap) / 2))
+    assert bound.method == "pinsker"
+    assert float(bound.value) == pytest.approx(2.0 * N * math.sqrt(float(gap) / 2))
     above = rd.StateFunctional(lambda x, data: 1.0 * (x[0] > 0), oscillation=1.0)
     ours, exact = instance.chain.marginals(), instance.exact.marginals()
     chances = [scipy.stats.norm.cdf(laws.mean / laws.std).sum() for laws in (ours, exact)]
@@ -363,22 +363,22 @@ def test_padding_and_missing_rows_are_left_out():
     ys[4] = np.nan
     model = instance.model
     chain = rd.kalman_smoother(perturbed(np.random.default_rng(0), model, 0.1), ys).chain
-    whole = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), key=jax.random.key(0))
+    unpadded = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), key=jax.random.key(0))
     padded = np.concatenate([ys, np.full((5, 1), 7.0)])
     other = perturbed(np.random.default_rng(0), model, 0.1)
     long = rd.kalman_smoother(other, padded, length=N).chain
-    found = rd.error_bound(model, long, padded, rd.bounds.AnyLipschitz(), key=jax.random.key(0))
-    assert found.per_step.shape == (N,)
+    bound = rd.error_bound(model, long, padded, rd.bounds.AnyLipschitz(), key=jax.random.key(0))
+    assert bound.per_step.shape == (N,)
     for name in ("wasserstein_phi", "elbo_gap"):
-        assert float(found.considered[name]) == pytest.approx(float(whole.considered[name]))
+        assert float(bound.considered[name]) == pytest.approx(float(unpadded.considered[name]))
 
 
 @pytest.mark.slow
 def test_bound_in_float32_is_valid_and_float32(x32: None):
     instance = Instance(9, 1)
-    found = instance.bound(rd.bounds.AnyLipschitz(), key=jax.random.key(0), num_samples=100)
-    assert found.value.dtype == jnp.float32
-    assert float(found.value) >= instance.worst_case() * (1 - 1e-3)
+    bound = instance.bound(rd.bounds.AnyLipschitz(), key=jax.random.key(0), num_samples=100)
+    assert bound.value.dtype == jnp.float32
+    assert float(bound.value) >= instance.worst_case() * (1 - 1e-3)
 
 
 # Grids
@@ -412,8 +412,8 @@ def test_grid_bound_equals_closed_form():
     expected = wasserstein.phi(instance.chain, reference, ones, WINDOW)
     gains = instance.chain.kernels.weight
     between, misfit = grid_bounds.marginal_distances(instance.chain, posterior)
-    found = lipschitz.transport_terms(between, gains, ones, WINDOW)
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
+    terms = lipschitz.transport_terms(between, gains, ones, WINDOW)
+    np.testing.assert_allclose(terms, expected, rtol=1e-3, atol=1e-6)
     assert float(misfit) < 1e-6
     # In one dimension the kernels' mean distance is W₁ on the grid and a root mean square of W₂
     # in closed form.
@@ -433,11 +433,11 @@ def test_bounds_of_counts_hold_with_and_without_a_grid(counts: Any):
     weights, _ = grid_bounds.marginals_on(GRID, chain)
     spacing = float(GRID.spacing[0])
     worst = spacing * float(jnp.sum(jnp.abs(jnp.cumsum(weights - posterior.weights, axis=1))))
-    found = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), reference=posterior, key=key)
-    assert set(found.considered) == {"wasserstein_phi", "elbo_gap", "score"}
-    assert all(float(value) >= worst * (1 - 1e-6) for value in found.considered.values())
-    assert found.method == "wasserstein_phi" and "grid error" in found.rests_on
-    assert not found.rigorous and found.confidence == 1.0
+    bound = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), reference=posterior, key=key)
+    assert set(bound.considered) == {"wasserstein_phi", "elbo_gap", "score"}
+    assert all(float(value) >= worst * (1 - 1e-6) for value in bound.considered.values())
+    assert bound.method == "wasserstein_phi" and "grid error" in bound.rests_on
+    assert not bound.rigorous and bound.confidence == 1.0
     free = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), key=key)
     assert free.method == "score" and free.rests_on.startswith("truth-free")
     assert not free.rigorous and free.confidence == pytest.approx(scipy.stats.norm.cdf(3))
@@ -447,9 +447,9 @@ def test_bounds_of_counts_hold_with_and_without_a_grid(counts: Any):
 
 def test_grid_reference_gives_exact_errors(counts: Any):
     model, ys, chain, posterior = counts
-    found = rd.error_bound(model, chain, ys, rd.StateSum(), reference=posterior)
+    error_bound = rd.error_bound(model, chain, ys, rd.StateSum(), reference=posterior)
     expected = jnp.sum(chain.marginals().mean - posterior.mean, axis=0)
-    np.testing.assert_allclose(found.error, expected, atol=1e-9)
+    np.testing.assert_allclose(error_bound.error, expected, atol=1e-9)
     high = rd.StateFunctional(lambda x, data: 1.0 * (x[0] > 0), oscillation=1.0)
     exact = rd.error_bound(model, chain, ys, high, reference=posterior)
     laws = chain.marginals()
@@ -467,8 +467,8 @@ def test_grid_ranges_equal_oscillations_without_memory():
     model = linear_model(weight=0.0)
     posterior = rd.grid_smoother(model, jnp.zeros((4, 1)), GRID)
     values = jnp.stack([k * jnp.tanh(GRID.points[:, 0]) for k in range(4)])
-    found = grid_bounds.ranges(posterior, values)
-    np.testing.assert_allclose(found, [0, 2, 4, 6], atol=1e-5)
+    ranges = grid_bounds.ranges(posterior, values)
+    np.testing.assert_allclose(ranges, [0, 2, 4, 6], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -484,12 +484,12 @@ def test_error_bound_holds_on_a_two_dimensional_grid():
     posterior = rd.grid_smoother(model, ys, rd.Grid(low, high, 60))
     ones = lipschitz.Sensitivity(jnp.zeros(3), jnp.ones(3))
     between, _ = grid_bounds.marginal_distances(chain, posterior)
-    found = lipschitz.transport_terms(between, chain.kernels.weight, ones, WINDOW)
+    terms = lipschitz.transport_terms(between, chain.kernels.weight, ones, WINDOW)
     closed = wasserstein.phi(chain, wasserstein.exact_posterior(exact), ones, WINDOW)
     # Moving coordinates in turn costs at most √2 times what moving along a diagonal does, and W₂
     # is above W₁.
-    assert (np.asarray(found) <= 2 * np.asarray(closed)).all()
-    assert (np.asarray(found) >= 0.5 * np.asarray(closed)).all()
+    assert (np.asarray(terms) <= 2 * np.asarray(closed)).all()
+    assert (np.asarray(terms) >= 0.5 * np.asarray(closed)).all()
 
 
 def test_a_grid_that_misses_the_chain_is_declined(counts: Any):
@@ -520,7 +520,7 @@ def test_average_over_paths_is_not_rigorous():
     _, ys = model.simulate(jax.random.key(0), 5)
     exact = rd.kalman_smoother(model, ys).chain
     wide = rd.Gaussian(jnp.full(1, far), jnp.eye(1))
-    found = rd.error_bound(
+    bound = rd.error_bound(
         model, rd.defensive_mixture(exact, wide, share), ys, rd.StateSum(), key=jax.random.key(0)
     )
     # E x_k = (1 − ε) (G_k E x_{k+1} + c_k) + ε w.
@@ -532,10 +532,10 @@ def test_average_over_paths_is_not_rigorous():
         total += mean
     error = abs(total - float(jnp.sum(exact.marginals().mean)))
     # None of the 1,000 paths met the far law: their mean is no bound, and must not be called one.
-    assert error > 1000 and float(found.value) < 1e-9
-    assert found.method == "score" and not found.rigorous
-    assert found.confidence == pytest.approx(scipy.stats.norm.cdf(3))
-    assert "not a certificate" in found.rests_on
+    assert error > 1000 and float(bound.value) < 1e-9
+    assert bound.method == "score" and not bound.rigorous
+    assert bound.confidence == pytest.approx(scipy.stats.norm.cdf(3))
+    assert "not a certificate" in bound.rests_on
 
 
 def test_grid_that_misses_a_mode_is_not_rigorous():
@@ -548,9 +548,9 @@ def test_grid_that_misses_a_mode_is_not_rigorous():
     ).chain
     error = abs(float(jnp.sum(chain.marginals().mean)))
     for functional in (rd.StateSum(), rd.bounds.AnyLipschitz()):
-        found = rd.error_bound(model, chain, ys, functional, reference=half)
-        assert float(found.value) < 1 < error
-        assert not found.rigorous and "beyond the box is not bounded" in found.rests_on
+        bound = rd.error_bound(model, chain, ys, functional, reference=half)
+        assert float(bound.value) < 1 < error
+        assert not bound.rigorous and "beyond the box is not bounded" in bound.rests_on
 
 
 def test_rigorous_bound_wins_over_smaller_estimate(monkeypatch: pytest.MonkeyPatch):
@@ -562,14 +562,14 @@ def test_rigorous_bound_wins_over_smaller_estimate(monkeypatch: pytest.MonkeyPat
     values |= {"wasserstein_phi": ("closed form", 5.0), "elbo_gap": ("closed form", 4.0)}
 
     def returned(names: list[str]) -> ErrorBound:
-        found = {
+        methods = {
             name: lambda problem, name=name: BoundValue(
                 jnp.asarray(values[name][1]), jnp.ones(N), "", values[name][0]
             )
             for name in names
         }
         module = importlib.import_module("retrodict.bounds.error_bound")
-        monkeypatch.setattr(module, "_METHODS", found)
+        monkeypatch.setattr(module, "_METHODS", methods)
         return instance.bound(rd.bounds.AnyLipschitz())
 
     instance = Instance(1, 1)
@@ -679,9 +679,9 @@ def test_rigorous_bounds_exceed_error_in_rational_arithmetic(name: str):
             (rd.SecondMoments(), second, size * rounding),
             (rd.bounds.AnyLipschitz(), worst, rounding),
         ):
-            found = rd.error_bound(model, chain, ys, functional)
-            assert found.rigorous
-            values = [float(value) for value in found.considered.values()]
+            bound = rd.error_bound(model, chain, ys, functional)
+            assert bound.rigorous
+            values = [float(value) for value in bound.considered.values()]
             assert min(values) >= error * (1 - 1e-12) - slack
 
 
@@ -695,13 +695,13 @@ def test_bound_without_rigorous_method_is_labelled_an_estimate():
     _, ys = model.simulate(jax.random.key(3), N)
     chain = rd.kalman_smoother(nonlinear_model(linear_kernel()), ys).chain
     key = jax.random.key(0)
-    found = rd.error_bound(model, chain, ys, rd.StateSum(), key=key, num_samples=500)
-    assert found.method == "estimate" and not found.rigorous
-    assert "not a bound" in found.rests_on
+    bound = rd.error_bound(model, chain, ys, rd.StateSum(), key=key, num_samples=500)
+    assert bound.method == "estimate" and not bound.rigorous
+    assert "not a bound" in bound.rests_on
     posterior = rd.grid_smoother(model, ys, GRID)
     error = float(jnp.sum(chain.marginals().mean - posterior.mean))
     # One draw, three standard errors: a false alarm in 400 keys, and the key is fixed.
-    assert float(found.error[0]) == pytest.approx(error, abs=3 * float(found.standard_error))
+    assert float(bound.error[0]) == pytest.approx(error, abs=3 * float(bound.standard_error))
     worst = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), key=key, num_samples=500)
     sharp = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), reference=posterior)
     assert worst.confidence is None and sharp.confidence == 1.0
@@ -829,12 +829,12 @@ def test_a_time_step_of_zero_leaves_the_wasserstein_bounds():
     inputs = jnp.array([1.0, 1.0, 0.0, 1.0, 0.5])[:, None]
     _, ys = random_walk(1.0).simulate(jax.random.key(0), 5, inputs=inputs)
     chain = rd.kalman_smoother(random_walk(0.8), ys, inputs=inputs).chain
-    found = rd.error_bound(
+    bound = rd.error_bound(
         random_walk(1.0), chain, ys, rd.bounds.AnyLipschitz(), inputs=inputs, key=jax.random.key(0)
     )
-    assert "elbo_gap" not in found.considered and "score" not in found.considered
+    assert "elbo_gap" not in bound.considered and "score" not in bound.considered
     signed = rd.error_bound(random_walk(1.0), chain, ys, rd.StateSum(), inputs=inputs)
-    assert 0 < float(signed.value) <= float(found.value)
+    assert 0 < float(signed.value) <= float(bound.value)
 
 
 @pytest.mark.slow
@@ -845,8 +845,8 @@ def test_elbo_gap_of_close_chain_exceeds_rounding(x32: None):
     near = jax.tree.map(lambda leaf: leaf * 1.0003, model)
     chain = rd.kalman_smoother(near, ys).chain
     worst = rd.error_bound(model, chain, ys, rd.StateSum())
-    found = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), method="elbo_gap")
-    assert float(found.value) >= float(worst.value) > 0
+    bound = rd.error_bound(model, chain, ys, rd.bounds.AnyLipschitz(), method="elbo_gap")
+    assert float(bound.value) >= float(worst.value) > 0
 
 
 @pytest.mark.slow
@@ -855,8 +855,8 @@ def test_elbo_gap_equals_log_evidence_minus_elbo():
         instance = Instance(21, d)
         gap = instance.log_evidence - rd.elbo(instance.model, instance.chain, instance.ys)
         reference = wasserstein.exact_posterior(instance.exact)
-        found = wasserstein.divergence(instance.chain, reference)
-        assert float(found) == pytest.approx(float(gap), rel=1e-8)
+        divergence = wasserstein.divergence(instance.chain, reference)
+        assert float(divergence) == pytest.approx(float(gap), rel=1e-8)
 
 
 def test_bound_ignores_signs_of_scale_columns():
@@ -869,8 +869,8 @@ def test_bound_ignores_signs_of_scale_columns():
         chain.kernels.bias,
         -chain.kernels.scale_tril,
     )
-    found = rd.error_bound(instance.model, flipped, instance.ys, rd.bounds.AnyBounded())
-    assert float(found.value) == pytest.approx(float(instance.bound(rd.bounds.AnyBounded()).value))
+    bound = rd.error_bound(instance.model, flipped, instance.ys, rd.bounds.AnyBounded())
+    assert float(bound.value) == pytest.approx(float(instance.bound(rd.bounds.AnyBounded()).value))
 
 
 @pytest.mark.slow
@@ -886,8 +886,8 @@ def test_mass_outside_the_grid_enters_the_bound():
         jnp.ones((3, 1, 1)),
     )
     beyond = rd.StateFunctional(lambda x, data: 1.0 * (x[0] > 9), oscillation=1.0)
-    found = rd.error_bound(model, far, ys, beyond, reference=posterior, key=jax.random.key(0))
-    assert set(found.considered) == {"pinsker"} and float(found.value) > 3.9
+    bound = rd.error_bound(model, far, ys, beyond, reference=posterior, key=jax.random.key(0))
+    assert set(bound.considered) == {"pinsker"} and float(bound.value) > 3.9
 
 
 @pytest.mark.slow
@@ -897,14 +897,14 @@ def test_indicator_jumps_within_grid_cells_enter_the_bound():
     posterior = rd.grid_smoother(model, instance.ys, rd.Grid([-9.0], [9.0], 121))
     for level in (-0.31, 0.02, 0.44):
         above = rd.StateFunctional(lambda x, data, level=level: 1.0 * (x[0] > level))
-        found = rd.error_bound(
+        bound = rd.error_bound(
             model, instance.chain, instance.ys, above, reference=posterior, method="exact"
         )
         truth = sum(
             sign * scipy.stats.norm.sf((level - laws.mean) / laws.std).sum()
             for sign, laws in ((1, instance.chain.marginals()), (-1, instance.exact.marginals()))
         )
-        assert abs(truth) <= float(found.value) * (1 + 1e-6), level
+        assert abs(truth) <= float(bound.value) * (1 + 1e-6), level
 
 
 def test_a_reference_of_another_series_or_model_is_refused(counts: Any):
@@ -921,7 +921,7 @@ def test_a_reference_of_another_series_or_model_is_refused(counts: Any):
 
 def test_h1_constants_equal_corrected_formula():
     instance = Instance(13, 2)
-    found = np.asarray(rd.bounds.h1_constants(instance.model, instance.chain, instance.ys))
+    constants = np.asarray(rd.bounds.h1_constants(instance.model, instance.chain, instance.ys))
     model, chain, d = instance.model, instance.chain, 2
     a, h = np.asarray(model.transition.weight), np.asarray(model.emission.weight)
     noise = np.asarray(model.transition.scale_tril @ model.transition.scale_tril.T)
@@ -948,7 +948,7 @@ def test_h1_constants_equal_corrected_formula():
         + np.trace(inverse @ ours)
         - 2 * d
     )
-    assert found[k] == pytest.approx(min(2.0, math.sqrt(squared)), rel=1e-8)
+    assert constants[k] == pytest.approx(min(2.0, math.sqrt(squared)), rel=1e-8)
     exact = np.asarray(rd.bounds.h1_constants(instance.model, instance.exact, instance.ys))
     assert (exact < 1e-6).all()
 
@@ -978,17 +978,17 @@ def test_h1_constants_agree_on_grid_and_by_sampling(counts: Any):
 def test_h2_constants_bound_densities_on_the_domain(counts: Any):
     model, _, chain, _ = counts
     domain = rd.Grid([-1.0], [1.0], 41)
-    found = rd.bounds.h2_constants(model, chain, domain)
+    constants = rd.bounds.h2_constants(model, chain, domain)
 
     def density(x: float) -> float:
         return float(scipy.stats.norm.pdf(x, scale=0.5))
 
     # The transition's own extremes: at its mean, and from one end of the box to the other.
-    assert float(found.sigma_plus) >= density(0.0) * (1 - 1e-3)
-    assert 0 < float(found.sigma_minus) <= density(1.8)
-    ratio = float(found.sigma_minus / found.sigma_plus)
-    assert float(found.rho) == pytest.approx(1 - ratio)
-    assert float(found.rho_bar) == pytest.approx((1 - ratio) / (1 + ratio))
+    assert float(constants.sigma_plus) >= density(0.0) * (1 - 1e-3)
+    assert 0 < float(constants.sigma_minus) <= density(1.8)
+    ratio = float(constants.sigma_minus / constants.sigma_plus)
+    assert float(constants.rho) == pytest.approx(1 - ratio)
+    assert float(constants.rho_bar) == pytest.approx((1 - ratio) / (1 + ratio))
 
 
 # Checks of a posterior
@@ -997,9 +997,9 @@ def test_h2_constants_bound_densities_on_the_domain(counts: Any):
 @pytest.mark.parametrize("shape", [0.3, 0.7, 1.2])
 def test_pareto_shape_is_recovered(shape: float):
     draws = scipy.stats.genpareto(shape).rvs(20_000, random_state=1)
-    found = pareto_shape(np.log(1.0 + draws))
+    estimate = pareto_shape(np.log(1.0 + draws))
     # The tail of 425 draws has a standard error of about (1 + shape) / 20.
-    assert found == pytest.approx(shape, abs=3 * (1 + shape) / 20)
+    assert estimate == pytest.approx(shape, abs=3 * (1 + shape) / 20)
 
 
 def test_weights_of_huge_range_have_large_pareto_shape():
@@ -1011,10 +1011,10 @@ def test_weights_of_huge_range_have_large_pareto_shape():
 def test_an_exact_posterior_passes_every_check():
     instance = Instance(17, 1)
     key = jax.random.key(0)
-    found = rd.check_posterior(key, instance.model, instance.exact, instance.ys)
-    assert found.kinds == found.messages == () and float(found.k_hat) == -math.inf
-    assert found.verdict == "passed" and found.reference == "grid"
-    assert abs(float(found.gap)) < 4 * float(found.log_evidence_standard_error)
+    check = rd.check_posterior(key, instance.model, instance.exact, instance.ys)
+    assert check.kinds == check.messages == () and float(check.k_hat) == -math.inf
+    assert check.verdict == "passed" and check.reference == "grid"
+    assert abs(float(check.gap)) < 4 * float(check.log_evidence_standard_error)
 
 
 @pytest.mark.slow
@@ -1027,20 +1027,20 @@ def test_check_posterior_reports_lost_mode():
     particles = rd.ffbsi(jax.random.key(1), model, ys, 500)
     grid = rd.grid_smoother(model, ys, rd.Grid([-6.0], [6.0], 400))
     for reference in (None, particles, grid):
-        found = rd.check_posterior(jax.random.key(0), model, chain, ys, reference=reference)
-        assert "mode loss" in found.kinds and len(found.kinds) == len(found.messages)
-        assert found.verdict == "failed" and 0.3 < float(jnp.max(found.missed)) < 0.7
+        check = rd.check_posterior(jax.random.key(0), model, chain, ys, reference=reference)
+        assert "mode loss" in check.kinds and len(check.kinds) == len(check.messages)
+        assert check.verdict == "failed" and 0.3 < float(jnp.max(check.missed)) < 0.7
 
 
 @pytest.mark.slow
 def test_check_posterior_with_degenerate_reference_does_not_pass():
     instance = Instance(17, 1)
     few = rd.ffbsi(jax.random.key(0), instance.model, instance.ys, 5)
-    found = rd.check_posterior(
+    check = rd.check_posterior(
         jax.random.key(0), instance.model, instance.exact, instance.ys, reference=few
     )
-    assert found.verdict == "not checked" and "particles" in found.kinds
-    assert "not checked" in found.messages[0]
+    assert check.verdict == "not checked" and "particles" in check.kinds
+    assert "not checked" in check.messages[0]
 
 
 @pytest.mark.slow
@@ -1048,7 +1048,7 @@ def test_chain_outside_model_support_has_loose_elbo():
     ys = jnp.zeros((4, 1))
     model = linear_transition_model(uniform_emission())
     chain = rd.kalman_smoother(linear_model(design=0.9), ys).chain
-    found = rd.check_posterior(jax.random.key(0), model, chain, ys)
+    check = rd.check_posterior(jax.random.key(0), model, chain, ys)
     # The weights could correct it, since it covers what the model allows.
-    assert found.kinds == ("loose ELBO",) and "minus infinity" in found.messages[0]
-    assert float(found.elbo) == -math.inf and float(found.k_hat) < 0.7
+    assert check.kinds == ("loose ELBO",) and "minus infinity" in check.messages[0]
+    assert float(check.elbo) == -math.inf and float(check.k_hat) < 0.7

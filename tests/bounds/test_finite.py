@@ -39,11 +39,11 @@ def reverse(prior, transitions, likelihoods):
 
 def pairs(terminal, kernels):
     """Laws of neighbours [k, x, y] under a backward chain."""
-    law, found = terminal, []
+    law, marginals = terminal, []
     for kernel in kernels[::-1]:
-        found.append(law[None, :] * kernel.T)
-        law = found[-1].sum(axis=1)
-    return np.stack(found[::-1])
+        marginals.append(law[None, :] * kernel.T)
+        law = marginals[-1].sum(axis=1)
+    return np.stack(marginals[::-1])
 
 
 def approximation(rng, kind, model, scale):
@@ -126,8 +126,8 @@ def targeted_fields(rng, n, size):
 
 @jax.jit
 def evaluate(batch: dict[str, Any], measure: jax.Array) -> FiniteBounds:
-    def one(given: dict[str, Any]) -> FiniteBounds:
-        return finite_bounds(FiniteProblem.from_model(**given), measure=measure)
+    def one(arrays: dict[str, Any]) -> FiniteBounds:
+        return finite_bounds(FiniteProblem.from_model(**arrays), measure=measure)
 
     return jax.vmap(one)(batch)
 
@@ -140,12 +140,12 @@ def together(problems: list[dict[str, Any]], measure: Any = None) -> FiniteBound
 
 def one_by_one(problems: list[dict[str, Any]]) -> FiniteBounds:
     # Tests of this shape that need no batch share what is compiled.
-    found = [finite_bounds(FiniteProblem.from_model(**problem)) for problem in problems]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *found)
+    results = [finite_bounds(FiniteProblem.from_model(**problem)) for problem in problems]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *results)
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, np.ndarray]:
+def random_bounds() -> dict[str, np.ndarray]:
     """Errors and bounds of 360 problems of two shapes."""
     results = []
     for rounds, shape, run in [(2, (2, 2), one_by_one), (10, (30, 7), together)]:
@@ -193,68 +193,68 @@ def small(request: pytest.FixtureRequest):
     rng = np.random.default_rng(n * size)
     model = random_model(rng, 1.0, n, size)
     laws, kernels = (normalise(rng.uniform(0.1, 1.0, s)) for s in [(n, size), (n - 1, size, size)])
-    given = fields(model, laws, kernels, rng.standard_normal((n - 1, size, size)))
-    problem = FiniteProblem.from_model(**given)
-    return given, problem, finite_bounds(problem)
+    arrays = fields(model, laws, kernels, rng.standard_normal((n - 1, size, size)))
+    problem = FiniteProblem.from_model(**arrays)
+    return arrays, problem, finite_bounds(problem)
 
 
-def posterior_weight(given, path):
-    value = given["prior"][path[0]] * given["likelihoods"][0, path[0]]
+def posterior_weight(arrays, path):
+    value = arrays["prior"][path[0]] * arrays["likelihoods"][0, path[0]]
     for k, (x, y) in enumerate(itertools.pairwise(path)):
-        value *= given["transitions"][k, x, y] * given["likelihoods"][k + 1, y]
+        value *= arrays["transitions"][k, x, y] * arrays["likelihoods"][k + 1, y]
     return value
 
 
-def chain_weight(given, path, last=None):
+def chain_weight(arrays, path, last=None):
     """The chain's probability of x_0, ..., x_m, with the terminal law or another one at m."""
-    value = (given["filters"][-1] if last is None else last)[path[-1]]
+    value = (arrays["filters"][-1] if last is None else last)[path[-1]]
     for k, (x, y) in enumerate(itertools.pairwise(path)):
-        value *= given["kernels"][k, y, x]
+        value *= arrays["kernels"][k, y, x]
     return value
 
 
-def total(given, path):
+def total(arrays, path):
     return sum(
-        h[x, y] for h, (x, y) in zip(given["functional"], itertools.pairwise(path), strict=True)
+        h[x, y] for h, (x, y) in zip(arrays["functional"], itertools.pairwise(path), strict=True)
     )
 
 
 def test_error_and_identity_equal_sums_over_paths(small):
-    given, problem, bounds = small
-    n, size = given["filters"].shape
-    paths, truth = path_law(lambda path: posterior_weight(given, path), n, size)
-    _, ours = path_law(lambda path: chain_weight(given, path), n, size)
-    h = np.array([total(given, path) for path in paths])
+    arrays, problem, bounds = small
+    n, size = arrays["filters"].shape
+    paths, truth = path_law(lambda path: posterior_weight(arrays, path), n, size)
+    _, ours = path_law(lambda path: chain_weight(arrays, path), n, size)
+    h = np.array([total(arrays, path) for path in paths])
     np.testing.assert_allclose(bounds.error, (ours - truth) @ h, atol=1e-12)
     np.testing.assert_allclose(bounds.identity, (ours - truth) @ h, atol=1e-12)
     gap = np.sum(ours * np.log(ours / truth))
     np.testing.assert_allclose(bounds.quantities.evidence_gap, gap, rtol=1e-12)
     for k, term in enumerate(np.asarray(bounds.contributions.error)):
         difference = law_at(paths, ours - truth, size, k, k + 1)
-        np.testing.assert_allclose(term, np.sum(difference * given["functional"][k]), atol=1e-12)
-    np.testing.assert_array_equal(problem.terminal, given["filters"][-1])
+        np.testing.assert_allclose(term, np.sum(difference * arrays["functional"][k]), atol=1e-12)
+    np.testing.assert_array_equal(problem.terminal, arrays["filters"][-1])
 
 
 def test_identity_terms_change_one_kernel_each(small):
     # The m-th intermediate law: past by the chain's kernels, future by the posterior's, x_m between
     # from t_m. Written as one weight a path: no conditional law is formed.
-    given, _, bounds = small
-    n, size = given["filters"].shape
-    paths, truth = path_law(lambda path: posterior_weight(given, path), n, size)
-    h = np.array([total(given, path) for path in paths])
+    arrays, _, bounds = small
+    n, size = arrays["filters"].shape
+    paths, truth = path_law(lambda path: posterior_weight(arrays, path), n, size)
+    h = np.array([total(arrays, path) for path in paths])
 
     def future(path, m):
         steps = range(m, n - 1)
-        m_g = given["transitions"], given["likelihoods"]
+        m_g = arrays["transitions"], arrays["likelihoods"]
         return np.prod(
             [m_g[0][k, path[k], path[k + 1]] * m_g[1][k + 1, path[k + 1]] for k in steps]
         )
 
     before = truth @ h
     for m in range(n):
-        law = given["filters"][m]
+        law = arrays["filters"][m]
         _, between = path_law(
-            lambda path, m=m, law=law: chain_weight(given, path[: m + 1], law) * future(path, m),
+            lambda path, m=m, law=law: chain_weight(arrays, path[: m + 1], law) * future(path, m),
             n,
             size,
         )
@@ -264,25 +264,25 @@ def test_identity_terms_change_one_kernel_each(small):
 
 
 def test_h1_constants_equal_suprema_over_sets(small):
-    given, _, bounds = small
+    arrays, _, bounds = small
     h1 = np.asarray(bounds.quantities.h1)
-    first = normalise(given["prior"] * given["likelihoods"][0])
-    np.testing.assert_allclose(h1[0], 2 * farthest_set(given["filters"][0], first), atol=1e-12)
+    first = normalise(arrays["prior"] * arrays["likelihoods"][0])
+    np.testing.assert_allclose(h1[0], 2 * farthest_set(arrays["filters"][0], first), atol=1e-12)
     for m in range(1, len(h1)):
-        ours = given["filters"][m][None, :] * given["kernels"][m - 1].T
-        moved = given["transitions"][m - 1] * given["likelihoods"][m][None, :]
-        moved = given["filters"][m - 1][:, None] * moved
+        ours = arrays["filters"][m][None, :] * arrays["kernels"][m - 1].T
+        moved = arrays["transitions"][m - 1] * arrays["likelihoods"][m][None, :]
+        moved = arrays["filters"][m - 1][:, None] * moved
         np.testing.assert_allclose(h1[m], 2 * farthest_set(ours, moved / moved.sum()), atol=1e-12)
 
 
 def test_kernel_coefficients_equal_suprema_and_cross_ratios(small):
-    given, _, bounds = small
-    size = given["filters"].shape[1]
-    for k, kernel in enumerate(given["kernels"]):
+    arrays, _, bounds = small
+    size = arrays["filters"].shape[1]
+    for k, kernel in enumerate(arrays["kernels"]):
         rows = itertools.product(kernel, repeat=2)
         delta = max(farthest_set(p, q) for p, q in rows)
         np.testing.assert_allclose(bounds.quantities.kernel_dobrushin[k], delta, atol=1e-12)
-    for k, m in enumerate(given["transitions"]):
+    for k, m in enumerate(arrays["transitions"]):
         cross = max(
             m[a, c] * m[b, d] / (m[b, c] * m[a, d])
             for a, b, c, d in itertools.product(range(size), repeat=4)
@@ -296,13 +296,13 @@ def test_kernel_coefficients_equal_suprema_and_cross_ratios(small):
 
 
 def test_theorem_2_and_printed_proposition_equal_double_sums(small):
-    given, problem, bounds = small
-    h1, h = np.asarray(bounds.quantities.h1), given["functional"]
+    arrays, problem, bounds = small
+    h1, h = np.asarray(bounds.quantities.h1), arrays["functional"]
     low, high = (float(sigma) for sigma in finite.mixing_constants(problem))
-    assert low == pytest.approx(given["kernels"].min())
-    ells = given["transitions"] * given["likelihoods"][1:, None, :]
+    assert low == pytest.approx(arrays["kernels"].min())
+    ells = arrays["transitions"] * arrays["likelihoods"][1:, None, :]
     ratio = max(ell.max() / ell.min() for ell in ells)
-    ratio = max(ratio, given["kernels"].max() / given["kernels"].min())
+    ratio = max(ratio, arrays["kernels"].max() / arrays["kernels"].min())
     assert high / low == pytest.approx(ratio)
 
     def double_sum(rho):
@@ -333,23 +333,23 @@ def test_theorem_2_and_printed_proposition_equal_double_sums(small):
 
 
 @pytest.mark.parametrize("name", finite.RIGOROUS)
-def test_rigorous_finite_bounds_hold(name: str, found: dict[str, np.ndarray]):
-    assert not np.any(violated(found[name], found["error"]))
+def test_rigorous_finite_bounds_hold(name: str, results: dict[str, np.ndarray]):
+    assert not np.any(violated(results[name], results["error"]))
 
 
-def test_random_problems_have_errors_and_sharp_bounds(found: dict[str, np.ndarray]):
-    assert len(found["error"]) == 360
-    assert np.mean(np.abs(found["error"]) > 1e-9) > 0.9
+def test_random_problems_have_errors_and_sharp_bounds(results: dict[str, np.ndarray]):
+    assert len(results["error"]) == 360
+    assert np.mean(np.abs(results["error"]) > 1e-9) > 0.9
     # Sharp enough that a factor of 2 lost somewhere would be seen.
     for name in ("s1", "s2", "s2_phi", "s2_q", "elbo_gap"):
-        assert np.min(found[name] / np.maximum(np.abs(found["error"]), 1e-9)) < 1.2
+        assert np.min(results[name] / np.maximum(np.abs(results["error"]), 1e-9)) < 1.2
 
 
-def test_error_identity_holds_to_rounding(found: dict[str, np.ndarray]):
-    np.testing.assert_allclose(found["identity"], found["error"], rtol=0, atol=1e-10)
+def test_error_identity_holds_to_rounding(results: dict[str, np.ndarray]):
+    np.testing.assert_allclose(results["identity"], results["error"], rtol=0, atol=1e-10)
 
 
-def test_sharper_bounds_are_smaller(found: dict[str, np.ndarray]):
+def test_sharper_bounds_are_smaller(results: dict[str, np.ndarray]):
     for sharp, loose in [
         ("s1", "s2"),
         ("s2", "s3"),
@@ -358,7 +358,7 @@ def test_sharper_bounds_are_smaller(found: dict[str, np.ndarray]):
         ("classical", "final_display"),
         ("elbo_gap", "elbo_gap_birkhoff"),
     ]:
-        assert not np.any(violated(found[loose], found[sharp])), (sharp, loose)
+        assert not np.any(violated(results[loose], results[sharp])), (sharp, loose)
 
 
 def test_printed_proposition_fails_for_most_strongly_mixing_problems():
@@ -436,8 +436,8 @@ def test_bounds_of_exact_chain_are_zero(exact: dict[str, Any]):
 
 def test_constant_functional_has_zero_error_and_bounds(exact: dict[str, Any]):
     wrong = np.full((5, 4, 4), 0.25)
-    given = exact | {"kernels": wrong, "functional": np.ones((5, 4, 4))}
-    bounds = together([given])
+    arrays = exact | {"kernels": wrong, "functional": np.ones((5, 4, 4))}
+    bounds = together([arrays])
     for name in ("error", "identity", "s1", "s2", "s2_phi", "s2_q", "s3", "elbo_gap", "classical"):
         np.testing.assert_allclose(getattr(bounds, name), 0.0, atol=1e-12, err_msg=name)
 
@@ -451,8 +451,8 @@ def test_bounds_hold_with_zero_transition_probabilities(exact: dict[str, Any]):
     _, kernels = reverse(*model)
     support = normalise(kernels * np.exp(0.3 * rng.standard_normal(kernels.shape)))
     anywhere = normalise(np.exp(rng.standard_normal(kernels.shape)))
-    for given in (support, anywhere):
-        bounds = together([exact | {"transitions": model[1], "kernels": given}])
+    for arrays in (support, anywhere):
+        bounds = together([exact | {"transitions": model[1], "kernels": arrays}])
         np.testing.assert_allclose(bounds.identity, bounds.error, atol=1e-12)
         np.testing.assert_array_equal(bounds.quantities.birkhoff, 1.0)
         for name in finite.RIGOROUS:
@@ -461,7 +461,7 @@ def test_bounds_hold_with_zero_transition_probabilities(exact: dict[str, Any]):
             assert np.all(np.isposinf(getattr(bounds, name))), name
         assert np.all(np.isfinite(bounds.s3))
         # Paths that the model forbids have no finite divergence.
-        assert bool(jnp.isinf(bounds.elbo_gap[0])) == (given is anywhere)
+        assert bool(jnp.isinf(bounds.elbo_gap[0])) == (arrays is anywhere)
 
 
 def test_bounds_are_infinite_for_laws_excluded_by_later_data(exact: dict[str, Any]):
@@ -472,8 +472,8 @@ def test_bounds_are_infinite_for_laws_excluded_by_later_data(exact: dict[str, An
     m[4, 0] = [0.0, 0.5, 0.5, 0.0]
     filters = exact["filters"].copy()
     filters[4] = [1.0, 0.0, 0.0, 0.0]
-    given = exact | {"likelihoods": g, "transitions": m, "filters": filters}
-    bounds = together([given])
+    arrays = exact | {"likelihoods": g, "transitions": m, "filters": filters}
+    bounds = together([arrays])
     np.testing.assert_allclose(bounds.identity, bounds.error, atol=1e-12)
     for name in finite.RIGOROUS:
         assert not np.any(violated(getattr(bounds, name), bounds.error)), name
@@ -506,14 +506,14 @@ def test_reference_measure_affects_classical_bounds_up_to_scale(
 
 
 def test_finite_bounds_in_float32_survive_tiny_potentials(x32: None):
-    given = random_fields(np.random.default_rng(3), ("noisy", "state"), 300, 3)
-    laws, kernels = reverse(given["prior"], given["transitions"], given["likelihoods"])
+    arrays = random_fields(np.random.default_rng(3), ("noisy", "state"), 300, 3)
+    laws, kernels = reverse(arrays["prior"], arrays["transitions"], arrays["likelihoods"])
     exact = pairs(laws[-1], kernels)
-    difference = pairs(given["filters"][-1], given["kernels"]) - exact
-    error = np.sum(difference * given["functional"])
-    given["likelihoods"] = given["likelihoods"] * 1e-20
-    given = {name: np.asarray(value, np.float32) for name, value in given.items()}
-    bounds = finite_bounds(FiniteProblem.from_model(**given))
+    difference = pairs(arrays["filters"][-1], arrays["kernels"]) - exact
+    error = np.sum(difference * arrays["functional"])
+    arrays["likelihoods"] = arrays["likelihoods"] * 1e-20
+    arrays = {name: np.asarray(value, np.float32) for name, value in arrays.items()}
+    bounds = finite_bounds(FiniteProblem.from_model(**arrays))
     np.testing.assert_allclose(bounds.error, error, atol=1e-3 * abs(error))
     np.testing.assert_allclose(bounds.identity, error, atol=1e-2 * abs(error))
     for name in finite.RIGOROUS:
@@ -543,9 +543,9 @@ def test_finite_problem_refuses_bad_arrays(
 ):
     problem = FiniteProblem.from_model(**exact)
     names = ("initial", "potentials", "transitions", "kernels", "filters", "functional")
-    given = {field: np.asarray(getattr(problem, field)) for field in names}
+    arrays = {field: np.asarray(getattr(problem, field)) for field in names}
     with pytest.raises(ValueError, match=message):
-        FiniteProblem(**(given | {name: change(given[name])}))
+        FiniteProblem(**(arrays | {name: change(arrays[name])}))
 
 
 def test_finite_problem_refuses_bad_models_and_options(exact: dict[str, Any]):
@@ -647,16 +647,16 @@ def test_two_dimensional_grid_handles_inputs_and_missing_entries():
         return np.exp(-0.5 * np.sum((points - mean) ** 2, axis=1) / std**2)
 
     x, y = points[7], points[30]
-    for found, density in [
+    for table, density in [
         (normalise(problem.initial), bell(1.0, 1.0) * bell(np.asarray(ys[0]), 0.5)),
         (problem.transitions[1, 7], bell(0.5 * x + np.array([-2.0, 0.0]), 1.0)),
         (problem.kernels[1, 7], bell(0.2 * x + np.array([0.0, 1.0]), 0.4)),
         (problem.terminal, bell(0.0, 1.0)),
     ]:
-        np.testing.assert_allclose(found, normalise(density * quadrature), rtol=1e-10)
-    seen = np.exp(-2.0 * points[:, 1] ** 2)
-    found = problem.potentials[0, 7] / problem.transitions[0, 7]
-    np.testing.assert_allclose(found, seen / seen.max(), rtol=1e-10)
+        np.testing.assert_allclose(table, normalise(density * quadrature), rtol=1e-10)
+    likelihood = np.exp(-2.0 * points[:, 1] ** 2)
+    table = problem.potentials[0, 7] / problem.transitions[0, 7]
+    np.testing.assert_allclose(table, likelihood / likelihood.max(), rtol=1e-10)
 
     def log_normal(value: Any, mean: Any, std: float) -> float:
         scaled = (np.asarray(value) - np.asarray(mean)) / std
@@ -685,10 +685,10 @@ def test_two_dimensional_grid_handles_inputs_and_missing_entries():
 def test_from_grid_refuses_bad_arguments(
     smoothed: Any, change: dict[str, Any], error: type[Exception], message: str
 ):
-    given = {"chain": smoothed[1], "ys": smoothed[0], "grid": rd.Grid([-9.0], [9.0], 40)}
-    given |= {"functional": PAIRS, "data": WEIGHTS}
+    arrays = {"chain": smoothed[1], "ys": smoothed[0], "grid": rd.Grid([-9.0], [9.0], 40)}
+    arrays |= {"functional": PAIRS, "data": WEIGHTS}
     with pytest.raises(error, match=message):
-        FiniteProblem.from_grid(TANH, **(given | change))
+        FiniteProblem.from_grid(TANH, **(arrays | change))
 
 
 def test_from_grid_refuses_long_series_and_padding():

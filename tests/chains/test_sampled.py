@@ -96,12 +96,12 @@ def test_values_in_padding_are_ignored():
     @eqx.filter_value_and_grad
     def value(chain: rd.SampledChain) -> jax.Array:
         trace = chain.trace(noise)
-        drawn = jnp.sum(jnp.sin(trace.paths)) + jnp.sum(trace.means) + jnp.sum(trace.covariances)
-        return drawn + chain.log_prob(path)
+        total = jnp.sum(jnp.sin(trace.paths)) + jnp.sum(trace.means) + jnp.sum(trace.covariances)
+        return total + chain.log_prob(path)
 
     expected, there = value(clean)
-    found, gradient = value(with_nan_in_padding(clean, LENGTH))
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    value_with_nan, gradient = value(with_nan_in_padding(clean, LENGTH))
+    np.testing.assert_allclose(value_with_nan, expected, rtol=1e-12)
     for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(there), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-12)
 
@@ -158,24 +158,24 @@ def test_conditional_moments_have_the_marginals_of_the_closed_form(noise: str):
     With 320 paths, 20 groups of them if stratified: tails of Student's t with 19 degrees.
     """
     exact, key = rd.marginals(linear(1, LENGTH)), jax.random.key(2)
-    found = rd.marginals(sampled(linear(1, LENGTH)), estimator=SAMPLERS[noise], key=key)
-    off = np.abs(found.mean - exact.mean)
-    assert np.all(off <= 5 * found.mean_standard_error + 1e-12)
-    off = np.abs(found.covariance - exact.covariance)
-    assert np.all(off <= 5 * found.covariance_standard_error + 1e-12)
+    marginals = rd.marginals(sampled(linear(1, LENGTH)), estimator=SAMPLERS[noise], key=key)
+    off = np.abs(marginals.mean - exact.mean)
+    assert np.all(off <= 5 * marginals.mean_standard_error + 1e-12)
+    off = np.abs(marginals.covariance - exact.covariance)
+    assert np.all(off <= 5 * marginals.covariance_standard_error + 1e-12)
     # The law of the last state is known, and padding repeats it.
-    np.testing.assert_allclose(found.mean[LENGTH - 1 :], exact.mean[LENGTH - 1 :], rtol=1e-12)
-    np.testing.assert_allclose(found.mean_standard_error[LENGTH - 1 :], 0.0, atol=1e-12)
+    np.testing.assert_allclose(marginals.mean[LENGTH - 1 :], exact.mean[LENGTH - 1 :], rtol=1e-12)
+    np.testing.assert_allclose(marginals.mean_standard_error[LENGTH - 1 :], 0.0, atol=1e-12)
     if noise == "antithetic":
         # A mean under a linear kernel is linear in the noise: pairs remove all of its error.
-        np.testing.assert_allclose(found.mean, exact.mean, rtol=1e-10)
+        np.testing.assert_allclose(marginals.mean, exact.mean, rtol=1e-10)
 
 
 def test_conditional_moments_vary_less_than_states():
     options = {"estimator": rd.BackwardSampling(320), "key": jax.random.key(2)}
-    drawn = rd.marginals(linear(1), **options)
-    found = rd.marginals(sampled(linear(1)), **options)
-    assert np.all(found.mean_standard_error < drawn.mean_standard_error)
+    by_states = rd.marginals(linear(1), **options)
+    by_moments = rd.marginals(sampled(linear(1)), **options)
+    assert np.all(by_moments.mean_standard_error < by_states.mean_standard_error)
 
 
 @pytest.mark.slow
@@ -521,9 +521,9 @@ def test_quantiles_of_float32_levels_near_one_are_finite(x32):
     """(15 + u) / 16 is rounded to one for one u in two million: a path would be infinite."""
     levels = (jnp.array([15.0, 0.0]) + jnp.array([1 - 2**-23, 0.0])) / 16
     np.testing.assert_array_equal(levels, [1.0, 0.0])
-    found = _quantiles(levels)
-    assert found.dtype == jnp.float32 and np.all(np.isfinite(found))
-    np.testing.assert_allclose(found[0], -found[1], rtol=1e-3)
+    quantiles = _quantiles(levels)
+    assert quantiles.dtype == jnp.float32 and np.all(np.isfinite(quantiles))
+    np.testing.assert_allclose(quantiles[0], -quantiles[1], rtol=1e-3)
 
 
 @pytest.mark.statistical
@@ -541,16 +541,16 @@ def test_gradients_without_the_score_have_the_same_mean():
         return rd.elbo(model, moved.infer(ys), ys, estimator=estimator, key=key)
 
     keys = jax.random.split(jax.random.key(8), 4000)
-    found = []
+    gradients = []
     every: list[Any] = [{}, {"stop_score": True}, {"stop_score": True, "by_component": True}]
     for options in every:
         estimator = rd.BackwardSampling(1, **options)
         slope = jax.jit(
             jax.vmap(jax.grad(functools.partial(bound, estimator=estimator)), (None, 0))
         )
-        found.append(np.asarray(slope(parameters, keys)))
-    means = [g.mean(0) for g in found]
-    errors = [g.std(0) / np.sqrt(4000) for g in found]
+        gradients.append(np.asarray(slope(parameters, keys)))
+    means = [g.mean(0) for g in gradients]
+    errors = [g.std(0) / np.sqrt(4000) for g in gradients]
     for mean, error in zip(means[1:], errors[1:], strict=True):
         assert np.all(np.abs(mean - means[0]) <= 4.5 * np.hypot(error, errors[0]))
 
@@ -563,9 +563,9 @@ def test_tolerance_is_reached_or_raises():
     options: dict[str, Any] = {"estimator": rd.BackwardSampling(64), "key": key}
     once = rd.marginals(chain, **options)
     tolerance = 0.5 * float(jnp.max(once.mean_standard_error))
-    found = rd.marginals(chain, tolerance=tolerance, **options)
-    assert float(jnp.max(found.mean_standard_error)) <= tolerance
-    assert np.all(np.abs(found.mean - rd.marginals(linear(1)).mean) < 6 * tolerance)
+    marginals = rd.marginals(chain, tolerance=tolerance, **options)
+    assert float(jnp.max(marginals.mean_standard_error)) <= tolerance
+    assert np.all(np.abs(marginals.mean - rd.marginals(linear(1)).mean) < 6 * tolerance)
     value, error = rd.expectation(
         chain, rd.StateSum(), tolerance=0.05, with_standard_error=True, **options
     )
@@ -611,20 +611,22 @@ def test_unavailable_standard_error_fails_any_tolerance():
 
 
 def test_exact_results_meet_any_tolerance():
-    found = rd.expectation(linear(1), rd.StateSum(), tolerance=1e-9)
-    np.testing.assert_allclose(found, jnp.sum(rd.marginals(linear(1), tolerance=1e-9).mean))
+    value = rd.expectation(linear(1), rd.StateSum(), tolerance=1e-9)
+    np.testing.assert_allclose(value, jnp.sum(rd.marginals(linear(1), tolerance=1e-9).mean))
     with pytest.raises(ValueError, match="draws two replicates or more"):
         rd.expectation(linear(1), rd.StateSum(), estimator=rd.Quadrature(2), tolerance=1.0)
 
 
 def test_one_group_of_paths_has_means_and_nan_errors():
-    found = rd.marginals(
+    marginals = rd.marginals(
         sampled(linear(1)),
         estimator=rd.BackwardSampling(16, noise="stratified"),
         key=jax.random.key(0),
     )
-    assert np.all(np.isfinite(found.mean))
-    assert np.all(np.isnan(found.mean_standard_error)) and np.all(np.isnan(found.covariance))
+    assert np.all(np.isfinite(marginals.mean))
+    assert np.all(np.isnan(marginals.mean_standard_error)) and np.all(
+        np.isnan(marginals.covariance)
+    )
 
 
 @pytest.mark.usefixtures("untyped")

@@ -396,19 +396,19 @@ def test_save_and_load_accept_any_path(tmp_path: Path):
 
 def test_valid_file_exists_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A process may be killed between any two operations on files."""
-    path, replace, seen = tmp_path / "a.rd", os.replace, []
+    path, replace, moments = tmp_path / "a.rd", os.replace, []
     write_checkpoint(path, 0)
     assert read_checkpoint(path) == (0, None, False)
 
     def watched(*args: Any) -> None:
-        seen.append(read_checkpoint(path).tree)
+        moments.append(read_checkpoint(path).tree)
         replace(*args)
-        seen.append(read_checkpoint(path).tree)
+        moments.append(read_checkpoint(path).tree)
 
     monkeypatch.setattr(os, "replace", watched)
     write_checkpoint(path, 1, {"step": 1})
     write_checkpoint(path, 2, {"step": 2})
-    assert seen == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert moments == [0, 0, 0, 1, 1, 1, 1, 2]
     assert read_checkpoint(path) == (2, {"step": 2}, False)
     assert sorted(os.listdir(tmp_path)) == ["a.rd", "a.rd.previous"]
 
@@ -473,8 +473,8 @@ def rewrite(path: Path, edit: Callable[[dict[str, Any], dict[str, bytes]], None]
     manifest = json.loads(members.pop("manifest.json"))
     edit(manifest, members)
     if hashes.get("content"):
-        kept = {key: manifest[key] for key in ("tree", "arrays", "metadata")}
-        text = json.dumps(kept, sort_keys=True).encode()
+        content = {key: manifest[key] for key in ("tree", "arrays", "metadata")}
+        text = json.dumps(content, sort_keys=True).encode()
         manifest["content_sha256"] = hashlib.sha256(text).hexdigest()
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", hashes.get("compress", False) * zipfile.ZIP_DEFLATED) as out:
@@ -711,8 +711,8 @@ def test_allowed_names_give_no_access_to_code_or_files():
         if name in allowed.FUNCTION_NAMES and not isinstance(value, jnp.ufunc):
             assert not HIGHER_ORDER & set(inspect.signature(value).parameters), name
     # jnp.load stands beside jnp.where, and is not on the list.
-    found = {module: calls_in(module) & SINKS for module in modules}
-    assert {module: calls for module, calls in found.items() if calls} == {
+    forbidden = {module: calls_in(module) & SINKS for module in modules}
+    assert {module: calls for module, calls in forbidden.items() if calls} == {
         "jax._src.numpy.lax_numpy": {"load"}
     }
 

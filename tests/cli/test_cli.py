@@ -36,7 +36,7 @@ def retrodict(
 ) -> Callable[..., Outcome]:
     """Runs the program in this process, with a demo that has been seen before."""
 
-    def seen(out: Path, *, seed: int, progress: demo.Progress) -> demo.Demo:
+    def fake_demo(out: Path, *, seed: int, progress: demo.Progress) -> demo.Demo:
         _files.ensure_folder(out)
         progress.begin("a stage")
         progress.step(1, 2)
@@ -48,7 +48,7 @@ def retrodict(
         }
         return demo.Demo(seed, 1.0, scores)
 
-    monkeypatch.setattr(demo, "run", seen)
+    monkeypatch.setattr(demo, "run", fake_demo)
 
     def run(*arguments: str) -> Outcome:
         with pytest.raises(SystemExit) as exit_:
@@ -98,8 +98,8 @@ def test_help_and_info_do_not_import_jax(tmp_path: Path):
         "sys.exit(code if 'jax' not in sys.modules and 'numpy' not in sys.modules else 9)"
     )
     for arguments, expected in ((["--help"], 0), (["fit", "--help"], 0), (["info", "none"], 2)):
-        found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True)
-        assert found.returncode == expected
+        process = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True)
+        assert process.returncode == expected
 
 
 def test_exported_names_are_imported_on_first_use():
@@ -118,12 +118,12 @@ def test_version_option_prints_the_installed_version(retrodict: Callable[..., Ou
 
 
 def test_the_demo_prints_a_table(retrodict: Callable[..., Outcome], tmp_path: Path):
-    code, printed, told = retrodict("demo", "--out", str(tmp_path / "made"))
+    code, printed, log = retrodict("demo", "--out", str(tmp_path / "made"))
     assert code == 0
     assert "gated" in printed and "0.012" in printed and "90%" in printed
     assert "–" in printed and "nan" not in printed
     assert str(tmp_path / "made" / "report.html") in printed.replace("\n", "")
-    assert "a stage" in told
+    assert "a stage" in log
 
 
 def test_json_option_prints_only_json(retrodict: Callable[..., Outcome], tmp_path: Path):
@@ -142,9 +142,9 @@ def reproduced(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     def answer(names, out: Path, *, quick: bool, seed: int, progress) -> reproduction.Reproduced:
         asked.append((tuple(names), out, quick, seed))
         for name in names:
-            told = progress(name, 1)
-            told.begin("all of it")
-            told.end("all of it", kept=False)
+            stage = progress(name, 1)
+            stage.begin("all of it")
+            stage.end("all of it", kept=False)
         chapters = tuple(Chapter(n, f"Title of {n}", "Found.", [], {"x": 1.5}, {}) for n in names)
         return reproduction.Reproduced(out / "report.html", chapters, dict.fromkeys(names, 1.0))
 
@@ -155,9 +155,9 @@ def reproduced(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 def test_reproduce_runs_the_named_experiments(
     retrodict: Callable[..., Outcome], reproduced: list[tuple], tmp_path: Path
 ):
-    code, printed, told = retrodict("reproduce", "bounds", "--quick", "--out", str(tmp_path))
+    code, printed, log = retrodict("reproduce", "bounds", "--quick", "--out", str(tmp_path))
     assert code == 0 and "Title of bounds" in printed and "report.html" in printed
-    assert "bounds 1/1  all of it" in told
+    assert "bounds 1/1  all of it" in log
     assert retrodict("reproduce", "--seed", "4", "--out", str(tmp_path)).code == 0
     every = tuple(reproduction.EXPERIMENTS)
     assert every == ("linear", "multivariate", "nonlinear", "bounds")

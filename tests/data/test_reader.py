@@ -69,11 +69,11 @@ def frame_of(times: Any, columns: int = 2, seed: int = 0) -> pd.DataFrame:
 @pytest.mark.parametrize("grid", GRIDS)
 @given(data=st.data())
 def test_removed_rows_become_masked_rows(grid: str, data: st.DataObject):
-    whole = frame_of(GRIDS[grid])
+    frame = frame_of(GRIDS[grid])
     # The ends stay, and enough neighbours for the step to be the most common difference.
     removed = data.draw(st.sets(st.integers(7, 10), max_size=3))
-    table = rd.data.read(whole.drop(index=list(removed)))
-    expected = whole[["y0", "y1"]].to_numpy().copy()
+    table = rd.data.read(frame.drop(index=list(removed)))
+    expected = frame[["y0", "y1"]].to_numpy().copy()
     expected[list(removed)] = np.nan
     np.testing.assert_array_equal(table.ys[0], expected)
     np.testing.assert_array_equal(table.mask[0], ~np.isnan(expected))
@@ -84,17 +84,17 @@ def test_removed_rows_become_masked_rows(grid: str, data: st.DataObject):
         np.testing.assert_array_equal(table.times[0], GRIDS[grid].to_numpy())
     # The same rows are read again by the layout, which a file can hold.
     layout = json.loads(json.dumps(table.layout))
-    assert_same(table, rd.data.read(whole.drop(index=list(removed)), **layout))
+    assert_same(table, rd.data.read(frame.drop(index=list(removed)), **layout))
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_next_times_continue_the_grid(grid: str):
     times = GRIDS[grid]
-    (found,) = rd.data.read(frame_of(times[:9])).future_times(3)
-    if found.dtype.kind == "f":
-        np.testing.assert_allclose(found, times[9:], rtol=1e-12)
+    (future,) = rd.data.read(frame_of(times[:9])).future_times(3)
+    if future.dtype.kind == "f":
+        np.testing.assert_allclose(future, times[9:], rtol=1e-12)
     else:
-        np.testing.assert_array_equal(found, times[9:].to_numpy())
+        np.testing.assert_array_equal(future, times[9:].to_numpy())
 
 
 @given(seed=st.integers(0, 1000), irregular=st.booleans())
@@ -242,10 +242,10 @@ def test_storms_have_individual_time_steps():
     assert table.series is not None and "Katrina-2005" in table.series
     one = frame[(frame["name"] == "Katrina") & (frame["year"] == 2005)]
     place = table.series.index("Katrina-2005")
-    found = table.one(place)
-    np.testing.assert_array_equal(found["ys"][:, 0], one["wind"])
+    storm = table.one(place)
+    np.testing.assert_array_equal(storm["ys"][:, 0], one["wind"])
     hours = one["stamp"].diff().dt.total_seconds().to_numpy()[1:] / 3600
-    np.testing.assert_allclose(found["inputs"][1:, 0], hours / 6)
+    np.testing.assert_allclose(storm["inputs"][1:, 0], hours / 6)
     # A new storm is read in the same way, though its own median step is another.
     new = one.iloc[:4].assign(stamp=one["stamp"].iloc[0] + pd.to_timedelta([0, 3, 6, 9], unit="h"))
     again = rd.data.read(new, **table.layout)
@@ -256,7 +256,7 @@ def test_storms_have_individual_time_steps():
 
 
 @pytest.mark.parametrize(
-    "given, name, first",
+    "source, name, first",
     [
         (pd.Series([1.0, 2.0], index=[5, 6]), "index", 5),
         (pd.Series([1.0, 2.0]), None, 0),
@@ -272,8 +272,8 @@ def test_storms_have_individual_time_steps():
         ([1.0, 2.0], None, 0),
     ],
 )
-def test_time_column_is_detected(given: Any, name: str | None, first: int | None):
-    table = rd.data.read(given)
+def test_time_column_is_detected(source: Any, name: str | None, first: int | None):
+    table = rd.data.read(source)
     assert table.time_name == name
     if first is not None:
         assert table.times[0][0] == first
@@ -391,28 +391,28 @@ def smoothed() -> tuple[Table, rd.Smoothed]:
 
 
 def test_dataset_of_moments_has_named_dimensions(smoothed: tuple[Table, rd.Smoothed]):
-    table, found = smoothed
-    dataset = rd.data.to_xarray(table, found, state_names=["level"])
+    table, posterior = smoothed
+    dataset = rd.data.to_xarray(table, posterior, state_names=["level"])
     assert dataset["mean"].dims == ("series", "time", "state")
     assert dataset["covariance"].dims == ("series", "time", "state", "state_other")
-    np.testing.assert_array_equal(dataset["mean"].sel(series="a"), found.mean[0])
-    np.testing.assert_array_equal(dataset["mean"].sel(series="b")[:3], found.mean[1, :3])
+    np.testing.assert_array_equal(dataset["mean"].sel(series="a"), posterior.mean[0])
+    np.testing.assert_array_equal(dataset["mean"].sel(series="b")[:3], posterior.mean[1, :3])
     assert dataset["mean"].sel(series="b")[3:].isnull().all()
     np.testing.assert_allclose(dataset["std"] ** 2, dataset["covariance"][..., 0])
     assert dataset["time_stamp"].sel(series="b").values[:3].tolist() == [2000, 2001, 2002]
     assert np.isnan(dataset["time_stamp"].sel(series="b").values[3:]).all()
     assert dataset.attrs["method"] == "exact" and dataset.attrs["library"] == "retrodict"
     # Each series of the batch is what smoothing it alone gives.
-    alone = rd.smooth(found.model, **table.one(1))
+    alone = rd.smooth(posterior.model, **table.one(1))
     np.testing.assert_allclose(dataset["mean"].sel(series="b")[:3], alone.mean, rtol=1e-10)
 
 
 def test_frame_has_one_row_per_time(smoothed: tuple[Table, rd.Smoothed]):
-    table, found = smoothed
-    frame = rd.data.to_frame(table, found, level=0.5)
+    table, posterior = smoothed
+    frame = rd.data.to_frame(table, posterior, level=0.5)
     assert frame["site"].tolist() == ["a"] * 5 + ["b"] * 3
     assert frame["year"].tolist() == [*range(1990, 1995), *range(2000, 2003)]
-    expected = np.concatenate([found.mean[0, :, 0], found.mean[1, :3, 0]])
+    expected = np.concatenate([posterior.mean[0, :, 0], posterior.mean[1, :3, 0]])
     np.testing.assert_array_equal(frame["x0_mean"], expected)
     # The quartiles of a Gaussian law are 0.6745 standard deviations from the mean.
     np.testing.assert_allclose(
@@ -452,13 +452,13 @@ def test_single_series_has_times_as_coordinate(key: jax.Array):
 
 
 def test_like_returns_the_type_of_the_input(smoothed: tuple[Table, rd.Smoothed]):
-    table, found = smoothed
-    assert isinstance(rd.data.like(table, found), pd.DataFrame)
+    table, posterior = smoothed
+    assert isinstance(rd.data.like(table, posterior), pd.DataFrame)
     arrays = rd.data.read(np.asarray(table.ys))
-    back = rd.data.like(arrays, found)
-    np.testing.assert_array_equal(back["mean"], found.mean)
+    back = rd.data.like(arrays, posterior)
+    np.testing.assert_array_equal(back["mean"], posterior.mean)
     dataset = rd.data.read(rd.data.to_xarray(arrays)["observed"], series="series")
-    assert isinstance(rd.data.like(dataset, found), xr.Dataset)
+    assert isinstance(rd.data.like(dataset, posterior), xr.Dataset)
 
 
 @pytest.mark.parametrize(
@@ -491,9 +491,13 @@ def test_non_results_are_refused(smoothed: tuple[Table, rd.Smoothed]):
 def test_result_files_are_written_atomically(
     smoothed: tuple[Table, rd.Smoothed], suffix: str, tmp_path: Path
 ):
-    table, found = smoothed
+    table, posterior = smoothed
     path = tmp_path / f"result{suffix}"
-    result = rd.data.to_xarray(table, found) if suffix == ".nc" else rd.data.to_frame(table, found)
+    result = (
+        rd.data.to_xarray(table, posterior)
+        if suffix == ".nc"
+        else rd.data.to_frame(table, posterior)
+    )
     assert rd.data.write(result, path) == path
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     if suffix == ".nc":
@@ -577,9 +581,9 @@ def test_arviz_next_major_returns_a_datatree(key: jax.Array, monkeypatch: pytest
     )
     assert type(tree) is xr.DataTree
     assert set(tree.children) == {"posterior", "posterior_predictive", "observed_data"}
-    found: Any = tree["posterior"]["states"]
-    assert found.dims == ("chain", "draw", "series", "time", "state")
-    np.testing.assert_array_equal(found[1, 3, 0], made["states"][23])
+    states: Any = tree["posterior"]["states"]
+    assert states.dims == ("chain", "draw", "series", "time", "state")
+    np.testing.assert_array_equal(states[1, 3, 0], made["states"][23])
     assert tree["posterior_predictive"]["y0"].sizes["draw"] == 20
     with pytest.raises(ValueError, match="40 draws"):
         rd.data.to_arviz(rd.data.read(np.ones((6, 1))), states=made["states"], num_chains=3)
@@ -623,7 +627,7 @@ def test_coming_times_are_parsed_like_the_table():
     table = rd.data.read(frame, series="who", freq="irregular", step_input=True, step_unit="D")
     later = pd.DataFrame({"day": ["2020-01-13", "2020-01-07"], "who": ["b", "a"]})
     coming = rd.data.read_times(later, table)
-    assert [str(own[0])[:10] for own in coming] == ["2020-01-07", "2020-01-13"]
+    assert [str(times[0])[:10] for times in coming] == ["2020-01-07", "2020-01-13"]
     np.testing.assert_allclose(table.steps_to(coming), [[2.0], [2.0]])
     shown = rd.data.to_frame(
         table, mean=np.zeros((2, 1, 1)), future=True, times=coming, state_names=["level"]
@@ -677,22 +681,24 @@ def test_intervals_of_draws_with_two_modes_are_quantiles():
 @pytest.mark.slow
 def test_intervals_of_a_sampled_posterior_are_quantiles():
     """Of states at ±3, against a grid; a false alarm has a probability of 2e-9 per row."""
-    found, exact = bimodal_posterior.smoothed(), bimodal_posterior.posterior()
+    posterior, exact = bimodal_posterior.smoothed(), bimodal_posterior.posterior()
     table = rd.data.read({"y": bimodal_posterior.observations()[:, 0]})
-    frame = rd.data.to_frame(table, found, state_names=["x"], level=0.9)
-    dataset = rd.data.to_xarray(table, found, state_names=["x"], level=0.9)
+    frame = rd.data.to_frame(table, posterior, state_names=["x"], level=0.9)
+    dataset = rd.data.to_xarray(table, posterior, state_names=["x"], level=0.9)
     for level, end in ((0.05, "lower"), (0.95, "upper")):
         expected = np.asarray(exact.quantile(level))[:, 0]
         near = bimodal_posterior.tolerance(exact, level, 1000)
         assert np.all(np.abs(frame[f"x_{end}"] - expected) < near)
         np.testing.assert_array_equal(dataset[end].values[:, 0], frame[f"x_{end}"])
-    assert "lower" not in rd.data.to_xarray(table, found)
+    assert "lower" not in rd.data.to_xarray(table, posterior)
     # The posterior on the grid knows its quantiles itself, alone and in a batch.
-    own = rd.data.to_frame(table, exact, state_names=["x"])
-    np.testing.assert_allclose(own["x_lower"], np.asarray(exact.quantile(0.05))[:, 0])
+    exact_frame = rd.data.to_frame(table, exact, state_names=["x"])
+    np.testing.assert_allclose(exact_frame["x_lower"], np.asarray(exact.quantile(0.05))[:, 0])
     twice = rd.data.read(np.stack([bimodal_posterior.observations()] * 2))
     batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), exact)
-    np.testing.assert_allclose(rd.data.to_frame(twice, batch)["x0_lower"][:12], own["x_lower"])
+    np.testing.assert_allclose(
+        rd.data.to_frame(twice, batch)["x0_lower"][:12], exact_frame["x_lower"]
+    )
 
 
 @pytest.mark.slow
@@ -728,12 +734,12 @@ def test_gaussian_states_of_a_forecast_have_exact_quantiles():
 
 def test_some_states_can_be_left_out():
     table = rd.data.read({"y": [1.0, 2.0, 3.0]})
-    given: dict[str, Any] = {"mean": np.zeros((3, 2)), "covariance": np.stack([np.eye(2)] * 3)}
+    arguments: dict[str, Any] = {"mean": np.zeros((3, 2)), "covariance": np.stack([np.eye(2)] * 3)}
     options: dict[str, Any] = {"state_names": ["a", "b"], "shown_states": ["b"]}
-    assert list(rd.data.to_frame(table, **given, **options)) == [
+    assert list(rd.data.to_frame(table, **arguments, **options)) == [
         "time", "b_mean", "b_std", "b_lower", "b_upper",
     ]  # fmt: skip
-    dataset = rd.data.to_xarray(table, **given, **options)
+    dataset = rd.data.to_xarray(table, **arguments, **options)
     assert dataset["covariance"].shape == (3, 1, 1) and dataset["mean"].shape == (3, 1)
 
 

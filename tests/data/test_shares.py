@@ -44,21 +44,21 @@ class Job:
 
     def run(self, task: Callable[[], Any]) -> list[Any]:
         """What each process finds, or the error with which it ends."""
-        found: list[Any] = [None] * self.count
+        results: list[Any] = [None] * self.count
 
         def one(index: int) -> None:
             self.local.index = index
             try:
-                found[index] = task()
+                results[index] = task()
             except Exception as error:
-                found[index] = error
+                results[index] = error
 
         threads = [threading.Thread(target=one, args=(i,)) for i in range(self.count)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(SECONDS)
-        return found
+        return results
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def frame(identifiers: Any = range(1, 8), *, seed: int = 0) -> pd.DataFrame:
         values = rng.normal(size=(rows, 2))
         values[rng.random((rows, 2)) < 0.1] = np.nan
         part = pd.DataFrame({"id": identifier, "day": days, "y": values[:, 0], "z": values[:, 1]})
-        kept = np.r_[0, 1 + np.flatnonzero(rng.random(rows - 2) < 0.9), rows - 1]
-        parts.append(part.iloc[kept])
+        row_indices = np.r_[0, 1 + np.flatnonzero(rng.random(rows - 2) < 0.9), rows - 1]
+        parts.append(part.iloc[row_indices])
     return pd.concat(parts, ignore_index=True)
 
 
@@ -132,26 +132,26 @@ def test_shares_concatenate_to_the_table(
     job: Callable[[int], Job], tmp_path: Path, write: Any, name: str, count: int
 ) -> None:
     path = write(TABLES[name], tmp_path)
-    whole = rd.data.read(path, series="id")
-    found = job(count).run(lambda: rd.data.read_shared(path, series="id"))
-    for each in found:
+    table = rd.data.read(path, series="id")
+    shared = job(count).run(lambda: rd.data.read_shared(path, series="id"))
+    for each in shared:
         assert isinstance(each, rd.data.SharedTable), each
-        assert each.described() == whole.described()
-        assert each.summary == whole.summary
-        assert each.layout == whole.layout
-        leading = whole.leading_series()
+        assert each.described() == table.described()
+        assert each.summary == table.summary
+        assert each.layout == table.layout
+        leading = table.leading_series()
         assert each.leading.series == leading.series
         for what, expected in leading.batch().items():
             np.testing.assert_array_equal(each.leading.batch()[what], expected)
-    owns = [each.own for each in found if each.own is not None]
-    assert sum((own.series for own in owns), ()) == whole.series
-    padded = [own.padded(whole.summary.longest) for own in owns]
+    owns = [each.own for each in shared if each.own is not None]
+    assert sum((share.series for share in owns), ()) == table.series
+    padded = [share.padded(table.summary.longest) for share in owns]
     for what in ("ys", "mask", "length"):
-        together = np.concatenate([getattr(own, what) for own in padded])
-        np.testing.assert_array_equal(together, getattr(whole, what))
-    times = [times for own in owns for times in own.times]
-    for own, expected in zip(times, whole.times, strict=True):
-        np.testing.assert_array_equal(own, expected)
+        together = np.concatenate([getattr(share, what) for share in padded])
+        np.testing.assert_array_equal(together, getattr(table, what))
+    times = [times for share in owns for times in share.times]
+    for share, expected in zip(times, table.times, strict=True):
+        np.testing.assert_array_equal(share, expected)
 
 
 def test_shares_support_several_series_columns_and_step_inputs(
@@ -161,11 +161,11 @@ def test_shares_support_several_series_columns_and_step_inputs(
     layout = {"series": ["half", "id"], "columns": ["z"], "freq": "D", "step_input": True}
     for write in (as_csv, as_parquet):
         path = write(table, tmp_path)
-        whole = rd.data.read(path, **layout)
-        found = job(2).run(lambda path=path: rd.data.read_shared(path, **layout))
-        assert [each.summary for each in found] == [whole.summary] * 2
-        assert sum((each.own.series for each in found), ()) == whole.series
-        assert found[1].own.input_names == ("step",)
+        full_table = rd.data.read(path, **layout)
+        shared = job(2).run(lambda path=path: rd.data.read_shared(path, **layout))
+        assert [each.summary for each in shared] == [full_table.summary] * 2
+        assert sum((each.own.series for each in shared), ()) == full_table.series
+        assert shared[1].own.input_names == ("step",)
 
 
 def test_each_process_reads_only_its_row_groups(
@@ -183,11 +183,11 @@ def test_each_process_reads_only_its_row_groups(
         return original(self, groups, columns)
 
     monkeypatch.setattr(_chunked.ParquetRows, "_table", recorded)
-    found = now.run(lambda: rd.data.read_shared(path, series="id"))
+    shared = now.run(lambda: rd.data.read_shared(path, series="id"))
     rows = len(frame())
     assert read[0] | read[1] == set(range(rows))
     assert len(read[0] & read[1]) <= 7  # one row group has the last of one and the first of others
-    assert all(isinstance(each, rd.data.SharedTable) for each in found)
+    assert all(isinstance(each, rd.data.SharedTable) for each in shared)
 
 
 def test_row_counter_column_is_ignored_in_shares(job: Callable[[int], Job], tmp_path: Path) -> None:
@@ -215,10 +215,10 @@ def test_other_counters_are_observed_in_shares(
     table = frame().assign(row=count)
     for write in (as_csv, as_parquet):
         path = write(table, tmp_path)
-        whole = rd.data.read(path, series="id")
-        assert whole.names == ("y", "z", "row")
+        full_table = rd.data.read(path, series="id")
+        assert full_table.names == ("y", "z", "row")
         for each in job(2).run(lambda path=path: rd.data.read_shared(path, series="id")):
-            assert each.names == whole.names
+            assert each.names == full_table.names
 
 
 def test_multiline_cells_are_not_counted_as_rows(job: Callable[[int], Job], tmp_path: Path) -> None:
@@ -237,18 +237,18 @@ def test_parquet_range_index_is_read_in_shares(
     table = frame().drop(columns="day")
     table.index = pd.RangeIndex(start, start + len(table), name=name)
     path = as_parquet(table, tmp_path)
-    whole = rd.data.read(path, series="id", freq="irregular")
+    full_table = rd.data.read(path, series="id", freq="irregular")
     for each in job(2).run(lambda: rd.data.read_shared(path, series="id", freq="irregular")):
-        assert each.layout == whole.layout
-        assert each.summary == whole.summary
+        assert each.layout == full_table.layout
+        assert each.summary == full_table.summary
 
 
 def test_unnamed_index_identifies_series(job: Callable[[int], Job], tmp_path: Path) -> None:
     table = frame().set_index("id").rename_axis(None)
     path = as_parquet(table, tmp_path)
-    whole = rd.data.read(path, series="index")
+    full_table = rd.data.read(path, series="index")
     for each in job(2).run(lambda: rd.data.read_shared(path, series="index")):
-        assert each.summary == whole.summary
+        assert each.summary == full_table.summary
 
 
 def test_unsigned_64_bit_identifiers_are_read_in_shares(
@@ -256,10 +256,10 @@ def test_unsigned_64_bit_identifiers_are_read_in_shares(
 ) -> None:
     names = np.array([2**64 - 1, 3, 2**63 + 5, 1, 2**63, 9, 2], np.uint64)
     path = as_parquet(frame(names), tmp_path)
-    whole = rd.data.read(path, series="id")
-    assert whole.series == tuple(sorted(int(name) for name in names))
-    found = job(2).run(lambda: rd.data.read_shared(path, series="id"))
-    assert sum((each.own.series for each in found), ()) == whole.series
+    full_table = rd.data.read(path, series="id")
+    assert full_table.series == tuple(sorted(int(name) for name in names))
+    shared = job(2).run(lambda: rd.data.read_shared(path, series="id"))
+    assert sum((each.own.series for each in shared), ()) == full_table.series
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,11 @@ def test_mixed_kinds_of_times_are_refused(
     job: Callable[[int], Job], tmp_path: Path, other: Any, words: str
 ) -> None:
     table = frame()
-    own = table["id"] > 4  # those of the second of two processes
-    days = [other(d.date()) if o else str(d.date()) for d, o in zip(table["day"], own, strict=True)]
+    in_second_share = table["id"] > 4  # those of the second of two processes
+    days = [
+        other(d.date()) if o else str(d.date())
+        for d, o in zip(table["day"], in_second_share, strict=True)
+    ]
     path = as_csv(table.assign(day=days), tmp_path)
     options: dict[str, Any] = {"series": "id", "time": "day", "freq": "irregular"}
     with pytest.raises(rd.data.DataError):
@@ -288,21 +291,21 @@ def test_non_dimension_coordinate_can_be_the_series(
 ) -> None:
     dataset = frame().set_index(["id", "day"]).to_xarray().set_coords("z")
     dataset.to_netcdf(tmp_path / "table.nc", engine="h5netcdf")
-    whole = rd.data.read(tmp_path / "table.nc", series="id", columns="z")
+    full_table = rd.data.read(tmp_path / "table.nc", series="id", columns="z")
     read = job(2).run(lambda: rd.data.read_shared(tmp_path / "table.nc", series="id", columns="z"))
     for each in read:
         assert isinstance(each, rd.data.SharedTable), each
-        assert each.summary == whole.summary
+        assert each.summary == full_table.summary
 
 
 def test_gap_length_is_judged_over_all_series(job: Callable[[int], Job], tmp_path: Path) -> None:
     table = frame()
     table.loc[len(table) - 1, "day"] += pd.Timedelta(days=300)
     path = as_csv(table, tmp_path)
-    whole = rd.data.read(path, series="id", freq="D")
+    full_table = rd.data.read(path, series="id", freq="D")
     for each in job(2).run(lambda: rd.data.read_shared(path, series="id", freq="D")):
         assert isinstance(each, rd.data.SharedTable), each
-        assert each.summary == whole.summary
+        assert each.summary == full_table.summary
 
 
 def test_leading_series_are_read_until_all_columns_have_values(
@@ -311,10 +314,10 @@ def test_leading_series_are_read_until_all_columns_have_values(
     table = frame()
     table.loc[table["id"] <= 3, "z"] = np.nan
     path = as_parquet(table, tmp_path)
-    whole = rd.data.read(path, series="id").leading_series()
-    assert 4 <= whole.num_series < 7
+    leading = rd.data.read(path, series="id").leading_series()
+    assert 4 <= leading.num_series < 7
     for each in job(2).run(lambda: rd.data.read_shared(path, series="id")):
-        assert each.leading_series().series == whole.series
+        assert each.leading_series().series == leading.series
 
 
 def test_error_explains_that_leading_series_set_the_layout(
@@ -340,11 +343,11 @@ def test_small_tables_and_single_series_are_read_by_each_process(
     alone = small.query("id == 1").drop(columns="id")
     for table, series in ((small, "id"), (alone, None)):
         path = as_csv(table, tmp_path)
-        whole = rd.data.read(path, series=series)
-        found = job(2).run(lambda path=path, id=series: rd.data.read_shared(path, series=id))
-        for each in found:
+        full_table = rd.data.read(path, series=series)
+        shared = job(2).run(lambda path=path, id=series: rd.data.read_shared(path, series=id))
+        for each in shared:
             assert isinstance(each, rd.data.Table)
-            assert each.summary == whole.summary
+            assert each.summary == full_table.summary
 
 
 def test_irregular_step_unit_is_set_by_all_series(
@@ -408,10 +411,10 @@ def test_small_fractions_are_not_dates(job: Callable[[int], Job], tmp_path: Path
     table["day"] = steps * (1 + table.groupby("id").cumcount())
     path = as_csv(table, tmp_path)
     options: dict[str, Any] = {"series": "id", "time": "day", "freq": "irregular"}
-    whole = rd.data.read(path, **options)
+    full_table = rd.data.read(path, **options)
     for each in job(2).run(lambda: rd.data.read_shared(path, **options)):
         assert isinstance(each, rd.data.SharedTable), each
-        assert each.summary == whole.summary
+        assert each.summary == full_table.summary
 
 
 def test_missing_or_differing_files_are_refused(job: Callable[[int], Job], tmp_path: Path) -> None:
@@ -491,5 +494,5 @@ def test_error_in_a_shared_store_ends_all_processes(
 
 def test_single_process_reads_the_full_table(tmp_path: Path) -> None:
     path = as_csv(frame(), tmp_path)
-    found = rd.data.read_shared(path, series="id")
-    assert isinstance(found, rd.data.Table) and found.num_series == 7
+    table = rd.data.read_shared(path, series="id")
+    assert isinstance(table, rd.data.Table) and table.num_series == 7

@@ -64,13 +64,13 @@ def test_uneven_batch_is_inferred_on_all_devices(few: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_eight_devices_equal_one_for_other_verbs_and_options() -> None:
-    found = on_eight_devices("all")
+    differences = on_eight_devices("all")
     for name in ("starts", "shared", "lengths", "windows", "stored"):
-        assert max(found[name].values()) < ROUNDING, name
+        assert max(differences[name].values()) < ROUNDING, name
     for name in ("evidence by steps", "ffbsi"):
-        assert found[name] < ROUNDING, name
+        assert differences[name] < ROUNDING, name
     # L-BFGS stops where the evidence is flat to rounding, and its argument only to the root of it.
-    assert found["evidence"] < 1e-7
+    assert differences["evidence"] < 1e-7
 
 
 def free_port() -> int:
@@ -119,8 +119,8 @@ def all_of(
 
 
 def arrays(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path) as found:
-        return dict(found)
+    with np.load(path) as file:
+        return dict(file)
 
 
 def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
@@ -167,7 +167,7 @@ def test_unequal_shares_resume_with_any_number_of_processes(tmp_path: Path) -> N
     (tmp_path / "whole").mkdir()
     out, done = together(tmp_path / "whole", 1, "uneven")
     assert_all_finished(done)
-    whole = arrays(out)
+    uninterrupted = arrays(out)
     for count in (2, 4):
         folder = tmp_path / str(count)
         folder.mkdir()
@@ -175,7 +175,7 @@ def test_unequal_shares_resume_with_any_number_of_processes(tmp_path: Path) -> N
         out, done = together(folder, 6 - count, "uneven", "shared")
         assert_all_finished(done)
         assert [steps(process)[0] for process in done] == [30] * (6 - count)
-        assert_same(arrays(out), whole)
+        assert_same(arrays(out), uninterrupted)
 
 
 @pytest.mark.slow
@@ -250,8 +250,8 @@ def test_command_line_runs_in_a_slurm_job(tmp_path: Path) -> None:
             "SLURM_LOCALID": str(task),
         }
 
-    own = [*command, "--out", str(tmp_path / "run"), "--distributed"]
-    first, second = all_of([own, own], [job(0), job(1)])
+    arguments = [*command, "--out", str(tmp_path / "run"), "--distributed"]
+    first, second = all_of([arguments, arguments], [job(0), job(1)])
     assert_all_finished([first, second])
     assert second.stdout == ""
     assert "2 processes with 2 devices" in first.stderr
@@ -266,7 +266,7 @@ def test_command_line_runs_in_a_slurm_job(tmp_path: Path) -> None:
         assert together[name].keys() == line.keys()
         for what in line.keys() & {"value", "error", "lower", "upper"}:
             assert together[name][what] == pytest.approx(line[what], rel=1e-6), name
-    (again,) = all_of([own], [environment()])
+    (again,) = all_of([arguments], [environment()])
     assert again.returncode == 2
     assert "no job of SLURM or Open MPI was found" in again.stderr
 
@@ -322,10 +322,10 @@ def test_wrong_meshes_and_axes_are_refused(untyped: None) -> None:
 def test_sharded_vmap_on_one_device_equals_vmap() -> None:
     mesh = jax.make_mesh((1,), ("batch",))
     ys = jnp.arange(12.0).reshape(4, 3, 1)
-    found = rd.distributed.sharded_vmap(lambda scale, y: scale * jnp.sum(y), (None, 0), mesh=mesh)(
+    result = rd.distributed.sharded_vmap(lambda scale, y: scale * jnp.sum(y), (None, 0), mesh=mesh)(
         2.0, ys
     )
-    np.testing.assert_allclose(found, 2.0 * jnp.sum(ys, axis=(1, 2)))
+    np.testing.assert_allclose(result, 2.0 * jnp.sum(ys, axis=(1, 2)))
 
 
 def test_initialise_needs_all_identifiers_or_a_job() -> None:

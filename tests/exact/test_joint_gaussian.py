@@ -40,14 +40,16 @@ def smooth_both_ways(model, ys, mask, inputs, length, key):
 
 @pytest.mark.parametrize(("state", "obs"), SHAPES)
 @settings(max_examples=8)
-@given(seed=st.integers(0, 2**20), length=st.integers(1, NUM_TIMES), seen=st.floats(0.0, 1.0))
-def test_kalman_smoother_equals_joint_gaussian(state, obs, seed, length, seen):
+@given(
+    seed=st.integers(0, 2**20), length=st.integers(1, NUM_TIMES), share_observed=st.floats(0.0, 1.0)
+)
+def test_kalman_smoother_equals_joint_gaussian(state, obs, seed, length, share_observed):
     rng = np.random.default_rng(seed)
     model = random_model(rng, state, obs, num_inputs=2)
     inputs = rng.normal(size=(NUM_TIMES, 2))
     _, ys = model.simulate(jax.random.key(seed), NUM_TIMES, inputs=inputs)
     ys = np.array(ys)
-    mask = random_mask(rng, NUM_TIMES, obs, seen)
+    mask = random_mask(rng, NUM_TIMES, obs, share_observed)
     ys[~mask] = np.nan
     mask[length:] = False
     results, pairwise, gaps = smooth_both_ways(

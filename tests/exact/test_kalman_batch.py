@@ -41,8 +41,8 @@ def test_batch_posteriors_equal_single_series(name):
     assert len(batch) == COUNT
     marginals = batch.marginals()
     for i in range(COUNT):
-        own = {key: value[i] if np.ndim(value) else value for key, value in options.items()}
-        single = rd.kalman_smoother(model, ys[i], **own)
+        of_series = {key: value[i] if np.ndim(value) else value for key, value in options.items()}
+        single = rd.kalman_smoother(model, ys[i], **of_series)
         expected = single.chain.marginals()
         np.testing.assert_allclose(marginals.mean[i], expected.mean, atol=1e-12)
         np.testing.assert_allclose(marginals.covariance[i], expected.covariance, atol=1e-12)

@@ -97,9 +97,9 @@ def test_second_derivatives_are_exact_with_more_entries_than_states(hidden, para
         model = linear_model(2, weight=weight, design=design, error=rd.Diagonal(noise))
         return rd.kalman_smoother(model, ys, parallel=parallel).log_evidence
 
-    found = jax.jit(jax.hessian(log_evidence))(theta)
+    hessian = jax.jit(jax.hessian(log_evidence))(theta)
     expected = jax.jit(jax.hessian(lambda theta: log_evidence_of_one_vector(theta, ys)))(theta)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for one, other in zip(jax.tree.leaves(hessian), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-9)
 
 
@@ -384,10 +384,10 @@ def test_noise_free_model_with_fast_mode_is_exact():
     for _ in range(n - 1):
         powers.append(weight @ powers[-1])
         centres.append(weight @ centres[-1] + 1)
-    whole = np.concatenate([design @ power for power in powers])
+    stacked_design = np.concatenate([design @ power for power in powers])
     residual = (ys - np.stack(centres) @ design.T).ravel()
-    covariance = np.linalg.inv(np.eye(3) + whole.T @ whole)
-    start = covariance @ whole.T @ residual
+    covariance = np.linalg.inv(np.eye(3) + stacked_design.T @ stacked_design)
+    start = covariance @ stacked_design.T @ residual
     exact = rd.kalman_smoother(model, ys).chain.marginals()
     np.testing.assert_allclose(exact.mean[0], 1 + start, rtol=0, atol=1e-3)
     np.testing.assert_allclose(exact.covariance[0], covariance, rtol=0, atol=1e-6)

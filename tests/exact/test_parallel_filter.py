@@ -60,13 +60,13 @@ def answers(model: rd.StateSpaceModel, family: rd.ScanFamily, ys: Any, parallel:
 
     def bounds(family: rd.ScanFamily) -> tuple[Any, Any]:
         chain = family.infer(ys, length=LENGTH, parallel=parallel)
-        found = {
+        elbos = {
             name: rd.elbo(model, chain, ys, estimator=each, key=key, parallel=parallel)
             for name, each in ESTIMATORS.items()
         }
-        return sum(found.values()), (found, chain)
+        return sum(elbos.values()), (elbos, chain)
 
-    (_, (found, chain)), gradient = eqx.filter_value_and_grad(bounds, has_aux=True)(family)
+    (_, (elbos, chain)), gradient = eqx.filter_value_and_grad(bounds, has_aux=True)(family)
     return Answers(
         chain.marginals(parallel=parallel),
         chain.pairwise(parallel=parallel).covariance,
@@ -74,7 +74,7 @@ def answers(model: rd.StateSpaceModel, family: rd.ScanFamily, ys: Any, parallel:
         chain.sample(key, 3, parallel=parallel),
         rd.expectation(chain, rd.SecondMoments(), parallel=parallel),
         rd.marginals(chain, estimator=rd.BackwardSampling(4), key=key, parallel=parallel),
-        found,
+        elbos,
         gradient,
     )
 
@@ -146,11 +146,11 @@ def test_parallel_fit_finds_the_same_parameters():
     batch = np.stack([ys, ys[::-1]])
     options: dict[str, Any] = {"num_steps": 10, "chunk_size": 5, "progress": False}
     options |= {"mask": ~np.isnan(batch), "length": [LENGTH, N], "estimator": rd.Quadrature(3)}
-    found = [
+    results = [
         rd.fit(jax.random.key(3), family, model, batch, **fit_options(parallel=p, **options))
         for p in (False, True)
     ]
-    leaves = [jax.tree.leaves(eqx.filter(each.family, eqx.is_array)) for each in found]
+    leaves = [jax.tree.leaves(eqx.filter(each.family, eqx.is_array)) for each in results]
     for one, other in zip(*leaves, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
@@ -167,10 +167,10 @@ def test_sequential_methods_refuse_parallel():
     model, family, ys = problem()
     key, ones = jax.random.key(0), jnp.ones((2, 1, 1))
     chain = rd.LinearGaussianChain.from_arrays(ones[:, 0], ones, ones[1:], ones[1:, 0], ones[1:])
-    drawn = rd.SampledChain(chain.laws, Affine(), chain.kernels)
+    sampled = rd.SampledChain(chain.laws, Affine(), chain.kernels)
     with pytest.raises(ValueError, match=r"Recursive has no parallel form\. Use ClosedForm"):
         rd.expectation(chain, rd.StateSum(), estimator=rd.Recursive(), parallel=True)
     with pytest.raises(ValueError, match="window=8 and parallel=True"):
         rd.Objective(window=8, parallel=True)
     with pytest.raises(TypeError, match=r"paths of a SampledChain .* Use parallel=False"):
-        rd.marginals(drawn, estimator=rd.BackwardSampling(2), key=key, parallel=True)
+        rd.marginals(sampled, estimator=rd.BackwardSampling(2), key=key, parallel=True)

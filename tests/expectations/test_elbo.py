@@ -60,16 +60,16 @@ def case(request: pytest.FixtureRequest) -> Case:
     ids=lambda e: type(e).__name__,
 )
 def test_elbo_of_exact_posterior_equals_log_evidence(case: Case, estimator):
-    found = case.elbo(case.model, estimator=estimator, key=jax.random.key(0))
-    assert float(found) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
+    elbo = case.elbo(case.model, estimator=estimator, key=jax.random.key(0))
+    assert float(elbo) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
 
 
 def test_every_sampled_path_gives_the_log_evidence(case: Case):
     estimator = rd.BackwardSampling(7)
-    found, error = case.elbo(
+    elbo, error = case.elbo(
         case.model, estimator=estimator, key=jax.random.key(0), with_standard_error=True
     )
-    assert float(found) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
+    assert float(elbo) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
     assert float(error) < 1e-9  # no path differs from another
 
 
@@ -78,8 +78,8 @@ def test_quadrature_of_quadratics_is_exact(case: Case, rule):
     # Three nodes an axis integrate degree five, cubature degree three: here all terms are of degree
     # two, and none is declared to be.
     hidden = hide_linearity(case.model)
-    found = case.elbo(hidden, estimator=rd.Quadrature(3, rule))
-    assert float(found) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
+    elbo = case.elbo(hidden, estimator=rd.Quadrature(3, rule))
+    assert float(elbo) == pytest.approx(float(case.exact.log_evidence), abs=1e-9)
 
 
 @pytest.mark.slow
@@ -90,8 +90,8 @@ def test_transition_of_unknown_form_uses_pair_quadrature():
     exact = rd.kalman_smoother(model, ys)
     transition = rd.DistributionKernel(lambda x: model.transition.law(x))
     unknown = replace(model, transition=transition)
-    found = rd.elbo(unknown, exact.chain, ys)
-    assert float(found) == pytest.approx(float(exact.log_evidence), abs=1e-9)
+    elbo = rd.elbo(unknown, exact.chain, ys)
+    assert float(elbo) == pytest.approx(float(exact.log_evidence), abs=1e-9)
     single = rd.elbo(model, rd.kalman_smoother(model, ys[:1]).chain, ys[:1])
     assert float(single) == pytest.approx(float(rd.kalman_smoother(model, ys[:1]).log_evidence))
 
@@ -105,9 +105,9 @@ def test_elbo_gradient_in_model_equals_evidence_gradient(case: Case):
     data = case.model.series(case.ys, inputs=case.inputs, length=LENGTH)
     score = rd.expectation(case.exact.chain, rd.Score(case.model), data)
     hidden = eqx.filter_grad(lambda m: case.elbo(hide_linearity(m), estimator=rd.Quadrature(3)))
-    for found in (score, hidden(case.model)):
-        assert jax.tree.structure(found) == jax.tree.structure(expected)
-        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for gradient in (score, hidden(case.model)):
+        assert jax.tree.structure(gradient) == jax.tree.structure(expected)
+        for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-8)
 
 
@@ -126,12 +126,12 @@ def test_elbo_gap_equals_divergence_from_posterior():
         - np.linalg.slogdet(ratio)[1]
     )
     chain = rd.kalman_smoother(other, ys).chain
-    found = float(rd.elbo(model, chain, ys))
-    assert found == pytest.approx(p.log_evidence - divergence, abs=1e-8)
+    elbo = float(rd.elbo(model, chain, ys))
+    assert elbo == pytest.approx(p.log_evidence - divergence, abs=1e-8)
     by_recursion = float(rd.elbo(model, chain, ys, estimator=rd.Recursive()))
-    assert by_recursion == pytest.approx(found, abs=1e-9)
+    assert by_recursion == pytest.approx(elbo, abs=1e-9)
     by_nodes = float(rd.elbo(hide_linearity(model), chain, ys, estimator=rd.Quadrature(3)))
-    assert by_nodes == pytest.approx(found, abs=1e-9)
+    assert by_nodes == pytest.approx(elbo, abs=1e-9)
 
 
 def grid_elbo(model, chain, ys: np.ndarray, num_points: int, width: float) -> float:
@@ -147,8 +147,10 @@ def grid_elbo(model, chain, ys: np.ndarray, num_points: int, width: float) -> fl
     grids = [np.stack(np.meshgrid(*row, indexing="ij"), -1).reshape(-1, len(row)) for row in axes]
     cell = np.prod([axis[1] - axis[0] for row in axes for axis in row])
     joint = jax.vmap(lambda x: jax.vmap(lambda z: model.log_joint(jnp.stack([x, z]), ys))(grids[1]))
-    own = jax.vmap(lambda x: jax.vmap(lambda z: chain.log_prob(jnp.stack([x, z])))(grids[1]))
-    log_p, log_q = np.asarray(jax.jit(joint)(grids[0])), np.asarray(jax.jit(own)(grids[0]))
+    log_density = jax.vmap(
+        lambda x: jax.vmap(lambda z: chain.log_prob(jnp.stack([x, z])))(grids[1])
+    )
+    log_p, log_q = np.asarray(jax.jit(joint)(grids[0])), np.asarray(jax.jit(log_density)(grids[0]))
     return float(np.sum(np.exp(log_q) * (log_p - log_q)) * cell)
 
 

@@ -94,15 +94,15 @@ def test_sums_and_second_moments_equal_joint_gaussian(smoothed, estimator):
 def test_user_functional_ignores_nan_data_in_padding(smoothed, estimator):
     _, _, chain, oracle = smoothed
     options = {"estimator": estimator, "key": jax.random.key(0)}
-    found = rd.expectation(chain, USERS, users_data(), **options)
+    value = rd.expectation(chain, USERS, users_data(), **options)
     m, w = oracle.mean, users_data()["w"]
     a = w[0] * (np.trace(oracle.block(0, 0)) + m[0] @ m[0])
     b = m[0]
     for k in range(1, LENGTH):
         a += w[k] * (np.trace(oracle.block(k - 1, k)) + m[k - 1] @ m[k] + m[k][0]) + 1.0
         b = b + m[k] - m[k - 1] * w[k]
-    np.testing.assert_allclose(found["a"], a, atol=1e-10)
-    np.testing.assert_allclose(found["b"], b, atol=1e-10)
+    np.testing.assert_allclose(value["a"], a, atol=1e-10)
+    np.testing.assert_allclose(value["b"], b, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -122,18 +122,18 @@ def test_padding_does_not_change_expectations_or_gradients(narrow, functional):
 
         def value(arrays, data, estimator=estimator):
             chain = eqx.combine(arrays, static)
-            found = rd.expectation(chain, functional, data, estimator=estimator, key=key)
-            return jnp.sum(found["a"]) if quadratic else found
+            estimate = rd.expectation(chain, functional, data, estimator=estimator, key=key)
+            return jnp.sum(estimate["a"]) if quadratic else estimate
 
         data = jax.tree.map(jnp.asarray, users_data())
-        found, gradients = jax.value_and_grad(value, argnums=(0, 1))(arrays, data)
+        estimate, gradients = jax.value_and_grad(value, argnums=(0, 1))(arrays, data)
         assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradients))
         if isinstance(estimator, rd.BackwardSampling):
             continue  # another length draws other paths
         rows = {"w": users_data()["w"][:LENGTH]}
         expected = rd.expectation(short, functional, rows, estimator=estimator)
         expected = expected["a"] if quadratic else expected
-        np.testing.assert_allclose(found, expected, atol=1e-12)
+        np.testing.assert_allclose(estimate, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_em_quantity_equals_joint_gaussian(smoothed):
     log_joint = jax.jit(jax.vmap(lambda xs: other.log_joint(xs, ys, mask=mask)))
     expected = float(jnp.mean(log_joint(jnp.asarray(oracle.mean[None] + steps))))
     for estimator in (rd.ClosedForm(), rd.Recursive()):
-        found = rd.expectation(chain, rd.LogJoint(other), data, estimator=estimator)
-        assert float(found) == pytest.approx(expected, abs=1e-9)
+        value = rd.expectation(chain, rd.LogJoint(other), data, estimator=estimator)
+        assert float(value) == pytest.approx(expected, abs=1e-9)
 
 
 def test_sampled_marginals_agree_with_closed_form(smoothed):
@@ -217,8 +217,8 @@ def test_pair_terms_are_integrated_over_both_states():
     )
     std = np.sqrt((1 - 0.6) ** 2 * 0.8**2 + 0.5**2)
     smooth = rd.AdditiveFunctional(lambda before, x, data: jnp.cos(x[0] - before[0]))
-    found = rd.expectation(chain, smooth, estimator=rd.Quadrature(20))
-    assert float(found) == pytest.approx(np.exp(-0.5 * std**2), abs=1e-12)
+    estimate = rd.expectation(chain, smooth, estimator=rd.Quadrature(20))
+    assert float(estimate) == pytest.approx(np.exp(-0.5 * std**2), abs=1e-12)
     travelled = rd.AdditiveFunctional(lambda before, x, data: jnp.abs(x[0] - before[0]))
     key = jax.random.key(0)
     estimator = rd.RaoBlackwellised(20_000)
@@ -265,7 +265,7 @@ def test_sampled_estimates_are_unbiased_with_calibrated_errors(estimator, functi
 
     values, errors = estimate(keys)
     leaves = zip(*map(jax.tree.leaves, (values, errors, expected)), strict=True)
-    drawn = 0
+    num_drawn = 0
     for value, error, exact in leaves:
         flat, reported = value.reshape(200, -1), error.reshape(200, -1)
         for j, target in enumerate(np.ravel(exact)):
@@ -273,10 +273,10 @@ def test_sampled_estimates_are_unbiased_with_calibrated_errors(estimator, functi
             if spread < 1e-12:  # what is in closed form does not vary
                 np.testing.assert_allclose(flat[:, j], target, atol=1e-9)
                 continue
-            drawn += 1
+            num_drawn += 1
             assert abs(np.mean(flat[:, j]) - target) < 4 * spread / np.sqrt(200)
             assert 0.75 < spread / np.mean(reported[:, j]) < 1.25
-    assert drawn > 0
+    assert num_drawn > 0
 
 
 def test_a_single_sample_has_no_standard_error(smoothed):
@@ -308,9 +308,9 @@ def test_elbo_in_float32_stays_float32(x32):
     _, ys = model.simulate(jax.random.key(0), 5)
     exact = rd.kalman_smoother(model, ys)
     hidden = replace(model, emission=hide_linearity(model).emission)
-    found = rd.elbo(hidden, exact.chain, ys)
-    assert found.dtype == jnp.float32
-    assert float(found) == pytest.approx(float(exact.log_evidence), rel=1e-5)
+    elbo = rd.elbo(hidden, exact.chain, ys)
+    assert elbo.dtype == jnp.float32
+    assert float(elbo) == pytest.approx(float(exact.log_evidence), rel=1e-5)
 
 
 def test_expectation_refuses_unsupported_requests_with_a_remedy(smoothed):
@@ -356,8 +356,8 @@ def test_any_chain_with_samples_has_expectations(narrow):
     assert float(rd.elbo(model, general, ys, **options)) == pytest.approx(
         float(exact.log_evidence), abs=1e-9
     )
-    found = rd.expectation(general, rd.StateSum(), **options)
-    np.testing.assert_allclose(found, rd.expectation(short, rd.StateSum(), **options))
+    value = rd.expectation(general, rd.StateSum(), **options)
+    np.testing.assert_allclose(value, rd.expectation(short, rd.StateSum(), **options))
     assert rd.marginals(general, **options).mean.shape == (LENGTH, 1)
     for estimator in (rd.ClosedForm(), rd.Recursive()):
         with pytest.raises(TypeError, match="BackwardSampling.num_samples. with a key"):

@@ -73,8 +73,8 @@ def check(function: Callable[[Any], Any], at: Any) -> None:
     exact = jax.jit(lambda x: jax.jvp(jax.grad(function), (x,), (direction,))[1])(at)
     ends = [jax.flatten_util.ravel_pytree(gradient(moved(s)))[0] for s in (STEP, -STEP)]
     difference = (ends[0] - ends[1]) / (2 * STEP)
-    found = jax.flatten_util.ravel_pytree(exact)[0]
-    assert jnp.linalg.norm(found - difference) < 1e-7 * jnp.linalg.norm(difference)
+    flat = jax.flatten_util.ravel_pytree(exact)[0]
+    assert jnp.linalg.norm(flat - difference) < 1e-7 * jnp.linalg.norm(difference)
 
 
 @pytest.mark.slow

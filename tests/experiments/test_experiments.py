@@ -95,9 +95,14 @@ def test_archived_networks_match_the_archive():
 def test_linear_table_matches_the_paper(num_series: int):
     models = [published.linear_lambda(epoch) for epoch in published.EPOCHS]
     sequences = published.linear_sequences(num_series)
-    found = linear.compare(published.linear_theta(), *sequences, models)
+    comparison = linear.compare(published.linear_theta(), *sequences, models)
     errors = np.stack(
-        [found["mean_error"], found["variance_of_error"], *found["additive"][:, :, -1]], axis=1
+        [
+            comparison["mean_error"],
+            comparison["variance_of_error"],
+            *comparison["additive"][:, :, -1],
+        ],
+        axis=1,
     )
     computed = [[f"{value:.6f}" for value in row] for row in errors]
     printed = published.archive()["linear"]["table"][:num_series]
@@ -172,12 +177,12 @@ def test_experiment_results_are_saved_and_read(
     monkeypatch.setattr(module, "QUICK", TINY[name])
     first, second = Told(), Told()
 
-    def reproduce(told: Told) -> reproduction.Reproduced:
+    def reproduce(log: Told) -> reproduction.Reproduced:
         expected = module.num_stages(TINY[name])
 
         def begin(title: str, num_stages: int) -> Told:
             assert (title, num_stages) == (name, expected)
-            return told
+            return log
 
         return reproduction.reproduce([name], tmp_path, quick=True, progress=begin)
 
@@ -185,7 +190,7 @@ def test_experiment_results_are_saved_and_read(
     folder = tmp_path / name
     numbers = (folder / "numbers.json").read_bytes()
     assert len(first.stages) == module.num_stages(TINY[name])
-    assert not any(kept for _, kept in first.stages)
+    assert not any(from_disk for _, from_disk in first.stages)
     (chapter,) = done.chapters
     for table in chapter.tables():
         lines = (folder / f"{table.name}.csv").read_text().splitlines()
@@ -202,19 +207,21 @@ def test_experiment_results_are_saved_and_read(
         check_page(done.report.read_bytes(), width, tmp_path)
 
     reproduce(second)
-    assert all(kept for _, kept in second.stages) and len(second.stages) == len(first.stages)
+    assert all(from_disk for _, from_disk in second.stages) and len(second.stages) == len(
+        first.stages
+    )
     assert (folder / "numbers.json").read_bytes() == numbers
 
 
 @pytest.mark.slow
 def test_demo_reports_its_results(tmp_path: Path):
-    told = Told()
-    found = demo.run(tmp_path, seed=3, sizes=DEMO, progress=told)
-    assert len(told.stages) == demo.NUM_STAGES
-    assert set(found.scores) == {*demo.AMORTISED, "extended", "unscented", "FFBSi 20"}
+    log = Told()
+    results = demo.run(tmp_path, seed=3, sizes=DEMO, progress=log)
+    assert len(log.stages) == demo.NUM_STAGES
+    assert set(results.scores) == {*demo.AMORTISED, "extended", "unscented", "FFBSi 20"}
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["seed"] == 3 and set(summary["scores"]) == set(found.scores)
-    for name, score in found.scores.items():
+    assert summary["seed"] == 3 and set(summary["scores"]) == set(results.scores)
+    for name, score in results.scores.items():
         assert 0 <= score.coverage <= 1 and score.rmse > 0
         assert score.gap > -0.1 or name.startswith("FFBSi")
     text = (tmp_path / "report.html").read_text()
@@ -245,7 +252,7 @@ def fitted(folder: Folder, num_steps: int = 40) -> tuple[rd.FitResult, float]:
 
 @pytest.mark.slow
 def test_interrupted_fit_resumes_and_is_read_back(tmp_path: Path):
-    whole, seconds = fitted(Folder(tmp_path / "whole", {}))
+    uninterrupted, seconds = fitted(Folder(tmp_path / "whole", {}))
     assert seconds > 0
 
     class Stop(Told):
@@ -257,19 +264,19 @@ def test_interrupted_fit_resumes_and_is_read_back(tmp_path: Path):
         fitted(Folder(tmp_path / "cut", {}, Stop()))
     again, in_all = fitted(Folder(tmp_path / "cut", {}))
     assert in_all > 0
-    np.testing.assert_array_equal(again.history, whole.history)
+    np.testing.assert_array_equal(again.history, uninterrupted.history)
     assert jax.tree.all(
-        jax.tree.map(lambda a, b: bool(jnp.all(a == b)), again.family, whole.family)
+        jax.tree.map(lambda a, b: bool(jnp.all(a == b)), again.family, uninterrupted.family)
     )
-    told = Told()
-    kept, _ = fitted(Folder(tmp_path / "cut", {}, told))
-    assert told.stages == [("a fit", True)]
-    np.testing.assert_array_equal(kept.history, whole.history)
+    log = Told()
+    resumed, _ = fitted(Folder(tmp_path / "cut", {}, log))
+    assert log.stages == [("a fit", True)]
+    np.testing.assert_array_equal(resumed.history, uninterrupted.history)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
 def test_damaged_stage_is_computed_again(damage: str, tmp_path: Path):
-    folder, told = tmp_path / "f", Told()
+    folder, log = tmp_path / "f", Told()
     Folder(folder, {}).stage("one", lambda: {"value": np.arange(1000.0)})
     Folder(folder, {}).stage("two", lambda: {"value": 2.0})
     (place,) = (folder / "stages").glob("one.*")
@@ -277,10 +284,10 @@ def test_damaged_stage_is_computed_again(damage: str, tmp_path: Path):
     if damage == "flipped":
         content[random.Random(3).randrange(len(content))] ^= 0xFF
     place.write_bytes({"cut": content[:-300], "empty": b"", "text": b"no"}.get(damage, content))
-    found = Folder(folder, {}, told).stage("one", lambda: {"value": np.arange(1000.0)})
-    np.testing.assert_array_equal(found["value"], np.arange(1000.0))
-    assert told.stages == [("one", False)]
-    assert "cannot be used" in told.said[0] and "set aside" in told.said[0]
+    value = Folder(folder, {}, log).stage("one", lambda: {"value": np.arange(1000.0)})
+    np.testing.assert_array_equal(value["value"], np.arange(1000.0))
+    assert log.stages == [("one", False)]
+    assert "cannot be used" in log.said[0] and "set aside" in log.said[0]
     assert place.exists() and place.with_name(place.name + ".damaged").exists()
 
     def never() -> dict[str, Any]:
@@ -291,20 +298,20 @@ def test_damaged_stage_is_computed_again(damage: str, tmp_path: Path):
 
 @pytest.mark.slow
 def test_unusable_checkpoint_is_ignored(tmp_path: Path):
-    whole, _ = fitted(Folder(tmp_path, {}))
+    uninterrupted, _ = fitted(Folder(tmp_path, {}))
     for place in (tmp_path / "stages").glob("*.fit*"):
         place.write_bytes(place.read_bytes()[:-50])
-    told = Told()
-    again, _ = fitted(Folder(tmp_path, {}, told))  # the stage itself is still there
-    np.testing.assert_array_equal(again.history, whole.history)
-    assert "cannot be used" in told.said[0]
-    other, _ = fitted(Folder(tmp_path, {}, told), num_steps=20)  # as if of other settings
+    log = Told()
+    again, _ = fitted(Folder(tmp_path, {}, log))  # the stage itself is still there
+    np.testing.assert_array_equal(again.history, uninterrupted.history)
+    assert "cannot be used" in log.said[0]
+    other, _ = fitted(Folder(tmp_path, {}, log), num_steps=20)  # as if of other settings
     assert other.history.shape == (20,)
     for place in (tmp_path / "stages").glob("*.fit*"):
         place.unlink()
-    kept = Told()
-    fitted(Folder(tmp_path, {}, kept), num_steps=20)
-    assert kept.stages == [("a fit", False)]  # computed, and said to be
+    second_log = Told()
+    fitted(Folder(tmp_path, {}, second_log), num_steps=20)
+    assert second_log.stages == [("a fit", False)]  # computed, and said to be
 
 
 FULL = """
@@ -330,11 +337,11 @@ def test_full_disk_loses_no_finished_stage(limit: int, tmp_path: Path):
     stopped = run(limit)
     assert stopped.returncode == 2 and "Traceback" not in stopped.stderr, stopped.stderr
     assert "File too large" in stopped.stderr and "What was computed is kept" in stopped.stderr
-    kept = [path.name for path in (tmp_path / "bounds" / "stages").glob("*.stage")]
-    assert len(kept) == (0 if limit == 300 else 4)
+    stages = [path.name for path in (tmp_path / "bounds" / "stages").glob("*.stage")]
+    assert len(stages) == (0 if limit == 300 else 4)
     done = run(10**9)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("done before") == len(kept)
+    assert done.stderr.count("done before") == len(stages)
 
 
 def test_float32_is_refused(tmp_path: Path, x32: None):
@@ -494,10 +501,10 @@ def check_page(content: bytes, width: int, folder: Path) -> None:
     done = subprocess.run([*command, frame.as_uri()], capture_output=True, text=True, timeout=120)
     match = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout)
     assert match, done.stderr[-2000:]
-    found = json.loads(match[1])
-    assert found["width"] == width
-    assert found["page"] <= 0 and max(found["tables"]) <= 0, found
-    assert min(found["images"]) > 0 and all(found["anchors"]) and found["small"] >= 9
+    measured = json.loads(match[1])
+    assert measured["width"] == width
+    assert measured["page"] <= 0 and max(measured["tables"]) <= 0, measured
+    assert min(measured["images"]) > 0 and all(measured["anchors"]) and measured["small"] >= 9
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")

@@ -122,6 +122,6 @@ def test_unsupported_models_are_refused():
 def test_inverse_of_lower_factor_is_exact(count: int):
     lower = np.tril(np.random.default_rng(count).normal(size=(count, count)))
     lower[np.diag_indices(count)] = 3.0 + np.abs(np.diag(lower))
-    found = _inverse_of_lower(jnp.asarray(lower))
-    np.testing.assert_allclose(found @ lower, np.eye(count), atol=1e-10)
-    assert not np.any(np.triu(found, 1))
+    inverse = _inverse_of_lower(jnp.asarray(lower))
+    np.testing.assert_allclose(inverse @ lower, np.eye(count), atol=1e-10)
+    assert not np.any(np.triu(inverse, 1))

@@ -163,8 +163,8 @@ def answer(family: Any, model: rd.StateSpaceModel, rows: Rows) -> Answer:
     def bound(learned: Any) -> tuple[jax.Array, Chain]:
         ys, mask, inputs, length = rows
         chain = infer(eqx.combine(learned, fixed), rows)
-        drawn = isinstance(chain, rd.SampledChain)
-        options = {"estimator": PATHS, "key": jax.random.key(0)} if drawn else {}
+        is_sampled = isinstance(chain, rd.SampledChain)
+        options = {"estimator": PATHS, "key": jax.random.key(0)} if is_sampled else {}
         return rd.elbo(model, chain, ys, mask=mask, inputs=inputs, **options), chain
 
     (value, chain), gradient = jax.value_and_grad(bound, has_aux=True)(learned)
@@ -240,10 +240,10 @@ def test_stream_equals_chain_of_whole_series(name: str, size: str):
 @EVERY
 def test_chain_of_first_rows_equals_prefix(name: str):
     """And an array without NaN needs neither mask nor length."""
-    rows, whole = rows_of("d1")["whole"], chains_of(name, "d1")["whole"]
+    rows, full_chain = rows_of("d1")["whole"], chains_of(name, "d1")["whole"]
     alone = family_of(name, "d1").infer(rows.ys[:LENGTH])
     assert alone.length is None
-    prefix = whole.prefix(LENGTH)
+    prefix = full_chain.prefix(LENGTH)
     assert_close((alone.laws, alone.steps), (prefix.laws, prefix.steps))
 
 
@@ -261,16 +261,16 @@ def test_padding_changes_nothing(name: str, size: str):
 
     A chain that is drawn keeps what its kernels hold there, and a path stays where it ended.
     """
-    padded, whole = chains_of(name, size)["padded"], chains_of(name, size)["nan"]
+    padded, unpadded = chains_of(name, size)["padded"], chains_of(name, size)["nan"]
     np.testing.assert_array_equal(padded.length, LENGTH)
-    assert_close(first(padded.laws, LENGTH), first(whole.laws, LENGTH))
-    assert_close(first(padded.steps, LENGTH - 1), first(whole.steps, LENGTH - 1))
+    assert_close(first(padded.laws, LENGTH), first(unpadded.laws, LENGTH))
+    assert_close(first(padded.steps, LENGTH - 1), first(unpadded.steps, LENGTH - 1))
     for k in range(LENGTH, N):
         assert_close(row(padded.laws, k), row(padded.laws, LENGTH - 1))
     if FAMILIES[name].sampled:
         path = padded.sample(jax.random.key(0), 1)[0]
         np.testing.assert_array_equal(path[LENGTH:], np.stack([path[LENGTH - 1]] * (N - LENGTH)))
-        short = whole.prefix(LENGTH)
+        short = unpadded.prefix(LENGTH)
         np.testing.assert_allclose(padded.log_prob(path), short.log_prob(path[:LENGTH]), rtol=1e-10)
         return
     beyond = jax.tree.map(lambda leaf: np.asarray(leaf[LENGTH - 1 :]), padded.kernels)
@@ -492,8 +492,8 @@ def assert_near_prior(chain: Chain, moments: Any, octaves: float = 1.0) -> None:
     """Means within a prior deviation, and deviations within a factor."""
     mean, std = moments
     if isinstance(chain, rd.SampledChain):
-        found = rd.marginals(chain, estimator=rd.BackwardSampling(256), key=jax.random.key(0))
-        means, stds = found.mean, np.sqrt(found.covariance[:, :, 0])
+        marginals = rd.marginals(chain, estimator=rd.BackwardSampling(256), key=jax.random.key(0))
+        means, stds = marginals.mean, np.sqrt(marginals.covariance[:, :, 0])
     else:
         means, stds = chain.marginals().mean, chain.marginals().std
     assert np.max(np.abs(means - mean) / std) < 1.0
@@ -585,9 +585,9 @@ def test_variational_transition_follows_irregular_time(name: str):
     ys = np.array(model.simulate(jax.random.key(9), N, inputs=steps)[1])
     moments = prior_moments(model, steps)
     family = FAMILIES[name].make(model, 1, 1, 1)
-    whole = family.prepare(model, ys, inputs=steps)
+    prepared = family.prepare(model, ys, inputs=steps)
     rows = Rows(ys, np.ones(ys.shape, bool), steps, np.asarray(N))
-    assert_near_prior(infer(whole, rows), moments)
+    assert_near_prior(infer(prepared, rows), moments)
     padded = steps.copy()
     padded[LENGTH:] = np.nan
     family = family.prepare(model, ys, inputs=padded, length=LENGTH)

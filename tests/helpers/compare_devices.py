@@ -70,7 +70,9 @@ def fits(ys: object, mesh: MeshLike, **options: Any) -> dict[str, float]:
     }
 
 
-def drawn(batch: Series, batch_size: int, mesh: MeshLike, axes: Any = (), count: Any = None) -> Any:
+def minibatch_series(
+    batch: Series, batch_size: int, mesh: MeshLike, axes: Any = (), count: Any = None
+) -> Any:
     """The series of a step."""
     devices = as_mesh(mesh)
     axes = axes or (() if devices is None else devices.axis_names)
@@ -84,7 +86,9 @@ def drawn(batch: Series, batch_size: int, mesh: MeshLike, axes: Any = (), count:
 def draws(count: int, batch_size: int) -> float:
     """Minibatches from shares, equal or not, beside those from one device."""
     batch = prepare_batch(series(count), mask=None, inputs=None, length=None, takes_input=False)
-    return apart(drawn(batch, batch_size, None), drawn(batch, batch_size, "all"))
+    return apart(
+        minibatch_series(batch, batch_size, None), minibatch_series(batch, batch_size, "all")
+    )
 
 
 def draws_of_shared() -> float:
@@ -92,8 +96,8 @@ def draws_of_shared() -> float:
     mesh, ys = jax.make_mesh((2, 4), ("start", "batch")), series(4)
     shared = rd.data.SharedSeries(ys, mesh=mesh)
     return apart(
-        drawn(rd.data.SharedSeries(ys, mesh=None).series, 4, None),
-        drawn(shared.series, 4, mesh, ("batch",), shared.num_series),
+        minibatch_series(rd.data.SharedSeries(ys, mesh=None).series, 4, None),
+        minibatch_series(shared.series, 4, mesh, ("batch",), shared.num_series),
     )
 
 

@@ -25,21 +25,21 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
     if number > 1:
         rd.distributed.initialise(coordinator, number, index, heartbeat_seconds=10)
     ys, options, store = series(12), {}, None
-    given: Any = ys
+    data: Any = ys
     if "uneven" in flags:
-        given, options = ys[:9], {"length": np.arange(9) % 5 + 2}
+        data, options = ys[:9], {"length": np.arange(9) % 5 + 2}
     if "shared" in flags:
         mine = rd.distributed.process_slice(9)
-        given = rd.data.SharedSeries(given[mine], length=options.pop("length")[mine])
+        data = rd.data.SharedSeries(data[mine], length=options.pop("length")[mine])
     if "share" in flags:
         rows = jax.sharding.NamedSharding(
             jax.make_mesh((number,), ("batch",)), jax.sharding.PartitionSpec("batch")
         )
         share = len(ys) // number
-        own = ys[index * share : (index + 1) * share]
-        given = jax.make_array_from_process_local_data(rows, own)
+        rows_of_process = ys[index * share : (index + 1) * share]
+        data = jax.make_array_from_process_local_data(rows, rows_of_process)
     if "stored" in flags:
-        given = store = InMemoryStore(ys, [2] * 6)
+        data = store = InMemoryStore(ys, [2] * 6)
     doomed = {"dies": number - 1, "dies first": 0}
 
     def tell(step: int, _: float) -> None:
@@ -49,7 +49,7 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
 
     try:
         options |= {"batch_size": 6, "checkpoint": checkpoint, "chunk_size": 10}
-        found = fitted(given, "all", progress=tell, **options)
+        result = fitted(data, "all", progress=tell, **options)
     except rd.distributed.ProcessLostError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(3)  # without waiting for the lost one
@@ -58,8 +58,8 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
         often = [str(block) for block in range(6) if store.loads[block] > 1 + (block == 0)]
         print(f"process {index} has read: {' '.join(often)}", flush=True)
     if index == 0:
-        leaves = [leaf for leaf in jax.tree.leaves(found.family) if isinstance(leaf, jax.Array)]
-        np.savez(out, *leaves, history=found.history)
+        leaves = [leaf for leaf in jax.tree.leaves(result.family) if isinstance(leaf, jax.Array)]
+        np.savez(out, *leaves, history=result.history)
 
 
 if __name__ == "__main__":

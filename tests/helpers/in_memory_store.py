@@ -28,8 +28,8 @@ class InMemoryStore(rd.data.AbstractSeriesStore):
         length = None if self._length is None else self._length[rows]
         mask = None
         if length is not None:
-            seen = np.arange(self.num_times)[None, :, None] < length[:, None, None]
-            mask = np.broadcast_to(seen, self._ys[rows].shape)
+            observed = np.arange(self.num_times)[None, :, None] < length[:, None, None]
+            mask = np.broadcast_to(observed, self._ys[rows].shape)
         return {"ys": self._ys[rows], "mask": mask, "inputs": None, "length": length}
 
     def digest(self) -> str:

@@ -82,15 +82,15 @@ def condition(model: Linear, ys: np.ndarray, mask: np.ndarray) -> Posterior:
     for k in range(n):
         design[k * m : (k + 1) * m, k * d : (k + 1) * d] = model.designs[k]
         error[k * m : (k + 1) * m, k * m : (k + 1) * m] = model.errors[k]
-    seen = mask.ravel()
-    residual = (ys.ravel() - design @ mean - model.shifts.ravel())[seen]
-    total = (design @ spread @ design.T + error)[np.ix_(seen, seen)]
-    cross = (spread @ design.T)[:, seen]
-    if not seen.any():
+    observed = mask.ravel()
+    residual = (ys.ravel() - design @ mean - model.shifts.ravel())[observed]
+    total = (design @ spread @ design.T + error)[np.ix_(observed, observed)]
+    cross = (spread @ design.T)[:, observed]
+    if not observed.any():
         return Posterior(mean.reshape(n, d), spread, 0.0)
     solved = np.linalg.solve(total, np.concatenate([residual[:, None], cross.T], axis=1))
     log_evidence = -0.5 * (
-        residual @ solved[:, 0] + np.linalg.slogdet(total)[1] + seen.sum() * np.log(2 * np.pi)
+        residual @ solved[:, 0] + np.linalg.slogdet(total)[1] + observed.sum() * np.log(2 * np.pi)
     )
     return Posterior(
         (mean + cross @ solved[:, 0]).reshape(n, d), spread - cross @ solved[:, 1:], log_evidence
@@ -102,13 +102,13 @@ def arrays_of(model: rd.StateSpaceModel, num_times: int, inputs: np.ndarray | No
 
     def over_time(kernel: rd.AbstractLinearGaussianKernel, times: range) -> list[np.ndarray]:
         if kernel.takes_input and inputs is not None:
-            found = [kernel.at(jnp.asarray(inputs[k])) for k in times]
+            kernels = [kernel.at(jnp.asarray(inputs[k])) for k in times]
         else:
-            found = [kernel.at(None)] * len(times)
+            kernels = [kernel.at(None)] * len(times)
         return [
-            np.asarray([np.asarray(kernel.weight) for kernel in found]),
-            np.asarray([np.asarray(kernel.bias) for kernel in found]),
-            np.asarray([covariance(kernel.scale_tril) for kernel in found]),
+            np.asarray([np.asarray(kernel.weight) for kernel in kernels]),
+            np.asarray([np.asarray(kernel.bias) for kernel in kernels]),
+            np.asarray([covariance(kernel.scale_tril) for kernel in kernels]),
         ]
 
     def covariance(scale: object) -> np.ndarray:

@@ -110,9 +110,11 @@ def lower_factor(rng: np.random.Generator, dim: int) -> np.ndarray:
     return np.tril(0.3 * rng.normal(size=(dim, dim)), -1) + np.diag(rng.uniform(0.4, 1.2, dim))
 
 
-def random_mask(rng: np.random.Generator, num_times: int, obs: int, seen: float) -> np.ndarray:
+def random_mask(
+    rng: np.random.Generator, num_times: int, obs: int, probability: float
+) -> np.ndarray:
     """Entries seen with this probability, and now and then a row of which nothing was."""
-    mask = rng.random((num_times, obs)) < seen
+    mask = rng.random((num_times, obs)) < probability
     mask[rng.random(num_times) < 0.15] = False
     return mask
 
@@ -139,13 +141,13 @@ def singular_models() -> dict[str, rd.StateSpaceModel]:
             emission=rd.LinearGaussianKernel(jnp.asarray(design), jnp.zeros(m), 0.7 * jnp.eye(m)),
         )
 
-    eye, seen = np.eye(2), np.array([[1.0, 0.5]])
+    eye, design_row = np.eye(2), np.array([[1.0, 0.5]])
     return {
-        "common factor": model(factor, 0.9 * eye, 0.5 * factor, seen),
-        "weight of rank one": model(eye, rank_one, 0 * eye, seen),
-        "weight and noise of rank one": model(eye, rank_one, 0.5 * factor, seen),
+        "common factor": model(factor, 0.9 * eye, 0.5 * factor, design_row),
+        "weight of rank one": model(eye, rank_one, 0 * eye, design_row),
+        "weight and noise of rank one": model(eye, rank_one, 0.5 * factor, design_row),
         "shares": model(shares, np.eye(3), 0.1 * shares, np.eye(3), np.full(3, 1 / 3)),
-        "thin factor, 1e-10": model(thin(1e-10), 0.9 * eye, 0.5 * thin(1e-10), seen),
-        "thin factor, 1e-13": model(thin(1e-13), 0.9 * eye, 0.5 * thin(1e-13), seen),
+        "thin factor, 1e-10": model(thin(1e-10), 0.9 * eye, 0.5 * thin(1e-10), design_row),
+        "thin factor, 1e-13": model(thin(1e-13), 0.9 * eye, 0.5 * thin(1e-13), design_row),
         "level and cycle": model(np.eye(3), cycle, 1e-10 * np.eye(3), np.array([[1.0, 1.0, 0.0]])),
     }

@@ -36,8 +36,8 @@ def answers(model: rd.StateSpaceModel, family: rd.ScanFamily, length: int) -> Ca
     def run(bias: Any, gate: Any, ys: Any, parallel: Parallel) -> dict[str, Any]:
         def exact(bias: Any) -> Any:
             moved = eqx.tree_at(lambda m: m.transition.bias, model, bias)
-            found = rd.kalman_smoother(moved, ys, length=length, parallel=parallel)
-            return found.log_evidence, found.chain.marginals(parallel=parallel)
+            posterior = rd.kalman_smoother(moved, ys, length=length, parallel=parallel)
+            return posterior.log_evidence, posterior.chain.marginals(parallel=parallel)
 
         def amortised(gate: Any) -> Any:
             moved = eqx.tree_at(lambda f: f.layers[0].gate.weight, family, gate)
@@ -59,11 +59,11 @@ def difference(n: int, length: int) -> float:
     model, family, ys = problem(n, length)
     run = jax.jit(answers(model, family, length), static_argnums=3)
     arguments = (model.transition.bias, family.layers[0].gate.weight, ys)
-    found = [
+    leaves = [
         jax.tree.leaves(run(*arguments, parallel))
         for parallel in (False, rd.distributed.time_mesh())
     ]
-    return max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*found, strict=True))
+    return max(float(jnp.max(jnp.abs(a - b))) for a, b in zip(*leaves, strict=True))
 
 
 def memory() -> dict[str, float]:
@@ -72,20 +72,20 @@ def memory() -> dict[str, float]:
     mesh = rd.distributed.time_mesh()
 
     def exact(ys: Any, parallel: Parallel) -> Any:
-        found = rd.kalman_smoother(model, ys, mask=True, parallel=parallel)
-        return found.chain.marginals(parallel=parallel).mean
+        result = rd.kalman_smoother(model, ys, mask=True, parallel=parallel)
+        return result.chain.marginals(parallel=parallel).mean
 
     def amortised(ys: Any, parallel: Parallel) -> Any:
         return family.infer(ys, mask=True, parallel=parallel).marginals(parallel=parallel).mean
 
-    found = {}
+    result = {}
     for name, smooth in {"exact": exact, "amortised": amortised}.items():
         programs = [jax.jit(smooth, static_argnums=1).lower(ys, p).compile() for p in (True, mesh)]
         one, eight = (_temporary_bytes(program) for program in programs)
         means = programs[1](jax.device_put(ys, programs[1].input_shardings[0][0]))
-        found[name] = eight / one
-        found[f"{name}, rows of a block"] = means.addressable_shards[0].data.shape[0]
-    return found
+        result[name] = eight / one
+        result[f"{name}, rows of a block"] = means.addressable_shards[0].data.shape[0]
+    return result
 
 
 def _temporary_bytes(program: Any) -> int:

@@ -66,39 +66,39 @@ def evidence(model, ys):
 
 
 @pytest.fixture(scope="module")
-def told():
+def progress_calls():
     """What a function that is given as `progress` is told, by the fit below."""
     return []
 
 
 @pytest.fixture(scope="module")
-def whole(ys, told):
-    return fit(conjugate(), tanh_model(), ys, progress=lambda *at: told.append(at))
+def full_fit(ys, progress_calls):
+    return fit(conjugate(), tanh_model(), ys, progress=lambda *at: progress_calls.append(at))
 
 
 @pytest.mark.slow
-def test_progress_accepts_a_callback(whole, told):
-    assert [step for step, _ in told] == [5, 10, 15, 20]
-    best = np.maximum.accumulate(whole.held_out)[1:]
-    np.testing.assert_allclose([value for _, value in told], best)
+def test_progress_accepts_a_callback(full_fit, progress_calls):
+    assert [step for step, _ in progress_calls] == [5, 10, 15, 20]
+    best = np.maximum.accumulate(full_fit.held_out)[1:]
+    np.testing.assert_allclose([value for _, value in progress_calls], best)
 
 
-def test_fit_raises_the_elbo_and_records_its_history(whole):
-    assert whole.status == "finished"
-    assert whole.history.shape == (20,)
-    assert whole.held_out_steps.tolist() == [0, 5, 10, 15, 20]
-    assert whole.held_out[-1] > whole.held_out[0] + 0.05
-    assert whole.num_skipped == 0
+def test_fit_raises_the_elbo_and_records_its_history(full_fit):
+    assert full_fit.status == "finished"
+    assert full_fit.history.shape == (20,)
+    assert full_fit.held_out_steps.tolist() == [0, 5, 10, 15, 20]
+    assert full_fit.held_out[-1] > full_fit.held_out[0] + 0.05
+    assert full_fit.num_skipped == 0
 
 
-def test_fit_keeps_the_parameters_of_best_held_out_score(whole, ys):
+def test_fit_keeps_the_parameters_of_best_held_out_score(full_fit, ys):
     def per_step(family):
         chain = jax.vmap(lambda y: family.infer(y, mask=True))(ys)
         bounds = jax.vmap(lambda c, y: rd.elbo(tanh_model(), c, y, mask=True))(chain, ys)
         return float(jnp.sum(bounds)) / ys.size
 
-    assert per_step(whole.family) == pytest.approx(whole.held_out.max(), abs=1e-10)
-    assert whole.held_out_steps[np.argmax(whole.held_out)] == whole.kept_step
+    assert per_step(full_fit.family) == pytest.approx(full_fit.held_out.max(), abs=1e-10)
+    assert full_fit.held_out_steps[np.argmax(full_fit.held_out)] == full_fit.kept_step
 
 
 def test_last_of_indistinguishable_scores_is_kept():
@@ -126,11 +126,11 @@ def test_last_of_indistinguishable_scores_is_kept():
 
 
 @pytest.mark.slow
-def test_the_same_key_gives_the_same_parameters(whole, ys):
-    assert arrays_equal(whole.family, fit(conjugate(), tanh_model(), ys).family)
+def test_the_same_key_gives_the_same_parameters(full_fit, ys):
+    assert arrays_equal(full_fit.family, fit(conjugate(), tanh_model(), ys).family)
 
 
-def test_killed_fit_resumes_bit_for_bit(whole, ys, tmp_path, monkeypatch):
+def test_killed_fit_resumes_bit_for_bit(full_fit, ys, tmp_path, monkeypatch):
     path = tmp_path / "fit.rd"
     write, calls = fit_checkpoint.write_checkpoint, []
 
@@ -145,11 +145,11 @@ def test_killed_fit_resumes_bit_for_bit(whole, ys, tmp_path, monkeypatch):
         fit(conjugate(), tanh_model(), ys, checkpoint=path)
     monkeypatch.setattr(fit_checkpoint, "write_checkpoint", write)
     resumed = fit(conjugate(), tanh_model(), ys, checkpoint=path)
-    assert arrays_equal(whole.family, resumed.family)
-    assert np.array_equal(whole.history, resumed.history)
+    assert arrays_equal(full_fit.family, resumed.family)
+    assert np.array_equal(full_fit.history, resumed.history)
     # A checkpoint that was cut short: the one before it is gone on from.
     path.write_bytes(path.read_bytes()[:-100])
-    assert arrays_equal(whole.family, fit(conjugate(), tanh_model(), ys, checkpoint=path).family)
+    assert arrays_equal(full_fit.family, fit(conjugate(), tanh_model(), ys, checkpoint=path).family)
 
 
 class Slope(eqx.Module):
@@ -205,7 +205,7 @@ def test_checkpoint_of_another_fit_is_refused(ys, tmp_path):
 
 
 @pytest.mark.slow
-def test_tournament_continues_with_the_best_restart(whole, ys, tmp_path):
+def test_tournament_continues_with_the_best_restart(full_fit, ys, tmp_path):
     path = tmp_path / "fit.rd"
     result = fit(conjugate(), tanh_model(), ys, restarts=3, tournament=0.5, checkpoint=path)
     assert result.restart_scores.shape == (3,)
@@ -350,11 +350,11 @@ def test_windows_of_a_long_series_train_the_family(ys):
 
 
 @pytest.mark.slow
-def test_growing_prefixes_end_with_whole_series(whole, ys):
+def test_growing_prefixes_end_with_whole_series(full_fit, ys):
     result = fit(conjugate(), tanh_model(), ys, growing=True)
     assert result.status == "finished"
-    assert result.history.shape == whole.history.shape
-    assert not np.array_equal(result.history[:5], whole.history[:5])
+    assert result.history.shape == full_fit.history.shape
+    assert not np.array_equal(result.history[:5], full_fit.history[:5])
     assert result.held_out[-1] > result.held_out[0]
 
 
@@ -379,10 +379,10 @@ def test_parameter_prior_shrinks_parameters(ys):
 
 
 @pytest.mark.slow
-def test_padding_and_missing_rows_do_not_move_a_fit(whole, ys):
+def test_padding_and_missing_rows_do_not_move_a_fit(full_fit, ys):
     junk = jnp.concatenate([ys, jnp.full((BATCH, 3, 1), 1e3)], axis=1)
     padded = fit(conjugate(), tanh_model(), junk, length=np.full(BATCH, N))
-    assert np.allclose(padded.history, whole.history, rtol=1e-9)
+    assert np.allclose(padded.history, full_fit.history, rtol=1e-9)
     holes = ys.at[:, 5].set(jnp.nan)
     masked = fit(conjugate(), tanh_model(), holes)
     assert masked.status == "finished"
@@ -499,7 +499,7 @@ class ExactButDrawn(rd.AbstractSampledFamily):
 def test_killed_fit_of_sampled_family_resumes_bit_for_bit(ys, tmp_path, monkeypatch):
     path, write = tmp_path / "fit.rd", fit_checkpoint.write_checkpoint
     family, options = DRAWN["mixture"](), {"num_steps": 10}
-    whole = fit(family, tanh_model(), ys, **options)
+    uninterrupted = fit(family, tanh_model(), ys, **options)
 
     def die(*arguments):
         write(*arguments)
@@ -510,8 +510,8 @@ def test_killed_fit_of_sampled_family_resumes_bit_for_bit(ys, tmp_path, monkeypa
         fit(family, tanh_model(), ys, checkpoint=path, **options)
     monkeypatch.setattr(fit_checkpoint, "write_checkpoint", write)
     resumed = fit(family, tanh_model(), ys, checkpoint=path, **options)
-    assert arrays_equal(whole.family, resumed.family)
-    assert np.array_equal(whole.history, resumed.history)
+    assert arrays_equal(uninterrupted.family, resumed.family)
+    assert np.array_equal(uninterrupted.history, resumed.history)
 
 
 @pytest.mark.parametrize("name", ["common factor", pytest.param("shares", marks=pytest.mark.slow)])
@@ -602,14 +602,14 @@ def test_minibatches_are_stratified_and_cover_all_series():
     picks = jax.vmap(lambda step: draw_indices(jax.random.key(0), step, 11, 3))(steps)
     assert np.all(np.diff(picks, axis=1) > 0)
     assert set(np.asarray(picks).ravel().tolist()) == set(range(11))
-    whole = draw_indices(jax.random.key(0), 0, 5, 5)
-    assert whole.tolist() == list(range(5))
+    all_series = draw_indices(jax.random.key(0), 0, 5, 5)
+    assert all_series.tolist() == list(range(5))
 
 
-def test_a_result_can_be_saved_and_loaded(whole, tmp_path):
-    rd.save(tmp_path / "result.rd", whole)
+def test_a_result_can_be_saved_and_loaded(full_fit, tmp_path):
+    rd.save(tmp_path / "result.rd", full_fit)
     loaded = rd.load(tmp_path / "result.rd")
-    assert arrays_equal(loaded, whole)
+    assert arrays_equal(loaded, full_fit)
     assert loaded.status == "finished"
 
 
@@ -660,8 +660,8 @@ def test_a_quasi_newton_optimiser_finds_scales_in_thousands(optimiser: Any):
         chunk_size=20,
         progress=False,
     )
-    found = rd.unwrap(result.model)
-    scales = np.array([found.transition.scale_tril.std[0], found.emission.scale_tril.std[0]])
+    fitted = rd.unwrap(result.model)
+    scales = np.array([fitted.transition.scale_tril.std[0], fitted.emission.scale_tril.std[0]])
     rows = np.arange(60)
     walk = np.minimum(rows[:, None], rows[None, :])
 
@@ -712,18 +712,20 @@ def test_fit_evidence_leaves_maximum_with_zero_scales():
 def test_fit_evidence_does_not_depend_on_units(name: str):
     """Data in units of 1e-9 or 1e9 give the same estimates in those units."""
     ys = hourly_temperatures(80)
-    found = {}
+    estimates = {}
     for unit in (1.0, 1e9, 1e-9):
         model = rd.models.start_from(rd.models.from_options(name), unit * ys)
-        found[unit] = rd.fit_evidence(
+        estimates[unit] = rd.fit_evidence(
             jax.random.key(0), model, unit * ys, optimiser="lbfgs", progress=False
         )
-        assert found[unit].status == "converged"
-    plain = rd.models.named_parameters(found[1.0].model)
+        assert estimates[unit].status == "converged"
+    plain = rd.models.named_parameters(estimates[1.0].model)
     for unit in (1e9, 1e-9):
         shift = len(ys) * np.log(unit)
-        assert found[unit].log_evidence + shift == pytest.approx(found[1.0].log_evidence, abs=1e-5)
-        for key, value in rd.models.named_parameters(found[unit].model).items():
+        assert estimates[unit].log_evidence + shift == pytest.approx(
+            estimates[1.0].log_evidence, abs=1e-5
+        )
+        for key, value in rd.models.named_parameters(estimates[unit].model).items():
             size = np.asarray(value) / (1.0 if key == "persistence" else unit)
             # What is at the edge of zero is only that.
             np.testing.assert_allclose(size, plain[key], rtol=1e-4, atol=1e-4, err_msg=key)

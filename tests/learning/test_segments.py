@@ -56,7 +56,7 @@ def both_ways(
     """The bounds of all series and the gradient of their sum, with all rows and in segments."""
     parameters, fixed = eqx.partition((family, model), eqx.is_inexact_array)
 
-    def whole(family: Any, model: Any, series: Series) -> Estimate:
+    def at_once(family: Any, model: Any, series: Series) -> Estimate:
         return elbo_of_series(model, infer_series(family, series), series, estimator, None)
 
     def cut(family: Any, model: Any, series: Series) -> Estimate:
@@ -71,16 +71,16 @@ def both_ways(
 
         return run
 
-    found = []
-    for way in (whole, cut):
+    results = []
+    for way in (at_once, cut):
         run = jax.jit(jax.value_and_grad(total(way), has_aux=True))
         (_, values), gradient = run(parameters)
-        found.append((values, gradient))
-    return found
+        results.append((values, gradient))
+    return results
 
 
-def assert_same(found: list[tuple[Array, Any]]) -> None:
-    (values, gradient), (cut_values, cut_gradient) = found
+def assert_same(results: list[tuple[Array, Any]]) -> None:
+    (values, gradient), (cut_values, cut_gradient) = results
     np.testing.assert_allclose(cut_values, values, rtol=1e-12, atol=1e-10)
     for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(cut_gradient), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-10, atol=1e-9)
@@ -106,10 +106,10 @@ def test_segments_are_exact_for_every_family_with_closed_form(name: str):
 def test_segments_of_any_size_are_exact_by_quadrature(segment: int):
     rng = np.random.default_rng(2)
     model = random_model(rng, 2, 2)
-    found = both_ways(
+    results = both_ways(
         rd.KalmanFamily(model), through_tanh(model), batch_of(rng), rd.Quadrature(4), segment
     )
-    assert_same(found)
+    assert_same(results)
 
 
 def test_a_segment_is_not_longer_than_the_series():
@@ -120,7 +120,9 @@ def test_a_segment_is_not_longer_than_the_series():
     assert cut.rows.y.shape == (1, N - 1, 2)
 
 
-def drawn(family: Any, model: Any, batch: Series, estimator: Any) -> Callable[..., Estimate]:
+def sampled_in_segments(
+    family: Any, model: Any, batch: Series, estimator: Any
+) -> Callable[..., Estimate]:
     """The bounds of all series in segments, from the parameters of the family."""
 
     def run(family: Any) -> Estimate:
@@ -144,12 +146,12 @@ def test_paths_through_segments_give_the_log_evidence(noise: Any):
     )(batch)
     estimator = rd.BackwardSampling(4, noise=noise, stop_score=True)
     family = rd.unwrap(rd.KalmanFamily(model))
-    run = drawn(family, model, batch, estimator)
+    run = sampled_in_segments(family, model, batch, estimator)
     slope = eqx.filter_grad(lambda family: jnp.sum(run(family).value))
 
-    found, gradient = eqx.filter_jit(lambda family: (run(family), slope(family)))(family)
-    np.testing.assert_allclose(found.value, exact, rtol=1e-10)
-    np.testing.assert_allclose(found.standard_error, 0.0, atol=1e-10)
+    bounds, gradient = eqx.filter_jit(lambda family: (run(family), slope(family)))(family)
+    np.testing.assert_allclose(bounds.value, exact, rtol=1e-10)
+    np.testing.assert_allclose(bounds.standard_error, 0.0, atol=1e-10)
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient)) < 1e-8
 
 
@@ -167,13 +169,13 @@ def test_segmented_draws_have_the_mean_of_joint_draws(name: str, estimator: Any)
     rng = np.random.default_rng(5)
     linear, batch = random_model(rng, 2, 2), batch_of(rng)
     family, model = rd.unwrap(FAMILIES[name].make(linear, 2, 2, 0)), through_tanh(linear)
-    cut = eqx.filter_jit(drawn(family, model, batch, estimator))(family)
+    cut = eqx.filter_jit(sampled_in_segments(family, model, batch, estimator))(family)
 
     @eqx.filter_jit
-    def whole(series: Series, key: Any) -> Estimate:
+    def unsegmented(series: Series, key: Any) -> Estimate:
         return elbo_of_series(model, infer_series(family, series), series, estimator, key)
 
-    at_once = jax.vmap(whole)(batch, jax.random.split(jax.random.key(6), len(LENGTHS)))
+    at_once = jax.vmap(unsegmented)(batch, jax.random.split(jax.random.key(6), len(LENGTHS)))
     error = jnp.sqrt(cut.standard_error**2 + at_once.standard_error**2)
     assert float(jnp.max(jnp.abs(cut.value - at_once.value) / error)) < 4.0
 

@@ -23,9 +23,9 @@ def local_level() -> rd.StateSpaceModel:
 @pytest.fixture(scope="module")
 def ys() -> np.ndarray:
     keys = jax.random.split(KEY, 5)
-    drawn = np.array(jax.vmap(lambda key: local_level().simulate(key, 12)[1])(keys))
-    drawn[1, 4] = np.nan
-    return drawn
+    draws = np.array(jax.vmap(lambda key: local_level().simulate(key, 12)[1])(keys))
+    draws[1, 4] = np.nan
+    return draws
 
 
 LENGTH = np.array([12, 12, 7, 9, 3])
@@ -41,14 +41,14 @@ def test_single_process_owns_all_series() -> None:
 def test_fit_on_shared_series_uses_all_series(ys: np.ndarray) -> None:
     shared = rd.data.SharedSeries(ys, length=LENGTH)
     assert repr(shared) == "SharedSeries(5 series, 12 rows, 1 columns; 5 local)"
-    found, whole = (
-        rd.fit_evidence(KEY, local_level(), given, num_steps=3, progress=False, length=length)
-        for given, length in ((shared, None), (ys, LENGTH))
+    shared_fit, full_fit = (
+        rd.fit_evidence(KEY, local_level(), series, num_steps=3, progress=False, length=length)
+        for series, length in ((shared, None), (ys, LENGTH))
     )
-    assert found.log_evidence == whole.log_evidence
+    assert shared_fit.log_evidence == full_fit.log_evidence
     errors, by_all_series = (
-        rd.parameter_errors(KEY, found.model, given, length=length)
-        for given, length in ((shared, None), (ys, LENGTH))
+        rd.parameter_errors(KEY, shared_fit.model, series, length=length)
+        for series, length in ((shared, None), (ys, LENGTH))
     )
     np.testing.assert_array_equal(errors.information, by_all_series.information)
 

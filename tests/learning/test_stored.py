@@ -43,8 +43,10 @@ def store() -> InMemoryStore:
 def series_read(loader: StoredLoader, first: int, count: int) -> np.ndarray:
     """The numbers of the series of some steps, from 0."""
     batches = loader.load(first, count, first + count)
-    drawn = [batches.minibatch(KEY, jnp.asarray(step)) for step in range(first, first + count)]
-    return np.stack([np.asarray(batch.series.ys[:, 0, 0]) for batch in drawn]).astype(int) - 1
+    minibatches = [
+        batches.minibatch(KEY, jnp.asarray(step)) for step in range(first, first + count)
+    ]
+    return np.stack([np.asarray(batch.series.ys[:, 0, 0]) for batch in minibatches]).astype(int) - 1
 
 
 @pytest.mark.parametrize(("batch_size", "lanes"), [(4, 4), (6, 3), (7, 1), (23, 1)])
@@ -54,30 +56,30 @@ def test_epochs_visit_each_series_once_and_batches_are_balanced(
     stream = StoredLoader(store, KEY, batch_size, 100)
     assert stream.order.lanes == lanes
     steps = 2 * COUNT
-    found = series_read(stream, 0, steps).reshape(steps, lanes, -1)
+    indices = series_read(stream, 0, steps).reshape(steps, lanes, -1)
     stream.close()
     bounds = [lane * COUNT // lanes for lane in range(lanes + 1)]
     epochs = []
     for lane, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        own = found[:, lane].ravel()
+        in_lane = indices[:, lane].ravel()
         size = last - first
-        epochs += [own[i : i + size].tolist() for i in range(0, len(own) - size + 1, size)]
-        for epoch in epochs[-(len(own) // size) :]:
+        epochs += [in_lane[i : i + size].tolist() for i in range(0, len(in_lane) - size + 1, size)]
+        for epoch in epochs[-(len(in_lane) // size) :]:
             assert sorted(epoch) == list(range(first, last))
     assert any(one != other for one, other in zip(epochs[:-1], epochs[1:], strict=True))
 
 
 def test_minibatch_depends_only_on_key_and_step(store: InMemoryStore):
     stream = StoredLoader(store, KEY, 6, 100)
-    whole = series_read(stream, 0, 12)
+    all_steps = series_read(stream, 0, 12)
     pieces = [
         series_read(stream, first, count) for first, count in ((0, 4), (4, 4), (8, 4), (5, 7))
     ]
     stream.close()
-    np.testing.assert_array_equal(np.concatenate(pieces[:3]), whole)
-    np.testing.assert_array_equal(pieces[3], whole[5:])
+    np.testing.assert_array_equal(np.concatenate(pieces[:3]), all_steps)
+    np.testing.assert_array_equal(pieces[3], all_steps[5:])
     other = StoredLoader(store, jax.random.key(2), 6, 100)
-    assert not np.array_equal(series_read(other, 0, 12), whole)
+    assert not np.array_equal(series_read(other, 0, 12), all_steps)
     other.close()
 
 
@@ -154,8 +156,8 @@ def lengths() -> np.ndarray:
 
 
 def fit(ys: Any, **options: Any) -> rd.FitResult:
-    given = {"num_steps": 12, "chunk_size": 4, "batch_size": 6, "progress": False, **options}
-    return rd.fit(KEY, rd.KalmanFamily(model()), model(), ys, **fit_options(**given))
+    arguments = {"num_steps": 12, "chunk_size": 4, "batch_size": 6, "progress": False, **options}
+    return rd.fit(KEY, rd.KalmanFamily(model()), model(), ys, **fit_options(**arguments))
 
 
 def walks() -> np.ndarray:
@@ -186,7 +188,7 @@ def test_fit_from_store_sees_series_in_order_without_padding(
 @pytest.mark.slow
 def test_killed_fit_from_store_resumes_bit_for_bit(tmp_path: Path):
     ys, path = walks(), tmp_path / "fit.rd"
-    whole = fit(InMemoryStore(ys, SIZES), learn="both")
+    uninterrupted = fit(InMemoryStore(ys, SIZES), learn="both")
 
     def die(step: int, _: float) -> None:
         if step == 8:
@@ -195,8 +197,8 @@ def test_killed_fit_from_store_resumes_bit_for_bit(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         fit(InMemoryStore(ys, SIZES), learn="both", checkpoint=path, progress=die)
     resumed = fit(InMemoryStore(ys, SIZES), learn="both", checkpoint=path)
-    assert arrays_equal(resumed.model, whole.model)
-    assert np.array_equal(resumed.history, whole.history)
+    assert arrays_equal(resumed.model, uninterrupted.model)
+    assert np.array_equal(resumed.history, uninterrupted.history)
     for other in (InMemoryStore(ys + 1.0, SIZES), InMemoryStore(ys, SIZES[::-1])):
         with pytest.raises(ValueError, match="other data"):
             fit(other, learn="both", checkpoint=path)
@@ -229,18 +231,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrodict.data._stored.BLOCK_ROWS", 60)
 
 
-def assert_reads_as(found: data.StoredSeries, whole: data.Table) -> None:
-    tables = list(found.tables())
-    assert len(tables) == len(found.block_sizes) > 3
-    rows = whole.ys.shape[1]
-    assert found.num_times == rows and found.num_rows == int(whole.length.sum())
+def assert_reads_as(store: data.StoredSeries, full_table: data.Table) -> None:
+    tables = list(store.tables())
+    assert len(tables) == len(store.block_sizes) > 3
+    rows = full_table.ys.shape[1]
+    assert store.num_times == rows and store.num_rows == int(full_table.length.sum())
     for name in ("ys", "mask", "length"):
         joined = np.concatenate([getattr(table, name) for table in tables])
-        np.testing.assert_array_equal(joined, getattr(whole, name))
-    assert tuple(name for table in tables for name in table.series or ()) == whole.series
-    loaded = found.load(1)
+        np.testing.assert_array_equal(joined, getattr(full_table, name))
+    assert tuple(name for table in tables for name in table.series or ()) == full_table.series
+    loaded = store.load(1)
     assert loaded["ys"] is not None and np.isfinite(loaded["ys"]).all()
-    assert loaded["ys"].shape == (found.block_sizes[1], rows, 2)
+    assert loaded["ys"].shape == (store.block_sizes[1], rows, 2)
 
 
 @pytest.mark.parametrize("row_group_size", [1, 17, 100, 10_000])
@@ -249,14 +251,14 @@ def test_parquet_blocks_equal_whole_file(
 ):
     path = tmp_path / "series.parquet"
     frame.to_parquet(path, row_group_size=row_group_size)
-    found = data.open_series(path, series="who", progress=False)
-    whole = data.read(frame, series="who")
+    store = data.open_series(path, series="who", progress=False)
+    table = data.read(frame, series="who")
     if row_group_size == 10_000:
-        assert found.block_sizes == (40,)
+        assert store.block_sizes == (40,)
     else:
-        assert_reads_as(found, whole)
-    assert found.digest() != data.open_series(path, series="who", columns="a").digest()
-    assert "40 series" in repr(found) and "step 1D" in "\n".join(found.described())
+        assert_reads_as(store, table)
+    assert store.digest() != data.open_series(path, series="who", columns="a").digest()
+    assert "40 series" in repr(store) and "step 1D" in "\n".join(store.described())
 
 
 def test_netcdf_blocks_equal_whole_file(tmp_path: Path, small_blocks: None):
@@ -267,9 +269,9 @@ def test_netcdf_blocks_equal_whole_file(tmp_path: Path, small_blocks: None):
     dataset = xr.Dataset(dims, {"day": np.arange(12.0)})
     path = tmp_path / "series.nc"
     dataset.to_netcdf(path, engine="h5netcdf")
-    found = data.open_series(path, series="who", time="day", progress=False)
-    whole = data.read(dataset.assign_coords(who=np.arange(30)), series="who", time="day")
-    assert_reads_as(found, whole)
+    store = data.open_series(path, series="who", time="day", progress=False)
+    table = data.read(dataset.assign_coords(who=np.arange(30)), series="who", time="day")
+    assert_reads_as(store, table)
 
 
 @pytest.mark.parametrize("empty", [slice(0, 11), slice(14, 30)])
@@ -278,11 +280,11 @@ def test_unobserved_netcdf_blocks_are_skipped(tmp_path: Path, small_blocks: None
     values[empty] = np.nan
     dataset = xr.Dataset({"a": (("who", "time"), values)}, {"who": np.arange(30)})
     dataset.to_netcdf(tmp_path / "series.nc", engine="h5netcdf")
-    found = data.open_series(tmp_path / "series.nc", series="who", progress=False)
-    whole = data.read(dataset, series="who")
-    tables = list(found.tables())
-    assert found.num_series == whole.num_series == 30 - len(range(*empty.indices(30)))
-    np.testing.assert_array_equal(np.concatenate([table.ys for table in tables]), whole.ys)
+    store = data.open_series(tmp_path / "series.nc", series="who", progress=False)
+    full_table = data.read(dataset, series="who")
+    tables = list(store.tables())
+    assert store.num_series == full_table.num_series == 30 - len(range(*empty.indices(30)))
+    np.testing.assert_array_equal(np.concatenate([table.ys for table in tables]), full_table.ys)
 
 
 def test_parquet_parts_with_continued_index_equal_whole_file(
@@ -294,8 +296,8 @@ def test_parquet_parts_with_continued_index_equal_whole_file(
     paths = [tmp_path / f"{part}.parquet" for part in "ab"]
     frame.iloc[:half].to_parquet(paths[0], row_group_size=20)
     frame.iloc[half:].to_parquet(paths[1])
-    found = data.open_series(paths, series="who", progress=False)
-    assert_reads_as(found, data.read(frame, series="who"))
+    store = data.open_series(paths, series="who", progress=False)
+    assert_reads_as(store, data.read(frame, series="who"))
 
 
 @pytest.mark.parametrize("how", ["category", "several", "index", "input too", "empty groups"])
@@ -314,7 +316,7 @@ def test_other_parquet_layouts_equal_whole_file(
     elif how == "input too":
         frame["b"] = np.arange(1.0, len(frame) + 1)
         options |= {"time": "day", "columns": ["a", "b"], "inputs": "b", "freq": "irregular"}
-    whole, path = data.read(frame, **options), tmp_path / "series.parquet"
+    table, path = data.read(frame, **options), tmp_path / "series.parquet"
     if how == "empty groups":
         rows = pa.Table.from_pandas(frame)
         with pq.ParquetWriter(path, rows.schema) as writer:
@@ -323,7 +325,7 @@ def test_other_parquet_layouts_equal_whole_file(
                 writer.write_table(rows.slice(first, 17))
     else:
         frame.to_parquet(path, row_group_size=17)
-    assert_reads_as(data.open_series(path, progress=False, **options), whole)
+    assert_reads_as(data.open_series(path, progress=False, **options), table)
 
 
 def test_several_files_form_one_set_of_series(
@@ -333,8 +335,8 @@ def test_several_files_form_one_set_of_series(
     early = frame["who"] < "s20"
     for path, rows in zip(paths, (early, ~early), strict=True):
         frame[rows].to_parquet(path, row_group_size=20)
-    found = data.open_series(paths, series="who", progress=False)
-    assert_reads_as(found, data.read(frame, series="who"))
+    store = data.open_series(paths, series="who", progress=False)
+    assert_reads_as(store, data.read(frame, series="who"))
 
 
 @pytest.mark.slow
@@ -342,7 +344,7 @@ def test_fit_from_file_equals_fit_from_arrays(frame: pd.DataFrame, tmp_path: Pat
     """One block, so that a store of the arrays has the same order."""
     path = tmp_path / "series.parquet"
     frame.to_parquet(path)
-    found = data.open_series(path, series="who", columns="a", progress=False)
+    store = data.open_series(path, series="who", columns="a", progress=False)
     table = data.read(frame, series="who", columns="a")
 
     class Arrays(InMemoryStore):
@@ -350,7 +352,7 @@ def test_fit_from_file_equals_fit_from_arrays(frame: pd.DataFrame, tmp_path: Pat
             return {**super().load(block), "mask": table.mask}
 
     arrays = Arrays(np.where(table.mask, table.ys, 0.0), [40], table.length)
-    one, other = fit(found, learn="both"), fit(arrays, learn="both")
+    one, other = fit(store, learn="both"), fit(arrays, learn="both")
     assert arrays_equal(one.model, other.model)
     assert np.array_equal(one.history, other.history)
 

@@ -98,12 +98,12 @@ def followed(swing: np.ndarray) -> dict[str, LinearisedPosterior]:
 
 def assert_same_chain(ours: rd.LinearGaussianChain, exact: rd.LinearGaussianChain) -> None:
     for name in ("mean", "covariance"):
-        found, expected = getattr(ours.laws, name), getattr(exact.laws, name)
-        np.testing.assert_allclose(found, expected, atol=1e-10)
+        actual, expected = getattr(ours.laws, name), getattr(exact.laws, name)
+        np.testing.assert_allclose(actual, expected, atol=1e-10)
     # Filtering laws and kernels are all there is to a chain.
     for name in ("weight", "bias", "scale_tril"):
-        found, expected = getattr(ours.kernels, name), getattr(exact.kernels, name)
-        np.testing.assert_allclose(found, expected, atol=1e-10)
+        actual, expected = getattr(ours.kernels, name), getattr(exact.kernels, name)
+        np.testing.assert_allclose(actual, expected, atol=1e-10)
 
 
 def slow(*values: Any) -> Any:
@@ -134,12 +134,12 @@ def test_linear_models_are_smoothed_exactly(state, obs, method):
     _, ys = model.simulate(jax.random.key(0), 9, inputs=inputs)
     options: Any = dict(mask=random_mask(rng, 9, obs, 0.7), inputs=inputs, length=7)
     exact = rd.kalman_smoother(model, ys, **options)
-    found = METHODS[method](hide_linearity(model), ys, **options)
-    assert_same_chain(found.chain, exact.chain)
-    assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-10)
-    assert found.status == "ok"
-    assert float(jnp.max(found.diagnostics.missed)) < 1e-10
-    assert np.all(np.asarray(found.changes) < 1e-10)
+    posterior = METHODS[method](hide_linearity(model), ys, **options)
+    assert_same_chain(posterior.chain, exact.chain)
+    assert float(posterior.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-10)
+    assert posterior.status == "ok"
+    assert float(jnp.max(posterior.diagnostics.missed)) < 1e-10
+    assert np.all(np.asarray(posterior.changes) < 1e-10)
 
 
 def test_linear_kernels_are_used_exactly_and_never_lost():
@@ -147,11 +147,11 @@ def test_linear_kernels_are_used_exactly_and_never_lost():
     model = scalar_model(linear_kernel(scale=0.1))
     ys = 100.0 + np.zeros((9, 1))
     exact = rd.kalman_smoother(model, ys)
-    found = rd.extended_smoother(model, ys)
-    assert_same_chain(found.chain, exact.chain)
-    assert float(jnp.max(found.diagnostics.surprise)) > 4.0
-    assert found.status == "ok" and not bool(found.lost)
-    assert found.check() is found
+    posterior = rd.extended_smoother(model, ys)
+    assert_same_chain(posterior.chain, exact.chain)
+    assert float(jnp.max(posterior.diagnostics.surprise)) > 4.0
+    assert posterior.status == "ok" and not bool(posterior.lost)
+    assert posterior.check() is posterior
 
 
 @pytest.mark.slow
@@ -162,11 +162,11 @@ def test_singular_noise_and_prior_are_smoothed_exactly(method):
     model = eqx.tree_at(lambda m: m.prior.scale_tril, model, known)
     _, ys = model.simulate(jax.random.key(0), 6)
     exact = rd.kalman_smoother(model, ys)
-    found = METHODS[method](hide_linearity(model), ys)
+    posterior = METHODS[method](hide_linearity(model), ys)
     np.testing.assert_allclose(
-        found.chain.marginals().covariance, exact.chain.marginals().covariance, atol=1e-10
+        posterior.chain.marginals().covariance, exact.chain.marginals().covariance, atol=1e-10
     )
-    assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
+    assert float(posterior.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
 
 
 # --- nonlinear models: the textbook, in numpy -----------------------------------------------------
@@ -190,12 +190,12 @@ def textbook(ys: np.ndarray, linearise_move: Any, linearise_seen: Any) -> tuple:
             moved, inner, cross = linearise_move(mean, spread)
             predicted.append((moved, inner + noise, cross))
             mean, spread = moved, inner + noise
-        seen = ~np.isnan(y)
-        if seen.any():
+        observed = ~np.isnan(y)
+        if observed.any():
             expected, inner, cross = linearise_seen(mean, spread)
-            total = (inner + error)[np.ix_(seen, seen)]
-            gain = np.linalg.solve(total, cross[:, seen].T).T
-            innovation = (y - expected)[seen]
+            total = (inner + error)[np.ix_(observed, observed)]
+            gain = np.linalg.solve(total, cross[:, observed].T).T
+            innovation = (y - expected)[observed]
             log_evidence -= 0.5 * (
                 innovation @ np.linalg.solve(total, innovation)
                 + np.linalg.slogdet(2 * np.pi * total)[1]
@@ -246,12 +246,12 @@ def by_unscented_transform(fn: Any, alpha: float, beta: float, kappa: float) -> 
     return linearise
 
 
-def assert_textbook(found: LinearisedPosterior, expected: tuple) -> None:
-    marginals = found.chain.marginals()
+def assert_textbook(posterior: LinearisedPosterior, expected: tuple) -> None:
+    marginals = posterior.chain.marginals()
     np.testing.assert_allclose(marginals.mean, expected[0], atol=1e-9)
     np.testing.assert_allclose(marginals.covariance, expected[1], atol=1e-9)
-    assert float(found.log_evidence) == pytest.approx(expected[2], abs=1e-8)
-    assert float(jnp.sum(found.log_evidence_increments)) == pytest.approx(expected[2], abs=1e-8)
+    assert float(posterior.log_evidence) == pytest.approx(expected[2], abs=1e-8)
+    assert float(jnp.sum(posterior.log_evidence_increments)) == pytest.approx(expected[2], abs=1e-8)
 
 
 def test_extended_smoother_equals_textbook_recursion(swing, followed):
@@ -269,17 +269,19 @@ def test_unscented_smoother_equals_textbook_recursion(swing, followed, parameter
         transform(pendulum_mean, beta=parameters[1], kappa=parameters[2]),
         transform(pendulum_seen, beta=parameters[1], kappa=parameters[2]),
     )
-    found = followed["unscented"]  # in two dimensions, the first of the parameters are the default
+    posterior = followed[
+        "unscented"
+    ]  # in two dimensions, the first of the parameters are the default
     if parameters != (1.0, 0.0, 1.0):
-        found = rd.unscented_smoother(PENDULUM, swing, rule=rd.Unscented(*parameters))
-    assert_textbook(found, expected)
+        posterior = rd.unscented_smoother(PENDULUM, swing, rule=rd.Unscented(*parameters))
+    assert_textbook(posterior, expected)
 
 
 def test_prefix_equals_posterior_of_fewer_rows(swing, followed):
     fewer = swing.copy()
     fewer[12:] = np.nan
-    found = rd.extended_smoother(PENDULUM, fewer).chain.prefix(12)
-    assert_same_chain(found, followed["extended"].chain.prefix(12))
+    posterior = rd.extended_smoother(PENDULUM, fewer).chain.prefix(12)
+    assert_same_chain(posterior, followed["extended"].chain.prefix(12))
 
 
 def wave(x: Any) -> Any:
@@ -299,14 +301,14 @@ def test_iterated_extended_finds_the_most_probable_path(model):
     ys = np.array(model.simulate(jax.random.key(3), 30)[1])
     ys[4, 0] = ys[9] = np.nan
     smooth = partial(rd.iterated_smoother, model, ys, rule=rd.Taylor(), num_iterations=40)
-    found = smooth()
+    posterior = smooth()
     # Gauss-Newton: at its fixed point the gradient of the log-joint is zero.
-    path = found.chain.marginals()
+    path = posterior.chain.marginals()
     slope = jax.jit(jax.grad(lambda xs: model.log_joint(xs, ys)))
     assert float(jnp.max(jnp.abs(slope(path.mean) * path.std))) < 1e-8
-    assert found.changes.shape == (40,)
-    assert float(found.changes[0]) > 1e-2 and float(found.changes[-1]) < 1e-8
-    assert found.status == "ok"
+    assert posterior.changes.shape == (40,)
+    assert float(posterior.changes[0]) > 1e-2 and float(posterior.changes[-1]) < 1e-8
+    assert posterior.status == "ok"
     # Held back, it does not get there, and says so.
     short = smooth(damping=0.999)
     assert short.status == "not converged" and not bool(short.lost)
@@ -338,11 +340,11 @@ def dense_grid(model: Any, ys: Any, lower: float, upper: float) -> tuple:
     move = np.exp(-0.5 * ((xs[None, :] - weight * xs[:, None]) / scale) ** 2)
     move *= (xs[1] - xs[0]) / (scale * np.sqrt(2 * np.pi))
     density = jax.jit(jax.vmap(jax.vmap(model.emission.log_prob, (0, None)), (None, 0)))
-    seen = np.nan_to_num(np.asarray(density(xs[:, None], jnp.nan_to_num(ys))))
-    seen[np.isnan(np.asarray(ys))[:, 0]] = 0.0
+    log_likelihood = np.nan_to_num(np.asarray(density(xs[:, None], jnp.nan_to_num(ys))))
+    log_likelihood[np.isnan(np.asarray(ys))[:, 0]] = 0.0
     law = np.exp(-0.5 * (xs / float(model.prior.scale_tril[0, 0])) ** 2)
     law, filtered, log_evidence = law / law.sum(), [], 0.0
-    for k, row in enumerate(seen):
+    for k, row in enumerate(log_likelihood):
         law = (law @ move if k else law) * np.exp(row)
         log_evidence += np.log(law.sum())
         law = law / law.sum()
@@ -361,12 +363,12 @@ def test_counts_are_linearised_by_conditional_moments():
     model = scalar_model(counts, prior=0.5, weight=0.95, scale=0.2)
     ys = model.simulate(jax.random.key(0), 40)[1].at[7].set(jnp.nan)
     mean, std, log_evidence = dense_grid(model, ys, -4.0, 4.0)
-    found = rd.iterated_smoother(model, ys)
-    marginals = found.chain.marginals()
+    posterior = rd.iterated_smoother(model, ys)
+    marginals = posterior.chain.marginals()
     assert np.max(np.abs(marginals.mean[:, 0] - mean) / std) < 0.03
     np.testing.assert_allclose(marginals.std[:, 0], std, rtol=0.01)
-    assert float(found.log_evidence) == pytest.approx(log_evidence, abs=1.0)
-    assert found.status == "ok"
+    assert float(posterior.log_evidence) == pytest.approx(log_evidence, abs=1.0)
+    assert posterior.status == "ok"
 
 
 class Widening(rd.AbstractGaussianKernel):
@@ -382,10 +384,10 @@ class Widening(rd.AbstractGaussianKernel):
 def test_state_dependent_noise_is_averaged():
     model = scalar_model(Widening(), prior=0.5)
     y = jnp.array([[0.7]])
-    found = rd.unscented_smoother(model, y, rule=rd.GaussHermite(7))
+    posterior = rd.unscented_smoother(model, y, rule=rd.GaussHermite(7))
     # x ~ N(0, 1/4): E (0.1 + 0.2 x²)² = 0.01 + 0.04/4 + 0.04 · 3/16.
     total = 4 * 0.25 + 0.01 + 0.04 * 0.25 + 0.04 * 3 * 0.25**2
-    assert float(found.chain.laws.mean[0, 0]) == pytest.approx(0.5 * 0.7 / total, abs=1e-12)
+    assert float(posterior.chain.laws.mean[0, 0]) == pytest.approx(0.5 * 0.7 / total, abs=1e-12)
     expanded = rd.extended_smoother(model, y)
     assert float(expanded.chain.laws.mean[0, 0]) == pytest.approx(0.5 * 0.7 / 1.01, abs=1e-12)
     with raises_with(ValueError, "Unscented(alpha=0.1", "lose definiteness", "positive"):
@@ -407,9 +409,9 @@ COVARIANCE = jnp.array([[0.3, 0.1], [0.1, 0.2]])
     ids=["dense", "heavy tails", "entries", "event", "gaussian"],
 )
 def test_conditional_moments_equal_those_of_the_distribution(law, covariance):
-    found = moments.law_moments(law, jnp.dtype("float64"))
-    np.testing.assert_allclose(found.mean, jnp.ones(2), atol=1e-12)
-    np.testing.assert_allclose(square(found.scale), covariance, atol=1e-12)
+    actual = moments.law_moments(law, jnp.dtype("float64"))
+    np.testing.assert_allclose(actual.mean, jnp.ones(2), atol=1e-12)
+    np.testing.assert_allclose(square(actual.scale), covariance, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -421,13 +423,13 @@ def test_row_with_joint_density_is_masked_as_a_whole():
     ys = np.random.default_rng(0).normal(size=(6, 2))
     left_out = ys.copy()
     ys[2, 0], left_out[2] = np.nan, np.nan
-    found, expected = rd.extended_smoother(model, ys), rd.extended_smoother(model, left_out)
-    np.testing.assert_array_equal(found.chain.laws.mean, expected.chain.laws.mean)
-    assert found.diagnostics.degrees.tolist() == [2, 2, 0, 2, 2, 2]
-    assert float(found.log_evidence_increments[2]) == 0.0
+    posterior, expected = rd.extended_smoother(model, ys), rd.extended_smoother(model, left_out)
+    np.testing.assert_array_equal(posterior.chain.laws.mean, expected.chain.laws.mean)
+    assert posterior.diagnostics.degrees.tolist() == [2, 2, 0, 2, 2, 2]
+    assert float(posterior.log_evidence_increments[2]) == 0.0
     # Two readings of the first state, which is all that the linear-Gaussian update takes.
     gain = np.ones(2) @ np.linalg.inv(np.ones((2, 2)) + COVARIANCE)
-    assert float(found.chain.laws.mean[0, 0]) == pytest.approx(float(gain @ ys[0]), abs=1e-12)
+    assert float(posterior.chain.laws.mean[0, 0]) == pytest.approx(float(gain @ ys[0]), abs=1e-12)
 
 
 class Unknown(eqx.Module):
@@ -492,19 +494,19 @@ VARIANTS = ("cubature", "gauss-hermite", "iterated", "iterated extended")
 
 @pytest.mark.parametrize("name", [slow(name) if name in VARIANTS else name for name in METHODS])
 def test_linearised_smoothers_are_lost_on_a_square(name):
-    _, found = many(METHODS[name], SQUARE, 40, 8)
-    assert bool(jnp.all(found.lost)), found.code
+    _, posterior = many(METHODS[name], SQUARE, 40, 8)
+    assert bool(jnp.all(posterior.lost)), posterior.code
     # They return the prior, of which the mean is zero.
-    assert float(jnp.max(jnp.abs(found.chain.laws.mean))) < 1e-12
-    assert float(jnp.min(jnp.max(found.diagnostics.misread, axis=1))) > 0.9
+    assert float(jnp.max(jnp.abs(posterior.chain.laws.mean))) < 1e-12
+    assert float(jnp.min(jnp.max(posterior.diagnostics.misread, axis=1))) > 0.9
 
 
 @pytest.mark.parametrize("num_times", [1, slow(7)])
 def test_lost_status_works_on_short_series(num_times):
-    found = rd.unscented_smoother(SQUARE, jnp.full((num_times, 1), 1.0))
-    assert found.status == "lost" and int(found.status_time) == num_times - 1
+    posterior = rd.unscented_smoother(SQUARE, jnp.full((num_times, 1), 1.0))
+    assert posterior.status == "lost" and int(posterior.status_time) == num_times - 1
     with raises_with(ValueError, "lost", "relative error of 95%", "grid_smoother"):
-        found.check()
+        posterior.check()
 
 
 @pytest.mark.slow
@@ -513,8 +515,8 @@ def test_uninformative_conditional_mean_is_lost():
     # and the innovations are as large as they should be.
     volatility = rd.DistributionKernel(lambda x: dist.Normal(0.0 * x, jnp.exp(x / 2)))
     model = scalar_model(volatility, weight=0.95, scale=0.3)
-    _, found = many(rd.unscented_smoother, model, 60, 4)
-    assert bool(jnp.all(found.lost))
+    _, posterior = many(rd.unscented_smoother, model, 60, 4)
+    assert bool(jnp.all(posterior.lost))
 
 
 @pytest.fixture(scope="module")
@@ -548,18 +550,18 @@ PRECISE = scalar_model(jnp.tanh, 0.01, prior=0.3, scale=0.1)
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_suitable_models_are_not_lost(model, method):
-    _, found = many(METHODS[method], model, 100, 32)
-    assert not bool(jnp.any(found.lost)), found.code
+    _, posterior = many(METHODS[method], model, 100, 32)
+    assert not bool(jnp.any(posterior.lost)), posterior.code
 
 
 @pytest.mark.slow
 def test_mild_curvature_gives_small_diagnostics():
     model = scalar_model(lambda x: x + 0.1 * jnp.sin(x), 0.1)
-    _, found = many(rd.extended_smoother, model, 100, 32)
-    assert not bool(jnp.any(found.code))
-    assert float(jnp.max(found.diagnostics.misread)) < 0.2
+    _, posterior = many(rd.extended_smoother, model, 100, 32)
+    assert not bool(jnp.any(posterior.code))
+    assert float(jnp.max(posterior.diagnostics.misread)) < 0.2
     # A mean of 3200 squares of standard normal variables, each of variance 2.
-    squares = found.diagnostics.squared_innovations
+    squares = posterior.diagnostics.squared_innovations
     assert float(jnp.mean(squares)) == pytest.approx(1.0, abs=5 * np.sqrt(2 / 3200))
 
 
@@ -569,16 +571,18 @@ def test_iterated_smoother_is_closer_to_exact_posterior(saturated):
     mean, std, _ = dense_grid(SATURATING, ys, -8.0, 8.0)
 
     def error(smooth: Any) -> float:
-        found = smooth(SATURATING, ys).chain.marginals()
-        return float(np.mean(np.abs(found.mean[:, 0] - mean) / std))
+        marginals = smooth(SATURATING, ys).chain.marginals()
+        return float(np.mean(np.abs(marginals.mean[:, 0] - mean) / std))
 
     assert error(rd.iterated_smoother) < min(0.2, 0.6 * error(rd.extended_smoother))
 
 
 def test_diagnostic_distances_equal_dense_grid(saturated):
-    ys, found = saturated
+    ys, posterior = saturated
     xs = np.linspace(-8, 8, 8001)
-    means, variances = (np.asarray(a) for a in (found.chain.laws.mean, found.chain.laws.covariance))
+    means, variances = (
+        np.asarray(a) for a in (posterior.chain.laws.mean, posterior.chain.laws.covariance)
+    )
 
     def normalised(log_density: np.ndarray) -> np.ndarray:
         density = np.exp(log_density - log_density.max())
@@ -593,8 +597,8 @@ def test_diagnostic_distances_equal_dense_grid(saturated):
         made = -0.5 * (xs - means[i, k, 0]) ** 2 / variances[i, k, 0, 0]
         exact, before, after = (normalised(a) for a in (update, prediction, made))
         said, missed = 0.5 * np.abs(exact - before).sum(), 0.5 * np.abs(exact - after).sum()
-        assert float(found.diagnostics.said[i, k]) == pytest.approx(said, abs=0.03)
-        assert float(found.diagnostics.missed[i, k]) == pytest.approx(missed, abs=0.03)
+        assert float(posterior.diagnostics.said[i, k]) == pytest.approx(said, abs=0.03)
+        assert float(posterior.diagnostics.missed[i, k]) == pytest.approx(missed, abs=0.03)
 
 
 def test_a_wrong_state_shows_in_the_innovations():
@@ -605,31 +609,31 @@ def test_a_wrong_state_shows_in_the_innovations():
     )
     model = replace(linear_model(mean=1.0, prior=0.02, error=0.3), transition=well)
     ys = -1.0 + 0.3 * np.random.default_rng(0).normal(size=(40, 1))
-    found = rd.extended_smoother(model, ys)
-    assert float(jnp.max(found.diagnostics.misread)) < 1e-10
-    assert found.status == "lost" and int(found.status_time) == 19
+    posterior = rd.extended_smoother(model, ys)
+    assert float(jnp.max(posterior.diagnostics.misread)) < 1e-10
+    assert posterior.status == "lost" and int(posterior.status_time) == 19
     with raises_with(ValueError, "lost", "up to time 19", "squared innovations", "does not fit"):
-        found.check()
+        posterior.check()
 
 
 def test_overflow_has_status_not_finite():
     explosion = rd.NonlinearGaussianKernel(lambda x: x**5, rd.Diagonal(jnp.ones(1)))
     model = replace(linear_model(mean=2.0), transition=explosion)
-    found = rd.extended_smoother(model, jnp.full((12, 1), jnp.nan).at[0].set(3.0))
-    assert found.status == "not finite" and 1 < int(found.status_time) < 11
-    with raises_with(ValueError, f"not finite from time {int(found.status_time)} on"):
-        found.check()
+    posterior = rd.extended_smoother(model, jnp.full((12, 1), jnp.nan).at[0].set(3.0))
+    assert posterior.status == "not finite" and 1 < int(posterior.status_time) < 11
+    with raises_with(ValueError, f"not finite from time {int(posterior.status_time)} on"):
+        posterior.check()
 
 
 def test_status_averages_over_observed_rows():
     values = np.arange(60.0)
     observed = np.random.default_rng(0).random(60) < 0.6
     average = jax.jit(posterior._average)
-    found = np.asarray(average(values, observed))
+    averages = np.asarray(average(values, observed))
     for k in range(60):
         rows = values[: k + 1][observed[: k + 1]]
         expected = rows[-20:].mean() if len(rows) >= 20 else 0.0
-        assert found[k] == pytest.approx(expected, abs=1e-12)
+        assert averages[k] == pytest.approx(expected, abs=1e-12)
     few = np.asarray(average(values[:9], observed[:9]))
     assert few[-1] == pytest.approx(values[:9][observed[:9]].mean())
     assert not np.any(average(values, np.zeros(60, bool)))
@@ -642,8 +646,8 @@ def test_diagnostics_of_long_series_are_batched(swing, followed, monkeypatch):
 
     @eqx.filter_jit
     def said_and_missed() -> Any:
-        found = recursion.linearised_filter(model, series, rd.Taylor())
-        return posterior._readings(model, series, found)
+        filtered = recursion.linearised_filter(model, series, rd.Taylor())
+        return posterior._readings(model, series, filtered)
 
     monkeypatch.setattr(posterior, "BATCH", 8)
     said, missed = said_and_missed()
@@ -652,9 +656,9 @@ def test_diagnostics_of_long_series_are_batched(swing, followed, monkeypatch):
 
 
 def test_missing_rows_have_zero_diagnostics(swing, followed):
-    found = followed["extended"].diagnostics
-    assert found.degrees[4] == 1 and found.degrees[9] == 0
-    for values in (found.squared_innovations, found.said, found.missed):
+    diagnostics = followed["extended"].diagnostics
+    assert diagnostics.degrees[4] == 1 and diagnostics.degrees[9] == 0
+    for values in (diagnostics.squared_innovations, diagnostics.said, diagnostics.missed):
         assert float(values[9]) == 0.0
     blind = rd.extended_smoother(PENDULUM, np.full_like(swing, np.nan))
     assert blind.status == "ok" and float(blind.log_evidence) == 0.0
@@ -674,17 +678,17 @@ def test_batches_and_padding_equal_single_series():
         return rd.extended_smoother(SATURATING, y, length=length)
 
     batch, single = jax.jit(jax.vmap(smooth))(ys, lengths), jax.jit(smooth)
-    found = jax.tree.map(np.asarray, batch)
+    posteriors = jax.tree.map(np.asarray, batch)
 
     def close(ours: Any, theirs: Any) -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-10)
 
     for i in range(3):
-        ours = jax.tree.map(lambda leaf, i=i: leaf[i], found)
+        ours = jax.tree.map(lambda leaf, i=i: leaf[i], posteriors)
         jax.tree.map(close, ours, single(ys[i], lengths[i]))
     # What stands in the padding does not matter, and the terminal law is repeated there.
     alone = rd.extended_smoother(SATURATING, np.asarray(ys)[2, :5])
-    padded = jax.tree.map(lambda leaf: leaf[2], found)
+    padded = jax.tree.map(lambda leaf: leaf[2], posteriors)
     close(padded.log_evidence, alone.log_evidence)
     close(padded.chain.laws.mean[:5], alone.chain.laws.mean)
     close(padded.chain.laws.mean[5:], np.tile(np.asarray(alone.chain.laws.mean)[-1:], (3, 1)))
@@ -700,8 +704,8 @@ def test_batches_and_padding_equal_single_series():
 def test_linearised_chains_work_with_elbo_and_expectation(swing, followed):
     estimator = rd.BackwardSampling(64)
     bounds = {
-        name: rd.elbo(PENDULUM, found.chain, swing, estimator=estimator, key=jax.random.key(0))
-        for name, found in followed.items()
+        name: rd.elbo(PENDULUM, posterior.chain, swing, estimator=estimator, key=jax.random.key(0))
+        for name, posterior in followed.items()
     }
     assert all(np.isfinite(float(bound)) for bound in bounds.values())
 
@@ -710,11 +714,11 @@ def test_linearised_chains_work_with_elbo_and_expectation(swing, followed):
 @pytest.mark.slow
 def test_linearised_smoothers_in_float32_stay_float32(x32, name):
     model = scalar_model(jnp.tanh, 0.1)
-    found = METHODS[name](model, np.tanh(np.sin(0.3 * np.arange(30.0)))[:, None].astype("f4"))
-    for leaf in jax.tree.leaves(jax.tree.map(np.asarray, found)):
+    posterior = METHODS[name](model, np.tanh(np.sin(0.3 * np.arange(30.0)))[:, None].astype("f4"))
+    for leaf in jax.tree.leaves(jax.tree.map(np.asarray, posterior)):
         assert leaf.dtype in (np.int32, np.float32)
         assert np.all(np.isfinite(leaf))
-    assert found.status == "ok"
+    assert posterior.status == "ok"
 
 
 @pytest.mark.slow
@@ -729,8 +733,8 @@ def test_gradients_of_evidence_and_means_equal_finite_differences(name):
             SATURATING,
             (SATURATING.prior.mean + step, SATURATING.emission.scale_tril.std * (1.0 + step)),
         )
-        found = smooth(moved, ys)
-        return found.log_evidence + jnp.sum(found.chain.kernels.bias)
+        posterior = smooth(moved, ys)
+        return posterior.log_evidence + jnp.sum(posterior.chain.kernels.bias)
 
     run = jax.jit(jax.value_and_grad(at))
     (high, _), (low, _) = run(1e-5), run(-1e-5)
@@ -756,10 +760,12 @@ def test_rules_recover_linear_functions(rule, singular):
         if not constant and rule == rd.Unscented(0.1, 2.0, 0.0):
             continue
         run = jax.jit(lambda law, c=constant: rule.linearise(moments_at, law, constant_scale=c))
-        found = run(law)
+        linearisation = run(law)
         x = law.mean + scale @ jnp.array([0.7, -0.4])
-        np.testing.assert_allclose(found.weight @ x + found.bias, weight @ x + bias, atol=1e-11)
-        np.testing.assert_allclose(square(found.scale), square(noise), atol=1e-11)
+        np.testing.assert_allclose(
+            linearisation.weight @ x + linearisation.bias, weight @ x + bias, atol=1e-11
+        )
+        np.testing.assert_allclose(square(linearisation.scale), square(noise), atol=1e-11)
 
 
 def test_gradients_are_finite_at_a_linear_function():
@@ -785,12 +791,14 @@ def test_regression_equals_unscented_transform(parameters):
     def moments_at(x: Any) -> moments.Moments:
         return moments.Moments(pendulum_seen(x), jnp.zeros((2, 2)))
 
-    found = jax.jit(lambda law: rule.linearise(moments_at, law, constant_scale=True))(law)
+    linearisation = jax.jit(lambda law: rule.linearise(moments_at, law, constant_scale=True))(law)
     expected, inner, cross = by_unscented_transform(pendulum_seen, *parameters)(mean, square(scale))
-    w = np.asarray(found.weight)
-    np.testing.assert_allclose(w @ mean + found.bias, expected, atol=1e-11)
+    w = np.asarray(linearisation.weight)
+    np.testing.assert_allclose(w @ mean + linearisation.bias, expected, atol=1e-11)
     np.testing.assert_allclose(square(scale) @ w.T, cross, atol=1e-11)
-    np.testing.assert_allclose(w @ square(scale) @ w.T + square(found.scale), inner, atol=1e-11)
+    np.testing.assert_allclose(
+        w @ square(scale) @ w.T + square(linearisation.scale), inner, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize("rule", RULES[1:], ids=str)

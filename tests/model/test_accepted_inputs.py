@@ -85,10 +85,10 @@ class Verb(NamedTuple):
 
 
 def _gradient(ys: Any, us: Any, **options: Any) -> Any:
-    found = rd.online.recursive_gradient(
+    rows = rd.online.recursive_gradient(
         rd.online.KalmanScore(), None, MODEL, ys, key=KEY, learn="model", inputs=us, **options
     )
-    return found.elbo_increment
+    return rows.elbo_increment
 
 
 VERBS: dict[str, Verb] = {
@@ -372,8 +372,8 @@ def test_masked_array_entries_are_missing(verb: Verb):
     holes = HOLES[1] if verb.rows else HOLES
     plain = verb.call(ys, us, mask=~holes)
     assert not np.array_equal(plain, verb.call(ys, us))
-    for name, given in _missing(ys, holes).items():
-        np.testing.assert_allclose(verb.call(given, us), plain, rtol=1e-12, err_msg=name)
+    for name, container in _missing(ys, holes).items():
+        np.testing.assert_allclose(verb.call(container, us), plain, rtol=1e-12, err_msg=name)
 
 
 @EACH_VERB
@@ -404,10 +404,10 @@ def test_evidence_of_masked_array_equals_joint_gaussian():
     noise = np.array([[0.6, 0.0], [0.2, 0.7]])
     mean = design @ drift + np.repeat(0.2 * US[:, 0], 2)
     covariance = design @ states @ states.T @ design.T + np.kron(np.eye(N), noise @ noise.T)
-    seen = ~HOLES.ravel()
-    law = multivariate_normal(mean[seen], covariance[np.ix_(seen, seen)])  # pyright: ignore
-    found = rd.kalman_smoother(MODEL, np.ma.array(YS, mask=HOLES), inputs=US).log_evidence
-    np.testing.assert_allclose(found, law.logpdf(YS.ravel()[seen]), rtol=1e-10)
+    observed = ~HOLES.ravel()
+    law = multivariate_normal(mean[observed], covariance[np.ix_(observed, observed)])  # pyright: ignore
+    log_evidence = rd.kalman_smoother(MODEL, np.ma.array(YS, mask=HOLES), inputs=US).log_evidence
+    np.testing.assert_allclose(log_evidence, law.logpdf(YS.ravel()[observed]), rtol=1e-10)
 
 
 def test_mask_true_with_nan_is_refused():
@@ -460,12 +460,12 @@ def test_verbs_name_the_bad_argument(verb: Verb):
 @EACH_VERB
 def test_verbs_refuse_bad_masks(verb: Verb):
     ys, us = _given(verb)
-    seen = np.ones(ys.shape, bool)
-    for wrong in (seen.astype(int), seen.astype(float), seen.astype(str), seen[..., :1], "all", 1):
+    mask = np.ones(ys.shape, bool)
+    for wrong in (mask.astype(int), mask.astype(float), mask.astype(str), mask[..., :1], "all", 1):
         with pytest.raises((TypeError, ValueError), match=r"\bmask\b"):
             verb.call(ys, us, mask=wrong)
     with pytest.raises(ValueError, match="mask must not have missing entries"):
-        verb.call(ys, us, mask=np.ma.array(seen, mask=seen))
+        verb.call(ys, us, mask=np.ma.array(mask, mask=mask))
 
 
 Mistake = tuple[Callable[[np.ndarray], Any], Callable[[np.ndarray], Any], dict[str, Any], type]
@@ -697,8 +697,8 @@ def test_integer_weight_is_fitted():
         rd.LinearGaussianKernel([[1]], [0], [[1]]),
         rd.LinearGaussianKernel(np.array([[1], [2]]), [0, 0], np.eye(2, dtype=int)),
     )
-    found = rd.fit_evidence(KEY, model, YS, num_steps=2, progress=False).model
-    assert np.all(np.asarray(found.transition.weight) != 1.0)
+    fitted = rd.fit_evidence(KEY, model, YS, num_steps=2, progress=False).model
+    assert np.all(np.asarray(fitted.transition.weight) != 1.0)
 
 
 # --- scales ---------------------------------------------------------------------------------------
@@ -798,15 +798,15 @@ def test_arrow_table_is_read_by_columns():
     frame = pd.DataFrame(
         {"date": pd.date_range("2020-01-01", periods=4), "y": [1.0, np.nan, 3.0, 4.0]}
     )
-    for given in (frame, pyarrow.table(frame)):
-        table = rd.data.read(given)
+    for source in (frame, pyarrow.table(frame)):
+        table = rd.data.read(source)
         np.testing.assert_array_equal(table.ys[0], [[1.0], [np.nan], [3.0], [4.0]])
 
 
 def test_masked_column_is_missing_in_a_table():
     column = np.ma.array([1.0, 99.0, 3.0], mask=[False, True, False])
-    for given in (column, {"y": column}, {"t": np.arange(3), "y": column.astype(int)}):
-        table = rd.data.read(given)
+    for source in (column, {"y": column}, {"t": np.arange(3), "y": column.astype(int)}):
+        table = rd.data.read(source)
         np.testing.assert_array_equal(table.ys[0], [[1.0], [np.nan], [3.0]])
 
 
@@ -823,7 +823,10 @@ def test_polars_frames_are_accepted():
         rd.kalman_smoother(MODEL, frame, inputs=US)
     columns = polars.DataFrame({"a": YS[:, 0], "b": YS[:, 1].astype(int)})
     holes = columns.with_columns(polars.when(columns["a"] > 0).then(columns["a"]).alias("a"))
-    for given, mask in ((columns, None), (holes, np.stack([YS[:, 0] > 0, YS[:, 1] >= 0], 1))):
-        found = rd.kalman_smoother(MODEL, given, inputs=US).log_evidence
+    for polars_frame, mask in (
+        (columns, None),
+        (holes, np.stack([YS[:, 0] > 0, YS[:, 1] >= 0], 1)),
+    ):
+        log_evidence = rd.kalman_smoother(MODEL, polars_frame, inputs=US).log_evidence
         plain = rd.kalman_smoother(MODEL, YS, inputs=US, mask=mask).log_evidence
-        np.testing.assert_allclose(found, plain, rtol=1e-12)
+        np.testing.assert_allclose(log_evidence, plain, rtol=1e-12)

@@ -167,8 +167,8 @@ def test_samples_have_the_moments_of_the_law(kind: str, key: jax.Array):
 def test_samples_have_expected_shapes_and_dtypes(key: jax.Array, dtype: np.dtype):
     law, *_ = make(3, "dense")
     for shape in ((), (4,), (2, 5)):
-        drawn = jax.eval_shape(lambda key, shape=shape: law.sample(key, shape), key)
-        assert drawn.shape == (*shape, 3) and drawn.dtype == dtype
+        samples = jax.eval_shape(lambda key, shape=shape: law.sample(key, shape), key)
+        assert samples.shape == (*shape, 3) and samples.dtype == dtype
 
 
 # --- marginals under a mask -----------------------------------------------------------------------

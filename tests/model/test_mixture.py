@@ -154,8 +154,8 @@ def test_mixture_draws_follow_the_density(d: int):
         jnp.asarray(np.outer(100.0 * np.arange(COUNT), np.ones(d))),
         law.scale_trils,
     )
-    drawn = np.asarray(draws_of(apart, noise_of(2, num, d)))
-    shares = np.bincount(np.round(drawn[:, 0] / 100).astype(int), minlength=COUNT) / num
+    samples = np.asarray(draws_of(apart, noise_of(2, num, d)))
+    shares = np.bincount(np.round(samples[:, 0] / 100).astype(int), minlength=COUNT) / num
     weights = np.exp(law.log_weights)
     assert np.all(np.abs(shares - weights) < 5 * np.sqrt(weights * (1 - weights) / num))
 

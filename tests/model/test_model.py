@@ -55,7 +55,7 @@ def make_model(
 
 
 def log_joint_by_loop(
-    xs: np.ndarray, ys: np.ndarray, seen: np.ndarray, us: np.ndarray, length: int
+    xs: np.ndarray, ys: np.ndarray, mask: np.ndarray, us: np.ndarray, length: int
 ) -> float:
     def density(x: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> float:
         return float(multivariate_normal(mean, scale @ scale.T).logpdf(x))
@@ -64,8 +64,8 @@ def log_joint_by_loop(
     for k in range(length):
         if k > 0:
             total += density(xs[k], A @ xs[k - 1] + A_BIAS + A_INPUT @ us[k], A_SCALE)
-        if seen[k].any():
-            mean, rows = B @ xs[k] + B_BIAS + B_INPUT @ us[k], seen[k]
+        if mask[k].any():
+            mean, rows = B @ xs[k] + B_BIAS + B_INPUT @ us[k], mask[k]
             total += density(ys[k][rows], mean[rows], B_SCALE[rows])
     return total
 
@@ -99,15 +99,15 @@ def test_log_joint_equals_loop():
     np.testing.assert_allclose(got, log_joint_by_loop(XS, YS, ALL, US, N), rtol=1e-12)
 
 
-@given(seen=hnp.arrays(bool, (N, 2)), length=st.integers(1, N))
-def test_log_joint_with_mask_inputs_and_length_equals_loop(seen: np.ndarray, length: int):
+@given(mask=hnp.arrays(bool, (N, 2)), length=st.integers(1, N))
+def test_log_joint_with_mask_inputs_and_length_equals_loop(mask: np.ndarray, length: int):
     """Missing entries by mask and by NaN, and padding that holds NaN everywhere it may."""
     model = make_model()
-    expected = log_joint_by_loop(XS, YS, seen, US, length)
-    holes = np.where(seen, YS, np.nan)
+    expected = log_joint_by_loop(XS, YS, mask, US, length)
+    holes = np.where(mask, YS, np.nan)
     xs, ys = XS.copy(), YS.copy()
     xs[length:] = ys[length:] = holes[length:] = np.nan
-    by_mask = log_joint(model, xs, ys, seen, US, jnp.asarray(length))
+    by_mask = log_joint(model, xs, ys, mask, US, jnp.asarray(length))
     by_nan = log_joint(model, xs, holes, None, US, jnp.asarray(length))
     np.testing.assert_allclose(by_mask, expected, rtol=1e-12)
     np.testing.assert_allclose(by_nan, expected, rtol=1e-12)
@@ -193,8 +193,10 @@ def test_integer_counts_and_numpyro_priors_are_accepted():
     expected = -np.log(2 * np.pi) - 0.5 * (0.3**2 + 0.2**2)
     expected += 2 * 0.3 - np.exp(0.3) - np.log(2.0) - np.exp(0.1)
     np.testing.assert_allclose(log_joint(model, xs, ys), expected, rtol=1e-12)
-    seen = np.array([[2.0], [np.nan]])
-    np.testing.assert_allclose(log_joint(model, xs, seen), expected + np.exp(0.1), rtol=1e-12)
+    with_missing = np.array([[2.0], [np.nan]])
+    np.testing.assert_allclose(
+        log_joint(model, xs, with_missing), expected + np.exp(0.1), rtol=1e-12
+    )
     assert model.state_dim == 1
 
 
@@ -208,9 +210,9 @@ def test_a_row_of_dependent_entries_is_masked_as_a_whole():
     )
     half, none = YS.copy(), YS.copy()
     half[1, 0] = none[1] = np.nan
-    whole, half, none = (log_joint(model, XS, ys) for ys in (YS, half, none))
+    full, half, none = (log_joint(model, XS, ys) for ys in (YS, half, none))
     np.testing.assert_allclose(half, none, rtol=1e-14)
-    assert abs(float(half - whole)) > 1e-3
+    assert abs(float(half - full)) > 1e-3
 
 
 # --- simulation -----------------------------------------------------------------------------------

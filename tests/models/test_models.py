@@ -343,8 +343,8 @@ def test_bearing_residuals_wrap_around_the_circle():
     np.testing.assert_allclose(
         rd.unwrap(flat).emission.log_prob(ahead, y), model.emission.log_prob(ahead, y), rtol=1e-12
     )
-    drawn = model.emission.law(behind).sample(jax.random.key(0), (50,))
-    assert np.all(np.abs(drawn[:, 1]) <= np.pi) and {-1, 1} == set(np.sign(drawn[:, 1]).tolist())
+    draws = model.emission.law(behind).sample(jax.random.key(0), (50,))
+    assert np.all(np.abs(draws[:, 1]) <= np.pi) and {-1, 1} == set(np.sign(draws[:, 1]).tolist())
 
 
 # --- the stationary law of the first state --------------------------------------------------------
@@ -449,11 +449,11 @@ def test_short_autoregressive_series_are_fitted_by_exact_likelihood():
     start = rd.models.start_from(rd.models.autoregressive(order=2), ys)
     start = rd.models.with_parameters(start, {"obs_scale": 1e-4})
     start = rd.models.fix_parameters(start, ["obs_scale"])
-    found = rd.fit_evidence(jax.random.key(0), start, ys, optimiser="lbfgs", progress=False)
-    values = rd.models.named_parameters(found.model)
+    result = rd.fit_evidence(jax.random.key(0), start, ys, optimiser="lbfgs", progress=False)
+    values = rd.models.named_parameters(result.model)
     got = np.concatenate([values[k].ravel() for k in ("coefficients", "mean", "scale")])
     np.testing.assert_allclose(got, exact.x, atol=2e-4)
-    np.testing.assert_allclose(found.log_evidence, -exact.fun, atol=1e-2)
+    np.testing.assert_allclose(result.log_evidence, -exact.fun, atol=1e-2)
 
 
 def test_autoregressive_coefficients_stay_stationary():
@@ -546,16 +546,16 @@ def test_fit_evidence_learns_only_free_parameters():
     model = rd.models.start_from(rd.models.local_level(), WALK[:, None])
     model = rd.models.fix_parameters(model, ["obs_scale"])
     assert set(rd.models.named_parameters(model)) == {"level_scale"}
-    found = rd.fit_evidence(
+    result = rd.fit_evidence(
         jax.random.key(0), model, WALK[:, None], num_steps=30, chunk_size=30, progress=False
     )
     before = rd.models.named_parameters(model, fixed=True)
-    after = rd.models.named_parameters(found.model, fixed=True)
+    after = rd.models.named_parameters(result.model, fixed=True)
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
     assert moved == {"level_scale"} and after["level_scale"] > 0
-    assert found.log_evidence > rd.kalman_smoother(model, WALK[:, None]).log_evidence
+    assert result.log_evidence > rd.kalman_smoother(model, WALK[:, None]).log_evidence
     # A start from the same data leaves alone what was fixed.
-    again = rd.models.start_from(found.model, 10 * WALK[:, None])
+    again = rd.models.start_from(result.model, 10 * WALK[:, None])
     assert rd.models.named_parameters(again, fixed=True)["obs_scale"] == before["obs_scale"]
 
 
@@ -580,10 +580,10 @@ def test_a_family_and_a_model_are_learned_together():
     _, ys = model.simulate(jax.random.key(0), 60)
     start = rd.models.start_from(model, ys)
     family = rd.GatedFamily(jax.random.key(1), state_dim=2, obs_dim=1, width=8)
-    found = rd.fit(
+    result = rd.fit(
         jax.random.key(2), family, start, ys[None], num_steps=50, learn="both", progress=False
     )
-    before, after = (rd.models.named_parameters(m, fixed=True) for m in (start, found.model))
+    before, after = (rd.models.named_parameters(m, fixed=True) for m in (start, result.model))
     moved = {name for name in before if not np.array_equal(before[name], after[name])}
     assert moved == {"mean", "persistence", "scale", "leverage"}
     assert abs(after["leverage"]) < 0.9 and abs(after["persistence"]) < 1 and after["scale"] > 0

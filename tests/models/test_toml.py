@@ -115,9 +115,9 @@ HEAD = 'retrodict = 1\n[model]\nname = "seasonal"\n'
 )
 def test_bad_files_are_refused_in_one_line(tmp_path: Path, text: str, reason: str):
     path = write(tmp_path, text)
-    with pytest.raises(ModelError, match=reason) as found:
+    with pytest.raises(ModelError, match=reason) as caught:
         rd.models.read_toml(path)
-    message = str(found.value)
+    message = str(caught.value)
     assert message.startswith(str(path)) and "\n" not in message
 
 
@@ -170,9 +170,9 @@ def test_objects_are_found_by_reference(own_module: str):
 )
 @pytest.mark.usefixtures("own_module")
 def test_bad_references_are_refused_in_one_line(reference: str, reason: str):
-    with pytest.raises(ModelError, match=reason) as found:
+    with pytest.raises(ModelError, match=reason) as caught:
         rd.models.load(reference)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_model_name_imports_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,13 +17,13 @@ def test_batched_map_returns_rows_in_order(count: int, size: int):
 
 
 def test_batched_map_traces_once_with_bounded_batches():
-    seen = []
+    shapes = []
 
     def square(x: jax.Array) -> jax.Array:
-        seen.append(x)
+        shapes.append(x)
         return x**2
 
     program = jax.make_jaxpr(lambda xs: in_parts(square, xs, 32))(jnp.zeros(127))
-    assert len(seen) == 1
+    assert len(shapes) == 1
     sizes = [size for eqn in program.eqns for var in eqn.outvars for size in var.aval.shape[1:]]
     assert max(sizes) == 32

@@ -34,8 +34,8 @@ def test_lower_factors_are_triangular_and_give_the_same_covariance(d, width):
     expected = np.linalg.slogdet(rows @ transpose(rows))[1] if width == 1.0 else None
     if expected is None:
         expected = [2 * np.sum(np.log(np.abs(np.diag(np.linalg.qr(r.T)[1])))) for r in rows]
-    found = 2 * np.sum(np.log(np.diagonal(lower, axis1=-2, axis2=-1)), axis=-1)
-    np.testing.assert_allclose(found, expected, rtol=1e-7)
+    log_determinant = 2 * np.sum(np.log(np.diagonal(lower, axis1=-2, axis2=-1)), axis=-1)
+    np.testing.assert_allclose(log_determinant, expected, rtol=1e-7)
 
 
 @pytest.mark.parametrize("d", [6, 7, 9])

@@ -82,7 +82,7 @@ def read_one(live: rd.online.FixedLag, state: LagState, k: int):
 
 
 @functools.cache
-def whole(name: str, lag: int) -> tuple[LagState, LagOutput]:
+def scanned(name: str, lag: int) -> tuple[LagState, LagOutput]:
     """All rows in one call; for families that draw, with few paths."""
     live = rd.online.FixedLag(family(name), lag, num_samples=8)
     return read(live, live.init(KEY), 0, N)
@@ -100,7 +100,7 @@ def pushed_back(chain: rd.LinearGaussianChain, k: int, row: int) -> tuple[np.nda
 
 @pytest.mark.parametrize("name, lag", [*LINEAR, *_slow(*(("kalman", lag) for lag in (1, 6, 20)))])
 def test_rows_equal_offline_smoothing(name: str, lag: int):
-    live, (state, out) = rd.online.FixedLag(family(name), lag), whole(name, lag)
+    live, (state, out) = rd.online.FixedLag(family(name), lag), scanned(name, lag)
     chain = offline(name)
     np.testing.assert_allclose(out.filtered.mean, chain.laws.mean, atol=1e-10)
     np.testing.assert_allclose(out.filtered.covariance, chain.laws.covariance, atol=1e-10)
@@ -114,15 +114,15 @@ def test_rows_equal_offline_smoothing(name: str, lag: int):
     laws, last = chain.marginals(), live.flush(state)
     np.testing.assert_array_equal(last.row, np.arange(N - lag, N))
     np.testing.assert_array_equal(last.ready, last.row >= 0)
-    kept = np.asarray(last.ready)
-    rows = np.asarray(last.row)[kept]
-    np.testing.assert_allclose(last.smoothed.mean[kept], laws.mean[rows], atol=1e-10)
-    np.testing.assert_allclose(last.smoothed.covariance[kept], laws.covariance[rows], atol=1e-10)
-    assert np.all(np.isnan(last.smoothed.mean[~kept]))
+    ready = np.asarray(last.ready)
+    rows = np.asarray(last.row)[ready]
+    np.testing.assert_allclose(last.smoothed.mean[ready], laws.mean[rows], atol=1e-10)
+    np.testing.assert_allclose(last.smoothed.covariance[ready], laws.covariance[rows], atol=1e-10)
+    assert np.all(np.isnan(last.smoothed.mean[~ready]))
 
 
 def test_row_equals_smoothing_of_series_ending_there():
-    s, out = stream(), whole("kalman", 3)[1]
+    s, out = stream(), scanned("kalman", 3)[1]
     chain = family("kalman").infer(s.ys[:7], mask=s.mask[:7], inputs=s.inputs[:7])
     laws = chain.marginals()
     np.testing.assert_allclose(out.smoothed.mean[6], laws.mean[3], atol=1e-10)
@@ -132,7 +132,7 @@ def test_row_equals_smoothing_of_series_ending_there():
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_rows_equal_offline_paths_with_the_same_noise(name: str):
     lag, count = 3, 8
-    out, chain = whole(name, lag)[1], offline(name)
+    out, chain = scanned(name, lag)[1], offline(name)
     for k in range(N):
         key, row = jax.random.fold_in(KEY, k), max(k - lag, 0)
         noise = jax.random.normal(key, (count, lag + 1, chain.noise_dim))
@@ -174,7 +174,7 @@ def test_flushed_rows_of_sampled_family_equal_offline_paths():
 @pytest.mark.slow  # `test_streams` has a quick form of it
 @pytest.mark.parametrize("name", ["kalman", "mixture"])
 def test_chunks_give_the_same_rows(name: str):
-    live, (end, out) = rd.online.FixedLag(family(name), 3, num_samples=8), whole(name, 3)
+    live, (end, out) = rd.online.FixedLag(family(name), 3, num_samples=8), scanned(name, 3)
     state, parts = live.init(KEY), []
     for start in range(0, N, CHUNK):
         state, part = read(live, state, start, start + CHUNK)
@@ -198,7 +198,7 @@ def _arrays(state: LagState) -> Any:
 @pytest.mark.parametrize("name", ["kalman", "mixture"])
 def test_partly_filled_chunk_gives_the_same_rows(name: str):
     live, s = rd.online.FixedLag(family(name), 3, num_samples=8), stream()
-    end, out = whole(name, 3)
+    end, out = scanned(name, 3)
     filler = np.full((N - 4, 1), np.nan)
     state, first = live.scan(
         live.init(KEY),
@@ -217,8 +217,8 @@ def test_partly_filled_chunk_gives_the_same_rows(name: str):
         inputs=np.concatenate([s.inputs[4:], s.inputs[:4]]),
         length=N - 4,
     )
-    kept = jax.tree.map(lambda leaf: leaf[: N - 4], rest)
-    assert_close(kept, jax.tree.map(lambda leaf: leaf[4:], out))
+    last_rows = jax.tree.map(lambda leaf: leaf[: N - 4], rest)
+    assert_close(last_rows, jax.tree.map(lambda leaf: leaf[4:], out))
     assert_close(_arrays(state), _arrays(end))
 
 
@@ -251,7 +251,7 @@ def test_nan_is_a_missing_entry():
     live, s = rd.online.FixedLag(family("kalman"), 3), stream()
     ys = np.where(s.mask, s.ys, np.nan)
     _, out = live.scan(live.init(), ys, inputs=s.inputs)
-    assert_close(out, whole("kalman", 3)[1])
+    assert_close(out, scanned("kalman", 3)[1])
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_fixed_lag_works_under_vmap():
     ys = jnp.stack([jnp.asarray(s.ys), jnp.ones_like(s.ys)])
     run = jax.vmap(lambda state, y: live.scan(state, y, mask=s.mask, inputs=s.inputs))
     states, out = run(states, ys)
-    assert_close(jax.tree.map(lambda leaf: leaf[0], out), whole("kalman", 3)[1])
+    assert_close(jax.tree.map(lambda leaf: leaf[0], out), scanned("kalman", 3)[1])
 
 
 @pytest.mark.slow
@@ -287,14 +287,14 @@ def test_float32_stream_stays_float32_with_x64_on():
     state, out = read(live, live.init(), 0, N)
     assert out.smoothed.mean.dtype == state.law.mean.dtype == jnp.float32
     np.testing.assert_allclose(
-        out.smoothed.mean, whole("kalman", 3)[1].smoothed.mean, rtol=1e-4, atol=1e-4
+        out.smoothed.mean, scanned("kalman", 3)[1].smoothed.mean, rtol=1e-4, atol=1e-4
     )
 
 
 def test_fixed_lag_refuses_bad_arguments(untyped: None):
-    wanted: Any = "family"
+    wrong: Any = "family"
     with pytest.raises(TypeError, match="expects a family"):
-        rd.online.FixedLag(wanted, 3)
+        rd.online.FixedLag(wrong, 3)
     with pytest.raises(ValueError, match="lag must be at least 1"):
         rd.online.FixedLag(family("kalman"), 0)
     with pytest.raises(ValueError, match="init needs a key"):

@@ -131,7 +131,7 @@ def test_a_row_whose_step_overflows_does_not_block_later_steps():
 def test_learner_resumes_bit_for_bit(windowed: rd.online.OnlineLearner, tmp_path: Path):
     ys = rough(20)
     start = windowed.init(jax.random.key(1))
-    whole, rows = windowed.scan(start, ys)
+    end, rows = windowed.scan(start, ys)
     state, first = windowed.scan(start, ys, length=7)
     one, other = jax.tree.map(lambda leaf: np.nan_to_num(leaf[:7]), (rows, first))
     assert eqx.tree_equal(one, other)
@@ -141,7 +141,7 @@ def test_learner_resumes_bit_for_bit(windowed: rd.online.OnlineLearner, tmp_path
     for y in ys[7:10]:
         state, _ = windowed.update(state, y)
     state, _ = windowed.scan(state, jnp.concatenate([ys[10:], jnp.ones((10, 1))]), length=10)
-    assert eqx.tree_equal(state, whole)
+    assert eqx.tree_equal(state, end)
 
 
 @pytest.mark.slow

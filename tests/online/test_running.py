@@ -88,9 +88,9 @@ def running(name: str, method: str = "exact", **options: Any) -> rd.online.Runni
 
 def read(posterior: rd.online.RunningPosterior, state: RunningState, start: int, stop: int) -> Any:
     """Reads some of the rows, padded with nonsense to the length of all: compiled once."""
-    s, kept = stream(), np.arange(N)[:, None] < stop - start
-    ys = np.where(kept & np.roll(s.mask, -start, 0), np.roll(s.ys, -start, 0), np.nan)
-    inputs = np.where(kept, np.roll(s.inputs, -start, 0), np.nan)
+    s, exists = stream(), np.arange(N)[:, None] < stop - start
+    ys = np.where(exists & np.roll(s.mask, -start, 0), np.roll(s.ys, -start, 0), np.nan)
+    inputs = np.where(exists, np.roll(s.inputs, -start, 0), np.nan)
     mask = np.roll(s.mask, -start, 0)
     state, out = posterior.scan(state, ys, mask=mask, inputs=inputs, length=stop - start)
     assert np.all(np.isnan(out.filtered.mean[stop - start :]))
@@ -99,7 +99,7 @@ def read(posterior: rd.online.RunningPosterior, state: RunningState, start: int,
 
 
 @functools.cache
-def whole(name: str, method: str = "exact") -> tuple[RunningState, RunningOutput]:
+def scanned(name: str, method: str = "exact") -> tuple[RunningState, RunningOutput]:
     posterior = running(name, method)
     return read(posterior, posterior.init(KEY), 0, N)
 
@@ -124,7 +124,7 @@ def row(tree: Any, k: Any) -> Any:
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_running_rows_equal_offline_prefixes(name: str):
-    out = whole(name)[1]
+    out = scanned(name)[1]
     for k, (bound, values) in enumerate(offline(name)):
         assert float(out.elbo[k]) == pytest.approx(float(bound), abs=1e-9)
         assert_close(row(out.values, k), values, 1e-9)
@@ -134,7 +134,7 @@ def test_running_rows_equal_offline_prefixes(name: str):
 
 
 def test_running_elbo_of_exact_family_equals_log_evidence():
-    s, out = stream(), whole("kalman")[1]
+    s, out = stream(), scanned("kalman")[1]
     evidence = jax.jit(
         lambda length: (
             rd.kalman_smoother(
@@ -147,7 +147,7 @@ def test_running_elbo_of_exact_family_equals_log_evidence():
 
 
 def test_running_lagged_rows_equal_fixed_lag():
-    out, s = whole("kalman")[1], stream()
+    out, s = scanned("kalman")[1], stream()
     chain = family("kalman").infer(s.ys, mask=s.mask, inputs=s.inputs)
     np.testing.assert_allclose(out.filtered.mean, chain.laws.mean, atol=1e-10)
     mean, kernels = np.asarray(chain.laws.mean[4]), chain.kernels
@@ -156,22 +156,22 @@ def test_running_lagged_rows_equal_fixed_lag():
     np.testing.assert_allclose(out.smoothed.mean[4], mean, atol=1e-10)
     np.testing.assert_array_equal(out.row, [0, 0, 0, 1, 2, 3])
     np.testing.assert_array_equal(out.ready, [False, False, True, True, True, True])
-    last = running("kalman").flush(whole("kalman")[0])
+    last = running("kalman").flush(scanned("kalman")[0])
     np.testing.assert_array_equal(last.row, [4, 5])
     np.testing.assert_allclose(last.smoothed.mean[-1], chain.laws.mean[-1], atol=1e-10)
 
 
 @pytest.mark.parametrize("method", ["unbiased", *_slow("all", "paris")])
 def test_weighted_samples_of_exact_posterior_give_log_evidence(method: str):
-    out = whole("kalman", method)[1]
-    np.testing.assert_allclose(out.elbo, whole("kalman")[1].elbo, rtol=0, atol=1e-10)
+    out = scanned("kalman", method)[1]
+    np.testing.assert_allclose(out.elbo, scanned("kalman")[1].elbo, rtol=0, atol=1e-10)
     assert np.all(np.asarray(out.elbo_standard_error) < 1e-10)
     assert np.all(np.isnan(out.ess[1:])) if method == "paris" else np.all(out.ess > 1)
 
 
 def errors(name: str, out: RunningOutput) -> tuple[np.ndarray, np.ndarray]:
     """Estimates less exact values at all rows after the first, and their standard errors."""
-    exact = whole(name)[1]
+    exact = scanned(name)[1]
 
     def flat(elbo: Any, values: Any) -> np.ndarray:
         leaves = [np.asarray(leaf)[1:].reshape(N - 1, -1) for leaf in jax.tree.leaves(values)]
@@ -192,7 +192,7 @@ def sampled(name: str, method: rd.online.WeightedSamples) -> RunningOutput:
 @pytest.mark.statistical
 def test_unnormalised_weights_are_unbiased():
     # 5 rows of 11 numbers, each beyond 4.9 standard errors with probability 1e-6: 6e-5 in all.
-    difference, error = errors("shifted", whole("shifted", "unbiased")[1])
+    difference, error = errors("shifted", scanned("shifted", "unbiased")[1])
     assert np.all(np.abs(difference) < 4.9 * error)
     assert np.max(error) < 0.5
 
@@ -211,9 +211,11 @@ def test_bias_of_normalised_weights_falls_with_sample_size(draws: int | None):
     # 55 comparisons fails by chance with probability below 1e-6.
     few, few_error = biases(6, None, 4000)
     many, many_error = biases(48, draws, 1000)
-    seen = np.abs(few) > 8 * few_error
-    assert np.any(seen)
-    assert np.all(np.abs(many)[seen] < 0.5 * np.abs(few)[seen] + 4.9 * many_error[seen])
+    significant = np.abs(few) > 8 * few_error
+    assert np.any(significant)
+    assert np.all(
+        np.abs(many)[significant] < 0.5 * np.abs(few)[significant] + 4.9 * many_error[significant]
+    )
 
 
 @pytest.mark.slow
@@ -222,8 +224,8 @@ def test_drawn_indices_have_the_expectation_of_all_pairs():
     # 55 numbers, each beyond 4.9 joint standard errors with probability 1e-6. Indices are drawn
     # with the weights of all pairs: the bias is the same, and only the variance is larger.
     every, every_error = biases(6, None, 4000)
-    drawn, drawn_error = biases(6, 2, 4000)
-    assert np.all(np.abs(drawn - every) < 4.9 * np.hypot(every_error, drawn_error))
+    bias, drawn_error = biases(6, 2, 4000)
+    assert np.all(np.abs(bias - every) < 4.9 * np.hypot(every_error, drawn_error))
     assert np.mean(drawn_error) > np.mean(every_error)
 
 
@@ -313,7 +315,7 @@ def test_running_state_resumes_bit_for_bit(name: str, method: str, tmp_path: Pat
     going_on, resumed = (read(posterior, each, CHUNK, N)[1] for each in (state, restored))
     jax.tree.map(np.testing.assert_array_equal, going_on, resumed)
     # Chunks do not matter, and a state is as large as it was at the start.
-    end, out = whole(name, method)
+    end, out = scanned(name, method)
     assert_close(going_on, row(out, slice(CHUNK, N)), 1e-10)
     assert_close(read(posterior, state, CHUNK, N)[0].totals, end.totals, 1e-10)
     sizes = [[leaf.shape for leaf in jax.tree.leaves(s)] for s in (posterior.init(KEY), state)]
@@ -327,7 +329,7 @@ def test_single_rows_equal_a_chunk(method: str):
     state = posterior.init(KEY)
     for k in range(N):
         state, out = posterior.update(state, s.ys[k], mask=s.mask[k], inputs=s.inputs[k])
-        assert_close(out, row(whole("kalman", method)[1], k), 1e-10)
+        assert_close(out, row(scanned("kalman", method)[1], k), 1e-10)
 
 
 def _single(tree: Any) -> Any:
@@ -348,7 +350,7 @@ def test_running_posterior_in_float32_stays_float32(method: str):
     state, out = read(posterior, posterior.init(KEY), 0, N)
     inexact = [leaf for leaf in jax.tree.leaves((state, out)) if eqx.is_inexact_array(leaf)]
     assert {leaf.dtype for leaf in inexact} == {jnp.dtype("float32")}
-    np.testing.assert_allclose(out.elbo, whole("kalman")[1].elbo, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(out.elbo, scanned("kalman")[1].elbo, rtol=1e-4, atol=1e-3)
 
 
 def test_totals_of_long_streams_keep_precision():
@@ -386,8 +388,10 @@ def after_all_rows(name: str, named: dict[str, rd.AbstractFunctional], **options
     """Their expectations under the chain of the whole series."""
     s = stream()
     chain = family(name).infer(s.ys, mask=s.mask, inputs=s.inputs)
-    seen = model().series(s.ys, mask=s.mask, inputs=s.inputs)
-    at = jax.jit(lambda c: {key: rd.expectation(c, f, seen, **options) for key, f in named.items()})
+    series = model().series(s.ys, mask=s.mask, inputs=s.inputs)
+    at = jax.jit(
+        lambda c: {key: rd.expectation(c, f, series, **options) for key, f in named.items()}
+    )
     return at(chain)
 
 
@@ -410,7 +414,7 @@ def test_functionals_are_tracked_by_weighted_samples(draws: int | None):
     # About 100 numbers, each beyond 7 joint standard errors, of which 16 replicates make up a part,
     # with probability below 5e-6. The bias of 400 draws is below these errors.
     named = every_functional(quadratic=False)
-    found = last_row("kalman", named, rd.online.WeightedSamples(400, draws, num_replicates=16))
+    estimates = last_row("kalman", named, rd.online.WeightedSamples(400, draws, num_replicates=16))
     options: Any = {"key": jax.random.key(4), "with_standard_error": True}
     exact = after_all_rows("kalman", named, estimator=rd.BackwardSampling(20_000), **options)
     for key, (value, error) in exact.items():
@@ -418,9 +422,9 @@ def test_functionals_are_tracked_by_weighted_samples(draws: int | None):
             lambda a, b, s, t: np.testing.assert_array_less(
                 np.abs(a - b), 7 * np.hypot(s, t) + 1e-9
             ),
-            found.values[key],
+            estimates.values[key],
             value,
-            found.standard_errors[key],
+            estimates.standard_errors[key],
             error,
         )
 
@@ -445,7 +449,7 @@ def test_running_functionals_read_their_data():
 @pytest.mark.slow
 def test_tiled_weights_equal_untiled_weights(monkeypatch: pytest.MonkeyPatch):
     posterior = running("shifted", "all")
-    at_once = whole("shifted", "all")[1]
+    at_once = scanned("shifted", "all")[1]
     monkeypatch.setattr(samples, "TILE", 3 * 8)
     jax.clear_caches()
     assert_close(read(posterior, posterior.init(KEY), 0, N)[1], at_once, 1e-10)
@@ -456,7 +460,7 @@ def test_running_posterior_works_under_vmap():
     posterior, s = running("kalman", "unbiased"), stream()
     states = jax.vmap(posterior.init)(jnp.stack([KEY, jax.random.key(1)]))
     out = jax.vmap(lambda state: posterior.scan(state, s.ys, mask=s.mask, inputs=s.inputs))(states)
-    assert_close(row(out[1], 0), whole("kalman", "unbiased")[1], 1e-10)
+    assert_close(row(out[1], 0), scanned("kalman", "unbiased")[1], 1e-10)
 
 
 def test_running_posterior_refuses_bad_arguments(untyped: None):
@@ -487,10 +491,10 @@ def test_running_posterior_refuses_bad_arguments(untyped: None):
         running("kalman", "all").init()
     with pytest.raises(ValueError, match="names of functionals"):
         running("kalman").update(
-            whole("kalman")[0], np.zeros(2), inputs=np.zeros(1), data={"no": 1}
+            scanned("kalman")[0], np.zeros(2), inputs=np.zeros(1), data={"no": 1}
         )
     with pytest.raises(ValueError, match="lag=0"):
-        rd.online.RunningPosterior(kalman, model()).flush(whole("kalman")[0])
+        rd.online.RunningPosterior(kalman, model()).flush(scanned("kalman")[0])
     for options, message in [
         ({"num_samples": 1}, "at least 2"),
         ({"num_samples": 9, "num_draws": 1}, "at least 2"),
@@ -503,10 +507,10 @@ def test_running_posterior_refuses_bad_arguments(untyped: None):
         rd.online.WeightedSamples(9, 2, backward=rd.particles.MCMCBackward())
 
 
-def assert_same_but_skipped(found: Any, expected: Any) -> None:
-    found, expected = (eqx.tree_at(lambda o: o.skipped, o, None) for o in (found, expected))
+def assert_same_but_skipped(actual: Any, expected: Any) -> None:
+    actual, expected = (eqx.tree_at(lambda o: o.skipped, o, None) for o in (actual, expected))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), actual, expected
     )
 
 

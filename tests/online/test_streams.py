@@ -33,7 +33,7 @@ def rows(last: float = 1.7e308) -> np.ndarray:
 
 
 @cache
-def whole(name: str) -> tuple[Any, Any]:
+def scanned(name: str) -> tuple[Any, Any]:
     return stream(name).scan(stream(name).init(KEY), rows())
 
 
@@ -46,7 +46,7 @@ def read(name: str, state: Any, start: int, stop: int) -> tuple[Any, Any]:
 
 @EVERY
 def test_chunks_single_rows_and_saved_states_give_the_same_rows(name: str, tmp_path: Path):
-    live, (end, out), tolerance = stream(name), whole(name), STREAMS[name].tolerance
+    live, (end, out), tolerance = stream(name), scanned(name), STREAMS[name].tolerance
     state, first = read(name, live.init(KEY), 0, 2)
     rd.save(tmp_path / "state.rd", state)
     restored = rd.load(tmp_path / "state.rd")
@@ -65,7 +65,7 @@ def test_chunks_single_rows_and_saved_states_give_the_same_rows(name: str, tmp_p
 
 @EVERY
 def test_overflowing_rows_are_treated_as_missing_and_reported(name: str):
-    live, (end, out) = stream(name), whole(name)
+    live, (end, out) = stream(name), scanned(name)
     assert np.flatnonzero(out.skipped).tolist() == [OVERFLOWING]
     floats = jax.tree.leaves(eqx.filter(end, eqx.is_inexact_array))
     assert not any(np.any(np.isnan(leaf)) for leaf in floats)

@@ -37,17 +37,17 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
     for row, law in zip(counts, probabilities, strict=True):
         expected = row.sum() * law
         large = expected >= 8
-        seen, wanted = row[large], expected[large]
+        observed_counts, expectations = row[large], expected[large]
         if expected[~large].sum() > 0:
-            seen = np.append(seen, row[~large].sum())
-            wanted = np.append(wanted, expected[~large].sum())
-            if wanted[-1] < 1:  # too rare for the approximation: judged on its own
-                tail = scipy.stats.poisson.sf(seen[-1] - 1, wanted[-1])
+            observed_counts = np.append(observed_counts, row[~large].sum())
+            expectations = np.append(expectations, expected[~large].sum())
+            if expectations[-1] < 1:  # too rare for the approximation: judged on its own
+                tail = scipy.stats.poisson.sf(observed_counts[-1] - 1, expectations[-1])
                 assert tail > RARE
-                seen, wanted = seen[:-1], wanted[:-1]
-        if len(wanted) > 1:
-            statistic += ((seen - wanted) ** 2 / wanted).sum()
-            freedom += len(wanted) - 1
+                observed_counts, expectations = observed_counts[:-1], expectations[:-1]
+        if len(expectations) > 1:
+            statistic += ((observed_counts - expectations) ** 2 / expectations).sum()
+            freedom += len(expectations) - 1
     return float(scipy.stats.chi2.sf(statistic, freedom)) if freedom else 1.0
 
 
@@ -64,10 +64,10 @@ def test_power_of_two_is_accurate_over_its_range(
     t = np.concatenate(
         [np.linspace(lowest, highest, 200_001), np.arange(lowest, highest), [-0.5, 0.5, 1e-30]]
     ).astype(kind)
-    found = np.asarray(jax.jit(power_of_two)(jnp.asarray(t)))
-    assert found.dtype == kind
+    powers = np.asarray(jax.jit(power_of_two)(jnp.asarray(t)))
+    assert powers.dtype == kind
     exact = np.exp2(t.astype(np.longdouble))
-    np.testing.assert_array_less(np.abs(found - exact) / exact, accuracy)
+    np.testing.assert_array_less(np.abs(powers - exact) / exact, accuracy)
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
@@ -137,8 +137,8 @@ def test_multinomial_counts_have_binomial_variances(draws: Callable):
     share = WEIGHTS / WEIGHTS.sum()
     variance = draws("multinomial", 40).var(0)
     frequent = 40 * share > 0.5
-    wanted = (40 * share * (1 - share))[frequent]
-    np.testing.assert_allclose(variance[frequent], wanted, rtol=0.15)
+    expected = (40 * share * (1 - share))[frequent]
+    np.testing.assert_allclose(variance[frequent], expected, rtol=0.15)
 
 
 def resampled(scheme: Any, weights: Any, num_draws: int) -> list[int]:
@@ -166,10 +166,10 @@ def test_equal_weights_leave_every_particle_one_offspring(scheme: str, count: in
 @pytest.mark.parametrize("count", [1, 33, 1025])
 def test_cumulative_sums_are_monotone_and_accurate(count: int, dtype: jnp.dtype):
     values = np.random.default_rng(count).gamma(0.3, size=count).astype(dtype)
-    found = np.asarray(resampling.cumulative(jnp.asarray(values)))
-    assert found.dtype == dtype and np.all(np.diff(found) >= 0)
+    sums = np.asarray(resampling.cumulative(jnp.asarray(values)))
+    assert sums.dtype == dtype and np.all(np.diff(sums) >= 0)
     accuracy = 1e-14 if dtype == np.float64 else 1e-6
-    np.testing.assert_allclose(found, np.cumsum(values.astype(np.float64)), rtol=accuracy * 10)
+    np.testing.assert_allclose(sums, np.cumsum(values.astype(np.float64)), rtol=accuracy * 10)
 
 
 def test_cumulative_sums_do_not_grow_where_there_is_no_weight(dtype: jnp.dtype):
@@ -185,8 +185,8 @@ def test_cumulative_sums_do_not_grow_where_there_is_no_weight(dtype: jnp.dtype):
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_extreme_positions_select_weighted_particles(share: float):
     sums = jnp.cumsum(jnp.array([0.0, 0.0, 1.0, 0.0, 2.0, 0.0]))
-    found = resampling.inverse(sums, jnp.array([share, np.nextafter(share, 0.5)]))
-    assert found.tolist() == ([2, 2] if share == 0 else [4, 4])
+    indices = resampling.inverse(sums, jnp.array([share, np.nextafter(share, 0.5)]))
+    assert indices.tolist() == ([2, 2] if share == 0 else [4, 4])
 
 
 # --- backward draws -------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def probabilities(log_weights: np.ndarray, log_densities: np.ndarray) -> np.ndar
     return scipy.special.softmax(log_weights + log_densities, axis=1)
 
 
-def drawn(
+def sampled_indices(
     sampler: rd.particles.AbstractBackwardSampler,
     kernel: rd.AbstractKernel,
     particles: np.ndarray,
@@ -255,9 +255,9 @@ def drawn(
         return sampler.draw(key, pairs, log_weights, xs, ancestors)
 
     arrays = (jnp.asarray(a) for a in (particles, log_weights, xs, ancestors))
-    found = np.asarray(draw(jax.random.key(0), *arrays))
-    assert found.shape == (len(xs),) and found.min() >= 0 and found.max() < len(particles)
-    return found
+    indices = np.asarray(draw(jax.random.key(0), *arrays))
+    assert indices.shape == (len(xs),) and indices.min() >= 0 and indices.max() < len(particles)
+    return indices
 
 
 def counted(
@@ -276,8 +276,8 @@ def counted(
     """
     starts = np.broadcast_to(ancestors, (len(xs), num_draws)).reshape(-1).astype(np.int32)
     repeated = np.repeat(xs, num_draws, axis=0)
-    found = drawn(sampler, kernel, particles, log_weights, repeated, starts)
-    rows = found.reshape(len(xs), num_draws)
+    indices = sampled_indices(sampler, kernel, particles, log_weights, repeated, starts)
+    rows = indices.reshape(len(xs), num_draws)
     return np.stack([np.bincount(row, minlength=len(particles)) for row in rows])
 
 
@@ -424,9 +424,9 @@ def test_chunked_paths_equal_paths_drawn_at_once(general: bool, monkeypatch: pyt
     particles, log_weights = cloud(2, 50)
     xs = np.random.default_rng(1).normal(size=(37, 2))
     arrays = (kernel, particles, log_weights, xs, np.zeros(37, np.int32))
-    whole = drawn(rd.particles.ExactBackward(), *arrays)
+    at_once = sampled_indices(rd.particles.ExactBackward(), *arrays)
     monkeypatch.setattr(backward_module, "LARGEST_TILE", 50 * 5 // (1 if general else 16))
-    np.testing.assert_array_equal(drawn(rd.particles.ExactBackward(), *arrays), whole)
+    np.testing.assert_array_equal(sampled_indices(rd.particles.ExactBackward(), *arrays), at_once)
 
 
 @pytest.mark.parametrize("uniform", [0.0, np.nextafter(1.0, 0.0)])
@@ -435,9 +435,9 @@ def test_extreme_uniforms_select_weighted_particles(uniform: float, count: int):
     rng = np.random.default_rng(0)
     weights = rng.random((count, 50)) * (rng.random((count, 50)) < 0.3)
     weights[:16], weights[-5:], weights[8] = 0, 0, 1e-3
-    found, _ = backward_module._descend(jnp.asarray(weights), jnp.full(50, uniform))
-    wanted = [np.flatnonzero(column)[0 if uniform == 0 else -1] for column in weights.T]
-    np.testing.assert_array_equal(found, wanted)
+    indices, _ = backward_module._descend(jnp.asarray(weights), jnp.full(50, uniform))
+    expected = [np.flatnonzero(column)[0 if uniform == 0 else -1] for column in weights.T]
+    np.testing.assert_array_equal(indices, expected)
 
 
 # --- extreme weights and places -------------------------------------------------------------------
@@ -556,7 +556,7 @@ def test_unreachable_state_keeps_its_ancestor(
 ):
     ancestors = 3 * np.arange(6, dtype=np.int32)
     arrays = (np.zeros((20, 1)), np.full(20, -np.log(20)), np.full((6, 1), 1e6), ancestors)
-    np.testing.assert_array_equal(drawn(sampler, random_walk(1), *arrays), ancestors)
+    np.testing.assert_array_equal(sampled_indices(sampler, random_walk(1), *arrays), ancestors)
 
 
 @pytest.mark.parametrize(("kind", "at"), [(np.float64, 30.0), (np.float32, 20.0)])
@@ -566,10 +566,10 @@ def test_distant_state_selects_the_nearest_particle(kind: Any, at: float):
     particles = np.array([[0.0], [10.0], [0.5], [-3.0]], kind)
     log_weights, xs = np.full(4, -np.log(4), kind), np.full((5, 1), at, kind)
     kernel = random_walk(1, kind)
-    found = drawn(
+    indices = sampled_indices(
         rd.particles.ExactBackward(), kernel, particles, log_weights, xs, np.zeros(5, np.int32)
     )
-    np.testing.assert_array_equal(found, 1)
+    np.testing.assert_array_equal(indices, 1)
 
 
 def test_rejection_needs_log_bound_for_non_gaussian_density(key: jax.Array):

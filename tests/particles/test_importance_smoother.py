@@ -67,36 +67,36 @@ def slow_smoothing(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
 @pytest.mark.parametrize("count", [30, 1000])
 def test_pareto_smoothing_equals_published_algorithm(spread: float, count: int):
     logs = spread * np.random.default_rng(count).normal(size=count) - 700.0
-    found, shape = pareto_smoothed(logs)
-    expected, wanted = slow_smoothing(logs)
-    assert shape == pytest.approx(wanted, rel=1e-9) and shape == pareto_shape(logs)
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+    weights, shape = pareto_smoothed(logs)
+    expected, expected_shape = slow_smoothing(logs)
+    assert shape == pytest.approx(expected_shape, rel=1e-9) and shape == pareto_shape(logs)
+    np.testing.assert_allclose(weights, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_pareto_smoothing_keeps_order_and_lowers_the_largest_weight():
     logs = 2.0 * np.random.default_rng(0).standard_t(3, size=2000)
-    found, _ = pareto_smoothed(logs)
+    weights, _ = pareto_smoothed(logs)
     order = np.argsort(logs)
-    assert np.all(np.diff(found[order]) >= -1e-12)
-    assert np.exp(found).sum() == pytest.approx(1)
+    assert np.all(np.diff(weights[order]) >= -1e-12)
+    assert np.exp(weights).sum() == pytest.approx(1)
     smaller = order[: -math.ceil(3 * math.sqrt(2000))]
     # Below the tail nothing but the normalisation changes.
-    assert np.ptp(found[smaller] - logs[smaller]) < 1e-12
-    assert np.all(found - found[smaller[0]] <= logs.max() - logs[smaller[0]] + 1e-12)
+    assert np.ptp(weights[smaller] - logs[smaller]) < 1e-12
+    assert np.all(weights - weights[smaller[0]] <= logs.max() - logs[smaller[0]] + 1e-12)
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32])
 def test_weights_without_a_tail_are_unchanged(kind: Any):
-    found, shape = pareto_smoothed(np.full(100, -1234.5, kind))
+    weights, shape = pareto_smoothed(np.full(100, -1234.5, kind))
     assert shape == -math.inf
-    np.testing.assert_allclose(found, -np.log(100))
+    np.testing.assert_allclose(weights, -np.log(100))
 
 
 def test_single_finite_weight_is_unchanged():
     logs = np.append(np.full(99, -np.inf), 3.0)
-    found, shape = pareto_smoothed(logs)
+    weights, shape = pareto_smoothed(logs)
     assert shape == math.inf
-    np.testing.assert_array_equal(found, np.append(np.full(99, -np.inf), 0.0))
+    np.testing.assert_array_equal(weights, np.append(np.full(99, -np.inf), 0.0))
 
 
 @pytest.mark.parametrize("excluded", [1, 100, 900])
@@ -105,10 +105,10 @@ def test_paths_outside_model_support_have_zero_weight(excluded: int):
     logs = np.random.default_rng(1).normal(size=1000)
     logs[:excluded] = -np.inf
     tiny = np.where(np.isfinite(logs), logs, -600.0)
-    found, shape = pareto_smoothed(logs)
+    weights, shape = pareto_smoothed(logs)
     assert shape == pareto_shape(logs) == pytest.approx(pareto_smoothed(tiny)[1], rel=1e-9)
-    np.testing.assert_array_equal(found[:excluded], -np.inf)
-    np.testing.assert_allclose(np.exp(found), np.exp(pareto_smoothed(tiny)[0]), atol=1e-12)
+    np.testing.assert_array_equal(weights[:excluded], -np.inf)
+    np.testing.assert_allclose(np.exp(weights), np.exp(pareto_smoothed(tiny)[0]), atol=1e-12)
 
 
 @pytest.mark.parametrize("bad", [[0.0, np.nan], [0.0, np.inf], [-np.inf, -np.inf]])
@@ -132,17 +132,18 @@ def test_pareto_smoothing_lowers_the_error_of_a_mean():
 
 
 def test_paths_of_the_exact_posterior_have_equal_weights(key: jax.Array):
-    found = rd.importance_smoother(key, MODEL, EXACT.chain, YS, 200)
-    assert found.messages == () and float(found.k_hat) == -math.inf
-    np.testing.assert_allclose(found.log_weights, -np.log(200), rtol=0, atol=1e-9)
-    assert float(found.ess) == pytest.approx(200)
-    for value in (found.log_evidence, found.elbo):
+    posterior = rd.importance_smoother(key, MODEL, EXACT.chain, YS, 200)
+    assert posterior.messages == () and float(posterior.k_hat) == -math.inf
+    np.testing.assert_allclose(posterior.log_weights, -np.log(200), rtol=0, atol=1e-9)
+    assert float(posterior.ess) == pytest.approx(200)
+    for value in (posterior.log_evidence, posterior.elbo):
         assert float(value) == pytest.approx(float(EXACT.log_evidence), abs=1e-9)
-    assert float(found.log_evidence_standard_error) < 1e-9
-    assert float(found.elbo_standard_error) < 1e-9
-    np.testing.assert_allclose(found.mean, found.samples.mean(0), atol=1e-9)
+    assert float(posterior.log_evidence_standard_error) < 1e-9
+    assert float(posterior.elbo_standard_error) < 1e-9
+    np.testing.assert_allclose(posterior.mean, posterior.samples.mean(0), atol=1e-9)
     np.testing.assert_allclose(
-        found.quantile(0.503), np.quantile(found.samples, 0.503, axis=0, method="inverted_cdf")
+        posterior.quantile(0.503),
+        np.quantile(posterior.samples, 0.503, axis=0, method="inverted_cdf"),
     )
 
 
@@ -187,16 +188,16 @@ def test_importance_expectation_passes_functional_data(corrected: ImportancePost
 
 def test_heavy_tailed_weights_are_reported(key: jax.Array):
     thin = shifted_chain(EXACT.chain, 0.0, 0.5)
-    found = rd.importance_smoother(key, MODEL, thin, YS, 2000)
-    (message,) = found.messages
-    assert float(found.k_hat) > 0.7 and "unreliable" in message and "guided_smoother" in message
+    posterior = rd.importance_smoother(key, MODEL, thin, YS, 2000)
+    (message,) = posterior.messages
+    assert float(posterior.k_hat) > 0.7 and "unreliable" in message and "guided_smoother" in message
 
 
 @pytest.mark.parametrize("count", [20, 21])
 def test_too_few_paths_are_reported(key: jax.Array, count: int):
-    found = rd.importance_smoother(key, MODEL, WRONG, YS, count)
-    named = [message for message in found.messages if "at least 21 paths" in message]
-    assert (float(found.k_hat) == math.inf) == (len(named) == 1) == (count == 20)
+    posterior = rd.importance_smoother(key, MODEL, WRONG, YS, count)
+    named = [message for message in posterior.messages if "at least 21 paths" in message]
+    assert (float(posterior.k_hat) == math.inf) == (len(named) == 1) == (count == 20)
 
 
 @pytest.mark.slow
@@ -208,18 +209,18 @@ def test_weights_with_inputs_masks_and_padding_are_exact(key: jax.Array):
     mask = random_mask(rng, 8, 2, 0.7)
     options = {"mask": mask, "inputs": inputs, "length": 5}
     exact = rd.kalman_smoother(model, ys, **options)
-    found = rd.importance_smoother(key, model, exact.chain, ys, 50, **options)
-    assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
+    posterior = rd.importance_smoother(key, model, exact.chain, ys, 50, **options)
+    assert float(posterior.log_evidence) == pytest.approx(float(exact.log_evidence), abs=1e-9)
     chain = shifted_chain(exact.chain)
-    found = rd.importance_smoother(key, model, chain, ys, 50, **options)
+    posterior = rd.importance_smoother(key, model, chain, ys, 50, **options)
     cut = {"mask": mask[:5], "inputs": inputs[:5]}
     short = eqx.tree_at(lambda q: q.length, chain.prefix(5), None)
-    for path, weight in zip(found.samples[:2], found.raw_log_weights, strict=False):
-        wanted = model.log_joint(path[:5], ys[:5], **cut) - short.log_prob(path[:5])
-        assert float(weight) == pytest.approx(float(wanted), abs=1e-9)
-    value, error = found.expectation(rd.StateSum())
-    weights = np.exp(found.log_weights)
-    sums = np.asarray(found.samples[:, :5].sum(1))
+    for path, weight in zip(posterior.samples[:2], posterior.raw_log_weights, strict=False):
+        expected = model.log_joint(path[:5], ys[:5], **cut) - short.log_prob(path[:5])
+        assert float(weight) == pytest.approx(float(expected), abs=1e-9)
+    value, error = posterior.expectation(rd.StateSum())
+    weights = np.exp(posterior.log_weights)
+    sums = np.asarray(posterior.samples[:, :5].sum(1))
     np.testing.assert_allclose(value, weights @ sums, rtol=1e-9)
     np.testing.assert_allclose(
         error, np.sqrt(weights**2 @ (sums - np.asarray(value)) ** 2), rtol=1e-9
@@ -231,10 +232,10 @@ def test_importance_smoother_in_float32_stays_float32(x32: None, key: jax.Array)
     model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), MODEL)
     ys = np.asarray(YS, np.float32)
     exact = rd.kalman_smoother(model, ys)
-    found = rd.importance_smoother(key, model, exact.chain, ys, 100)
-    assert found.samples.dtype == found.log_weights.dtype == jnp.float32
-    assert float(found.k_hat) == -math.inf
-    assert float(found.log_evidence) == pytest.approx(float(exact.log_evidence), rel=1e-5)
+    posterior = rd.importance_smoother(key, model, exact.chain, ys, 100)
+    assert posterior.samples.dtype == posterior.log_weights.dtype == jnp.float32
+    assert float(posterior.k_hat) == -math.inf
+    assert float(posterior.log_evidence) == pytest.approx(float(exact.log_evidence), rel=1e-5)
     wide = rd.importance_smoother(key, model, shifted_chain(exact.chain), ys, 100)
     assert wide.mean.dtype == jnp.float32 and np.isfinite(wide.mean).all()
 
@@ -261,9 +262,9 @@ def test_importance_bound_of_exact_posterior_equals_log_evidence(key: jax.Array)
     def value(chain: rd.LinearGaussianChain) -> Estimate:
         return rd.particles.importance_weighted_bound(key, MODEL, chain, YS, 10, num_replicates=3)
 
-    found = jax.jit(value)(EXACT.chain)
-    assert float(found.value) == pytest.approx(float(EXACT.log_evidence), abs=1e-9)
-    assert float(found.standard_error) < 1e-9
+    bound = jax.jit(value)(EXACT.chain)
+    assert float(bound.value) == pytest.approx(float(EXACT.log_evidence), abs=1e-9)
+    assert float(bound.standard_error) < 1e-9
     slopes = eqx.filter_grad(lambda chain: value(chain).value)(EXACT.chain)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))
     assert np.isnan(
@@ -311,12 +312,12 @@ def test_importance_smoother_refuses_tracing(key: jax.Array):
 def test_importance_smoother_refuses_bad_arguments(
     verb: str, change: dict, kind: type[Exception], words: str
 ):
-    given = {"key": jax.random.key(0), "model": MODEL, "chain": WRONG, "ys": YS, "count": 10}
-    given |= change
-    count = given.pop("count")
-    arguments = [given.pop(name) for name in ("key", "model", "chain", "ys")]
+    defaults = {"key": jax.random.key(0), "model": MODEL, "chain": WRONG, "ys": YS, "count": 10}
+    defaults |= change
+    count = defaults.pop("count")
+    arguments = [defaults.pop(name) for name in ("key", "model", "chain", "ys")]
     with pytest.raises(kind, match=words):
-        getattr(UNTYPED.particles, verb)(*arguments, count, **given)
+        getattr(UNTYPED.particles, verb)(*arguments, count, **defaults)
 
 
 def broken(case: str) -> tuple[rd.StateSpaceModel, rd.LinearGaussianChain]:
@@ -338,10 +339,10 @@ def test_degenerate_weights_are_refused(key: jax.Array, case: str, words: str):
 
 @pytest.mark.usefixtures("untyped")
 def test_importance_posterior_refuses_bad_arguments(key: jax.Array):
-    found = rd.importance_smoother(key, MODEL, EXACT.chain, YS, 10)
+    posterior = rd.importance_smoother(key, MODEL, EXACT.chain, YS, 10)
     with pytest.raises(TypeError, match="expects a functional"):
-        found.expectation(cast(Any, lambda x: x))
+        posterior.expectation(cast(Any, lambda x: x))
     with pytest.raises(ValueError, match="one row per time step, 6 rows"):
-        found.expectation(rd.StateSum(), jnp.zeros((3, 1)))
+        posterior.expectation(rd.StateSum(), jnp.zeros((3, 1)))
     with pytest.raises(ValueError, match="between 0 and 1"):
-        found.quantile(1.5)
+        posterior.quantile(1.5)

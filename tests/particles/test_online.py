@@ -73,11 +73,11 @@ def exact_everything() -> Any:
     return mean.sum(0), SecondMomentSums(within, between), score  # pyright: ignore
 
 
-def check_averages(found: Any, exact: Any, num_particles: int) -> None:
+def check_averages(estimates: Any, exact: Any, num_particles: int) -> None:
     """Leaves of `found` have a leading axis for the keys."""
-    leaves, wanted = jax.tree.leaves(found), jax.tree.leaves(exact)
-    assert len(leaves) == len(wanted) > 0
-    for values, value in zip(leaves, wanted, strict=True):
+    leaves, expected = jax.tree.leaves(estimates), jax.tree.leaves(exact)
+    assert len(leaves) == len(expected) > 0
+    for values, value in zip(leaves, expected, strict=True):
         values, value = np.asarray(values), np.asarray(value)
         assert values.shape[1:] == value.shape
         standard = values.std(0) / np.sqrt(len(values))
@@ -112,22 +112,26 @@ def test_online_functionals_of_linear_model_equal_kalman(verb: Callable, options
     def run(key: jax.Array) -> AdditivePosterior:
         return verb(key, MODEL, ys, functional, 100, **options, **rest)
 
-    found = run(keys(200))
-    check_averages(found.value, exact_everything(), 100)
+    estimates = run(keys(200))
+    check_averages(estimates.value, exact_everything(), 100)
     exact = rd.kalman_smoother(MODEL, ys, **rest).log_evidence
-    ratio = np.exp(np.asarray(found.log_evidence) - float(exact))
+    ratio = np.exp(np.asarray(estimates.log_evidence) - float(exact))
     assert abs(ratio.mean() - 1) < 4.5 * ratio.std() / np.sqrt(200)
-    assert np.all(found.status == 0) and np.all(found.min_ess > 1) and np.all(found.min_ess < 100)
+    assert (
+        np.all(estimates.status == 0)
+        and np.all(estimates.min_ess > 1)
+        and np.all(estimates.min_ess < 100)
+    )
 
 
 @pytest.mark.statistical
 def test_paris_converges_to_forward_smoothing():
     # Given one filter (the keys are split alike), more draws come nearer: by a factor of 10 here.
     ys = SCALAR.simulate(jax.random.key(1), 20)[1]
-    whole = rd.particles.forward_smoother(jax.random.key(0), SCALAR, ys, rd.StateSum(), 50)
+    forward = rd.particles.forward_smoother(jax.random.key(0), SCALAR, ys, rd.StateSum(), 50)
     errors = []
     for draws in (2, 200):
-        found = rd.paris(
+        estimate = rd.paris(
             jax.random.key(0),
             SCALAR,
             ys,
@@ -136,8 +140,8 @@ def test_paris_converges_to_forward_smoothing():
             backward=rd.particles.ExactBackward(),
             num_draws=draws,
         )
-        np.testing.assert_allclose(found.log_evidence, whole.log_evidence, rtol=1e-12)
-        errors.append(abs(float((found.value - whole.value)[0])))
+        np.testing.assert_allclose(estimate.log_evidence, forward.log_evidence, rtol=1e-12)
+        errors.append(abs(float((estimate.value - forward.value)[0])))
     assert errors[1] < 0.5 * errors[0] and errors[1] < 0.1
 
 
@@ -172,7 +176,7 @@ def test_stream_equals_whole_series():
         lambda x, data: {"x": x + data, "step": jnp.zeros(2)},
     )
     sampler = rd.particles.MCMCBackward(1)
-    whole = rd.paris(
+    offline = rd.paris(
         jax.random.key(0), MODEL, ys, functional, 40, data=data, backward=sampler, **rest
     )
     smoother = rd.online.OnlineSmoother(MODEL, functional, 40, backward=sampler)
@@ -181,9 +185,9 @@ def test_stream_equals_whole_series():
     for k in range(5):
         state, out = smoother.update(state, ys[k], inputs=us[k], data=data[k])
         assert not bool(out.skipped)
-    np.testing.assert_allclose(state.value["x"], whole.value["x"], rtol=1e-9)
-    np.testing.assert_allclose(state.value["step"], whole.value["step"], rtol=1e-9)
-    np.testing.assert_allclose(state.log_evidence, whole.log_evidence, rtol=1e-10)
+    np.testing.assert_allclose(state.value["x"], offline.value["x"], rtol=1e-9)
+    np.testing.assert_allclose(state.value["step"], offline.value["step"], rtol=1e-9)
+    np.testing.assert_allclose(state.log_evidence, offline.log_evidence, rtol=1e-10)
     assert int(state.num_read) == 5 and int(state.status) == 0
     # A mask says what NaN says, whatever stands under it.
     mask = np.arange(6)[:, None] != 2
@@ -206,9 +210,9 @@ def test_online_smoother_ignores_padding(verb: Callable):
     ys, rest = series()
     padded = verb(jax.random.key(2), MODEL, ys, rd.StateSum(), 30, **rest)
     ys, inputs = ys[:5], rest["inputs"][:5]
-    whole = verb(jax.random.key(2), MODEL, ys, rd.StateSum(), 30, inputs=inputs)
+    unpadded = verb(jax.random.key(2), MODEL, ys, rd.StateSum(), 30, inputs=inputs)
     for name in ("value", "log_evidence", "min_ess"):
-        np.testing.assert_allclose(getattr(padded, name), getattr(whole, name), rtol=1e-10)
+        np.testing.assert_allclose(getattr(padded, name), getattr(unpadded, name), rtol=1e-10)
 
 
 @pytest.mark.slow
@@ -251,12 +255,12 @@ def test_paris_handles_student_transitions():
     @jax.vmap
     def run(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         options = {"mask": True, "threshold": 1.0}
-        found = rd.paris(key, model, ys, rd.StateSum(), 200, backward=sampler, **options)
-        whole = rd.particles.forward_smoother(key, model, ys, rd.StateSum(), 200, **options)
-        return found.value, whole.value
+        estimate = rd.paris(key, model, ys, rd.StateSum(), 200, backward=sampler, **options)
+        forward = rd.particles.forward_smoother(key, model, ys, rd.StateSum(), 200, **options)
+        return estimate.value, forward.value
 
-    wanted = np.asarray(exact.mean).sum(0)
-    check_averages(run(keys(100)), (wanted, wanted), 200)
+    expected = np.asarray(exact.mean).sum(0)
+    check_averages(run(keys(100)), (expected, expected), 200)
 
 
 # --- long series ----------------------------------------------------------------------------------
@@ -307,10 +311,10 @@ def test_paris_is_stable_over_a_hundred_thousand_rows(
 ):
     # The standard deviation is that of the first 2000 rows times the root of 50; one key in 370
     # has a z-score beyond 3.
-    found = rd.paris(jax.random.key(11), SCALAR, long_series, rd.StateSum(), 100)
-    assert int(found.status) == 0
+    estimate = rd.paris(jax.random.key(11), SCALAR, long_series, rd.StateSum(), 100)
+    assert int(estimate.status) == 0
     spread = runs_of_its_start.std(ddof=1) * np.sqrt(50)
-    assert abs(float(found.value[0]) - exact_sum(long_series)) < 3 * spread
+    assert abs(float(estimate.value[0]) - exact_sum(long_series)) < 3 * spread
 
 
 # --- precision and failure ------------------------------------------------------------------------
@@ -324,9 +328,9 @@ def test_paris_is_stable_over_a_hundred_thousand_rows(
 def test_online_smoother_keeps_float32_with_x64_on(verb: Callable, ys_kind: Any):
     model = jax.tree.map(lambda leaf: leaf.astype(np.float32), SCALAR)
     ys = jnp.ones((4, 1), ys_kind)
-    found = verb(jax.random.key(0), model, ys, rd.StateSum(), 20)
-    wanted = rd.kalman_smoother(model, ys).log_evidence.dtype
-    assert found.value.dtype == found.log_evidence.dtype == wanted
+    estimate = verb(jax.random.key(0), model, ys, rd.StateSum(), 20)
+    dtype = rd.kalman_smoother(model, ys).log_evidence.dtype
+    assert estimate.value.dtype == estimate.log_evidence.dtype == dtype
 
 
 @pytest.mark.slow
@@ -334,11 +338,11 @@ def test_online_smoother_keeps_float32_with_x64_on(verb: Callable, ys_kind: Any)
 def test_online_smoother_in_float32_stays_float32(verb: Callable, x32: None):
     model = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), np.float32), SCALAR)
     ys = np.sin(np.arange(20.0))[:, None]
-    found = verb(jax.random.key(0), model, ys, rd.StateSum(), 300)
-    assert found.value.dtype == np.float32
+    estimate = verb(jax.random.key(0), model, ys, rd.StateSum(), 300)
+    assert estimate.value.dtype == np.float32
     exact = rd.kalman_smoother(model, ys).chain.marginals().mean.sum()
     # The standard deviation is about 0.2.
-    assert abs(float(found.value[0] - exact)) < 1.0
+    assert abs(float(estimate.value[0] - exact)) < 1.0
 
 
 def test_stream_skips_impossible_rows():

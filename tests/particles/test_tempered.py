@@ -27,12 +27,12 @@ def exact():
 @pytest.mark.statistical
 def test_tempered_filter_survives_sharp_observations(exact):
     """False-alarm rate below 1e-4: four standard errors; the key is fixed."""
-    found = tempered_smoother(jax.random.key(0), MODEL, prepare_data(MODEL, YS), 1000)
-    assert int(found.status) == 0 and int(jnp.min(found.num_distinct)) > 200
-    error = float(found.filtered.log_evidence_standard_error())
-    assert abs(float(found.log_evidence - exact.log_evidence)) < 4 * error
+    posterior = tempered_smoother(jax.random.key(0), MODEL, prepare_data(MODEL, YS), 1000)
+    assert int(posterior.status) == 0 and int(jnp.min(posterior.num_distinct)) > 200
+    error = float(posterior.filtered.log_evidence_standard_error())
+    assert abs(float(posterior.log_evidence - exact.log_evidence)) < 4 * error
     negative = exact.weights[:, exact.points[:, 0] < 0].sum(axis=1)
-    np.testing.assert_allclose((found.samples < 0).mean(axis=0)[:, 0], negative, atol=4 * 0.04)
+    np.testing.assert_allclose((posterior.samples < 0).mean(axis=0)[:, 0], negative, atol=4 * 0.04)
 
 
 @pytest.mark.slow
@@ -64,10 +64,10 @@ def test_linearising_around_paths_finds_both_roots():
 @pytest.mark.slow
 def test_reference_finds_the_modes_of_the_grid(exact, monkeypatch):
     monkeypatch.setattr(reference, "GRIDS", {})
-    found = reference.find_reference(jax.random.key(0), MODEL, prepare_data(MODEL, YS))
-    assert found.method == "particles" and found.problem is None
-    assert {bool(jnp.mean(mode.paths[:, 0]) > 0) for mode in found.modes} >= {True, False}
-    shares = [np.exp(mode.log_evidence - float(exact.log_evidence)) for mode in found.modes]
+    result = reference.find_reference(jax.random.key(0), MODEL, prepare_data(MODEL, YS))
+    assert result.method == "particles" and result.problem is None
+    assert {bool(jnp.mean(mode.paths[:, 0]) > 0) for mode in result.modes} >= {True, False}
+    shares = [np.exp(mode.log_evidence - float(exact.log_evidence)) for mode in result.modes]
     assert max(shares) < 1.2 and sum(share > 0.05 for share in shares) >= 2
 
 

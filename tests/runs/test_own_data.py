@@ -74,7 +74,7 @@ def test_bad_tables_are_refused_in_one_line(name: str, tmp_path: Path, capsys):
 
 @pytest.mark.parametrize("name", BAD_MODELS)
 def test_bad_models_are_refused_in_one_line(name: str, tmp_path: Path, capsys, monkeypatch):
-    given, words = BAD_MODELS[name]
+    reference, words = BAD_MODELS[name]
     source, out = tmp_path / "table.csv", tmp_path / "run"
     source.write_text(GOOD)
     (tmp_path / "module_that_exits.py").write_text("import sys\nsys.exit(3)\n")
@@ -82,10 +82,10 @@ def test_bad_models_are_refused_in_one_line(name: str, tmp_path: Path, capsys, m
         "import retrodict as rd\nmodel = rd.models.local_level(obs_dim=2)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    if "\n" in given or given.startswith("model:"):
-        (tmp_path / "own.toml").write_text(given)
-        given = str(tmp_path / "own.toml")
-    refused(["fit", str(source), "--model", given, "--out", str(out)], words, capsys, out)
+    if "\n" in reference or reference.startswith("model:"):
+        (tmp_path / "own.toml").write_text(reference)
+        reference = str(tmp_path / "own.toml")
+    refused(["fit", str(source), "--model", reference, "--out", str(out)], words, capsys, out)
 
 
 def test_missing_column_and_missing_file_are_refused(tmp_path: Path, capsys):
@@ -161,8 +161,10 @@ def test_options_are_passed_and_printed(tmp_path: Path, capsys):
     assert "option period: 4" in lines and "option slope: true" in lines
     assert "option harmonics: 0 (default)" in lines
     assert command([*fit, "--option", "period=4", "--dry-run", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["options"]["period"] == 4 and found["model"]["model"]["options"] == {"period": 4}
+    content = json.loads(capsys.readouterr().out)
+    assert content["options"]["period"] == 4 and content["model"]["model"]["options"] == {
+        "period": 4
+    }
     for text, words in (
         ("periods=4", "not an option of seasonal.*period"),
         ("period=four", "period must be a whole number"),
@@ -221,8 +223,8 @@ def test_killed_stream_resumes(tmp_path: Path):
     assert (tmp_path / "cut.state").exists()
     with source.open("rb") as file:
         subprocess.run(stream("cut"), stdin=file, check=True)
-    whole, cut = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("whole", "cut"))
-    assert len(whole) == rows - 200  # those of the fit are known
+    uninterrupted, cut = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("whole", "cut"))
+    assert len(uninterrupted) == rows - 200  # those of the fit are known
     assert (tmp_path / "cut.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
 
 
@@ -243,12 +245,12 @@ def test_killed_fit_resumes_with_the_same_result(tmp_path: Path):
     shared = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     began = time.monotonic()
     subprocess.run(fit("whole"), check=True, **shared)
-    whole = time.monotonic() - began
+    seconds = time.monotonic() - began
     kills = 0
     for share in rng.uniform(0.2, 0.8, size=3):
         process = subprocess.Popen(fit("cut"), **shared)
         try:
-            process.wait(timeout=share * whole)
+            process.wait(timeout=share * seconds)
         except subprocess.TimeoutExpired:
             os.kill(process.pid, signal.SIGKILL)
             kills += 1

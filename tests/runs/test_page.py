@@ -103,9 +103,9 @@ class Outline(HTMLParser):
 
 
 def payload(text: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="payload">(.*?)</script>', text, re.S)
-    assert found
-    return json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="payload">(.*?)</script>', text, re.S)
+    assert match
+    return json.loads(match[1])
 
 
 def times_of(axis: dict[str, Any]) -> np.ndarray:
@@ -208,20 +208,20 @@ def test_parameters_are_rounded_to_their_error():
 def test_page_data_round_trip(dated: bool, level: float):
     panel = make_panel(dated=dated, level=level)
     data = payload(runs.page(make_content([runs.Series("s", [panel])])))
-    (found,) = data["series"][0]["panels"]
-    axis = data["axes"][found["axis"]]
+    (chart,) = data["series"][0]["panels"]
+    axis = data["axes"][chart["axis"]]
     assert axis["kind"] == ("date" if dated else "number") and "count" in axis
     unit = "datetime64[ms]" if dated else float
     np.testing.assert_array_equal(times_of(axis), panel.times.astype(unit).astype(float))
     # However high the level, what varies is kept.
     spread = np.ptp(panel.centre)
     for name in ("centre", "lower", "upper", "observed"):
-        values = floats(found[name])
+        values = floats(chart[name])
         np.testing.assert_allclose(values, getattr(panel, name), rtol=0, atol=1e-5 * spread)
-    assert found["missing"] == list(range(20, 30))
+    assert chart["missing"] == list(range(20, 30))
     assert panel.forecast is not None
     ahead = panel.forecast.centre
-    np.testing.assert_allclose(floats(found["forecast"]["centre"]), ahead, rtol=1e-5)
+    np.testing.assert_allclose(floats(chart["forecast"]["centre"]), ahead, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -252,9 +252,9 @@ def test_page_times_round_trip_exactly(times: np.ndarray, kind: str):
 def test_non_finite_values_are_null():
     values = np.array([np.inf, -np.inf, np.nan, 1.5])
     panel = runs.SeriesPanel("t", np.arange(4), values, values, values, observed=values)
-    (found,) = payload(runs.page(make_content([runs.Series("s", [panel])])))["series"][0]["panels"]
-    assert found["centre"] == found["observed"] == [None, None, None, 1.5]
-    assert found["missing"] == [2]
+    (chart,) = payload(runs.page(make_content([runs.Series("s", [panel])])))["series"][0]["panels"]
+    assert chart["centre"] == chart["observed"] == [None, None, None, 1.5]
+    assert chart["missing"] == [2]
 
 
 def test_omitted_series_are_counted(monkeypatch: pytest.MonkeyPatch):
@@ -279,11 +279,11 @@ def test_svg_thinning_keeps_the_extremes():
     values = np.random.default_rng(0).normal(size=50_000)
     values[12_345], values[40_001] = 50.0, -50.0
     xs = np.linspace(0.0, 400.0, values.size)
-    kept = np.array(_svg._extremes(xs, values))
-    assert len(kept) <= 2 * 401 and np.all(np.diff(kept[:, 0]) > 0)
+    points = np.array(_svg._extremes(xs, values))
+    assert len(points) <= 2 * 401 and np.all(np.diff(points[:, 0]) > 0)
     for column in range(400):
         here = values[np.floor(xs) == column]
-        left = kept[np.floor(kept[:, 0]) == column, 1]
+        left = points[np.floor(points[:, 0]) == column, 1]
         assert left.min() == here.min() and left.max() == here.max()
 
 
@@ -413,9 +413,9 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is insta
 @needs_browser
 def test_page_runs_in_a_browser(tmp_path: Path):
     (tmp_path / "page.html").write_text(runs.page(make_content(name=EVIL)), encoding="utf-8")
-    seen = browse(tmp_path, tmp_path / "page.html")
-    assert len(re.findall("<canvas", seen)) == 1 and "data-from=" in seen
-    assert "2020-01-01 to 2020-03-05" in seen
+    page = browse(tmp_path, tmp_path / "page.html")
+    assert len(re.findall("<canvas", page)) == 1 and "data-from=" in page
+    assert "2020-01-01 to 2020-03-05" in page
 
 
 @pytest.mark.slow
@@ -423,7 +423,7 @@ def test_page_runs_in_a_browser(tmp_path: Path):
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_page_fits_the_window(width: int, tmp_path: Path):
     name = "a_long_name_without_any_place_to_break_it_" * 4
-    found = ask(
+    measured = ask(
         tmp_path,
         runs.page(make_content(name=name)),
         "return { width: root.clientWidth, over: root.scrollWidth - root.clientWidth,"
@@ -431,8 +431,8 @@ def test_a_page_fits_the_window(width: int, tmp_path: Path):
         ".map(e => parseFloat(getComputedStyle(e).fontSize)).reduce((a, b) => Math.min(a, b)) };",
         width,
     )
-    assert found["width"] == width and found["over"] <= 0 and found["small"] >= 12
-    assert found["canvas"] >= 0.75 * min(width, 992)
+    assert measured["width"] == width and measured["over"] <= 0 and measured["small"] >= 12
+    assert measured["canvas"] >= 0.75 * min(width, 992)
 
 
 @pytest.mark.slow
@@ -471,29 +471,32 @@ def test_charts_are_zoomed_and_moved(width: int, tmp_path: Path):
       document.getElementById("zoom-in").click(); found.button = view();
       found.range = document.getElementById("range").textContent;
       return found;"""
-    found = ask(tmp_path, numbered(), script, width)
-    assert isinstance(found, dict), found
-    start, spans = found["start"], {k: np.ptp(v) for k, v in found.items() if isinstance(v, list)}
-    whole = spans["start"]
+    measured = ask(tmp_path, numbered(), script, width)
+    assert isinstance(measured, dict), measured
+    start, spans = (
+        measured["start"],
+        {k: np.ptp(v) for k, v in measured.items() if isinstance(v, list)},
+    )
+    full_span = spans["start"]
     assert start[0] < 1871 and start[1] > 1871 + 2004
-    assert found["untouched"] is True  # not prevented
+    assert measured["untouched"] is True  # not prevented
     # Three turns of the wheel, one of them on the other panel, about the time under the pointer.
-    np.testing.assert_allclose(spans["zoomed"], whole * np.exp(-1.2), rtol=1e-6)
-    assert abs(int(found["under"]) - int(found["stillUnder"])) <= 1
+    np.testing.assert_allclose(spans["zoomed"], full_span * np.exp(-1.2), rtol=1e-6)
+    assert abs(int(measured["under"]) - int(measured["stillUnder"])) <= 1
     # A drag to the right shows what is earlier, as far as the pointer went.
-    moved = found["zoomed"][0] - found["dragged"][0]
+    moved = measured["zoomed"][0] - measured["dragged"][0]
     assert 0.1 * spans["zoomed"] <= moved <= 0.13 * spans["zoomed"]
     np.testing.assert_allclose(spans["dragged"], spans["zoomed"])
     np.testing.assert_allclose(spans["pinched"], spans["dragged"] / 2, rtol=1e-3)
-    assert found["reset"] == found["zero"] == found["minus"] == start
-    np.testing.assert_allclose(spans["plus"], 0.7 * whole)
-    np.testing.assert_allclose(found["right"][0] - found["plus"][0], 0.2 * spans["plus"])
-    np.testing.assert_allclose(found["edge"][1], start[1])  # no further than the data
+    assert measured["reset"] == measured["zero"] == measured["minus"] == start
+    np.testing.assert_allclose(spans["plus"], 0.7 * full_span)
+    np.testing.assert_allclose(measured["right"][0] - measured["plus"][0], 0.2 * spans["plus"])
+    np.testing.assert_allclose(measured["edge"][1], start[1])  # no further than the data
     np.testing.assert_allclose(spans["edge"], spans["plus"])
     assert 2 <= spans["least"] <= 10
-    np.testing.assert_allclose(spans["button"], 0.6 * whole)
-    first, last = map(int, found["range"].split(" to "))
-    assert first == np.ceil(found["button"][0]) and last == np.floor(found["button"][1])
+    np.testing.assert_allclose(spans["button"], 0.6 * full_span)
+    first, last = map(int, measured["range"].split(" to "))
+    assert first == np.ceil(measured["button"][0]) and last == np.floor(measured["button"][1])
 
 
 @pytest.mark.slow
@@ -527,11 +530,11 @@ def test_chart_thinning_keeps_the_extremes(tmp_path: Path):
     bins = np.array(ask(tmp_path, text, script))
     values = floats(payload(text)["series"][0]["panels"][0]["observed"])
     columns = np.arange(num_times) // 100 - 100
-    seen = np.isfinite(values)
+    finite = np.isfinite(values)
     expected = [
         (c, values[here].min(), values[here].max(), here.sum())
         for c in range(width)
-        if (here := (columns == c) & seen).any()
+        if (here := (columns == c) & finite).any()
     ]
     within = (bins[:, 0] >= 0) & (bins[:, 0] < width)
     np.testing.assert_array_equal(bins[within], np.array(expected))
@@ -546,19 +549,19 @@ def test_time_axis_ticks_are_round(tmp_path: Path):
       const start = Date.UTC(2021, 10, 17, 13, 47, 11);
       return spans.map(span => retrodict.dateTicks(start, start + span, 8)
         .map(tick => [tick.at - start, tick.label, new Date(tick.at).toISOString()]));"""
-    found = ask(tmp_path, runs.page(make_content()), script)
+    axes = ask(tmp_path, runs.page(make_content()), script)
     spans = [0.05, 2, 90, 7200, 86400, 864000, 6e6, 4e7, 4e8, 4e9, 4e10]
-    for span, ticks in zip(spans, found, strict=True):
+    for span, ticks in zip(spans, axes, strict=True):
         offsets = [tick[0] for tick in ticks]
         assert 2 <= len(ticks) <= 9 and offsets == sorted(offsets)
         assert 0 <= offsets[0] and offsets[-1] <= 1000 * span
         assert all(label for _, label, _ in ticks)
-    labels = [[label for _, label, _ in ticks] for ticks in found]
+    labels = [[label for _, label, _ in ticks] for ticks in axes]
     # The first mark says what no other does.
     assert labels[3] == ["17 Nov 14:00", *(f"14:{m}" for m in (15, 30, 45)), *labels[3][4:]]
     assert labels[7][:3] == ["2022", "Mar", "May"] and labels[6][0].endswith(" 2021")
-    assert {np.datetime64(stamp[:10]).astype(object).weekday() for _, _, stamp in found[6]} == {0}
-    assert all(stamp.endswith("-01-01T00:00:00.000Z") for _, _, stamp in found[9])
+    assert {np.datetime64(stamp[:10]).astype(object).weekday() for _, _, stamp in axes[6]} == {0}
+    assert all(stamp.endswith("-01-01T00:00:00.000Z") for _, _, stamp in axes[9])
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,9 @@ LAG = 4
 
 @pytest.fixture(scope="module")
 def frame() -> pd.DataFrame:
-    whole: Any = sm.datasets.nile.load_pandas().data
-    found = whole.astype({"year": int}).iloc[:60]
-    return found.drop(index=[20, 21, 40]).reset_index(drop=True)
+    nile: Any = sm.datasets.nile.load_pandas().data
+    rows = nile.astype({"year": int}).iloc[:60]
+    return rows.drop(index=[20, 21, 40]).reset_index(drop=True)
 
 
 @pytest.fixture(scope="module")
@@ -69,28 +69,28 @@ def copy(run: runs.Run, tmp_path) -> runs.Run:
     return runs.open_run(tmp_path / "copy")
 
 
-def scales(found: runs.Run) -> np.ndarray:
-    named = models.named_parameters(found.model)
+def scales(fitted: runs.Run) -> np.ndarray:
+    named = models.named_parameters(fitted.model)
     return np.array([named["level_scale"][0], named["obs_scale"][0]])
 
 
 def log_evidence(ys: np.ndarray, model: rd.StateSpaceModel, move: float, noise: float) -> float:
     """Of a random walk seen with noise, as one Gaussian law of the rows that were seen."""
     plain = rd.unwrap(model)
-    seen = np.flatnonzero(~np.isnan(ys))
+    observed = np.flatnonzero(~np.isnan(ys))
     wide = float(rd.Gaussian(plain.prior.mean, plain.prior.scale_tril).covariance[0, 0])
-    walk = np.minimum(seen[:, None], seen[None, :])
-    covariance = wide + move**2 * walk + noise**2 * np.eye(seen.size)
-    centred = ys[seen] - float(plain.prior.mean[0])
+    walk = np.minimum(observed[:, None], observed[None, :])
+    covariance = wide + move**2 * walk + noise**2 * np.eye(observed.size)
+    centred = ys[observed] - float(plain.prior.mean[0])
     _, logdet = np.linalg.slogdet(covariance)
     return -0.5 * float(logdet + centred @ np.linalg.solve(covariance, centred))
 
 
 def test_fit_maximises_the_evidence(run: runs.Run, table: data.Table):
-    found = scales(run)
-    best = log_evidence(table.ys[0, :, 0], run.model, *found)
+    estimate = scales(run)
+    best = log_evidence(table.ys[0, :, 0], run.model, *estimate)
     for factors in ((1.05, 1.0), (0.95, 1.0), (1.0, 1.05), (1.0, 0.95)):
-        assert log_evidence(table.ys[0, :, 0], run.model, *(found * factors)) < best
+        assert log_evidence(table.ys[0, :, 0], run.model, *(estimate * factors)) < best
     assert run.is_exact and run.record["results"]["method"] == "exact"
 
 
@@ -168,19 +168,19 @@ def test_damaged_run_is_refused_in_one_line(copy: runs.Run, spoil, words, capsys
 def test_run_states_equal_kalman_smoother(run: runs.Run, table: data.Table):
     one = table.one()
     exact = rd.kalman_smoother(rd.unwrap(run.model), one["ys"], mask=one["mask"])
-    found = runs.smooth(run, table)
-    np.testing.assert_allclose(found.mean[0], exact.chain.marginals().mean, rtol=1e-10)
+    smoothed = runs.smooth(run, table)
+    np.testing.assert_allclose(smoothed.mean[0], exact.chain.marginals().mean, rtol=1e-10)
 
 
 def test_run_forecast_equals_smoothing_of_missing_rows(run: runs.Run, table: data.Table):
     one = table.one()
     longer = np.concatenate([one["ys"], np.full((3, 1), np.nan)])
     exact = rd.kalman_smoother(rd.unwrap(run.model), longer).chain.marginals()
-    found = runs.forecast(run, table, 3)
-    np.testing.assert_allclose(found.state_mean[0], exact.mean[-3:], rtol=1e-9)
-    np.testing.assert_allclose(found.state_covariance[0], exact.covariance[-3:], rtol=1e-9)
+    forecast = runs.forecast(run, table, 3)
+    np.testing.assert_allclose(forecast.state_mean[0], exact.mean[-3:], rtol=1e-9)
+    np.testing.assert_allclose(forecast.state_covariance[0], exact.covariance[-3:], rtol=1e-9)
     # A table of it has these moments, and not those of draws.
-    shown, name = data.to_frame(table, found, state_names=["level"]), table.names[0]
+    shown, name = data.to_frame(table, forecast, state_names=["level"]), table.names[0]
     noise = run.record["results"]["parameters"]["obs_scale[volume]"]["value"] ** 2
     spread = np.sqrt(np.asarray(exact.covariance)[-3:, 0, 0] + noise)
     np.testing.assert_allclose(shown["level_mean"], exact.mean[-3:, 0], rtol=1e-9)
@@ -253,8 +253,8 @@ def test_scale_at_zero_is_explained(run: runs.Run):
     words = _standard_errors._in_words("exact", "at an edge", 0.0, lines)
     assert "scale[0] is at the edge of zero: no interval" in words
     assert "Intervals of scale[1] are computed on the log scale" in words
-    found = _check._fitted(told_of(run, status="at an edge", parameters=lines))
-    assert found.verdict == "good" and "scale[0] at the edge of zero" in str(found.value)
+    finding = _check._fitted(told_of(run, status="at an edge", parameters=lines))
+    assert finding.verdict == "good" and "scale[0] at the edge of zero" in str(finding.value)
     assert _report._parameter("s", {"value": 0.0, "learned": True, **lines["scale[0]"]}).note
 
 
@@ -295,16 +295,16 @@ class Told:
 
 def test_fit_has_the_announced_number_of_stages(copy: runs.Run, table: data.Table, monkeypatch):
     (copy.path / "run.json").unlink()
-    told = Told()
-    again = runs.fit(table, copy.spec, copy.path, progress=told)
-    assert len(told.ended) == runs.num_stages(table, copy.spec) == 2
+    log = Told()
+    again = runs.fit(table, copy.spec, copy.path, progress=log)
+    assert len(log.ended) == runs.num_stages(table, copy.spec) == 2
     assert runs.num_stages(table, models.load("poisson_counts")) == 3
     for name in ("_posterior", "_residuals"):
         monkeypatch.setattr(_check, name, lambda *_: [])
     monkeypatch.setattr(_check, "_hidden", lambda *_: runs.Finding("a", "b", "c", "good"))
-    told = Told()
-    runs.check(again, table, progress=told)
-    assert len(told.ended) == runs.NUM_CHECKS
+    log = Told()
+    runs.check(again, table, progress=log)
+    assert len(log.ended) == runs.NUM_CHECKS
 
 
 def test_check_reports_numbers_and_coverage(run: runs.Run, monkeypatch):
@@ -319,11 +319,11 @@ def test_check_reports_numbers_and_coverage(run: runs.Run, monkeypatch):
         }
     )
     several = data.read(frame, series="s", time="year")
-    found = runs.check(run, several).to_dict()
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert (found["series_checked"], found["series"]) == (2, 3)
-    assert (found["rows_checked"], found["rows"]) == (60, 90)
-    named = {line["name"]: line for line in found["findings"]}
+    report = runs.check(run, several).to_dict()
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert (report["series_checked"], report["series"]) == (2, 3)
+    assert (report["rows_checked"], report["rows"]) == (60, 90)
+    named = {line["name"]: line for line in report["findings"]}
     hidden = named["hidden points in their 90% intervals"]
     assert 0.5 < hidden["value"] <= 1.0 and hidden["details"]["expected"] == 0.9
     assert f"{100 * hidden['value']:.1f}% of {hidden['details']['hidden']}" in hidden["text"]
@@ -364,8 +364,8 @@ def test_outputs_are_refused_before_any_work(name: str, copy, tmp_path, capsys, 
 def test_check_explains_its_rows(run: runs.Run, frame, tmp_path, capsys, monkeypatch):
     source = tmp_path / "nile.csv"
     frame.to_csv(source, index=False)
-    found = runs.Check((runs.Finding("this", "that", "so and so", "good"),), "In words.")
-    monkeypatch.setattr(runs, "check", lambda *_, **__: found)
+    check = runs.Check((runs.Finding("this", "that", "so and so", "good"),), "In words.")
+    monkeypatch.setattr(runs, "check", lambda *_, **__: check)
     assert command(["check", str(run.path), str(source)]) == 0
     said = capsys.readouterr().out
     assert "meaning" in said and "so and so" in said and "In words." in said
@@ -409,15 +409,17 @@ def test_stream_equals_offline_smoothing(copy, frame, table):
         )
     rest = answers.iloc[60:]
     assert rest["smoothed_time"].tolist() == [1927, 1928, 1929, 1930]
-    whole = marginals(60)
-    np.testing.assert_allclose(rest["level_smoothed_mean"], whole.mean[-LAG:, 0], rtol=1e-9)
+    offline = marginals(60)
+    np.testing.assert_allclose(rest["level_smoothed_mean"], offline.mean[-LAG:, 0], rtol=1e-9)
 
 
 def test_interrupted_stream_resumes_with_the_same_answers(copy, frame, tmp_path):
     lines = lines_of(frame)
-    whole, cut = tmp_path / "whole.csv", tmp_path / "cut.csv"
+    uninterrupted, cut = tmp_path / "whole.csv", tmp_path / "cut.csv"
     state = [tmp_path / "whole.state", tmp_path / "cut.state"]
-    runs.stream(copy, io.BytesIO(b"".join(lines)), whole, lag=LAG, state=state[0], after="prior")
+    runs.stream(
+        copy, io.BytesIO(b"".join(lines)), uninterrupted, lag=LAG, state=state[0], after="prior"
+    )
     runs.stream(copy, io.BytesIO(b"".join(lines[:30])), cut, lag=LAG, state=state[1], after="prior")
     # what was written after the state was kept, as a kill leaves it, is written again
     with cut.open("ab") as file:
@@ -426,7 +428,7 @@ def test_interrupted_stream_resumes_with_the_same_answers(copy, frame, tmp_path)
         copy, io.BytesIO(b"".join(lines)), cut, lag=LAG, state=state[1], after="prior"
     )
     assert count == 60 - (29 + 2)  # two rows of the first part were missing
-    assert cut.read_bytes() == whole.read_bytes()
+    assert cut.read_bytes() == uninterrupted.read_bytes()
 
 
 def test_restart_option_restarts_a_stream(copy, frame, tmp_path):
@@ -508,11 +510,11 @@ def test_predictive_levels_of_many_states_are_exact():
     _, ys = model.simulate(jax.random.key(0), 240)
     ys = np.array(ys)
     ys[30:33] = np.nan
-    found = _residuals.levels(jax.random.key(1), model, ys)
-    assert all(test.p_value > 1e-3 for test in _residuals.residual_tests([found[:, 0]]))
+    levels = _residuals.levels(jax.random.key(1), model, ys)
+    assert all(test.p_value > 1e-3 for test in _residuals.residual_tests([levels[:, 0]]))
     # What lies in the wide prior of the first year has no level, and nor has what is missing.
-    assert np.isnan(found[:11]).all() and np.isnan(found[30:33]).all()
-    assert np.isfinite(found[40:]).all()
+    assert np.isnan(levels[:11]).all() and np.isnan(levels[30:33]).all()
+    assert np.isfinite(levels[40:]).all()
     # The level of the last row, by the evidence of the series with it and without.
     mean, std = _residuals.one_step_ahead(rd.unwrap(model), ys)
     evidence = jax.jit(lambda n: rd.kalman_smoother(model, ys, length=n).log_evidence)
@@ -523,11 +525,11 @@ def test_predictive_levels_of_many_states_are_exact():
 
 def test_training_masks_include_gaps():
     """A family that had seen none filled them with the mean of the model, whatever was around."""
-    given = np.ones((400, 64, 2), bool)
-    given[:, 5, 1] = False
-    seen = np.asarray(_training._with_gaps(jax.random.key(0), jnp.asarray(given)))
-    assert not seen[:, 5, 1].any() and (seen[..., 0] >= seen[..., 1]).all()
-    gone = (~seen[..., 0]).sum(axis=1)
+    mask = np.ones((400, 64, 2), bool)
+    mask[:, 5, 1] = False
+    with_gaps = np.asarray(_training._with_gaps(jax.random.key(0), jnp.asarray(mask)))
+    assert not with_gaps[:, 5, 1].any() and (with_gaps[..., 0] >= with_gaps[..., 1]).all()
+    gone = (~with_gaps[..., 0]).sum(axis=1)
     assert 0.4 < np.mean(gone == 0) < 0.6 and 5 < gone[gone > 0].mean() < 14
 
 
@@ -551,14 +553,14 @@ def test_held_out_points_are_drawn_until_enough():
 
 
 def test_held_out_points_of_short_series_are_counted(run: runs.Run, table: data.Table):
-    found = _check._hidden(run, table, jax.random.key(0), 0)
-    assert found.verdict == "good" and "times with different points" in found.meaning
+    finding = _check._hidden(run, table, jax.random.key(0), 0)
+    assert finding.verdict == "good" and "times with different points" in finding.meaning
     few = table.last(12)
     assert _check._hidden(run, few, jax.random.key(0), 0).verdict == "unknown"
 
 
 def test_bands_of_columns_are_exact_for_linear_gaussian_models(run: runs.Run, table: data.Table):
-    ((panel, state),) = (found.panels for found in _report._series(run, table, 4, 0.9, 0))
+    ((panel, state),) = (series.panels for series in _report._series(run, table, 4, 0.9, 0))
     noise = models.named_parameters(run.model)["obs_scale"][0]
     half = 1.6448536269514722 * np.hypot((state.upper - state.centre) / 1.6448536269514722, noise)
     np.testing.assert_allclose(panel.upper - panel.centre, half, rtol=1e-6)
@@ -602,8 +604,8 @@ def test_inputs_of_coming_rows_are_those_after_the_last(run: runs.Run):
     table = data.read(frame, inputs="u", columns="y")
     driven = dataclasses.replace(run, record={**run.record, "layout": table.layout})
     later = pd.DataFrame({"t": np.arange(3, 9), "u": np.arange(3.0, 9.0)})
-    found = runs.read_inputs(driven, table, later, 3)
-    assert found[..., 0].tolist() == [[5.0, 6.0, 7.0]]
+    inputs = runs.read_inputs(driven, table, later, 3)
+    assert inputs[..., 0].tolist() == [[5.0, 6.0, 7.0]]
     with pytest.raises(runs.RunError, match="must have 5 rows of inputs.*after its last row"):
         runs.read_inputs(driven, table, later, 5)
     with pytest.raises(runs.RunError, match="the time after 4 is 5"):
@@ -620,8 +622,8 @@ def test_coming_times_of_a_regular_table_are_the_next_ones(copy: runs.Run, frame
 
 
 def test_coverage_counts_values_inside_the_band():
-    found = _residuals.coverage(np.array([0.01, 0.3, 0.5, 0.96, 0.94]))
-    assert (found.inside, found.hidden) == (3, 5)
+    coverage = _residuals.coverage(np.array([0.01, 0.3, 0.5, 0.96, 0.94]))
+    assert (coverage.inside, coverage.hidden) == (3, 5)
     assert _residuals.coverage(np.full(100, 0.5)).p_value < 0.01
 
 
@@ -639,13 +641,13 @@ def test_commands_print_the_results_of_python(copy: runs.Run, frame, tmp_path, c
     assert command(["smooth", str(copy.path), str(source), "--imputed"]) == 0
     captured = capsys.readouterr()
     filled = pd.read_csv(io.StringIO(captured.out))
-    seen = table.mask[0, :, 0]
-    np.testing.assert_array_equal(filled["volume_mean"][seen], table.ys[0, seen, 0])
+    observed = table.mask[0, :, 0]
+    np.testing.assert_array_equal(filled["volume_mean"][observed], table.ys[0, observed, 0])
     spread = filled["volume_std"].to_numpy()
-    assert np.all(spread[seen] == 0) and np.all(spread[~seen] > 0)
+    assert np.all(spread[observed] == 0) and np.all(spread[~observed] > 0)
     # Within six standard errors of a thousand draws, about the level of that year.
     off = np.abs(np.asarray(filled["volume_mean"] - filled["level_mean"]))
-    assert np.all(off[~seen] < 6 * spread[~seen] / 1000**0.5)
+    assert np.all(off[~observed] < 6 * spread[~observed] / 1000**0.5)
     assert command(["smooth", str(copy.path), str(source), "--out", str(out)]) == 2
     assert "exists" in capsys.readouterr().err
     assert command(["forecast", str(copy.path), str(source), "--steps", "3"]) == 0
@@ -659,10 +661,10 @@ def test_commands_print_the_results_of_python(copy: runs.Run, frame, tmp_path, c
 
 @pytest.mark.slow
 def test_check_report_and_plot_commands_write_files(copy: runs.Run, table: data.Table, tmp_path):
-    found = runs.check(copy, table, num_particles=200)
-    assert found.worst in ("good", "doubtful")
-    assert "exact" in {finding.value for finding in found.findings}
-    page = runs.write_report(copy, table, steps=3, checked=found).read_text()
+    check = runs.check(copy, table, num_particles=200)
+    assert check.worst in ("good", "doubtful")
+    assert "exact" in {finding.value for finding in check.findings}
+    page = runs.write_report(copy, table, steps=3, checked=check).read_text()
     assert "level_scale[volume]" in page and "https://" not in page
     runs.draw(copy, table, tmp_path / "nile.png", steps=3)
     assert (tmp_path / "nile.png").read_bytes()[:4] == b"\x89PNG"
@@ -695,8 +697,8 @@ def test_run_of_counts_trains_smooths_and_streams(tmp_path, monkeypatch):
     assert "on a grid of states" in run.record["results"]["uncertainty"]
     assert run.record["results"]["parameters"]["scale[count]"]["error"] > 0
     again = runs.open_run(run.path)
-    found = runs.smooth(again, table)
-    assert bool(jnp.all(jnp.isfinite(found.mean)))
+    smoothed = runs.smooth(again, table)
+    assert bool(jnp.all(jnp.isfinite(smoothed.mean)))
     draws = runs.impute(again, table, 64)
     assert np.all(draws[0, :, 7] == np.round(draws[0, :, 7]))
     np.testing.assert_array_equal(draws[0, 0, :7], ys[:7])
@@ -707,13 +709,13 @@ def test_run_of_counts_trains_smooths_and_streams(tmp_path, monkeypatch):
 def test_steps_to_coming_times_equal_those_of_the_reader():
     frame = pd.DataFrame({"t": [0.0, 1.0, 3.0, 3.5, 5.5], "y": np.arange(5.0), "u": np.ones(5)})
     early, late = frame.iloc[:3], frame.iloc[3:]
-    whole = data.read(frame, inputs="u", step_input=True, step_unit=1.0)
-    table = data.read(early, **whole.layout)
+    full_table = data.read(frame, inputs="u", step_input=True, step_unit=1.0)
+    table = data.read(early, **full_table.layout)
     times = data.read_times(late, table)
-    expected = np.asarray(whole.inputs)[:, 3:]
+    expected = np.asarray(full_table.inputs)[:, 3:]
     # What stands in place of the steps is not used.
-    given = np.stack([np.full(2, 7.0), np.ones(2)], axis=1)[None]
-    np.testing.assert_array_equal(_apply._future_inputs(table, 2, given, times), expected)
+    inputs = np.stack([np.full(2, 7.0), np.ones(2)], axis=1)[None]
+    np.testing.assert_array_equal(_apply._future_inputs(table, 2, inputs, times), expected)
     alone = data.read(early[["t", "y"]], freq="irregular", step_input=True, step_unit=1.0)
     np.testing.assert_array_equal(_apply._future_inputs(alone, 2, None, times), expected[..., :1])
     with pytest.raises(runs.RunError, match="needs future times"):
@@ -757,13 +759,11 @@ def test_stream_handles_irregular_times(tmp_path):
     frame = pd.DataFrame({"t": times, "y": np.cumsum(rng.normal(size=30))})
     table = data.read(frame, step_input=True)
     spec = models.ModelSpec("local_level", "local_level", options={"irregular": True})
-    found, out = runs.fit(table, spec, tmp_path / "run"), io.BytesIO()
-    runs.stream(
-        found, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True, after="prior"
-    )
+    run, out = runs.fit(table, spec, tmp_path / "run"), io.BytesIO()
+    runs.stream(run, io.BytesIO(b"".join(lines_of(frame))), out, lag=LAG, flush=True, after="prior")
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     # The last rows are smoothed by all of them.
-    exact = runs.smooth(found, table).mean[0, -LAG:, 0]
+    exact = runs.smooth(run, table).mean[0, -LAG:, 0]
     np.testing.assert_allclose(answers["level_smoothed_mean"][-LAG:], exact, rtol=1e-8)
 
 
@@ -795,8 +795,8 @@ def test_two_modes_appear_in_plots_and_pages(monkeypatch, tmp_path):
 
     Quantiles of 2,000 draws against a grid; a false alarm has a probability of 2e-9 per row.
     """
-    exact, found = bimodal_posterior.posterior(), bimodal_posterior.smoothed()
-    arrays, rest = eqx.partition(found, eqx.is_array)
+    exact, smoothed = bimodal_posterior.posterior(), bimodal_posterior.smoothed()
+    arrays, rest = eqx.partition(smoothed, eqx.is_array)
     batch = eqx.combine(jax.tree.map(lambda leaf: leaf[None], arrays), rest)
     monkeypatch.setattr(_report, "smooth", lambda *_, **__: batch)
     table = data.read({"y": bimodal_posterior.observations()[:, 0]})
@@ -845,8 +845,8 @@ def test_two_modes_appear_in_plots_and_pages(monkeypatch, tmp_path):
 def test_unimodal_draws_have_no_split_band(draw):
     """1,000 draws of 200 laws each; in 10,000 rows of simulated ones at most 5 were found."""
     draws = draw(np.random.default_rng(0), (1000, 200))
-    found = runs.Band.of_draws(np.arange(200), draws, 0.9)
-    assert found.hollow is None or np.isfinite(found.hollow.lower).sum() <= 1
+    band = runs.Band.of_draws(np.arange(200), draws, 0.9)
+    assert band.hollow is None or np.isfinite(band.hollow.lower).sum() <= 1
 
 
 def fit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -963,12 +963,12 @@ def test_model_with_user_functions_must_be_passed(pushed: runs.Run, tmp_path):
         return driven(gain=lambda x: jnp.sin(x))
 
     fitted = driven(weight=3.0, gain=lambda x: jnp.sin(x))
-    kept = {name: pushed.record[name] for name in ("layout", "options", "data", "results")}
-    _run.write(tmp_path / "run", models.load(build), fitted, None, kept)
+    record = {name: pushed.record[name] for name in ("layout", "options", "data", "results")}
+    _run.write(tmp_path / "run", models.load(build), fitted, None, record)
     with pytest.raises(runs.RunError, match=r"was passed as a Python object.*model=\.\.\."):
         runs.open_run(tmp_path / "run")
-    for given in (build, build()):
-        again = runs.open_run(tmp_path / "run", model=given)
+    for model in (build, build()):
+        again = runs.open_run(tmp_path / "run", model=model)
         np.testing.assert_array_equal(rd.unwrap(again.model).transition.input_weight, [[3.0]])
         assert again.model.emission.fn(jnp.ones(1)) == jnp.sin(1.0)
 
@@ -1005,10 +1005,10 @@ def test_unwrapped_scales_maximise_the_evidence(pushed: runs.Run):
         model = models.with_parameters(model, named)
         return float(rd.kalman_smoother(rd.unwrap(model), ys, inputs=us).log_evidence)
 
-    found = models.named_parameters(pushed.model)
+    parameters = models.named_parameters(pushed.model)
     scales = ("transition.scale_tril", "emission.scale_tril")
-    free = [name for name in found if name not in scales]
-    move, noise = (float(found[name][0, 0]) for name in scales)
+    free = [name for name in parameters if name not in scales]
+    move, noise = (float(parameters[name][0, 0]) for name in scales)
     best = total(move, noise)
     np.testing.assert_allclose(best, results["total"], rtol=1e-9)
     assert best >= max(
@@ -1050,8 +1050,8 @@ def test_names_of_files_need_not_be_utf_8(copy: runs.Run):
     """A byte that is not UTF-8 stands in the record, and is read back."""
     source = os.fsdecode(b"\xff.csv")
     described = [f"source: {source}"]
-    kept = {name: copy.record[name] for name in ("layout", "options", "results")}
-    record = {**kept, "data": {**copy.record["data"], "described": described}}
+    entries = {name: copy.record[name] for name in ("layout", "options", "results")}
+    record = {**entries, "data": {**copy.record["data"], "described": described}}
     _run.write(copy.path, copy.spec, copy.model, None, record)
     assert runs.open_run(copy.path).record["data"]["described"] == described
 

@@ -122,20 +122,20 @@ def test_zero_learning_rate_equals_plain_stream(exact, lines, tmp_path):
 
 
 def test_learned_model_becomes_a_run(exact, lines, tmp_path):
-    told: list[runs.Learned] = []
+    updates: list[runs.Learned] = []
     learning = runs.Learning(
         "both",
         rate=0.01,
         history=tmp_path / "history.csv",
         figure=tmp_path / "history.png",
         save_run=tmp_path / "new",
-        progress=told.append,
+        progress=updates.append,
     )
     out = io.BytesIO()
     assert (
         runs.stream(exact, source_of(lines), out, lag=LAG, learning=learning, after="prior") == 1500
     )
-    last = told[-1]
+    last = updates[-1]
     assert (last.rows, last.skipped) == (1500, 0)
     assert last.start == {f"{name}[flow]": pytest.approx(value) for name, value in START.items()}
     for name, value in TRUTH.items():
@@ -148,8 +148,8 @@ def test_learned_model_becomes_a_run(exact, lines, tmp_path):
     assert (tmp_path / "history.png").read_bytes()[:4] == b"\x89PNG"
 
     new = runs.open_run(tmp_path / "new")
-    found = new.record["results"]["parameters"]
-    assert {name: line["value"] for name, line in found.items() if line["learned"]} == last.now
+    parameters = new.record["results"]["parameters"]
+    assert {name: line["value"] for name, line in parameters.items() if line["learned"]} == last.now
     # Rows at the end are answered as the new run smooths them.
     table = data.read(pd.read_csv(source_of([lines[0], *lines[-200:]])), **new.layout)
     smoothed = runs.smooth(new, table)
@@ -197,16 +197,16 @@ def test_outlier_bursts_leave_results_finite(exact, lines, tmp_path):
     ys = np.array([float(line.split(b",")[1]) for line in lines[1:]])
     ys[300:330] = np.nan
     ys[500:505] = 1e6 * (-1.0) ** np.arange(5)
-    told: list[runs.Learned] = []
+    updates: list[runs.Learned] = []
     out = io.BytesIO()
-    learning = runs.Learning("model", 0.01, progress=told.append)
+    learning = runs.Learning("model", 0.01, progress=updates.append)
     runs.stream(exact, source_of(rows_of(ys)), out, lag=LAG, learning=learning, after="prior")
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
     assert len(answers) == 1500
     assert np.all(np.isfinite(answers.iloc[LAG:]))
     for name, value in TRUTH.items():
-        assert told[-1].now[f"{name}[flow]"] == pytest.approx(value, rel=0.3)
-    assert -6.3 < told[-1].elbo < -6.0
+        assert updates[-1].now[f"{name}[flow]"] == pytest.approx(value, rel=0.3)
+    assert -6.3 < updates[-1].elbo < -6.0
 
 
 def test_overflowing_rows_are_counted_as_skipped(lines, tmp_path):
@@ -214,11 +214,11 @@ def test_overflowing_rows_are_counted_as_skipped(lines, tmp_path):
     run = written_run(tmp_path / "tiny", tiny, None, "local_level")
     ys = np.full(30, 1000.0)
     ys[10:12] = 1e150  # whose squares overflow in units of the noise
-    told: list[runs.Learned] = []
-    out, learning = io.BytesIO(), runs.Learning("model", 0.01, progress=told.append)
+    updates: list[runs.Learned] = []
+    out, learning = io.BytesIO(), runs.Learning("model", 0.01, progress=updates.append)
     runs.stream(run, source_of(rows_of(ys)), out, lag=LAG, learning=learning, after="prior")
     answers = pd.read_csv(io.BytesIO(out.getvalue()))
-    assert told[-1].skipped == 2 and np.isfinite(told[-1].elbo)
+    assert updates[-1].skipped == 2 and np.isfinite(updates[-1].elbo)
     # They are answered as rows in which nothing was seen.
     np.testing.assert_allclose(answers["level_mean"], 1000.0)
     assert np.all(answers["level_std"][10:12] > answers["level_std"][9])
@@ -343,10 +343,10 @@ def test_progress_callback_receives_learned_values(terminal: bool):
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=80, color_system=None)
     start, now = {"a": 2.0, "b": 0.0}, {"a": 3.0, "b": -0.5}
-    with LearningDisplay(console) as told:
-        told(runs.Learned(1000, 0, -1.25, start, start))
+    with LearningDisplay(console) as display:
+        display(runs.Learned(1000, 0, -1.25, start, start))
         assert bool(text.getvalue()) == terminal
-        told(runs.Learned(2000, 3, -1.0, start, now))
+        display(runs.Learned(2000, 3, -1.0, start, now))
     last = text.getvalue()
     assert "2,000 rows (3 skipped); ELBO -1.0000 nats per observed row" in last
     for words in ("+50.0%", "-0.5") if terminal else ("a 3, b -0.5",):
@@ -363,9 +363,9 @@ def test_unwrapped_scales_stay_unwrapped_in_new_run():
     learner = rd.online.OnlineLearner(None, plain, rd.online.KalmanScore())
     learned = learner.model(learner.init(jax.random.key(0)))
     learned = models.with_parameters(learned, {"transition.scale_tril.std": 3.0})
-    found = _run.with_structure_of(plain, learned)
-    assert jax.tree.structure(found) == jax.tree.structure(plain)
-    np.testing.assert_allclose(found.transition.scale_tril.std, 3.0)
+    rebuilt = _run.with_structure_of(plain, learned)
+    assert jax.tree.structure(rebuilt) == jax.tree.structure(plain)
+    np.testing.assert_allclose(rebuilt.transition.scale_tril.std, 3.0)
 
 
 @pytest.mark.slow
@@ -411,19 +411,19 @@ def test_families_are_learned_from_a_stream(kind: str, tmp_path: Path, monkeypat
     still = go("still", source_of(lines[:100]), runs.Learning("both", 0.0, window=2))
     np.testing.assert_allclose(frozen, still, rtol=1e-8)
 
-    told: list[runs.Learned] = []
+    updates: list[runs.Learned] = []
     history, save_run = tmp_path / "history.csv", tmp_path / "new"
-    whole = runs.Learning(
-        "both", 0.01, window=2, history=history, save_run=save_run, progress=told.append
+    options = runs.Learning(
+        "both", 0.01, window=2, history=history, save_run=save_run, progress=updates.append
     )
-    go("whole", source_of(lines), whole)
+    go("whole", source_of(lines), options)
     first = pd.read_csv(history)
     assert first["elbo_per_row"].iloc[-1] > first["elbo_per_row"].iloc[0]
-    assert first["family_moved"].iloc[-1] > 0 and told[-1].skipped == 0
+    assert first["family_moved"].iloc[-1] > 0 and updates[-1].skipped == 0
     new = runs.open_run(save_run)
     assert isinstance(new.family, make)
-    found = runs.smooth(new, data.read(pd.read_csv(source_of(lines[:60])), **new.layout))
-    assert np.all(np.isfinite(found.mean))
+    smoothed = runs.smooth(new, data.read(pd.read_csv(source_of(lines[:60])), **new.layout))
+    assert np.all(np.isfinite(smoothed.mean))
 
     cut = runs.Learning("both", 0.01, window=2)
     monkeypatch.setattr(_stream, "SECONDS_BETWEEN_SAVES", 0.0)
@@ -481,12 +481,12 @@ def level_after(ys: np.ndarray, times: np.ndarray, level_scale: float, obs_scale
         obs_scale: of the noise.
     """
     walk = 100.0**2 + level_scale**2 * np.minimum.outer(times - times[0], times - times[0])
-    seen = ~np.isnan(ys)
-    joint = walk[np.ix_(seen, seen)] + obs_scale**2 * np.eye(seen.sum())
-    gain = np.linalg.solve(joint, walk[seen, -1])
-    mean = 1000.0 + gain @ (ys[seen] - 1000.0)
-    density = stats.multivariate_normal(np.full(seen.sum(), 1000.0), joint).logpdf(ys[seen])
-    return mean, np.sqrt(walk[-1, -1] - gain @ walk[seen, -1]), density
+    observed = ~np.isnan(ys)
+    joint = walk[np.ix_(observed, observed)] + obs_scale**2 * np.eye(observed.sum())
+    gain = np.linalg.solve(joint, walk[observed, -1])
+    mean = 1000.0 + gain @ (ys[observed] - 1000.0)
+    density = stats.multivariate_normal(np.full(observed.sum(), 1000.0), joint).logpdf(ys[observed])
+    return mean, np.sqrt(walk[-1, -1] - gain @ walk[observed, -1]), density
 
 
 @pytest.fixture
@@ -499,8 +499,8 @@ def fitted(tmp_path: Path, lines: list[bytes]) -> runs.Run:
 @pytest.mark.parametrize("rate", [None, 0.0, 0.01])
 def test_stream_continues_after_the_fit(fitted, lines, tmp_path, rate: float | None):
     """The first row after the fit, across a gap, against the joint law of all rows."""
-    told: list[runs.Learned] = []
-    learning = None if rate is None else runs.Learning("model", rate, progress=told.append)
+    updates: list[runs.Learned] = []
+    learning = None if rate is None else runs.Learning("model", rate, progress=updates.append)
     out, said = io.BytesIO(), []
     new = [lines[0], *lines[31:41], lines[44]]  # rows that are known, a gap, and a row
     count = runs.stream(
@@ -520,9 +520,9 @@ def test_stream_continues_after_the_fit(fitted, lines, tmp_path, rate: float | N
         np.testing.assert_allclose(answers["level_std"][k - 40], std, rtol=1e-9)
     if learning is not None:  # what the rows that were known add is not counted
         before = level_after(ys[:40], np.arange(40), **START)[2]
-        np.testing.assert_allclose(told[-1].elbo, after - before, rtol=1e-9)
-        assert told[-1].rows == 4
-        moved = told[-1].now["obs_scale[flow]"] != told[-1].start["obs_scale[flow]"]
+        np.testing.assert_allclose(updates[-1].elbo, after - before, rtol=1e-9)
+        assert updates[-1].rows == 4
+        moved = updates[-1].now["obs_scale[flow]"] != updates[-1].start["obs_scale[flow]"]
         assert moved == (rate == 0.01)
 
 
@@ -530,17 +530,17 @@ def test_stream_continues_after_the_fit(fitted, lines, tmp_path, rate: float | N
 def test_stream_after_fit_equals_stream_of_all_rows(fitted, lines, tmp_path, learn: bool):
     """Cut anywhere, it gives the lines of a stream from the prior that has read the fit first."""
     learning = runs.Learning("model", 0.0) if learn else None
-    whole, parts = tmp_path / "whole.csv", tmp_path / "parts.csv"
+    uninterrupted, parts = tmp_path / "whole.csv", tmp_path / "parts.csv"
 
     def go(source: Any, out: Path, after: Any) -> None:
         state = tmp_path / f"{out.name}.rd"
         runs.stream(fitted, source, out, lag=LAG, state=state, learning=learning, after=after)
 
-    go(source_of(lines[:301]), whole, "prior")
+    go(source_of(lines[:301]), uninterrupted, "prior")
     with pytest.raises(KeyboardInterrupt):
         go(Pieces([lines[0], *lines[41:301]], [1, 1, 50, 30], KeyboardInterrupt), parts, "fit")
     go(source_of(lines[:301]), parts, "fit")
-    expected = whole.read_bytes().splitlines()
+    expected = uninterrupted.read_bytes().splitlines()
     assert parts.read_bytes().splitlines() == [expected[0], *expected[41:]]
 
 
@@ -591,14 +591,14 @@ def test_uneven_times_continue_after_the_fit(tmp_path):
     )
     run = written_run(tmp_path / "run", model, None, "local_level", table)
     lines = frame.iloc[4:].to_csv(index=False).encode().splitlines(keepends=True)
-    found = []
+    outputs = []
     for sizes in ([3, 0], [1, 1, 1, 0]):
         out = io.BytesIO()
         source: Any = Pieces(lines, sizes, KeyboardInterrupt)
         runs.stream(run, source, out, lag=1, state=tmp_path / f"{sizes}")
-        found.append(out.getvalue())
-    assert found[0] == found[1]
-    answers = pd.read_csv(io.BytesIO(found[0]))
+        outputs.append(out.getvalue())
+    assert outputs[0] == outputs[1]
+    answers = pd.read_csv(io.BytesIO(outputs[0]))
     assert answers["smoothed_time"].tolist() == [4.5, 6.0]
     for i in range(2):
         mean, std, _ = level_after(ys[: 5 + i], times[: 5 + i], **START)

@@ -80,15 +80,19 @@ def squared():
 def test_a_linear_gaussian_model_is_smoothed_exactly():
     ys = np.asarray(simulated(LINEAR)).copy()
     ys[5:9] = np.nan
-    found = rd.smooth(LINEAR, ys)
+    smoothed = rd.smooth(LINEAR, ys)
     expected = rd.kalman_smoother(LINEAR, ys).chain.marginals()
-    np.testing.assert_allclose(found.mean, expected.mean, atol=1e-10)
-    np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-10)
-    assert found.method == "exact" and "linear and Gaussian" in found.reason and found.trustworthy
-    assert found.family is None and found.model is LINEAR
-    assert not found.mean_standard_error.any() and not found.covariance_standard_error.any()
-    assert found.chain.num_times == N
-    assert repr(found) == f"Smoothed(mean of shape (30, 1), exact: {found.reason})"
+    np.testing.assert_allclose(smoothed.mean, expected.mean, atol=1e-10)
+    np.testing.assert_allclose(smoothed.covariance, expected.covariance, atol=1e-10)
+    assert (
+        smoothed.method == "exact"
+        and "linear and Gaussian" in smoothed.reason
+        and smoothed.trustworthy
+    )
+    assert smoothed.family is None and smoothed.model is LINEAR
+    assert not smoothed.mean_standard_error.any() and not smoothed.covariance_standard_error.any()
+    assert smoothed.chain.num_times == N
+    assert repr(smoothed) == f"Smoothed(mean of shape (30, 1), exact: {smoothed.reason})"
 
 
 @pytest.mark.slow
@@ -99,11 +103,11 @@ def test_batch_uses_its_masks_inputs_and_lengths():
     ys = jax.vmap(lambda key, u: model.simulate(key, N, inputs=u)[1])(keys, us)
     mask = jax.random.bernoulli(jax.random.key(1), 0.7, ys.shape)
     length = jnp.array([N, 10, 20])
-    found = rd.smooth(model, ys, mask=mask, inputs=us, length=length)
+    smoothed = rd.smooth(model, ys, mask=mask, inputs=us, length=length)
     for i in range(3):
         alone = rd.smooth(model, ys[i], mask=mask[i], inputs=us[i], length=length[i])
-        np.testing.assert_allclose(found.mean[i], alone.mean, atol=1e-10)
-        np.testing.assert_allclose(found.covariance[i], alone.covariance, atol=1e-10)
+        np.testing.assert_allclose(smoothed.mean[i], alone.mean, atol=1e-10)
+        np.testing.assert_allclose(smoothed.covariance[i], alone.covariance, atol=1e-10)
 
 
 # --- linearised -----------------------------------------------------------------------------------
@@ -173,47 +177,49 @@ def test_linearised_result_that_lost_a_mode_is_not_trustworthy(error):
     ys = ys[:8] if error > 0.2 else ys
     exact = negative_mass(model, ys, np.linspace(-6.0, 6.0, 1501 if error > 0.2 else 4001))
     np.testing.assert_allclose(exact, 0.18, atol=0.02)
-    found = rd.smooth(model, ys[:, None], method="linearised")
-    assert found.method == "linearised" and not found.trustworthy
-    assert jnp.max(found.covariance) < 0.1  # where the exact variance is above 4
-    assert "does not pass check_posterior (mode loss" in found.reason
+    smoothed = rd.smooth(model, ys[:, None], method="linearised")
+    assert smoothed.method == "linearised" and not smoothed.trustworthy
+    assert jnp.max(smoothed.covariance) < 0.1  # where the exact variance is above 4
+    assert "does not pass check_posterior (mode loss" in smoothed.reason
 
 
 @pytest.mark.slow
 def test_lost_mode_is_detected_without_a_grid():
     """At an error of 0.01 the grid is too coarse, and a bootstrap filter degenerates."""
     model, ys = sharp(0.01)
-    found = rd.smooth(model, ys[:, None], method="linearised")
-    assert not found.trustworthy and "mode loss" in found.reason
-    assert "a reference (particles)" in found.reason
+    smoothed = rd.smooth(model, ys[:, None], method="linearised")
+    assert not smoothed.trustworthy and "mode loss" in smoothed.reason
+    assert "a reference (particles)" in smoothed.reason
 
 
 def failed_reference(key, model, series):
-    found = find_reference(key, model, series)
-    return dataclasses.replace(found, problem="a smoother degenerates")
+    reference = find_reference(key, model, series)
+    return dataclasses.replace(reference, problem="a smoother degenerates")
 
 
 @pytest.mark.parametrize("method", ["linearised", pytest.param("auto", marks=pytest.mark.slow)])
 def test_failed_reference_leaves_result_unchecked(monkeypatch, method):
     monkeypatch.setattr("retrodict.bounds.find_reference", failed_reference)
     monkeypatch.setattr(driver, "train_family", untrained)
-    found = rd.smooth(MILD, simulated(MILD), method=method, **QUICK)
-    assert not found.trustworthy
-    assert "was not checked: a smoother degenerates." in found.reason
-    assert ("A family was not trained" in found.reason) == (method == "auto")
+    smoothed = rd.smooth(MILD, simulated(MILD), method=method, **QUICK)
+    assert not smoothed.trustworthy
+    assert "was not checked: a smoother degenerates." in smoothed.reason
+    assert ("A family was not trained" in smoothed.reason) == (method == "auto")
 
 
 def test_unchecked_result_is_not_trustworthy():
-    found = rd.smooth(MILD, simulated(MILD), method="linearised", check=False)
-    assert not found.trustworthy and "was not checked otherwise" in found.reason
-    assert repr(found).startswith("Smoothed(mean of shape (30, 1), linearised, not trustworthy: ")
+    smoothed = rd.smooth(MILD, simulated(MILD), method="linearised", check=False)
+    assert not smoothed.trustworthy and "was not checked otherwise" in smoothed.reason
+    assert repr(smoothed).startswith(
+        "Smoothed(mean of shape (30, 1), linearised, not trustworthy: "
+    )
 
 
 @pytest.mark.slow
 def test_forced_method_is_used_and_checked():
-    found = rd.smooth(SQUARE, simulated(SQUARE), method="linearised")
-    assert found.method == "linearised" and not found.trustworthy
-    assert "does not pass check_posterior (" in found.reason
+    smoothed = rd.smooth(SQUARE, simulated(SQUARE), method="linearised")
+    assert smoothed.method == "linearised" and not smoothed.trustworthy
+    assert "does not pass check_posterior (" in smoothed.reason
 
 
 @pytest.mark.slow
@@ -224,18 +230,18 @@ def test_reference_survives_many_sharp_observations():
         lambda x: jnp.repeat(bent(x), 20), rd.Diagonal(jnp.full(20, 1e-3))
     )
     model = model_with(wide)
-    found = rd.smooth(model, simulated(model, n=8))
-    assert found.method == "linearised" and found.trustworthy
-    assert "a reference (particles)" in found.reason
+    smoothed = rd.smooth(model, simulated(model, n=8))
+    assert smoothed.method == "linearised" and smoothed.trustworthy
+    assert "a reference (particles)" in smoothed.reason
 
 
 @pytest.mark.slow
 def test_model_without_density_falls_back_to_linearised_status():
     stiff = replace(MILD, transition=linear_kernel(0.9, scale=0.0))
-    found = rd.smooth(stiff, simulated(stiff, 2))
-    assert found.method == "linearised" and found.mean.shape == (2, N, 1)
-    assert not found.trustworthy
-    assert "has status 'ok'" in found.reason and "transition with a density" in found.reason
+    smoothed = rd.smooth(stiff, simulated(stiff, 2))
+    assert smoothed.method == "linearised" and smoothed.mean.shape == (2, N, 1)
+    assert not smoothed.trustworthy
+    assert "has status 'ok'" in smoothed.reason and "transition with a density" in smoothed.reason
     with pytest.raises(ValueError, match="transition with a density"):
         rd.smooth(stiff, simulated(stiff), method="amortised")
 
@@ -256,25 +262,25 @@ def test_bimodal_posterior_trains_a_family(squared):
 
 @pytest.mark.slow
 def test_trained_family_is_reused_without_training(squared):
-    told = []
-    options = {"num_samples": 32, "progress": lambda *at: told.append(at)}
+    log = []
+    options = {"num_samples": 32, "progress": lambda *at: log.append(at)}
     new = simulated(SQUARE, 2, seed=7)
-    found = rd.smooth(SQUARE, new, family=squared.family, **options)
-    assert found.method == "amortised" and found.reason.startswith("The family was given.")
-    assert not told and found.mean.shape == (2, N, 1)
+    smoothed = rd.smooth(SQUARE, new, family=squared.family, **options)
+    assert smoothed.method == "amortised" and smoothed.reason.startswith("The family was given.")
+    assert not log and smoothed.mean.shape == (2, N, 1)
     chain = squared.family.infer(new[1])
     key = jax.random.fold_in(jax.random.split(jax.random.key(0))[1], 1)
     estimator = rd.BackwardSampling(32, noise="stratified", by_component=True)
     alone = rd.marginals(chain, estimator=estimator, key=key)
-    np.testing.assert_allclose(found.mean[1], alone.mean, atol=1e-10)
+    np.testing.assert_allclose(smoothed.mean[1], alone.mean, atol=1e-10)
 
 
 @pytest.mark.slow
 def test_a_linear_gaussian_family_needs_no_draws():
     ys = simulated(MILD)
     family = rd.ConjugateFamily(jax.random.key(0), 1, 1, width=4).prepare(MILD, ys)
-    found = rd.smooth(MILD, ys, family=family)
-    assert found.method == "amortised" and not found.mean_standard_error.any()
+    smoothed = rd.smooth(MILD, ys, family=family)
+    assert smoothed.method == "amortised" and not smoothed.mean_standard_error.any()
 
 
 def test_broken_or_worse_family_is_rejected():
@@ -295,19 +301,22 @@ def test_broken_or_worse_family_is_rejected():
 def test_training_series_match_lengths_gaps_and_inputs():
     model = model_with(nonlinear_kernel(jnp.square, 0.1), driven=True)
     us = jnp.arange(2.0 * 80).reshape(2, 80, 1)
-    seen = np.ones((2, 80, 1), bool)
-    seen[0, ::2] = False
+    observed = np.ones((2, 80, 1), bool)
+    observed[0, ::2] = False
     batch = prepare_batch(
         jnp.zeros((2, 80, 1)),
-        mask=seen,
+        mask=observed,
         inputs=us,
         length=jnp.array([80, 20]),
         takes_input=True,
     )
-    found = simulate_batch(jax.random.key(0), model, batch, 6, 64)
-    assert found.ys.shape == (6, 64, 1)
-    assert found.options["length"].tolist() == [64, 20, 64, 20, 64, 20]
-    inputs, mask = found.options["inputs"][..., 0], found.options["mask"][..., 0]
+    simulated_batch = simulate_batch(jax.random.key(0), model, batch, 6, 64)
+    assert simulated_batch.ys.shape == (6, 64, 1)
+    assert simulated_batch.options["length"].tolist() == [64, 20, 64, 20, 64, 20]
+    inputs, mask = (
+        simulated_batch.options["inputs"][..., 0],
+        simulated_batch.options["mask"][..., 0],
+    )
     np.testing.assert_array_equal(mask[0::2], inputs[0::2] % 2 == 1)
     np.testing.assert_array_equal(inputs[1::2, :20], np.tile(np.arange(80.0, 100.0), (3, 1)))
     assert mask[1::2, :20].all() and not mask[1::2, 20:].any()
@@ -320,10 +329,12 @@ def test_a_family_is_trained_with_gaps_inputs_and_lengths():
     keys = jax.random.split(jax.random.key(0), 2)
     ys = np.array(jax.vmap(lambda key, u: model.simulate(key, N, inputs=u)[1])(keys, us))
     ys[0, 10:15] = np.nan
-    found = rd.smooth(model, ys, method="amortised", inputs=us, length=[N, 20], **QUICK)
-    assert "Family was trained on 8 simulated series of 30 rows" in found.reason
-    assert found.mean.shape == (2, N, 1) and jnp.all(jnp.isfinite(found.mean))
-    np.testing.assert_allclose(found.mean[1, 20:], jnp.tile(found.mean[1, 19], (10, 1)), atol=1e-10)
+    smoothed = rd.smooth(model, ys, method="amortised", inputs=us, length=[N, 20], **QUICK)
+    assert "Family was trained on 8 simulated series of 30 rows" in smoothed.reason
+    assert smoothed.mean.shape == (2, N, 1) and jnp.all(jnp.isfinite(smoothed.mean))
+    np.testing.assert_allclose(
+        smoothed.mean[1, 20:], jnp.tile(smoothed.mean[1, 19], (10, 1)), atol=1e-10
+    )
 
 
 @pytest.mark.slow
@@ -331,19 +342,19 @@ def test_better_linearised_smoother_is_kept(monkeypatch):
     # Nothing is good enough for this check.
     monkeypatch.setattr("retrodict.bounds.check.MOST_DISTANCE", -1.0)
     monkeypatch.setattr(driver, "train_family", untrained)
-    found = rd.smooth(MILD, simulated(MILD), **QUICK)
-    assert found.method == "linearised" and "which is therefore kept" in found.reason
-    assert found.family is not None
+    smoothed = rd.smooth(MILD, simulated(MILD), **QUICK)
+    assert smoothed.method == "linearised" and "which is therefore kept" in smoothed.reason
+    assert smoothed.family is not None
 
 
 @pytest.mark.slow
 def test_trained_family_covers_both_modes():
     ys = simulated(SQUARE)
-    found = rd.smooth(SQUARE, ys, num_steps=600, num_series=256, progress=False)
-    assert found.method == "amortised" and isinstance(found.family, rd.MixtureFamily)
+    smoothed = rd.smooth(SQUARE, ys, num_steps=600, num_series=256, progress=False)
+    assert smoothed.method == "amortised" and isinstance(smoothed.family, rd.MixtureFamily)
     mean, covariance = grid_moments(SQUARE, ys)
-    assert jnp.max(jnp.abs(found.mean - mean)) < 0.3 * jnp.sqrt(jnp.max(covariance))
-    np.testing.assert_allclose(found.covariance, covariance, rtol=0.25, atol=0.02)
+    assert jnp.max(jnp.abs(smoothed.mean - mean)) < 0.3 * jnp.sqrt(jnp.max(covariance))
+    np.testing.assert_allclose(smoothed.covariance, covariance, rtol=0.25, atol=0.02)
 
 
 # --- misuse ---------------------------------------------------------------------------------------
@@ -426,11 +437,11 @@ def test_batch_quantiles_have_levels_as_first_axis():
 
 def test_quantiles_of_a_linear_gaussian_posterior_are_exact():
     ys = simulated(LINEAR)
-    found = rd.smooth(LINEAR, ys)
-    std = np.sqrt(np.asarray(found.covariance)[:, 0, 0])
-    expected = scipy.stats.norm.ppf(0.95, np.asarray(found.mean)[:, 0], std)
-    np.testing.assert_allclose(found.quantile(0.95)[:, 0], expected, rtol=1e-6)
-    assert found.quantile([[0.1, 0.9]]).shape == (1, 2, N, 1)
+    smoothed = rd.smooth(LINEAR, ys)
+    std = np.sqrt(np.asarray(smoothed.covariance)[:, 0, 0])
+    expected = scipy.stats.norm.ppf(0.95, np.asarray(smoothed.mean)[:, 0], std)
+    np.testing.assert_allclose(smoothed.quantile(0.95)[:, 0], expected, rtol=1e-6)
+    assert smoothed.quantile([[0.1, 0.9]]).shape == (1, 2, N, 1)
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, -0.5, np.nan])
