@@ -467,7 +467,7 @@ def test_no_byte_changes_unnoticed(saved: Path):
 
 
 def rewrite(path: Path, edit: Callable[[dict[str, Any], dict[str, bytes]], None], **hashes: bool):
-    """Edits a file; with `content` and `whole` it recomputes those hashes as an attacker would."""
+    """Edit a file; with `content` and `file` recompute these hashes, as an attacker would."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     manifest = json.loads(members.pop("manifest.json"))
@@ -483,7 +483,7 @@ def rewrite(path: Path, edit: Callable[[dict[str, Any], dict[str, bytes]], None]
             out.writestr(name, member)
         out.comment = b"0" * 64
     data = buffer.getvalue()
-    if hashes.get("whole"):
+    if hashes.get("file"):
         data = data[:-64] + hashlib.sha256(data[:-64]).hexdigest().encode()
     path.write_bytes(data)
 
@@ -520,7 +520,7 @@ def edit_tag(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
     manifest["tree"]["fields"]["prior"] = {"run": "os:system"}
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("file", [True, False])
 @pytest.mark.parametrize(
     "edit, content, message",
     [
@@ -533,7 +533,7 @@ def edit_tag(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
 def test_edited_files_are_detected(
     edit: Any, content: bool, message: str, whole: bool, saved: Path
 ):
-    rewrite(saved, edit, content=content, whole=whole)
+    rewrite(saved, edit, content=content, file=file)
     with pytest.raises(rd.CheckpointError, match=message):
         rd.load(saved)
 
@@ -547,13 +547,13 @@ def test_edits_with_valid_hashes_are_validated(saved: Path):
     }
     for edit, message in cases.items():
         saved.write_bytes(original)
-        rewrite(saved, edit, content=True, whole=True)
+        rewrite(saved, edit, content=True, file=True)
         with pytest.raises(rd.CheckpointError, match=message):
             rd.load(saved)
     saved.write_bytes(original)
-    rewrite(saved, edit_nothing, content=True, whole=True)
+    rewrite(saved, edit_nothing, content=True, file=True)
     assert same(rd.load(saved), make_model())  # the edits above are what was refused
-    rewrite(saved, edit_nothing, content=True, whole=True, compress=True)
+    rewrite(saved, edit_nothing, content=True, file=True, compress=True)
     with pytest.raises(rd.CheckpointError, match="compressed"):
         rd.load(saved)
 
@@ -576,7 +576,7 @@ def loading(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     def load(tree: Any, like: Any = None) -> Any:
         path = tmp_path / "crafted.rd"
         rd.save(path, 1)
-        rewrite(path, lambda m, _: m.update(tree=tree), content=True, whole=True)
+        rewrite(path, lambda m, _: m.update(tree=tree), content=True, file=True)
         return rd.load(path, like=like)
 
     yield load
@@ -720,7 +720,7 @@ def test_allowed_names_give_no_access_to_code_or_files():
 def test_records_use_allowed_names_only(tmp_path: Path):
     """What the library makes is loaded without `like`."""
     rd.save(tmp_path / "old.rd", make_model())
-    rewrite(tmp_path / "old.rd", lambda m, _: m.pop("names_version"), content=True, whole=True)
+    rewrite(tmp_path / "old.rd", lambda m, _: m.pop("names_version"), content=True, file=True)
     assert same(rd.load(tmp_path / "old.rd"), make_model())  # as version 0.1 wrote it
 
 
@@ -735,7 +735,7 @@ def test_files_with_the_module_names_of_version_0_1_are_read(tmp_path: Path):
         old = text.replace("retrodict:Series", "retrodict._mask:Series")
         manifest["tree"] = json.loads(old)
 
-    rewrite(path, edit, content=True, whole=True)
+    rewrite(path, edit, content=True, file=True)
     assert same(rd.load(path), series)
     for name in allowed.RENAMED.values():
         assert name in (allowed.RECORD_NAMES if ":" in name else allowed.CLASSES)
@@ -757,7 +757,7 @@ def test_name_from_later_version_asks_for_upgrade(tmp_path: Path):
         manifest["tree"] = {"name": "jax.numpy:new"}
         manifest["names_version"] = allowed.NAMES_VERSION + 1
 
-    rewrite(path, edit, content=True, whole=True)
+    rewrite(path, edit, content=True, file=True)
     with pytest.raises(rd.CheckpointError, match="later version of retrodict: upgrade"):
         rd.load(path)
 
@@ -799,7 +799,7 @@ def test_arrays_of_another_size_than_declared_are_refused(header: str, tmp_path:
         members["arrays/0.npy"] = npy(header)
         manifest["arrays"][0]["sha256"] = hashlib.sha256(npy(header)).hexdigest()
 
-    rewrite(path, edit, content=True, whole=True)
+    rewrite(path, edit, content=True, file=True)
     with pytest.raises(rd.CheckpointError):
         rd.load(path)
 
@@ -808,7 +808,7 @@ def test_repeated_references_to_one_array_are_refused(tmp_path: Path):
     path = tmp_path / "a.rd"
     rd.save(path, [np.zeros(2)])
     twice = {"list": [{"array": 0}, {"array": 0}]}
-    rewrite(path, lambda m, _: m.update(tree=twice), content=True, whole=True)
+    rewrite(path, lambda m, _: m.update(tree=twice), content=True, file=True)
     with pytest.raises(rd.CheckpointError, match="refers to the array . again"):
         rd.load(path)
 
