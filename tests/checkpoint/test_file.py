@@ -530,9 +530,7 @@ def edit_tag(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
         (edit_version, False, r"format 99, written by retrodict .* Upgrade retrodict"),
     ],
 )
-def test_edited_files_are_detected(
-    edit: Any, content: bool, message: str, whole: bool, saved: Path
-):
+def test_edited_files_are_detected(edit: Any, content: bool, message: str, file: bool, saved: Path):
     rewrite(saved, edit, content=content, file=file)
     with pytest.raises(rd.CheckpointError, match=message):
         rd.load(saved)
