@@ -333,23 +333,25 @@ def test_theorem_2_and_printed_proposition_equal_double_sums(small):
 
 
 @pytest.mark.parametrize("name", finite.RIGOROUS)
-def test_rigorous_finite_bounds_hold(name: str, results: dict[str, np.ndarray]):
-    assert not np.any(violated(results[name], results["error"]))
+def test_rigorous_finite_bounds_hold(name: str, random_bounds: dict[str, np.ndarray]):
+    assert not np.any(violated(random_bounds[name], random_bounds["error"]))
 
 
-def test_random_problems_have_errors_and_sharp_bounds(results: dict[str, np.ndarray]):
-    assert len(results["error"]) == 360
-    assert np.mean(np.abs(results["error"]) > 1e-9) > 0.9
+def test_random_problems_have_errors_and_sharp_bounds(random_bounds: dict[str, np.ndarray]):
+    assert len(random_bounds["error"]) == 360
+    assert np.mean(np.abs(random_bounds["error"]) > 1e-9) > 0.9
     # Sharp enough that a factor of 2 lost somewhere would be seen.
     for name in ("s1", "s2", "s2_phi", "s2_q", "elbo_gap"):
-        assert np.min(results[name] / np.maximum(np.abs(results["error"]), 1e-9)) < 1.2
+        assert np.min(random_bounds[name] / np.maximum(np.abs(random_bounds["error"]), 1e-9)) < 1.2
 
 
-def test_error_identity_holds_to_rounding(results: dict[str, np.ndarray]):
-    np.testing.assert_allclose(results["identity"], results["error"], rtol=0, atol=1e-10)
+def test_error_identity_holds_to_rounding(random_bounds: dict[str, np.ndarray]):
+    np.testing.assert_allclose(
+        random_bounds["identity"], random_bounds["error"], rtol=0, atol=1e-10
+    )
 
 
-def test_sharper_bounds_are_smaller(results: dict[str, np.ndarray]):
+def test_sharper_bounds_are_smaller(random_bounds: dict[str, np.ndarray]):
     for sharp, loose in [
         ("s1", "s2"),
         ("s2", "s3"),
@@ -358,7 +360,7 @@ def test_sharper_bounds_are_smaller(results: dict[str, np.ndarray]):
         ("classical", "final_display"),
         ("elbo_gap", "elbo_gap_birkhoff"),
     ]:
-        assert not np.any(violated(results[loose], results[sharp])), (sharp, loose)
+        assert not np.any(violated(random_bounds[loose], random_bounds[sharp])), (sharp, loose)
 
 
 def test_printed_proposition_fails_for_most_strongly_mixing_problems():
