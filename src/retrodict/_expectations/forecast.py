@@ -267,7 +267,7 @@ def _forecast(
         step_key, u = at
         keys = jax.random.split(step_key, xs.shape[0])
         after = jax.vmap(lambda k, x: transition.sample(k, x, u))(keys, xs).astype(xs.dtype)
-        moments = jax.vmap(lambda x, drawn: _moments(transition, x, u, drawn))(xs, after)
+        moments = jax.vmap(lambda x, draw: _moments(transition, x, u, draw))(xs, after)
         return after, (after, *moments)
 
     _, rows = jax.lax.scan(move, last, (jax.random.split(states_key, num_times), us))
@@ -319,21 +319,21 @@ def _averaged(
 
 
 def _moments(
-    kernel: AbstractKernel, x: Array, u: Array | None, drawn: Array
+    kernel: AbstractKernel, x: Array, u: Array | None, draw: Array
 ) -> tuple[Float[Array, "out"], Float[Array, "out out"]]:
     """Return the conditional mean and covariance if the law has them, else a draw and zero."""
     law: Any = kernel.law(x, u)
     if isinstance(kernel, AbstractGaussianKernel):
         return law.mean.astype(x.dtype), law.covariance.astype(x.dtype)
-    spread = jnp.zeros((*drawn.shape, drawn.shape[0]), drawn.dtype)
+    spread = jnp.zeros((*draw.shape, draw.shape[0]), draw.dtype)
     try:
         mean, variance = jnp.asarray(law.mean), jnp.asarray(law.variance)
-        shapes = {mean.shape, variance.shape, jnp.shape(law.log_prob(drawn))}
+        shapes = {mean.shape, variance.shape, jnp.shape(law.log_prob(draw))}
     except (AttributeError, NotImplementedError):
         # Not every distribution has moments.
-        return drawn, spread
-    if shapes != {drawn.shape}:
-        return drawn, spread
+        return draw, spread
+    if shapes != {draw.shape}:
+        return draw, spread
     return mean.astype(x.dtype), jnp.diag(variance.astype(x.dtype))
 
 
@@ -360,28 +360,28 @@ def _complete(
     keys = jax.random.split(key, paths.shape[:2])
 
     def complete(k: Array, x: Array, y: Array, observed: Any, u: Array | None) -> Array:
-        drawn = emission.sample(k, x, u)
+        draw = emission.sample(k, x, u)
         if isinstance(emission, AbstractGaussianKernel):
-            drawn = _condition_draw(emission.law(x, u).scale_tril, drawn, y, observed)
-        return jnp.where(observed, y, drawn.astype(y.dtype))
+            draw = _condition_draw(emission.law(x, u).scale_tril, draw, y, observed)
+        return jnp.where(observed, y, draw.astype(y.dtype))
 
     over_paths = jax.vmap(jax.vmap(complete), in_axes=(0, 0, None, None, None))
     return over_paths(keys, paths, series.ys, series.mask, series.inputs)
 
 
-def _condition_draw(scale: Any, drawn: Array, y: Array, observed: Array) -> Array:
+def _condition_draw(scale: Any, draw: Array, y: Array, observed: Array) -> Array:
     """Turn a draw of a whole row into one given the observed entries o of y.
 
     With C = s sᵀ and z a draw of the row, z + C_{·o} C_oo⁻¹ (y_o − z_o) has the conditional law.
     """
     if isinstance(scale, Diagonal):
-        return drawn
-    lower, weights = dense_scale(scale), observed.astype(drawn.dtype)
+        return draw
+    lower, weights = dense_scale(scale), observed.astype(draw.dtype)
     # Missing entries have a residual of zero and unit scale, and so have no effect.
     factor = dense_scale(masked_scale(lower, weights))
-    residual = linalg.solve_triangular(factor, jnp.where(observed, y - drawn, 0.0))
+    residual = linalg.solve_triangular(factor, jnp.where(observed, y - draw, 0.0))
     solved = linalg.solve_triangular(factor, residual, transpose=True)
-    return drawn + linalg.matvec(lower, linalg.matvec(lower.T, weights * solved))
+    return draw + linalg.matvec(lower, linalg.matvec(lower.T, weights * solved))
 
 
 def _check(model: Any, chain: Any, owner: str) -> StateSpaceModel:
