@@ -229,8 +229,8 @@ def _new_emission(
 def _refuse_partly_missing_rows(batch: Series) -> None:
     if batch.mask is None:
         return
-    whole = np.asarray(jnp.all(batch.mask, axis=-1) | ~jnp.any(batch.mask, axis=-1))
-    if not whole.all():
+    all_or_nothing = np.asarray(jnp.all(batch.mask, axis=-1) | ~jnp.any(batch.mask, axis=-1))
+    if not all_or_nothing.all():
         raise ValueError(
             "The M-step of an emission with partly missing rows has no closed form. Learn the"
             " model with fit or fit_evidence, or wrap the emission's arrays in Frozen."
