@@ -207,11 +207,11 @@ def _identity_terms(problem: FiniteProblem, exact: Exact, tilts: Array) -> tuple
     """
     past = past_sums(problem.kernels, problem.functional)
     future = future_sums(exact.forward, problem.functional)
-    whole = past[:-1, :, None] + problem.functional + future[1:, None, :]
+    integrands = past[:-1, :, None] + problem.functional + future[1:, None, :]
     change = pairs_back(tilts, problem.kernels) - pairs_ahead(tilts, exact.forward)
     start = jnp.sum((tilts[0] - exact.smoothed[0]) * future[0])
-    terms = jnp.concatenate([start[None], jnp.sum(change * whole, axis=(1, 2))])
-    size = jnp.concatenate([oscillation(future[0])[None], jax.vmap(oscillation)(whole)])
+    terms = jnp.concatenate([start[None], jnp.sum(change * integrands, axis=(1, 2))])
+    size = jnp.concatenate([oscillation(future[0])[None], jax.vmap(oscillation)(integrands)])
     return terms, size
 
 
