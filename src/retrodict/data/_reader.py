@@ -396,9 +396,9 @@ def _unit(
     if step_unit is not None:
         unit = parse_step(step_unit, dates, table.name)
         if unit.kind not in ("number", "fixed"):
-            given = Argument("step_unit", step_unit)
+            argument = Argument("step_unit", step_unit)
             remedy = " has no fixed length; pass e.g. '7D' or '6h'."
-            raise DataError(f"{table.name}: ", given, remedy)
+            raise DataError(f"{table.name}: ", argument, remedy)
         return unit.amount, unit.name if dates else float(unit.amount)
     differences = np.concatenate([np.diff(series) for series in times])
     if not differences.size:

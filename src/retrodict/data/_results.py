@@ -69,8 +69,13 @@ def to_xarray(
     Raises:
         ValueError: if a shape does not fit the table.
     """
-    given = {"mean": mean, "covariance": covariance, "states": states, "observations": observations}
-    parts = _parts_of(result) | {key: value for key, value in given.items() if value is not None}
+    by_name = {
+        "mean": mean,
+        "covariance": covariance,
+        "states": states,
+        "observations": observations,
+    }
+    parts = _parts_of(result) | {key: value for key, value in by_name.items() if value is not None}
     if result is not None and not parts:
         raise TypeError(
             "to_xarray expects a result with mean and covariance, or with states and observations,"
