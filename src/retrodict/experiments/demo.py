@@ -246,11 +246,11 @@ def _smoothers(
 
     def amortised(family: rd.AbstractLinearGaussianFamily) -> Smoother:
         @jax.jit
-        def whole(y: Array) -> tuple[rd.LinearGaussianChain, rd.Gaussian]:
+        def infer_with_marginals(y: Array) -> tuple[rd.LinearGaussianChain, rd.Gaussian]:
             chain = family.infer(y)
             return chain, chain.marginals()
 
-        return lambda y: (whole(y)[0], "")
+        return lambda y: (infer_with_marginals(y)[0], "")
 
     def linearised(call: Callable[..., Any]) -> Smoother:
         def smooth(y: Array) -> tuple[rd.LinearGaussianChain, str]:

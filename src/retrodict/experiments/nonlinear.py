@@ -259,10 +259,10 @@ def _grade(
         laws = chain.marginals()
         parts.append((bound, laws.mean[:, 0], laws.std[:, 0]))
     bounds, means, stds = (jnp.stack(part) for part in zip(*parts, strict=True))
-    whole = jax.jit(lambda y: infer(y).marginals().mean)
+    smoothed_means = jax.jit(lambda y: infer(y).marginals().mean)
     return {
         "elbo": bounds,
         "means": means,
         "stds": stds,
-        "seconds": shortest(lambda: whole(ys[0]), 50),
+        "seconds": shortest(lambda: smoothed_means(ys[0]), 50),
     }
