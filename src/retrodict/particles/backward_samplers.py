@@ -284,9 +284,13 @@ def _by_distance(
     in_groups = jnp.pad(log_weights, (0, missing), constant_values=-jnp.inf)
     in_groups = in_groups.reshape(num_groups, FAN)
     sums = jnp.zeros((num_groups, prepared.shape[0]), prepared.dtype)
-    whole = squared_distance(grouped, prepared) if by_products(grouped) else None
+    all_distances = squared_distance(grouped, prepared) if by_products(grouped) else None
     for j in range(FAN):
-        distance = squared_distance(grouped[:, j], prepared) if whole is None else whole[:, j]
+        distance = (
+            squared_distance(grouped[:, j], prepared)
+            if all_distances is None
+            else all_distances[:, j]
+        )
         sums = sums + power_of_two(in_groups[:, j, None] - distance - shift[None])
     group, rest = _descend(sums, shares)
     members = jnp.moveaxis(grouped[group], 0, 1)
