@@ -129,14 +129,14 @@ def read_inputs(
         Inputs of shape `(batch, num_times, input)`.
     """
     layout = run.layout
-    wanted = layout["inputs"]
-    if not wanted:
+    columns = layout["inputs"]
+    if not columns:
         raise RunError("The model of this run takes no inputs; leave them out.")
     future = data.read(
         source,
         time=layout["time"],
         series=layout["series"],
-        columns=wanted,
+        columns=columns,
         freq=layout["freq"],
         time_format=layout["time_format"],
     )
@@ -146,9 +146,9 @@ def read_inputs(
         begins = np.array([int(np.sum(times <= past[-1])) for times, past in pairs])
     fewest = int(np.min(future.length - begins))
     if future.series != table.series or fewest < (num_times or 1):
-        wanted = "at least one row" if num_times is None else f"{num_times} rows"
+        expected = "at least one row" if num_times is None else f"{num_times} rows"
         raise RunError(
-            f"{future.source} must have {wanted} of inputs for each series of the data, after its"
+            f"{future.source} must have {expected} of inputs for each series of the data, after its"
             " last row."
         )
     num_times = fewest if num_times is None else num_times

@@ -154,7 +154,7 @@ def check(
         num_particles: the number of particles and paths per series.
         progress: progress callback, for `NUM_CHECKS` stages.
     """
-    progress, whole = progress or Quiet(), table.summary
+    progress, summary = progress or Quiet(), table.summary
     if isinstance(table, data.SharedTable):
         table = table.leading_series()
     order = np.argsort(-table.length, kind="stable")[:MOST_SERIES]
@@ -173,7 +173,7 @@ def check(
         progress.begin(name)
         findings += compute()
         progress.end(name, kept=False)
-    scope = Scope(part.num_series, whole.num_series, int(part.length.sum()), whole.num_rows)
+    scope = Scope(part.num_series, summary.num_series, int(part.length.sum()), summary.num_rows)
     return Check(tuple(findings), _in_words(findings), scope)
 
 

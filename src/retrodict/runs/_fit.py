@@ -55,8 +55,8 @@ class Job(NamedTuple):
             "num_steps": self.num_steps,
             "seed": self.seed,
         }
-        given = self.spec.given
-        return settings if given is None else settings | {"given": _fingerprint(given)}
+        model = self.spec.given
+        return settings if model is None else settings | {"given": _fingerprint(model)}
 
 
 def fit(

@@ -86,10 +86,10 @@ def read_record(path: str | Path) -> dict[str, Any]:
         )
     checksum = record.pop("checksum", None)
     try:
-        whole = checksum == checksum_of(record)
+        is_intact = checksum == checksum_of(record)
     except (ValueError, RecursionError):
-        whole = False
-    if not whole:
+        is_intact = False
+    if not is_intact:
         raise RunError(f"{place} was changed after `fit` wrote it. Fit again to another folder.")
     results = record.get("results")
     if isinstance(results, dict) and "nats_a_row" in results:

@@ -86,11 +86,11 @@ def write_report(
         The path of the report, in the folder of the run.
     """
     progress = progress or Quiet()
-    described, whole = table.described(), table
+    described, full_table = table.described(), table
     if isinstance(table, data.SharedTable):
         table = table.leading_series()
     if checked is None:
-        checked = check(run, whole, seed=seed, progress=progress)
+        checked = check(run, full_table, seed=seed, progress=progress)
     scope = [checked.scope.words] if checked.scope and checked.scope.is_partial else []
     progress.begin(PAGE_STAGE)
     results = run.record["results"]

@@ -275,9 +275,9 @@ def _shapes_of_band(band: Band | SeriesPanel, ink: str) -> list[Shape]:
     """
     sides = [(band.lower, band.upper)]
     if band.hollow is not None:
-        whole = np.isnan(band.hollow.lower)
-        below = np.where(whole, band.centre, band.hollow.lower)
-        above = np.where(whole, band.centre, band.hollow.upper)
+        is_single = np.isnan(band.hollow.lower)
+        below = np.where(is_single, band.centre, band.hollow.lower)
+        above = np.where(is_single, band.centre, band.hollow.upper)
         sides = [(band.lower, below), (above, band.upper)]
     bands = [Shape("band", ink, band.times, *ends) for ends in sides]
     return [*bands, Shape("line", ink, band.times, band.centre)]

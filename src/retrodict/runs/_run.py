@@ -126,14 +126,14 @@ def write(
         times = rows.times.astype(np.int64) if dates else rows.times
         rd.save(path / ROWS, (times, dates, rows.ys, rows.inputs))
         named.append(ROWS)
-    whole = {
+    entries = {
         "retrodict_run": FORMAT,
         "version": version_of(),
         "model": spec.to_dict(),
         **record,
         "files": {name: digest_of((path / name).read_bytes()) for name in named},
     }
-    plain = json.loads(as_json(whole))
+    plain = json.loads(as_json(entries))
     write_atomically(path / RECORD, as_json({**plain, "checksum": checksum_of(plain)}))
     return Run(path, spec, model, family, plain)
 
