@@ -194,8 +194,8 @@ class TruncatedBackprop(AbstractRecursiveGradient):
         prior = _either(from_start, model.prior, past)
         local = StateSpaceModel(prior, model.transition, model.emission)
         observed: Any = rows.seen
-        seen = observed & exists[:, None]
-        series = Series(rows.y, seen.at[0].set(seen[0] & from_start), rows.u, length)
+        observed = observed & exists[:, None]
+        series = Series(rows.y, observed.at[0].set(observed[0] & from_start), rows.u, length)
         chain = family.assemble(read, exists, length)
         return elbo_of_series(local, chain, series, estimator, key).value, read
 
