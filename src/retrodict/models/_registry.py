@@ -122,12 +122,12 @@ class ReadyModel(NamedTuple):
     def inputs(self, options: Mapping[str, Any]) -> list[str]:
         """Return the inputs that the model reads with these options, in order and in words."""
         chosen = {name: option.default for name, option in self.options.items()} | dict(options)
-        wanted = {
+        is_input = {
             "the length of the step": chosen.get("irregular"),
             "the exposure": chosen.get("exposure"),
             "the number of trials": chosen.get("total_count") == 0,
         }
-        return [name for name, is_read in wanted.items() if is_read]
+        return [name for name, is_read in is_input.items() if is_read]
 
     def start(self, model: StateSpaceModel, ys: Any, **series: Any) -> StateSpaceModel:
         """Return the model with starting values from data, as `start_from` does."""
