@@ -398,6 +398,19 @@ def tracked() -> list[Path]:
     return [path for name in names if name and (path := REPOSITORY / name).is_file()]
 
 
+def test_test_files_mirror_modules():
+    """Each file is `test_<module>.py` or `test_<module>_<aspect>.py` in the folder of its package."""
+    unmatched = []
+    for path in sorted((REPOSITORY / "tests").glob("*/test_*.py")):
+        folder = path.parent.name
+        packages = [SOURCE / f"_{folder}", SOURCE / folder]
+        modules = {item.stem.lstrip("_") for package in packages for item in package.rglob("*")}
+        stem = path.stem.removeprefix("test_")
+        if not any(f"{stem}_".startswith(f"{module}_") for module in {folder, *modules} - {""}):
+            unmatched.append(str(path.relative_to(REPOSITORY)))
+    assert unmatched == []
+
+
 def pickling(tree: ast.Module) -> list[str]:
     """What a file does with pickle: imports of a pickler, and `allow_pickle=True`."""
     imports = [o for o, _ in imported_names(tree, "", is_package=False) if entry(o) in PICKLERS]

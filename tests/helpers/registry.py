@@ -1,8 +1,8 @@
 """One line for each thing that every generic test runs over.
 
-A new kernel is added to `KERNELS`, and the contract tests of `test_kernels.py` run on it; a new
+A new kernel is added to `KERNELS`, and the contract tests of `test_kernel.py` run on it; a new
 family to `FAMILIES`, for those of `families/test_base.py`; a new stream to `STREAMS`, for those of
-`test_streams.py`.
+`test_stream.py`.
 """
 
 from collections.abc import Callable

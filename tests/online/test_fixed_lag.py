@@ -171,7 +171,7 @@ def test_flushed_rows_of_sampled_family_equal_offline_paths():
     np.testing.assert_allclose(last.smoothed.mean[-1], laws.mean[-1], atol=1e-10)
 
 
-@pytest.mark.slow  # `test_streams` has a quick form of it
+@pytest.mark.slow  # `test_stream` has a quick form of it
 @pytest.mark.parametrize("name", ["kalman", "mixture"])
 def test_chunks_give_the_same_rows(name: str):
     live, (end, out) = rd.online.FixedLag(family(name), 3, num_samples=8), scanned(name, 3)
@@ -194,7 +194,7 @@ def _arrays(state: LagState) -> Any:
     return state.family, state.law, state.steps, state.num_read
 
 
-@pytest.mark.slow  # `test_streams` has a quick form of it
+@pytest.mark.slow  # `test_stream` has a quick form of it
 @pytest.mark.parametrize("name", ["kalman", "mixture"])
 def test_partly_filled_chunk_gives_the_same_rows(name: str):
     live, s = rd.online.FixedLag(family(name), 3, num_samples=8), stream()

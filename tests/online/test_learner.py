@@ -127,7 +127,7 @@ def test_a_row_whose_step_overflows_does_not_block_later_steps():
     assert np.count_nonzero(rows.gradient_norm[12:]) == 14
 
 
-@pytest.mark.slow  # `test_streams` has a quick form of it
+@pytest.mark.slow  # `test_stream` has a quick form of it
 def test_learner_resumes_bit_for_bit(windowed: rd.online.OnlineLearner, tmp_path: Path):
     ys = rough(20)
     start = windowed.init(jax.random.key(1))

@@ -301,7 +301,7 @@ def test_unbiased_weights_centre_on_the_other_samples():
     assert np.all(np.isfinite(lonely)) and float(jnp.sum(lonely)) == pytest.approx(1.0)
 
 
-@pytest.mark.slow  # `test_streams` has a quick form of it
+@pytest.mark.slow  # `test_stream` has a quick form of it
 @pytest.mark.parametrize(
     "name, method",
     [("kalman", "exact"), ("kalman", "unbiased"), ("kalman", "paris"), ("mixture", "all")],

@@ -284,7 +284,7 @@ import resource, signal, sys, tempfile
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
 signal.alarm(1200)
-import test_mutated_files as t
+import test_files_mutated as t
 suffix, run, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 folder = Path(tempfile.mkdtemp(dir=Path(run).parent))
 count = t.try_runs(Path(run), folder, 150, seed) if suffix == "run" else \
