@@ -399,7 +399,7 @@ def tracked() -> list[Path]:
 
 
 def test_test_files_mirror_modules():
-    """Each file is `test_<module>.py` or `test_<module>_<aspect>.py` in the folder of its package."""
+    """A file is `test_<module>.py` or `test_<module>_<aspect>.py` in the folder of its package."""
     unmatched = []
     for path in sorted((REPOSITORY / "tests").glob("*/test_*.py")):
         folder = path.parent.name

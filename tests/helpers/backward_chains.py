@@ -1,4 +1,4 @@
-"""Backward chains that are wrong, or of which little is known, on purpose."""
+"""Backward chains that are wrong on purpose, or offer draws alone."""
 
 from typing import Any
 

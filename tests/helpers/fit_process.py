@@ -1,10 +1,12 @@
-"""One process of several that fit together over loopback: run by `test_mesh`.
+"""Program of `test_mesh`: one of several processes that fit together over loopback.
 
-Arguments: coordinator, number of processes, which of them, checkpoint, a file for the parameters,
-and flags. With `share` each process holds its own series alone, in one array of all processes, with
-`shared` as `SharedSeries` of a number that does not divide, with `stored` it reads blocks of a
-store and says which ones it trained on; with `dies` the last process is killed after its second
-chunk, with `dies first` the first one is.
+Arguments: coordinator, number of processes, index of this one, checkpoint, a file for the
+parameters, and flags:
+
+- `share`: each process holds its own series, in one array of all processes;
+- `shared`: as `share`, as `SharedSeries` whose number is no multiple of the processes;
+- `stored`: each process reads blocks of a store, and prints the blocks that it trained on;
+- `dies`: the last process is killed after its second chunk; `dies first`: the first one is.
 """
 
 import os
@@ -14,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from compare_devices import fitted, series
+from compare_devices import fit_small_family, series
 from in_memory_store import InMemoryStore
 
 import retrodict as rd
@@ -42,14 +44,14 @@ def main(coordinator: str, count: str, which: str, checkpoint: str, out: str, *f
         data = store = InMemoryStore(ys, [2] * 6)
     doomed = {"dies": number - 1, "dies first": 0}
 
-    def tell(step: int, _: float) -> None:
+    def report_progress(step: int, _: float) -> None:
         print(f"process {index} at step {step}", flush=True)
         if step == 20 and index in [doomed.get(flag) for flag in flags]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
         options |= {"batch_size": 6, "checkpoint": checkpoint, "chunk_size": 10}
-        result = fitted(data, "all", progress=tell, **options)
+        result = fit_small_family(data, "all", progress=report_progress, **options)
     except rd.distributed.ProcessLostError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(3)  # without waiting for the lost one

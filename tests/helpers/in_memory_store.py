@@ -1,4 +1,4 @@
-"""A store of series that are in memory after all, and what was read of it."""
+"""A store of series that holds arrays in memory and counts reads of its blocks."""
 
 import hashlib
 from collections import Counter
@@ -9,10 +9,10 @@ import retrodict as rd
 
 
 class InMemoryStore(rd.data.AbstractSeriesStore):
-    """Arrays cut into blocks.
+    """A store whose blocks are slices of arrays.
 
     Attributes:
-        loads: how often each block was read.
+        loads: number of reads of each block.
     """
 
     def __init__(self, ys: np.ndarray, sizes: list[int], length: np.ndarray | None = None) -> None:

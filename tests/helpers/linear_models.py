@@ -76,7 +76,7 @@ def random_model(
     singular: bool = False,
     prior_scale: float = 1.0,
 ) -> rd.StateSpaceModel:
-    """A stable model with dense scales; `singular` gives transition noise of rank 1."""
+    """Draw a stable model with dense scales; `singular` gives transition noise of rank 1."""
     weight = rng.normal(size=(state, state))
     weight *= rng.uniform(0.3, 1.0) / max(abs(np.linalg.eigvals(weight)))
     noise = lower_factor(rng, state)
@@ -106,21 +106,21 @@ def random_model(
 
 
 def lower_factor(rng: np.random.Generator, dim: int) -> np.ndarray:
-    """A well-conditioned lower Cholesky factor."""
+    """Draw a well-conditioned lower Cholesky factor."""
     return np.tril(0.3 * rng.normal(size=(dim, dim)), -1) + np.diag(rng.uniform(0.4, 1.2, dim))
 
 
 def random_mask(
     rng: np.random.Generator, num_times: int, obs: int, probability: float
 ) -> np.ndarray:
-    """Entries seen with this probability, and now and then a row of which nothing was."""
+    """Draw a mask of entries observed with this probability, with some rows entirely missing."""
     mask = rng.random((num_times, obs)) < probability
     mask[rng.random(num_times) < 0.15] = False
     return mask
 
 
 def singular_models() -> dict[str, rd.StateSpaceModel]:
-    """Models whose states stay on a line or a plane that no coordinate axis spans, or nearly so."""
+    """Return models whose states stay (nearly) on a line or plane that no coordinate axis spans."""
     factor = np.array([[1.0, 0.0], [0.3, 0.0]])
     rank_one = 0.9 * np.outer([1.0, 0.3], [0.6, 0.8])
     shares = np.array([[2.0, 0.0, 0.0], [-1.0, 3.0**0.5, 0.0], [-1.0, -(3.0**0.5), 0.0]])
