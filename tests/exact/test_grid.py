@@ -12,7 +12,7 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from linear_models import linear_model, linear_transition_model
+from linear_models import linear_model, linear_transition_model, planar_model
 from nonlinear_models import nonlinear_emission_model, paper_model, poisson_emission
 
 import retrodict as rd
@@ -187,20 +187,8 @@ def test_parameters_are_unwrapped(oracle, ys):
     np.testing.assert_allclose(posterior.mean, oracle.mean, atol=1e-12)
 
 
-WEIGHT_2D = np.array([[0.8, 0.3], [-0.2, 0.7]])
-EMIT_2D = np.array([[1.0, 0.5]])
-
-
-def planar_model(scale):
-    return linear_model(
-        2,
-        mean=jnp.array([0.5, -0.5]),
-        prior=jnp.array([[1.0, 0.0], [0.4, 0.9]]),
-        weight=WEIGHT_2D,
-        bias=jnp.array([0.1, 0.0]),
-        noise=scale,
-        design=EMIT_2D,
-    )
+def two_states(scale):
+    return planar_model(noise=scale, design=np.array([[1.0, 0.5]]))
 
 
 YS_2D = np.array([[0.4], [1.1], [-0.3], [0.8]])
@@ -221,7 +209,7 @@ def test_two_dimensional_grid_equals_joint_gaussian(kind, scale, monkeypatch):
         # Blocks of 30 rows, which do not divide the number of points.
         monkeypatch.setattr(transition, "DENSE_ENTRIES", 0)
         monkeypatch.setattr(transition, "BLOCK_ENTRIES", 30 * 46 * 42 + 5)
-    model = planar_model(jax.tree.map(jnp.asarray, scale))
+    model = two_states(jax.tree.map(jnp.asarray, scale))
     posterior = rd.grid_smoother(model, YS_2D, rd.Grid(*GRID_2D))
     assert posterior.kind == kind
     assert_agrees(posterior, joint_gaussian.posterior(model, YS_2D), tolerance=1e-6)
@@ -234,7 +222,7 @@ def test_blocked_pair_sums_in_two_dimensions_are_exact(monkeypatch):
     monkeypatch.setattr(transition, "BLOCK_ENTRIES", 50_000)
     grid = rd.Grid(np.array([-6.5, -6.0]), np.array([7.0, 5.5]), 24)
     scale = rd.Diagonal(jnp.array([0.9, 0.9]))
-    posterior = rd.grid_smoother(planar_model(scale), YS_2D[:3], grid)
+    posterior = rd.grid_smoother(two_states(scale), YS_2D[:3], grid)
     outer = posterior.expectation_pairwise(lambda x, z: x[:, None] * z[None, :])
     product = posterior.mean[:-1, :, None] * posterior.mean[1:, None, :]
     np.testing.assert_allclose(outer - product, posterior.cross_covariance(), atol=1e-10)

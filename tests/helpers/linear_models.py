@@ -1,7 +1,8 @@
 """Linear-Gaussian models, given by numbers or drawn at random, and random masks."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -67,6 +68,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0
 
 
+def planar_model(**options: Any) -> rd.StateSpaceModel:
+    """Return a model of two states with dense parameters, apart from the given ones."""
+    dynamics = {
+        "mean": jnp.array([0.5, -0.5]),
+        "prior": jnp.array([[1.0, 0.0], [0.3, 0.8]]),
+        "weight": jnp.array([[0.8, 0.3], [-0.2, 0.7]]),
+        "bias": jnp.array([0.1, -0.2]),
+        "noise": jnp.array([[0.6, 0.0], [0.2, 0.5]]),
+    }
+    return linear_model(2, **(dynamics | options))
+
+
 def random_model(
     rng: np.random.Generator,
     state: int,
@@ -117,6 +130,26 @@ def random_mask(
     mask = rng.random((num_times, obs)) < probability
     mask[rng.random(num_times) < 0.15] = False
     return mask
+
+
+class IncompleteSeries(NamedTuple):
+    """A series with missing entries and rows, and its inputs."""
+
+    ys: np.ndarray
+    mask: np.ndarray
+    inputs: np.ndarray
+
+
+def incomplete_series(
+    model: rd.StateSpaceModel, num_times: int, missing_row: int
+) -> IncompleteSeries:
+    """Draw a series of a model with one input; missing entries hold 1000."""
+    rng = np.random.default_rng(2)
+    inputs = rng.normal(size=(num_times, 1))
+    ys = np.array(model.simulate(jax.random.key(3), num_times, inputs=inputs)[1])
+    mask = random_mask(rng, num_times, ys.shape[1], 0.8)
+    mask[missing_row] = False
+    return IncompleteSeries(np.where(mask, ys, 1e3), mask, inputs)
 
 
 def singular_models() -> dict[str, rd.StateSpaceModel]:

@@ -679,25 +679,23 @@ def test_constructors_copy_their_arrays():
     assert np.all(kernel.weight == 0.5)
 
 
-def test_integer_parameters_have_gradients():
-    model = rd.StateSpaceModel(
+def integer_model() -> rd.StateSpaceModel:
+    return rd.StateSpaceModel(
         rd.Gaussian([0], [[1]]),
         rd.LinearGaussianKernel([[1]], [0], [[1]]),
         rd.LinearGaussianKernel(np.array([[1], [2]]), [0, 0], np.eye(2, dtype=int)),
     )
-    gradient = eqx.filter_grad(lambda m: rd.kalman_smoother(m, YS).log_evidence)(model)
+
+
+def test_integer_parameters_have_gradients():
+    gradient = eqx.filter_grad(lambda m: rd.kalman_smoother(m, YS).log_evidence)(integer_model())
     assert len(jax.tree.leaves(gradient)) == 8
     assert np.all(gradient.transition.weight != 0)
 
 
 @pytest.mark.slow
 def test_integer_weight_is_fitted():
-    model = rd.StateSpaceModel(
-        rd.Gaussian([0], [[1]]),
-        rd.LinearGaussianKernel([[1]], [0], [[1]]),
-        rd.LinearGaussianKernel(np.array([[1], [2]]), [0, 0], np.eye(2, dtype=int)),
-    )
-    fitted = rd.fit_evidence(KEY, model, YS, num_steps=2, progress=False).model
+    fitted = rd.fit_evidence(KEY, integer_model(), YS, num_steps=2, progress=False).model
     assert np.all(np.asarray(fitted.transition.weight) != 1.0)
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ import joint_gaussian
 import numpy as np
 import pytest
 from assertions import assert_close
-from linear_models import random_mask, random_model, singular_models
+from linear_models import IncompleteSeries, incomplete_series, random_model, singular_models
 from registry import FAMILIES
 
 import retrodict as rd
@@ -35,22 +35,9 @@ LINEAR = [_marked(name, 3) for name, case in FAMILIES.items() if not case.sample
 SAMPLED = [_marked(name) for name, case in FAMILIES.items() if case.sampled]
 
 
-class Stream(NamedTuple):
-    """A series with missing entries and rows, and its inputs."""
-
-    ys: np.ndarray
-    mask: np.ndarray
-    inputs: np.ndarray
-
-
 @functools.cache
-def stream() -> Stream:
-    rng = np.random.default_rng(2)
-    inputs = rng.normal(size=(N, 1))
-    ys = np.array(model().simulate(jax.random.key(3), N, inputs=inputs)[1])
-    mask = random_mask(rng, N, 2, 0.8)
-    mask[4] = False
-    return Stream(np.where(mask, ys, 1e3), mask, inputs)
+def stream() -> IncompleteSeries:
+    return incomplete_series(model(), N, missing_row=4)
 
 
 @functools.cache

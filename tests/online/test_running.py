@@ -2,7 +2,7 @@
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from assertions import assert_close
 from jax import lax
-from linear_models import linear_model, random_mask, random_model
+from linear_models import IncompleteSeries, incomplete_series, linear_model, random_model
 from registry import FAMILIES
 from scipy.stats import multivariate_normal
 
@@ -35,27 +35,14 @@ OTHERS = [name for name, case in FAMILIES.items() if not case.sampled and name !
 LINEAR = [*QUICK, *_slow(*OTHERS)]
 
 
-class Stream(NamedTuple):
-    """A series with missing entries and rows, and its inputs."""
-
-    ys: np.ndarray
-    mask: np.ndarray
-    inputs: np.ndarray
-
-
 @functools.cache
 def model() -> rd.StateSpaceModel:
     return random_model(np.random.default_rng(1), 2, 2, 1)
 
 
 @functools.cache
-def stream() -> Stream:
-    rng = np.random.default_rng(2)
-    inputs = rng.normal(size=(N, 1))
-    ys = np.array(model().simulate(jax.random.key(3), N, inputs=inputs)[1])
-    mask = random_mask(rng, N, 2, 0.8)
-    mask[3] = False
-    return Stream(np.where(mask, ys, 1e3), mask, inputs)
+def stream() -> IncompleteSeries:
+    return incomplete_series(model(), N, missing_row=3)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import numpyro.distributions as dist
 import pytest
 import scipy.stats
 from assertions import assert_close, assert_means_agree
-from linear_models import linear_model, linear_transition_model
+from linear_models import linear_transition_model, planar_model
 from nonlinear_models import (
     heavy_tailed_count_model,
     nonlinear_emission_model,
@@ -29,13 +29,7 @@ from retrodict._exact import KalmanPosterior
 UNTYPED = cast(Any, rd)
 """The library as it is called by those who do not read types."""
 
-LINEAR = linear_model(
-    2,
-    mean=jnp.array([0.5, -0.5]),
-    prior=jnp.array([[1.0, 0.0], [0.3, 0.8]]),
-    weight=jnp.array([[0.8, 0.3], [-0.2, 0.7]]),
-    bias=jnp.array([0.1, -0.2]),
-    noise=jnp.array([[0.6, 0.0], [0.2, 0.5]]),
+LINEAR = planar_model(
     design=jnp.array([[1.0, 0.4], [0.0, 1.0]]),
     offset=jnp.array([0.2, 0.0]),
     error=jnp.diag(jnp.array([0.7, 1.0])),

@@ -14,7 +14,7 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from linear_models import linear_model
+from linear_models import linear_model, planar_model
 from nonlinear_models import heavy_tailed_count_model, uniform_emission
 
 import retrodict as rd
@@ -24,13 +24,7 @@ from retrodict.particles import AdditivePosterior
 UNTYPED = cast(Any, rd)
 """The library as it is called by those who do not read types."""
 
-MODEL = linear_model(
-    2,
-    mean=jnp.array([0.5, -0.5]),
-    prior=jnp.array([[1.0, 0.0], [0.3, 0.8]]),
-    weight=jnp.array([[0.8, 0.3], [-0.2, 0.7]]),
-    bias=jnp.array([0.1, -0.2]),
-    noise=jnp.array([[0.6, 0.0], [0.2, 0.5]]),
+MODEL = planar_model(
     input_weight=jnp.array([[1.0], [-0.5]]),
     design=jnp.array([[1.0, 0.4]]),
     offset=0.2,
