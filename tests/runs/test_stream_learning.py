@@ -683,7 +683,7 @@ def test_a_lock_that_is_a_pipe_or_a_link_is_refused(kind: str, fitted, lines, tm
     assert not elsewhere.exists()
 
 
-def test_what_a_killed_stream_left_of_its_state_is_removed(fitted, lines, tmp_path):
+def test_partial_state_of_killed_stream_is_removed(fitted, lines, tmp_path):
     orphan, other = tmp_path / ".state.0123.partial", tmp_path / ".other.0123.partial"
     orphan.write_bytes(b"half"), other.write_bytes(b"half")
     runs.stream(fitted, source_of(lines[:45]), io.BytesIO(), lag=LAG, state=tmp_path / "state")
